@@ -63,9 +63,11 @@ from numkv.kernels.cuda.instructions import (
     exp2_approx,
     global_address,
     keep,
+    load_shared_4,
     pack_bf16,
     pack_fp16,
     shared_address,
+    shuffle_xor_by,
     shuffle_xor_float,
 )  # fmt: skip
 from numkv.kernels.cuda.instructions.words_at import store_pair_at, store_word_at
@@ -88,6 +90,7 @@ def make_softmax(V_KIND, CAPPED, SIZES):
     SUMS, WEIGHTS = SIZES.padded_v // 2, TILE // 4
     V_SCALED, WHOLE = SIZES.v.words > 0, CAPPED or SIZES.scaled  # scores are in base 2 already
     _, load_backs = make_terms(CAPPED, SIZES)
+    next_to, across = shuffle_xor_by(1, "f"), shuffle_xor_by(2, "f")
 
     @register_jitable
     def mask_row(c, row, r, tile, place):
@@ -112,16 +115,14 @@ def make_softmax(V_KIND, CAPPED, SIZES):
 
     @register_jitable
     def top_of(c, state, r):
-        """The largest score of a row so far, or one that is little less."""
+        """The largest score of a row of the tile."""
         top = c[2 * r]
         for j in range(TILE // 8):
             for e in range(2):
                 top = max(top, c[4 * j + 2 * r + e])
-        top = max(top, shuffle_xor_float(top, 1))
-        top = max(top, shuffle_xor_float(top, 2))
-        if not WHOLE:
-            top *= state.scales[r]
-        return top if top > state.maxima[r] + SLACK else state.maxima[r]
+        top = max(top, next_to(top))
+        top = max(top, across(top))
+        return top if WHOLE else top * state.scales[r]
 
     @register_jitable
     def base_of(top):
@@ -155,8 +156,13 @@ def make_softmax(V_KIND, CAPPED, SIZES):
     def weigh(c, state, weights, backs, backs_from):
         """The weights of a tile relative to the rows' maxima; what there was is brought to the same."""
         top, other = top_of(c, state, 0), top_of(c, state, 1)
+        above, other_above = top > state.maxima[0] + SLACK, other > state.maxima[1] + SLACK
         # That is rarely so after the first tile. Rows of the warp whose maximum stays are multiplied by exactly 1.
-        if cuda.any_sync(0xFFFFFFFF, top > state.maxima[0] or other > state.maxima[1]):
+        if cuda.any_sync(0xFFFFFFFF, above or other_above):
+            top, other = (
+                top if above else state.maxima[0],
+                other if other_above else state.maxima[1],
+            )
             shrink = exp2_approx(state.maxima[0] - base_of(top))
             other_shrink = exp2_approx(state.maxima[1] - base_of(other))
             state.totals[0] *= shrink
@@ -166,7 +172,7 @@ def make_softmax(V_KIND, CAPPED, SIZES):
                 state.sums[4 * n + 1] *= shrink
                 state.sums[4 * n + 2] *= other_shrink
                 state.sums[4 * n + 3] *= other_shrink
-        state.maxima[0], state.maxima[1] = top, other
+            state.maxima[0], state.maxima[1] = top, other
         load_backs(backs, backs_from)
         weigh_row(c, state, weights, backs, 0)
         weigh_row(c, state, weights, backs, 1)
@@ -217,14 +223,21 @@ def make_store(Q_KIND, V_KIND, SIZES):
 
 
 def make_attend_tile(Q_KIND, K_KIND, V_KIND, CAPPED, SIZES):
-    """The functions that say what scores of an item are multiplied by, and that attend to a tile in shared memory."""
-    K_BYTES = SIZES.k_bytes
+    """The functions that begin an item, say what its scores are multiplied by, and attend to a tile."""
+    K_BYTES, SUMS = SIZES.k_bytes, SIZES.padded_v // 2
     CODES = V_KIND == "int8"  # whose rows are finite, whatever there is
     K_BY_HEAD, K_FACTOR = SIZES.k.by_head, F(head_factor(K_KIND))
     finish_scores, _ = make_terms(CAPPED, SIZES)
     score, add = make_scores(K_KIND, SIZES), make_sums(V_KIND, SIZES)
     mask, weigh = make_softmax(V_KIND, CAPPED, SIZES)
     hide = make_poison(V_KIND, SIZES)
+
+    @register_jitable
+    def begin(state):
+        state.maxima[0] = state.maxima[1] = MINUS_INF
+        state.totals[0] = state.totals[1] = F(0)
+        for i in range(SUMS):
+            state.sums[i] = F(0)
 
     @register_jitable
     def scale_of(scale, k_scale, item):
@@ -255,7 +268,7 @@ def make_attend_tile(Q_KIND, K_KIND, V_KIND, CAPPED, SIZES):
             hide(state, weights, loaded, flags, number, here, here + K_BYTES, v_lane, thread)
         add(state, weights, loaded, v_lane)
 
-    return scale_of, attend_tile
+    return begin, scale_of, attend_tile
 
 
 def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
@@ -283,7 +296,7 @@ def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
     begin_copies, copy = make_copy(SIZES)
     widen, prepare = make_widen(SIZES)
     load_queries = make_load_queries(Q_KIND, K_KIND, SIZES)
-    scale_of, attend_tile = make_attend_tile(Q_KIND, K_KIND, V_KIND, CAPPED, SIZES)
+    begin, scale_of, attend_tile = make_attend_tile(Q_KIND, K_KIND, V_KIND, CAPPED, SIZES)
     store = make_store(Q_KIND, V_KIND, SIZES)
 
     def kernel(
@@ -332,7 +345,7 @@ def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
         k_lane = keep(U32(base + k_row * K_STEP + (lane >> I32(3) & I32(1)) * 16))
         v_lane = base + SIZES.k_bytes + (lane & I32(15)) * V_STEP + (lane >> I32(4)) * 16
         v_lane = keep(U32(v_lane))
-        ways = prepare(base, thread)
+        ways, lost_at = prepare(base, thread), keep(U32(shared_address(lost)))
 
         count, before, items = number_items(batch, counts, thread)
         for number in range(I64(cuda.blockIdx.x), items, I64(cuda.gridDim.x)):
@@ -357,10 +370,7 @@ def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
             scale, uneven = load_queries(
                 q, row, other, sign, scale, scales, powers, words, q_at, place, thread
             )  # fmt: skip
-            maxima[0] = maxima[1] = MINUS_INF
-            totals[0] = totals[1] = F(0)
-            for i in range(SUMS):
-                sums[i] = F(0)
+            begin(state)
             n = I32(0)
             while n < tiles:
                 tile, stage = first + I64(n) * TILE, I32((n & I32(1)) * STAGE)
@@ -372,16 +382,18 @@ def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
                 if I32(n + 1) < tiles:
                     plain = not WIDENED and tile + 2 * TILE <= item.end and lost[(n + 1) & 3] == 0
                     copy(sides, I32(n + 1), plain)
-                if I32(n + 2) < tiles:
-                    locate(
-                        places, block_table, by_slot, shift, pools, item, tile + 2 * TILE, I32(n + 2), thread
-                    )  # fmt: skip
-                if thread == 0:  # what nobody reads or writes now
-                    lost[(n + 3) & 3] = 0
-                    flags[(n + 1) & 1] = 0
+                if thread < I32(TILE):
+                    if thread == 0:  # what nobody reads or writes now
+                        lost[(n + 3) & 3] = 0
+                        flags[(n + 1) & 1] = 0
+                    if I32(n + 2) < tiles:
+                        locate(
+                            places, block_table, by_slot, shift, pools, item, tile + 2 * TILE, I32(n + 2), thread
+                        )  # fmt: skip
                 at = q_at, ways[3], base + stage, U32(k_lane + stage), U32(v_lane + stage)
+                missing = load_shared_4(U32(lost_at + ((n & I32(3)) << I32(2)))) != 0
                 attend_tile(
-                    state, pieces, row, other, whole, tile, n, lost[n & 3] != 0, at, uneven, soft_cap
+                    state, pieces, row, other, whole, tile, n, missing, at, uneven, soft_cap
                 )  # fmt: skip
                 n = I32(n + 1)
             store(state, row, 0, v_scale, sinks, out, lse, place)

@@ -48,7 +48,7 @@ from numkv.kernels.cuda.instructions import (
     permute_bytes,
     permute_bytes_as,
     select_bits,
-    shuffle_xor,
+    shuffle_xor_by,
     store_shared_4,
     store_shared_16,
     store_shared_16_at,
@@ -60,8 +60,9 @@ __all__ = ["head_factor", "make_terms", "make_widen"]
 F, I32, U32 = np.float32, np.int32, np.uint32
 #: A factor of V below 2**-90 counts as that where logarithms are added: so the sum of a million weights stays finite.
 LEAST_LOG, MOST_LOG = -90, 126
-#: Rows of INT4 are so many powers of two smaller than scales make them, as nibbles are where float16 is subnormal.
-DOWN = 9
+#: Rows of INT4 are so many powers of two smaller than scales make them: levels are 2**-9 of theirs, as nibbles are
+#: where float16 is subnormal, and scales are 2 to 4 for the largest one.
+DOWN = 8
 
 
 def head_factor(name: str) -> float:
@@ -169,9 +170,11 @@ def make_group_scale(SIDE, OFFSET, TEAM):
         return larger
 
     def make_other(lanes):
+        other = shuffle_xor_by(lanes)
+
         @register_jitable
         def larger(scales_at, largest):
-            largest[0] = max(largest[0], shuffle_xor(largest[0], U32(lanes)))
+            largest[0] = max(largest[0], other(largest[0]))
 
         return larger
 
@@ -193,9 +196,10 @@ def make_group_scale(SIDE, OFFSET, TEAM):
     @register_jitable
     def group_scale(scales_at, own_at, chosen):
         """A group's factor and offset, each as two float16. Its scale is of the word at `own_at`: bytes `chosen`."""
-        word = permute_bytes(load_own(own_at), U32(0), chosen)
+        words = load_own(own_at)
+        word = permute_bytes(words, words, chosen)
         own = U32(word & U32(0xFFFF0000))
-        down = U32(U32(254 << 23) - power_for(scales_at, own)).view(np.float32)
+        down = U32(power_for(scales_at, own) ^ U32(0x7F800000)).view(np.float32)  # twice 1 / power
         scale = own.view(np.float32) * down
         # The lowest level less 16, and then times 2**-9.
         offset = fma_fp16x2(level_offsets(word), U32(0x18001800), U32(0x28002800))

@@ -51,7 +51,7 @@ def make_side(SIZES, CHUNKS, STORED, STEP, TABLE=0, TO=0):
     TILE, NEXT_STAGE, ROWS = SIZES.tile, SIZES.next_stage, rows_at_once(SIZES, CHUNKS)
     COUNT, WHOLE, ALL = TILE // ROWS, CHUNKS == STORED, SIZES.threads == ROWS * CHUNKS
     copy_rows = cp_async_16_rows(COUNT, 8 * ROWS, ROWS * STEP, False, TABLE, TO)
-    copy_sized = cp_async_16_rows(COUNT, 8 * ROWS, ROWS * STEP, True, TABLE, TO)
+    copy_sized = cp_async_16_rows(COUNT, 8 * ROWS, ROWS * STEP, True, TABLE, TO, not WHOLE)
 
     @register_jitable
     def begin_side(thread, source, base, table, sizes):
@@ -70,7 +70,10 @@ def make_side(SIZES, CHUNKS, STORED, STEP, TABLE=0, TO=0):
                 copy_rows(to, table, side.source)
             else:
                 sizes = side.sizes + U32(number & 3) * U32(4 * TILE)
-                copy_sized(to, table, side.source, sizes, side.most)
+                if WHOLE:
+                    copy_sized(to, table, side.source, sizes)
+                else:
+                    copy_sized(to, table, side.source, sizes, side.most)
 
     return begin_side, copy_side
 

@@ -53,6 +53,7 @@ from numkv.kernels.cuda.instructions.warps import (
     shuffle,
     shuffle_float,
     shuffle_xor,
+    shuffle_xor_by,
     shuffle_xor_float,
     transpose,
 )
@@ -80,7 +81,7 @@ __all__ = [
     "load_shared_4_floats_from", "load_shared_4_from", "load_shared_8", "load_shared_8_steps", "load_shared_16",
     "load_shared_16_from", "load_shared_floats", "load_shared_pairs", "load_shared_quad", "loader", "log2_approx",
     "mma_bf16", "mma_fp16", "pack_bf16", "pack_fp16", "permute_bytes", "permute_bytes_as", "select_bits",
-    "shared_address", "shuffle", "shuffle_float", "shuffle_xor", "shuffle_xor_float", "split_bf16", "store_global_16",
-    "store_shared_4", "store_shared_8", "store_shared_16", "store_shared_16_at",
+    "shared_address", "shuffle", "shuffle_float", "shuffle_xor", "shuffle_xor_by", "shuffle_xor_float", "split_bf16",
+    "store_global_16", "store_shared_4", "store_shared_8", "store_shared_16", "store_shared_16_at",
     "store_shared_pairs", "transpose", "unpack_fp16",
 ]  # fmt: skip

@@ -63,14 +63,14 @@ cp_async_16_or_zeros = operation(
 
 @functools.cache
 def cp_async_16_rows(
-    count: int, table_step: int, step: int, sized: bool, table_from: int = 0, to_from: int = 0
+    count: int, table_step: int, step: int, sized: bool, table_from: int = 0, to_from: int = 0, most: bool = True
 ) -> Any:  # fmt: skip
     """An operation that starts `count` copies, of rows that a table in shared memory says the places of.
 
     ``copy(to, table, source)``: ``cp_async_16(to + i * step, source + shared[table + i * table_step])`` for ``i <
     count``; the table has int64. If `sized`, ``copy(to, table, source, sizes, most)``: `cp_async_16_or_zeros`, of sizes
-    that another table has, of int32, half as far apart; ``& most``. The table starts `table_from` bytes after `table`,
-    copies go to `to_from` bytes after `to`.
+    that another table has, of int32, half as far apart; ``& most``, which is left out if not
+    `most`. The table starts `table_from` bytes after `table`, copies go to `to_from` bytes after `to`.
     """
     text = "{ .reg .b64 %row_source; .reg .b32 %row_size;\n"
     for i in range(count):
@@ -78,14 +78,15 @@ def cp_async_16_rows(
         text += "add.s64 %row_source, %row_source, $2;\n"
         size = ""
         if sized:
-            text += f"ld.shared.b32 %row_size, [$3+{i * table_step // 2}]; and.b32 %row_size, %row_size, $4;\n"
+            text += f"ld.shared.b32 %row_size, [$3+{i * table_step // 2}];\n"
+            text += "and.b32 %row_size, %row_size, $4;\n" * most
             size = ", %row_size"
         text += f"cp.async.cg.shared.global [$0+{to_from + i * step}], [%row_source], 16{size};\n"
     operands = {"to": "r", "table": "r", "source": "l"} | (
-        {"sizes": "r", "most": "r"} if sized else {}
+        {"sizes": "r"} | ({"most": "r"} if most else {}) if sized else {}
     )
     name = f"cp_async_16_{count}_rows_of_{table_step}_{step}" + "_sized" * sized
-    name += f"_from_{table_from}_{to_from}"
+    name += f"_from_{table_from}_{to_from}" + "_most" * most
     return operation(name, text.rstrip() + " }", "", operands, "", memory=True)
 
 

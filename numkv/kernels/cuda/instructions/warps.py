@@ -41,7 +41,8 @@ from numkv.kernels.cuda.instructions.emit import operation
 
 __all__ = [
     "ldmatrix_x2", "ldmatrix_x2_trans", "ldmatrix_x4", "ldmatrix_x4_into", "ldmatrix_x4_steps", "ldmatrix_x4_trans",
-    "mma_bf16", "mma_fp16", "shuffle", "shuffle_float", "shuffle_xor", "shuffle_xor_float", "transpose",
+    "mma_bf16", "mma_fp16", "shuffle", "shuffle_float", "shuffle_xor", "shuffle_xor_by", "shuffle_xor_float",
+    "transpose",
 ]  # fmt: skip
 
 
@@ -112,6 +113,14 @@ shuffle_xor = _shuffle("shuffle_xor", "bfly", "r", _XOR.format("word"))
 shuffle_xor_float = _shuffle("shuffle_xor_float", "bfly", "f", _XOR.format("float32"))
 shuffle = _shuffle("shuffle", "idx", "r", _IDX.format("word"))
 shuffle_float = _shuffle("shuffle_float", "idx", "f", _IDX.format("float32"))
+
+
+@functools.cache
+def shuffle_xor_by(lanes: int, of: str = "r") -> Any:
+    """`shuffle_xor` by a constant, which is a part of the instruction; of a word, or of a float32, ``"f"``."""
+    text = f"shfl.sync.bfly.b32 $0, $1, {lanes}, 31, -1;"
+    return operation(f"shuffle_xor_{of}_by_{lanes}", text, of, {"x": of}, "", together=True)
+
 
 transpose = operation(
     "transpose", "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "r", {"x": "r"},
