@@ -487,10 +487,7 @@ Books.rows = [
         },
         call=_quietly,
     ),
-    Row(
-        "kind",
-        {"name": one_of("kind", "fp32", "int8", "int4", "code4", "fp8_e4m3", numkv.kind("fp16"))},
-    ),
+    Row("kind", {"name": one_of("kind", "fp32", "int8", "code4", "fp8_e4m3", numkv.kind("fp16"))}),
     Row(
         "Kind.bytes_per_token",
         {
