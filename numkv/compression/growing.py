@@ -46,7 +46,7 @@ class Compressor(Heads):
         return len(self) == 0
 
     def __len__(self) -> int:
-        return self._stored.tokens
+        return int(self._stored.tokens)
 
     # -- which tokens
 

@@ -58,6 +58,9 @@ class Heads(Drawn):
     #: Has `keys`, `values` and `capacity`; replaced as a whole.
     _stored: Any
 
+    def __len__(self) -> int:
+        raise NotImplementedError
+
     def __init__(
         self, config: CompressorConfig, num_heads: int, num_q_heads: int, target: str
     ) -> None:
@@ -123,7 +126,7 @@ class Heads(Drawn):
     @property
     def capacity(self) -> int:
         """Tokens that the buffers hold now."""
-        return self._stored.capacity
+        return int(self._stored.capacity)
 
     @property
     def bytes_per_token(self) -> int:
