@@ -16,7 +16,9 @@ def check_sums(target, layer, rows):
 
 
 @pytest.mark.parametrize("tokens", [1, 2048])
-@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "fp8_e4m3", "int8", "int4", "code4", "code6"])
+@pytest.mark.parametrize(
+    "kind", ["fp32", "fp16", "bf16", "fp8_e4m3", "int8", "int4", "code4", "code6"]
+)
 def test_append(measure, target, to, rng, kind, tokens):
     heads, dim = 8, 128
     layer = numkv.ContiguousLayer(4096, heads, dim, kind=kind, target=target.name)

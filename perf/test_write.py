@@ -8,7 +8,9 @@ from perf import traffic
 
 
 @pytest.mark.parametrize("tokens", [1, 2048])
-@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "fp8_e4m3", "int8", "int4", "code4", "code6"])
+@pytest.mark.parametrize(
+    "kind", ["fp32", "fp16", "bf16", "fp8_e4m3", "int8", "int4", "code4", "code6"]
+)
 def test_write(measure, target, to, rng, kind, tokens):
     q_heads, kv_heads, dim = 32, 8, 128
     layer = numkv.ContiguousLayer(4096, kv_heads, dim, kind=kind, target=target.name)

@@ -249,7 +249,8 @@ _PAGED_CACHE = {
 }
 # Of a cache with tokens in full precision: what it does otherwise than others, and what it refuses.
 _IN_FULL = (
-    "add a known prompt", "truncate", "compact", "decode_attention", "commit", "append", "write", "attention",
+    "add a known prompt", "reserve", "truncate", "compact", "decode_attention", "commit", "append", "write",
+    "attention",
 )  # fmt: skip
 _NOT_IN_FULL = {
     "bind": refused(lambda c: c.bind(4)),

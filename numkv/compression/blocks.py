@@ -123,11 +123,14 @@ def counts_of(name: str, given: Any, num_seqs: int) -> list[int]:
         each = [given] * num_seqs
     else:
         try:
-            each = list(itertools.islice(iter(given), num_seqs + 1))
+            rest = iter(given)
         except TypeError:
+            rest = given
+        if rest is given:  # an iterator, or nothing of the kind
             raise TypeError(
-                f"`{name}`: expected an integer, or one for each sequence, got {type(given).__name__}"
-            ) from None
+                f"`{name}`: expected an integer, or a list of one for each sequence, got {type(given).__name__}"
+            )
+        each = list(itertools.islice(rest, num_seqs + 1))
     if len(each) != num_seqs:
         raise DimensionMismatch(
             f"`{name}`: expected a number for each of {num_seqs} sequences, got "

@@ -504,13 +504,17 @@ class PagedCompressor(Heads):
 
     # -- how
 
-    def _find(self, seq: Any, stored: StoredBlocks | None = None) -> tuple[int, Sequence]:
-        """A sequence and its number."""
-        number = seq if type(seq) is int else check_index("seq", seq, 2**63)
+    def _find(
+        self, seq: Any, stored: StoredBlocks | None = None, name: str = "seq"
+    ) -> tuple[int, Sequence]:
+        """A sequence and its number; `name` is the argument's."""
+        number = seq if type(seq) is int else check_index(name, seq, 2**63)
         found = (stored or self._stored).sequences.get(number)
         if found is None:
             shown = number if abs(number) < 2**63 else "a number beyond int64"
-            raise IndexError(f"`seq`: expected one of the sequences that were added, got {shown}")
+            raise IndexError(
+                f"`{name}`: expected one of the sequences that were added, got {shown}"
+            )
         return number, found
 
     def _numbers(self, sequences: Any, stored: StoredBlocks) -> list[int]:
@@ -521,7 +525,7 @@ class PagedCompressor(Heads):
             raise TypeError(
                 f"`sequences`: expected numbers of sequences, got {type(sequences).__name__}; pass a list"
             ) from None
-        numbers = [self._find(seq, stored)[0] for seq in given]
+        numbers = [self._find(seq, stored, "sequences")[0] for seq in given]
         if len(set(numbers)) != len(numbers):
             raise ValueError(f"`sequences`: expected each sequence once, got {numbers[:8]}")
         return numbers

@@ -244,7 +244,9 @@ PAGED_OPTIONS = {
     n: a for n, a in LAYER_OPTIONS.items() if n not in ("residual_window", "num_sink_tokens")
 }
 CACHE_SIZES = {
-    "num_layers": integer(2, 3, "size"),  # of one layer lists of one entry are no mistake
+    "num_layers": integer(
+        3, 4, "size"
+    ),  # of one or two layers, lists of so many entries are no mistake
     **SIZES,
     "num_blocks": integer(0, 4, "size"),
     "block_size": integer(1, 4, "size"),

@@ -46,7 +46,7 @@ SCALE = ones(4, 2, 5)
 POOLS = [  # of every function: what to change, what is named, error
     ({"k_pool": ones(4, 2, 5)}, "k_pool", MISMATCH),
     ({"k_pool": ones(4, 2, 5, 8, dtype=I32)}, "k_pool", DTYPE),
-    ({"k_pool": ones(4, 2, 5, 8, dtype=np.int16)}, "k_pool", DTYPE),
+    ({"k_pool": ones(4, 2, 5, 8, dtype=np.int32)}, "k_pool", DTYPE),
     ({"v_pool": ones(4, 2, 4, 6)}, "v_pool", MISMATCH),
     ({"v_pool": ones(3, 2, 5, 6)}, "v_pool", MISMATCH),
     ({"v_pool": ones(4, 1, 5, 6)}, "v_pool", MISMATCH),

@@ -287,7 +287,7 @@ WRONG = [
     (lambda c: c.extend([0], row(1, 1, DIM), X), numkv.DimensionMismatch, "keys"),
     (lambda c: c.extend([0], row(1, HEADS, 9), X), numkv.DimensionMismatch, "keys"),
     (lambda c: c.extend([0], X, np.full_like(X, np.inf)), numkv.NonFiniteInput, "values"),
-    (lambda c: c.extend([9], X, X), IndexError, "seq"),
+    (lambda c: c.extend([9], X, X), IndexError, "sequences"),
     (lambda c: c.extend([0], X, X, -1), IndexError, "new_lens"),
     (lambda c: c.extend([0, 0], X, X, [1, 0]), ValueError, "sequences"),
     (lambda c: c.extend([0], X, X, [1, 0]), numkv.DimensionMismatch, "new_lens"),

@@ -237,6 +237,28 @@ class OfMultiHeadCompressor(OfHeadCompressor):
         return Case.told(self, name)
 
 
+class OfPagedCompressor(OfMultiHeadCompressor):
+    """One sequence of it."""
+
+    def make(self, target):
+        return numkv.PagedCompressor(HEADS, self.config, target=target)
+
+    def fill(self, cache, on, n=TOKENS, salt=0):
+        if not len(cache):
+            cache.add()
+        cache.extend(cache.sequences, *(on.to(rows(n, DIM, salt + i)) for i in (0, 1)), n)
+
+    def count(self, cache):
+        return sum(map(cache.length, cache.sequences))
+
+    def content(self, cache, on):
+        arrays = []
+        for seq in cache.sequences:
+            arrays += [cache.attend([seq], on.to(rows(1, DIM)))]
+            arrays += [*cache.key_codes(seq), *cache.value_codes(seq)]
+        return [on.host(x) for x in arrays]
+
+
 CASES = {
     "ContiguousLayer": OfContiguousLayer(),
     "PagedLayer": OfPagedLayer(),
@@ -250,6 +272,7 @@ CASES = {
     "WrapperCache": OfWrapper(),
     "HeadCompressor": OfHeadCompressor(),
     "MultiHeadCompressor": OfMultiHeadCompressor(),
+    "PagedCompressor": OfPagedCompressor(),
 }
 MULTI = ["CausalCache", "SlidingWindowCache", "ChunkedCache", "EncoderCache", "WrapperCache"]
 ATTRIBUTES = ["kind", "v_kind", "target", "num_kv_heads", "head_dim", "head_dim_v", "nbytes"]

@@ -337,7 +337,7 @@ def test_how_old_a_file_is_says_the_clock_that_it_has_its_time_from(tmp_path, mo
 def test_nothing_is_added_while_a_store_is_closed(tmp_path, monkeypatch):
     """Neither after it has waited for what was there: nobody would write that."""
     of = cache(store_in(tmp_path))
-    engine, section = of.store._engine, of._store.tiers._section
+    engine, section = of.store._engine, of._store.tiers.parts[0].section
     flush, late = engine.flush, threading.Thread(
         target=lambda: engine.add_data(section, [(FullBlock(0, bytes(32), b"", 0), np.zeros(8, np.uint8))])
     )  # fmt: skip

@@ -102,6 +102,8 @@ class StoredSequences(Drawn):
         num_states, every = _state_sizes(layers, more, size)
         of_states = num_states * StateSlots.slot_nbytes(layers.with_states)
         bounded = check_flag("key_bounds", more.get("key_bounds"))
+        if bounded and layers.residual is not None:
+            layers.residual.refuse("`key_bounds`", "read all of its tokens, or keep codes alone")
         of_block = block_nbytes(layers, groups, size)
         of_block += bounds_nbytes(layers, groups) * bounded
         count = _num_blocks(num_blocks, more.get("max_nbytes"), of_states, of_block)

@@ -121,7 +121,7 @@ class _Int8:
         self.floats, self.queries, self.keys, self.count, self.s_at = (
             floats, queries, keys, count, s_at
         )  # fmt: skip
-        if self.kind == "code4":
+        if self.kind in LOOKED_UP:
             self.scratch = scratch_floats(b, self.v.float, TOKENS * self.v.lanes)
 
     def emit(self, rows):
