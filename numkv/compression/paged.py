@@ -39,15 +39,8 @@ class PagedCompressor(Heads):
 
     Parameters
     ----------
-    num_heads : int
-        Kv heads, at least 1.
-    config : CompressorConfig
-        How vectors are compressed.
-    num_q_heads : int, optional
-        Q heads, a multiple of `num_heads`, which it is if None; q head h reads kv head
-        ``h // (num_q_heads // num_heads)``.
-    target : {"cpu", "cuda"}
-        Where the codes are and the kernels run.
+    num_heads, config, num_q_heads, target
+        See `MultiHeadCompressor`.
 
     Raises
     ------
@@ -153,12 +146,12 @@ class PagedCompressor(Heads):
         Parameters
         ----------
         seq : int
-            The sequence to fork.
+            Whose tokens they are.
 
         Returns
         -------
         int
-            The new sequence.
+            The second sequence; see `add`.
 
         Raises
         ------
