@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 from numba.extending import register_jitable
 
-from numkv.rows.codebook import place_finder, scale_finder
+from numkv.rows.codebook import as_it_is, place_finder, scale_finder
 
 __all__ = [
     "EDGES",
@@ -123,12 +123,7 @@ def code6_store(load):
     return store
 
 
-@register_jitable
-def _as_it_is(x):
-    return x
-
-
-_store = code6_store(_as_it_is)
+_store = code6_store(as_it_is)
 
 
 @register_jitable

@@ -75,7 +75,6 @@ def make_many_rows_beside(
     """
     keys = _make_keys(k_kind, v_kind)
     put_keys = keys.put
-    load_queries = _make_load_queries(keys)
     attend_panels = _make_attend_panels(keys, add_biases)
     widen_values = make_widen_rows(v_kind)
     LEAST = np.int64(panels_from(k_kind, v_kind))
@@ -99,14 +98,14 @@ def make_many_rows_beside(
             attend_panels(floats, at, sizes, item, seen, soft_cap, tile)
         return transposed
 
-    return Engine(_nothing, load_queries, attend_tile, finish, _nothing)
+    return Engine(_nothing, keys.load_queries, attend_tile, finish, _nothing)
 
 
 class _Keys(NamedTuple):
     """What is K's own."""
 
-    #: ``load(q, k_scale, floats, at, sizes, item, scale, flags)`` puts down query rows, and panels of them.
-    load: Callable[..., Any]
+    #: `load_queries` of an `Engine`: puts down query rows, and panels of them.
+    load_queries: Callable[..., Any]
     #: ``put(floats, at, sizes, tile, end)`` puts a tile's first rows down, whole blocks of them.
     put: Callable[..., Any]
     #: ``multiply(floats, panel_at, count, at, sizes, end, asking, extents)`` takes the scores of a panel.
@@ -122,10 +121,11 @@ def _make_keys(k_kind, v_kind):
     LEAST = np.int64(panels_from(k_kind, v_kind))
 
     @inlined
-    def load(q, k_scale, floats, at, sizes, item, scale, flags):
+    def load_queries(q, k_scale, floats, ints, at, sizes, item, scale, flags):
         load_rows(q, k_scale, floats, at, sizes, item, scale, False)
         if item.rows >= LEAST:
             _put_panels(floats, at, sizes, item)
+        return False
 
     @inlined
     def put(floats, at, sizes, tile, end):
@@ -139,12 +139,12 @@ def _make_keys(k_kind, v_kind):
         )  # fmt: skip
 
     if not (k_kind == "bf16" and HAS_BF16_PAIRS):
-        return _Keys(load, put, multiply)
+        return _Keys(load_queries, put, multiply)
     many_qk_of_pairs = make_many_qk_of_pairs(of_next)
     F = np.float32
 
     @inlined
-    def load_bf16(q, k_scale, floats, at, sizes, item, scale, flags):
+    def load_bf16(q, k_scale, floats, ints, at, sizes, item, scale, flags):
         factor = F(scale) if flags & BF16_QUERIES else F(0)
         floats[at.many_bounds + _FACTOR] = factor
         if item.rows >= LEAST and factor != 0:
@@ -154,7 +154,8 @@ def _make_keys(k_kind, v_kind):
             _pair_panels(floats, at, sizes, item)
             load_rows(q, k_scale, floats, at, sizes, item, scale, False)
         else:
-            load(q, k_scale, floats, at, sizes, item, scale, flags)
+            load_queries(q, k_scale, floats, ints, at, sizes, item, scale, flags)
+        return False
 
     @inlined
     def put_bf16(floats, at, sizes, tile, end):
@@ -175,17 +176,6 @@ def _make_keys(k_kind, v_kind):
             multiply(floats, panel_at, count, at, sizes, end, asking, extents)
 
     return _Keys(load_bf16, put_bf16, multiply_bf16)
-
-
-def _make_load_queries(keys):
-    load = keys.load
-
-    @inlined
-    def load_queries(q, k_scale, floats, ints, at, sizes, item, scale, flags):
-        load(q, k_scale, floats, at, sizes, item, scale, flags)
-        return False
-
-    return load_queries
 
 
 @inlined

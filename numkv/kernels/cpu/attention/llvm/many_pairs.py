@@ -6,7 +6,7 @@ is repeated in all lanes, is two neighbouring elements of a row::
     K row t        k[t, 0] k[t, 1] | k[t, 2] k[t, 3] | ...                           as stored
     panel, unit i  q[0, 2i] q[0, 2i + 1] | q[1, 2i] q[1, 2i + 1] | ... of all rows
 
-Denormal numbers (below 1.2e-38) count as 0.
+Denormal numbers (below 1.2e-38) count as 0, and sums have to be numbers of float32 before they get the scale.
 """
 
 from __future__ import annotations
