@@ -19,7 +19,7 @@ Heads do not mix, and split boundaries depend on the sequence's own length and w
 `merge`        the kernel that merges splits
 `bound`        the kernel of bound calls, which writes rows and calls the attention kernel
 `engines`      which engine attends over which kinds
-`vector`       the engine of vector code, for K and V each by `floats` or by `integers`
+`vector`       the engine of vector code, for K and V each by `floats`, by `integers` or in `pairs`
 `many_rows`    the engine of vector code for many query rows
 `amx`          the engine of Intel's matrix unit
 `amx_few`      its steps for few query rows
@@ -50,7 +50,13 @@ from numkv.kernels.cpu.attention.bound import (
     signature_of_merge,
 )
 from numkv.kernels.cpu.attention.driver import make_attention
-from numkv.kernels.cpu.attention.engines import by_panels, in_integers, query_rows, use_amx
+from numkv.kernels.cpu.attention.engines import (
+    by_panels,
+    compute_for,
+    in_integers,
+    query_rows,
+    use_amx,
+)
 from numkv.kernels.cpu.attention.merge import PART_EXTRA, make_merge_splits
 from numkv.kernels.cpu.attention.offsets import WORKER_INTS
 from numkv.kernels.cpu.attention.plan import (
@@ -62,7 +68,7 @@ from numkv.kernels.cpu.attention.plan import (
     plan_of,
     plan_size,
 )
-from numkv.kernels.cpu.attention.records import BF16_QUERIES, BY_SLOT, KV_TILE
+from numkv.kernels.cpu.attention.records import BY_SLOT, KV_TILE, PAIRS, float_type
 from numkv.kernels.cpu.attention.scratch import make_layout
 from numkv.kernels.cpu.convert import from_floats, to_floats
 from numkv.kernels.cpu.memory import aligned
@@ -78,7 +84,7 @@ __all__ = ["append_attend", "attend"]
 
 @functools.cache
 def _kernel(k_kind: str, v_kind: str, compute: str) -> Any:
-    signature = signature_of(k_kind, v_kind, compute)
+    signature = signature_of(k_kind, v_kind, float_type(compute))
     label = f"attention, K {k_kind}, V {v_kind}, computing in {compute}"
     args = (k_kind, v_kind, compute, _use_amx(k_kind, v_kind, compute))
     return build(make_attention, signature, args=args, label=label)
@@ -86,7 +92,7 @@ def _kernel(k_kind: str, v_kind: str, compute: str) -> Any:
 
 @functools.cache
 def _masked_kernel(k_kind: str, v_kind: str, compute: str) -> Any:
-    signature = signature_of(k_kind, v_kind, compute)
+    signature = signature_of(k_kind, v_kind, float_type(compute))
     label = f"masked attention, K {k_kind}, V {v_kind}, computing in {compute}"
     return build(make_attention, signature, args=(k_kind, v_kind, compute, 0, True), label=label)
 
@@ -123,6 +129,7 @@ def _plan_kernel() -> Any:
 
 _use_amx = functools.cache(use_amx)
 _query_rows = functools.cache(query_rows)
+_compute_for = functools.cache(compute_for)
 
 
 @functools.lru_cache(maxsize=64)
@@ -132,7 +139,7 @@ def _scratch_size(
     """Floats of scratch memory that a worker needs."""
     layout = make_layout(
         k_kind, v_kind, in_integers(k_kind, compute), 0 if masked else _use_amx(k_kind, v_kind, compute),
-        by_panels(k_kind, v_kind, compute, masked),
+        by_panels(k_kind, v_kind, compute, masked), compute == PAIRS,
     )  # fmt: skip
     sizes_of, scratch_of = layout
     return sum(scratch_of(sizes_of(dim, dim_v, group)))
@@ -141,8 +148,6 @@ def _scratch_size(
 _workspaces = Workspaces(lambda size, dtype: aligned(np.empty, (size,), dtype))
 # What a kernel computes with where the words of queries are that.
 _WORD_OF = {kind.name: kind.word.name for kind in kinds() if kind.word.kind == "f"}
-# NumPy takes microseconds to spell a dtype's name.
-_NAMES = {np.dtype(name): name for name in ("float32", "float64")}
 
 
 @implements(Operations.attend)
@@ -150,13 +155,14 @@ def attend(
     q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, block_table, seq_lens, q_starts, ranges,
     by_slot, sm_scale, logits_soft_cap, window_left, sinks, out, lse,
 ):  # fmt: skip
-    compute = _NAMES[sinks.dtype]
-    result = out
-    flags = (BY_SLOT if by_slot else 0) | (BF16_QUERIES if q_kind == "bf16" else 0)
-    if _WORD_OF.get(q_kind) != compute:
-        q = to_floats(q, q_kind, compute)
-        result = np.empty(out.shape, compute)
     masked = ranges.shape[1] > 2
+    compute = _compute_for(q_kind, k_kind, v_kind, masked)
+    real = float_type(compute)
+    result = out
+    flags = BY_SLOT if by_slot else 0
+    if _WORD_OF.get(q_kind) != real:
+        q = to_floats(q, q_kind, real)
+        result = np.empty(out.shape, real)
     kernel = (_masked_kernel if masked else _kernel)(k_kind, v_kind, compute)
     group, (dim, dim_v) = q.shape[1] // k.shape[1], (q.shape[2], out.shape[2])
     unit = 1 if by_slot else k.shape[2]
@@ -178,7 +184,7 @@ def attend(
             run(
                 kernel, workers, q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges,
                 flags, sm_scale, logits_soft_cap, window_left, sinks, result, lse, parts_at,
-                memory.take(compute, parts_at), ints, worker=-1,
+                memory.take(real, parts_at), ints, worker=-1,
             )  # fmt: skip
         else:
             max_rows = _query_rows(k_kind, v_kind, compute, masked)
@@ -189,14 +195,14 @@ def attend(
             if workers > 1:
                 workers = min(workers, num_threads())
             parts_at = workers * scratch
-            floats = memory.take(compute, parts_at + parts * (dim_v + PART_EXTRA))
+            floats = memory.take(real, parts_at + parts * (dim_v + PART_EXTRA))
             run(
                 kernel, workers, q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges,
                 flags, sm_scale, logits_soft_cap, window_left, sinks, result, lse, parts_at,
                 floats, ints,
             )  # fmt: skip
             if parts:
-                merge = _merge_kernel(compute)
+                merge = _merge_kernel(real)
                 run(merge, workers, q_starts, sinks, result, lse, parts_at, floats, ints)
     finally:
         _workspaces.give_back(memory)
@@ -207,7 +213,8 @@ def attend(
 @implements(Operations.append_attend)
 @functools.cache
 def append_attend(q_kind, rows_kind, k_kind, v_kind, by_address=False):
-    compute = "float64" if "fp64" in (q_kind, k_kind, v_kind) else "float32"
+    compute = _compute_for(q_kind, k_kind, v_kind)
+    real = float_type(compute)
     kernel = _kernel(k_kind, v_kind, compute)
     words = [WORDS[name] for name in (q_kind, rows_kind, rows_kind)]
     arrays = [array(word, 3) for word in words] + [array(words[0], 3, out=True)]
@@ -217,7 +224,7 @@ def append_attend(q_kind, rows_kind, k_kind, v_kind, by_address=False):
         maker = make_append_attend
     call = build(
         maker, (types.int64, types.int64, *arrays, types.int64),
-        args=(q_kind, rows_kind, k_kind, v_kind, compute),
+        args=(q_kind, rows_kind, k_kind, v_kind, real),
         label=f"append_attend, rows {rows_kind}, q {q_kind}, K {k_kind}, V {v_kind}",
     )  # fmt: skip
     max_rows = _query_rows(k_kind, v_kind, compute)
@@ -235,8 +242,8 @@ def append_attend(q_kind, rows_kind, k_kind, v_kind, by_address=False):
 
     itemsizes = (WORDS[q_kind].bitwidth // 8, WORDS[rows_kind].bitwidth // 8)
     return BoundKernel(
-        call, itemsizes, kernel_address(kernel), compute, _WORD_OF.get(q_kind) == compute, most_threads,
+        call, itemsizes, kernel_address(kernel), real, _WORD_OF.get(q_kind) == real, most_threads,
         functools.partial(_scratch_size, k_kind, v_kind, compute), plan,
-        functools.cache(lambda: kernel_address(_merge_kernel(compute))),
+        functools.cache(lambda: kernel_address(_merge_kernel(real))),
         KV_TILE, launched,
     )  # fmt: skip

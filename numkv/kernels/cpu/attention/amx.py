@@ -74,7 +74,7 @@ def make_amx(k_kind: str, v_kind: str, with_few: bool) -> Engine:
         pass
 
     @inlined
-    def load(q, k_scale, floats, ints, at, sizes, item, scale, flags):
+    def load(q, k_scale, floats, ints, at, sizes, item, scale):
         way = way_of(item)
         if way == _FEW:
             load_few(q, k_scale, floats, at, sizes, item, scale)

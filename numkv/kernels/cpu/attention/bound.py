@@ -20,7 +20,6 @@ from numkv.kernels.cpu.append import row_writer
 from numkv.kernels.cpu.attention.merge import PART_EXTRA
 from numkv.kernels.cpu.attention.offsets import WORKER_INTS
 from numkv.kernels.cpu.attention.plan import plan_of, plan_size
-from numkv.kernels.cpu.attention.records import BF16_QUERIES
 from numkv.kernels.cpu.memory import aligned
 from numkv.kernels.cpu.overlap import any_meet, span_of
 from numkv.kernels.cpu.scales import by_row
@@ -149,7 +148,6 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE):
     K_CODES, V_CODES = OF_K.has_scales, OF_V.has_scales
     elements_k, elements_v = elements_in(OF_K), elements_in(OF_V)
     AS_IT_IS = kind(Q_KIND).word.name == COMPUTE
-    FLAGS = np.int64(BF16_QUERIES if Q_KIND == "bf16" else 0)
     real = getattr(types, COMPUTE)
     k_at, v_at = array_reader(WORDS[K_KIND], 4), array_reader(WORDS[V_KIND], 4)
     k_scale_at, v_scale_at = array_reader(*SCALES[K_KIND]), array_reader(*SCALES[V_KIND])
@@ -238,7 +236,7 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE):
         attend(
             int_at(layer, _KERNEL),
             (queries, k_pool, k_scale, v_pool, v_scale, table_at(step, _TABLE), lens, starts,
-             pairs_at(step, _RANGES), FLAGS, float_at(layer, _SCALE), float_at(layer, _CAP),
+             pairs_at(step, _RANGES), np.int64(0), float_at(layer, _SCALE), float_at(layer, _CAP),
              int_at(layer, _WINDOW), sinks, results, lse, parts_at, floats, ints, launch, np.int64(0), workers),
         )  # fmt: skip
         if int_at(step, _PARTS):

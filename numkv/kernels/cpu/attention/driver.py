@@ -31,10 +31,12 @@ from numkv.kernels.cpu.attention.records import (
     KV_TILE,
     LN_2,
     LOG2_E,
+    PAIRS,
     Item,
     Rows,
     Tile,
     Visibility,
+    float_type,
 )
 from numkv.kernels.cpu.attention.scales import make_gather, make_of_head
 from numkv.kernels.cpu.attention.scratch import make_layout, places, total
@@ -48,7 +50,8 @@ __all__ = ["make_attention"]
 
 
 def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX, MASKED=False):
-    """The attention kernel for a K kind, a V kind and the float type it computes in; with `USE_AMX` on a matrix unit.
+    """The attention kernel for a K kind, a V kind and what it computes in, a float type or `PAIRS`; with `USE_AMX` on a
+    matrix unit.
 
     If `MASKED`, its `ranges` are rows of `numkv.rows.mask`, and slopes of q heads may follow its `sinks`.
     `flags` are bits of `numkv.kernels.cpu.attention.records`.
@@ -66,14 +69,16 @@ def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX, MASKED=False):
             in_integers(K_KIND, COMPUTE),
             USE_AMX,
             by_panels(K_KIND, V_KIND, COMPUTE, MASKED),
+            COMPUTE == PAIRS,
         )
     )
-    gather_k = make_gather(K_KIND, COMPUTE, in_integers(K_KIND, COMPUTE))
-    gather_v = make_gather(V_KIND, COMPUTE)
+    FLOAT = float_type(COMPUTE)
+    gather_k = make_gather(K_KIND, FLOAT, in_integers(K_KIND, COMPUTE))
+    gather_v = make_gather(V_KIND, FLOAT)
     K_SCALED, V_SCALED = kind(K_KIND).has_scales, kind(V_KIND).has_scales
     k_scale_steps = strides_of if K_SCALED else _no_strides
     v_scale_steps = strides_of if V_SCALED else _no_strides
-    store = _make_store(V_KIND, COMPUTE)
+    store = _make_store(V_KIND, FLOAT)
     MAX_ROWS = np.int64(query_rows(K_KIND, V_KIND, COMPUTE, MASKED))
     see = _see
     if MASKED:
@@ -166,7 +171,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX, MASKED=False):
                 if number < items:
                     item = coming
                     transposed = load_queries(
-                        q, k_scale, floats, spare_ints, at, sizes, item, scale, flags
+                        q, k_scale, floats, spare_ints, at, sizes, item, scale
                     )
             tile, head = next_tile, next_head
             here, ahead = ahead, here

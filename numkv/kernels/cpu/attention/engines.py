@@ -10,12 +10,19 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from numkv.kernels.cpu.attention.records import AMX_QUERY_ROWS, MANY_QUERY_ROWS, QUERY_ROWS
-from numkv.kernels.cpu.vectors.features import FEATURES, INT4_INTEGERS, has_amx
+from numkv.kernels.cpu.attention.records import (
+    AMX_QUERY_ROWS,
+    MANY_QUERY_ROWS,
+    PAIRS,
+    QUERY_ROWS,
+    float_type,
+)
+from numkv.kernels.cpu.vectors.features import FEATURES, HAS_BF16_PAIRS, INT4_INTEGERS, has_amx
 from numkv.kinds import kind as kind_named
 
 __all__ = [
-    "AMX_DECODE", "MANY_ROWS", "ROWS_OF_ALL_SIZES", "Engine", "by_panels", "engine_for", "in_integers", "keys_for",
+    "AMX_DECODE", "MANY_ROWS", "ROWS_OF_ALL_SIZES", "Engine", "by_panels", "compute_for", "engine_for", "in_integers",
+    "keys_for",
     "panels_from", "query_rows", "use_amx", "values_for",
 ]  # fmt: skip
 
@@ -30,7 +37,7 @@ class Engine(NamedTuple):
 
     #: ``begin()`` and ``end()``, once a thread.
     begin: Callable[..., Any]
-    #: ``load_queries(q, k_scale, floats, ints, at, sizes, item, scale, flags)`` puts an item's query rows into scratch
+    #: ``load_queries(q, k_scale, floats, ints, at, sizes, item, scale)`` puts an item's query rows into scratch
     #: memory, and returns whether its output rows are transposed, or in which of several ways.
     load_queries: Callable[..., Any]
     #: ``attend_tile(floats, ints, at, sizes, item, seen, soft_cap, tile, transposed)`` takes scores, softmax and sums
@@ -53,10 +60,19 @@ def use_amx(k_kind: str, v_kind: str, compute: str) -> int:
     return ROWS_OF_ALL_SIZES if few and os.environ.get(AMX_DECODE) != "0" else MANY_ROWS
 
 
+def compute_for(q_kind: str, k_kind: str, v_kind: str, masked: bool = False) -> str:
+    """What attention computes in: float64 if anything is, else float32, or `PAIRS` of bf16."""
+    kinds = {q_kind, k_kind, v_kind}
+    if "fp64" in kinds:
+        return "float64"
+    pairs = kinds == {"bf16"} and HAS_BF16_PAIRS
+    return PAIRS if pairs and (masked or not use_amx(k_kind, v_kind, "float32")) else "float32"
+
+
 def by_panels(k_kind: str, v_kind: str, compute: str, masked: bool = False) -> bool:
     """Whether vector code takes many query rows by panels, with K and V widened once for all of them."""
     floats = kind_named(k_kind).is_float and kind_named(v_kind).is_float
-    if not (floats and compute == "float32"):
+    if not (floats and float_type(compute) == "float32"):
         return False
     return masked or not use_amx(k_kind, v_kind, compute)
 
@@ -90,7 +106,7 @@ def in_integers(kind: str, compute: str) -> bool:
 def engine_for(
     k_kind: str, v_kind: str, compute: str, with_amx: int, masked: bool = False
 ) -> Engine:
-    """The engine for storage kinds of K and of V and a float type; `with_amx` is what `use_amx` says.
+    """The engine for storage kinds of K and of V and what it computes in; `with_amx` is what `use_amx` says.
 
     If `masked`, it is the one for masks and biases.
     """
@@ -105,7 +121,7 @@ def engine_for(
     if by_panels(k_kind, v_kind, compute):
         from numkv.kernels.cpu.attention.many_rows import make_many_rows
 
-        return make_many_rows(k_kind, v_kind)
+        return make_many_rows(k_kind, v_kind, compute)
     from numkv.kernels.cpu.attention.vector import make_vector
 
     return make_vector(k_kind, v_kind, compute)
@@ -117,6 +133,10 @@ def keys_for(k_kind: str, v_kind: str, compute: str) -> tuple[Callable[..., Any]
         from numkv.kernels.cpu.attention import integers
 
         return integers.make_keys(k_kind, v_kind)
+    if compute == PAIRS:
+        from numkv.kernels.cpu.attention import pairs
+
+        return pairs.make_keys(v_kind)
     from numkv.kernels.cpu.attention import floats
 
     return floats.make_keys(k_kind, compute, v_kind)
@@ -128,6 +148,10 @@ def values_for(k_kind: str, v_kind: str, compute: str) -> Callable[..., Any]:
         from numkv.kernels.cpu.attention import integers
 
         return integers.make_values(v_kind, k_kind)
+    if compute == PAIRS:
+        from numkv.kernels.cpu.attention import pairs
+
+        return pairs.make_values(k_kind)
     from numkv.kernels.cpu.attention import floats
 
     return floats.make_values(v_kind, compute, k_kind)

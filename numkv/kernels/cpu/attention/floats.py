@@ -16,7 +16,7 @@ from numba.extending import register_jitable
 
 from numkv.kernels.cpu.attention.llvm.pv import make_accumulate_pv
 from numkv.kernels.cpu.attention.llvm.qk import make_interleave_queries, make_qk_tile
-from numkv.kernels.cpu.attention.records import Outputs, Queries
+from numkv.kernels.cpu.attention.records import Outputs, Queries, float_type
 from numkv.kernels.cpu.inline import inlined
 
 __all__ = ["clear", "make_keys", "make_values", "multiply"]
@@ -44,12 +44,12 @@ def make_keys(
 ) -> tuple[Callable[..., Any], ...]:
     """``load_query, interleave, scores`` for a storage kind of K; `next_kind` is V's, whose rows are prefetched.
 
-    With `in_words`, query rows will be 16-bit integers when they are interleaved: two take the place of a float.
+    With `in_words`, query rows will be 16-bit numbers when they are interleaved: two take the place of a float.
     """
     halves = 2 if in_words else 1
     interleave_queries = make_interleave_queries(compute)
     qk_tile = make_qk_tile(kind, compute, next_kind)
-    F = np.float32 if compute == "float32" else np.float64
+    F = np.float32 if float_type(compute) == "float32" else np.float64
 
     @inlined
     def load_query(floats, at, sizes, row, q_row, scale):

@@ -1,9 +1,8 @@
 """The engine of vector code for many query rows: products of blocks, with K and V widened once for all rows of an item.
 
 Rows are taken by panels. Of scores, lanes are query rows, side by side; of sums they are columns of V: no product needs
-anything to be transposed but query rows, once an item. Where the CPU multiplies pairs of bf16, K in bf16 is not widened
-for queries in bf16. Few rows go the way of `vector`, and so do tiles with NaN or infinity in which query rows see
-different tokens.
+anything to be transposed but query rows, once an item. Pairs of bf16 are not widened. Few rows go the way of `vector`,
+and so do tiles with NaN or infinity in which query rows see different tokens.
 """
 
 from __future__ import annotations
@@ -15,12 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numkv.kernels.cpu.attention.engines import Engine, panels_from
-from numkv.kernels.cpu.attention.llvm.many_pairs import (
-    copy_rows,
-    make_many_qk_of_pairs,
-    pair_units,
-)
-from numkv.kernels.cpu.attention.llvm.many_pv import many_pv
+from numkv.kernels.cpu.attention.llvm.many_pairs import make_many_qk_of_pairs
+from numkv.kernels.cpu.attention.llvm.many_pv import make_many_pv
 from numkv.kernels.cpu.attention.llvm.many_qk import (
     ASK_K,
     ASK_V,
@@ -29,22 +24,15 @@ from numkv.kernels.cpu.attention.llvm.many_qk import (
     transpose_queries,
 )
 from numkv.kernels.cpu.attention.llvm.many_softmax import many_softmax
-from numkv.kernels.cpu.attention.records import (
-    BF16_QUERIES,
-    PANEL,
-    Outputs,
-    SoftmaxState,
-)
+from numkv.kernels.cpu.attention.llvm.pairs import copy_rows, pair_panel_weights, pair_rows
+from numkv.kernels.cpu.attention.records import PAIRS, PANEL, Outputs, SoftmaxState
 from numkv.kernels.cpu.attention.vector import make_load_rows, make_vector
 from numkv.kernels.cpu.attention.visible import visible_in_tile, visible_to_tokens
 from numkv.kernels.cpu.inline import inlined
-from numkv.kernels.cpu.vectors.features import HAS_BF16_PAIRS, MANY_ROWS
+from numkv.kernels.cpu.vectors.features import MANY_ROWS
 from numkv.kernels.cpu.vectors.stored import ON_LINE
 
 __all__ = ["make_many_rows", "make_many_rows_beside"]
-
-# Where, behind the bounds of a panel: what products of bf16 pairs are multiplied with, and 0 where panels are floats.
-_FACTOR = 2 * PANEL
 
 
 @inlined
@@ -59,25 +47,37 @@ def _no_biases(floats, at, sizes, item, seen, soft_cap, tile, r, count, tokens):
 
 
 @functools.cache
-def make_many_rows(k_kind: str, v_kind: str) -> Engine:
+def make_many_rows(k_kind: str, v_kind: str, compute: str) -> Engine:
     """The engine for many query rows over storage kinds of K and of V; few rows are taken by `vector`."""
-    few = make_vector(k_kind, v_kind, "float32").attend_tile
-    return make_many_rows_beside(few, k_kind, v_kind, _no_biases)
+    few = make_vector(k_kind, v_kind, compute).attend_tile
+    return make_many_rows_beside(few, k_kind, v_kind, compute, _no_biases)
 
 
 def make_many_rows_beside(
-    attend_few: Callable[..., Any], k_kind: str, v_kind: str, add_biases: Callable[..., Any]
+    attend_few: Callable[..., Any],
+    k_kind: str,
+    v_kind: str,
+    compute: str,
+    add_biases: Callable[..., Any],
 ) -> Engine:
     """The engine with an `attend_tile` for few rows, and what adds biases to the scores of panels.
 
     ``add_biases(floats, at, sizes, item, seen, soft_cap, tile, r, count, tokens)`` is for `count` rows from `r` on. It
     returns the soft cap that is still to be applied.
     """
-    keys = _make_keys(k_kind, v_kind)
-    put_keys = keys.put
-    attend_panels = _make_attend_panels(keys, add_biases)
-    widen_values = make_widen_rows(v_kind)
+    load_rows = make_load_rows(k_kind, v_kind, compute)
+    parts = _make_parts(k_kind, v_kind, compute)
+    put_keys, put_values = parts.put_keys, parts.put_values
+    attend_panels = _make_attend_panels(parts, add_biases)
+    IN_UNIT = np.int64(parts.in_unit)
     LEAST = np.int64(panels_from(k_kind, v_kind))
+
+    @inlined
+    def load_queries(q, k_scale, floats, ints, at, sizes, item, scale):
+        load_rows(q, k_scale, floats, at, sizes, item, scale, False)
+        if item.rows >= LEAST:
+            _put_panels(floats, at, sizes, item, sizes.pad_dim // IN_UNIT)
+        return False
 
     @inlined
     def finish(floats, at, sizes, item, transposed):
@@ -88,7 +88,7 @@ def make_many_rows_beside(
         low, high, by_panels = np.int64(0), np.int64(0), False
         if item.rows >= LEAST:
             low, high, alike = visible_to_tokens(item, np.int64(0), item.tokens, seen, tile.start)
-            finite = widen_values(floats, at.many_values, sizes.many_step_v, tile.values, low, high)
+            finite = put_values(floats, at.many_values, sizes.many_step_v, tile.values, low, high)
             # A weight of 0 does not hide a NaN.
             by_panels = alike or finite
         if not by_panels:
@@ -98,37 +98,34 @@ def make_many_rows_beside(
             attend_panels(floats, at, sizes, item, seen, soft_cap, tile)
         return transposed
 
-    return Engine(_nothing, keys.load_queries, attend_tile, finish, _nothing)
+    return Engine(_nothing, load_queries, attend_tile, finish, _nothing)
 
 
-class _Keys(NamedTuple):
-    """What is K's own."""
+class _Parts(NamedTuple):
+    """What depends on what attention computes in."""
 
-    #: `load_queries` of an `Engine`: puts down query rows, and panels of them.
-    load_queries: Callable[..., Any]
-    #: ``put(floats, at, sizes, tile, end)`` puts a tile's first rows down, whole blocks of them.
-    put: Callable[..., Any]
+    #: ``put_keys(floats, at, sizes, tile, end)`` puts a tile's first K rows down, whole blocks of them.
+    put_keys: Callable[..., Any]
+    #: ``put_values(floats, at, step, rows, begin, end)`` puts a tile's V rows down, and says whether all are finite.
+    put_values: Callable[..., Any]
     #: ``multiply(floats, panel_at, count, at, sizes, end, asking, extents)`` takes the scores of a panel.
     multiply: Callable[..., Any]
+    #: ``weigh(floats, at, sizes, count, low, high, outputs)`` adds a tile's weighted V rows.
+    weigh: Callable[..., Any]
+    #: Elements of a query row in a float.
+    in_unit: int
 
 
-def _make_keys(k_kind, v_kind):
-    """Keys as floats; those in bf16 are multiplied as they are where queries are in bf16, too."""
-    load_rows = make_load_rows(k_kind, v_kind, "float32")
-    widen_keys = make_widen_rows(k_kind)
+def _make_parts(k_kind, v_kind, compute):
+    """Products of floats, or of pairs of bf16."""
     of_next = min(k_kind, v_kind, key=ON_LINE.__getitem__)
-    many_qk = make_many_qk(of_next)
-    LEAST = np.int64(panels_from(k_kind, v_kind))
+    many_pv = make_many_pv(compute == PAIRS)
+    if compute == PAIRS:
+        return _make_pairs(make_many_qk_of_pairs(of_next), many_pv)
+    widen_keys, many_qk = make_widen_rows(k_kind), make_many_qk(of_next)
 
     @inlined
-    def load_queries(q, k_scale, floats, ints, at, sizes, item, scale, flags):
-        load_rows(q, k_scale, floats, at, sizes, item, scale, False)
-        if item.rows >= LEAST:
-            _put_panels(floats, at, sizes, item)
-        return False
-
-    @inlined
-    def put(floats, at, sizes, tile, end):
+    def put_keys(floats, at, sizes, tile, end):
         widen_keys(floats, at.many_keys, sizes.many_step, tile.keys, np.int64(0), end)
 
     @inlined
@@ -138,64 +135,49 @@ def _make_keys(k_kind, v_kind):
             extents,
         )  # fmt: skip
 
-    if not (k_kind == "bf16" and HAS_BF16_PAIRS):
-        return _Keys(load_queries, put, multiply)
-    many_qk_of_pairs = make_many_qk_of_pairs(of_next)
-    F = np.float32
+    @inlined
+    def weigh(floats, at, sizes, count, low, high, outputs):
+        many_pv(
+            floats, count, at.many_scores, at.many_values, sizes.many_step_v, low, high, outputs
+        )
+
+    return _Parts(put_keys, make_widen_rows(v_kind), multiply, weigh, 1)
+
+
+def _make_pairs(many_qk_of_pairs, many_pv):
+    @inlined
+    def put_keys(floats, at, sizes, tile, end):
+        copy_rows(floats, at.many_keys, sizes.many_step, tile.keys, end)
 
     @inlined
-    def load_bf16(q, k_scale, floats, ints, at, sizes, item, scale, flags):
-        factor = F(scale) if flags & BF16_QUERIES else F(0)
-        floats[at.many_bounds + _FACTOR] = factor
-        if item.rows >= LEAST and factor != 0:
-            # As they came. A tile that is not taken by panels needs them with their scale.
-            load_rows(q, k_scale, floats, at, sizes, item, np.float64(1), False)
-            _put_panels(floats, at, sizes, item)
-            _pair_panels(floats, at, sizes, item)
-            load_rows(q, k_scale, floats, at, sizes, item, scale, False)
-        else:
-            load_queries(q, k_scale, floats, ints, at, sizes, item, scale, flags)
-        return False
+    def multiply(floats, panel_at, count, at, sizes, end, asking, extents):
+        # All query rows have one scale.
+        many_qk_of_pairs(
+            floats, panel_at, count, at.many_keys, sizes.many_step, sizes.pad_dim // 2, end, at.many_scores,
+            asking, extents, floats[at.query_scales],
+        )  # fmt: skip
 
     @inlined
-    def put_bf16(floats, at, sizes, tile, end):
-        if floats[at.many_bounds + _FACTOR] != 0:
-            copy_rows(floats, at.many_keys, sizes.many_step, tile.keys, end)
-        else:
-            put(floats, at, sizes, tile, end)
+    def weigh(floats, at, sizes, count, low, high, outputs):
+        pair_panel_weights(floats, at.many_scores, count, low, high)
+        many_pv(
+            floats, count, at.many_scores, at.many_values, sizes.many_step_v, low // 2, (high + 1) // 2,
+            outputs,
+        )  # fmt: skip
 
-    @inlined
-    def multiply_bf16(floats, panel_at, count, at, sizes, end, asking, extents):
-        factor = floats[at.many_bounds + _FACTOR]
-        if factor != 0:
-            many_qk_of_pairs(
-                floats, panel_at, count, at.many_keys, sizes.many_step, sizes.pad_dim // 2, end, at.many_scores,
-                asking, extents, factor,
-            )  # fmt: skip
-        else:
-            multiply(floats, panel_at, count, at, sizes, end, asking, extents)
-
-    return _Keys(load_bf16, put_bf16, multiply_bf16)
+    return _Parts(put_keys, pair_rows, multiply, weigh, 2)
 
 
 @inlined
-def _put_panels(floats, at, sizes, item):
-    """Put query rows side by side."""
+def _put_panels(floats, at, sizes, item, units):
+    """Put query rows of so many floats side by side."""
     rows = item.rows
     for i in range(item.end_head - item.first_head):
         for r in range(0, rows, PANEL):
             transpose_queries(
                 floats, at.queries + (i * rows + r) * sizes.pad_dim, sizes.pad_dim,
-                min(rows - r, PANEL), sizes.pad_dim, _panel_at(at, sizes, rows, i, r),
+                min(rows - r, PANEL), units, _panel_at(at, sizes, rows, i, r),
             )  # fmt: skip
-
-
-@inlined
-def _pair_panels(floats, at, sizes, item):
-    """Make panels of bf16 pairs of those of floats."""
-    for i in range(item.end_head - item.first_head):
-        for r in range(0, item.rows, PANEL):
-            pair_units(floats, _panel_at(at, sizes, item.rows, i, r), sizes.pad_dim)
 
 
 @inlined
@@ -205,9 +187,9 @@ def _panel_at(at, sizes, rows, head, row):
     return at.many_queries + (head * panels * PANEL + row) * sizes.pad_dim
 
 
-def _make_attend_panels(keys, add_biases):
+def _make_attend_panels(parts, add_biases):
     """``attend_panels``: scores, softmax and sums of a tile for all query rows of a kv head."""
-    multiply = keys.multiply
+    multiply, weigh = parts.multiply, parts.weigh
     F, KEYS, VALUES = np.float32, np.int64(ASK_K), np.int64(ASK_V)
 
     @inlined
@@ -242,16 +224,7 @@ def _make_attend_panels(keys, add_biases):
                     state,
                 )  # fmt: skip
                 outputs = Outputs(at.outputs + row * sizes.pad_v, sizes.pad_v, at.rescale)
-                many_pv(
-                    floats,
-                    count,
-                    at.many_scores,
-                    at.many_values,
-                    sizes.many_step_v,
-                    low,
-                    high,
-                    outputs,
-                )
+                weigh(floats, at, sizes, count, low, high, outputs)
                 asking = VALUES if asking == KEYS else np.int64(0)
 
     return attend_panels

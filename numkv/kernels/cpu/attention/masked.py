@@ -18,7 +18,7 @@ from numkv.kernels.cpu.attention.engines import Engine, by_panels, in_integers
 from numkv.kernels.cpu.attention.llvm.softmax import make_soft_cap
 from numkv.kernels.cpu.attention.many_rows import make_many_rows_beside
 from numkv.kernels.cpu.attention.offsets import TABLE
-from numkv.kernels.cpu.attention.records import KV_TILE, LOG2_E, PANEL, Rows, Tile
+from numkv.kernels.cpu.attention.records import KV_TILE, LOG2_E, PANEL, Rows, Tile, float_type
 from numkv.kernels.cpu.attention.scales import make_gather
 from numkv.kernels.cpu.attention.vector import (
     make_attend_tile,
@@ -125,13 +125,14 @@ def _copy(ints, to, j, keys, values):
 @functools.cache
 def make_masked(k_kind: str, v_kind: str, compute: str) -> Engine:
     """The engine for masks and biases over storage kinds of K and of V."""
-    add_bias, add_biases = _make_biases(compute)
+    real = float_type(compute)
+    add_bias, add_biases = _make_biases(real)
     # Compiled once for both of its callers.
     step = register_jitable(make_step(k_kind, v_kind, compute, add_bias).py_func)
     attend_plain = make_attend_tile(step, compute)
     load_rows = make_load_rows(k_kind, v_kind, compute)
-    gather_k = make_gather(k_kind, compute, in_integers(k_kind, compute))
-    gather_v = make_gather(v_kind, compute)
+    gather_k = make_gather(k_kind, real, in_integers(k_kind, compute))
+    gather_v = make_gather(v_kind, real)
     most = row_unroll(compute)
 
     @inlined
@@ -139,7 +140,7 @@ def make_masked(k_kind: str, v_kind: str, compute: str) -> Engine:
         pass
 
     @inlined
-    def load_queries(q, k_scale, floats, ints, at, sizes, item, scale, flags):
+    def load_queries(q, k_scale, floats, ints, at, sizes, item, scale):
         load_rows(q, k_scale, floats, at, sizes, item, scale, False)
         return False
 
@@ -149,7 +150,7 @@ def make_masked(k_kind: str, v_kind: str, compute: str) -> Engine:
 
     engine = Engine(nothing, load_queries, attend_plain, finish, nothing)
     if by_panels(k_kind, v_kind, compute, True):
-        engine = make_many_rows_beside(attend_plain, k_kind, v_kind, add_biases)
+        engine = make_many_rows_beside(attend_plain, k_kind, v_kind, compute, add_biases)
     attend_gapless = engine.attend_tile
 
     @inlined

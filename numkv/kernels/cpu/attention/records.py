@@ -13,7 +13,6 @@ from numkv.kernels.cpu.vectors.features import LANES, MANY_VECTORS
 __all__ = [
     "AMX_FEW",
     "AMX_QUERY_ROWS",
-    "BF16_QUERIES",
     "BY_SLOT",
     "FEW_ROWS",
     "INT4_SPAN",
@@ -21,6 +20,7 @@ __all__ = [
     "LN_2",
     "LOG2_E",
     "MANY_QUERY_ROWS",
+    "PAIRS",
     "PANEL",
     "QUERY_ROWS",
     "AmxFew",
@@ -33,6 +33,7 @@ __all__ = [
     "Tile",
     "Visibility",
     "Weights",
+    "float_type",
 ]
 
 #: Tokens in a KV tile: its scores stay in L1, and V rows are fetched while K rows are used.
@@ -49,13 +50,21 @@ PANEL = MANY_VECTORS * LANES
 FEW_ROWS = 8
 #: The least and the most query rows of an item that the matrix unit takes as few: see `amx_few`.
 AMX_FEW = (4, 16)
-#: Bits of the kernel's `flags`: blocks of one token, whose block table names slots; and queries that come from bf16.
-BY_SLOT, BF16_QUERIES = 1, 2
+#: Bits of the kernel's `flags`: blocks of one token, whose block table names slots.
+BY_SLOT = 1
+#: What attention computes in where queries, K and V are bf16 and the CPU multiplies pairs of them: float32, but weights
+#: are rounded to bf16 before they meet V. Else it is the name of a float type.
+PAIRS = "pairs of bf16"
 #: Elements of INT4 that are taken at once: four quantisation groups.
 INT4_SPAN = 128
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
+
+
+def float_type(compute: str) -> str:
+    """The float type of scores, sums and results."""
+    return "float32" if compute == PAIRS else compute
 
 
 class Item(NamedTuple):

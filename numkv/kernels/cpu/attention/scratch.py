@@ -90,7 +90,7 @@ class Scratch(NamedTuple):
     amx_queries: int
     amx_outputs: int
     #: For many query rows: these by panels, side by side; K rows and V rows of a tile as floats; scores of a panel, and
-    #: which tokens its rows see, and behind that a number of `many_rows`.
+    #: which tokens its rows see.
     many_queries: int
     many_keys: int
     many_values: int
@@ -101,7 +101,12 @@ class Scratch(NamedTuple):
 
 
 def make_layout(
-    k_kind: str, v_kind: str, k_in_integers: bool, use_amx: int, by_panels: bool
+    k_kind: str,
+    v_kind: str,
+    k_in_integers: bool,
+    use_amx: int,
+    by_panels: bool,
+    in_pairs: bool = False,
 ) -> tuple[Callable[[int, int, int], Sizes], Callable[[Sizes], Scratch]]:
     """``sizes_of(dim, dim_v, group)`` and ``scratch_of(sizes)``, the floats of each part, for a kernel's kinds."""
     rows_at_most = AMX_QUERY_ROWS if use_amx else MANY_QUERY_ROWS if by_panels else QUERY_ROWS
@@ -110,6 +115,8 @@ def make_layout(
     k_packed = k_in_integers and k_group > 0
     pad_k = KV_TILE if use_amx else INT4_SPAN if k_packed else 4 * LANES if k_in_integers else LANES
     pad_v = KV_TILE if use_amx else LANES
+    if in_pairs:  # two elements to a lane
+        pad_k, pad_v = max(pad_k, 2 * LANES), max(pad_v, 2 * LANES)
     unroll, line = _UNROLL, LINE
 
     def sizes_of(dim, dim_v, group):
@@ -168,7 +175,7 @@ def make_layout(
             KV_TILE * sizes.many_step if by_panels else 0,
             KV_TILE * sizes.many_step_v if by_panels else 0,
             KV_TILE * PANEL if by_panels else 0,
-            2 * PANEL + line if by_panels else 0,
+            2 * PANEL if by_panels else 0,
             line,
         )
 

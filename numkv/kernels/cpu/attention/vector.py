@@ -15,7 +15,7 @@ import numpy as np
 from numkv.kernels.cpu.attention.engines import Engine, in_integers, keys_for, values_for
 from numkv.kernels.cpu.attention.floats import clear
 from numkv.kernels.cpu.attention.llvm.softmax import make_online_softmax_step, make_soft_cap
-from numkv.kernels.cpu.attention.records import SoftmaxState
+from numkv.kernels.cpu.attention.records import SoftmaxState, float_type
 from numkv.kernels.cpu.attention.scales import make_of_head
 from numkv.kernels.cpu.attention.visible import visible_in_tile
 from numkv.kernels.cpu.inline import inlined
@@ -48,10 +48,10 @@ def make_load_rows(k_kind: str, v_kind: str, compute: str) -> Callable[..., Any]
     The scale of a kv head's K rows, if there is one, joins that of its query rows. Where results go is cleared, but for
     output rows that will be transposed.
     """
-    of_head = make_of_head(k_kind, compute)
+    of_head = make_of_head(k_kind, float_type(compute))
     load_query, _, _ = keys_for(k_kind, v_kind, compute)
     HAS_SUMS = in_integers(k_kind, compute) and kind_named(k_kind).group_size > 0
-    F = np.float32 if compute == "float32" else np.float64
+    F = np.float32 if float_type(compute) == "float32" else np.float64
 
     @inlined
     def load_rows(q, k_scale, floats, at, sizes, item, scale, transposed):
@@ -98,7 +98,7 @@ def make_vector(k_kind: str, v_kind: str, compute: str) -> Engine:
         pass
 
     @inlined
-    def load_queries(q, k_scale, floats, ints, at, sizes, item, scale, flags):
+    def load_queries(q, k_scale, floats, ints, at, sizes, item, scale):
         load_rows(q, k_scale, floats, at, sizes, item, scale, False)
         return False
 
@@ -119,8 +119,9 @@ def make_step(
     """
     _, interleave, scores = keys_for(k_kind, v_kind, compute)
     accumulate = values_for(k_kind, v_kind, compute)
-    cap_scores, online_softmax_step = make_soft_cap(compute), make_online_softmax_step(compute)
-    F = np.float32 if compute == "float32" else np.float64
+    real = float_type(compute)
+    cap_scores, online_softmax_step = make_soft_cap(real), make_online_softmax_step(real)
+    F = np.float32 if float_type(compute) == "float32" else np.float64
 
     @inlined
     def interleave_once(floats, at, sizes, count, row, place):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -11,33 +13,39 @@ from numkv.kernels.cpu.vectors.emit import I64, steps, unpack
 from numkv.kernels.cpu.vectors.features import MANY_ROWS, MANY_VECTORS
 from numkv.kernels.cpu.vectors.vectors import Vectors
 
-__all__ = ["many_pv"]
+__all__ = ["make_many_pv"]
 
 
-@intrinsic
-def many_pv(typing_context, f, count, p_at, values_at, step, begin, end, outputs):
-    """Add weighted V rows: ``o[r, d] = rescale[r] * o[r, d] + sum over t in [begin, end) of p[t, r] * v[t, d]``.
+@functools.cache
+def make_many_pv(in_pairs):
+    """`many_pv`; if `in_pairs`, a weight is a lane of `pair_panel_weights`, a V row one of `pair_rows`."""
 
-    Weight p[t, r] of `count` query rows is at ``p_at + t * PANEL + r``, V row t at ``values_at + t * step`` as
-    `widen_rows` puts it, output row r at ``outputs.at + r * outputs.step``; output rows have whole vectors. All floats
-    are in one array. Up to `MANY_ROWS` rows are read past the last one, but not written.
+    @intrinsic
+    def many_pv(typing_context, f, count, p_at, values_at, step, begin, end, outputs):
+        """Add weighted V rows: ``o[r, d] = rescale[r] * o[r, d] + sum over t in [begin, end) of p[t, r] * v[t, d]``.
 
-    A vector holds columns, and a weight is repeated in all lanes. Sums of a block of rows and columns stay in registers
-    while all tokens pass.
-    """
-    i8 = types.int64
+        Weight p[t, r] of `count` query rows is at ``p_at + t * PANEL + r``, V row t at ``values_at + t * step`` as
+        `widen_rows` puts it, output row r at ``outputs.at + r * outputs.step``; output rows have whole vectors. All
+        floats are in one array. Up to `MANY_ROWS` rows are read past the last one, but not written.
 
-    def codegen(context, b, sig, args):
-        _PV(b, *unpack(context, b, sig.args, args)).emit()
-        return context.get_dummy_value()
+        A vector holds columns, and a weight is repeated in all lanes. Sums of a block of rows and columns stay in
+        registers while all tokens pass.
+        """
+        i8 = types.int64
 
-    return types.void(f, i8, i8, i8, i8, i8, i8, outputs), codegen
+        def codegen(context, b, sig, args):
+            _PV(b, in_pairs, *unpack(context, b, sig.args, args)).emit()
+            return context.get_dummy_value()
+
+        return types.void(f, i8, i8, i8, i8, i8, i8, outputs), codegen
+
+    return many_pv
 
 
 class _PV:
     """Emits `many_pv`."""
 
-    def __init__(self, b, data, count, p_at, values_at, step, begin, end, outputs):
+    def __init__(self, b, in_pairs, data, count, p_at, values_at, step, begin, end, outputs):
         self.b, self.v, self.data, self.count, self.p_at = (
             b,
             Vectors(b, "float32"),
@@ -45,6 +53,7 @@ class _PV:
             count,
             p_at,
         )
+        self.in_pairs = in_pairs
         self.values_at, self.step, self.begin, self.end = values_at, step, begin, end
         self.outputs = outputs
 
@@ -85,8 +94,15 @@ class _PV:
             for i, slots in enumerate(sums):
                 weight = v.splat(v.load_one(self.data, b.add(p_at, I64(i))))
                 for slot, value in zip(slots, values, strict=True):
-                    b.store(v.fma(weight, value, b.load(slot)), slot)
+                    b.store(self.add(b.load(slot), weight, value), slot)
         for i, (place, slots) in enumerate(zip(places, sums, strict=True)):
             there = v.splat_bit(b.icmp_signed(">", left, I64(i)))
             for j, slot in enumerate(slots):
                 v.store_masked(b.load(slot), self.data, b.add(place, I64(j * v.lanes)), there)
+
+    def add(self, total, weight, value):
+        """A sum and one more product."""
+        b, v = self.b, self.v
+        if not self.in_pairs:
+            return v.fma(weight, value, total)
+        return v.add_bf16_pairs(total, *(b.bitcast(x, v.int_type) for x in (weight, value)))

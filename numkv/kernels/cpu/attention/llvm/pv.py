@@ -17,7 +17,7 @@ from numkv.kernels.cpu.vectors.vectors import Vectors
 from numkv.kinds import kind as kind_named
 from numkv.rows.int4 import GROUP
 
-__all__ = ["make_accumulate_pv"]
+__all__ = ["WeightedSums", "make_accumulate_pv"]
 
 # Bytes of a group of INT4 codes.
 _PAIRS = GROUP // 2
@@ -48,7 +48,9 @@ def make_accumulate_pv(kind, compute, next_kind):
         i8 = types.int64
 
         def codegen(context, b, sig, args):
-            emitter = _PV(b, (kind, compute, next_kind), *unpack(context, b, sig.args, args))
+            emitter = WeightedSums(
+                b, (kind, compute, next_kind), *unpack(context, b, sig.args, args)
+            )
             count, most = args[1], row_unroll(compute)
             for_rows(b, count, emitter.emit, most, range(1, ROW_UNROLL[0] + 1))
             return context.get_dummy_value()
@@ -58,8 +60,11 @@ def make_accumulate_pv(kind, compute, next_kind):
     return accumulate_pv
 
 
-class _PV:
-    """Emits `accumulate_pv`."""
+class WeightedSums:
+    """Emits `accumulate_pv`; what a turn is, and what is multiplied with what in it, is a subclass's own."""
+
+    #: Tokens of a turn of the innermost loop.
+    tokens = 1
 
     def __init__(self, b, kinds, rows, count, floats, p_at, values, begin, end, outputs, extents):
         self.kind, self.compute, self.next_kind = kinds
@@ -76,12 +81,7 @@ class _PV:
         ]
         # A power of 2, as head dims have many of them.
         vectors = min(8, 1 << max(1, ACCUMULATORS * 3 // 2 // rows).bit_length() - 1)
-        if self.kind == "int4":
-            self.pieces_at_once = max(1, vectors // 2)  # pairs of vectors
-            wide = max(1, self.pieces_at_once * v.lanes // _PAIRS)  # whole groups
-            add, unit = self.add_groups, GROUP
-        else:
-            wide, add, unit = vectors, self.add_vectors, v.lanes
+        wide, add, unit = self.units(vectors)
         in_wide = b.mul(b.sdiv(dim, I64(wide * unit)), I64(wide * unit))
         whole = b.and_(dim, I64(-unit))
         with steps(b, I64(0), in_wide, wide * unit) as (column, _):
@@ -93,10 +93,35 @@ class _PV:
         with b.if_then(b.icmp_signed(">", rest, I64(0))):
             add(whole, 1, rest)
 
+    def units(self, vectors):
+        """How many units of columns are taken at once where so many vectors may be, what adds them, and their size."""
+        if self.kind != "int4":
+            return vectors, self.add_vectors, self.v.lanes
+        self.pieces_at_once = max(1, vectors // 2)  # pairs of vectors
+        return max(1, self.pieces_at_once * self.v.lanes // _PAIRS), self.add_groups, GROUP
+
+    def turns(self):
+        """The innermost loop's first turn and the one after its last."""
+        return self.begin, self.end
+
+    def weights(self, t):
+        """What V rows of a turn are multiplied with: a vector for each query row."""
+        b, v = self.b, self.v
+        at = b.add(self.p_at, b.mul(t, self.row_step))
+        weights = [v.load_one(self.floats, b.add(at, I64(r))) for r in range(self.rows)]
+        if kind_named(self.kind).scales_per == "row":
+            scale = v.load_one(self.floats, b.add(self.values.scales_at, t))
+            weights = [b.fmul(weight, scale) for weight in weights]
+        return [v.splat(weight) for weight in weights]
+
+    def add(self, total, weight, values):
+        """A sum and one more product."""
+        return self.v.fma(weight, values, total)
+
     def add_rows(self, columns, mask, load, elements):
         """One pass over the tokens for some vectors of columns, kept in registers.
 
-        `columns` are where they start; ``load(t)`` gives their values in token t's row, which are `elements`. With a
+        `columns` are where they start; ``load(t)`` gives their values in a turn, `elements` of each token. With a
         mask, only its lanes of the output are read and written.
         """
         b, v, outputs = self.b, self.v, self.outputs
@@ -110,17 +135,12 @@ class _PV:
             for place, slot in zip(places[r], sums[r], strict=True):
                 before = v.load_floats(self.floats, place, mask)
                 b.store(b.fmul(before, factor), slot)
-        with steps(b, self.begin, self.end, 1) as (t, _):
-            at = b.add(self.p_at, b.mul(t, self.row_step))
-            weights = [v.load_one(self.floats, b.add(at, I64(r))) for r in range(self.rows)]
-            if kind_named(self.kind).scales_per == "row":
-                scale = v.load_one(self.floats, b.add(self.values.scales_at, t))
-                weights = [b.fmul(weight, scale) for weight in weights]
-            weights = [v.splat(weight) for weight in weights]
-            self.stream.issue(elements, t)
+        with steps(b, *self.turns(), 1) as (t, _):
+            weights = self.weights(t)
+            self.stream.issue(self.tokens * elements, t)
             for i, v_row in enumerate(load(t)):
                 for r in range(self.rows):
-                    b.store(v.fma(weights[r], v_row, b.load(sums[r][i])), sums[r][i])
+                    b.store(self.add(b.load(sums[r][i]), weights[r], v_row), sums[r][i])
         for r in range(self.rows):
             for place, slot in zip(places[r], sums[r], strict=True):
                 if mask is None:

@@ -1,4 +1,4 @@
-"""Scores of query rows against a tile of K rows, in floats, or in integers where K is INT8 or codes of a codebook."""
+"""Scores of query rows and a tile of K rows: in floats, in integers where K is INT8 or codes, or in pairs of bf16."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from numkv.kernels.cpu.attention.llvm.scales import load_group
-from numkv.kernels.cpu.vectors.emit import I64, for_rows, scratch_floats, steps, unpack
+from numkv.kernels.cpu.attention.records import PAIRS
+from numkv.kernels.cpu.vectors.emit import I16, I64, for_rows, scratch_floats, steps, unpack
 from numkv.kernels.cpu.vectors.features import ACCUMULATORS, row_unroll
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.stored import ON_LINE, in_words, loaded_words
@@ -68,7 +69,7 @@ def make_interleave_queries(compute):
 
 @functools.cache
 def make_qk_tile(kind, compute, next_kind):
-    """`qk_tile` for a storage kind of K and a float type; `next_kind` is that of the rows which are prefetched."""
+    """`qk_tile` for a storage kind of K and a float type, or `PAIRS`; `next_kind` is that of the prefetched rows."""
 
     @intrinsic
     def qk_tile(typing_context, rows, floats, queries, keys, count, s_at, extents):
@@ -80,6 +81,7 @@ def make_qk_tile(kind, compute, next_kind):
 
         Where K is INT8, CODE4 or CODE6, scores are multiplied by the tokens' scales. Then, with float32, query rows are
         integers that `quantise_query` made, and so are sums, and scores are multiplied by the scales of query rows too.
+        With `PAIRS`, query rows are those of `pair_row`; scores are multiplied by their scales.
         Where K is INT4, K rows are dequantised by what `gather_groups` put down.
 
         A few elements of a K row are read into all parts of a vector, one part for each query row, so a vector holds
@@ -118,8 +120,9 @@ class _QK:
         )  # fmt: skip
         self.by_row = kind_named(self.kind).scales_per == "row"
         self.integers = self.by_row and compute == "float32"
-        self.own = "fp64" if self.v.double else "fp32"
-        self.in_unit = 2 if self.integers else 1  # columns in a lane
+        self.pairs = compute == PAIRS
+        self.own = self.kind if self.pairs else "fp64" if self.v.double else "fp32"
+        self.in_unit = 2 if self.integers or self.pairs else 1  # columns in a lane
         # Columns at once, and, of the main loop, columns that make a whole cache line.
         self.width = GROUP if self.kind == "int4" else self.in_unit * self.v.lanes
         line = max(self.width, ON_LINE[self.kind])
@@ -138,7 +141,7 @@ class _QK:
         taken = max(8, each) if directly else self.tokens
         sums = [cgutils.alloca_once(b, type_) for _ in range(taken)]
         row_scales = (
-            v.repeated(self.floats, self.queries.scales_at, rows) if self.integers else None
+            v.repeated(self.floats, self.queries.scales_at, rows) if self.in_unit > 1 else None
         )
 
         def add(unit, values):
@@ -148,6 +151,8 @@ class _QK:
                 total, k_lanes = b.load(slot), values(t)
                 if self.integers:
                     total = v.add_pairs(total, q_lanes, k_lanes)
+                elif self.pairs:
+                    total = v.add_bf16_pairs(total, b.bitcast(q_lanes, v.int_type), k_lanes)
                 else:
                     total = v.fma_to(total, q_lanes, k_lanes)
                 b.store(total, slot)
@@ -162,7 +167,9 @@ class _QK:
             for i, scores in enumerate(v.sums_by_row([b.load(slot) for slot in sums], rows)):
                 token = b.add(t0, I64(i * each))
                 if self.integers:
-                    scores = b.fmul(b.sitofp(scores, v.type), row_scales)
+                    scores = b.sitofp(scores, v.type)
+                if row_scales is not None:
+                    scores = b.fmul(scores, row_scales)
                 if self.by_row:
                     factors = v.stretched(self.floats, b.add(self.keys.scales_at, token), each)
                     scores = b.fmul(scores, factors)
@@ -191,6 +198,8 @@ class _QK:
                 at = b.add(k_at[t], in_words(b, self.kind, d))
                 if self.integers:
                     return v.load_codes(self.keys.words, at, mask, self.kind)
+                if self.pairs:
+                    return self.load_pairs(at, each, mask)
                 if rows == 1:
                     return v.load(self.kind, self.keys.words, at, mask, d)
                 part = v.load_part(self.keys.words, at, each, mask)
@@ -202,9 +211,10 @@ class _QK:
         lines, whole = (b.and_(dim, I64(-x)) for x in (size, columns))
 
         start = I64(0)
-        if rows == 1 and not self.integers and _IN_ORDER * columns % size == 0:
-            start = b.and_(dim, I64(-_IN_ORDER * columns))
-            with steps(b, I64(0), start, _IN_ORDER * columns) as (d, _):
+        in_order = _IN_ORDER // self.in_unit * columns
+        if rows == 1 and not self.integers and in_order % size == 0:
+            start = b.and_(dim, I64(-in_order))
+            with steps(b, I64(0), start, in_order) as (d, _):
                 self.add_in_order(k_at, d, sums)
         with steps(b, start, lines, size) as (d, _):
             for i in range(0, size, columns):
@@ -225,16 +235,35 @@ class _QK:
         Memory is then read as it lies, which CPUs recognise and go on with by themselves. What each sum adds, and in
         which order, does not change.
         """
-        b, v = self.b, self.v
-        columns = [b.add(d, I64(i * v.lanes)) for i in range(_IN_ORDER)]
-        q = [v.load_floats(self.floats, b.add(self.queries.at, column)) for column in columns]
+        b, v, in_unit = self.b, self.v, self.in_unit
+        count = _IN_ORDER // in_unit
+        columns = [b.add(d, I64(i * in_unit * v.lanes)) for i in range(count)]
+        units = (b.ashr(column, I64(in_unit - 1)) for column in columns)
+        q = [v.load_floats(self.floats, b.add(self.queries.at, unit)) for unit in units]
         for row_at, slot in zip(k_at, sums, strict=True):
-            self.stream.issue(_IN_ORDER * v.lanes)
+            self.stream.issue(count * in_unit * v.lanes)
             total = b.load(slot)
             for column, lanes in zip(columns, q, strict=True):
                 at = b.add(row_at, in_words(b, self.kind, column))
-                total = v.fma_to(total, lanes, v.load(self.kind, self.keys.words, at))
+                if self.pairs:
+                    total = v.add_bf16_pairs(
+                        total, b.bitcast(lanes, v.int_type), self.load_pairs(at, v.lanes)
+                    )
+                else:
+                    total = v.fma_to(total, lanes, v.load(self.kind, self.keys.words, at))
             b.store(total, slot)
+
+    def load_pairs(self, at, count, mask=None):
+        """Load `count` pairs of bf16, and repeat them; words outside `mask` are zero and not touched."""
+        b, v = self.b, self.v
+        words = ir.VectorType(I16, 2 * count)
+        pointer = v.pointer(self.keys.words, at, I16)
+        if mask is None:
+            value = b.load(b.bitcast(pointer, words.as_pointer()), align=2)
+        else:
+            value = v.masked_load(pointer, words, 2, mask)
+        pairs = b.bitcast(value, ir.VectorType(v.int, count))
+        return v.shuffle(pairs, pairs, [i % count for i in range(v.lanes)])
 
     # -- rows that are widened first
 
