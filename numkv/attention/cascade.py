@@ -65,7 +65,7 @@ def _least_rows(pool: Pool, q_dtype: Any) -> int:
     kinds, compute = (pool.k_kind.name, pool.v_kind.name), "float32"
     if q_dtype == np.float64 or use_amx(*kinds, compute):
         return _LEAST
-    return panels_from(*kinds) if by_panels(*kinds, compute) else _UNIT
+    return panels_from(*kinds, compute) if by_panels(*kinds, compute) else _UNIT
 
 
 def attend_cascade(

@@ -78,19 +78,25 @@ def _contestant(call, stacks, size):
     return Contestant(lambda i: call(**of[i]), np.asarray, layers, size)
 
 
-def _queries(problem):
-    """The queries as calls take them, and the boundaries between sequences where they have several each."""
-    shape = problem.shape
+def _queries(problem, kind):
+    """The queries as calls take them, and the boundaries between sequences where they have several each.
+
+    They have the kind's own dtype where that is one of floats, as the other libraries' have, and as a model's of that
+    dtype.
+    """
+    shape, q = problem.shape, problem.q
+    if kind in FLOATS:
+        q = q.astype(numkv.kind(kind).dtype)
     if shape.queries == 1:
-        return problem.q, ()
+        return q, ()
     starts = np.arange(shape.batch + 1) * shape.queries
-    return problem.q.reshape(-1, *problem.q.shape[2:]), (starts,)
+    return q.reshape(-1, *q.shape[2:]), (starts,)
 
 
 def _contiguous(kind):
     def make(problem):
         lens, expected = np.array(problem.shape.lens), (*problem.q.shape[:-1], problem.shape.dim_v)
-        q, starts = _queries(problem)
+        q, starts = _queries(problem, kind)
         attend = numkv.prefill_attention if starts else numkv.decode_attention
 
         def call(k, v, **scales):
@@ -124,7 +130,7 @@ def _paged(kind):
         pools = {n: in_blocks(x[0], blocks) for n, x in _layers(problem, kind).items()}
         stacks = dict(zip(pools, layers_of(*pools.values()), strict=True))
         lens, expected = np.array(problem.shape.lens), (*problem.q.shape[:-1], problem.shape.dim_v)
-        q, starts = _queries(problem)
+        q, starts = _queries(problem, kind)
         attend = numkv.paged_prefill_attention if starts else numkv.paged_decode_attention
 
         def call(k, v, **scales):

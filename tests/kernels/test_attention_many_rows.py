@@ -14,6 +14,7 @@ import numkv
 
 # The package has a function of the same name.
 from numkv.kernels.cpu.attention.engines import by_panels, panels_from, query_rows
+from numkv.kernels.cpu.attention.records import PAIRS
 from numkv.kernels.cpu.vectors.features import HAS_BF16_PAIRS, has_amx
 
 MANY = [
@@ -39,7 +40,8 @@ def test_floats_are_taken_by_panels():
     assert not by_panels("fp32", "fp32", "float64")
     assert not by_panels("int8", "fp32", "float32")
     # Less than a panel is worth it where rows have to be widened.
-    assert panels_from("bf16", "fp8_e4m3") <= 16 < panels_from("fp16", "fp32")
+    assert panels_from("bf16", "fp8_e4m3", "float32") <= 16 < panels_from("fp16", "fp32", "float32")
+    assert 16 < panels_from("bf16", "bf16", PAIRS) <= 32
     # A power of 2, and a divisor of what docs/reliability.md calls whole on every machine.
     assert 512 % query_rows("fp32", "fp32", "float32") == 0
 

@@ -77,15 +77,16 @@ def by_panels(k_kind: str, v_kind: str, compute: str, masked: bool = False) -> b
     return masked or not use_amx(k_kind, v_kind, compute)
 
 
-def panels_from(k_kind: str, v_kind: str) -> int:
+def panels_from(k_kind: str, v_kind: str, compute: str) -> int:
     """Query rows of an item from which on vector code takes them by panels.
 
     Rows of 16 bits or less are worth widening once for half a panel. Of 32 rows (8 query tokens in groups of 4, 8
-    sequences of 4,096 tokens, 2 cores of a Zen 4) panels take 0.88 of the other way's time in bf16 and in fp32; of 16
-    rows (one kv head, 32,768 tokens) as long in bf16, 1.08 times as long in fp32.
+    sequences of 4,096 tokens, 2 cores of a Zen 4) panels take 0.88 of the other way's time in bf16 and in fp32, 0.93
+    in pairs of bf16; of 16 rows (one kv head, 32,768 tokens) as long in bf16, 1.08 times as long in fp32, and 1.18
+    times in pairs, which have nothing to widen.
     """
     narrow = all(kind_named(x).word.itemsize <= 2 for x in (k_kind, v_kind))
-    return 13 if narrow else 25
+    return 13 if narrow and compute != PAIRS else 25
 
 
 def query_rows(k_kind: str, v_kind: str, compute: str, masked: bool = False) -> int:

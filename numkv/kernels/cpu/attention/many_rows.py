@@ -70,7 +70,7 @@ def make_many_rows_beside(
     put_keys, put_values = parts.put_keys, parts.put_values
     attend_panels = _make_attend_panels(parts, add_biases)
     IN_UNIT = np.int64(parts.in_unit)
-    LEAST = np.int64(panels_from(k_kind, v_kind))
+    LEAST = np.int64(panels_from(k_kind, v_kind, compute))
 
     @inlined
     def load_queries(q, k_scale, floats, ints, at, sizes, item, scale):

@@ -1,7 +1,7 @@
 """The engine of bf16 pairs: K and V in bf16 meet queries in bf16, and weights that are rounded to bf16.
 
 CPUs that multiply bf16 do so in pairs of neighbours and add them up in float32, in the time that float32 takes for half
-as many. Products of queries and keys are exact; a weight's rounding costs 2**-9 of it at most, as in FlashAttention
+as many. Products of queries and keys are exact; a weight's rounding costs 2**-8 of it at most, as in FlashAttention
 (Dao et al., 2022) on a GPU, and results are rounded to bf16 all the same. The softmax scale is left for the scores.
 The sides of K and of V are those of `floats`, under the same names.
 """
