@@ -17,7 +17,8 @@ import numkv
 
 # The package has a function of the same name.
 from numkv.kernels.cpu import attention, threads
-from numkv.kernels.cpu.vectors.features import LANES, ROW_UNROLL
+from numkv.kernels.cpu.attention.records import PAIRS as PAIRS_OF_BF16
+from numkv.kernels.cpu.vectors.features import HAS_BF16_PAIRS, LANES, ROW_UNROLL
 
 on_x86 = pytest.mark.skipif(
     (platform.system(), platform.machine()) != ("Linux", "x86_64"),
@@ -138,6 +139,19 @@ def compiled():
 @pytest.mark.parametrize("kind", PRODUCTS)
 def test_hot_loops_are_vector_code(compiled, kind):
     assert compiled(kind).faults(PRODUCTS[kind]) == []
+
+
+@on_x86
+@pytest.mark.skipif(not HAS_BF16_PAIRS, reason="this CPU does not multiply pairs of bf16")
+def test_hot_loops_of_pairs_widen_nothing():
+    """K and V rows are multiplied as they are stored, but for their order."""
+    kernel = Compiled(attention._kernel("bf16", "bf16", PAIRS_OF_BF16))
+    assert kernel.faults((MATRICES,)) == []
+    for lines in kernel.hot_loops():
+        products = sum(bool(MATRICES.match(line)) for line in lines)
+        if products >= 8:
+            widened = [x for x in lines if re.match(r"^(vpmovzx|vpslld|vcvt)", x)]
+            assert widened == []
 
 
 @on_x86
