@@ -179,6 +179,28 @@ def alone(rng, shape, kind, q_kind):
         )
 
 
+def lost_codes(rng, shape, kind, q_kind):
+    """Blocks that are in no pool, the last one among them: items end with tiles of which tokens are missing."""
+    problem = paged_problems.make(rng, shape, kind, q_kind, block_size=16)
+    p, (length,) = problem.problem, shape.seq_lens
+    rows = []
+    for pool, scale in ((problem.k_pool, problem.k_scale), (problem.v_pool, problem.v_scale)):
+        codes_, scales = (naive.gather(x, problem.block_table, p.seq_lens) for x in (pool, scale))
+        rows.append([naive.dequantise(codes_, scales)[0]])
+    there, table = np.ones(length, bool), problem.block_table.copy()
+    for block, number in ((1, 1 << 20), (3, -1), ((length - 1) // 16, -1)):
+        table[0, block] = number
+        there[16 * block : 16 * block + 16] = False
+    positions = np.arange(length - len(p.q), length)
+    seen = [(0, np.flatnonzero(there[: position + 1])) for position in positions]
+    out, lse = (
+        host(x) for x in replace(problem, block_table=table).run(to, return_lse=True)
+    )  # fmt: skip
+    want, want_lse = expected(p.q, *rows, seen, sm_scale=1 / np.sqrt(shape.head_dim))
+    compare(out, want, BOUNDS[q_kind], False)
+    tolerances.assert_lse_close(lse, want_lse)
+
+
 def asked():
     """How often the kernel for many query rows has been asked for."""
     info = attention._prefill.cache_info()
@@ -300,6 +322,7 @@ def add_codes(case):
         case(codes, Shape(2, 1, 256, (130,), new=(80,), head_dim_v=64), kind, "bf16")
         options = {"logits_soft_cap": 1.5, "window_left": 20, "sinks": True, "sm_scale": -0.3}
         case(codes, Shape(2, 1, 64, (230,), new=(150,)), kind, "bf16", **options)
+    case(through_prefill(lost_codes), Shape(8, 1, 64, (230,), new=(70,)), "int8", "bf16")
     case(codes, Shape(2, 1, 64, (130,), new=(80,)), "int8", "fp32")
     # Of another size than the one before, whose launch would be repeated.
     case(codes, Shape(2, 1, 64, (131,), new=(81,)), "int8", "fp32", uneven=5, spread=3)
