@@ -30,11 +30,9 @@ from numkv.targets.streamed import on_stream
 
 __all__ = ["KVCache"]
 
-# Tokens that a cache without a bound makes room for at first.
-_FIRST_CAPACITY = 16
+_FIRST_CAPACITY = 16  # tokens that a cache without a bound makes room for at first
 _MOST_LAYERS = 2**16
-# What the length is bounded by where there are no layers.
-_MOST_TOKENS = 2**62
+_MOST_TOKENS = 2**62  # what the length is bounded by where there are no layers
 
 
 class KVCache(StoredRows):
