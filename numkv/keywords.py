@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
-__all__ = ["Explained", "explain", "meant"]
+__all__ = ["Explained", "explain", "explained", "meant"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -115,6 +115,23 @@ def explain(
         for name in [name for name in given if name not in known][:1]:
             said += f"; it has no '{name}'" + meant(name, known)
     error.args = (said,)
+
+
+def explained(function: _F) -> _F:
+    """A function, or a method that `numkv.access` does not mark, that says which argument was meant.
+
+    It costs a frame and a dict in every call, about 100 ns: none of those that write or attend to a token have it.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            explain(error, function, kwargs, function.__qualname__)
+            raise
+
+    return run  # type: ignore[return-value]
 
 
 def _explained(init: _F) -> _F:

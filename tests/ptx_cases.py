@@ -450,6 +450,9 @@ def cases():
         (codes.Shape(64, 1, 0, tokens=150), "fp32"),
         (codes.Shape(24, 3, 9, heads=2, group=3, tokens=40, begin=3), "fp16"),
         (codes.Shape(64, 4, 40, heads=2, group=5, tokens=140), "fp32"),
+        # Blocks have several items, and sketches several chunks; early queries see nothing of the last split.
+        (codes.Shape(24, 3, 90, heads=5, group=3, tokens=40, begin=3, queries=2), "fp32"),
+        (codes.Shape(8, 3, 0, group=3, tokens=260, queries=8), "fp32"),
         (codes.Shape(32, 8, 0, group=2, tokens=20), "bf16"), (codes.Shape(136, 4, 0, tokens=30), "fp32"),
         (codes.Shape(16, 16, 0, tokens=9), "fp64"),
         (codes.Shape(32, 4, 9, group=2, tokens=150, queries=3, v_bits=3), "fp32"),
@@ -553,7 +556,10 @@ def _decode(case):
     case(attention, Shape(4, 2, 64, (90, 70), new=(3, 17)), "int8", "fp16", **options)
     for count in (40, 140):
         case(attention_of_many, count, "bf16", "bf16")
-    split = Shape(4, 1, 64, (1500, 3, 700), spare=0)
+    # More splits than a block of the merging kernel takes at once, for several heads.
+    case(attention, Shape(8, 1, 16, (17500,)), "fp32", "fp32")
+    # A block merges several sequences, and the first of them is not split.
+    split = Shape(4, 1, 64, (3, 9, 1500, 600, 700, 5), spare=0)
     case(attention_in_a_wider_table, split, "bf16", "bf16", columns=1100)
     case(attention_in_a_wider_table, split, "fp32", "fp32", columns=1100)
 

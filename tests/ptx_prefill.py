@@ -6,6 +6,7 @@ not: what comes of them is compared too.
 
 import functools
 import importlib
+from dataclasses import replace
 
 import naive
 import numpy as np
@@ -178,15 +179,48 @@ def alone(rng, shape, kind, q_kind):
         )
 
 
+def lost_codes(rng, shape, kind, q_kind):
+    """Blocks that are in no pool, the last one among them: items end with tiles of which tokens are missing."""
+    problem = paged_problems.make(rng, shape, kind, q_kind, block_size=16)
+    p, (length,) = problem.problem, shape.seq_lens
+    rows = []
+    for pool, scale in ((problem.k_pool, problem.k_scale), (problem.v_pool, problem.v_scale)):
+        codes_, scales = (naive.gather(x, problem.block_table, p.seq_lens) for x in (pool, scale))
+        rows.append([naive.dequantise(codes_, scales)[0]])
+    there, table = np.ones(length, bool), problem.block_table.copy()
+    for block, number in ((1, 1 << 20), (3, -1), ((length - 1) // 16, -1)):
+        table[0, block] = number
+        there[16 * block : 16 * block + 16] = False
+    positions = np.arange(length - len(p.q), length)
+    seen = [(0, np.flatnonzero(there[: position + 1])) for position in positions]
+    out, lse = (
+        host(x) for x in replace(problem, block_table=table).run(to, return_lse=True)
+    )  # fmt: skip
+    want, want_lse = expected(p.q, *rows, seen, sm_scale=1 / np.sqrt(shape.head_dim))
+    compare(out, want, BOUNDS[q_kind], False)
+    tolerances.assert_lse_close(lse, want_lse)
+
+
+def asked():
+    """How often the kernel for many query rows has been asked for."""
+    info = attention._prefill.cache_info()
+    return info.hits + info.misses
+
+
+def forget_calls():
+    """Have calls like earlier ones choose their kernels anew: a case may run again, without one of its barriers."""
+    targets.get("cuda")._calls._replays.clear()
+
+
 def through_prefill(function):
     """A case that fails if the kernel for many query rows takes nothing."""
 
     @functools.wraps(function)
     def run(*args, **options):
-        before = attention._prefill.cache_info()
+        forget_calls()
+        before = asked()
         function(*args, **options)
-        after = attention._prefill.cache_info()
-        assert after.hits + after.misses > before.hits + before.misses
+        assert asked() > before
 
     run.__name__ = f"prefill_{function.__name__}"
     return run
@@ -217,6 +251,59 @@ def codes(
     tolerances.assert_lse_close(lse, want_lse, 5e-4 if kind == "int4" else tolerances.LSE)
 
 
+def in_chunks(rng, shape, kind, q_kind, *ends, uneven=0, apart=None, **options):
+    """A prompt in one piece against chunks that end after so many of its queries.
+
+    The same bits; or rows as close as `apart` says, where chunks are not whole: see `docs/reliability.md`. Query rows
+    differ by up to ``10 ** uneven``, as powers of two that rows share must not depend on the chunk.
+    """
+    problem = paged_problems.make(rng, shape, kind, q_kind, block_size=16)
+    q, (before,) = problem.problem.q, shape.seq_lens - np.array(shape.new)
+    q[:] = (q.astype(np.float64) * 10.0 ** rng.integers(-uneven, 1, (*q.shape[:2], 1))).astype(
+        q.dtype
+    )
+
+    def attend(begin, end):
+        chunk = replace(
+            problem.problem, q=q[begin:end], seq_lens=np.array([before + end], I32),
+            cu_seqlens_q=np.array([0, end - begin], I32),
+        )  # fmt: skip
+        return [
+            host(x) for x in replace(problem, problem=chunk).run(to, return_lse=True, **options)
+        ]
+
+    forget_calls()
+    calls = asked()
+    whole = attend(0, len(q))
+    chunks = [attend(*ends) for ends in zip((0, *ends), (*ends, len(q)), strict=True)]
+    out, lse = (np.concatenate(parts) for parts in zip(*chunks, strict=True))
+    if apart is None:
+        assert asked() == calls + 1 + len(
+            chunks
+        )  # each of them went to the kernel for many query rows
+        np.testing.assert_array_equal(operands.words(out), operands.words(whole[0]))
+        np.testing.assert_array_equal(lse, whole[1])
+    else:
+        error = tolerances.row_errors(out, whole[0].astype(np.float64)).max()
+        assert error <= apart, f"row error {error} > {apart}"
+        tolerances.assert_lse_close(lse, whole[1], max(tolerances.LSE, apart))
+
+
+def add_chunks(case):
+    """Prompts in chunks: multiples of 128 query rows of a kv head behind other tokens, and chunks of fewer rows."""
+    # In groups of 8, 128 query rows are 16 tokens; the last chunk has more than these, but no multiple of them.
+    shape = Shape(8, 1, 64, (131,), new=(51,))
+    case(in_chunks, shape, "bf16", "bf16", 32, everyday=True)
+    case(in_chunks, shape, "int8", "bf16", 32, uneven=6, everyday=True)
+    case(in_chunks, shape, "fp16", "fp32", 32, window_left=40)
+    case(in_chunks, shape, "int4", "bf16", 32, uneven=6, window_left=40)
+    # In groups of 3 such chunks are multiples of 128 tokens.
+    case(in_chunks, Shape(3, 1, 64, (190,), new=(180,)), "int8", "bf16", 128)
+    long = Shape(8, 1, 64, (1531,), new=(51,))  # so that few rows are split
+    for kind in ("bf16", "int8"):
+        case(in_chunks, long, kind, "fp32", 8, 9, 24, apart=1e-4)
+
+
 #: One sequence with all queries, as many as there are sequences: other batches of that shape are decode.
 ONE_OF_MANY = Shape(64, 1, 64, (40, 0, 9), new=(3, 0, 0))
 
@@ -235,6 +322,7 @@ def add_codes(case):
         case(codes, Shape(2, 1, 256, (130,), new=(80,), head_dim_v=64), kind, "bf16")
         options = {"logits_soft_cap": 1.5, "window_left": 20, "sinks": True, "sm_scale": -0.3}
         case(codes, Shape(2, 1, 64, (230,), new=(150,)), kind, "bf16", **options)
+    case(through_prefill(lost_codes), Shape(8, 1, 64, (230,), new=(70,)), "int8", "bf16")
     case(codes, Shape(2, 1, 64, (130,), new=(80,)), "int8", "fp32")
     # Of another size than the one before, whose launch would be repeated.
     case(codes, Shape(2, 1, 64, (131,), new=(81,)), "int8", "fp32", uneven=5, spread=3)
@@ -271,6 +359,7 @@ def add_cases(case):
     for kind in ("bf16", "fp16"):
         case(prefill, Shape(2, 1, 64, (230,), new=(150,)), kind, kind, odd=odd)
     add_codes(case)
+    add_chunks(case)
     for kind, q_kind in (("bf16", "bf16"), ("int8", "fp32")):
         case(alone, Shape(2, 1, 64, (90, 200, 60), new=(70, 80, 5)), kind, q_kind)
         case(alone, ONE_OF_MANY, kind, q_kind, everyday=kind == "bf16")

@@ -92,6 +92,25 @@ def test_methods_say_it_too():
         pool.ref_count(id=[0])
 
 
+def test_binding_and_other_rare_calls_do():
+    paged = numkv.PagedKVCache(**SIZES, num_blocks=4)
+    for bind in (numkv.ContiguousLayer(16, 2, 8).bind, numkv.KVCache(**SIZES).bind, paged.bind):
+        with pytest.raises(
+            TypeError, match=r"bind\(\) got .*'softmax_scale'; did you mean `sm_scale`"
+        ):
+            bind(4, softmax_scale=1.0)
+    with pytest.raises(TypeError, match=r"^attention_weights\(\) .*; did you mean `sm_scale`"):
+        numkv.attention_weights(Q, K, [5], scale=1.0)
+
+
+def test_calls_that_write_a_token_leave_it_to_python():
+    """As `docs/errors.md` says: a look at names would cost each of them something."""
+    layer = numkv.ContiguousLayer(16, 2, 8)
+    for call in (layer.append, layer.write, numkv.append, numkv.paged_append, numkv.paged_write):
+        with pytest.raises(TypeError, match=r"\(\) got an unexpected keyword argument 'dtype'$"):
+            call(dtype="int8")
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [

@@ -77,7 +77,7 @@ def test_what_is_seen_is_within_what_is_promised():
         from test_prefill_in_chunks import APART
     finally:
         sys.path.pop(0)
-    rows = re.findall(r"^\| ((?:fp|bf|int)[\w, ]+) \| (\S+) \| (\S+) \|$", PAGE, re.M)
+    rows = re.findall(r"^\| ((?:fp|bf|int|code)[\w, ]+) \| (\S+) \| (\S+) \|$", PAGE, re.M)
     found = {
         kind: (float(promised), float(seen))
         for kinds, promised, seen in rows

@@ -12,6 +12,7 @@ from numkv.attention.attend import attend, check_lengths, check_queries, no_rang
 from numkv.attention.options import AttentionOptions, check_options
 from numkv.checks import check_array, check_flag, check_integers
 from numkv.errors import DimensionMismatch
+from numkv.keywords import explained
 from numkv.kinds import kind_of_dtype
 from numkv.storage.given import stored_pool
 from numkv.storage.pool import Pool
@@ -92,6 +93,7 @@ def attention_mass(
     return weights
 
 
+@explained
 def attention_weights(
     q: Any,
     k: Any,

@@ -18,6 +18,7 @@ from numkv.caches.stored_rows import StoredRows, by_row
 from numkv.checks import check_index, check_kept, check_size
 from numkv.compaction.key_shift import RopeShift
 from numkv.errors import CacheFull, DimensionMismatch, NumkvError
+from numkv.keywords import explained
 from numkv.kinds import Kind, kinds_of
 from numkv.numbers import check_flag
 from numkv.storage import jit_views
@@ -29,11 +30,9 @@ from numkv.targets.streamed import on_stream
 
 __all__ = ["KVCache"]
 
-# Tokens that a cache without a bound makes room for at first.
-_FIRST_CAPACITY = 16
+_FIRST_CAPACITY = 16  # tokens that a cache without a bound makes room for at first
 _MOST_LAYERS = 2**16
-# What the length is bounded by where there are no layers.
-_MOST_TOKENS = 2**62
+_MOST_TOKENS = 2**62  # what the length is bounded by where there are no layers
 
 
 class KVCache(StoredRows):
@@ -367,6 +366,7 @@ class KVCache(StoredRows):
             )
         return x.reshape((1, self._heads, dim))
 
+    @explained
     def bind(
         self, num_q_heads: int, kind: str | Kind = "fp32", *, sm_scale: float | None = None,
         logits_soft_cap: float | None = 0.0, window_left: int | Sequence[int] | None = -1, sinks: Any = None,

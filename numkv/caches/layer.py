@@ -20,6 +20,7 @@ from numkv.checks import check_index, check_kept, check_size
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import slots_of
 from numkv.errors import CacheFull, NotSupported, NumkvError
+from numkv.keywords import explained
 from numkv.kinds import Kind
 from numkv.storage import jit_views
 from numkv.storage.own_kernels import cache_arrays
@@ -293,6 +294,7 @@ class Layer(LayerOfLatents):
                     access.dropped += 1
                 del writer["call"]
 
+    @explained
     def bind(
         self,
         num_q_heads: int,

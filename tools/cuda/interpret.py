@@ -7,7 +7,8 @@ Runs the cases of ``tests/ptx_cases.py`` on the interpreter (`tools.cuda.ptx_mac
 the linker makes of each kernel for sm_90. A case passes if its result is within the bounds of the tests and no kernel
 of it did anything wrong: races between barriers, uninitialised reads of registers and of shared and local memory,
 divergent barriers, stray and misaligned accesses. With ``--mutants``, each barrier of each kernel that a case launches,
-and each wait for copies, is left out in turn, and the case has to fail.
+and each wait for copies, is left out in turn, and the case has to fail. A barrier that no case has missed yet is left
+out again in the next one that launches its kernel.
 
 All cases take half an hour. With ``--keep`` each is written down as soon as it is known, and later runs with the same
 kernels leave it out; ``--seconds`` ends a run in time. Repeat it until nothing is left.
@@ -62,6 +63,7 @@ class Mutant:
     barrier: int  #: among those of the program
     barriers: int
     caught: str  #: by what; empty if by nothing
+    name: str = ""  #: the kernel's whole name
 
 
 def all_cases() -> dict[str, Any]:
@@ -117,7 +119,10 @@ def _without(name: str, barrier: int) -> Callable[[str, Program], Program]:
 
 
 def mutants(device: ptx_device.Device, case: Any, known: set[str]) -> list[Mutant]:
-    """Leave out each barrier of each kernel of a case that passes; kernels in `known` are left as they are."""
+    """Leave out each barrier of each kernel of a case that passes.
+
+    Those in `known` stay: they were missed in other cases, which caught that. What is caught here joins them.
+    """
     programs: dict[str, Program] = {}
 
     def note(kernel: str, program: Program) -> Program:
@@ -131,16 +136,18 @@ def mutants(device: ptx_device.Device, case: Any, known: set[str]) -> list[Mutan
             raise RuntimeError(f"{case.name} fails as it is: {whole.error}")
         found = []
         for kernel, program in programs.items():
-            if kernel in known:
-                continue
-            known.add(kernel)
             count = len(program.barriers())
             for barrier in range(count):
+                which = f"{kernel} {barrier}"
+                if which in known:
+                    continue
                 device.change = _without(kernel, barrier)
-                outcome = run_case(device, case)
+                error = run_case(device, case).error
                 found.append(
-                    Mutant(case.name, ptx_device.short(kernel), barrier, count, outcome.error)
+                    Mutant(case.name, ptx_device.short(kernel), barrier, count, error, kernel)
                 )
+                if error:
+                    known.add(which)
         return found
     finally:
         device.change = None
@@ -192,10 +199,10 @@ def mutant_table(found: list[Mutant]) -> str:
     heads = [
         "kernel",
         "case",
-        "barriers",
+        "left out",
         "caught",
         "of these as races",
-        "not missed when left out",
+        "missed by no case",
     ]
     return pages.table(heads, rows, left={0, 1, 5})
 
@@ -207,7 +214,7 @@ class Kept:
         self.path, self.sources = path, resources.digest()
         self.outcomes: dict[str, Outcome] = {}
         self.mutants: dict[str, list[Mutant]] = {}
-        self.known: set[str] = set()  #: kernels whose barriers have been left out
+        self.known: set[str] = set()  #: barriers of kernels that have been missed
         if path is None or not path.exists():
             return
         kept = json.loads(path.read_text())
@@ -217,6 +224,13 @@ class Kept:
                 name: [Mutant(**of) for of in those] for name, those in kept["mutants"].items()
             }
             self.known = set(kept["known"])
+
+    def add_mutants(self, case: str, found: list[Mutant]) -> None:
+        """Put down a case's mutants; those that nothing caught before count here, and no more where they were."""
+        again = {(m.name, m.barrier) for m in found}
+        for name, those in self.mutants.items():
+            self.mutants[name] = [m for m in those if m.caught or (m.name, m.barrier) not in again]
+        self.mutants[case] = found
 
     def write(self) -> None:
         """Write everything down."""
@@ -242,7 +256,7 @@ def run_cases(
         verdict = "ok  " if not outcome.error else "FAIL"
         print(f"{verdict} {case.name} {outcome.seconds:.1f} s {outcome.error}", flush=True)
         if with_mutants and not outcome.error:
-            kept.mutants[case.name] = mutants(device, case, kept.known)
+            kept.add_mutants(case.name, mutants(device, case, kept.known))
             for mutant in kept.mutants[case.name]:
                 verdict = mutant.caught[:90] if mutant.caught else "NOT CAUGHT"
                 which = f"{mutant.kernel} without barrier {mutant.barrier + 1} of {mutant.barriers}"

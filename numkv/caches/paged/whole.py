@@ -20,6 +20,7 @@ from numkv.caches.paged.store import SequenceState
 from numkv.caches.paged.tiers import with_tiers
 from numkv.checks import check_index
 from numkv.errors import NotSupported, NumkvError
+from numkv.keywords import explained
 from numkv.kinds import Kind
 from numkv.targets.streamed import on_stream
 
@@ -185,6 +186,7 @@ class WholeCache(ReadableSequences):
 
     # -- bound calls, and what CUDA graphs need
 
+    @explained
     def bind(
         self,
         num_q_heads: int | Sequence[int | None],

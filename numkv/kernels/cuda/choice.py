@@ -135,8 +135,7 @@ def make_choose_blocks():
             everything = used <= top
             begin, end = (used, used) if everything else (np.int64(first), used - newest)
             rest = np.int64(0) if everything else top - first - newest
-            cuda.syncthreads()
-            if thread == 0:
+            if thread == 0:  # all have waited since they read it for the item before
                 state[0], state[1] = np.int64(0 if rest > 0 else 0xFFFFFFFF), rest
             for place in range(PLACES - 1, -1, -1):
                 for i in range(thread, DIGITS, THREADS):

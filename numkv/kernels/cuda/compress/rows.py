@@ -38,13 +38,15 @@ def _multiply(x, width, matrix, h, j, sums):
 
 @register_jitable
 def _total(partial, mine, lane, value):
-    """The sum of a warp's values; all threads of the block wait for each other."""
+    """The sum of a warp's values; all threads of the block wait for each other, before `partial` is read.
+
+    They have to wait once more before it is written again.
+    """
     partial[mine, lane] = value
     cuda.syncthreads()
     total = partial[mine, 0]
     for i in range(1, LANES):
         total += partial[mine, i]
-    cuda.syncthreads()
     return total
 
 
@@ -84,6 +86,7 @@ def make_encode(SRC):
                 for d in range(lane, dim, LANES):
                     value = np.float64(load(rows[t, h, d]))
                     square += value * value
+            # As they wait here, the item before is done with all memory but `wide`, which it has not used since.
             norm = math.sqrt(_total(wide, mine, lane, square))
             for d in range(lane, dim, LANES):
                 value = np.float32(0)
@@ -109,6 +112,7 @@ def make_encode(SRC):
                 dot = cuda.fma(x, level, dot)
                 square32 = cuda.fma(level, level, square32)
             dot = _total(partial, mine, lane, dot)
+            cuda.syncthreads()
             factor = dot / _total(partial, mine, lane, square32)
             if here:
                 if lane == 0:
@@ -121,6 +125,7 @@ def make_encode(SRC):
                     x = z[own + d] - factor * levels[chosen[own_codes + d]]
                     z[own + d] = x
                     rest = cuda.fma(x, x, rest)
+                cuda.syncthreads()
                 rest = _total(partial, mine, lane, rest)
                 if here and lane == 0:
                     left = norm * math.sqrt(np.float64(rest))
@@ -133,7 +138,6 @@ def make_encode(SRC):
                 if here:
                     for i in range(lane, signs.shape[2], LANES):
                         signs[h, to, i] = packed_byte(chosen, own_codes, projections, 1, i)
-            cuda.syncthreads()
 
     return kernel
 

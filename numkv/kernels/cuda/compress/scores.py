@@ -205,9 +205,9 @@ def make_score(BITS, NUM_ROWS):
             t = inner // row_blocks * THREADS
             tile, count, rows = begin + t, min(THREADS, length - t), min(NUM_ROWS, of_head - r0)
             _sees(r0, NUM_ROWS, group, length, num_queries, window_left, lows, highs)
-            cuda.syncthreads()
+            # Products end with a barrier, the item before this one with products; and they begin with one before they
+            # read what is put down here.
             _load_queries(rotated, sketched, h * of_head + r0, rows, NUM_ROWS, q_rows, thread)
-            cuda.syncthreads()
             if IN_SHARED:
                 score(keys, h, tile, count, q, table, staged, thread, sums, sketch_sums)
             else:
@@ -375,15 +375,14 @@ def make_attend(BITS, V_BITS, NUM_ROWS, COLUMNS):
             newest = length - num_queries + (r0 + rows - 1) // group
             last = min(first + LENGTH, newest + 1)
             first += max(np.int64(0), np.int64(lows[0]) - first) // THREADS * THREADS
-            cuda.syncthreads()
+            cuda.syncthreads()  # `store` has read what this item may store next, if it has no tiles
             _load_queries(rotated, sketched, row0, rows, NUM_ROWS, q_rows, thread)
             for r in range(NUM_ROWS):
                 maxima[r] = np.float32(-np.inf)
                 totals[r] = np.float32(0)
             for i in range(SUMS):
                 sums[i] = np.float32(0)
-            cuda.syncthreads()
-            for t in range(first, last, THREADS):
+            for t in range(first, last, THREADS):  # products wait before they read queries
                 count, tile = min(THREADS, last - t), slot_at(plan, block_table, block_size, t)
                 if IN_SHARED:
                     score(keys, h, tile, count, q, table, staged, thread, scores, sketch_scores)
