@@ -56,6 +56,9 @@ def pytest_addoption(parser) -> None:
         help="run the tests marked so too, and have hypothesis draw many examples, others in each run",
     )  # fmt: skip
     parser.addoption("--slow", action="store_true", help="run the tests marked so, too")
+    parser.addoption(
+        "--ledger", help="a file to append each test's CPU time to; see tests/ledger.py"
+    )
 
 
 def pytest_configure(config) -> None:
@@ -63,6 +66,10 @@ def pytest_configure(config) -> None:
     import profiles
 
     profiles.settings.load_profile("nightly" if config.getoption("nightly") else "everyday")
+    if config.getoption("ledger"):
+        import ledger
+
+        config.pluginmanager.register(ledger.Ledger(config.getoption("ledger")))
 
 
 # ---------------------------------------------------------------- what runs where
@@ -124,7 +131,7 @@ def is_nightly(item) -> bool:
 
     params = item.callspec.params if hasattr(item, "callspec") else {}
     target = params.get("target")
-    if target == "cpu" and is_like_others(item.path.parent.name, params.values()):
+    if target == "cpu" and is_like_others(place_of(item), params.values()):
         return True
     return item.get_closest_marker("nightly") is not None and (target != "cuda" or not SIMULATED)
 
