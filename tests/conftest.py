@@ -69,7 +69,10 @@ def pytest_configure(config) -> None:
     if config.getoption("ledger"):
         import ledger
 
-        config.pluginmanager.register(ledger.Ledger(config.getoption("ledger")))
+        has_workers = bool(config.getoption("numprocesses", None))
+        config.pluginmanager.register(
+            ledger.Ledger(config.getoption("ledger"), has_workers=has_workers)
+        )
 
 
 # ---------------------------------------------------------------- what runs where
@@ -113,8 +116,23 @@ def pytest_collection_modifyitems(config, items) -> None:
     if hasattr(config, "workerinput"):
         order = {name: i for i, name in enumerate(LONGEST)}
         sizes = Counter(item.path for item in items)
-        # Of files that it does not know those with many tests.
-        items.sort(key=lambda item: (order.get(place_of(item), len(order)), -sizes[item.path]))
+
+        def when(item):
+            """Of files that it does not know those with many tests first; each worker has to list them alike."""
+            place = place_of(item)
+            return order.get(place, len(order)), -sizes[item.path], place
+
+        items.sort(key=when)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Have the second worker collect from the end: of half of the files it finds the bytecode that the first wrote."""
+    report = yield
+    of = getattr(collector.config, "workerinput", {})
+    if of.get("workerid") == "gw1" and isinstance(collector, pytest.Directory):
+        report.result.reverse()
+    return report
 
 
 def place_of(item) -> str:

@@ -12,17 +12,17 @@ import pytest
 FLOATS = list(naive.DTYPES)
 STORED = [*FLOATS, *naive.EVERYWHERE]
 
-#: Kinds of K and of V: codes beside floats, floats beside codes, codes of both kinds. K's side of the vector code and
-#: V's know nothing of each other, so each kind of arithmetic stands on each side once.
-APART = [("int8", "fp16"), ("fp32", "int8"), ("int8", "int4")]
+#: Kinds of K and of V: codes beside floats, floats beside codes. K's side of the vector code and V's know nothing of
+#: each other, so integers and floats stand on each side once; so do both kinds of codes, each beside itself.
+APART = [("int8", "fp16"), ("fp32", "int8")]
 #: Kinds of both that meet queries in float64; codes, which are integers otherwise, do so in nightly runs.
 IN_FLOAT64 = ["fp64"]
 #: From where to where rows are rotated, beside those that keep their kind.
 CONVERSIONS = [("fp32", "fp64"), ("fp32", "fp16"), ("fp64", "fp32"), ("bf16", "fp32")]
 #: Kinds that differ from another one in how an element is converted, which `tests/rows` looks at in every run: where a
 #: test asks for one of them on the CPU, in these folders and files, it is for nightly runs. So fp8_e4m3 stands for both
-#: kinds of 8 bits, and in objects, which know no kinds, fp32 for fp64. Of operations whose code for one float kind is that for
-#: another with another conversion, one kind of 16 bits and one of the others stand for all.
+#: kinds of 8 bits, and in objects, which know no kinds, fp32 for fp64. Of operations whose code for one float kind is
+#: that for another with another conversion, one kind of 16 bits and one of the others stand for all.
 LIKE_OTHERS = {
     "fp8_e5m2": ("kernels", "objects"),
     "fp64": (

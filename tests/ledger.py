@@ -27,8 +27,9 @@ def _children() -> float:
 class Ledger:
     """The plugin of a run with ``--ledger``."""
 
-    def __init__(self, path) -> None:
+    def __init__(self, path, *, has_workers: bool) -> None:
         self._path = Path(path)
+        self._has_workers = has_workers  # children then, which write themselves
         self._depth = 0
         self._label = ""
         self._last = 0.0, 0.0
@@ -79,14 +80,15 @@ class Ledger:
 
     def pytest_runtest_logfinish(self, nodeid) -> None:
         """Write a test's line."""
-        self._write(nodeid)
+        if not self._has_workers:
+            self._write(nodeid)
 
     def pytest_sessionfinish(self) -> None:
         """Write what came after the last test."""
         self._write("end")
 
     def _write(self, nodeid) -> None:
-        own, children = _own(), _children()
+        own, children = _own(), 0.0 if self._has_workers else _children()
         line = {
             "test": nodeid,
             "own": round(own - self._last[0], 3),
