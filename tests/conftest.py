@@ -48,6 +48,10 @@ if SIMULATED:
 
     simulator.install()
 
+import kernels_by_day  # noqa: E402
+
+kernels_by_day.watch()
+
 
 def pytest_addoption(parser) -> None:
     """Have a run that takes longer and looks further."""
@@ -133,6 +137,25 @@ def pytest_make_collect_report(collector):
     if of.get("workerid") == "gw1" and isinstance(collector, pytest.Directory):
         report.result.reverse()
     return report
+
+
+#: Tests that need packages which the default run does without, and so may compile what it does not.
+MAY_COMPILE_MORE = ("tensors", "transformers_models", "ray")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Fail a test of every run that has a kernel made which is not on the list."""
+    result = yield
+    option = item.config.option
+    found = kernels_by_day.unlisted()
+    if (
+        found
+        and not (option.nightly or option.slow)
+        and item.path.parent.name not in MAY_COMPILE_MORE
+    ):
+        pytest.fail(f"{found} take seconds to compile; see tests/kernels_by_day.py")
+    return result
 
 
 def place_of(item) -> str:
