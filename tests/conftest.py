@@ -83,7 +83,7 @@ def pytest_configure(config) -> None:
 
 # Files whose tests take long, the longest first, so that at the end both workers have something to do.
 LONGEST = [
-    "kernels/test_attention_int4", "kernels/test_attention", "test_cache_on_disk", "demo/test_network",
+    "kernels/test_attention_int4", "kernels/test_attention", "test_cache_on_disk", "kernels/test_attention_sight",
     "objects/test_jit_views", "kernels/test_compress", "objects/test_mass",
     "kernels/test_append", "kernels/test_write", "kernels/test_attention_ranges",
     "test_generated_code", "kernels/test_attention_integers", "objects/test_block_pool_states",

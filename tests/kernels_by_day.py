@@ -17,7 +17,9 @@ BY_DAY = {
     "masked attention": {f"K {kind}, V {kind}, computing in float32" for kind in ("fp32", "int8")},
     "append_attend": {
         f"rows {rows}, q {rows}, K {kind}, V {kind}"
-        for rows, kind in (("fp32", "fp32"), ("fp32", "fp16"), ("bf16", "bf16"), ("fp32", "int8"))
+        for rows, kind in (
+            ("fp32", "fp32"), ("fp32", "fp16"), ("fp32", "bf16"), ("bf16", "bf16"), ("fp32", "int8"),
+        )
     },
     "write_rows": {
         *(f"fp32 to K {kind}, V {kind}" for kind in ("fp64", "fp32", "fp16", "fp8_e4m3", "int8", "int4")),
