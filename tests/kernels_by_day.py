@@ -16,17 +16,15 @@ BY_DAY = {
     },
     "masked attention": {f"K {kind}, V {kind}, computing in float32" for kind in ("fp32", "int8")},
     "append_attend": {
-        f"rows {rows}, q {rows}, K {kind}, V {kind}"
-        for rows, kind in (
-            ("fp32", "fp32"), ("fp32", "fp16"), ("fp32", "bf16"), ("bf16", "bf16"), ("fp32", "int8"),
-        )
+        *(f"rows fp32, q fp32, K {kind}, V {kind}" for kind in ("fp32", "fp16", "bf16", "int8", "int4")),
+        "rows bf16, q bf16, K bf16, V bf16",
     },
     "write_rows": {
-        *(f"fp32 to K {kind}, V {kind}" for kind in ("fp64", "fp32", "fp16", "fp8_e4m3", "int8", "int4")),
+        *(f"fp32 to K {kind}, V {kind}" for kind in ("fp64", *_SAME[:6])),
         "bf16 to K bf16, V bf16", "fp32 to K int8, V fp16",
     },
-    "scatter_write": {f"fp32 to K {kind}, V {kind}" for kind in ("fp32", "int8")},
-    "attend_codes": {*(f"{bits} bits" for bits in (1, 3, 4, 5, 8)), "4 bits and 3"},
+    "scatter_write": {f"fp32 to K {kind}, V {kind}" for kind in _SAME[:6]},
+    "attend_codes": {*(f"{bits} bits" for bits in (1, 2, 3, 4, 5, 8)), "4 bits and 3"},
 }  # fmt: skip
 
 _unlisted: list[str] = []

@@ -30,7 +30,7 @@ LIKE_OTHERS = {
         "test_device",
     ),
     "fp16": ("kernels/test_append_paged", "kernels/test_shift"),
-    "bf16": ("kernels/test_compress", "kernels/test_mass", "objects/test_paged_layer", "test_device"),
+    "bf16": ("kernels/test_compress", "kernels/test_mass", "test_device"),
     "int8": ("test_device",),
 }  # fmt: skip
 

@@ -77,7 +77,7 @@ def test_a_shared_prefix_is_stored_once(tmp_path, target):
     write_checkpoint(tmp_path)
     model = Model.load(tmp_path)
     prompts = [[*TOKENS[:6], 1], [*TOKENS[:6], 2, 3], TOKENS[:6], [50]]
-    batch = model.batch([12] * 4, CacheChoice("fp32", target=target, block_size=2), target)
+    batch = model.batch([12] * 4, CacheChoice("fp16", target=target, block_size=2), target)
     seen = []
     sessions, _ = batch.prefill(prompts, lambda *n: seen.append(n))
     # Three full blocks; of a prompt that is nothing else two and a part, as its last token is computed again.

@@ -170,7 +170,7 @@ KIND_TRIPLES = [  # of qkv, K and V
 BY_DAY = [
     ("fp32", "fp32", "fp32"), ("fp32", "int8", "int8"), ("fp32", "int4", "int4"), ("bf16", "bf16", "bf16"),
 ]  # fmt: skip
-BY_SLOT = [("fp32", "fp32", "fp32"), ("fp32", "int8", "int8")]
+BY_SLOT = [("fp32", "fp32", "fp32"), ("fp32", "int8", "int8"), ("fp32", "int4", "int4")]
 
 
 def exact(qkv, num_q_heads, dim, mode, problem, positions):

@@ -287,7 +287,7 @@ def pair_errors(projections, bits=2, dim=128, seeds=25, pairs=400):
     return np.array(errors)
 
 
-@pytest.mark.parametrize("bits", [*(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 2)), 4])
+@pytest.mark.parametrize("bits", [pytest.param(1, marks=pytest.mark.nightly), 2, 4])
 def test_the_sketch_makes_scores_unbiased(bits):
     """Over 10,000 pairs the mean error is what chance gives; without a sketch it is far from that."""
 
@@ -313,7 +313,7 @@ def test_few_projections_are_unbiased_too():
 # ---------------------------------------------------------------- reading
 
 
-@pytest.mark.parametrize("bits", [pytest.param(2, marks=pytest.mark.nightly), 4])
+@pytest.mark.parametrize("bits", [2, 4])
 def test_scores_are_products_with_decoded_keys(target, to, host, rng, bits):
     cache = MultiHeadCompressor(2, CompressorConfig(12, bits), num_q_heads=4, target=target)
     x = rng.standard_normal((2, 7, 2, 12), np.float32)

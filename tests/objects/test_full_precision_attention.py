@@ -20,7 +20,13 @@ from messages import about
 
 import numkv
 
-every_kind = pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+every_kind = pytest.mark.parametrize(
+    "kinds",
+    [
+        pytest.param(kinds, id=name, marks=pytest.mark.nightly if name == "mixed" else [])
+        for name, kinds in KINDS.items()
+    ],
+)
 
 
 OPTIONS = {
@@ -49,8 +55,9 @@ def test_attention(rng, kinds, options):
                     assert_attends(one, model, q, np.asarray, np.asarray, **options)
 
 
-def test_attention_on_both_targets(target, to, host, rng):
-    kinds = KINDS["mixed"]
+@cases(["name"], [("int4",), ("mixed",)], [("mixed",)])
+def test_attention_on_both_targets(target, to, host, rng, name):
+    kinds = KINDS[name]
     one, model = Cache("paged", target, kinds, 3, 1), Model(kinds, 3, 1)
     fill(one, model, rng, to, [4, 8], kinds[2])
     q = rng.standard_normal((2, 2 * HEADS, kinds[2])).astype(F32)

@@ -265,10 +265,7 @@ def test_rollback_leaves_no_trace(target, to, host):
     check_attention(cache, to, host, seq, [1, 2, 3])
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(k, marks=[] if k in ("fp32", "int8") else pytest.mark.nightly) for k in KINDS],
-)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", [0, 1, 2, 3, 4])
 def test_write_is_that_of_a_contiguous_layer(rng, kind, mode):
     """Bit for bit, in any order of blocks and whatever else is in the step."""

@@ -33,7 +33,7 @@ def pool_of(target, kind, dim, dim_v):
 
 
 @pytest.mark.parametrize(("dim", "dim_v"), [(8, 4), (4, 8), (8, 2), (6, 40)])
-@pytest.mark.parametrize("kind", ["fp32", "int8", pytest.param("int4", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kind", ["fp32", "int8", "int4"])
 @pytest.mark.parametrize("tokens", [2, 10])
 def test_v_may_have_another_width(target, to, host, rng, kind, dim, dim_v, tokens):
     tables = naive.rope_tables(12, dim)
