@@ -131,15 +131,20 @@ def test_slots_that_are_not_used_are_not_read(rng):
         assert np.all(np.isfinite(one.weigh(q)))
 
 
+WEIGHED = [
+    *((layout, name, False) for layout in LAYOUTS for name in ("plain", "all")),
+    ("cache", "all", True), ("shared", "plain", True),
+]  # fmt: skip
+
+
 @cases(
-    ["layout", "name", "rotate"],
-    [*((layout, name, False) for layout in LAYOUTS for name in ("plain", "all")),
-     ("cache", "all", True), ("shared", "plain", True)],
-    [("cache", "plain", False), ("paged", "all", True)],
-)  # fmt: skip
-def test_attention_weights(target, to, host, rng, layout, name, rotate):
+    ["layout", "name", "rotate", "of"],
+    [(*case, of) for case in WEIGHED for of in ("int8", "mixed")],
+    [("cache", "plain", False, "int8"), ("paged", "all", True, "int8")],
+)
+def test_attention_weights(target, to, host, rng, layout, name, rotate, of):
     options = {n: x for n, x in OPTIONS[name].items() if n != "sinks"}
-    kinds = KINDS["mixed" if target == "cpu" else "int8"]
+    kinds = KINDS[of]
     one = Cache(layout, target, kinds, 3, 2, rotate=rotate)
     model = Model(kinds, 3, 2, rotate)
     done = 0
