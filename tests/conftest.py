@@ -48,6 +48,10 @@ if SIMULATED:
 
     simulator.install()
 
+import kernels_by_day  # noqa: E402
+
+kernels_by_day.watch()
+
 
 def pytest_addoption(parser) -> None:
     """Have a run that takes longer and looks further."""
@@ -56,6 +60,9 @@ def pytest_addoption(parser) -> None:
         help="run the tests marked so too, and have hypothesis draw many examples, others in each run",
     )  # fmt: skip
     parser.addoption("--slow", action="store_true", help="run the tests marked so, too")
+    parser.addoption(
+        "--ledger", help="a file to append each test's CPU time to; see tests/ledger.py"
+    )
 
 
 def pytest_configure(config) -> None:
@@ -63,13 +70,20 @@ def pytest_configure(config) -> None:
     import profiles
 
     profiles.settings.load_profile("nightly" if config.getoption("nightly") else "everyday")
+    if config.getoption("ledger"):
+        import ledger
+
+        has_workers = bool(config.getoption("numprocesses", None))
+        config.pluginmanager.register(
+            ledger.Ledger(config.getoption("ledger"), has_workers=has_workers)
+        )
 
 
 # ---------------------------------------------------------------- what runs where
 
 # Files whose tests take long, the longest first, so that at the end both workers have something to do.
 LONGEST = [
-    "kernels/test_attention_int4", "kernels/test_attention", "test_cache_on_disk", "demo/test_network",
+    "kernels/test_attention_int4", "kernels/test_attention", "test_cache_on_disk", "kernels/test_attention_sight",
     "objects/test_jit_views", "kernels/test_compress", "objects/test_mass",
     "kernels/test_append", "kernels/test_write", "kernels/test_attention_ranges",
     "test_generated_code", "kernels/test_attention_integers", "objects/test_block_pool_states",
@@ -106,8 +120,42 @@ def pytest_collection_modifyitems(config, items) -> None:
     if hasattr(config, "workerinput"):
         order = {name: i for i, name in enumerate(LONGEST)}
         sizes = Counter(item.path for item in items)
-        # Of files that it does not know those with many tests.
-        items.sort(key=lambda item: (order.get(place_of(item), len(order)), -sizes[item.path]))
+
+        def when(item):
+            """Of files that it does not know those with many tests first; each worker has to list them alike."""
+            place = place_of(item)
+            return order.get(place, len(order)), -sizes[item.path], place
+
+        items.sort(key=when)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Have the second worker collect from the end: of half of the files it finds the bytecode that the first wrote."""
+    report = yield
+    of = getattr(collector.config, "workerinput", {})
+    if of.get("workerid") == "gw1" and isinstance(collector, pytest.Directory):
+        report.result.reverse()
+    return report
+
+
+#: Tests that need packages which the default run does without, and so may compile what it does not.
+MAY_COMPILE_MORE = ("tensors", "transformers_models", "ray")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Fail a test of every run that has a kernel made which is not on the list."""
+    result = yield
+    option = item.config.option
+    found = kernels_by_day.unlisted()
+    if (
+        found
+        and not (option.nightly or option.slow)
+        and item.path.parent.name not in MAY_COMPILE_MORE
+    ):
+        pytest.fail(f"{found} take seconds to compile; see tests/kernels_by_day.py")
+    return result
 
 
 def place_of(item) -> str:
@@ -124,7 +172,7 @@ def is_nightly(item) -> bool:
 
     params = item.callspec.params if hasattr(item, "callspec") else {}
     target = params.get("target")
-    if target == "cpu" and is_like_others(item.path.parent.name, params.values()):
+    if target == "cpu" and is_like_others(place_of(item), params.values()):
         return True
     return item.get_closest_marker("nightly") is not None and (target != "cuda" or not SIMULATED)
 

@@ -17,9 +17,16 @@ KINDS = {"int8": ("int8", "int8", 8), "int4": ("int4", "int4", 34), "mixed": ("i
 
 
 def cases(names, on_cpu, on_cuda):
-    """A test on both targets, with fewer cases in the simulator: each is a target and what `names` are."""
+    """A test on both targets, with fewer cases in the simulator: each is a target and what `names` are.
+
+    Mixed kinds are a kernel of their own on the CPU.
+    """
     found = [("cpu", *case) for case in on_cpu] + [("cuda", *case) for case in on_cuda]
     ids = ["-".join(map(str, case)) for case in found]
+    found = [
+        pytest.param(*case, marks=pytest.mark.nightly if {"cpu", "mixed"} <= {*case} else [])
+        for case in found
+    ]
     return pytest.mark.parametrize(("target", *names), found, indirect=["target"], ids=ids)
 
 

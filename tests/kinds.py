@@ -12,30 +12,45 @@ import pytest
 FLOATS = list(naive.DTYPES)
 STORED = [*FLOATS, *naive.EVERYWHERE]
 
-#: Kinds of K and of V: codes beside floats, floats beside codes, codes of both kinds. K's side of the vector code and
-#: V's know nothing of each other, so each kind of arithmetic stands on each side once.
-APART = [("int8", "fp16"), ("fp32", "int8"), ("int8", "int4")]
+#: Kinds of K and of V: codes beside floats, floats beside codes. K's side of the vector code and V's know nothing of
+#: each other, so integers and floats stand on each side once; so do both kinds of codes, each beside itself.
+APART = [("int8", "fp16"), ("fp32", "int8")]
 #: Kinds of both that meet queries in float64; codes, which are integers otherwise, do so in nightly runs.
 IN_FLOAT64 = ["fp64"]
 #: From where to where rows are rotated, beside those that keep their kind.
-CONVERSIONS = [
-    ("fp32", "fp64"), ("fp32", "fp16"), ("fp32", "bf16"), ("fp64", "fp32"), ("fp16", "fp32"), ("bf16", "fp32"),
-]  # fmt: skip
+CONVERSIONS = [("fp32", "fp64"), ("fp32", "fp16"), ("fp64", "fp32"), ("bf16", "fp32")]
 #: Kinds that differ from another one in how an element is converted, which `tests/rows` looks at in every run: where a
-#: test asks for one of them on the CPU, in these folders, it is for nightly runs. So fp8_e4m3 stands for both kinds of
-#: 8 bits, and in objects, which know no kinds, fp32 for fp64.
-LIKE_OTHERS = {"fp8_e5m2": ("kernels", "objects"), "fp64": ("objects",)}
+#: test asks for one of them on the CPU, in these folders and files, it is for nightly runs. So fp8_e4m3 stands for both
+#: kinds of 8 bits, and in objects, which know no kinds, fp32 for fp64. Of operations whose code for one float kind is
+#: that for another with another conversion, one kind of 16 bits and one of the others stand for all.
+LIKE_OTHERS = {
+    "fp8_e5m2": ("kernels", "objects"),
+    "fp64": (
+        "objects", "kernels/test_append", "kernels/test_compress", "kernels/test_mass", "kernels/test_shift",
+        "test_device",
+    ),
+    "fp16": ("kernels/test_append_paged", "kernels/test_shift"),
+    "bf16": ("kernels/test_compress", "kernels/test_mass", "test_device"),
+    "int8": ("test_device",),
+}  # fmt: skip
 
 
-def is_like_others(folder, values):
-    """Whether parameters of a test name a kind that others stand for; some come as tuples."""
+def is_like_others(place, values):
+    """Whether parameters of a test in a file (as ``kernels/test_mass``) name a kind that others stand for.
+
+    Some parameters come as tuples.
+    """
     named = {
         x
         for value in values
         for x in (value if isinstance(value, tuple) else (value,))
         if isinstance(x, str)
     }
-    return any(kind in named and folder in folders for kind, folders in LIKE_OTHERS.items())
+    folder = place.rpartition("/")[0]
+    return any(
+        kind in named and (folder in places or place in places)
+        for kind, places in LIKE_OTHERS.items()
+    )
 
 
 def attending(rows, order):

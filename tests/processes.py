@@ -9,6 +9,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 
 #: Seconds after which a process or thread of a test counts as hanging: it may have to compile on a machine that has
@@ -20,6 +22,9 @@ LAYERS = ["omp", "workqueue"]
 with contextlib.suppress(ImportError):
     importlib.import_module("numba.np.ufunc.tbbpool")
     LAYERS.append("tbb")
+
+#: The first of them in every run, the others in CI.
+EACH_LAYER = [LAYERS[0], *(pytest.param(layer, marks=pytest.mark.slow) for layer in LAYERS[1:])]
 
 # Numba's word at a fork while threads of TBB are busy.
 _TBB_SAYS = "Unable to join threads to shut down before fork(). This can break multithreading in child processes.\n"

@@ -4,7 +4,7 @@ from hypothesis import HealthCheck, settings
 
 _common = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile(
-    "everyday", max_examples=25, stateful_step_count=25, derandomize=True, **_common
+    "everyday", max_examples=16, stateful_step_count=25, derandomize=True, **_common
 )
 settings.register_profile("nightly", max_examples=300, stateful_step_count=50, print_blob=True, **_common)  # fmt: skip
 

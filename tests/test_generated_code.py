@@ -136,7 +136,10 @@ def compiled():
 
 @on_x86
 @with_vectors
-@pytest.mark.parametrize("kind", PRODUCTS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=pytest.mark.nightly if k == "fp16" else []) for k in PRODUCTS],
+)
 def test_hot_loops_are_vector_code(compiled, kind):
     assert compiled(kind).faults(PRODUCTS[kind]) == []
 

@@ -47,7 +47,7 @@ def decode_often():
 
 
 @LINUX
-@pytest.mark.parametrize("layer", processes.LAYERS)
+@pytest.mark.parametrize("layer", processes.EACH_LAYER)
 def test_eight_python_threads_start_two_pools_at_most(layer):
     pool, helpers = (5, 5) if layer == "omp" else (6, 0)
     found = processes.run(
@@ -128,7 +128,7 @@ def test_threads_that_are_not_of_python_own_no_pool():
     assert found <= 3  # the helper and its pool of three workers
 
 
-@pytest.mark.parametrize("layer", processes.LAYERS)
+@pytest.mark.parametrize("layer", processes.EACH_LAYER)
 def test_every_worker_runs_once_whoever_launches(layer):
     """Kernels of rows and of items, of several numbers of workers, from eight threads and a signal handler at once."""
     found = processes.run(
@@ -231,7 +231,7 @@ def test_errors_of_signal_handlers_come_after_the_call():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-@pytest.mark.parametrize("layer", processes.LAYERS)
+@pytest.mark.parametrize("layer", processes.EACH_LAYER)
 def test_children_of_busy_threads(layer):
     """Forks from the owner of a pool and from another thread, while the helper has something to do."""
     found = processes.run(
@@ -274,7 +274,7 @@ def test_children_of_busy_threads(layer):
     assert found == [0] * 10
 
 
-@pytest.mark.parametrize("layer", processes.LAYERS)
+@pytest.mark.parametrize("layer", processes.EACH_LAYER)
 def test_a_process_ends_while_its_threads_are_in_calls(layer):
     found = processes.run(
         """

@@ -21,7 +21,7 @@ def played(request):
         return
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(SHORT, "1")
-        yield 1, 3_000, math.inf, 1  # the same calls on every machine, however fast it is
+        yield 1, 2_000, math.inf, 1  # the same calls on every machine, however fast it is
 
 
 def test_nothing_is_found(played, capsys):

@@ -89,19 +89,29 @@ def check_write(problem, layer, to, host, qkv_kind, mode, num_q_heads, pos_offse
 
 @pytest.mark.boundscheck
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["fp32", "bf16"])
-def test_write(target, to, host, rng, kind, mode):
+@pytest.mark.parametrize(
+    ("kind", "then"),
+    [("fp32", "fp32"), ("bf16", "bf16"), pytest.param("bf16", "fp32", marks=pytest.mark.nightly)],
+)
+def test_write(target, to, host, rng, kind, then, mode):
     """Five tokens, then one: every mode, in the kind's own dtype and from float32."""
     layer = numkv.ContiguousLayer(8, 2, 8, kind=kind, target=target)
-    for tokens, qkv_kind in ((5, kind), (1, "fp32")):
+    for tokens, qkv_kind in ((5, kind), (1, then)):
         problem = write_problem(rng, qkv_kind, tokens, 4, 2, 8, 8)
         check_write(problem, layer, to, host, qkv_kind, mode, 4)
 
 
-@pytest.mark.parametrize("kind", ["fp16", pytest.param("fp64", marks=pytest.mark.nightly)])
-def test_write_in_the_other_kinds(target, to, host, rng, kind):
+@pytest.mark.parametrize(
+    ("kind", "qkv_kinds"),
+    [
+        ("fp16", ["fp32"]),
+        pytest.param("fp16", ["fp16", "fp32"], marks=pytest.mark.nightly),
+        pytest.param("fp64", ["fp64", "fp32"], marks=pytest.mark.nightly),
+    ],
+)
+def test_write_in_the_other_kinds(target, to, host, rng, kind, qkv_kinds):
     layer = numkv.ContiguousLayer(8, 1, 6, kind=kind, target=target)
-    for qkv_kind in (kind, "fp32"):
+    for qkv_kind in qkv_kinds:
         problem = write_problem(rng, qkv_kind, 2, 2, 1, 6, 6)
         check_write(problem, layer, to, host, qkv_kind, 1, 2)
 
@@ -154,7 +164,11 @@ TABLE = np.array([4, 0, 2], np.int32)
 SLOTS = np.array([13, -1, 0, 8, 5], np.int64)
 KIND_TRIPLES = [  # of qkv, K and V
     ("fp32", "fp32", "fp32"), ("fp32", "bf16", "bf16"), ("fp16", "fp16", "fp16"), ("fp64", "fp64", "fp64"),
-    ("fp32", "int8", "int8"), ("fp32", "int4", "int4"), ("fp32", "int8", "fp16"),
+    ("fp32", "int8", "int8"), ("fp32", "int4", "int4"), ("fp32", "int8", "fp16"), ("bf16", "bf16", "bf16"),
+]  # fmt: skip
+# Those of them, and by slot, where only the place changes, that the CPU compiles in every run.
+BY_DAY = [
+    ("fp32", "fp32", "fp32"), ("fp32", "int8", "int8"), ("fp32", "int4", "int4"), ("bf16", "bf16", "bf16"),
 ]  # fmt: skip
 BY_SLOT = [("fp32", "fp32", "fp32"), ("fp32", "int8", "int8"), ("fp32", "int4", "int4")]
 
@@ -182,9 +196,9 @@ def values(buffer, scale, kind, slots):
 
 @pytest.mark.boundscheck
 def _operations():
-    """All kinds by either operation; of fp64 and by slot, where only the place changes, the CPU compiles few."""
+    """All kinds by either operation; the CPU compiles few of them."""
     for kinds in KIND_TRIPLES:
-        marks = pytest.mark.nightly if "fp64" in kinds else []
+        marks = [] if kinds in BY_DAY else pytest.mark.nightly
         yield pytest.param(kinds, False, id="-".join((*kinds, "write_rows")), marks=marks)
         marks = [] if kinds in BY_SLOT else pytest.mark.nightly
         yield pytest.param(kinds, True, id="-".join((*kinds, "scatter_write")), marks=marks)

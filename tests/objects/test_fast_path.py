@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import naive
 import numpy as np
 import pytest
 from processes import PATIENCE
@@ -267,10 +268,18 @@ def generally(made):
     return p.q_out
 
 
-@pytest.mark.parametrize("by_slot", [False, True])
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [("fp32", F32), ("fp16", np.float16), ("int8", F32), ("int4", F32)]
-)
+#: Kinds of pools and dtypes of projections, by block table and by slot.
+WRITES = [
+    *(("fp32", F32, by_slot) for by_slot in (False, True)),
+    *(("int8", F32, by_slot) for by_slot in (False, True)),
+    *(("int4", F32, by_slot) for by_slot in (False, True)),
+    ("bf16", naive.DTYPES["bf16"], False),
+    pytest.param("fp16", np.float16, False, marks=pytest.mark.nightly),
+    pytest.param("fp16", np.float16, True, marks=pytest.mark.nightly),
+]
+
+
+@pytest.mark.parametrize(("kind", "dtype", "by_slot"), WRITES)
 def test_ordinary_writes_go_at_once(kind, dtype, by_slot):
     for mode in QKMode if kind == "fp32" else [QKMode.HALF_SPLIT]:
         results = []

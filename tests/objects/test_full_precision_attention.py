@@ -20,7 +20,13 @@ from messages import about
 
 import numkv
 
-every_kind = pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+every_kind = pytest.mark.parametrize(
+    "kinds",
+    [
+        pytest.param(kinds, id=name, marks=pytest.mark.nightly if name == "mixed" else [])
+        for name, kinds in KINDS.items()
+    ],
+)
 
 
 OPTIONS = {
@@ -49,8 +55,9 @@ def test_attention(rng, kinds, options):
                     assert_attends(one, model, q, np.asarray, np.asarray, **options)
 
 
-def test_attention_on_both_targets(target, to, host, rng):
-    kinds = KINDS["mixed"]
+@cases(["name"], [("int4",), ("mixed",)], [("mixed",)])
+def test_attention_on_both_targets(target, to, host, rng, name):
+    kinds = KINDS[name]
     one, model = Cache("paged", target, kinds, 3, 1), Model(kinds, 3, 1)
     fill(one, model, rng, to, [4, 8], kinds[2])
     q = rng.standard_normal((2, 2 * HEADS, kinds[2])).astype(F32)
@@ -124,15 +131,20 @@ def test_slots_that_are_not_used_are_not_read(rng):
         assert np.all(np.isfinite(one.weigh(q)))
 
 
+WEIGHED = [
+    *((layout, name, False) for layout in LAYOUTS for name in ("plain", "all")),
+    ("cache", "all", True), ("shared", "plain", True),
+]  # fmt: skip
+
+
 @cases(
-    ["layout", "name", "rotate"],
-    [*((layout, name, False) for layout in LAYOUTS for name in ("plain", "all")),
-     ("cache", "all", True), ("shared", "plain", True)],
-    [("cache", "plain", False), ("paged", "all", True)],
-)  # fmt: skip
-def test_attention_weights(target, to, host, rng, layout, name, rotate):
+    ["layout", "name", "rotate", "of"],
+    [(*case, of) for case in WEIGHED for of in ("int8", "mixed")],
+    [("cache", "plain", False, "int8"), ("paged", "all", True, "int8")],
+)
+def test_attention_weights(target, to, host, rng, layout, name, rotate, of):
     options = {n: x for n, x in OPTIONS[name].items() if n != "sinks"}
-    kinds = KINDS["mixed" if target == "cpu" else "int8"]
+    kinds = KINDS[of]
     one = Cache(layout, target, kinds, 3, 2, rotate=rotate)
     model = Model(kinds, 3, 2, rotate)
     done = 0

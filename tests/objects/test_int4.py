@@ -42,7 +42,12 @@ def test_odd_head_dims(target, make):
 @every_store
 @pytest.mark.parametrize(
     ("bad", "source"),
-    [(np.nan, "fp32"), (np.inf, "bf16"), pytest.param(-np.inf, "fp16", marks=pytest.mark.nightly)],
+    [
+        (np.nan, "fp32"),
+        (np.inf, "fp32"),
+        pytest.param(np.inf, "bf16", marks=pytest.mark.nightly),
+        pytest.param(-np.inf, "fp16", marks=pytest.mark.nightly),
+    ],
 )
 @pytest.mark.parametrize("which", ["k", "v"])
 def test_non_finite_input(target, to, host, store, bad, source, which):
@@ -153,22 +158,23 @@ def test_growth_copy_and_truncate(target, to, host, rng):
             assert np.array_equal(naive.words(scale), naive.words(naive.int4_quantise(v[:33])[1]))
 
 
-def test_files_of_mixed_kinds(tmp_path, rng):
+@pytest.mark.nightly  # a kernel of its own on the CPU
+def test_files_of_mixed_kinds(target, to, host, tmp_path, rng):
     def make(**kw):
-        return numkv.PagedKVCache(1, 2, 40, num_blocks=8, block_size=4, **kw)
+        return numkv.PagedKVCache(1, 2, 40, num_blocks=8, block_size=4, target=target, **kw)
 
     cache = make(k_kind="int8", v_kind="int4")
     seq = cache.add()
     step = cache.reserve([seq], [7])
-    step.append(0, *rng.standard_normal((2, 7, 2, 40)).astype(F32))
+    step.append(0, *map(to, rng.standard_normal((2, 7, 2, 40)).astype(F32)))
     cache.commit(step)
-    q = rng.standard_normal((1, 4, 40), F32)
-    want = cache.decode_attention(0, [seq], q)
+    q = to(rng.standard_normal((1, 4, 40), F32))
+    want = host(cache.decode_attention(0, [seq], q))
     path = tmp_path / "sequence.safetensors"
     save_sequences(path, [cache.swap_out(seq)])
     (loaded,) = load_sequences(path)
     other = make(k_kind="int8", v_kind="int4")
-    assert np.array_equal(other.decode_attention(0, [other.swap_in(loaded)], q), want)
+    assert np.array_equal(host(other.decode_attention(0, [other.swap_in(loaded)], q)), want)
     with pytest.raises(numkv.NumkvError):
         make(k_kind="int4", v_kind="int8").swap_in(loaded)
 

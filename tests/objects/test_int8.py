@@ -23,7 +23,12 @@ every_store = pytest.mark.parametrize("store", STORES.all.values(), ids=STORES.a
 @every_store
 @pytest.mark.parametrize(
     ("bad", "source"),
-    [(np.nan, "fp32"), pytest.param(np.inf, "bf16", marks=pytest.mark.nightly), (-np.inf, "fp16")],
+    [
+        (np.nan, "fp32"),
+        (-np.inf, "fp32"),
+        pytest.param(np.inf, "bf16", marks=pytest.mark.nightly),
+        pytest.param(-np.inf, "fp16", marks=pytest.mark.nightly),
+    ],
 )
 @pytest.mark.parametrize("which", ["k", "v"])
 def test_non_finite_input(target, to, host, store, bad, source, which):

@@ -14,7 +14,7 @@ import numkv
 
 KINDS = [*naive.DTYPES, *naive.EVERYWHERE]
 #: Those that are tried beside another one too, or are stored like one of them: each layer of one kind is compiled anew.
-IN_PAIRS = ["bf16", "fp32", "fp64", "int4", "int8"]
+IN_PAIRS = ["bf16", "fp16", "fp32", "fp64", "int4", "int8"]
 
 
 @njit

@@ -100,9 +100,18 @@ class Batch:
         return scores, np.stack(outs), np.stack(lse)
 
 
+@pytest.fixture(scope="module")
+def filled(target, to, host):
+    """What every `batch` is a copy of: the simulator takes long to fill it."""
+    return Batch(target, to, host, np.random.default_rng(1), LENGTHS[target])
+
+
 @pytest.fixture
-def batch(target, to, host, rng):
-    return Batch(target, to, host, rng, LENGTHS[target])
+def batch(filled, rng):
+    copied = copy.copy(filled)
+    copied.cache, copied.rng = filled.cache.copy(), rng
+    copied.alone = {seq: one.copy() for seq, one in filled.alone.items()}
+    return copied
 
 
 OPTIONS = [{}, {"sm_scale": 0.7, "logits_soft_cap": 2.0, "window_left": 6}]

@@ -1,0 +1,52 @@
+"""Which kernels that take seconds to compile the CPU compiles in every run; `pytest --ledger` says what each costs.
+
+A test that needs another one fails, until it has the marker `nightly` or `slow`, or the kernel stands here.
+"""
+
+from kinds import APART
+
+_SAME = ("fp32", "fp16", "bf16", "fp8_e4m3", "int8", "int4", "code4", "code6")
+
+#: The first words of the labels of what is watched, and the rest of those labels that every run may have.
+BY_DAY = {
+    "attention": {
+        *(f"K {kind}, V {kind}, computing in float32" for kind in _SAME),
+        *(f"K {k}, V {v}, computing in float32" for k, v in APART),
+        "K fp64, V fp64, computing in float64",
+    },
+    "masked attention": {f"K {kind}, V {kind}, computing in float32" for kind in ("fp32", "int8")},
+    "append_attend": {
+        *(f"rows fp32, q fp32, K {kind}, V {kind}" for kind in ("fp32", "fp16", "bf16", "int8", "int4")),
+        "rows bf16, q bf16, K bf16, V bf16",
+    },
+    "write_rows": {
+        *(f"fp32 to K {kind}, V {kind}" for kind in ("fp64", *_SAME[:6])),
+        "bf16 to K bf16, V bf16", "fp32 to K int8, V fp16",
+    },
+    "scatter_write": {f"fp32 to K {kind}, V {kind}" for kind in _SAME[:6]},
+    "attend_codes": {*(f"{bits} bits" for bits in (1, 2, 3, 4, 5, 8)), "4 bits and 3"},
+}  # fmt: skip
+
+_unlisted: list[str] = []
+
+
+def watch() -> None:
+    """Note what is built from now on, by modules of kernels that are not imported yet."""
+    from numkv.kernels import builder
+
+    build = builder.build
+
+    def noted(function, signature, *, label, **options):
+        operation, _, kinds = label.partition(", ")
+        if kinds not in BY_DAY.get(operation, {kinds}):
+            _unlisted.append(label)
+        return build(function, signature, label=label, **options)
+
+    builder.build = noted
+
+
+def unlisted() -> list[str]:
+    """Labels of what was built since the last call and does not stand in the list."""
+    found = list(_unlisted)
+    _unlisted.clear()
+    return found
