@@ -64,7 +64,7 @@ from numkv.kernels.cpu.attention.plan import (
 )
 from numkv.kernels.cpu.attention.records import BF16_QUERIES, BY_SLOT, KV_TILE
 from numkv.kernels.cpu.attention.scratch import make_layout
-from numkv.kernels.cpu.convert import from_floats, to_floats
+from numkv.kernels.cpu.convert import converter, from_floats, to_floats
 from numkv.kernels.cpu.memory import aligned
 from numkv.kernels.cpu.threads import launched, num_threads, run
 from numkv.kernels.cpu.vectors.records import kernel_address
@@ -238,7 +238,8 @@ def small_decode(q_kind, k_kind, v_kind):
         result, parts_at, memory = out, workers * each, borrow()
         try:
             if not as_it_is:
-                q, result = to_floats(q, q_kind, compute), np.empty(out.shape, compute)
+                words, q, result = q, np.empty(q.shape, compute), np.empty(out.shape, compute)
+                converter(q_kind, compute, False)(words, q, 0, 0, 1)
             run(
                 _kernel(k_kind, v_kind, compute), workers, q, k, k_scale, v, v_scale, block_table,
                 seq_lens, starts, no_ranges, flags, scale, 0.0, -1, no_sinks, result,
@@ -250,7 +251,7 @@ def small_decode(q_kind, k_kind, v_kind):
         finally:
             give_back(memory)
         if not as_it_is:
-            from_floats(result, out, q_kind)
+            converter(q_kind, compute, True)(result, out, 0, 0, 1)
         return out
 
     return decode
