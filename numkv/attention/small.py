@@ -1,4 +1,4 @@
-"""The short way for decode attention of one sequence on the CPU, where most of a small call's time is what surrounds it.
+"""The short way for decode attention of one sequence on the CPU: most of a small call's time is what surrounds it.
 
 A call is taken that is as most are: NumPy arrays, no option but a scale, and a sequence that is not split. Of anything
 else nothing is done; the general way then does it, or says what is wrong with it.
@@ -106,6 +106,7 @@ def decode(
         if not (
             k_scale.shape == of_k and v_scale.shape == of_v
             and k_scale.strides[-1] == k_scale.itemsize and v_scale.strides[-1] == v_scale.itemsize
+            and k_scale.flags.aligned and v_scale.flags.aligned
         ):  # fmt: skip
             return None
         if found.scale_word is not None:
@@ -116,6 +117,7 @@ def decode(
     if not (
         heads and q_heads and q_heads % heads == 0 and columns and columns * k_each == dim and v_shape[3]
         and q.strides[2] == q.itemsize and k.strides[3] == k.itemsize and v.strides[3] == v.itemsize
+        and q.flags.aligned and k.flags.aligned and v.flags.aligned and seq_lens.flags.aligned
     ):  # fmt: skip
         return None
     if sm_scale is None:
@@ -149,7 +151,7 @@ def paged_decode(
     """Do a small `numkv.paged_decode_attention` of one sequence, or return None."""
     if not (
         type(block_table) is _Array and block_table.ndim == 2 and len(block_table) == 1
-        and block_table.dtype == _INT32 and block_table.strides[1] == 4
+        and block_table.dtype == _INT32 and block_table.strides[1] == 4 and block_table.flags.aligned
     ):  # fmt: skip
         return None
     return decode(q, k, v, seq_lens, k_scale, v_scale, sm_scale, block_table)

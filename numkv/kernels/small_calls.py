@@ -106,9 +106,9 @@ class SmallCalls:
         -------
         callable or None
             ``decode(q, k, k_scale, v, v_scale, block_table, seq_lens, length, dim_v, scale) -> array or None``: the
-            output, in words like those of `q`, or None, with nothing done, where the sequence is empty or long, or an
-            array is of another type or rank. `length` is what `seq_lens` has. All else has been checked; see
-            `Operations.attend`. There is neither a window, a cap nor a sink. None where the target has no such way.
+            output, in words like those of `q`, or None, with nothing done, where the sequence is empty or long.
+            `length` is what `seq_lens` has. All has been checked; see `Operations.attend`. There is neither a window, a
+            cap nor a sink. None where the target has no such way.
         """
         raise NotImplementedError
 

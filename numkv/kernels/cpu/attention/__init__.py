@@ -246,8 +246,6 @@ def small_decode(q_kind, k_kind, v_kind):
                 np.empty((1, q_heads), np.float32), parts_at, memory.take(compute, parts_at),
                 memory.take("int64", ints_size), worker=-1,
             )  # fmt: skip
-        except TypeError:  # another rank, or unaligned
-            return None
         finally:
             give_back(memory)
         if not as_it_is:
