@@ -116,15 +116,13 @@ def paged_decode_attention(
         See `numkv.decode_attention`.
     """
     if (
-        out is None and sinks is None and return_lse is False and validate is False and stream is None
-        and not visible and type(logits_soft_cap) is float and logits_soft_cap == 0
-        and type(window_left) is int and window_left == -1
-    ):  # fmt: skip
-        found = small.paged_decode(
+        out is sinks is stream is None and return_lse is validate is False and not visible
+        and type(logits_soft_cap) is float and logits_soft_cap == 0 and type(window_left) is int and window_left == -1
+        and (found := small.paged_decode(
             q, k_pool, v_pool, block_table, seq_lens, k_scale, v_scale, sm_scale
-        )
-        if found is not None:
-            return found
+        )) is not None
+    ):  # fmt: skip
+        return found
     target = targets.of(k_pool)
     if (stream is not None or target.has_streams) and stream is not target.here:
         arrays = (q, k_pool, v_pool, block_table, seq_lens, sinks, out, k_scale, v_scale)
