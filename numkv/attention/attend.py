@@ -10,7 +10,7 @@ import numpy as np
 
 from numkv import targets
 from numkv.arrays import Array
-from numkv.attention.options import AttentionOptions
+from numkv.attention.options import PLAIN, AttentionOptions
 from numkv.attention.sight import lay_out
 from numkv.checks import check_apart, check_array, check_writable, is_plain
 from numkv.errors import DimensionMismatch, NotSupported
@@ -84,6 +84,18 @@ def attend(
     assert q_kind is not None
     k_kind, v_kind = k.kind, v.kind
     names = (q_kind.name, k_kind.name, v_kind.name)  # compared faster than dtypes are
+    if (
+        options is PLAIN and ranges is None and not by_slot and num_tokens == len(seq_lens) == 1
+        and target.values_on_host and k.rotation is None and v.rotation is None
+        and num_q_heads and head_dim and v.dim
+    ):  # fmt: skip
+        small = target.ops.small_decode(*names)
+        done = small and small(
+            target.words(q), k.words, k.scales, v.words, v.scales, block_table, seq_lens, int(seq_lens[0]),
+            v.dim, options.scale(head_dim),
+        )  # fmt: skip
+        if done is not None:
+            return done if q_kind.word == out_dtype else target.typed(done, out_dtype)
     compute: np.dtype[Any] = _FLOAT64 if "fp64" in names else _FLOAT32
     scale = options.scale(head_dim)
     _, logits_soft_cap, window_left, sinks, return_lse, out, sight = options

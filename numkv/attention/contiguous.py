@@ -8,6 +8,7 @@ import numpy as np
 
 from numkv import targets
 from numkv.arrays import Array
+from numkv.attention import small
 from numkv.attention.attend import attend, check_lengths, check_queries
 from numkv.attention.options import check_options
 from numkv.attention.sight import Visible, is_free, with_sight
@@ -131,6 +132,12 @@ def decode_attention(
     >>> numkv.decode_attention(np.ones((1, 4, 8), np.float32), k, v, [3])[0, 0, 0]  # mean of 0, 1, 2
     np.float32(1.0)
     """
+    if (
+        out is sinks is stream is None and return_lse is validate is False and not visible
+        and type(logits_soft_cap) is float and logits_soft_cap == 0 and type(window_left) is int and window_left == -1
+        and (found := small.decode(q, k, v, seq_lens, k_scale, v_scale, sm_scale)) is not None
+    ):  # fmt: skip
+        return found
     target = targets.of(k)
     if (stream is not None or target.has_streams) and stream is not target.here:
         arrays = (q, k, v, seq_lens, sinks, out, k_scale, v_scale)
@@ -155,15 +162,8 @@ def decode_attention(
     starts = one_query_each(target.device_key, num_seqs)
     check_lengths(target, lens, starts, num_seqs, capacity, validate=validate, decode=True)
     options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, visible)
-    return attend(
-        pool,
-        one_block_each(target.device_key, num_seqs),
-        q,
-        lens,
-        starts,
-        options,
-        validate=validate,
-    )
+    table = one_block_each(target.device_key, num_seqs)
+    return attend(pool, table, q, lens, starts, options, validate=validate)
 
 
 def prefill_attention(

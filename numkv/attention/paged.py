@@ -8,6 +8,7 @@ import numpy as np
 
 from numkv import targets
 from numkv.arrays import Array
+from numkv.attention import small
 from numkv.attention.attend import attend, check_blocks, check_lengths, check_queries
 from numkv.attention.cascade import Prefix, attend_cascade
 from numkv.attention.options import check_options
@@ -114,6 +115,14 @@ def paged_decode_attention(
     DimensionMismatch, UnsupportedDType, NotSupported, ValueError
         See `numkv.decode_attention`.
     """
+    if (
+        out is sinks is stream is None and return_lse is validate is False and not visible
+        and type(logits_soft_cap) is float and logits_soft_cap == 0 and type(window_left) is int and window_left == -1
+        and (found := small.paged_decode(
+            q, k_pool, v_pool, block_table, seq_lens, k_scale, v_scale, sm_scale
+        )) is not None
+    ):  # fmt: skip
+        return found
     target = targets.of(k_pool)
     if (stream is not None or target.has_streams) and stream is not target.here:
         arrays = (q, k_pool, v_pool, block_table, seq_lens, sinks, out, k_scale, v_scale)

@@ -16,7 +16,7 @@ from numkv.kernels.cpu.vectors.launch import on_threads
 from numkv.rows.codec import row_codec
 from numkv.rows.convert import codec
 
-__all__ = ["dequantise", "from_floats", "to_floats"]
+__all__ = ["converter", "dequantise", "from_floats", "to_floats"]
 
 
 def make_convert(KIND, COMPUTE, TO_WORDS):
@@ -42,7 +42,8 @@ def make_convert(KIND, COMPUTE, TO_WORDS):
 
 
 @functools.cache
-def _convert(kind: str, compute: str, to_words: bool) -> Any:
+def converter(kind: str, compute: str, to_words: bool) -> Any:
+    """The kernel ``convert(source, target, launch, worker, workers)`` of a kind: from floats, or to them."""
     words, floats = WORDS[kind], getattr(types, compute)
     source, target = (floats, words) if to_words else (words, floats)
     signature = (array(source, 3), array(target, 3, out=True), *ON_THREADS)
@@ -63,7 +64,7 @@ def to_floats(words, kind, compute):
         Dtype of the result.
     """
     floats = np.empty(words.shape, compute)
-    run(_convert(kind, compute, False), workers_for(words.size), words, floats)
+    run(converter(kind, compute, False), workers_for(words.size), words, floats)
     return floats
 
 
@@ -80,7 +81,7 @@ def from_floats(floats, words, kind):
         Their kind.
     """
     # To ask a dtype for its name takes microseconds.
-    kernel = _convert(kind, "float32" if floats.itemsize == 4 else "float64", True)
+    kernel = converter(kind, "float32" if floats.itemsize == 4 else "float64", True)
     run(kernel, workers_for(words.size), floats, words)
 
 

@@ -107,6 +107,9 @@ class _State:
         self.share = (
             0  # the same for threads without a pool of their own, where that is another one
         )
+        # How many threads the Python thread has that asks. Numba's own function takes two locks first, one of them of
+        # the system: to see that threads have been started.
+        self.count: Callable[[], int] = numba.get_num_threads
         self.owner = 0  # the thread that has a pool of its own, where pools belong to threads
         self.turn: threading.RLock | None = (
             None  # held by the thread that launches, where only one may
@@ -143,6 +146,7 @@ def start() -> None:
         if numba.threading_layer() == "workqueue":
             # Of the same thread, a call inside another one's Python part may go first: no kernel runs at that moment.
             _state.turn = threading.RLock()
+        _state.count = getattr(parallel, "_get_num_threads", numba.get_num_threads)
         _state.launch = thread_launcher()
 
 
@@ -204,9 +208,9 @@ def num_threads() -> int:
     chosen = _mine.choices[-1].number
     if chosen is not None:
         return chosen
-    start()
-    found: int = numba.get_num_threads()
-    return found
+    if not _state.launch:
+        start()
+    return _state.count()
 
 
 def workers_for(num_elements: int) -> int:

@@ -70,7 +70,7 @@ from numkv.kernels.cpu.attention.plan import (
 )
 from numkv.kernels.cpu.attention.records import BY_SLOT, KV_TILE, PAIRS, float_type
 from numkv.kernels.cpu.attention.scratch import make_layout
-from numkv.kernels.cpu.convert import from_floats, to_floats
+from numkv.kernels.cpu.convert import converter, from_floats, to_floats
 from numkv.kernels.cpu.memory import aligned
 from numkv.kernels.cpu.threads import launched, num_threads, run
 from numkv.kernels.cpu.vectors.records import kernel_address
@@ -79,7 +79,7 @@ from numkv.kernels.operations import Operations
 from numkv.kernels.scratch import Workspaces
 from numkv.kinds import kinds
 
-__all__ = ["append_attend", "attend"]
+__all__ = ["append_attend", "attend", "small_decode"]
 
 
 @functools.cache
@@ -208,6 +208,61 @@ def attend(
         _workspaces.give_back(memory)
     if result is not out:
         from_floats(result, out, q_kind)
+
+
+@implements(Operations.small_decode)
+@functools.cache
+def small_decode(q_kind, k_kind, v_kind):
+    compute = "float64" if "fp64" in (q_kind, k_kind, v_kind) else "float32"
+    as_it_is, flags = _WORD_OF.get(q_kind) == compute, BF16_QUERIES if q_kind == "bf16" else 0
+    no_sinks, no_ranges, starts = np.empty(0, compute), np.empty((0, 2), np.int64), np.arange(2)
+    ints_size = plan_size(1) + numba.config.NUMBA_NUM_THREADS * WORKER_INTS
+    borrow, give_back = _workspaces.borrow, _workspaces.give_back
+    sizes = {}
+
+    def size_up(q_heads, heads, dim, dim_v):
+        group = q_heads // heads
+        each = _scratch_size(k_kind, v_kind, compute, dim, dim_v, group)
+        per_token = max(group, LEAST_ROWS) * heads * (dim + dim_v)
+        if len(sizes) >= _MOST_SIZES:
+            sizes.clear()
+        found = sizes[q_heads, heads, dim, dim_v] = each, -(-SERIAL_WORK // per_token)
+        return found
+
+    # All of it in one function, with little to look up: between calls over memory its own code and objects have left
+    # the caches, and what a small call costs is to bring them back.
+    def decode(q, k, k_scale, v, v_scale, block_table, seq_lens, length, dim_v, scale):
+        if not 0 < length <= MIN_SPLIT:
+            return None
+        _, q_heads, dim = q.shape
+        heads = k.shape[1]
+        each, long_from = sizes.get((q_heads, heads, dim, dim_v)) or size_up(
+            q_heads, heads, dim, dim_v
+        )
+        workers = 1 if length < long_from else num_threads()
+        out = np.empty((1, q_heads, dim_v), q.dtype)
+        result, parts_at, memory = out, workers * each, borrow()
+        try:
+            if not as_it_is:
+                words, q, result = q, np.empty(q.shape, compute), np.empty(out.shape, compute)
+                converter(q_kind, compute, False)(words, q, 0, 0, 1)
+            run(
+                _kernel(k_kind, v_kind, compute), workers, q, k, k_scale, v, v_scale, block_table,
+                seq_lens, starts, no_ranges, flags, scale, 0.0, -1, no_sinks, result,
+                np.empty((1, q_heads), np.float32), parts_at, memory.take(compute, parts_at),
+                memory.take("int64", ints_size), worker=-1,
+            )  # fmt: skip
+        finally:
+            give_back(memory)
+        if not as_it_is:
+            converter(q_kind, compute, True)(result, out, 0, 0, 1)
+        return out
+
+    return decode
+
+
+# Sizes of calls that a function for small ones remembers.
+_MOST_SIZES = 64
 
 
 @implements(Operations.append_attend)

@@ -4,7 +4,7 @@ Threads take items one after another, so ragged batches balance themselves, and 
 took it. Where blocks are short, an item takes several heads, one after another in every tile: memory is then read a
 whole block at a time. K and V are read once an item, a KV tile at a time, with the online softmax of Milakov and
 Gimelshein (arXiv:1805.02867); a tile's V rows are prefetched while its scores are taken, the next tile's K rows, be it
-another item's, while V rows are added up.
+another item's, while V rows are added up. A thread's first K rows are prefetched all at once.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from numkv.kernels.cpu.attention.scratch import make_layout, places, total
 from numkv.kernels.cpu.inline import inlined
 from numkv.kernels.cpu.vectors.arrays import row_of, without_refcount
 from numkv.kernels.cpu.vectors.launch import next_item, on_threads
+from numkv.kernels.cpu.vectors.prefetch import prefetch_extents
 from numkv.kinds import kind
 from numkv.rows.softmax import finish
 
@@ -170,6 +171,8 @@ def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX, MASKED=False):
                     store(out, lse, sinks, v_scale, floats, at, sizes, item, parts_at)
                 if number < items:
                     item = coming
+                    if was_first:
+                        prefetch_extents(offsets[ahead + K_EXTENTS :])
                     transposed = load_queries(
                         q, k_scale, floats, spare_ints, at, sizes, item, scale
                     )

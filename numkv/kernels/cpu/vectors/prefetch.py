@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, register_jitable
 
 from numkv.kernels.cpu.vectors.emit import I8, I32, I64, as_bytes, data_of
 from numkv.kernels.cpu.vectors.features import LOCALITY
 from numkv.kernels.cpu.vectors.stored import ON_LINE, STORED, in_words
 
-__all__ = ["NO_MORE", "PrefetchStream", "prefetch", "prefetch_column"]
+__all__ = ["NO_MORE", "PrefetchStream", "prefetch", "prefetch_column", "prefetch_extents"]
 
 #: Where the last extent of a `PrefetchStream` ends: past all addresses.
 NO_MORE = 1 << 62
@@ -100,3 +101,24 @@ def prefetch(typing_context, array, at):
         return context.get_dummy_value()
 
     return types.void(array, types.int64), codegen
+
+
+@intrinsic
+def _prefetch_address(typing_context, address):
+    """Prefetch the cache line at an address."""
+
+    def codegen(context, b, sig, args):
+        prefetch_line(b, b.inttoptr(args[0], I8.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@register_jitable
+def prefetch_extents(extents):
+    """Prefetch all that is in extents, as a `PrefetchStream` takes them, at once: for what is needed first of all."""
+    i = np.int64(0)
+    while extents[i + 1] != NO_MORE:
+        for address in range(extents[i], extents[i + 1], 64):
+            _prefetch_address(address)
+        i += 2

@@ -1,0 +1,157 @@
+"""The short way for decode attention of one sequence on the CPU: most of a small call's time is what surrounds it.
+
+A call is taken that is as most are: NumPy arrays, no option but a scale, and a sequence that is not split. Of anything
+else nothing is done; the general way then does it, or says what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from numkv import targets
+from numkv.kernels.validate import first_bad_blocks
+from numkv.kinds import Kind, kind_of_dtype, kinds
+from numkv.numbers import LARGEST_SCALE
+
+__all__ = ["decode", "paged_decode"]
+
+_HOST = targets.get("cpu")
+_Array = np.ndarray
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
+_NO_SCALE = np.empty((0, 0, 0), np.float32)
+_ONE_BLOCK = np.zeros((1, 1), np.int32)
+_NO_SCALE.flags.writeable = _ONE_BLOCK.flags.writeable = False
+
+# Kinds by what their rows and scales look like. Scales of heads may be numbers, and some codes are seen as another
+# dtype: these go the general way.
+_STORED = {
+    (kind.dtype, None, 0)
+    if kind.scales_per == "none"
+    else (kind.word, kind.scale_dtype, kind.scale_ndim): kind
+    for kind in kinds()
+    if kind.scales_per != "head" and kind.codes_dtype is None
+}
+
+
+class _Way(NamedTuple):
+    """How calls with arrays of some dtypes are done."""
+
+    #: See `numkv.kernels.small_calls.SmallCalls.small_decode`.
+    decode: Any
+    #: Words as which queries and rows are seen, where these are other dtypes, and the dtype of the output then.
+    q_word: Any
+    k_word: Any
+    v_word: Any
+    out_dtype: Any
+    #: Elements of a word of K and of V, and of a scale where groups have one; and words of scales.
+    k_each: int
+    v_each: int
+    group: int
+    scale_word: Any
+
+
+@functools.cache
+def _way(q: Any, k: Any, v: Any, scales: Any, scale_ndim: int) -> _Way | None:
+    """The way for arrays of these dtypes, and scales of such a rank; None for the general one."""
+    of_q, of_k, of_v = kind_of_dtype(q), *(_STORED.get((x, scales, scale_ndim)) for x in (k, v))
+    if of_q is None or of_k is None or of_v is None or of_k.group_size != of_v.group_size:
+        return None
+    found = _HOST.ops.small_decode(of_q.name, of_k.name, of_v.name)
+    if found is None:
+        return None
+
+    def word(kind: Kind, dtype: Any) -> Any:
+        return None if kind.word == dtype else kind.word
+
+    scale_word = None if scales is None or of_k.scale_word == scales else of_k.scale_word
+    out_dtype = None if of_q.word == q else q
+    return _Way(
+        found, word(of_q, q), word(of_k, k), word(of_v, v), out_dtype, of_k.unit[0] // of_k.unit[1],
+        of_v.unit[0] // of_v.unit[1], of_k.group_size, scale_word,
+    )  # fmt: skip
+
+
+def decode(
+    q: Any, k: Any, v: Any, seq_lens: Any, k_scale: Any, v_scale: Any, sm_scale: float | None,
+    block_table: Any = _ONE_BLOCK,
+) -> Any:  # fmt: skip
+    """Do a small `numkv.decode_attention` of one sequence, or return None."""
+    if not (type(q) is type(k) is type(v) is type(seq_lens) is _Array):
+        return None
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    if not (
+        len(q_shape) == 3 and len(k_shape) == len(v_shape) == 4 and k_shape[:3] == v_shape[:3]
+        and q_shape[0] == 1 and seq_lens.shape == (1,) and seq_lens.dtype == _INT64
+    ):  # fmt: skip
+        return None
+    blocks, heads, block_size, columns = k_shape
+    _, q_heads, dim = q_shape
+    length = int(seq_lens[0])
+    if k_scale is None and v_scale is None:
+        found = _way(q.dtype, k.dtype, v.dtype, None, 0)
+        if found is None:
+            return None
+        k_scale = v_scale = _NO_SCALE
+    elif type(k_scale) is type(v_scale) is _Array and k_scale.dtype == v_scale.dtype:
+        found = _way(q.dtype, k.dtype, v.dtype, k_scale.dtype, k_scale.ndim)
+        if found is None:
+            return None
+        rows, group = k_shape[:3], found.group
+        of_k = (*rows, -(-dim // group)) if group else rows
+        of_v = (*rows, -(-v_shape[3] * found.v_each // group)) if group else rows
+        if not (
+            k_scale.shape == of_k and v_scale.shape == of_v
+            and k_scale.strides[-1] == k_scale.itemsize and v_scale.strides[-1] == v_scale.itemsize
+            and k_scale.flags.aligned and v_scale.flags.aligned
+        ):  # fmt: skip
+            return None
+        if found.scale_word is not None:
+            k_scale, v_scale = k_scale.view(found.scale_word), v_scale.view(found.scale_word)
+    else:
+        return None
+    attend, q_word, k_word, v_word, out_dtype, k_each, v_each, _, _ = found
+    if not (
+        heads and q_heads and q_heads % heads == 0 and columns and columns * k_each == dim and v_shape[3]
+        and q.strides[2] == q.itemsize and k.strides[3] == k.itemsize and v.strides[3] == v.itemsize
+        and q.flags.aligned and k.flags.aligned and v.flags.aligned and seq_lens.flags.aligned
+    ):  # fmt: skip
+        return None
+    if sm_scale is None:
+        sm_scale = 1.0 / math.sqrt(dim)
+    elif not (type(sm_scale) is float and -LARGEST_SCALE <= sm_scale <= LARGEST_SCALE):
+        return None
+    if block_table is _ONE_BLOCK:
+        if blocks != 1 or length > block_size:
+            return None
+    elif not (
+        length <= block_table.shape[1] * block_size
+        and first_bad_blocks(block_table, seq_lens, block_size, blocks) < 0
+    ):
+        return None
+    if q_word is not None:
+        q = q.view(q_word)
+    if k_word is not None:
+        k = k.view(k_word)
+    if v_word is not None:
+        v = v.view(v_word)
+    out = attend(
+        q, k, k_scale, v, v_scale, block_table, seq_lens, length, v_shape[3] * v_each, sm_scale
+    )  # fmt: skip
+    return out if out is None or out_dtype is None else out.view(out_dtype)
+
+
+def paged_decode(
+    q: Any, k: Any, v: Any, block_table: Any, seq_lens: Any, k_scale: Any, v_scale: Any,
+    sm_scale: float | None,
+) -> Any:  # fmt: skip
+    """Do a small `numkv.paged_decode_attention` of one sequence, or return None."""
+    if not (
+        type(block_table) is _Array and block_table.ndim == 2 and len(block_table) == 1
+        and block_table.dtype == _INT32 and block_table.strides[1] == 4 and block_table.flags.aligned
+    ):  # fmt: skip
+        return None
+    return decode(q, k, v, seq_lens, k_scale, v_scale, sm_scale, block_table)
