@@ -213,9 +213,10 @@ def attend(
 @implements(Operations.small_decode)
 @functools.cache
 def small_decode(q_kind, k_kind, v_kind):
-    compute = "float64" if "fp64" in (q_kind, k_kind, v_kind) else "float32"
-    as_it_is, flags = _WORD_OF.get(q_kind) == compute, BF16_QUERIES if q_kind == "bf16" else 0
-    no_sinks, no_ranges, starts = np.empty(0, compute), np.empty((0, 2), np.int64), np.arange(2)
+    compute = compute_for(q_kind, k_kind, v_kind)
+    real = float_type(compute)
+    as_it_is = _WORD_OF.get(q_kind) == real
+    no_sinks, no_ranges, starts = np.empty(0, real), np.empty((0, 2), np.int64), np.arange(2)
     ints_size = plan_size(1) + numba.config.NUMBA_NUM_THREADS * WORKER_INTS
     borrow, give_back = _workspaces.borrow, _workspaces.give_back
     sizes = {}
@@ -244,18 +245,18 @@ def small_decode(q_kind, k_kind, v_kind):
         result, parts_at, memory = out, workers * each, borrow()
         try:
             if not as_it_is:
-                words, q, result = q, np.empty(q.shape, compute), np.empty(out.shape, compute)
-                converter(q_kind, compute, False)(words, q, 0, 0, 1)
+                words, q, result = q, np.empty(q.shape, real), np.empty(out.shape, real)
+                converter(q_kind, real, False)(words, q, 0, 0, 1)
             run(
                 _kernel(k_kind, v_kind, compute), workers, q, k, k_scale, v, v_scale, block_table,
-                seq_lens, starts, no_ranges, flags, scale, 0.0, -1, no_sinks, result,
-                np.empty((1, q_heads), np.float32), parts_at, memory.take(compute, parts_at),
+                seq_lens, starts, no_ranges, 0, scale, 0.0, -1, no_sinks, result,
+                np.empty((1, q_heads), np.float32), parts_at, memory.take(real, parts_at),
                 memory.take("int64", ints_size), worker=-1,
             )  # fmt: skip
         finally:
             give_back(memory)
         if not as_it_is:
-            converter(q_kind, compute, True)(result, out, 0, 0, 1)
+            converter(q_kind, real, True)(result, out, 0, 0, 1)
         return out
 
     return decode
