@@ -4,7 +4,7 @@ Threads take items one after another, so ragged batches balance themselves, and 
 took it. Where blocks are short, an item takes several heads, one after another in every tile: memory is then read a
 whole block at a time. K and V are read once an item, a KV tile at a time, with the online softmax of Milakov and
 Gimelshein (arXiv:1805.02867); a tile's V rows are prefetched while its scores are taken, the next tile's K rows, be it
-another item's, while V rows are added up.
+another item's, while V rows are added up. Where blocks are short, K and V rows of the next few heads are.
 """
 
 from __future__ import annotations
@@ -15,17 +15,22 @@ from numkv.kernels.cpu.attention.engines import by_panels, engine_for, in_intege
 from numkv.kernels.cpu.attention.floats import multiply
 from numkv.kernels.cpu.attention.merge import PART_EXTRA
 from numkv.kernels.cpu.attention.offsets import (
+    AHEAD,
+    EXTENTS,
     K_EXTENTS,
+    SPARE,
     TABLE,
     TURN,
     V_EXTENTS,
     WORKER_INTS,
+    ask_at_once,
     layout_of,
     locate,
     locate_next_head,
+    spread,
     strides_of,
 )
-from numkv.kernels.cpu.attention.plan import Problem, find_item, make_plan, plan_of
+from numkv.kernels.cpu.attention.plan import LONG_RUN, Problem, find_item, make_plan, plan_of
 from numkv.kernels.cpu.attention.records import (
     BY_SLOT,
     KV_TILE,
@@ -43,6 +48,11 @@ from numkv.kernels.cpu.vectors.arrays import row_of, without_refcount
 from numkv.kernels.cpu.vectors.launch import next_item, on_threads
 from numkv.kinds import kind
 from numkv.rows.softmax import finish
+
+# Bytes of K and V rows that a group has at most: twice as much stays in the second cache.
+_GROUP_BYTES = 256 << 10
+# A turn of so many tokens, or of none, is too short to prefetch one of a whole tile meanwhile.
+_FEW_TOKENS = KV_TILE // 2
 
 __all__ = ["make_attention"]
 
@@ -115,39 +125,64 @@ def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX, MASKED=False):
         parts = scratch_of(sizes)
         at = places(worker * total(parts), parts)
         offsets = plan.rest[worker * WORKER_INTS :]
-        spare_ints = offsets[2 * TURN :]
+        spare_ints = offsets[SPARE:]
         items, b = plan.first_item[len(seq_lens)], np.int64(0)
         scale = sm_scale if soft_cap > 0 else sm_scale * TO_BASE_2
+        most_heads = _heads_of_groups(layout)
         begin()
-        # A turn is a tile of tokens for one head; an item's heads take it one after another. The next turn is found
-        # before this one is taken, be it another item's: V of this one and K of the next are prefetched. Tables of both
-        # lie here and ahead. An item without tokens has one turn, in which nothing is done; so has what comes first.
-        here, ahead = np.int64(0), np.int64(TURN)
+        # A turn is a tile of tokens for one head; an item's heads take it one after another, a few in a group. The next
+        # turn is found before this one is taken, and the next group when the first turn of this one is, be it another
+        # item's: see `numkv.kernels.cpu.attention.offsets` for what is prefetched when. An item without tokens has
+        # turns in which nothing is done; so has what comes first.
+        here, ahead, group = np.int64(0), np.int64(TURN), np.int64(2 * TURN)
         item = coming = NOTHING
         tile, head, transposed = np.int64(0), np.int64(0), NOT_YET
-        number = np.int64(-1)
-        while number < items:
-            next_tile, next_head = tile, head + 1
-            if next_head >= item.end_head:
-                next_tile, next_head = tile + KV_TILE, item.first_head
-            is_last = next_tile >= item.end
-            was_first = number < 0
-            if is_last:
-                number = next_item(plan.next_item)
-                if number < items:
-                    while plan.first_item[b + 1] <= number:
-                        b += 1
-                    coming = find_item(problem, plan, b, number)
-                    next_tile, next_head = coming.begin - coming.begin % KV_TILE, coming.first_head
-            if next_tile == tile and not is_last:
-                locate_next_head(offsets, here, ahead, layout)
-            else:
+        first_head, end_head = np.int64(0), np.int64(1)
+        next_tile = next_head = next_end = np.int64(0)
+        number, ends_item, done = np.int64(-1), False, False
+        while not done:
+            if head == first_head:  # find the next group
+                next_tile, next_head = tile, end_head
+                if next_head >= item.end_head:
+                    next_tile, next_head = tile + KV_TILE, item.first_head
+                ends_item = next_tile >= item.end
+                if ends_item:
+                    number = next_item(plan.next_item)
+                    if number < items:
+                        while plan.first_item[b + 1] <= number:
+                            b += 1
+                        coming = find_item(problem, plan, b, number)
+                        next_tile, next_head = (
+                            coming.begin - coming.begin % KV_TILE,
+                            coming.first_head,
+                        )
+                next_end = min(next_head + most_heads, coming.end_head)
                 locate(
-                    offsets[ahead:], next_tile, coming.begin, coming.end, block_table[b], next_head,
+                    offsets[group:], next_tile, coming.begin, coming.end, block_table[b], next_head,
                     layout,
                 )  # fmt: skip
+            is_known = number < items or not ends_item
+            in_groups = max(end_head - first_head, next_end - next_head) > 1
+            if in_groups and is_known:
+                spread(
+                    offsets, group, next_end - next_head, head - first_head, end_head - first_head, layout,
+                )  # fmt: skip
+                if item.end - tile <= _FEW_TOKENS:
+                    ask_at_once(offsets)
+            ends_group = head + 1 >= end_head
+            if ends_group:
+                ahead, group = group, ahead
+            else:
+                locate_next_head(offsets, here, ahead, layout)
             if tile < item.end:
-                now = _turn(offsets, here, ahead, tile, head, k, v, layout, sizes, at)
+                v_extents, k_extents = here + V_EXTENTS, ahead + K_EXTENTS
+                if in_groups:
+                    k_extents = here + K_EXTENTS  # nothing is left: what is here already
+                    if is_known:
+                        v_extents, k_extents = np.int64(AHEAD + EXTENTS), np.int64(AHEAD)
+                now = _turn(
+                    offsets, here, ahead, tile, head, k, v, layout, sizes, at, v_extents, k_extents
+                )
                 gather_k(
                     floats, at.key_scales, k_scale, offsets[here + 2 * TABLE :],
                     offsets[ahead + 2 * TABLE :], sizes.k_groups,
@@ -159,16 +194,20 @@ def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX, MASKED=False):
                 transposed = attend_tile(
                     floats, spare_ints, at, sizes, item, seen, soft_cap, now, transposed
                 )
-            if is_last:
-                if not was_first:
+            if ends_group and ends_item:
+                if item.end_head > 0:
                     leave_rows(floats, at, sizes, item, transposed)
                     store(out, lse, sinks, v_scale, floats, at, sizes, item, parts_at)
-                if number < items:
+                done = number >= items
+                if not done:
                     item = coming
                     transposed = load_queries(
                         q, k_scale, floats, spare_ints, at, sizes, item, scale, flags
                     )
-            tile, head = next_tile, next_head
+            head += 1
+            if ends_group:
+                tile, head = next_tile, next_head
+                first_head, end_head = next_head, next_end
             here, ahead = ahead, here
         end()
 
@@ -176,15 +215,24 @@ def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX, MASKED=False):
 
 
 @inlined
-def _turn(offsets, here, ahead, tile, head, k, v, layout, sizes, at):
-    """The tile of a turn, whose tables are at `here`, with those of the next turn at `ahead`."""
+def _heads_of_groups(layout):
+    """Heads of a group at most: more than one where blocks are short."""
+    if layout.unit >= LONG_RUN:
+        return np.int64(1)
+    rows = layout.k_rows[1] * layout.k_rows[2] + layout.v_rows[1] * layout.v_rows[2]
+    return max(np.int64(1), np.int64(_GROUP_BYTES) // (KV_TILE * rows))
+
+
+@inlined
+def _turn(offsets, here, ahead, tile, head, k, v, layout, sizes, at, v_extents, k_extents):
+    """The tile of a turn, whose tables are at `here`, with those of the next turn at `ahead`, and what to prefetch."""
     return Tile(
         tile,
         head,
         Rows(k, offsets[here:], sizes.dim, at.key_scales, sizes.k_groups),
         Rows(v, offsets[here + layout.v_table :], sizes.dim_v, at.value_scales, sizes.v_groups),
-        offsets[here + V_EXTENTS :],
-        offsets[ahead + K_EXTENTS :],
+        offsets[v_extents:],
+        offsets[k_extents:],
         Rows(k, offsets[ahead:], sizes.dim, at.key_scales, sizes.k_groups),
         layout.k_step[2],
     )
