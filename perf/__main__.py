@@ -141,6 +141,7 @@ def at_once(call, libraries):
 def measure(libraries, letter, kind, how, flops=0):
     """Race all that there are for this kind of the problem that the libraries have: a `report.Line`."""
     rows, contestants = [], {}
+    line = report.Line(letter, kind, rows)
     made_of = at_once(lambda library: library.contestants(kind), libraries)
     for library, forms in zip(libraries, made_of, strict=True):
         if isinstance(forms, Exception):
@@ -151,14 +152,21 @@ def measure(libraries, letter, kind, how, flops=0):
                 row.reason = made
             else:
                 contestants[row.name], row.error, row.bytes = made, made.error, made.bytes
+                line.pieces.update({size: [] for size in made.pieces})
             rows.append(row)
-    line = report.Line(letter, kind, rows)
     if not contestants:
         return line
+
+    def probe():
+        rate = how.probe.ask("probe")
+        for size, beside in line.pieces.items():
+            beside.append(how.probe.ask("probe_pieces", size=size) / rate)
+        return rate
+
     result = race(
         contestants,
         how.seconds,
-        lambda: how.probe.ask("probe"),
+        probe,
         how.rng,
         rounds_of(how.seconds),
         lambda: Load([how.probe.pid, *(library.pid for library in libraries)]),

@@ -7,7 +7,7 @@ from statistics import median
 
 from perf import bars, load
 from perf.fairness import TOLERANCE
-from perf.peers import CONTIGUOUS, OURS
+from perf.peers import CONTIGUOUS, OURS, PAGED
 from perf.shapes import labelled
 
 
@@ -42,6 +42,8 @@ class Line:
     others: float | None = None  # the share of the cores that other processes used
     left_out: int = 0  # rounds in which that was too much
     noisy: bool = False  # whether such rounds count, as there were hardly others
+    #: By bytes of a piece: the bandwidth of reading such pieces in shuffled order / that straight through, by probe.
+    pieces: dict[int, list[float]] = field(default_factory=dict)
 
     @property
     def ran(self):
@@ -52,6 +54,11 @@ class Line:
         """numkv's contiguous row, or None."""
         is_ours = lambda r: (r.library, r.form) == (OURS, CONTIGUOUS)  # noqa: E731
         return next(filter(is_ours, self.ran), None)
+
+    @property
+    def paged(self):
+        """numkv's paged row, or None."""
+        return next((r for r in self.ran if (r.library, r.form) == (OURS, PAGED)), None)
 
     @property
     def best_of_each(self):
@@ -212,6 +219,39 @@ def probe_table(lines):
     return table(header, rows, range(2, 7))
 
 
+def pieces_table(lines):
+    """What shuffled blocks cost memory alone, by line and by what is read of a block at once, and what they cost."""
+    rows = []
+    for line in lines:
+        if not (line.ours and line.paged and line.probes):
+            continue
+        for what, (size, probed) in zip(("a head", "all heads"), line.pieces.items(), strict=False):
+            beside = median(probed)
+            rows.append(
+                [
+                    labelled(line.shape),
+                    line.kind,
+                    f"{what}, {size / 1024:g} KB",
+                    f"{median(line.probes) * beside / 1e9:.1f}",
+                    number(beside),
+                    number(line.paged.share / beside),
+                    number(max(1.0, line.ours.share / beside)),
+                    number(line.paged.ratio),
+                ]
+            )
+    header = [
+        "shape",
+        "kind",
+        "piece of a block",
+        "GB/s of pieces",
+        "beside straight through",
+        "paged: share of it",
+        "memory alone: × contiguous",
+        "paged: × contiguous",
+    ]
+    return table(header, rows, range(3, 8)) if rows else ""
+
+
 def bars_table(found):
     """The verdict of each line that has bars; `found` are those of `perf.bars`."""
     header = ["line", "numkv", "share", "× best peer", "bars", "verdict"]
@@ -289,6 +329,19 @@ def document(title, paragraphs, shapes, decode, prefill, compared=(), pictures=(
             ),
             "\n".join(f"- {x}" for x in bars.misses(found)) or "None is missed.",
             bars_table(found),
+        ]
+    pieces = pieces_table(decode)
+    if pieces:
+        parts += [
+            "## What shuffled blocks cost memory alone",
+            wrap(
+                "Beside each probe of the read bandwidth, pieces as long as a block's K rows of one head, and of all "
+                "heads, were read in shuffled order out of 256 MB, each line asked for 8 KB ahead. Had numkv's paged "
+                "form read at that bandwidth, it would have taken so many times as long as the contiguous form took: "
+                "no bar below that can be met. A kernel that asks for several pieces at a time can be a little faster "
+                "than these pieces one after another."
+            ),
+            pieces,
         ]
     parts += ["## The fastest form of each library", best_forms_table(decode + prefill)]
     if compared:

@@ -104,7 +104,12 @@ class Commands:
         except Exception as why:  # whatever a library throws, the report says it
             return {"reason": reason_of(why)}
         self._contestants[form] = contestant
-        return {"error": error, "bytes": contestant.bytes, "layers": contestant.layers}
+        return {
+            "error": error,
+            "bytes": contestant.bytes,
+            "layers": contestant.layers,
+            "pieces": contestant.pieces,
+        }
 
     def turn(self, form, seconds):
         """Call a contestant for so long, then sleep until its threads do."""
@@ -129,6 +134,12 @@ class Commands:
     def probe(self):
         """The machine's read bandwidth in bytes a second: `perf.bandwidth` only."""
         rate = self._library.read() * 1e9
+        fall_asleep()
+        return rate
+
+    def probe_pieces(self, size):
+        """The same of pieces of so many bytes, in shuffled order."""
+        rate = self._library.read_pieces(size) * 1e9
         fall_asleep()
         return rate
 

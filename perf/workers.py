@@ -119,6 +119,7 @@ class Remote:
     error: float
     bytes: int
     layers: int
+    pieces: tuple[int, ...] = ()
 
     def turn(self, seconds):
         """Times of its calls in one turn; its threads sleep again."""

@@ -65,7 +65,8 @@ class Contestant:
     `run` takes a layer's number and computes its attention; `floats` turns what it returned into an array shaped as
     the problem's `expected`; `bytes` is what K and V of one layer take in this format, scales included.
     `largest_error` stands for that of the kind, where the format or the arithmetic is known to be coarser. `calls` is
-    how many calls `run` makes, where one alone is too short for the clock.
+    how many calls `run` makes, where one alone is too short for the clock. `pieces` are the bytes that lie side by side
+    where K is in blocks in shuffled order: a block's rows of one head, and of all heads.
     """
 
     run: Callable[[int], Any]
@@ -74,6 +75,7 @@ class Contestant:
     bytes: int
     largest_error: float | None = None
     calls: int = 1
+    pieces: tuple[int, ...] = ()
 
 
 def cores():

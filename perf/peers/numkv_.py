@@ -136,7 +136,9 @@ def _paged(kind):
         def call(k, v, **scales):
             return attend(q, k, v, table, lens, *starts, **scales).reshape(expected)
 
-        return _contestant(call, stacks, _row_bytes(problem, kind) + order.nbytes)
+        made = _contestant(call, stacks, _row_bytes(problem, kind) + order.nbytes)
+        of_head = pools["k"][0, 0].nbytes
+        return dataclasses.replace(made, pieces=(of_head, of_head * problem.shape.kv_heads))
 
     return make
 

@@ -336,6 +336,8 @@ def test_contestants_count_their_bytes(decode, kind):
     for form, make in numkv_.decode(kind).items():
         contestant, error = worker.checked(make, decode, kind)
         assert contestant.bytes == expected[form]
+        of_head = numkv_.BLOCK_SIZE * TINY.dim * numkv.kind(kind).word.itemsize
+        assert contestant.pieces == ((of_head, TINY.kv_heads * of_head) if form else ())
         assert contestant.layers == MOST_LAYERS
         assert 0 < error < 0.02
     contestant, error = worker.checked(numpy_.decode(kind)[""], decode, kind)

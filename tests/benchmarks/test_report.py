@@ -1,10 +1,11 @@
 """Options, tables and documents of `python -m perf`."""
 
+import numpy as np
 import pytest
 from made_results import compared, lines
 
 from perf import __main__ as program
-from perf import report
+from perf import bandwidth, report
 from perf.shapes import (
     PREFILL,
     SHAPES,
@@ -85,6 +86,41 @@ def test_summary_and_probes():
     row = report.probe_table(lines()).splitlines()[2]
     assert row == "| A: 1 sequence, 32k tokens | fp32 | 50.0 | 48.0 | 52.0 | 3 | – |"
     assert len(report.probe_table([report.Line("A", "fp32", [])]).splitlines()) == 2
+
+
+def test_what_pieces_cost():
+    of = "| A: 1 sequence, 32k tokens | fp32 |"
+    assert report.pieces_table(lines()).splitlines()[2:] == [
+        f"{of} a head, 4 KB | 30.0 | 0.60 | 1.35 | 1.33 | 0.90 |",
+        f"{of} all heads, 32 KB | 45.0 | 0.90 | 0.90 | 1.00 | 0.90 |",
+    ]
+    assert report.pieces_table(lines()[1:]) == ""
+    titles = ["## What shuffled blocks cost memory alone"]
+    for some, expected in ((lines(), titles), (lines()[1:], [])):
+        text = report.document("T", [], SHAPES, some, [])
+        assert [x for x in text.splitlines() if "blocks cost" in x] == expected
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("pieces", [1, 7])
+@pytest.mark.parametrize("size", [512, 1024, 16384])
+def test_pieces_are_read_once(size, pieces, threads):
+    floats = np.zeros(2 * pieces * size // 4 + 1, np.float32)
+    starts = np.random.default_rng(0).permutation(pieces) * (2 * size // 4)
+    for start in starts:
+        floats[start : start + size // 4] = 1.0
+    sums = bandwidth._read_pieces(
+        floats, starts, size // 4, bandwidth.PART // 4, bandwidth.PARTS_AHEAD, threads
+    )
+    assert sums.sum() == pieces * size // 4
+
+
+def test_pieces_fill_the_memory():
+    for size in (100, 4096, 24576):
+        starts, length, part = bandwidth._pieces(size)
+        assert length % part == 0 <= length * 4 - size < bandwidth.PART
+        assert sorted(starts) == list(range(0, len(starts) * length, length))
+        assert bandwidth.SIZE - length * 4 < len(starts) * length * 4 <= bandwidth.SIZE
 
 
 def test_shapes_have_words():

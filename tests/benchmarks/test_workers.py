@@ -214,7 +214,7 @@ class FakeLibrary:
     def only(self, kind, form):
         costs = self.costs[self.peer]
         turn = lambda seconds: [costs[FakeLibrary.there > 1]]  # noqa: E731
-        return SimpleNamespace(turn=turn, error=1e-7, bytes=10**6, layers=1)
+        return SimpleNamespace(turn=turn, error=1e-7, bytes=10**6, layers=1, pieces=(4096,))
 
     def ask(self, what):
         return 5e9
@@ -227,7 +227,9 @@ class FakeLibrary:
 def fakes(monkeypatch, tmp_path):
     monkeypatch.setattr(envs, "ENVS", tmp_path)
     monkeypatch.setattr(FakeLibrary, "there", 0)
-    probe = SimpleNamespace(ask=lambda _: 5e9, close=lambda: None, versions="2 threads", pid=0)
+    rates = {"probe": 5e9, "probe_pieces": 4e9}
+    ask = lambda what, **given: rates[what]  # noqa: E731
+    probe = SimpleNamespace(ask=ask, close=lambda: None, versions="2 threads", pid=0)
     monkeypatch.setattr(program, "Library", FakeLibrary)
     monkeypatch.setattr(program, "load", lambda names: load_libraries(names, FakeLibrary))
     monkeypatch.setattr(program, "Worker", lambda module: probe)

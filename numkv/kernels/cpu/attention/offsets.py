@@ -10,8 +10,11 @@ each as `fill_ramp` may write beyond::
     K_EXTENTS   extents of K rows, as a `PrefetchStream` takes them
     V_EXTENTS   extents of V rows
 
-There are tables for two turns: while V rows of one are read, K rows of the next are prefetched. Of an item's heads only
-the first one's are looked up (`locate`), the others' lie as far on as a head is wide (`locate_next_head`).
+There are tables for three turns: this one, the next one, whose K rows are prefetched while V rows of this one are read,
+and the first one of the next group. A group is a few heads of a tile, one after another: all that the next group reads
+is prefetched meanwhile, spread over the turns of this one, in the order in which it lies (`spread`). Where blocks are
+long, groups have one head. Of a group's heads only the first one's tables are looked up (`locate`), the others' lie as
+far on as a head is wide (`locate_next_head`).
 """
 
 from __future__ import annotations
@@ -24,11 +27,11 @@ from numba.extending import register_jitable
 from numkv.kernels.cpu.attention.records import AMX_QUERY_ROWS, KV_TILE
 from numkv.kernels.cpu.inline import inlined
 from numkv.kernels.cpu.vectors.arrays import RAMP, address_of, fill_ramp, fill_shifted
-from numkv.kernels.cpu.vectors.prefetch import NO_MORE
+from numkv.kernels.cpu.vectors.prefetch import NO_MORE, prefetch_extents
 
 __all__ = [
-    "EXTENTS", "K_EXTENTS", "TABLE", "TURN", "V_EXTENTS", "WORKER_INTS", "Layout", "layout_of", "locate",
-    "locate_next_head", "strides_of",
+    "AHEAD", "EXTENTS", "K_EXTENTS", "SPARE", "TABLE", "TURN", "V_EXTENTS", "WORKER_INTS", "Layout", "ask_at_once",
+    "layout_of", "locate", "locate_next_head", "spread", "strides_of",
 ]  # fmt: skip
 
 #: Numbers of a table.
@@ -38,9 +41,13 @@ EXTENTS = 2 * (KV_TILE + 1)
 K_EXTENTS, V_EXTENTS = 4 * TABLE, 4 * TABLE + EXTENTS
 #: Numbers of a turn, in whole cache lines.
 TURN = (V_EXTENTS + EXTENTS + RAMP - 1) // RAMP * RAMP
-#: Integers of a worker: tables for two turns, and for a matrix unit where K rows are and how many parts queries take,
-#: or the tables of the tokens that a row of a mask picks.
-WORKER_INTS = 2 * TURN + max(8 + AMX_QUERY_ROWS, 4 * TABLE)
+#: Behind tables of three turns: extents of K and of V rows for a turn of a group, which `spread` fills.
+AHEAD = 3 * TURN
+#: Behind these: what engines keep.
+SPARE = (AHEAD + 2 * EXTENTS + RAMP - 1) // RAMP * RAMP
+#: Integers of a worker: all that, and for a matrix unit where K rows are and how many parts queries take, or the tables
+#: of the tokens that a row of a mask picks.
+WORKER_INTS = SPARE + max(8 + AMX_QUERY_ROWS, 4 * TABLE)
 
 
 class Layout(NamedTuple):
@@ -113,8 +120,8 @@ def locate(offsets, tile, begin, end, entries, head, layout):
         How K and V lie.
     """
     if begin >= end:  # nothing to be read or prefetched
-        offsets[K_EXTENTS] = layout.k_rows[0]
-        offsets[K_EXTENTS + 1] = NO_MORE
+        offsets[K_EXTENTS], offsets[V_EXTENTS] = layout.k_rows[0], layout.v_rows[0]
+        offsets[K_EXTENTS + 1] = offsets[V_EXTENTS + 1] = NO_MORE
         return
     unit, block_size, k_step, v_step = layout.unit, layout.block_size, layout.k_step, layout.v_step
     p, stop, at = max(tile, begin), min(tile + KV_TILE, end), np.int64(0)
@@ -182,6 +189,53 @@ def locate_next_head(offsets, here, to, layout):
         fill_shifted(offsets, to + at, KV_TILE, here + at, layout.v_scale_step[1])
     _shift_extents(offsets, here + K_EXTENTS, to + K_EXTENTS, layout.k_step[1] * layout.k_rows[2])
     _shift_extents(offsets, here + V_EXTENTS, to + V_EXTENTS, layout.v_step[1] * layout.v_rows[2])
+
+
+@register_jitable
+def spread(offsets, table, heads, part, parts, layout):
+    """Fill the extents at `AHEAD` with one of several parts of what a group of turns reads.
+
+    The group's first turn has its tables at `table`; `heads` are those of the group. Parts are of the same size, and
+    follow each other as blocks do, each block's heads side by side: memory is asked for a whole block at a time.
+    """
+    k_shift = layout.k_step[1] * layout.k_rows[2]
+    v_shift = layout.v_step[1] * layout.v_rows[2]
+    _spread(offsets, table + K_EXTENTS, heads, k_shift, AHEAD, part, parts)
+    _spread(offsets, table + V_EXTENTS, heads, v_shift, AHEAD + EXTENTS, part, parts)
+
+
+@register_jitable
+def _spread(offsets, source, heads, shift, to, part, parts):
+    """One part of the extents of a head at `source` and of the same of the heads after it, `shift` bytes apart."""
+    count = np.int64(0)
+    while offsets[source + 2 * count + 1] != NO_MORE:
+        count += 1
+    count *= heads
+    first, end = part * count // parts, (part + 1) * count // parts
+    block = first // heads
+    head = first - block * heads
+    at, last = to, np.int64(-1)
+    for _ in range(end - first):
+        if at - to == EXTENTS - 2:  # full: the rest is read without
+            break
+        start = offsets[source + 2 * block] + head * shift
+        if start != last:
+            offsets[at] = start & -64
+            at += 2
+        last = offsets[source + 2 * block + 1] + head * shift
+        offsets[at - 1] = last
+        head += 1
+        if head == heads:
+            head, block = np.int64(0), block + 1
+    offsets[at] = offsets[at - 2] if at > to else offsets[source]
+    offsets[at + 1] = NO_MORE
+
+
+@register_jitable
+def ask_at_once(offsets):
+    """Prefetch all that the extents at `AHEAD` say, for want of a turn that is long enough."""
+    prefetch_extents(offsets[AHEAD:])
+    prefetch_extents(offsets[AHEAD + EXTENTS :])
 
 
 @register_jitable
