@@ -136,6 +136,9 @@ def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX, MASKED=False):
         next_tile = next_head = next_end = np.int64(0)
         number, ends_item, done = np.int64(-1), False, False
         while not done:
+            heads = end_head - first_head
+            # A group of one head needs no third table, and two stay in the first cache with more of the rest.
+            later = group if heads > 1 else ahead
             if head == first_head:
                 next_tile, next_head = tile, end_head
                 if next_head >= item.end_head:
@@ -150,19 +153,19 @@ def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX, MASKED=False):
                         next_tile, next_head = _beginning(coming)
                 next_end = _end_of_group(coming, next_head, most_heads)
                 locate(
-                    offsets[group:], next_tile, coming.begin, coming.end, block_table[b], next_head,
+                    offsets[later:], next_tile, coming.begin, coming.end, block_table[b], next_head,
                     layout,
                 )  # fmt: skip
-            heads, next_heads = end_head - first_head, next_end - next_head
+            next_heads = next_end - next_head
             in_groups = max(heads, next_heads) > 1
             asking = in_groups and (number < items or not ends_item)
             if asking:
-                spread(offsets, group, next_heads, head - first_head, heads, layout)
+                spread(offsets, later, next_heads, head - first_head, heads, layout)
                 if item.end - tile <= _FEW_TOKENS or heads < next_heads:
                     ask_at_once(offsets)
             ends_group = head + 1 >= end_head
             if ends_group:
-                ahead, group = group, ahead
+                ahead, group = later, (ahead if heads > 1 else group)
             else:
                 locate_next_head(offsets, here, ahead, layout)
             if tile < item.end:
