@@ -338,8 +338,8 @@ def document(title, paragraphs, shapes, decode, prefill, compared=(), pictures=(
                 "Beside each probe of the read bandwidth, pieces as long as a block's K rows of one head, and of all "
                 "heads, were read in shuffled order out of 256 MB, each line asked for 8 KB ahead. Had numkv's paged "
                 "form read at that bandwidth, it would have taken so many times as long as the contiguous form took: "
-                "no bar below that can be met. A kernel that asks for several pieces at a time can be a little faster "
-                "than these pieces one after another."
+                "an indicator, not a bound, as a kernel that asks for several pieces at a time can be faster than "
+                "these pieces one after another."
             ),
             pieces,
         ]
