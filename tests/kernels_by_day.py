@@ -12,6 +12,7 @@ BY_DAY = {
     "attention": {
         *(f"K {kind}, V {kind}, computing in float32" for kind in _SAME),
         *(f"K {k}, V {v}, computing in float32" for k, v in APART),
+        "K int8, V int4, computing in float32",  # of an example in docs/howto/storage_kinds.md
         "K bf16, V bf16, computing in pairs of bf16",
         "K fp64, V fp64, computing in float64",
     },

@@ -372,5 +372,7 @@ def test_turns_of_several_calls(monkeypatch):
     monkeypatch.setattr(worker, "turn", lambda *args: next(times))
     library = SimpleNamespace(CALLS={"x": lambda: Contestant(id, id, 1, 0, calls=2)})
     commands = worker.Commands(library)
-    assert commands.make(CALLS, "x") == {"error": 0.0, "bytes": 0, "layers": 1}
+    assert commands.make(CALLS, "x") == {
+        "error": 0.0, "bytes": 0, "layers": 1, "pieces": (),
+    }  # fmt: skip
     assert commands.turn("x", 0.1)["times"] == [3, 4]
