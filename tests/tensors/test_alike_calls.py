@@ -259,8 +259,9 @@ def test_threads_share_forms():
 
 def test_pools_are_known_again_and_scales_of_heads_are_not(monkeypatch):
     monkeypatch.setattr(given_buffers, "_pools", {})
-    q, lens = torch.randn(1, 4, 32), torch.tensor([5])
-    k = torch.ones(1, 2, 8, 32)
+    # One sequence goes a shorter way, without pools.
+    q, lens = torch.randn(2, 4, 32), torch.tensor([5, 3])
+    k = torch.ones(2, 2, 8, 32)
     eight, scale = k.to(torch.float8_e4m3fn), torch.ones(2)
     for _ in range(4):
         on_tensors.decode_attention(q, k, k, lens)
@@ -276,7 +277,7 @@ def test_pools_are_known_again_and_scales_of_heads_are_not(monkeypatch):
     assert torch.allclose(on_tensors.decode_attention(q, k, k, lens), torch.full_like(q, 2))
     with pytest.raises(numkv.NotSupported, match="k_scale"):
         on_tensors.decode_attention(q, k, k, lens, k_scale=scale)
-    codes, scales = torch.ones(1, 2, 8, 32, dtype=torch.int8), torch.ones(1, 2, 8)
+    codes, scales = torch.ones(2, 2, 8, 32, dtype=torch.int8), torch.ones(2, 2, 8)
     for n in (1.0, 2.0, 3.0):
         scales.fill_(n)
         found = on_tensors.decode_attention(q, codes, codes, lens, k_scale=scales, v_scale=scales)
