@@ -53,17 +53,16 @@ from numkv.kernels.cpu.vectors.prefetch import prefetch_extents
 from numkv.kinds import kind
 from numkv.rows.softmax import finish
 
-# Bytes of K and V rows that a group of heads has at most: twice as much stays in the second cache. On a Zen 4 with 1 MB
-# of it, in fp16 over shuffled blocks of 16 tokens, groups of 64, 128 and 256 KB take 0.80, 0.87 and 0.81 to 0.87 of the
-# time of single heads on one sequence of 32k tokens, 128 and 256 KB 0.82 and 0.93 on heads of 256.
+__all__ = ["make_attention"]
+
+# Bytes of K and V rows that a group of heads has at most: those of this group and of the next, which is asked for
+# meanwhile, are to stay in the second cache. Of the 1 MB that a Zen 4 has, groups of 256 KB were too much already.
 _GROUP_BYTES = 128 << 10
-# Tokens that an item has at least where heads make groups: of shorter ones much of what is read comes after the end of
-# another. Sequences of 65 tokens take 1.11 times as long with groups of 128 KB, those of 256 tokens 0.91 times.
+# Tokens that an item has at least where heads make groups: of shorter ones, much is asked for at once where another
+# item ends, and sequences of 65 tokens took longer in groups.
 _GROUP_TOKENS = 4 * KV_TILE
 # A turn of so many tokens, or of none, is too short to prefetch one of a whole tile meanwhile.
 _FEW_TOKENS = KV_TILE // 2
-
-__all__ = ["make_attention"]
 
 
 def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX, MASKED=False):

@@ -22,8 +22,7 @@ from numkv.kinds import kind as kind_named
 
 __all__ = [
     "AMX_DECODE", "MANY_ROWS", "ROWS_OF_ALL_SIZES", "Engine", "by_panels", "compute_for", "engine_for", "in_integers",
-    "keys_for",
-    "panels_from", "query_rows", "use_amx", "values_for",
+    "keys_for", "panels_from", "query_rows", "use_amx", "values_for",
 ]  # fmt: skip
 
 #: Environment variable: 0 leaves few query rows to vector code where there is a matrix unit, too.
