@@ -2,8 +2,10 @@
 
 Every object that changes has an `Access` and marks its public methods::
 
-    @writes     adds tokens: rows first, the length last. Readers beside it see the tokens from before.
-    @drops      moves or drops rows that a reader may be looking at.
+    @writes     adds tokens: rows first, the length last. Readers beside it see the tokens from before, and an interrupt
+                leaves these.
+    @whole      changes several things that belong together; signals wait for its end (`numkv.interrupts`).
+    @drops      moves or drops rows that a reader may be looking at; it is whole, too.
     @reads      computes from rows.
 
 A second writer gets an error before it has changed anything, whether it comes from another thread or from inside the
@@ -21,9 +23,20 @@ from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from numkv.errors import NumkvError
+from numkv.interrupts import held
 from numkv.keywords import explain
 
-__all__ = ["Access", "HasAccess", "busy", "drops", "overtaken", "reads", "writes"]
+__all__ = [
+    "Access",
+    "HasAccess",
+    "busy",
+    "dropping",
+    "drops",
+    "overtaken",
+    "reads",
+    "whole",
+    "writes",
+]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -104,28 +117,44 @@ def writes(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate
     return alone
 
 
-def drops(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
-    """Mark a method that moves or drops rows: it runs alone among writers, and readers beside it get an error."""
-    name = method.__name__
+def whole(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
+    """Mark a method that changes several things which belong together: alone among writers, signals held back."""
+    marked = writes(method)
 
     @functools.wraps(method)
-    def alone(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        access = self._access
-        writer = access.writer
-        try:
-            if writer.setdefault("call", kwargs) is not kwargs:
-                raise busy(self, name)
-            access.dropped |= 1
-            return method(self, *args, **kwargs)
-        except TypeError as error:
-            explain(error, method, kwargs, f"{type(self).__name__}.{name}")
-            raise
-        finally:
-            if "call" in writer and writer["call"] is kwargs:
-                access.dropped = (access.dropped | 1) + 1
-                del writer["call"]
+    def uninterrupted(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with held:
+            return marked(self, *args, **kwargs)
 
-    return alone
+    return uninterrupted
+
+
+class dropping:  # noqa: N801 - as `contextlib.suppress` and its like
+    """In this context rows are moved or dropped: signals wait, and readers beside it get an error."""
+
+    __slots__ = ("_access",)
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+
+    def __enter__(self) -> None:
+        held.__enter__()
+        self._access.dropped |= 1
+
+    def __exit__(self, *_: object) -> None:
+        self._access.dropped = (self._access.dropped | 1) + 1
+        held.__exit__()
+
+
+def drops(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
+    """Mark a method that moves or drops rows: `whole`, and readers beside it get an error."""
+
+    @functools.wraps(method)
+    def moving(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with dropping(self._access):
+            return method(self, *args, **kwargs)
+
+    return whole(moving)
 
 
 def reads(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:

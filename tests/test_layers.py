@@ -17,7 +17,7 @@ PACKAGE = ROOT / "numkv"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # What a room may import: itself, and what stands in a line above its own. Rooms in one line know nothing of each other.
 LADDER = [
-    ["rows", "errors", "arrays", "keywords", "_version", "_moved"],
+    ["rows", "errors", "arrays", "interrupts", "keywords", "_version", "_moved"],
     ["access", "numbers"],
     ["kinds", "drawing"],
     ["device"],

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from numkv.errors import NumkvError
+from numkv.interrupts import held
 from numkv.keywords import explain
 
 __all__ = ["Turns", "changes", "looks"]
@@ -56,7 +57,10 @@ _Self = TypeVar("_Self", bound=_TakesTurns)
 
 
 def changes(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
-    """Mark a method that changes the books: threads wait for their turn, a call inside a call gets an error."""
+    """Mark a method that changes the books: threads wait for their turn, a call inside a call gets an error.
+
+    Signals wait for its end.
+    """
     name = method.__name__
 
     @functools.wraps(method)
@@ -64,7 +68,7 @@ def changes(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenat
         turns = self._turns
         if _forking:
             time.sleep(_MOMENT)
-        with turns.lock:
+        with held, turns.lock:
             if turns.inside:
                 if turns.torn:
                     raise _torn(self, name)

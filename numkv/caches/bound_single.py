@@ -137,16 +137,10 @@ class BoundCache(BoundAttention):
         return BoundStep(self, self._access, tokens, memory, self._group_of, None, length)
 
     def _append(self, step: BoundStep, layer: int, k: Array, v: Array) -> None:
-        cache, access = self._cache, self._access
+        cache = self._cache
         if cache._stored(layer) != step._of:
             raise NumkvError(self._ended(step, layer))
-        if cache._full_precision is not None:
-            access.dropped |= 1
-        try:
-            cache._append(layer, k, v, self._rows.check_finite)
-        finally:
-            if access.dropped & 1:
-                access.dropped += 1
+        cache._append(layer, k, v, self._rows.check_finite)
 
     def _attend(self, step: BoundStep, layer: int, q: Array, out: Any) -> Any:
         cache = self._cache
@@ -250,8 +244,6 @@ class BoundLayer(Bound):
                 return self._in_two_calls(layer, start, q, k, v, out)
         finally:
             if "call" in writer and writer["call"] is call:
-                if self._access.dropped & 1:
-                    self._access.dropped += 1
                 del writer["call"]
 
     def _prepare(self, layer: Any, start: int, tokens: int) -> None:
@@ -285,8 +277,6 @@ class BoundLayer(Bound):
         tokens = int(q.shape[0]) if len(q.shape) == 3 else 1
         q, k, v, checked = self._checked(0, tokens, q, k, v, out)
         room, full = layer._room, layer._full_precision is not None
-        if full:
-            self._access.dropped |= 1
         layer._append(0, k, v, self._rows.check_finite)
         try:
             found = layer._attend_with(0, q, self._options[0]._replace(out=checked))

@@ -101,13 +101,14 @@ class ContiguousLayer(Layer):
         )
         super().__init__(pool, np.zeros(1, np.int32), size, residual_window, num_sink_tokens)
 
-    def _copy_to(self, new: Self) -> None:
+    def _copy_to(self, new: Self) -> Self:
         length = self._stored(0)
         new._lengths, new._ids = np.array([length], np.int32), self._ids.copy()
         new._pool = self._pool.like(1).with_own_scales()
         slots = np.arange(length)
         self._pool.copy_tokens(slots, new._pool, slots)
         new._derive()
+        return new
 
     def _check_books(self) -> None:
         blocks, _, size = (int(n) for n in self._pool.k.shape[:3])

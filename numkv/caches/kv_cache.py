@@ -327,25 +327,19 @@ class KVCache(StoredRows):
             If an array has another shape, dtype, layout or target.
         """
         # What the decorators of `numkv.access` do, at half the cost.
-        access, call = self._access, object()
-        writer = access.writer
+        writer, call = self._access.writer, object()
         try:
             if writer.setdefault("call", call) is not call:
                 raise busy(self, "append")
             layer = check_index("layer", layer, len(self._lengths))
-            if self._full_precision is not None:
-                access.dropped |= 1
-            else:
-                rows = (k, v)
-                if type(k) is type(v) is np.ndarray and k.ndim == v.ndim == 2:
-                    rows = (k[None], v[None])
-                if stream is None and self._append_small(layer, *rows, check_finite):
-                    return
+            rows = (k, v)
+            if type(k) is type(v) is np.ndarray and k.ndim == v.ndim == 2:
+                rows = (k[None], v[None])
+            if stream is None and self._append_small(layer, *rows, check_finite):
+                return
             self._append(layer, k, v, check_finite, stream)
         finally:
             if "call" in writer and writer["call"] is call:
-                if access.dropped & 1:
-                    access.dropped += 1
                 del writer["call"]
 
     def _as_rows(self, k: Any, v: Any) -> tuple[Array, Array]:
@@ -560,7 +554,7 @@ class KVCache(StoredRows):
 
     # -- as a whole
 
-    def _copy_to(self, new: Self) -> None:
+    def _copy_to(self, new: Self) -> Self:
         length = len(self)  # first, as all others may be more by now
         rows = self._rows()
         old = self._pool
@@ -568,6 +562,7 @@ class KVCache(StoredRows):
         new._pool = _moved(old, int(old.k.shape[2]), bool(rows.any()))
         new._room, new._generation = int(old.k.shape[2]), 0
         new._derive()
+        return new
 
     def _check_books(self) -> None:
         length, rows = len(self), self._rows()

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from numkv.access import writes
+from numkv.access import whole
 from numkv.caches.single import SingleSequence
 from numkv.checks import check_flag, check_index
 from numkv.writing.fused_write import QKMode
@@ -21,7 +21,7 @@ _MOST_POSITIONS = 2**62
 class LayerOfLatents(SingleSequence):
     """What a layer made with ``v_kind="latent"`` does beside others."""
 
-    @writes
+    @whole
     def write_latents(
         self,
         rows: Any,

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.access import busy, drops, reads, writes
+from numkv.access import busy, drops, reads, whole
 from numkv.arrays import CacheArrays
 from numkv.attention.options import check_options
 from numkv.attention.sight import Visible
@@ -210,7 +210,7 @@ class Layer(LayerOfLatents):
     def _take_room(self, length: int) -> None:
         """Get memory for `length` tokens, which the capacity allows; `CacheFull` if there is none."""
 
-    @writes
+    @whole
     def reserve(self, n: int) -> None:
         """Have memory for more tokens, without appending them.
 
@@ -278,20 +278,14 @@ class Layer(LayerOfLatents):
             If an array has another shape, dtype, layout or target.
         """
         # What the decorators of `numkv.access` do, at half the cost.
-        access, call = self._access, object()
-        writer = access.writer
+        writer, call = self._access.writer, object()
         try:
             if writer.setdefault("call", call) is not call:
                 raise busy(self, "append")
-            if self._full_precision is not None:
-                access.dropped |= 1
-                self._append(0, k, v, check_finite, stream)
-            elif stream is not None or not self._append_small(0, k, v, check_finite):
+            if stream is not None or not self._append_small(0, k, v, check_finite):
                 self._append(0, k, v, check_finite, stream)
         finally:
             if "call" in writer and writer["call"] is call:
-                if access.dropped & 1:
-                    access.dropped += 1
                 del writer["call"]
 
     @explained
@@ -411,21 +405,16 @@ class Layer(LayerOfLatents):
         DimensionMismatch, UnsupportedDType, NotSupported, ValueError
             If an argument is missing, or has another shape, dtype, layout, value or target.
         """
-        access, call = self._access, object()
-        writer = access.writer
+        writer, call = self._access.writer, object()
         try:
             if writer.setdefault("call", call) is not call:
                 raise busy(self, "write")
-            if self._full_precision is not None:
-                access.dropped |= 1
             return self._write(
                 qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, pos_offset, q_out,
                 check_finite, stream,
             )  # fmt: skip
         finally:
             if "call" in writer and writer["call"] is call:
-                if access.dropped & 1:
-                    access.dropped += 1
                 del writer["call"]
 
     def _write(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from numkv.checks import check_flag
+from numkv.interrupts import held
 from numkv.storage.tables import one_block_each
 from numkv.targets.base import Array
 from numkv.writing.fused_write import Projection
@@ -58,7 +59,7 @@ def write_again(
 
 def write_here(layer: Any, p: Projection, pos_offset: int | None, check_finite: bool) -> Array:
     """Write projections, checked but for their number and positions, on the stream of the call."""
-    pool, number = layer._pool, layer._target.number
+    pool = layer._pool
     layer._target.refuse_capture(f"{type(layer).__name__}.write")
     layer._refuse_bad()
     tokens, start = p.num_tokens, layer._stored(0)
@@ -71,7 +72,14 @@ def write_here(layer: Any, p: Projection, pos_offset: int | None, check_finite: 
         p.check_finite(pool)
     layer._watch_nothing()
     marker = layer._marker(start) if check_finite and not first_look else None
-    room = layer._room
+    with held:
+        _write_checked(layer, p, start, first, marker)
+    return p.q_out
+
+
+def _write_checked(layer: Any, p: Projection, start: int, first: int, marker: Any) -> None:
+    """Write projections for which nothing but the memory may be missing."""
+    pool, number, tokens, room = layer._pool, layer._target.number, p.num_tokens, layer._room
     layer._take_room(start + tokens)
     try:
         if layer._full_precision is None:
@@ -94,4 +102,3 @@ def write_here(layer: Any, p: Projection, pos_offset: int | None, check_finite: 
     except BaseException:
         layer._unmake_room(0, start, room)
         raise
-    return p.q_out

@@ -7,12 +7,13 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.access import drops, overtaken, writes
+from numkv.access import drops, overtaken, whole
 from numkv.caches.layer import Layer
 from numkv.caches.paged_pool import PagedPool
 from numkv.checks import check_size, host_array
 from numkv.compaction.moves import slots_of
 from numkv.errors import CacheFull, DimensionMismatch, NumkvError
+from numkv.interrupts import held
 from numkv.kinds import Kind
 from numkv.numbers import check_flag
 from numkv.storage.latents import LATENT, LatentPool, pool_and_kinds
@@ -188,7 +189,7 @@ class PagedLayer(Layer):
         self._table[keep:] = ids[keep:]
         self._version += 1
 
-    @writes
+    @whole
     def take_blocks(self, ids: Any) -> None:
         """Take blocks of your choice for the tokens to come, in this order.
 
@@ -237,23 +238,26 @@ class PagedLayer(Layer):
         owned = self._owned  # before the tables: a writer beside this call adds to them first
         return bool((self._table[:owned] == self._ids[:owned]).all())
 
-    def _copy_to(self, new: Self) -> None:
-        dropped, length, size = self._access.dropped, self._stored(0), self.block_size
-        tokens, table = np.arange(length), self._ids
-        need = -(-length // size)
-        if self._has_own_pool:
-            new.pool = self.pool.like(self.pool.num_blocks)
-        taken = new.pool.blocks.allocate(need)
+    def _copy_to(self, new: Self) -> Self:
+        taken = np.empty(0, np.int32)
         try:
-            new._lengths, new._ids = np.array([length], np.int32), np.full_like(table, -1)
-            new._ids[:need] = taken
-            new._pool, new._owned, new._room = new.pool.pool, need, need * size
-            source, to = (slots_of(ids, tokens, size) for ids in (table, new._ids))
-            self._pool.copy_tokens(source, new._pool, to)
-            new._derive()
-            if self._access.dropped != dropped:
-                raise overtaken(self, "copy")
-        except BaseException:
+            with held:
+                dropped, length, size = self._access.dropped, self._stored(0), self.block_size
+                tokens, table = np.arange(length), self._ids
+                need = -(-length // size)
+                if self._has_own_pool:
+                    new.pool = self.pool.like(self.pool.num_blocks)
+                taken = new.pool.blocks.allocate(need)
+                new._lengths, new._ids = np.array([length], np.int32), np.full_like(table, -1)
+                new._ids[:need] = taken
+                new._pool, new._owned, new._room = new.pool.pool, need, need * size
+                source, to = (slots_of(ids, tokens, size) for ids in (table, new._ids))
+                self._pool.copy_tokens(source, new._pool, to)
+                new._derive()
+                if self._access.dropped != dropped:
+                    raise overtaken(self, "copy")
+                return new
+        except BaseException:  # an interrupt, too: nobody has the copy
             new.pool.blocks.release(taken)
             raise
 

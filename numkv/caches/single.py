@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.access import Access, drops, reads
+from numkv.access import Access, dropping, drops, reads
 from numkv.attention.attend import attend, check_queries, too_many_queries
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import AttentionOptions
@@ -24,6 +24,7 @@ from numkv.checks import check_flag
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import plan_moves
 from numkv.errors import NotSupported, NumkvError
+from numkv.interrupts import held
 from numkv.kinds import Kind
 from numkv.storage.buffer import are_scales
 from numkv.storage.own_kernels import Uploads
@@ -132,8 +133,8 @@ class SingleSequence(Watched):
     def _give_back(self, length: int, shorter: Any) -> None:
         """Give back what `_shorter` has prepared; it needs no memory, and an error changes nothing."""
 
-    def _copy_to(self, new: Self) -> None:
-        """Give a copy, which has all other attributes, lengths and memory of its own, and derive what follows."""
+    def _copy_to(self, new: Self) -> Self:
+        """Give a copy, which has all other attributes, lengths and memory of its own, and what follows; return it."""
         raise NotImplementedError
 
     def _check_books(self) -> None:
@@ -303,8 +304,7 @@ class SingleSequence(Watched):
         new._access = Access()
         if self._full_precision is not None:
             new._full_precision = self._full_precision.copy()
-        self._copy_to(new)
-        return new
+        return self._copy_to(new)
 
     __copy__ = copy
 
@@ -378,6 +378,8 @@ class SingleSequence(Watched):
 
     def _append_small(self, layer: int, k: Any, v: Any, check_finite: bool) -> bool:
         """Append a few rows in one compiled call, or write nothing and return False."""
+        if self._full_precision is not None:
+            return False
         start = self._stored(layer)
         tokens = fast_path.pool_append(
             self._pools[layer], k, v, self._tables[layer], start, self._room - start, check_finite
@@ -426,10 +428,15 @@ class SingleSequence(Watched):
         check_finite = check_flag("check_finite", check_finite, True)
         first = check_finite and pool.looks_first
         k, v = pool.check_rows(k, v, check_finite=first)
-        tokens, start, room = int(k.shape[0]), self._stored(layer), self._room
+        with held:
+            self._append_checked(layer, k, v, check_finite and not first)
+
+    def _append_checked(self, layer: int, k: Array, v: Array, watched: bool) -> None:
+        pool, tokens, start = self._pools[layer], int(k.shape[0]), self._stored(layer)
+        room = self._room
         self._make_room(layer, start, tokens)
         self._watch_nothing()
-        marker = self._marker(start) if check_finite and not first else None
+        marker = self._marker(start) if watched else None
 
         def watch(k: Array, v: Array, skipped: int) -> int:
             of_part = None if marker is None else marker._replace(skipped=skipped)
@@ -453,9 +460,11 @@ class SingleSequence(Watched):
             table = self._block_table(layer)[0]
         if self._full_precision is None:
             self._pools[layer].append(k, v, table, start, watch(k, v, 0))
-        else:
+            self._lengths[layer] = start + int(k.shape[0])
+            return
+        with dropping(self._access):
             self._full_precision.append(self._pools[layer], layer, k, v, table, start, watch)
-        self._lengths[layer] = start + int(k.shape[0])
+            self._lengths[layer] = start + int(k.shape[0])
 
     def _compact(self, kept: NDArray[np.int64], shift: RopeShift | None) -> None:
         """Keep tokens ``(num_layers, n)``, checked, and move them to the front."""

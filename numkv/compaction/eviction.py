@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv import targets
-from numkv.access import Access, drops, writes
+from numkv.access import Access, drops, whole
 from numkv.checks import check_bytes, check_index, check_kept, check_size
 from numkv.errors import DimensionMismatch, NonFiniteInput, UnsupportedDType
 
@@ -290,7 +290,7 @@ class AttentionTally:
     def __repr__(self) -> str:
         return f"AttentionTally(num_kv_heads={self.num_kv_heads}, len={len(self)})"
 
-    @writes
+    @whole
     def add(self, weights: Any, *, stream: Any = None) -> None:
         """Add the weights of a step; waits for the device where they are on one.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from numkv.access import drops, reads, writes
+from numkv.access import drops, reads, whole, writes
 from numkv.checks import check_flag, check_index
 from numkv.compression.blocks import (
     BLOCK_SIZE,
@@ -128,7 +128,7 @@ class PagedCompressor(Heads):
 
     # -- sequences
 
-    @writes
+    @whole
     def add(self) -> int:
         """Add a sequence without tokens.
 
@@ -139,7 +139,7 @@ class PagedCompressor(Heads):
         """
         return self._insert(Sequence(NO_BLOCKS, 0), self._stored.shared)
 
-    @writes
+    @whole
     def fork(self, seq: int) -> int:
         """Make a second sequence with the same tokens; blocks are shared until one of the two writes to them.
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv import targets
-from numkv.access import Access, writes
+from numkv.access import Access, whole
 from numkv.blocks.prefix import block_digests, plain_extra
 from numkv.caches import PagedKVCache
 from numkv.caches.paged.arguments import ids_of_step, numbers_of_new_tokens, prompt_ids
@@ -122,7 +122,7 @@ class ShardedKVCache(ReadableShards, Explained):
 
     # -- sequences
 
-    @writes
+    @whole
     def add(self, tokens: Any = None, *, extra: Extra | None = None) -> int:
         """Add a sequence; with its token ids, begin with what shards and the store have of them.
 
@@ -193,7 +193,7 @@ class ShardedKVCache(ReadableShards, Explained):
             runs = list(_joined(runs, column, self.block_size))
         return tuple(runs)
 
-    @writes
+    @whole
     def fork(self, seq: int) -> int:
         """Make a second sequence with the same tokens; see `numkv.PagedKVCache.fork`."""
         state = self._idle(seq)
@@ -205,7 +205,7 @@ class ShardedKVCache(ReadableShards, Explained):
         self._next = new + 1
         return new
 
-    @writes
+    @whole
     def remove(self, seq: int) -> None:
         """Remove a sequence; see `numkv.PagedKVCache.remove`."""
         state = self._idle(seq)
@@ -214,7 +214,7 @@ class ShardedKVCache(ReadableShards, Explained):
             self._later(column, "remove", number)
         del self._sequences[number]
 
-    @writes
+    @whole
     def truncate(self, seq: int, length: int) -> None:
         """Drop a sequence's tokens from position `length` on; see `numkv.PagedKVCache.truncate`."""
         state, number = self._idle(seq), self._number(seq)
@@ -228,7 +228,7 @@ class ShardedKVCache(ReadableShards, Explained):
 
     # -- steps
 
-    @writes
+    @whole
     def reserve(self, sequences: Iterable[int], new_lens: Any) -> ShardedStep:
         """Take room for new tokens of some sequences, all or nothing.
 
@@ -323,7 +323,7 @@ class ShardedKVCache(ReadableShards, Explained):
             self._sequences[seq] = self._sequences[seq]._replace(step=step.number)
         self._open[step.number] = step
 
-    @writes
+    @whole
     def commit(self, step: ShardedStep, accepted: Any = None, *, token_ids: Any = None) -> None:
         """End a step: its tokens, or the first of them, become part of their sequences.
 
@@ -398,7 +398,7 @@ class ShardedKVCache(ReadableShards, Explained):
         del self._open[step.number]
         step._end()
 
-    @writes
+    @whole
     def rollback(self, step: ShardedStep) -> None:
         """End a step without keeping any of its tokens; see `numkv.PagedKVCache.rollback`.
 

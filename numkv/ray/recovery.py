@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from numkv.caches import PagedKVCache
+from numkv.interrupts import opened
 from numkv.ray.books import Directory, Sequence, kept_after_loss, shortened
 from numkv.ray.channel import Channel, Limits, Ticket, first_error
 from numkv.ray.errors import ShardDown, ShardLost
@@ -103,8 +104,9 @@ class Recovering:
         """
         tickets = list(tickets)
         try:
-            for ticket in tickets:
-                ticket.wait()
+            with opened():
+                for ticket in tickets:
+                    ticket.wait()
         except BaseException:  # an interrupt: what was sent cannot be taken back
             if step is not None and step.open:
                 self._abandon(step)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numkv.access import writes
+from numkv.access import whole, writes
 from numkv.caches import PagedStats
 from numkv.checks import check_index
 from numkv.errors import NotSupported, NumkvError
@@ -117,16 +117,16 @@ class WholeShardedCache(Recovering):
         """
         return sum(ticket.value for ticket in self._ask("flush", timeout))
 
-    @writes
+    @whole
     def clear(self) -> None:
         """Remove all sequences and forget all cached prefixes; see `numkv.PagedKVCache.clear`."""
         if self._open:
             raise NumkvError("clear: expected a cache without open steps; end them first")
-        self._ask("clear")
-        self._sequences.clear()
+        self._sequences.clear()  # first: who is interrupted while shards answer has cleared them
         self._directory.clear()
+        self._ask("clear")
 
-    @writes
+    @whole
     def set_scales(self, layer: int, k: Any = None, v: Any = None) -> None:
         """Set the scales of a layer's kv heads; see `numkv.PagedKVCache.set_scales`."""
         layer = check_index("layer", layer, self._model.num_layers)
@@ -148,7 +148,7 @@ class WholeShardedCache(Recovering):
                 channel.later("set_scales", layer, *own)
         self._directory.clear()
 
-    @writes
+    @whole
     def revive(self) -> None:
         """Look for places for shards that were lost and found none.
 
@@ -168,7 +168,7 @@ class WholeShardedCache(Recovering):
 
     # -- from column to column
 
-    @writes
+    @whole
     def move(self, seq: int, to: int, source: int | None = None) -> None:
         """Move what a column holds of a sequence to another column, as it is stored.
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.access import drops, reads, writes
+from numkv.access import drops, reads, whole
 from numkv.arrays import CacheArrays
 from numkv.attention.options import AttentionOptions, check_options
 from numkv.caches.multi.checks import (
@@ -221,7 +221,7 @@ class MultiSequenceCache(CacheLife):
         return self._can_resume(check_sequence("seq", seq), check_position("pos", pos))
 
     @on_stream
-    @writes
+    @whole
     def set_scales(self, layer: int, k: Any = None, v: Any = None, *, stream: Any = None) -> None:
         """Set the scales of a layer's kv heads, for kinds that have such: a value is its 8-bit float times the scale.
 
@@ -255,7 +255,7 @@ class MultiSequenceCache(CacheLife):
     # -- a pass
 
     @on_stream
-    @writes
+    @whole
     def put(
         self, layer: int, k: Any, v: Any, *, check_finite: bool = True, stream: Any = None
     ) -> None:

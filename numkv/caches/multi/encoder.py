@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.access import Access, reads, writes
+from numkv.access import Access, reads, whole
 from numkv.attention.attend import attend, check_queries
 from numkv.attention.options import AttentionOptions
 from numkv.caches.multi.checks import check_layer, check_sequence
@@ -211,7 +211,7 @@ class EncoderCache(LayeredCache):
         self._head_scales.set(layer, self._layers.get(layer), kinds, k, v)
 
     @on_stream
-    @writes
+    @whole
     def put(
         self, layer: int, k: Any, v: Any, *, check_finite: bool = True, stream: Any = None
     ) -> None:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Any, Self
 
 from numkv import targets
-from numkv.access import Access, drops, reads, writes
+from numkv.access import Access, drops, reads, whole
 from numkv.caches.multi.checks import MOST_POSITIONS
 from numkv.caches.multi.config import CacheConfig, Setup
 from numkv.checks import check_flag, check_size
@@ -27,7 +27,7 @@ class CacheLife(Drawn, ABC):
         # Who is changing it; that of a `numkv.WrapperCache` is its children's too.
         self._access = Access()
 
-    @writes
+    @whole
     def set_config(self, config: CacheConfig) -> None:
         """Set how `get` lays out what it returns; once, and before `init`.
 
@@ -60,7 +60,7 @@ class CacheLife(Drawn, ABC):
     def _take_config(self, config: CacheConfig) -> None:
         self._config = config
 
-    @writes
+    @whole
     def init(
         self,
         kind: str | Kind,

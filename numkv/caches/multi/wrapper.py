@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.access import Access, writes
+from numkv.access import Access, whole
 from numkv.arrays import CacheArrays
 from numkv.attention.options import AttentionOptions
 from numkv.caches.multi.base import MultiSequenceCache
@@ -112,7 +112,7 @@ class WrapperCache(MultiSequenceCache):
         """The children."""
         return self._children
 
-    @writes
+    @whole
     def set_layer_type(self, i: int) -> None:
         """Choose the child for the calls that follow; the next `start_forward` goes back to the first.
 

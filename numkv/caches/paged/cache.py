@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from numkv.access import writes
+from numkv.access import whole
 from numkv.blocks.prefix import plain_extra
 from numkv.caches.paged.arguments import ids_of_step, numbers_of_new_tokens, prompt_ids
 from numkv.caches.paged.buffers import StepBuffers
@@ -140,7 +140,7 @@ class PagedKVCache(WholeCache):
     # -- sequences
 
     @on_stream
-    @writes
+    @whole
     def add(self, tokens: Any = None, *, extra: Extra | None = None, stream: Any = None) -> int:
         """Add a sequence; with its token ids, begin with what the prefix cache has of them.
 
@@ -192,7 +192,7 @@ class PagedKVCache(WholeCache):
                 return self._insert(state, shared=state.by_depth())
             return self._insert_with_part(state, part, ids)
 
-    @writes
+    @whole
     def fork(self, seq: int) -> int:
         """Make a second sequence with the same tokens; blocks are shared until one of the two writes to them.
 
@@ -211,7 +211,7 @@ class PagedKVCache(WholeCache):
         self._store.bad.fork(self._number(seq), made, state.length, self._store.calls)
         return made
 
-    @writes
+    @whole
     def remove(self, seq: int) -> None:
         """Remove a sequence; blocks whose token ids are known can still be found until they are evicted.
 
@@ -227,7 +227,7 @@ class PagedKVCache(WholeCache):
         self._release_slots(slots)
         self._store.bad.remove(number)
 
-    @writes
+    @whole
     def truncate(self, seq: int, length: int) -> None:
         """Drop a sequence's tokens from position `length` on.
 
@@ -292,7 +292,7 @@ class PagedKVCache(WholeCache):
             self._store.bad.keep(self._number(seq), length, self._store.calls)
 
     @on_stream
-    @writes
+    @whole
     def compact(
         self, seq: int, keep: Any, shift: RopeShift | None = None, *, stream: Any = None
     ) -> None:
@@ -336,8 +336,7 @@ class PagedKVCache(WholeCache):
 
         Notes
         -----
-        Nothing has changed after an error; after a keyboard interrupt that comes while rows move, the sequence is
-        removed. Windows are counted in kept tokens. `Step.positions` go on from the new
+        Nothing has changed after an error. Windows are counted in kept tokens. `Step.positions` go on from the new
         length, which is right for shifted keys; without a shift, write ready rows with `Step.append`.
         """
         state = self._idle(seq)
@@ -358,7 +357,7 @@ class PagedKVCache(WholeCache):
         try:
             for move in plan.moves:
                 move()
-        except BaseException:  # an interrupt: nobody can tell which rows are where
+        except BaseException:  # a device that fails: nobody can tell which rows are where
             self._exchange({number: None}, np.append(state.blocks(), plan.taken))
             raise
         self._exchange({number: plan.state}, plan.released)
@@ -366,7 +365,7 @@ class PagedKVCache(WholeCache):
 
     # -- steps
 
-    @writes
+    @whole
     def reserve(
         self,
         sequences: Iterable[int],
@@ -452,11 +451,12 @@ class PagedKVCache(WholeCache):
             if room.slots is not None:
                 self._release_slots(room.slots)
             raise
+        self._open_steps[room.step] = None
         if into is not None:
             into._take(room.step, np.cumsum(lens))
         return room.step
 
-    @writes
+    @whole
     def commit(
         self, step: Step, accepted: Any = None, *, token_ids: Any = None, paths: Any = None
     ) -> None:
@@ -532,9 +532,10 @@ class PagedKVCache(WholeCache):
             step._written &= order is None
             step.open = any(self._sequences[seq].reserved is not None for seq in step.sequences)
             raise
+        self._open_steps.pop(step, None)
         self._release_slots(ending.slots)
 
-    @writes
+    @whole
     def rollback(self, step: Step) -> None:
         """End a step without keeping any of its tokens.
 
@@ -554,7 +555,7 @@ class PagedKVCache(WholeCache):
     # -- from the host
 
     @on_stream
-    @writes
+    @whole
     def swap_in(self, swapped: SwappedSequence, *, stream: Any = None) -> int:
         """Copy a swapped sequence into the cache as a new one.
 

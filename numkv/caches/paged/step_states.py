@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.access import Access, writes
+from numkv.access import Access, whole
 from numkv.caches.paged.states import StateSlots
 from numkv.caches.paged.store import BlockStore
 from numkv.checks import check_array, check_index
@@ -111,7 +111,7 @@ class StateStep:
         return tuple(slots.gathered(slots.arrays[number], self._state_slots[0]))
 
     @on_stream
-    @writes
+    @whole
     def write_state(self, layer: int, *states: Any, stream: Any = None) -> None:
         """Write a layer's states as they are after the step's tokens.
 
@@ -148,7 +148,7 @@ class StateStep:
         slots.scatter(checked, slots.arrays[number], self._state_slots[1])
         self._slots_written[number] = True
 
-    @writes
+    @whole
     def mark_written(self, layer: int | None = None) -> None:
         """Say that all rows and states of new tokens have been written: by a kernel of your own, or by a CUDA graph.
 

@@ -117,6 +117,7 @@ class StoredSequences(Drawn):
         self._store, self.blocks = store, store.blocks
         self._target, self._groups, self._pools = store.target, store.groups, store.pools
         self._sequences = sequences
+        self._open_steps: dict[Any, None] = {}
         self._next = number
         self._generation = 0
         self._tables_given: dict[int, tuple[int, Any, Any]] = {}
@@ -201,6 +202,15 @@ class StoredSequences(Drawn):
     def sequences(self) -> tuple[int, ...]:
         """The sequences, in the order in which they came."""
         return tuple(self._sequences)
+
+    @property
+    def open_steps(self) -> tuple[Any, ...]:
+        """The steps that are neither committed nor rolled back, in the order in which `reserve` made them.
+
+        A `KeyboardInterrupt` can leave `reserve` when the step is made and before the caller has it: roll back what is
+        here then.
+        """
+        return tuple(self._open_steps)
 
     @property
     def nbytes(self) -> int:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from numkv.blocks.pool import BlockPool
 from numkv.caches.paged.block_bytes import BlockBytes, Room, SlotBytes
+from numkv.interrupts import opened
 from numkv.store.engine import IN_HOST, IN_STORE, Engine, FullBlock, Section
 
 __all__ = ["Missing", "StoredPart"]
@@ -110,7 +111,8 @@ class StoredPart:
     def where(self, names: NDArray[np.uint8]) -> NDArray[np.int8]:
         """In which tier each is, by its name in the books."""
         each = [name.tobytes() for name in self._masked(names)]
-        return np.array(self._engine.where(self.section, each), np.int8)
+        with opened():  # it may be on the other side of a network
+            return np.array(self._engine.where(self.section, each), np.int8)
 
     def fill(
         self, missing: Sequence[Missing], taken: NDArray[np.int32]
@@ -130,7 +132,8 @@ class StoredPart:
                 good[at], tiers[at] = True, IN_HOST
         if others:
             reading = _Reading(self.content, room, missing, others, names)
-            good[others] = self._engine.read(self.section, reading)
+            with opened():
+                good[others] = self._engine.read(self.section, reading)
         room.done(good)
         return good, tiers
 

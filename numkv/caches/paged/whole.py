@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.access import writes
+from numkv.access import whole, writes
 from numkv.caches.bound import BoundAttention
 from numkv.caches.paged.bound import bind_paged
 from numkv.caches.paged.buffers import StepBuffers
@@ -87,7 +87,7 @@ class WholeCache(ReadableSequences):
     # -- scales
 
     @on_stream
-    @writes
+    @whole
     def set_scales(self, layer: int, k: Any = None, v: Any = None, *, stream: Any = None) -> None:
         """Set the scales of a layer's kv heads, for kinds that have such: a value is its 8-bit float times the scale.
 
@@ -136,7 +136,7 @@ class WholeCache(ReadableSequences):
 
     # -- pins
 
-    @writes
+    @whole
     def pin(self, seq: int) -> NDArray[np.int32]:
         """Keep those blocks of a sequence that are in the prefix cache now from eviction, also after it is removed.
 
@@ -163,7 +163,7 @@ class WholeCache(ReadableSequences):
             raise
         return pinned
 
-    @writes
+    @whole
     def unpin(self, seq: int) -> None:
         """Undo the last `pin` of a sequence, whatever has become of the sequence since.
 
@@ -269,7 +269,7 @@ class WholeCache(ReadableSequences):
 
     # -- as a whole
 
-    @writes
+    @whole
     def clear(self) -> None:
         """Remove all sequences and forget all cached prefixes, pinned ones too; the memory stays.
 

@@ -1,0 +1,161 @@
+"""Signals held back, so that a change of several parts is made whole before a signal handler may raise.
+
+Python runs signal handlers in the main thread, between any two of its instructions, and what a handler raises leaves
+from there: `KeyboardInterrupt` in the middle of a commit would leave half of it. So what changes the books of an object
+runs in a section::
+
+    with held:
+        ...  # every signal that arrives waits for the end
+
+The handlers of what has arrived run at the end of the outermost section, once for each signal, in the order of arrival;
+what they raise leaves from there, and the change has been made. Outside the main thread, where Python runs no handler,
+a section costs nothing. It holds back no exception that another thread sets (``PyThreadState_SetAsyncExc``).
+
+What waits for a network is opened again::
+
+    with held:
+        with opened():
+            ...  # signals are handled as they come: what is half made has to be undone where an exception passes
+
+Blocking signals (`signal.pthread_sigmask`) would not do: the kernel then gives them to any other thread of the process,
+a helper of OpenMP say, and Python runs the handler in the main thread all the same. So a section puts a handler of its
+own in place of those that Python would run, and gives them back at its end.
+"""
+
+from __future__ import annotations
+
+import _signal  # `signal` wraps these in enums, at ten times the cost
+import os
+import signal
+from collections.abc import Callable
+from threading import get_ident, main_thread
+from types import FrameType
+from typing import Any
+
+__all__ = ["held", "opened"]
+
+_Handler = Callable[[int, FrameType | None], Any]
+
+_NUMBERS = sorted(int(number) for number in signal.valid_signals())
+
+
+class _Held:
+    """The section; there is one, which the main thread enters.
+
+    Attributes
+    ----------
+    depth : int
+        How many sections there are, one inside another.
+    open_at : int
+        The depth at which handlers run all the same: 0, as there is no section then, or that of an `opened` one.
+    handlers : dict of int to function
+        The program's own handlers, where `note` stands in for them.
+    waiting : dict of int to frame
+        Signals that have arrived, and where.
+    """
+
+    def __init__(self) -> None:
+        self.depth = self.open_at = 0
+        self.handlers: dict[int, _Handler] = {}
+        self.waiting: dict[int, FrameType | None] = {}
+        self.main = main_thread().ident
+        self._known: list[Any] = []  # what `getsignal` said last of each number
+        self._handled: list[int] = []  # the indices of functions among these
+        self._note = self.note  # one object, so that it can be told from other handlers
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Stand in for a handler: let the signal wait, or pass it on where nothing holds it back."""
+        if self.depth > self.open_at:
+            self.waiting.setdefault(number, frame)
+        else:
+            self.handlers[number](number, frame)
+
+    def __enter__(self) -> None:
+        if get_ident() != self.main:
+            return
+        if self.depth:
+            self.depth += 1
+            return
+        found = list(map(_signal.getsignal, _NUMBERS))
+        if found != self._known:
+            self._handled = [i for i, handler in enumerate(found) if callable(handler)]
+            self._known = found
+        try:
+            for i in self._handled:
+                if (
+                    found[i] is not self._note
+                ):  # as it is where an interrupt kept it from being given back
+                    self.handlers[_NUMBERS[i]] = found[i]
+                    _signal.signal(_NUMBERS[i], self._note)
+            self.depth = 1  # the last line: `note` passes on what has come before
+        except BaseException:
+            self._give_back()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        if get_ident() != self.main or not self.depth:
+            return
+        if self.depth > 1:
+            self.open_at = 0 if self.open_at == self.depth else self.open_at
+            self.depth -= 1
+            if self.depth == self.open_at:
+                self.deliver()
+            return
+        self.depth = self.open_at = (
+            0  # the change is made; from here on whatever is raised may leave
+        )
+        try:
+            self._give_back()
+        finally:
+            try:
+                self._give_back()  # what an interrupt of the line above has left
+            finally:
+                self.deliver()
+
+    def _give_back(self) -> None:
+        for number, handler in list(self.handlers.items()):
+            if _signal.getsignal(number) is self._note:
+                _signal.signal(number, handler)
+
+    def deliver(self) -> None:
+        """Run the handlers of signals that wait; one that raises does not keep the others from running."""
+        try:
+            while self.waiting:
+                number = next(iter(self.waiting))
+                handler = _signal.getsignal(number)
+                if not callable(handler):  # somebody has changed that meanwhile
+                    del self.waiting[number]
+                    continue
+                # Taken and called without an instruction of Python in between, so that no other signal loses it.
+                next(map(handler, (number,), map(self.waiting.pop, (number,))))
+        except BaseException:
+            self.deliver()
+            raise
+
+    def begin_anew(self) -> None:
+        """In a forked child: its main thread is the one that forked, and has no section of another thread."""
+        if self.main != get_ident():
+            self.main, self.depth, self.open_at = get_ident(), 0, 0
+            self.waiting.clear()
+            self._give_back()
+
+
+held = _Held()
+
+
+class opened:  # noqa: N801 - as `contextlib.suppress` and its like
+    """Inside a section: have handlers run as signals come, those that wait first."""
+
+    def __enter__(self) -> None:
+        self.before = held.open_at
+        if held.depth and get_ident() == held.main:
+            held.open_at = held.depth
+            held.deliver()
+
+    def __exit__(self, *_: object) -> None:
+        if get_ident() == held.main:
+            held.open_at = self.before
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=held.begin_anew)
