@@ -8,7 +8,7 @@
 Importing this registers the attention function and the mask function ``numkv``. docs/transformers.md says what goes
 with it, and what is refused.
 
-It needs transformers 5 and PyTorch 2.5 or newer: ``pip install "numkv[transformers]"``.
+It needs transformers 5.19 or a later 5, and PyTorch 2.7 or newer: ``pip install "numkv[transformers]"``.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ except ImportError as error:
         'numkv.transformers needs transformers, which is not installed; try pip install "numkv[transformers]"'
     ) from error
 
-if _transformers.__version__.split(".")[0] != "5":
+if not (5, 19) <= tuple(map(int, _transformers.__version__.split(".")[:2])) < (6,):
     raise ImportError(
-        f"numkv.transformers needs transformers 5, as its caches and masks differ from version to version, got "
+        "numkv.transformers needs transformers>=5.19,<6, as its caches and masks differ from version to version, got "
         f'{_transformers.__version__}; try pip install "numkv[transformers]"'
     )
 

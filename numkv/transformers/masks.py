@@ -11,18 +11,21 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
-from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from numkv.errors import NotSupported
 from numkv.transformers.books import Books, Seen, Step
+from numkv.transformers.carried import Carried
+from numkv.transformers.internals import causal_mask_function, sdpa_mask, seen_by
 
 __all__ = ["Plan", "plan_of_mask"]
 
-_OVERLAYS = {"sliding_window_overlay": "sliding_window", "chunked_overlay": "chunk_size"}
+_Tensor = torch.Tensor
 
 
-class Plan:
+class Plan(Carried):
     """What attention functions get in place of a mask.
+
+    It has the form of transformers' ready masks, ``(batch, 1, columns, kv_length)``, and so passes where those do.
 
     Attributes
     ----------
@@ -35,16 +38,29 @@ class Plan:
         columns alone.
     """
 
-    __slots__ = ("_arguments", "_padding", "_steps", "columns", "offset", "seen", "whole")
+    seen: Seen | None
+    columns: int
+    offset: Any
+    _arguments: dict[str, Any]
+    _whole: Plan | None
+    _padding: Any
+    _steps: dict[tuple[int, bool], tuple[Books, Step]]
 
-    def __init__(self, seen: Seen | None, columns: int, offset: int, arguments: Any) -> None:
-        self.seen = seen
-        self.columns = columns
-        self.offset = offset
-        self.whole = self
-        self._arguments = arguments
-        self._padding: Any = None
-        self._steps: dict[tuple[int, bool], tuple[Books, Step]] = {}
+    @classmethod
+    def of(cls, seen: Seen | None, columns: int, arguments: dict[str, Any]) -> Plan:
+        """Make the plan of the last columns of a pass, of which a mask would be made with these arguments."""
+        shape = (arguments["batch_size"], 1, columns, arguments["kv_length"])
+        made: Plan = torch.empty(1, dtype=torch.bool, device="cpu").expand(shape).as_subclass(cls)
+        made.seen, made.columns, made.offset = seen, columns, arguments["q_offset"]
+        made._arguments = arguments
+        made._whole = None
+        made._padding = None
+        made._steps = {}
+        return made
+
+    @property
+    def whole(self) -> Plan:
+        return self if self._whole is None else self._whole
 
     def step(self, books: Books, *, keep: bool) -> Step:
         """What the pass does to layers with these books; worked out once.
@@ -70,14 +86,15 @@ class Plan:
     def _new_step(self, books: Books, keep: bool) -> Step:
         if self.seen is None:
             raise NotSupported(
-                "NumkvCache: expected a causal mask, with a window, chunks or padding, got one with a pattern of its "
-                "own (packed sequences, blocks that see both ways, or functions that a model adds); run this model "
-                "or input with another cache and attention implementation"
+                "NumkvCache: expected a causal mask, with a window, chunks, padding or blocks that see both ways, got one "
+                "with a pattern of its own (packed sequences, or functions that a model adds); run this model or "
+                "input with another cache and attention implementation"
             )
         if self.offset != books.columns:
             raise NotSupported(
                 f"NumkvCache: expected a layer with {self.offset} tokens, as the mask is made for, got one with "
-                f"{books.columns}; after a pass that failed or left layers out, call reset() and start again"
+                f"{books.columns}: another thread goes on with this cache, where one thread at a time may, or a pass "
+                "failed or left layers out; then call reset() and start again"
             )
         padding = self._arguments["attention_mask"]
         if padding is not None and self._padding is None:
@@ -101,36 +118,38 @@ class Plan:
         mask = sdpa_mask(**arguments)
         return mask if self.whole is self else mask[:, :, -self.columns :]
 
-    def contiguous(self) -> Plan:
-        """Itself: `generate` asks this of masks that it makes for caches of a fixed size."""
-        return self
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _Tensor.contiguous:  # `generate` asks this of masks that it makes for caches of a fixed size
+            return args[0]
+        if func is _Tensor.__getitem__:
+            return args[0]._last(args[1])
+        return super().__torch_function__(func, types, args, kwargs)
 
-    def __getitem__(self, index: Any) -> Plan:
+    def _last(self, index: Any) -> Plan:
         """The plan of the last columns, which is all that models ask for: ``[:, :, -n:, :]``."""
         each = slice(None)
         if not (isinstance(index, tuple) and len(index) == 4 and isinstance(index[2], slice)):
-            self._refuse()
+            self.refuse("an index")
         *others, rows = (*index[:2], index[3], index[2])
         start = rows.start or 0
         if others != [each] * 3 or rows.stop is not None or rows.step is not None or start > 0:
-            self._refuse()
+            self.refuse("an index")
         if start == 0 or -start >= self.columns:
             return self
-        part = Plan(self.seen, -start, self.offset, self._arguments)
-        part.whole = self.whole
+        part = Plan.of(self.seen, -start, self._arguments)
+        part._whole = self.whole
         return part
 
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+    @classmethod
+    def refuse(cls, name: str) -> NoReturn:
         raise NotSupported(
             "attention implementation 'numkv': expected a model that hands its mask on to the attention function, got "
-            "one that computes with it; choose another with model.set_attn_implementation"
+            f"one that computes with it ({name}); choose another with model.set_attn_implementation"
         )
 
-    __add__ = __radd__ = __mul__ = __rmul__ = __invert__ = __len__ = __iter__ = _refuse
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        cls._refuse(cls)  # type: ignore[arg-type]
+    def __repr__(self, **_: Any) -> str:
+        return f"Plan({self.seen}, columns={self.columns}, offset={self.offset})"
 
 
 def plan_of_mask(
@@ -168,29 +187,4 @@ def plan_of_mask(
         "kv_offset": kv_offset, "mask_function": mask_function, "attention_mask": attention_mask,
         "local_size": local_size, **options,
     }  # fmt: skip
-    return Plan(_seen(mask_function), q_length, q_offset, arguments)
-
-
-def _seen(mask_function: Any) -> Seen | None:
-    """What a mask function of transformers lets tokens see; None for others than causal ones, windows and chunks."""
-    if mask_function is causal_mask_function:
-        return Seen()
-    both = _inside(mask_function, "and_masks").get("mask_functions", ())
-    if len(both) != 2 or both[1] is not causal_mask_function:
-        return None
-    for overlay, name in _OVERLAYS.items():
-        size = _inside(both[0], overlay).get(name)
-        if isinstance(size, int) and size > 0:
-            return Seen(window=size) if name == "sliding_window" else Seen(chunk=size)
-    return None
-
-
-def _inside(function: Any, maker: str) -> dict[str, Any]:
-    """What a function that transformers' `maker` returned has kept; nothing for other functions."""
-    code = getattr(function, "__code__", None)
-    if code is None or function.__module__ != causal_mask_function.__module__:
-        return {}
-    if function.__qualname__.partition(".")[0] != maker:
-        return {}
-    cells = function.__closure__ or ()
-    return {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
+    return Plan.of(seen_by(mask_function), q_length, arguments)
