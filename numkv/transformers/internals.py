@@ -98,6 +98,8 @@ def seen_by(mask_function: Any) -> Seen | None:
     """What a mask function lets tokens see: earlier ones, in a window or a chunk, and blocks; None for other patterns."""
     if mask_function is causal_mask_function:
         return Seen()
+    if mask_function is None:
+        return None
     first, second = _two(mask_function, "or_masks")
     ids = _inside(second, "blockwise_overlay").get("block_sequence_ids")
     if ids is not None:  # what is seen without blocks, and blocks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -15,12 +15,18 @@ from numkv.storage.pool import Pool
 from numkv.torch.tensors import array_of
 from numkv.transformers.books import Books, Shrink, Step
 from numkv.transformers.bound import BoundLayer
-from numkv.transformers.carried import Carried
 from numkv.transformers.internals import CacheLayerMixin, LinearAttentionLayer
 from numkv.transformers.options import Options
 
 __all__ = ["HybridLayer", "NumkvLayer", "Pending", "Rows", "columns_to_crop"]
 
+_Tensor = torch.Tensor
+# What may be asked of rows on their way; everything else would compute with them.
+_ASKED = {
+    _Tensor.shape.__get__, _Tensor.dtype.__get__, _Tensor.device.__get__, _Tensor.ndim.__get__,
+    _Tensor.layout.__get__, _Tensor.requires_grad.__get__, _Tensor.size, _Tensor.dim, _Tensor.__len__,
+    _Tensor.is_floating_point, _Tensor.numel, _Tensor.is_contiguous, _Tensor.stride,
+}  # fmt: skip
 
 
 class Pending:
@@ -48,7 +54,7 @@ class Pending:
         self.weight: Any = None
 
 
-class Rows(Carried):
+class Rows(torch.Tensor):  # type: ignore[misc]
     """New rows of K or V on their way from `NumkvLayer.update` to the attention function ``numkv``.
 
     Everything else that would read them raises: it would see the new rows, where it expects all of the cache.
@@ -57,7 +63,15 @@ class Rows(Carried):
     pending: Pending
 
     @classmethod
-    def refuse(cls, name: str) -> NoReturn:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ASKED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func is _Tensor.to:  # where it changes nothing
+            rest = [*args[1:], *(kwargs or {}).values()]
+            if all(x in (args[0].device, args[0].dtype, True, False) for x in rest):
+                return args[0]
+        name = getattr(func, "__name__", str(func))
         raise NotSupported(
             f"NumkvCache: expected its K and V to be read by the attention function 'numkv', got {name} on them. Call "
             "model.set_attn_implementation('numkv'), or numkv.transformers.use(model). A model that computes with "

@@ -14,18 +14,15 @@ import torch
 
 from numkv.errors import NotSupported
 from numkv.transformers.books import Books, Seen, Step
-from numkv.transformers.carried import Carried
 from numkv.transformers.internals import causal_mask_function, sdpa_mask, seen_by
 
 __all__ = ["Plan", "plan_of_mask"]
 
-_Tensor = torch.Tensor
 
-
-class Plan(Carried):
+class Plan:
     """What attention functions get in place of a mask.
 
-    It has the form of transformers' ready masks, ``(batch, 1, columns, kv_length)``, and so passes where those do.
+    It has the shape of a mask, and where transformers makes a mask of a ready one, it stays as it is.
 
     Attributes
     ----------
@@ -38,29 +35,22 @@ class Plan(Carried):
         columns alone.
     """
 
-    seen: Seen | None
-    columns: int
-    offset: Any
-    _arguments: dict[str, Any]
-    _whole: Plan | None
-    _padding: Any
-    _steps: dict[tuple[int, bool], tuple[Books, Step]]
+    __slots__ = ("_arguments", "_padding", "_steps", "columns", "offset", "seen", "whole")
+    ndim = 4
 
-    @classmethod
-    def of(cls, seen: Seen | None, columns: int, arguments: dict[str, Any]) -> Plan:
-        """Make the plan of the last columns of a pass, of which a mask would be made with these arguments."""
-        shape = (arguments["batch_size"], 1, columns, arguments["kv_length"])
-        made: Plan = torch.empty(1, dtype=torch.bool, device="cpu").expand(shape).as_subclass(cls)
-        made.seen, made.columns, made.offset = seen, columns, arguments["q_offset"]
-        made._arguments = arguments
-        made._whole = None
-        made._padding = None
-        made._steps = {}
-        return made
+    def __init__(self, seen: Seen | None, columns: int, offset: int, arguments: Any) -> None:
+        self.seen = seen
+        self.columns = columns
+        self.offset = offset
+        self.whole = self
+        self._arguments = arguments
+        self._padding: Any = None
+        self._steps: dict[tuple[int, bool], tuple[Books, Step]] = {}
 
     @property
-    def whole(self) -> Plan:
-        return self if self._whole is None else self._whole
+    def shape(self) -> tuple[int, int, int, int]:
+        """That of the mask."""
+        return self._arguments["batch_size"], 1, self.columns, self._arguments["kv_length"]
 
     def step(self, books: Books, *, keep: bool) -> Step:
         """What the pass does to layers with these books; worked out once.
@@ -86,9 +76,9 @@ class Plan(Carried):
     def _new_step(self, books: Books, keep: bool) -> Step:
         if self.seen is None:
             raise NotSupported(
-                "NumkvCache: expected a causal mask, with a window, chunks, padding or blocks that see both ways, got one "
-                "with a pattern of its own (packed sequences, or functions that a model adds); run this model or "
-                "input with another cache and attention implementation"
+                "NumkvCache: expected a causal mask, with a window, chunks, padding or blocks that see both ways, got "
+                "one with a pattern of its own (packed sequences, or functions that a model adds); run this model "
+                "or input with another cache and attention implementation"
             )
         if self.offset != books.columns:
             raise NotSupported(
@@ -118,38 +108,36 @@ class Plan(Carried):
         mask = sdpa_mask(**arguments)
         return mask if self.whole is self else mask[:, :, -self.columns :]
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _Tensor.contiguous:  # `generate` asks this of masks that it makes for caches of a fixed size
-            return args[0]
-        if func is _Tensor.__getitem__:
-            return args[0]._last(args[1])
-        return super().__torch_function__(func, types, args, kwargs)
+    def contiguous(self) -> Plan:
+        """Itself: `generate` asks this of masks that it makes for caches of a fixed size."""
+        return self
 
-    def _last(self, index: Any) -> Plan:
+    def __getitem__(self, index: Any) -> Plan:
         """The plan of the last columns, which is all that models ask for: ``[:, :, -n:, :]``."""
         each = slice(None)
         if not (isinstance(index, tuple) and len(index) == 4 and isinstance(index[2], slice)):
-            self.refuse("an index")
+            self._refuse()
         *others, rows = (*index[:2], index[3], index[2])
         start = rows.start or 0
         if others != [each] * 3 or rows.stop is not None or rows.step is not None or start > 0:
-            self.refuse("an index")
+            self._refuse()
         if start == 0 or -start >= self.columns:
             return self
-        part = Plan.of(self.seen, -start, self._arguments)
-        part._whole = self.whole
+        part = Plan(self.seen, -start, self.offset, self._arguments)
+        part.whole = self.whole
         return part
 
-    @classmethod
-    def refuse(cls, name: str) -> NoReturn:
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise NotSupported(
             "attention implementation 'numkv': expected a model that hands its mask on to the attention function, got "
-            f"one that computes with it ({name}); choose another with model.set_attn_implementation"
+            "one that computes with it; choose another with model.set_attn_implementation"
         )
 
-    def __repr__(self, **_: Any) -> str:
-        return f"Plan({self.seen}, columns={self.columns}, offset={self.offset})"
+    __add__ = __radd__ = __mul__ = __rmul__ = __invert__ = __len__ = __iter__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls._refuse(cls)  # type: ignore[arg-type]
 
 
 def plan_of_mask(
@@ -171,8 +159,8 @@ def plan_of_mask(
         Sizes, and the columns that come before.
     mask_function : callable
         What tells which query sees which key.
-    attention_mask : bool tensor (batch_size, columns), optional
-        Which columns are tokens.
+    attention_mask : bool tensor (batch_size, columns) or Plan, optional
+        Which columns are tokens; or what is already made, as `generate` does for caches of a fixed size, and PaliGemma.
     local_size : int, optional
         The window or chunk.
     **options
@@ -182,9 +170,11 @@ def plan_of_mask(
     -------
     Plan
     """
+    if isinstance(attention_mask, Plan):
+        return attention_mask
     arguments = {
         "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset,
         "kv_offset": kv_offset, "mask_function": mask_function, "attention_mask": attention_mask,
         "local_size": local_size, **options,
     }  # fmt: skip
-    return Plan.of(seen_by(mask_function), q_length, arguments)
+    return Plan(seen_by(mask_function), q_length, q_offset, arguments)
