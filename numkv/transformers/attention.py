@@ -86,11 +86,11 @@ def _over_cache(
         _refuse_mask(mask)
     if dropout or others.get("position_bias") is not None or others.get("output_attentions"):
         _refuse(dropout, others)
-    if torch.is_autocast_enabled("cpu"):  # as PyTorch's attention does: RoPE leaves K and queries in float32
+    keys, values = pending.keys, pending.values
+    if not (query.dtype is keys.dtype is values.dtype) and torch.is_autocast_enabled("cpu"):
+        # RoPE leaves queries and K in float32; PyTorch's own attention casts them, too.
         dtype = torch.get_autocast_dtype("cpu")
-        query, pending.keys, pending.values = (
-            x.to(dtype) for x in (query, pending.keys, pending.values)
-        )
+        query, pending.keys, pending.values = query.to(dtype), keys.to(dtype), values.to(dtype)
     if (
         query.requires_grad or pending.keys.requires_grad or pending.values.requires_grad
     ) and torch.is_grad_enabled():

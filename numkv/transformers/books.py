@@ -379,7 +379,12 @@ class Books:
             )
 
     def _queries(
-        self, new: Flags | None, ordinal: Ints, end: Ints, seen: Seen, blocks: tuple[Ints, Ints] | None
+        self,
+        new: Flags | None,
+        ordinal: Ints,
+        end: Ints,
+        seen: Seen,
+        blocks: tuple[Ints, Ints] | None,
     ) -> tuple[Ints | None, Ints, Ints, Ints | None]:
         """Which queries are computed, lengths, where each sequence's queries start, and ranges."""
         batch, columns = self.batch, ordinal.shape[1]

@@ -95,7 +95,7 @@ def layer_of_transformers(name: str, arguments: dict[str, Any]) -> Any:
 
 
 def seen_by(mask_function: Any) -> Seen | None:
-    """What a mask function lets tokens see: earlier ones, in a window or a chunk, and blocks; None for other patterns."""
+    """What a mask function lets tokens see: earlier ones, by windows or chunks, and blocks; None for other patterns."""
     if mask_function is causal_mask_function:
         return Seen()
     if mask_function is None:

@@ -66,7 +66,8 @@ def use(
 
     Notes
     -----
-    Copies and pickles of the model stay switched. Without a `NumkvCache` the model attends as transformers' ``sdpa`` does, also in training. `restore` undoes it.
+    Copies and pickles of the model stay switched. Without a `NumkvCache` the model attends as transformers' ``sdpa``
+    does, also in training. `restore` undoes it.
 
     Examples
     --------

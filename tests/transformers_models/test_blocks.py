@@ -1,4 +1,4 @@
-"""Blocks of tokens that see both ways, as images in Gemma 3 and prefixes in PaliGemma: as transformers computes them."""
+"""Blocks of tokens that see both ways, as images in Gemma 3 and prefixes in PaliGemma: as with eager attention."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,8 @@ TEXT = {
     "eos_token_id": None,
 }  # fmt: skip
 SLIDING = {
-    **TEXT, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "query_pre_attn_scalar": 16,
+    **TEXT, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "query_pre_attn_scalar": 16,
 }  # fmt: skip
 
 
@@ -64,7 +65,9 @@ def answer(model, cache, given, **options):
 
 def check(model, given, options=None, **of_generate):
     model.set_attn_implementation("eager")
-    expected, logits = answer(model, DynamicCache(config=model.config.get_text_config()), given, **of_generate)
+    expected, logits = answer(
+        model, DynamicCache(config=model.config.get_text_config()), given, **of_generate
+    )
     model.set_attn_implementation("numkv")
     cache = NumkvCache(model.config, **(options or {"kind": "fp32"}))
     found, own = answer(model, cache, given, **of_generate)
@@ -84,7 +87,9 @@ def with_blocks(lengths, blocks, of_block, of_others):
 
 
 @pytest.mark.parametrize(
-    "options", [None, {"kind": "int8", "residual_window": 64}], ids=["fp32", "tokens in full precision"]
+    "options",
+    [None, {"kind": "int8", "residual_window": 64}],
+    ids=["fp32", "tokens in full precision"],
 )
 def test_images_of_gemma_3(options):
     """Two in one prompt, of more tokens than a window; one that ends a padded prompt; none."""
