@@ -75,7 +75,7 @@ def _fits(actual: tuple[int, ...], shape: Shape) -> bool:
 def _remedy(name: str, actual: tuple[int, ...], shape: Shape) -> str:
     """What to do about an array of another shape: the usual mistakes are known by what would mend them."""
     if name in _WRITTEN:
-        return "make one of this shape with numpy.empty"
+        return "make one of this shape"
     if len(actual) == len(shape):
         swaps = [(i, j) for j in range(len(shape) - 1) for i in range(j)]
         for i, j in swaps:
@@ -144,7 +144,7 @@ def check_array(
         remedy = (
             f"make one of {dtypes[0]}"
             if name in _WRITTEN
-            else "convert it, for example with .astype"
+            else f"convert it to {dtypes[0] if len(dtypes) == 1 else 'one of these'}"
         )
         if not dtype.isnative:
             remedy = f"its bytes are in the other order: pass {name}.astype({name}.dtype.newbyteorder('='))"
@@ -162,16 +162,16 @@ def check_array(
             f"`{name}`: expected {x.dtype} {_describe(shape)} with a contiguous last axis, got a "
             f"step of {x.strides[-1]} bytes along it; "
             + (
-                "make one with numpy.empty, and transpose the result"
+                "make a contiguous one, and transpose the result"
                 if name in _WRITTEN
-                else f"pass numpy.ascontiguousarray({name})"
+                else f"pass a contiguous copy of {name}"
             )
         )
     if not _is_aligned(x, dtype.itemsize):
         raise NotSupported(
             f"`{name}`: expected {x.dtype} {_describe(shape)} whose elements lie at multiples of "
             f"{dtype.itemsize} bytes, got steps of {tuple(x.strides)} bytes or an odd address, as fields "
-            f"of packed records have them; pass {name}.copy()"
+            f"of packed records have them; pass a copy of {name}"
         )
     return x
 

@@ -45,7 +45,7 @@ def check_real(name: str, x: arrays.Array, dtype: np.dtype[Any], shape: tuple[in
     """Refuse what is no float array of native byte order and of `shape`, as an argument of `Target.reals`."""
     got = f"expected {dtype} {shape}, got {x.dtype} {tuple(x.shape)}"
     if (x.dtype.kind != "f" and x.dtype != BF16) or not x.dtype.isnative:
-        raise UnsupportedDType(f"`{name}`: {got}; convert it to a float dtype with .astype")
+        raise UnsupportedDType(f"`{name}`: {got}; convert it to a float dtype")
     if tuple(x.shape) != shape:
         raise DimensionMismatch(
             f"`{name}`: {got}; pass an array of this shape", expected=shape, actual=tuple(x.shape)

@@ -21,6 +21,7 @@ from numkv.targets.memory import column_of
 
 __all__ = ["CpuTarget"]
 
+_HOST = 1  # of DLPack
 _NOTHING = contextlib.nullcontext()
 # Steps of NumPy's search for a byte that two arrays share; interleaved views take a few.
 _MOST_WORK = 10_000
@@ -88,6 +89,8 @@ class CpuTarget:
             try:
                 return np.from_dlpack(x)
             except (BufferError, RuntimeError, TypeError) as error:
+                if x.__dlpack_device__()[0] == _HOST and hasattr(x, "__array__"):
+                    return np.asarray(x, copy=False)  # JAX's bfloat16, which DLPack of NumPy lacks
                 raise NotSupported(
                     f"`{name}`: expected an array in host memory, got {type(x).__name__}, which "
                     f"NumPy cannot take without a copy ({error}); bring it to the host first"

@@ -12,7 +12,7 @@ itself. Everything else is as `numkv` says.
 - **Gradients** are not computed. A tensor that requires them is refused where they are recorded; pass
   ``x.detach()``, or call under ``torch.no_grad()``.
 
-It needs PyTorch 2.5 or newer: ``pip install "numkv[torch]"``.
+It needs PyTorch 2.8 or newer: ``pip install "numkv[torch]"``.
 """
 
 from __future__ import annotations

@@ -171,12 +171,15 @@ _FAKES: dict[str, Callable[..., Any]] = {
 }
 
 
+def _positional(inputs: str) -> tuple[str, ...]:
+    """Names of the positional arguments of a schema."""
+    found = inputs.partition("*, ")[0].strip(", ").split(", ")
+    return tuple(part.split("=")[0].split()[-1] for part in found)
+
+
 def _define_other(name: str, inputs: str, result: str) -> None:
     function = getattr(numkv, name)
-    positional = inputs.partition("*, ")[0]
-    names = tuple(part.split("=")[0].split()[-1] for part in positional.strip(", ").split(", "))
-
-    convert = converter(names, keeps=False)
+    convert = converter(_positional(inputs), keeps=False)
 
     def run(*args: Any, **options: Any) -> Any:
         arrays, named = convert(args, options)
@@ -209,12 +212,18 @@ def _refuse_stream(options: dict[str, Any]) -> None:
         )
 
 
-def _tensor(x: Any) -> Any:
-    """A tensor of a list, an array or a number."""
-    return x if x is None or isinstance(x, torch.Tensor) else torch.as_tensor(np.asarray(x))
+def _tensors(names: tuple[str, ...], inputs: tuple[Any, ...]) -> list[Any]:
+    """Tensors of tensors, lists, arrays and numbers; a gradient refused here ends a graph before the call."""
+    _no_gradients(
+        **{n: x for n, x in zip(names, inputs, strict=False) if isinstance(x, torch.Tensor)}
+    )
+    return [
+        x if x is None or isinstance(x, torch.Tensor) else torch.as_tensor(np.asarray(x))
+        for x in inputs
+    ]
 
 
-def _attention_call(name: str) -> Callable[..., Any]:
+def _attention_call(name: str, names: tuple[str, ...]) -> Callable[..., Any]:
     operator = getattr(torch.ops.numkv, name)
 
     def call(
@@ -229,7 +238,7 @@ def _attention_call(name: str) -> Callable[..., Any]:
         _refuse_stream(options)
         options["logits_soft_cap"] = 0.0 if logits_soft_cap is None else logits_soft_cap
         options["window_left"] = -1 if window_left is None else window_left
-        inputs = tuple(map(_tensor, inputs))
+        inputs = tuple(_tensors(names, inputs))
         if out is None:
             if return_lse:
                 return operator.lse(*inputs, **options)
@@ -243,7 +252,8 @@ def _attention_call(name: str) -> Callable[..., Any]:
     return call
 
 
-def _other_call(name: str) -> Callable[..., Any]:
+def _other_call(name: str, inputs_of: str) -> Callable[..., Any]:
+    names = _positional(inputs_of)
     operator = getattr(torch.ops.numkv, name).default
     defaults = {"logits_soft_cap": 0.0, "window_left": -1, "eps": 1e-6, "check_finite": True}
 
@@ -254,7 +264,7 @@ def _other_call(name: str) -> Callable[..., Any]:
                 options[option] = value
         if "qk_mode" in options:
             options["qk_mode"] = int(options["qk_mode"])
-        found = operator(*map(_tensor, inputs), **options)
+        found = operator(*_tensors(names, inputs), **options)
         return found if q_out is None else q_out.copy_(found)
 
     return call
@@ -262,6 +272,6 @@ def _other_call(name: str) -> Callable[..., Any]:
 
 #: Calls of operators by the name of the function, with its arguments.
 calls: dict[str, Callable[..., Any]] = {
-    **{name: _attention_call(name) for name in _ATTENTION},
-    **{name: _other_call(name) for name in _OTHERS},
+    **{name: _attention_call(name, names) for name, names in _ATTENTION.items()},
+    **{name: _other_call(name, inputs) for name, (inputs, _) in _OTHERS.items()},
 }

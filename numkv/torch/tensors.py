@@ -22,6 +22,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 _Tensor = torch.Tensor
 _grad_enabled, _is_compiling = torch.is_grad_enabled, torch.compiler.is_compiling
+_is_tracing = torch.jit.is_tracing
 _array, _from_numpy = np.ndarray, torch.from_numpy
 _OTHERS = 256  # numbers of dtypes from here on are those of other libraries
 _INT_OF = {1: torch.uint8, 2: torch.int16}
@@ -99,6 +100,11 @@ def _refusal(x: Any, name: str, error: Exception) -> Exception:
             f"`{name}`: expected a tensor whose memory has its values, got one that is negated or conjugated lazily; "
             f"pass {name}.resolve_neg()"
         )
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return NotSupported(
+            f"`{name}`: expected a tensor with memory of its own, got one within torch.func.vmap, grad or another "
+            "transform; call numkv outside of it, with the batch as it is: its functions take many sequences at once"
+        )
     said = str(error).split("\n")[0]
     return UnsupportedDType(
         f"`{name}`: expected a tensor that NumPy can take, got {x.dtype} ({said}); convert it with .to(torch.float32)"
@@ -163,6 +169,11 @@ def on_tensors(
     def call(*args: Any, **kwargs: Any) -> Any:
         if operator is not None and _is_compiling():
             return operator(*args, **kwargs)
+        if _is_tracing():
+            raise NotSupported(
+                f"{function.__name__}: expected a call that runs or is compiled, got one under torch.jit.trace, which "
+                "would keep its result as a constant; use torch.compile or torch.export"
+            )
         given = args[place] if len(args) > place else kwargs.get(output) if kwargs else None
         arrays, named = convert(args, kwargs)
         found = function(*arrays, **named)

@@ -8,7 +8,7 @@
 Importing this registers the attention function and the mask function ``numkv``. docs/transformers.md says what goes
 with it, and what is refused.
 
-It needs transformers 5 and PyTorch 2.5 or newer: ``pip install "numkv[transformers]"``.
+It needs transformers 5.19 or a later 5, and PyTorch 2.8 or newer: ``pip install "numkv[transformers]"``.
 """
 
 from __future__ import annotations
@@ -20,11 +20,17 @@ except ImportError as error:
         'numkv.transformers needs transformers, which is not installed; try pip install "numkv[transformers]"'
     ) from error
 
-if _transformers.__version__.split(".")[0] != "5":
-    raise ImportError(
-        f"numkv.transformers needs transformers 5, as its caches and masks differ from version to version, got "
-        f'{_transformers.__version__}; try pip install "numkv[transformers]"'
-    )
+import torch as _torch
+
+for _what, _found, _from, _below in (
+    ("transformers>=5.19,<6", _transformers.__version__, (5, 19), (6,)),
+    ("torch>=2.8", _torch.__version__, (2, 8), (99,)),
+):
+    if not _from <= tuple(map(int, _found.split(".")[:2])) < _below:
+        raise ImportError(
+            f"numkv.transformers needs {_what}, as caches and masks differ from version to version, got {_found}; try "
+            'pip install "numkv[transformers]"'
+        )
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
+from numkv.access import writes
 from numkv.attention.options import check_options
 from numkv.errors import NotSupported
 from numkv.transformers.append_attend import append_and_attend, at_once
+from numkv.transformers.internals import repeat_kv, sdpa_attention_forward
 from numkv.transformers.latents import LatentRows, attend_absorbed
-from numkv.transformers.layers import Rows
+from numkv.transformers.layers import NumkvLayer, Rows
 from numkv.transformers.masks import Plan
 
 __all__ = ["attention"]
@@ -63,15 +64,16 @@ def attention(
     """
     if isinstance(key, Rows):
         return _over_cache(
-            query, key, value, attention_mask, dropout, scaling, softcap, s_aux, others
-        ), None
+            key.pending.layer, query, key, value, attention_mask, dropout, scaling, softcap, s_aux, others
+        ), None  # fmt: skip
     return _without_cache(
         module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux, others
     ), None
 
 
+@writes
 def _over_cache(
-    query: Any, key: Any, value: Any, mask: Any, dropout: float, scaling: float | None,
+    layer: NumkvLayer, query: Any, key: Any, value: Any, mask: Any, dropout: float, scaling: float | None,
     softcap: float | None, s_aux: Any, others: dict[str, Any],
 ) -> Any:  # fmt: skip
     """Attend over what a `NumkvCache` holds, the new rows included."""
@@ -84,6 +86,11 @@ def _over_cache(
         _refuse_mask(mask)
     if dropout or others.get("position_bias") is not None or others.get("output_attentions"):
         _refuse(dropout, others)
+    keys, values = pending.keys, pending.values
+    if not (query.dtype is keys.dtype is values.dtype) and torch.is_autocast_enabled("cpu"):
+        # RoPE leaves queries and K in float32; PyTorch's own attention casts them, too.
+        dtype = torch.get_autocast_dtype("cpu")
+        query, pending.keys, pending.values = query.to(dtype), keys.to(dtype), values.to(dtype)
     if (
         query.requires_grad or pending.keys.requires_grad or pending.values.requires_grad
     ) and torch.is_grad_enabled():

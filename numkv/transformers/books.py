@@ -26,7 +26,7 @@ Flags = NDArray[np.bool_]
 Shrink = tuple[int, NDArray[np.int32], NDArray[np.int32]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Seen:
     """What a token sees beside causality.
 
@@ -36,10 +36,17 @@ class Seen:
         Tokens, its own included; 0 for all.
     chunk : int
         Tokens of a chunk, of which it sees its own; 0 for none.
+    blocks : int array (batch, columns) or None
+        The block of each column, earlier ones included, or -1: tokens of a block see all of it, later ones too, as
+        those of an image do.
+    cuts : bool
+        Whether blocks end where the window begins.
     """
 
     window: int = 0
     chunk: int = 0
+    blocks: NDArray[Any] | None = None
+    cuts: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,6 +71,8 @@ class Step:
         Blocks of a smaller pool that is to take what is left after the pass, and copies into it.
     before, new, seen, columns : Books, bool array (batch, columns) or None, Seen, int
         What it was worked out from.
+    blocks : tuple of int64 array (batch, columns), or None
+        Positions from which and up to which each new token sees its block.
     """
 
     num_blocks: int
@@ -80,20 +89,31 @@ class Step:
     new: Flags | None
     seen: Seen
     columns: int
+    blocks: tuple[Ints, Ints] | None
 
     def of_last(self, columns: int) -> Step:
         """The step for the queries of the last columns alone."""
         books, new = self.before, self.new
         ordinal = _ordinal(new, self.columns)[:, -columns:]
         new = None if new is None else new[:, -columns:]
-        found = books._queries(new, ordinal, self.lengths, self.seen)
+        found = books._queries(new, ordinal, self.lengths, self.seen, self._blocks(columns))
         queries, lengths, starts, ranges = found
         return replace(self, queries=queries, lengths=lengths, starts=starts, ranges=ranges)
 
     def limits(self, columns: int) -> tuple[Ints, Ints]:
         """From where and up to where the queries of the last columns see tokens: positions, each (batch, columns)."""
         ordinal = _ordinal(self.new, self.columns)[:, -columns:]
-        return self.before._limits(ordinal, self.seen)
+        return self.before._limits(ordinal, self.seen, self._blocks(columns))
+
+    def positions(self) -> Ints:
+        """Position of each new token, (batch or 1, columns); of padding, that of the token before it."""
+        return self.before.lengths[:, None] + _ordinal(self.new, self.columns) - 1
+
+    def _blocks(self, columns: int) -> tuple[Ints, Ints] | None:
+        """`blocks` of the last columns."""
+        if self.blocks is None:
+            return None
+        return self.blocks[0][:, -columns:], self.blocks[1][:, -columns:]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -230,8 +250,9 @@ class Books:
             slots = np.full(at.shape, -1, np.int64)
         if new is not None:
             slots[~new] = -1
-        self._check_seen(seen, counts)
-        queries, lengths, starts, ranges = self._queries(new, ordinal, end, seen)
+        blocks = None if seen.blocks is None else self._block_ends(seen.blocks, valid, new_columns)
+        self._check_seen(seen, counts, blocks)
+        queries, lengths, starts, ranges = self._queries(new, ordinal, end, seen, blocks)
         after = replace(
             self, num_blocks=num_blocks, columns=self.columns + new_columns,
             lengths=self.lengths + counts, table=table, valid=valid,
@@ -241,7 +262,7 @@ class Books:
             after, shrink = after.dropping().shrunk()
         return Step(
             num_blocks, copies, slots.reshape(-1), queries, table, lengths, starts, ranges, after,
-            shrink, self, new, seen, new_columns,
+            shrink, self, new, seen, new_columns, blocks,
         )  # fmt: skip
 
     def _make_room(
@@ -309,7 +330,37 @@ class Books:
             new = np.ones((self.batch, new_columns), bool)
         return np.concatenate([past, new], 1)
 
-    def _check_seen(self, seen: Seen, counts: Ints) -> None:
+    def _block_ends(
+        self, ids: NDArray[Any], valid: Flags | None, new_columns: int
+    ) -> tuple[Ints, Ints]:
+        """Positions from which and up to which new tokens see their blocks, as far as they have come."""
+        columns = self.columns + new_columns
+        if ids.shape[0] != self.batch or ids.shape[1] < columns:
+            raise DimensionMismatch(
+                f"NumkvCache: expected blocks of ({self.batch}, {columns}) columns, earlier ones included, got "
+                f"{ids.shape}; pass token_type_ids of all tokens",
+                expected=(self.batch, columns),
+                actual=ids.shape,
+            )
+        begin = np.full((self.batch, new_columns), np.iinfo(np.int64).max)
+        end = np.zeros((self.batch, new_columns), np.int64)
+        for b in range(self.batch):
+            here = np.ones(columns, bool) if valid is None else valid[b]
+            own = np.where(here, ids[b, :columns], -1)
+            new, own = own[self.columns :], own[here]
+            for block in np.unique(new[new >= 0]):
+                at = np.flatnonzero(own == block)
+                if at[-1] - at[0] >= len(at):
+                    raise NotSupported(
+                        "NumkvCache: expected blocks of tokens that see both ways without others in between, got one "
+                        "in parts; run this input with another cache and attention implementation"
+                    )
+                begin[b, new == block], end[b, new == block] = at[0], at[-1] + 1
+        return begin, end
+
+    def _check_seen(
+        self, seen: Seen, counts: Ints, blocks: tuple[Ints, Ints] | None = None
+    ) -> None:
         """Refuse to answer queries that see tokens which are gone."""
         if not self.first.any():
             return
@@ -319,6 +370,8 @@ class Books:
             lowest = np.maximum(self.lengths - seen.window + 1, 0)
         else:
             lowest = np.zeros_like(self.lengths)
+        if blocks is not None and not seen.cuts:
+            lowest = np.minimum(lowest, blocks[0].min(1))
         if ((lowest < self.first * self.block_size) & (counts > 0)).any():
             raise NotSupported(
                 f"NumkvCache: expected a mask by which no token sees more than {self.reach} earlier ones in this "
@@ -326,24 +379,32 @@ class Books:
             )
 
     def _queries(
-        self, new: Flags | None, ordinal: Ints, end: Ints, seen: Seen
+        self,
+        new: Flags | None,
+        ordinal: Ints,
+        end: Ints,
+        seen: Seen,
+        blocks: tuple[Ints, Ints] | None,
     ) -> tuple[Ints | None, Ints, Ints, Ints | None]:
         """Which queries are computed, lengths, where each sequence's queries start, and ranges."""
         batch, columns = self.batch, ordinal.shape[1]
         each = np.arange(batch + 1) * columns
         # Padding that comes after tokens sees these.
         late = new is not None and bool((~new & (self.lengths[:, None] + ordinal > 0)).any())
-        if not seen.chunk and (new is None or (columns == 1 and (end > 0).all())):
+        plain = not seen.chunk and blocks is None
+        if plain and (new is None or (columns == 1 and (end > 0).all())):
             return None, end, each, None
-        if not seen.chunk and not late:
+        if plain and not late:
             assert new is not None
             return np.flatnonzero(new), end, np.concatenate([[0], new.sum(1).cumsum()]), None
         base = (self.first * self.block_size)[:, None]
-        low, high = self._limits(ordinal, seen)
+        low, high = self._limits(ordinal, seen, blocks)
         ranges = np.stack([np.maximum(low - base, 0), np.maximum(high - base, 0)], -1)
         return None, end, each, np.ascontiguousarray(ranges.reshape(-1, 2))
 
-    def _limits(self, ordinal: Ints, seen: Seen) -> tuple[Ints, Ints]:
+    def _limits(
+        self, ordinal: Ints, seen: Seen, blocks: tuple[Ints, Ints] | None
+    ) -> tuple[Ints, Ints]:
         """From which position on, and up to which, queries see tokens."""
         high = self.lengths[:, None] + ordinal
         if seen.chunk:
@@ -352,6 +413,10 @@ class Books:
             low = high - seen.window
         else:
             low = np.zeros_like(high)
+        if blocks is not None:
+            high = np.maximum(high, blocks[1])
+            if not seen.cuts:
+                low = np.minimum(low, blocks[0])
         return np.maximum(low, 0), high
 
     # -- what drops tokens

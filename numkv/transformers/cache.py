@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
-    Cache,
-    LinearAttentionCacheLayerMixin,
-    get_layer_types_and_kwargs,
-)
+from transformers import Cache, PreTrainedConfig
 
 from numkv.drawing.page import Drawn
 from numkv.errors import NotSupported
+from numkv.transformers.internals import (
+    LinearAttentionCacheLayerMixin,
+    layer_of_transformers,
+    layers_of,
+)
 from numkv.transformers.latents import LatentLayer
 from numkv.transformers.layers import HybridLayer, NumkvLayer, columns_to_crop
 from numkv.transformers.options import Options
@@ -40,6 +40,7 @@ _OWN_WAYS = {
     ),
     **dict.fromkeys(("inkling_text", "inkling2_text"), "a position bias, which adds to scores"),
     "moshi": "windows that its masks do not show",
+    "mllama_text_model": "cross attention to images, and reads its K and V from the cache itself",
 }
 
 
@@ -107,10 +108,13 @@ class NumkvCache(Cache, Drawn):  # type: ignore[misc]
         num_sink_tokens: int = 0,
     ) -> None:
         options = Options(kind, k_kind, v_kind, capacity, rotate, residual_window, num_sink_tokens)
+        if not isinstance(config, PreTrainedConfig):
+            raise TypeError(
+                f"`config`: expected a transformers.PreTrainedConfig, got {type(config).__name__}; pass model.config"
+            )
         _check_config(config)
         config = config.get_text_config(decoder=True)
         _check_config(config)
-        types, arguments = _layers_of(config)
         latent = _is_set(config, "kv_lora_rank")
         kept = residual_window or num_sink_tokens
         if latent and (rotate or kept or (v_kind is not None and v_kind != k_kind)):
@@ -120,7 +124,7 @@ class NumkvCache(Cache, Drawn):  # type: ignore[misc]
             )
         layers = [
             _layer(number, name, options, given, latent)
-            for number, (name, given) in enumerate(zip(types, arguments, strict=True))
+            for number, (name, given) in enumerate(_layers_of(config))
         ]
         if not any(isinstance(layer, NumkvLayer) for layer in layers):
             raise NotSupported(
@@ -140,6 +144,15 @@ class NumkvCache(Cache, Drawn):  # type: ignore[misc]
     def nbytes(self) -> int:
         """Bytes of the buffers of K and V."""
         return sum(layer.nbytes for layer in self.layers if isinstance(layer, NumkvLayer))
+
+    @property
+    def max_cache_len(self) -> int:
+        """Not there, as layers grow: PEFT asks for it, to put prefixes into a cache of its own."""
+        raise NotSupported(
+            "NumkvCache: expected a model that computes all K and V itself, got one that asks for a cache of a fixed "
+            "length, as PEFT's prefix tuning does to put prefixes into it; use prompt tuning or LoRA, or another cache "
+            "(numkv.transformers.restore(model))"
+        )
 
     def update(
         self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any
@@ -216,7 +229,7 @@ def _layer(number: int, name: str, options: Options, given: dict[str, Any], late
     given = dict(given)
     window = given.pop("sliding_window", None)
     if name in _OF_TRANSFORMERS:
-        return DYNAMIC_LAYER_TYPE_MAPPING[name](**given)
+        return layer_of_transformers(name, given)
     if name not in _OF_NUMKV and name not in _HYBRID:
         raise NotSupported(
             f"NumkvCache: expected layers of full, sliding, chunked or linear attention, got {name!r} for layer "
@@ -228,16 +241,15 @@ def _layer(number: int, name: str, options: Options, given: dict[str, Any], late
     return (LatentLayer if latent else NumkvLayer)(options, reach)
 
 
-def _layers_of(config: Any) -> tuple[list[str], list[dict[str, Any]]]:
+def _layers_of(config: Any) -> list[tuple[str, dict[str, Any]]]:
     """Types of layers and what they are made with, if transformers can tell."""
     try:
-        types, arguments = get_layer_types_and_kwargs(config)
+        return layers_of(config)
     except (AttributeError, ValueError, KeyError) as error:
         raise NotSupported(
             f"NumkvCache: expected a config that says what layers there are, got one of {config.model_type!r} "
             f"({error}); use another cache"
         ) from error
-    return types, arguments
 
 
 def _check_config(config: Any) -> None:

@@ -6,15 +6,16 @@ from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from numkv import targets
+from numkv.access import Access
 from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
 from numkv.kinds import Kind, kind_of_dtype
 from numkv.storage.pool import Pool
 from numkv.torch.tensors import array_of
 from numkv.transformers.books import Books, Shrink, Step
 from numkv.transformers.bound import BoundLayer
+from numkv.transformers.internals import CacheLayerMixin, LinearAttentionLayer
 from numkv.transformers.options import Options
 
 __all__ = ["HybridLayer", "NumkvLayer", "Pending", "Rows", "columns_to_crop"]
@@ -110,6 +111,10 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         self.bound: BoundLayer | None = None
         # Of the last pass of one token: shapes, dtype, what is pending, and what comes back for it.
         self._rows: tuple[Any, ...] | None = None
+
+    @property
+    def _access(self) -> Access:
+        return self.options.access  # a pass goes through all layers
 
     def __repr__(self) -> str:
         reach = f", reach={self.reach}" if self.reach >= 0 else ""

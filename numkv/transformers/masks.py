@@ -11,18 +11,18 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
-from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from numkv.errors import NotSupported
 from numkv.transformers.books import Books, Seen, Step
+from numkv.transformers.internals import causal_mask_function, sdpa_mask, seen_by
 
 __all__ = ["Plan", "plan_of_mask"]
-
-_OVERLAYS = {"sliding_window_overlay": "sliding_window", "chunked_overlay": "chunk_size"}
 
 
 class Plan:
     """What attention functions get in place of a mask.
+
+    It has the shape of a mask, and where transformers makes a mask of a ready one, it stays as it is.
 
     Attributes
     ----------
@@ -36,6 +36,7 @@ class Plan:
     """
 
     __slots__ = ("_arguments", "_padding", "_steps", "columns", "offset", "seen", "whole")
+    ndim = 4
 
     def __init__(self, seen: Seen | None, columns: int, offset: int, arguments: Any) -> None:
         self.seen = seen
@@ -45,6 +46,11 @@ class Plan:
         self._arguments = arguments
         self._padding: Any = None
         self._steps: dict[tuple[int, bool], tuple[Books, Step]] = {}
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """That of the mask."""
+        return self._arguments["batch_size"], 1, self.columns, self._arguments["kv_length"]
 
     def step(self, books: Books, *, keep: bool) -> Step:
         """What the pass does to layers with these books; worked out once.
@@ -70,14 +76,15 @@ class Plan:
     def _new_step(self, books: Books, keep: bool) -> Step:
         if self.seen is None:
             raise NotSupported(
-                "NumkvCache: expected a causal mask, with a window, chunks or padding, got one with a pattern of its "
-                "own (packed sequences, blocks that see both ways, or functions that a model adds); run this model "
+                "NumkvCache: expected a causal mask, with a window, chunks, padding or blocks that see both ways, got "
+                "one with a pattern of its own (packed sequences, or functions that a model adds); run this model "
                 "or input with another cache and attention implementation"
             )
         if self.offset != books.columns:
             raise NotSupported(
                 f"NumkvCache: expected a layer with {self.offset} tokens, as the mask is made for, got one with "
-                f"{books.columns}; after a pass that failed or left layers out, call reset() and start again"
+                f"{books.columns}: another thread goes on with this cache, where one thread at a time may, or a pass "
+                "failed or left layers out; then call reset() and start again"
             )
         padding = self._arguments["attention_mask"]
         if padding is not None and self._padding is None:
@@ -152,8 +159,8 @@ def plan_of_mask(
         Sizes, and the columns that come before.
     mask_function : callable
         What tells which query sees which key.
-    attention_mask : bool tensor (batch_size, columns), optional
-        Which columns are tokens.
+    attention_mask : bool tensor (batch_size, columns) or Plan, optional
+        Which columns are tokens; or what is already made, as `generate` does for caches of a fixed size, and PaliGemma.
     local_size : int, optional
         The window or chunk.
     **options
@@ -163,34 +170,11 @@ def plan_of_mask(
     -------
     Plan
     """
+    if isinstance(attention_mask, Plan):
+        return attention_mask
     arguments = {
         "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset,
         "kv_offset": kv_offset, "mask_function": mask_function, "attention_mask": attention_mask,
         "local_size": local_size, **options,
     }  # fmt: skip
-    return Plan(_seen(mask_function), q_length, q_offset, arguments)
-
-
-def _seen(mask_function: Any) -> Seen | None:
-    """What a mask function of transformers lets tokens see; None for others than causal ones, windows and chunks."""
-    if mask_function is causal_mask_function:
-        return Seen()
-    both = _inside(mask_function, "and_masks").get("mask_functions", ())
-    if len(both) != 2 or both[1] is not causal_mask_function:
-        return None
-    for overlay, name in _OVERLAYS.items():
-        size = _inside(both[0], overlay).get(name)
-        if isinstance(size, int) and size > 0:
-            return Seen(window=size) if name == "sliding_window" else Seen(chunk=size)
-    return None
-
-
-def _inside(function: Any, maker: str) -> dict[str, Any]:
-    """What a function that transformers' `maker` returned has kept; nothing for other functions."""
-    code = getattr(function, "__code__", None)
-    if code is None or function.__module__ != causal_mask_function.__module__:
-        return {}
-    if function.__qualname__.partition(".")[0] != maker:
-        return {}
-    cells = function.__closure__ or ()
-    return {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
+    return Plan(seen_by(mask_function), q_length, q_offset, arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from numkv.access import Access
 from numkv.errors import NotSupported
 from numkv.kinds import Kind, kind
 from numkv.numbers import check_flag, check_size
@@ -59,6 +60,7 @@ class Options:
                     f"`{name}`: expected 0 for storage that quantises nothing, got {getattr(self, name)}; leave it "
                     "out, or choose int8 or int4"
                 )
+        self.access = Access()
         self.groups = Groups()
         self._empty: dict[tuple[int, int, int, int], Books] = {}
 

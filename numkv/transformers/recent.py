@@ -83,8 +83,7 @@ class Recent:
         """Keep those of a pass's checked rows that are recent after it, or first."""
         assert self.pool is not None
         self.end = np.maximum(self.end, step.after.lengths - self.window)
-        _, high = step.limits(step.columns)
-        position = high - 1
+        position = step.positions()
         kept = (position >= self.end[:, None]) | (position < self.first)
         if step.new is not None:
             kept &= step.new

@@ -1,5 +1,6 @@
 """Bad arrays: every argument of every function, one form of message, nothing changed."""
 
+import ml_dtypes
 import naive
 import numpy as np
 import pytest
@@ -249,6 +250,22 @@ def test_foreign_arrays_are_used_without_a_copy(rng, wrap):
     q, lens = rng.standard_normal((1, 2, 4), F32), np.array([5], I32)
     out = numkv.decode_attention(*(wrap(x) for x in (q, cache, cache, lens)))
     assert np.array_equal(out, numkv.decode_attention(q, cache, cache, lens))
+
+
+def test_a_bfloat16_array_that_dlpack_does_not_hand_over():
+    """As JAX has them on the CPU: NumPy's DLPack knows no bfloat16, `__array__` gives it without a copy."""
+
+    class Array(Capsule):
+        def __dlpack__(self, **options):
+            raise BufferError("Unsupported dtype in DLTensor.")
+
+        def __array__(self, dtype=None, copy=None):
+            return self.kept
+
+    rows = np.linspace(-3, 3, 8, dtype=F32).reshape(1, 2, 4).astype(ml_dtypes.bfloat16)
+    cache = numkv.KVCache(1, 2, 4, kind="bf16")
+    cache.append(0, Array(rows), Array(rows))
+    assert np.array_equal(cache.k(0), rows)
 
 
 def test_a_torch_bfloat16_tensor():

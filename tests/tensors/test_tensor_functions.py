@@ -180,6 +180,12 @@ def test_tensors_that_cannot_be_taken_are_named(rng):
     assert negated.is_neg()
     with pytest.raises(numkv.NotSupported, match=r"`q`.*negated"):
         on_tensors.decode_attention(negated, k, v, lens)
+    with pytest.raises(numkv.NotSupported, match=r"`q`.*within torch\.func\.vmap"):
+        torch.vmap(lambda x: on_tensors.decode_attention(x, k, v, lens))(q[None])
+    with pytest.raises(
+        numkv.NotSupported, match=r"a step of \d+ bytes along it; pass a contiguous copy of q$"
+    ):
+        on_tensors.decode_attention(q.mT.contiguous().mT, k, v, lens)
     with pytest.raises(numkv.UnsupportedDType, match="`k`"):
         on_tensors.decode_attention(q, k.to(torch.int64), v, lens)
     with pytest.raises(numkv.DimensionMismatch, match="`q`"):

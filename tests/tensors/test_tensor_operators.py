@@ -104,6 +104,27 @@ def test_operators_refuse_gradients():
         OPS.decode_attention(q.clone().requires_grad_(), k, v, lens)
 
 
+def test_a_compiled_call_refuses_gradients_as_a_plain_one_does():
+    q, k, v, lens = operands()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q: on_tensors.decode_attention(q, k, v, lens), backend="eager")
+    with pytest.raises(numkv.NotSupported, match=r"^`q`: .*torch\.no_grad\(\)$"):
+        compiled(q.clone().requires_grad_())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_traced_call_is_no_constant():
+    q, k, v, lens = operands()
+    cache = on_tensors.KVCache(1, 4, 64, kind="bf16")
+    for call in (
+        lambda x: on_tensors.decode_attention(x, k, v, lens),
+        lambda x: cache.append(0, x[:1, :4], x[:1, :4]),
+    ):
+        with pytest.raises(numkv.NotSupported, match=r"under torch\.jit\.trace"):
+            torch.jit.trace(call, (q,))
+
+
 def test_errors_come_through_operators():
     q, k, v, lens = operands()
     with pytest.raises(IndexError, match="seq_lens"):

@@ -270,7 +270,7 @@ def test_use_and_restore():
     again = model.generate(**given, **GREEDY, use_cache=False)
     assert torch.equal(again, expected)
     twin = copy.deepcopy(model)
-    assert twin._prepare_cache_for_generation.__self__ is twin
+    assert twin._prepare_cache_for_generation.args[0] is twin
     given_one = model.generate(
         **given, **GREEDY, past_key_values=DynamicCache(config=model.config), return_dict_in_generate=True
     )  # fmt: skip

@@ -1,6 +1,8 @@
 """What would not be right is refused, and by whom, and nothing has changed afterwards."""
 
 import sys
+import threading
+import tomllib
 import types
 from pathlib import Path
 
@@ -13,7 +15,13 @@ from decoder_models import make, prompts  # noqa: E402
 from transformers import masking_utils  # noqa: E402
 
 import numkv.transformers as on_transformers  # noqa: E402
-from numkv.errors import DimensionMismatch, NonFiniteInput, NotSupported, UnsupportedDType  # noqa: E402
+from numkv.errors import (  # noqa: E402
+    DimensionMismatch,
+    NonFiniteInput,
+    NotSupported,
+    NumkvError,
+    UnsupportedDType,
+)
 from numkv.transformers import NumkvCache  # noqa: E402
 
 
@@ -39,6 +47,7 @@ def model():
         (transformers.MoshiConfig(), "do not show"),
         (transformers.BertConfig(), "both ways"),
         (transformers.BltConfig(), "what layers there are"),
+        (transformers.MllamaConfig(), "cross attention to images"),
     ],
     ids=lambda x: type(x).__name__,
 )
@@ -158,6 +167,38 @@ def test_a_pass_that_failed_half_way(model):
         model(**prompts([5]), past_key_values=cache)
 
 
+def test_two_threads(model, monkeypatch):
+    """The second thread on a cache is told so: between two layers of the first one's pass, and within one."""
+    cache, token, said = NumkvCache(model.config), torch.ones(1, 1, dtype=torch.long), []
+
+    def run():
+        with torch.no_grad(), pytest.raises(NumkvError) as error:
+            model(token, past_key_values=cache)
+        said.append(str(error.value))
+
+    def in_between(*given):
+        hook.remove()
+        monkeypatch.undo()
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        return at_once(*given) if len(given) == 6 else None
+
+    at_once = on_transformers.attention.at_once
+    with torch.no_grad():
+        model(**prompts([5]), past_key_values=cache)
+        hook = model.model.layers[2].register_forward_pre_hook(in_between)
+        with pytest.raises(NotSupported, match="reset"):
+            for _ in range(2):
+                model(token, past_key_values=cache)
+        cache.reset()
+        model(**prompts([5]), past_key_values=cache)
+        monkeypatch.setattr(on_transformers.attention, "at_once", in_between)
+        model(token, past_key_values=cache)
+    assert "another thread goes on with this cache" in said[0]
+    assert "another thread" in said[1]
+
+
 def test_attention_weights(model):
     with (
         torch.no_grad(),
@@ -220,8 +261,10 @@ def test_offloading_is_not_there(model):
     ("found", "said"),
     [
         (None, r"not installed; try pip install \"numkv\[transformers\]\""),
-        ("4.57.1", "needs transformers 5"),
-        ("5.99.0", "was made for transformers 5.23"),
+        ("4.57.1", r"needs transformers>=5\.19,<6, .*, got 4\.57\.1; try pip"),
+        ("5.18.9", r"needs transformers>=5\.19,<6"),
+        ("6.0.0.dev0", r"needs transformers>=5\.19,<6"),
+        ("5.99.0", r"was made for transformers 5\.23"),
     ],
 )
 def test_versions_that_it_was_not_made_for(monkeypatch, found, said):
@@ -231,6 +274,23 @@ def test_versions_that_it_was_not_made_for(monkeypatch, found, said):
         other = types.ModuleType("transformers")
         other.__version__ = found
     monkeypatch.setitem(sys.modules, "transformers", other)
-    path = Path(on_transformers.__file__)
     with pytest.raises(ImportError, match=said):
-        exec(compile(path.read_text(), str(path), "exec"), {"__name__": "elsewhere"})
+        import_again()
+
+
+def test_a_pytorch_that_it_was_not_made_for(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.7.1+cpu")
+    with pytest.raises(ImportError, match=r"needs torch>=2\.8, .*, got 2\.7\.1\+cpu"):
+        import_again()
+
+
+def test_versions_are_those_of_the_project_file():
+    path = Path(on_transformers.__file__)
+    extras = tomllib.loads((path.parents[2] / "pyproject.toml").read_text())["project"]
+    for what in extras["optional-dependencies"]["transformers"]:
+        assert f'"{what}"' in path.read_text()
+
+
+def import_again():
+    path = Path(on_transformers.__file__)
+    exec(compile(path.read_text(), str(path), "exec"), {"__name__": "elsewhere"})

@@ -1,0 +1,141 @@
+"""What numkv uses of transformers that transformers does not promise: names, shapes of answers, insides of functions.
+
+All of it stands here, and `tests/transformers_models/test_internals.py` says of each what is expected, so that a new
+version of transformers that changes one of them is told by name. The rest of this room uses what
+``transformers/__init__.py`` exports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    CacheLayerMixin,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+    get_layer_types_and_kwargs,
+)
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from numkv.transformers.books import Seen
+
+__all__ = [
+    "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "LinearAttentionLayer", "attention_of",
+    "can_choose_attention", "causal_mask_function", "forget_cache_maker", "has_own_cache", "layer_of_transformers",
+    "layers_of", "makes_caches", "repeat_kv", "sdpa_attention_forward", "sdpa_mask", "seen_by", "set_cache_maker",
+    "transformers_makes_cache",
+]  # fmt: skip
+
+# The method by which `generate` makes a cache if it is given none.
+_MAKE_CACHE = "_prepare_cache_for_generation"
+# What makes a mask of each size.
+_OVERLAYS = {"sliding_window": "sliding_window_overlay", "chunk_size": "chunked_overlay"}
+
+
+# -- models
+
+
+def attention_of(model: Any) -> str:
+    """The name of the attention implementation that a model has."""
+    name: str = model.config._attn_implementation
+    return name
+
+
+def can_choose_attention(model: Any) -> bool:
+    """Whether a model's attention is looked up by name."""
+    return bool(model._can_set_attn_implementation())
+
+
+def has_own_cache(model: Any) -> bool:
+    """Whether `generate` of a model leaves the cache to the model."""
+    takes_caches = getattr(model, "_supports_default_dynamic_cache", None)
+    return takes_caches is not None and not takes_caches()
+
+
+def makes_caches(model: Any) -> bool:
+    """Whether a model has a `generate` that makes caches."""
+    return hasattr(type(model), _MAKE_CACHE)
+
+
+def set_cache_maker(model: Any, maker: Callable[..., None]) -> None:
+    """Have `generate` call this in place of the model's own method, which has the same parameters but for `self`."""
+    setattr(model, _MAKE_CACHE, maker)
+
+
+def forget_cache_maker(model: Any) -> None:
+    """Undo `set_cache_maker`."""
+    model.__dict__.pop(_MAKE_CACHE, None)
+
+
+def transformers_makes_cache(model: Any, *args: Any, **kwargs: Any) -> None:
+    """Call the model's own method."""
+    getattr(type(model), _MAKE_CACHE)(model, *args, **kwargs)
+
+
+# -- layers
+
+
+def layers_of(config: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Types of layers, and what caches of each are made with."""
+    types, arguments = get_layer_types_and_kwargs(config)
+    # With `assistant_early_exit` there are fewer layers than types: transformers sets `num_hidden_layers` alone.
+    return list(zip(types, arguments, strict=False))
+
+
+def layer_of_transformers(name: str, arguments: dict[str, Any]) -> Any:
+    """The layer that a `DynamicCache` has of a type."""
+    return DYNAMIC_LAYER_TYPE_MAPPING[name](**arguments)
+
+
+# -- masks
+
+
+def seen_by(mask_function: Any) -> Seen | None:
+    """What a mask function lets tokens see: earlier ones, by windows or chunks, and blocks; None for other patterns."""
+    if mask_function is causal_mask_function:
+        return Seen()
+    if mask_function is None:
+        return None
+    first, second = _two(mask_function, "or_masks")
+    ids = _inside(second, "blockwise_overlay").get("block_sequence_ids")
+    if ids is not None:  # what is seen without blocks, and blocks
+        seen = seen_by(first)
+        if seen is None or seen.blocks is not None:
+            return None
+        ids = ids.cpu().numpy()
+        return replace(seen, blocks=ids) if (ids >= 0).any() else seen
+    first, second = _two(mask_function, "and_masks")
+    if second is causal_mask_function:
+        window, chunk = _size(first, "sliding_window"), _size(first, "chunk_size")
+        return Seen(window, chunk) if window or chunk else None
+    seen, window = seen_by(first), _size(second, "sliding_window")
+    if not window or seen is None or seen.window or seen.chunk:
+        return None
+    return replace(seen, window=window, cuts=True)
+
+
+def _size(overlay: Any, name: str) -> int:
+    """Tokens of a window or a chunk that an overlay lays over a mask; 0 of others."""
+    size = _inside(overlay, _OVERLAYS[name]).get(name)
+    return size if isinstance(size, int) and size > 0 else 0
+
+
+def _two(function: Any, maker: str) -> Any:
+    """The two functions that transformers' `maker` put together; of others None."""
+    found = _inside(function, maker).get("mask_functions", ())
+    return found if len(found) == 2 else (None, None)
+
+
+def _inside(function: Any, maker: str) -> dict[str, Any]:
+    """What a function that transformers' `maker` returned has kept; nothing for other functions."""
+    code = getattr(function, "__code__", None)
+    if code is None or function.__module__ != causal_mask_function.__module__:
+        return {}
+    if function.__qualname__.partition(".")[0] != maker:
+        return {}
+    cells = function.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
