@@ -1,8 +1,8 @@
 """``python -m perf``: numkv beside other libraries, each in a process of its own, and the machine's read bandwidth.
 
 Writes a Markdown report and a picture. ``python -m perf against COMMIT`` is this tree's numkv against another's;
-``files``, ``install``, ``machines``, ``neighbour``, ``prefixes``, ``sparse`` and ``threads`` do other things: see
-perf/README.md.
+``compile``, ``files``, ``install``, ``machines``, ``neighbour``, ``prefixes``, ``sparse`` and ``threads`` do other
+things: see perf/README.md.
 """
 
 import argparse
@@ -43,6 +43,7 @@ CHECKED = "C/bf16,C/int8,P/fp32"
 COMMANDS = {
     "against": "against",
     "amx": "amx",
+    "compile": "compile",
     "files": "files",
     "install": "envs",
     "machines": "machines",

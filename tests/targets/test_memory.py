@@ -11,15 +11,18 @@ from numpy.lib.stride_tricks import as_strided
 from numkv import targets
 from numkv.checks import check_writable
 from numkv.errors import NotSupported
-from numkv.kernels.cpu.overlap import any_meet, has_own_places, interleave, span_of
+from numkv.kernels.cpu import overlap
 from numkv.targets.memory import Memory, may_overlap
 
 ARRAY = types.Array(types.float32, 3, "A")
 
 
 def answers(a, b):
-    meet = any_meet((span_of(a),), (span_of(b),))
-    return meet, interleave(a, b), has_own_places(a)
+    """Whether the spans meet, the arrays lie apart all the same, and `a` has a place for each element."""
+    of_both = overlap.table_of((a, b))
+    overlap.find_spans(of_both)
+    meet, apart = overlap.meet(of_both, 0, 1), overlap.interleave(of_both, 0, 1)
+    return meet, apart, overlap.has_own_places(of_both, 0)
 
 
 @functools.cache

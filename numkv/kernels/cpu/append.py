@@ -24,10 +24,11 @@ from numba import types
 from numba.extending import register_jitable
 
 from numkv.kernels.builder import SCALES, WORDS, array, build
-from numkv.kernels.cpu.overlap import any_meet, has_own_places, interleave, span_of
+from numkv.kernels.cpu import overlap
+from numkv.kernels.cpu.overlap import lie_well, table_of
 from numkv.kernels.cpu.scales import by_row
 from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
-from numkv.kernels.cpu.vectors.arrays import is_aligned, row_of
+from numkv.kernels.cpu.vectors.arrays import row_of
 from numkv.kernels.cpu.vectors.launch import on_threads
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
@@ -102,29 +103,6 @@ def _append_rows(src: str, dst: str, by_slot: bool) -> Any:
     return build(make_append_rows, signature, args=(src, dst, by_slot), label=label)
 
 
-@register_jitable
-def _lie_apart(rows, pools, scales, places, with_scales, foreign):
-    """Whether what a small call writes lies apart from what it reads, and `foreign` pools from one another."""
-    given = (span_of(rows[0]), span_of(rows[1]), span_of(places))
-    of_pools = (span_of(pools[0]), span_of(pools[1]))
-    if any_meet(of_pools, given):
-        return False
-    of_scales = (span_of(scales[0]), span_of(scales[1]))
-    if with_scales and any_meet(of_scales, given):
-        return False
-    if foreign:
-        if not (has_own_places(pools[0]) and has_own_places(pools[1])):
-            return False
-        if any_meet(of_pools[:1], of_pools[1:]) and not interleave(pools[0], pools[1]):
-            return False
-        if with_scales:
-            if not (has_own_places(scales[0]) and has_own_places(scales[1])):
-                return False
-            if any_meet(of_scales, of_pools) or any_meet(of_scales[:1], of_scales[1:]):
-                return False
-    return True
-
-
 def make_small_append(SRC, DST, BY_SLOT):
     """The kernel that checks and stores rows of K and V of kind `SRC` in pools of kind `DST`, on one thread."""
     load, _ = codec(SRC)
@@ -137,16 +115,12 @@ def make_small_append(SRC, DST, BY_SLOT):
         num_blocks, block_size = np.int64(k_pool.shape[0]), np.int64(k_pool.shape[2])
         if (BY_SLOT and len(places) != num_tokens) or (not BY_SLOT and num_tokens > room):
             return -1
-        if not is_aligned(places):
-            return -1
         for rows, pool, scale in ((k, k_pool, k_scale), (v, v_pool, v_scale)):
             if rows.shape[0] != num_tokens or rows.shape[1] != heads:
                 return -1
             if rows.shape[2] != elements(pool.shape[3]):
                 return -1
             if rows.strides[2] != rows.itemsize or pool.strides[3] != pool.itemsize:
-                return -1
-            if not (is_aligned(rows) and is_aligned(pool) and is_aligned(scale)):
                 return -1
             if pool.shape[0] != num_blocks or pool.shape[1] != heads or pool.shape[2] != block_size:
                 return -1
@@ -157,7 +131,8 @@ def make_small_append(SRC, DST, BY_SLOT):
                     return -1
                 if GROUP and scale.shape[3] != (rows.shape[2] + GROUP - 1) // GROUP:
                     return -1
-        if not _lie_apart((k, v), (k_pool, v_pool), (k_scale, v_scale), places, QUANTISED, BY_SLOT):
+        arrays = (k_pool, v_pool, k_scale, v_scale, k, v, places)
+        if not lie_well(None, (table_of(arrays), np.int64(0 if BY_SLOT else 4), np.int64(4))):
             return -1
         if BY_SLOT:
             for t in range(num_tokens):
@@ -202,6 +177,7 @@ def small_append(rows_kind, pool_kind, by_slot):
         rows, rows, pool, pool, scale, scale, array(types.int64 if by_slot else types.int32, 1),
         types.int64, types.int64, types.boolean,
     )  # fmt: skip
+    overlap.provide()
     label = f"small_append, {rows_kind} to {pool_kind}{', by slot' if by_slot else ''}"
     return build(make_small_append, signature, args=(rows_kind, pool_kind, by_slot), label=label)
 
@@ -278,7 +254,7 @@ def make_small_copy():
         batch, heads, tokens, size = (
             k_new.shape[0], k_new.shape[1], k_new.shape[2], np.int64(k_cache.shape[2]),
         )  # fmt: skip
-        if len(offsets) != batch or not is_aligned(offsets):
+        if len(offsets) != batch:
             return False
         for new, cache in ((k_new, k_cache), (v_new, v_cache)):
             if new.shape[0] != batch or new.shape[1] != heads or new.shape[2] != tokens:
@@ -289,12 +265,8 @@ def make_small_copy():
                 return False
             if new.strides[3] != new.itemsize or cache.strides[3] != cache.itemsize:
                 return False
-            if not (is_aligned(new) and is_aligned(cache) and has_own_places(cache)):
-                return False
-        caches = (span_of(k_cache), span_of(v_cache))
-        if any_meet(caches, (span_of(k_new), span_of(v_new), span_of(offsets))):
-            return False
-        if any_meet(caches[:1], caches[1:]) and not interleave(k_cache, v_cache):
+        arrays = (k_cache, v_cache, k_new, v_new, offsets)
+        if not lie_well(None, (table_of(arrays), np.int64(0), np.int64(2))):
             return False
         for new, cache in ((k_new, k_cache), (v_new, v_cache)):
             for b in range(batch):
@@ -311,6 +283,7 @@ def small_copy(rows_kind):
     word = WORDS[rows_kind]
     new, cache = array(word, 4), array(word, 4, out=True)
     signature = (new, new, cache, cache, array(types.int64, 1))
+    overlap.provide()
     return build(make_small_copy, signature, args=(), label=f"small_copy, {rows_kind}")
 
 

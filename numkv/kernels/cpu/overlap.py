@@ -1,4 +1,8 @@
-"""Whether arrays share memory, asked inside compiled functions: what is written must not be what is read.
+"""Whether a call's arrays lie well: what it writes must not be what it reads. Asked inside compiled functions.
+
+The question is one kernel for all kinds and ranks. A function that asks it puts its arrays into a table, a row of
+numbers each, and calls the kernel by its symbol; asked in the function itself, it took most of the time in which that
+was compiled. `provide` has to come before such a function is made or loaded.
 
 The answers are on the safe side: where nothing here proves that arrays lie apart, the caller leaves the call to the
 general way, which looks closer (`numkv.checks`).
@@ -6,62 +10,98 @@ general way, which looks closer (`numkv.checks`).
 
 from __future__ import annotations
 
-import numpy as np
+import functools
+from typing import Any
+
+from numba import types
 from numba.extending import register_jitable
 
-from numkv.kernels.cpu.vectors.arrays import address_of
+from numkv.kernels.builder import build
+from numkv.kernels.cpu.vectors.records import (
+    ADDRESS,
+    AXES,
+    HIGH,
+    ITEMSIZE,
+    LOW,
+    SHAPE,
+    STRIDES,
+    kernel_caller,
+    provide_symbol,
+    table_of,
+)
 
-__all__ = ["any_meet", "has_own_places", "interleave", "span_of"]
+__all__ = [
+    "find_spans",
+    "has_own_places",
+    "interleave",
+    "lie_well",
+    "make_lie_well",
+    "meet",
+    "provide",
+    "table_of",
+]
+
+_TABLE = types.Array(types.int64, 2, "C")
+_SYMBOL = "numkv_lie_well"
+
+#: ``lie_well(None, (table, own, read)) -> bool``; see `make_lie_well`.
+lie_well = kernel_caller((_TABLE, types.int64, types.int64), types.boolean, _SYMBOL)
 
 
 @register_jitable
-def span_of(array):
-    """First address of an array and the one behind its last; 0 and 0 where it has no elements."""
-    low = address_of(array)
-    high = low + array.itemsize
-    for axis in range(array.ndim):
-        if array.shape[axis] == 0:
-            return np.int64(0), np.int64(0)
-        way = (array.shape[axis] - 1) * array.strides[axis]
-        if way < 0:
-            low += way
-        else:
-            high += way
-    return np.int64(low), np.int64(high)
+def find_spans(t):
+    """Put down each array's first address and the one behind its last; 0 and 0 where it has no elements."""
+    for i in range(len(t)):
+        low = t[i, ADDRESS]
+        high = low + t[i, ITEMSIZE]
+        for axis in range(t[i, AXES]):
+            size, step = t[i, SHAPE + axis], t[i, STRIDES + axis]
+            if size == 0:
+                low = high = 0
+                break
+            low += min(0, (size - 1) * step)
+            high += max(0, (size - 1) * step)
+        t[i, LOW], t[i, HIGH] = low, high
 
 
 @register_jitable
-def any_meet(spans, others):
-    """Whether one of some spans reaches into one of others."""
-    for low, high in spans:
-        for other_low, other_high in others:
-            if low < other_high and other_low < high:
-                return True
-    return False
+def meet(t, a, b):
+    """Whether the spans of two arrays do."""
+    return t[a, LOW] < t[b, HIGH] and t[b, LOW] < t[a, HIGH]
 
 
 @register_jitable
-def _width_below(array, step):
+def _is_aligned(t, i):
+    """Whether an array's elements lie at multiples of their size."""
+    places = t[i, ADDRESS]
+    for axis in range(t[i, AXES]):
+        if t[i, SHAPE + axis] > 1:
+            places |= t[i, STRIDES + axis]
+    return places & (t[i, ITEMSIZE] - 1) == 0
+
+
+@register_jitable
+def _width_below(t, i, step):
     """Bytes that an array covers in each of the periods of `step` bytes on which its longer steps lie; 0 if not so."""
-    width = np.int64(array.itemsize)
-    for axis in range(array.ndim):
-        if array.shape[axis] > 1:
-            own = abs(array.strides[axis])
+    width = t[i, ITEMSIZE]
+    for axis in range(t[i, AXES]):
+        if t[i, SHAPE + axis] > 1:
+            own = abs(t[i, STRIDES + axis])
             if own < step:
-                width += (array.shape[axis] - 1) * own
+                width += (t[i, SHAPE + axis] - 1) * own
             elif own % step != 0:
-                return np.int64(0)
+                return 0
     return width
 
 
 @register_jitable
-def interleave(a, b):
+def interleave(t, a, b):
     """Whether two arrays provably lie apart although their spans meet, as K and V of one buffer do."""
-    distance = span_of(b)[0] - span_of(a)[0]
-    for axis in range(a.ndim):
-        step = np.int64(abs(a.strides[axis]))
-        if a.shape[axis] > 1 and step > 0:
-            of_a, of_b = _width_below(a, step), _width_below(b, step)
+    distance = t[b, LOW] - t[a, LOW]
+    for axis in range(t[a, AXES]):
+        step = abs(t[a, STRIDES + axis])
+        if t[a, SHAPE + axis] > 1 and step > 0:
+            of_a, of_b = _width_below(t, a, step), _width_below(t, b, step)
             first = distance % step
             if of_a > 0 and of_b > 0 and first >= of_a and step - first >= of_b:
                 return True
@@ -69,15 +109,52 @@ def interleave(a, b):
 
 
 @register_jitable
-def has_own_places(array):
+def has_own_places(t, i):
     """Whether no two elements of an array lie in one place: its steps, the shortest first, pass what they step over."""
-    for axis in range(array.ndim):
-        if array.shape[axis] > 1:
-            own, passed = abs(array.strides[axis]), np.int64(array.itemsize)
-            for other in range(array.ndim):
-                step = abs(array.strides[other])
-                if other != axis and array.shape[other] > 1 and step <= own:
-                    passed += (array.shape[other] - 1) * step
+    for axis in range(t[i, AXES]):
+        if t[i, SHAPE + axis] > 1:
+            own, passed = abs(t[i, STRIDES + axis]), t[i, ITEMSIZE]
+            for other in range(t[i, AXES]):
+                step = abs(t[i, STRIDES + other])
+                if other != axis and t[i, SHAPE + other] > 1 and step <= own:
+                    passed += (t[i, SHAPE + other] - 1) * step
             if own < passed:
                 return False
     return True
+
+
+def make_lie_well():
+    """The kernel behind `lie_well`: whether arrays that are written, rows ``[0, read)`` of a table, lie apart from
+    the others, which are read, and all elements lie at multiples of their size.
+
+    Rows ``[own, read)`` may be anybody's arrays. Each has to have a place for every element, and to lie apart from the
+    rows before it. The first two, K and V, may lie beside each other in one buffer.
+    """
+
+    def kernel(t, own, read):
+        for i in range(len(t)):
+            if not _is_aligned(t, i):
+                return False
+        find_spans(t)
+        for i in range(read):
+            for j in range(read, len(t)):
+                if meet(t, i, j):
+                    return False
+        for i in range(own, read):
+            if not has_own_places(t, i):
+                return False
+            for j in range(i):
+                if meet(t, i, j) and (i != 1 or not interleave(t, 0, 1)):
+                    return False
+        return True
+
+    return kernel
+
+
+@functools.cache
+def provide() -> Any:
+    """Have the kernel behind `lie_well`, where functions that call it find it."""
+    signature = (_TABLE, types.int64, types.int64)
+    kernel = build(make_lie_well, signature, args=(), label="whether arrays lie apart")
+    provide_symbol(_SYMBOL, kernel)
+    return kernel

@@ -18,10 +18,11 @@ from numba.extending import register_jitable
 from numba.np.numpy_support import from_dtype
 
 from numkv.kernels.builder import SCALES, WORDS, array, build
-from numkv.kernels.cpu.overlap import any_meet, has_own_places, interleave, span_of
+from numkv.kernels.cpu import overlap
+from numkv.kernels.cpu.overlap import lie_well, table_of
 from numkv.kernels.cpu.scales import by_row
 from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
-from numkv.kernels.cpu.vectors.arrays import is_aligned, row_of
+from numkv.kernels.cpu.vectors.arrays import row_of
 from numkv.kernels.cpu.vectors.launch import on_threads
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
@@ -78,8 +79,8 @@ def rotate_neighbours(x, c, s):
 
 @register_jitable
 def _one_by_one(x):
-    """Whether an array's last axis is contiguous, as far as that matters, and its elements are aligned."""
-    return (x.shape[x.ndim - 1] <= 1 or x.strides[x.ndim - 1] == x.itemsize) and is_aligned(x)
+    """Whether an array's last axis is contiguous, as far as that matters."""
+    return x.shape[x.ndim - 1] <= 1 or x.strides[x.ndim - 1] == x.itemsize
 
 
 @register_jitable
@@ -97,34 +98,6 @@ def _fits_pool(pool, scale, other, dim, has_scales, group_size):
     if scale.ndim == 4:  # of groups
         groups = (dim + group_size - 1) // group_size
         return scale.shape[scale.ndim - 1] == groups and _one_by_one(scale)
-    return is_aligned(scale)
-
-
-@register_jitable
-def _lie_apart(given, places, pools, scales, q_out, foreign):
-    """Whether what a call writes lies apart from what it reads, spans `given`; of `foreign` pools, also from another.
-
-    Pools and scales of two kinds are arrays of two types, hence pairs.
-    """
-    (k_pool, v_pool), (k_scale, v_scale) = pools, scales
-    of_k, of_v, of_q = span_of(k_pool), span_of(v_pool), span_of(q_out)
-    read = (*given, span_of(places))
-    of_scales = (span_of(k_scale), span_of(v_scale))
-    if any_meet((of_k, of_v, of_q, *of_scales), read) or any_meet(
-        (of_k, of_v, *of_scales), (of_q,)
-    ):
-        return False
-    if not has_own_places(q_out):
-        return False
-    if foreign:
-        if any_meet((of_k,), (of_v,)) and not interleave(k_pool, v_pool):
-            return False
-        if any_meet(of_scales, (of_k, of_v)) or any_meet(of_scales[:1], of_scales[1:]):
-            return False
-        if not (has_own_places(k_pool) and has_own_places(v_pool)):
-            return False
-        if not (has_own_places(k_scale) and has_own_places(v_scale)):
-            return False
     return True
 
 
@@ -186,15 +159,11 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
                 return np.int64(-1)
             if normalise and (len(q_weight) != dim or len(k_weight) != dim):
                 return np.int64(-1)
-            if not (is_aligned(q_weight) and is_aligned(k_weight)):
-                return np.int64(-1)
-            if not (is_aligned(places) and is_aligned(angles)):
-                return np.int64(-1)
-            given = (
-                span_of(qkv), span_of(cos), span_of(sin), span_of(q_weight), span_of(k_weight), span_of(angles),
+            arrays = (
+                k_pool, v_pool, k_scale, v_scale, q_out, qkv, cos, sin, q_weight, k_weight, angles, places
             )  # fmt: skip
-            pools, scales = (k_pool, v_pool), (k_scale, v_scale)
-            if not _lie_apart(given, places, pools, scales, q_out, BY_SLOT):
+            own = np.int64(0 if BY_SLOT else 4)
+            if not lie_well(None, (table_of(arrays), own, np.int64(5))):
                 return np.int64(-1)
             num_angles = np.int64(cos.shape[0])
             if rotate:
@@ -280,6 +249,7 @@ def _writer(src: str, k_kind: str, v_kind: str, compute: Any, table: Any, by_slo
         array(*SCALES[v_kind], out=True),
         array(types.int64 if by_slot else types.int32, 1), *[types.int64] * 3, *ON_THREADS,
     )  # fmt: skip
+    overlap.provide()
     label = f"{'scatter_write' if by_slot else 'write_rows'}, {src} to K {k_kind}, V {v_kind}"
     args = (src, k_kind, v_kind, compute.name, by_slot)
     return build(make_write_rows, signature, args=args, label=label)

@@ -41,6 +41,7 @@ import numpy as np
 from numba import types
 
 from numkv.kernels.builder import WORDS, array, build
+from numkv.kernels.cpu import overlap
 from numkv.kernels.cpu.attention.bound import (
     BoundKernel,
     StepRecord,
@@ -278,6 +279,7 @@ def append_attend(q_kind, rows_kind, k_kind, v_kind, by_address=False):
         maker, arrays = make_append_attend_at, [types.int64] * 4
     else:
         maker = make_append_attend
+    overlap.provide()
     call = build(
         maker, (types.int64, types.int64, *arrays, types.int64),
         args=(q_kind, rows_kind, k_kind, v_kind, real),

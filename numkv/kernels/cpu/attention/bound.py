@@ -21,12 +21,11 @@ from numkv.kernels.cpu.attention.merge import PART_EXTRA
 from numkv.kernels.cpu.attention.offsets import WORKER_INTS
 from numkv.kernels.cpu.attention.plan import plan_of, plan_size
 from numkv.kernels.cpu.memory import aligned
-from numkv.kernels.cpu.overlap import any_meet, span_of
+from numkv.kernels.cpu.overlap import lie_well, table_of
 from numkv.kernels.cpu.scales import by_row
 from numkv.kernels.cpu.threads import ON_THREADS
 from numkv.kernels.cpu.vectors.arrays import (
     address_of,
-    is_aligned,
     row_of,
     without_refcount,
 )
@@ -98,7 +97,7 @@ def _fits(rows, tokens, heads, dim):
     """Whether rows are as they were bound, and lie as kernels take them."""
     return (
         rows.shape[0] == tokens and rows.shape[1] == heads and rows.shape[2] == dim
-        and rows.strides[2] == rows.itemsize and is_aligned(rows)
+        and rows.strides[2] == rows.itemsize
     )  # fmt: skip
 
 
@@ -202,11 +201,10 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE):
             return -1
         if not (_fits(k, tokens, heads, dim) and _fits(v, tokens, heads, dim_v)):
             return -1
-        pools, scales = (span_of(k_pool), span_of(v_pool)), (span_of(k_scale), span_of(v_scale))
-        given = (span_of(k), span_of(v), span_of(out))
-        if not _is_dense(out) or any_meet(given, pools) or any_meet(given, scales):
+        arrays, outputs = (k_pool, v_pool, k_scale, v_scale, k, v, out), (out, q)
+        if not _is_dense(out) or not lie_well(None, (table_of(arrays), np.int64(4), np.int64(4))):
             return -1
-        if any_meet(given[2:], (span_of(q),)):
+        if not lie_well(None, (table_of(outputs), np.int64(1), np.int64(1))):
             if address_of(out) != address_of(q) or dim != dim_v or not _is_dense(q):
                 return -1
         if int_at(layer, _LOOK):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, register_jitable
+from numba.extending import intrinsic
 
 from numkv.kernels.cpu.vectors.emit import I32, I64, data_of, steps
 
@@ -14,7 +14,6 @@ __all__ = [
     "address_of",
     "fill_ramp",
     "fill_shifted",
-    "is_aligned",
     "row_of",
     "without_refcount",
 ]
@@ -74,16 +73,6 @@ def address_of(typing_context, array):
         return b.ptrtoint(data_of(context, b, sig.args[0], args[0]), I64)
 
     return types.int64(array), codegen
-
-
-@register_jitable
-def is_aligned(array):
-    """Whether an array's elements lie at multiples of their size."""
-    places = address_of(array)
-    for axis in range(array.ndim):
-        if array.shape[axis] > 1:
-            places |= array.strides[axis]
-    return places & (array.itemsize - 1) == 0
 
 
 @intrinsic

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -19,13 +20,20 @@ from numba.extending import intrinsic
 from numkv.kernels.cpu.vectors.emit import DOUBLE, I64
 
 __all__ = [
-    "MOST_AXES", "RECORD_ARRAY", "array_reader", "describe", "describe_dense", "float_at", "int_at",
-    "kernel_address", "kernel_caller", "number_at", "put_number",
+    "ADDRESS", "AXES", "HIGH", "ITEMSIZE", "LOW", "MOST_AXES", "RECORD_ARRAY", "SHAPE", "STRIDES", "TABLE_ROW",
+    "array_reader", "describe", "describe_dense", "float_at", "int_at", "kernel_address", "kernel_caller",
+    "number_at", "provide_symbol", "put_number", "table_of",
 ]  # fmt: skip
 
 #: Axes of an array in a record, at most, and numbers that it takes.
 MOST_AXES = 4
 RECORD_ARRAY = 1 + 2 * MOST_AXES
+
+#: What a row of a table of arrays has: address, bytes of an element, number of axes, their sizes and strides in bytes,
+#: and room for the first address and the one behind the last.
+ADDRESS, ITEMSIZE, AXES, SHAPE = range(4)
+STRIDES = SHAPE + MOST_AXES
+LOW, HIGH, TABLE_ROW = range(STRIDES + MOST_AXES, STRIDES + MOST_AXES + 3)
 
 
 def describe(record: np.ndarray[Any, Any], at: int, x: np.ndarray[Any, Any]) -> None:
@@ -133,11 +141,48 @@ def number_at(typing_context, address, size):
     return types.int64(types.int64, types.int64), codegen
 
 
-def kernel_caller(signature):
+@intrinsic
+def table_of(typing_context, arrays):
+    """A table on the stack that says of each array of a tuple where it lies: int64 ``(len(arrays), TABLE_ROW)``.
+
+    Good until the function returns that makes it.
+    """
+    table_type = types.Array(types.int64, 2, "C")
+
+    def codegen(context, b, sig, args):
+        memory = cgutils.alloca_once(b, I64, I64(TABLE_ROW * len(arrays.types)))
+        for number, (array_type, x) in enumerate(
+            zip(arrays.types, cgutils.unpack_tuple(b, args[0]), strict=True)
+        ):
+            of = context.make_array(array_type)(context, b, x)
+            numbers = {
+                ADDRESS: b.ptrtoint(of.data, I64), ITEMSIZE: of.itemsize, AXES: I64(array_type.ndim)
+            }  # fmt: skip
+            for axis in range(array_type.ndim):
+                numbers[SHAPE + axis] = b.extract_value(of.shape, axis)
+                numbers[STRIDES + axis] = b.extract_value(of.strides, axis)
+            for at, value in numbers.items():
+                b.store(value, b.gep(memory, [I64(TABLE_ROW * number + at)]))
+        found = context.make_array(table_type)(context, b)
+        context.populate_array(
+            found,
+            data=memory,
+            shape=[I64(len(arrays.types)), I64(TABLE_ROW)],
+            strides=[I64(8 * TABLE_ROW), I64(8)],
+            itemsize=I64(8),
+            meminfo=None,
+        )
+        return found._getvalue()
+
+    return table_type(arrays), codegen
+
+
+def kernel_caller(signature, result=types.none, symbol=None):
     """The function that calls a compiled kernel by its address: ``call(address, arguments)``.
 
     `signature` are the Numba types that the kernel was built for; `arguments`, a tuple, are of these dtypes and ranks.
-    The kernel is not compiled again, so the results are its own, bit by bit.
+    The kernel is not compiled again, so the results are its own, bit by bit. With a `symbol`, by which the kernel is
+    found when the code is linked (`provide_symbol`), ``call(None, arguments)``.
     """
 
     def shape_of(x):
@@ -152,15 +197,18 @@ def kernel_caller(signature):
 
         def codegen(context, b, sig, args):
             convention = context.call_conv
-            function = convention.get_function_type(types.none, signature)
-            kernel = b.inttoptr(args[0], function.as_pointer())
+            function = convention.get_function_type(result, signature)
+            if symbol is None:
+                kernel = b.inttoptr(args[0], function.as_pointer())
+            else:
+                kernel = cgutils.get_or_insert_function(b.module, function, symbol)
             values = cgutils.unpack_tuple(b, args[1])
-            status, _ = convention.call_function(b, kernel, types.none, signature, values)
+            status, found = convention.call_function(b, kernel, result, signature, values)
             with cgutils.if_unlikely(b, status.is_error):
                 convention.return_status_propagate(b, status)
-            return context.get_dummy_value()
+            return context.get_dummy_value() if result is types.none else found
 
-        return types.void(types.int64, arguments), codegen
+        return result(address, arguments), codegen
 
     return call
 
@@ -172,3 +220,8 @@ def kernel_address(kernel: Any) -> int:
     if not address:
         raise RuntimeError(f"{build.fndesc.llvm_func_name}: expected machine code, got none")
     return address
+
+
+def provide_symbol(symbol: str, kernel: Any) -> None:
+    """Have code that is linked from now on find a kernel by a name; the kernel has to be kept."""
+    llvm.add_symbol(symbol, kernel_address(kernel))
