@@ -417,8 +417,7 @@ class SingleSequence(Watched):
 
     def _ready_table(self, layer: int) -> int | None:
         """The pointer of a layer's table on the target; None where it has to be uploaded first."""
-        found: int = self._again.pointer(self._block_table(layer))
-        return found
+        return self._again.pointer(self._block_table(layer))  # type: ignore[no-any-return]
 
     def _append_here(self, layer: int, k: Any, v: Any, check_finite: bool) -> None:
         """Append rows on the stream of the call."""
@@ -432,15 +431,13 @@ class SingleSequence(Watched):
             self._append_checked(layer, k, v, check_finite and not first)
 
     def _append_checked(self, layer: int, k: Array, v: Array, watched: bool) -> None:
-        pool, tokens, start = self._pools[layer], int(k.shape[0]), self._stored(layer)
-        room = self._room
-        self._make_room(layer, start, tokens)
+        pool, start, room = self._pools[layer], self._stored(layer), self._room
+        self._make_room(layer, start, int(k.shape[0]))
         self._watch_nothing()
         marker = self._marker(start) if watched else None
 
         def watch(k: Array, v: Array, skipped: int) -> int:
-            of_part = None if marker is None else marker._replace(skipped=skipped)
-            return 0 if of_part is None else pool.watch(k, v, of_part)
+            return 0 if marker is None else pool.watch(k, v, marker._replace(skipped=skipped))
 
         try:
             self._store(layer, k, v, self._target.number(start, 0), watch)
@@ -458,13 +455,14 @@ class SingleSequence(Watched):
         table = self._tables[layer]
         if not self._target.values_on_host:
             table = self._block_table(layer)[0]
+        end = start + int(k.shape[0])
         if self._full_precision is None:
             self._pools[layer].append(k, v, table, start, watch(k, v, 0))
-            self._lengths[layer] = start + int(k.shape[0])
+            self._lengths[layer] = end
             return
         with dropping(self._access):
             self._full_precision.append(self._pools[layer], layer, k, v, table, start, watch)
-            self._lengths[layer] = start + int(k.shape[0])
+            self._lengths[layer] = end
 
     def _compact(self, kept: NDArray[np.int64], shift: RopeShift | None) -> None:
         """Keep tokens ``(num_layers, n)``, checked, and move them to the front."""
