@@ -130,7 +130,7 @@ def main() -> None:
     arguments = parser.parse_args()
     import ray
 
-    ray.init(log_to_driver=False, include_dashboard=False, logging_level="ERROR")
+    ray.init("local", log_to_driver=False, include_dashboard=False, logging_level="ERROR")
     if arguments.only != "steps":
         messages(arguments.turns)
     if arguments.only != "messages":
