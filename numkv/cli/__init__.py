@@ -358,11 +358,22 @@ def _add_nodes_options(parser: argparse.ArgumentParser) -> None:
     )
     for option, smallest, default, meaning in (
         ("--batch", 1, plan_nodes.DEFAULT_BATCH, "sequences that are decoded at once"),
-        ("--q-heads", 1, None, "query heads of a layer; four for each key/value head"),
+        (
+            "--q-heads",
+            1,
+            None,
+            "query heads of a layer; the config's, or four for each key/value head",
+        ),
     ):
         nodes.add_argument(
             option, type=_at_least(smallest), default=default, metavar="N", help=meaning
         )
+    nodes.add_argument(
+        "--weights",
+        type=_checked(plan.parse_bytes, "a size such as 16GB"),
+        metavar="SIZE",
+        help="the model's weights, read once a step by each group's caller; the config's, where it says all",
+    )
     network = Network()
     for option, meaning in (
         ("--latency", "of a message and its answer"),
