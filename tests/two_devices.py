@@ -158,11 +158,12 @@ def end():
     """Arrays that live as long as their module does, beside a kernel of the user's own."""
     global kept
     ptx_device.start()
-    from numba import cuda
+    from numba import config, cuda
 
     from numkv import targets
 
     where = targets.get("cuda")
+    config.CUDA_LOW_OCCUPANCY_WARNINGS = 0
 
     @cuda.jit
     def own(x):

@@ -106,7 +106,8 @@ def test_llama_on_nodes(capsys, tmp_path):
     1,050,673,152, the last norm 4096: 8,030,261,248 in 2 bytes, 16.06 GB.
     """
     options = (
-        "--nodes", 4, "--batch", 1, "--memory", "5GB", "--kind", "bf16", "--message", "0us", "--memory-bandwidth", "20GB",
+        "--nodes", 4, "--batch", 1, "--memory", "5GB", "--kind", "bf16", "--message", "0us",
+        "--memory-bandwidth", "20GB",
     )  # fmt: skip
     ((row,), output) = planned(capsys, tmp_path, LLAMA, *options)
     assert row["groups × heads × context"] == "1 × 4 × 1"
