@@ -361,43 +361,13 @@ def _add_nodes_options(parser: argparse.ArgumentParser) -> None:
     size = _checked(plan.parse_bytes, "a size such as 10GB")
     options: list[tuple[str, Any, str, Any, str]] = [
         ("--batch", count, "N", plan_nodes.DEFAULT_BATCH, "sequences that are decoded at once"),
-        (
-            "--q-heads",
-            count,
-            "N",
-            None,
-            "query heads of a layer; the config's, or four for each key/value head",
-        ),
-        (
-            "--latency",
-            seconds,
-            "TIME",
-            network.latency,
-            "of a message and its answer; perf.ray_steps measures it",
-        ),
-        (
-            "--message",
-            seconds,
-            "TIME",
-            network.message,
-            "what a message costs the process that sends it: 300us, 1ms",
-        ),
+        ("--q-heads", count, "N", None, "query heads of a layer; the config's, or four for each key/value head"),
+        ("--latency", seconds, "TIME", network.latency, "of a message and its answer; perf.ray_steps measures it"),
+        ("--message", seconds, "TIME", network.message, "what a message costs the process that sends it: 300us, 1ms"),
         ("--bandwidth", size, "SIZE", network.bandwidth, "of a node's link, in a second: 1.25GB"),
-        (
-            "--memory-bandwidth",
-            size,
-            "SIZE",
-            network.memory_bandwidth,
-            "rows that a node attends to, in a second",
-        ),
-        (
-            "--weights",
-            size,
-            "SIZE",
-            None,
-            "the model's, read once a step by each group's caller; else as the config says",
-        ),
-    ]
+        ("--memory-bandwidth", size, "SIZE", network.memory_bandwidth, "rows that a node attends to, in a second"),
+        ("--weights", size, "SIZE", None, "the model's, read once a step by each group's caller; or as the config says"),
+    ]  # fmt: skip
     for option, kind, metavar, default, meaning in options:
         nodes.add_argument(option, type=kind, default=default, metavar=metavar, help=meaning)
     nodes.add_argument("--picture", type=Path, metavar="PATH", help="also draw it, with matplotlib")
