@@ -366,7 +366,7 @@ def _add_nodes_options(parser: argparse.ArgumentParser) -> None:
         ("--message", seconds, "TIME", network.message, "what a message costs the process that sends it: 300us, 1ms"),
         ("--bandwidth", size, "SIZE", network.bandwidth, "of a node's link, in a second: 1.25GB"),
         ("--memory-bandwidth", size, "SIZE", network.memory_bandwidth, "rows that a node attends to, in a second"),
-        ("--weights", size, "SIZE", None, "the model's, read once a step by each group's caller; or as the config says"),
+        ("--weights", size, "SIZE", None, "the model's, read once a step by each group's caller; else the config's"),
     ]  # fmt: skip
     for option, kind, metavar, default, meaning in options:
         nodes.add_argument(option, type=kind, default=default, metavar=metavar, help=meaning)
