@@ -60,6 +60,6 @@ def main(transport=None, tokens=500, new=8):
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        main(RayShards(None if sys.argv[1] == "local" else sys.argv[1]))
+        main(RayShards(sys.argv[1]))
     else:
         main()

@@ -308,8 +308,9 @@ _ALIASES = {
     "f32": "fp32", "float32": "fp32", "single": "fp32",
     "f16": "fp16", "float16": "fp16", "half": "fp16",
     "bfloat16": "bf16", "bfp16": "bf16",
-    "fp8": "fp8_e4m3", "f8": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3", "e4m3": "fp8_e4m3",
-    "float8_e5m2": "fp8_e5m2", "e5m2": "fp8_e5m2",
+    "fp8": "fp8_e4m3", "f8": "fp8_e4m3", "f8e4m3": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3",
+    "fp8_e4m3fn": "fp8_e4m3", "e4m3": "fp8_e4m3",
+    "f8e5m2": "fp8_e5m2", "float8_e5m2": "fp8_e5m2", "e5m2": "fp8_e5m2",
     "i8": "int8", "q8": "int8",
     "i4": "int4", "q4": "int4",
 }  # fmt: skip

@@ -1,19 +1,22 @@
-"""What messages between a cache and its shards cost, and a sharded step beside one in a single process.
+"""Decode steps over shards beside one process, and beside the model of ``numkv plan --nodes``.
 
-``python -m perf.ray_steps``, with the extra ray; actors on this machine, with a thread each. Sizes are of one step's
-message; steps are timed in turns, and ratios are medians over turns of the same run. What is fitted are the numbers
-that ``numkv plan --nodes`` takes.
+``python -m perf.ray_steps``, with the extra ray; actors on this machine, with a thread each. Steps are timed in turns;
+times are medians. Printed beside them is what the model says, by what it was measured at and as it fits these steps
+best: the numbers that ``numkv plan --nodes`` takes. Actors share this machine's cores, so what messages and rows cost
+here is an upper bound of what they cost between machines, but for the links.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 
 import numpy as np
 
 import numkv
+from numkv.planning.scale import GroupCost, Load, Network, cost_of
 from numkv.ray import LocalShards, RayShards, ShardedKVCache
 
 HEADS, Q_HEADS, DIM, LAYERS = 8, 32, 64, 4
@@ -52,8 +55,8 @@ def step(cache, seqs, tokens: int, rng) -> float:
     return took
 
 
-def compare(batch: int, context: int, turns: int, shards: int) -> None:
-    """Time steps in turns, and print medians and ratios to one process."""
+def compare(batch: int, context: int, turns: int, shards: int) -> dict[str, float]:
+    """Time steps in turns; seconds of each, the median."""
     rng = np.random.default_rng(0)
     made = caches(batch * (-(-context // 16) + 4), shards)
     seqs = {name: [cache.add() for _ in range(batch)] for name, cache in made.items()}
@@ -71,50 +74,72 @@ def compare(batch: int, context: int, turns: int, shards: int) -> None:
                 took = step(cache, seqs[name], 1, rng)
                 if turn >= 3:
                     times[name].append(took)
-    alone = times["one process"]
-    for name, own in times.items():
-        ratio = statistics.median(a / b for a, b in zip(own, alone, strict=True))
-        print(
-            f"| {batch} × {context:,} | {name} | {1e3 * statistics.median(own):.2f} ms | {ratio:.2f} |"
-        )
     for name, cache in made.items():
         if name.endswith("here"):
             cache.close()
         elif name.endswith("actors"):
             for shard in range(cache.num_shards):
                 cache._transport._kill(shard)
+    return {name: statistics.median(own) for name, own in times.items()}
 
 
-def messages(turns: int) -> None:
-    """Fit latency, cost and bandwidth to round trips: t = latency + n message + bytes / bandwidth."""
-    rows, seconds = [], []
-    for shards in (1, 2, 4):
-        cache = ShardedKVCache(1, 4, 8, num_blocks=1, heads=shards, transport=RayShards(threads=1))
-        for size in (0, 1 << 14, 1 << 18, 1 << 21):
-            payload = np.zeros(size, np.uint8)
-            took = []
-            for turn in range(turns + 5):
-                begun = time.perf_counter()
-                for channel in cache._channels:
-                    channel.later("echo", payload)
-                tickets = [channel.send("echo", payload[:0]) for channel in cache._channels]
-                for ticket in tickets:
-                    ticket.wait()
-                if turn >= 5:
-                    took.append(time.perf_counter() - begun)
-            rows.append((1.0, shards, shards * size))
-            seconds.append(statistics.median(took))
-            print(f"{shards} shards, {size:,} bytes to each: {1e6 * seconds[-1]:,.0f} µs")
-        for shard in range(shards):
-            cache._transport._kill(shard)
-    a, b = np.array(rows), np.array(seconds)
-    weights = 1 / b  # relative errors
-    (latency, message, per_byte), *_ = np.linalg.lstsq(
-        a * weights[:, None], b * weights, rcond=None
-    )
+def costs(batch: int, context: int, shards: int, by: str) -> GroupCost:
+    """What the model counts in a step: messages, bytes; seconds where a network gives one of each a second."""
+    load = Load(LAYERS, Q_HEADS, HEADS, DIM, DIM, 4 * DIM, batch, context)
+    heads, columns = (shards, 1) if by == "heads" else (1, shards)
+    return cost_of(load, Network(1.0, 1.0, 1.0, 1.0), heads, columns, batch)[0]
+
+
+def fitted(counted: list[GroupCost], seconds: list[float]) -> Network:
+    """The network with which the model is nearest to what was measured, by relative errors."""
+    a = np.array([(c.latency, c.messages, c.network, c.read + c.merge) for c in counted])
+    b = np.array(seconds)
+    best, found = np.inf, np.zeros(4)
+    for n in range(
+        1, 5
+    ):  # nothing costs less than nothing: the best of those where no factor is below 0
+        for some in map(list, itertools.combinations(range(4), n)):
+            x, *_ = np.linalg.lstsq(a[:, some] / b[:, None], np.ones(len(b)), rcond=None)
+            error = np.square(a[:, some] @ x / b - 1).sum()
+            if (x >= 0).all() and error < best:
+                best, found = error, np.zeros(4)
+                found[some] = x
+    latency, message, per_byte, per_row_byte = found
+    return Network(latency, message, 1 / max(per_byte, 1e-12), 1 / max(per_row_byte, 1e-12))
+
+
+def report(measured: dict[tuple[int, int, int], dict[str, float]]) -> None:
+    """What was measured, beside the model as it is and as it fits best."""
+    counted, seconds = [], []
+    for (batch, context, shards), times in measured.items():
+        for by in ("heads", "context"):
+            counted.append(costs(batch, context, shards, by))
+            seconds.append(times[f"{shards} by {by}, actors"])
+    networks = Network(), fitted(counted, seconds)
+    print("| batch × context | cache | step | beside one process | model | model, fitted |")
+    print("|---|---|---|---|---|---|")
+    for (batch, context, shards), times in measured.items():
+        alone = times["one process"]
+        for name, took in times.items():
+            models = ["", ""]
+            if name.endswith("actors"):
+                load = Load(LAYERS, Q_HEADS, HEADS, DIM, DIM, 4 * DIM, batch, context)
+                way = (shards, 1) if "by heads" in name else (1, shards)
+                models = [
+                    f"{cost_of(load, x, *way, batch)[0].total / took:.2f} ×" for x in networks
+                ]
+            cells = (
+                f"{batch} × {context:,}",
+                name,
+                f"{1e3 * took:.2f} ms",
+                f"{took / alone:.2f} ×",
+                *models,
+            )
+            print(f"| {' | '.join(cells)} |")
+    x = networks[1]
     print(
-        f"fitted: --latency {max(latency, 0) * 1e6:.0f}us --message {message * 1e6:.0f}us "
-        f"--bandwidth {1e-6 / max(per_byte, 1e-12):.0f}MB"
+        f"fitted: --latency {x.latency * 1e6:.0f}us --message {x.message * 1e6:.0f}us "
+        f"--bandwidth {x.bandwidth / 1e6:.0f}MB --memory-bandwidth {x.memory_bandwidth / 1e9:.2f}GB"
     )
 
 
@@ -122,22 +147,21 @@ def main() -> None:
     """Run what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=30)
-    parser.add_argument("--shards", type=int, default=2)
-    parser.add_argument("--only", choices=("messages", "steps"))
+    parser.add_argument("--shards", type=int, nargs="+", default=[2, 4])
     parser.add_argument(
         "--sizes", nargs="+", default=["1x1024", "8x1024", "8x8192"], metavar="BATCHxCONTEXT"
     )
     arguments = parser.parse_args()
     import ray
 
-    ray.init(log_to_driver=False, include_dashboard=False, logging_level="ERROR")
-    if arguments.only != "steps":
-        messages(arguments.turns)
-    if arguments.only != "messages":
-        print("| batch × context | cache | step | ratio |\n|---|---|---|---|")
-        for size in arguments.sizes:
-            batch, context = map(int, size.split("x"))
-            compare(batch, context, arguments.turns, arguments.shards)
+    ray.init("local", log_to_driver=False, include_dashboard=False, logging_level="ERROR")
+    report(
+        {
+            (batch, context, shards): compare(batch, context, arguments.turns, shards)
+            for shards in arguments.shards
+            for batch, context in (map(int, size.split("x")) for size in arguments.sizes)
+        }
+    )
     ray.shutdown()
 
 

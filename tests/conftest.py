@@ -43,7 +43,8 @@ import numpy as np  # noqa: E402  (after the switch)
 import pytest  # noqa: E402
 
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
-if SIMULATED:
+PLAIN = "plain_simulator" in sys.modules  # Numba's own, as users have it
+if SIMULATED and not PLAIN:
     import simulator
 
     simulator.install()
@@ -216,7 +217,7 @@ def host(target):
 @pytest.fixture(autouse=True)
 def order_of_threads(request) -> None:
     """The order in which simulated threads take turns: another in each test, the same in every run of it."""
-    if SIMULATED:
+    if SIMULATED and not PLAIN:
         simulator.seed(zlib.crc32(request.node.nodeid.encode()))
 
 

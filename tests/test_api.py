@@ -209,7 +209,7 @@ SIGNATURES = {  # as the contract writes them
         "batch_size", "num_heads", "new_len", "max_cache_len", "d_k", "d_v", "dtype",
     ],
     "AppendArgs": ["k_new", "v_new", "k_cache", "v_cache", "cache_offsets"],
-    "AppendPlan.select": ["descriptor", "target", "preference"],
+    "AppendPlan.select": ["descriptor", "target"],
     "AppendPlan.run": ["args", "stream", "workspace"],
     "AppendPlan.can_implement": ["args"],
     "append": ["k_new", "v_new", "k_cache", "v_cache", "cache_offsets"],

@@ -28,8 +28,8 @@ ALIASES = {
     "fp32": ["f32", "float32", "Float32"],
     "fp16": ["f16", "float16"],
     "bf16": ["bfloat16", "BF16"],
-    "fp8_e4m3": ["fp8", "float8_e4m3fn", "FP8_E4M3"],
-    "fp8_e5m2": ["float8_e5m2"],
+    "fp8_e4m3": ["fp8", "f8e4m3", "float8_e4m3fn", "FP8_E4M3"],
+    "fp8_e5m2": ["f8e5m2", "float8_e5m2"],
     "int8": ["i8", "INT8"],
     "int4": ["i4", "q4", "INT4"],
 }

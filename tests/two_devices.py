@@ -1,6 +1,6 @@
-"""Two devices on the stub driver, and a fork: each in a process of its own, as both last. Prints "fine" in the end.
+"""Two devices on the stub driver, a fork, and the end of a process: each in one of its own. Prints "fine" in the end.
 
-NUMBA_ENABLE_CUDASIM=0 python tests/two_devices.py devices|fork
+NUMBA_ENABLE_CUDASIM=0 python tests/two_devices.py devices|fork|end
 """
 
 import os
@@ -154,6 +154,25 @@ def fork():
     assert where.to_host(x).all()
 
 
+def end():
+    """Arrays that live as long as their module does, beside a kernel of the user's own."""
+    global kept
+    ptx_device.start()
+    from numba import config, cuda
+
+    from numkv import targets
+
+    where = targets.get("cuda")
+    config.CUDA_LOW_OCCUPANCY_WARNINGS = 0
+
+    @cuda.jit
+    def own(x):
+        x[0] = 1
+
+    kept = own, [where.asarray(np.ones((1, 1, 4, 8), np.float16)) for _ in range(3)]
+    own[1, 1](kept[1][0])
+
+
 if __name__ == "__main__":
-    {"devices": devices, "fork": fork}[sys.argv[1]]()
+    {"devices": devices, "fork": fork, "end": end}[sys.argv[1]]()
     print("fine")

@@ -144,6 +144,8 @@ def attention_weights(
     ------
     DimensionMismatch, UnsupportedDType, NotSupported, IndexError, ValueError
         See `numkv.prefill_attention`.
+    TypeError
+        If `q` is a cache or a layer.
 
     Notes
     -----
@@ -156,6 +158,11 @@ def attention_weights(
     >>> numkv.attention_weights(np.ones((1, 4, 8), np.float32), k, [4])[0, 0, :5]
     array([0.5, 0.5, 0.5, 0.5, 0. ], dtype=float32)
     """
+    if hasattr(q, "attention_weights"):
+        name = type(q).__name__
+        raise TypeError(
+            f"`q`: expected an array of queries, got a {name}; call its own method: {name}.attention_weights"
+        )
     target = targets.of(k)
     if (stream is not None or target.has_streams) and stream is not target.here:
         arrays = (q, k, seq_lens, cu_seqlens_q, lse, k_scale)

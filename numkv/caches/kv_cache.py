@@ -248,11 +248,11 @@ class KVCache(StoredRows):
     def _make_struct(self) -> Any:
         if not self._target.has_jit_views:
             table = np.arange(self.num_layers, dtype=np.int32)
-            return jit_views.host_struct("int64")(table, self._lengths)
+            return jit_views.make(jit_views.host_struct("int64"), table, self._lengths)
         pool = self._pool
-        make = jit_views.cache_struct(pool.k_kind.name, pool.v_kind.name)
+        struct = jit_views.cache_struct(pool.k_kind.name, pool.v_kind.name)
         books = (self._lengths, self._length, self._current)
-        return make(pool.k, pool.v, pool.k_scale, pool.v_scale, *books)
+        return jit_views.make(struct, pool.k, pool.v, pool.k_scale, pool.v_scale, *books)
 
     def _bad_length(self, layer: int, length: int, most: int) -> str:
         return (

@@ -193,10 +193,11 @@ class Layer(LayerOfLatents):
 
     def _make_struct(self) -> Any:
         if not self._target.has_jit_views:
-            return jit_views.host_struct("int32")(self._table, self._lengths)
+            return jit_views.make(jit_views.host_struct("int32"), self._table, self._lengths)
         pool = self._pool
-        make = jit_views.layer_struct(pool.k_kind.name, pool.v_kind.name)
-        return make(pool.k, pool.v, pool.k_scale, pool.v_scale, self._table, self._lengths)
+        struct = jit_views.layer_struct(pool.k_kind.name, pool.v_kind.name)
+        buffers = pool.k, pool.v, pool.k_scale, pool.v_scale
+        return jit_views.make(struct, *buffers, self._table, self._lengths)
 
     # -- writing
 

@@ -356,36 +356,20 @@ def _add_nodes_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="model decode steps on N nodes instead: 8 64 1024; --memory is a node's, --context the sequences' length",
     )
-    for option, smallest, default, meaning in (
-        ("--batch", 1, plan_nodes.DEFAULT_BATCH, "sequences that are decoded at once"),
-        ("--q-heads", 1, None, "query heads of a layer; four for each key/value head"),
-    ):
-        nodes.add_argument(
-            option, type=_at_least(smallest), default=default, metavar="N", help=meaning
-        )
-    network = Network()
-    for option, meaning in (
-        ("--latency", "of a message and its answer"),
-        ("--message", "what a message costs the process that sends it"),
-    ):
-        nodes.add_argument(
-            option,
-            type=_checked(plan_nodes.parse_seconds, "a time such as 300us"),
-            default=getattr(network, option[2:]),
-            metavar="TIME",
-            help=f"{meaning}: 300us, 1ms; `python -m perf.ray_steps` measures it",
-        )
-    for option, meaning in (
-        ("--bandwidth", "of a node's link"),
-        ("--memory-bandwidth", "rows that a node attends to"),
-    ):
-        nodes.add_argument(
-            option,
-            type=_checked(plan.parse_bytes, "a size such as 10GB"),
-            default=getattr(network, option[2:].replace("-", "_")),
-            metavar="SIZE",
-            help=f"{meaning}, in a second: 1.25GB",
-        )
+    count, network = _at_least(1), Network()
+    seconds = _checked(plan_nodes.parse_seconds, "a time such as 300us")
+    size = _checked(plan.parse_bytes, "a size such as 10GB")
+    options: list[tuple[str, Any, str, Any, str]] = [
+        ("--batch", count, "N", plan_nodes.DEFAULT_BATCH, "sequences that are decoded at once"),
+        ("--q-heads", count, "N", None, "query heads of a layer; the config's, or four for each key/value head"),
+        ("--latency", seconds, "TIME", network.latency, "of a message and its answer; perf.ray_steps measures it"),
+        ("--message", seconds, "TIME", network.message, "what a message costs the process that sends it: 300us, 1ms"),
+        ("--bandwidth", size, "SIZE", network.bandwidth, "of a node's link, in a second: 1.25GB"),
+        ("--memory-bandwidth", size, "SIZE", network.memory_bandwidth, "rows that a node attends to, in a second"),
+        ("--weights", size, "SIZE", None, "the model's, read once a step by each group's caller; else the config's"),
+    ]  # fmt: skip
+    for option, kind, metavar, default, meaning in options:
+        nodes.add_argument(option, type=kind, default=default, metavar=metavar, help=meaning)
     nodes.add_argument("--picture", type=Path, metavar="PATH", help="also draw it, with matplotlib")
 
 

@@ -253,4 +253,4 @@ def _needs(arguments: argparse.Namespace) -> ModelNeeds:
         if len(set(found)) != 1:
             raise UsageError(f"{path}: --layers is for models whose layers are all alike")
         found = found[:1] * layers
-    return replace(needs, layers=found)
+    return replace(needs, layers=found, parameters=None)

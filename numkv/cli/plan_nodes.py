@@ -9,7 +9,7 @@ from typing import Any
 
 from numkv.cli.output import Size, UsageError, format_bytes, table
 from numkv.demo.cache import CacheChoice
-from numkv.planning import ModelNeeds
+from numkv.planning import LayerNeeds, ModelNeeds, Rows
 from numkv.planning.scale import Load, Network, Sharding, best_sharding, cost_of
 
 __all__ = ["DEFAULT_BATCH", "parse_seconds", "plan_nodes"]
@@ -58,7 +58,7 @@ def plan_nodes(
     choice : CacheChoice
         Storage kinds.
     q_heads : int or None
-        Of each layer; four for each kv head if None.
+        Of each layer; as the config says, or without one four for each kv head, if None.
 
     Returns
     -------
@@ -69,21 +69,22 @@ def plan_nodes(
         arguments.memory,
     )  # fmt: skip
     context = max(arguments.context or [needs.context or _CONTEXT])
-    load = _load(needs, choice, q_heads, arguments.batch, context)
+    load = _load(needs, choice, q_heads, arguments, context)
     ways = [(n, best_sharding(load, network, n), best_sharding(load, network, n, heads_only=True))
             for n in sorted(set(arguments.nodes))]  # fmt: skip
     lines = [
-        f"{load.batch:,} sequences of {load.context:,} tokens, {choice.label}; a node has "
+        f"{load.batch:,} sequences of {load.context:,} tokens, {choice.label}, {load.q_heads} query heads; a node has "
         f"{arguments.memory.text()} and attends to {format_bytes(int(network.memory_bandwidth), True)}/s; a "
         f"message takes {1e6 * network.latency:,.0f} µs, costs its caller {1e6 * network.message:,.0f} µs, and "
         f"travels at {format_bytes(int(network.bandwidth), True)}/s:",
         "",
         table(
             ("nodes", "used", "groups × heads × context", "ms/step", "tokens/s", "heads only", "messages", "network",
-             "attention", "memory/node", "a link must give"),
+             "attention", "weights", "memory/node", "a link must give"),
             [_row(arguments.memory, nodes, best, heads) for nodes, best, heads in ways],
         ),
         "",
+        _counted(arguments.memory, load),
         *_remarks(load, network),
     ]  # fmt: skip
     if arguments.picture is not None:
@@ -93,24 +94,68 @@ def plan_nodes(
 
 
 def _load(
-    needs: ModelNeeds, choice: CacheChoice, q_heads: int | None, batch: int, context: int
-) -> Load:
-    """The model as layers that are alike; others are not modelled."""
-    rows = [r for layer in needs.layers for r in layer.rows if r.dim_v and not r.of_source]
-    if not rows:
-        raise UsageError("plan --nodes: the model has no layers of keys and values")
-    first = rows[0]
+    needs: ModelNeeds, choice: CacheChoice, q_heads: int | None, arguments: argparse.Namespace, context: int
+) -> Load:  # fmt: skip
+    """The model as layers that are alike but for windows, which is what `ShardedKVCache` keeps."""
+    rows = [_rows_of(layer) for layer in needs.layers if layer.type != "none"]
+    first = rows[0] if rows else None
+    if first is None or any(x is None or _shape(x) != _shape(first) for x in rows):
+        found = "others"
+        if any(x.what == "latents" for x in needs.rows):
+            found = "latents; --expanded plans with K and V of every head"
+        raise UsageError(
+            "plan --nodes: expected layers of keys and values that are alike but for windows, as "
+            f"numkv.ray.ShardedKVCache keeps them, got {found}; without --nodes each is counted"
+        )
+    heads = q_heads or needs.q_heads
+    if heads is None:
+        if needs.model_type:
+            raise UsageError(
+                "plan --nodes: the config says no number of query heads; give --q-heads"
+            )
+        heads = _Q_HEADS_PER_KV_HEAD * first.heads
+    if heads % first.heads:
+        raise UsageError(
+            f"plan --nodes: expected a multiple of the {first.heads} key/value heads as query heads, got {heads}"
+        )
     row_bytes = choice.bytes_per_token(1, first.dim, first.dim_v)
-    heads = q_heads or _Q_HEADS_PER_KV_HEAD * first.heads
-    return Load(len(rows), heads, first.heads, first.dim, first.dim_v, row_bytes, batch, context)
+    windows = tuple(x.limit for x in rows if x is not None and x.limit is not None)
+    weights = needs.weight_bytes or 0 if arguments.weights is None else arguments.weights
+    return Load(
+        len(rows), heads, first.heads, first.dim, first.dim_v, row_bytes, arguments.batch, context, windows,
+        int(weights),
+    )  # fmt: skip
+
+
+def _rows_of(layer: LayerNeeds) -> Rows | None:
+    """The rows of a layer, if they are K and V of each token, whole or in a window."""
+    plain = len(layer.rows) == 1 and not layer.states and layer.type != "chunked_attention"
+    rows = layer.rows[0] if plain else None
+    return rows if rows and rows.dim_v and rows.tokens_per_row == 1 and not rows.of_source else None
+
+
+def _shape(rows: Rows) -> tuple[int, int, int]:
+    return rows.heads, rows.dim, rows.dim_v
+
+
+def _counted(memory: Size, load: Load) -> str:
+    """What a step is made of here."""
+    what = "tokens/s count messages and attention"
+    if not load.weights:
+        return f"{what}; the model's weights are not counted (--weights), nor its arithmetic."
+    return (
+        f"{what}, and that each group's caller reads the model's weights, {memory.text(load.weights)}, once a step at "
+        "a node's speed; it has them beside the nodes. The model's arithmetic is not counted."
+    )
 
 
 def _row(
     memory: Size, nodes: int, best: Sharding | None, heads: Sharding | None
 ) -> tuple[str, ...]:
     if best is None:
-        return (f"{nodes:,}", "-", "rows do not fit", *["-"] * 8)
+        return (f"{nodes:,}", "-", "rows do not fit", *["-"] * 9)
     cost = best.cost
+    shares = (cost.latency + cost.messages, cost.network, cost.read, cost.weights)
     return (
         f"{nodes:,}",
         f"{best.nodes:,}",
@@ -118,7 +163,7 @@ def _row(
         f"{1e3 * cost.total:,.1f}",
         f"{best.tokens_per_second:,.1f}",
         "do not fit" if heads is None else f"{heads.tokens_per_second:,.1f}",
-        *(f"{100 * x / cost.total:.0f} %" for x in (cost.latency + cost.messages, cost.network, cost.read)),
+        *(f"{100 * x / cost.total:.0f} %" for x in shares),
         memory.text(int(best.memory)),
         f"{format_bytes(int(best.bandwidth_needed), True)}/s",
     )  # fmt: skip

@@ -202,15 +202,13 @@ def _load(path: str, checked: Any, most: int, options: Options, target: str | No
     """See `load`; on its stream."""
     shift, pool = options.shift, options.pool
     with _reading(path) as file:
-        name = _ONE if file.version < 3 else file.fields.text("class")
+        name = file.fields.text("class")
         _compare_marks(path, file, checked)
         if name in (_ONE, _MANY):
             _refuse(name, target=target, shift=shift, pool=pool)
             found = sequences.read(file.fields, file)
-            if file.version >= 3:
-                expect(name == _MANY or len(found) == 1, f"{len(found)} sequences, and not one")
-                return found if name == _MANY else found[0]
-            return found
+            expect(name == _MANY or len(found) == 1, f"{len(found)} sequences, and not one")
+            return found if name == _MANY else found[0]
         family = next((x for x in _FAMILIES if name in x.classes), None)
         if family is None:
             raise Damaged(f"it holds a {name}, which is no cache")
@@ -257,7 +255,7 @@ def save_sequences(
 def load_sequences(
     path: str | os.PathLike[str], *, mark: Mark | None = None
 ) -> list[SwappedSequence]:
-    """Load sequences of a `PagedKVCache`, of this version's files and of earlier ones'.
+    """Load sequences of a `PagedKVCache`.
 
     Parameters
     ----------
@@ -281,7 +279,7 @@ def load_sequences(
     path, checked = _check_path(path), check_mark("mark", mark)
     with _reading(path) as file:
         _compare_marks(path, file, checked)
-        name = _MANY if file.version < 3 else file.fields.text("class")
+        name = file.fields.text("class")
         if name not in (_ONE, _MANY):
             raise NotSupported(
                 f"`path`: expected sequences, got a {name} in {path}; use numkv.load"
@@ -320,7 +318,7 @@ def _check_path(path: Any) -> str:
 def _compare_marks(path: str, file: Container, mark: Any) -> None:
     if mark is None:
         return
-    found = file.fields.get("mark") if file.version >= 3 else None
+    found = file.fields.get("mark")
     if found == mark:
         return
     what = ""

@@ -30,9 +30,8 @@ from numkv.files.replace import replacing
 
 __all__ = ["FORMAT_VERSION", "Container", "Spec", "Tensor", "bytes_of", "opened", "write"]
 
+#: Of the one format that is read and written; earlier ones were never published.
 FORMAT_VERSION = 3
-#: Version 1 had no rotation, versions 1 and 2 no checksums; both hold sequences of a `PagedKVCache` only.
-READABLE = (1, 2, FORMAT_VERSION)
 
 # Bytes that are read or written in one call; and arrays, of which the systems take 1,024.
 _CHUNK = 8 << 20
@@ -210,8 +209,6 @@ class Container:
 
     Attributes
     ----------
-    version : int
-        The format's.
     fields : Fields
         What the header says.
     size : int
@@ -223,18 +220,19 @@ class Container:
         self.size = os.fstat(descriptor).st_size
         self._data, metadata, self._entries = self._read_header()
         if "numkv" not in metadata:
-            raise Foreign("expected a file of numkv's format 1, 2 or 3, got another one")
+            raise Foreign(f"expected a file of numkv's format {FORMAT_VERSION}, got another one")
         text = metadata["numkv"]
+        # Before anything that the text says is believed, its version too.
+        found = f"{zlib.crc32(text.encode('utf-8', 'surrogatepass')):08x}"
+        expect(found == metadata.get("numkv_crc32"), "the checksum of the header is wrong")
         self.fields = Fields(_parse(text))
-        self.version = self.fields.integer("version") if self.fields.has("version") else 0
-        if self.version not in READABLE:
-            found = f"format {self.version}" if self.version else "another one"
-            raise Foreign(f"expected a file of numkv's format 1, 2 or 3, got {found}")
+        version = self.fields.integer("version")
+        if version != FORMAT_VERSION:
+            raise Foreign(
+                f"expected a file of numkv's format {FORMAT_VERSION}, got format {version}"
+            )
         self._expected: dict[str, int] = {}
-        if self.version >= 3:
-            found = f"{zlib.crc32(text.encode('utf-8', 'surrogatepass')):08x}"
-            expect(found == metadata.get("numkv_crc32"), "the checksum of the header is wrong")
-            self._read_checksums()
+        self._read_checksums()
         self._taken: set[str] = set()
         self._position = dict.fromkeys(self._entries, 0)
 
@@ -319,8 +317,7 @@ class Container:
             assert at + size <= entry.end, name
             self._read(self._data + at, views)
             self._position[name] += size
-            if name in self._expected:
-                self._checksums.add(name, views)
+            self._checksums.add(name, views)
 
     def array(self, name: str) -> NDArray[Any]:
         """Read a small tensor, and compare its checksum at once."""
@@ -329,8 +326,7 @@ class Container:
         if found.size:
             view = bytes_of(found)
             self._read(self._data + entry.begin, [view])
-            if name in self._expected:
-                self._compare(name, zlib.crc32(view))
+            self._compare(name, zlib.crc32(view))
         self._position[name] = entry.end - entry.begin
         self._expected.pop(name, None)
         return found

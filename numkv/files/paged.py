@@ -241,16 +241,16 @@ def plan(name: str, fields: Fields, prefix: str, file: Container, options: Optio
     expect(all(n < following for n in numbers), f"a sequence from {following} on")
     shapes_of_states = geometry.layers.with_states
     more: dict[str, Any] = {}
+    most = 2**31 - 4 if shapes_of_states else 0
+    num_states = fields.integer("num_states", most=most)
+    every = fields.integer("checkpoint_every", min(most, geometry.block_size), most)
     if shapes_of_states:
-        names = ("num_states", "checkpoint_every")
-        more = {name: fields.integer(name, most=2**31 - 4) for name in names}
-        expect(more["checkpoint_every"] % geometry.block_size == 0, "checkpoints between blocks")
+        more = {"num_states": num_states, "checkpoint_every": every}
+        expect(every % geometry.block_size == 0, "checkpoints between blocks")
         slots = {part.slot for part in parts if part.length}
-        expect(len(slots) <= more["num_states"], "states in more slots than there are")
+        expect(len(slots) <= num_states, "states in more slots than there are")
     bounded = bool(fields.has("key_bounds") and fields.integer("key_bounds", most=1))
-    counts = [blocks] * len(geometry.parts)
-    if fields.has("blocks_of_parts"):
-        counts = fields.integers("blocks_of_parts", len(counts))
+    counts = fields.integers("blocks_of_parts", len(geometry.parts))
     for slot, ((rows, _), count) in enumerate(zip(geometry.parts, counts, strict=True)):
         shapes = geometry.buffer_shapes(rows, count)
         for tensor, (dtype, shape) in zip(("k", "v", "k_scale", "v_scale"), shapes, strict=True):
@@ -269,9 +269,10 @@ def plan(name: str, fields: Fields, prefix: str, file: Container, options: Optio
         )  # fmt: skip
         expect(cache._store.geometry[4] == seed, f"rows are rotated by seed {seed}")
         ids = cache.blocks.allocate(blocks)
-        every = np.arange(blocks)
+        all_blocks = np.arange(blocks)
         for slot, (pool, groups) in enumerate(cache._store.parts):
-            own = every if len(groups) == cache.num_groups else _own_blocks(states, groups, every)
+            shared = len(groups) == cache.num_groups
+            own = all_blocks if shared else _own_blocks(states, groups, all_blocks)
             expect(len(own) == counts[slot], f"{counts[slot]} blocks of part {slot}")
             _read_blocks(file, slot, pool, ids[own])
         for layer in geometry.layers.storing:
@@ -290,7 +291,7 @@ def plan(name: str, fields: Fields, prefix: str, file: Container, options: Optio
     # Books of a block: its digest, its tokens, references and lists.
     of_block = block_nbytes(geometry.layers, geometry.groups, geometry.block_size)
     of_block += bounds_nbytes(geometry.layers, geometry.groups) * bounded
-    of_states = more.get("num_states", 0) * StateSlots.slot_nbytes(shapes_of_states)
+    of_states = num_states * StateSlots.slot_nbytes(shapes_of_states)
     return Plan(of_states + num_blocks * (of_block + 4 * geometry.block_size + 128), build)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import secrets
 import stat
@@ -13,6 +14,9 @@ from numkv.errors import NotSupported
 
 __all__ = ["replacing"]
 
+_SUFFIX = ".partial"
+_HOUR = 3600
+
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
@@ -20,7 +24,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
 
     The new file has a name that nobody else has, so that any number of writers may replace one path at a time: each
     writes a file of its own, and the last one to finish stays. After any error the new file is gone, and the old one
-    is what it was. Only a process that is killed leaves its file behind, under the name ``.<name>.<random>.partial``.
+    is what it was. Only a process that is killed leaves its file behind, under the name ``.<name>.<random>.partial``;
+    the next writer of the path removes it. A writer holds a lock on its file, which ends with its process.
 
     Parameters
     ----------
@@ -43,21 +48,68 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
     _check_kind(place)
     folder, name = os.path.split(place)
     # Names may have 255 bytes; the end says enough of a long one.
-    partial = os.path.join(folder, f".{name[-60:]}.{secrets.token_hex(8)}.partial")
+    start = f".{name[-60:]}."
+    partial = os.path.join(folder, f"{start}{_boot()}{secrets.token_hex(8)}{_SUFFIX}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     try:
         descriptor = os.open(partial, flags, 0o666)
         try:
+            _locked(descriptor, wait=True)
+            _remove_abandoned(folder, start, os.fstat(descriptor).st_mtime)
             yield descriptor
             os.fsync(descriptor)
+            os.replace(partial, place)  # while the lock says that its writer lives
         finally:
             os.close(descriptor)
-        os.replace(partial, place)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(partial)
         raise
     _sync_folder(folder)
+
+
+def _remove_abandoned(folder: str, start: str, now: float) -> None:
+    """Remove files of this name whose writers are gone, as far as can be told."""
+    names: list[str] = []
+    with contextlib.suppress(OSError):  # a folder that may be written to and not read
+        names = os.listdir(folder)
+    for name in names:
+        if not (name.startswith(start) and name.endswith(_SUFFIX)):
+            continue
+        path = os.path.join(folder, name)
+        with contextlib.suppress(OSError):  # another writer was faster, or it is not ours to remove
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                if _locked(descriptor, wait=False):
+                    found = os.fstat(descriptor)
+                    # A writer takes its lock before it writes. Some file systems keep the locks of other machines
+                    # from us: what those left has to be old, too.
+                    sure = name.startswith(start + _boot()) and found.st_size > 0
+                    if sure or now - found.st_mtime > _HOUR:
+                        os.unlink(path)
+            finally:
+                os.close(descriptor)
+
+
+def _locked(descriptor: int, *, wait: bool) -> bool:
+    """Lock a file until its last descriptor is closed; whether that has been done."""
+    try:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except (ImportError, OSError):  # no such locks on this system, or another one's
+        return False
+    return True
+
+
+@functools.cache
+def _boot() -> str:
+    """Which machine this is, since it started: eight digits."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read(8)
+    except OSError:
+        return "0" * 8
 
 
 def _check_kind(place: str) -> None:

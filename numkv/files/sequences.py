@@ -1,7 +1,7 @@
 """Sequences in files, as `PagedKVCache.swap_out` gives them and `swap_in` takes them.
 
 One file holds any number of `SwappedSequence` of one geometry. Tensor names are ``<sequence>.<what>``, with a number of
-a layer or of a group behind that. Files of the versions 1 and 2 are read too; they have no checksums.
+a layer or of a group behind that.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ __all__ = [
 
 _BUFFERS = ("k", "v", "k_scale", "v_scale")
 _HEAD_SCALES = ("k_head_scale", "v_head_scale")  # of kinds whose heads have scales, by layer
+_NO_BLOCKS = (0, 0, 0)  # shape of scales that there are none of, or that are not of blocks
 
 
 # -- saving
@@ -87,17 +88,18 @@ def _tensors(prefix: str, sequence: SwappedSequence) -> list[Tensor]:
     for group, logical in enumerate(sequence.logical):
         found.append(Tensor.of(f"{prefix}logical.{group}", np.asarray(logical, np.int64)))
     for layer, buffers in enumerate(sequence.buffers):
-        groups = geometry.parts[layer][1]
+        rows, groups = geometry.parts[layer]
         of_groups = [sequence.logical[group] for group in groups]
         logical = np.concatenate([np.empty(0, np.int64), *of_groups])
         fills = np.clip(int(sequence.length) - logical * size, 0, size)
         ids = np.arange(len(logical))
-        for name, x in zip(_BUFFERS, buffers, strict=True):
-            if x.ndim > 1 and len(x) == len(ids):
+        shapes = geometry.buffer_shapes(rows, len(ids))
+        for name, x, (dtype, shape) in zip(_BUFFERS, buffers, shapes, strict=True):
+            if shape is None:
+                found.append(Tensor.of(f"{prefix}{name}.{layer}", np.empty(_NO_BLOCKS, dtype)))
+            else:
                 pieces = block_pieces(functools.partial(np.asarray, x), ids, fills, size)
-                found.append(Tensor(f"{prefix}{name}.{layer}", x.dtype, x.shape, pieces))
-            else:  # scales that there are none of, or that are not of blocks
-                found.append(Tensor.of(f"{prefix}{name}.{layer}", x[:0]))
+                found.append(Tensor(f"{prefix}{name}.{layer}", dtype, shape, pieces))
     for layer, scales in enumerate(sequence.head_scales):
         for name, x in zip(_HEAD_SCALES, scales, strict=True):
             found.append(Tensor.of(f"{prefix}{name}.{layer}", x))
@@ -182,7 +184,7 @@ def read(fields: Fields, file: Container) -> list[SwappedSequence]:
     Damaged
         If one is not as it was written, or contradicts itself.
     """
-    given, geometry = read_geometry(fields, file.version)
+    given, geometry = read_geometry(fields)
     parts = fields.parts("sequences")
     expect(bool(parts), "there are no sequences")
     counts = [_take(f"{i}.", part, geometry, file) for i, part in enumerate(parts)]
@@ -198,15 +200,9 @@ def read(fields: Fields, file: Container) -> list[SwappedSequence]:
     return found
 
 
-def read_geometry(fields: Fields, version: int = 3) -> tuple[tuple[Any, ...], Geometry]:
+def read_geometry(fields: Fields) -> tuple[tuple[Any, ...], Geometry]:
     """The geometry in a header, as it was given and checked."""
-    # Version 1 has no rotation; where layers are not alike there is one entry more.
-    counts = (4,) if version == 1 else (5, 6)
-    found = fields.get("geometry")
-    number = len(found) if isinstance(found, list) and len(found) in counts else counts[0]
-    sizes, k_kind, v_kind, windows, *others = fields.entries("geometry", number)
-    expect(isinstance(sizes, list) and isinstance(windows, list), "expected lists in the geometry")
-    given = (*map(_tuples, (sizes, k_kind, v_kind, windows)), *map(_tuples, others or (None,)))
+    given = _tuples(fields.get("geometry"))
     with claims("the geometry"):
         return given, Geometry.read(given)
 
@@ -229,23 +225,18 @@ def _take(prefix: str, fields: Fields, geometry: Geometry, file: Container) -> l
         expect(len(shape) == 1 and shape[0] <= MOST, f"tensor {name!r} has shape {shape}")
         file.take(name, Spec(np.dtype(np.int64), shape))
         counts.append(shape[0])
-    if file.version >= 3:
-        expect(fields.integers("blocks") == counts, "another number of blocks than the header says")
-        expect(
-            fields.integer("tokens") == tokens[0],
-            "another number of token ids than the header says",
-        )
+    expect(fields.integers("blocks") == counts, "another number of blocks than the header says")
+    expect(
+        fields.integer("tokens") == tokens[0], "another number of token ids than the header says"
+    )
     take_states(prefix, geometry, fields.integer("length"), file)
     head_scales = geometry.head_scale_shapes()
     for layer, (rows, groups) in enumerate(geometry.parts):
         with claims("the sizes"):
             shapes = geometry.buffer_shapes(rows, sum(counts[group] for group in groups))
         for name, (dtype, of_blocks) in zip(_BUFFERS, shapes, strict=True):
-            full = f"{prefix}{name}.{layer}"
-            found = file.spec(full).shape
-            if of_blocks is None:
-                expect(0 in found, f"tensor {full!r} should be empty")
-            file.take(full, Spec(dtype, found if of_blocks is None else of_blocks))
+            shape = _NO_BLOCKS if of_blocks is None else of_blocks
+            file.take(f"{prefix}{name}.{layer}", Spec(dtype, shape))
     for layer, of_layer in enumerate(head_scales):
         for name, count in zip(_HEAD_SCALES, of_layer, strict=True):
             file.take(f"{prefix}{name}.{layer}", Spec(np.dtype(np.float32), (count,)))
@@ -273,7 +264,6 @@ def _sequence(
         )
         for layer in range(len(geometry.head_scale_shapes()))
     ]
-    starts = fields.integers("starts") if fields.has("starts") else []
     return SwappedSequence(
         fields.integer("length"),
         file.array(f"{prefix}tokens"),
@@ -281,7 +271,7 @@ def _sequence(
         given,
         [file.array(f"{prefix}logical.{group}") for group in range(len(counts))],
         buffers,
-        tuple(starts),
+        tuple(fields.integers("starts")),
         tuple(scales),
         read_states(prefix, geometry, fields.integer("length"), file),
     )

@@ -166,6 +166,10 @@ class ModelNeeds:
         Tokens that the model was made for, if the config says.
     remarks : tuple of str
         Entries of the config that were not understood, by name, and what is assumed instead.
+    q_heads : int or None
+        Query heads of a layer, if all have as many.
+    parameters : int or None
+        Numbers in the weights, of families whose config says all of them.
     """
 
     model_type: str
@@ -173,6 +177,13 @@ class ModelNeeds:
     dtype: str = "bfloat16"
     context: int | None = None
     remarks: tuple[str, ...] = ()
+    q_heads: int | None = None
+    parameters: int | None = None
+
+    @property
+    def weight_bytes(self) -> int | None:
+        """Bytes of the weights in the model's dtype; None if they are not known."""
+        return None if self.parameters is None else self.parameters * _BYTES[self.dtype]
 
     @property
     def rows(self) -> tuple[Rows, ...]:

@@ -11,6 +11,7 @@ from numkv.planning.description import LayerNeeds, ModelNeeds, Rows
 from numkv.planning.keys import Keys, open_config
 from numkv.planning.layer_types import FULL, HYBRID, LINEAR, SLIDING, layer_types_of
 from numkv.planning.states import states_of
+from numkv.planning.weights import parameters_of
 
 __all__ = ["needs_of"]
 
@@ -105,7 +106,26 @@ def _needs_of(keys: Keys, outer: Mapping[str, Any], expanded: bool) -> ModelNeed
         str(dtype) if dtype in _DTYPES else "bfloat16",
         context if isinstance(context, int) and context > 0 else None,
         tuple(remarks),
+        _q_heads(keys),
+        _parameters(keys, outer, layers),
     )
+
+
+def _q_heads(keys: Keys) -> int | None:
+    """Query heads of every layer; None if layers differ."""
+    types = layer_types_of(keys)
+    own = (keys.changed(_changes(keys, i, len(types), x)) for i, x in enumerate(types))
+    first, *rest = [x.get("num_attention_heads") for x in own]
+    return first if type(first) is int and all(n == first for n in rest) else None
+
+
+def _parameters(keys: Keys, outer: Mapping[str, Any], layers: list[LayerNeeds]) -> int | None:
+    """Numbers in the weights, where layers are alike and stored as they are computed."""
+    alike = {(rows.heads, rows.dim, rows.dim_v) for layer in layers for rows in layer.rows}
+    if len(alike) != 1 or outer.get("quantization_config") or keys.get("quantization_config"):
+        return None
+    ((heads, dim, _),) = alike
+    return parameters_of(keys, len(layers), dim, heads)
 
 
 def _layers(keys: Keys, expanded: bool, remarks: list[str]) -> list[LayerNeeds]:

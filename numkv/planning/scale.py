@@ -9,6 +9,11 @@ caller that sends each of them one message a layer. For a layer of a step, with 
     rows read / memory_bandwidth      by the node that has most: heads are whole
     partial results / memory_bandwidth    merged by the caller, by context only
 
+and for a step weights / memory_bandwidth: the caller computes the model, beside the nodes. Its arithmetic is left out.
+
+A window bounds the rows that are read. By heads it bounds those that are kept, too; by context columns keep all
+(`ShardedKVCache`), and a window may lie in one of them.
+
 Nothing overlaps, which a caller may do better (`ShardedStep.submit`). Nodes that a group does not need make more
 groups, each with its share of the sequences.
 """
@@ -53,6 +58,10 @@ class Load(NamedTuple):
     """Sequences."""
     context: int
     """Tokens of each."""
+    windows: tuple[int, ...] = ()
+    """Of those layers that have one: tokens that a query sees, itself included."""
+    weights: int = 0
+    """Bytes of the model's weights."""
     word: int = 4
     """Bytes of an element of queries and new rows, as they are sent."""
 
@@ -65,6 +74,7 @@ class GroupCost(NamedTuple):
     network: float
     read: float
     merge: float
+    weights: float
 
     @property
     def total(self) -> float:
@@ -125,7 +135,10 @@ def cost_of(
     nodes = heads * context
     own_heads = math.ceil(load.kv_heads / heads)
     own_tokens = math.ceil(load.context / context)
-    rows = batch * own_tokens * own_heads * load.row_bytes
+    of_token = batch * own_heads * load.row_bytes
+    full = (load.layers - len(load.windows)) * own_tokens
+    read = of_token * (full + sum(min(window, own_tokens) for window in load.windows))
+    kept = of_token * load.layers * own_tokens if context > 1 else read
     q = batch * load.q_heads * load.head_dim * load.word
     new = batch * load.kv_heads * (load.head_dim + load.head_dim_v) * load.word
     partial = batch * load.q_heads * (load.head_dim_v + 1) * 4
@@ -136,10 +149,11 @@ def cost_of(
         load.layers * network.latency,
         load.layers * nodes * network.message,
         sent / network.bandwidth,
-        load.layers * rows / network.memory_bandwidth,
+        read / network.memory_bandwidth,
         load.layers * merge / network.memory_bandwidth,
+        load.weights / network.memory_bandwidth,
     )
-    return cost, sent, load.layers * rows
+    return cost, sent, kept
 
 
 def shardings(load: Load, network: Network, nodes: int) -> list[Sharding]:

@@ -21,13 +21,15 @@ _LATE = "no answer in"
 class RayShards:
     """A `Transport` whose shards are Ray actors.
 
-    Where Ray has not been started it is: with `address` the cluster that is there, else one on this machine. Actors end
-    with the process that made them. One that is lost is made anew wherever Ray finds a place for it.
+    Where this process has not started Ray, it is started: a cluster of its own on this machine, or as part of the one
+    at `address`. Actors end with the process that made them. One that is lost is made anew wherever Ray finds a place
+    for it.
 
     Parameters
     ----------
-    address : str, optional
-        Of a cluster, as `ray.init` takes it, or ``"auto"``.
+    address : str
+        ``"local"``: a cluster of its own, whatever else runs on this machine. Others are joined by name: ``"auto"``, or
+        an address as `ray.init` takes it. After a `ray.init` of yours its cluster is used.
     num_cpus : float
         CPUs that each actor asks Ray for; with 0 any number of actors finds a place.
     num_gpus : float
@@ -47,7 +49,7 @@ class RayShards:
 
     def __init__(
         self,
-        address: str | None = None,
+        address: str = "local",
         *,
         num_cpus: float = 0,
         num_gpus: float = 0,
@@ -59,7 +61,9 @@ class RayShards:
         self._started = False
         if not self._ray.is_initialized():
             self._ray.init(
-                address=address, log_to_driver=False, include_dashboard=None if address else False
+                address=address,
+                log_to_driver=False,
+                include_dashboard=False if address == "local" else None,
             )
             self._started = True
         self._options: dict[str, Any] = {

@@ -229,13 +229,17 @@ class ShardedKVCache(ReadableShards, Explained):
     # -- steps
 
     @whole
-    def reserve(self, sequences: Iterable[int], new_lens: Any) -> ShardedStep:
+    def reserve(
+        self, sequences: Iterable[int], new_lens: Any, *, expect: Any = None
+    ) -> ShardedStep:
         """Take room for new tokens of some sequences, all or nothing.
 
         Parameters
         ----------
         sequences, new_lens
             See `numkv.PagedKVCache.reserve`.
+        expect : int or int array (num_seqs,), optional
+            How many tokens each of them has, as far as the caller knows: it may not have heard of a loss.
 
         Returns
         -------
@@ -247,12 +251,16 @@ class ShardedKVCache(ReadableShards, Explained):
             If shards have too few free blocks; on no shard anything has changed.
         ShardLost
             If a shard was lost that had to be asked.
+        DimensionMismatch
+            If a sequence has another length than expected; nothing has changed.
         IndexError, NumkvError, ValueError
             See `numkv.PagedKVCache.reserve`.
         """
         seqs = self._numbers(sequences)
         states = {seq: self._idle(seq) for seq in seqs}
         lens = numbers_of_new_tokens(new_lens, len(seqs))
+        if expect is not None:
+            _check_lengths(states, numbers_of_new_tokens(expect, len(seqs), "expect"))
         if len(self._dead) == self._layout.columns:
             self._revive()
         placed = self._place(states, lens, self._free_blocks(), certain=True)
@@ -427,6 +435,18 @@ class ShardedKVCache(ReadableShards, Explained):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _check_lengths(states: dict[int, Sequence], expected: NDArray[np.int64]) -> None:
+    """Refuse to go on from another length than the caller believes, such as after a loss."""
+    for (seq, state), length in zip(states.items(), expected.tolist(), strict=True):
+        if state.length != length:
+            raise DimensionMismatch(
+                f"`expect`: expected sequence {seq} to have {length} tokens, got {state.length}; compute the tokens "
+                "from there on again",
+                expected=length,
+                actual=state.length,
+            )
 
 
 def _joined(runs: list[Run], column: int, n: int) -> list[Run]:

@@ -31,14 +31,17 @@ class ShardLost(NumkvError):
     """Shards were lost, and tokens with them. The cache can be used again: as its lengths say.
 
     Steps that wrote to lost shards are rolled back on all of them. Sequences that are not named have all tokens that
-    were committed.
+    were committed. The call that raises has waited for new shards, which takes seconds. Calls that compute tokens again
+    may lose shards too, and raise another error of this class: give ``reserve(expect=...)`` the length that a step is
+    to go on from.
 
     Attributes
     ----------
     sequences : tuple of int
-        Sequences that are shorter than they were.
+        Sequences that are shorter than they were: those that had tokens on the shards. By heads these are all.
     lengths : dict of int to int
-        How many tokens each of them still has, found in the prefix store or on shards that live.
+        How many tokens each of them still has. By heads that is what the prefix store had, 0 without one; by context
+        what comes before the first token that was lost.
     tokens : dict of int to int32 array
         Ids of the tokens that are to be computed again, from that length on, as far as they are known.
     shards : tuple of int

@@ -7,8 +7,9 @@ anything is written; an append for which there is no room returns False, so that
 
 Who may use an object at once (`numkv.access`) does not reach into compiled code: let one thread write at a time.
 
-Compiling them takes a moment, so an object makes its own when ``.jit`` is first asked for, and no kernel of numkv takes
-one (a function with a jitclass argument never hits Numba's disk cache).
+Compiling them takes seconds in every process, as Numba keeps no jitclass on disk: so an object makes its own when
+``.jit`` is first asked for, and no kernel of numkv takes one (a function with a jitclass argument never hits Numba's
+disk cache either).
 
 Rows go in and come out as they are stored. An object with ``rotate=True`` stores rotated rows: turn yours with
 `numkv.storage.hadamard.Rotation` before they are appended, and what is loaded back.
@@ -19,6 +20,7 @@ On CUDA they hold the host side only (block table and lengths); device buffers l
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 from numba import types
@@ -28,11 +30,11 @@ from numba.extending import register_jitable
 from numkv.device import is_finite, load_row, store_row
 from numkv.device import slot_of as checked_slot_of
 from numkv.errors import DimensionMismatch, NonFiniteInput, NumkvError
-from numkv.kernels.builder import SCALES, WORDS
+from numkv.kernels.builder import SCALES, WORDS, compiled
 from numkv.kinds import kind
 from numkv.rows.codec import elements_in
 
-__all__ = ["cache_struct", "cells_struct", "host_struct", "layer_struct"]
+__all__ = ["cache_struct", "cells_struct", "host_struct", "layer_struct", "make"]
 
 GROWN = "the cache has grown since `jit` was asked for; ask again"
 NO_LAYER = "`layer`: expected an index in [0, num_layers)"
@@ -42,6 +44,19 @@ NO_BLOCK = "`block_table`: expected a block of the pool for each stored token; c
 NOT_A_ROW = "`out`: expected as many elements as a row has"
 NOT_ROWS = "append: expected rows (num_kv_heads, head_dim) of one token"
 NOT_FINITE = "append: expected finite numbers for storage in a quantised kind, got NaN or infinity; mask them"
+
+
+_compiled: set[Any] = set()
+
+
+def make(struct: Any, *fields: Any) -> Any:
+    """An instance of a jitclass; the first one is compiled, which whoever waits is told."""
+    if struct in _compiled:
+        return struct(*fields)
+    with compiled(f"{struct.__name__}, for functions of yours"):
+        found = struct(*fields)
+    _compiled.add(struct)
+    return found
 
 
 def _scales(kind):

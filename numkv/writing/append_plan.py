@@ -163,9 +163,7 @@ class AppendPlan:
         self._target = target
 
     @classmethod
-    def select(
-        cls, descriptor: AppendDescriptor, *, target: str = "cpu", preference: Any = None
-    ) -> Self:
+    def select(cls, descriptor: AppendDescriptor, *, target: str = "cpu") -> Self:
         """Choose the kernel for a problem.
 
         Parameters
@@ -174,8 +172,6 @@ class AppendPlan:
             The problem. Extents may be 0.
         target : {"cpu", "cuda"}
             Where to run.
-        preference : object, optional
-            Ignored: there is one kernel for each problem.
 
         Returns
         -------

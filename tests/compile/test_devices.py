@@ -19,7 +19,7 @@ ILLEGAL_ADDRESS, NOT_PERMITTED = 700, 800
 AFTER = "a kernel that was launched earlier, by numkv or others in this process, has failed"
 
 
-@pytest.mark.parametrize("what", ["devices", "fork"])
+@pytest.mark.parametrize("what", ["devices", "fork", "end"])
 def test_in_a_process_of_its_own(what):
     run = subprocess.run(
         [sys.executable, str(TESTS / "two_devices.py"), what],
@@ -27,6 +27,7 @@ def test_in_a_process_of_its_own(what):
         env={**os.environ, "NUMBA_ENABLE_CUDASIM": "0", "PYTHONPATH": str(TESTS.parent)},
     )  # fmt: skip
     assert run.stdout.endswith("fine\n"), run.stdout + run.stderr
+    assert what != "end" or not run.stderr
 
 
 def calls():

@@ -88,6 +88,67 @@ def test_a_flipped_bit_is_found_wherever_it_is(saved, tmp_path, rng):
             assert refused(bad), (i, bit)
 
 
+def flip_header(path, bits):
+    """Load a file with each of some bits of each byte of its header flipped."""
+    data, bad = path.read_bytes(), path.with_name("flipped")
+    with open(bad, "wb+", buffering=0) as file:
+        file.write(data)
+        assert not refused(bad)
+        for i in range(8 + int.from_bytes(data[:8], "little")):
+            for bit in bits:
+                os.pwrite(file.fileno(), bytes([data[i] ^ 1 << bit]), i)
+                assert refused(bad), (i, bit, data[i - 20 : i + 20])
+            os.pwrite(file.fileno(), data[i : i + 1], i)
+
+
+def test_a_header_of_empty_arrays_has_no_bit_to_spare(tmp_path):
+    """Their shapes could be any, if nothing compared them. This bit makes another digit of each digit."""
+    cache = numkv.PagedKVCache(1, 1, 8, num_blocks=4, block_size=4, v_kind="latent")
+    numkv.save(tmp_path / "saved", cache.swap_out(cache.add()))
+    flip_header(tmp_path / "saved", [0])
+
+
+@pytest.mark.nightly
+def test_no_header_has_a_bit_to_spare(saved):
+    flip_header(saved, range(8))
+
+
+@pytest.mark.parametrize("version", [1, 2, 4])
+def test_another_version_is_refused_by_its_number(tmp_path, version):
+    numkv.save(tmp_path / "file", CACHES["KVCache fp32"]("cpu"))
+    file = File.read(tmp_path / "file")
+    file.fields["version"] = version
+    file.write(tmp_path / "file")
+    with pytest.raises(
+        numkv.NotSupported, match=f"expected a file of numkv's format 3, got format {version}"
+    ):
+        numkv.load(tmp_path / "file")
+
+
+def test_sizes_of_states_are_checked(tmp_path):
+    """With states none that hold nothing; without them, none at all."""
+    shapes = {0: [((4,), "float32")]}
+    for states, wrong in (
+        ({"states": shapes, "num_states": 2}, {"num_states": [0, 2**31, None], "checkpoint_every": [0, 5]}),
+        ({}, {"num_states": [1], "checkpoint_every": [4]}),
+    ):  # fmt: skip
+        cache = numkv.PagedKVCache(1, 1, 8, num_blocks=4, block_size=4, kind="fp32", **states)
+        seq = cache.add()
+        step = cache.reserve([seq], [1])
+        step.append(0, *np.ones((2, 1, 1, 8), np.float32))
+        if states:
+            step.write_state(0, np.ones((1, 4), np.float32))
+        cache.commit(step)
+        numkv.save(tmp_path / "good", cache)
+        assert len(numkv.load(tmp_path / "good").sequences) == 1
+        for name, values in wrong.items():
+            for value in values:
+                file = File.read(tmp_path / "good")
+                file.fields[name] = value
+                file.write(tmp_path / "bad")
+                assert refused(tmp_path / "bad"), (name, value)
+
+
 VALUES = [
     None, True, -1, 0, 1, 2, 7, 2**31 - 1, 2**31, 2**63, 2**70, 1.5, "", "x", "int8", "fp8_e4m3", [], [1], {},
     {"is": "rope"},
@@ -165,6 +226,11 @@ def entry(**changes):
     return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes
 
 
+def ours(text):
+    """Metadata with the right checksum."""
+    return {"numkv": text, "numkv_crc32": f"{zlib.crc32(text.encode()):08x}"}
+
+
 HEADERS = {
     "not JSON": b"{" + b"x" * 100,
     "no object": b"[" + b" " * 100 + b"]",
@@ -193,13 +259,13 @@ HEADERS = {
     "metadata that is no object": {"__metadata__": [], "a": entry()},
     "metadata that is no text": {"__metadata__": {"numkv": 3}, "a": entry()},
     "no header of ours": {"__metadata__": {"format": "pt"}, "a": entry()},
-    "ours is no JSON": {"__metadata__": {"numkv": "{"}, "a": entry()},
-    "ours is no object": {"__metadata__": {"numkv": "[]"}, "a": entry()},
-    "ours has no version": {"__metadata__": {"numkv": "{}"}, "a": entry()},
-    "ours is deep": {"__metadata__": {"numkv": "[" * 50_000}, "a": entry()},
-    "ours is of a later version": {"__metadata__": {"numkv": '{"version": 99}'}, "a": entry()},
-    "ours has a strange version": {"__metadata__": {"numkv": '{"version": [3]}'}, "a": entry()},
-    "ours has no checksum": {"__metadata__": {"numkv": '{"version": 3, "crc32": {}}'}, "a": entry()},
+    "ours is no JSON": {"__metadata__": ours("{"), "a": entry()},
+    "ours is no object": {"__metadata__": ours("[]"), "a": entry()},
+    "ours has no version": {"__metadata__": ours("{}"), "a": entry()},
+    "ours is deep": {"__metadata__": ours("[" * 50_000), "a": entry()},
+    "ours has a strange version": {"__metadata__": ours('{"version": [3]}'), "a": entry()},
+    "ours has no checksum": {"__metadata__": {"numkv": '{"version": 3, "crc32": {"a": "00000000"}}'}, "a": entry()},
+    "a tensor has no checksum": {"__metadata__": ours('{"version": 3, "crc32": {}}'), "a": entry()},
 }  # fmt: skip
 
 

@@ -4,8 +4,6 @@ import threading
 
 import numpy as np
 import pytest
-from file_surgery import File
-from safetensors.numpy import save_file
 from saved_caches import (
     CACHES,
     HEADS,
@@ -305,36 +303,3 @@ def test_attention_goes_on_while_a_cache_is_saved(tmp_path):
         numkv.save(tmp_path / "file", cache)
     done.set(), thread.join()
     assert not wrong
-
-
-# ---------------------------------------------------------------- earlier versions
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_sequences_of_earlier_versions_are_read(tmp_path, version):
-    cache = paged_cache("cpu", kind="int8", windows=[-1, 4])
-    wanted = [cache.swap_out(seq) for seq in cache.sequences]
-    save_sequences(tmp_path / "new", wanted)
-    file = File.read(tmp_path / "new")
-    geometry = file.fields["geometry"]
-    kept = ("length", "extra", "starts")[: 2 + (version == 2)]
-    header = {
-        "version": version,
-        "geometry": geometry if version == 2 else geometry[:4],
-        "sequences": [{name: x[name] for name in kept} for x in file.fields["sequences"]],
-    }
-    file.fields = header
-    text = file.header()["__metadata__"]["numkv"]
-    save_file(file.tensors, tmp_path / "old", metadata={"numkv": text})
-    q = random(1, 4, 32)
-    for found in (load_sequences(tmp_path / "old"), numkv.load(tmp_path / "old")):
-        assert [x.length for x in found] == [x.length for x in wanted]
-        other = numkv.PagedKVCache(
-            2, HEADS, 32, num_blocks=40, block_size=4, kind="int8", windows=[-1, 4]
-        )
-        for seq, here in zip(cache.sequences, map(other.swap_in, found), strict=True):
-            for at in range(2):
-                expected = cache.decode_attention(at, [seq], q)
-                assert np.array_equal(other.decode_attention(at, [here], q), expected)
-    with pytest.raises(numkv.NotSupported, match="`mark`"):
-        numkv.load(tmp_path / "old", mark="m")

@@ -16,6 +16,7 @@ from saved_caches import kv_cache
 
 import numkv
 from numkv.files import container
+from numkv.files.replace import replacing
 
 
 def cache_of(value, tokens=2000):
@@ -115,6 +116,46 @@ def test_a_process_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path, r
     assert all(x.startswith(".file.") and x.endswith(".partial") for x in left)
     numkv.save(path, cache_of(9))
     assert whole(path) == 9
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_only_what_nobody_writes_any_more_is_removed(tmp_path):
+    """A file of a writer that lives, here or in a fork of it, or may live elsewhere, stays."""
+    path = tmp_path / "file"
+
+    def partials(write=True):
+        if write:
+            numkv.save(path, cache_of(1, tokens=3))
+        return sorted(set(os.listdir(tmp_path)) - {"file"})
+
+    with replacing(path) as descriptor:
+        os.write(descriptor, b"mine")
+        (mine,) = partials()
+    assert path.read_bytes() == b"mine"
+
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        with replacing(path) as descriptor:
+            os.write(descriptor, b"x")
+            os.write(write, b"x")
+            time.sleep(processes.PATIENCE)
+        os._exit(0)
+    os.read(read, 1), os.close(read), os.close(write)
+    theirs = partials()
+    assert len(theirs) == 1
+    os.kill(child, signal.SIGKILL), os.waitpid(child, 0)
+    assert partials(write=False) == theirs
+    assert partials() == []
+
+    elsewhere = mine[:6] + "0" * 8 + mine[14:]
+    for name in (elsewhere, ".files.0.partial", mine[:-1]):
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / mine).touch()  # no lock has been taken yet
+    assert partials() == sorted([elsewhere, ".files.0.partial", mine[:-1], mine])
+    for name in (elsewhere, mine):
+        os.utime(tmp_path / name, (0, 0))
+    assert partials() == sorted([".files.0.partial", mine[:-1]])
 
 
 FULL = """

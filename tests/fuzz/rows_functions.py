@@ -400,7 +400,6 @@ Appending.rows = [
             **DESCRIBED,
             "descriptor": INSTEAD,
             "target": one_of("target", "cpu"),
-            "preference": ANYTHING,
         },
         "plan",
         call=_select_call,

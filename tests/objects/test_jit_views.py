@@ -11,6 +11,7 @@ from numba import njit
 from own_code import as_stored
 
 import numkv
+from numkv.storage import jit_views
 
 KINDS = [*naive.DTYPES, *naive.EVERYWHERE]
 #: Those that are tried beside another one too, or are stored like one of them: each layer of one kind is compiled anew.
@@ -349,3 +350,15 @@ def test_advance_is_exact():
     assert advance(cache.jit, 1)
     assert not advance(cache.jit, 2**63 - 1)
     assert len(cache) == 1
+
+
+def test_who_waits_is_told(caplog, monkeypatch):
+    """Once: Numba keeps no jitclass on disk, so the first one of each process takes seconds."""
+    monkeypatch.setattr(jit_views, "_compiled", set())
+    caplog.set_level("INFO", "numkv.kernels")
+    for _ in range(2):
+        assert numkv.ContiguousLayer(4, 1, 8, target="cuda").jit.context_lens[0] == 0
+    assert [r.getMessage() for r in caplog.records][:1] == [
+        "compiling HostStruct, for functions of yours"
+    ]
+    assert len(caplog.records) == 2  # and how long it took

@@ -249,3 +249,6 @@ def test_errors(change, error, match):
         numkv.attention_weights(**(good | change))
     with pytest.raises(ValueError, match="window_left"):
         numkv.attention_weights(**good, lse=np.zeros((2, 4), F32), window_left=-5)
+    layer = numkv.ContiguousLayer(4, 2, 8)
+    with pytest.raises(TypeError, match=r"`q`: .*call its own method: ContiguousLayer\.attention"):
+        numkv.attention_weights(layer, good["q"], np.zeros((2, 4), F32))

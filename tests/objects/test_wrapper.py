@@ -100,6 +100,13 @@ def test_the_layer_type_is_of_the_pass(target, to):
     assert cache.underlying_cache is children[1]
 
 
+def test_children_are_arguments_each():
+    with pytest.raises(
+        TypeError, match=r"`caches`: .*got list; pass a list as WrapperCache\(\*caches\)"
+    ):
+        numkv.WrapperCache([numkv.CausalCache(), numkv.CausalCache()])
+
+
 def test_layer_types_out_of_range(target, to):
     for bad in ([0, 2], [-1]):
         with pytest.raises(IndexError, match="layer_types"):

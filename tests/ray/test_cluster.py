@@ -169,6 +169,25 @@ def test_an_actor_that_does_not_answer_is_lost_with_its_sequences(cluster):
         cache.commit(step)
 
 
+OWN = """
+import ray
+from numkv.ray import RayShards
+shards = RayShards({})
+print("NODES", len(ray.nodes()), flush=True)
+shards.close()
+"""
+
+
+@pytest.mark.parametrize(("address", "nodes"), [("", 1), ("'auto'", 3)])
+def test_a_running_cluster_is_joined_by_name_alone(cluster, address, nodes):
+    """Here the environment, as on the nodes of a cluster, says where it is."""
+    done = subprocess.run(
+        [sys.executable, "-c", OWN.format(address)], capture_output=True, text=True, check=True, timeout=PATIENCE,
+        env={**os.environ, "PYTHONPATH": os.getcwd(), "RAY_ADDRESS": cluster.address},
+    )  # fmt: skip
+    assert f"NODES {nodes}" in done.stdout
+
+
 DRIVER = """
 import os, ray, time
 import numpy as np

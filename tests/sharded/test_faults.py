@@ -63,6 +63,27 @@ def test_a_shard_that_is_lost_with_a_commit(what):
     finish(cache, lost.value)
 
 
+def test_a_step_goes_on_from_the_length_that_is_expected():
+    """While one sequence is computed again another may get shorter: who did not hear of it is told by its step."""
+    cache = started((2, 1, None))
+    with pytest.raises(ShardLost) as lost:
+        cache._transport.at(1, "layer", "before")
+        grow(cache, {0: TEXTS[0][:12]})
+    assert lost.value.lengths == {0: 0, 1: 0}
+    grow(cache, {1: TEXTS[1][:7]})
+    cache._transport.kill(0)
+    with pytest.raises(ShardLost):
+        grow(cache, {0: TEXTS[0][:11]})
+    with pytest.raises(
+        numkv.DimensionMismatch, match=r"`expect`: expected sequence 1 to have 7 tokens, got 0"
+    ):
+        cache.reserve([0, 1], [1, 1], expect=[0, 7])
+    with pytest.raises(IndexError, match="`expect`"):
+        cache.reserve([0, 1], 1, expect=-1)
+    cache.rollback(cache.reserve([0, 1], 1, expect=0))
+    finish(cache)
+
+
 def test_sequences_that_the_lost_shard_had_nothing_of_go_on():
     cache = started((1, 2, 64))
     assert [cache.runs(seq)[0][0] for seq in (0, 1)] == [0, 1]

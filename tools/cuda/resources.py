@@ -68,13 +68,13 @@ def of_log(kernel: str, architecture: str, log: str) -> Resources:
     )  # fmt: skip
 
 
-def link(library: Any, cc: tuple[int, int]) -> str:
+def link(library: Any, cc: tuple[int, int, str]) -> str:
     """The linker's log of a library of Numba, linked for an architecture as it is for a run."""
     from cuda.bindings import nvjitlink
 
     code = library.get_ltoir(cc=cc)
     code = code if isinstance(code, bytes) else bytes(code)
-    options = [f"-arch=sm_{cc[0]}{cc[1]}", "-lto", "-Xptxas=-v", "-verbose"]
+    options = [f"-arch={_name(cc)}", "-lto", "-Xptxas=-v", "-verbose"]
     if library._max_registers:
         options.append(f"-maxrregcount={library._max_registers}")
     handle = nvjitlink.create(len(options), options)
@@ -106,9 +106,16 @@ def of_kernel(name: str, kernel: Any, architectures: list[tuple[int, int]]) -> l
     """What a kernel takes on each architecture, compiled as `numkv.kernels.cuda.launches` does."""
     from numba import cuda
 
+    from numkv.kernels.cuda.launches import architecture
+
     options = {} if kernel.launch_bounds is None else {"launch_bounds": kernel.launch_bounds}
     library = cuda.jit(kernel.py_func, **options).compile(kernel.signature)._codelibrary
-    return [of_log(name, f"sm_{cc[0]}{cc[1]}", link(library, cc)) for cc in architectures]
+    each = [architecture(cc) for cc in architectures]
+    return [of_log(name, _name(cc), link(library, cc)) for cc in each]
+
+
+def _name(cc: tuple[int, int, str]) -> str:
+    return "sm_" + "".join(map(str, cc))
 
 
 def table(rows: list[Resources]) -> str:

@@ -151,7 +151,9 @@ class CellCache(LayeredCache):
         """
         self._check_ready()
         if self._jit is None:
-            self._jit = jit_views.cells_struct()(self._cells.positions, self._cells.num_sequences)
+            self._jit = jit_views.make(
+                jit_views.cells_struct(), self._cells.positions, self._cells.num_sequences
+            )
         return self._jit
 
     def layer_jit(self, layer: int) -> Any:
@@ -184,9 +186,9 @@ class CellCache(LayeredCache):
     def _make_layer_struct(self, pool: Pool) -> Any:
         table, lens = np.zeros(1, np.int32), np.array([self.num_cells], np.int32)
         if not self._target.has_jit_views:
-            return jit_views.host_struct("int32")(table, lens)
-        make = jit_views.layer_struct(pool.k_kind.name, pool.v_kind.name)
-        return make(pool.k, pool.v, pool.k_scale, pool.v_scale, table, lens)
+            return jit_views.make(jit_views.host_struct("int32"), table, lens)
+        struct = jit_views.layer_struct(pool.k_kind.name, pool.v_kind.name)
+        return jit_views.make(struct, pool.k, pool.v, pool.k_scale, pool.v_scale, table, lens)
 
     def _tables(self, layer: int) -> tuple[Array | None, Array | None, Array | None]:
         generation, found = self._generation, self._tables_given

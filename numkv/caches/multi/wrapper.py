@@ -76,7 +76,10 @@ class WrapperCache(MultiSequenceCache):
             raise ValueError("`caches`: expected one cache or more, each of them once")
         for child in caches:
             if not isinstance(child, MultiSequenceCache):
-                raise TypeError(f"`caches`: expected caches, got {type(child).__name__}")
+                raise TypeError(
+                    f"`caches`: expected caches, each as an argument, got {type(child).__name__}; "
+                    "pass a list as WrapperCache(*caches)"
+                )
         self._children = caches
         self._layer_types: list[int] | None = None
         if layer_types is not None:

@@ -29,21 +29,19 @@ def prompt_ids(tokens: Any) -> NDArray[np.int32]:
     return ids.copy() if isinstance(tokens, np.ndarray) else ids
 
 
-def numbers_of_new_tokens(new_lens: Any, n: int) -> NDArray[np.int64]:
-    """How many tokens each of `n` sequences gets."""
+def numbers_of_new_tokens(new_lens: Any, n: int, name: str = "new_lens") -> NDArray[np.int64]:
+    """How many tokens each of `n` sequences gets, or has."""
     if isinstance(new_lens, (int, np.integer)) and not isinstance(new_lens, bool):
         if abs(int(new_lens)) >= 2**62:
-            raise IndexError(f"`new_lens`: expected numbers below 2**62, got {new_lens}")
+            raise IndexError(f"`{name}`: expected numbers below 2**62, got {new_lens}")
         new_lens = [int(new_lens)] * n
-    given = host_array("new_lens", new_lens)
-    lens: NDArray[np.int64] = check_integers(targets.get("cpu"), "new_lens", given, (n,)).astype(
-        np.int64
-    )
+    given = host_array(name, new_lens)
+    lens: NDArray[np.int64] = check_integers(targets.get("cpu"), name, given, (n,)).astype(np.int64)
     every = lens.tolist()
     if min(every, default=0) < 0:
-        raise IndexError(f"`new_lens`: expected no negative numbers, got {every}")
+        raise IndexError(f"`{name}`: expected no negative numbers, got {every}")
     if max(every, default=0) >= 2**62:
-        raise IndexError(f"`new_lens`: expected numbers below 2**62, got {every}")
+        raise IndexError(f"`{name}`: expected numbers below 2**62, got {every}")
     return lens
 
 

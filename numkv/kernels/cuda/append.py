@@ -181,7 +181,8 @@ def make_append(K_SRC, K_KIND, V_SRC, V_KIND, BY_SLOT):
     def kernel(
         k, k_pool, k_scale, v, v_pool, v_scale, places, start, k_blocks, look, found, raised
     ):  # fmt: skip
-        peaks, staged = cuda.shared.array(SHAPE, np.float32), cuda.shared.array(STAGED, np.float32)
+        peaks = cuda.shared.array(SHAPE, np.float32)
+        staged = cuda.shared.array(STAGED, np.float32)
         block, grid = np.int64(cuda.blockIdx.x), np.int64(cuda.gridDim.x)
         if block < k_blocks:
             append_k(

@@ -249,8 +249,8 @@ class Kernel:
 
     def _machine_code(self) -> tuple[str, bytes]:
         """The name of the entry and the cubin for this thread's device: from disk, or compiled."""
-        cc = cuda.get_current_device().compute_capability
-        path = self._path(cc)
+        of = architecture(cuda.get_current_device().compute_capability)
+        path = self._path(of)
         found = None if path is None else disk_cache.load(path, _unpack)
         note(found is not None)
         if found is not None:
@@ -259,16 +259,26 @@ class Kernel:
             options = {} if self.launch_bounds is None else {"launch_bounds": self.launch_bounds}
             overload = cuda.jit(self.py_func, **options).compile(self.signature)
             entry = overload.entry_name
-            code = overload._codelibrary.get_cubin().code
+            code = overload._codelibrary.get_cubin(cc=of).code
         if path is not None:
             disk_cache.save(path, entry.encode() + b"\0" + code)
         return entry, code
 
-    def _path(self, cc: tuple[int, int]) -> Any:
+    def _path(self, of: tuple[int, int, str]) -> Any:
         """The file on disk; None where there is no place for files."""
         identity = (self._factory.__module__, self._factory.__qualname__, repr(self._args))
-        parts = (*identity, repr(self.launch_bounds), str(self.signature), f"sm_{cc[0]}{cc[1]}")
+        parts = (
+            *identity,
+            repr(self.launch_bounds),
+            str(self.signature),
+            "sm_" + "".join(map(str, of)),
+        )
         return disk_cache.path_of(self.py_func, self._factory.__qualname__, (*parts, *_toolchain()))
+
+
+def architecture(cc: tuple[int, int]) -> tuple[int, int, str]:
+    """What machine code is for: a compute capability, from 9.0 on with all that this one alone has, as Numba has it."""
+    return (*cc, "a" if cc >= (9, 0) else "")
 
 
 @functools.cache

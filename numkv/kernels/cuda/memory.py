@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -77,7 +79,9 @@ else:
             self.place, self.exported = place, False
             self._capture, self._kept = capture, kept
 
-        def __del__(self) -> None:
+        def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+            if ending():  # names of this module may be gone, and all memory is about to be freed
+                return
             place, size = self.place, self.size
             if self._capture is not None:
                 if not (self.exported or self._capture.gone):
