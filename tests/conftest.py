@@ -37,6 +37,9 @@ def has_gpu() -> bool:
 if "NUMBA_ENABLE_CUDASIM" not in os.environ and not has_gpu():
     os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
 
+# Programs that tests run say nothing of compilations, which take as long as the machine has else to do.
+os.environ.setdefault("NUMKV_PROGRESS", "0")
+
 sys.path.insert(0, str(TESTS))
 
 import numpy as np  # noqa: E402  (after the switch)

@@ -51,7 +51,7 @@ class Ledger:
 
         def labelled(label):
             self._label = label
-            tell(label)
+            return tell(label)
 
         builder.tell = labelled
 

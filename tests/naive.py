@@ -322,7 +322,7 @@ def seen_tokens(query, tokens, length, *, causal=True, window_left=-1, span=None
     if parents is not None:
         base, path = length - tokens, []
         while query >= 0:
-            path.append(base + query)
+            path += [base + query] if base + query >= 0 else []
             query = parents[query]
         seen = np.array([*range(base), *reversed(path)], int)
         far = np.arange(len(seen))[::-1]

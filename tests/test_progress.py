@@ -4,6 +4,8 @@ import contextlib
 import io
 import logging
 import sys
+import threading
+import time
 
 import numba
 import pytest
@@ -22,6 +24,14 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.fixture(autouse=True)
+def _nobody_was_told(monkeypatch):
+    """As a process begins, but that nothing takes long."""
+    monkeypatch.delenv("NUMKV_PROGRESS", raising=False)
+    monkeypatch.setattr(builder, "LONG", 1e9)
+    monkeypatch.setattr(builder, "_is_told", threading.Event())
+
+
 @pytest.fixture
 def compile_(tmp_path, monkeypatch):
     """A function that builds a small kernel, from a folder of the test's own, and says whether it was compiled.
@@ -29,7 +39,6 @@ def compile_(tmp_path, monkeypatch):
     Its argument stands in for stderr: pytest puts its own in the place of one that a fixture sets.
     """
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    monkeypatch.delenv("NUMKV_PROGRESS", raising=False)
     monkeypatch.setattr(builder, "_stats", dict(builder._stats))
 
     def add(x):
@@ -77,7 +86,57 @@ def test_how_to_be_rid_of_the_lines_is_told_once(compile_, terminal):
     assert rest == ["numkv: compiling something else"]
 
 
-def test_what_is_no_terminal_is_not_told(compile_, file):
+def test_what_is_no_terminal_is_told_once_when_it_takes_long(compile_, file, monkeypatch):
+    """In the middle of it, by a thread that is gone afterwards."""
+    builder._explain.cache_clear()
+    assert compile_(file)
+    assert file.getvalue() == ""
+    monkeypatch.setattr(builder, "LONG", 0.0)
+    threads = threading.active_count()
+    with contextlib.redirect_stderr(file):
+        with builder.compiled("something"):
+            assert builder._is_told.wait(60)
+        while threading.active_count() > threads:
+            time.sleep(0.001)
+        with builder.compiled("something else"):
+            assert threading.active_count() == threads
+    told, explained = file.getvalue().splitlines()
+    assert "something;" in told
+    assert "NUMKV_PROGRESS=1" in told
+    assert "numkv warmup" in explained
+    assert "NUMKV_PROGRESS=0" in explained
+
+
+class AtOnce:
+    """A timer whose time is over when it starts."""
+
+    def __init__(self, interval, function, args):
+        self.start = lambda: function(*args)
+
+    def cancel(self):
+        pass
+
+
+def test_who_was_told_or_wants_silence_is_not_told_that_it_takes_long(
+    terminal, file, monkeypatch, caplog
+):
+    monkeypatch.setattr(builder.threading, "Timer", AtOnce)
+    with contextlib.redirect_stderr(terminal), builder.compiled("something"):
+        pass
+    with caplog.at_level(logging.INFO, logger="numkv.kernels"), builder.compiled("something"):
+        pass
+    monkeypatch.setenv("NUMKV_PROGRESS", "0")
+    with contextlib.redirect_stderr(file), builder.compiled("something"):
+        pass
+    assert not builder._is_told.is_set()
+    assert file.getvalue() == ""
+
+
+def test_where_no_thread_is_to_be_had(compile_, file, monkeypatch):
+    def none(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Timer, "start", none)
     assert compile_(file)
     assert file.getvalue() == ""
 

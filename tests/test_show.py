@@ -111,6 +111,16 @@ def test_blocks_of_a_paged_cache():
     assert cache.cached_len(c) == 7
 
 
+def test_windows_of_many_layers():
+    """Of groups with one window the layers and how many blocks each has: a list of them all would fit no line."""
+    cache = numkv.PagedKVCache(6, 2, 8, num_blocks=99, block_size=4, windows=[7, 7, 7, 7, 7, -1])
+    fill(cache, [cache.add()], 30)
+    text = drawn(cache)
+    assert "0        30 tokens\n" in text
+    assert "layers 0-4: window 7, 3 blocks each\n" in text
+    assert "layers 5: 8 blocks each\n" in text
+
+
 def test_full_precision_tokens():
     assert "◆◆████◆◆◆·····················  9 of 30" in drawn(CACHES[0])
 

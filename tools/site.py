@@ -10,6 +10,8 @@ page under ``source/``. Three comments stand for text that is put in their place
     The pages of measurements, with their pictures.
 ``<!-- python -->``
     Nothing; the blocks of such a page are run by a test of their own.
+
+On API pages, names in docstrings and pages that docstrings speak of become links.
 """
 
 from __future__ import annotations
@@ -21,11 +23,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["address", "expand", "links", "on_files", "on_page_markdown", "pages", "source_of"]
+__all__ = [
+    "address", "expand", "links", "on_files", "on_page_content", "on_page_markdown", "pages", "source_of",
+]  # fmt: skip
 
 ROOT = Path(__file__).resolve().parent.parent
 _LINK = re.compile(r"(?<!\\)\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^(```.*?^```[^\n]*$)", re.M | re.S)
+_NAME = re.compile(r"<code>(?:numkv\.)?(\w+(?:\.\w+)*)</code>")
+_MENTIONED = re.compile(r"(?<![\w/])docs/([\w/]+)\.md")
 _COMMENT = re.compile(r"^<!-- (code|figures)(?:: (\S+)(?: (\S+))?)? -->$", re.M)
 
 
@@ -162,3 +168,36 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
     parts = _FENCE.split(expand(markdown))
     return "".join(part if i % 2 else _LINK.sub(moved, part) for i, part in enumerate(parts))
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Make links of names and pages on the pages of the API, whose docstrings are read in Python too."""
+    if not page.file.src_uri.startswith("api/"):
+        return html
+    of_classes = {name.rpartition(".")[2]: name for name in _documented()}
+
+    def to_name(match: re.Match[str]) -> str:
+        first, _, member = match[1].partition(".")
+        full = f"numkv.{match[1]}" if match[0][6:].startswith("numkv.") else match[1]
+        if full != match[1] or (first[0].isupper() and first in of_classes):
+            if first in of_classes:
+                full = of_classes[first] + (f".{member}" if member else "")
+            return f'<autoref identifier="{full}" optional>{match[0]}</autoref>'
+        return match[0]
+
+    def to_page(match: re.Match[str]) -> str:
+        path = ROOT / "docs" / f"{match[1]}.md"
+        if not path.is_file():
+            return match[0]
+        title = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        return f'<a href="../{match[1]}.html">{title}</a>'
+
+    return _MENTIONED.sub(to_page, _NAME.sub(to_name, html)).replace(
+        '<span class="o">=...</span>', '<span class="o">=</span><span class="kc">None</span>'
+    )
+
+
+def _documented() -> Iterator[str]:
+    """Names that pages of the API show."""
+    for path in (ROOT / "docs/api").glob("*.md"):
+        yield from re.findall(r"^::: (\S+)$", path.read_text(encoding="utf-8"), re.M)

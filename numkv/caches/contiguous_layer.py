@@ -32,9 +32,11 @@ class ContiguousLayer(Layer):
         Storage kind.
     target : {"cpu", "cuda"}
         Where the buffers are and the kernels run.
-    k_kind, v_kind : str or Kind, optional
-        Storage kinds of K and of V, where they differ from `kind`. With ``v_kind="latent"`` V is the first `head_dim_v`
-        elements of each row of K, and no memory of its own: see docs/latent.md.
+    k_kind : str or Kind, optional
+        Storage kind of K, where it differs from `kind`.
+    v_kind : str or Kind, optional
+        Storage kind of V, where it differs from `kind`. With ``"latent"`` V is the first `head_dim_v` elements of
+        each row of K, and no memory of its own: see docs/latent.md.
     rotate : bool
         Whether rows are rotated before they are stored, which spreads large elements over the row and makes
         quantisation more accurate: random signs, then a Hadamard transform; undone in all that is read. See

@@ -49,19 +49,19 @@ class KVCache(StoredRows):
     head_dim : int
         Elements of a K row, and of a V row unless `head_dim_v` says otherwise.
     max_seq_len : int, optional
-        Tokens that the buffers are made for, once; `append` beyond raises `CacheFull`. Without it they grow by
-        doubling, and views taken before a growth show the old memory.
+        Tokens that buffers are made for; more raise `CacheFull`. Without it they grow, and views show old memory.
     kind : str or Kind
         Storage kind.
     target : {"cpu", "cuda"}
         Where the buffers are and the kernels run.
     head_dim_v : int, optional
         Elements of a V row.
-    k_kind, v_kind : str or Kind, optional
-        Storage kinds of K and of V, where they differ from `kind`.
+    k_kind : str or Kind, optional
+        Storage kind of K, where it differs from `kind`.
+    v_kind : str or Kind, optional
+        Storage kind of V, where it differs from `kind`.
     rotate : bool
-        Whether rows are rotated before they are stored; see `numkv.ContiguousLayer`. The
-        rotation is undone in rows that are read; codes and scales are those of rotated rows.
+        Whether rows are rotated before they are stored, and back when they are read; see `numkv.ContiguousLayer`.
     residual_window : int
         Newest tokens that are kept in full precision, beside a quantised kind; see `numkv.caches.full_precision`.
     num_sink_tokens : int

@@ -41,8 +41,10 @@ class PagedLayer(Layer):
     pool : PagedPool, optional
         Where blocks come from; fixes kind, target, shapes and `rotate`. Without it the layer owns one of
         `max_blocks_per_seq` blocks.
-    k_kind, v_kind : str or Kind, optional
-        Storage kinds of K and of V, where they differ from `kind`; ``v_kind="latent"`` as of `numkv.ContiguousLayer`.
+    k_kind : str or Kind, optional
+        Storage kind of K, where it differs from `kind`.
+    v_kind : str or Kind, optional
+        Storage kind of V, where it differs from `kind`; ``"latent"`` as of `numkv.ContiguousLayer`.
     rotate : bool, optional
         Whether rows are rotated before they are stored (see `numkv.ContiguousLayer`): False, or as the pool does.
     residual_window : int

@@ -42,8 +42,10 @@ class PagedPool(Drawn):
         Storage kind.
     target : {"cpu", "cuda"}
         Where the buffers are and the kernels run.
-    k_kind, v_kind : str or Kind, optional
-        Storage kinds of K and of V, where they differ from `kind`; ``v_kind="latent"`` as of `numkv.ContiguousLayer`.
+    k_kind : str or Kind, optional
+        Storage kind of K, where it differs from `kind`.
+    v_kind : str or Kind, optional
+        Storage kind of V, where it differs from `kind`; ``"latent"`` as of `numkv.ContiguousLayer`.
     rotate : bool
         Whether rows are rotated before they are stored; see `numkv.ContiguousLayer`.
     head_dim_v : int, optional

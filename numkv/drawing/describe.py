@@ -137,21 +137,24 @@ def _paged_pool(pool: Any) -> Picture:
 
 def _paged_cache(cache: Any) -> Picture:
     states = _states_of(cache.blocks)
-    layers: dict[int, int] = {}  # the first layer of each group
+    layers: dict[int, list[int]] = {}  # of each group
     for layer in range(cache.num_layers):
-        layers.setdefault(cache._store.place(layer)[1], layer)
+        layers.setdefault(cache._store.place(layer)[1], []).append(layer)
     lines = []
     for seq in cache.sequences:
         length, said = cache.length(seq), []
-        for layer in layers.values():
-            table = cache.block_table(seq, layer)
+        windows: dict[int, list[tuple[list[int], list[int]]]] = {}  # layers and blocks of groups
+        for of_group in layers.values():
+            table = cache.block_table(seq, of_group[0])
             own = table[table >= 0]
             last = table[length // cache.block_size :][:1]  # nothing where all blocks are full
             if length % cache.block_size and len(last) and states[last[0]] == 1:
                 states[last[0]] = 3
-            window = cache.window_of(layer)
+            windows.setdefault(cache.window_of(of_group[0]), []).append((of_group, own.tolist()))
+        many = any(len(groups) > 1 for groups in windows.values())
+        for window, groups in windows.items():
             what = "blocks" if window < 0 else f"window {window} blocks"
-            said.append(f"{what} {in_short(own.tolist()) or 'none'}")
+            said += [] if many else [f"{what} {in_short(groups[0][1]) or 'none'}"]
         for table in _tables_in_full(cache, seq):
             own = table[table >= 0]
             last = table[length // cache.block_size :][:1]
@@ -160,13 +163,23 @@ def _paged_cache(cache: Any) -> Picture:
             said.append(f"in full {in_short(own.tolist()) or 'none'}")
         cached = cache.cached_len(seq)
         found = f" ({cached:,} found)" if cached else ""
-        lines.append((str(seq), f"{plural(length, 'token')}{found}, {', '.join(said)}"))
+        lines.append((str(seq), ", ".join([f"{plural(length, 'token')}{found}", *said])))
+        lines += [("", _blocks_each(*item)) for item in windows.items() if many]
     return Picture(
         "PagedKVCache",
         _facts(cache, cache.num_layers),
         [_block_strip(states, cache.block_size)],
         lines,
     )
+
+
+def _blocks_each(window: int, groups: list[tuple[list[int], list[int]]]) -> str:
+    """How many blocks a sequence has in each of the groups of layers with one window."""
+    layers = in_short(sorted(layer for of_group, _ in groups for layer in of_group))
+    counts = sorted({len(blocks) for _, blocks in groups})
+    number = str(counts[0]) if len(counts) == 1 else f"{counts[0]}-{counts[-1]}"
+    what = "" if window < 0 else f"window {window}, "
+    return f"layers {layers}: {what}{number} {'block' if number == '1' else 'blocks'} each"
 
 
 def _tables_in_full(cache: Any, seq: int) -> list[NDArray[np.int32]]:

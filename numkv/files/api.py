@@ -42,7 +42,7 @@ def save(
 ) -> None:
     """Save a cache, or sequences, to a file, which `load` brings back bit for bit.
 
-    The file is safetensors with a checksum of each tensor: see ``docs/files.md``. Tokens are saved,
+    The file is safetensors with a checksum of each tensor: see docs/files.md. Tokens are saved,
     not the room for more. A file that is there is replaced when the new one is complete and on the disk, so that a
     crash or a full disk leaves the old one.
 

@@ -4,7 +4,7 @@ A kernel is compiled for one explicit signature, so that C-ordered and strided a
 use the same machine code, and compilation never starts in the middle of a call with odd arguments.
 
 Compiling takes seconds, so whoever waits is told what for: by the logger ``numkv.kernels``, at level INFO, or where
-nobody listens to that, by lines on stderr; see `tell`.
+nobody listens to that, by lines on stderr; see `compiled`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import importlib
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -48,10 +49,15 @@ WORDS = {kind.name: from_dtype(kind.word) for kind in kinds()}
 #: Numba types and ranks of their scales: of heads, of rows or of rows' groups. Kinds without come with an empty array.
 SCALES = {kind.name: (from_dtype(kind.scale_word), kind.scale_ndim) for kind in kinds()}
 
-#: Environment variable: 1 tells of compilations on stderr, 0 does not; otherwise they are told to who sits there.
+#: Environment variable: 1 tells of every compilation on stderr, 0 of none; otherwise of each where somebody sits there,
+#: and elsewhere once that they take long.
 PROGRESS = "NUMKV_PROGRESS"
+#: Seconds of compiling in a process after which that is told anywhere.
+LONG = 3.0
 
 _stats = {"hits": 0, "misses": 0}
+_spent = 0.0  # seconds of compiling so far
+_is_told = threading.Event()  # that it takes long
 
 
 def array(dtype: Any, ndim: int, *, out: bool = False) -> types.Array:
@@ -70,7 +76,7 @@ def cache_stats() -> dict[str, int]:
     return dict(_stats)
 
 
-def tell(label: str) -> None:
+def tell(label: str) -> bool:
     """Say that a kernel is being compiled, before it is.
 
     There is always a record of level INFO by the logger ``numkv.kernels``. If nobody listens to that, and stderr is a
@@ -81,13 +87,29 @@ def tell(label: str) -> None:
     ----------
     label : str
         What is being compiled.
+
+    Returns
+    -------
+    bool
+        Whether that is all: somebody was told, or wants to hear nothing.
     """
     log.info("compiling %s", label)
     if log.isEnabledFor(logging.INFO) and log.hasHandlers():
-        return
+        return True
     with contextlib.suppress(AttributeError, OSError, ValueError):  # stderr may be None or closed
         if _is_watched():
             _write(f"compiling {label}")
+            _explain()
+            return True
+    return os.environ.get(PROGRESS) == "0"
+
+
+def _tell_once(label: str) -> None:
+    """Say where nobody sits that compiling takes long, if that has not been said."""
+    if not _is_told.is_set():
+        _is_told.set()
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            _write(f"compiling kernels, now {label}; {PROGRESS}=1 names each of them")
             _explain()
 
 
@@ -198,19 +220,17 @@ def build(
     flags = sorted(fastmath) if isinstance(fastmath, set) else fastmath
     identity = (function.__module__, function.__qualname__, repr(args), repr(flags))
     dispatcher = numba.njit(nogil=True, fastmath=fastmath, error_model="numpy")(kernel)
-    try:
-        dispatcher._cache = KernelCache(kernel, identity, lambda: tell(label))
-    except RuntimeError as error:  # no folder to cache in
-        warn_no_cache(str(error))
-        tell(label)
-    started = time.perf_counter()
-    with _no_collections():
-        dispatcher.compile(signature)
+    with contextlib.ExitStack() as compiling:
+        begin = functools.partial(compiling.enter_context, compiled(label))
+        try:
+            dispatcher._cache = KernelCache(kernel, identity, begin)
+        except RuntimeError as error:  # no folder to cache in
+            warn_no_cache(str(error))
+            begin()
+        with _no_collections():
+            dispatcher.compile(signature)
     dispatcher.disable_compile()
-    hit = sum(dispatcher.stats.cache_hits.values()) > 0
-    note(hit)
-    if not hit:
-        log.info("compiled %s in %.1f s", label, time.perf_counter() - started)
+    note(sum(dispatcher.stats.cache_hits.values()) > 0)
     return dispatcher
 
 
@@ -221,8 +241,23 @@ def note(hit: bool) -> None:
 
 @contextlib.contextmanager
 def compiled(label: str) -> Iterator[None]:
-    """Say that a kernel is being compiled, and how long it took; for kernels that `build` does not make."""
-    tell(label)
-    started = time.perf_counter()
-    yield
-    log.info("compiled %s in %.1f s", label, time.perf_counter() - started)
+    """Say that a kernel is being compiled, and how long it took: by `tell`, else once that it takes long.
+
+    The latter where compiling has taken `LONG` seconds in this process, in the middle of it: so from another thread,
+    which is there for no longer.
+    """
+    global _spent
+    started, timer = time.perf_counter(), None
+    if not tell(label) and not _is_told.is_set():
+        timer = threading.Timer(max(0.0, LONG - _spent), _tell_once, (label,))
+        timer.daemon = True
+        with contextlib.suppress(RuntimeError):  # no thread is to be had, as when Python ends
+            timer.start()
+    try:
+        yield
+    finally:
+        took = time.perf_counter() - started
+        _spent += took
+        if timer is not None:
+            timer.cancel()
+    log.info("compiled %s in %.1f s", label, took)

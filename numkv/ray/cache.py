@@ -39,8 +39,12 @@ class ShardedKVCache(ReadableShards, Explained):
 
     Parameters
     ----------
-    num_layers, num_kv_heads, head_dim : int
-        The model's.
+    num_layers : int
+        Layers of the model that attend.
+    num_kv_heads : int
+        Heads of K and V.
+    head_dim : int
+        Elements of a K row.
     num_blocks : int
         Blocks of each shard.
     heads : int

@@ -106,7 +106,7 @@ def fill_row(rows, row, query, tokens, length, causal, window_left, first, range
     words = rows.shape[1] - BITS
     if words > 0:
         base = np.int64(max(length - tokens, 0))
-        depth = bits_below(bits, row, 0, query)
+        depth = bits_below(bits, row, 0, min(query, words * _WORD))
         plain_end = base
         begin, cut = np.int64(0), np.int64(0)
         if window_left >= 0:
@@ -117,7 +117,8 @@ def fill_row(rows, row, query, tokens, length, causal, window_left, first, range
         lowest, last, left = np.int64(-1), np.int64(-1), cut
         for w in range(words):
             kept = np.int64(0)
-            for i in range(min(_WORD, tokens - w * _WORD)):
+            # A decode may have a query for a sequence without tokens: its bits are of none.
+            for i in range(min(_WORD, min(tokens, length) - w * _WORD)):
                 if (np.int64(bits[row, w]) >> i) & 1 != 0:
                     if left > 0:
                         left -= 1

@@ -44,8 +44,12 @@ class KeyBounds:
 
     Parameters
     ----------
-    num_blocks, num_kv_heads, head_dim : int
-        Those of the pool.
+    num_blocks : int
+        Blocks of the pool.
+    num_kv_heads : int
+        Its heads.
+    head_dim : int
+        Elements of its K rows.
     target : {"cpu", "cuda"}
         Where the pool is.
 

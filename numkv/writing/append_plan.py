@@ -46,14 +46,18 @@ class AppendDescriptor:
 
     Attributes
     ----------
-    batch_size, num_heads : int
-        Sequences, and heads of the cache (kv heads, with grouped queries).
+    batch_size : int
+        Sequences.
+    num_heads : int
+        Heads of the cache: kv heads, with grouped queries.
     new_len : int
         New rows of each sequence.
     max_cache_len : int
         Rows of the cache.
-    d_k, d_v : int
-        Elements of a K row and of a V row.
+    d_k : int
+        Elements of a K row.
+    d_v : int
+        Elements of a V row.
     dtype : dtype-like or Kind
         Element type: fp32, fp64, fp16 or bf16.
     """

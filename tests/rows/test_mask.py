@@ -49,6 +49,18 @@ def test_trees(rows_of, rng, tokens, length, window):
         assert [position - rows_of.position_of(made, i, t) for t in seen] == far.tolist()
 
 
+@pytest.mark.parametrize(("tokens", "length"), [(1, 0), (40, 0), (5, 2), (40, 33)])
+def test_bits_of_tokens_that_are_not_there(rows_of, tokens, length):
+    """Nobody has looked at lengths on CUDA, nor whether rows have a bit for each query."""
+    for window in (-1, 0, 3):
+        made = np.empty((tokens, mask.COLUMNS + 1), np.int64)
+        bits = np.full((tokens, 1), 0xFFFFFFFF, np.uint32)
+        for i in range(tokens):
+            rows_of.fill_row(made, i, i, tokens, length, 1, window, 0, NOTHING["ranges"], bits)
+        assert (made[:, mask.BEGIN] >= 0).all()
+        assert (made[:, mask.END] <= length).all()
+
+
 @pytest.mark.parametrize("causal", [0, 1])
 @pytest.mark.parametrize("window", [-1, 0, 3])
 @pytest.mark.parametrize(("tokens", "length"), [(3, 7), (5, 5), (6, 2), (2, 0)])

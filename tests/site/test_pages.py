@@ -115,6 +115,35 @@ def test_names_on_the_api_pages_are_public_and_complete():
     assert {n for n in numkv.__all__ if not n.startswith("_")} <= shown
 
 
+def test_each_parameter_of_a_class_has_its_own_text():
+    """One text for several would stand behind each of them; those of objects that users do not make lead elsewhere."""
+    import numkv
+
+    joint = []
+    for name in numkv.__all__:
+        value = getattr(numkv, name)
+        if isinstance(value, type):
+            section = (value.__doc__ or "").partition("Parameters\n")[2].partition("\n\n")[0]
+            joint += [
+                f"{name}: {line}" for line in re.findall(r"^    (\w+, .* : .*)$", section, re.M)
+            ]
+    assert joint == []
+
+
+def test_help_of_a_class_can_be_read():
+    """Types of a score of arguments in a line are a wall; they stand in the docstring."""
+    import inspect
+    import pydoc
+
+    import numkv
+
+    text = pydoc.render_doc(numkv.PagedKVCache, renderer=pydoc.plaintext)
+    assert "ForwardRef" not in text
+    shown = str(inspect.signature(numkv.PagedKVCache))
+    assert shown.startswith("(num_layers, num_kv_heads, head_dim, *, num_blocks=None,")
+    assert len(shown) < 420
+
+
 def test_code_that_pages_show_is_there():
     text = (DOCS / "how_it_works.md").read_text()
     assert text.count("<!-- code: ") >= 8
@@ -147,6 +176,14 @@ def test_the_site_builds(tmp_path):
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    api = (tmp_path / "api/many_sequences.html").read_text()
+    signature = re.search(r"<pre>.*?PagedKVCache.*?</pre>", api, re.S)[0]
+    plain = re.sub(r"<[^>]*>|\s", "", signature)
+    assert "PagedKVCache(num_layers,num_kv_heads,head_dim,*,num_blocks=None,block_size=16," in plain
+    assert plain.endswith("num_sink_tokens=None,residual_kind=None,)")
+    assert 'href="functions.html#numkv.decode_attention"' in api
+    assert 'href="../accuracy.html">Accuracy' in api
+    assert not re.search(r"docs/\w+\.md", api)
     for page in tmp_path.rglob("*.html"):
         loaded = re.findall(r'<(?:script|img|iframe)[^>]* src="([^"]*)"', page.read_text())
         loaded += re.findall(

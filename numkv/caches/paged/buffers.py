@@ -47,8 +47,10 @@ class StepBuffers:
     ----------
     store : BlockStore
         Buffers of the cache.
-    num_seqs, num_tokens : int
-        The most sequences of a step, and the most new tokens of all of them.
+    num_seqs : int
+        The most sequences of a step.
+    num_tokens : int
+        The most new tokens of all of its sequences.
     max_length : int
         The most tokens that a sequence has, the new ones included.
 

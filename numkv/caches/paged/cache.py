@@ -3,8 +3,7 @@
 A *block* holds the K and V of `block_size` tokens in a *layer group*. Layers that attend to everything make one
 group; layers with a sliding window make groups of their own, whose blocks are released as the window moves past them.
 All groups have as many layers (the greatest common divisor of what there is), so that their blocks have one size and
-come from one free list. Layers that are not alike (of several shapes and kinds, with chunks, states, or another layer's
-rows) are what docs/mixed_layers.md is about.
+come from one free list. Layers that are not alike are what docs/mixed_layers.md is about.
 
 Work goes in steps, because all layers write the same tokens::
 
@@ -64,9 +63,11 @@ class PagedKVCache(WholeCache):
     Parameters
     ----------
     num_layers : int
-        The model's.
-    num_kv_heads, head_dim : int or sequence of int
-        The model's, or each layer's; None as a layer's `num_kv_heads` for one that has no rows.
+        Layers of the model that attend.
+    num_kv_heads : int or sequence of int
+        Heads of K and V, or those of each layer; None for a layer that has no rows.
+    head_dim : int or sequence of int
+        Elements of a K row, or those of each layer's.
     num_blocks : int, optional
         Blocks in the pool; a block serves `layers_per_block` layers. Either this or `max_nbytes`.
     block_size : int
@@ -76,10 +77,11 @@ class PagedKVCache(WholeCache):
     target : {"cpu", "cuda"}
         Where the buffers are and the kernels run.
     head_dim_v : int or sequence of int, optional
-        Elements of a V row.
-    k_kind, v_kind : str, Kind or sequence of them, optional
-        Storage kinds of K and of V where they differ from `kind`; ``v_kind="latent"`` as of `numkv.ContiguousLayer`,
-        where the rows of all layers are alike.
+        Elements of a V row; `head_dim` if None.
+    k_kind : str, Kind or sequence of them, optional
+        Storage kind of K, where it differs from `kind`.
+    v_kind : str, Kind or sequence of them, optional
+        Storage kind of V, where it differs; ``"latent"`` as of `numkv.ContiguousLayer`, if layers have rows alike.
     windows : sequence of int, optional
         `window_left` of each layer: earlier tokens that a query attends to, -1 for all.
     rotate : bool
@@ -100,11 +102,12 @@ class PagedKVCache(WholeCache):
         Bytes of all blocks and states, instead of `num_blocks`.
     key_bounds : bool, optional
         Whether bounds of keys are kept beside the blocks, for `Step.sparse_attention`.
-    residual_window, num_sink_tokens : int, optional
-        How many of the newest tokens that a query sees, its own included, and of each sequence's first ones are read in
-        full precision, not as codes: in layers whose kind quantises. Layers with windows keep newest ones alone.
+    residual_window : int, optional
+        Newest tokens that a query sees, its own included, which are read in full precision: see docs/accuracy.md.
+    num_sink_tokens : int, optional
+        First tokens of each sequence that are read in full precision, too; not in layers with windows.
     residual_kind : str or Kind, optional
-        What these are stored in: ``"fp32"``, which it is if None, ``"bf16"`` or ``"fp16"``. See `docs/accuracy.md`.
+        What tokens in full precision are stored in: ``"fp32"``, which it is if None, ``"bf16"`` or ``"fp16"``.
 
     Attributes
     ----------

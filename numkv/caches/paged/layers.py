@@ -46,14 +46,17 @@ class LayerOptions(TypedDict, total=False):
 
 
 def shows_options(function: _F) -> _F:
-    """Have a function that takes `LayerOptions` show them in its signature, None each."""
-    found = inspect.signature(function)
-    named = [p for p in found.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    """Have a function that takes `LayerOptions` show them in its signature, None each.
+
+    It shows no types: with those of so many arguments nobody could read the line; they are in the docstring.
+    """
+    found = inspect.signature(function).parameters.values()
+    named = [p.replace(annotation=p.empty) for p in found if p.kind is not p.VAR_KEYWORD]
     more = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=of)
-        for name, of in LayerOptions.__annotations__.items()
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+        for name in LayerOptions.__annotations__
     ]
-    function.__signature__ = found.replace(parameters=[*named, *more])  # type: ignore[attr-defined]
+    function.__signature__ = inspect.Signature([*named, *more])  # type: ignore[attr-defined]
     return function
 
 

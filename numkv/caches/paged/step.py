@@ -67,7 +67,7 @@ class Step(StateStep, StepOfLatents, SparseStep, StepInFull, ToldStep):
     gets `NumkvError`. A step cannot be copied or pickled, as its blocks are the cache's.
 
     A step that lies in a `StepBuffers` takes rows for all of the buffers' tokens, and its calls can be captured: see
-    `docs/cuda.md`. Captured calls write nothing; when the graph has been launched, say `mark_written`.
+    docs/cuda.md. Captured calls write nothing; when the graph has been launched, say `mark_written`.
     """
 
     def __init__(

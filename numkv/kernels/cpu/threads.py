@@ -8,16 +8,13 @@ so a result does not depend on the number of workers.
 
 How many there may be is each Python thread's own choice (`choices`), else Numba's.
 
-The threads are Numba's. Six things that Numba leaves open are settled here:
+The threads are Numba's. Five things that Numba leaves open are settled here:
 
 - With OpenMP, Numba's start switches nested regions on and sets the number of threads, for the whole thread that asked.
   PyTorch may share that OpenMP, and its matrix products then open a team inside a team. `start` puts both back.
 - GNU OpenMP's threads wait for each other in a busy loop of up to 300,000 turns, which take milliseconds. If another
   program has one of the cores meanwhile, the one it keeps from running is the one that is waited for. Where numkv is
   the first to load that OpenMP, its threads sleep after `SPINS` turns, unless the user chose otherwise.
-- GNU OpenMP starts a pool of threads for each thread that launches. Here two pools serve all Python threads: the first
-  that launches has one of its own until it ends, all others share a helper's (`vectors.handover`). ``tbb`` and
-  ``workqueue`` have one pool anyway.
 - The ``workqueue`` layer ends the process when two Python threads launch at once: they take turns. The other layers
   take any number of launches.
 - GNU OpenMP cannot run after a fork: it would end the child, or hang. There, kernels run on one thread.
@@ -40,7 +37,6 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.np.ufunc import parallel
 
 from numkv.errors import NotSupported
-from numkv.kernels.cpu.vectors.handover import make_handover
 from numkv.kernels.cpu.vectors.launch import thread_launcher
 
 __all__ = [
@@ -85,18 +81,6 @@ class _Mine(threading.local):
     def __init__(self) -> None:
         #: Its choices: the last one counts.
         self.choices = [Choice()]
-        self.pool: _Pool | None = None
-
-
-class _Pool:
-    """What the thread that owns a pool of its own keeps; it goes with that thread, and so does the pool."""
-
-    def __init__(self, state: _State) -> None:
-        self.state, self.owner = state, threading.get_ident()
-
-    def __del__(self) -> None:
-        if self.state.owner == self.owner:
-            self.state.owner = 0
 
 
 class _State:
@@ -104,13 +88,9 @@ class _State:
 
     def __init__(self) -> None:
         self.launch = 0  # the address of what shares out calls, once threads have been started
-        self.share = (
-            0  # the same for threads without a pool of their own, where that is another one
-        )
         # How many threads the Python thread has that asks. Numba's own function takes two locks first, one of them of
         # the system: to see that threads have been started.
         self.count: Callable[[], int] = numba.get_num_threads
-        self.owner = 0  # the thread that has a pool of its own, where pools belong to threads
         self.turn: threading.RLock | None = (
             None  # held by the thread that launches, where only one may
         )
@@ -222,15 +202,13 @@ def run(kernel: Callable[..., Any], workers: int, *args: Any, worker: int = 0) -
     """Run a kernel with so many workers, at most `num_threads`; as which one the launch itself counts is `worker`."""
     if workers == 1:
         kernel(*args, 0, worker, 1)
-    elif threading.get_ident() == _state.owner:
+        return
+    start()
+    if _state.turn is None:
         kernel(*args, _state.launch, worker, workers)
-    else:
-        launch = _launch_of_others()
-        if _state.turn is None:
-            kernel(*args, launch, worker, workers)
-        else:
-            with _state.turn:
-                kernel(*args, launch, worker, workers)
+        return
+    with _state.turn:
+        kernel(*args, _state.launch, worker, workers)
 
 
 def launched(call: Callable[..., Any], workers: int, *args: Any) -> Any:
@@ -240,39 +218,11 @@ def launched(call: Callable[..., Any], workers: int, *args: Any) -> Any:
     """
     if workers == 1 or _state.alone:
         return call(*args, 0)
-    if threading.get_ident() == _state.owner:
-        return call(*args, _state.launch)
-    launch = _launch_of_others()
-    if _state.turn is None:
-        return call(*args, launch)
-    with _state.turn:
-        return call(*args, launch)
-
-
-def _launch_of_others() -> int:
-    """What shares out the calls of a thread that is no owner; it becomes one if there is none."""
     start()
-    if parallel._threading_layer != "omp":
-        return _state.launch
-    if _state.share and _state.owner:
-        return _state.share
-    with _state.starting:
-        if not _state.owner and not isinstance(threading.current_thread(), threading._DummyThread):
-            # A thread that is not Python's would seem to end, and come anew, with every call of Python's.
-            _mine.pool = _Pool(_state)
-            _state.owner = _mine.pool.owner
-            return _state.launch
-        if not _state.share:
-            made = make_handover(_state.launch, numba.config.NUMBA_NUM_THREADS, _spins())
-            if made is None:
-                return _state.launch
-            _state.launch, _state.share = made
-        return _state.share
-
-
-def _spins() -> int:
-    """Turns in which the helper waits, as OpenMP's threads do: none where the user chose how these wait."""
-    return 0 if "GOMP_SPINCOUNT" in os.environ or "OMP_WAIT_POLICY" in os.environ else SPINS
+    if _state.turn is None:
+        return call(*args, _state.launch)
+    with _state.turn:
+        return call(*args, _state.launch)
 
 
 def _before_fork() -> None:
