@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "tests" / "ratchet.json"
-LIMITS = {"lines of a file": 600, "lines of a function": 130, "parameters": 12}
+LIMITS = {"lines of a file": 620, "lines of a function": 130, "parameters": 12}
 #: Lines that must be equal, docstrings and signatures included, to count as repeated; imports do not count.
 REPEATED = 8
 
