@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from numkv.errors import NumkvError
-from numkv.interrupts import held
+from numkv.interrupts import held, uninterrupted
 from numkv.keywords import explain
 
 __all__ = [
@@ -119,14 +119,7 @@ def writes(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate
 
 def whole(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
     """Mark a method that changes several things which belong together: alone among writers, signals held back."""
-    marked = writes(method)
-
-    @functools.wraps(method)
-    def uninterrupted(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with held:
-            return marked(self, *args, **kwargs)
-
-    return uninterrupted
+    return uninterrupted(writes(method))
 
 
 class dropping:  # noqa: N801 - as `contextlib.suppress` and its like

@@ -25,15 +25,18 @@ own in place of those that Python would run, and gives them back at its end.
 from __future__ import annotations
 
 import _signal  # `signal` wraps these in enums, at ten times the cost
+import functools
 import os
 import signal
 from collections.abc import Callable
 from threading import get_ident, main_thread
 from types import FrameType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["held", "opened"]
+__all__ = ["held", "opened", "uninterrupted"]
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _Handler = Callable[[int, FrameType | None], Any]
 
 _NUMBERS = sorted(int(number) for number in signal.valid_signals())
@@ -141,6 +144,17 @@ class _Held:
 
 
 held = _Held()
+
+
+def uninterrupted(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A function or method that runs in a section."""
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with held:
+            return function(*args, **kwargs)
+
+    return run
 
 
 class opened:  # noqa: N801 - as `contextlib.suppress` and its like

@@ -9,6 +9,7 @@ from transformers import Cache, PreTrainedConfig
 
 from numkv.drawing.page import Drawn
 from numkv.errors import NotSupported
+from numkv.interrupts import uninterrupted
 from numkv.transformers.internals import (
     LinearAttentionCacheLayerMixin,
     layer_of_transformers,
@@ -171,6 +172,12 @@ class NumkvCache(Cache, Drawn):  # type: ignore[misc]
             for layer in self.layers
         ]
 
+    @uninterrupted
+    def reset(self) -> None:
+        """Forget all tokens."""
+        super().reset()
+
+    @uninterrupted
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` columns; see `transformers.Cache.crop`."""
         columns = columns_to_crop(tokens_to_remove)
@@ -191,6 +198,7 @@ class NumkvCache(Cache, Drawn):  # type: ignore[misc]
             layer.change(*change)
             layer.crop_recent()
 
+    @uninterrupted
     def reorder_cache(self, beam_idx: Any) -> None:
         """Take sequences in another order; those that are taken twice share their blocks."""
         rows = beam_idx.cpu().numpy()

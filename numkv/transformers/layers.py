@@ -10,6 +10,7 @@ from torch.compiler import is_dynamo_compiling
 from numkv import targets
 from numkv.access import Access
 from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
+from numkv.interrupts import uninterrupted
 from numkv.kinds import Kind, kind_of_dtype
 from numkv.storage.pool import Pool
 from numkv.torch.tensors import array_of
@@ -212,6 +213,7 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
             pool.copy_blocks(step.copies[0], bigger, step.copies[1])
         return bigger
 
+    @uninterrupted
     def finish(self, step: Step, pool: Pool) -> None:
         """Take over what holds after a step whose rows are in `pool`."""
         self.pool = pool
@@ -250,6 +252,7 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         """Keep what leaves the reach until the next crop."""
         self.record_past = True
 
+    @uninterrupted
     def reset(self) -> None:
         """Forget all tokens; the buffers stay if the next batch is of the same size."""
         books = self.books
@@ -276,6 +279,7 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         books = self.books.cropped(columns, kept=self.record_past)
         return books.dropping().shrunk() if self.reach >= 0 else (books, None)
 
+    @uninterrupted
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` columns."""
         removed = columns_to_crop(tokens_to_remove)
@@ -288,6 +292,7 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.recent is not None and self.books is not None:
             self.recent.crop(self.books)
 
+    @uninterrupted
     def reorder_cache(self, beam_idx: Any) -> None:
         """Take sequences in another order; those that are taken twice share their blocks."""
         if self.books is not None:

@@ -4,11 +4,7 @@ A trace function sends a real signal, whose handler raises, before a line of Pyt
 `fault_subjects.py`: every class that holds tokens, and each of its methods.
 """
 
-import ast
-import functools
 import os
-import pathlib
-import random
 import signal
 import subprocess
 import sys
@@ -18,85 +14,23 @@ import numpy as np
 import processes
 import pytest
 from fault_subjects import SUBJECTS
+from interrupts import Interrupt, raising_signals, walk
 
 import numkv
 from numkv.interrupts import held, opened
 
-ROOT = pathlib.Path(numkv.__file__).parent
 #: Functions over a caller's arrays, which own nothing that could be left half done, and files, which are replaced.
 STATEFUL = [name for name, subject in SUBJECTS.items() if subject.of is not None]
 BY_DAY = 3
 
 
-class Interrupt(BaseException):
-    pass
-
-
 @pytest.fixture
 def raising():
-    """SIGUSR1 raises `Interrupt`."""
-
-    def handler(number, frame):
-        raise Interrupt
-
-    before = signal.signal(signal.SIGUSR1, handler)
-    yield handler
-    assert signal.getsignal(signal.SIGUSR1) is handler
-    signal.signal(signal.SIGUSR1, before)
+    with raising_signals() as handler:
+        yield handler
 
 
-@functools.cache
-def left_out(filename):
-    """Lines before which Python never looks for signals, as it does so at calls, at entries and in loops alone.
-
-    They give a claimed object free, or come right behind the call of a method by `reads`.
-    """
-    found = set()
-    for node in ast.walk(ast.parse(pathlib.Path(filename).read_text())):
-        if isinstance(node, ast.Try) and "del writer" in "".join(map(ast.unparse, node.finalbody)):
-            last = node.finalbody
-            assert not [
-                x
-                for each in last
-                for x in ast.walk(each)
-                if isinstance(x, ast.Call | ast.For | ast.While)
-            ]
-            found.update(range(last[0].lineno, last[-1].end_lineno + 1))
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "access.dropped != before":
-            found.update((node.lineno, node.lineno + 1, node.end_lineno + 1))
-    return found
-
-
-def interrupted(do, it, at=-1):
-    """Call `do`, with a signal before a line of numkv; how many lines there were, and where the signal came."""
-    lines, where = 0, None
-
-    def at_line(frame, event, arg):
-        nonlocal lines, where
-        code = frame.f_code
-        if event == "line" and frame.f_lineno not in left_out(code.co_filename):
-            lines += 1
-            if lines == at:
-                where = code.co_filename, code.co_name, frame.f_lineno
-                signal.raise_signal(signal.SIGUSR1)
-        return at_line
-
-    def at_call(frame, event, arg):
-        return at_line if frame.f_code.co_filename.startswith(str(ROOT)) else None
-
-    sys.settrace(at_call)
-    try:
-        do(it)
-    except Interrupt:
-        return lines, where
-    finally:
-        sys.settrace(None)
-    assert where is None, f"nothing was raised for the signal at {where}"
-    return lines, None
-
-
-def walk(name, call, samples):
-    """Interrupt a call at some of its lines, or at all of them."""
+def walk_subject(name, call, samples=None):
     subject = SUBJECTS[name]
     prepare, do = subject.split(call)
 
@@ -105,26 +39,13 @@ def walk(name, call, samples):
         prepare(made)
         return made
 
-    it = make()
-    before = subject.see(it)
-    do(it)
-    after = subject.see(it)
-    lines, _ = interrupted(do, make())
-    chosen = range(1, lines + 1)
-    if samples is not None:
-        chosen = sorted(random.Random(f"{name} {call}").sample(chosen, min(samples, lines)))
-    for at in chosen:
-        it = make()
-        _, where = interrupted(do, it, at)
-        if where is None:  # fewer lines than before, as something is known by now
-            continue
-        assert subject.see(it) in (before, after), f"{call}: torn by an interrupt at {where}"
+    walk(make, do, subject.see, samples=samples, name=f"{name}: {call}")
 
 
 @pytest.mark.parametrize("name", STATEFUL)
 def test_a_signal_at_a_line(name, raising):
     for call in SUBJECTS[name].calls:
-        walk(name, call, BY_DAY)
+        walk_subject(name, call, BY_DAY)
 
 
 @pytest.mark.nightly
@@ -132,7 +53,7 @@ def test_a_signal_at_a_line(name, raising):
     ("name", "call"), [(name, call) for name in STATEFUL for call in SUBJECTS[name].calls]
 )
 def test_a_signal_at_every_line(name, call, raising):
-    walk(name, call, None)
+    walk_subject(name, call)
 
 
 LOOP = """

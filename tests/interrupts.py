@@ -1,0 +1,112 @@
+"""Interrupts before lines of Python: a trace function that sends a real signal, whose handler raises."""
+
+import ast
+import contextlib
+import functools
+import pathlib
+import random
+import signal
+import sys
+
+import numkv
+
+ROOT = pathlib.Path(numkv.__file__).parent
+
+
+class Interrupt(BaseException):
+    pass
+
+
+@contextlib.contextmanager
+def raising_signals():
+    """SIGUSR1 raises `Interrupt`."""
+
+    def handler(number, frame):
+        raise Interrupt
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    yield handler
+    assert signal.getsignal(signal.SIGUSR1) is handler
+    signal.signal(signal.SIGUSR1, before)
+
+
+@functools.cache
+def left_out(filename):
+    """Lines before which Python never looks for signals, as it does so at calls, at entries and in loops alone.
+
+    They give a claimed object free, or come right behind the call of a method by `reads`.
+    """
+    found = set()
+    for node in ast.walk(ast.parse(pathlib.Path(filename).read_text())):
+        if isinstance(node, ast.Try) and "del writer" in "".join(map(ast.unparse, node.finalbody)):
+            last = node.finalbody
+            assert not [
+                x
+                for each in last
+                for x in ast.walk(each)
+                if isinstance(x, ast.Call | ast.For | ast.While)
+            ]
+            found.update(range(last[0].lineno, last[-1].end_lineno + 1))
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "access.dropped != before":
+            found.update((node.lineno, node.lineno + 1, node.end_lineno + 1))
+    return found
+
+
+def interrupted(do, it, at=-1):
+    """Call `do`, with a signal before a line of numkv; how many lines there were, and where the signal came."""
+    lines, where = 0, None
+
+    def at_line(frame, event, arg):
+        nonlocal lines, where
+        code = frame.f_code
+        if event == "line" and frame.f_lineno not in left_out(code.co_filename):
+            lines += 1
+            if lines == at:
+                where = code.co_filename, code.co_name, frame.f_lineno
+                signal.raise_signal(signal.SIGUSR1)
+        return at_line
+
+    def at_call(frame, event, arg):
+        return at_line if frame.f_code.co_filename.startswith(str(ROOT)) else None
+
+    sys.settrace(at_call)
+    try:
+        do(it)
+    except Interrupt:
+        return lines, where
+    finally:
+        sys.settrace(None)
+    assert where is None, f"nothing was raised for the signal at {where}"
+    return lines, None
+
+
+def walk(make, do, see, allowed=(), samples=None, name=""):
+    """Interrupt a call at some of its lines, or at all: what is seen is what was before, or what is after it.
+
+    Parameters
+    ----------
+    make : function
+        ``make() -> object`` makes one that the call is ready for.
+    do, see : function
+        ``do(object)`` is the call; ``see(object)`` says what can be seen of one.
+    allowed : sequence of function
+        Others of whose results an interrupted call may leave.
+    samples : int, optional
+        How many lines; all if None.
+    name : str
+        Of the call.
+    """
+    sound = [see(make())]
+    for each in (do, *allowed):
+        it = make()
+        each(it)
+        sound.append(see(it))
+    lines, _ = interrupted(do, make())
+    chosen = range(1, lines + 1)
+    if samples is not None:
+        chosen = sorted(random.Random(name).sample(chosen, min(samples, lines)))
+    for at in chosen:
+        it = make()
+        _, where = interrupted(do, it, at)
+        if where is not None:  # there may be fewer lines than before, as something is known by now
+            assert see(it) in sound, f"{name}: torn by an interrupt at {where}"
