@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+TOOLS = ("pytest", "pytest-benchmark", "hypothesis", "peft")
 # What they compare with was made with one later version: transformers' own caches, and defaults of its configs.
 OTHERS = ("test_bench", "test_plans", "test_oldest_versions")
 
