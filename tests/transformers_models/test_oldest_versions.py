@@ -25,20 +25,8 @@ def test_the_oldest_pair(tmp_path):
     assert len(oldest) == 2
     python = tmp_path / "venv" / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
-    subprocess.run(
-        [
-            python,
-            "-m",
-            "pip",
-            "install",
-            "-q",
-            *oldest,
-            *project["dependencies"],
-            "pytest",
-            "hypothesis",
-        ],
-        check=True,
-    )
+    packages = [*oldest, *project["dependencies"], *TOOLS]
+    subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True)
     done = subprocess.run(
         [
             python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/tensors", "tests/transformers_models",
