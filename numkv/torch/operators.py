@@ -212,15 +212,21 @@ def _refuse_stream(options: dict[str, Any]) -> None:
         )
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # so the error comes from here, not out of a trace
+def _refuse_gradient(x: Any, name: str) -> None:
+    refuse_gradient(x, name)
+
+
 def _tensors(names: tuple[str, ...], inputs: tuple[Any, ...]) -> list[Any]:
-    """Tensors of tensors, lists, arrays and numbers; a gradient refused here ends a graph before the call."""
-    _no_gradients(
-        **{n: x for n, x in zip(names, inputs, strict=False) if isinstance(x, torch.Tensor)}
-    )
-    return [
+    """Tensors of tensors, lists, arrays and numbers."""
+    found = [
         x if x is None or isinstance(x, torch.Tensor) else torch.as_tensor(np.asarray(x))
         for x in inputs
     ]
+    for name, x in zip(names, found, strict=False):
+        if x is not None and x.requires_grad and torch.is_grad_enabled():
+            _refuse_gradient(x, name)
+    return found
 
 
 def _attention_call(name: str, names: tuple[str, ...]) -> Callable[..., Any]:

@@ -17,27 +17,13 @@ OTHERS = ("test_bench", "test_plans", "test_oldest_versions")
 def test_the_oldest_pair(tmp_path):
     """It takes gigabytes from the package index, as PyTorch's usual build for Linux brings CUDA."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    oldest = [
-        re.sub(r">=([\d.]+).*", r"==\1.0", what)
-        for what in project["optional-dependencies"]["transformers"]
-    ]
+    extras = project["optional-dependencies"]
+    oldest = [re.sub(r">=([\d.]+).*", r"==\1.0", what) for what in extras["transformers"]]
     assert len(oldest) == 2
     python = tmp_path / "venv" / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
-    subprocess.run(
-        [
-            python,
-            "-m",
-            "pip",
-            "install",
-            "-q",
-            *oldest,
-            *project["dependencies"],
-            "pytest",
-            "hypothesis",
-        ],
-        check=True,
-    )
+    packages = [*oldest, *project["dependencies"], *extras["test"], "peft"]
+    subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True)
     done = subprocess.run(
         [
             python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/tensors", "tests/transformers_models",
