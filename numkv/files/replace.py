@@ -16,6 +16,8 @@ __all__ = ["replacing"]
 
 _SUFFIX = ".partial"
 _HOUR = 3600
+#: Windows renames no file that is open, and has no such locks.
+_CLOSED_FIRST = os.name == "nt"
 
 
 @contextlib.contextmanager
@@ -58,9 +60,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
             _remove_abandoned(folder, start, os.fstat(descriptor).st_mtime)
             yield descriptor
             os.fsync(descriptor)
-            os.replace(partial, place)  # while the lock says that its writer lives
+            if not _CLOSED_FIRST:
+                os.replace(partial, place)  # while the lock says that its writer lives
         finally:
             os.close(descriptor)
+        if _CLOSED_FIRST:
+            os.replace(partial, place)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(partial)
