@@ -1,16 +1,15 @@
 """Decode steps over shards beside one process, and beside the model of ``numkv plan --nodes``.
 
 ``python -m perf.ray_steps``, with the extra ray; actors on this machine, with a thread each. Steps are timed in turns;
-times are medians. Printed beside them is what the model says, by what it was measured at and as it fits these steps
-best: the numbers that ``numkv plan --nodes`` takes. Actors share this machine's cores, so what messages and rows cost
-here is an upper bound of what they cost between machines, but for the links.
+times are the least of all turns, as whoever else works on the machine only adds to them. Printed beside them is what
+the model says, with its own numbers and with those that fit these steps best, which ``numkv plan --nodes`` takes.
+Actors share this machine's cores, so messages and rows cost more here than between machines, but for the links.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 import time
 
 import numpy as np
@@ -56,7 +55,7 @@ def step(cache, seqs, tokens: int, rng) -> float:
 
 
 def compare(batch: int, context: int, turns: int, shards: int) -> dict[str, float]:
-    """Time steps in turns; seconds of each, the median."""
+    """Time steps in turns; seconds of each, the least."""
     rng = np.random.default_rng(0)
     made = caches(batch * (-(-context // 16) + 4), shards)
     seqs = {name: [cache.add() for _ in range(batch)] for name, cache in made.items()}
@@ -80,7 +79,7 @@ def compare(batch: int, context: int, turns: int, shards: int) -> dict[str, floa
         elif name.endswith("actors"):
             for shard in range(cache.num_shards):
                 cache._transport._kill(shard)
-    return {name: statistics.median(own) for name, own in times.items()}
+    return {name: min(own) for name, own in times.items()}
 
 
 def costs(batch: int, context: int, shards: int, by: str) -> GroupCost:

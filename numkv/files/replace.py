@@ -8,6 +8,7 @@ import functools
 import os
 import secrets
 import stat
+import time
 from collections.abc import Iterator
 
 from numkv.errors import NotSupported
@@ -52,12 +53,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
     # Names may have 255 bytes; the end says enough of a long one.
     start = f".{name[-60:]}."
     partial = os.path.join(folder, f"{start}{_boot()}{secrets.token_hex(8)}{_SUFFIX}")
+    _remove_abandoned(folder, start)  # whose room may be needed
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     try:
         descriptor = os.open(partial, flags, 0o666)
         try:
             _locked(descriptor, wait=True)
-            _remove_abandoned(folder, start, os.fstat(descriptor).st_mtime)
             yield descriptor
             os.fsync(descriptor)
             if not _CLOSED_FIRST:
@@ -73,8 +74,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
     _sync_folder(folder)
 
 
-def _remove_abandoned(folder: str, start: str, now: float) -> None:
+def _remove_abandoned(folder: str, start: str) -> None:
     """Remove files of this name whose writers are gone, as far as can be told."""
+    flags = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     names: list[str] = []
     with contextlib.suppress(OSError):  # a folder that may be written to and not read
         names = os.listdir(folder)
@@ -83,14 +85,14 @@ def _remove_abandoned(folder: str, start: str, now: float) -> None:
             continue
         path = os.path.join(folder, name)
         with contextlib.suppress(OSError):  # another writer was faster, or it is not ours to remove
-            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+            descriptor = os.open(path, flags)
             try:
                 if _locked(descriptor, wait=False):
                     found = os.fstat(descriptor)
                     # A writer takes its lock before it writes. Some file systems keep the locks of other machines
                     # from us: what those left has to be old, too.
                     sure = name.startswith(start + _boot()) and found.st_size > 0
-                    if sure or now - found.st_mtime > _HOUR:
+                    if sure or time.time() - found.st_mtime > _HOUR:
                         os.unlink(path)
             finally:
                 os.close(descriptor)

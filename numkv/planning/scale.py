@@ -29,17 +29,19 @@ __all__ = ["GroupCost", "Load", "Network", "Sharding", "best_sharding", "cost_of
 class Network(NamedTuple):
     """Nodes, and what is between them; times in seconds, sizes in bytes.
 
-    The first three are what actors of Ray on one machine of two cores were measured at; see `perf/ray_steps.py`.
+    The first four fit decode steps over two and four actors of Ray, with a thread each, that share two cores of an AMD
+    EPYC, beside other work (2026-11-24, ``python -m perf.ray_steps``): of twelve steps of 16 to 108 ms the model says
+    0.73 to 1.20, of those of a second run 0.63 to 1.25. Nodes with cores of their own read many times as fast.
     """
 
-    latency: float = 0.28e-3
+    latency: float = 0.2e-3
     """Of a message and its answer."""
-    message: float = 0.76e-3
+    message: float = 1.9e-3
     """What a message and its answer cost the caller."""
-    bandwidth: float = 0.86e9
+    bandwidth: float = 0.13e9
     """Bytes a second of the caller's link."""
-    memory_bandwidth: float = 20e9
-    """Bytes of rows that a node attends to in a second."""
+    memory_bandwidth: float = 4.5e9
+    """Bytes of rows that a node attends to in a second, and of weights that the caller reads."""
     memory: float = 64e9
     """Bytes that a node has for rows."""
 

@@ -12,6 +12,7 @@ from numkv.cli import main
 from numkv.cli.output import Size
 from numkv.planning import needs_of
 from numkv.planning.scale import Load, Network, best_sharding, cost_of, shardings
+from perf import ray_steps
 
 LOAD = Load(32, 32, 8, 128, 128, row_bytes=512, batch=64, context=131_072)
 NODES = [8, 16, 32, 64, 128, 256, 512, 1024]
@@ -35,6 +36,29 @@ def test_the_parts_of_a_step_by_hand():
     alone, sent, _ = cost_of(load, network, 2, 1, 2)
     assert alone.merge == 0  # by heads outputs stand side by side, in the queries' dtype
     assert sent == queries + new + 2 * 4 * 8 * 2
+
+
+def test_the_fit_finds_the_numbers_that_steps_were_made_with():
+    shapes = list(itertools.product((1, 8), (1024, 8192), (2, 4), ("heads", "context")))
+    counted = [ray_steps.costs(*shape) for shape in shapes]
+    for network in (Network(3e-4, 2e-3, 1e8, 5e9), Network(0.0, 1e-3, 1e9, 2e9)):
+        factors = (
+            network.latency,
+            network.message,
+            1 / network.bandwidth,
+            1 / network.memory_bandwidth,
+        )
+        seconds = [
+            sum(
+                f * n
+                for f, n in zip(
+                    factors, (c.latency, c.messages, c.network, c.read + c.merge), strict=True
+                )
+            )
+            for c in counted
+        ]
+        found = ray_steps.fitted(counted, seconds)
+        assert found[:4] == pytest.approx(network[:4], rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize("nodes", NODES)
