@@ -104,10 +104,10 @@ class _Held:
             if self.depth == self.open_at:
                 self.deliver()
             return
-        self.depth = self.open_at = (
-            0  # the change is made; from here on whatever is raised may leave
-        )
         try:
+            self.depth = self.open_at = (
+                0  # the change is made: from here on what is raised may leave
+            )
             self._give_back()
         finally:
             try:

@@ -270,7 +270,7 @@ def test_labels_and_identities_are_one_to_one(monkeypatch):
 
     class Watched(disk_cache.KernelCache):
         def load_overload(self, sig, target_context):
-            label = self._on_miss.__closure__[0].cell_contents
+            label = self._on_miss.args[0].args[0]  # of `compiled`
             path = self.path(sig, target_context.codegen())
             assert seen.setdefault(path, label) == label
             return super().load_overload(sig, target_context)

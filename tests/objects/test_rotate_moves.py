@@ -20,8 +20,6 @@ from rotated_caches import (
     rows,
     turned,
 )
-from safetensors import safe_open
-from safetensors.numpy import load_file, save_file
 
 import numkv
 from numkv import targets
@@ -220,21 +218,3 @@ def test_files(tmp_path, rng):
         with pytest.raises(numkv.DimensionMismatch, match=f"{found}.*rotate={rotate}"):
             other.swap_in(loaded)
         assert other.num_free == 4
-
-
-def test_files_of_the_first_version(tmp_path, rng):
-    """They had no rotation, and say nothing of it."""
-    made, seq, *_ = filled(rng, lambda x: x)
-    path = tmp_path / "s"
-    save_sequences(path, [made.swap_out(seq)])
-    with safe_open(path, framework="numpy") as file:
-        header = file.metadata()["numkv"]
-    assert '"version": 3' in header
-    assert ", null]" in header
-    old = header.replace('"version": 3', '"version": 1').replace(", null]", "]")
-    save_file(load_file(path), tmp_path / "old", metadata={"numkv": old})
-    other = numkv.PagedKVCache(2, HEADS, DIM, num_blocks=4, block_size=3, kind="int8")
-    q = rng.standard_normal((1, 4, DIM)).astype(F32)
-    (loaded,) = load_sequences(tmp_path / "old")
-    got = other.decode_attention(0, [other.swap_in(loaded)], q)
-    assert np.array_equal(got, made.decode_attention(0, [seq], q))
