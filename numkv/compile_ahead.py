@@ -25,8 +25,9 @@ from numkv.writing.paged import paged_append
 
 __all__ = ["compile_apart", "warmup"]
 
-#: Q heads of a kv head that bring out kernels of CUDA for more query rows of an item.
-_Q_HEADS = (4, 8)
+#: Q heads of a kv head that bring out kernels for more query rows of an item: on CUDA, and on the CPU, where the last
+#: number is one of many rows.
+_Q_HEADS = {True: (2, 4, 8, 32), False: (4, 8)}
 
 Kinds = str | Kind | tuple[str | Kind, str | Kind]
 
@@ -209,9 +210,9 @@ def _run(
         )
         lse = place.asarray(np.zeros((1, 1), np.float32))
         merge_states(rows, lse, rows, lse)
-        if not place.values_on_host:
-            for heads in _Q_HEADS:
-                q = place.asarray(np.ones((2, heads, dim), source.dtype))
-                paged_decode_attention(
-                    q, paged.k, paged.v, place.asarray(blocks), place.asarray(lens), **scales
-                )
+        cap = 9.0 if place.values_on_host else 0.0
+        for heads in _Q_HEADS[place.values_on_host]:
+            q = place.asarray(np.ones((2, heads, dim), source.dtype))
+            paged_decode_attention(
+                q, paged.k, paged.v, place.asarray(blocks), place.asarray(lens), logits_soft_cap=cap, **scales
+            )  # fmt: skip

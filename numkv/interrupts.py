@@ -85,9 +85,8 @@ class _Held:
             self._known = found
         try:
             for i in self._handled:
-                if (
-                    found[i] is not self._note
-                ):  # as it is where an interrupt kept it from being given back
+                # It is our own where an interrupt kept it from being given back.
+                if found[i] is not self._note:
                     self.handlers[_NUMBERS[i]] = found[i]
                     _signal.signal(_NUMBERS[i], self._note)
             self.depth = 1  # the last line: `note` passes on what has come before
@@ -105,9 +104,8 @@ class _Held:
                 self.deliver()
             return
         try:
-            self.depth = self.open_at = (
-                0  # the change is made: from here on what is raised may leave
-            )
+            # The change is made: from here on what is raised may leave.
+            self.depth = self.open_at = 0
             self._give_back()
         finally:
             try:
@@ -164,7 +162,12 @@ class opened:  # noqa: N801 - as `contextlib.suppress` and its like
         self.before = held.open_at
         if held.depth and get_ident() == held.main:
             held.open_at = held.depth
-            held.deliver()
+            try:
+                held.deliver()
+            except BaseException:
+                # Nobody leaves what was never entered; what undoes the change is held, too.
+                held.open_at = self.before
+                raise
 
     def __exit__(self, *_: object) -> None:
         if get_ident() == held.main:

@@ -7,16 +7,17 @@ from kinds import APART
 
 _SAME = ("fp32", "fp16", "bf16", "fp8_e4m3", "int8", "int4", "code4", "code6")
 
+_ATTENTION = {
+    *(f"K {kind}, V {kind}, computing in float32" for kind in _SAME),
+    *(f"K {k}, V {v}, computing in float32" for k, v in APART),
+    "K int8, V int4, computing in float32",  # of an example in docs/howto/storage_kinds.md
+    "K bf16, V bf16, computing in pairs of bf16",
+    "K fp64, V fp64, computing in float64",
+}
+
 #: The first words of the labels of what is watched, and the rest of those labels that every run may have.
 BY_DAY = {
-    "attention": {
-        *(f"K {kind}, V {kind}, computing in float32" for kind in _SAME),
-        *(f"K {k}, V {v}, computing in float32" for k, v in APART),
-        "K int8, V int4, computing in float32",  # of an example in docs/howto/storage_kinds.md
-        "K bf16, V bf16, computing in pairs of bf16",
-        "K fp64, V fp64, computing in float64",
-    },
-    "masked attention": {f"K {kind}, V {kind}, computing in float32" for kind in ("fp32", "int8")},
+    **{f"attention of {rows} query rows": _ATTENTION for rows in (1, 2, 4, 8)},
     "append_attend": {
         *(f"rows fp32, q fp32, K {kind}, V {kind}" for kind in ("fp32", "fp16", "bf16", "int8", "int4")),
         "rows bf16, q bf16, K bf16, V bf16",

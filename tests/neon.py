@@ -5,6 +5,7 @@ which is never run: its LLVM, in which vectors and intrinsics are what numkv ask
 ARM. What Numba's runtime itself brings is left out, as it has been fitted to this machine by then.
 """
 
+import itertools
 import os
 import platform
 import re
@@ -13,6 +14,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+#: Query rows that are taken at once: at most as many as a vector has lanes.
+ROWS = (1, 2, 4)
 #: Every 64-bit ARM since 2018 in servers has what this one has.
 CPU = "neoverse-n1"
 #: Instructions of ARM by functions that are called in their place while Numba makes code for this machine, too.
@@ -49,11 +52,12 @@ def for_arm(text):
 
 
 def main(folder, kinds):
-    """Write ``KIND.ll``, the LLVM of the whole module, and ``KIND.s``."""
+    """Write ``KIND.ROWS.ll``, the LLVM of the whole module, and ``KIND.ROWS.s``."""
     platform.machine = lambda: "aarch64"
     import llvmlite.binding as llvm
 
-    from numkv.kernels.cpu import attention
+    from numkv.kernels.cpu.attention import state
+    from numkv.kernels.cpu.attention.steps import steps_for
     from numkv.kernels.cpu.vectors import features, levels
 
     for table in (levels._LOOKUPS, levels._OF_64):
@@ -68,15 +72,17 @@ def main(folder, kinds):
     llvm.initialize_all_asmprinters()
     target = llvm.Target.from_triple("aarch64-unknown-linux-gnu")
     machine = target.create_target_machine(cpu=CPU, opt=3)
-    for kind in kinds:
-        (build,) = attention._kernel(kind, kind, "float32").overloads.values()
+    steps = dict(zip(ROWS, (state.OF_1, state.OF_2, state.OF_4), strict=True))
+    for kind, rows in itertools.product(kinds, ROWS):
+        kernel = steps_for(kind, kind, "float32", 0).kernel(steps[rows])
+        (build,) = kernel.overloads.values()
         module = llvm.parse_assembly(for_arm(str(build.library._get_module_for_linking())))
         module.triple, module.data_layout = machine.triple, str(machine.target_data)
         module.verify()
         passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(3))
         passes.getModulePassManager().run(module, passes)
-        (folder / f"{kind}.ll").write_text(str(module))
-        (folder / f"{kind}.s").write_text(machine.emit_assembly(module))
+        (folder / f"{kind}.{rows}.ll").write_text(str(module))
+        (folder / f"{kind}.{rows}.s").write_text(machine.emit_assembly(module))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from numkv import targets
 from numkv.cli.cache import warnings_of
 from numkv.cli.output import format_bytes
 from numkv.errors import NotSupported
-from numkv.kernels.cpu.attention.driver import make_attention
+from numkv.kernels.cpu.attention.vector import attend_few
 from numkv.kernels.cpu.threads import num_threads
 from numkv.kernels.cpu.vectors import features
 from numkv.kernels.disk_cache import folder_of, kernel_files, places
@@ -135,7 +135,7 @@ def _targets() -> str:
 
 def _kernel_cache() -> str:
     try:
-        folder = folder_of(make_attention)
+        folder = folder_of(attend_few)
     except RuntimeError as error:
         return f"none ({error})"
     kernels = [path for place in places() for path in kernel_files(place)]

@@ -21,8 +21,9 @@ from problems import Shape
 import numkv
 
 # The package has a function of the same name.
-from numkv.kernels.cpu import attention
+from numkv.kernels.cpu.attention import state
 from numkv.kernels.cpu.attention.engines import ROWS_OF_ALL_SIZES, use_amx
+from numkv.kernels.cpu.attention.steps import steps_for
 from numkv.kernels.cpu.vectors.features import has_amx
 
 pytestmark = pytest.mark.skipif(
@@ -198,11 +199,15 @@ def test_assembly_for_an_intel_xeon():
     """Products in small loops of their own, nothing set up in them, hardly anything of them on the stack."""
     import llvmlite.binding as llvm
 
-    kernel = attention._kernel("bf16", "bf16", "float32")
-    (overload,) = kernel.overloads.values()
     machine = llvm.Target.from_default_triple().create_target_machine(cpu="sapphirerapids", opt=3)
-    text = machine.emit_assembly(overload.library._get_module_for_linking().clone())
-    blocks = assembly.of_assembly(text, overload.fndesc.llvm_func_name)
+    steps = steps_for("bf16", "bf16", "float32", ROWS_OF_ALL_SIZES)
+
+    def blocks_of(step):
+        (overload,) = steps.kernel(step).overloads.values()
+        text = machine.emit_assembly(overload.library._get_module_for_linking().clone())
+        return assembly.of_assembly(text, overload.fndesc.llvm_func_name)
+
+    blocks = blocks_of(state.ATTEND)
     loops = [blocks.lines(loop) for loop in blocks.innermost()]
     loops = [lines for lines in loops if any(TILES.match(x) for x in lines)]
     assert len(loops) >= 4
@@ -214,6 +219,8 @@ def test_assembly_for_an_intel_xeon():
         assert len(on_stack) <= 6, on_stack
         assert not [x for x in on_stack if "%zmm" in x]
     # Two set-ups, for either number of query rows, before an item's tiles.
+    before = [x for lines in blocks_of(state.LOAD).code.values() for x in lines]
+    assert sum(x.startswith("ldtilecfg") for x in before) == 2
     everything = [x for lines in blocks.code.values() for x in lines]
-    assert sum(x.startswith("ldtilecfg") for x in everything) == 2
+    assert not [x for x in everything if x.startswith("ldtilecfg")]
     assert not [x for x in everything if TILES.match(x) and "%rsp" in x and "ldtilecfg" not in x]

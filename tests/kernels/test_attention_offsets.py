@@ -16,18 +16,23 @@ from numkv.kernels.cpu.attention.offsets import (
     locate,
     locate_next_head,
     spread,
-    strides_of,
 )
 from numkv.kernels.cpu.attention.records import KV_TILE
 from numkv.kernels.cpu.vectors.prefetch import NO_MORE
+from numkv.kernels.cpu.vectors.records import TABLE_ROW, record_of
 
 LINE = 64
+
+
+# Where arrays are in a record of K, its scales, V and its scales.
+K, K_SCALE, V, V_SCALE = (TABLE_ROW * i for i in range(4))
 
 
 @numba.njit
 def run_locate(k, v, tile, begin, end, entries, unit, head, offsets):
     """Fill the tables of a turn, of rows without scales."""
-    layout = layout_of(k, strides_of(k), False, v, strides_of(v), False, unit)
+    record = record_of((k, k, v, v), ())
+    layout = layout_of(record, K, K_SCALE, V, V_SCALE, 0, 0, np.int64(unit))
     locate(offsets, tile, begin, end, entries, head, layout)
 
 
@@ -86,9 +91,8 @@ def test_lines_of_a_tile(rng, dim, dim_v, block_size, by_slot, tile, begin, end)
 @numba.njit
 def run_locate_heads(k, k_scale, v, v_scale, end, entries, offsets):
     """Fill the tables of tile 64: of head 1 from those of head 0, then anew."""
-    layout = layout_of(
-        k, strides_of(k_scale), True, v, strides_of(v_scale), True, np.int64(k.shape[2])
-    )
+    record = record_of((k, k_scale, v, v_scale), ())
+    layout = layout_of(record, K, K_SCALE, V, V_SCALE, 1, 1, np.int64(k.shape[2]))
     for head, at in ((0, 0), (1, 2 * TURN)):
         locate(offsets[at:], 64, 0, end, entries, head, layout)
     locate_next_head(offsets, 0, TURN, layout)
@@ -120,7 +124,8 @@ def test_tables_of_the_next_head(rng, dim, dim_v, block_size, end):
 @numba.njit
 def run_spread(k, v, tile, begin, end, entries, head, heads, part, parts, offsets):
     """Fill a turn's tables and the extents of one part of what a group of heads reads."""
-    layout = layout_of(k, strides_of(k), False, v, strides_of(v), False, np.int64(k.shape[2]))
+    record = record_of((k, k, v, v), ())
+    layout = layout_of(record, K, K_SCALE, V, V_SCALE, 0, 0, np.int64(k.shape[2]))
     locate(offsets, tile, begin, end, entries, head, layout)
     spread(offsets, np.int64(0), heads, part, parts, layout)
 

@@ -14,6 +14,7 @@ import pytest
 from problems import Shape
 
 from numkv.kernels.cpu.attention import plan as plans
+from numkv.kernels.cpu.attention.driver import plan_kernel
 
 # Tokens that the start of an item counts for. Halving splits to 512 tokens, 2 cores of an AMD EPYC took 2 to 3 % longer
 # on shape A of `python -m perf` in bf16 and int8, quartering them 3 to 4 %: that is 11 to 25 tokens an item.
@@ -58,12 +59,13 @@ def items_of(shape, workers, block_size=1 << 20, max_rows=64, window=-1):
     """The workers and items of a plan, in order."""
     lengths, tokens, heads, group, columns = shape
     seqs = len(lengths)
-    plan = plans.plan_of.py_func(np.zeros(plans.plan_size(seqs), np.int64), seqs)
+    ints = np.zeros(plans.plan_size(seqs), np.int64)
+    plan = plans.plan_of.py_func(ints, seqs)
     problem = plans.Problem(
         np.array(lengths), np.arange(seqs + 1) * tokens, np.zeros((0, 2), np.int64), window,
         max(lengths), block_size, heads, group, max_rows,
     )  # fmt: skip
-    workers = plans.make_plan(problem, columns, workers, plan)
+    workers, _ = plan_kernel()(*problem, columns, workers, ints)
     items, b = [], 0
     for number in range(plan.first_item[seqs]):
         while plan.first_item[b + 1] <= number:

@@ -7,8 +7,6 @@ import assembly
 import neon
 import pytest
 
-from numkv.kernels.cpu.vectors.features import ROW_UNROLL
-
 llvm = pytest.importorskip("llvmlite.binding")
 
 #: What multiplies and adds rows of a kind, four at once, and what makes floats of them.
@@ -41,24 +39,20 @@ def compiled(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", PRODUCTS)
-def test_hot_loops(compiled, kind):
-    text = (compiled / f"{kind}.s").read_text()
-    assert not re.search(r"llvm\.x86\.|asm .*vfm", (compiled / f"{kind}.ll").read_text())
-    (name,) = {
-        label
-        for label in re.findall(r"^(_ZN5numkv\w*make_attention\w*):$", text, re.M)
-        if not label.endswith(".part")
-    }
+@pytest.mark.parametrize("rows", neon.ROWS)
+def test_hot_loops(compiled, kind, rows):
+    text = (compiled / f"{kind}.{rows}.s").read_text()
+    assert not re.search(r"llvm\.x86\.|asm .*vfm", (compiled / f"{kind}.{rows}.ll").read_text())
+    (name,) = set(re.findall(r"^(_ZN5numkv\w*make_rows\w*):$", text, re.M))
     blocks = assembly.of_assembly(text, name)
     products, widening = PRODUCTS[kind]
     loops = [blocks.lines(loop) for loop in blocks.innermost()]
     hot = [lines for lines in loops if any(re.match(products, line) for line in lines)]
-    # Scores and sums, by rows taken at once: as many as a vector has lanes.
-    assert len(hot) >= 2 * len([rows for rows in ROW_UNROLL if rows <= 4])
+    assert len(hot) >= 2  # scores and sums
     for lines in hot:
         assert not assembly.calls(lines), assembly.calls(lines)
         assert not [line for line in lines if ONE_FLOAT.match(line)]
     found = collections.Counter(line.split()[0] for lines in hot for line in lines)
-    assert found["prfm"] >= 2, found
-    if widening:
+    assert found["prfm"] >= 1, found
+    if widening and rows == 1:  # of more, rows may have been widened before
         assert any(re.match(widening, line) for lines in hot for line in lines), found

@@ -189,6 +189,15 @@ def test_a_section_that_is_opened_again(raising):
         pass
     with opened():
         pass
+    with pytest.raises(Interrupt), held:
+        signal.raise_signal(signal.SIGUSR1)
+        try:
+            with opened():
+                pass
+        except Interrupt:  # what undoes a change is in the section again
+            signal.raise_signal(signal.SIGUSR1)
+            done.append("undone")
+    assert done[-1] == "undone"
 
 
 def test_a_handler_that_the_section_itself_sets_stays(raising):

@@ -198,17 +198,18 @@ def workers_for(num_elements: int) -> int:
     return 1 if num_elements < SERIAL_ELEMENTS else num_threads()
 
 
-def run(kernel: Callable[..., Any], workers: int, *args: Any, worker: int = 0) -> None:
-    """Run a kernel with so many workers, at most `num_threads`; as which one the launch itself counts is `worker`."""
+def run(kernel: Callable[..., Any], workers: int, *args: Any, worker: int = 0) -> Any:
+    """Run a kernel with so many workers, at most `num_threads`; as which one the launch itself counts is `worker`.
+
+    Returns what the kernel does.
+    """
     if workers == 1:
-        kernel(*args, 0, worker, 1)
-        return
+        return kernel(*args, 0, worker, 1)
     start()
     if _state.turn is None:
-        kernel(*args, _state.launch, worker, workers)
-        return
+        return kernel(*args, _state.launch, worker, workers)
     with _state.turn:
-        kernel(*args, _state.launch, worker, workers)
+        return kernel(*args, _state.launch, worker, workers)
 
 
 def launched(call: Callable[..., Any], workers: int, *args: Any) -> Any:

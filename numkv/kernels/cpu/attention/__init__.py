@@ -10,7 +10,9 @@ groups) and one split of the KV range. Splits are merged afterwards in order, as
 Heads do not mix, and split boundaries depend on the sequence's own length and window alone.
 
 =============  ==========================================================================================
-`driver`       the kernel: a loop over items and their tiles
+`driver`       the kernel: a loop over items and their tiles, the same for all kinds
+`steps`        the kernels that the driver calls: what depends on kinds, each made when it is first needed
+`state`        what the driver hands over to them, and what a call is
 `plan`         which items there are
 `scratch`      what lies where in a worker's scratch memory
 `offsets`      where the rows of a tile lie
@@ -19,12 +21,13 @@ Heads do not mix, and split boundaries depend on the sequence's own length and w
 `merge`        the kernel that merges splits
 `bound`        the kernel of bound calls, which writes rows and calls the attention kernel
 `engines`      which engine attends over which kinds
-`vector`       the engine of vector code, for K and V each by `floats`, by `integers` or in `pairs`
-`many_rows`    the engine of vector code for many query rows
-`amx`          the engine of Intel's matrix unit
-`amx_few`      its steps for few query rows
-`masked`       the engine for masks and biases, of a kernel of its own
-`llvm`         the engines' steps in LLVM
+`vector`       few query rows in vector code, for K and V each by `floats`, by `integers` or in `pairs`
+`many_rows`    many query rows in vector code
+`amx`          Intel's matrix unit
+`amx_few`      few query rows on it
+`masked`       tokens that masks choose
+`store`        results of an item
+`llvm`         arithmetic in LLVM
 `records`      sizes and records that these share
 =============  ==========================================================================================
 
@@ -47,30 +50,20 @@ from numkv.kernels.cpu.attention.bound import (
     StepRecord,
     make_append_attend,
     make_append_attend_at,
-    signature_of,
     signature_of_merge,
 )
-from numkv.kernels.cpu.attention.driver import make_attention
-from numkv.kernels.cpu.attention.engines import (
-    by_panels,
-    compute_for,
-    in_integers,
-    query_rows,
-    use_amx,
-)
+from numkv.kernels.cpu.attention.driver import driver_kernel, entry, plan_kernel
+from numkv.kernels.cpu.attention.engines import compute_for, use_amx
 from numkv.kernels.cpu.attention.merge import PART_EXTRA, make_merge_splits
 from numkv.kernels.cpu.attention.offsets import WORKER_INTS
 from numkv.kernels.cpu.attention.plan import (
     LEAST_ROWS,
     MIN_SPLIT,
     SERIAL_WORK,
-    Problem,
-    make_plan,
-    plan_of,
     plan_size,
 )
-from numkv.kernels.cpu.attention.records import BY_SLOT, KV_TILE, PAIRS, float_type
-from numkv.kernels.cpu.attention.scratch import make_layout
+from numkv.kernels.cpu.attention.records import BY_SLOT, KV_TILE, float_type
+from numkv.kernels.cpu.attention.steps import Steps, steps_for
 from numkv.kernels.cpu.convert import converter, from_floats, to_floats
 from numkv.kernels.cpu.memory import aligned
 from numkv.kernels.cpu.threads import launched, num_threads, run
@@ -83,19 +76,9 @@ from numkv.kinds import kinds
 __all__ = ["append_attend", "attend", "small_decode"]
 
 
-@functools.cache
-def _kernel(k_kind: str, v_kind: str, compute: str) -> Any:
-    signature = signature_of(k_kind, v_kind, float_type(compute))
-    label = f"attention, K {k_kind}, V {v_kind}, computing in {compute}"
-    args = (k_kind, v_kind, compute, _use_amx(k_kind, v_kind, compute))
-    return build(make_attention, signature, args=args, label=label)
-
-
-@functools.cache
-def _masked_kernel(k_kind: str, v_kind: str, compute: str) -> Any:
-    signature = signature_of(k_kind, v_kind, float_type(compute))
-    label = f"masked attention, K {k_kind}, V {v_kind}, computing in {compute}"
-    return build(make_attention, signature, args=(k_kind, v_kind, compute, 0, True), label=label)
+def _steps(k_kind: str, v_kind: str, compute: str, masked: bool = False) -> Steps:
+    """The engine's steps; a matrix unit knows nothing of masks."""
+    return steps_for(k_kind, v_kind, compute, 0 if masked else _use_amx(k_kind, v_kind, compute))
 
 
 @functools.cache
@@ -106,44 +89,8 @@ def _merge_kernel(compute: str) -> Any:
     )
 
 
-def _plan(
-    seq_lens, q_starts, ranges, window_left, capacity, unit, num_kv_heads, group, max_rows, columns, threads, ints
-):  # fmt: skip
-    """Make a plan in `ints`; return how many threads are to work on it, and how many parts there are to merge."""
-    problem = Problem(
-        seq_lens, q_starts, ranges, window_left, capacity, unit, num_kv_heads, group, max_rows
-    )
-    plan = plan_of(ints, len(seq_lens))
-    workers = make_plan(problem, columns, threads, plan)
-    return workers, plan.first_part[len(seq_lens)]
-
-
-@functools.cache
-def _plan_kernel() -> Any:
-    index = array(types.int64, 1)
-    signature = (
-        index, index, array(types.int64, 2), *[types.int64] * 8,
-        types.Array(types.int64, 1, "C"),
-    )  # fmt: skip
-    return build(_plan, signature, label="plan of attention")
-
-
 _use_amx = functools.cache(use_amx)
-_query_rows = functools.cache(query_rows)
 _compute_for = functools.cache(compute_for)
-
-
-@functools.lru_cache(maxsize=64)
-def _scratch_size(
-    k_kind: str, v_kind: str, compute: str, dim: int, dim_v: int, group: int, masked: bool = False
-) -> int:
-    """Floats of scratch memory that a worker needs."""
-    layout = make_layout(
-        k_kind, v_kind, in_integers(k_kind, compute), 0 if masked else _use_amx(k_kind, v_kind, compute),
-        by_panels(k_kind, v_kind, compute, masked), compute == PAIRS,
-    )  # fmt: skip
-    sizes_of, scratch_of = layout
-    return sum(scratch_of(sizes_of(dim, dim_v, group)))
 
 
 _workspaces = Workspaces(lambda size, dtype: aligned(np.empty, (size,), dtype))
@@ -164,11 +111,11 @@ def attend(
     if _WORD_OF.get(q_kind) != real:
         q = to_floats(q, q_kind, real)
         result = np.empty(out.shape, real)
-    kernel = (_masked_kernel if masked else _kernel)(k_kind, v_kind, compute)
+    kernel, steps = entry(k_kind, v_kind, real), _steps(k_kind, v_kind, compute, masked)
     group, (dim, dim_v) = q.shape[1] // k.shape[1], (q.shape[2], out.shape[2])
     unit = 1 if by_slot else k.shape[2]
     num_seqs, capacity = len(seq_lens), block_table.shape[1] * unit
-    scratch = _scratch_size(k_kind, v_kind, compute, dim, dim_v, group, masked)
+    sizes_at, scratch, _ = steps.sizes(dim, dim_v, group)
     # As many as there can be: to ask how many there are would start them, and small calls do without.
     threads = numba.config.NUMBA_NUM_THREADS
     alone = num_seqs == 1 and len(ranges) == 0
@@ -178,33 +125,31 @@ def attend(
     memory = _workspaces.borrow()
     try:
         ints = memory.take("int64", plan_size(num_seqs) + threads * WORKER_INTS)
-        if longest <= MIN_SPLIT and (small or alone):
-            # Nothing is split, and how many threads there may be is plain: the kernel plans, which saves a call.
-            workers = 1 if small else num_threads()
-            parts_at = workers * scratch
-            run(
-                kernel, workers, q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges,
-                flags, sm_scale, logits_soft_cap, window_left, sinks, result, lse, parts_at,
-                memory.take(real, parts_at), ints, worker=-1,
-            )  # fmt: skip
-        else:
-            max_rows = _query_rows(k_kind, v_kind, compute, masked)
-            workers, parts = _plan_kernel()(
-                seq_lens, q_starts, ranges, window_left, capacity, unit, k.shape[1], group, max_rows,
-                dim + dim_v, threads, ints,
-            )  # fmt: skip
-            if workers > 1:
-                workers = min(workers, num_threads())
+        while True:
+            if longest <= MIN_SPLIT and (small or alone):
+                # Nothing is split, and how many threads there may be is plain: the kernel plans, which saves a call.
+                workers, parts, worker = 1 if small else num_threads(), 0, -1
+            else:
+                workers, parts = plan_kernel()(
+                    seq_lens, q_starts, ranges, window_left, capacity, unit, k.shape[1], group, steps.max_rows,
+                    dim + dim_v, threads, ints,
+                )  # fmt: skip
+                worker = 0
+                if workers > 1:
+                    workers = min(workers, num_threads())
             parts_at = workers * scratch
             floats = memory.take(real, parts_at + parts * (dim_v + PART_EXTRA))
-            run(
+            missing = run(
                 kernel, workers, q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges,
                 flags, sm_scale, logits_soft_cap, window_left, sinks, result, lse, parts_at,
-                floats, ints,
+                floats, ints, sizes_at, worker=worker,
             )  # fmt: skip
-            if parts:
-                merge = _merge_kernel(real)
-                run(merge, workers, q_starts, sinks, result, lse, parts_at, floats, ints)
+            if not missing:
+                break
+            steps.make(missing)
+        if parts:
+            merge = _merge_kernel(real)
+            run(merge, workers, q_starts, sinks, result, lse, parts_at, floats, ints)
     finally:
         _workspaces.give_back(memory)
     if result is not out:
@@ -220,15 +165,21 @@ def small_decode(q_kind, k_kind, v_kind):
     no_sinks, no_ranges, starts = np.empty(0, real), np.empty((0, 2), np.int64), np.arange(2)
     ints_size = plan_size(1) + numba.config.NUMBA_NUM_THREADS * WORKER_INTS
     borrow, give_back = _workspaces.borrow, _workspaces.give_back
+    steps = _steps(k_kind, v_kind, compute)
     sizes = {}
 
     def size_up(q_heads, heads, dim, dim_v):
         group = q_heads // heads
-        each = _scratch_size(k_kind, v_kind, compute, dim, dim_v, group)
+        sizes_at, each, kept = steps.sizes(dim, dim_v, group)
         per_token = max(group, LEAST_ROWS) * heads * (dim + dim_v)
         if len(sizes) >= _MOST_SIZES:
             sizes.clear()
-        found = sizes[q_heads, heads, dim, dim_v] = each, -(-SERIAL_WORK // per_token)
+        found = sizes[q_heads, heads, dim, dim_v] = (
+            sizes_at,
+            each,
+            -(-SERIAL_WORK // per_token),
+            kept,
+        )
         return found
 
     # All of it in one function, with little to look up: between calls over memory its own code and objects have left
@@ -238,7 +189,7 @@ def small_decode(q_kind, k_kind, v_kind):
             return None
         _, q_heads, dim = q.shape
         heads = k.shape[1]
-        each, long_from = sizes.get((q_heads, heads, dim, dim_v)) or size_up(
+        sizes_at, each, long_from, _ = sizes.get((q_heads, heads, dim, dim_v)) or size_up(
             q_heads, heads, dim, dim_v
         )
         workers = 1 if length < long_from else num_threads()
@@ -248,12 +199,17 @@ def small_decode(q_kind, k_kind, v_kind):
             if not as_it_is:
                 words, q, result = q, np.empty(q.shape, real), np.empty(out.shape, real)
                 converter(q_kind, real, False)(words, q, 0, 0, 1)
-            run(
-                _kernel(k_kind, v_kind, compute), workers, q, k, k_scale, v, v_scale, block_table,
-                seq_lens, starts, no_ranges, 0, scale, 0.0, -1, no_sinks, result,
-                np.empty((1, q_heads), np.float32), parts_at, memory.take(real, parts_at),
-                memory.take("int64", ints_size), worker=-1,
-            )  # fmt: skip
+            ints = memory.take("int64", ints_size)
+            while True:
+                missing = run(
+                    entry(k_kind, v_kind, real), workers, q, k, k_scale, v, v_scale, block_table,
+                    seq_lens, starts, no_ranges, 0, scale, 0.0, -1, no_sinks, result,
+                    np.empty((1, q_heads), np.float32), parts_at, memory.take(real, parts_at), ints,
+                    sizes_at, worker=-1,
+                )  # fmt: skip
+                if not missing:
+                    break
+                steps.make(missing)
         finally:
             give_back(memory)
         if not as_it_is:
@@ -272,7 +228,8 @@ _MOST_SIZES = 64
 def append_attend(q_kind, rows_kind, k_kind, v_kind, by_address=False):
     compute = _compute_for(q_kind, k_kind, v_kind)
     real = float_type(compute)
-    kernel = _kernel(k_kind, v_kind, compute)
+    driver_kernel()
+    steps = _steps(k_kind, v_kind, compute)
     words = [WORDS[name] for name in (q_kind, rows_kind, rows_kind)]
     arrays = [array(word, 3) for word in words] + [array(words[0], 3, out=True)]
     if by_address:
@@ -285,23 +242,24 @@ def append_attend(q_kind, rows_kind, k_kind, v_kind, by_address=False):
         args=(q_kind, rows_kind, k_kind, v_kind, real),
         label=f"append_attend, rows {rows_kind}, q {q_kind}, K {k_kind}, V {v_kind}",
     )  # fmt: skip
-    max_rows = _query_rows(k_kind, v_kind, compute)
     most_threads = numba.config.NUMBA_NUM_THREADS
     no_ranges = np.empty((0, 2), np.int64)
 
     def plan(step: StepRecord, window_left: int, block_size: int) -> tuple[int, int]:
         of = step.extents
-        workers, parts = _plan_kernel()(
+        steps.expect(
+            int(np.diff(step.q_starts).max(initial=0)) * (of.num_q_heads // of.num_kv_heads)
+        )
+        workers, parts = plan_kernel()(
             step.seq_lens, step.q_starts, no_ranges, window_left, of.max_blocks * block_size, block_size,
-            of.num_kv_heads, of.num_q_heads // of.num_kv_heads, max_rows, of.dim + of.dim_v, most_threads,
+            of.num_kv_heads, of.num_q_heads // of.num_kv_heads, steps.max_rows, of.dim + of.dim_v, most_threads,
             step.ints(),
         )  # fmt: skip
         return (min(workers, num_threads()) if workers > 1 else 1), parts
 
     itemsizes = (WORDS[q_kind].bitwidth // 8, WORDS[rows_kind].bitwidth // 8)
     return BoundKernel(
-        call, itemsizes, kernel_address(kernel), real, _WORD_OF.get(q_kind) == real, most_threads,
-        functools.partial(_scratch_size, k_kind, v_kind, compute), plan,
+        call, itemsizes, real, _WORD_OF.get(q_kind) == real, most_threads, steps.sizes, plan,
         functools.cache(lambda: kernel_address(_merge_kernel(real))),
         KV_TILE, launched,
     )  # fmt: skip

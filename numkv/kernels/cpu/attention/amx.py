@@ -1,4 +1,4 @@
-"""The engine of Intel's matrix unit (AMX), for sequences of many query rows over K and V in bf16 or INT8.
+"""Intel's matrix unit (AMX), for sequences of many query rows over K and V in bf16 or INT8.
 
 Each kind of work (scores, softmax, sums) is done for all query rows of an item before the next; output rows lie as
 columns until the item ends. What is split into parts there (queries, weights) is exact or good to 16 bits, so results
@@ -8,13 +8,10 @@ take, and tiles with NaN or infinity in which query rows see different tokens.
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 from numba.extending import register_jitable
 
 from numkv.kernels.cpu.attention.amx_few import FewSteps, is_few, make_amx_few
-from numkv.kernels.cpu.attention.engines import Engine
 from numkv.kernels.cpu.attention.floats import clear, multiply
 from numkv.kernels.cpu.attention.llvm.amx_pv import (
     SEGMENT,
@@ -30,13 +27,30 @@ from numkv.kernels.cpu.attention.llvm.amx_qk import (
 )
 from numkv.kernels.cpu.attention.llvm.amx_softmax import make_amx_softmax
 from numkv.kernels.cpu.attention.records import KV_TILE, AmxScales, Outputs, SoftmaxState
-from numkv.kernels.cpu.attention.vector import make_load_rows, make_vector
+from numkv.kernels.cpu.attention.state import (
+    FEW,
+    floats_reader,
+    item_of,
+    lie_of,
+    make_tile_of,
+    places_of,
+    put_lie,
+    run_step,
+    scale_of,
+    seen_of,
+    sizes_of,
+    soft_cap_of,
+    spare_of,
+)
+from numkv.kernels.cpu.attention.vector import make_load_rows
 from numkv.kernels.cpu.attention.visible import visible_in_tile, visible_to_tokens
 from numkv.kernels.cpu.inline import inlined
 from numkv.kernels.cpu.vectors.amx import amx_end, amx_shape
 from numkv.kernels.cpu.vectors.features import AMX_ROWS
 
-__all__ = ["make_amx"]
+__all__ = ["end_amx", "make_amx_attend", "make_amx_leave", "make_amx_load"]
+
+_floats_of = floats_reader("float32")
 
 # Integers that say where the K rows of a tile are; then, by blocks of query rows, how many parts these take.
 _PLACES = 8
@@ -58,43 +72,45 @@ def _query_floats(sizes):
 _VECTOR, _MANY, _FEW = np.int64(0), np.int64(1), np.int64(2)
 
 
-@functools.cache
-def make_amx(k_kind: str, v_kind: str, with_few: bool) -> Engine:
-    """The engine of the matrix unit for storage kinds of K and of V; `with_few`: it takes few query rows, too."""
-    attend_rest = make_vector(k_kind, v_kind, "float32").attend_tile
-    load_queries = _make_load_queries(k_kind, v_kind)
-    scores, softmax, accumulate = _make_steps(k_kind, v_kind)
-    all_finite = make_all_finite(v_kind)
-    few = make_amx_few(k_kind, v_kind) if with_few else _NO_FEW
-    load_few, attend_few, rows_of_few = few
-    way_of = _way_of if with_few else _way_without_few
+def make_amx_load(K_KIND, V_KIND, WITH_FEW):
+    """The step `LOAD`, which sets the unit up."""
+    load_queries = _make_load_queries(K_KIND)
+    load_few = (make_amx_few(K_KIND, V_KIND) if WITH_FEW else _NO_FEW).load
+    way_of = _way_of if WITH_FEW else _way_without_few
 
-    @inlined
-    def begin():
-        pass
-
-    @inlined
-    def load(q, k_scale, floats, ints, at, sizes, item, scale):
-        way = way_of(item)
+    def load(state):
+        way = way_of(item_of(state))
+        put_lie(state, way)
         if way == _FEW:
-            load_few(q, k_scale, floats, at, sizes, item, scale)
+            load_few(state)
         else:
-            load_queries(q, k_scale, floats, ints, at, sizes, item, scale, way == _MANY)
-        return way
+            load_queries(state, way == _MANY)
+        return 0
 
-    @inlined
-    def turn(floats, at, sizes, item, way, to_rows):
-        """Output rows as they lie for a way, as rows; or back."""
-        heads = item.end_head - item.first_head
-        if way == _MANY:
-            _transpose_outputs(
-                floats, at.outputs, at.amx_outputs, heads, item.rows, sizes.pad_v, not to_rows
-            )
-        elif way == _FEW:
-            rows_of_few(floats, at, sizes, item, not to_rows)
+    return load
 
-    @inlined
-    def attend_tile(floats, ints, at, sizes, item, seen, soft_cap, tile, lie):
+
+def make_amx_attend(K_KIND, V_KIND, WITH_FEW):
+    """The steps `ATTEND` and `ATTEND_MANY`, for an item of any size."""
+    scores, softmax, accumulate = _make_steps(K_KIND, V_KIND)
+    all_finite, tile_of = make_all_finite(V_KIND), make_tile_of(K_KIND, V_KIND)
+    few = make_amx_few(K_KIND, V_KIND) if WITH_FEW else _NO_FEW
+    attend_few, rows_of_few = few.attend, few.rows
+    way_of = _way_of if WITH_FEW else _way_without_few
+
+    def attend(state):
+        floats, at, sizes, item = (
+            _floats_of(state),
+            places_of(state),
+            sizes_of(state),
+            item_of(state),
+        )
+        ints, seen, soft_cap, tile = (
+            spare_of(state),
+            seen_of(state),
+            soft_cap_of(state),
+            tile_of(state),
+        )
         way = way_of(item)
         low, high, alike = np.int64(0), np.int64(0), True
         wanted = way
@@ -103,10 +119,11 @@ def make_amx(k_kind: str, v_kind: str, with_few: bool) -> Engine:
             # A weight of 0 does not hide a NaN.
             if not (alike or all_finite(tile.values, low, high)):
                 wanted = _VECTOR
+        lie = lie_of(state)
         if wanted != lie:
-            turn(floats, at, sizes, item, way, lie != _VECTOR)
+            _turn(floats, at, sizes, item, way, lie != _VECTOR, rows_of_few)
         if wanted == _VECTOR:
-            attend_rest(floats, ints, at, sizes, item, seen, soft_cap, tile, False)
+            run_step(state, np.int64(FEW), ())
         elif low < high:
             if wanted == _FEW:
                 attend_few(floats, ints, at, sizes, item, seen, soft_cap, tile, low, high, alike)
@@ -115,13 +132,41 @@ def make_amx(k_kind: str, v_kind: str, with_few: bool) -> Engine:
                 scores(floats, ints, at, sizes, item, tile)
                 softmax(floats, at, item, seen, soft_cap, tile, partly, sizes.group)
                 accumulate(floats, at, sizes, item, tile, low, high)
-        return wanted
+        put_lie(state, wanted)
+        return 0
 
-    @inlined
-    def finish(floats, at, sizes, item, lie):
-        turn(floats, at, sizes, item, lie, True)
+    return attend
 
-    return Engine(begin, load, attend_tile, finish, amx_end)
+
+def make_amx_leave(K_KIND, V_KIND, WITH_FEW):
+    """The step `LEAVE`: output rows as rows."""
+    rows_of_few = (make_amx_few(K_KIND, V_KIND) if WITH_FEW else _NO_FEW).rows
+
+    def leave(state):
+        _turn(
+            _floats_of(state), places_of(state), sizes_of(state), item_of(state), lie_of(state), True, rows_of_few
+        )  # fmt: skip
+        return 0
+
+    return leave
+
+
+def end_amx(state):
+    """The step `END`: give the unit back."""
+    amx_end()
+    return 0
+
+
+@inlined
+def _turn(floats, at, sizes, item, way, to_rows, rows_of_few):
+    """Output rows as they lie for a way, as rows; or back."""
+    heads = item.end_head - item.first_head
+    if way == _MANY:
+        _transpose_outputs(
+            floats, at.outputs, at.amx_outputs, heads, item.rows, sizes.pad_v, not to_rows
+        )
+    elif way == _FEW:
+        rows_of_few(floats, at, sizes, item, not to_rows)
 
 
 @inlined
@@ -136,7 +181,7 @@ def _way_without_few(item):
 
 
 @inlined
-def _load_none(q, k_scale, floats, at, sizes, item, scale):
+def _load_none(state):
     pass
 
 
@@ -153,22 +198,28 @@ def _rows_of_none(floats, at, sizes, item, back):
 _NO_FEW = FewSteps(_load_none, _attend_none, _rows_of_none)
 
 
-def _make_load_queries(k_kind, v_kind):
-    load_rows = make_load_rows(k_kind, v_kind, "float32")
+def _make_load_queries(k_kind):
+    load_rows = make_load_rows(k_kind, "float32")
     pack_queries = make_amx_pack_queries(k_kind)
     F = np.float32
     # Queries meet bf16 as they are, whose lower parts may be zero, and scores are scaled.
     SCALE_LATER = k_kind == "bf16"
 
     @inlined
-    def load_queries(q, k_scale, floats, ints, at, sizes, item, scale, are_many):
-        first_scale = np.float64(1) if SCALE_LATER and are_many else scale
-        load_rows(q, k_scale, floats, at, sizes, item, first_scale, are_many)
+    def load_queries(state, are_many):
+        floats, at, sizes, item = (
+            _floats_of(state),
+            places_of(state),
+            sizes_of(state),
+            item_of(state),
+        )
+        ints, scale = spare_of(state), scale_of(state)
+        load_rows(state, np.float64(1) if SCALE_LATER and are_many else scale, are_many)
         if are_many:
             amx_shape(np.int64(AMX_ROWS))
             rows, heads = item.rows, item.end_head - item.first_head
             number = heads * _blocks(rows)
-            clear(floats[at.amx_outputs : at.amx_outputs + number * AMX_ROWS * sizes.pad_v])
+            clear(floats, at.amx_outputs, at.amx_outputs + number * AMX_ROWS * sizes.pad_v)
             for i in range(heads):
                 for r in range(0, rows, AMX_ROWS):
                     number = i * _blocks(rows) + r // AMX_ROWS

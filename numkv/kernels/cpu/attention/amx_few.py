@@ -40,6 +40,13 @@ from numkv.kernels.cpu.attention.records import (
     Rows,
     SoftmaxState,
 )
+from numkv.kernels.cpu.attention.state import (
+    floats_reader,
+    item_of,
+    places_of,
+    scale_of,
+    sizes_of,
+)
 from numkv.kernels.cpu.attention.vector import make_load_rows
 from numkv.kernels.cpu.attention.visible import visible_in_tile
 from numkv.kernels.cpu.inline import inlined
@@ -49,6 +56,7 @@ from numkv.kernels.cpu.vectors.features import AMX_ROWS
 __all__ = ["FewSteps", "is_few", "make_amx_few"]
 
 LEAST, MOST = AMX_FEW
+_floats_of = floats_reader("float32")
 # Columns of K up to which a block has 64 tokens: 8 KB.
 _SHORT = 64
 
@@ -56,7 +64,7 @@ _SHORT = 64
 class FewSteps(NamedTuple):
     """Functions that become part of the kernel."""
 
-    #: ``load(q, k_scale, floats, at, sizes, item, scale)`` puts an item's query rows into scratch memory.
+    #: ``load(state)`` puts an item's query rows into scratch memory.
     load: Callable[..., Any]
     #: ``attend(floats, ints, at, sizes, item, seen, soft_cap, tile, low, high, alike)`` takes a tile of which any row
     #: sees tokens ``[low, high)``, and all rows do if `alike`.
@@ -103,13 +111,19 @@ def _of_head(dim, dim_v, item_rows, head, places):
 @functools.cache
 def make_amx_few(k_kind: str, v_kind: str) -> FewSteps:
     """The steps for storage kinds of K and of V, both bf16."""
-    load_rows = make_load_rows(k_kind, v_kind, "float32")
+    load_rows = make_load_rows(k_kind, "float32")
     locate_keys = make_amx_locate_keys(k_kind)
     F = np.float32
 
     @inlined
-    def load(q, k_scale, floats, at, sizes, item, scale):
-        load_rows(q, k_scale, floats, at, sizes, item, scale, True)
+    def load(state):
+        floats, at, sizes, item = (
+            _floats_of(state),
+            places_of(state),
+            sizes_of(state),
+            item_of(state),
+        )
+        load_rows(state, scale_of(state), True)
         heads = item.end_head - item.first_head
         first = _few(at, sizes, item, np.int64(0))
         amx_shape(first.tile_rows)
@@ -119,9 +133,9 @@ def make_amx_few(k_kind: str, v_kind: str) -> FewSteps:
                 floats, few, at.queries + i * item.rows * sizes.pad_dim, sizes.pad_dim, item.rows
             )
         sums = heads * first.tile_rows * first.v_lines * ON_LINE
-        clear(floats[at.amx_outputs : at.amx_outputs + sums])
+        clear(floats, at.amx_outputs, at.amx_outputs + sums)
         # Weights of rows that fill up stay 0.
-        clear(floats[first.weights_at : first.weights_at + 2 * AMX_ROWS * KV_TILE // 2])
+        clear(floats, first.weights_at, first.weights_at + 2 * AMX_ROWS * KV_TILE // 2)
         if _are_kept(sizes, item):
             amx_few_keep(floats, first, np.int64(1))
 

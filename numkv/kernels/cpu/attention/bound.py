@@ -2,8 +2,8 @@
 
 What all calls have in common stands in two records (`numkv.kernels.cpu.vectors.records`): buffers and options of a
 layer, which stay while it is bound, and the plan of a step, which all layers share. The kernel here checks the arrays
-that are new in each call, writes rows as `numkv.kernels.cpu.append` does, and calls the attention kernel, which it does
-not contain: that is there once for each pair of kinds, whoever calls it, so results are the same bit by bit.
+that are new in each call, writes rows as `numkv.kernels.cpu.append` does, and calls attention's driver, which it does
+not contain: that and its steps are there once, whoever calls them, so results are the same bit by bit.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from numba.extending import register_jitable
 
 from numkv.kernels.builder import SCALES, WORDS, array
 from numkv.kernels.cpu.append import row_writer
+from numkv.kernels.cpu.attention.driver import attend_to
 from numkv.kernels.cpu.attention.merge import PART_EXTRA
 from numkv.kernels.cpu.attention.offsets import WORKER_INTS
 from numkv.kernels.cpu.attention.plan import plan_of, plan_size
+from numkv.kernels.cpu.attention.state import OUT, Q
 from numkv.kernels.cpu.memory import aligned
 from numkv.kernels.cpu.overlap import lie_well, table_of
 from numkv.kernels.cpu.scales import by_row
@@ -30,8 +32,9 @@ from numkv.kernels.cpu.vectors.arrays import (
     without_refcount,
 )
 from numkv.kernels.cpu.vectors.records import (
-    RECORD_ARRAY,
+    TABLE_ROW,
     array_reader,
+    copy_ints,
     describe,
     describe_dense,
     float_at,
@@ -39,6 +42,7 @@ from numkv.kernels.cpu.vectors.records import (
     kernel_caller,
     number_at,
     put_number,
+    record_of,
 )
 from numkv.kinds import kind
 from numkv.rows.codec import elements_in
@@ -51,35 +55,21 @@ __all__ = [
     "StepRecord",
     "make_append_attend",
     "make_append_attend_at",
-    "signature_of",
     "signature_of_merge",
 ]
 
 # Numbers of a layer's record, and where its arrays are.
-_KERNEL, _SCALE, _CAP, _WINDOW, _LOOK, _MARK, _MARK_SIZE, _LIVES = range(8)
-_K, _K_SCALE, _V, _V_SCALE, _SINKS = (8 + RECORD_ARRAY * i for i in range(5))
-_LAYER_SIZE = 8 + RECORD_ARRAY * 5
+_SCALE, _CAP, _WINDOW, _LOOK, _MARK, _MARK_SIZE, _LIVES = range(7)
+_K, _K_SCALE, _V, _V_SCALE, _SINKS = (7 + TABLE_ROW * i for i in range(5))
+_LAYER_SIZE = 7 + TABLE_ROW * 5
 # The same of a step's.
-_TOKENS, _Q_HEADS, _WORKERS, _PARTS, _PARTS_AT, _MERGE, _BEFORE, _AFTER = range(8)
+_TOKENS, _Q_HEADS, _WORKERS, _PARTS, _PARTS_AT, _MERGE, _BEFORE, _AFTER, _SIZES = range(9)
 _TABLE, _LENS, _STARTS, _SLOTS, _RANGES, _LSE, _FLOATS, _INTS, _QUERIES, _RESULTS = (
-    8 + RECORD_ARRAY * i for i in range(10)
+    9 + TABLE_ROW * i for i in range(10)
 )
 # What a call brings, where it comes as addresses.
-_Q_GIVEN, _K_GIVEN, _V_GIVEN, _OUT_GIVEN = (8 + RECORD_ARRAY * i for i in range(10, 14))
-_STEP_SIZE = 8 + RECORD_ARRAY * 14
-
-
-def signature_of(k_kind: str, v_kind: str, compute: str) -> tuple[Any, ...]:
-    """Types of the attention kernel's arguments."""
-    real = getattr(types, compute)
-    return (
-        array(real, 3), array(WORDS[k_kind], 4), array(*SCALES[k_kind]), array(WORDS[v_kind], 4),
-        array(*SCALES[v_kind]), array(types.int32, 2),
-        array(types.int64, 1), array(types.int64, 1), array(types.int64, 2), types.int64,
-        types.float64, types.float64, types.int64,
-        array(real, 1), array(real, 3, out=True), array(types.float32, 2, out=True),
-        types.int64, types.Array(real, 1, "C"), types.Array(types.int64, 1, "C"), *ON_THREADS,
-    )  # fmt: skip
+_Q_GIVEN, _K_GIVEN, _V_GIVEN, _OUT_GIVEN = (9 + TABLE_ROW * i for i in range(10, 14))
+_STEP_SIZE = 9 + TABLE_ROW * 14
 
 
 def signature_of_merge(compute: str) -> tuple[Any, ...]:
@@ -137,8 +127,9 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE):
     """The kernel that checks and writes rows of K and V, and has queries attend to them.
 
     ``kernel(layer, step, q, k, v, out, launch) -> int``: 0, or -1 where an array is not as it was bound, and -2 where
-    the layer has another length or other buffers; then nothing has been done. `layer` and `step` are addresses of
-    records.
+    the layer has another length or other buffers; then nothing has been done. It is -3 where a step of attention has
+    to be compiled first: rows have been written then, where the general way will write the same, and nothing else.
+    `layer` and `step` are addresses of records.
     """
     load_row, _ = codec(ROWS_KIND)
     load_query, store_result = codec(Q_KIND, COMPUTE)
@@ -152,8 +143,7 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE):
     k_scale_at, v_scale_at = array_reader(*SCALES[K_KIND]), array_reader(*SCALES[V_KIND])
     reals_at, floats_at = array_reader(real, 1), array_reader(types.float32, 2)
     ints_at, pairs_at = array_reader(types.int64, 1), array_reader(types.int64, 2)
-    table_at, queries_at = array_reader(types.int32, 2), array_reader(real, 3)
-    attend = kernel_caller(signature_of(K_KIND, V_KIND, COMPUTE))
+    table_at, rows_at = array_reader(types.int32, 2), array_reader(real, 3)
     merge = kernel_caller(signature_of_merge(COMPUTE))
 
     @register_jitable
@@ -180,15 +170,13 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE):
                 put(source, row_of(pool, place), row_of(scales, place), x)
 
     @register_jitable
-    def take(q, step):
-        """The queries and the place of the results as the attention kernel takes them, which may be others."""
-        queries, results = queries_at(step, _QUERIES), queries_at(step, _RESULTS)
+    def take(q, queries):
+        """Queries as attention takes them."""
         for t in range(q.shape[0]):
             for h in range(q.shape[1]):
                 row = row_of(q, (np.int64(t), np.int64(h)))
                 for d in range(len(row)):
                     queries[t, h, d] = load_query(row[d])
-        return queries, results
 
     def kernel(layer, step, q, k, v, out, launch):
         q, out = without_refcount(q), without_refcount(out)
@@ -227,22 +215,32 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE):
         floats, workers = reals_at(step, _FLOATS), int_at(step, _WORKERS)
         parts_at, plan = int_at(step, _PARTS_AT), plan_of(ints, len(lens))
         plan.next_item[0] = plan.next_row[0] = 0
-        if AS_IT_IS:
-            queries, results = q, out
-        else:
-            queries, results = take(q, step)
-        attend(
-            int_at(layer, _KERNEL),
-            (queries, k_pool, k_scale, v_pool, v_scale, table_at(step, _TABLE), lens, starts,
-             pairs_at(step, _RANGES), np.int64(0), float_at(layer, _SCALE), float_at(layer, _CAP),
-             int_at(layer, _WINDOW), sinks, results, lse, parts_at, floats, ints, launch, np.int64(0), workers),
+        plan.missing[0] = 0
+        queries, ranges = rows_at(step, _QUERIES), pairs_at(step, _RANGES)
+        call = record_of(
+            (queries, k_pool, k_scale, v_pool, v_scale, table_at(step, _TABLE), lens, starts, ranges, ranges, sinks,
+             rows_at(step, _RESULTS), lse, floats, ints),
+            (np.int64(0), float_at(layer, _SCALE), float_at(layer, _CAP), int_at(layer, _WINDOW), parts_at,
+             int_at(step, _SIZES)),
         )  # fmt: skip
+        # Results in the place of queries would leave none for a call that has to be begun again.
+        apart = not AS_IT_IS or address_of(out) == address_of(q)
+        if apart:
+            take(q, queries)
+        else:
+            given = record_of((q, out), ())
+            copy_ints(given, call + 8 * Q, np.int64(TABLE_ROW))
+            copy_ints(given + 8 * TABLE_ROW, call + 8 * OUT, np.int64(TABLE_ROW))
+        attend_to(None, (call, launch, np.int64(0), workers))
+        if plan.missing[0] != 0:
+            return -3
+        results = rows_at(call, OUT)
         if int_at(step, _PARTS):
             merge(
                 int_at(step, _MERGE),
                 (starts, sinks, results, lse, parts_at, floats, ints, launch, np.int64(0), workers),
             )  # fmt: skip
-        if not AS_IT_IS:
+        if apart:
             for t in range(tokens):
                 for h in range(q_heads):
                     for d in range(dim_v):
@@ -260,15 +258,13 @@ class BoundKernel(NamedTuple):
     call: Callable[..., int]
     #: Bytes of an element of q and the output, and of new rows.
     itemsizes: tuple[int, int]
-    #: Where the attention kernel is.
-    address: int
     #: Dtype that attention computes in, and whether queries come in it.
     compute: str
     as_it_is: bool
     #: Threads that there can be.
     most_threads: int
-    #: ``scratch_size(dim, dim_v, group) -> int``: floats that a worker needs.
-    scratch_size: Callable[[int, int, int], int]
+    #: ``sizes(dim, dim_v, group)``: see `numkv.kernels.cpu.attention.steps.Steps`.
+    sizes: Callable[[int, int, int], tuple[int, int, Any]]
     #: ``plan(step, window_left, block_size)``: see `StepRecord.plan`; how many workers there are, and parts to merge.
     plan: Callable[[StepRecord, int, int], tuple[int, int]]
     #: Where the kernel is that merges parts; it is made when it is first asked for.
@@ -315,7 +311,6 @@ class LayerRecord:
         options: tuple[float, float, int], look: bool, mark: Any, lives: Any,
     ) -> None:  # fmt: skip
         record = np.zeros(_LAYER_SIZE, np.int64)
-        record[_KERNEL] = kernel.address
         record[_SCALE : _CAP + 1].view(np.float64)[:] = options[:2]
         record[_WINDOW], record[_LOOK] = options[2], look
         if mark is not None:
@@ -353,8 +348,8 @@ class StepRecord:
     """
 
     __slots__ = (
-        "_kernel", "_memory", "_record", "address", "block_table", "extents", "q_starts", "seq_lens", "slots",
-        "workers",
+        "_kernel", "_memory", "_record", "_scratch", "_sizes", "address", "block_table", "extents", "q_starts",
+        "seq_lens", "slots", "workers",
     )  # fmt: skip
 
     def __init__(self, kernel: BoundKernel, extents: Extents) -> None:
@@ -381,22 +376,20 @@ class StepRecord:
             (_OUT_GIVEN, q_heads, dim_v, of_q),
         ):  # fmt: skip
             describe_dense(record, at, (num_tokens, rows_heads, width), itemsize)
-        if not kernel.as_it_is:
-            for at, width in ((_QUERIES, dim), (_RESULTS, dim_v)):
-                rows = self._memory[at] = aligned(
-                    np.empty, (num_tokens, q_heads, width), kernel.compute
-                )
-                describe(record, at, rows)
+        for at, width in ((_QUERIES, dim), (_RESULTS, dim_v)):
+            rows = self._memory[at] = aligned(
+                np.empty, (num_tokens, q_heads, width), kernel.compute
+            )
+            describe(record, at, rows)
+        record[_SIZES], self._scratch, self._sizes = kernel.sizes(dim, dim_v, q_heads // heads)
         self.address: int = record.ctypes.data
 
     def plan(self, window_left: int, block_size: int, before: int, after: int) -> None:
         """Plan the attention of a step, whose lengths and tables are here; and see `LayerRecord` for the mark."""
         record, kernel = self._record, self._kernel
         self.workers, parts = kernel.plan(self, window_left, block_size)
-        dim, dim_v = self.extents[-2:]
-        group = self.extents.num_q_heads // self.extents.num_kv_heads
-        parts_at = self.workers * kernel.scratch_size(dim, dim_v, group)
-        size = parts_at + parts * (dim_v + PART_EXTRA)
+        parts_at = self.workers * self._scratch
+        size = parts_at + parts * (self.extents.dim_v + PART_EXTRA)
         if _FLOATS not in self._memory or self._memory[_FLOATS].size < size:
             self._memory[_FLOATS] = aligned(np.empty, (size,), kernel.compute)
             describe(record, _FLOATS, self._memory[_FLOATS])

@@ -1,4 +1,4 @@
-"""The attention kernel: items one after another, their tiles, and what an engine does with each.
+"""The driver of attention: items one after another, their tiles, and which step of the engine is due.
 
 Threads take items one after another, so ragged batches balance themselves, and no item's result depends on which thread
 took it. Where blocks are short, an item takes several heads, one after another in every tile: memory is then read a
@@ -6,54 +6,101 @@ whole block at a time. K and V are read once an item, a KV tile at a time, with 
 Gimelshein (arXiv:1805.02867); a tile's V rows are prefetched while its scores are taken, the next tile's K rows, be it
 another item's, while V rows are added up. Where blocks are short, K and V rows of the next few heads are. A thread's
 first K rows are prefetched all at once.
+
+It is one kernel for all kinds, which knows arrays by where they lie. What depends on kinds are the engine's `steps`.
 """
 
 from __future__ import annotations
 
-import numpy as np
+import functools
+from typing import Any
 
-from numkv.kernels.cpu.attention.engines import by_panels, engine_for, in_integers, query_rows
-from numkv.kernels.cpu.attention.floats import multiply
-from numkv.kernels.cpu.attention.merge import PART_EXTRA
+import numpy as np
+from numba import types
+
+from numkv.kernels.builder import SCALES, WORDS, array, build
 from numkv.kernels.cpu.attention.offsets import (
     AHEAD,
     EXTENTS,
     K_EXTENTS,
-    SPARE,
-    TABLE,
+    STATE_AT,
     TURN,
     V_EXTENTS,
     WORKER_INTS,
-    ask_at_once,
     layout_of,
     locate,
-    locate_next_head,
-    spread,
-    strides_of,
 )
-from numkv.kernels.cpu.attention.plan import LONG_RUN, Problem, find_item, make_plan, plan_of
-from numkv.kernels.cpu.attention.records import (
-    BY_SLOT,
-    KV_TILE,
-    LN_2,
-    LOG2_E,
-    PAIRS,
-    Item,
-    Rows,
-    Tile,
-    Visibility,
-    float_type,
+from numkv.kernels.cpu.attention.plan import (
+    LONG_RUN,
+    MISSING,
+    Problem,
+    find_item,
+    make_plan,
+    plan_of,
 )
-from numkv.kernels.cpu.attention.scales import make_gather, make_of_head
-from numkv.kernels.cpu.attention.scratch import make_layout, places, total
+from numkv.kernels.cpu.attention.records import BY_SLOT, KV_TILE, Item, Turn
+from numkv.kernels.cpu.attention.scratch import Scratch, Sizes
+from numkv.kernels.cpu.attention.state import (
+    ATTEND,
+    ATTEND_MANY,
+    BLOCK_TABLE,
+    END,
+    FLAGS,
+    FLOATS_EACH,
+    GATHER,
+    INTS,
+    K_SCALE,
+    K_SCALED,
+    LEAVE,
+    LOAD,
+    LOAD_MANY,
+    MANY_FROM,
+    MASK,
+    MOST_ROWS,
+    NEXT_HEAD,
+    PICK,
+    PLACES,
+    Q_STARTS,
+    RANGES,
+    SEEN,
+    SEQ_LENS,
+    SIZES,
+    SIZES_AT,
+    SPREAD,
+    STEPS,
+    STORE,
+    V_SCALE,
+    V_SCALED,
+    WINDOW,
+    K,
+    V,
+    begin_state,
+    put_item,
+    put_layout,
+    put_turn,
+    run_step,
+    sizes_of,
+)
 from numkv.kernels.cpu.inline import inlined
-from numkv.kernels.cpu.vectors.arrays import row_of, without_refcount
+from numkv.kernels.cpu.threads import ON_THREADS
+from numkv.kernels.cpu.vectors.arrays import address_of
 from numkv.kernels.cpu.vectors.launch import next_item, on_threads
 from numkv.kernels.cpu.vectors.prefetch import prefetch_extents
-from numkv.kinds import kind
-from numkv.rows.softmax import finish
+from numkv.kernels.cpu.vectors.records import (
+    SHAPE,
+    STRIDES,
+    array_reader,
+    int_at,
+    kernel_caller,
+    provide_symbol,
+    put_int,
+    record_of,
+)
+from numkv.rows.mask import BITS, PLAIN_END
 
-__all__ = ["make_attention"]
+__all__ = [
+    "attend_to", "driver_kernel", "entry", "plan_kernel",
+]  # fmt: skip
 
 # Bytes of K and V rows that a group of heads has at most: those of this group and of the next, which is asked for
 # meanwhile, are to stay in the second cache. Of the 1 MB that a Zen 4 has, groups of 256 KB were too much already.
@@ -64,181 +111,150 @@ _GROUP_TOKENS = 4 * KV_TILE
 # A turn of so many tokens, or of none, is too short to prefetch one of a whole tile meanwhile.
 _FEW_TOKENS = KV_TILE // 2
 
+_PLAN, _DRIVER = "numkv_plan_of_attention", "numkv_attention"
+_OF_PLAN = (
+    array(types.int64, 1), array(types.int64, 1), array(types.int64, 2), *[types.int64] * 8,
+    types.Array(types.int64, 1, "C"),
+)  # fmt: skip
+_OF_DRIVER = (types.int64, *ON_THREADS)
+_make_plan = kernel_caller(_OF_PLAN, types.UniTuple(types.int64, 2), _PLAN)
+#: ``attend_to(None, (record of a call, launch, worker, workers))``: the driver, as other kernels call it.
+attend_to = kernel_caller(_OF_DRIVER, types.none, _DRIVER)
 
-def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX, MASKED=False):
-    """The attention kernel for a K kind, a V kind and what it computes in, a float type or `PAIRS`; with `USE_AMX` on a
-    matrix unit.
+_ints_in, _indices_in = array_reader(types.int64, 1, "C"), array_reader(types.int64, 1)
+_pairs_in, _table_in = array_reader(types.int64, 2), array_reader(types.int32, 2)
+_NO_ITEM = Item(*(0,) * len(Item._fields))
+_NUM_SIZES, _NUM_PLACES = len(Sizes._fields), len(Scratch._fields)
 
-    If `MASKED`, its `ranges` are rows of `numkv.rows.mask`, and slopes of q heads may follow its `sinks`.
-    `flags` are bits of `numkv.kernels.cpu.attention.records`.
-    With -1 for `worker` it makes the plan first, which else is there. What it takes comes as it is, not as records:
-    Numba takes microseconds to unpack these when it is called.
-    """
-    begin, load_queries, attend_tile, leave_rows, end = engine_for(
-        K_KIND, V_KIND, COMPUTE, USE_AMX, MASKED
+
+def _attend(call, launch, worker, workers):
+    """Take items until there are none, with the plan that is there; `call` is the address of a record."""
+    if launch != 0:
+        on_threads(launch, workers)
+        return
+    steps, ints = (
+        int_at(int_at(call, np.int64(SIZES_AT)), np.int64(STEPS)),
+        _ints_in(call, np.int64(INTS)),
     )
-    sizes_of, scratch_of = _make_sizes(K_KIND, V_KIND, COMPUTE, USE_AMX, MASKED)
-    gather_scales = _make_gather_scales(K_KIND, V_KIND, COMPUTE)
-    layout_of_rows = _make_layout_of_rows(K_KIND, V_KIND)
-    store = _make_store(V_KIND, float_type(COMPUTE))
-    MAX_ROWS = np.int64(query_rows(K_KIND, V_KIND, COMPUTE, MASKED))
-    see = _see
-    if MASKED:
-        from numkv.kernels.cpu.attention.masked import see_masked as see
-    TO_BASE_2 = LOG2_E
-    NOTHING = Item(*(np.int64(0),) * 10, False)
-    NOT_YET = np.int64(0) if USE_AMX else False
-
-    def kernel(
-        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, flags, sm_scale, soft_cap,
-        window_left, sinks, out, lse, parts_at, floats, ints, launch, worker, workers,
-    ):  # fmt: skip
-        # Slices of arrays, and records with them, cost nothing if no references are counted.
-        q, out, lse = without_refcount(q), without_refcount(out), without_refcount(lse)
-        k, k_scale = without_refcount(k), without_refcount(k_scale)
-        v, v_scale = without_refcount(v), without_refcount(v_scale)
-        block_table, sinks = without_refcount(block_table), without_refcount(sinks)
-        floats, ints = without_refcount(floats), without_refcount(ints)
-        num_kv_heads, dim, dim_v = k.shape[1], q.shape[2], out.shape[2]
-        layout = layout_of_rows(k, k_scale, v, v_scale, flags)
-        sizes = sizes_of(dim, dim_v, q.shape[1] // num_kv_heads)
-        seen = see(ranges, window_left, sinks, q.shape[1], k_scale, v_scale)
-        problem = Problem(
-            without_refcount(seq_lens), without_refcount(q_starts), without_refcount(ranges), window_left,
-            block_table.shape[1] * layout.unit, layout.unit, num_kv_heads, sizes.group, MAX_ROWS,
-        )  # fmt: skip
-        plan = plan_of(ints, len(seq_lens))
-        threads = workers
-        if worker < 0:  # there is no plan so far
-            threads = make_plan(problem, dim + dim_v, workers, plan)
-            worker = np.int64(0)
-        if launch != 0 and threads > 1:
-            on_threads(launch, workers)
-            return
-
-        parts = scratch_of(sizes)
-        at = places(worker * total(parts), parts)
-        offsets = plan.rest[worker * WORKER_INTS :]
-        spare_ints = offsets[SPARE:]
-        items, b = plan.first_item[len(seq_lens)], np.int64(0)
-        scale = sm_scale if soft_cap > 0 else sm_scale * TO_BASE_2
-        most_heads = _heads_of_groups(layout)
-        begin()
-        # A turn is a tile of tokens for one head; an item's heads take it one after another, a few in a group. The next
-        # turn is found before this one is taken, the next group with the first turn of this one, be it another item's:
-        # `offsets` says what is prefetched when. What comes first, and an item without tokens, have turns that do
-        # nothing.
-        here, ahead, group = np.int64(0), np.int64(TURN), np.int64(2 * TURN)
-        item = coming = NOTHING
-        tile, head, transposed = np.int64(0), np.int64(0), NOT_YET
-        first_head, end_head = np.int64(0), np.int64(1)
-        next_tile = next_head = next_end = np.int64(0)
-        number, ends_item, done = np.int64(-1), False, False
-        while not done:
-            heads = end_head - first_head
-            # A group of one head needs no third table, and two stay in the first cache with more of the rest.
-            later = group if heads > 1 else ahead
-            if head == first_head:
-                next_tile, next_head = tile, end_head
-                if next_head >= item.end_head:
-                    next_tile, next_head = tile + KV_TILE, item.first_head
-                ends_item = next_tile >= item.end
-                if ends_item:
-                    number = next_item(plan.next_item)
-                    if number < items:
-                        while plan.first_item[b + 1] <= number:
-                            b += 1
-                        coming = find_item(problem, plan, b, number)
-                        next_tile, next_head = _beginning(coming)
-                next_end = _end_of_group(coming, next_head, most_heads)
-                locate(
-                    offsets[later:], next_tile, coming.begin, coming.end, block_table[b], next_head,
-                    layout,
-                )  # fmt: skip
-            next_heads = next_end - next_head
-            in_groups = max(heads, next_heads) > 1
-            asking = in_groups and (number < items or not ends_item)
-            if asking:
-                spread(offsets, later, next_heads, head - first_head, heads, layout)
-                if item.end - tile <= _FEW_TOKENS or heads < next_heads:
-                    ask_at_once(offsets)
-            ends_group = head + 1 >= end_head
-            if ends_group:
-                ahead, group = later, (ahead if heads > 1 else group)
-            else:
-                locate_next_head(offsets, here, ahead, layout)
-            if tile < item.end:
-                extents = _extents(here, ahead, in_groups, asking)
-                now = _turn(offsets, here, ahead, tile, head, k, v, layout, sizes, at, extents)
-                gather_scales(floats, at, sizes, layout, k_scale, v_scale, offsets, here, ahead)
-                transposed = attend_tile(
-                    floats, spare_ints, at, sizes, item, seen, soft_cap, now, transposed
-                )
-            if ends_group and ends_item:
-                if item.end_head > 0:
-                    leave_rows(floats, at, sizes, item, transposed)
-                    store(out, lse, sinks, v_scale, floats, at, sizes, item, parts_at)
-                elif not in_groups:
-                    prefetch_extents(offsets[ahead + K_EXTENTS :])
-                done = number >= items
-                if not done:
-                    item = coming
-                    transposed = load_queries(
-                        q, k_scale, floats, spare_ints, at, sizes, item, scale
-                    )
-            head += 1
-            if ends_group:
-                tile, head = next_tile, next_head
-                first_head, end_head = next_head, next_end
-            here, ahead = ahead, here
-        end()
-
-    return kernel
-
-
-def _make_sizes(K_KIND, V_KIND, COMPUTE, USE_AMX, MASKED):
-    """``sizes_of`` and ``scratch_of`` of a kernel; see `numkv.kernels.cpu.attention.scratch`."""
-    layout = make_layout(
-        K_KIND, V_KIND, in_integers(K_KIND, COMPUTE), USE_AMX,
-        by_panels(K_KIND, V_KIND, COMPUTE, MASKED), COMPUTE == PAIRS,
+    seq_lens, q_starts = (
+        _indices_in(call, np.int64(SEQ_LENS)),
+        _indices_in(call, np.int64(Q_STARTS)),
+    )
+    block_table, ranges = _table_in(call, np.int64(BLOCK_TABLE)), _pairs_in(call, np.int64(RANGES))
+    unit = int_at(call, np.int64(K + SHAPE + 2))
+    if int_at(call, np.int64(FLAGS)) & BY_SLOT:
+        unit = np.int64(1)
+    layout = layout_of(
+        call, np.int64(K), np.int64(K_SCALE), np.int64(V), np.int64(V_SCALE), int_at(steps, np.int64(K_SCALED)),
+        int_at(steps, np.int64(V_SCALED)), unit,
     )  # fmt: skip
-    return inlined(layout[0]), inlined(layout[1])
+    plan = plan_of(ints, len(seq_lens))
+    offsets = plan.rest[worker * WORKER_INTS :]
+    state = address_of(offsets) + np.int64(8 * STATE_AT)
+    _begin(state, call, worker)
+    put_layout(state, layout)
+    problem = Problem(
+        seq_lens, q_starts, ranges, int_at(call, np.int64(WINDOW)), block_table.shape[1] * unit, unit,
+        int_at(call, np.int64(K + SHAPE + 1)), sizes_of(state).group, int_at(steps, np.int64(MOST_ROWS)),
+    )  # fmt: skip
+    items, b = plan.first_item[len(seq_lens)], np.int64(0)
+    most_heads = _heads_of_groups(layout)
+    many_from = int_at(steps, np.int64(MANY_FROM))
+    has_bits = int_at(call, np.int64(MASK + SHAPE + 1)) > BITS
+    attend = np.int64(ATTEND)
+    # A turn is a tile of tokens for one head; an item's heads take it one after another, a few in a group. The next
+    # turn is found before this one is taken, the next group with the first turn of this one, be it another item's:
+    # `offsets` says what is prefetched when. What comes first, and an item without tokens, have turns that do
+    # nothing.
+    here, ahead, group = np.int64(0), np.int64(TURN), np.int64(2 * TURN)
+    item = coming = _NO_ITEM
+    tile, head = np.int64(0), np.int64(0)
+    first_head, end_head = np.int64(0), np.int64(1)
+    next_tile = next_head = next_end = np.int64(0)
+    number, ends_item, done = np.int64(-1), False, False
+    while not done:
+        heads = end_head - first_head
+        # A group of one head needs no third table, and two stay in the first cache with more of the rest.
+        later = group if heads > 1 else ahead
+        if head == first_head:
+            next_tile, next_head = tile, end_head
+            if next_head >= item.end_head:
+                next_tile, next_head = tile + KV_TILE, item.first_head
+            ends_item = next_tile >= item.end
+            if ends_item:
+                number = next_item(plan.next_item)
+                if number < items:
+                    while plan.first_item[b + 1] <= number:
+                        b += 1
+                    coming = find_item(problem, plan, b, number)
+                    next_tile, next_head = _beginning(coming)
+            next_end = _end_of_group(coming, next_head, most_heads)
+            locate(
+                offsets[later:], next_tile, coming.begin, coming.end, block_table[b], next_head,
+                layout,
+            )  # fmt: skip
+        next_heads = next_end - next_head
+        in_groups = max(heads, next_heads) > 1
+        asking = in_groups and (number < items or not ends_item)
+        if asking:
+            at_once = np.int64(item.end - tile <= _FEW_TOKENS or heads < next_heads)
+            if not run_step(
+                state, np.int64(SPREAD), (later, next_heads, head - first_head, heads, at_once)
+            ):
+                break  # without the step there are no tables: no turn may go by them
+        ends_group = head + 1 >= end_head
+        if ends_group:
+            ahead, group = later, (ahead if heads > 1 else group)
+        elif not run_step(state, np.int64(NEXT_HEAD), (here, ahead)):
+            break
+        if tile < item.end:
+            k_extents, v_extents = _extents(here, ahead, in_groups, asking)
+            at = address_of(offsets)
+            put_turn(
+                state,
+                Turn(
+                    tile, head, at + 8 * here, at + 8 * (here + layout.v_table), at + 8 * v_extents,
+                    at + 8 * k_extents, at + 8 * ahead, at + 8 * (ahead + layout.v_table), layout.k_token,
+                ),
+            )  # fmt: skip
+            run_step(state, np.int64(GATHER), ())
+            run_step(state, attend, ())
+            if has_bits:
+                run_step(state, np.int64(PICK), ())
+        if ends_group and ends_item:
+            if item.end_head > 0:
+                run_step(state, np.int64(LEAVE), ())
+                if plan.missing[0] == 0:
+                    run_step(state, np.int64(STORE), ())
+            elif not in_groups:
+                prefetch_extents(offsets[ahead + K_EXTENTS :])
+            done = number >= items
+            if not done:
+                item = coming
+                put_item(state, item)
+                run_step(state, np.int64(LOAD), ())
+                attend = np.int64(ATTEND)
+                if item.rows >= many_from:
+                    run_step(state, np.int64(LOAD_MANY), ())
+                    attend = np.int64(ATTEND_MANY)
+        head += 1
+        if ends_group:
+            tile, head = next_tile, next_head
+            first_head, end_head = next_head, next_end
+        here, ahead = ahead, here
+    run_step(state, np.int64(END), ())
 
 
-def _make_layout_of_rows(K_KIND, V_KIND):
-    """``layout_of_rows``: how a call's K and V and their scales lie."""
-    K_SCALED, V_SCALED = kind(K_KIND).has_scales, kind(V_KIND).has_scales
-    k_scale_steps = strides_of if K_SCALED else _no_strides
-    v_scale_steps = strides_of if V_SCALED else _no_strides
-
-    @inlined
-    def layout_of_rows(k, k_scale, v, v_scale, flags):
-        return layout_of(
-            k, k_scale_steps(k_scale), K_SCALED, v, v_scale_steps(v_scale), V_SCALED,
-            np.int64(1) if flags & BY_SLOT else np.int64(k.shape[2]),
-        )  # fmt: skip
-
-    return layout_of_rows
-
-
-def _make_gather_scales(K_KIND, V_KIND, COMPUTE):
-    """``gather_scales``: the scales of a turn's tokens, and those of the next turn ahead of time."""
-    gather_k = make_gather(K_KIND, float_type(COMPUTE), in_integers(K_KIND, COMPUTE))
-    gather_v = make_gather(V_KIND, float_type(COMPUTE))
-
-    @inlined
-    def gather_scales(floats, at, sizes, layout, k_scale, v_scale, offsets, here, ahead):
-        of_k, of_v = np.int64(2 * TABLE), 2 * TABLE + layout.v_table
-        gather_k(
-            floats, at.key_scales, k_scale, offsets[here + of_k :], offsets[ahead + of_k :],
-            sizes.k_groups,
-        )  # fmt: skip
-        gather_v(
-            floats, at.value_scales, v_scale, offsets[here + of_v :], offsets[ahead + of_v :],
-            sizes.v_groups,
-        )  # fmt: skip
-
-    return gather_scales
+@inlined
+def _begin(state, call, worker):
+    """A thread's state: its scratch memory is as long as that of the threads before it."""
+    begin_state(state, call)
+    sizes = int_at(call, np.int64(SIZES_AT))
+    first = worker * int_at(sizes, np.int64(FLOATS_EACH))
+    for i in range(_NUM_SIZES):
+        put_int(state, SIZES + i, int_at(sizes, i))
+    for i in range(_NUM_PLACES):
+        put_int(state, PLACES + i, first + int_at(sizes, _NUM_SIZES + i))
 
 
 @inlined
@@ -246,7 +262,7 @@ def _heads_of_groups(layout):
     """Heads of a group at most: more than one where blocks are short."""
     if layout.unit >= LONG_RUN:
         return np.int64(1)
-    rows = layout.k_rows[1] * layout.k_rows[2] + layout.v_rows[1] * layout.v_rows[2]
+    rows = layout.k_words * layout.k_size + layout.v_words * layout.v_size
     return max(np.int64(1), np.int64(_GROUP_BYTES) // (KV_TILE * rows))
 
 
@@ -270,69 +286,74 @@ def _extents(here, ahead, in_groups, asking):
     In groups it is what `spread` has put down; where nothing is left to ask for, what is here already.
     """
     if not in_groups:
-        return here + V_EXTENTS, ahead + K_EXTENTS
+        return ahead + K_EXTENTS, here + V_EXTENTS
     if asking:
-        return np.int64(AHEAD + EXTENTS), np.int64(AHEAD)
-    return here + V_EXTENTS, here + K_EXTENTS
+        return np.int64(AHEAD), np.int64(AHEAD + EXTENTS)
+    return here + K_EXTENTS, here + V_EXTENTS
 
 
-@inlined
-def _turn(offsets, here, ahead, tile, head, k, v, layout, sizes, at, extents):
-    """The tile of a turn, whose tables are at `here`, with those of the next turn at `ahead`, and what to prefetch."""
-    return Tile(
-        tile,
-        head,
-        Rows(k, offsets[here:], sizes.dim, at.key_scales, sizes.k_groups),
-        Rows(v, offsets[here + layout.v_table :], sizes.dim_v, at.value_scales, sizes.v_groups),
-        offsets[extents[0] :],
-        offsets[extents[1] :],
-        Rows(k, offsets[ahead:], sizes.dim, at.key_scales, sizes.k_groups),
-        layout.k_step[2],
+def _enter(
+    q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, flags, sm_scale, soft_cap, window_left, sinks,
+    out, lse, parts_at, floats, ints, sizes, launch, worker, workers,
+):  # fmt: skip
+    """The driver for arrays as Python has them; with -1 for `worker` the plan is made first, which else is there.
+
+    `sizes` is the address of a record of `numkv.kernels.cpu.attention.steps.Steps`. Returns bits of steps that there
+    are not: then the call is to be begun again when they are made.
+    """
+    call = record_of(
+        (q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, ranges, sinks, out, lse, floats, ints),
+        (flags, sm_scale, soft_cap, window_left, parts_at, sizes),
+    )  # fmt: skip
+    if ranges.shape[1] > PLAIN_END:
+        put_int(call, np.int64(SEEN + STRIDES + 1), ranges.strides[1] * PLAIN_END)
+    if worker < 0:
+        unit = np.int64(1) if flags & BY_SLOT else np.int64(k.shape[2])
+        max_rows = int_at(int_at(sizes, np.int64(STEPS)), np.int64(MOST_ROWS))
+        threads, _ = _make_plan(
+            None,
+            (seq_lens, q_starts, ranges, window_left, block_table.shape[1] * unit, unit, np.int64(k.shape[1]),
+             q.shape[1] // k.shape[1], max_rows, q.shape[2] + out.shape[2], workers, ints),
+        )  # fmt: skip
+        if threads == 1:
+            launch = np.int64(0)
+    attend_to(None, (call, launch, np.int64(0), workers))
+    return ints[MISSING]
+
+
+@functools.cache
+def plan_kernel() -> Any:
+    """The kernel that plans: see `numkv.kernels.cpu.attention.plan`."""
+    kernel = build(make_plan, _OF_PLAN, label="plan of attention")
+    provide_symbol(_PLAN, kernel)
+    return kernel
+
+
+@functools.cache
+def driver_kernel() -> Any:
+    """The driver itself, where `attend_to` finds it."""
+    kernel = build(_attend, _OF_DRIVER, label="driver of attention")
+    provide_symbol(_DRIVER, kernel)
+    return kernel
+
+
+@functools.cache
+def entry(k_kind: str, v_kind: str, real: str) -> Any:
+    """The kernel by which Python calls the driver with words of these kinds."""
+    return _entry(
+        WORDS[k_kind], SCALES[k_kind], WORDS[v_kind], SCALES[v_kind], getattr(types, real)
     )
 
 
-@inlined
-def _see(ranges, window_left, sinks, num_q_heads, k_scale, v_scale):
-    """What queries see."""
-    return Visibility(without_refcount(ranges), window_left)
-
-
-@inlined
-def _no_strides(array):
-    """What stands for the strides of scales where tokens have none."""
-    return np.int64(0), np.int64(0), np.int64(0)
-
-
-def _make_store(V_KIND, COMPUTE):
-    """``store``: an item's result, or its split's part of it, times the scale of the kv head's V rows if it has one."""
-    of_head = make_of_head(V_KIND, COMPUTE)
-    F = np.float32 if COMPUTE == "float32" else np.float64
-    TO_BASE_2, TO_BASE_E = LOG2_E, LN_2
-
-    @inlined
-    def store(out, lse, sinks, v_scale, floats, at, sizes, item, parts_at):
-        group, num_q_heads, part_size = sizes.group, out.shape[1], sizes.dim_v + PART_EXTRA
-        r = np.int64(0)
-        for row in range(item.tokens * (item.end_head - item.first_head)):
-            t = row % item.tokens
-            head = item.first_head + row // item.tokens
-            for h in range(head * group, (head + 1) * group):
-                first = at.outputs + r * sizes.pad_v
-                o_row = floats[first : first + sizes.dim_v]
-                if item.part < 0:
-                    sink = F(sinks[h]) * F(TO_BASE_2) if len(sinks) > 0 else F(-np.inf)
-                    factor, log_sum = finish(
-                        floats[at.maxima + r], floats[at.sums + r], sink, F(TO_BASE_E)
-                    )
-                    row_scale = of_head(F(factor), v_scale, head)
-                    multiply(o_row, row_scale, row_of(out, (item.first_token + t, h)))
-                    lse[item.first_token + t, h] = log_sum
-                else:
-                    part = parts_at + (item.part + t * num_q_heads + h) * part_size
-                    floats[part] = floats[at.maxima + r]
-                    floats[part + 1] = floats[at.sums + r]
-                    row_scale = of_head(F(1), v_scale, head)
-                    multiply(o_row, row_scale, floats[part + PART_EXTRA : part + part_size])
-                r += 1
-
-    return store
+@functools.cache
+def _entry(k, k_scale, v, v_scale, real):
+    plan_kernel()
+    driver_kernel()
+    signature = (
+        array(real, 3), array(k, 4), array(*k_scale), array(v, 4), array(*v_scale), array(types.int32, 2),
+        array(types.int64, 1), array(types.int64, 1), array(types.int64, 2), types.int64,
+        types.float64, types.float64, types.int64,
+        array(real, 1), array(real, 3, out=True), array(types.float32, 2, out=True),
+        types.int64, types.Array(real, 1, "C"), types.Array(types.int64, 1, "C"), types.int64, *ON_THREADS,
+    )  # fmt: skip
+    return build(_enter, signature, label=f"calls of attention, words {k} and {v}")

@@ -1,14 +1,8 @@
-"""Which engine attends over which kinds; engines are imported when they are first needed.
-
-An engine is a set of functions that become part of the kernel. That of vector code is put together of two sides: K's,
-``load_query, interleave, scores``, and V's, ``accumulate``, each of floats or of integers.
-"""
+"""Which engine attends over which kinds, and what it computes in; `steps` makes kernels of what is decided here."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 from numkv.kernels.cpu.attention.records import (
     AMX_QUERY_ROWS,
@@ -21,30 +15,14 @@ from numkv.kernels.cpu.vectors.features import FEATURES, HAS_BF16_PAIRS, INT4_IN
 from numkv.kinds import kind as kind_named
 
 __all__ = [
-    "AMX_DECODE", "MANY_ROWS", "ROWS_OF_ALL_SIZES", "Engine", "by_panels", "compute_for", "engine_for", "in_integers",
-    "keys_for", "panels_from", "query_rows", "use_amx", "values_for",
+    "AMX_DECODE", "MANY_ROWS", "ROWS_OF_ALL_SIZES", "by_panels", "compute_for", "in_integers", "panels_from",
+    "query_rows", "use_amx",
 ]  # fmt: skip
 
 #: Environment variable: 0 leaves few query rows to vector code where there is a matrix unit, too.
 AMX_DECODE = "NUMKV_AMX_DECODE"
 #: What a matrix unit is used for: many query rows, or few as well.
 MANY_ROWS, ROWS_OF_ALL_SIZES = 1, 2
-
-
-class Engine(NamedTuple):
-    """How attention is computed: functions that become part of the kernel, in the order in which it calls them."""
-
-    #: ``begin()`` and ``end()``, once a thread.
-    begin: Callable[..., Any]
-    #: ``load_queries(q, k_scale, floats, ints, at, sizes, item, scale)`` puts an item's query rows into scratch
-    #: memory, and returns whether its output rows are transposed, or in which of several ways.
-    load_queries: Callable[..., Any]
-    #: ``attend_tile(floats, ints, at, sizes, item, seen, soft_cap, tile, transposed)`` takes scores, softmax and sums
-    #: of a tile for one kv head, and returns whether output rows are transposed now.
-    attend_tile: Callable[..., Any]
-    #: ``finish(floats, at, sizes, item, transposed)`` leaves output rows as rows.
-    finish: Callable[..., Any]
-    end: Callable[..., Any]
 
 
 def use_amx(k_kind: str, v_kind: str, compute: str) -> int:
@@ -101,57 +79,3 @@ def in_integers(kind: str, compute: str) -> bool:
     return (
         compute == "float32" and found.has_scales and (INT4_INTEGERS or found.scales_per == "row")
     )
-
-
-def engine_for(
-    k_kind: str, v_kind: str, compute: str, with_amx: int, masked: bool = False
-) -> Engine:
-    """The engine for storage kinds of K and of V and what it computes in; `with_amx` is what `use_amx` says.
-
-    If `masked`, it is the one for masks and biases.
-    """
-    if masked:
-        from numkv.kernels.cpu.attention.masked import make_masked
-
-        return make_masked(k_kind, v_kind, compute)
-    if with_amx:
-        from numkv.kernels.cpu.attention.amx import make_amx
-
-        return make_amx(k_kind, v_kind, with_amx == ROWS_OF_ALL_SIZES)
-    if by_panels(k_kind, v_kind, compute):
-        from numkv.kernels.cpu.attention.many_rows import make_many_rows
-
-        return make_many_rows(k_kind, v_kind, compute)
-    from numkv.kernels.cpu.attention.vector import make_vector
-
-    return make_vector(k_kind, v_kind, compute)
-
-
-def keys_for(k_kind: str, v_kind: str, compute: str) -> tuple[Callable[..., Any], ...]:
-    """K's side of vector code for these kinds: ``load_query, interleave, scores``."""
-    if in_integers(k_kind, compute):
-        from numkv.kernels.cpu.attention import integers
-
-        return integers.make_keys(k_kind, v_kind)
-    if compute == PAIRS:
-        from numkv.kernels.cpu.attention import pairs
-
-        return pairs.make_keys(v_kind)
-    from numkv.kernels.cpu.attention import floats
-
-    return floats.make_keys(k_kind, compute, v_kind)
-
-
-def values_for(k_kind: str, v_kind: str, compute: str) -> Callable[..., Any]:
-    """V's side of vector code for these kinds: ``accumulate``."""
-    if in_integers(v_kind, compute):
-        from numkv.kernels.cpu.attention import integers
-
-        return integers.make_values(v_kind, k_kind)
-    if compute == PAIRS:
-        from numkv.kernels.cpu.attention import pairs
-
-        return pairs.make_values(k_kind)
-    from numkv.kernels.cpu.attention import floats
-
-    return floats.make_values(v_kind, compute, k_kind)

@@ -2,7 +2,7 @@
 
 An engine has two sides. K's: ``load_query`` puts a query row into scratch memory, ``interleave`` puts several side by
 side, ``scores`` multiplies them with a tile's K rows. V's: ``accumulate`` adds a tile's weighted V rows to the output.
-Both take rows `count` at once, of which the first `taken` count.
+Both are made for a number of rows that are taken at once, `count`, of which the first `taken` count.
 """
 
 from __future__ import annotations
@@ -12,77 +12,93 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba.extending import register_jitable
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, register_jitable
 
 from numkv.kernels.cpu.attention.llvm.pv import make_accumulate_pv
 from numkv.kernels.cpu.attention.llvm.qk import make_interleave_queries, make_qk_tile
 from numkv.kernels.cpu.attention.records import Outputs, Queries, float_type
 from numkv.kernels.cpu.inline import inlined
+from numkv.kernels.cpu.vectors.emit import I64, data_of
 
-__all__ = ["clear", "make_keys", "make_values", "multiply"]
-
-# Loops over a row stand alone, over arrays that begin with it, so that each becomes vector code.
+__all__ = ["clear", "make_keys", "make_loader", "make_values", "multiply"]
 
 
-@register_jitable
-def clear(x):
-    """``x[:] = 0``."""
-    for i in range(len(x)):
-        x[i] = 0
+@intrinsic
+def clear(typing_context, x, first, end):
+    """``x[first:end] = 0``, of floats that lie one after another."""
+
+    def codegen(context, b, sig, args):
+        data = data_of(context, b, sig.args[0], args[0])
+        size = b.mul(b.sub(args[2], args[1]), I64(x.dtype.bitwidth // 8))
+        cgutils.memset(b, b.gep(data, [args[1]]), size, 0)
+        return context.get_dummy_value()
+
+    return types.void(x, types.int64, types.int64), codegen
 
 
 @register_jitable
 def multiply(x, factor, target):
-    """``target[: len(x)] = factor * x``."""
+    """``target[: len(x)] = factor * x``: a loop that stands alone, over arrays that begin with rows, is vector code."""
     for i in range(len(x)):
         target[i] = factor * x[i]
 
 
 @functools.cache
+def make_loader(compute: str) -> Callable[..., Any]:
+    """``load_query`` for a float type."""
+    F = np.float32 if float_type(compute) == "float32" else np.float64
+
+    @inlined
+    def load_query(floats, at, sizes, row, q_row, scale):
+        first, end = at.queries + row * sizes.pad_dim, at.queries + (row + 1) * sizes.pad_dim
+        multiply(q_row, scale, floats[first:end])
+        clear(floats, first + sizes.dim, end)
+        floats[at.query_scales + row] = F(1)
+
+    return load_query
+
+
+@functools.cache
 def make_keys(
-    kind: str, compute: str, next_kind: str, in_words: bool = False
+    kind: str, compute: str, next_kind: str, count: int, in_words: bool = False
 ) -> tuple[Callable[..., Any], ...]:
-    """``load_query, interleave, scores`` for a storage kind of K; `next_kind` is V's, whose rows are prefetched.
+    """``interleave, scores`` for a storage kind of K; `next_kind` is V's, whose rows are prefetched.
 
     With `in_words`, query rows will be 16-bit numbers when they are interleaved: two take the place of a float.
     """
     halves = 2 if in_words else 1
     interleave_queries = make_interleave_queries(compute)
     qk_tile = make_qk_tile(kind, compute, next_kind)
-    F = np.float32 if float_type(compute) == "float32" else np.float64
+    COUNT = np.int64(count)
 
     @inlined
-    def load_query(floats, at, sizes, row, q_row, scale):
-        target = floats[at.queries + row * sizes.pad_dim : at.queries + (row + 1) * sizes.pad_dim]
-        multiply(q_row, scale, target)
-        clear(target[sizes.dim :])
-        floats[at.query_scales + row] = F(1)
-
-    @inlined
-    def interleave(floats, at, sizes, count, row, place):
+    def interleave(floats, at, sizes, row, place):
         interleave_queries(
-            count, floats, at.queries + row * sizes.pad_dim, sizes.pad_dim, sizes.pad_dim // halves,
+            COUNT, floats, at.queries + row * sizes.pad_dim, sizes.pad_dim, sizes.pad_dim // halves,
             at.interleaved + place * sizes.pad_dim,
         )  # fmt: skip
 
     @inlined
-    def scores(floats, at, sizes, count, row, place, keys, end, extents):
+    def scores(floats, at, sizes, row, place, keys, end, extents):
         queries = Queries(
             at.interleaved + place * sizes.pad_dim, at.query_scales + row, at.interleaved_sums
         )
-        qk_tile(count, floats, queries, keys, end, at.scores, extents)
+        qk_tile(COUNT, floats, queries, keys, end, at.scores, extents)
 
-    return load_query, interleave, scores
+    return interleave, scores
 
 
 @functools.cache
-def make_values(kind: str, compute: str, next_kind: str) -> Callable[..., Any]:
+def make_values(kind: str, compute: str, next_kind: str, count: int) -> Callable[..., Any]:
     """``accumulate`` for a storage kind of V; `next_kind` is K's, whose rows are prefetched."""
     accumulate_pv = make_accumulate_pv(kind, compute, next_kind)
+    COUNT = np.int64(count)
 
     @inlined
-    def accumulate(floats, at, sizes, count, taken, values, begin, end, row, extents):
+    def accumulate(floats, at, sizes, taken, values, begin, end, row, extents):
         outputs = Outputs(at.outputs + row * sizes.pad_v, sizes.pad_v, at.rescale)
-        accumulate_pv(count, taken, floats, at.scores, values, begin, end, outputs, extents)
+        accumulate_pv(COUNT, taken, floats, at.scores, values, begin, end, outputs, extents)
 
     return accumulate

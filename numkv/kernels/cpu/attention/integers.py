@@ -27,36 +27,43 @@ from numkv.kernels.cpu.attention.records import Outputs, Queries, Weights
 from numkv.kernels.cpu.inline import inlined
 from numkv.kernels.cpu.vectors.features import HAS_FOURS
 
-__all__ = ["make_keys", "make_values"]
+__all__ = ["make_keys", "make_loader", "make_values"]
 
 
 @functools.cache
-def make_keys(kind: str, next_kind: str) -> tuple[Callable[..., Any], ...]:
-    """``load_query, interleave, scores`` for a storage kind of K; `next_kind` is V's, whose rows are prefetched."""
-    return _int4_keys(next_kind) if kind == "int4" else _int8_keys(kind, next_kind)
+def make_loader(kind: str) -> Callable[..., Any]:
+    """``load_query`` for a storage kind of K."""
+    return _load_int4 if kind == "int4" else _load_int8
 
 
-def _int8_keys(kind, next_kind):
-    load_floats, interleave, scores = floats_engine.make_keys(kind, "float32", next_kind, True)
-    if HAS_FOURS:
-        interleave, scores = _byte_keys(make_qk_int8(next_kind, kind))
-
-    @inlined
-    def load_query(floats, at, sizes, row, q_row, scale):
-        load_floats(floats, at, sizes, row, q_row, scale)
-        start = at.queries + row * sizes.pad_dim
-        floats[at.query_scales + row] = quantise_query(floats, start, sizes.dim, sizes.pad_dim)
-
-    return load_query, interleave, scores
+_load_floats = floats_engine.make_loader("float32")
 
 
 @inlined
-def _interleave(floats, at, sizes, count, row, place):
-    """Queries in bytes side by side."""
-    interleave_bytes(
-        count, floats, at.queries + row * sizes.pad_dim, sizes.pad_dim, sizes.pad_dim,
-        at.interleaved + place * sizes.pad_dim,
-    )  # fmt: skip
+def _load_int8(floats, at, sizes, row, q_row, scale):
+    _load_floats(floats, at, sizes, row, q_row, scale)
+    start = at.queries + row * sizes.pad_dim
+    floats[at.query_scales + row] = quantise_query(floats, start, sizes.dim, sizes.pad_dim)
+
+
+@inlined
+def _load_int4(floats, at, sizes, row, q_row, scale):
+    start = at.queries + row * sizes.pad_dim
+    target = floats[start : start + sizes.pad_dim]
+    clear(floats, start, start + sizes.pad_dim)
+    spread_query(target, q_row, scale)
+    floats[at.query_scales + row] = quantise_query(floats, start, sizes.dim, sizes.pad_dim)
+    sum_query_groups(floats, start, sizes.dim, at.query_sums + row * 16 * sizes.k_spans)
+
+
+@functools.cache
+def make_keys(kind: str, next_kind: str, count: int) -> tuple[Callable[..., Any], ...]:
+    """``interleave, scores`` for a storage kind of K; `next_kind` is V's, whose rows are prefetched."""
+    if kind == "int4":
+        return _int4_keys(next_kind, count)
+    if HAS_FOURS:
+        return _byte_keys(make_qk_int8(next_kind, kind), count)
+    return floats_engine.make_keys(kind, "float32", next_kind, count, True)
 
 
 @inlined
@@ -67,35 +74,35 @@ def _interleave_one(floats, at, sizes, row, to_at):
     )
 
 
-def _byte_keys(qk_int8):
+def _byte_keys(qk_int8, count):
     """``interleave, scores`` of queries in bytes."""
+    COUNT = np.int64(count)
 
     @inlined
-    def scores(floats, at, sizes, count, row, place, keys, end, extents):
+    def interleave(floats, at, sizes, row, place):
+        interleave_bytes(
+            COUNT, floats, at.queries + row * sizes.pad_dim, sizes.pad_dim, sizes.pad_dim,
+            at.interleaved + place * sizes.pad_dim,
+        )  # fmt: skip
+
+    @inlined
+    def scores(floats, at, sizes, row, place, keys, end, extents):
         queries = Queries(
             at.interleaved + place * sizes.pad_dim, at.query_scales + row, at.interleaved_sums
         )
-        qk_int8(count, floats, queries, keys, end, at.scores, extents)
+        qk_int8(COUNT, floats, queries, keys, end, at.scores, extents)
 
-    return _interleave, scores
+    return interleave, scores
 
 
-def _int4_keys(next_kind):
+def _int4_keys(next_kind, count):
     qk_int4 = make_qk_int4(next_kind)
+    COUNT = np.int64(count)
 
     @inlined
-    def load_query(floats, at, sizes, row, q_row, scale):
-        start = at.queries + row * sizes.pad_dim
-        target = floats[start : start + sizes.pad_dim]
-        clear(target)
-        spread_query(target, q_row, scale)
-        floats[at.query_scales + row] = quantise_query(floats, start, sizes.dim, sizes.pad_dim)
-        sum_query_groups(floats, start, sizes.dim, at.query_sums + row * 16 * sizes.k_spans)
-
-    @inlined
-    def interleave(floats, at, sizes, count, row, place):
+    def interleave(floats, at, sizes, row, place):
         # Each by itself.
-        for r in range(count):
+        for r in range(COUNT):
             _interleave_one(
                 floats,
                 at,
@@ -105,47 +112,51 @@ def _int4_keys(next_kind):
             )
 
     @inlined
-    def scores(floats, at, sizes, count, row, place, keys, end, extents):
+    def scores(floats, at, sizes, row, place, keys, end, extents):
         queries = Queries(
             at.interleaved + place * sizes.pad_dim,
             at.query_scales + row,
             at.query_sums + row * 16 * sizes.k_spans,
         )
-        qk_int4(count, floats, queries, keys, end, at.scores, extents)
+        qk_int4(COUNT, floats, queries, keys, end, at.scores, extents)
 
-    return load_query, interleave, scores
+    return interleave, scores
 
 
 @functools.cache
-def make_values(kind: str, next_kind: str) -> Callable[..., Any]:
+def make_values(kind: str, next_kind: str, count: int) -> Callable[..., Any]:
     """``accumulate`` for a storage kind of V; `next_kind` is K's, whose rows are prefetched."""
-    return _int4_values(next_kind) if kind == "int4" else _int8_values(kind, next_kind)
+    return (
+        _int4_values(next_kind, count) if kind == "int4" else _int8_values(kind, next_kind, count)
+    )
 
 
-def _int8_values(kind, next_kind):
+def _int8_values(kind, next_kind, count):
     accumulate_int8 = make_accumulate_int8(next_kind, kind)
+    COUNT = np.int64(count)
 
     @inlined
-    def accumulate(floats, at, sizes, count, taken, values, begin, end, row, extents):
-        quantise_probs(count, floats, at.scores, values.scales_at, begin, end, at.prob_scales)
+    def accumulate(floats, at, sizes, taken, values, begin, end, row, extents):
+        quantise_probs(COUNT, floats, at.scores, values.scales_at, begin, end, at.prob_scales)
         weights = Weights(at.scores, at.prob_scales)
         outputs = Outputs(at.outputs + row * sizes.pad_v, sizes.pad_v, at.rescale)
-        accumulate_int8(count, taken, floats, weights, values, begin, end, outputs, extents)
+        accumulate_int8(COUNT, taken, floats, weights, values, begin, end, outputs, extents)
 
     return accumulate
 
 
-def _int4_values(next_kind):
+def _int4_values(next_kind, count):
     accumulate_int4 = make_accumulate_int4(next_kind)
+    COUNT = np.int64(count)
 
     @inlined
-    def accumulate(floats, at, sizes, count, taken, values, begin, end, row, extents):
+    def accumulate(floats, at, sizes, taken, values, begin, end, row, extents):
         quantise_group_probs(
-            count, floats, at.scores, values.scales_at, sizes.dim_v, begin, end, at.group_probs,
+            COUNT, floats, at.scores, values.scales_at, sizes.dim_v, begin, end, at.group_probs,
             at.prob_sums,
         )  # fmt: skip
         weights = Weights(at.group_probs, at.prob_sums)
         outputs = Outputs(at.outputs + row * sizes.pad_v, sizes.pad_v, at.rescale)
-        accumulate_int4(count, taken, floats, weights, values, begin, end, outputs, extents)
+        accumulate_int4(COUNT, taken, floats, weights, values, begin, end, outputs, extents)
 
     return accumulate

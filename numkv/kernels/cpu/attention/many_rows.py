@@ -1,19 +1,16 @@
-"""The engine of vector code for many query rows: products of blocks, with K and V widened once for all rows of an item.
+"""Many query rows in vector code: products of blocks, with K and V widened once for all rows of an item.
 
 Rows are taken by panels. Of scores, lanes are query rows, side by side; of sums they are columns of V: no product needs
 anything to be transposed but query rows, once an item. Pairs of bf16 are not widened. Few rows go the way of `vector`,
 and so do tiles with NaN or infinity in which query rows see different tokens.
+
+What decides which rows see which tokens (`attend_many`) is one kernel for all kinds.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 import numpy as np
 
-from numkv.kernels.cpu.attention.engines import Engine, panels_from
 from numkv.kernels.cpu.attention.llvm.many_pairs import make_many_qk_of_pairs
 from numkv.kernels.cpu.attention.llvm.many_pv import make_many_pv
 from numkv.kernels.cpu.attention.llvm.many_qk import (
@@ -25,159 +22,226 @@ from numkv.kernels.cpu.attention.llvm.many_qk import (
 )
 from numkv.kernels.cpu.attention.llvm.many_softmax import many_softmax
 from numkv.kernels.cpu.attention.llvm.pairs import copy_rows, pair_panel_weights, pair_rows
+from numkv.kernels.cpu.attention.llvm.softmax import make_soft_cap
 from numkv.kernels.cpu.attention.records import PAIRS, PANEL, Outputs, SoftmaxState
-from numkv.kernels.cpu.attention.vector import make_load_rows, make_vector
+from numkv.kernels.cpu.attention.state import (
+    ADJUST_MANY,
+    FEW,
+    MULTIPLY,
+    PUT_KEYS,
+    PUT_VALUES,
+    WEIGH,
+    floats_reader,
+    has_slopes,
+    item_of,
+    make_tile_of,
+    places_of,
+    run_step,
+    seen_of,
+    sizes_of,
+    soft_cap_of,
+    turn_of,
+)
+from numkv.kernels.cpu.attention.vector import make_slope_of
 from numkv.kernels.cpu.attention.visible import visible_in_tile, visible_to_tokens
 from numkv.kernels.cpu.inline import inlined
 from numkv.kernels.cpu.vectors.features import MANY_ROWS
 from numkv.kernels.cpu.vectors.stored import ON_LINE
 
-__all__ = ["make_many_rows", "make_many_rows_beside"]
+__all__ = [
+    "attend_many", "make_adjust_many", "make_load_many", "make_multiply", "make_put_keys", "make_put_values",
+    "make_weigh",
+]  # fmt: skip
+
+_floats_of = floats_reader("float32")
 
 
-@inlined
-def _nothing():
-    pass
-
-
-@inlined
-def _no_biases(floats, at, sizes, item, seen, soft_cap, tile, r, count, tokens):
-    """Leave scores as they are."""
-    return soft_cap
-
-
-@functools.cache
-def make_many_rows(k_kind: str, v_kind: str, compute: str) -> Engine:
-    """The engine for many query rows over storage kinds of K and of V; few rows are taken by `vector`."""
-    few = make_vector(k_kind, v_kind, compute).attend_tile
-    return make_many_rows_beside(few, k_kind, v_kind, compute, _no_biases)
-
-
-def make_many_rows_beside(
-    attend_few: Callable[..., Any],
-    k_kind: str,
-    v_kind: str,
-    compute: str,
-    add_biases: Callable[..., Any],
-) -> Engine:
-    """The engine with an `attend_tile` for few rows, and what adds biases to the scores of panels.
-
-    ``add_biases(floats, at, sizes, item, seen, soft_cap, tile, r, count, tokens)`` is for `count` rows from `r` on. It
-    returns the soft cap that is still to be applied.
-    """
-    load_rows = make_load_rows(k_kind, v_kind, compute)
-    parts = _make_parts(k_kind, v_kind, compute)
-    put_keys, put_values = parts.put_keys, parts.put_values
-    attend_panels = _make_attend_panels(parts, add_biases)
-    IN_UNIT = np.int64(parts.in_unit)
-    LEAST = np.int64(panels_from(k_kind, v_kind, compute))
-
-    @inlined
-    def load_queries(q, k_scale, floats, ints, at, sizes, item, scale):
-        load_rows(q, k_scale, floats, at, sizes, item, scale, False)
-        if item.rows >= LEAST:
-            _put_panels(floats, at, sizes, item, sizes.pad_dim // IN_UNIT)
-        return False
-
-    @inlined
-    def finish(floats, at, sizes, item, transposed):
-        pass
-
-    @inlined
-    def attend_tile(floats, ints, at, sizes, item, seen, soft_cap, tile, transposed):
-        low, high, by_panels = np.int64(0), np.int64(0), False
-        if item.rows >= LEAST:
-            low, high, alike = visible_to_tokens(item, np.int64(0), item.tokens, seen, tile.start)
-            finite = put_values(floats, at.many_values, sizes.many_step_v, tile.values, low, high)
-            # A weight of 0 does not hide a NaN.
-            by_panels = alike or finite
-        if not by_panels:
-            attend_few(floats, ints, at, sizes, item, seen, soft_cap, tile, transposed)
-        elif low < high:
-            put_keys(floats, at, sizes, tile, _whole_blocks(high))
-            attend_panels(floats, at, sizes, item, seen, soft_cap, tile)
-        return transposed
-
-    return Engine(_nothing, load_queries, attend_tile, finish, _nothing)
-
-
-class _Parts(NamedTuple):
-    """What depends on what attention computes in."""
-
-    #: ``put_keys(floats, at, sizes, tile, end)`` puts a tile's first K rows down, whole blocks of them.
-    put_keys: Callable[..., Any]
-    #: ``put_values(floats, at, step, rows, begin, end)`` puts a tile's V rows down, and says whether all are finite.
-    put_values: Callable[..., Any]
-    #: ``multiply(floats, panel_at, count, at, sizes, end, asking, extents)`` takes the scores of a panel.
-    multiply: Callable[..., Any]
-    #: ``weigh(floats, at, sizes, count, low, high, outputs)`` adds a tile's weighted V rows.
-    weigh: Callable[..., Any]
-    #: Elements of a query row in a float.
-    in_unit: int
-
-
-def _make_parts(k_kind, v_kind, compute):
-    """Products of floats, or of pairs of bf16."""
-    of_next = min(k_kind, v_kind, key=ON_LINE.__getitem__)
-    many_pv = make_many_pv(compute == PAIRS)
-    if compute == PAIRS:
-        return _make_pairs(make_many_qk_of_pairs(of_next), many_pv)
-    widen_keys, many_qk = make_widen_rows(k_kind), make_many_qk(of_next)
-
-    @inlined
-    def put_keys(floats, at, sizes, tile, end):
-        widen_keys(floats, at.many_keys, sizes.many_step, tile.keys, np.int64(0), end)
-
-    @inlined
-    def multiply(floats, panel_at, count, at, sizes, end, asking, extents):
-        many_qk(
-            floats, panel_at, count, at.many_keys, sizes.many_step, sizes.pad_dim, end, at.many_scores, asking,
-            extents,
-        )  # fmt: skip
-
-    @inlined
-    def weigh(floats, at, sizes, count, low, high, outputs):
-        many_pv(
-            floats, count, at.many_scores, at.many_values, sizes.many_step_v, low, high, outputs
+def attend_many(state):
+    """The step `ATTEND_MANY`: a tile for all query rows of a kv head, by panels."""
+    item, turn, seen = item_of(state), turn_of(state), seen_of(state)
+    low, high, alike = visible_to_tokens(item, np.int64(0), item.tokens, seen, turn.start)
+    finite = run_step(state, np.int64(PUT_VALUES), (low, high)) != 0
+    # A weight of 0 does not hide a NaN.
+    if not (alike or finite):
+        run_step(state, np.int64(FEW), ())
+        return 0
+    if low >= high:
+        return 0
+    run_step(state, np.int64(PUT_KEYS), (_whole_blocks(high),))
+    rows, group = item.rows, sizes_of(state).group
+    # The next tile's rows are prefetched: those of K with the first panel, those of V with the second, if there is one.
+    asking = np.int64(ASK_K)
+    for r in range(0, rows, PANEL):
+        count = min(rows - r, np.int64(PANEL))
+        low, high, alike = visible_to_tokens(
+            item, r // group, (r + count - 1) // group + 1, seen, turn.start
         )
-
-    return _Parts(put_keys, make_widen_rows(v_kind), multiply, weigh, 1)
-
-
-def _make_pairs(many_qk_of_pairs, many_pv):
-    @inlined
-    def put_keys(floats, at, sizes, tile, end):
-        copy_rows(floats, at.many_keys, sizes.many_step, tile.keys, end)
-
-    @inlined
-    def multiply(floats, panel_at, count, at, sizes, end, asking, extents):
-        # All query rows have one scale.
-        many_qk_of_pairs(
-            floats, panel_at, count, at.many_keys, sizes.many_step, sizes.pad_dim // 2, end, at.many_scores,
-            asking, extents, floats[at.query_scales],
-        )  # fmt: skip
-
-    @inlined
-    def weigh(floats, at, sizes, count, low, high, outputs):
-        pair_panel_weights(floats, at.many_scores, count, low, high)
-        many_pv(
-            floats, count, at.many_scores, at.many_values, sizes.many_step_v, low // 2, (high + 1) // 2,
-            outputs,
-        )  # fmt: skip
-
-    return _Parts(put_keys, pair_rows, multiply, weigh, 2)
+        if low < high:
+            end = _whole_blocks(high)
+            if asking == ASK_K and rows - r <= PANEL:
+                asking = np.int64(ASK_K | ASK_V)
+            run_step(state, np.int64(MULTIPLY), (r, count, end, asking))
+            partly = not alike or low > 0 or high < end
+            if partly:
+                _put_bounds(_floats_of(state), places_of(state), item, seen, turn, group, r, count)
+            if has_slopes(state):
+                run_step(state, np.int64(ADJUST_MANY), (r, count, end))
+            run_step(state, np.int64(WEIGH), (r, count, low, high, end, np.int64(partly)))
+            asking = np.int64(ASK_V) if asking == ASK_K else np.int64(0)
+    return 0
 
 
-@inlined
-def _put_panels(floats, at, sizes, item, units):
-    """Put query rows of so many floats side by side."""
-    rows = item.rows
-    for i in range(item.end_head - item.first_head):
-        for r in range(0, rows, PANEL):
-            transpose_queries(
-                floats, at.queries + (i * rows + r) * sizes.pad_dim, sizes.pad_dim,
-                min(rows - r, PANEL), units, _panel_at(at, sizes, rows, i, r),
+def make_load_many(IN_UNIT):
+    """The step `LOAD_MANY`: put loaded query rows side by side, with so many elements in a float."""
+
+    def load_many(state):
+        floats, at, sizes, item = (
+            _floats_of(state),
+            places_of(state),
+            sizes_of(state),
+            item_of(state),
+        )
+        rows = item.rows
+        for i in range(item.end_head - item.first_head):
+            for r in range(0, rows, PANEL):
+                transpose_queries(
+                    floats, at.queries + (i * rows + r) * sizes.pad_dim, sizes.pad_dim,
+                    min(rows - r, PANEL), sizes.pad_dim // IN_UNIT, _panel_at(at, sizes, rows, i, r),
+                )  # fmt: skip
+        return 0
+
+    return load_many
+
+
+def make_put_keys(K_KIND, V_KIND, COMPUTE):
+    """The step `PUT_KEYS`: ``put_keys(state, end)`` puts a tile's first K rows down, whole blocks of them."""
+    tile_of = make_tile_of(K_KIND, V_KIND)
+    if COMPUTE == PAIRS:
+        put_rows = copy_rows
+    else:
+        widen_rows = make_widen_rows(K_KIND)
+
+        @inlined
+        def put_rows(floats, to_at, step, rows, end):
+            widen_rows(floats, to_at, step, rows, np.int64(0), end)
+
+    def put_keys(state, end):
+        at, step = places_of(state), sizes_of(state).many_step
+        put_rows(_floats_of(state), at.many_keys, step, tile_of(state).keys, end)
+        return 0
+
+    return put_keys
+
+
+def make_put_values(K_KIND, V_KIND, COMPUTE):
+    """The step `PUT_VALUES`: ``put_values(state, begin, end)`` puts a tile's V rows down; whether all are finite."""
+    tile_of = make_tile_of(K_KIND, V_KIND)
+    put_rows = pair_rows if COMPUTE == PAIRS else make_widen_rows(V_KIND)
+
+    def put_values(state, begin, end):
+        at, step = places_of(state), sizes_of(state).many_step_v
+        values = tile_of(state).values
+        return np.int64(put_rows(_floats_of(state), at.many_values, step, values, begin, end))
+
+    return put_values
+
+
+def make_multiply(K_KIND, V_KIND, COMPUTE):
+    """The step `MULTIPLY`: ``multiply(state, r, count, end, asking)`` takes the scores of a panel."""
+    tile_of = make_tile_of(K_KIND, V_KIND)
+    of_next = min(K_KIND, V_KIND, key=ON_LINE.__getitem__)
+    if COMPUTE == PAIRS:
+        of_pairs = make_many_qk_of_pairs(of_next)
+
+        @inlined
+        def many_qk(floats, panel_at, count, at, sizes, end, asking, extents):
+            # All query rows have one scale.
+            of_pairs(
+                floats, panel_at, count, at.many_keys, sizes.many_step, sizes.pad_dim // 2, end, at.many_scores,
+                asking, extents, floats[at.query_scales],
             )  # fmt: skip
+    else:
+        of_floats = make_many_qk(of_next)
+
+        @inlined
+        def many_qk(floats, panel_at, count, at, sizes, end, asking, extents):
+            of_floats(
+                floats, panel_at, count, at.many_keys, sizes.many_step, sizes.pad_dim, end, at.many_scores,
+                asking, extents,
+            )  # fmt: skip
+
+    def multiply(state, r, count, end, asking):
+        at, sizes, item, tile = places_of(state), sizes_of(state), item_of(state), tile_of(state)
+        panel_at = _panel_at(at, sizes, item.rows, tile.head - item.first_head, r)
+        many_qk(_floats_of(state), panel_at, count, at, sizes, end, asking, tile.k_extents)
+        return 0
+
+    return multiply
+
+
+def make_weigh(COMPUTE):
+    """The step `WEIGH`: the softmax of a panel's scores, and weighted V rows.
+
+    ``weigh(state, r, count, low, high, end, partly)``: rows of the panel see tokens ``[low, high)``, or only `partly`;
+    `end` are the tokens that have scores.
+    """
+    many_pv = make_many_pv(COMPUTE == PAIRS)
+    F = np.float32
+    if COMPUTE == PAIRS:
+
+        @inlined
+        def sum_up(floats, at, count, step, low, high, outputs):
+            pair_panel_weights(floats, at.many_scores, count, low, high)
+            many_pv(
+                floats, count, at.many_scores, at.many_values, step, low // 2, (high + 1) // 2, outputs
+            )  # fmt: skip
+    else:
+
+        @inlined
+        def sum_up(floats, at, count, step, low, high, outputs):
+            many_pv(floats, count, at.many_scores, at.many_values, step, low, high, outputs)
+
+    def weigh(state, r, count, low, high, end, partly):
+        floats, at, sizes, item = (
+            _floats_of(state),
+            places_of(state),
+            sizes_of(state),
+            item_of(state),
+        )
+        row = (turn_of(state).head - item.first_head) * item.rows + r  # of scratch memory
+        # Where there are slopes, the cap came before them.
+        cap = F(0) if has_slopes(state) else F(soft_cap_of(state))
+        many_softmax(
+            floats, at.many_scores, count, end, cap, partly, at.many_bounds,
+            SoftmaxState(at.maxima + row, at.sums + row, at.rescale),
+        )  # fmt: skip
+        outputs = Outputs(at.outputs + row * sizes.pad_v, sizes.pad_v, at.rescale)
+        sum_up(floats, at, count, sizes.many_step_v, low, high, outputs)
+        return 0
+
+    return weigh
+
+
+def make_adjust_many():
+    """The step `ADJUST_MANY`: ``adjust_many(state, r, count, tokens)`` caps a panel's scores and adds biases."""
+    cap_scores, slope_of = make_soft_cap("float32"), make_slope_of("float32")
+    F = np.float32
+
+    def adjust_many(state, r, count, tokens):
+        floats, at = _floats_of(state), places_of(state)
+        cap = soft_cap_of(state)
+        if cap > 0:
+            cap_scores(np.int64(PANEL), floats, at.many_scores, F(cap))
+        slopes, positions = floats[at.scores : at.scores + PANEL], floats[at.scores + PANEL :]
+        for i in range(PANEL):
+            slopes[i], positions[i] = slope_of(state, r + min(np.int64(i), count - 1))
+        for t in range(tokens):
+            scores = floats[at.many_scores + t * PANEL : at.many_scores + (t + 1) * PANEL]
+            for i in range(PANEL):
+                scores[i] -= slopes[i] * abs(positions[i] - F(t))
+        return 0
+
+    return adjust_many
 
 
 @inlined
@@ -187,49 +251,6 @@ def _panel_at(at, sizes, rows, head, row):
     return at.many_queries + (head * panels * PANEL + row) * sizes.pad_dim
 
 
-def _make_attend_panels(parts, add_biases):
-    """``attend_panels``: scores, softmax and sums of a tile for all query rows of a kv head."""
-    multiply, weigh = parts.multiply, parts.weigh
-    F, KEYS, VALUES = np.float32, np.int64(ASK_K), np.int64(ASK_V)
-
-    @inlined
-    def attend_panels(floats, at, sizes, item, seen, soft_cap, tile):
-        rows, head = item.rows, tile.head - item.first_head
-        # The next tile's rows are prefetched: those of K with the first panel, those of V with the second, if there is
-        # one.
-        asking = np.int64(KEYS)
-        for r in range(0, rows, PANEL):
-            count = min(rows - r, PANEL)
-            low, high, alike = visible_to_tokens(
-                item, r // sizes.group, (r + count - 1) // sizes.group + 1, seen, tile.start
-            )
-            if low < high:
-                end = _whole_blocks(high)
-                if asking == KEYS and rows - r <= PANEL:
-                    asking = KEYS | VALUES
-                multiply(
-                    floats, _panel_at(at, sizes, rows, head, r), count, at, sizes, end, asking,
-                    tile.k_extents,
-                )  # fmt: skip
-                partly = not alike or low > 0 or high < end
-                if partly:
-                    _put_bounds(floats, at, item, seen, tile, sizes.group, r, count)
-                cap = add_biases(
-                    floats, at, sizes, item, seen, soft_cap, tile, np.int64(r), count, end
-                )
-                row = head * rows + r  # of scratch memory
-                state = SoftmaxState(at.maxima + row, at.sums + row, at.rescale)
-                many_softmax(
-                    floats, at.many_scores, count, end, F(cap), np.int64(partly), at.many_bounds,
-                    state,
-                )  # fmt: skip
-                outputs = Outputs(at.outputs + row * sizes.pad_v, sizes.pad_v, at.rescale)
-                weigh(floats, at, sizes, count, low, high, outputs)
-                asking = VALUES if asking == KEYS else np.int64(0)
-
-    return attend_panels
-
-
 @inlined
 def _whole_blocks(tokens):
     """A number of tokens, rounded up to whole blocks of rows."""
@@ -237,7 +258,7 @@ def _whole_blocks(tokens):
 
 
 @inlined
-def _put_bounds(floats, at, item, seen, tile, group, first, count):
+def _put_bounds(floats, at, item, seen, turn, group, first, count):
     """Put down which tokens of a tile the rows of a panel see; those past the end see what the last one does."""
     low, high, before = np.int64(0), np.int64(0), np.int64(-1)
     for i in range(PANEL):
@@ -246,6 +267,6 @@ def _put_bounds(floats, at, item, seen, tile, group, first, count):
             before = t
             low, high = visible_in_tile(
                 seen.ranges, item.first_token + t, item.position + t, seen.window_left, item.begin,
-                item.end, tile.start,
+                item.end, turn.start,
             )  # fmt: skip
         floats[at.many_bounds + i], floats[at.many_bounds + PANEL + i] = low, high

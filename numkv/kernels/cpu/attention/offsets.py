@@ -19,19 +19,20 @@ far on as a head is wide (`locate_next_head`).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numba.extending import register_jitable
 
 from numkv.kernels.cpu.attention.records import AMX_QUERY_ROWS, KV_TILE
 from numkv.kernels.cpu.inline import inlined
-from numkv.kernels.cpu.vectors.arrays import RAMP, address_of, fill_ramp, fill_shifted
+from numkv.kernels.cpu.vectors.arrays import RAMP, fill_ramp, fill_shifted
 from numkv.kernels.cpu.vectors.prefetch import NO_MORE, prefetch_extents
+from numkv.kernels.cpu.vectors.records import ITEMSIZE, SHAPE, STRIDES, int_at
 
 __all__ = [
-    "AHEAD", "EXTENTS", "K_EXTENTS", "SPARE", "TABLE", "TURN", "V_EXTENTS", "WORKER_INTS", "Layout", "ask_at_once",
-    "layout_of", "locate", "locate_next_head", "spread", "strides_of",
+    "AHEAD", "EXTENTS", "K_EXTENTS", "SPARE_INTS", "STATE_AT", "STATE_INTS", "TABLE", "TURN", "V_EXTENTS",
+    "WORKER_INTS", "Layout", "ask_at_once", "layout_of", "locate", "locate_next_head", "spread",
 ]  # fmt: skip
 
 #: Numbers of a table.
@@ -45,57 +46,81 @@ TURN = (V_EXTENTS + EXTENTS + RAMP - 1) // RAMP * RAMP
 AHEAD = 3 * TURN
 #: Behind these: what engines keep.
 SPARE = (AHEAD + 2 * EXTENTS + RAMP - 1) // RAMP * RAMP
-#: Integers of a worker: all that, and for a matrix unit where K rows are and how many parts queries take, or the tables
-#: of the tokens that a row of a mask picks.
-WORKER_INTS = SPARE + max(8 + AMX_QUERY_ROWS, 4 * TABLE)
+#: That is, for a matrix unit, where K rows are and how many parts queries take, or the tables of the tokens that a row
+#: of a mask picks.
+SPARE_INTS = (max(8 + AMX_QUERY_ROWS, 4 * TABLE) + RAMP - 1) // RAMP * RAMP
+#: Behind that: the thread's `state`.
+STATE_AT, STATE_INTS = SPARE + SPARE_INTS, 12 * RAMP
+#: Integers of a worker.
+WORKER_INTS = STATE_AT + STATE_INTS
 
 
 class Layout(NamedTuple):
-    """How K, V and their scales lie in memory."""
+    """How K, V and their scales lie in memory, in elements."""
 
     #: Tokens that an entry of the block table stands for, and tokens of a block.
     unit: int
     block_size: int
-    #: Elements from block to block, from head to head and from token to token.
-    k_step: Any
-    v_step: Any
-    #: The same of scales, if tokens have any.
-    k_scale_step: Any
-    v_scale_step: Any
+    #: From block to block, from head to head and from token to token of K and of V, then of their scales.
+    k_block: int
+    k_head: int
+    k_token: int
+    v_block: int
+    v_head: int
+    v_token: int
+    k_scale_block: int
+    k_scale_head: int
+    k_scale_token: int
+    v_scale_block: int
+    v_scale_head: int
+    v_scale_token: int
     #: Where a pool begins, words of a row, bytes of a word.
-    k_rows: Any
-    v_rows: Any
-    #: Whether tokens have scales.
-    k_scaled: bool
-    v_scaled: bool
-    #: Whether V and its scales lie as K does.
-    same: bool
-    #: Where V's tables begin: 0 if they are those of K.
+    k_base: int
+    k_words: int
+    k_size: int
+    v_base: int
+    v_words: int
+    v_size: int
+    #: 1 if tokens have scales.
+    k_scaled: int
+    v_scaled: int
+    #: Where V's tables begin: 0 if they are those of K, as V and its scales lie as K does.
     v_table: int
 
 
 @inlined
-def strides_of(array):
-    """Elements from block to block, from head to head and from token to token."""
-    size = array.itemsize
-    return array.strides[0] // size, array.strides[1] // size, array.strides[2] // size
+def _step(record, array, axis):
+    """Elements from one place of an axis to the next, of an array of a record."""
+    return int_at(record, array + STRIDES + axis) // int_at(record, array + ITEMSIZE)
 
 
-@inlined
-def layout_of(k, k_scale_step, k_scaled, v, v_scale_step, v_scaled, unit):
-    """The `Layout` of pools; without scales their steps do not count."""
-    k_step, v_step = strides_of(k), strides_of(v)
-    same = (
-        k_step == v_step
-        and k_scaled == v_scaled
-        and (not k_scaled or k_scale_step == v_scale_step)
-    )  # fmt: skip
-    v_table = np.int64(0) if same else np.int64(TABLE)
-    k_rows = address_of(k), np.int64(k.shape[3]), np.int64(k.itemsize)
-    v_rows = address_of(v), np.int64(v.shape[3]), np.int64(v.itemsize)
+@register_jitable
+def layout_of(record, k, k_scale, v, v_scale, k_scaled, v_scaled, unit):
+    """The `Layout` of pools and scales that are at these numbers of a record.
+
+    Steps of scales that tokens do not have are 0. `unit` are the tokens that an entry of the block table stands for.
+    """
+    k_block, k_head, k_token = _step(record, k, 0), _step(record, k, 1), _step(record, k, 2)
+    v_block, v_head, v_token = _step(record, v, 0), _step(record, v, 1), _step(record, v, 2)
+    ks_block, ks_head, ks_token = (
+        _step(record, k_scale, 0),
+        _step(record, k_scale, 1),
+        _step(record, k_scale, 2),
+    )
+    vs_block, vs_head, vs_token = (
+        _step(record, v_scale, 0),
+        _step(record, v_scale, 1),
+        _step(record, v_scale, 2),
+    )
+    differ = (k_block ^ v_block) | (k_head ^ v_head) | (k_token ^ v_token) | (k_scaled ^ v_scaled)
+    differ |= k_scaled * ((ks_block ^ vs_block) | (ks_head ^ vs_head) | (ks_token ^ vs_token))
     return Layout(
-        unit, np.int64(k.shape[2]), k_step, v_step, k_scale_step, v_scale_step, k_rows, v_rows, k_scaled,
-        v_scaled, same, v_table,
+        unit, int_at(record, k + SHAPE + 2), k_block, k_head, k_token, v_block, v_head, v_token,
+        ks_block * k_scaled, ks_head * k_scaled, ks_token * k_scaled,
+        vs_block * v_scaled, vs_head * v_scaled, vs_token * v_scaled,
+        int_at(record, k), int_at(record, k + SHAPE + 3), int_at(record, k + ITEMSIZE),
+        int_at(record, v), int_at(record, v + SHAPE + 3), int_at(record, v + ITEMSIZE),
+        k_scaled, v_scaled, np.int64(0) if differ == 0 else np.int64(TABLE),
     )  # fmt: skip
 
 
@@ -120,10 +145,10 @@ def locate(offsets, tile, begin, end, entries, head, layout):
         How K and V lie.
     """
     if begin >= end:  # nothing to be read or prefetched
-        offsets[K_EXTENTS], offsets[V_EXTENTS] = layout.k_rows[0], layout.v_rows[0]
+        offsets[K_EXTENTS], offsets[V_EXTENTS] = layout.k_base, layout.v_base
         offsets[K_EXTENTS + 1] = offsets[V_EXTENTS + 1] = NO_MORE
         return
-    unit, block_size, k_step, v_step = layout.unit, layout.block_size, layout.k_step, layout.v_step
+    unit, block_size, apart = layout.unit, layout.block_size, layout.v_table > 0
     p, stop, at = max(tile, begin), min(tile + KV_TILE, end), np.int64(0)
     if p >= stop:  # a tile past the end
         p, stop = end - 1, end
@@ -145,21 +170,45 @@ def locate(offsets, tile, begin, end, entries, head, layout):
             most = min(block_size - offset, stop - p)
             while run < most and np.int64(entries[entry + run]) == slot + run:
                 run += 1
-        k_at = block * k_step[0] + head * k_step[1] + offset * k_step[2]
-        v_at = block * v_step[0] + head * v_step[1] + offset * v_step[2]
-        k_extents = _add_extents(offsets, k_extents, k_at, run, k_step[2], layout.k_rows)
-        v_extents = _add_extents(offsets, v_extents, v_at, run, v_step[2], layout.v_rows)
-        fill_ramp(offsets, at, run, k_at, k_step[2])
-        if not layout.same:
-            fill_ramp(offsets, TABLE + at, run, v_at, v_step[2])
+        k_at = block * layout.k_block + head * layout.k_head + offset * layout.k_token
+        v_at = block * layout.v_block + head * layout.v_head + offset * layout.v_token
+        k_extents = _add_extents(
+            offsets,
+            k_extents,
+            k_at,
+            run,
+            layout.k_token,
+            layout.k_base,
+            layout.k_words,
+            layout.k_size,
+        )
+        v_extents = _add_extents(
+            offsets,
+            v_extents,
+            v_at,
+            run,
+            layout.v_token,
+            layout.v_base,
+            layout.v_words,
+            layout.v_size,
+        )
+        fill_ramp(offsets, at, run, k_at, layout.k_token)
+        if apart:
+            fill_ramp(offsets, TABLE + at, run, v_at, layout.v_token)
         if layout.k_scaled:
-            step = layout.k_scale_step
-            s_at = block * step[0] + head * step[1] + offset * step[2]
-            fill_ramp(offsets, 2 * TABLE + at, run, s_at, step[2])
-        if layout.v_scaled and not layout.same:
-            step = layout.v_scale_step
-            s_at = block * step[0] + head * step[1] + offset * step[2]
-            fill_ramp(offsets, 3 * TABLE + at, run, s_at, step[2])
+            s_at = (
+                block * layout.k_scale_block
+                + head * layout.k_scale_head
+                + offset * layout.k_scale_token
+            )
+            fill_ramp(offsets, 2 * TABLE + at, run, s_at, layout.k_scale_token)
+        if layout.v_scaled and apart:
+            s_at = (
+                block * layout.v_scale_block
+                + head * layout.v_scale_head
+                + offset * layout.v_scale_token
+            )
+            fill_ramp(offsets, 3 * TABLE + at, run, s_at, layout.v_scale_token)
         at += run
         p += run
         entry += run if unit == 1 else np.int64(1)
@@ -178,17 +227,18 @@ def locate_next_head(offsets, here, to, layout):
 
     All lies as far on as a head is wide, however many runs there are: this takes a fraction of the time of `locate`.
     """
-    fill_shifted(offsets, to, KV_TILE, here, layout.k_step[1])
-    if not layout.same:
-        fill_shifted(offsets, to + TABLE, KV_TILE, here + TABLE, layout.v_step[1])
+    fill_shifted(offsets, to, KV_TILE, here, layout.k_head)
+    apart = layout.v_table > 0
+    if apart:
+        fill_shifted(offsets, to + TABLE, KV_TILE, here + TABLE, layout.v_head)
     if layout.k_scaled:
         at = 2 * TABLE
-        fill_shifted(offsets, to + at, KV_TILE, here + at, layout.k_scale_step[1])
-    if layout.v_scaled and not layout.same:
+        fill_shifted(offsets, to + at, KV_TILE, here + at, layout.k_scale_head)
+    if layout.v_scaled and apart:
         at = 3 * TABLE
-        fill_shifted(offsets, to + at, KV_TILE, here + at, layout.v_scale_step[1])
-    _shift_extents(offsets, here + K_EXTENTS, to + K_EXTENTS, layout.k_step[1] * layout.k_rows[2])
-    _shift_extents(offsets, here + V_EXTENTS, to + V_EXTENTS, layout.v_step[1] * layout.v_rows[2])
+        fill_shifted(offsets, to + at, KV_TILE, here + at, layout.v_scale_head)
+    _shift_extents(offsets, here + K_EXTENTS, to + K_EXTENTS, layout.k_head * layout.k_size)
+    _shift_extents(offsets, here + V_EXTENTS, to + V_EXTENTS, layout.v_head * layout.v_size)
 
 
 @register_jitable
@@ -198,8 +248,7 @@ def spread(offsets, table, heads, part, parts, layout):
     The group's first turn has its tables at `table`; `heads` are those of the group. Parts are of the same size, and
     follow each other as blocks do, each block's heads side by side: memory is asked for a whole block at a time.
     """
-    k_shift = layout.k_step[1] * layout.k_rows[2]
-    v_shift = layout.v_step[1] * layout.v_rows[2]
+    k_shift, v_shift = layout.k_head * layout.k_size, layout.v_head * layout.v_size
     _spread(offsets, table + K_EXTENTS, heads, k_shift, AHEAD, part, parts)
     _spread(offsets, table + V_EXTENTS, heads, v_shift, AHEAD + EXTENTS, part, parts)
 
@@ -251,13 +300,12 @@ def _shift_extents(offsets, source, to, shift):
 
 
 @register_jitable
-def _add_extents(offsets, extents, first, count, step, rows):
+def _add_extents(offsets, extents, first, count, step, base, words, size):
     """Put `count` rows, the first at `first`, among extents; rows that lie one after another make one.
 
     `extents` says where the next one goes, and where the one before it ends; that is returned for the next call.
     """
     at, last_end = extents
-    base, words, size = rows
     each = count if step == words else np.int64(1)
     i = np.int64(0)
     while i < count:  # the length of a range would need a division

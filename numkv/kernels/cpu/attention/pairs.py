@@ -19,32 +19,35 @@ from numkv.kernels.cpu.attention.llvm.pairs import make_accumulate_pairs, pair_r
 from numkv.kernels.cpu.attention.records import PAIRS, Outputs
 from numkv.kernels.cpu.inline import inlined
 
-__all__ = ["make_keys", "make_values"]
+__all__ = ["load_query", "make_keys", "make_values"]
+
+
+_load_floats = floats_engine.make_loader(PAIRS)
+
+
+@inlined
+def load_query(floats, at, sizes, row, q_row, scale):
+    """Put a query row into scratch memory, as pairs."""
+    _load_floats(floats, at, sizes, row, q_row, np.float32(1))
+    pair_row(floats, at.queries + row * sizes.pad_dim, sizes.pad_dim)
+    floats[at.query_scales + row] = scale
+
+
+def make_keys(next_kind: str, count: int) -> tuple[Callable[..., Any], ...]:
+    """``interleave, scores`` for K in bf16; `next_kind` is V's, whose rows are prefetched."""
+    return floats_engine.make_keys("bf16", PAIRS, next_kind, count, True)
 
 
 @functools.cache
-def make_keys(next_kind: str) -> tuple[Callable[..., Any], ...]:
-    """``load_query, interleave, scores`` for K in bf16; `next_kind` is V's, whose rows are prefetched."""
-    load_floats, interleave, scores = floats_engine.make_keys("bf16", PAIRS, next_kind, True)
-
-    @inlined
-    def load_query(floats, at, sizes, row, q_row, scale):
-        load_floats(floats, at, sizes, row, q_row, np.float32(1))
-        pair_row(floats, at.queries + row * sizes.pad_dim, sizes.pad_dim)
-        floats[at.query_scales + row] = scale
-
-    return load_query, interleave, scores
-
-
-@functools.cache
-def make_values(next_kind: str) -> Callable[..., Any]:
+def make_values(next_kind: str, count: int) -> Callable[..., Any]:
     """``accumulate`` for V in bf16; `next_kind` is K's, whose rows are prefetched."""
     accumulate_pairs = make_accumulate_pairs(next_kind)
+    COUNT = np.int64(count)
 
     @inlined
-    def accumulate(floats, at, sizes, count, taken, values, begin, end, row, extents):
-        pair_weights(count, floats, at.scores, begin, end)
+    def accumulate(floats, at, sizes, taken, values, begin, end, row, extents):
+        pair_weights(COUNT, floats, at.scores, begin, end)
         outputs = Outputs(at.outputs + row * sizes.pad_v, sizes.pad_v, at.rescale)
-        accumulate_pairs(count, taken, floats, at.scores, values, begin, end, outputs, extents)
+        accumulate_pairs(COUNT, taken, floats, at.scores, values, begin, end, outputs, extents)
 
     return accumulate

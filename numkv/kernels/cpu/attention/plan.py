@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba.extending import register_jitable
 
 from numkv.kernels.cpu.attention.records import FEW_ROWS, KV_TILE, QUERY_ROWS, Item
 from numkv.kernels.cpu.inline import inlined
@@ -20,6 +19,7 @@ from numkv.rows.visible import visible_to_any
 __all__ = [
     "LEAST_ROWS",
     "MIN_SPLIT",
+    "MISSING",
     "SERIAL_WORK",
     "SPLIT_ROWS",
     "Plan",
@@ -52,12 +52,20 @@ SERIAL_WORK = 2_000_000
 LEAST_ROWS = 4
 
 
+#: Where a plan says which steps of the engine there were not, a bit for each; see `state.run_step`.
+MISSING = 2
+# What a plan has before arrays: its two counters, and that.
+_HEADER = 3
+
+
 class Plan(NamedTuple):
     """Views of the integers that say what there is to do. Arrays but counters have an element for each sequence."""
 
     #: Counters that threads share: of items, and of rows to merge.
     next_item: Any
     next_row: Any
+    #: Steps of the engine that there were not.
+    missing: Any
     #: The first item and the first part of its results; both have the total at the end.
     first_item: Any
     first_part: Any
@@ -72,23 +80,23 @@ class Plan(NamedTuple):
 @inlined
 def plan_of(ints, num_seqs):
     """The plan that lies in an array of integers."""
-    first_item, first_part = 2, 3 + num_seqs
+    first_item, first_part = _HEADER, _HEADER + 1 + num_seqs
     split_len = first_part + num_seqs + 1
     heads = split_len + num_seqs
     rest = heads + num_seqs
     return Plan(
-        ints[0:1], ints[1:2], ints[first_item:first_part], ints[first_part:split_len],
+        ints[0:1], ints[1:2], ints[MISSING:_HEADER], ints[first_item:first_part], ints[first_part:split_len],
         ints[split_len:heads], ints[heads:rest], ints[rest:],
     )  # fmt: skip
 
 
 def plan_size(num_seqs: int) -> int:
     """Integers of a plan, without those of workers."""
-    return 4 + 4 * num_seqs
+    return _HEADER + 2 + 4 * num_seqs
 
 
 class Problem(NamedTuple):
-    """What a plan is made for."""
+    """What a plan is for, as `find_item` takes it."""
 
     seq_lens: Any
     q_starts: Any
@@ -103,33 +111,24 @@ class Problem(NamedTuple):
     max_rows: int
 
 
-@register_jitable
-def _length(problem, b):
+@inlined
+def _length(seq_lens, ranges, capacity, b):
     """Tokens of a sequence; with ranges, those for which there is room."""
-    return np.int64(problem.seq_lens[b]) if len(problem.ranges) == 0 else problem.capacity
+    return np.int64(seq_lens[b]) if len(ranges) == 0 else capacity
 
 
-@register_jitable
-def make_plan(problem, columns, threads, plan):
-    """Fill a plan; return how many threads are to work on it.
+def make_plan(
+    seq_lens, q_starts, ranges, window_left, capacity, unit, num_kv_heads, group, max_rows, columns, threads, ints
+):  # fmt: skip
+    """Make a plan in `ints`; return how many threads are to work on it, and how many parts there are to merge.
 
-    Parameters
-    ----------
-    problem : Problem
-        What there is to do.
-    columns : int
-        Elements of a K row and of a V row, together.
-    threads : int
-        How many threads there may be.
-    plan : Plan
-        To be filled; its counters are set to 0.
+    For the first nine see `Problem`; `columns` are the elements of a K row and of a V row together, and `threads` are
+    those that there may be. Counters are set to 0.
     """
-    seq_lens, q_starts, ranges, group = (
-        problem.seq_lens, problem.q_starts, problem.ranges, problem.group
-    )  # fmt: skip
-    num_kv_heads, num_seqs = problem.num_kv_heads, len(seq_lens)
-    block_tokens = max(1, problem.max_rows // group)
-    plan.next_item[0] = plan.next_row[0] = 0
+    plan = plan_of(ints, len(seq_lens))
+    num_seqs = len(seq_lens)
+    block_tokens = max(1, max_rows // group)
+    plan.next_item[0] = plan.next_row[0] = plan.missing[0] = 0
     parts = np.int64(0)
     work = np.int64(0)
     pieces = np.int64(0)  # of query blocks and splits
@@ -137,9 +136,9 @@ def make_plan(problem, columns, threads, plan):
         tokens = q_starts[b + 1] - q_starts[b]
         plan.first_part[b] = parts
         blocks = (tokens + block_tokens - 1) // block_tokens
-        length = _length(problem, b)
+        length = _length(seq_lens, ranges, capacity, b)
         first, end = visible_to_any(
-            ranges, q_starts[b], tokens, length - tokens, problem.window_left, length
+            ranges, q_starts[b], tokens, length - tokens, window_left, length
         )
         first -= first % KV_TILE
         span = max(np.int64(0), end - first)
@@ -161,7 +160,7 @@ def make_plan(problem, columns, threads, plan):
     workers = 1 if work < SERIAL_WORK else threads
 
     most_heads = np.int64(1)
-    if problem.unit < LONG_RUN:
+    if unit < LONG_RUN:
         wanted = workers * (ITEMS_EACH if workers <= FEW_THREADS else MORE_ITEMS_EACH)
         if workers == 1:
             wanted = 1
@@ -177,7 +176,7 @@ def make_plan(problem, columns, threads, plan):
         plan.first_item[b] = items
         items += mine
     plan.first_item[num_seqs] = items
-    return workers
+    return workers, parts
 
 
 @inlined
@@ -186,7 +185,7 @@ def find_item(problem, plan, b, number):
     q_starts, group = problem.q_starts, problem.group
     block_tokens = max(1, problem.max_rows // group)
     seq_tokens = q_starts[b + 1] - q_starts[b]
-    length = _length(problem, b)
+    length = _length(problem.seq_lens, problem.ranges, problem.capacity, b)
     split_len = plan.split_len[b]
     inner = number - plan.first_item[b]
     heads = plan.heads[b]
@@ -221,5 +220,5 @@ def find_item(problem, plan, b, number):
         part = plan.first_part[b] + (split * seq_tokens + t0) * problem.num_kv_heads * group
     return Item(
         b, q_starts[b] + t0, tokens, tokens * group, first_head, end_head, position, begin, end, part,
-        seq_tokens * group > FEW_ROWS,
+        np.int64(seq_tokens * group > FEW_ROWS),
     )  # fmt: skip

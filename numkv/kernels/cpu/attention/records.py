@@ -31,6 +31,7 @@ __all__ = [
     "Rows",
     "SoftmaxState",
     "Tile",
+    "Turn",
     "Visibility",
     "Weights",
     "float_type",
@@ -89,8 +90,8 @@ class Item(NamedTuple):
     end: int
     #: Where the first token's parts are among those of all splits; -1 if the KV range is not split.
     part: int
-    #: Whether the sequence has many query rows, as a matrix unit wants them.
-    is_large: bool
+    #: 1 if the sequence has many query rows, as a matrix unit wants them.
+    is_large: int
 
 
 class Visibility(NamedTuple):
@@ -112,8 +113,27 @@ class Rows(NamedTuple):
     groups: int
 
 
+class Turn(NamedTuple):
+    """A KV tile of one kv head as the driver hands it over: addresses of tables, see `offsets`."""
+
+    #: The first token, and the kv head.
+    start: int
+    head: int
+    #: Where tokens' K rows and V rows start; the tables of their scales lie `SCALES_ON` numbers on.
+    keys_at: int
+    values_at: int
+    #: Extents of this tile's V rows and of the next tile's K rows.
+    v_extents_at: int
+    k_extents_at: int
+    #: The same tables of the next tile.
+    next_keys_at: int
+    next_values_at: int
+    #: Elements from one token's K row to the next within a block.
+    k_step: int
+
+
 class Tile(NamedTuple):
-    """A KV tile of one kv head."""
+    """A KV tile of one kv head, as steps take it."""
 
     #: The first token, and the kv head.
     start: int

@@ -8,13 +8,23 @@ from typing import Any
 
 import numpy as np
 
+from numkv.kernels.cpu.attention.engines import in_integers
 from numkv.kernels.cpu.attention.llvm.scales import make_gather_groups, make_gather_scales
-from numkv.kernels.cpu.attention.records import KV_TILE
+from numkv.kernels.cpu.attention.offsets import TABLE
+from numkv.kernels.cpu.attention.records import KV_TILE, float_type
+from numkv.kernels.cpu.attention.state import (
+    floats_reader,
+    make_scales_of,
+    places_of,
+    sizes_of,
+    turn_of,
+)
 from numkv.kernels.cpu.inline import inlined
 from numkv.kernels.cpu.vectors.prefetch import prefetch
+from numkv.kernels.cpu.vectors.records import ints_from
 from numkv.kinds import kind as kind_named
 
-__all__ = ["make_gather", "make_of_head"]
+__all__ = ["make_gather", "make_gather_turn", "make_of_head"]
 
 
 @functools.cache
@@ -69,3 +79,36 @@ def make_of_head(kind: str, compute: str) -> Callable[..., Any]:
         return F(factor)
 
     return scaled if kind_named(kind).scales_per == "head" else unscaled
+
+
+def make_gather_turn(K_KIND, V_KIND, COMPUTE):
+    """The step `GATHER`: the scales of a turn's tokens, and those of the next turn ahead of time."""
+    gather_k = make_gather(K_KIND, float_type(COMPUTE), in_integers(K_KIND, COMPUTE))
+    gather_v = make_gather(V_KIND, float_type(COMPUTE))
+    floats_of, scales_of = floats_reader(COMPUTE), make_scales_of(K_KIND, V_KIND)
+
+    def gather(state):
+        floats, at, sizes, turn = (
+            floats_of(state),
+            places_of(state),
+            sizes_of(state),
+            turn_of(state),
+        )
+        k_scale, v_scale = scales_of(state)
+        gather_k(
+            floats, at.key_scales, k_scale, _scales_by(turn.keys_at), _scales_by(turn.next_keys_at),
+            sizes.k_groups,
+        )  # fmt: skip
+        gather_v(
+            floats, at.value_scales, v_scale, _scales_by(turn.values_at), _scales_by(turn.next_values_at),
+            sizes.v_groups,
+        )  # fmt: skip
+        return 0
+
+    return gather
+
+
+@inlined
+def _scales_by(rows_at):
+    """Where the scales of tokens start whose rows' table is there."""
+    return ints_from(rows_at + np.int64(8 * 2 * TABLE), np.int64(TABLE))

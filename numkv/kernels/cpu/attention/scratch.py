@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import itertools
+from typing import Any, NamedTuple
 
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
+import numpy as np
 
 from numkv.kernels.cpu.attention.records import (
     AMX_QUERY_ROWS,
@@ -17,11 +15,10 @@ from numkv.kernels.cpu.attention.records import (
     PANEL,
     QUERY_ROWS,
 )
-from numkv.kernels.cpu.vectors.emit import I64
 from numkv.kernels.cpu.vectors.features import AMX_ROWS, LANES, ROW_UNROLL
 from numkv.kinds import kind
 
-__all__ = ["LINE", "SPARE", "Scratch", "Sizes", "make_layout", "places", "total"]
+__all__ = ["LINE", "SPARE", "Scratch", "Sizes", "lay_out"]
 
 #: Floats in a cache line.
 LINE = 16
@@ -100,110 +97,84 @@ class Scratch(NamedTuple):
     end: int
 
 
-def make_layout(
+def lay_out(
     k_kind: str,
     v_kind: str,
     k_in_integers: bool,
     use_amx: int,
     by_panels: bool,
-    in_pairs: bool = False,
-) -> tuple[Callable[[int, int, int], Sizes], Callable[[Sizes], Scratch]]:
-    """``sizes_of(dim, dim_v, group)`` and ``scratch_of(sizes)``, the floats of each part, for a kernel's kinds."""
+    in_pairs: bool,
+    extents: tuple[int, int, int],
+) -> np.ndarray[Any, Any]:
+    """`Sizes`, where parts of a worker's scratch memory begin as `Scratch` has them, and how many floats it has.
+
+    `extents` are the elements of a K row and of a V row, and the q heads of a kv head.
+    """
+    dim, dim_v, group = extents
     rows_at_most = AMX_QUERY_ROWS if use_amx else MANY_QUERY_ROWS if by_panels else QUERY_ROWS
-    k_kind_, v_kind_ = kind(k_kind), kind(v_kind)
-    k_group, v_group = k_kind_.group_size, v_kind_.group_size
+    k_group, v_group = kind(k_kind).group_size, kind(v_kind).group_size
     k_packed = k_in_integers and k_group > 0
     pad_k = KV_TILE if use_amx else INT4_SPAN if k_packed else 4 * LANES if k_in_integers else LANES
     pad_v = KV_TILE if use_amx else LANES
     if in_pairs:  # two elements to a lane
         pad_k, pad_v = max(pad_k, 2 * LANES), max(pad_v, 2 * LANES)
-    unroll, line = _UNROLL, LINE
-
-    def sizes_of(dim, dim_v, group):
-        # Whole groups are read, if not written; and every table begins where a cache line does.
-        max_rows = (max(rows_at_most, group) + unroll + line - 1) // line * line
-        return Sizes(
-            dim,
-            dim_v,
-            group,
-            max_rows,
-            (dim + pad_k - 1) // pad_k * pad_k,
-            (dim_v + pad_v - 1) // pad_v * pad_v,
-            (dim + INT4_SPAN - 1) // INT4_SPAN,
-            (dim_v + INT4_SPAN - 1) // INT4_SPAN,
-            (dim + k_group - 1) // k_group if k_group > 0 else 1,
-            (dim_v + v_group - 1) // v_group if v_group > 0 else 1,
-            (dim + LANES - 1) // LANES * LANES + line,
-            (dim_v + LANES - 1) // LANES * LANES + line,
-        )
-
-    def scratch_of(sizes):
-        rows, k_spans, v_spans = sizes.max_rows, sizes.k_spans, sizes.v_spans
-        # Scales are put down by fours; a K tile of bf16 takes most.
-        k_scales, v_scales = (sizes.k_groups + 3) // 4 * 4, (sizes.v_groups + 3) // 4 * 4
-        keys = (sizes.dim + KV_TILE - 1) // KV_TILE * KV_TILE * KV_TILE // 2 if use_amx else 0
-        group = sizes.group
-        blocks = max(1, rows_at_most // group) * ((group + AMX_ROWS - 1) // AMX_ROWS)
-        blocks = blocks + rows_at_most // AMX_ROWS if use_amx else 0
-        panels = rows // PANEL + 1
-        return Scratch(
-            rows * sizes.pad_dim,
-            rows * sizes.pad_v,
-            rows,
-            rows,
-            rows,
-            AMX_ROWS * KV_TILE,
-            2 * KV_TILE * k_scales,
-            2 * KV_TILE * v_scales,
-            rows,
-            rows,
-            rows * 16 * k_spans,
-            line * 4 * v_spans,
-            unroll * (KV_TILE // 2 * 4) * v_spans,
-            2 * rows * sizes.pad_dim,
-            2 * rows * 16 * k_spans,
-            2 * rows,
-            sizes.pad_v * (KV_TILE // 2) if use_amx else 0,
-            2 * rows * KV_TILE if use_amx else 0,
-            SPARE if use_amx else 0,
-            2 * AMX_ROWS if use_amx else 0,
-            AMX_ROWS if use_amx else 0,
-            keys,
-            blocks * (3 * keys // 4),
-            blocks * AMX_ROWS * sizes.pad_v,
-            panels * PANEL * sizes.pad_dim if by_panels else 0,
-            KV_TILE * sizes.many_step if by_panels else 0,
-            KV_TILE * sizes.many_step_v if by_panels else 0,
-            KV_TILE * PANEL if by_panels else 0,
-            2 * PANEL if by_panels else 0,
-            line,
-        )
-
-    return sizes_of, scratch_of
+    # Whole groups are read, if not written; and every table begins where a cache line does.
+    rows = (max(rows_at_most, group) + _UNROLL + LINE - 1) // LINE * LINE
+    sizes = Sizes(
+        dim,
+        dim_v,
+        group,
+        rows,
+        _up(dim, pad_k),
+        _up(dim_v, pad_v),
+        -(-dim // INT4_SPAN),
+        -(-dim_v // INT4_SPAN),
+        -(-dim // k_group) if k_group > 0 else 1,
+        -(-dim_v // v_group) if v_group > 0 else 1,
+        _up(dim, LANES) + LINE,
+        _up(dim_v, LANES) + LINE,
+    )
+    # Scales are put down by fours; a K tile of bf16 takes most.
+    k_scales, v_scales = _up(sizes.k_groups, 4), _up(sizes.v_groups, 4)
+    keys = _up(dim, KV_TILE) * KV_TILE // 2 if use_amx else 0
+    blocks = max(1, rows_at_most // group) * ((group + AMX_ROWS - 1) // AMX_ROWS)
+    blocks = blocks + rows_at_most // AMX_ROWS if use_amx else 0
+    parts = Scratch(
+        queries=rows * sizes.pad_dim,
+        outputs=rows * sizes.pad_v,
+        maxima=rows,
+        sums=rows,
+        query_scales=rows,
+        scores=AMX_ROWS * KV_TILE,
+        key_scales=2 * KV_TILE * k_scales,
+        value_scales=2 * KV_TILE * v_scales,
+        rescale=rows,
+        prob_scales=rows,
+        query_sums=rows * 16 * sizes.k_spans,
+        prob_sums=LINE * 4 * sizes.v_spans,
+        group_probs=_UNROLL * (KV_TILE // 2 * 4) * sizes.v_spans,
+        interleaved=2 * rows * sizes.pad_dim,
+        interleaved_sums=2 * rows * 16 * sizes.k_spans,
+        unrolls=2 * rows,
+        amx_values=sizes.pad_v * (KV_TILE // 2) if use_amx else 0,
+        amx_scores=2 * rows * KV_TILE if use_amx else 0,
+        amx_spare=SPARE if use_amx else 0,
+        amx_bounds=2 * AMX_ROWS if use_amx else 0,
+        amx_scales=AMX_ROWS if use_amx else 0,
+        amx_keys=keys,
+        amx_queries=blocks * (3 * keys // 4),
+        amx_outputs=blocks * AMX_ROWS * sizes.pad_v,
+        many_queries=(rows // PANEL + 1) * PANEL * sizes.pad_dim if by_panels else 0,
+        many_keys=KV_TILE * sizes.many_step if by_panels else 0,
+        many_values=KV_TILE * sizes.many_step_v if by_panels else 0,
+        many_scores=KV_TILE * PANEL if by_panels else 0,
+        many_bounds=2 * PANEL if by_panels else 0,
+        end=LINE,
+    )
+    places = itertools.accumulate(parts, initial=0)
+    return np.array([*sizes, *places], np.int64)
 
 
-@intrinsic
-def places(typing_context, first, sizes):
-    """Where parts of scratch memory begin that lie one after another: ``first + cumsum(sizes) - sizes``, by name."""
-
-    def codegen(context, b, sig, args):
-        at, starts = args[0], []
-        for size in cgutils.unpack_tuple(b, args[1], len(sizes)):
-            starts.append(at)
-            at = b.add(at, size)
-        return context.make_tuple(b, sig.return_type, starts)
-
-    return sizes(first, sizes), codegen
-
-
-@intrinsic
-def total(typing_context, sizes):
-    """``sum(sizes)``."""
-
-    def codegen(context, b, sig, args):
-        found = I64(0)
-        for size in cgutils.unpack_tuple(b, args[0], len(sizes)):
-            found = b.add(found, size)
-        return found
-
-    return types.int64(sizes), codegen
+def _up(number: int, unit: int) -> int:
+    """The least multiple of a unit that is no less than a number."""
+    return -(-number // unit) * unit

@@ -1,31 +1,58 @@
-"""Attention to a KV tile in vector code, whatever the engines of K and of V: floats or integers.
+"""Few query rows in vector code, whatever the sides of K and of V: floats, integers or pairs of bf16.
 
 Scores lie token after token, the query rows of a group side by side (``s[t, r]``): few lanes are left to be added, one
 softmax serves all rows, and query rows are interleaved for it once an item.
+
+What decides which rows see which tokens (`attend_few`) is one kernel for all kinds. The arithmetic is a kernel for each
+number of rows that are taken at once (`make_rows`): few groups of q heads need more than one of them.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numba import types
 
-from numkv.kernels.cpu.attention.engines import Engine, in_integers, keys_for, values_for
+from numkv.kernels.builder import SCALES
+from numkv.kernels.cpu.attention import floats, integers, pairs
+from numkv.kernels.cpu.attention.engines import in_integers
 from numkv.kernels.cpu.attention.floats import clear
 from numkv.kernels.cpu.attention.llvm.softmax import make_online_softmax_step, make_soft_cap
-from numkv.kernels.cpu.attention.records import SoftmaxState, float_type
+from numkv.kernels.cpu.attention.records import LOG2_E, PAIRS, SoftmaxState, float_type
 from numkv.kernels.cpu.attention.scales import make_of_head
+from numkv.kernels.cpu.attention.state import (
+    ADJUST,
+    AT_ONCE,
+    K_SCALE,
+    OF_1,
+    SINKS,
+    Q,
+    call_of,
+    floats_reader,
+    has_slopes,
+    item_of,
+    make_tile_of,
+    mask_of,
+    number_of,
+    places_of,
+    run_step,
+    scale_of,
+    seen_of,
+    sizes_of,
+    soft_cap_of,
+    turn_of,
+)
 from numkv.kernels.cpu.attention.visible import visible_in_tile
 from numkv.kernels.cpu.inline import inlined
 from numkv.kernels.cpu.vectors.arrays import row_of
-from numkv.kernels.cpu.vectors.features import ROW_UNROLL, row_unroll
+from numkv.kernels.cpu.vectors.features import ROW_UNROLL
+from numkv.kernels.cpu.vectors.records import SHAPE, array_reader, int_at
 from numkv.kinds import kind as kind_named
+from numkv.rows.mask import POSITION
 
-__all__ = [
-    "make_attend_tile", "make_load_rows", "make_step", "make_vector", "no_bias", "rows_at_once",
-]  # fmt: skip
+__all__ = ["attend_few", "attend_rows", "make_adjust", "make_load", "make_load_rows", "make_rows"]
 
 # Query rows that vector code takes at once, at most.
 _UNROLL = ROW_UNROLL[0]
@@ -41,20 +68,55 @@ def _padded_rows(rows):
     return np.int64(4) if rows > 2 else rows
 
 
-@functools.cache
-def make_load_rows(k_kind: str, v_kind: str, compute: str) -> Callable[..., Any]:
-    """``load_rows(q, k_scale, floats, at, sizes, item, scale, transposed)``: query rows times a scale, and zeros.
+def _loader_for(k_kind, compute):
+    """``load_query`` for a storage kind of K."""
+    if in_integers(k_kind, compute):
+        return integers.make_loader(k_kind)
+    return pairs.load_query if compute == PAIRS else floats.make_loader(compute)
+
+
+def _keys_for(k_kind, v_kind, compute, count):
+    """``interleave, scores`` for so many rows at once."""
+    if in_integers(k_kind, compute):
+        return integers.make_keys(k_kind, v_kind, count)
+    if compute == PAIRS:
+        return pairs.make_keys(v_kind, count)
+    return floats.make_keys(k_kind, compute, v_kind, count)
+
+
+def _values_for(k_kind, v_kind, compute, count):
+    """``accumulate`` for so many rows at once."""
+    if in_integers(v_kind, compute):
+        return integers.make_values(v_kind, k_kind, count)
+    if compute == PAIRS:
+        return pairs.make_values(k_kind, count)
+    return floats.make_values(v_kind, compute, k_kind, count)
+
+
+def make_load_rows(k_kind: str, compute: str) -> Callable[..., Any]:
+    """``load_rows(state, scale, transposed)``: an item's query rows times a scale, and zeros.
 
     The scale of a kv head's K rows, if there is one, joins that of its query rows. Where results go is cleared, but for
     output rows that will be transposed.
     """
-    of_head = make_of_head(k_kind, float_type(compute))
-    load_query, _, _ = keys_for(k_kind, v_kind, compute)
+    real = float_type(compute)
+    of_head, load_query, floats_of = (
+        make_of_head(k_kind, real), _loader_for(k_kind, compute), floats_reader(compute)
+    )  # fmt: skip
+    queries_at, scales_at = array_reader(getattr(types, real), 3), array_reader(*SCALES[k_kind])
     HAS_SUMS = in_integers(k_kind, compute) and kind_named(k_kind).group_size > 0
-    F = np.float32 if float_type(compute) == "float32" else np.float64
+    F = np.float32 if real == "float32" else np.float64
 
     @inlined
-    def load_rows(q, k_scale, floats, at, sizes, item, scale, transposed):
+    def load_rows(state, scale, transposed):
+        floats, at, sizes, item = (
+            floats_of(state),
+            places_of(state),
+            sizes_of(state),
+            item_of(state),
+        )
+        call = call_of(state)
+        q, k_scale = queries_at(call, np.int64(Q)), scales_at(call, np.int64(K_SCALE))
         heads = item.end_head - item.first_head
         r = np.int64(0)
         for row in range(item.tokens * heads):
@@ -68,120 +130,148 @@ def make_load_rows(k_kind: str, v_kind: str, compute: str) -> Callable[..., Any]
         # Rows that fill up the last group take part in the arithmetic: what happens to be there may be denormal
         # numbers, which are a hundred times slower than others.
         end = r + _FILL_UP
-        clear(floats[at.queries + r * sizes.pad_dim : at.queries + end * sizes.pad_dim])
+        clear(floats, at.queries + r * sizes.pad_dim, at.queries + end * sizes.pad_dim)
         first = r if transposed else np.int64(0)
-        clear(floats[at.outputs + first * sizes.pad_v : at.outputs + end * sizes.pad_v])
-        clear(floats[at.maxima + r : at.maxima + end])
-        clear(floats[at.sums : at.sums + end])
-        clear(floats[at.query_scales + r : at.query_scales + end])
+        clear(floats, at.outputs + first * sizes.pad_v, at.outputs + end * sizes.pad_v)
+        clear(floats, at.maxima + r, at.maxima + end)
+        clear(floats, at.sums, at.sums + end)
+        clear(floats, at.query_scales + r, at.query_scales + end)
         if HAS_SUMS:
             size = 16 * sizes.k_spans
-            clear(floats[at.query_sums + r * size : at.query_sums + end * size])
-        clear(floats[at.unrolls : at.unrolls + _padded_rows(item.rows) * heads])
+            clear(floats, at.query_sums + r * size, at.query_sums + end * size)
+        clear(floats, at.unrolls, at.unrolls + _padded_rows(item.rows) * heads)
 
     return load_rows
 
 
-@inlined
-def no_bias(floats, at, sizes, item, seen, tile, r, count, taken, low, high):
-    """Leave scores as they are."""
+def make_load(K_KIND, COMPUTE):
+    """The step `LOAD`: put an item's query rows into scratch memory."""
+    load_rows = make_load_rows(K_KIND, COMPUTE)
+
+    def load(state):
+        load_rows(state, scale_of(state), False)
+        return 0
+
+    return load
 
 
-@functools.cache
-def make_vector(k_kind: str, v_kind: str, compute: str) -> Engine:
-    """The engine of vector code for storage kinds of K and of V."""
-    load_rows = make_load_rows(k_kind, v_kind, compute)
-    attend_tile = make_attend_tile(make_step(k_kind, v_kind, compute, no_bias), compute)
+def make_rows(K_KIND, V_KIND, COMPUTE, COUNT):
+    """The step `OF_1` and so on: scores, softmax and sums of tokens ``[low, high)`` of a tile for some query rows.
 
-    @inlined
-    def nothing():
-        pass
-
-    @inlined
-    def load_queries(q, k_scale, floats, ints, at, sizes, item, scale):
-        load_rows(q, k_scale, floats, at, sizes, item, scale, False)
-        return False
-
-    @inlined
-    def finish(floats, at, sizes, item, transposed):
-        pass
-
-    return Engine(nothing, load_queries, attend_tile, finish, nothing)
-
-
-def make_step(
-    k_kind: str, v_kind: str, compute: str, add_bias: Callable[..., Any]
-) -> Callable[..., Any]:
-    """``step(floats, at, sizes, item, seen, soft_cap, tile, r, count, taken, low, high)``.
-
-    It takes scores, softmax and sums of tokens ``[low, high)`` of a tile for `count` query rows of a kv head, the first
-    of them row `r`, of which `taken` count. `add_bias` adds to their scores, in base 2.
+    ``rows_of(state, row, place, r, taken, low, high)`` takes `COUNT` rows of a kv head from its row `r` on, of which
+    `taken` count. In scratch memory they are those from `row` on, interleaved at `place`.
     """
-    _, interleave, scores = keys_for(k_kind, v_kind, compute)
-    accumulate = values_for(k_kind, v_kind, compute)
-    real = float_type(compute)
-    cap_scores, online_softmax_step = make_soft_cap(real), make_online_softmax_step(real)
-    F = np.float32 if float_type(compute) == "float32" else np.float64
+    real = float_type(COMPUTE)
+    interleave, scores = _keys_for(K_KIND, V_KIND, COMPUTE, COUNT)
+    accumulate = _values_for(K_KIND, V_KIND, COMPUTE, COUNT)
+    softmax, tile_of, floats_of = (
+        make_online_softmax_step(real), make_tile_of(K_KIND, V_KIND), floats_reader(COMPUTE)
+    )  # fmt: skip
+    F = np.float32 if real == "float32" else np.float64
+    ROWS = np.int64(COUNT)
 
-    @inlined
-    def interleave_once(floats, at, sizes, count, row, place):
-        """Interleave rows once for an item, unless what they see makes other groups of them."""
-        if floats[at.unrolls + place] != F(count):
-            for i in range(max(0, place - _UNROLL + 1), place + count):
+    def rows_of(state, row, place, r, taken, low, high):
+        floats, at, sizes, tile = (
+            floats_of(state),
+            places_of(state),
+            sizes_of(state),
+            tile_of(state),
+        )
+        # Rows are interleaved once for an item, unless what they see makes other groups of them.
+        if floats[at.unrolls + place] != F(ROWS):
+            for i in range(max(0, place - _UNROLL + 1), place + ROWS):
                 floats[at.unrolls + i] = F(0)
-            floats[at.unrolls + place] = F(count)
-            interleave(floats, at, sizes, count, row, place)
+            floats[at.unrolls + place] = F(ROWS)
+            interleave(floats, at, sizes, row, place)
+        scores(floats, at, sizes, row, place, tile.keys, high, tile.v_extents)
+        if soft_cap_of(state) > 0 or has_slopes(state):
+            run_step(state, np.int64(ADJUST), (r, ROWS, taken, low, high))
+        softmax(
+            ROWS, taken, floats, at.scores, low, high,
+            SoftmaxState(at.maxima + row, at.sums + row, at.rescale),
+        )  # fmt: skip
+        accumulate(floats, at, sizes, taken, tile.values, low, high, row, tile.k_extents)
+        return 0
+
+    return rows_of
+
+
+def make_adjust(COMPUTE):
+    """The step `ADJUST`: the soft cap of scores, then slopes of q heads times distances."""
+    real = float_type(COMPUTE)
+    cap_scores, floats_of = make_soft_cap(real), floats_reader(COMPUTE)
+    slope_of = make_slope_of(COMPUTE)
+    F = np.float32 if real == "float32" else np.float64
+
+    def adjust(state, r, count, taken, low, high):
+        floats, at = floats_of(state), places_of(state)
+        cap = soft_cap_of(state)
+        if cap > 0:
+            cap_scores(count, floats, at.scores, F(cap))
+        if has_slopes(state):
+            for i in range(taken):
+                slope, position = slope_of(state, r + i)
+                for t in range(low, high):
+                    floats[at.scores + t * count + i] -= slope * abs(position - F(t))
+        return 0
+
+    return adjust
+
+
+def make_slope_of(compute: str) -> Callable[..., Any]:
+    """``slope_of(state, r)``: a query row's slope, in base 2, and how far it stands after the turn's first token."""
+    real = float_type(compute)
+    sinks_at = array_reader(getattr(types, real), 1)
+    F = np.float32 if real == "float32" else np.float64
+    TO_BASE_2 = F(LOG2_E)
 
     @inlined
-    def step(floats, at, sizes, item, seen, soft_cap, tile, r, count, taken, low, high):
-        head = tile.head - item.first_head
-        row, place = head * item.rows + r, head * _padded_rows(item.rows) + r  # of scratch memory
-        interleave_once(floats, at, sizes, count, row, place)
-        scores(floats, at, sizes, count, row, place, tile.keys, high, tile.v_extents)
-        if soft_cap > 0:
-            cap_scores(count, floats, at.scores, F(soft_cap))
-        add_bias(floats, at, sizes, item, seen, tile, r, count, taken, low, high)
-        state = SoftmaxState(at.maxima + row, at.sums + row, at.rescale)
-        online_softmax_step(count, taken, floats, at.scores, low, high, state)
-        accumulate(floats, at, sizes, count, taken, tile.values, low, high, row, tile.k_extents)
+    def slope_of(state, r):
+        call, turn, sizes = call_of(state), turn_of(state), sizes_of(state)
+        t = r // sizes.group
+        head = turn.head * sizes.group + r - t * sizes.group
+        slope = sinks_at(call, np.int64(SINKS))[int_at(call, np.int64(Q + SHAPE + 1)) + head]
+        position = mask_of(state)[item_of(state).first_token + t, POSITION]
+        return slope * TO_BASE_2, F(position - turn.start)
 
-    return step
-
-
-def make_attend_tile(step: Callable[..., Any], compute: str) -> Callable[..., Any]:
-    """The `attend_tile` of an engine that takes rows in steps; see `make_step`."""
-    most = row_unroll(compute)
-
-    @inlined
-    def attend_tile(floats, ints, at, sizes, item, seen, soft_cap, tile, transposed):
-        rows, group = item.rows, sizes.group
-        r = np.int64(0)
-        while r < rows:
-            t = r // group if r >= group else np.int64(0)
-            taken = min(rows - r, most)
-            low, high = visible_in_tile(
-                seen.ranges, item.first_token + t, item.position + t, seen.window_left, item.begin,
-                item.end, tile.start,
-            )  # fmt: skip
-            # Rows that see different tokens are taken separately: a weight of 0 does not hide a NaN.
-            for other in range(t + 1, (r + taken - 1) // group + 1):
-                others = visible_in_tile(
-                    seen.ranges, item.first_token + other, item.position + other, seen.window_left,
-                    item.begin, item.end, tile.start,
-                )  # fmt: skip
-                if others[0] != low or others[1] != high:
-                    taken = min((t + 1) * group - r, most)
-                    break
-            if low < high:
-                count = rows_at_once(taken)
-                step(floats, at, sizes, item, seen, soft_cap, tile, r, count, taken, low, high)
-            r += taken
-        return transposed
-
-    return attend_tile
+    return slope_of
 
 
 @inlined
-def rows_at_once(taken):
-    """Query rows that vector code takes at once for so many."""
-    return 8 if taken > 4 else 4 if taken > 2 else taken
+def attend_rows(state, r, taken, low, high):
+    """Run the step of as many rows as vector code takes for `taken` of a kv head's, from its row `r` on."""
+    item, turn = item_of(state), turn_of(state)
+    head = turn.head - item.first_head
+    step = np.int64(OF_1) + np.int64(taken > 1) + np.int64(taken > 2) + np.int64(taken > 4)
+    run_step(
+        state, step,
+        (head * item.rows + r, head * _padded_rows(item.rows) + r, r, taken, low, high),
+    )  # fmt: skip
+
+
+def attend_few(state):
+    """The step `FEW`: a tile for an item's query rows of one kv head, a few at a time."""
+    item, turn, sizes, seen = item_of(state), turn_of(state), sizes_of(state), seen_of(state)
+    most = number_of(state, AT_ONCE)
+    rows, group = item.rows, sizes.group
+    r = np.int64(0)
+    while r < rows:
+        t = r // group if r >= group else np.int64(0)
+        taken = min(rows - r, most)
+        low, high = visible_in_tile(
+            seen.ranges, item.first_token + t, item.position + t, seen.window_left, item.begin,
+            item.end, turn.start,
+        )  # fmt: skip
+        # Rows that see different tokens are taken separately: a weight of 0 does not hide a NaN.
+        for other in range(t + 1, (r + taken - 1) // group + 1):
+            others = visible_in_tile(
+                seen.ranges, item.first_token + other, item.position + other, seen.window_left,
+                item.begin, item.end, turn.start,
+            )  # fmt: skip
+            if others[0] != low or others[1] != high:
+                taken = min((t + 1) * group - r, most)
+                break
+        if low < high:
+            attend_rows(state, r, taken, low, high)
+        r += taken
+    return 0

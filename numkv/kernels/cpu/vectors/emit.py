@@ -22,6 +22,7 @@ __all__ = [
     "data_of",
     "for_rows",
     "keep_in_memory",
+    "numbers_taken",
     "scratch_floats",
     "steps",
     "unpack",
@@ -59,8 +60,11 @@ def _unpacked(context, builder, type_, value):
 def for_rows(builder, rows, emit, most=ROW_UNROLL[0], numbers=ROW_UNROLL):
     """Emit code for each number of rows of `numbers` up to `most`; that of `rows`, known at run time, runs.
 
-    `rows` is one of these numbers.
+    `rows` is one of these numbers. Where it is a constant, there is no code for others.
     """
+    if isinstance(rows, ir.Constant):
+        emit(int(rows.constant))
+        return
 
     def among(numbers):
         if len(numbers) == 1:
@@ -75,6 +79,14 @@ def for_rows(builder, rows, emit, most=ROW_UNROLL[0], numbers=ROW_UNROLL):
                 among(numbers[half:])
 
     among(sorted(n for n in numbers if n <= most))
+
+
+def numbers_taken(rows, most):
+    """How many of so many rows may be taken, up to `most`: those that nothing smaller of `ROW_UNROLL` would take."""
+    if not isinstance(rows, ir.Constant):
+        return range(1, most + 1)
+    count = int(rows.constant)
+    return range(max((n for n in ROW_UNROLL if n < count), default=0) + 1, count + 1)
 
 
 def steps(builder, start, stop, step):

@@ -1,8 +1,8 @@
 """Records: rows of int64 that say once where arrays lie, so that a call hands over one address in their place.
 
-What a call of one token costs is its arguments. A record has numbers, the bits of floats, and arrays as `RECORD_ARRAY`
-numbers: where the first element is, sizes of the axes, their strides in bytes. Whoever makes a record keeps alive what
-it points to.
+What a call of one token costs is its arguments. A record has numbers, the bits of floats, and arrays as `TABLE_ROW`
+numbers: where the first element is, the bytes of an element, the number of axes, their sizes and strides in bytes.
+Whoever makes a record keeps alive what it points to.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from numba.extending import intrinsic
 from numkv.kernels.cpu.vectors.emit import DOUBLE, I64
 
 __all__ = [
-    "ADDRESS", "AXES", "HIGH", "ITEMSIZE", "LOW", "MOST_AXES", "RECORD_ARRAY", "SHAPE", "STRIDES", "TABLE_ROW",
-    "array_reader", "describe", "describe_dense", "float_at", "int_at", "kernel_address", "kernel_caller",
-    "number_at", "provide_symbol", "put_number", "table_of",
+    "ADDRESS", "AXES", "HIGH", "ITEMSIZE", "LOW", "MOST_AXES", "SHAPE", "STRIDES", "TABLE_ROW", "array_reader",
+    "copy_ints", "describe", "describe_dense", "float_at", "int_at", "ints_from", "kernel_address", "kernel_caller",
+    "number_at", "provide_symbol", "put_int", "put_number", "record_of", "table_of", "tuple_reader", "tuple_writer",
 ]  # fmt: skip
 
-#: Axes of an array in a record, at most, and numbers that it takes.
+#: Axes of an array in a record, at most.
 MOST_AXES = 4
-RECORD_ARRAY = 1 + 2 * MOST_AXES
 
-#: What a row of a table of arrays has: address, bytes of an element, number of axes, their sizes and strides in bytes,
-#: and room for the first address and the one behind the last.
+#: What a record says of an array, a row of a table: address, bytes of an element, number of axes, their sizes and
+#: strides in bytes, and room for the first address and the one behind the last.
 ADDRESS, ITEMSIZE, AXES, SHAPE = range(4)
 STRIDES = SHAPE + MOST_AXES
 LOW, HIGH, TABLE_ROW = range(STRIDES + MOST_AXES, STRIDES + MOST_AXES + 3)
@@ -38,10 +37,10 @@ LOW, HIGH, TABLE_ROW = range(STRIDES + MOST_AXES, STRIDES + MOST_AXES + 3)
 
 def describe(record: np.ndarray[Any, Any], at: int, x: np.ndarray[Any, Any]) -> None:
     """Say in a record where an array lies, from index `at` on."""
-    record[at] = x.ctypes.data
+    record[at : at + SHAPE] = x.ctypes.data, x.itemsize, x.ndim
     for axis in range(x.ndim):
-        record[at + 1 + axis] = x.shape[axis]
-        record[at + 1 + MOST_AXES + axis] = x.strides[axis]
+        record[at + SHAPE + axis] = x.shape[axis]
+        record[at + STRIDES + axis] = x.strides[axis]
 
 
 def describe_dense(
@@ -49,9 +48,10 @@ def describe_dense(
 ) -> None:
     """Say in a record how an array lies that has no gaps; where, at index `at`, is left to the calls."""
     stride = itemsize
+    record[at + ITEMSIZE], record[at + AXES] = itemsize, len(shape)
     for axis in reversed(range(len(shape))):
-        record[at + 1 + axis] = shape[axis]
-        record[at + 1 + MOST_AXES + axis] = stride
+        record[at + SHAPE + axis] = shape[axis]
+        record[at + STRIDES + axis] = stride
         stride *= shape[axis]
 
 
@@ -80,9 +80,9 @@ def float_at(typing_context, record, index):
     return types.float64(types.int64, types.int64), codegen
 
 
-def array_reader(dtype, ndim):
+def array_reader(dtype, ndim, layout="A"):
     """The function that takes an array of a Numba dtype and a rank out of a record: ``read(record, index)``."""
-    array_type = types.Array(dtype, ndim, "A")
+    array_type = types.Array(dtype, ndim, layout)
 
     @intrinsic
     def read(typing_context, record, index):
@@ -95,9 +95,9 @@ def array_reader(dtype, ndim):
             found = context.make_array(array_type)(context, b)
             context.populate_array(
                 found,
-                data=b.inttoptr(number(0), found.data.type),
-                shape=[number(1 + axis) for axis in range(ndim)],
-                strides=[number(1 + MOST_AXES + axis) for axis in range(ndim)],
+                data=b.inttoptr(number(ADDRESS), found.data.type),
+                shape=[number(SHAPE + axis) for axis in range(ndim)],
+                strides=[number(STRIDES + axis) for axis in range(ndim)],
                 itemsize=I64(context.get_abi_sizeof(context.get_data_type(dtype))),
                 meminfo=None,
             )
@@ -151,18 +151,7 @@ def table_of(typing_context, arrays):
 
     def codegen(context, b, sig, args):
         memory = cgutils.alloca_once(b, I64, I64(TABLE_ROW * len(arrays.types)))
-        for number, (array_type, x) in enumerate(
-            zip(arrays.types, cgutils.unpack_tuple(b, args[0]), strict=True)
-        ):
-            of = context.make_array(array_type)(context, b, x)
-            numbers = {
-                ADDRESS: b.ptrtoint(of.data, I64), ITEMSIZE: of.itemsize, AXES: I64(array_type.ndim)
-            }  # fmt: skip
-            for axis in range(array_type.ndim):
-                numbers[SHAPE + axis] = b.extract_value(of.shape, axis)
-                numbers[STRIDES + axis] = b.extract_value(of.strides, axis)
-            for at, value in numbers.items():
-                b.store(value, b.gep(memory, [I64(TABLE_ROW * number + at)]))
+        _put_rows(context, b, memory, arrays, args[0])
         found = context.make_array(table_type)(context, b)
         context.populate_array(
             found,
@@ -175,6 +164,109 @@ def table_of(typing_context, arrays):
         return found._getvalue()
 
     return table_type(arrays), codegen
+
+
+def _put_rows(context, b, memory, arrays, values):
+    """Say of each array of a tuple where it lies, in rows of a table."""
+    values = cgutils.unpack_tuple(b, values)
+    for number, (array_type, x) in enumerate(zip(arrays.types, values, strict=True)):
+        of = context.make_array(array_type)(context, b, x)
+        numbers = {
+            ADDRESS: b.ptrtoint(of.data, I64), ITEMSIZE: of.itemsize, AXES: I64(array_type.ndim)
+        }  # fmt: skip
+        for axis in range(array_type.ndim):
+            numbers[SHAPE + axis] = b.extract_value(of.shape, axis)
+            numbers[STRIDES + axis] = b.extract_value(of.strides, axis)
+        for at, value in numbers.items():
+            b.store(value, b.gep(memory, [I64(TABLE_ROW * number + at)]))
+
+
+@intrinsic
+def record_of(typing_context, arrays, numbers):
+    """The address of a record on the stack: a row of each array of a tuple, then int64 and the bits of float64.
+
+    Good until the function returns that makes it.
+    """
+
+    def codegen(context, b, sig, args):
+        size = TABLE_ROW * len(arrays.types)
+        memory = cgutils.alloca_once(b, I64, I64(size + len(numbers.types)))
+        _put_rows(context, b, memory, arrays, args[0])
+        for i, value in enumerate(cgutils.unpack_tuple(b, args[1])):
+            b.store(b.bitcast(value, I64), b.gep(memory, [I64(size + i)]))
+        return b.ptrtoint(memory, I64)
+
+    return types.int64(arrays, numbers), codegen
+
+
+@intrinsic
+def put_int(typing_context, record, index, number):
+    """Store a number in the record at an address."""
+
+    def codegen(context, b, sig, args):
+        b.store(args[2], _field(b, *args[:2]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def copy_ints(typing_context, source, target, count):
+    """Copy numbers from one address to another."""
+
+    def codegen(context, b, sig, args):
+        source, target, count = args
+        with cgutils.for_range(b, count) as loop:
+            b.store(b.load(_field(b, source, loop.index)), _field(b, target, loop.index))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def ints_from(typing_context, address, size):
+    """The int64 array of some size that begins at an address."""
+    array_type = types.Array(types.int64, 1, "C")
+
+    def codegen(context, b, sig, args):
+        found = context.make_array(array_type)(context, b)
+        context.populate_array(
+            found, data=_field(b, args[0], I64(0)), shape=[args[1]], strides=[I64(8)], itemsize=I64(8),
+            meminfo=None,
+        )  # fmt: skip
+        return found._getvalue()
+
+    return array_type(types.int64, types.int64), codegen
+
+
+def tuple_reader(record_type, index):
+    """The function that takes a named tuple of int64 out of a record: ``read(record)``, from number `index` on."""
+    tuple_type = types.NamedUniTuple(types.int64, len(record_type._fields), record_type)
+
+    @intrinsic
+    def read(typing_context, record):
+        def codegen(context, b, sig, args):
+            numbers = [b.load(_field(b, args[0], I64(index + i))) for i in range(tuple_type.count)]
+            return context.make_tuple(b, tuple_type, numbers)
+
+        return tuple_type(types.int64), codegen
+
+    return read
+
+
+def tuple_writer(index):
+    """The function that puts a tuple of int64 into a record: ``write(record, numbers)``, from number `index` on."""
+
+    @intrinsic
+    def write(typing_context, record, numbers):
+        def codegen(context, b, sig, args):
+            for i, number in enumerate(cgutils.unpack_tuple(b, args[1])):
+                b.store(number, _field(b, args[0], I64(index + i)))
+            return context.get_dummy_value()
+
+        return types.void(types.int64, numbers), codegen
+
+    return write
 
 
 def kernel_caller(signature, result=types.none, symbol=None):

@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 
 from numkv.kernels.cpu.attention.llvm.pv import WeightedSums
 from numkv.kernels.cpu.attention.records import PAIRS, PANEL
-from numkv.kernels.cpu.vectors.emit import I16, I32, I64, for_rows, steps, unpack
+from numkv.kernels.cpu.vectors.emit import I16, I32, I64, for_rows, numbers_taken, steps, unpack
 from numkv.kernels.cpu.vectors.features import LANES, ROW_UNROLL
 from numkv.kernels.cpu.vectors.vectors import Vectors
 
@@ -241,7 +241,8 @@ def make_accumulate_pairs(next_kind):
 
         def codegen(context, b, sig, args):
             sums = _PairedSums(b, ("bf16", PAIRS, next_kind), *unpack(context, b, sig.args, args))
-            for_rows(b, args[1], sums.emit, ROW_UNROLL[0], range(1, ROW_UNROLL[0] + 1))
+            most = ROW_UNROLL[0]
+            for_rows(b, args[1], sums.emit, most, numbers_taken(args[0], most))
             sums.add_single_tokens(args[1])
             return context.get_dummy_value()
 

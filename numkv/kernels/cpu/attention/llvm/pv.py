@@ -9,8 +9,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from numkv.kernels.cpu.attention.llvm.scales import load_group
-from numkv.kernels.cpu.vectors.emit import I64, for_rows, steps, unpack
-from numkv.kernels.cpu.vectors.features import ACCUMULATORS, ROW_UNROLL, row_unroll
+from numkv.kernels.cpu.vectors.emit import I64, for_rows, numbers_taken, steps, unpack
+from numkv.kernels.cpu.vectors.features import ACCUMULATORS, row_unroll
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.stored import in_words, loaded_words
 from numkv.kernels.cpu.vectors.vectors import Vectors
@@ -52,7 +52,7 @@ def make_accumulate_pv(kind, compute, next_kind):
                 b, (kind, compute, next_kind), *unpack(context, b, sig.args, args)
             )
             count, most = args[1], row_unroll(compute)
-            for_rows(b, count, emitter.emit, most, range(1, ROW_UNROLL[0] + 1))
+            for_rows(b, count, emitter.emit, most, numbers_taken(args[0], most))
             return context.get_dummy_value()
 
         return types.void(i8, i8, floats, i8, values, i8, i8, outputs, extents), codegen

@@ -1,0 +1,264 @@
+"""What attention keeps in memory: the record of a call, which its threads share, and the state of each thread.
+
+The driver and the steps of engines are kernels of their own, which know nothing of each other's types. What they hand
+over is one address, that of a thread's state::
+
+    record of a call    arrays as `numkv.kernels.cpu.vectors.records` describes them, options, where steps and sizes are
+    state of a thread   where the record is, then sizes and places of scratch memory, the item, the turn
+
+Who reads a state takes named tuples of numbers out of it, which cost no more than the loads of what is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from numkv.kernels.builder import SCALES, WORDS
+from numkv.kernels.cpu.attention.offsets import (
+    SPARE_INTS,
+    STATE_AT,
+    STATE_INTS,
+    TABLE,
+    Layout,
+)
+from numkv.kernels.cpu.attention.plan import MISSING
+from numkv.kernels.cpu.attention.records import (
+    LOG2_E,
+    Item,
+    Rows,
+    Tile,
+    Turn,
+    Visibility,
+    float_type,
+)
+from numkv.kernels.cpu.attention.scratch import Scratch, Sizes
+from numkv.kernels.cpu.inline import inlined
+from numkv.kernels.cpu.vectors.emit import I64
+from numkv.kernels.cpu.vectors.records import (
+    SHAPE,
+    TABLE_ROW,
+    array_reader,
+    float_at,
+    int_at,
+    ints_from,
+    put_int,
+    tuple_reader,
+    tuple_writer,
+)
+
+__all__ = [
+    "ADJUST", "ADJUST_MANY", "ATTEND", "ATTEND_MANY", "AT_ONCE", "BLOCK_TABLE", "CALL", "CAP", "END", "FEW", "FLAGS",
+    "FLOATS", "GATHER", "INTS", "K_SCALE", "K_SCALED", "LEAVE", "LOAD", "LOAD_MANY", "LSE", "MANY_FROM", "MASK",
+    "MOST_ROWS", "MULTIPLY", "NEXT_HEAD", "NOTHING", "NUMBERS", "NUM_STEPS", "OF_1", "OF_2", "OF_4", "OF_8", "OUT",
+    "PARTS_AT", "PICK", "PLACES", "PUT_KEYS", "PUT_VALUES", "Q_STARTS", "RANGES", "SCALE", "SEEN", "SEQ_LENS",
+    "SINKS", "SIZES", "SIZES_AT", "SPREAD", "STEPS", "STORE", "V_SCALE", "V_SCALED", "WEIGH", "WINDOW", "K", "Q", "V",
+    "begin_state", "call_of", "floats_reader", "has_slopes", "item_of", "layout_in", "lie_of", "make_scales_of",
+    "make_tile_of", "mask_of", "number_of", "offsets_of", "places_of", "put_item", "put_layout", "put_lie",
+    "put_turn", "run_step", "scale_of", "seen_of", "sizes_of", "soft_cap_of", "spare_of", "turn_of",
+]  # fmt: skip
+
+# The record of a call: arrays, then numbers.
+(
+    Q, K, K_SCALE, V, V_SCALE, BLOCK_TABLE, SEQ_LENS, Q_STARTS, RANGES, SEEN, SINKS, OUT, LSE, FLOATS, INTS, NUMBERS,
+) = (TABLE_ROW * i for i in range(16))  # fmt: skip
+#: Rows of a mask are ranges with more columns; `SEEN` has of them the two that say what is seen without gaps.
+MASK = RANGES
+#: The kernel's flags; the softmax scale and the soft cap as bits of float64; the window; where parts are among floats;
+#: where sizes are: `Sizes`, places of a worker as `Scratch`, the floats that a worker has, and the table of steps.
+FLAGS, SCALE, CAP, WINDOW, PARTS_AT, SIZES_AT = range(NUMBERS, NUMBERS + 6)
+FLOATS_EACH = len(Sizes._fields) + len(Scratch._fields)
+STEPS = FLOATS_EACH + 1
+
+# The table of steps has numbers first: query rows that vector code takes at once, and those of an item at most; from
+# how many on `ATTEND_MANY` takes them; whether tokens of K and of V have scales.
+AT_ONCE, MOST_ROWS, MANY_FROM, K_SCALED, V_SCALED = range(5)
+#: Steps of a thread, of an item, of a turn. Each takes the state's address; `steps` says what they do.
+LOAD, LOAD_MANY, GATHER, ATTEND, ATTEND_MANY, PICK, LEAVE, STORE, END = range(5, 14)
+#: Steps that these call: few query rows by vector code, 1, 2, 4 or 8 of them, and what masks and caps do to scores.
+FEW, OF_1, OF_2, OF_4, OF_8, ADJUST = range(14, 20)
+#: Those of many query rows.
+PUT_KEYS, PUT_VALUES, MULTIPLY, ADJUST_MANY, WEIGH = range(20, 25)
+#: Those of groups of several heads.
+NEXT_HEAD, SPREAD, NUM_STEPS = range(25, 28)
+#: What the table has for a step that has nothing to do.
+NOTHING = -1
+
+# The state of a thread: where the call's record is and its steps are, and how output rows lie, which is the engine's.
+CALL, _STEPS, _LIE = range(3)
+SIZES = 3
+PLACES = SIZES + len(Sizes._fields)
+_ITEM = PLACES + len(Scratch._fields)
+_TURN = _ITEM + len(Item._fields)
+_LAYOUT = _TURN + len(Turn._fields)
+assert _LAYOUT + len(Layout._fields) <= STATE_INTS
+
+item_of, put_item = tuple_reader(Item, _ITEM), tuple_writer(_ITEM)
+turn_of, put_turn = tuple_reader(Turn, _TURN), tuple_writer(_TURN)
+layout_in, put_layout = tuple_reader(Layout, _LAYOUT), tuple_writer(_LAYOUT)
+sizes_of, places_of = tuple_reader(Sizes, SIZES), tuple_reader(Scratch, PLACES)
+_pairs_at = array_reader(types.int64, 2)
+
+
+@inlined
+def call_of(state):
+    """The address of the call's record."""
+    return int_at(state, np.int64(CALL))
+
+
+@inlined
+def lie_of(state):
+    """How output rows lie; 0 to begin with."""
+    return int_at(state, np.int64(_LIE))
+
+
+@inlined
+def put_lie(state, lie):
+    """Say how output rows lie."""
+    put_int(state, np.int64(_LIE), lie)
+
+
+@inlined
+def begin_state(state, call):
+    """Say where the call's record is, and its steps."""
+    put_int(state, np.int64(CALL), call)
+    put_int(state, np.int64(_STEPS), int_at(int_at(call, np.int64(SIZES_AT)), np.int64(STEPS)))
+
+
+@inlined
+def number_of(state, index):
+    """A number of the table of steps."""
+    return int_at(int_at(state, np.int64(_STEPS)), np.int64(index))
+
+
+@inlined
+def has_slopes(state):
+    """Whether slopes of q heads follow the sinks."""
+    call = call_of(state)
+    return int_at(call, np.int64(SINKS + SHAPE)) > int_at(call, np.int64(Q + SHAPE + 1))
+
+
+@inlined
+def seen_of(state):
+    """Which tokens queries see without gaps."""
+    call = call_of(state)
+    return Visibility(_pairs_at(call, np.int64(SEEN)), int_at(call, np.int64(WINDOW)))
+
+
+@inlined
+def mask_of(state):
+    """Rows of `numkv.rows.mask`, or ranges."""
+    return _pairs_at(call_of(state), np.int64(MASK))
+
+
+@inlined
+def soft_cap_of(state):
+    """The soft cap of scores, or 0."""
+    return float_at(call_of(state), np.int64(CAP))
+
+
+@inlined
+def scale_of(state):
+    """What scores are multiplied with. They are in base 2, unless a soft cap comes first."""
+    call = call_of(state)
+    scale = float_at(call, np.int64(SCALE))
+    return scale if float_at(call, np.int64(CAP)) > 0 else scale * LOG2_E
+
+
+@inlined
+def spare_of(state):
+    """Integers that the engine keeps: they lie before the state."""
+    return ints_from(state - np.int64(8 * SPARE_INTS), np.int64(SPARE_INTS))
+
+
+@inlined
+def offsets_of(state):
+    """A thread's tables, which lie before all that."""
+    return ints_from(state - np.int64(8 * STATE_AT), np.int64(STATE_AT))
+
+
+def floats_reader(compute: str) -> Callable[..., Any]:
+    """``floats_of(state)``: the floats of all threads, for what attention computes in."""
+    read = array_reader(getattr(types, float_type(compute)), 1, "C")
+
+    @inlined
+    def floats_of(state):
+        return read(call_of(state), np.int64(FLOATS))
+
+    return floats_of
+
+
+def make_tile_of(k_kind: str, v_kind: str) -> Callable[..., Any]:
+    """``tile_of(state)`` for storage kinds of K and of V: the turn's `Tile`."""
+    keys_at, values_at = array_reader(WORDS[k_kind], 4), array_reader(WORDS[v_kind], 4)
+    FULL = np.int64(TABLE)
+
+    @inlined
+    def tile_of(state):
+        call, turn, at, sizes = call_of(state), turn_of(state), places_of(state), sizes_of(state)
+        k, v = keys_at(call, np.int64(K)), values_at(call, np.int64(V))
+        return Tile(
+            turn.start, turn.head,
+            Rows(k, ints_from(turn.keys_at, FULL), sizes.dim, at.key_scales, sizes.k_groups),
+            Rows(v, ints_from(turn.values_at, FULL), sizes.dim_v, at.value_scales, sizes.v_groups),
+            ints_from(turn.v_extents_at, FULL), ints_from(turn.k_extents_at, FULL),
+            Rows(k, ints_from(turn.next_keys_at, FULL), sizes.dim, at.key_scales, sizes.k_groups), turn.k_step,
+        )  # fmt: skip
+
+    return tile_of
+
+
+def make_scales_of(k_kind: str, v_kind: str) -> Callable[..., Any]:
+    """``scales_of(state)``: the scales of K and of V, as these kinds have them."""
+    k_scale_at, v_scale_at = array_reader(*SCALES[k_kind]), array_reader(*SCALES[v_kind])
+
+    @inlined
+    def scales_of(state):
+        call = call_of(state)
+        return k_scale_at(call, np.int64(K_SCALE)), v_scale_at(call, np.int64(V_SCALE))
+
+    return scales_of
+
+
+@intrinsic
+def run_step(typing_context, state, step, numbers):
+    """Call a step of the engine, by its number in the table of steps: with the state's address and other numbers.
+
+    Returns what the step does, an int64. A step that there is not is 0 in the table, and returns 0; then its bit is set
+    in the plan, no further items are handed out, and whoever has begun the call makes the step and begins it again. One
+    that has nothing to do is -1.
+    """
+    count = len(numbers.types)
+    signature = (types.int64,) * (1 + count)
+
+    def codegen(context, b, sig, args):
+        def field(record, index):
+            return b.gep(b.inttoptr(record, I64.as_pointer()), [index])
+
+        state, step, numbers = args
+        address = b.load(field(b.load(field(state, I64(_STEPS))), step))
+        found = cgutils.alloca_once_value(b, I64(0))
+        with b.if_else(b.icmp_signed(">", address, I64(0)), likely=True) as (there, missing):
+            with there:
+                convention = context.call_conv
+                function = convention.get_function_type(types.int64, signature)
+                values = [state, *cgutils.unpack_tuple(b, numbers, count)]
+                status, value = convention.call_function(
+                    b, b.inttoptr(address, function.as_pointer()), types.int64, signature, values
+                )
+                with cgutils.if_unlikely(b, status.is_error):
+                    convention.return_status_propagate(b, status)
+                b.store(value, found)
+            with missing, b.if_then(b.icmp_signed("==", address, I64(0))):
+                call = b.load(field(state, I64(CALL)))
+                ints = b.load(field(call, I64(INTS)))
+                b.atomic_rmw("or", field(ints, I64(MISSING)), b.shl(I64(1), step), "monotonic")
+                b.atomic_rmw("xchg", field(ints, I64(0)), I64(1 << 62), "monotonic")
+        return b.load(found)
+
+    return types.int64(types.int64, types.int64, numbers), codegen

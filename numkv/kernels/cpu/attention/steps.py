@@ -1,0 +1,192 @@
+"""The steps of an engine: kernels of their own, which the driver calls by addresses in a table.
+
+A step is compiled when a call first needs it. A table belongs to storage kinds of K and of V, to what attention
+computes in and to what a matrix unit is used for; most steps know less than that, and serve several tables. Addresses
+are those of this process: they stand in no code, which outlives it on disk.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from numkv.kernels.builder import build
+from numkv.kernels.cpu.attention import state
+from numkv.kernels.cpu.attention.amx import (
+    end_amx,
+    make_amx_attend,
+    make_amx_leave,
+    make_amx_load,
+)
+from numkv.kernels.cpu.attention.engines import (
+    ROWS_OF_ALL_SIZES,
+    by_panels,
+    in_integers,
+    panels_from,
+    query_rows,
+)
+from numkv.kernels.cpu.attention.groups import find_next_head, spread_group
+from numkv.kernels.cpu.attention.many_rows import (
+    attend_many,
+    make_adjust_many,
+    make_load_many,
+    make_multiply,
+    make_put_keys,
+    make_put_values,
+    make_weigh,
+)
+from numkv.kernels.cpu.attention.masked import attend_picked
+from numkv.kernels.cpu.attention.records import PAIRS, float_type
+from numkv.kernels.cpu.attention.scales import make_gather_turn
+from numkv.kernels.cpu.attention.scratch import lay_out
+from numkv.kernels.cpu.attention.store import make_store
+from numkv.kernels.cpu.attention.vector import attend_few, make_adjust, make_load, make_rows
+from numkv.kernels.cpu.vectors.features import row_unroll
+from numkv.kernels.cpu.vectors.records import kernel_address
+from numkv.kinds import kind as kind_named
+
+__all__ = ["Steps", "steps_for"]
+
+# Numbers that steps take beside the state's address.
+_NUMBERS = {
+    state.OF_1: 6, state.OF_2: 6, state.OF_4: 6, state.OF_8: 6, state.ADJUST: 5, state.PUT_KEYS: 1,
+    state.PUT_VALUES: 2, state.MULTIPLY: 4, state.ADJUST_MANY: 3, state.WEIGH: 6, state.NEXT_HEAD: 2, state.SPREAD: 5,
+}  # fmt: skip
+#: What every call needs: made together, at the first.
+_ALWAYS = (state.LOAD, state.GATHER, state.STORE)
+_NEVER = 1 << 62
+
+
+class Steps:
+    """The steps for storage kinds of K and of V, what attention computes in, and a matrix unit.
+
+    Attributes
+    ----------
+    max_rows : int
+        Query rows of an item at most.
+    """
+
+    def __init__(self, k_kind: str, v_kind: str, compute: str, with_amx: int) -> None:
+        self._kinds, self._with_amx = (k_kind, v_kind, compute), with_amx
+        self._panels = not with_amx and by_panels(k_kind, v_kind, compute, True)
+        self.max_rows = query_rows(k_kind, v_kind, compute, not with_amx)
+        self._making = threading.RLock()
+        self._kept: list[Any] = []
+        self._table = np.zeros(state.NUM_STEPS, np.int64)
+        self._table[state.AT_ONCE] = row_unroll(compute)
+        self._table[state.MOST_ROWS] = self.max_rows
+        self._table[state.MANY_FROM] = (
+            panels_from(k_kind, v_kind, compute) if self._panels else _NEVER
+        )
+        self._table[state.K_SCALED] = kind_named(k_kind).has_scales
+        self._table[state.V_SCALED] = kind_named(v_kind).has_scales
+        if not (kind_named(k_kind).has_scales or kind_named(v_kind).has_scales):
+            self._table[state.GATHER] = state.NOTHING
+        if not with_amx:
+            self._table[[state.LEAVE, state.END]] = state.NOTHING
+        if not self._panels:
+            self._table[state.LOAD_MANY] = state.NOTHING
+        self.sizes = functools.lru_cache(maxsize=64)(self._sizes)
+
+    def make(self, missing: int) -> None:
+        """Make steps, of which a number has bits, and those that every call needs."""
+        wanted = {step for step in range(state.LOAD, state.NUM_STEPS) if missing >> step & 1}
+        with self._making:
+            for step in sorted(wanted | set(_ALWAYS)):
+                if self._table[step] == 0:
+                    kernel = self.kernel(step)
+                    self._kept.append(kernel)
+                    self._table[step] = kernel_address(kernel)
+
+    def expect(self, rows: int) -> None:
+        """Make what items of so many query rows of a kv head need, unless V has NaN or infinity."""
+        wanted = {state.ATTEND}
+        if self._panels and rows >= self._table[state.MANY_FROM]:
+            wanted = {
+                state.ATTEND_MANY, state.LOAD_MANY, state.PUT_KEYS, state.PUT_VALUES, state.MULTIPLY, state.WEIGH
+            }  # fmt: skip
+        elif not self._with_amx:
+            most = int(self._table[state.AT_ONCE])
+            for taken in {min(rows, most), rows % most or most}:
+                wanted.add(state.OF_1 + (taken > 1) + (taken > 2) + (taken > 4))
+        if any(self._table[step] == 0 for step in (*wanted, *_ALWAYS)):
+            self.make(sum(1 << step for step in wanted))
+
+    def _sizes(self, dim: int, dim_v: int, group: int) -> tuple[int, int, Any]:
+        """For elements of a K row and of a V row and q heads of a kv head: where their record is, a worker's floats.
+
+        The record itself comes last: it has to be kept as long as its address is used.
+        """
+        k_kind, v_kind, compute = self._kinds
+        places = lay_out(
+            k_kind, v_kind, in_integers(k_kind, compute), self._with_amx, self._panels, compute == PAIRS,
+            (dim, dim_v, group),
+        )  # fmt: skip
+        found = np.append(places, self._table.ctypes.data)
+        return found.ctypes.data, int(found[state.FLOATS_EACH]), found
+
+    def kernel(self, step: int) -> Any:
+        """The kernel of a step, which is compiled unless it has been."""
+        k_kind, v_kind, compute = self._kinds
+        of_both = f"K {k_kind}, V {v_kind}, computing in {compute}"
+        if self._with_amx and step in _OF_AMX:
+            label = f"attention on a matrix unit, {of_both}"
+            few = self._with_amx == ROWS_OF_ALL_SIZES
+            return _compiled(_OF_AMX[step], step, label, (k_kind, v_kind, few))
+        if step in _ROWS:
+            rows = _ROWS[step]
+            label = f"attention of {rows} query rows, {of_both}"
+            return _compiled(make_rows, step, label, (k_kind, v_kind, compute, rows))
+        # Queries are loaded alike for all kinds without scales.
+        alike = k_kind if kind_named(k_kind).is_scaled else "fp32"
+        maker, args, label = {
+            state.LOAD: (make_load, (alike, compute), f"queries, K {alike}, computing in {compute}"),
+            state.GATHER: (make_gather_turn, (k_kind, v_kind, compute), f"scales, {of_both}"),
+            state.STORE: (
+                make_store, (float_type(compute), kind_named(v_kind).scales_per == "head"),
+                f"results in {float_type(compute)}",
+            ),
+            state.FEW: (attend_few, None, "few query rows"),
+            state.ATTEND: (attend_few, None, "few query rows"),
+            state.ADJUST: (make_adjust, (float_type(compute),), f"caps and biases in {compute}"),
+            state.PICK: (attend_picked, None, "masks"),
+            state.ATTEND_MANY: (attend_many, None, "many query rows"),
+            state.LOAD_MANY: (make_load_many, (2 if compute == PAIRS else 1,), "many queries"),
+            state.PUT_KEYS: (make_put_keys, (k_kind, v_kind, compute), f"keys of a tile, {of_both}"),
+            state.PUT_VALUES: (make_put_values, (k_kind, v_kind, compute), f"values of a tile, {of_both}"),
+            state.MULTIPLY: (make_multiply, (k_kind, v_kind, compute), f"many scores, {of_both}"),
+            state.ADJUST_MANY: (make_adjust_many, (), "caps and biases of many query rows"),
+            state.WEIGH: (make_weigh, (compute,), f"sums of many query rows in {compute}"),
+            state.NEXT_HEAD: (find_next_head, None, "heads of a group"),
+            state.SPREAD: (spread_group, None, "memory of a group of heads"),
+            state.END: (end_amx, None, "the end of a matrix unit's use"),
+        }[step]  # fmt: skip
+        return _compiled(maker, step, label, args)
+
+
+_ROWS = {state.OF_1: 1, state.OF_2: 2, state.OF_4: 4, state.OF_8: 8}
+_OF_AMX: dict[int, Callable[..., Any]] = {
+    state.LOAD: make_amx_load, state.ATTEND: make_amx_attend, state.ATTEND_MANY: make_amx_attend,
+    state.LEAVE: make_amx_leave,
+}  # fmt: skip
+
+
+def _compiled(maker: Callable[..., Any], step: int, label: str, args: Any) -> Any:
+    """The kernel of a step: once for all tables."""
+    return _build(maker, 1 + _NUMBERS.get(step, 0), label, args)
+
+
+@functools.cache
+def _build(maker: Callable[..., Any], count: int, label: str, args: Any) -> Any:
+    return build(maker, (types.int64,) * count, label=label, args=args)
+
+
+@functools.cache
+def steps_for(k_kind: str, v_kind: str, compute: str, with_amx: int) -> Steps:
+    """The steps of an engine, of which there is one table in a process."""
+    return Steps(k_kind, v_kind, compute, with_amx)

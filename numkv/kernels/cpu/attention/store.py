@@ -1,0 +1,77 @@
+"""Results of an item: output rows and log-sums go where the caller wants them, or among the parts of its sequence."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import types
+
+from numkv.kernels.cpu.attention.floats import multiply
+from numkv.kernels.cpu.attention.merge import PART_EXTRA
+from numkv.kernels.cpu.attention.records import LN_2, LOG2_E
+from numkv.kernels.cpu.attention.state import (
+    LSE,
+    OUT,
+    PARTS_AT,
+    SINKS,
+    V_SCALE,
+    call_of,
+    floats_reader,
+    item_of,
+    places_of,
+    sizes_of,
+)
+from numkv.kernels.cpu.vectors.arrays import row_of
+from numkv.kernels.cpu.vectors.records import array_reader, int_at
+from numkv.rows.softmax import finish
+
+__all__ = ["make_store"]
+
+
+def make_store(COMPUTE, BY_HEAD):
+    """The step `STORE`: an item's result, or its split's part of it; `BY_HEAD`: a kv head's V rows share a scale."""
+    F = np.float32 if COMPUTE == "float32" else np.float64
+    real = getattr(types, COMPUTE)
+    TO_BASE_2, TO_BASE_E = LOG2_E, LN_2
+    rows_at, sums_at, reals_at = (
+        array_reader(real, 3), array_reader(types.float32, 2), array_reader(real, 1)
+    )  # fmt: skip
+    scales_at, floats_of = array_reader(types.float32, 1), floats_reader(COMPUTE)
+
+    def store(state):
+        floats, at, sizes, item = (
+            floats_of(state),
+            places_of(state),
+            sizes_of(state),
+            item_of(state),
+        )
+        call = call_of(state)
+        out, lse = rows_at(call, np.int64(OUT)), sums_at(call, np.int64(LSE))
+        sinks, v_scale = reals_at(call, np.int64(SINKS)), scales_at(call, np.int64(V_SCALE))
+        group, num_q_heads, part_size = sizes.group, out.shape[1], sizes.dim_v + PART_EXTRA
+        r = np.int64(0)
+        for row in range(item.tokens * (item.end_head - item.first_head)):
+            t = row % item.tokens
+            head = item.first_head + row // item.tokens
+            scale = F(v_scale[head]) if BY_HEAD else F(1)
+            for h in range(head * group, (head + 1) * group):
+                first = at.outputs + r * sizes.pad_v
+                o_row = floats[first : first + sizes.dim_v]
+                if item.part < 0:
+                    sink = F(sinks[h]) * F(TO_BASE_2) if len(sinks) > 0 else F(-np.inf)
+                    factor, log_sum = finish(
+                        floats[at.maxima + r], floats[at.sums + r], sink, F(TO_BASE_E)
+                    )
+                    multiply(o_row, F(F(factor) * scale), row_of(out, (item.first_token + t, h)))
+                    lse[item.first_token + t, h] = log_sum
+                else:
+                    part = (
+                        int_at(call, np.int64(PARTS_AT))
+                        + (item.part + t * num_q_heads + h) * part_size
+                    )
+                    floats[part] = floats[at.maxima + r]
+                    floats[part + 1] = floats[at.sums + r]
+                    multiply(o_row, scale, floats[part + PART_EXTRA : part + part_size])
+                r += 1
+        return 0
+
+    return store
