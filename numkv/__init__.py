@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from numkv import _moved
 from numkv._version import __version__
 from numkv.attention import (
     attention_weights,
@@ -124,9 +123,3 @@ __all__ = [
     "tree_mask",
     "warmup",
 ]
-
-_moved.install()
-
-
-def __getattr__(name: str) -> object:
-    return _moved.moved(name)

@@ -26,18 +26,6 @@ from numkv.errors import NumkvError
 from numkv.interrupts import held, uninterrupted
 from numkv.keywords import explain
 
-__all__ = [
-    "Access",
-    "HasAccess",
-    "busy",
-    "dropping",
-    "drops",
-    "overtaken",
-    "reads",
-    "whole",
-    "writes",
-]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-__all__ = ["AnyArray", "Array", "CacheArrays", "HostArray"]
-
 #: An array in host memory.
 HostArray = np.ndarray[Any, Any]
 

@@ -15,36 +15,7 @@ from numpy.typing import NDArray
 
 from numkv.arrays import AnyArray, Array, HostArray
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError, UnsupportedDType
-from numkv.numbers import (
-    MOST_BYTES,
-    check_bytes,
-    check_flag,
-    check_index,
-    check_number,
-    check_size,
-    is_number,
-)
 from numkv.targets.base import Target, masked
-
-__all__ = [
-    "MOST_BYTES",
-    "Mark",
-    "Shape",
-    "check_apart",
-    "check_array",
-    "check_bytes",
-    "check_flag",
-    "check_index",
-    "check_integers",
-    "check_kept",
-    "check_mark",
-    "check_number",
-    "check_size",
-    "check_writable",
-    "host_array",
-    "is_number",
-    "is_plain",
-]
 
 #: What a shape must be: numbers, and names of sizes that the caller is free to choose.
 Shape = tuple[int | str, ...]

@@ -14,16 +14,14 @@ from numkv.attention.contiguous import merge_states
 from numkv.attention.paged import paged_decode_attention
 from numkv.caches.contiguous_layer import ContiguousLayer
 from numkv.caches.paged_layer import PagedLayer
-from numkv.checks import check_flag, check_size
 from numkv.errors import UnsupportedDType
 from numkv.kernels.builder import cache_stats
 from numkv.kinds import Kind, kind
-from numkv.storage.pool import source_dtypes
+from numkv.numbers import check_flag, check_size
+from numkv.storage.buffer import source_dtypes
 from numkv.targets import get
 from numkv.writing.fused_write import QKMode
 from numkv.writing.paged import paged_append
-
-__all__ = ["compile_apart", "warmup"]
 
 #: Q heads of a kv head that bring out kernels for more query rows of an item: on CUDA, and on the CPU, where the last
 #: number is one of many rows.

@@ -33,8 +33,6 @@ from threading import get_ident, main_thread
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["held", "opened", "uninterrupted"]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _Handler = Callable[[int, FrameType | None], Any]

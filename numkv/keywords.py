@@ -13,8 +13,6 @@ import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
-__all__ = ["Explained", "explain", "explained", "meant"]
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _OF_CALLS = "`window_left` of `decode_attention`: sliding_window - 1"

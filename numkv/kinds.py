@@ -18,17 +18,6 @@ import numpy as np
 from numkv.errors import DimensionMismatch, UnsupportedDType
 from numkv.numbers import check_size
 
-__all__ = [
-    "FLOAT_DTYPES",
-    "QUERY_DTYPES",
-    "STORED_FLOAT_DTYPES",
-    "Kind",
-    "kind",
-    "kind_of_dtype",
-    "kind_of_stored_dtype",
-    "kinds",
-]
-
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 

@@ -15,22 +15,6 @@ import numpy as np
 
 from numkv.errors import DimensionMismatch
 
-__all__ = [
-    "LARGEST_SCALE",
-    "MOST_BYTES",
-    "as_int",
-    "check_bytes",
-    "check_flag",
-    "check_index",
-    "check_number",
-    "check_scale",
-    "check_size",
-    "check_soft_cap",
-    "check_window",
-    "is_number",
-    "memory_of_machine",
-]
-
 #: The largest integer that kernels and index arrays can hold.
 _LARGEST = 2**63 - 1
 

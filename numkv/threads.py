@@ -15,8 +15,6 @@ from numkv.kernels.cpu.threads import Choice, choices
 from numkv.kernels.cpu.threads import num_threads as _in_force
 from numkv.numbers import check_size
 
-__all__ = ["get_num_threads", "num_threads", "set_num_threads"]
-
 
 def set_num_threads(n: int | None) -> None:
     """Choose how many threads calls of this Python thread may use on the CPU.

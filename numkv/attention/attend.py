@@ -19,18 +19,6 @@ from numkv.kinds import QUERY_DTYPES, kind_of_dtype
 from numkv.storage.pool import Pool
 from numkv.targets.base import Target
 
-__all__ = [
-    "attend",
-    "check_blocks",
-    "check_group",
-    "check_lengths",
-    "check_own_memory",
-    "check_queries",
-    "check_sinks",
-    "no_ranges",
-    "too_many_queries",
-]
-
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 # Without what NumPy does first for arrays of other libraries, which takes three times as long as the function itself.
 _meet = inspect.unwrap(np.may_share_memory)

@@ -23,8 +23,6 @@ from numkv.kinds import kind, kind_of_dtype
 from numkv.storage.pool import Pool
 from numkv.targets.base import Target
 
-__all__ = ["Prefix", "attend_cascade", "converted", "gathered"]
-
 _FLOAT32 = np.dtype(np.float32)
 # Rows of a kv head that meet a prefix together: at least the first, a multiple of the second, at most the third. All
 # are rows of one item then, in whole groups of rows. On the CPU several chunks, up to the third, are one item, whose

@@ -12,20 +12,15 @@ from numkv.attention import small
 from numkv.attention.attend import attend, check_lengths, check_queries
 from numkv.attention.options import check_options
 from numkv.attention.sight import Visible, is_free, with_sight
-from numkv.checks import check_array, check_flag, check_integers
+from numkv.checks import check_array, check_integers
 from numkv.errors import DimensionMismatch
 from numkv.kinds import QUERY_DTYPES, kind_of_dtype
+from numkv.numbers import check_flag
 from numkv.storage.given import stored_pool
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_block_each, one_query_each
 from numkv.targets.base import Target
 from numkv.targets.call import Call
-
-__all__ = [
-    "decode_attention",
-    "merge_states",
-    "prefill_attention",
-]
 
 _FLOAT32 = np.dtype(np.float32)
 _OPTIONS = "sm_scale logits_soft_cap window_left return_lse validate"

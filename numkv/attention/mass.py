@@ -10,16 +10,15 @@ from numkv import targets
 from numkv.arrays import Array
 from numkv.attention.attend import attend, check_lengths, check_queries, no_ranges
 from numkv.attention.options import AttentionOptions, check_options
-from numkv.checks import check_array, check_flag, check_integers
+from numkv.checks import check_array, check_integers
 from numkv.errors import DimensionMismatch
 from numkv.keywords import explained
 from numkv.kinds import kind_of_dtype
+from numkv.numbers import check_flag
 from numkv.storage.given import stored_pool
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_block_each, one_query_each
 from numkv.targets.call import Call
-
-__all__ = ["attention_mass", "attention_weights"]
 
 _FLOAT32 = np.dtype(np.float32)
 _WEIGHTS = Call(

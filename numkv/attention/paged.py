@@ -13,14 +13,13 @@ from numkv.attention.attend import attend, check_blocks, check_lengths, check_qu
 from numkv.attention.cascade import Prefix, attend_cascade
 from numkv.attention.options import check_options
 from numkv.attention.sight import Visible, is_free, with_sight
-from numkv.checks import check_flag, check_integers, check_size
+from numkv.checks import check_integers
+from numkv.numbers import check_flag, check_size
 from numkv.storage.given import stored_pool
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_query_each
 from numkv.targets.base import Target
 from numkv.targets.call import Call
-
-__all__ = ["cascade_attention", "paged_decode_attention", "paged_prefill_attention"]
 
 _POOL = ("num_blocks", "num_kv_heads", "block_size", "head_dim")
 _NAMES = ("k_pool", "v_pool")

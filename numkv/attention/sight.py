@@ -10,14 +10,13 @@ from numpy.typing import NDArray
 
 from numkv import targets
 from numkv.arrays import Array
-from numkv.checks import check_apart, check_array, check_flag, check_integers
+from numkv.checks import check_apart, check_array, check_integers
 from numkv.errors import DimensionMismatch, NotSupported
 from numkv.keywords import meant
+from numkv.numbers import check_flag
 from numkv.rows.mask import COLUMNS
 from numkv.targets.base import Target
 from numkv.targets.call import Call
-
-__all__ = ["Sight", "Visible", "check_sight", "is_free", "lay_out", "seen_by_queries", "with_sight"]
 
 _WORDS = (np.dtype(np.uint32), np.dtype(np.int32))
 

@@ -17,8 +17,6 @@ from numkv.kernels.validate import first_bad_blocks
 from numkv.kinds import Kind, kind_of_dtype, kinds
 from numkv.numbers import LARGEST_SCALE
 
-__all__ = ["decode", "paged_decode"]
-
 _HOST = targets.get("cpu")
 _Array = np.ndarray
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)

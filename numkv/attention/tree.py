@@ -11,8 +11,6 @@ from numkv import targets
 from numkv.checks import check_integers, host_array
 from numkv.errors import DimensionMismatch
 
-__all__ = ["depths_of", "tree_mask"]
-
 
 def tree_mask(parents: Any, cu_seqlens_q: Any = None) -> NDArray[np.uint32]:
     """The `mask` of attention for trees of draft tokens: each token sees itself and the path to it.

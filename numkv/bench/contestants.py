@@ -27,8 +27,6 @@ from numkv.transformers import NumkvCache
 from numkv.transformers.layers import NumkvLayer
 from numkv.transformers.masks import plan_of_mask
 
-__all__ = ["Contestant", "Kinds", "candidates", "queries_of"]
-
 #: Room of caches that reserve it is a multiple of this.
 _ROOM = 16
 #: Of `QuantizedCache`, by the name on the command line: what it is called, its backend, and bits.

@@ -21,8 +21,6 @@ from numkv.bench.rounds import take_rounds
 from numkv.errors import NotSupported
 from numkv.transformers import NumkvCache
 
-__all__ = ["REFERENCE", "Bench"]
-
 REFERENCE = "fp32 model and cache"
 #: Steps by which logits are compared; they warm up, too.
 CHECKS = 4

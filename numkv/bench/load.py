@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["MOST", "Load", "num_cores"]
-
 #: A share of the cores above which a round does not count.
 MOST = 0.05
 #: Seconds that the system's clock, which counts hundredths, needs for a share to mean anything.

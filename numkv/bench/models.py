@@ -10,8 +10,6 @@ import transformers
 
 from numkv.errors import NotSupported
 
-__all__ = ["DTYPES", "PRESETS", "build", "config_of", "num_kv_heads", "num_parameters"]
-
 #: Config class and sizes. The second has the attention of a model with 8 billion weights in 4 of its layers, and little
 #: beside it, so that a step is attention more than anything else.
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {

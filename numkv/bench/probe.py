@@ -10,8 +10,6 @@ from typing import Any
 import numba
 import numpy as np
 
-__all__ = ["Probe"]
-
 _SIZE = 256 << 20  # far more than any cache
 _PASSES = 3
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 from numkv.bench.rounds import Measured
 
-__all__ = ["DYNAMIC", "FLOOR", "STATIC", "Agreement", "Line"]
-
 #: Names of the contestants that others are compared with.
 DYNAMIC, STATIC, FLOOR = "DynamicCache + SDPA", "StaticCache + SDPA", "attention left out"
 

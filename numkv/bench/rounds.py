@@ -10,8 +10,6 @@ from statistics import median, quantiles
 
 from numkv.bench.load import MOST, Load
 
-__all__ = ["FEWEST", "Measured", "Round", "Spread", "take_rounds"]
-
 #: Fewer rounds without other load than that say less than all rounds do.
 FEWEST = 5
 #: Contestants that are slower than the first one by more than this have a turn in one round of so many only.

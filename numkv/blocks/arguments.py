@@ -9,11 +9,9 @@ from numpy.typing import NDArray
 
 from numkv.blocks.prefix import DIGEST_SIZE, token_ids
 from numkv.blocks.records import Ids
-from numkv.checks import check_size, host_array
+from numkv.checks import host_array
 from numkv.errors import DimensionMismatch, UnsupportedDType
-from numkv.numbers import memory_of_machine
-
-__all__ = ["block_ids", "block_names", "id_in_range", "pool_sizes"]
+from numkv.numbers import check_size, memory_of_machine
 
 #: Blocks that a pool can have: their ids and the heads of two lists are int32.
 _MOST_BLOCKS = 2**31 - 3

@@ -22,21 +22,6 @@ from typing import Any
 import numpy as np
 from numba.extending import register_jitable
 
-__all__ = [
-    "block_named",
-    "drop",
-    "enter",
-    "find_one",
-    "fingerprint",
-    "home_of",
-    "insert",
-    "new_arrays",
-    "num_blocks_of",
-    "same_name",
-    "same_tokens",
-    "take_out",
-]
-
 #: Rows of ``state``.
 REF, PINS, CACHED, PREV, NEXT = range(5)
 

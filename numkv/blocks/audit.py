@@ -23,8 +23,6 @@ from numkv.blocks.arrays import (
     num_blocks_of,
 )
 
-__all__ = ["SOUND", "audit", "describe"]
-
 #: What `audit` finds.
 SOUND, BAD_LINK, BAD_NUMBER, EMPTY_PIN, BAD_STATE, BAD_TABLE, UNFINDABLE, BAD_COUNTER = range(8)
 

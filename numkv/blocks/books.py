@@ -24,8 +24,6 @@ from numkv.blocks.turns import Turns, changes, looks
 from numkv.errors import NumkvError
 from numkv.keywords import Explained
 
-__all__ = ["Books"]
-
 log = logging.getLogger("numkv.blocks.pool")
 
 

@@ -57,21 +57,6 @@ from numkv.blocks.arrays import (
 from numkv.blocks.audit import audit
 from numkv.kernels.builder import array, build
 
-__all__ = [
-    "acquire",
-    "allocate",
-    "allocate_ids",
-    "compiled",
-    "find",
-    "forget",
-    "lookup",
-    "pin",
-    "pool_struct",
-    "register",
-    "release",
-    "unpin",
-]
-
 
 @register_jitable
 def _take(state, digests, table, evicted, counters, block):

@@ -15,17 +15,12 @@ from numkv.blocks.arguments import block_ids, block_names, id_in_range
 from numkv.blocks.books import Books
 from numkv.blocks.records import (
     MISS_REASONS,
-    BlocksRemoved,
     BlocksStored,
     Ids,
-    MissReason,
-    PoolStats,
 )
 from numkv.blocks.turns import changes, looks
-from numkv.checks import check_index, check_size
 from numkv.errors import CacheFull, NumkvError
-
-__all__ = ["BlockPool", "BlocksRemoved", "BlocksStored", "MissReason", "PoolStats"]
+from numkv.numbers import check_index, check_size
 
 #: Blocks that one lookup asks for at most: sums of them are int64.
 _MOST_WANTED = 2**31 - 1

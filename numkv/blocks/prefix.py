@@ -29,17 +29,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.checks import check_size, host_array
+from numkv.checks import host_array
 from numkv.errors import DimensionMismatch, UnsupportedDType
-
-__all__ = [
-    "DIGEST_SIZE",
-    "FORMAT_VERSION",
-    "block_digests",
-    "plain_extra",
-    "root_digest",
-    "token_ids",
-]
+from numkv.numbers import check_size
 
 #: Version of the byte format; it is part of every root.
 FORMAT_VERSION = 1

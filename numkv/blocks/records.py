@@ -11,16 +11,6 @@ from numpy.typing import NDArray
 
 from numkv.blocks.arrays import ABSENT, EVICTED, NO_MISS, TOKENS_DIFFER
 
-__all__ = [
-    "MISS_REASONS",
-    "BlocksRemoved",
-    "BlocksStored",
-    "Ids",
-    "MissReason",
-    "PoolStats",
-    "Watcher",
-]
-
 Ids = NDArray[np.int32]
 
 

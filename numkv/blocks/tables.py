@@ -17,10 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv import targets
-from numkv.checks import check_integers, check_size
+from numkv.checks import check_integers
 from numkv.errors import DimensionMismatch
-
-__all__ = ["block_table_to_csr", "csr_to_block_table", "slot_mapping"]
+from numkv.numbers import check_size
 
 Ints = NDArray[np.int32]
 

@@ -19,8 +19,6 @@ from numkv.errors import NumkvError
 from numkv.interrupts import held
 from numkv.keywords import explain
 
-__all__ = ["Turns", "changes", "looks"]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

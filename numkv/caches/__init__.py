@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from numkv import _moved
 from numkv.caches.bound import BoundAttention, BoundStep
 from numkv.caches.bound_single import BoundLayer
 from numkv.caches.contiguous_layer import ContiguousLayer
@@ -11,7 +10,11 @@ from numkv.caches.multi.config import Batch, CacheConfig
 from numkv.caches.multi.encoder import EncoderCache
 from numkv.caches.multi.variants import CausalCache, ChunkedCache, SlidingWindowCache
 from numkv.caches.multi.wrapper import WrapperCache
-from numkv.caches.paged.cache import PagedKVCache, PagedStats, Step, StepBuffers, SwappedSequence
+from numkv.caches.paged.buffers import StepBuffers
+from numkv.caches.paged.cache import PagedKVCache
+from numkv.caches.paged.step import Step
+from numkv.caches.paged.stored import PagedStats
+from numkv.caches.paged.swap import SwappedSequence
 from numkv.caches.paged_layer import PagedLayer
 from numkv.caches.paged_pool import PagedPool
 
@@ -36,7 +39,3 @@ __all__ = [
     "SwappedSequence",
     "WrapperCache",
 ]
-
-
-def __getattr__(name: str) -> object:
-    return _moved.moved_name("caches", name)

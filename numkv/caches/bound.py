@@ -24,16 +24,14 @@ import numpy as np
 from numkv.access import Access, busy
 from numkv.attention.attend import check_group, check_own_memory, check_sinks
 from numkv.attention.options import AttentionOptions, check_options
-from numkv.checks import check_array, check_index, check_size, check_writable
+from numkv.checks import check_array, check_writable
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError, UnsupportedDType
 from numkv.kinds import QUERY_DTYPES, Kind
 from numkv.kinds import kind as named
-from numkv.numbers import check_flag
+from numkv.numbers import check_flag, check_index, check_size
 from numkv.storage.buffer import source_dtypes
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array
-
-__all__ = ["Bound", "BoundAttention", "BoundStep", "Rows", "options_of_layers", "run_compiled"]
 
 _UINT16 = np.dtype(np.uint16)
 _empty, _array = np.empty, np.ndarray

@@ -16,13 +16,11 @@ from numkv.caches.bound import (
     options_of_layers,
     run_compiled,
 )
-from numkv.checks import check_size
 from numkv.compaction.moves import slots_of
 from numkv.errors import DimensionMismatch, NumkvError
+from numkv.numbers import check_size
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array
-
-__all__ = ["BoundCache", "BoundLayer", "bind_cache", "bind_layer"]
 
 _ALWAYS = np.ones(1, np.int64)  # buffers of layers are never replaced
 _array = np.ndarray

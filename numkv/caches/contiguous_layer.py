@@ -8,13 +8,10 @@ import numpy as np
 
 from numkv import targets
 from numkv.caches.layer import Layer
-from numkv.checks import check_size
 from numkv.errors import DimensionMismatch, NumkvError
 from numkv.kinds import Kind
-from numkv.numbers import check_flag
+from numkv.numbers import check_flag, check_size
 from numkv.storage.latents import pool_and_kinds
-
-__all__ = ["ContiguousLayer"]
 
 
 class ContiguousLayer(Layer):

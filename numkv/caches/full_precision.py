@@ -28,16 +28,15 @@ from numkv.attention.cascade import converted
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import AttentionOptions
 from numkv.attention.sight import seen_by_queries
-from numkv.checks import check_apart, check_array, check_size, check_writable
+from numkv.checks import check_apart, check_array, check_writable
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import groups_of
 from numkv.errors import NotSupported, NumkvError
 from numkv.kinds import Kind, kind, kind_of_dtype
+from numkv.numbers import check_size
 from numkv.storage.buffer import Buffer
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array
-
-__all__ = ["FullPrecisionWindow", "Residual"]
 
 Ints = NDArray[np.int64]
 #: See `FullPrecisionWindow.append`.

@@ -15,20 +15,18 @@ from numkv.caches.bound import BoundAttention
 from numkv.caches.bound_single import bind_cache
 from numkv.caches.layer_scales import pools_of_layers, with_scales_of_layers
 from numkv.caches.stored_rows import StoredRows, by_row
-from numkv.checks import check_index, check_kept, check_size
+from numkv.checks import check_kept
 from numkv.compaction.key_shift import RopeShift
 from numkv.errors import CacheFull, DimensionMismatch, NumkvError
 from numkv.keywords import explained
 from numkv.kinds import Kind, kinds_of
-from numkv.numbers import check_flag
+from numkv.numbers import check_flag, check_index, check_size
 from numkv.storage import jit_views
 from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_block_each
 from numkv.targets.base import Array
 from numkv.targets.streamed import on_stream
-
-__all__ = ["KVCache"]
 
 _FIRST_CAPACITY = 16  # tokens that a cache without a bound makes room for at first
 _MOST_LAYERS = 2**16

@@ -8,11 +8,9 @@ import numpy as np
 
 from numkv.access import whole
 from numkv.caches.single import SingleSequence
-from numkv.checks import check_flag, check_index
+from numkv.numbers import check_flag, check_index
 from numkv.writing.fused_write import QKMode
 from numkv.writing.latents import LatentRows
-
-__all__ = ["LayerOfLatents"]
 
 # What a position of RoPE is below.
 _MOST_POSITIONS = 2**62

@@ -16,12 +16,13 @@ from numkv.caches.bound_single import BoundLayer, bind_layer
 from numkv.caches.latent_write import LayerOfLatents
 from numkv.caches.layer_write import write_again, write_here
 from numkv.caches.single import SingleSequence
-from numkv.checks import check_index, check_kept, check_size
+from numkv.checks import check_kept
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import slots_of
 from numkv.errors import CacheFull, NotSupported, NumkvError
 from numkv.keywords import explained
 from numkv.kinds import Kind
+from numkv.numbers import check_index, check_size
 from numkv.storage import jit_views
 from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
@@ -29,8 +30,6 @@ from numkv.targets.base import Array
 from numkv.targets.streamed import on_stream
 from numkv.writing import fast_path
 from numkv.writing.fused_write import Projection, QKMode
-
-__all__ = ["Layer"]
 
 # What a position of RoPE is below.
 _MOST_POSITIONS = 2**62

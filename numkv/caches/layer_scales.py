@@ -9,8 +9,6 @@ import numpy as np
 from numkv.storage.buffer import Buffer
 from numkv.storage.pool import Pool
 
-__all__ = ["pools_of_layers", "with_scales_of_layers"]
-
 
 def with_scales_of_layers(pool: Pool, source: Pool | None = None) -> Pool:
     """A pool over the same buffers in which each block, a layer, has scales for its own kv heads.

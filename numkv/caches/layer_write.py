@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from numkv.checks import check_flag
 from numkv.interrupts import held
+from numkv.numbers import check_flag
 from numkv.storage.tables import one_block_each
 from numkv.targets.base import Array
 from numkv.writing.fused_write import Projection
-
-__all__ = ["write_again", "write_here"]
 
 
 def write_again(

@@ -10,15 +10,13 @@ from numpy.typing import NDArray
 from numkv.access import drops, overtaken, whole
 from numkv.caches.layer import Layer
 from numkv.caches.paged_pool import PagedPool
-from numkv.checks import check_size, host_array
+from numkv.checks import host_array
 from numkv.compaction.moves import slots_of
 from numkv.errors import CacheFull, DimensionMismatch, NumkvError
 from numkv.interrupts import held
 from numkv.kinds import Kind
-from numkv.numbers import check_flag
+from numkv.numbers import check_flag, check_size
 from numkv.storage.latents import LATENT, LatentPool, pool_and_kinds
-
-__all__ = ["PagedLayer", "PagedPool"]
 
 
 class PagedLayer(Layer):

@@ -9,20 +9,18 @@ import numpy as np
 from numkv import targets
 from numkv.access import Access, drops
 from numkv.arrays import CacheArrays
-from numkv.blocks.pool import BlockPool, PoolStats
-from numkv.checks import check_size
+from numkv.blocks.pool import BlockPool
+from numkv.blocks.records import PoolStats
 from numkv.drawing.page import Drawn
 from numkv.errors import NumkvError
 from numkv.kinds import Kind
-from numkv.numbers import check_flag
+from numkv.numbers import check_flag, check_size
 from numkv.storage.buffer import are_scales
 from numkv.storage.latents import pool_and_kinds
 from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
 from numkv.targets.base import Target
 from numkv.targets.streamed import on_stream
-
-__all__ = ["PagedPool"]
 
 
 class PagedPool(Drawn):

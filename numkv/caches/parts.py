@@ -15,8 +15,6 @@ from numkv.checks import check_array, check_writable
 from numkv.kinds import kind, kind_of_dtype
 from numkv.storage.pool import Pool
 
-__all__ = ["Part", "attend_to_parts"]
-
 
 class Part(NamedTuple):
     """What is read of one pool."""

@@ -20,12 +20,12 @@ from numkv.attention.options import AttentionOptions
 from numkv.attention.sight import is_free
 from numkv.caches.full_precision import FullPrecisionWindow, Watching
 from numkv.caches.watched import Watched
-from numkv.checks import check_flag
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import plan_moves
 from numkv.errors import NotSupported, NumkvError
 from numkv.interrupts import held
 from numkv.kinds import Kind
+from numkv.numbers import check_flag
 from numkv.storage.buffer import are_scales
 from numkv.storage.own_kernels import Uploads
 from numkv.storage.pool import Pool
@@ -33,8 +33,6 @@ from numkv.storage.tables import one_length, one_sequence
 from numkv.targets.base import Array, Target
 from numkv.targets.streamed import on_stream
 from numkv.writing import fast_path
-
-__all__ = ["SingleSequence"]
 
 # Of the arrays of an attention call that `SingleSequence._attend_again` lists, the one that is written to.
 _OUT = frozenset({2})

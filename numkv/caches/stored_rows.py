@@ -8,12 +8,10 @@ from numkv.access import reads
 from numkv.attention.options import check_options
 from numkv.attention.sight import Visible
 from numkv.caches.single import SingleSequence
-from numkv.checks import check_index
 from numkv.errors import NotSupported
+from numkv.numbers import check_index
 from numkv.targets.base import Array
 from numkv.targets.streamed import on_stream
-
-__all__ = ["StoredRows", "by_row"]
 
 
 class StoredRows(SingleSequence):

@@ -13,8 +13,6 @@ from numkv.errors import NonFiniteInput
 from numkv.targets.base import Target
 from numkv.targets.call import Marker
 
-__all__ = ["LONG_AGO", "History", "Watched", "first_kept"]
-
 #: Calls after which one is certainly done.
 LONG_AGO = 1 << 12
 

@@ -23,8 +23,6 @@ from numpy.typing import NDArray
 from numkv.cells import compiled as kernels
 from numkv.errors import CacheFull, DimensionMismatch, NotSupported, NumkvError, UnsupportedDType
 
-__all__ = ["Cells", "Compaction", "Copy", "Forward", "Removal", "Rows", "read_rows"]
-
 Ints = NDArray[np.int64]
 CellList = NDArray[np.int32]
 

@@ -26,8 +26,6 @@ from numba.extending import register_jitable
 
 from numkv.kernels.builder import array, build
 
-__all__ = ["BAD_POSITION", "BAD_SEQUENCE", "FINE", "compiled", "num_spans"]
-
 #: Cells that one element of ``vacant`` counts.
 SPAN = 256
 

@@ -22,16 +22,6 @@ from numkv.demo.newest import NewestChoice
 from numkv.demo.recall import Haystack, Recall, haystacks, recall
 from numkv.kinds import kinds
 
-__all__ = [
-    "DEFAULT_CACHES",
-    "DEFAULT_MODULES",
-    "DEFAULT_NEEDLES",
-    "DEFAULT_ROWS",
-    "DEFAULT_WINDOWS",
-    "LEAST_ROWS",
-    "run",
-]
-
 Choice = CacheChoice | CompressorChoice | NewestChoice
 
 #: Every kind but the widest, and what else can be done with them: values in fewer bits than keys, tokens in full

@@ -21,8 +21,6 @@ from numkv.demo import accuracy
 from numkv.demo.evaluate import Score
 from numkv.demo.recall import DISTANCES, Recall
 
-__all__ = ["Measured", "Report", "RowErrors", "write"]
-
 # A header, and rows.
 _Cells = tuple[Sequence[str], list[Sequence[str]]]
 _NO_PICTURE = (

@@ -19,8 +19,6 @@ from numkv.cli.bench_page import About, page, terminal
 from numkv.cli.output import UsageError
 from numkv.demo.cache import CacheChoice
 
-__all__ = ["CONTESTANTS", "DEFAULT_KINDS", "Bar", "add_options", "run"]
-
 #: By default; those of the second list take minutes to be filled.
 _USUAL = ["dynamic", "static", "fp8", "quanto", "turboquantcpu", "numkv", "floor"]
 CONTESTANTS = [

@@ -17,8 +17,6 @@ from numkv.bench.results import DYNAMIC, FLOOR, STATIC, Line
 from numkv.bench.rounds import Spread
 from numkv.cli.output import table
 
-__all__ = ["About", "page", "rows", "terminal", "verdict"]
-
 _NONE = "–"
 _HOW = """\
 Contestants take turns in random order: in each round one step of each that counts, after one that does not; those that

@@ -8,8 +8,6 @@ from typing import Any
 
 from numkv.bench.results import DYNAMIC, FLOOR, Line
 
-__all__ = ["draw"]
-
 _OURS, _THEIRS, _BELOW = "#4c78a8", "#b0b0b0", "#dddddd"
 #: Bars that are longer than DynamicCache's by more than this are cut off.
 _LONGEST = 2.0

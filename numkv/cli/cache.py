@@ -8,10 +8,9 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-from numkv.cli.output import UsageError, format_bytes, table
+from numkv.cli.output import UsageError, table
+from numkv.drawing.picture import format_bytes
 from numkv.kernels.disk_cache import is_stale, kernel_files, places
-
-__all__ = ["run", "warnings_of"]
 
 
 def run(arguments: argparse.Namespace) -> None:

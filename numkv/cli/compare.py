@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.cli.output import format_bytes, table
+from numkv.cli.output import table
 from numkv.demo.cache import CacheChoice, Sharing
 from numkv.demo.config import ModelConfig
-
-__all__ = ["Run", "summary"]
+from numkv.drawing.picture import format_bytes
 
 _HEADER = (
     "cache",

@@ -10,8 +10,6 @@ from numkv.demo.blas import blas_threads_for
 from numkv.demo.evaluate import Document, evaluate, held_out
 from numkv.demo.model import Model
 
-__all__ = ["check_context", "documents_of", "run"]
-
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure and print.

@@ -26,8 +26,6 @@ from numkv.demo.generate import Chooser, Replay, Sampler, generate
 from numkv.demo.model import Model
 from numkv.demo.sharded import ShardedChoice
 
-__all__ = ["DEFAULT_PROMPT", "DEFAULT_TEMPERATURE", "DEFAULT_TOKENS", "DEFAULT_TOP_K", "run"]
-
 DEFAULT_PROMPT = '''\
 import json
 import os

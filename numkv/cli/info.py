@@ -16,15 +16,13 @@ import numpy as np
 import numkv
 from numkv import targets
 from numkv.cli.cache import warnings_of
-from numkv.cli.output import format_bytes
+from numkv.drawing.picture import format_bytes
 from numkv.errors import NotSupported
 from numkv.kernels.cpu.attention.vector import attend_few
 from numkv.kernels.cpu.threads import num_threads
 from numkv.kernels.cpu.vectors import features
 from numkv.kernels.disk_cache import folder_of, kernel_files, places
 from numkv.kinds import kinds
-
-__all__ = ["run"]
 
 _PACKAGES = (
     "numpy",

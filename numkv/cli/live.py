@@ -18,8 +18,6 @@ from numkv.drawing.describe import picture_of
 from numkv.drawing.picture import format_bytes, plural
 from numkv.drawing.text import has_graphics, text_of
 
-__all__ = ["Live", "panel"]
-
 _LINES = 7
 _LEAST = (40, 16)
 _SECONDS = 0.1

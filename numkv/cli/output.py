@@ -12,8 +12,6 @@ from typing import Any, TextIO
 
 from numkv.drawing.picture import format_bytes
 
-__all__ = ["KernelProgress", "Progress", "Size", "UsageError", "format_bytes", "table"]
-
 
 class Size(int):
     """A number of bytes, and in which units sizes beside it are written: in those that it was given in.

@@ -10,8 +10,6 @@ from typing import Any
 from numkv.demo.accuracy import better_caches
 from numkv.kinds import kinds
 
-__all__ = ["Panel", "draw"]
-
 # Colour and marker of a kind, by what shares a scale in it.
 _BY_SCALES = {
     "none": ("#7f7f7f", "s"),

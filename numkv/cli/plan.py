@@ -14,8 +14,6 @@ from numkv.demo.cache import CacheChoice
 from numkv.kinds import kinds
 from numkv.planning import LayerNeeds, ModelNeeds, Rows, needs_of
 
-__all__ = ["DEFAULT_MEMORY", "parse_bytes", "run"]
-
 DEFAULT_MEMORY = Size(8 * 1024**3)
 
 _CONTEXTS = (4096, 32768)

@@ -7,12 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from numkv.cli.output import Size, UsageError, format_bytes, table
+from numkv.cli.output import Size, UsageError, table
 from numkv.demo.cache import CacheChoice
+from numkv.drawing.picture import format_bytes
 from numkv.planning import LayerNeeds, ModelNeeds, Rows
 from numkv.planning.scale import Load, Network, Sharding, best_sharding, cost_of
-
-__all__ = ["DEFAULT_BATCH", "parse_seconds", "plan_nodes"]
 
 DEFAULT_BATCH = 64
 _Q_HEADS_PER_KV_HEAD = 4

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from numkv.demo.tokenizer import Tokenizer
 
-__all__ = ["Screen", "Text", "show"]
-
 #: Control characters would move the cursor or worse; the text shows a sign in their place.
 _CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), 127) if code not in (9, 10)}
 _MAX_PROMPT_LINES = 20

@@ -6,8 +6,6 @@ import argparse
 
 import numkv
 
-__all__ = ["run"]
-
 
 def run(arguments: argparse.Namespace) -> None:
     """Draw saved caches.

@@ -19,8 +19,6 @@ from numkv.demo.model import Model
 from numkv.demo.network import Network
 from numkv.demo.stream import Shift, ShiftingCache
 
-__all__ = ["DEFAULT_CONTEXT", "DEFAULT_KEEP", "DEFAULT_TOKENS", "run"]
-
 DEFAULT_CONTEXT = 256
 DEFAULT_KEEP = 64
 DEFAULT_TOKENS = 600

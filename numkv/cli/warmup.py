@@ -9,8 +9,6 @@ import numkv
 from numkv.cli.output import KernelProgress
 from numkv.demo.cache import CacheChoice
 
-__all__ = ["run"]
-
 
 def run(arguments: argparse.Namespace) -> None:
     """Fill the kernel cache.

@@ -30,10 +30,9 @@ from numpy.typing import NDArray
 
 from numkv import targets
 from numkv.access import Access, drops, whole
-from numkv.checks import check_bytes, check_index, check_kept, check_size
+from numkv.checks import check_kept
 from numkv.errors import DimensionMismatch, NonFiniteInput, UnsupportedDType
-
-__all__ = ["AttentionTally", "first_and_recent", "heavy_hitters", "max_pool", "seen_by_recent"]
+from numkv.numbers import check_bytes, check_index, check_size
 
 Indices = NDArray[np.int64]
 Weights = NDArray[np.float64]

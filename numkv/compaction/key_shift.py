@@ -16,13 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv import targets
-from numkv.checks import check_array, check_flag, check_integers
+from numkv.checks import check_array, check_integers
 from numkv.errors import DimensionMismatch, NotSupported
 from numkv.kinds import QUERY_DTYPES, kind_of_dtype
-from numkv.storage.pool import Pool, source_dtypes
+from numkv.numbers import check_flag
+from numkv.storage.buffer import source_dtypes
+from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
-
-__all__ = ["RopeShift", "Shift", "plan_shift", "rope_shift"]
 
 #: ``shift(layer, keys, offsets) -> keys``.
 Shift = Callable[[int, Any, Any], Any]

@@ -17,8 +17,6 @@ from numkv.compaction.key_shift import RopeShift
 from numkv.errors import CacheFull, NotSupported
 from numkv.storage.pool import Pool
 
-__all__ = ["Relocation", "fresh_blocks", "plan_moves", "relocate", "slots_of"]
-
 Ints = NDArray[np.int64]
 
 

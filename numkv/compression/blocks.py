@@ -12,19 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numkv.checks import check_index
 from numkv.compression.encoded import Encoded
 from numkv.errors import DimensionMismatch
-
-__all__ = [
-    "BLOCK_SIZE",
-    "NO_BLOCKS",
-    "Numbers",
-    "Sequence",
-    "StoredBlocks",
-    "counts_of",
-    "with_room",
-]
+from numkv.numbers import check_index
 
 #: Tokens of a block: whole tiles of every kernel.
 BLOCK_SIZE = 128

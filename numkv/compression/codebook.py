@@ -20,8 +20,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["MAX_BITS", "edges_between", "levels_for", "mean_magnitude"]
-
 #: Most bits of a code. With more, levels lie closer together than the error of a rotation in float32.
 MAX_BITS = 16
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from numkv.access import reads, writes
-from numkv.checks import check_size
 from numkv.compression.config import CompressorConfig
 from numkv.compression.growing import Compressor
 from numkv.errors import DimensionMismatch
+from numkv.numbers import check_size
 from numkv.targets.base import Array
 from numkv.targets.streamed import on_stream
-
-__all__ = ["Codes", "HeadCompressor", "MultiHeadCompressor", "check_heads"]
 
 #: Heads that a compressor has at most: each has random matrices of its own.
 MAX_HEADS = 2**16

@@ -10,8 +10,6 @@ from typing import Any
 from numkv.compression.codebook import MAX_BITS
 from numkv.rows.codes import packed_bytes
 
-__all__ = ["CodesKind", "CompressorConfig"]
-
 #: Bounds that keep the random matrices of a head within memory, and their making within minutes.
 MAX_HEAD_DIM, MAX_PROJECTIONS = 4096, 2**20
 

@@ -11,8 +11,6 @@ from numkv.compression.config import CodesKind
 from numkv.rows.codes import packed_bytes
 from numkv.targets.base import Array, Target
 
-__all__ = ["Encoded"]
-
 
 @dataclass(frozen=True, slots=True)
 class Encoded:

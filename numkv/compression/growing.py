@@ -9,16 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from numkv.access import drops, reads
-from numkv.checks import check_flag, check_index, check_size
 from numkv.compression.config import CompressorConfig
 from numkv.compression.encoded import Encoded
 from numkv.compression.heads import Heads, Side, Stored
 from numkv.errors import NumkvError
 from numkv.kernels.operations_of_codes import CodesOptions
+from numkv.numbers import check_flag, check_index, check_size
 from numkv.targets.base import Array
 from numkv.targets.streamed import on_stream
-
-__all__ = ["Compressor"]
 
 # Tokens that a compressor makes room for at first.
 _FIRST_CAPACITY = 16

@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["haar", "stream"]
-
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from numkv import targets
 from numkv.access import Access, reads
-from numkv.checks import Shape, check_array, check_bytes, check_flag
+from numkv.checks import Shape, check_array
 from numkv.compression.config import CodesKind, CompressorConfig
 from numkv.compression.encoded import Encoded
 from numkv.compression.quantiser import quantiser_of
@@ -20,11 +20,9 @@ from numkv.drawing.page import Drawn
 from numkv.errors import DimensionMismatch, NonFiniteInput, NumkvError
 from numkv.kernels.operations_of_codes import CodesOptions, StoredCodes
 from numkv.kinds import QUERY_DTYPES, kind_of_dtype
-from numkv.numbers import check_scale, check_soft_cap, check_window
+from numkv.numbers import check_bytes, check_flag, check_scale, check_soft_cap, check_window
 from numkv.targets.base import Array, Target
 from numkv.targets.streamed import on_stream
-
-__all__ = ["Heads", "Side", "Stored"]
 
 Side = Literal["keys", "values"]
 

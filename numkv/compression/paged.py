@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from numkv.access import drops, reads, whole, writes
-from numkv.checks import check_flag, check_index
 from numkv.compression.blocks import (
     BLOCK_SIZE,
     NO_BLOCKS,
@@ -25,10 +24,9 @@ from numkv.compression.encoded import Encoded
 from numkv.compression.heads import Heads, Side, Stored
 from numkv.errors import DimensionMismatch, NumkvError
 from numkv.kernels.operations_of_codes import Sequences, StoredCodes
+from numkv.numbers import check_flag, check_index
 from numkv.targets.base import Array
 from numkv.targets.streamed import on_stream
-
-__all__ = ["PagedCompressor"]
 
 
 class PagedCompressor(Heads):

@@ -15,8 +15,6 @@ from numkv.compression.haar import haar, stream
 from numkv.kernels.operations_of_codes import Codebook
 from numkv.targets.base import Array, Target
 
-__all__ = ["Quantiser", "quantiser_of"]
-
 # Keys of the streams of random numbers.
 _ROTATION, _SKETCH = 0, 1
 

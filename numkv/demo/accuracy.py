@@ -21,25 +21,6 @@ from numkv.demo.cache import CacheFactory
 from numkv.demo.config import ModelConfig
 from numkv.storage.hadamard import Rotation
 
-__all__ = [
-    "HEAD_DIM",
-    "NUM_KV_HEADS",
-    "NUM_QUERIES",
-    "NUM_Q_HEADS",
-    "NUM_SOUGHT",
-    "OUTLIER",
-    "PER_ROW",
-    "PER_ROW_BYTES",
-    "ROWS",
-    "Rows",
-    "attended",
-    "better_caches",
-    "exact_attention",
-    "per_row_attention",
-    "relative_error",
-    "row_shape",
-]
-
 Array = NDArray[np.float64]
 
 HEAD_DIM, NUM_KV_HEADS, NUM_Q_HEADS = 128, 8, 32

@@ -12,8 +12,6 @@ from numkv.demo.cache import Cache
 from numkv.demo.checkpoint import Progress
 from numkv.demo.network import Network
 
-__all__ = ["PREFILL_CHUNK", "Batch", "Session"]
-
 Array = NDArray[np.float32]
 Tokens = Iterable[int] | NDArray[np.integer[Any]]
 

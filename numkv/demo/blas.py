@@ -11,8 +11,6 @@ from typing import Any
 
 from numkv.demo.checkpoint import Weights
 
-__all__ = ["blas_threads_for"]
-
 #: Models below this number of parameters have matrices too small to share among threads.
 _SMALL = 100_000_000
 #: OpenBLAS as NumPy's wheels build it, and as Linux distributions do.

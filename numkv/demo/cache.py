@@ -13,8 +13,6 @@ import numkv
 from numkv.caches.layer import Layer
 from numkv.demo.config import ModelConfig
 
-__all__ = ["Cache", "CacheChoice", "CacheFactory", "LayerCache", "Sharing", "Step"]
-
 
 class Step(Protocol):
     """New tokens on their way through the layers; `numkv.Step` is one."""

@@ -19,8 +19,6 @@ from safetensors import SafetensorError, safe_open
 
 from numkv.demo.config import CheckpointError, ModelConfig, read_json
 
-__all__ = ["LayerWeights", "Weights", "load_weights"]
-
 Array = NDArray[np.float32]
 Progress = Callable[[int, int], None]
 

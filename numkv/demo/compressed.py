@@ -13,8 +13,6 @@ from numkv.demo.cache import Cache, CacheChoice
 from numkv.demo.config import ModelConfig
 from numkv.demo.newest import NewestChoice
 
-__all__ = ["CompressedCache", "CompressorChoice", "parse_cache"]
-
 _LABEL = re.compile(r"codes([0-9]+)(\+sketch)?")
 
 

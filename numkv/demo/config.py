@@ -9,8 +9,6 @@ from typing import Any
 
 from numkv.errors import NotSupported, NumkvError
 
-__all__ = ["CheckpointError", "Llama3Scaling", "ModelConfig", "read_json"]
-
 
 class CheckpointError(NumkvError, ValueError):
     """A checkpoint lacks something, or holds something that does not fit its configuration."""

@@ -24,8 +24,6 @@ from numkv.demo.cache import CacheChoice, CacheFactory
 from numkv.demo.config import read_json
 from numkv.demo.model import Model
 
-__all__ = ["Document", "HeldOut", "Score", "evaluate", "held_out", "log_softmax"]
-
 Array = NDArray[np.floating[Any]]
 
 

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from numkv.demo.batch import Session
 
-__all__ = ["Choice", "Chooser", "Replay", "Sampler", "generate"]
-
 
 @dataclass(frozen=True)
 class Choice:

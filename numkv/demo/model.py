@@ -13,8 +13,6 @@ from numkv.demo.config import ModelConfig
 from numkv.demo.network import Network
 from numkv.demo.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Model"]
-
 
 class Model:
     """A decoder: configuration, weights and tokenizer.

@@ -17,8 +17,6 @@ from numkv.demo.checkpoint import LayerWeights, Weights
 from numkv.demo.config import ModelConfig
 from numkv.demo.rotary import rotary_tables
 
-__all__ = ["Network"]
-
 Array = NDArray[np.float32]
 
 

@@ -15,8 +15,6 @@ from numkv.caches.layer import Layer
 from numkv.demo.cache import Cache, LayerCache
 from numkv.demo.config import ModelConfig
 
-__all__ = ["NewestChoice"]
-
 _LABEL = re.compile(r"last([1-9][0-9]*)")
 
 

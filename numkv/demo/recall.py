@@ -24,8 +24,6 @@ from numkv.demo.evaluate import Document, log_softmax
 from numkv.demo.model import Model
 from numkv.demo.tokenizer import Tokenizer
 
-__all__ = ["DISTANCES", "Haystack", "Needle", "Recall", "haystacks", "recall"]
-
 #: How far back definitions are, as shares of the context. The bundled model, most of whose training had windows of 256
 #: to 1,024 bytes, finds nothing that is much further away, whatever the cache.
 DISTANCES = (0.1, 0.2, 0.3, 0.4)

@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 from numkv.demo.config import ModelConfig
 
-__all__ = ["rotary_tables"]
-
 Array = NDArray[np.float32]
 
 

@@ -16,8 +16,6 @@ from numkv.demo.model import Model
 from numkv.demo.network import Network
 from numkv.ray import RayShards, ShardedKVCache, ShardLost, Transport
 
-__all__ = ["WAYS", "ShardedBatch", "ShardedChoice"]
-
 #: What a cache can be divided by.
 WAYS = ("heads", "context")
 

@@ -19,8 +19,6 @@ from numkv.demo.cache import CacheChoice
 from numkv.demo.config import ModelConfig
 from numkv.demo.rotary import rotary_tables
 
-__all__ = ["Shift", "ShiftingCache", "num_to_discard"]
-
 Array = NDArray[np.float32]
 
 

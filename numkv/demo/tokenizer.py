@@ -10,8 +10,6 @@ from typing import Any, Protocol
 from numkv.demo.config import CheckpointError, ModelConfig
 from numkv.errors import NotSupported
 
-__all__ = ["ByteTokenizer", "JsonTokenizer", "TextStream", "Tokenizer", "load_tokenizer"]
-
 
 class TextStream(Protocol):
     """Turns tokens into text as they come; what is printed is never half a character."""

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from numkv.drawing.picture import Picture, State, Strip, format_bytes, in_short, plural
 
-__all__ = ["picture_of"]
-
 #: Signs of sequences in a strip of cells; further ones share a plus.
 _SIGNS = "0123456789abcdefghijklmnopqrstuvwxyz"
 

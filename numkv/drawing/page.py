@@ -8,8 +8,6 @@ from numkv.drawing.describe import picture_of
 from numkv.drawing.picture import Picture, State
 from numkv.keywords import Explained
 
-__all__ = ["Drawn", "page_of"]
-
 _MOST_MARKS = 600
 _MOST_SEQUENCES = 40
 #: How much of a mark is filled, and its border, in the text's own colour: that is seen on any background.

@@ -10,8 +10,6 @@ from typing import Any, TextIO
 from numkv.drawing.describe import picture_of
 from numkv.drawing.picture import Picture, State
 
-__all__ = ["has_graphics", "show", "text_of"]
-
 _MARGIN = 9
 _MOST_LINES = 3
 #: Lines for sequences; of more there are the first ones.

@@ -10,7 +10,7 @@ from typing import Any
 from numkv import targets
 from numkv._version import __version__
 from numkv.caches.paged.swap import SwappedSequence
-from numkv.caches.paged_layer import PagedPool
+from numkv.caches.paged_pool import PagedPool
 from numkv.checks import Mark, check_mark
 from numkv.errors import NotSupported, NumkvError
 from numkv.files import compressed, multi, paged, sequences, single
@@ -19,8 +19,6 @@ from numkv.files.fields import Damaged, Foreign, expect
 from numkv.files.held import held
 from numkv.files.plan import Options, Plan, Saved
 from numkv.numbers import memory_of_machine
-
-__all__ = ["load", "load_sequences", "save", "save_sequences"]
 
 _ONE, _MANY = "SwappedSequence", "sequences"
 

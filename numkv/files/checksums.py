@@ -12,8 +12,6 @@ import zlib
 from collections.abc import Sequence
 from typing import Self
 
-__all__ = ["Checksums"]
-
 # Chunks that may wait for their checksum; more would hold memory for nothing.
 _WAITING = 4
 

@@ -23,8 +23,6 @@ from numkv.files.plan import Options, Plan, Saved
 from numkv.files.rows import HostBuffers
 from numkv.rows.codes import packed_bytes
 
-__all__ = ["CLASSES", "describe", "plan"]
-
 CLASSES: dict[str, Any] = {
     "HeadCompressor": HeadCompressor,
     "MultiHeadCompressor": MultiHeadCompressor,

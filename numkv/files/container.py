@@ -28,8 +28,6 @@ from numkv.files.checksums import Checksums
 from numkv.files.fields import Damaged, Fields, Foreign, expect
 from numkv.files.replace import replacing
 
-__all__ = ["FORMAT_VERSION", "Container", "Spec", "Tensor", "bytes_of", "opened", "write"]
-
 #: Of the one format that is read and written; earlier ones were never published.
 FORMAT_VERSION = 3
 

@@ -10,8 +10,6 @@ from typing import Any
 from numkv.errors import NumkvError
 from numkv.kinds import Kind, kind
 
-__all__ = ["MOST", "Damaged", "Fields", "Foreign", "claims", "expect"]
-
 #: What sizes and positions stay below.
 MOST = 2**31 - 1
 

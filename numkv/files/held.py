@@ -9,8 +9,6 @@ from typing import Any
 from numkv.access import Access
 from numkv.errors import NumkvError
 
-__all__ = ["held"]
-
 
 @contextlib.contextmanager
 def held(obj: Any, alone: bool) -> Iterator[None]:

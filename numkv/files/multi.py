@@ -39,8 +39,6 @@ from numkv.files.rows import (
 from numkv.kinds import Kind, kind
 from numkv.storage.pool import Pool
 
-__all__ = ["CELLS", "CLASSES", "describe", "plan"]
-
 CELLS = {
     "CausalCache": CausalCache,
     "SlidingWindowCache": SlidingWindowCache,

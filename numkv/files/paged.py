@@ -39,8 +39,6 @@ from numkv.kinds import Kind
 from numkv.storage.buffer import Buffer, are_scales
 from numkv.storage.pool import Pool
 
-__all__ = ["CLASSES", "describe", "plan"]
-
 CLASSES = {"PagedKVCache": PagedKVCache}
 
 _SIDES = ("k", "v")

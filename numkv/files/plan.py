@@ -13,8 +13,6 @@ from numkv.storage.hadamard import Rotation
 from numkv.storage.pool import Pool
 from numkv.targets.base import Target
 
-__all__ = ["Options", "Plan", "Saved", "kind_fields", "read_kinds", "read_rotation"]
-
 
 class Saved(NamedTuple):
     """What a cache is in a file.

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 
 from numkv.errors import NotSupported
 
-__all__ = ["replacing"]
-
 _SUFFIX = ".partial"
 _HOUR = 3600
 #: Windows renames no file that is open, and has no such locks.

@@ -21,11 +21,6 @@ from numkv.storage.buffer import Buffer, are_scales
 from numkv.storage.pool import Pool
 from numkv.targets.base import Target
 
-__all__ = [
-    "HostBuffers", "check_scales", "fill_pool", "fill_rows", "read_head_scales", "row_bytes", "row_specs",
-    "slots_in", "tensors_of_pool",
-]  # fmt: skip
-
 Slots = NDArray[np.int64]
 
 # Runs of rows that are shorter than this are copied together first, as many bytes at a time.

@@ -19,11 +19,6 @@ from numkv.files.container import Container, Spec, Tensor
 from numkv.files.fields import MOST, Fields, claims, expect
 from numkv.files.plan import Saved
 
-__all__ = [
-    "block_pieces", "describe", "packed", "read", "read_geometry", "read_states", "state_tensors",
-    "take_states", "unpacked",
-]  # fmt: skip
-
 _BUFFERS = ("k", "v", "k_scale", "v_scale")
 _HEAD_SCALES = ("k_head_scale", "v_head_scale")  # of kinds whose heads have scales, by layer
 _NO_BLOCKS = (0, 0, 0)  # shape of scales that there are none of, or that are not of blocks

@@ -34,8 +34,6 @@ from numkv.storage.buffer import Buffer
 from numkv.storage.latents import LATENT
 from numkv.storage.pool import Pool
 
-__all__ = ["CLASSES", "describe", "plan"]
-
 CLASSES: dict[str, type[SingleSequence]] = {
     "KVCache": KVCache,
     "ContiguousLayer": ContiguousLayer,

@@ -31,18 +31,6 @@ from numkv.errors import NotSupported
 from numkv.kernels.disk_cache import KernelCache, warn_no_cache
 from numkv.kinds import kinds
 
-__all__ = [
-    "PROGRESS",
-    "SCALES",
-    "WORDS",
-    "array",
-    "build",
-    "cache_stats",
-    "compiled",
-    "note",
-    "tell",
-]
-
 log = logging.getLogger("numkv.kernels")
 
 #: Numba types of the words that storage kinds lie in.

@@ -48,11 +48,6 @@ from numba.core.caching import (
 )
 from numba.core.serialize import dumps
 
-__all__ = [
-    "SUFFIX", "KernelCache", "folder_of", "is_stale", "kernel_files", "load", "path_of", "places", "save",
-    "source_digest", "warn_no_cache",
-]  # fmt: skip
-
 #: Ending of the files' names.
 SUFFIX = ".kernel"
 

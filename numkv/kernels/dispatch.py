@@ -10,11 +10,10 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, TypeVar
 
 from numkv.kernels.operations import Operations
-
-__all__ = ["FILES", "NAMES", "implements", "load"]
 
 Spec = TypeVar("Spec", bound=Callable[..., Any])
 
@@ -47,6 +46,7 @@ def implements(spec: Spec) -> Callable[[Callable[..., Any]], Spec]:
         if _parameters(function) != want:
             raise TypeError(f"{function.__qualname__}: expected the parameters {want}")
         function.__doc__ = inspect.getdoc(spec)
+        function.operation = spec.__name__  # type: ignore[attr-defined]
         return function  # type: ignore[return-value]
 
     return mark
@@ -55,6 +55,15 @@ def implements(spec: Spec) -> Callable[[Callable[..., Any]], Spec]:
 def _parameters(function: Callable[..., Any]) -> list[tuple[str, Any]]:
     found = inspect.signature(function).parameters.values()
     return [(parameter.name, parameter.default) for parameter in found]
+
+
+def operations_in(module: ModuleType) -> dict[str, Any]:
+    """The operations that a module marks as its own, by their names."""
+    return {
+        found.operation: found
+        for found in vars(module).values()
+        if callable(found) and "operation" in getattr(found, "__dict__", ())
+    }
 
 
 @functools.cache
@@ -69,7 +78,7 @@ def load(target: str) -> Operations:
     found = Operations()
     for file in FILES:
         module = importlib.import_module(f"numkv.kernels.{target}.{file}")
-        vars(found).update((name, getattr(module, name)) for name in module.__all__)
+        vars(found).update(operations_in(module))
     missing = set(NAMES) ^ vars(found).keys()
     if missing:
         raise TypeError(

@@ -7,8 +7,6 @@ from numkv.kernels.operations_of_choice import OperationsOfChoice
 from numkv.kernels.operations_of_codes import OperationsOfCodes
 from numkv.kernels.small_calls import SmallCalls
 
-__all__ = ["Operations", "Side"]
-
 #: New rows, their kind, the pool that they go to, its kind, and its scales.
 Side = tuple[Array, str, Array, str, Array]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from numkv.arrays import Array
 
-__all__ = ["OperationsOfChoice"]
-
 
 class OperationsOfChoice:
     """Those of a target's operations that bound the keys of blocks, and choose blocks by a query."""

@@ -8,8 +8,6 @@ import numpy as np
 
 from numkv.arrays import Array
 
-__all__ = ["Codebook", "CodesOptions", "OperationsOfCodes", "Sequences", "StoredCodes"]
-
 
 class Codebook(NamedTuple):
     """What codes of some heads mean; see `OperationsOfCodes.encode_rows`.

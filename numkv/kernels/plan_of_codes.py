@@ -14,8 +14,6 @@ import numpy as np
 from numkv.kernels.operations_of_codes import StoredCodes
 from numkv.rows.sequences import WIDTH
 
-__all__ = ["NOTHING", "Limits", "Round", "rounds"]
-
 #: The plan of one sequence.
 NOTHING = np.empty(0, np.int64)
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Workspace", "Workspaces"]
-
 
 class Workspace:
     """Arrays of one call, by dtype, which grow and stay.

@@ -10,8 +10,6 @@ import enum
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Checks", "SmallCalls"]
-
 
 class Checks(enum.IntEnum):
     """What a compiled function is to check before it writes."""

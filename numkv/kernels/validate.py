@@ -13,8 +13,6 @@ from numba import types
 
 from numkv.kernels.builder import array, build
 
-__all__ = ["check_lengths", "first_bad_blocks", "first_outside", "last_of_each"]
-
 #: What `check_lengths` found.
 FINE, BAD_LENGTH, TOO_MANY_QUERIES, BAD_STARTS = range(4)
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from numkv.kinds import Kind, kind
 from numkv.numbers import check_flag, check_size
 
-__all__ = ["LayerNeeds", "ModelNeeds", "Rows", "State"]
-
 _BYTES = {
     "float64": 8,
     "float32": 4,

@@ -11,8 +11,6 @@ from typing import Any
 
 from numkv.errors import NumkvError
 
-__all__ = ["ConfigError", "Keys", "is_suspect", "open_config"]
-
 
 class ConfigError(NumkvError, ValueError):
     """A config that cannot be read, or lacks what says how much a model keeps."""

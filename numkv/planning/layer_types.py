@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 from numkv.planning.keys import Keys
 
-__all__ = ["FULL", "HYBRID", "LINEAR", "SLIDING", "layer_types_of"]
-
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 LINEAR, CONV, HYBRID, HYBRID_SLIDING = "linear_attention", "conv", "hybrid", "hybrid_sliding"
 INDEXED, NOTHING = "indexed_attention", "none"

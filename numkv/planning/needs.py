@@ -13,8 +13,6 @@ from numkv.planning.layer_types import FULL, HYBRID, LINEAR, SLIDING, layer_type
 from numkv.planning.states import states_of
 from numkv.planning.weights import parameters_of
 
-__all__ = ["needs_of"]
-
 # What keeps something of its own that no number of rows describes.
 _REFUSED = {
     "blt": "three decoders over bytes and patches, each with a cache of its own",

@@ -23,8 +23,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-__all__ = ["GroupCost", "Load", "Network", "Sharding", "best_sharding", "cost_of", "shardings"]
-
 
 class Network(NamedTuple):
     """Nodes, and what is between them; times in seconds, sizes in bytes.

@@ -7,8 +7,6 @@ import math
 from numkv.planning.description import State
 from numkv.planning.keys import Keys
 
-__all__ = ["states_of"]
-
 _FP32 = "float32"
 _MAMBA_1 = ("mamba", "falcon_mamba", "jamba", "phi4flash")
 _DELTA_HEADS = ("kimi_linear", "bailing_hybrid", "glm5_next_text")

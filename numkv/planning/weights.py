@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 from numkv.planning.keys import Keys
 
-__all__ = ["parameters_of"]
-
 
 class _Family(NamedTuple):
     """What the entries of a config leave to the family, as its class in transformers has it."""

@@ -10,8 +10,6 @@ from numkv.ray.shard import Shard, ShardSpec
 from numkv.ray.transport import Delivery
 from numkv.ray.wire import Answer, Message
 
-__all__ = ["RayShards"]
-
 #: Places that are tried for an actor.
 _PLACES = 3
 #: What errors begin with where there was no answer, which may be as there is no place at all.

@@ -12,8 +12,6 @@ from numkv.blocks.prefix import block_digests
 from numkv.caches.paged.store import Extra
 from numkv.ray.placing import Run, columns_of_tokens, counts, cut, joined
 
-__all__ = ["Directory", "NamedBlocks", "Sequence", "after_step", "kept_after_loss", "shortened"]
-
 _NO_NAMES = np.empty((0, 32), np.uint8)
 _NO_TOKENS = np.empty(0, np.int32)
 

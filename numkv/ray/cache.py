@@ -22,16 +22,15 @@ from numkv.blocks.prefix import block_digests, plain_extra
 from numkv.caches import PagedKVCache
 from numkv.caches.paged.arguments import ids_of_step, numbers_of_new_tokens, prompt_ids
 from numkv.caches.paged.store import Extra
-from numkv.checks import check_index, check_integers, check_size, host_array
+from numkv.checks import check_integers, host_array
 from numkv.errors import CacheFull, DimensionMismatch, NotSupported, NumkvError
 from numkv.keywords import Explained
+from numkv.numbers import check_index, check_size
 from numkv.ray.books import Sequence, after_step, shortened
 from numkv.ray.placing import Run, counts, place
 from numkv.ray.reading import ReadableShards
 from numkv.ray.step import ShardedStep
 from numkv.ray.transport import Transport
-
-__all__ = ["ShardedKVCache"]
 
 
 class ShardedKVCache(ReadableShards, Explained):

@@ -10,8 +10,6 @@ from numkv.ray.shard import BOOKKEEPING
 from numkv.ray.transport import Delivery, Transport
 from numkv.ray.wire import Answer, Operation, nbytes, packed, unpacked
 
-__all__ = ["Channel", "Limits", "Ticket", "first_error"]
-
 #: Operations that may wait for a message to ride along with.
 _MOST_WAITING = 256
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from numkv.errors import NumkvError
 
-__all__ = ["ShardDown", "ShardLost"]
-
 
 class ShardDown(NumkvError):
     """A shard does not answer any more: what a transport raises, and nobody else sees.

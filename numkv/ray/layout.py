@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from numkv.checks import check_size
 from numkv.errors import DimensionMismatch
-
-__all__ = ["Layout"]
+from numkv.numbers import check_size
 
 #: Shards that a cache can have.
 _MOST_SHARDS = 2**16

@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 from numkv.attention import merge_states
 
-__all__ = ["Partial", "merged"]
-
 
 class Partial(NamedTuple):
     """Attention over the tokens of one column."""

@@ -13,17 +13,6 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "Run",
-    "columns_of_tokens",
-    "counts",
-    "cut",
-    "joined",
-    "number_before",
-    "place",
-    "visible",
-]
-
 Run = tuple[int, int]
 Ints = NDArray[np.int64]
 

@@ -13,16 +13,14 @@ from numpy.typing import NDArray
 from numkv.access import writes
 from numkv.attention.attend import check_group
 from numkv.attention.options import check_options
-from numkv.checks import check_index
 from numkv.errors import DimensionMismatch, NumkvError
 from numkv.kinds import Kind
+from numkv.numbers import check_index
 from numkv.ray.books import Sequence
 from numkv.ray.merging import Partial, merged
 from numkv.ray.placing import Run, counts, visible
 from numkv.ray.step import host_rows, side_by_side
 from numkv.ray.whole import WholeShardedCache
-
-__all__ = ["ReadableShards"]
 
 
 class ReadableShards(WholeShardedCache):

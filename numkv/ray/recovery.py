@@ -18,8 +18,6 @@ from numkv.ray.shard import ShardSpec
 from numkv.ray.step import ShardedStep
 from numkv.ray.transport import Transport
 
-__all__ = ["Recovering"]
-
 #: How often shards are made anew in one recovery, as those that are new may be lost too.
 _ATTEMPTS = 3
 

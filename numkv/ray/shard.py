@@ -25,8 +25,6 @@ from numkv.ray.wire import Answer, Message, Operation, packed, unpacked
 from numkv.store.prefix_store import PrefixStore
 from numkv.threads import num_threads
 
-__all__ = ["BOOKKEEPING", "Shard", "ShardSpec"]
-
 #: Operations that cannot fail on a shard that is well. Nobody waits for them: they ride along with other messages.
 BOOKKEEPING = frozenset({"add", "fork", "remove", "truncate", "commit", "rollback"})
 

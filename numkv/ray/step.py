@@ -9,16 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.access import Access, writes
-from numkv.checks import check_index
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError, UnsupportedDType
 from numkv.kinds import QUERY_DTYPES
+from numkv.numbers import check_index
 from numkv.ray.channel import Ticket
 from numkv.ray.merging import Partial, merged
 from numkv.ray.placing import Run, columns_of_tokens, counts, joined, visible
 from numkv.writing.fused_write import QKMode
 from numkv.writing.paged import paged_write
-
-__all__ = ["Attending", "Part", "ShardedStep", "host_rows", "side_by_side"]
 
 Ints = NDArray[np.int64]
 

@@ -11,8 +11,6 @@ from numkv.ray.errors import ShardDown
 from numkv.ray.shard import Shard, ShardSpec
 from numkv.ray.wire import Answer, Message
 
-__all__ = ["Delivery", "LocalShards", "Transport"]
-
 
 class Delivery(Protocol):
     """A message on its way, or its answer."""

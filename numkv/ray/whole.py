@@ -9,13 +9,11 @@ import numpy as np
 
 from numkv.access import whole, writes
 from numkv.caches import PagedStats
-from numkv.checks import check_index
 from numkv.errors import NotSupported, NumkvError
+from numkv.numbers import check_index
 from numkv.ray.books import Sequence
 from numkv.ray.placing import counts, joined
 from numkv.ray.recovery import Recovering
-
-__all__ = ["ShardedStats", "WholeShardedCache"]
 
 
 class ShardedStats(NamedTuple):

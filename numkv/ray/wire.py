@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-__all__ = ["Answer", "Message", "Operation", "nbytes", "packed", "unpacked"]
-
 Operation = tuple[str, tuple[Any, ...]]
 Message = tuple[int, list[Operation]]
 

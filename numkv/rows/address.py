@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numba.extending import register_jitable
 
-__all__ = ["slot_of"]
-
 
 @register_jitable
 def slot_of(block_table, position, block_size):

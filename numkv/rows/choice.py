@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numba.extending import register_jitable
 
-__all__ = ["DIGIT_BITS", "digit_of", "order_of", "parts_of", "whose_digit"]
-
 #: Bits of a digit of a score's number, which a search for the highest takes at once.
 DIGIT_BITS = 8
 

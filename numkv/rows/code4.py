@@ -16,16 +16,6 @@ from numba.extending import register_jitable
 
 from numkv.rows.codebook import as_it_is, place_finder, scale_finder
 
-__all__ = [
-    "EDGES",
-    "LEVELS",
-    "code4_level",
-    "code4_store",
-    "code4_value",
-    "load_code4",
-    "store_code4",
-]
-
 #: Magnitudes of levels, in rising order.
 LEVELS = (5, 15, 25, 36, 48, 62, 79, 104)
 #: From where on a magnitude belongs to the level above: halfway between levels.

@@ -18,16 +18,6 @@ from numba.extending import register_jitable
 
 from numkv.rows.codebook import as_it_is, place_finder, scale_finder
 
-__all__ = [
-    "EDGES",
-    "LEVELS",
-    "code6_level",
-    "code6_store",
-    "code6_value",
-    "load_code6",
-    "store_code6",
-]
-
 #: Magnitudes of levels, in rising order.
 LEVELS = (
     *range(1, 30, 2), 32, 34, 37, 39, 42, 45, 48, 51, 54, 58, 62, 66, 71, 77, 84, 93, 108,

@@ -22,8 +22,6 @@ import math
 import numpy as np
 from numba.extending import register_jitable
 
-__all__ = ["as_it_is", "place_finder", "scale_finder"]
-
 _TINY, _NOT_FINITE = 1e-30, 0x7F800000
 
 

@@ -25,10 +25,6 @@ from numkv.rows.convert import codec
 from numkv.rows.int4 import int4_value, load_int4, store_int4
 from numkv.rows.quantize import int8_divisor, int8_quotient, int8_scale, largest_of
 
-__all__ = [
-    "SCALED_FLOATS", "element_codec", "elements_in", "row_codec", "scaled_codec", "scales_at",
-]  # fmt: skip
-
 #: Float kinds whose stored elements are multiplied by a scale, which all rows of a head share.
 SCALED_FLOATS = ("fp8_e4m3", "fp8_e5m2")
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import numpy as np
 from numba.extending import register_jitable
 
-__all__ = ["code_at", "packed_byte", "packed_bytes", "refined"]
-
 
 @register_jitable
 def packed_bytes(count, bits):

@@ -12,18 +12,6 @@ from __future__ import annotations
 import numpy as np
 from numba.extending import register_jitable
 
-__all__ = [
-    "bf16_to_float32",
-    "codec",
-    "e4m3_to_float32",
-    "e5m2_to_float32",
-    "float32_to_bf16",
-    "float32_to_e4m3",
-    "float32_to_e5m2",
-    "float32_to_fp16",
-    "fp16_to_float32",
-]
-
 # Every step is wrapped in uint32(...): Numba widens uint32 << uint32 to 64 bits.
 
 

@@ -20,8 +20,6 @@ from __future__ import annotations
 import numpy as np
 from numba.extending import register_jitable
 
-__all__ = ["block_length", "butterflies", "butterfly", "lower_of"]
-
 
 @register_jitable
 def block_length(dim):

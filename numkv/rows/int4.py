@@ -24,20 +24,6 @@ from numba.extending import register_jitable
 
 from numkv.rows.convert import bf16_to_float32
 
-__all__ = [
-    "GROUP",
-    "LOWEST",
-    "OFFSETS",
-    "int4_code",
-    "int4_column",
-    "int4_scale",
-    "int4_value",
-    "load_int4",
-    "lowest_level",
-    "store_int4",
-    "store_int4_group",
-]
-
 #: Elements of a group.
 GROUP = 32
 #: How many offsets there are: the last bits of a scale's word. Each is 1/2 above the one before.

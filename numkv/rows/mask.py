@@ -17,11 +17,6 @@ from __future__ import annotations
 import numpy as np
 from numba.extending import register_jitable
 
-__all__ = [
-    "BEGIN", "BITS", "COLUMNS", "END", "PLAIN_END", "POSITION", "bits_below", "fill_row", "has_bit", "is_seen",
-    "position_of",
-]  # fmt: skip
-
 BEGIN, END, PLAIN_END, POSITION = range(4)
 #: Where words of bits begin, and how many numbers a row has without them.
 BITS = COLUMNS = 4

@@ -9,8 +9,6 @@ from __future__ import annotations
 import numpy as np
 from numba.extending import register_jitable
 
-__all__ = ["int8_code", "int8_divisor", "int8_quotient", "int8_scale", "is_finite", "largest_of"]
-
 
 @register_jitable
 def largest_of(x):

@@ -6,8 +6,6 @@ import math
 
 from numba.extending import register_jitable
 
-__all__ = ["root_mean_square"]
-
 
 @register_jitable
 def root_mean_square(sum_of_squares, n, eps):

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from numba.extending import register_jitable
 
-__all__ = ["pair_of", "rotate_pair"]
-
 
 @register_jitable
 def pair_of(i, half, interleaved):

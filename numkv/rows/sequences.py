@@ -17,8 +17,6 @@ from __future__ import annotations
 import numpy as np
 from numba.extending import register_jitable
 
-__all__ = ["BY_ITEM", "BY_QUERY", "WIDTH", "sequence_at", "slot_at"]
-
 #: Numbers of a sequence, and which of them it is looked up by.
 WIDTH, BY_ITEM, BY_QUERY = 7, 0, 1
 

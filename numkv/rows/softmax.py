@@ -12,8 +12,6 @@ import math
 import numpy as np
 from numba.extending import register_jitable
 
-__all__ = ["finish", "merge_weights", "power_of_2"]
-
 
 @register_jitable
 def power_of_2(x, maximum):

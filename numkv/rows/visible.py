@@ -14,10 +14,6 @@ from __future__ import annotations
 import numpy as np
 from numba.extending import register_jitable
 
-__all__ = [
-    "is_visible", "oldest_visible", "queries_that_see", "visible_range", "visible_to_all", "visible_to_any",
-]  # fmt: skip
-
 
 @register_jitable
 def oldest_visible(position, window_left):

@@ -17,9 +17,10 @@ from numkv.attention.attend import (
 )
 from numkv.attention.cascade import converted, gathered
 from numkv.attention.options import AttentionOptions, check_options
-from numkv.checks import check_array, check_flag, check_integers, check_writable
+from numkv.checks import check_array, check_integers, check_writable
 from numkv.errors import DimensionMismatch, NotSupported
 from numkv.kinds import kind, kind_of_dtype
+from numkv.numbers import check_flag
 from numkv.sparse.blocks import check_numbers, look_at_table, too_many_parts
 from numkv.storage.buffer import Buffer
 from numkv.storage.given import stored_pool
@@ -27,10 +28,6 @@ from numkv.storage.pool import Pool
 from numkv.storage.tables import one_query_each
 from numkv.targets.base import Target
 from numkv.targets.call import Call
-
-__all__ = [
-    "are_numbered", "attend_by_head", "attend_to_choice", "sparse_decode_attention", "token_decode_attention",
-]  # fmt: skip
 
 _POOL = ("num_blocks", "num_kv_heads", "block_size", "head_dim")
 _NAMES = ("k_pool", "v_pool")

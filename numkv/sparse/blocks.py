@@ -12,8 +12,6 @@ from numkv.checks import check_integers
 from numkv.errors import DimensionMismatch
 from numkv.targets.base import Target
 
-__all__ = ["check_numbers", "check_table", "look_at_table", "too_many_parts"]
-
 _INT32 = (np.dtype(np.int32),)
 
 

@@ -11,23 +11,15 @@ from numkv import targets
 from numkv.arrays import Array
 from numkv.attention.attend import check_queries
 from numkv.attention.options import AttentionOptions
-from numkv.checks import (
-    check_array,
-    check_bytes,
-    check_flag,
-    check_integers,
-    check_number,
-    check_size,
-)
+from numkv.checks import check_array, check_integers
 from numkv.errors import DimensionMismatch
 from numkv.kinds import kind_of_dtype
+from numkv.numbers import check_bytes, check_flag, check_number, check_size
 from numkv.sparse.blocks import check_numbers, check_table
 from numkv.storage.given import stored_pool
 from numkv.storage.pool import Pool
 from numkv.targets.base import Target
 from numkv.targets.call import Call
-
-__all__ = ["KeyBounds", "scores_of"]
 
 _FLOAT32 = np.dtype(np.float32)
 _POOL = ("num_blocks", "num_kv_heads", "block_size", "head_dim")

@@ -8,13 +8,12 @@ import numpy as np
 
 from numkv import targets
 from numkv.arrays import Array
-from numkv.checks import check_array, check_flag, check_size
+from numkv.checks import check_array
 from numkv.errors import DimensionMismatch
+from numkv.numbers import check_flag, check_size
 from numkv.sparse.blocks import check_table
 from numkv.targets.base import Target
 from numkv.targets.call import Call
-
-__all__ = ["BlockChoice", "check_counts", "choose_blocks", "chosen"]
 
 _CALL = Call("scores block_table seq_lens", "block_size top first newest validate")
 _FLOAT32 = np.dtype(np.float32)

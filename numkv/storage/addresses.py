@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["MEMORY", "array_at"]
-
 _FIRST = 4096  # nothing lies below
 #: All of it: the base of arrays at addresses.
 MEMORY: Any = (ctypes.c_char * (sys.maxsize - _FIRST)).from_address(_FIRST)

@@ -9,21 +9,13 @@ from typing import Any, Self
 import numpy as np
 
 from numkv import targets
-from numkv.checks import check_array, check_bytes, check_number, is_number
+from numkv.checks import check_array
 from numkv.errors import NonFiniteInput, NotSupported
 from numkv.kinds import Kind, kind_of_dtype, kinds
 from numkv.kinds import kind as named
+from numkv.numbers import check_bytes, check_number, is_number
 from numkv.storage.hadamard import Rotation
 from numkv.targets.base import Array, Target
-
-__all__ = [
-    "Buffer",
-    "are_scales",
-    "head_scales",
-    "refuse_non_finite",
-    "source_dtypes",
-    "source_kind",
-]
 
 _FLOAT32 = np.dtype(np.float32)
 

@@ -8,23 +8,14 @@ from typing import Any
 import numpy as np
 
 from numkv import targets
-from numkv.checks import (
-    Shape,
-    check_apart,
-    check_array,
-    check_number,
-    check_writable,
-    is_number,
-    is_plain,
-)
+from numkv.checks import Shape, check_apart, check_array, check_writable, is_plain
 from numkv.errors import DimensionMismatch, NotSupported
 from numkv.kinds import STORED_FLOAT_DTYPES, Kind, kind_of_dtype, kind_of_stored_dtype, kinds
+from numkv.numbers import check_number, is_number
 from numkv.storage.addresses import MEMORY
 from numkv.storage.buffer import Buffer, head_scales
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
-
-__all__ = ["check_written", "stored_pool"]
 
 _FLOAT32 = np.dtype(np.float32)
 

@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 
 from numkv import targets
-from numkv.checks import check_apart, check_array, check_size, check_writable
+from numkv.checks import check_apart, check_array, check_writable
 from numkv.errors import UnsupportedDType
 from numkv.kinds import QUERY_DTYPES, Kind, kind_of_dtype
+from numkv.numbers import check_size
 from numkv.targets.base import Array, Target
-
-__all__ = ["Rotation"]
 
 
 @dataclass(frozen=True, slots=True)

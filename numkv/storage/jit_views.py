@@ -34,8 +34,6 @@ from numkv.kernels.builder import SCALES, WORDS, compiled
 from numkv.kinds import kind
 from numkv.rows.codec import elements_in
 
-__all__ = ["cache_struct", "cells_struct", "host_struct", "layer_struct", "make"]
-
 GROWN = "the cache has grown since `jit` was asked for; ask again"
 NO_LAYER = "`layer`: expected an index in [0, num_layers)"
 NO_POSITION = "`position`: expected an index in [0, length), a token that is stored"

@@ -17,15 +17,14 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from numkv.checks import check_apart, check_flag
+from numkv.checks import check_apart
 from numkv.errors import DimensionMismatch, NotSupported
 from numkv.kinds import Kind, kind, kinds_of
+from numkv.numbers import check_flag
 from numkv.storage.buffer import Buffer
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
 from numkv.targets.call import Marker
-
-__all__ = ["LATENT", "LatentPool", "pool_and_kinds"]
 
 #: What `v_kind` is where V is the first part of K's rows.
 LATENT = "latent"

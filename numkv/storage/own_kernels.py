@@ -12,8 +12,6 @@ from numkv.arrays import CacheArrays
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
 
-__all__ = ["Uploads", "cache_arrays"]
-
 
 def cache_arrays(
     pool: Pool, block_table: Any = None, context_lens: Any = None, slots: Any = None

@@ -10,15 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv import targets
-from numkv.checks import check_apart, check_flag
+from numkv.checks import check_apart
 from numkv.errors import DimensionMismatch, NotSupported
 from numkv.kinds import Kind, kind
-from numkv.storage.buffer import Buffer, refuse_non_finite, source_dtypes
+from numkv.numbers import check_flag
+from numkv.storage.buffer import Buffer
 from numkv.storage.hadamard import Rotation
 from numkv.targets.base import Array, Target
 from numkv.targets.call import Marker
-
-__all__ = ["Pool", "refuse_non_finite", "source_dtypes"]
 
 
 @dataclass(slots=True)  # a frozen one takes a microsecond longer to make

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from numkv import targets
 from numkv.targets.base import Array
 
-__all__ = ["one_block_each", "one_length", "one_query_each", "one_sequence"]
-
 
 @functools.lru_cache(maxsize=64)
 def one_block_each(target: str, num_seqs: int) -> Array:

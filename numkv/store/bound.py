@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 from typing import Any
 
-__all__ = ["Bound"]
-
 #: A process looks at what there is again when it has written this part of the bound since: so far may each process go
 #: beyond it, as nobody counts for all.
 _SLACK = 1 / 16

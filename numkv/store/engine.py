@@ -24,8 +24,6 @@ from numkv.store.bound import Bound
 from numkv.store.objects import DamagedObject, ForeignObject, Layout, crc32_of
 from numkv.store.records import BlocksDropped, BlocksWritten, StoreStats
 
-__all__ = ["Engine", "FullBlock", "Owner", "Readings", "Section"]
-
 log = logging.getLogger("numkv.store")
 
 #: Where a block was found.

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple, Protocol
 
 from numkv.store.objects import DamagedObject
 
-__all__ = ["Entry", "Folder", "Jobs", "in_threads"]
-
 #: Buffers that one call of the system takes; it is 1,024 where POSIX is.
 _MOST_VIEWS = 1000
 #: Threads that read, and files that each of them has announced to the system ahead: the disk works on these meanwhile,

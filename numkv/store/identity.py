@@ -10,8 +10,6 @@ from typing import Any
 from numkv.blocks.prefix import FORMAT_VERSION as NAMES_VERSION
 from numkv.store.objects import FORMAT_VERSION
 
-__all__ = ["folder_of", "identity_text"]
-
 
 def identity_text(mark: Any, rope: Any, fields: dict[str, Any]) -> bytes:
     """The identity of blocks as JSON, always the same for the same facts.

@@ -31,8 +31,6 @@ import zlib
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["FORMAT_VERSION", "DamagedObject", "ForeignObject", "Layout", "crc32_of"]
-
 FORMAT_VERSION = 1
 _MAGIC = b"numkvblk"
 _FIXED = struct.Struct("<8sIIQII32sII")

@@ -7,18 +7,16 @@ import os
 from collections.abc import Callable
 from typing import Any, NoReturn, Self
 
-from numkv.checks import Mark, check_flag, check_mark, check_size
+from numkv.checks import Mark, check_mark
 from numkv.errors import NotSupported, NumkvError
 from numkv.keywords import Explained
-from numkv.numbers import check_number
+from numkv.numbers import check_flag, check_number, check_size
 from numkv.store.engine import Engine, Section
 from numkv.store.folder import Folder
 from numkv.store.identity import folder_of, identity_text
 from numkv.store.objects import Layout
 from numkv.store.records import BlocksDropped, BlocksWritten, PrefixFound, StoreStats
 from numkv.store.remote import RemoteFolder, opened
-
-__all__ = ["PrefixStore"]
 
 #: Bytes of the host tier, if nothing is said.
 _HOST_BYTES = 256 << 20

@@ -13,8 +13,6 @@ from numkv.errors import NotSupported
 from numkv.store.folder import Entry, Jobs, in_threads
 from numkv.store.objects import DamagedObject
 
-__all__ = ["RemoteFolder", "opened"]
-
 #: Requests at once.
 _REQUESTS = 16
 #: File systems that make an object as a whole when they are given all of it; elsewhere it is renamed.

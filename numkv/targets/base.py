@@ -14,8 +14,6 @@ from numkv.kinds import Kind, kinds
 from numkv.targets.call import Marker
 from numkv.targets.fixed import Fixed, Layout
 
-__all__ = ["BF16", "TORCH_DTYPES", "WORD_OF", "Array", "Target", "check_real", "masked", "no_array"]
-
 #: What modules take from here that `numkv.arrays` has not been brought to yet.
 Array = arrays.AnyArray
 

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 from numkv.errors import NonFiniteInput
 
-__all__ = ["Call", "Mark", "Marker"]
-
 #: What notes that a kernel has found a token's rows to be NaN or infinite: by the token's number, the error, and which
 #: of its object's calls it was.
 Mark = Callable[[int, NonFiniteInput, int], None]

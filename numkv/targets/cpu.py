@@ -19,8 +19,6 @@ from numkv.targets.base import TORCH_DTYPES, WORD_OF, check_real, masked, no_arr
 from numkv.targets.fixed import HostFixed, Layout
 from numkv.targets.memory import column_of
 
-__all__ = ["CpuTarget"]
-
 _HOST = 1  # of DLPack
 _NOTHING = contextlib.nullcontext()
 # Steps of NumPy's search for a byte that two arrays share; interleaved views take a few.

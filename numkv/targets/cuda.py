@@ -28,8 +28,6 @@ from numkv.targets.fixed import Fixed, Layout
 from numkv.targets.memory import Memory, column_of, column_strides, may_overlap
 from numkv.targets.streamed import has_streams
 
-__all__ = ["CudaTarget"]
-
 
 def _names_a_dtype(typestr: str) -> bool:
     """Whether NumPy knows a dtype by its typestr; those of ml_dtypes are void, or ``"<f1"``."""

@@ -19,23 +19,6 @@ from numkv.kernels.cuda.replays import Given, Made, Replay, replay_of
 from numkv.kinds import Kind
 from numkv.targets.call import Call, Marker
 
-__all__ = [
-    "CAPTURABLE",
-    "HERE",
-    "Calls",
-    "Unlike",
-    "beside",
-    "capturing",
-    "collect_late",
-    "described",
-    "given_of",
-    "handle_of",
-    "place_of",
-    "raise_late",
-    "torch_stream",
-    "watch",
-]
-
 SIMULATED = streams.SIMULATED
 
 

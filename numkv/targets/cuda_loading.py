@@ -9,8 +9,6 @@ from numba.core import config
 
 from numkv.errors import NotSupported
 
-__all__ = ["load_cuda"]
-
 _REMEDY = (
     'install an NVIDIA driver and `pip install "numkv[cuda]"`, or set NUMBA_ENABLE_CUDASIM=1 '
     "before Python starts for Numba's simulator"

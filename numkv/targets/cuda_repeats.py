@@ -16,8 +16,6 @@ from numkv.kernels.cuda.replays import Made, Replay, replay_of
 from numkv.kernels.cuda.uploads import pointer_of_length
 from numkv.targets.cuda_calls import Unlike, described, given_of, place_of, torch_stream
 
-__all__ = ["MISSED", "Repeats"]
-
 #: Layouts of calls that an object keeps.
 MOST_REPLAYS = 1024
 

@@ -6,8 +6,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["Fixed", "HostFixed", "Layout"]
-
 #: Shape and dtype of each array.
 Layout = list[tuple[tuple[int, ...], Any]]
 

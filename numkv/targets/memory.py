@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Memory", "column_of", "column_strides", "may_overlap"]
-
 
 class Memory(NamedTuple):
     """Where an array lies.

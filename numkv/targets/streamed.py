@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 from numkv.keywords import explain
 
-__all__ = ["has_streams", "on_stream"]
-
 #: Names of targets with streams that have been made: without any, there is nothing to choose.
 has_streams: list[str] = []
 

@@ -22,8 +22,6 @@ import torch
 
 from numkv.storage.addresses import array_at
 
-__all__ = ["AlikeCalls"]
-
 _guards: Any = None  # PyTorch's compiled check; see `_find_guards`
 _address_of = torch.Tensor.data_ptr
 # Forms that are kept of calls with so many tensors, and addresses of each form.

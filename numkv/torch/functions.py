@@ -12,11 +12,6 @@ import numkv
 from numkv.torch import operators
 from numkv.torch.tensors import on_tensors
 
-__all__ = [
-    "append", "attention_weights", "cascade_attention", "decode_attention", "merge_states", "paged_append",
-    "paged_decode_attention", "paged_prefill_attention", "paged_write", "prefill_attention", "rope_shift",
-]  # fmt: skip
-
 
 def _function(name: str) -> Any:
     """A function of numkv on tensors; its operator where calls are traced, if it has one."""

@@ -16,12 +16,6 @@ from numkv.caches import bound_single
 from numkv.caches.paged import bound as bound_paged
 from numkv.torch.tensors import counterparts, on_tensors, tensors_of
 
-__all__ = [
-    "AttentionTally", "CausalCache", "ChunkedCache", "ContiguousLayer", "EncoderCache", "HeadCompressor",
-    "KVCache", "MultiHeadCompressor", "PagedCompressor", "PagedKVCache", "PagedLayer", "PagedPool",
-    "SlidingWindowCache", "Step", "WrapperCache",
-]  # fmt: skip
-
 # For kernels, and for numkv's own books.
 _AS_THEY_ARE = {"arrays", "jit", "layer_jit", "pool", "caches", "underlying_cache"}
 

@@ -33,8 +33,6 @@ import numkv
 from numkv.errors import NotSupported
 from numkv.torch.tensors import converter, refuse_gradient, tensors_of
 
-__all__ = ["calls"]
-
 _OPTIONS = (
     "float? sm_scale=None, float logits_soft_cap=0.0, int window_left=-1, Tensor? sinks=None, "
     "Tensor? k_scale=None, Tensor? v_scale=None"

@@ -14,10 +14,6 @@ from numkv.errors import NotSupported, UnsupportedDType
 from numkv.targets.base import TORCH_DTYPES, WORD_OF
 from numkv.torch.alike import AlikeCalls
 
-__all__ = [
-    "array_of", "converter", "counterparts", "on_tensors", "refuse_gradient", "tensor_of", "tensors_of",
-]  # fmt: skip
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _Tensor = torch.Tensor

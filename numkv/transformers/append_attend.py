@@ -11,13 +11,12 @@ from numkv.attention.attend import attend, check_queries
 from numkv.attention.options import AttentionOptions
 from numkv.errors import NotSupported
 from numkv.kinds import Kind
-from numkv.storage.pool import Pool, source_dtypes
+from numkv.storage.buffer import source_dtypes
+from numkv.storage.pool import Pool
 from numkv.torch.tensors import array_of, tensor_of
 from numkv.transformers.books import Step
 from numkv.transformers.bound import prepared
 from numkv.transformers.layers import Pending
-
-__all__ = ["append_and_attend", "at_once"]
 
 _Tensor, _empty, _CPU = torch.Tensor, torch.empty, torch.device("cpu")
 

@@ -16,8 +16,6 @@ from numkv.transformers.latents import LatentRows, attend_absorbed
 from numkv.transformers.layers import NumkvLayer, Rows
 from numkv.transformers.masks import Plan
 
-__all__ = ["attention"]
-
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # which cannot look into the cache
 def attention(

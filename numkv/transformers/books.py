@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from numkv.errors import DimensionMismatch, NotSupported
 
-__all__ = ["Books", "Seen", "Shrink", "Step"]
-
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 #: Blocks of a smaller pool, and which of this one's go where in it.

@@ -23,8 +23,6 @@ from numkv.storage.pool import Pool
 from numkv.torch.tensors import array_of, tensor_of
 from numkv.transformers.books import Step
 
-__all__ = ["BoundLayer", "Group", "Groups", "prepared"]
-
 _ALWAYS = np.ones(1, np.int64)  # whoever replaces buffers binds anew
 
 

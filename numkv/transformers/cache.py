@@ -19,8 +19,6 @@ from numkv.transformers.latents import LatentLayer
 from numkv.transformers.layers import HybridLayer, NumkvLayer, columns_to_crop
 from numkv.transformers.options import Options
 
-__all__ = ["NumkvCache"]
-
 _OF_NUMKV = {"full_attention", "sliding_attention", "chunked_attention"}
 _HYBRID = {"hybrid", "hybrid_sliding"}
 _OF_TRANSFORMERS = {"linear_attention", "conv", "dummy"}

@@ -19,8 +19,6 @@ from numkv.storage.latents import LatentPool
 from numkv.transformers.append_attend import append_and_attend
 from numkv.transformers.layers import NumkvLayer, Pending, Rows
 
-__all__ = ["LatentLayer", "LatentRows", "attend_absorbed"]
-
 _Tensor = torch.Tensor
 # What `expand_kv` of transformers' models does with latents, beside the product; any other code computes with them.
 _MOVES = {

@@ -19,8 +19,6 @@ from numkv.transformers.bound import BoundLayer
 from numkv.transformers.internals import CacheLayerMixin, LinearAttentionLayer
 from numkv.transformers.options import Options
 
-__all__ = ["HybridLayer", "NumkvLayer", "Pending", "Rows", "columns_to_crop"]
-
 _Tensor = torch.Tensor
 # What may be asked of rows on their way; everything else would compute with them.
 _ASKED = {

@@ -16,8 +16,6 @@ from numkv.errors import NotSupported
 from numkv.transformers.books import Books, Seen, Step
 from numkv.transformers.internals import causal_mask_function, sdpa_mask, seen_by
 
-__all__ = ["Plan", "plan_of_mask"]
-
 
 class Plan:
     """What attention functions get in place of a mask.

@@ -20,8 +20,6 @@ from numkv.transformers.internals import (
     transformers_makes_cache,
 )
 
-__all__ = ["restore", "use"]
-
 _Model = TypeVar("_Model")
 _BEFORE = "_numkv_before"  # on a model: the attention implementation that it had
 _MOST_WRAPPERS = 8

@@ -12,8 +12,6 @@ from numkv.transformers.books import Books
 from numkv.transformers.bound import Groups
 from numkv.transformers.recent import Recent
 
-__all__ = ["Options"]
-
 # Short blocks are copied fast where beams part, and long ones read as fast as memory without blocks.
 _BLOCK_SIZE = 256
 _SMALLEST = 16

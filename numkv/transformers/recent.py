@@ -22,8 +22,6 @@ from numkv.storage.pool import Pool
 from numkv.targets.base import Target
 from numkv.transformers.books import Books, Step
 
-__all__ = ["Recent"]
-
 Ints = NDArray[np.int64]
 
 

@@ -18,21 +18,13 @@ from typing import Any, Self
 import numpy as np
 
 from numkv import targets
-from numkv.checks import check_apart, check_array, check_integers, check_size, check_writable
+from numkv.checks import check_apart, check_array, check_integers, check_writable
 from numkv.errors import UnsupportedDType
 from numkv.kinds import QUERY_DTYPES, Kind, kind, kind_of_dtype
+from numkv.numbers import check_size
 from numkv.targets.base import Target
 from numkv.targets.call import Call
 from numkv.writing import fast_path
-
-__all__ = [
-    "AppendArgs",
-    "AppendDescriptor",
-    "AppendPlan",
-    "AppendSku",
-    "PrecisionGuarantee",
-    "append",
-]
 
 _EXTENTS = ("batch_size", "num_heads", "new_len", "max_cache_len", "d_k", "d_v")
 _INT64 = (np.dtype(np.int64),)

@@ -17,10 +17,9 @@ from numkv.arrays import Array
 from numkv.kernels.small_calls import Checks
 from numkv.kinds import kind as named
 from numkv.kinds import kind_of_dtype, kinds
-from numkv.storage.pool import Pool, source_dtypes
+from numkv.storage.buffer import source_dtypes
+from numkv.storage.pool import Pool
 from numkv.writing.fused_write import QKMode
-
-__all__ = ["append", "paged_append", "pool_append", "pool_write"]
 
 _INT32, _INT64, _UINT16 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.uint16)
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)

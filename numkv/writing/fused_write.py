@@ -10,18 +10,15 @@ from typing import Any, Self
 import numpy as np
 
 from numkv import targets
-from numkv.checks import check_apart, check_array, check_number, check_size, check_writable
+from numkv.checks import check_apart, check_array, check_writable
 from numkv.errors import DimensionMismatch, NotSupported
 from numkv.kinds import QUERY_DTYPES, Kind, kind_of_dtype
-from numkv.storage.buffer import Buffer
-from numkv.storage.pool import Pool, refuse_non_finite
+from numkv.numbers import check_number, check_size
+from numkv.storage.buffer import Buffer, refuse_non_finite
+from numkv.storage.pool import Pool
 from numkv.storage.tables import one_block_each, one_query_each
 from numkv.targets.base import Array, Target
 from numkv.targets.call import Marker
-
-__all__ = [
-    "DEFAULT_EPS", "Projection", "QKMode", "Rotating", "check_mode", "check_positions", "check_tables", "empty",
-]  # fmt: skip
 
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 

@@ -7,9 +7,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from numkv.checks import check_apart, check_array, check_number
+from numkv.checks import check_apart, check_array
 from numkv.errors import DimensionMismatch, NotSupported
 from numkv.kinds import QUERY_DTYPES, Kind, kind_of_dtype
+from numkv.numbers import check_number
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array
 from numkv.targets.call import Marker
@@ -21,8 +22,6 @@ from numkv.writing.fused_write import (
     check_tables,
     empty,
 )
-
-__all__ = ["LatentRows"]
 
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 

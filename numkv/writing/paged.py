@@ -7,17 +7,16 @@ from typing import Any
 import numpy as np
 
 from numkv import targets
-from numkv.checks import check_apart, check_flag, check_integers
+from numkv.checks import check_apart, check_integers
 from numkv.errors import DimensionMismatch
 from numkv.kernels import validate as values
+from numkv.numbers import check_flag
 from numkv.storage.given import check_written, stored_pool
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
 from numkv.targets.call import Call
 from numkv.writing import fast_path
 from numkv.writing.fused_write import Projection, QKMode
-
-__all__ = ["paged_append", "paged_write"]
 
 _POOL = ("num_blocks", "num_kv_heads", "block_size", "head_dim")
 _NAMES = ("k_pool", "v_pool")

@@ -14,9 +14,10 @@ from demo_models import SIZES, cells, run, write_checkpoint
 
 import numkv
 from numkv.cli import cache, generate, info, main, screen
-from numkv.cli.output import Progress, format_bytes, table
+from numkv.cli.output import Progress, table
 from numkv.cli.plan import parse_bytes
 from numkv.demo.tokenizer import ByteTokenizer
+from numkv.drawing.picture import format_bytes
 from numkv.kernels import disk_cache
 
 # ---------------------------------------------------------------- generating

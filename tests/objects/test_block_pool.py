@@ -6,8 +6,9 @@ from block_books import SIZE, cached, prompt, refused
 from numba import njit
 
 import numkv
-from numkv.blocks.pool import BlockPool, MissReason
+from numkv.blocks.pool import BlockPool
 from numkv.blocks.prefix import block_digests
+from numkv.blocks.records import MissReason
 
 
 def test_blocks_are_handed_out_in_order():

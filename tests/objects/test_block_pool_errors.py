@@ -9,7 +9,8 @@ from block_books import SIZE, cached, prompt, refused
 
 import numkv
 from numkv.blocks import arrays
-from numkv.blocks.pool import BlockPool, BlocksRemoved, BlocksStored, PoolStats
+from numkv.blocks.pool import BlockPool
+from numkv.blocks.records import BlocksRemoved, BlocksStored, PoolStats
 
 
 def test_free_blocks_that_hold_nothing_cannot_be_acquired():

@@ -7,8 +7,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from profiles import machine
 
 import numkv
-from numkv.blocks.pool import BlockPool, MissReason
+from numkv.blocks.pool import BlockPool
 from numkv.blocks.prefix import block_digests
+from numkv.blocks.records import MissReason
 
 WIDTH = 8  # blocks in the machine's pools
 

@@ -13,7 +13,8 @@ from processes import PATIENCE
 from several_threads import in_threads
 
 import numkv
-from numkv.blocks.pool import BlockPool, BlocksRemoved, BlocksStored
+from numkv.blocks.pool import BlockPool
+from numkv.blocks.records import BlocksRemoved, BlocksStored
 
 
 def test_threads_share_a_pool():

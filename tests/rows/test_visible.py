@@ -28,7 +28,10 @@ def compiled(name):
 
 @pytest.fixture(params=[plain, compiled], ids=["plain", "compiled"], scope="module")
 def functions(request):
-    return {name: request.param(name) for name in visible.__all__}
+    functions = (
+        f for f in vars(visible).values() if getattr(f, "__module__", "") == visible.__name__
+    )
+    return {f.__name__: request.param(f.__name__) for f in functions}
 
 
 def causal_cases():

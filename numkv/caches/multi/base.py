@@ -32,12 +32,11 @@ from numkv.caches.multi.config import Batch
 from numkv.caches.multi.life import CacheLife
 from numkv.cells.cells import Rows, read_rows
 from numkv.cells.compiled import LAST_POSITION
-from numkv.checks import check_flag, check_kept, check_size
+from numkv.checks import check_kept
 from numkv.errors import NotSupported
+from numkv.numbers import check_flag, check_size
 from numkv.targets.base import Array, Target
 from numkv.targets.streamed import on_stream
-
-__all__ = ["MultiSequenceCache"]
 
 
 class MultiSequenceCache(CacheLife):

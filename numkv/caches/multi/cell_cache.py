@@ -43,10 +43,9 @@ from numkv.compaction.key_shift import Shift, plan_shift
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError
 from numkv.kinds import kind
 from numkv.storage import jit_views
-from numkv.storage.pool import Pool, source_dtypes
+from numkv.storage.buffer import source_dtypes
+from numkv.storage.pool import Pool
 from numkv.targets.base import Array
-
-__all__ = ["CellCache"]
 
 
 class _Change(NamedTuple):

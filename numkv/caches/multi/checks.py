@@ -4,18 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from numkv.checks import check_index
 from numkv.errors import DimensionMismatch
-from numkv.numbers import as_int
-
-__all__ = [
-    "MOST_POSITIONS",
-    "check_indices",
-    "check_integer",
-    "check_layer",
-    "check_position",
-    "check_sequence",
-]
+from numkv.numbers import as_int, check_index
 
 #: Positions that there are, and more cells than a cache can have: both are stored as int32.
 MOST_POSITIONS = 2**31

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from numkv.caches.multi.checks import MOST_POSITIONS
-from numkv.checks import check_flag, check_size
 from numkv.errors import UnsupportedDType
 from numkv.kinds import Kind, kind
+from numkv.numbers import check_flag, check_size
 from numkv.targets.base import Target
-
-__all__ = ["Batch", "CacheConfig", "Setup"]
 
 
 @dataclass(frozen=True)

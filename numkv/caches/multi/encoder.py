@@ -19,14 +19,13 @@ from numkv.caches.multi.config import Setup
 from numkv.caches.multi.layered import LayeredCache
 from numkv.caches.multi.told import ToldOfLayers
 from numkv.cells.cells import Rows
-from numkv.checks import check_array, check_flag
+from numkv.checks import check_array
 from numkv.errors import NotSupported, NumkvError
 from numkv.kinds import QUERY_DTYPES, Kind
+from numkv.numbers import check_flag
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
 from numkv.targets.streamed import on_stream
-
-__all__ = ["EncoderCache"]
 
 
 class _Ready(NamedTuple):

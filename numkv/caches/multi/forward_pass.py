@@ -14,8 +14,6 @@ from numkv.cells.cells import Cells, Rows
 from numkv.kinds import Kind
 from numkv.targets.base import Array, Target
 
-__all__ = ["UNLIMITED", "ForwardPass", "View", "as_table"]
-
 UNLIMITED = 2**31 - 1  # more positions than there are
 
 # On CUDA tables have a multiple of so many columns; kernels read none past a length.

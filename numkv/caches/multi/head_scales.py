@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 
 from numkv import targets
-from numkv.checks import host_array, is_number
+from numkv.checks import host_array
 from numkv.kinds import Kind
+from numkv.numbers import is_number
 from numkv.storage.buffer import Buffer
 from numkv.storage.pool import Pool
-
-__all__ = ["HeadScales"]
 
 
 class HeadScales:

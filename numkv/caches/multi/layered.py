@@ -23,8 +23,6 @@ from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
 
-__all__ = ["LayeredCache", "check_picklable"]
-
 
 class LayeredCache(MultiSequenceCache):
     """A cache with buffers for each layer that has been put: one block of as many tokens as there is room for."""

@@ -22,8 +22,6 @@ from numkv.cells import compiled as kernels
 from numkv.cells.cells import CellList, Cells, Forward, Ints, Rows, _Sequence
 from numkv.errors import CacheFull
 
-__all__ = ["SinkCells", "cells_of", "show_sinks", "sinks_and_windows"]
-
 
 class SinkCells(Cells):
     """Cells of a cache whose sequences keep their first positions.

@@ -18,8 +18,6 @@ from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
 from numkv.targets.call import Mark, Marker
 
-__all__ = ["Told", "ToldOfCells", "ToldOfLayers"]
-
 
 class Told:
     """What kernels tell of a cache's rows.

@@ -5,10 +5,8 @@ from __future__ import annotations
 from numkv.caches.multi.cell_cache import CellCache
 from numkv.caches.multi.checks import MOST_POSITIONS
 from numkv.caches.multi.forward_pass import UNLIMITED
-from numkv.checks import check_size
 from numkv.compaction.key_shift import Shift
-
-__all__ = ["CausalCache", "ChunkedCache", "SlidingWindowCache"]
+from numkv.numbers import check_size
 
 
 class CausalCache(CellCache):

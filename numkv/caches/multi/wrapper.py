@@ -19,11 +19,8 @@ from numkv.attention.options import AttentionOptions
 from numkv.caches.multi.base import MultiSequenceCache
 from numkv.caches.multi.config import CacheConfig, Setup
 from numkv.cells.cells import Rows
-from numkv.checks import check_index
+from numkv.numbers import check_index
 from numkv.targets.base import Array, Target
-
-__all__ = ["WrapperCache"]
-
 
 #: More layers than any model has; an iterable that names more may go on for ever.
 _MOST_LAYERS = 2**20

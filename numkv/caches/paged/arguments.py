@@ -14,8 +14,6 @@ from numkv.caches.paged.store import SequenceState
 from numkv.checks import check_integers, host_array
 from numkv.errors import DimensionMismatch
 
-__all__ = ["ids_of_step", "numbers_of_new_tokens", "prompt_ids"]
-
 
 def prompt_ids(tokens: Any) -> NDArray[np.int32]:
     """Token ids of a prompt, in memory that nobody else writes to."""

@@ -9,8 +9,6 @@ import numpy as np
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState, held
 from numkv.storage.buffer import Buffer, are_scales
 
-__all__ = ["check_books", "check_scales"]
-
 
 def check_books(store: BlockStore, states: Mapping[int, SequenceState]) -> str:
     """Check references, tables, lengths and the prefix cache.

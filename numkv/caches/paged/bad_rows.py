@@ -16,8 +16,6 @@ from numkv.blocks.pool import BlockPool
 from numkv.caches.watched import LONG_AGO, History, first_kept
 from numkv.errors import NonFiniteInput
 
-__all__ = ["BadRows"]
-
 
 class _Fork(NamedTuple):
     """A sequence that was made of another one, which may yet be told of rows that both have."""

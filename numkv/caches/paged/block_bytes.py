@@ -15,8 +15,6 @@ from numkv.kinds import Kind
 from numkv.storage.buffer import are_scales
 from numkv.storage.pool import Pool
 
-__all__ = ["BlockBytes", "Room", "SlotBytes"]
-
 Bytes = NDArray[np.uint8]
 
 

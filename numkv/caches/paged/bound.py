@@ -17,8 +17,6 @@ from numkv.errors import DimensionMismatch, NotSupported, NumkvError
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array
 
-__all__ = ["BoundPaged", "bind_paged"]
-
 _ALWAYS = np.ones(1, np.int64)  # buffers of a pool are never replaced
 
 

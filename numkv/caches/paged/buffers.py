@@ -10,11 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.caches.paged.store import BlockStore, Ints
-from numkv.checks import check_bytes, check_size
 from numkv.errors import DimensionMismatch, NonFiniteInput, NotSupported, NumkvError
+from numkv.numbers import check_bytes, check_size
 from numkv.targets.call import Marker
-
-__all__ = ["Filled", "StepBuffers"]
 
 
 class Filled(NamedTuple):

@@ -44,17 +44,15 @@ from numkv.caches.paged.prefix_match import (
 from numkv.caches.paged.reservation import end_step, kept_tokens, refuse_without_slots, reserve_room
 from numkv.caches.paged.step import Step
 from numkv.caches.paged.store import Extra, SequenceState, held
-from numkv.caches.paged.stored import PagedStats
 from numkv.caches.paged.swap import SwappedSequence, check_swapped, copy_in
 from numkv.caches.paged.tiers import longest_found
 from numkv.caches.paged.trees import Tree
 from numkv.caches.paged.whole import WholeCache
-from numkv.checks import check_index, check_kept
+from numkv.checks import check_kept
 from numkv.compaction.key_shift import RopeShift
 from numkv.errors import NotSupported, NumkvError
+from numkv.numbers import check_index
 from numkv.targets.streamed import on_stream
-
-__all__ = ["PagedKVCache", "PagedStats", "Step", "StepBuffers", "SwappedSequence"]
 
 
 class PagedKVCache(WholeCache):

@@ -17,8 +17,6 @@ from numkv.storage.buffer import Buffer
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array
 
-__all__ = ["Compaction", "plan_compaction"]
-
 
 class Compaction(NamedTuple):
     """A compaction in which nothing is left that could fail; made by `plan_compaction`."""

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from numkv.blocks.pool import BlockPool
 
-__all__ = ["Followers"]
-
 #: Of the blocks that may come next, how many are looked at: the ones that were noted last.
 _MOST = 256
 

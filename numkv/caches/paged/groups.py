@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from numkv.caches.paged.layers import LayerRows, Layers
 
-__all__ = ["LayerGroup", "group_layers", "groups_of", "page_bytes"]
-
 #: Chunk, window, rows, first tokens that stay, and whether they are beside codes.
 _Shape = tuple[int, int, LayerRows, int, bool]
 

@@ -27,8 +27,6 @@ from numkv.errors import NotSupported
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
 
-__all__ = ["BlockBounds", "bounds_nbytes"]
-
 Ints = NDArray[np.int64]
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from numkv.access import Access, writes
-from numkv.checks import check_flag
+from numkv.numbers import check_flag
 from numkv.writing.fused_write import QKMode
 from numkv.writing.latents import LatentRows
-
-__all__ = ["StepOfLatents"]
 
 
 class StepOfLatents:

@@ -10,13 +10,11 @@ from typing import Any, NamedTuple, TypedDict, TypeVar
 
 from numkv.caches.paged.residual import Residual
 from numkv.caches.paged.states import StateShape, check_states
-from numkv.checks import check_size
 from numkv.errors import DimensionMismatch, NotSupported
 from numkv.kinds import Kind, kind
+from numkv.numbers import check_size
 from numkv.storage.latents import LATENT, LatentPool, pool_and_kinds
 from numkv.storage.pool import Pool
-
-__all__ = ["LayerOptions", "LayerRows", "Layers", "shows_options"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

@@ -18,13 +18,11 @@ from numkv.caches.paged.key_bounds import BlockBounds
 from numkv.caches.paged.layers import LayerRows, Layers
 from numkv.caches.paged.states import StateSlots
 from numkv.caches.paged.store import BlockStore, Part
-from numkv.checks import check_bytes
+from numkv.numbers import check_bytes
 from numkv.storage.buffer import Buffer
 from numkv.storage.hadamard import Rotation
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
-
-__all__ = ["block_nbytes", "copied", "new_store", "state_of", "store_of"]
 
 
 def block_nbytes(layers: Layers, groups: list[LayerGroup], block_size: int) -> int:

@@ -13,23 +13,6 @@ from numkv.blocks.prefix import block_digests, root_digest
 from numkv.caches.paged.states import Checkpoint, StateSlots
 from numkv.caches.paged.store import BlockStore, Extra, SequenceState
 
-__all__ = [
-    "Match",
-    "NewNames",
-    "PartOfBlock",
-    "block_names",
-    "find_part",
-    "find_prefix",
-    "group_mask",
-    "last_name",
-    "longest_prefix",
-    "name_blocks",
-    "register",
-    "register_blocks",
-    "split_at_window",
-    "with_checkpoint",
-]
-
 _SPREAD = 0x9E3779B97F4A7C15  # odd, so no two groups get the same; its bits look random
 
 

@@ -20,13 +20,11 @@ from numkv.caches.paged.residual_attention import attend_to_newest
 from numkv.caches.paged.store import SequenceState
 from numkv.caches.paged.stored import StoredSequences
 from numkv.caches.paged.swap import SwappedSequence, copy_out
-from numkv.checks import check_index
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError
+from numkv.numbers import check_index
 from numkv.storage.own_kernels import cache_arrays
 from numkv.targets.base import Array
 from numkv.targets.streamed import on_stream
-
-__all__ = ["ReadableSequences"]
 
 
 class ReadableSequences(StoredSequences):

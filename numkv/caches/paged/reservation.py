@@ -20,15 +20,6 @@ from numkv.caches.paged.trees import Tree
 from numkv.checks import check_integers, host_array
 from numkv.errors import CacheFull, NotSupported
 
-__all__ = [
-    "Ending",
-    "Reservation",
-    "end_step",
-    "kept_tokens",
-    "refuse_without_slots",
-    "reserve_room",
-]
-
 
 class Reservation(NamedTuple):
     """A step whose blocks are taken; made by `reserve_room`."""

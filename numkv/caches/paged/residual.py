@@ -16,12 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.checks import check_size
 from numkv.compaction.moves import Relocation, relocate, slots_of
 from numkv.errors import NotSupported, UnsupportedDType
 from numkv.kinds import Kind, kind
-
-__all__ = ["Residual", "relocate_beside", "split"]
+from numkv.numbers import check_size
 
 Ints = NDArray[np.int64]
 

@@ -22,8 +22,6 @@ from numkv.errors import NotSupported
 from numkv.storage.pool import Pool
 from numkv.writing.fused_write import Projection
 
-__all__ = ["Queries", "StepInFull", "attend_to_newest"]
-
 
 class Queries(NamedTuple):
     """Whose queries a call has."""

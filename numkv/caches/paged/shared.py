@@ -8,12 +8,10 @@ import numpy as np
 
 from numkv.attention.cascade import Prefix, attend_cascade
 from numkv.attention.options import AttentionOptions
-from numkv.checks import check_size
 from numkv.errors import NotSupported
+from numkv.numbers import check_size
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array
-
-__all__ = ["attend_shared"]
 
 
 def attend_shared(

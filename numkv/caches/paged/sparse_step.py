@@ -18,8 +18,6 @@ from numkv.sparse.choice import check_counts, chosen
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array
 
-__all__ = ["SparseStep"]
-
 Ints = NDArray[np.int64]
 
 

@@ -19,11 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.blocks.pool import BlockPool
-from numkv.checks import check_bytes, check_size
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError, UnsupportedDType
+from numkv.numbers import check_bytes, check_size
 from numkv.targets.base import Array, Target
-
-__all__ = ["Checkpoint", "StateShape", "StateSlots", "check_content", "check_states"]
 
 #: What a state may be made of; to numkv it is bytes.
 _DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8")

@@ -23,8 +23,8 @@ from numkv.caches.paged.step_reports import ToldStep
 from numkv.caches.paged.step_states import StateStep
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState, widened
 from numkv.caches.paged.trees import Tree
-from numkv.checks import check_flag, check_index
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError
+from numkv.numbers import check_flag, check_index
 from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
@@ -32,8 +32,6 @@ from numkv.targets.call import Marker
 from numkv.targets.streamed import on_stream
 from numkv.writing import fast_path
 from numkv.writing.fused_write import Projection, QKMode
-
-__all__ = ["Step"]
 
 
 class Step(StateStep, StepOfLatents, SparseStep, StepInFull, ToldStep):

@@ -10,8 +10,6 @@ import numpy as np
 from numkv.errors import NonFiniteInput
 from numkv.targets.call import Marker
 
-__all__ = ["ToldStep"]
-
 
 class ToldStep:
     """What a step does about rows that a kernel may find to be NaN or infinite."""

@@ -10,12 +10,11 @@ from numpy.typing import NDArray
 from numkv.access import Access, whole
 from numkv.caches.paged.states import StateSlots
 from numkv.caches.paged.store import BlockStore
-from numkv.checks import check_array, check_index
+from numkv.checks import check_array
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError
+from numkv.numbers import check_index
 from numkv.targets.base import Array
 from numkv.targets.streamed import on_stream
-
-__all__ = ["StateStep", "StepState"]
 
 
 class StepState(NamedTuple):

@@ -21,8 +21,6 @@ from numkv.errors import NotSupported
 from numkv.storage.pool import Pool
 from numkv.targets.base import Target
 
-__all__ = ["BlockStore", "Extra", "Ints", "Part", "SequenceState", "held", "widened"]
-
 Ints = NDArray[np.int64]
 Extra = Mapping[str, int | str | bytes]
 

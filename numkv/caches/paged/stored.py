@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from numkv import targets
 from numkv.access import Access
-from numkv.blocks.pool import BlockPool, PoolStats
+from numkv.blocks.pool import BlockPool
+from numkv.blocks.records import PoolStats
 from numkv.caches.paged.audit import check_books, check_scales
 from numkv.caches.paged.groups import groups_of
 from numkv.caches.paged.key_bounds import bounds_nbytes
@@ -23,16 +24,14 @@ from numkv.caches.paged.memory import block_nbytes, new_store
 from numkv.caches.paged.states import StateSlots
 from numkv.caches.paged.store import BlockStore, SequenceState
 from numkv.caches.paged.tiers import with_tiers
-from numkv.checks import check_flag, check_index, check_size
 from numkv.drawing.page import Drawn
 from numkv.errors import NotSupported, NumkvError
 from numkv.keywords import meant
 from numkv.kinds import Kind
+from numkv.numbers import check_flag, check_index, check_size
 from numkv.store.prefix_store import PrefixStore
 from numkv.targets.base import Target
 from numkv.targets.streamed import on_stream
-
-__all__ = ["PagedStats", "StoredSequences"]
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,6 @@ from numkv.caches.paged.block_bytes import BlockBytes, Room, SlotBytes
 from numkv.interrupts import opened
 from numkv.store.engine import IN_HOST, IN_STORE, Engine, FullBlock, Section
 
-__all__ = ["Missing", "StoredPart"]
-
 
 class Missing(NamedTuple):
     """A block, or the states after it, that a cache lacks."""

@@ -20,11 +20,6 @@ from numkv.errors import DimensionMismatch, NumkvError
 from numkv.kinds import Kind
 from numkv.storage.buffer import Buffer, are_scales
 
-__all__ = [
-    "Geometry", "SwappedSequence", "check_sequence", "check_swapped", "check_table", "copy_in", "copy_out",
-    "head_scales_of",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class SwappedSequence(Drawn):

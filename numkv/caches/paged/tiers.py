@@ -33,8 +33,6 @@ from numkv.store.engine import IN_HOST, IN_POOL, NOWHERE, FullBlock, Section
 from numkv.store.prefix_store import PrefixStore
 from numkv.store.records import PrefixFound
 
-__all__ = ["Tiers", "longest_found", "with_tiers"]
-
 #: Names that are looked for at first; then twice as many, and so on, until one is nowhere.
 _FIRST_LOOK = 32
 

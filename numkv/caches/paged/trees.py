@@ -14,8 +14,6 @@ from numkv.checks import check_integers, host_array
 from numkv.errors import DimensionMismatch, NotSupported
 from numkv.targets.base import Array, Target
 
-__all__ = ["Tree"]
-
 
 class Tree:
     """The trees of a step's sequences.

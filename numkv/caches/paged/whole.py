@@ -18,13 +18,11 @@ from numkv.caches.paged.reading import ReadableSequences
 from numkv.caches.paged.step import Step
 from numkv.caches.paged.store import SequenceState
 from numkv.caches.paged.tiers import with_tiers
-from numkv.checks import check_index
 from numkv.errors import NotSupported, NumkvError
 from numkv.keywords import explained
 from numkv.kinds import Kind
+from numkv.numbers import check_index
 from numkv.targets.streamed import on_stream
-
-__all__ = ["WholeCache"]
 
 
 class WholeCache(ReadableSequences):

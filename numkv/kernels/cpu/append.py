@@ -25,11 +25,12 @@ from numba.extending import register_jitable
 
 from numkv.kernels.builder import SCALES, WORDS, array, build
 from numkv.kernels.cpu import overlap
-from numkv.kernels.cpu.overlap import lie_well, table_of
+from numkv.kernels.cpu.overlap import lie_well
 from numkv.kernels.cpu.scales import by_row
 from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
 from numkv.kernels.cpu.vectors.arrays import row_of
 from numkv.kernels.cpu.vectors.launch import on_threads
+from numkv.kernels.cpu.vectors.records import table_of
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.kinds import kind
@@ -37,11 +38,6 @@ from numkv.rows.address import slot_of
 from numkv.rows.codec import elements_in, row_codec
 from numkv.rows.convert import codec
 from numkv.rows.quantize import is_finite
-
-__all__ = [
-    "append_both", "append_rows", "copy_both", "copy_rows", "scatter_both", "scatter_rows", "small_append",
-    "small_copy",
-]  # fmt: skip
 
 
 def row_writer(SRC, DST):

@@ -26,8 +26,6 @@ from numkv.kernels.operations import Operations
 from numkv.rows.choice import DIGIT_BITS, digit_of, order_of, parts_of, whose_digit
 from numkv.rows.codec import row_codec
 
-__all__ = ["block_scores", "choose_blocks", "key_bounds", "tables_of_heads"]
-
 # Elements below which one thread does it all.
 SERIAL_WORK = 200_000
 # Blocks of a unit of work.

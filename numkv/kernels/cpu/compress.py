@@ -52,8 +52,6 @@ from numkv.rows.sequences import BY_ITEM, BY_QUERY, WIDTH, sequence_at, slot_at
 from numkv.rows.softmax import finish, power_of_2
 from numkv.rows.visible import oldest_visible
 
-__all__ = ["attend_codes", "decode_rows", "encode_rows", "score_codes"]
-
 # Rows that are rotated together, so that the matrix is read once for all of them.
 ROWS = 8
 # Query rows of a kv head that an item takes: their sums stay in L1.

@@ -17,8 +17,6 @@ from numkv.kernels.cpu.vectors.emit import I8, I32, I64, steps, unpack
 from numkv.kernels.cpu.vectors.features import ACCUMULATORS, FEATURES, LANES
 from numkv.kernels.cpu.vectors.vectors import Vectors
 
-__all__ = ["CODE_LANES", "CodeRows", "make_accumulate_codes", "make_qk_codes"]
-
 #: Values of packed codes in a vector: at least eight, so that every vector of codes starts at a whole byte.
 CODE_LANES = max(8, LANES)
 # Instructions that pick lanes by number: codes of up to `_PERMUTED_BITS` bits are looked up in registers by them.

@@ -16,8 +16,6 @@ from numkv.kernels.cpu.vectors.launch import on_threads
 from numkv.rows.codec import row_codec
 from numkv.rows.convert import codec
 
-__all__ = ["converter", "dequantise", "from_floats", "to_floats"]
-
 
 def make_convert(KIND, COMPUTE, TO_WORDS):
     """The kernel that turns floats into words of a kind, or words into floats."""

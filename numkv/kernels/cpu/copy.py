@@ -19,8 +19,6 @@ from numkv.kernels.cpu.vectors.arrays import row_of
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 
-__all__ = ["copy_blocks", "copy_tokens"]
-
 
 @implements(Operations.copy_blocks)
 def copy_blocks(source, source_ids, to, to_ids):

@@ -14,8 +14,6 @@ from numkv.kernels.operations import Operations
 from numkv.rows.convert import codec
 from numkv.rows.quantize import is_finite
 
-__all__ = ["first_non_finite"]
-
 
 def make_first_non_finite(KIND):
     """The kernel for rows of a float kind."""

@@ -23,8 +23,6 @@ from numkv.kernels.operations import Operations
 from numkv.rows.convert import codec
 from numkv.rows.hadamard import block_length, butterflies
 
-__all__ = ["rotate_rows"]
-
 
 def make_rotate_rows(SRC, DST):
     """The kernel that takes rows of kind `SRC` and gives rows of kind `DST`, both float kinds."""

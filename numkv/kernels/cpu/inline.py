@@ -7,8 +7,6 @@ from typing import Any
 
 import numba
 
-__all__ = ["inlined"]
-
 #: Make a function part of each caller, before types are known: the machine code is that of one long kernel, and is
 #: compiled once. `numba.extending.register_jitable` would compile it by itself first, and LLVM would call large ones.
 inlined: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.njit(inline="always")

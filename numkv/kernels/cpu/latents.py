@@ -27,8 +27,6 @@ from numkv.rows.codec import row_codec
 from numkv.rows.convert import codec
 from numkv.rows.rmsnorm import root_mean_square
 
-__all__ = ["scatter_latents"]
-
 
 def make_scatter_latents(SRC, KIND, COMPUTE):
     """The kernel for rows of kind `SRC` and a pool of kind `KIND`, computing in `COMPUTE`."""

@@ -13,8 +13,6 @@ from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.rows.mask import fill_row
 
-__all__ = ["fill_mask"]
-
 
 def _fill(
     seq_lens, q_starts, ranges, bits, causal, window_left, first, capacity, sinks, slopes, rows, heads

@@ -32,8 +32,6 @@ from numkv.rows.address import slot_of
 from numkv.rows.codec import row_codec
 from numkv.rows.visible import visible_range, visible_to_any
 
-__all__ = ["attention_weights"]
-
 # Tokens that are scored at once: a few vectors of them.
 TILE = 32
 # Tokens of a unit of work.

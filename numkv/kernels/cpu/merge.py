@@ -22,8 +22,6 @@ from numkv.kinds import kind as kind_of
 from numkv.rows.convert import codec
 from numkv.rows.softmax import merge_weights
 
-__all__ = ["merge_states"]
-
 
 def make_merge(KIND, COMPUTE):
     """The kernel for outputs of a float kind."""

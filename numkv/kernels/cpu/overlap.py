@@ -27,19 +27,7 @@ from numkv.kernels.cpu.vectors.records import (
     STRIDES,
     kernel_caller,
     provide_symbol,
-    table_of,
 )
-
-__all__ = [
-    "find_spans",
-    "has_own_places",
-    "interleave",
-    "lie_well",
-    "make_lie_well",
-    "meet",
-    "provide",
-    "table_of",
-]
 
 _TABLE = types.Array(types.int64, 2, "C")
 _SYMBOL = "numkv_lie_well"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from numba.extending import register_jitable
 
-__all__ = ["by_row"]
-
 
 @register_jitable
 def by_row(scale):

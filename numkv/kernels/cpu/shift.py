@@ -21,8 +21,6 @@ from numkv.kinds import kind
 from numkv.rows.codec import elements_in, row_codec
 from numkv.rows.rope import pair_of, rotate_pair
 
-__all__ = ["shift_rows"]
-
 
 def make_shift_rows(KIND, INTERLEAVED):
     """The kernel for a pool of kind `KIND`; `INTERLEAVED` says which elements are a pair."""

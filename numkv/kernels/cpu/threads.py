@@ -39,17 +39,6 @@ from numba.np.ufunc import parallel
 from numkv.errors import NotSupported
 from numkv.kernels.cpu.vectors.launch import thread_launcher
 
-__all__ = [
-    "ON_THREADS",
-    "Choice",
-    "choices",
-    "launched",
-    "num_threads",
-    "run",
-    "start",
-    "workers_for",
-]
-
 #: Numba types of a kernel's last arguments: ``launch, worker, workers``.
 ON_THREADS = (types.int64, types.int64, types.int64)
 

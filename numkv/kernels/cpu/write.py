@@ -19,11 +19,12 @@ from numba.np.numpy_support import from_dtype
 
 from numkv.kernels.builder import SCALES, WORDS, array, build
 from numkv.kernels.cpu import overlap
-from numkv.kernels.cpu.overlap import lie_well, table_of
+from numkv.kernels.cpu.overlap import lie_well
 from numkv.kernels.cpu.scales import by_row
 from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
 from numkv.kernels.cpu.vectors.arrays import row_of
 from numkv.kernels.cpu.vectors.launch import on_threads
+from numkv.kernels.cpu.vectors.records import table_of
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.kernels.small_calls import Checks
@@ -34,8 +35,6 @@ from numkv.rows.convert import codec
 from numkv.rows.quantize import is_finite
 from numkv.rows.rmsnorm import root_mean_square
 from numkv.rows.rope import rotate_pair
-
-__all__ = ["scatter_write", "small_write", "write_rows"]
 
 # What a kernel is to do before it writes; see `SmallCalls.small_write`.
 CHECKED, LOOK, LOOK_FOR_NAN = map(int, Checks)

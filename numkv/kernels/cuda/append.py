@@ -19,7 +19,7 @@ from numkv.kernels.cuda.instructions import global_address
 from numkv.kernels.cuda.launches import (
     INDICES,
     MAX_BLOCKS,
-    SIMULATED,
+    THREADS,
     array,
     jit,
     launch,
@@ -46,18 +46,14 @@ from numkv.kernels.cuda.rows import (
     slot_finder,
     zero_int4_group,
 )
-from numkv.kernels.cuda.simd import LANES, STORED_ONLY, THREADS, ceil_div, natural
+from numkv.kernels.cuda.simd import LANES, STORED_ONLY, ceil_div, natural
+from numkv.kernels.cuda.streams import SIMULATED
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.kinds import kind
 from numkv.rows.convert import codec
 from numkv.rows.int4 import GROUP, store_int4_group
 from numkv.rows.quantize import is_finite
-
-__all__ = [
-    "append_both", "append_rows", "copy_both", "copy_rows", "scatter_both", "scatter_rows", "small_append",
-    "small_copy",
-]  # fmt: skip
 
 ROWS = THREADS // LANES  # rows that a block takes at once
 

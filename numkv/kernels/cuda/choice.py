@@ -11,15 +11,21 @@ from numba import cuda, types
 
 from numkv.errors import NotSupported
 from numkv.kernels.builder import SCALES, WORDS
-from numkv.kernels.cuda.launches import INDICES, SHARED_BYTES, array, jit, launch, number_at
-from numkv.kernels.cuda.simd import THREADS, ceil_div, column_of, reader
+from numkv.kernels.cuda.launches import (
+    INDICES,
+    SHARED_BYTES,
+    THREADS,
+    array,
+    jit,
+    launch,
+    number_at,
+)
+from numkv.kernels.cuda.simd import ceil_div, column_of, reader
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.kinds import kind
 from numkv.rows.choice import DIGIT_BITS, digit_of, order_of, parts_of, whose_digit
 from numkv.rows.convert import codec
-
-__all__ = ["block_scores", "choose_blocks", "key_bounds", "tables_of_heads"]
 
 # Elements of a row that a thread takes at once.
 STEP = 4

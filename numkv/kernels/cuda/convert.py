@@ -10,12 +10,10 @@ import numpy as np
 from numba import cuda, types
 
 from numkv.kernels.builder import SCALES, WORDS
-from numkv.kernels.cuda.launches import array, jit, launch
-from numkv.kernels.cuda.simd import LANES, THREADS, ceil_div
+from numkv.kernels.cuda.launches import THREADS, array, jit, launch
+from numkv.kernels.cuda.simd import LANES, ceil_div
 from numkv.kinds import kind, kinds
 from numkv.rows.codec import element_codec
-
-__all__ = ["dequantise"]
 
 ROWS = THREADS // LANES  # rows that a block takes at once
 

@@ -16,13 +16,12 @@ from numba import cuda, types
 
 from numkv.kernels.cuda import memory
 from numkv.kernels.cuda.instructions import global_address
-from numkv.kernels.cuda.launches import INDICES, SIMULATED, array, jit, launch, number_at
+from numkv.kernels.cuda.launches import INDICES, THREADS, array, jit, launch, number_at
 from numkv.kernels.cuda.octets import copy_row, lanes_for, rows_aligned
-from numkv.kernels.cuda.simd import LANES, THREADS, ceil_div, natural
+from numkv.kernels.cuda.simd import LANES, ceil_div, natural
+from numkv.kernels.cuda.streams import SIMULATED
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
-
-__all__ = ["copy_blocks", "copy_tokens"]
 
 PIECE = 8 * THREADS  # words of a cache's block that a block of threads takes at once
 ROWS = THREADS // LANES  # rows of tokens that a block of threads takes at once

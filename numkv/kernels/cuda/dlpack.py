@@ -6,8 +6,6 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["capsule"]
-
 # Numbers of DLPack: what an element is, by the kind of a NumPy dtype or by the name of one of ml_dtypes.
 _CODES = {
     "i": 0, "u": 1, "f": 2, "b": 6, "bfloat16": 4, "float8_e4m3fn": 10, "float8_e5m2": 12,

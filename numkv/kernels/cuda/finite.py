@@ -12,15 +12,13 @@ from numba import cuda, types
 from numkv.kernels.builder import WORDS
 from numkv.kernels.cuda import uploads
 from numkv.kernels.cuda.instructions import global_address
-from numkv.kernels.cuda.launches import array, jit, launch
+from numkv.kernels.cuda.launches import THREADS, array, jit, launch
 from numkv.kernels.cuda.octets import bytes_of, lanes_for, octet_loader, octets_fit
-from numkv.kernels.cuda.simd import LANES, THREADS, ceil_div, natural
+from numkv.kernels.cuda.simd import LANES, ceil_div, natural
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.rows.convert import codec
 from numkv.rows.quantize import is_finite
-
-__all__ = ["first_non_finite"]
 
 ROWS = THREADS // LANES  # rows that a block takes at once
 NOWHERE = (1 << 63) - 1  # greater than any index

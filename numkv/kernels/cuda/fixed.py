@@ -14,8 +14,6 @@ from numba import cuda
 from numkv.kernels.cuda import memory, streams
 from numkv.kernels.cuda.streams import SIMULATED
 
-__all__ = ["DeviceFixed"]
-
 _STAGES = 2
 
 

@@ -14,8 +14,6 @@ from typing import Any
 
 from numkv.kernels.cuda.streams import Place, ask
 
-__all__ = ["Capture", "Kept", "capture_of", "hold", "sweep"]
-
 _SEMAPHORE_BYTES = 64  # more than any sem_t has
 _MOVE = 1  # CU_GRAPH_USER_OBJECT_MOVE
 _NO_DESTRUCTOR_SYNC = 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC

@@ -15,14 +15,12 @@ from numba import cuda, types
 
 from numkv.errors import NotSupported
 from numkv.kernels.builder import WORDS
-from numkv.kernels.cuda.launches import SHARED_BYTES, array, jit, launch
-from numkv.kernels.cuda.simd import LANES, THREADS, ceil_div
+from numkv.kernels.cuda.launches import SHARED_BYTES, THREADS, array, jit, launch
+from numkv.kernels.cuda.simd import LANES, ceil_div
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.rows.convert import codec
 from numkv.rows.hadamard import block_length, butterfly, lower_of
-
-__all__ = ["rotate_rows"]
 
 ROWS = THREADS // LANES  # rows that a block takes at once, if they fit
 

@@ -19,8 +19,6 @@ from numkv.kernels.cuda.launches import Number
 from numkv.kernels.cuda.rows import NOWHERE, V_SIDE
 from numkv.kernels.cuda.streams import SIMULATED, ask, current, on, place, unwatched
 
-__all__ = ["WORDS", "Report", "Watch", "flags", "functions_arrived", "of_functions", "wait"]
-
 #: Words of device memory of a watch; a power of two.
 WORDS = 64
 #: Calls are this far apart in what kernels report.

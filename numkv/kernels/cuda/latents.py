@@ -16,17 +16,23 @@ from numba import cuda, types
 from numkv.errors import NotSupported
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda import late
-from numkv.kernels.cuda.launches import INDICES, SHARED_BYTES, array, jit, launch, number_at
+from numkv.kernels.cuda.launches import (
+    INDICES,
+    SHARED_BYTES,
+    THREADS,
+    array,
+    jit,
+    launch,
+    number_at,
+)
 from numkv.kernels.cuda.rows import as_it_is, needs_peak, row_store
-from numkv.kernels.cuda.simd import LANES, THREADS, ceil_div, compute_of
+from numkv.kernels.cuda.simd import LANES, ceil_div, compute_of
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.rows.convert import codec
 from numkv.rows.quantize import is_finite
 from numkv.rows.rmsnorm import root_mean_square
 from numkv.rows.rope import pair_of, rotate_pair
-
-__all__ = ["scatter_latents"]
 
 ROWS = THREADS // LANES  # rows that a block takes at once, if they fit
 ROOM = SHARED_BYTES - 1024  # for rows, beside what lanes tell each other

@@ -32,11 +32,6 @@ from numkv.kernels.builder import compiled, note
 from numkv.kernels.cuda import streams
 from numkv.kernels.cuda.streams import SIMULATED
 
-__all__ = [
-    "INDICES", "MAX_BLOCKS", "SIMULATED", "THREADS", "Kernel", "Launch", "Number", "array", "core_launch", "jit",
-    "launch", "number_at", "shared_bytes", "whole",
-]  # fmt: skip
-
 #: Blocks of a launch; where there is more to do, each takes several items. On an H200 (132 multiprocessors) that is
 #: two to four times what runs at once.
 MAX_BLOCKS = 3 if SIMULATED else 2048

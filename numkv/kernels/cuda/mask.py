@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 from numba import cuda, types
 
-from numkv.kernels.cuda.launches import INDICES, array, jit, launch, number_at
-from numkv.kernels.cuda.simd import THREADS, ceil_div
+from numkv.kernels.cuda.launches import INDICES, THREADS, array, jit, launch, number_at
+from numkv.kernels.cuda.simd import ceil_div
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.rows.mask import fill_row
-
-__all__ = ["fill_mask"]
 
 
 def make_fill_mask(COMPUTE):

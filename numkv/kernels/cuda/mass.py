@@ -17,25 +17,30 @@ from numba.extending import register_jitable
 
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda.instructions import load_shared_16, shared_address
-from numkv.kernels.cuda.launches import INDICES, SHARED_BYTES, array, jit, launch, number_at
-from numkv.kernels.cuda.simd import (
-    SIMULATED,
-    STORED_ONLY,
+from numkv.kernels.cuda.launches import (
+    INDICES,
+    SHARED_BYTES,
     THREADS,
+    array,
+    jit,
+    launch,
+    number_at,
+)
+from numkv.kernels.cuda.simd import (
+    STORED_ONLY,
     WIDTH,
     aligned,
     ceil_div,
     column_of,
     natural,
     reader,
-)  # fmt: skip
+)
+from numkv.kernels.cuda.streams import SIMULATED
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.kinds import kind
 from numkv.rows.convert import codec
 from numkv.rows.visible import is_visible, queries_that_see
-
-__all__ = ["attention_weights"]
 
 # Query rows that a thread takes at once.
 AT_ONCE = 4

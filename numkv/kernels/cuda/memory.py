@@ -21,10 +21,6 @@ from numba import cuda
 from numkv.kernels.cuda import dlpack, graphs, streams
 from numkv.kernels.cuda.streams import SIMULATED, Place, current
 
-__all__ = [
-    "DeviceArray", "buffer", "empty", "foreign", "kept", "over", "part", "pointer_of", "reinterpret", "take", "viewed",
-]  # fmt: skip
-
 #: Bytes that a stream keeps for later calls, beyond which memory is freed.
 MOST_KEPT = 1 << 28
 

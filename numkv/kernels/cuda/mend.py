@@ -14,11 +14,9 @@ from numba import cuda, types
 from numba.extending import register_jitable
 
 from numkv.kernels.cuda import late
-from numkv.kernels.cuda.launches import INDICES, MAX_BLOCKS, array, jit, launch, number_at
+from numkv.kernels.cuda.launches import INDICES, MAX_BLOCKS, THREADS, array, jit, launch, number_at
 from numkv.kernels.cuda.rows import V_SIDE, as_it_is, first_bad_of
-from numkv.kernels.cuda.simd import LANES, THREADS, ceil_div
-
-__all__ = ["mend_rows"]
+from numkv.kernels.cuda.simd import LANES, ceil_div
 
 ROWS = THREADS // LANES  # rows that a block takes at once
 

@@ -11,15 +11,13 @@ from numba import cuda, types
 
 from numkv.kernels.builder import WORDS
 from numkv.kernels.cuda.instructions import global_address
-from numkv.kernels.cuda.launches import array, jit, launch
+from numkv.kernels.cuda.launches import THREADS, array, jit, launch
 from numkv.kernels.cuda.octets import bytes_of, lanes_for, octet_loader, octet_storer, octets_fit
-from numkv.kernels.cuda.simd import LANES, THREADS, ceil_div, compute_of, natural
+from numkv.kernels.cuda.simd import LANES, ceil_div, compute_of, natural
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.rows.convert import codec
 from numkv.rows.softmax import merge_weights
-
-__all__ = ["merge_states"]
 
 ROWS = THREADS // LANES  # rows that a block takes at once
 

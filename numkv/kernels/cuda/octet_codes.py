@@ -32,8 +32,6 @@ from numkv.rows.convert import bf16_to_float32
 from numkv.rows.int4 import LOWEST, OFFSETS, lowest_level
 from numkv.rows.quantize import int8_code, int8_scale, is_finite
 
-__all__ = ["magnitude", "row_putter"]
-
 _INFINITY = 0x7F800000
 # Scales from here to infinity, without it, are inverted.
 _LEAST = 7.9e-31

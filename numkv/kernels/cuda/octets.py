@@ -31,31 +31,13 @@ from numkv.kernels.cuda.instructions.scalars import (
     other_float,
     store_global_8,
 )
-from numkv.kernels.cuda.launches import SIMULATED
+from numkv.kernels.cuda.streams import SIMULATED
 from numkv.kinds import kind as kind_of
 from numkv.rows.convert import bf16_to_float32, codec
 from numkv.rows.int4 import lowest_level
 from numkv.rows.quantize import is_finite
 from numkv.rows.rmsnorm import root_mean_square
 from numkv.rows.rope import rotate_pair
-
-__all__ = [
-    "ELEMENTS",
-    "MAX_DIM",
-    "address_finder",
-    "bytes_of",
-    "copy_row",
-    "lanes_for",
-    "octet_loader",
-    "octet_normaliser",
-    "octet_storer",
-    "octet_turner",
-    "octets_fit",
-    "report",
-    "row_finder",
-    "rows_aligned",
-    "stored_loader",
-]  # fmt: skip
 
 #: Elements that a lane has of a row: two octets.
 ELEMENTS = 16

@@ -18,8 +18,6 @@ from numkv.kernels.cuda import memory
 from numkv.kernels.cuda.launches import core_launch
 from numkv.kernels.cuda.streams import Place, Recording, failed
 
-__all__ = ["Given", "Made", "Replay", "replay_of"]
-
 # More bytes than there are addresses.
 _ANYWHERE = 1 << 64
 

@@ -19,10 +19,6 @@ from numkv.rows.codec import element_codec
 from numkv.rows.int4 import GROUP, store_int4_group
 from numkv.rows.quantize import int8_code, int8_scale, is_finite
 
-__all__ = [
-    "NOWHERE", "V_SIDE", "as_it_is", "first_bad_of", "needs_peak", "row_store", "slot_finder", "zero_int4_group",
-]  # fmt: skip
-
 NOWHERE = (1 << 63) - 1  #: greater than any index
 #: What is added to the index of an element of V, where elements of K are reported too.
 V_SIDE = 1 << 36

@@ -17,7 +17,15 @@ from numkv import kinds
 from numkv.errors import NotSupported
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda.instructions import global_address
-from numkv.kernels.cuda.launches import INDICES, SHARED_BYTES, array, jit, launch, number_at
+from numkv.kernels.cuda.launches import (
+    INDICES,
+    SHARED_BYTES,
+    THREADS,
+    array,
+    jit,
+    launch,
+    number_at,
+)
 from numkv.kernels.cuda.octet_codes import magnitude, row_putter
 from numkv.kernels.cuda.octets import (
     ELEMENTS,
@@ -30,13 +38,11 @@ from numkv.kernels.cuda.octets import (
     stored_loader,
 )  # fmt: skip
 from numkv.kernels.cuda.rows import as_it_is, row_store
-from numkv.kernels.cuda.simd import LANES, STORED_ONLY, THREADS, ceil_div, natural
+from numkv.kernels.cuda.simd import LANES, STORED_ONLY, ceil_div, natural
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.rows.codec import element_codec, elements_in
 from numkv.rows.rope import pair_of, rotate_pair
-
-__all__ = ["shift_rows"]
 
 ROWS = THREADS // LANES  # rows that a block takes at once
 

@@ -12,29 +12,13 @@ import numpy as np
 from numba.extending import register_jitable
 
 from numkv.kernels.cuda.instructions import load_chunk, loader
-from numkv.kernels.cuda.launches import SIMULATED, THREADS
+from numkv.kernels.cuda.streams import SIMULATED
 from numkv.kinds import kind as kind_of
 from numkv.kinds import kinds
 from numkv.rows.code4 import code4_level
 from numkv.rows.code6 import code6_level
 from numkv.rows.convert import bf16_to_float32
 from numkv.rows.int4 import GROUP, int4_column, lowest_level
-
-__all__ = [
-    "LANES",
-    "SIMULATED",
-    "STORED_ONLY",
-    "THREADS",
-    "WIDTH",
-    "aligned",
-    "ceil_div",
-    "column_of",
-    "compute_of",
-    "load_chunk",
-    "loader",
-    "natural",
-    "reader",
-]  # fmt: skip
 
 #: Threads that share a row where a block takes several: a warp, so that they read adjacent elements.
 LANES = 4 if SIMULATED else 32

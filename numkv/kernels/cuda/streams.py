@@ -17,11 +17,6 @@ from numba.core import config
 
 from numkv.errors import NotSupported, NumkvError
 
-__all__ = [
-    "SIMULATED", "Place", "Recording", "as_it_is", "ask", "chosen", "current", "default", "failed", "follow",
-    "is_ready", "on", "one_device", "place", "ready", "recorded", "recording", "spoil", "unwatched",
-]  # fmt: skip
-
 SIMULATED = bool(config.ENABLE_CUDASIM)
 
 

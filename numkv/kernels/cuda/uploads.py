@@ -15,16 +15,6 @@ from numba import cuda
 
 from numkv.kernels.cuda import memory, streams
 
-__all__ = [
-    "constant",
-    "filled_word",
-    "length",
-    "pointer_of_length",
-    "upload",
-    "upload_all",
-    "word_of",
-]
-
 #: Bytes of a ring, and of each of its parts. What is larger than a part is copied from where it lies.
 RING, PARTS = 1 << 20, 16
 

@@ -22,10 +22,6 @@ from numkv.kernels.cuda.instructions import (
     unpack_fp16,
 )
 
-__all__ = [
-    "fp8_words", "halves_bf16", "halves_fp16", "int4_words", "int8_words", "unpack_bf16",
-]  # fmt: skip
-
 U32 = np.uint32
 #: Which bytes make the two words, each of two bytes with byte 4 above it, or below it.
 BELOW, ABOVE = (0x4140, 0x4342), (0x1404, 0x3424)

@@ -18,7 +18,16 @@ from numkv.errors import NotSupported
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda import late
 from numkv.kernels.cuda.instructions import global_address
-from numkv.kernels.cuda.launches import INDICES, SHARED_BYTES, array, jit, launch, number_at, whole
+from numkv.kernels.cuda.launches import (
+    INDICES,
+    SHARED_BYTES,
+    THREADS,
+    array,
+    jit,
+    launch,
+    number_at,
+    whole,
+)
 from numkv.kernels.cuda.octet_codes import magnitude, row_putter
 from numkv.kernels.cuda.octets import (
     ELEMENTS,
@@ -35,7 +44,7 @@ from numkv.kernels.cuda.octets import (
     rows_aligned,
 )  # fmt: skip
 from numkv.kernels.cuda.rows import V_SIDE, as_it_is, needs_peak, row_store, slot_finder
-from numkv.kernels.cuda.simd import LANES, STORED_ONLY, THREADS, ceil_div, natural
+from numkv.kernels.cuda.simd import LANES, STORED_ONLY, ceil_div, natural
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.kinds import kind
@@ -44,8 +53,6 @@ from numkv.rows.convert import codec
 from numkv.rows.quantize import is_finite
 from numkv.rows.rmsnorm import root_mean_square
 from numkv.rows.rope import pair_of, rotate_pair
-
-__all__ = ["scatter_write", "small_write", "write_rows"]
 
 ROWS = THREADS // LANES  # heads that a block takes at once, if they fit
 ROOM = SHARED_BYTES - 1024  # for rows, beside what lanes tell each other

@@ -48,8 +48,6 @@ from numkv.kernels.cpu.inline import inlined
 from numkv.kernels.cpu.vectors.amx import amx_end, amx_shape
 from numkv.kernels.cpu.vectors.features import AMX_ROWS
 
-__all__ = ["end_amx", "make_amx_attend", "make_amx_leave", "make_amx_load"]
-
 _floats_of = floats_reader("float32")
 
 # Integers that say where the K rows of a tile are; then, by blocks of query rows, how many parts these take.

@@ -53,8 +53,6 @@ from numkv.kernels.cpu.inline import inlined
 from numkv.kernels.cpu.vectors.amx import AMX_TILE, amx_shape
 from numkv.kernels.cpu.vectors.features import AMX_ROWS
 
-__all__ = ["FewSteps", "is_few", "make_amx_few"]
-
 LEAST, MOST = AMX_FEW
 _floats_of = floats_reader("float32")
 # Columns of K up to which a block has 64 tokens: 8 KB.

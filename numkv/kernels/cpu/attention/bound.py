@@ -23,7 +23,7 @@ from numkv.kernels.cpu.attention.offsets import WORKER_INTS
 from numkv.kernels.cpu.attention.plan import plan_of, plan_size
 from numkv.kernels.cpu.attention.state import OUT, Q
 from numkv.kernels.cpu.memory import aligned
-from numkv.kernels.cpu.overlap import lie_well, table_of
+from numkv.kernels.cpu.overlap import lie_well
 from numkv.kernels.cpu.scales import by_row
 from numkv.kernels.cpu.threads import ON_THREADS
 from numkv.kernels.cpu.vectors.arrays import (
@@ -43,20 +43,12 @@ from numkv.kernels.cpu.vectors.records import (
     number_at,
     put_number,
     record_of,
+    table_of,
 )
 from numkv.kinds import kind
 from numkv.rows.codec import elements_in
 from numkv.rows.convert import codec
 from numkv.rows.quantize import is_finite
-
-__all__ = [
-    "BoundKernel",
-    "LayerRecord",
-    "StepRecord",
-    "make_append_attend",
-    "make_append_attend_at",
-    "signature_of_merge",
-]
 
 # Numbers of a layer's record, and where its arrays are.
 _SCALE, _CAP, _WINDOW, _LOOK, _MARK, _MARK_SIZE, _LIVES = range(7)

@@ -98,10 +98,6 @@ from numkv.kernels.cpu.vectors.records import (
 )
 from numkv.rows.mask import BITS, PLAIN_END
 
-__all__ = [
-    "attend_to", "driver_kernel", "entry", "plan_kernel",
-]  # fmt: skip
-
 # Bytes of K and V rows that a group of heads has at most: those of this group and of the next, which is asked for
 # meanwhile, are to stay in the second cache. Of the 1 MB that a Zen 4 has, groups of 256 KB were too much already.
 _GROUP_BYTES = 128 << 10

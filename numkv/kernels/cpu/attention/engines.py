@@ -14,11 +14,6 @@ from numkv.kernels.cpu.attention.records import (
 from numkv.kernels.cpu.vectors.features import FEATURES, HAS_BF16_PAIRS, INT4_INTEGERS, has_amx
 from numkv.kinds import kind as kind_named
 
-__all__ = [
-    "AMX_DECODE", "MANY_ROWS", "ROWS_OF_ALL_SIZES", "by_panels", "compute_for", "in_integers", "panels_from",
-    "query_rows", "use_amx",
-]  # fmt: skip
-
 #: Environment variable: 0 leaves few query rows to vector code where there is a matrix unit, too.
 AMX_DECODE = "NUMKV_AMX_DECODE"
 #: What a matrix unit is used for: many query rows, or few as well.

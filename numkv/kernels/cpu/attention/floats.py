@@ -22,8 +22,6 @@ from numkv.kernels.cpu.attention.records import Outputs, Queries, float_type
 from numkv.kernels.cpu.inline import inlined
 from numkv.kernels.cpu.vectors.emit import I64, data_of
 
-__all__ = ["clear", "make_keys", "make_loader", "make_values", "multiply"]
-
 
 @intrinsic
 def clear(typing_context, x, first, end):

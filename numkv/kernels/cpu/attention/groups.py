@@ -5,8 +5,6 @@ from __future__ import annotations
 from numkv.kernels.cpu.attention.offsets import ask_at_once, locate_next_head, spread
 from numkv.kernels.cpu.attention.state import layout_in, offsets_of
 
-__all__ = ["find_next_head", "spread_group"]
-
 
 def find_next_head(state, here, to):
     """The step `NEXT_HEAD`: the tables of a turn, at `to`, from those of the head before it. Returns 1."""

@@ -27,8 +27,6 @@ from numkv.kernels.cpu.attention.records import Outputs, Queries, Weights
 from numkv.kernels.cpu.inline import inlined
 from numkv.kernels.cpu.vectors.features import HAS_FOURS
 
-__all__ = ["make_keys", "make_loader", "make_values"]
-
 
 @functools.cache
 def make_loader(kind: str) -> Callable[..., Any]:

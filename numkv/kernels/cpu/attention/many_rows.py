@@ -48,11 +48,6 @@ from numkv.kernels.cpu.inline import inlined
 from numkv.kernels.cpu.vectors.features import MANY_ROWS
 from numkv.kernels.cpu.vectors.stored import ON_LINE
 
-__all__ = [
-    "attend_many", "make_adjust_many", "make_load_many", "make_multiply", "make_put_keys", "make_put_values",
-    "make_weigh",
-]  # fmt: skip
-
 _floats_of = floats_reader("float32")
 
 

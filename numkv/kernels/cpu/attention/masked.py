@@ -29,8 +29,6 @@ from numkv.kernels.cpu.vectors.arrays import address_of
 from numkv.kernels.cpu.vectors.records import ints_from
 from numkv.rows.mask import BITS, END, PLAIN_END, bits_below, has_bit
 
-__all__ = ["attend_picked"]
-
 
 @register_jitable
 def _pick(ints, rows, row, begin, end, tile, keys, values):

@@ -9,8 +9,6 @@ from numkv.kernels.cpu.attention.records import LN_2, LOG2_E
 from numkv.kernels.cpu.vectors.launch import next_item, on_threads
 from numkv.rows.softmax import finish, power_of_2
 
-__all__ = ["PART_EXTRA", "make_merge_splits"]
-
 #: What a part has before its sums: a maximum in base 2, and a sum of probabilities.
 PART_EXTRA = 2
 

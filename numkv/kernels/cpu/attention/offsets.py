@@ -30,11 +30,6 @@ from numkv.kernels.cpu.vectors.arrays import RAMP, fill_ramp, fill_shifted
 from numkv.kernels.cpu.vectors.prefetch import NO_MORE, prefetch_extents
 from numkv.kernels.cpu.vectors.records import ITEMSIZE, SHAPE, STRIDES, int_at
 
-__all__ = [
-    "AHEAD", "EXTENTS", "K_EXTENTS", "SPARE_INTS", "STATE_AT", "STATE_INTS", "TABLE", "TURN", "V_EXTENTS",
-    "WORKER_INTS", "Layout", "ask_at_once", "layout_of", "locate", "locate_next_head", "spread",
-]  # fmt: skip
-
 #: Numbers of a table.
 TABLE = KV_TILE + RAMP
 #: Numbers of extents: two for each token, and an end.

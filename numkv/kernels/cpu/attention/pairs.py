@@ -19,9 +19,6 @@ from numkv.kernels.cpu.attention.llvm.pairs import make_accumulate_pairs, pair_r
 from numkv.kernels.cpu.attention.records import PAIRS, Outputs
 from numkv.kernels.cpu.inline import inlined
 
-__all__ = ["load_query", "make_keys", "make_values"]
-
-
 _load_floats = floats_engine.make_loader(PAIRS)
 
 

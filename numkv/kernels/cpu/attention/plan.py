@@ -16,20 +16,6 @@ from numkv.kernels.cpu.attention.records import FEW_ROWS, KV_TILE, QUERY_ROWS, I
 from numkv.kernels.cpu.inline import inlined
 from numkv.rows.visible import visible_to_any
 
-__all__ = [
-    "LEAST_ROWS",
-    "MIN_SPLIT",
-    "MISSING",
-    "SERIAL_WORK",
-    "SPLIT_ROWS",
-    "Plan",
-    "Problem",
-    "find_item",
-    "make_plan",
-    "plan_of",
-    "plan_size",
-]
-
 # A split of the KV range has at least so many tokens, and a sequence at most so many splits.
 MIN_SPLIT = 1024
 MAX_SPLITS = 64

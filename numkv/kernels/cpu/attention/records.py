@@ -10,33 +10,6 @@ from typing import Any, NamedTuple
 
 from numkv.kernels.cpu.vectors.features import LANES, MANY_VECTORS
 
-__all__ = [
-    "AMX_FEW",
-    "AMX_QUERY_ROWS",
-    "BY_SLOT",
-    "FEW_ROWS",
-    "INT4_SPAN",
-    "KV_TILE",
-    "LN_2",
-    "LOG2_E",
-    "MANY_QUERY_ROWS",
-    "PAIRS",
-    "PANEL",
-    "QUERY_ROWS",
-    "AmxFew",
-    "AmxScales",
-    "Item",
-    "Outputs",
-    "Queries",
-    "Rows",
-    "SoftmaxState",
-    "Tile",
-    "Turn",
-    "Visibility",
-    "Weights",
-    "float_type",
-]
-
 #: Tokens in a KV tile: its scores stay in L1, and V rows are fetched while K rows are used.
 KV_TILE = 64
 #: Query rows of an item. Many enough that a tile's K rows, read once, are used often; few enough to stay in L1 and L2.

@@ -24,8 +24,6 @@ from numkv.kernels.cpu.vectors.prefetch import prefetch
 from numkv.kernels.cpu.vectors.records import ints_from
 from numkv.kinds import kind as kind_named
 
-__all__ = ["make_gather", "make_gather_turn", "make_of_head"]
-
 
 @functools.cache
 def make_gather(kind: str, compute: str, by_group: bool = False) -> Callable[..., Any]:

@@ -18,8 +18,6 @@ from numkv.kernels.cpu.attention.records import (
 from numkv.kernels.cpu.vectors.features import AMX_ROWS, LANES, ROW_UNROLL
 from numkv.kinds import kind
 
-__all__ = ["LINE", "SPARE", "Scratch", "Sizes", "lay_out"]
-
 #: Floats in a cache line.
 LINE = 16
 # Floats that query rows on their way to a matrix unit, and its sums, take for a moment.

@@ -52,17 +52,6 @@ from numkv.kernels.cpu.vectors.records import (
     tuple_writer,
 )
 
-__all__ = [
-    "ADJUST", "ADJUST_MANY", "ATTEND", "ATTEND_MANY", "AT_ONCE", "BLOCK_TABLE", "CALL", "CAP", "END", "FEW", "FLAGS",
-    "FLOATS", "GATHER", "INTS", "K_SCALE", "K_SCALED", "LEAVE", "LOAD", "LOAD_MANY", "LSE", "MANY_FROM", "MASK",
-    "MOST_ROWS", "MULTIPLY", "NEXT_HEAD", "NOTHING", "NUMBERS", "NUM_STEPS", "OF_1", "OF_2", "OF_4", "OF_8", "OUT",
-    "PARTS_AT", "PICK", "PLACES", "PUT_KEYS", "PUT_VALUES", "Q_STARTS", "RANGES", "SCALE", "SEEN", "SEQ_LENS",
-    "SINKS", "SIZES", "SIZES_AT", "SPREAD", "STEPS", "STORE", "V_SCALE", "V_SCALED", "WEIGH", "WINDOW", "K", "Q", "V",
-    "begin_state", "call_of", "floats_reader", "has_slopes", "item_of", "layout_in", "lie_of", "make_scales_of",
-    "make_tile_of", "mask_of", "number_of", "offsets_of", "places_of", "put_item", "put_layout", "put_lie",
-    "put_turn", "run_step", "scale_of", "seen_of", "sizes_of", "soft_cap_of", "spare_of", "turn_of",
-]  # fmt: skip
-
 # The record of a call: arrays, then numbers.
 (
     Q, K, K_SCALE, V, V_SCALE, BLOCK_TABLE, SEQ_LENS, Q_STARTS, RANGES, SEEN, SINKS, OUT, LSE, FLOATS, INTS, NUMBERS,

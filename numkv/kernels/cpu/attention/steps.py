@@ -50,8 +50,6 @@ from numkv.kernels.cpu.vectors.features import row_unroll
 from numkv.kernels.cpu.vectors.records import kernel_address
 from numkv.kinds import kind as kind_named
 
-__all__ = ["Steps", "steps_for"]
-
 # Numbers that steps take beside the state's address.
 _NUMBERS = {
     state.OF_1: 6, state.OF_2: 6, state.OF_4: 6, state.OF_8: 6, state.ADJUST: 5, state.PUT_KEYS: 1,

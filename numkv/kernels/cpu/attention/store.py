@@ -24,8 +24,6 @@ from numkv.kernels.cpu.vectors.arrays import row_of
 from numkv.kernels.cpu.vectors.records import array_reader, int_at
 from numkv.rows.softmax import finish
 
-__all__ = ["make_store"]
-
 
 def make_store(COMPUTE, BY_HEAD):
     """The step `STORE`: an item's result, or its split's part of it; `BY_HEAD`: a kv head's V rows share a scale."""

@@ -52,8 +52,6 @@ from numkv.kernels.cpu.vectors.records import SHAPE, array_reader, int_at
 from numkv.kinds import kind as kind_named
 from numkv.rows.mask import POSITION
 
-__all__ = ["attend_few", "attend_rows", "make_adjust", "make_load", "make_load_rows", "make_rows"]
-
 # Query rows that vector code takes at once, at most.
 _UNROLL = ROW_UNROLL[0]
 # Rows that may be missing of 8, 4 or 2.

@@ -9,8 +9,6 @@ from numkv.kernels.cpu.attention.records import KV_TILE
 from numkv.kernels.cpu.inline import inlined
 from numkv.rows.visible import visible_to_any
 
-__all__ = ["visible_in_tile", "visible_to_tokens"]
-
 
 @register_jitable
 def visible_in_tile(ranges, row, position, window_left, begin, end, tile):

@@ -19,8 +19,6 @@ from numkv.kernels.cpu.vectors.emit import FLOAT, I8, I32, as_bytes
 from numkv.kernels.cpu.vectors.features import AMX_ROWS
 from numkv.kernels.cpu.vectors.words import Words
 
-__all__ = ["AMX_TILE", "Amx", "AmxWords", "amx_end", "amx_shape"]
-
 #: An AMX tile, 16 rows of 64 bytes, in floats.
 AMX_TILE = 256
 # 2**(x - 0.5) for x from 0 to 1, with the least largest relative error.

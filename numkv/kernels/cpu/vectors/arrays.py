@@ -9,15 +9,6 @@ from numba.extending import intrinsic
 
 from numkv.kernels.cpu.vectors.emit import I32, I64, data_of, steps
 
-__all__ = [
-    "RAMP",
-    "address_of",
-    "fill_ramp",
-    "fill_shifted",
-    "row_of",
-    "without_refcount",
-]
-
 #: Numbers that `fill_ramp` writes at once.
 RAMP = 8
 

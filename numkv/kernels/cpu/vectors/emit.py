@@ -10,24 +10,6 @@ from numba.core import cgutils
 
 from numkv.kernels.cpu.vectors.features import ROW_UNROLL
 
-__all__ = [
-    "DOUBLE",
-    "FLOAT",
-    "HALF",
-    "I8",
-    "I16",
-    "I32",
-    "I64",
-    "as_bytes",
-    "data_of",
-    "for_rows",
-    "keep_in_memory",
-    "numbers_taken",
-    "scratch_floats",
-    "steps",
-    "unpack",
-]
-
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 FLOAT, DOUBLE, HALF = ir.FloatType(), ir.DoubleType(), ir.HalfType()
 

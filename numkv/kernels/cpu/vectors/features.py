@@ -13,25 +13,6 @@ from numba.core.codegen import get_host_cpu_features
 
 from numkv.kernels.cpu.vectors.instructions import instructions_of
 
-__all__ = [
-    "ACCUMULATORS",
-    "ADD_PAIRS",
-    "AMX_ROWS",
-    "FEATURES",
-    "HAS_BF16_PAIRS",
-    "HAS_FMA",
-    "HAS_FOURS",
-    "HAS_HALF",
-    "INT4_INTEGERS",
-    "LANES",
-    "LOCALITY",
-    "MANY_ROWS",
-    "MANY_VECTORS",
-    "ROW_UNROLL",
-    "has_amx",
-    "row_unroll",
-]
-
 # What every CPU of an architecture has.
 _ALWAYS = {"x86_64": {"sse2"}, "AMD64": {"sse2"}, "aarch64": {"neon"}, "arm64": {"neon"}}
 # Of Linux: ask for the right to use a part of the CPU's state, and the number of AMX tiles' data.

@@ -10,8 +10,6 @@ import re
 
 import llvmlite.binding as llvm
 
-__all__ = ["instructions_of"]
-
 # Of each feature: types of two operands and of the result, what is done with them, and what shows that it is there.
 _SUM = "%r = {} %a, %b"
 _PROBES = {

@@ -10,8 +10,6 @@ from numba.extending import intrinsic
 
 from numkv.kernels.cpu.vectors.emit import I8, I32, I64, data_of
 
-__all__ = ["next_item", "on_threads", "thread_launcher"]
-
 
 def thread_launcher() -> int:
     """The address of the function that shares out calls among Numba's threads, which have been started."""

@@ -15,10 +15,6 @@ from numkv.kernels.cpu.vectors.emit import I8, I16, I32
 from numkv.kernels.cpu.vectors.features import FEATURES
 from numkv.rows import code4, code6
 
-__all__ = [
-    "LOOKED_UP", "level_pairs", "level_words", "levels_of", "pair_of_code6", "spread_size",
-]  # fmt: skip
-
 #: Kinds whose codes are looked up.
 LOOKED_UP = ("code4", "code6")
 # Levels by codes.

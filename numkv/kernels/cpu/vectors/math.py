@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["exp2", "tanh"]
-
 # 2**f for |f| <= 1/2: Chebyshev interpolation (float32), Taylor series of e**(f ln 2) (float64).
 _EXP2_FLOAT = [1.0, 0.6931472067028329, 0.24022650922289554, 0.05550327226669895,
                0.00961805667843204, 0.0013400428177711937, 0.00015461444724808513]  # fmt: skip

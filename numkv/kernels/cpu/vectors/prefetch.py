@@ -12,8 +12,6 @@ from numkv.kernels.cpu.vectors.emit import I8, I32, I64, as_bytes, data_of
 from numkv.kernels.cpu.vectors.features import LOCALITY
 from numkv.kernels.cpu.vectors.stored import ON_LINE, STORED, in_words
 
-__all__ = ["NO_MORE", "PrefetchStream", "prefetch", "prefetch_column", "prefetch_extents"]
-
 #: Where the last extent of a `PrefetchStream` ends: past all addresses.
 NO_MORE = 1 << 62
 

@@ -19,12 +19,6 @@ from numba.extending import intrinsic
 
 from numkv.kernels.cpu.vectors.emit import DOUBLE, I64
 
-__all__ = [
-    "ADDRESS", "AXES", "HIGH", "ITEMSIZE", "LOW", "MOST_AXES", "SHAPE", "STRIDES", "TABLE_ROW", "array_reader",
-    "copy_ints", "describe", "describe_dense", "float_at", "int_at", "ints_from", "kernel_address", "kernel_caller",
-    "number_at", "provide_symbol", "put_int", "put_number", "record_of", "table_of", "tuple_reader", "tuple_writer",
-]  # fmt: skip
-
 #: Axes of an array in a record, at most.
 MOST_AXES = 4
 

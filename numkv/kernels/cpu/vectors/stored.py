@@ -12,8 +12,6 @@ from numkv.kernels.cpu.vectors.features import HAS_HALF
 from numkv.kernels.cpu.vectors.levels import LOOKED_UP, levels_of, spread_size
 from numkv.kinds import kinds
 
-__all__ = ["ON_LINE", "STORED", "in_words", "loaded_words", "widened"]
-
 _WORDS = {"float64": DOUBLE, "float32": FLOAT, "uint16": I16, "uint8": I8, "int8": I8}
 #: Type of a word in memory, by kind.
 STORED = {kind.name: _WORDS[kind.word.name] for kind in kinds()}

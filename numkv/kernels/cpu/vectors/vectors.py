@@ -10,8 +10,6 @@ from numkv.kernels.cpu.vectors.features import ADD_PAIRS, FEATURES, HAS_FMA, LAN
 from numkv.kernels.cpu.vectors.levels import LOOKED_UP, levels_of, pair_of_code6
 from numkv.kernels.cpu.vectors.stored import STORED, loaded_words, widened
 
-__all__ = ["Vectors"]
-
 
 class Vectors:
     """Emits vector instructions for one float type.

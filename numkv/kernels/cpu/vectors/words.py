@@ -14,8 +14,6 @@ from numkv.kernels.cpu.vectors.levels import LOOKED_UP, level_pairs, level_words
 from numkv.kernels.cpu.vectors.stored import in_words, loaded_words
 from numkv.kernels.cpu.vectors.vectors import Vectors
 
-__all__ = ["Words"]
-
 _LARGEST = 32639.0
 
 

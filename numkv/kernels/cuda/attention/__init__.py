@@ -59,8 +59,8 @@ from numkv.kernels.cuda.attention.prefill_sizes import (
 )
 from numkv.kernels.cuda.attention.sizes import Q_BYTES, V_WIDTHS, q_bytes, row_choices
 from numkv.kernels.cuda.attention.splits import LOG2_E, merge_splits, parts_of, room_for
-from numkv.kernels.cuda.launches import INDICES, Kernel, array, jit, launch
-from numkv.kernels.cuda.simd import STORED_ONLY, THREADS, WIDTH, aligned, ceil_div, compute_of
+from numkv.kernels.cuda.launches import INDICES, THREADS, Kernel, array, jit, launch
+from numkv.kernels.cuda.simd import STORED_ONLY, WIDTH, aligned, ceil_div, compute_of
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 

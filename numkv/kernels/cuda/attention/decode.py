@@ -81,12 +81,11 @@ from numkv.kernels.cuda.instructions import (
     store_shared_pairs,
 )  # fmt: skip
 from numkv.kernels.cuda.instructions.scalars import store_global, store_global_8
-from numkv.kernels.cuda.simd import THREADS, ceil_div, natural
+from numkv.kernels.cuda.launches import THREADS
+from numkv.kernels.cuda.simd import ceil_div, natural
 from numkv.kinds import kind
 from numkv.rows.convert import codec
 from numkv.rows.softmax import finish
-
-__all__ = ["make_decode"]
 
 F, I32, U32 = np.float32, np.int32, np.uint32
 EVERYONE, ALL_TOKENS = 0xFFFFFFFF, 0xFFFF

@@ -26,18 +26,6 @@ from numkv.kernels.cuda.instructions import (
 )  # fmt: skip
 from numkv.kernels.cuda.simd import natural
 
-__all__ = [
-    "Lane",
-    "Pools",
-    "Seen",
-    "Source",
-    "divide",
-    "look_up",
-    "make_copies",
-    "make_places",
-    "uniform",
-]
-
 I32, U32 = np.int32, np.uint32
 EVERYONE = 0xFFFFFFFF
 

@@ -28,8 +28,6 @@ from numkv.kernels.cuda.instructions import (
 )  # fmt: skip
 from numkv.kernels.cuda.simd import natural
 
-__all__ = ["EXTENT_WORDS", "RECORD_BYTES", "Counted", "DecodeRows", "Task", "Told", "make_tasks"]
-
 I32, U32 = np.int32, np.uint32
 EVERYONE = 0xFFFFFFFF
 #: Shared memory for what a block is told of an item, and for its warps' counts.

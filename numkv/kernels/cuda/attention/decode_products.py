@@ -34,8 +34,6 @@ from numkv.kernels.cuda.instructions import (
 from numkv.kernels.cuda.widen import fp8_words, halves_bf16, halves_fp16, unpack_bf16
 from numkv.rows.convert import bf16_to_float32, codec
 
-__all__ = ["make_load_queries", "make_scores", "make_sums"]
-
 F, I32, U32 = np.float32, np.int32, np.uint32
 EVERYONE = 0xFFFFFFFF
 

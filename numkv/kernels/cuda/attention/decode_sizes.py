@@ -7,25 +7,10 @@ from typing import Any, NamedTuple
 
 from numba import cuda
 
-from numkv.kernels.cuda.attention.items import THREADS
-from numkv.kernels.cuda.launches import SIMULATED, shared_bytes
+from numkv.kernels.cuda.launches import THREADS, shared_bytes
 from numkv.kernels.cuda.simd import ceil_div
-from numkv.kernels.cuda.streams import current
+from numkv.kernels.cuda.streams import SIMULATED, current
 from numkv.kinds import kind
-
-__all__ = [
-    "DECODE_ROWS",
-    "DECODE_TILE",
-    "OPERANDS",
-    "QUERY_BYTES",
-    "SLICE",
-    "STAGES",
-    "WARPS",
-    "DecodeSizes",
-    "Side",
-    "fits",
-    "sizes_for",
-]  # fmt: skip
 
 # Query rows of an item: the columns of a product.
 DECODE_ROWS = 8

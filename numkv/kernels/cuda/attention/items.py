@@ -32,14 +32,9 @@ import numpy as np
 from numba.extending import register_jitable
 
 from numkv.kernels.cuda.instructions import global_address, load_global_4
-from numkv.kernels.cuda.launches import SIMULATED, THREADS, number_at
+from numkv.kernels.cuda.launches import THREADS, number_at
+from numkv.kernels.cuda.streams import SIMULATED
 from numkv.rows.visible import visible_range, visible_to_all, visible_to_any
-
-__all__ = [
-    "COUNTS", "FIELDS", "MAX_CAPACITY", "MAX_SPLITS", "MAX_SPLIT_ROWS", "SPLIT_STEP", "Batch", "Extent", "Item",
-    "Places", "Rows", "extent", "index_at", "make_item_of", "make_items", "make_locate", "row_of", "sequences_each",
-    "shift_of", "split_length",
-]  # fmt: skip
 
 # Splits have multiples of so many tokens: a KV tile.
 SPLIT_STEP = 16 if SIMULATED else 64

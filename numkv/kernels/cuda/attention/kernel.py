@@ -25,12 +25,12 @@ from numkv.kernels.cuda.attention.masked import Mask, make_sight
 from numkv.kernels.cuda.attention.sizes import TEAM, sizes_of
 from numkv.kernels.cuda.attention.splits import LN_2, LOG2_E, PART_EXTRA
 from numkv.kernels.cuda.instructions.addressed import load_chunk_at, row_address
-from numkv.kernels.cuda.simd import SIMULATED, THREADS, ceil_div, column_of, natural, reader
+from numkv.kernels.cuda.launches import THREADS
+from numkv.kernels.cuda.simd import ceil_div, column_of, natural, reader
+from numkv.kernels.cuda.streams import SIMULATED
 from numkv.kinds import kind
 from numkv.rows.convert import codec
 from numkv.rows.softmax import finish
-
-__all__ = ["make_attention"]
 
 
 class State(NamedTuple):

@@ -10,8 +10,6 @@ from numba.extending import register_jitable
 from numkv.kernels.cuda.attention.splits import LOG2_E
 from numkv.rows.mask import COLUMNS, PLAIN_END, POSITION, is_seen, position_of
 
-__all__ = ["Mask", "make_sight"]
-
 
 class Mask(NamedTuple):
     """What a masked call has beside the rest."""

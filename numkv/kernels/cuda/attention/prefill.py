@@ -73,8 +73,6 @@ from numkv.kernels.cuda.instructions import (
 from numkv.kernels.cuda.instructions.words_at import store_pair_at, store_word_at
 from numkv.rows.softmax import finish
 
-__all__ = ["make_prefill"]
-
 F, I32, I64, U32 = np.float32, np.int32, np.int64, np.uint32
 
 #: A row's maximum is raised when a score is so many powers of two above it; until then weights just exceed 1. So what

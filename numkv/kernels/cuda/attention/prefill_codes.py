@@ -55,8 +55,6 @@ from numkv.kernels.cuda.instructions import (
 )  # fmt: skip
 from numkv.kernels.cuda.widen import fp8_words, int8_words
 
-__all__ = ["head_factor", "make_terms", "make_widen"]
-
 F, I32, U32 = np.float32, np.int32, np.uint32
 #: A factor of V below 2**-90 counts as that where logarithms are added: so the sum of a million weights stays finite.
 LEAST_LOG, MOST_LOG = -90, 126

@@ -22,8 +22,6 @@ from numkv.kernels.cuda.instructions import (
     shared_address,
 )  # fmt: skip
 
-__all__ = ["make_copy", "rows_at_once"]
-
 I32, U32 = np.int32, np.uint32
 
 

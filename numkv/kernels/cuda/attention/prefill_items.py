@@ -17,17 +17,6 @@ from numkv.kernels.cuda.launches import number_at
 from numkv.kernels.cuda.simd import natural
 from numkv.rows.visible import visible_range, visible_to_all, visible_to_any
 
-__all__ = [
-    "ITEM_FIELDS",
-    "PrefillBatch",
-    "PrefillItem",
-    "QueryRow",
-    "TilePlaces",
-    "make_places",
-    "make_prefill_items",
-    "whole_tiles",
-]
-
 #: Longer than any sequence, and far from overflowing.
 FAR = 1 << 40
 I32 = np.int32

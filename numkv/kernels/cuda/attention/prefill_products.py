@@ -29,10 +29,6 @@ from numkv.kernels.cuda.instructions.words_at import load_pair_at, load_word_at
 from numkv.kernels.cuda.widen import halves_bf16, halves_fp16, unpack_bf16
 from numkv.rows.convert import codec
 
-__all__ = [
-    "FLOATS", "MINUS_INF", "State", "in_turn", "make_load_queries", "make_poison", "make_scores", "make_sums",
-]  # fmt: skip
-
 F, I32, I64, U32 = np.float32, np.int32, np.int64, np.uint32
 MINUS_INF = F(-np.inf)
 #: In place of the exponent of a row that has no largest element: all zeros, or not finite.

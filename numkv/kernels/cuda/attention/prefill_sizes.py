@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from numkv.kernels.cuda.launches import SIMULATED, shared_bytes
+from numkv.kernels.cuda.launches import shared_bytes
 from numkv.kernels.cuda.simd import aligned
-from numkv.kernels.cuda.streams import current
+from numkv.kernels.cuda.streams import SIMULATED, current
 from numkv.kinds import kind
-
-__all__ = [
-    "CHUNK", "MOST_DIM", "MOST_ROWS", "OPERANDS", "PrefillSide", "PrefillSizes", "fits_prefill", "sizes_of_prefill",
-]  # fmt: skip
 
 #: Query rows of a warp, as a product of matrices has.
 WARP_ROWS = 16

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from numkv.kernels.cuda.launches import SIMULATED, THREADS
+from numkv.kernels.cuda.launches import THREADS
 from numkv.kernels.cuda.simd import WIDTH, ceil_div
-
-__all__ = [
-    "AT_ONCE", "Q_BYTES", "Q_PAD", "ROW_CHOICES", "TEAM", "V_WIDTHS", "Sizes", "q_bytes",
-    "row_choices", "sizes_of", "tile_of",
-]  # fmt: skip
+from numkv.kernels.cuda.streams import SIMULATED
 
 # Threads that score a token together: with 16 bytes each, a team reads 128 bytes of a row at once.
 TEAM = 2 if SIMULATED else 8

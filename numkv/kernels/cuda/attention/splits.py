@@ -32,18 +32,18 @@ from numkv.kernels.cuda.attention.items import (
 )  # fmt: skip
 from numkv.kernels.cuda.instructions import (
     global_address,
+    load_chunk,
     load_global_16,
     shuffle,
     shuffle_float,
     shuffle_xor_float,
 )  # fmt: skip
 from numkv.kernels.cuda.instructions.scalars import load_global_8, store_global
-from numkv.kernels.cuda.launches import INDICES, MAX_BLOCKS, array, jit, launch
-from numkv.kernels.cuda.simd import SIMULATED, THREADS, ceil_div, load_chunk, natural
+from numkv.kernels.cuda.launches import INDICES, MAX_BLOCKS, THREADS, array, jit, launch
+from numkv.kernels.cuda.simd import ceil_div, natural
+from numkv.kernels.cuda.streams import SIMULATED
 from numkv.rows.convert import codec
 from numkv.rows.softmax import finish
-
-__all__ = ["LN_2", "LOG2_E", "PART_EXTRA", "Room", "merge_splits", "parts_of", "room_for"]
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)

@@ -21,8 +21,9 @@ from numkv.kernels.cuda.compress.scores import (
     make_finish,
     make_score,
 )  # fmt: skip
-from numkv.kernels.cuda.launches import array, jit, launch
-from numkv.kernels.cuda.simd import LANES, SIMULATED, THREADS, ceil_div
+from numkv.kernels.cuda.launches import THREADS, array, jit, launch
+from numkv.kernels.cuda.simd import LANES, ceil_div
+from numkv.kernels.cuda.streams import SIMULATED
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.kernels.operations_of_codes import Codebook, StoredCodes

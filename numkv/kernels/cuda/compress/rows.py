@@ -13,11 +13,10 @@ import numpy as np
 from numba import cuda, types
 from numba.extending import register_jitable
 
-from numkv.kernels.cuda.simd import LANES, THREADS, natural
+from numkv.kernels.cuda.launches import THREADS
+from numkv.kernels.cuda.simd import LANES, natural
 from numkv.rows.codes import code_at, packed_byte, refined
 from numkv.rows.convert import codec
-
-__all__ = ["ROWS", "make_decode", "make_encode", "make_multiply"]
 
 # Rows that a block takes at once: one for each warp.
 ROWS = THREADS // LANES

@@ -21,13 +21,13 @@ import numpy as np
 from numba import cuda, types
 from numba.extending import register_jitable
 
-from numkv.kernels.cuda.simd import SIMULATED, THREADS, natural
+from numkv.kernels.cuda.launches import THREADS
+from numkv.kernels.cuda.simd import natural
+from numkv.kernels.cuda.streams import SIMULATED
 from numkv.rows.codes import code_at
 from numkv.rows.sequences import BY_ITEM, BY_QUERY, sequence_at, slot_at
 from numkv.rows.softmax import finish
 from numkv.rows.visible import oldest_visible
-
-__all__ = ["Q_ROWS", "SPLIT", "make_attend", "make_finish", "make_score"]
 
 # Q rows that share the codes of a head, as many as there are or as registers allow.
 Q_ROWS = (1, 4, 8)

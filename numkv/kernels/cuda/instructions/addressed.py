@@ -15,8 +15,6 @@ from numkv.kernels.cuda.instructions.emit import intrinsic
 from numkv.kernels.cuda.streams import SIMULATED
 from numkv.kinds import kind as kind_of
 
-__all__ = ["load_chunk_at", "row_address"]
-
 
 def _simulated_row_address(array, a, b, c):
     return (int(a) * array.shape[1] + int(b)) * array.shape[2] + int(c)

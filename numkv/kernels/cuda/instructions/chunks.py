@@ -19,8 +19,6 @@ from numkv.rows import code6
 from numkv.rows.code4 import LEVELS, code4_level
 from numkv.rows.convert import codec
 
-__all__ = ["PACKED", "load_chunk", "loader"]
-
 #: Kinds of which several elements share words: INT4, CODE4 and CODE6.
 PACKED = frozenset(k.name for k in kinds() if k.is_packed)
 

@@ -11,8 +11,6 @@ from numba import types
 
 from numkv.kernels.cuda.streams import SIMULATED
 
-__all__ = ["I32", "I64", "intrinsic", "operation"]
-
 I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 #: What operands and results are, by the letter of their register: words, addresses of global memory, floats.

@@ -10,15 +10,6 @@ from numba import types
 
 from numkv.kernels.cuda.instructions.emit import I32, I64, intrinsic, operation
 
-__all__ = [
-    "cp_async_4_words", "cp_async_16", "cp_async_16_or_zeros", "cp_async_16_rows", "cp_async_16_steps",
-    "cp_async_commit", "cp_async_wait", "global_address", "load_global_2", "load_global_4", "load_global_16",
-    "load_shared_4", "load_shared_4_floats_from", "load_shared_4_from", "load_shared_8", "load_shared_8_steps",
-    "load_shared_16", "load_shared_16_from", "load_shared_pairs", "load_shared_quad", "shared_address",
-    "store_global_16", "store_shared_4", "store_shared_8", "store_shared_16", "store_shared_16_at",
-    "store_shared_pairs",
-]  # fmt: skip
-
 
 @intrinsic
 def shared_address(typing_context: Any, array: Any) -> Any:

@@ -11,11 +11,6 @@ from numba.core import cgutils
 
 from numkv.kernels.cuda.instructions.emit import F32, I32, intrinsic
 
-__all__ = [
-    "fma_between_0_and_1", "fma_to_zero", "greater_float", "load_global_8", "load_global_float",
-    "load_global_word16", "other_float", "smaller_float", "store_global", "store_global_8",
-]  # fmt: skip
-
 _PAIR = ir.VectorType(I32, 2)
 
 

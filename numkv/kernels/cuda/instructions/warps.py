@@ -39,12 +39,6 @@ from typing import Any
 
 from numkv.kernels.cuda.instructions.emit import operation
 
-__all__ = [
-    "ldmatrix_x2", "ldmatrix_x2_trans", "ldmatrix_x4", "ldmatrix_x4_into", "ldmatrix_x4_steps", "ldmatrix_x4_trans",
-    "mma_bf16", "mma_fp16", "shuffle", "shuffle_float", "shuffle_xor", "shuffle_xor_by", "shuffle_xor_float",
-    "transpose",
-]  # fmt: skip
-
 
 def _mma(of: str, called: str) -> Any:
     operands = dict.fromkeys(["a0", "a1", "a2", "a3", "b0", "b1"], "r")

@@ -11,11 +11,6 @@ from numba.core import cgutils
 
 from numkv.kernels.cuda.instructions.emit import F32, I32, intrinsic, operation
 
-__all__ = [
-    "exp2_approx", "fma_bf16x2", "fma_fp16x2", "keep", "keep_address", "log2_approx", "pack_bf16", "pack_fp16",
-    "permute_bytes", "permute_bytes_as", "select_bits", "split_bf16", "unpack_fp16",
-]  # fmt: skip
-
 exp2_approx = operation(
     "exp2_approx", "ex2.approx.ftz.f32 $0, $1;", "f", {"x": "f"},
     "``exp2(x)``, off by 2**-22 of it at most; results below 2**-126 are 0.",

@@ -9,8 +9,6 @@ from numba import types
 
 from numkv.kernels.cuda.instructions.emit import I32, intrinsic
 
-__all__ = ["load_pair_at", "load_word_at", "store_pair_at", "store_word_at"]
-
 _PAIR = ir.VectorType(I32, 2)
 
 

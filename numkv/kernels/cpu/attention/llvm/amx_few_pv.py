@@ -26,8 +26,6 @@ from numkv.kernels.cpu.vectors.emit import I8, I64, as_bytes, steps, unpack
 from numkv.kernels.cpu.vectors.features import AMX_ROWS
 from numkv.kernels.cpu.vectors.prefetch import prefetch_column
 
-__all__ = ["KEPT", "amx_few_keep", "amx_few_mend", "amx_few_pv"]
-
 #: Tiles of sums that can stay in the unit.
 KEPT = 4
 # Tokens of a tile of weights.

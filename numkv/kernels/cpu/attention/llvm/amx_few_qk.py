@@ -20,8 +20,6 @@ from numkv.kernels.cpu.vectors.emit import I8, I64, steps, unpack
 from numkv.kernels.cpu.vectors.features import AMX_ROWS
 from numkv.kernels.cpu.vectors.prefetch import prefetch_column
 
-__all__ = ["EARLY", "ON_LINE", "amx_few_pack_queries", "amx_few_qk", "prefetch_row", "takes_turns"]
-
 #: Elements of 64 bytes.
 ON_LINE = 32
 #: Of 16 V rows, how many are prefetched between products; the others are while weights are computed.

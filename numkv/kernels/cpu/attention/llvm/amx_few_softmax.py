@@ -21,8 +21,6 @@ from numkv.kernels.cpu.vectors.emit import I64, steps, unpack
 from numkv.kernels.cpu.vectors.features import AMX_ROWS
 from numkv.kernels.cpu.vectors.math import tanh
 
-__all__ = ["amx_few_softmax"]
-
 # V rows of sixteen tokens that are prefetched here.
 _LATE = AMX_ROWS - EARLY
 

@@ -17,14 +17,6 @@ from numkv.kernels.cpu.vectors.features import AMX_ROWS
 from numkv.kernels.cpu.vectors.prefetch import prefetch_column
 from numkv.kernels.cpu.vectors.stored import ON_LINE
 
-__all__ = [
-    "SEGMENT",
-    "make_all_finite",
-    "make_amx_accumulate",
-    "make_amx_pack_values",
-    "transpose_blocks",
-]
-
 #: Columns of V that are packed and summed together: four AMX tiles.
 SEGMENT = 64
 # Tiles of weights of one part: 64 tokens take two rows of bf16, or one of INT8.

@@ -40,14 +40,6 @@ from numkv.kernels.cpu.vectors.features import AMX_ROWS
 from numkv.kernels.cpu.vectors.prefetch import prefetch_column
 from numkv.kernels.cpu.vectors.stored import ON_LINE
 
-__all__ = [
-    "ELEMENTS",
-    "PRODUCT",
-    "make_amx_locate_keys",
-    "make_amx_pack_queries",
-    "make_amx_qk",
-]
-
 #: Elements in a row of A.
 ELEMENTS = {"bf16": 32, "int8": 64}
 #: The product of two tiles.

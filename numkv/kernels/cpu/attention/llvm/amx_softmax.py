@@ -15,8 +15,6 @@ from numkv.kernels.cpu.vectors.amx import AMX_TILE, AmxWords
 from numkv.kernels.cpu.vectors.emit import I64, steps, unpack
 from numkv.kernels.cpu.vectors.math import tanh
 
-__all__ = ["GROWTH", "make_amx_softmax"]
-
 #: How far above the maximum that is subtracted scores may be: weights are up to two to the power of it.
 GROWTH = 8.0
 # Tokens at a time: one after another, each would wait for the one before.

@@ -23,8 +23,6 @@ from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.words import Words
 from numkv.rows.int4 import GROUP
 
-__all__ = ["make_accumulate_int4", "quantise_group_probs", "shares"]
-
 # Query rows whose sums fit into registers: of each, those of two kinds of bytes and of two of codes.
 _ROWS = 4
 

@@ -24,8 +24,6 @@ from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.words import Words
 from numkv.rows.int4 import GROUP
 
-__all__ = ["SHORT", "load_groups", "make_qk_int4", "spread_query", "sum_query_groups"]
-
 #: Rows of at most so many elements have two groups at most.
 SHORT = 64
 # Query rows whose sums, of low and of high bytes, stay in registers beside the codes of a group.

@@ -23,8 +23,6 @@ from numkv.kernels.cpu.vectors.stored import in_words
 from numkv.kernels.cpu.vectors.vectors import Vectors
 from numkv.kernels.cpu.vectors.words import Words
 
-__all__ = ["add_to_output", "make_accumulate_int8", "quantise_probs", "quantise_query"]
-
 # Rows whose sums fit into registers: of four vectors of columns, and of two.
 _ROWS, _MORE_ROWS = 4, 8
 

@@ -29,8 +29,6 @@ from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.stored import in_words
 from numkv.kernels.cpu.vectors.words import Words
 
-__all__ = ["add_queries", "interleave_bytes", "make_qk_int8"]
-
 # Tokens whose sums, of low and of high bytes, fit into registers.
 TOKENS = 8
 

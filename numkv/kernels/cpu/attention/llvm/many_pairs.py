@@ -17,8 +17,6 @@ from numba.extending import intrinsic
 from numkv.kernels.cpu.attention.llvm.many_qk import ProductsOfPanels
 from numkv.kernels.cpu.vectors.emit import I32, unpack
 
-__all__ = ["make_many_qk_of_pairs"]
-
 
 class _Pairs(ProductsOfPanels):
     """Emits `many_qk_of_pairs`."""

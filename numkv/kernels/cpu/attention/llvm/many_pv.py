@@ -13,8 +13,6 @@ from numkv.kernels.cpu.vectors.emit import I64, steps, unpack
 from numkv.kernels.cpu.vectors.features import MANY_ROWS, MANY_VECTORS
 from numkv.kernels.cpu.vectors.vectors import Vectors
 
-__all__ = ["make_many_pv"]
-
 
 @functools.cache
 def make_many_pv(in_pairs):

@@ -15,10 +15,6 @@ from numkv.kernels.cpu.vectors.features import MANY_ROWS, MANY_VECTORS
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.vectors import Vectors
 
-__all__ = [
-    "ASK_K", "ASK_V", "ProductsOfPanels", "make_many_qk", "make_widen_rows", "transpose_queries",
-]  # fmt: skip
-
 #: What `many_qk` prefetches, as bits: K rows, V rows.
 ASK_K, ASK_V = 1, 2
 # Elements of a row that are multiplied in one turn of the innermost loop.

@@ -13,8 +13,6 @@ from numkv.kernels.cpu.vectors.emit import I64, steps, unpack
 from numkv.kernels.cpu.vectors.math import exp2, tanh
 from numkv.kernels.cpu.vectors.vectors import Vectors
 
-__all__ = ["many_softmax"]
-
 # Tokens at a time: one after another, each would wait for the one before.
 _AT_ONCE = 4
 

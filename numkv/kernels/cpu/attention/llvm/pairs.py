@@ -24,15 +24,6 @@ from numkv.kernels.cpu.vectors.emit import I16, I32, I64, for_rows, numbers_take
 from numkv.kernels.cpu.vectors.features import LANES, ROW_UNROLL
 from numkv.kernels.cpu.vectors.vectors import Vectors
 
-__all__ = [
-    "copy_rows",
-    "make_accumulate_pairs",
-    "pair_panel_weights",
-    "pair_row",
-    "pair_rows",
-    "pair_weights",
-]
-
 _WORDS = ir.VectorType(I16, 2 * LANES)
 # Bits of bf16 that are an exponent of NaN and infinity.
 _EXPONENT = 0x7F80

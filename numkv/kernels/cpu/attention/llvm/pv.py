@@ -17,8 +17,6 @@ from numkv.kernels.cpu.vectors.vectors import Vectors
 from numkv.kinds import kind as kind_named
 from numkv.rows.int4 import GROUP
 
-__all__ = ["WeightedSums", "make_accumulate_pv"]
-
 # Bytes of a group of INT4 codes.
 _PAIRS = GROUP // 2
 

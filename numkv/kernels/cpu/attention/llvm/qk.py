@@ -19,8 +19,6 @@ from numkv.kernels.cpu.vectors.vectors import Vectors
 from numkv.kinds import kind as kind_named
 from numkv.rows.int4 import GROUP
 
-__all__ = ["make_interleave_queries", "make_qk_tile"]
-
 # Lanes of a K row that are widened at a time: those of 16 tokens stay in L1 beside all else.
 _PART = 128
 # Vectors of a K row that are multiplied before the next row's where there is one query row: they stay in registers.

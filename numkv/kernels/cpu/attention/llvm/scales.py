@@ -19,8 +19,6 @@ from numkv.kernels.cpu.vectors.features import INT4_INTEGERS
 from numkv.kernels.cpu.vectors.vectors import Vectors
 from numkv.rows.int4 import LOWEST, OFFSETS
 
-__all__ = ["lie_apart", "load_group", "make_gather_groups", "make_gather_scales", "scale_place"]
-
 
 def scale_place(b, t, group, width=4):
     """Where `gather_groups` puts the scale of a group of token t; of rows of one or two `width` may be 2.

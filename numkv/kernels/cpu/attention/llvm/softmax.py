@@ -15,8 +15,6 @@ from numkv.kernels.cpu.vectors.features import row_unroll
 from numkv.kernels.cpu.vectors.math import exp2, tanh
 from numkv.kernels.cpu.vectors.vectors import Vectors
 
-__all__ = ["make_online_softmax_step", "make_soft_cap", "online_softmax_row"]
-
 
 @functools.cache
 def make_soft_cap(compute):
