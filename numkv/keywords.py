@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_C = TypeVar("_C")
 
 _OF_CALLS = "`window_left` of `decode_attention`: sliding_window - 1"
 #: What others call an argument; and numkv's names, with how a message writes each.
@@ -146,10 +147,7 @@ def _explained(init: _F) -> _F:
     return run  # type: ignore[return-value]
 
 
-class Explained:
-    """A base of classes whose constructors say which argument was meant."""
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if inspect.isfunction(cls.__dict__.get("__init__")):
-            cls.__init__ = _explained(cls.__dict__["__init__"])  # type: ignore[method-assign]
+def explains(cls: type[_C]) -> type[_C]:
+    """A class whose constructor says which argument was meant."""
+    cls.__init__ = _explained(cls.__init__)  # type: ignore[method-assign]
+    return cls

@@ -22,12 +22,11 @@ from numkv.blocks.records import (
 )
 from numkv.blocks.turns import Turns, changes, looks
 from numkv.errors import NumkvError
-from numkv.keywords import Explained
 
 log = logging.getLogger("numkv.blocks.pool")
 
 
-class Books(Explained):
+class Books:
     """The part of `BlockPool` that names no block's fate: see there."""
 
     def __init__(

@@ -20,12 +20,14 @@ from numkv.blocks.records import (
 )
 from numkv.blocks.turns import changes, looks
 from numkv.errors import CacheFull, NumkvError
+from numkv.keywords import explains
 from numkv.numbers import check_index, check_size
 
 #: Blocks that one lookup asks for at most: sums of them are int64.
 _MOST_WANTED = 2**31 - 1
 
 
+@explains
 class BlockPool(Books):
     """Reference counts, free lists and the prefix cache of a number of blocks.
 

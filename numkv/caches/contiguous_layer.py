@@ -8,12 +8,14 @@ import numpy as np
 
 from numkv import targets
 from numkv.caches.layer import Layer
+from numkv.drawing.page import drawn
 from numkv.errors import DimensionMismatch, NumkvError
 from numkv.kinds import Kind
 from numkv.numbers import check_flag, check_size
 from numkv.storage.latents import pool_and_kinds
 
 
+@drawn
 class ContiguousLayer(Layer):
     """One sequence's K and V in one layer, in one contiguous buffer.
 

@@ -17,6 +17,7 @@ from numkv.caches.layer_scales import pools_of_layers, with_scales_of_layers
 from numkv.caches.stored_rows import StoredRows, by_row
 from numkv.checks import check_kept
 from numkv.compaction.key_shift import RopeShift
+from numkv.drawing.page import drawn
 from numkv.errors import CacheFull, DimensionMismatch, NumkvError
 from numkv.keywords import explained
 from numkv.kinds import Kind, kinds_of
@@ -33,6 +34,7 @@ _MOST_LAYERS = 2**16
 _MOST_TOKENS = 2**62  # what the length is bounded by where there are no layers
 
 
+@drawn
 class KVCache(StoredRows):
     """One sequence's keys and values, for all layers of a model.
 

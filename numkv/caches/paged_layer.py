@@ -12,6 +12,7 @@ from numkv.caches.layer import Layer
 from numkv.caches.paged_pool import PagedPool
 from numkv.checks import host_array
 from numkv.compaction.moves import slots_of
+from numkv.drawing.page import drawn
 from numkv.errors import CacheFull, DimensionMismatch, NumkvError
 from numkv.interrupts import held
 from numkv.kinds import Kind
@@ -19,6 +20,7 @@ from numkv.numbers import check_flag, check_size
 from numkv.storage.latents import LATENT, LatentPool, pool_and_kinds
 
 
+@drawn
 class PagedLayer(Layer):
     """One sequence's K and V in one layer, in blocks that it takes from a pool as it grows.
 

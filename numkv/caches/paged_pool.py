@@ -11,7 +11,7 @@ from numkv.access import Access, drops
 from numkv.arrays import CacheArrays
 from numkv.blocks.pool import BlockPool
 from numkv.blocks.records import PoolStats
-from numkv.drawing.page import Drawn
+from numkv.drawing.page import drawn
 from numkv.errors import NumkvError
 from numkv.kinds import Kind
 from numkv.numbers import check_flag, check_size
@@ -23,7 +23,8 @@ from numkv.targets.base import Target
 from numkv.targets.streamed import on_stream
 
 
-class PagedPool(Drawn):
+@drawn
+class PagedPool:
     """Buffers of blocks, and which of them are in use; shared by layers of different sequences.
 
     Parameters

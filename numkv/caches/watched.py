@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.drawing.page import Drawn
 from numkv.errors import NonFiniteInput
 from numkv.targets.base import Target
 from numkv.targets.call import Marker
@@ -70,7 +69,7 @@ def first_kept(position: int, kept: int | NDArray[np.int64]) -> int | None:
     return least if least < kept.shape[1] else None
 
 
-class Watched(Drawn):
+class Watched:
     """A cache of one sequence whose rows kernels look at; on the CPU nothing is ever reported."""
 
     _target: Target

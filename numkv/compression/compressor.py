@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from numkv.access import reads, writes
 from numkv.compression.config import CompressorConfig
 from numkv.compression.growing import Compressor
+from numkv.drawing.page import drawn
 from numkv.errors import DimensionMismatch
 from numkv.numbers import check_size
 from numkv.targets.base import Array
@@ -52,6 +53,7 @@ class Codes(NamedTuple):
     residuals: Array
 
 
+@drawn
 class HeadCompressor(Compressor):
     """The compressed keys and values of one head.
 
@@ -270,6 +272,7 @@ class HeadCompressor(Compressor):
         return x.reshape(tuple(int(n) for n in x.shape[1:]))
 
 
+@drawn
 class MultiHeadCompressor(Compressor):
     """The compressed keys and values of several heads, each with random matrices of its own.
 

@@ -16,7 +16,6 @@ from numkv.checks import Shape, check_array
 from numkv.compression.config import CodesKind, CompressorConfig
 from numkv.compression.encoded import Encoded
 from numkv.compression.quantiser import quantiser_of
-from numkv.drawing.page import Drawn
 from numkv.errors import DimensionMismatch, NonFiniteInput, NumkvError
 from numkv.kernels.operations_of_codes import CodesOptions, StoredCodes
 from numkv.kinds import QUERY_DTYPES, kind_of_dtype
@@ -50,7 +49,7 @@ class Stored(NamedTuple):
         return int(self.keys.scales.shape[1])
 
 
-class Heads(Drawn):
+class Heads:
     """A config, encoded keys and values by head in ``_stored``, and what is checked of vectors and options."""
 
     #: Has `keys`, `values` and `capacity`; replaced as a whole.

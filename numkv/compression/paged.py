@@ -22,6 +22,7 @@ from numkv.compression.compressor import Codes, check_heads
 from numkv.compression.config import CompressorConfig
 from numkv.compression.encoded import Encoded
 from numkv.compression.heads import Heads, Side, Stored
+from numkv.drawing.page import drawn
 from numkv.errors import DimensionMismatch, NumkvError
 from numkv.kernels.operations_of_codes import Sequences, StoredCodes
 from numkv.numbers import check_flag, check_index
@@ -29,6 +30,7 @@ from numkv.targets.base import Array
 from numkv.targets.streamed import on_stream
 
 
+@drawn
 class PagedCompressor(Heads):
     """The compressed keys and values of several heads of many sequences.
 

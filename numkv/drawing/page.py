@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import html
+from typing import TypeVar
 
 from numkv.drawing.describe import picture_of
 from numkv.drawing.picture import Picture, State
-from numkv.keywords import Explained
+from numkv.keywords import explains
+
+_C = TypeVar("_C")
 
 _MOST_MARKS = 600
 _MOST_SEQUENCES = 40
@@ -30,11 +33,14 @@ _LABEL = (
 )
 
 
-class Drawn(Explained):
-    """What notebooks show as a drawing."""
+def drawn(cls: type[_C]) -> type[_C]:
+    """A class of what notebooks show as a drawing, and whose constructor says which argument was meant."""
 
-    def _repr_html_(self) -> str:
+    def draw(self: object) -> str:
         return page_of(picture_of(self))
+
+    cls._repr_html_ = draw  # type: ignore[attr-defined]
+    return explains(cls)
 
 
 def page_of(picture: Picture) -> str:

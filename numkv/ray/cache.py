@@ -24,7 +24,7 @@ from numkv.caches.paged.arguments import ids_of_step, numbers_of_new_tokens, pro
 from numkv.caches.paged.store import Extra
 from numkv.checks import check_integers, host_array
 from numkv.errors import CacheFull, DimensionMismatch, NotSupported, NumkvError
-from numkv.keywords import Explained
+from numkv.keywords import explains
 from numkv.numbers import check_index, check_size
 from numkv.ray.books import Sequence, after_step, shortened
 from numkv.ray.placing import Run, counts, place
@@ -33,7 +33,8 @@ from numkv.ray.step import ShardedStep
 from numkv.ray.transport import Transport
 
 
-class ShardedKVCache(ReadableShards, Explained):
+@explains
+class ShardedKVCache(ReadableShards):
     """Keys and values of many sequences on many machines, with the interface of `numkv.PagedKVCache`.
 
     Parameters

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, Self
 
 from numkv.checks import Mark, check_mark
 from numkv.errors import NotSupported, NumkvError
-from numkv.keywords import Explained
+from numkv.keywords import explains
 from numkv.numbers import check_flag, check_number, check_size
 from numkv.store.engine import Engine, Section
 from numkv.store.folder import Folder
@@ -24,7 +24,8 @@ _HOST_BYTES = 256 << 20
 _WRITERS, _DURABLE_WRITERS = 1, 2
 
 
-class PrefixStore(Explained):
+@explains
+class PrefixStore:
     """Full blocks under their content names, in a folder or any fsspec file system, for ``PagedKVCache(store=…)``.
 
     `PagedKVCache.add` looks for a prompt's blocks in the cache's own pool, then in the host memory of this object, then

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedConfig
 
-from numkv.drawing.page import Drawn
+from numkv.drawing.page import drawn
 from numkv.errors import NotSupported
 from numkv.interrupts import uninterrupted
 from numkv.transformers.internals import (
@@ -43,7 +43,8 @@ _OWN_WAYS = {
 }
 
 
-class NumkvCache(Cache, Drawn):  # type: ignore[misc]
+@drawn
+class NumkvCache(Cache):  # type: ignore[misc]
     """A cache for ``model.generate`` and ``model(…)``, with K and V in any of numkv's kinds.
 
     The model needs the attention implementation ``numkv``; `numkv.transformers.use` sets it.

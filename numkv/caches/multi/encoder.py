@@ -20,6 +20,7 @@ from numkv.caches.multi.layered import LayeredCache
 from numkv.caches.multi.told import ToldOfLayers
 from numkv.cells.cells import Rows
 from numkv.checks import check_array
+from numkv.drawing.page import drawn
 from numkv.errors import NotSupported, NumkvError
 from numkv.kinds import QUERY_DTYPES, Kind
 from numkv.numbers import check_flag
@@ -38,6 +39,7 @@ class _Ready(NamedTuple):
     rotate: bool
 
 
+@drawn
 class EncoderCache(LayeredCache):
     """An encoder's rows, for one sequence; there is no mask, and no token has a row of its own.
 

@@ -9,14 +9,13 @@ from numkv import targets
 from numkv.access import Access, drops, reads, whole
 from numkv.caches.multi.checks import MOST_POSITIONS
 from numkv.caches.multi.config import CacheConfig, Setup
-from numkv.drawing.page import Drawn
 from numkv.errors import NumkvError
 from numkv.kinds import Kind, kinds_of
 from numkv.numbers import check_flag, check_size
 from numkv.targets.streamed import on_stream
 
 
-class CacheLife(Drawn, ABC):
+class CacheLife(ABC):
     """How a multi-sequence cache comes to be, is copied, cleared and closed."""
 
     def __init__(self) -> None:

@@ -6,9 +6,11 @@ from numkv.caches.multi.cell_cache import CellCache
 from numkv.caches.multi.checks import MOST_POSITIONS
 from numkv.caches.multi.forward_pass import UNLIMITED
 from numkv.compaction.key_shift import Shift
+from numkv.drawing.page import drawn
 from numkv.numbers import check_size
 
 
+@drawn
 class CausalCache(CellCache):
     """Every token attends to its sequence up to itself.
 
@@ -40,6 +42,7 @@ class CausalCache(CellCache):
     """
 
 
+@drawn
 class SlidingWindowCache(CellCache):
     """Every token attends to itself and a number of earlier positions; older tokens are evicted.
 
@@ -95,6 +98,7 @@ class SlidingWindowCache(CellCache):
         return f"window_left={self._window}, {memory}{sinks}"
 
 
+@drawn
 class ChunkedCache(CellCache):
     """Every token attends to the tokens of its own chunk up to itself; nothing is evicted.
 

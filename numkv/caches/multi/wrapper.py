@@ -19,6 +19,7 @@ from numkv.attention.options import AttentionOptions
 from numkv.caches.multi.base import MultiSequenceCache
 from numkv.caches.multi.config import CacheConfig, Setup
 from numkv.cells.cells import Rows
+from numkv.drawing.page import drawn
 from numkv.numbers import check_index
 from numkv.targets.base import Array, Target
 
@@ -26,6 +27,7 @@ from numkv.targets.base import Array, Target
 _MOST_LAYERS = 2**20
 
 
+@drawn
 class WrapperCache(MultiSequenceCache):
     """Children that are changed together.
 

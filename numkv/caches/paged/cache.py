@@ -50,11 +50,13 @@ from numkv.caches.paged.trees import Tree
 from numkv.caches.paged.whole import WholeCache
 from numkv.checks import check_kept
 from numkv.compaction.key_shift import RopeShift
+from numkv.drawing.page import drawn
 from numkv.errors import NotSupported, NumkvError
 from numkv.numbers import check_index
 from numkv.targets.streamed import on_stream
 
 
+@drawn
 class PagedKVCache(WholeCache):
     """Keys and values of many sequences in one pool, with shared prefixes, forks and rollback.
 

@@ -24,7 +24,6 @@ from numkv.caches.paged.memory import block_nbytes, new_store
 from numkv.caches.paged.states import StateSlots
 from numkv.caches.paged.store import BlockStore, SequenceState
 from numkv.caches.paged.tiers import with_tiers
-from numkv.drawing.page import Drawn
 from numkv.errors import NotSupported, NumkvError
 from numkv.keywords import meant
 from numkv.kinds import Kind
@@ -56,7 +55,7 @@ class PagedStats:
     pool: PoolStats
 
 
-class StoredSequences(Drawn):
+class StoredSequences:
     """What a `PagedKVCache` consists of: buffers, books, sequences, counts."""
 
     @shows_options

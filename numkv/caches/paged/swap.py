@@ -15,14 +15,15 @@ from numkv.caches.paged.groups import LayerGroup, groups_of
 from numkv.caches.paged.layers import LayerRows, Layers
 from numkv.caches.paged.states import check_content
 from numkv.caches.paged.store import BlockStore, Extra, SequenceState, held
-from numkv.drawing.page import Drawn
+from numkv.drawing.page import drawn
 from numkv.errors import DimensionMismatch, NumkvError
 from numkv.kinds import Kind
 from numkv.storage.buffer import Buffer, are_scales
 
 
 @dataclass(frozen=True)
-class SwappedSequence(Drawn):
+@drawn
+class SwappedSequence:
     """A sequence in host memory, independent of any cache.
 
     Attributes

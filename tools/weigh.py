@@ -1,0 +1,225 @@
+"""What numkv weighs: code lines by room, private names used across files, ancestors, the public surface.
+
+    python tools/weigh.py            a table, and the rooms
+    python tools/weigh.py --where    where private names of other files are used, and which classes have many ancestors
+
+A code line is one that is not blank, no comment and no part of a docstring. A private name counts where a file uses
+``x._name`` of an object other than ``self`` or ``cls`` and does not define that name itself. `tests/ratchet.json`
+bounds these numbers: `tests/test_ratchet.py`.
+"""
+
+import argparse
+import ast
+import dataclasses
+import importlib
+import inspect
+import io
+import sys
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "numkv"
+#: Rooms on top of the library, which are an application.
+APPLICATION = ("bench", "cli", "demo", "drawing")
+#: Classes that say what something is and hold nothing: no ancestors to look for behaviour in.
+_NO_ANCESTORS = ("Protocol", "NamedTuple", "Exception", "Enum", "IntEnum", "StrEnum", "Generic")
+
+
+def sources(root=PACKAGE):
+    """Python files below a folder."""
+    return sorted(root.rglob("*.py"))
+
+
+def code_lines(text):
+    """The numbers of lines that are code."""
+    strings = {
+        line
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        and ast.get_docstring(node, clean=False) is not None
+        for line in range(node.body[0].lineno, node.body[0].end_lineno + 1)
+    }
+    nothing = (
+        tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
+    )  # fmt: skip
+    found = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in nothing:
+            found.update(range(token.start[0], token.end[0] + 1))
+    return found - strings
+
+
+def room_of(path, root=PACKAGE):
+    """The folder below the package that a file is in; of the package's own files none."""
+    parts = path.relative_to(root).parts
+    return (
+        "/".join(parts[:2])
+        if parts[0] == "kernels" and len(parts) > 2
+        else parts[0]
+        if len(parts) > 1
+        else ""
+    )
+
+
+def lines_by_room(root=PACKAGE):
+    """Code lines of each room."""
+    found = Counter()
+    for path in sources(root):
+        found[room_of(path, root)] += len(code_lines(path.read_text()))
+    return found
+
+
+def private_uses(root=PACKAGE):
+    """``(file, line, name)`` of private names of other objects that no class or function of the file defines."""
+    found = []
+    for path in sources(root):
+        tree = ast.parse(path.read_text())
+        own = {"_replace", "_asdict", "_fields", "_make", "_field_defaults"}
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                own.add(node.name)
+            elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+                own.add(node.id if isinstance(node, ast.Name) else node.attr)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                own.add(node.target.id)
+            elif isinstance(node, ast.Assign) and any(
+                getattr(t, "id", "") == "__slots__" for t in node.targets
+            ):
+                own.update(x.value for x in ast.walk(node.value) if isinstance(x, ast.Constant))
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Attribute) or isinstance(node.ctx, ast.Store):
+                continue
+            name, of = node.attr, node.value
+            if not name.startswith("_") or name.startswith("__") or name in own:
+                continue
+            if isinstance(of, ast.Name) and of.id in ("self", "cls", "np", "ctypes", "sys"):
+                continue
+            if isinstance(of, ast.Call) and getattr(of.func, "id", "") == "super":
+                continue
+            found.append((str(path.relative_to(root)), node.lineno, name))
+    return found
+
+
+def classes(root=PACKAGE):
+    """Classes by name, with the names of their bases, as far as source tells."""
+    found = {}
+    for path in sources(root):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                bases = [ast.unparse(b).partition("[")[0].rpartition(".")[2] for b in node.bases]
+                found.setdefault(node.name, []).append((str(path.relative_to(root)), bases))
+    return found
+
+
+def ancestors(name, known, file=None):
+    """Names of numkv's own classes that a class derives from, exceptions and protocols apart."""
+    entries = known.get(name, [])
+    entry = next((e for e in entries if e[0] == file), entries[0] if entries else None)
+    if entry is None:
+        return set()
+    found = set()
+    for base in entry[1]:
+        if base in known and base != name and not _says_only(base, known):
+            found |= {base} | ancestors(base, known)
+    return found
+
+
+def _says_only(name, known):
+    """Whether a class is a protocol, a named tuple or an exception."""
+    return any(
+        base in _NO_ANCESTORS
+        or base.endswith("Error")
+        or (base in known and base != name and _says_only(base, known))
+        for _, bases in known.get(name, ())
+        for base in bases
+    )
+
+
+def public_surface():
+    """Public members and parameters of what ``import numkv`` offers."""
+    sys.path.insert(0, str(ROOT))
+    numkv = importlib.import_module("numkv")
+    members = parameters = 0
+    most = Counter()
+    for name in numkv.__all__:
+        thing = getattr(numkv, name)
+        if inspect.isclass(thing):
+            most[name] = _parameters(thing)
+            parameters += most[name]
+            for member, value in inspect.getmembers(thing):
+                if member.startswith("_") or not _is_ours(thing, member):
+                    continue
+                members += 1
+                if inspect.isroutine(value):
+                    parameters += _parameters(value)
+        elif callable(thing):
+            parameters += _parameters(thing)
+    return members, parameters, most
+
+
+def _is_ours(thing, member):
+    """Whether one of numkv's classes brings a member."""
+    return any(member in vars(c) for c in thing.__mro__ if c.__module__.startswith("numkv")) or (
+        dataclasses.is_dataclass(thing) and member in {f.name for f in dataclasses.fields(thing)}
+    )
+
+
+def _parameters(function):
+    try:
+        return sum(name != "self" for name in inspect.signature(function).parameters)
+    except (ValueError, TypeError):
+        return 0
+
+
+def weigh():
+    """The numbers that are bounded, by their names."""
+    lines = lines_by_room()
+    known = classes()
+    members, parameters, most = public_surface()
+    named = {
+        (name, file): ancestors(name, known, file) for name, es in known.items() for file, _ in es
+    }
+    return {
+        "code lines": sum(lines.values()),
+        "code lines without cli, demo, bench and drawing": sum(
+            n for r, n in lines.items() if r not in APPLICATION
+        ),
+        "files": len(sources()),
+        "private names used across files": len(private_uses()),
+        "ancestors of a class": max(len(x) for x in named.values()),
+        "public members": members,
+        "public parameters": parameters,
+        "parameters of a constructor": max(most.values()),
+    }
+
+
+def main():
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--where", action="store_true", help="list places, too")
+    options = parser.parse_args()
+    print("| what | now |\n|---|--:|")
+    for name, number in weigh().items():
+        print(f"| {name} | {number:,} |")
+    print("\n| room | code lines |\n|---|--:|")
+    for room, number in lines_by_room().most_common():
+        print(f"| {room or 'numkv'} | {number:,} |")
+    if options.where:
+        places = Counter((file, name) for file, _, name in private_uses())
+        by_file = Counter(file for file, _, _ in private_uses())
+        for file, number in by_file.most_common():
+            print(
+                f"{number:4} {file}: {', '.join(f'{n} {c}' for (f, n), c in places.items() if f == file)}"
+            )
+        known = classes()
+        for name, entries in sorted(known.items()):
+            for file, _ in entries:
+                above = ancestors(name, known, file)
+                if len(above) > 2:
+                    print(f"{len(above)} {file} {name}: {', '.join(sorted(above))}")
+
+
+if __name__ == "__main__":
+    main()
