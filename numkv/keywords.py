@@ -149,5 +149,6 @@ def _explained(init: _F) -> _F:
 
 def explains(cls: type[_C]) -> type[_C]:
     """A class whose constructor says which argument was meant."""
-    cls.__init__ = _explained(cls.__init__)  # type: ignore[method-assign]
+    if inspect.isfunction(cls.__init__):  # another class's may be all that it has
+        cls.__init__ = _explained(cls.__init__)  # type: ignore[method-assign]
     return cls

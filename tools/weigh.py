@@ -11,11 +11,10 @@ bounds these numbers: `tests/test_ratchet.py`.
 import argparse
 import ast
 import dataclasses
+import functools
 import importlib
 import inspect
-import io
 import sys
-import tokenize
 from collections import Counter
 from pathlib import Path
 
@@ -32,23 +31,27 @@ def sources(root=PACKAGE):
     return sorted(root.rglob("*.py"))
 
 
+@functools.cache
+def tree_of(path):
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text())
+
+
 def code_lines(text):
     """The numbers of lines that are code."""
-    strings = {
+    return _code_lines(text, ast.parse(text))
+
+
+def _code_lines(text, tree):
+    docstrings = {
         line
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(tree)
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
         and ast.get_docstring(node, clean=False) is not None
         for line in range(node.body[0].lineno, node.body[0].end_lineno + 1)
     }
-    nothing = (
-        tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
-    )  # fmt: skip
-    found = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in nothing:
-            found.update(range(token.start[0], token.end[0] + 1))
-    return found - strings
+    lines = enumerate(text.splitlines(), 1)
+    return {i for i, line in lines if line.strip() and line.lstrip()[0] != "#"} - docstrings
 
 
 def room_of(path, root=PACKAGE):
@@ -67,7 +70,7 @@ def lines_by_room(root=PACKAGE):
     """Code lines of each room."""
     found = Counter()
     for path in sources(root):
-        found[room_of(path, root)] += len(code_lines(path.read_text()))
+        found[room_of(path, root)] += len(_code_lines(path.read_text(), tree_of(path)))
     return found
 
 
@@ -75,7 +78,7 @@ def private_uses(root=PACKAGE):
     """``(file, line, name)`` of private names of other objects that no class or function of the file defines."""
     found = []
     for path in sources(root):
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         own = {"_replace", "_asdict", "_fields", "_make", "_field_defaults"}
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -106,7 +109,7 @@ def classes(root=PACKAGE):
     """Classes by name, with the names of their bases, as far as source tells."""
     found = {}
     for path in sources(root):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef):
                 bases = [ast.unparse(b).partition("[")[0].rpartition(".")[2] for b in node.bases]
                 found.setdefault(node.name, []).append((str(path.relative_to(root)), bases))

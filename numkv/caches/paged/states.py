@@ -316,3 +316,21 @@ def check_content(shapes: Mapping[int, tuple[StateShape, ...]], states: Any) -> 
         raise DimensionMismatch(
             f"`swapped`: expected states {wanted}, got {found}", expected=wanted, actual=found
         )
+
+
+class StepState(NamedTuple):
+    """The states of a layer in a step.
+
+    Attributes
+    ----------
+    arrays : tuple of array
+        In all slots, ``(num_states, *shape)``, on the target.
+    read : int32 array (num_seqs,)
+        The slot that has the state before the step, of each of its sequences; on the host.
+    write : int32 array (num_seqs,)
+        The slot that takes the state after it. That of a sequence without tokens is `read` too, and zeros.
+    """
+
+    arrays: tuple[Array, ...]
+    read: NDArray[np.int32]
+    write: NDArray[np.int32]

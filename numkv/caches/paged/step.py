@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn, Unpack
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.access import Access, writes
+from numkv.access import Access, whole, writes
 from numkv.arrays import CacheArrays
 from numkv.attention.attend import attend, check_queries
 from numkv.attention.mass import attention_mass
-from numkv.attention.options import check_options
+from numkv.attention.options import AttentionOptions, check_options
 from numkv.attention.sight import Visible
 from numkv.caches.paged.buffers import Filled, StepBuffers
-from numkv.caches.paged.latents import StepOfLatents
-from numkv.caches.paged.residual_attention import StepInFull
+from numkv.caches.paged.key_bounds import BlockBounds
+from numkv.caches.paged.residual_attention import Queries, Ranges, parts_of, ranges_of
 from numkv.caches.paged.shared import attend_shared
-from numkv.caches.paged.sparse_step import SparseStep
-from numkv.caches.paged.step_reports import ToldStep
-from numkv.caches.paged.step_states import StateStep
+from numkv.caches.paged.states import StateSlots, StepState
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState, widened
 from numkv.caches.paged.trees import Tree
-from numkv.errors import DimensionMismatch, NotSupported, NumkvError
+from numkv.caches.parts import attend_to_parts
+from numkv.checks import check_array
+from numkv.errors import DimensionMismatch, NonFiniteInput, NotSupported, NumkvError
 from numkv.numbers import check_flag, check_index
+from numkv.sparse.attention import are_numbered, attend_by_head, attend_to_choice
+from numkv.sparse.bounds import scores_of
+from numkv.sparse.choice import check_counts, chosen
 from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
@@ -32,9 +36,27 @@ from numkv.targets.call import Marker
 from numkv.targets.streamed import on_stream
 from numkv.writing import fast_path
 from numkv.writing.fused_write import Projection, QKMode
+from numkv.writing.latents import LatentRows
 
 
-class Step(StateStep, StepOfLatents, SparseStep, StepInFull, ToldStep):
+class _Read(NamedTuple):
+    """What a step's queries may read in the layers of a group."""
+
+    blocks: NDArray[np.int32]
+    """Blocks of all sequences with queries."""
+    counts: Ints
+    """Rows of theirs that hold tokens."""
+    written: NDArray[np.bool_]
+    """Which of them the step writes to."""
+    table: Array
+    """A row of blocks for each query, on the target."""
+    lens: Array
+    """How many tokens each query sees."""
+    on_host: Ints
+    """The same on the host."""
+
+
+class Step:
     """New tokens of some sequences, with blocks for them in every layer; made by `PagedKVCache.reserve`.
 
     Parameters
@@ -375,19 +397,7 @@ class Step(StateStep, StepOfLatents, SparseStep, StepInFull, ToldStep):
         captured = self._captured("write")
         self._refuse_bad()
         p = Projection.check(pool, *given)
-        self._check_tokens("qkv", p.num_tokens)
-        last = self._longest - 1 if captured else self.positions.max(initial=-1)
-        if p.rotates and last >= p.cos.shape[0]:
-            raise IndexError(
-                f"`cos`: expected a row for position {last}, got {p.cos.shape[0]} rows; make the tables longer"
-            )
-        check_finite = check_flag("check_finite", check_finite, True)
-        first = check_finite and pool.looks_first
-        if first:
-            p.check_finite(pool)
-        self._watch_nothing()
-        look = p.watch(pool, self._marker(captured)) if check_finite and not first else 0
-        p.scatter(pool, slots, self._positions, look)
+        self._put("qkv", pool, slots, p, check_finite, captured)
         self._write_in_full(layer, p)
         self._written[layer] |= not captured
         return p
@@ -537,6 +547,468 @@ class Step(StateStep, StepOfLatents, SparseStep, StepInFull, ToldStep):
                 pool, self._tables[group], q, self._lens, self._starts, self._longest, options, lse=lse
             )  # fmt: skip
             return found if self._buffers is None else found[: self._buffers.num_seqs]
+
+    def _begin_states(self, read: list[int], write: NDArray[np.int32] | None) -> None:
+        self._slots_written = self._store.without_states.copy()
+        if write is not None:
+            before = np.array(read, np.int32)
+            self._state_slots = np.where(before < 0, write, before).astype(np.int32), write
+
+    def _states(self, layer: int) -> tuple[StateSlots, int]:
+        if not self.open:
+            raise NumkvError("expected an open step, got one that was committed or rolled back")
+        number, slots = check_index("layer", layer, self._store.num_layers), self._store.states
+        if slots is None or number not in slots.shapes:
+            raise NotSupported(f"`layer`: expected one that keeps states, got layer {number}")
+        return slots, number
+
+    def state(self, layer: int) -> StepState:
+        """The arrays of a layer's states, with the slots to read and to write; for your own kernels.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+
+        Returns
+        -------
+        StepState
+            ``x[write[i]] = f(x[read[i]])`` is a step of sequence i. Write to the slots of `write`, all of them and no
+            others, and say `mark_written`; `read_state` and `write_state` do it for you.
+
+        Raises
+        ------
+        NumkvError
+            If the step has ended.
+        NotSupported
+            If the layer keeps no states.
+        IndexError
+            If there is no such layer.
+        """
+        slots, number = self._states(layer)
+        read, write = self._state_slots
+        return StepState(slots.arrays[number], read.copy(), write.copy())
+
+    @on_stream
+    def read_state(self, layer: int, *, stream: Any = None) -> tuple[Array, ...]:
+        """Copies of a layer's states as they were before the step.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
+
+        Returns
+        -------
+        tuple of array (num_seqs, *shape)
+            One for each array of the layer; zeros for a sequence without tokens.
+
+        Raises
+        ------
+        NumkvError, NotSupported, IndexError
+            See `state`.
+        """
+        slots, number = self._states(layer)
+        return tuple(slots.gathered(slots.arrays[number], self._state_slots[0]))
+
+    @on_stream
+    @whole
+    def write_state(self, layer: int, *states: Any, stream: Any = None) -> None:
+        """Write a layer's states as they are after the step's tokens.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        *states : array (num_seqs, *shape)
+            One for each array of the layer, of its dtype.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
+
+        Raises
+        ------
+        DimensionMismatch, UnsupportedDType
+            If an array has another shape or dtype, or there are more or fewer; nothing is written.
+        NumkvError, NotSupported, IndexError
+            See `state`.
+        """
+        slots, number = self._states(layer)
+        shapes = slots.shapes[number]
+        if len(states) != len(shapes):
+            raise DimensionMismatch(
+                f"`states`: expected {len(shapes)} arrays, which layer {number} keeps, got {len(states)}",
+                expected=len(shapes),
+                actual=len(states),
+            )
+        checked = [
+            check_array(
+                slots.target, "states", x, (np.dtype(of.dtype),), (len(self.sequences), *of.shape)
+            )
+            for x, of in zip(states, shapes, strict=True)
+        ]
+        slots.scatter(checked, slots.arrays[number], self._state_slots[1])
+        self._slots_written[number] = True
+
+    @whole
+    def mark_written(self, layer: int | None = None) -> None:
+        """Say that all rows and states of new tokens have been written: by a kernel of your own, or by a CUDA graph.
+
+        Parameters
+        ----------
+        layer : int, optional
+            In which layer; in all of them if None.
+
+        Raises
+        ------
+        NumkvError
+            If the step has ended.
+        IndexError
+            If there is no such layer.
+        NotSupported
+            If the cache keeps tokens in full precision, whose rows are written beside others.
+        """
+        self._store.refuse_residual("mark_written", "write by `append` or `write`")
+        every = slice(None)
+        number = every if layer is None else check_index("layer", layer, self._store.num_layers)
+        if not self.open:
+            raise NumkvError("expected an open step, got one that was committed or rolled back")
+        self._written[number] = self._slots_written[number] = True
+
+    @writes
+    def write_latents(
+        self,
+        layer: int,
+        rows: Any,
+        *,
+        qk_mode: QKMode | int,
+        cos: Any = None,
+        sin: Any = None,
+        norm_weight: Any = None,
+        eps: float = 1e-6,
+        check_finite: bool = True,
+        stream: Any = None,
+    ) -> None:
+        """Apply RMS norm to the new tokens' latents and RoPE to the keys behind them, and write both, in one pass.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        rows : array (num_tokens, num_kv_heads, head_dim)
+            Rows of all sequences, one after another.
+        qk_mode, cos, sin, norm_weight, eps, check_finite
+            See `numkv.ContiguousLayer.write_latents`; angles are those of `positions`.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
+
+        Raises
+        ------
+        DimensionMismatch, UnsupportedDType, NotSupported, NonFiniteInput, IndexError, ValueError
+            See `numkv.ContiguousLayer.write_latents`; nothing is written.
+        """
+        pool, group = self._layer(layer)
+        self._store.refuse_sharing("write_latents", int(layer))
+        with self._on(stream, rows):
+            captured = self._captured("write_latents")
+            self._refuse_bad()
+            p = LatentRows.check(pool, rows, qk_mode, cos, sin, norm_weight, eps)
+            self._put("rows", pool, self._slots[group], p, check_finite, captured)
+            self._written[layer] |= not captured
+
+    def _put(
+        self, name: str, pool: Pool, slots: Array, p: Projection | LatentRows, check_finite: bool, captured: bool
+    ) -> None:  # fmt: skip
+        """Write what checked projections give, unless they are others' tokens, too far on, or not finite."""
+        self._check_tokens(name, p.num_tokens)
+        # A captured call may run with any position that fits.
+        last = self._longest - 1 if captured else self.positions.max(initial=-1)
+        if p.rotates and last >= p.cos.shape[0]:
+            raise IndexError(
+                f"`cos`: expected a row for position {last}, got {p.cos.shape[0]} rows; make the tables longer"
+            )
+        looks = check_flag("check_finite", check_finite, True)
+        if looks and pool.looks_first:
+            p.check_finite(pool)
+            looks = False
+        self._watch_nothing()
+        p.scatter(
+            pool, slots, self._positions, p.watch(pool, self._marker(captured)) if looks else 0
+        )
+
+    def _begin_bounds(self, tables: list[NDArray[np.int32]], lens: Ints) -> None:
+        """Note which blocks the step writes to, and from which row on."""
+        bounds: BlockBounds | None = self._store.bounds
+        if bounds is None:
+            return
+        size, starts = self._store.block_size, lens - self.new_lens
+        self._host_tables, self._host_lens = tables, lens
+        self._reads: dict[int, _Read] = {}
+        begin = starts // size
+        counts = np.where(self.new_lens > 0, -(-lens // size) - begin, 0)
+        seq = np.arange(len(lens)).repeat(counts)
+        within = np.arange(len(seq)) - (np.cumsum(counts) - counts)[seq]
+        logical = begin[seq] + within
+        first = np.maximum(starts[seq] - logical * size, 0)
+        for table in tables:
+            bounds.lower(table[seq, logical], first)
+
+    def _read(self, group: int) -> _Read:
+        """The blocks that the queries of a group's layers may read, looked up once a step."""
+        found: _Read | None = self._reads.get(group)
+        if found is not None:
+            return found
+        table, lens, size = self._host_tables[group], self._host_lens, self._store.block_size
+        counts = np.where(self.new_lens > 0, -(-lens // size), 0)
+        seq = np.arange(len(lens)).repeat(counts)
+        logical = np.arange(len(seq)) - (np.cumsum(counts) - counts)[seq]
+        rows = np.minimum(lens[seq] - logical * size, size)
+        written = logical >= ((lens - self.new_lens) // size)[seq]
+        on_target: tuple[Array, Array] = self._tables[group], self._lens
+        seen = self._places + 1
+        if not self._one_each:
+            of_token = np.arange(len(lens)).repeat(self.new_lens)
+            index = self._store.target.index
+            on_target = index(table[of_token], np.int32), index(seen, np.int64)
+        found = self._reads[group] = _Read(table[seq, logical], rows, written, *on_target, seen)
+        return found
+
+    @writes
+    def sparse_attention(
+        self,
+        layer: int,
+        q: Any,
+        *,
+        most_blocks: int,
+        first: int = 1,
+        newest: int = 1,
+        sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0,
+        sinks: Any = None,
+        return_lse: bool = False,
+        out: Any = None,
+        stream: Any = None,
+    ) -> Any:
+        """Attend with the new tokens' queries to the blocks in which the most can be, exactly over these.
+
+        For a cache that was made with ``key_bounds=True``. Each kv head chooses for each query, by Quest's bound; see
+        `numkv.sparse`. Blocks are bounded here, as far as they have changed since.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        q : array (num_tokens, num_q_heads, head_dim)
+            Queries of all sequences, one after another. Of several of a sequence each chooses for itself, as if it came
+            alone, and reads for itself: for drafts; a prompt is faster by `attention`.
+        most_blocks : int
+            Blocks to read; all of a query that sees no more, with the result of `attention`, on the CPU and for one
+            query a sequence to the bit.
+        first, newest : int
+            How many of the first and of the newest blocks are read whatever their bounds; of the newest one at least.
+        sm_scale, logits_soft_cap, sinks, return_lse, out, stream
+            See `numkv.decode_attention`.
+
+        Returns
+        -------
+        out : array (num_tokens, num_q_heads, head_dim_v)
+            In q's dtype.
+        lse : float32 array (num_tokens, num_q_heads)
+            Natural log of the sum of exponentials over the chosen blocks; only with `return_lse`.
+
+        Raises
+        ------
+        NumkvError
+            If the layer has no rows of the new tokens yet.
+        NotSupported
+            If the cache keeps no bounds; if the step has a tree, or lies in `StepBuffers`; or if the layer has a window
+            or chunks that reach over more than `most_blocks`. Shorter ones are read whole, as by `attention`.
+        DimensionMismatch
+            If `most_blocks` is less than `first` and `newest` together, or a shape does not fit.
+        UnsupportedDType, IndexError, ValueError
+            See `numkv.decode_attention`.
+        """
+        pool, group = self._layer(layer)
+        store = self._store
+        if store.bounds is None:
+            raise NotSupported(
+                "sparse_attention: expected a cache that keeps bounds of its keys, got one without; make it with "
+                "key_bounds=True"
+            )
+        if self._buffers is not None:
+            raise NotSupported(
+                "sparse_attention: expected a step with tables of its own, got one that lies in StepBuffers, as which "
+                "blocks are to be bounded is found on the host"
+            )
+        Tree.refuse(self._tree, "sparse_attention")
+        counts = check_counts("most_blocks", most_blocks, first, newest)
+        with self._on(stream, q):
+            asked = sm_scale, logits_soft_cap, sinks, return_lse, out
+            if self._reads_all(group, layer, counts[0], sinks):
+                return self._attend_here(layer, pool, group, q, *asked)
+            return self._attend_sparsely(layer, pool, group, q, counts, asked)
+
+    def _reads_all(self, group: int, layer: int, most: int, sinks: Any) -> bool:
+        """Whether `attention` is all there is to do; refuse windows that would have to be cut."""
+        of, size = self._store.groups[group], self._store.block_size
+        if of.chunk or of.window >= 0:
+            tokens = of.chunk or of.window + 1
+            blocks = (tokens - 2) // size + 2  # wherever they begin
+            if blocks > most:
+                kind = "chunks" if of.chunk else "a window"
+                raise NotSupported(
+                    f"sparse_attention: expected a layer without a window, or one within `most_blocks`, got layer "
+                    f"{int(layer)} with {kind} of {tokens} tokens, up to {blocks} blocks, and {most}; call `attention`"
+                )
+            return True
+        # The same bits as those of a choice of all blocks, so that nothing depends on the batch.
+        whole = self._one_each and sinks is None and self._longest <= most * size
+        return bool(whole and self._store.target.values_on_host)
+
+    def _attend_sparsely(
+        self, layer: int, pool: Pool, group: int, q: Any, counts: tuple[int, int, int], asked: Any
+    ) -> Any:  # fmt: skip
+        """Bound, choose and attend, on the stream of the call."""
+        self._captured("sparse_attention")
+        q = self._check_queries(layer, pool, q)
+        sm_scale, cap, sinks, return_lse, out = asked
+        options = check_options(sm_scale, cap, -1, sinks, return_lse, out)
+        number, size = int(self._store.layers.sources[layer]), self._store.block_size
+        read: _Read = self._read(group)
+        bounds = self._store.bounds
+        assert bounds is not None
+        low, high = bounds.update(
+            self._store.places[number][0], pool, read.blocks, read.counts, read.written
+        )
+        scores = scores_of(pool, q, low, high, read.table, read.lens, size, options)
+        tables, lens = chosen(pool.target, scores, read.table, read.lens, size, counts)
+        if are_numbered(pool):
+            return attend_to_choice(pool, tables, lens, q, options)
+        # As many for all heads: all blocks are full but for the newest one, which is always read.
+        used = -(-read.on_host // size)
+        tokens = read.on_host - np.maximum(used - counts[0], 0) * size
+        return attend_by_head(pool, tables, pool.target.index(tokens, np.int64), q, options)
+
+    def _begin_in_full(self, states: Sequence[SequenceState]) -> None:
+        """Note what sequences have in full as the step begins, and what its queries read where."""
+        self._seen_in_full: dict[tuple[int, int], Ranges] = {}
+        store = self._store
+        if store.layers.residual is None:
+            return
+        first = [
+            [store.first_stored(state, group) for state in states]
+            for group in range(len(store.groups))
+        ]
+        self._first_in_full = np.array(first, np.int64).reshape(-1, len(states))
+        # Now, as the step's tables: calls on any stream come after them.
+        made: dict[Any, Ranges] = {}
+        for layer in store.layers.storing:
+            twin = store.layers.twin(layer) if layer < store.num_layers else None
+            if twin is None:
+                continue
+            group, window = store.place(twin)[1], store.window_of(layer)
+            # Most groups differ in their blocks alone.
+            alike = window, store.layers.keeps(twin), self._first_in_full[group].tobytes()
+            if alike not in made:
+                queries = self._queries_in_full(twin)
+                seen = queries.seen(None, window, store.target)
+                made[alike] = ranges_of(store, twin, queries, seen)
+            self._seen_in_full[group, window] = made[alike]
+
+    def _queries_in_full(self, twin: int) -> Queries:
+        """The step's queries, as they see a layer that has this twin."""
+        of_token = np.arange(len(self._ends)).repeat(self.new_lens)
+        lens = np.array(self._ends, np.int64)[of_token]
+        first = self._first_in_full[self._store.place(twin)[1]]
+        return Queries(self._places, lens, first[of_token])
+
+    def _twin_of(self, layer: int) -> tuple[Pool, Array] | None:
+        """The pool in which a layer's rows are in full, and the slots of the step's tokens there."""
+        twin = self._store.layers.twin(layer)
+        if twin is None:
+            return None
+        pool, group = self._store.place(twin)
+        return pool, self._slots[group]
+
+    def _append_in_full(self, layer: int, k: Array, v: Array) -> None:
+        """Write checked rows in full precision too."""
+        twin = self._twin_of(layer)
+        if twin is not None:
+            pool, slots = twin
+            pool.scatter(*pool.check_rows(k, v, check_finite=False), slots)
+
+    def _write_in_full(self, layer: int, p: Projection) -> None:
+        """Write what checked projections give in full precision too; q comes out as it did."""
+        twin = self._twin_of(layer)
+        if twin is not None:
+            pool, slots = twin
+            p.scatter(pool, slots, self._positions)
+
+    def _attend_in_full(self, layer: int, q: Array, options: AttentionOptions) -> Any:
+        """Attend in a layer that has a twin."""
+        store, twin = self._store, self._store.layers.twin(layer)
+        assert twin is not None
+        if options.sight is None:
+            ranges = self._seen_in_full[store.place(twin)[1], options.window_left]
+        else:
+            queries = self._queries_in_full(twin)
+            seen = queries.seen(options.sight, options.window_left, store.target)
+            ranges = ranges_of(store, twin, queries, seen)
+        parts = parts_of(store, layer, twin, self._tables.__getitem__, ranges)
+        return attend_to_parts(parts, q, self._lens, self._starts, options)
+
+    def _watch_nothing(self) -> None:
+        """Say that the call that comes looks for nothing, unless it says so."""
+        if self._store.watch is not None:
+            self._store.watch.latest = None
+
+    def _look(self, looked_at: Any) -> int:
+        """A number for a call that is made again."""
+        if looked_at is None:
+            return 0
+        of_k, of_v, _ = looked_at
+        marker = self._marker(False)._replace(watch=None)
+        look: int = self._store.watch.look((of_k, of_v, marker))
+        return look
+
+    def _captured(self, name: str) -> bool:
+        """Whether a call becomes a part of a CUDA graph, which keeps what it needs; refused where tables may go."""
+        if self._buffers is None:
+            self._store.target.refuse_capture(f"Step.{name}")
+            return False
+        held: bool = self._store.target.hold(self._buffers, self._store)
+        return held
+
+    def _marker(self, captured: bool) -> Marker:
+        """What notes a new token whose rows are not what they should be; it keeps nothing large alive."""
+        if captured and self._buffers is not None:
+            of_buffers: Marker = self._buffers._marker()
+            return of_buffers
+        noting: Marker | None = self._noting
+        if noting is None:
+            store = weakref.ref(self._store)
+            sequences, places, new_lens = self.sequences, self._places, self.new_lens
+            kept, tree = self._kept, self._tree
+
+            def mark(token: int, error: NonFiniteInput, call: int) -> None:
+                of, ends = store(), np.cumsum(new_lens)
+                i = int(np.searchsorted(ends, token, "right"))
+                if tree is not None and kept:
+                    token = tree.moved.get(token, int(ends[i]))
+                if of is None or (kept and token - int(ends[i] - new_lens[i]) >= kept[i]):
+                    return  # rolled back
+                of.bad.tell(sequences[i], int(places[token]), error, call)
+
+            noting = self._noting = Marker(self._store.watch, mark)
+        return noting
+
+    def _refuse_bad(self) -> None:
+        """Refuse to go on with a step of which a kernel has found rows to be NaN or infinite."""
+        self._store.collect()
+        if self._store.bad:
+            for seq, length in zip(self.sequences, self._ends, strict=True):
+                self._store.bad.refuse(seq, length)
 
     @property
     def _again(self) -> Any:
