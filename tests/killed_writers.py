@@ -146,7 +146,7 @@ def check(folder, acknowledged):
             names = [x[i].tobytes() for x in names_of_parts(of, number, len(text))]
             part = [*tiers.parts, tiers.of_states][names.index(name)]
         content = np.zeros(part.content.content, np.uint8)
-        if tiers._engine.read(part.section, OneBlock(name, i, text[-SIZE:], content))[0]:
+        if tiers.engine.read(part.section, OneBlock(name, i, text[-SIZE:], content))[0]:
             there += 1
             if MIXED:
                 continue

@@ -41,6 +41,15 @@ what waits, and so does the end of the process unless it is killed.
 from __future__ import annotations
 
 from numkv.store.prefix_store import PrefixStore
-from numkv.store.records import BlocksDropped, BlocksWritten, PrefixFound, StoreStats
+from numkv.store.records import (
+    BlocksDropped,
+    BlocksWritten,
+    PrefixFound,
+    StoreAnswers,
+    StoreSilent,
+    StoreStats,
+)
 
-__all__ = ["BlocksDropped", "BlocksWritten", "PrefixFound", "PrefixStore", "StoreStats"]
+__all__ = [
+    "BlocksDropped", "BlocksWritten", "PrefixFound", "PrefixStore", "StoreAnswers", "StoreSilent", "StoreStats",
+]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import errno
 from typing import Any
 
@@ -56,11 +57,14 @@ class Bound:
             entries = list(self._place.entries())
             total, evicted = sum(entry.nbytes for entry in entries), 0
             if total + nbytes > self._most:
-                for entry in sorted(entries, key=lambda x: x.stamp):
-                    if total + nbytes <= self._most * _LEFT:
-                        break
-                    if self._place.delete(entry):
-                        total -= entry.nbytes
-                        evicted += 1
+                oldest = collections.deque(sorted(entries, key=lambda x: x.stamp))
+                while oldest and total + nbytes > self._most * _LEFT:
+                    chosen, size = [], 0
+                    while oldest and total + nbytes - size > self._most * _LEFT:
+                        chosen.append(oldest.popleft())
+                        size += chosen[-1].nbytes
+                    for entry, gone in zip(chosen, self._place.delete(chosen), strict=True):
+                        total -= entry.nbytes * gone
+                        evicted += gone
             self._known, self._since = total, 0
         return evicted

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import atexit
 import collections
+import itertools
 import logging
 import os
+import random
 import threading
 import time
 import weakref
@@ -22,7 +24,7 @@ from numpy.typing import NDArray
 from numkv.errors import NumkvError
 from numkv.store.bound import Bound
 from numkv.store.objects import DamagedObject, ForeignObject, Layout, crc32_of
-from numkv.store.records import BlocksDropped, BlocksWritten, StoreStats
+from numkv.store.records import BlocksDropped, BlocksWritten, StoreAnswers, StoreSilent, StoreStats
 
 log = logging.getLogger("numkv.store")
 
@@ -35,6 +37,10 @@ _IDLE = 2.0
 _AT_EXIT = 60.0
 #: A block counts as used so many seconds earlier for each block before it: the end of a prefix goes first.
 _EARLIER = 0.01
+#: Seconds before a block is written once more, about; each time twice the last.
+_BACKOFF = 0.05
+#: Names of which the place is asked at once where a prefix may end.
+_ASKED = 32
 
 Bytes = NDArray[np.uint8]
 
@@ -115,20 +121,18 @@ class Engine:
         Bytes of all of them.
     host_nbytes : int
         Bytes of the host tier.
-    writers : int
-        Threads that write.
     on_event : callable or None
         Told of what has happened.
     """
 
-    def __init__(
-        self, place: Any, max_nbytes: int | None, host_nbytes: int, writers: int, on_event: Any
-    ) -> None:
+    def __init__(self, place: Any, max_nbytes: int | None, host_nbytes: int, on_event: Any) -> None:
         self.place = place
+        place.report, place.changed = self._note_error, self._note_change
         self._bound, self._bound_lock = Bound(place, max_nbytes), threading.Lock()
-        self._host_most, self._writers, self._on_event = host_nbytes, writers, on_event
+        self._host_most, self._writers, self._on_event = host_nbytes, place.writers, on_event
         self._counts = dict.fromkeys(StoreStats.__dataclass_fields__, 0)
-        del self._counts["last_error"]
+        del self._counts["last_error"], self._counts["errors"], self._counts["answers"]
+        self._errors: collections.Counter[str] = collections.Counter()
         self._last_error = ""
         self._given_up = self._said = (
             0  # blocks dropped or failed; how many of them `flush` has said
@@ -145,7 +149,10 @@ class Engine:
         self._in_pool: dict[tuple[int, int], _Waiting] = {}  # by owner and block
         self._clean: collections.OrderedDict[Any, Bytes] = collections.OrderedDict()
         self._dirty: dict[Any, Bytes] = {}
-        self._used: list[tuple[str, float]] = []
+        self._used: list[tuple[str, float]] = []  # and how long ago they count as used
+        # Objects that a thread of the store is to delete, which may take as long as a network does, or is deleting.
+        self._bad: set[str] = set()
+        self._deleting: set[str] = set()
         self._events: list[Any] = []
         self._host_bytes = self._number = self._threads = 0
         self._made = self._told = 0  # events
@@ -258,7 +265,18 @@ class Engine:
             self._host_bytes -= data.nbytes
         return self._host_bytes + size <= self._host_most
 
+    def lend(self, nbytes: int) -> bool:
+        """Lend memory of the host tier, if there is so much, or take some back where it is negative."""
+        with self._changed:
+            if nbytes > 0 and not self._room_for(nbytes):
+                return False
+            self._host_bytes += nbytes
+            return True
+
     # -- what is looked for
+
+    #: Where blocks count as found that `from_host` gives.
+    tier = IN_HOST
 
     def where(self, section: Section, names: Sequence[bytes]) -> list[int]:
         """Where each block is: `IN_HOST`, `IN_STORE` or `NOWHERE`."""
@@ -274,6 +292,33 @@ class Engine:
         for i, there in zip(others, self.place.exist(keys, section.layout.nbytes), strict=True):
             found[i] = IN_STORE if there else NOWHERE
         return found
+
+    def leading(self, section: Section, names: Sequence[bytes]) -> list[int]:
+        """Where each block of a chain is, up to the first that is nowhere; the others count as nowhere, too.
+
+        A block is seldom there without those before it. So few are asked for, further and further on, then some
+        between the last that is there and the first that is not: what is missing all the same, reading finds out.
+        """
+        with self._changed:
+            if self.closed:
+                return [NOWHERE] * len(names)
+            found = [IN_STORE if self._host(section, x, False) is None else IN_HOST for x in names]
+        others = [i for i, tier in enumerate(found) if tier == IN_STORE]
+        low, high = 0, len(others)
+        asked = sorted({*(2**k - 1 for k in range(high.bit_length())), high - 1} - {-1})
+        while low < high:
+            keys = [section.key(names[others[i]]) for i in asked]
+            there = self.place.exist(keys, section.layout.nbytes)
+            for i, is_there in zip(asked, there, strict=True):
+                if not is_there:
+                    high = i
+                    break
+                low = i + 1
+            asked = np.unique(
+                np.linspace(low, high - 1, min(_ASKED, high - low)).astype(int)
+            ).tolist()
+        end = others[low] if low < len(others) else len(names)
+        return found[:end] + [NOWHERE] * (len(names) - end)
 
     def _host(self, section: Section, name: bytes, used: bool) -> Bytes | None:
         key = section.folder, name
@@ -293,14 +338,11 @@ class Engine:
         """Read blocks from the store, and say of each whether it is there and what it should be."""
         jobs = _Objects(section, blocks)
         errors = self.place.read(jobs)
-        now = time.time()
         with self._changed:
             for key, depth, error in zip(jobs.keys, blocks.depths, errors, strict=True):
                 if error is None:
-                    self._used.append((key, now - _EARLIER * depth))
+                    self._used.append((key, _EARLIER * depth))
                     self._counts["bytes_read"] += jobs.nbytes
-                elif not isinstance(error, FileNotFoundError):
-                    self._last_error = f"{type(error).__name__}: {error}"
             self._start()
         for key, name, error in zip(jobs.keys, blocks.names, errors, strict=True):
             if isinstance(error, DamagedObject | ForeignObject):
@@ -309,12 +351,35 @@ class Engine:
 
     def _refuse(self, key: str, name: bytes, error: Exception) -> None:
         reason = "damaged" if isinstance(error, DamagedObject) else "refused"
-        log.warning("%s/%s is %s, and deleted: %s", self.place, key, reason, error)
-        self.place.delete_bad(key)
+        log.warning("%s/%s is %s, and to be deleted: %s", self.place, key, reason, error)
         with self._changed:
+            self._bad.add(key)
             self._counts[reason] += 1
             self._tell(BlocksDropped(_names([name]), reason, str(error)))
             self._start()
+
+    def _note_error(self, asked: str, error: Exception) -> None:
+        """Count that something went wrong with what a place was asked for."""
+        with self._changed:
+            self._errors[f"{asked}: {type(error).__name__}"] += 1
+            self._last_error = f"{type(error).__name__}: {error}"
+
+    def _note_change(self, error: Exception | None) -> None:
+        """Say that the place does not answer any more, or that it does again."""
+        if self.closed:
+            return
+        if error is None:
+            log.warning("%s answers again", self.place)
+        else:
+            log.warning(
+                "%s does not answer (%s: %s); caches go on without it, and it is asked again from time to time",
+                self.place, type(error).__name__, error,
+            )  # fmt: skip
+        with self._changed:
+            said = "" if error is None else f"{type(error).__name__}: {error}"
+            self._tell(StoreAnswers() if error is None else StoreSilent(said))
+            self._start()
+            self._changed.notify_all()
 
     def count(self, wanted: int, found: Sequence[int]) -> None:
         """Count a lookup: how many blocks there were `NOWHERE`, `IN_POOL` and so on."""
@@ -341,19 +406,28 @@ class Engine:
                 "host_blocks": len(self._clean) + len(self._dirty),
                 "host_nbytes": self._host_bytes,
             }
-            return StoreStats(**counts, last_error=self._last_error)
+            return StoreStats(
+                **counts,
+                errors=dict(self._errors),
+                answers=self.place.answers,
+                last_error=self._last_error,
+            )
 
     # -- threads
 
+    def _has_work(self) -> bool:
+        """Whether there is something to do; what is to be written waits for a place that answers."""
+        return bool((self._queue and self.place.answers) or self._used or self._bad or self._events)
+
     def _start(self) -> None:
         """See that there are threads, and that they look for work."""
-        if self._queue or self._used or self._events:
-            if self._threads < min(self._writers, max(1, len(self._queue))):
+        if self._has_work():
+            while self._threads < min(self._writers, max(1, len(self._queue))):
                 thread = threading.Thread(target=self._run, name="numkv store", daemon=True)
                 try:
                     thread.start()
                 except RuntimeError:  # the interpreter is about to end; `close` does it
-                    return
+                    break
                 self._threads += 1
             self._changed.notify_all()
 
@@ -363,9 +437,9 @@ class Engine:
         _own.inside = True
         while True:
             with self._changed:
-                if not (self._queue or self._used or self._events):
+                if not self._has_work():
                     self._changed.wait(_IDLE)
-                    if not (self._queue or self._used or self._events):
+                    if not self._has_work():
                         self._threads -= 1
                         return
             try:
@@ -376,15 +450,17 @@ class Engine:
     def _do_some(self, buffers: dict[int, Bytes]) -> None:
         """Write a block; then tell of what has happened, and note what was used."""
         with self._changed:
-            waiting = self._queue.popitem(last=False)[1] if self._queue else None
+            ready = self._queue and self.place.answers
+            waiting = self._queue.popitem(last=False)[1] if ready else None
             if waiting is not None:
                 self._writing[waiting.key] = waiting
                 waiting.copying = waiting.owner is not None
             used, self._used = self._used, []
         if waiting is not None:
             self._write(waiting, buffers)
-        for key, stamp in used:
-            self.place.touch(key, stamp)
+        self._delete_bad()
+        for key, age in used:
+            self.place.touch(key, age)
         with self._changed:
             events, self._events = self._events, []
         for event in events:
@@ -395,19 +471,24 @@ class Engine:
                 self._changed.notify_all()
 
     def _write(self, waiting: _Waiting, buffers: dict[int, Bytes]) -> None:
-        error, outcome = "", "failed"
+        error, outcome, data = "", "failed", None
         layout = waiting.section.layout
         try:
             data = self._content(waiting, buffers)
             if data is None:
                 error = "its memory was changed by compiled code of the user's own"
             else:
-                outcome = self._put(waiting.section, waiting.of, data)
+                outcome = self._put_in_time(waiting.section, waiting.of, data)
         except Exception as problem:  # a full disk, no memory, whatever a file system raises
             error = f"{type(problem).__name__}: {problem}"
-            log.warning("a block could not be written to %s: %s", self.place, error)
+            if self.place.answers:
+                log.warning("a block could not be written to %s: %s", self.place, error)
         with self._changed:
             del self._writing[waiting.key]
+            if outcome == "failed" and data is not None and not self.place.answers:
+                self._put_back(waiting, data)
+                self._changed.notify_all()
+                return
             content = self._dirty.pop(waiting.key, None)
             if content is not None:
                 self._clean[waiting.key] = content
@@ -419,6 +500,43 @@ class Engine:
                 self._counts["bytes_written"] += layout.nbytes * (outcome == "written")
                 self._tell(BlocksWritten(_names([waiting.of.name])))
             self._changed.notify_all()
+
+    def _delete_bad(self) -> None:
+        """Delete objects that were not what they should be, unless they are being replaced."""
+        while True:
+            with self._changed:
+                if not self._bad:
+                    return
+                key = self._bad.pop()
+                self._deleting.add(key)
+            try:
+                self.place.delete_bad(key)
+            finally:
+                with self._changed:
+                    self._deleting.discard(key)
+                    self._changed.notify_all()
+
+    def _put_back(self, waiting: _Waiting, data: Bytes) -> None:
+        """Have a block wait that could not be written as nobody answered, in the host tier if there is room."""
+        self._queue[waiting.key] = waiting
+        self._queue.move_to_end(waiting.key, last=False)
+        if waiting.data is None:
+            try:
+                copy = data.copy()
+            except MemoryError:
+                copy = None
+            self._fill(waiting, copy)
+
+    def _put_in_time(self, section: Section, of: FullBlock, data: Bytes) -> str:
+        """Write an object, again after a while where that fails, unless nobody answers."""
+        for attempt in itertools.count(1):
+            try:
+                return self._put(section, of, data)
+            except Exception:
+                if attempt >= self.place.attempts or not self.place.answers:
+                    raise
+            time.sleep(_BACKOFF * 2**attempt * random.uniform(0.5, 1.0))
+        raise AssertionError("an attempt is the last")
 
     def _content(self, waiting: _Waiting, buffers: dict[int, Bytes]) -> Bytes | None:
         """The content of a block, copied out of its pool if it lies there; None if it is not what it was."""
@@ -442,14 +560,19 @@ class Engine:
 
     def _put(self, section: Section, of: FullBlock, data: Bytes) -> str:
         """Write an object that is not there yet."""
-        key, stamp = section.key(of.name), time.time() - _EARLIER * of.depth
-        if self.place.exist([key], section.layout.nbytes)[0]:
-            self.place.touch(key, stamp)
+        key, age, nbytes = section.key(of.name), _EARLIER * of.depth, section.layout.nbytes
+        header = section.layout.make_header(of.name, of.tokens, crc32_of([data]))
+        with self._changed:
+            while key in self._deleting:
+                self._changed.wait(1.0)
+            is_bad = key in self._bad  # whatever its header says
+            self._bad.discard(key)  # as it is replaced
+        if not is_bad and self.place.holds(key, header, nbytes):
+            self.place.touch(key, age)
             return "already_there"
         with self._bound_lock:
-            evicted = self._bound.make_room(section.layout.nbytes)
-        header = section.layout.make_header(of.name, of.tokens, crc32_of([data]))
-        self.place.write(key, [header, data], stamp)
+            evicted = self._bound.make_room(nbytes)
+        self.place.write(key, [header, data], age)
         if evicted:
             with self._changed:
                 self._counts["evicted"] += evicted
@@ -468,10 +591,13 @@ class Engine:
         with self._changed:
             last, made = self._number, self._made
             self._start()
-            while (waiting := self._first_waiting() <= last) or self._told < made:
-                made = (
-                    self._made if waiting else made
-                )  # those of the blocks that are waited for, too
+            while (
+                (waiting := self._first_waiting() <= last) or self._told < made or self._deletes()
+            ):
+                if not (self._writing or self._deleting or self.place.answers):
+                    break  # nobody knows for how long
+                # Events of the blocks that are waited for, too.
+                made = self._made if waiting else made
                 rest = 1.0 if until is None else min(1.0, until - time.monotonic())
                 if rest <= 0:
                     raise TimeoutError(
@@ -482,7 +608,11 @@ class Engine:
                 else:
                     self._changed.wait(rest)
             lost, self._said = self._given_up - self._said, self._given_up
-            return lost
+            return lost + sum(waiting.number <= last for waiting in self._queue.values())
+
+    def _deletes(self) -> bool:
+        """Whether there are objects that are to be deleted as they are not what they should be."""
+        return bool(self._bad or self._deleting)
 
     def _do_here(self) -> None:
         """Do some of the work in this thread, where no other can be started any more."""
@@ -505,13 +635,23 @@ class Engine:
         ):  # which `flush` gives up while it waits: nothing is added after what it has waited for
             lost = 0 if self.closed else self.flush(timeout)
             self.closed = True
+            for waiting in list(self._queue.values()):
+                self._dirty.pop(waiting.key, None)
+                self._give_up(
+                    "failed", "failed", waiting.of.name, "the store does not answer as it is closed"
+                )
+            self._queue.clear()
+            self._in_pool.clear()
+            self.place.end()
+            kept = sum(x.nbytes for x in (*self._clean.values(), *self._dirty.values()))
             self._clean.clear()
-            self._host_bytes = sum(x.nbytes for x in self._dirty.values())
+            self._host_bytes -= kept - sum(x.nbytes for x in self._dirty.values())
         return lost
 
     def after_fork(self) -> None:
         """Begin anew in a child: the parent's threads are not here, and what waits is the parent's."""
         self._bound_lock = threading.Lock()
+        self.place.begin()
         self._begin()
 
 

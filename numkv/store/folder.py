@@ -28,6 +28,8 @@ _ABANDONED = 600.0
 _PATIENCE = 10.0
 _SUFFIX = ".partial"
 _LOCK = ".evicting"
+#: Seconds after which the clock of the file system is read again.
+_CLOCK_STAYS = 60.0
 
 
 class Jobs(Protocol):
@@ -65,11 +67,25 @@ class Folder:
         Whether an object is on the disk before it counts as written.
     """
 
+    #: A folder's errors come with what was asked, and it always counts as one that answers.
+    answers = True
+    #: What fails on a disk fails again.
+    attempts = 1
+
     def __init__(self, root: str, durable: bool) -> None:
         self.root, self._durable = root, durable
+        self._offset: tuple[float, float] | None = None
+        # With two threads, one encodes while the other waits for the disk to say that it has the bytes.
+        self.writers = 2 if durable else 1
+        self.report: Callable[[str, Exception], None] = lambda asked, error: None
 
     def __repr__(self) -> str:
         return self.root
+
+    def begin(self) -> None:
+        """Begin anew in a child that was forked: there is nothing to do."""
+
+    end = begin
 
     def _path(self, key: str) -> str:
         return f"{self.root}/{key}"
@@ -88,6 +104,13 @@ class Folder:
 
     def read(self, jobs: Jobs) -> list[Exception | None]:
         """Read objects, and what went wrong with each; an object that is not there is a `FileNotFoundError`."""
+        errors = self._read(jobs)
+        for error in errors:
+            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+                self.report("read", error)
+        return errors
+
+    def _read(self, jobs: Jobs) -> list[Exception | None]:
 
         def work(mine: Sequence[int], errors: list[Exception | None]) -> None:
             ahead: collections.deque[int | OSError] = collections.deque()
@@ -120,8 +143,24 @@ class Folder:
 
     # -- writing
 
-    def write(self, key: str, pieces: Sequence[Any], stamp: float) -> None:
-        """Make an object, or replace it, as a whole.
+    def holds(self, key: str, header: bytes, nbytes: int) -> bool:
+        """Whether an object of so many bytes is there that begins with a header; zeros of a power cut do not."""
+        try:
+            descriptor = os.open(self._path(key), os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        except OSError:
+            return False
+        try:
+            return (
+                os.fstat(descriptor).st_size == nbytes
+                and os.pread(descriptor, len(header), 0) == header
+            )
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+
+    def write(self, key: str, pieces: Sequence[Any], age: float) -> None:
+        """Make an object, or replace it, as a whole; it counts as used so many seconds ago.
 
         Raises
         ------
@@ -149,15 +188,14 @@ class Folder:
             with contextlib.suppress(OSError):
                 os.unlink(partial)
             raise
-        self.touch(
-            key, stamp
-        )  # not before: a half written file that looks old is one that a killed process left
+        # Not before: a half written file that looks old is one that a killed process left.
+        self.touch(key, age)
         if self._durable:
             _sync_folder(folder)
 
-    def touch(self, key: str, stamp: float) -> None:
-        """Note that an object was used."""
-        at = int(stamp * 1e9)
+    def touch(self, key: str, age: float) -> None:
+        """Note that an object was used so many seconds ago."""
+        at = int((self._now() - age) * 1e9)
         with contextlib.suppress(OSError):
             os.utime(self._path(key), ns=(at, at))
 
@@ -174,13 +212,19 @@ class Folder:
                     yield from self._entries_in(f"{identity.name}/{part.name}", now)
 
     def _now(self) -> float:
-        """The time by the clock that new files get theirs from, which may be that of another machine."""
-        lock = self._path(_LOCK)
-        try:
-            os.utime(lock)
-            return os.stat(lock).st_mtime
-        except OSError:  # nothing has been evicted so far
-            return time.time()
+        """The time by the clock that files get theirs from: that of another machine, where the folder is there.
+
+        So processes agree on what was used last, whatever their own clocks say.
+        """
+        own = time.monotonic()
+        if self._offset is None or own >= self._offset[1]:
+            try:
+                os.utime(self.root)
+                offset = os.stat(self.root).st_mtime - time.monotonic()
+            except OSError:  # there is no folder yet, or nobody may write to it
+                return time.time()
+            self._offset = offset, own + _CLOCK_STAYS
+        return self._offset[0] + own
 
     def _entries_in(self, folder: str, now: float) -> Iterator[Entry]:
         for file in _scan(self._path(folder)):
@@ -192,27 +236,38 @@ class Folder:
                 with contextlib.suppress(OSError):
                     os.unlink(file.path)
             else:
-                yield Entry(f"{folder}/{file.name}", found.st_size, found.st_mtime)
+                # A time that is still to come would keep an object for ever.
+                yield Entry(f"{folder}/{file.name}", found.st_size, min(found.st_mtime, now))
 
-    def delete(self, entry: Entry) -> bool:
-        """Delete an object unless it was used since, or is being written; whether it is gone."""
+    def delete(self, entries: Sequence[Entry]) -> list[bool]:
+        """Delete objects unless they were used since, or are being written; which of them are gone."""
+        return [self._delete(entry) for entry in entries]
+
+    def _delete(self, entry: Entry) -> bool:
         if entry.key.endswith(_SUFFIX):
             return False
         path = self._path(entry.key)
         try:
-            if os.stat(path).st_mtime > entry.stamp:
+            if entry.stamp < os.stat(path).st_mtime <= self._now():
                 return False
             os.unlink(path)
         except FileNotFoundError:
             return True
-        except OSError:
+        except OSError as error:
+            self.report("delete", error)
             return False
         return True
 
-    def delete_bad(self, key: str) -> None:
-        """Delete an object that is not what it should be."""
-        with contextlib.suppress(OSError):
+    def delete_bad(self, key: str) -> bool:
+        """Delete an object that is not what it should be; whether it is gone."""
+        try:
             os.unlink(self._path(key))
+        except FileNotFoundError:
+            return True
+        except OSError as error:
+            self.report("delete", error)
+            return False
+        return True
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

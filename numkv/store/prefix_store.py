@@ -15,13 +15,13 @@ from numkv.store.engine import Engine, Section
 from numkv.store.folder import Folder
 from numkv.store.identity import folder_of, identity_text
 from numkv.store.objects import Layout
-from numkv.store.records import BlocksDropped, BlocksWritten, PrefixFound, StoreStats
+from numkv.store.records import Event, StoreStats
 from numkv.store.remote import RemoteFolder, opened
 
 #: Bytes of the host tier, if nothing is said.
 _HOST_BYTES = 256 << 20
-#: Threads that write; with two, one encodes while the other waits for the disk to say that it has the bytes.
-_WRITERS, _DURABLE_WRITERS = 1, 2
+#: Seconds without any answer of a network, if nothing is said.
+_PATIENCE = 0.3
 
 
 @explains
@@ -54,9 +54,12 @@ class PrefixStore:
         the newest ones; a process that is killed loses none that counts.
     file_system : fsspec.AbstractFileSystem, optional
         Where `place` is.
+    timeout : float or None
+        Seconds without any answer after which a lookup on a network goes on without the store; a store that is slow and
+        answers is read on. None: for ever. The store is then left alone, and asked again from time to time.
     on_event : callable, optional
-        Called with a `BlocksWritten`, `BlocksDropped` or `PrefixFound`: the first two in a thread of the store,
-        the last in `add`. Its exceptions are logged and not raised. It may not flush or close.
+        Called with a `PrefixFound` in `add`, and in a thread of the store with a `BlocksWritten`, `BlocksDropped`,
+        `StoreSilent` or `StoreAnswers`. Its exceptions are logged and not raised. It may not flush or close.
 
     Raises
     ------
@@ -68,7 +71,9 @@ class PrefixStore:
     Notes
     -----
     What cannot be written or read never fails a call of the cache: it is counted (`stats`), told (`on_event`), logged
-    under ``numkv.store``, and computed anew.
+    under ``numkv.store``, and computed anew. A network that does not answer costs one lookup `timeout` seconds; later
+    ones do not ask it until it has answered a request that the store makes by itself. What is to be written waits
+    meanwhile, in the pool or, within `host_nbytes`, in the host tier.
 
     Whoever can write to `place` decides what is found there: checksums find damage, not malice.
 
@@ -106,7 +111,8 @@ class PrefixStore:
         host_nbytes: int = _HOST_BYTES,
         durable: bool = False,
         file_system: Any = None,
-        on_event: Callable[[BlocksWritten | BlocksDropped | PrefixFound], object] | None = None,
+        timeout: float | None = _PATIENCE,
+        on_event: Callable[[Event], object] | None = None,
     ) -> None:
         path = _path(place)
         if mark is None:
@@ -118,7 +124,7 @@ class PrefixStore:
             _check_unicode(name, given)
         most = None if max_nbytes is None else _bytes("max_nbytes", max_nbytes, 1)
         host = _bytes("host_nbytes", host_nbytes, 0)
-        durable = check_flag("durable", durable)
+        durable, patience = check_flag("durable", durable), _timeout(timeout)
         if on_event is not None and not callable(on_event):
             raise TypeError(
                 f"`on_event`: expected a function or None, got {type(on_event).__name__}"
@@ -129,14 +135,13 @@ class PrefixStore:
                 raise TypeError(
                     f"`file_system`: expected one of fsspec's, got {type(file_system).__name__}"
                 )
-            where = RemoteFolder(file_system, path)
+            where = RemoteFolder(file_system, path, patience)
         elif "://" in path:
-            where = RemoteFolder(*opened(path))
+            where = RemoteFolder(*opened(path), patience)
         else:
             where = Folder(os.path.abspath(path), durable)
-        writers = _DURABLE_WRITERS if durable or isinstance(where, RemoteFolder) else _WRITERS
         self._max_nbytes, self._host_nbytes = most, host
-        self._engine = Engine(where, most, host, writers, on_event)
+        self._engine = Engine(where, most, host, on_event)
 
     # -- what it is
 
@@ -199,8 +204,8 @@ class PrefixStore:
         Returns
         -------
         int
-            Blocks that were given up since the last `flush`, by dropping or by failing; 0: all that was committed is in
-            the store, and stays there until it is evicted.
+            Blocks that are not in the store: given up since the last `flush`, by dropping or by failing, or waiting for
+            a place that does not answer. 0: all that was committed is there, and stays until it is evicted.
 
         Raises
         ------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +52,10 @@ class StoreStats:
     """Bytes of the objects written."""
     bytes_read: int = 0
     """Bytes of the objects read."""
+    errors: Mapping[str, int] = field(default_factory=dict)
+    """Requests that failed or had no answer, by what was asked and what went wrong, as ``"read: TimeoutError"``."""
+    answers: bool = True
+    """Whether the place answers, as far as is known; while it does not, nothing is asked of it."""
     last_error: str = ""
     """What the system said when something could not be read or written last."""
 
@@ -97,3 +102,20 @@ class PrefixFound:
     """The others."""
     nbytes: int
     """Bytes that were brought into the pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSilent:
+    """The place does not answer any more: caches go on without it, and what is to be written waits."""
+
+    error: str
+    """What went wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAnswers:
+    """The place answers again."""
+
+
+#: What `on_event` is called with.
+Event = BlocksWritten | BlocksDropped | PrefixFound | StoreSilent | StoreAnswers

@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import datetime
 import secrets
-import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 from numkv.errors import NotSupported
-from numkv.store.folder import Entry, Jobs, in_threads
-from numkv.store.objects import DamagedObject
+from numkv.store.folder import Entry, Jobs
+from numkv.store.objects import DamagedObject, ForeignObject
+from numkv.store.requests import Breaker, Requests, Unanswered
 
 #: Requests at once.
-_REQUESTS = 16
+_REQUESTS = 128
+#: Seconds without an answer after which a write has failed: objects are large, and nobody waits for them.
+_PATIENCE = 30.0
+#: Requests that fail in a row until a file system counts as one that does not answer.
+_MOST_FAILURES = 4
 #: File systems that make an object as a whole when they are given all of it; elsewhere it is renamed.
 _WHOLE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss", "memory"}
 _ABANDONED = 600.0
@@ -50,12 +54,31 @@ class RemoteFolder:
         Where.
     root : str
         The folder.
+    patience : float or None
+        Seconds without any answer after which who looks for something goes on without.
+
+    Attributes
+    ----------
+    report : callable
+        Takes what was asked, and what went wrong with it.
+    changed : callable
+        Takes what went wrong when the file system has stopped to answer, and None when it answers again.
     """
 
-    def __init__(self, file_system: Any, root: str) -> None:
-        self._fs, self.root = file_system, root.rstrip("/")
+    #: Threads that write: each waits for the network nearly all the time.
+    writers = 32
+    #: What fails on a network may do well a moment later.
+    attempts = 4
+
+    def __init__(self, file_system: Any, root: str, patience: float | None) -> None:
+        self._fs, self.root, self._patience = file_system, root.rstrip("/"), patience
         names = file_system.protocol
         self._whole = bool(_WHOLE & ({names} if isinstance(names, str) else set(names)))
+        self.report: Callable[[str, Exception], None] = lambda asked, error: None
+        self.changed: Callable[[Exception | None], None] = lambda error: None
+        self._breaker = Breaker(self._probe, lambda error: self.changed(error))
+        self._requests = Requests(_REQUESTS, self._breaker.answered)
+        self._in_a_row = 0  # requests that have failed
 
     def __repr__(self) -> str:
         return str(self._fs.unstrip_protocol(self.root))
@@ -63,48 +86,109 @@ class RemoteFolder:
     def _path(self, key: str) -> str:
         return f"{self.root}/{key}"
 
+    @property
+    def answers(self) -> bool:
+        """Whether the file system answers, as far as is known."""
+        return not self._breaker.is_open
+
+    def end(self) -> None:
+        """Ask no more whether it answers again."""
+        self._breaker.end()
+
+    def begin(self) -> None:
+        """Begin without threads, as a child does that was forked."""
+        self._requests.begin()
+        self._breaker.begin()
+
+    def _probe(self) -> bool:
+        """Ask for something small; whether there is an answer, be it that nothing is there."""
+        error = self._requests.make(1, lambda i: self._fs.info(self.root), _nothing, _PATIENCE)[0]
+        return error is None or isinstance(error, FileNotFoundError)
+
+    def _make(
+        self, asked: str, count: int, ask: Callable[[int], Any], take: Callable[[int, Any], None],
+        patience: float | None,
+    ) -> list[Exception | None]:  # fmt: skip
+        """Make requests, once more where some have failed and others have not, and see whether anybody answers."""
+        if not count:
+            return []
+        if self._breaker.is_open:
+            return [
+                Unanswered(f"{self!r} does not answer; it is asked again from time to time")
+            ] * count
+        errors = self._requests.make(count, ask, take, patience)
+        failed = [i for i, error in enumerate(errors) if _is_failure(error)]
+        again = [i for i in failed if not isinstance(errors[i], Unanswered)]
+        for i in failed:
+            self.report(asked, cast(Exception, errors[i]))
+        if again and (len(failed) < count or count == 1):
+            second = self._requests.make(
+                len(again),
+                lambda j: ask(again[j]),
+                lambda j, answer: take(again[j], answer),
+                patience,
+            )
+            for i, error in zip(again, second, strict=True):
+                errors[i] = error
+                if _is_failure(error):
+                    self.report(asked, cast(Exception, error))
+        failures = [error for error in errors if _is_failure(error)]
+        if len(failures) < count:
+            self._in_a_row = 0
+            self._breaker.answered()
+        else:
+            self._in_a_row += len(failed) + len(again)
+            if self._in_a_row >= _MOST_FAILURES or isinstance(failures[0], Unanswered):
+                self._breaker.failed(cast(Exception, failures[0]))
+        return errors
+
     # -- reading
 
     def exist(self, keys: Sequence[str], nbytes: int) -> list[bool]:
         """Whether there are such objects, of so many bytes."""
         found = [False] * len(keys)
 
-        def work(mine: Sequence[int], errors: list[Exception | None]) -> None:
-            for i in mine:
-                # Whatever is wrong with the network: the block is computed.
-                with contextlib.suppress(Exception):
-                    found[i] = int(self._fs.info(self._path(keys[i]))["size"]) == nbytes
+        def take(i: int, size: int) -> None:
+            found[i] = size == nbytes
 
-        in_threads(len(keys), _REQUESTS, work)
+        def ask(i: int) -> int:
+            return int(self._fs.info(self._path(keys[i]))["size"])
+
+        self._make("look", len(keys), ask, take, self._patience)
         return found
 
     def read(self, jobs: Jobs) -> list[Exception | None]:
         """Read objects, and what went wrong with each."""
 
-        def work(mine: Sequence[int], errors: list[Exception | None]) -> None:
-            for i in mine:
-                try:
-                    self._read(jobs, i)
-                except Exception as error:
-                    errors[i] = error
+        def ask(i: int) -> Any:
+            return self._fs.cat_file(self._path(jobs.keys[i]))
 
-        return in_threads(len(jobs.keys), _REQUESTS, work)
+        def take(i: int, answer: Any) -> None:
+            found = memoryview(answer)
+            if len(found) != jobs.nbytes:
+                raise DamagedObject(f"it has {len(found)} bytes, and not {jobs.nbytes}")
+            views = jobs.views(i)
+            for view in views:
+                to = memoryview(view).cast("B")
+                to[:], found = found[: len(to)], found[len(to) :]
+            jobs.check(i, views)
 
-    def _read(self, jobs: Jobs, i: int) -> None:
-        found = memoryview(self._fs.cat_file(self._path(jobs.keys[i])))
-        if len(found) != jobs.nbytes:
-            raise DamagedObject(f"it has {len(found)} bytes, and not {jobs.nbytes}")
-        views = jobs.views(i)
-        for view in views:
-            to = memoryview(view).cast("B")
-            to[:], found = found[: len(to)], found[len(to) :]
-        jobs.check(i, views)
+        return self._make("read", len(jobs.keys), ask, take, self._patience)
 
     # -- writing
 
-    def write(self, key: str, pieces: Sequence[Any], stamp: float) -> None:
+    def holds(self, key: str, header: bytes, nbytes: int) -> bool:
+        """Whether an object that would be written is there: nobody asks, as who computed it has just not found it."""
+        return False
+
+    def write(self, key: str, pieces: Sequence[Any], age: float) -> None:
         """Make an object, or replace it, as a whole."""
         path, whole = self._path(key), b"".join(pieces)
+        error = self._make("write", 1, lambda i: self._put(path, whole), _nothing, _PATIENCE)[0]
+        if error is not None:
+            raise error
+
+    def _put(self, path: str, whole: bytes) -> None:
         if self._whole:
             self._fs.pipe_file(path, whole)
             return
@@ -119,48 +203,65 @@ class RemoteFolder:
                 self._fs.rm_file(partial)
             raise
 
-    def touch(self, key: str, stamp: float) -> None:
+    def touch(self, key: str, age: float) -> None:
         """Do nothing: these file systems keep the time of writing only."""
 
     # -- what there is
 
     def entries(self) -> Iterator[Entry]:
         """All objects."""
-        try:
-            found = self._fs.find(self.root, detail=True)
-        except FileNotFoundError:
-            return
+        listed: dict[str, Any] = {}
+        error = self._make(
+            "list", 1, lambda i: self._fs.find(self.root, detail=True), lambda i, found: listed.update(found), _PATIENCE
+        )[0]  # fmt: skip
+        if error is not None and not isinstance(error, FileNotFoundError):
+            raise error
         self._fs.invalidate_cache()
-        for path, info in found.items():
+        # By the store's own clock, as far as it can be told.
+        now = max(map(_seconds, listed.values()), default=0.0)
+        for path, info in listed.items():
             stamp = _seconds(info)
             key = str(path)[str(path).rindex(self.root) + len(self.root) + 1 :]
             # Without a time nobody can tell whether it is being written.
-            if key.endswith(_SUFFIX) and stamp and time.time() - stamp > _ABANDONED:
+            if key.endswith(_SUFFIX) and stamp and now - stamp > _ABANDONED:
                 self.delete_bad(key)
             else:
                 yield Entry(key, int(info.get("size") or 0), stamp)
 
-    def delete(self, entry: Entry) -> bool:
-        """Delete an object unless it is being written; whether it is gone."""
-        if entry.key.endswith(_SUFFIX):
-            return False
-        try:
-            self._fs.rm_file(self._path(entry.key))
-        except FileNotFoundError:
-            return True
-        except Exception:
-            return False
-        return True
+    def delete(self, entries: Sequence[Entry]) -> list[bool]:
+        """Delete objects unless they are being written; which of them are gone."""
+        gone = [False] * len(entries)
+        whole = [i for i, entry in enumerate(entries) if not entry.key.endswith(_SUFFIX)]
 
-    def delete_bad(self, key: str) -> None:
-        """Delete an object that is not what it should be."""
-        with contextlib.suppress(Exception):
-            self._fs.rm_file(self._path(key))
+        def ask(j: int) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(self._path(entries[whole[j]].key))
+
+        for i, error in zip(
+            whole, self._make("delete", len(whole), ask, _nothing, _PATIENCE), strict=True
+        ):
+            gone[i] = error is None
+        return gone
+
+    def delete_bad(self, key: str) -> bool:
+        """Delete an object that is not what it should be; whether it is gone."""
+        return self.delete([Entry(key, 0, 0.0)])[0]
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Evict beside others: there is no lock, so several may, which deletes too much at worst."""
         yield
+
+
+def _is_failure(error: Exception | None) -> bool:
+    """Whether a request had no answer, or none that says anything of what was asked for."""
+    return error is not None and not isinstance(
+        error, FileNotFoundError | DamagedObject | ForeignObject
+    )
+
+
+def _nothing(i: int, answer: Any) -> None:
+    """Take an answer in that says nothing."""
 
 
 def _seconds(info: dict[str, Any]) -> float:

@@ -109,7 +109,7 @@ def test_max_nbytes(place):
     bounded = over(place, max_nbytes=12 * size)
     for number in range(1, 6):
         started(bounded, prompt(number))
-    bounded.store.flush()
+        bounded.store.flush()  # many are written at once, so one prompt after another
     assert len(objects(first)[1]) <= 13
     assert bounded.store.stats().evicted > 10
     last = over(place)
@@ -132,7 +132,7 @@ def test_without_times_nothing_that_is_being_written_is_deleted():
     files = Timeless()
     files.pipe_file("/x/a/b/.new.partial", b"half")
     files.pipe_file("/x/a/b/old", b"whole")
-    place = RemoteFolder(files, "/x")
+    place = RemoteFolder(files, "/x", None)
     assert Bound(place, 10).make_room(10) == 1
     assert [entry.key for entry in place.entries()] == ["a/b/.new.partial"]
 

@@ -66,6 +66,10 @@ class _Columns:
         staged, columns = self._staged(len(ids))
         return Room(self, ids, columns, list(range(len(ids))), staged)
 
+    def room_on_host(self, count: int) -> Room:
+        """Room for so many blocks that are not in the pool yet."""
+        return Room(self, np.empty(0, np.int32), self._staged(count)[1], list(range(count)), [])
+
     def _staged(self, count: int) -> tuple[list[Any], list[Bytes]]:
         """Arrays in host memory for so many blocks, and their columns."""
         raise NotImplementedError

@@ -23,6 +23,7 @@ So an error leaves everything as it was, and who reads beside a writer sees sequ
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -33,6 +34,7 @@ from numkv.blocks.prefix import plain_extra
 from numkv.caches.paged.arguments import ids_of_step, numbers_of_new_tokens, prompt_ids
 from numkv.caches.paged.buffers import StepBuffers
 from numkv.caches.paged.compact import plan_compaction
+from numkv.caches.paged.lookup import Contents, PrefixLookup, contents_of
 from numkv.caches.paged.prefix_match import (
     block_names,
     find_part,
@@ -52,6 +54,7 @@ from numkv.checks import check_kept
 from numkv.compaction.key_shift import RopeShift
 from numkv.drawing.page import drawn
 from numkv.errors import NotSupported, NumkvError
+from numkv.keywords import explained
 from numkv.numbers import check_index
 from numkv.targets.streamed import on_stream
 
@@ -144,7 +147,9 @@ class PagedKVCache(WholeCache):
 
     @on_stream
     @whole
-    def add(self, tokens: Any = None, *, extra: Extra | None = None, stream: Any = None) -> int:
+    def add(
+        self, tokens: Any = None, *, extra: Extra | None = None, lookup: PrefixLookup | None = None, stream: Any = None
+    ) -> int:  # fmt: skip
         """Add a sequence; with its token ids, begin with what the prefix cache has of them.
 
         At least the last token is left to compute, as its logits are needed to go on. Full blocks are shared. Where
@@ -156,6 +161,8 @@ class PagedKVCache(WholeCache):
             Ids of the prompt, which are looked up. `reserve` and `commit` the rest of them.
         extra : mapping, optional
             What else the content depends on, such as ``{"adapter": 7}``; see `numkv.blocks.prefix.block_digests`.
+        lookup : PrefixLookup, optional
+            From `lookup`: what it has brought so far is taken over, and the store is not asked.
         stream : object, optional
             See `numkv.paged_decode_attention`.
 
@@ -167,14 +174,15 @@ class PagedKVCache(WholeCache):
         Raises
         ------
         UnsupportedDType, DimensionMismatch, ValueError, TypeError
-            If `tokens` are no row of token ids, or `extra` are no extra keys.
+            If `tokens` are no row of token ids, `extra` are no extra keys, or `lookup` is something else.
         """
         ids = prompt_ids(tokens)
         extra = plain_extra(extra)  # no reference to the caller's object is kept
         size = self.block_size
         full = ids[: max(0, len(ids) - 1) // size * size]
         names = block_names(self._store, full, extra)
-        with longest_found(self._store, full, names, extra) as match:
+        contents = contents_of(lookup)
+        with longest_found(self._store, full, names, extra, contents) as match:
             blocks, length = match.blocks, match.blocks * size
             digests = [of_group[:blocks] for of_group in names]
             state = SequenceState(
@@ -194,6 +202,45 @@ class PagedKVCache(WholeCache):
             if part is None:
                 return self._insert(state, shared=state.by_depth())
             return self._insert_with_part(state, part, ids)
+
+    @explained
+    def lookup(self, tokens: Any, *, extra: Extra | None = None) -> PrefixLookup:
+        """Begin to look for a prompt's prefix in the store; returns at once, and `add` takes over what was found.
+
+        Nothing of the cache is changed, and nobody waits: steps of other sequences, and all other calls, go on
+        meanwhile. What is found lies in the store's host tier, within its `host_nbytes`, until the lookup is closed or
+        gone.
+
+        Parameters
+        ----------
+        tokens : array-like of int
+            Ids of the prompt.
+        extra : mapping, optional
+            See `add`.
+
+        Returns
+        -------
+        PrefixLookup
+            Is `ready` when all has been brought; ``lookup.future.result(timeout)`` waits, and gives the number of
+            tokens.
+
+        Raises
+        ------
+        NotSupported
+            If the cache has no store.
+        UnsupportedDType, DimensionMismatch, ValueError, TypeError
+            See `add`.
+        """
+        tiers, size = self._store.tiers, self.block_size
+        if tiers is None:
+            raise NotSupported(
+                "lookup: expected a cache with a store, got one without; make it with store=PrefixStore(…), or call "
+                "`add`"
+            )
+        ids, extra = prompt_ids(tokens), plain_extra(extra)
+        full = ids[: max(0, len(ids) - 1) // size * size]
+        names = block_names(self._store, full, extra)
+        return PrefixLookup(Contents(tiers.engine), functools.partial(tiers.look_up, full, names))
 
     @whole
     def fork(self, seq: int) -> int:

@@ -15,8 +15,14 @@ from numpy.typing import NDArray
 
 from numkv.blocks.pool import BlockPool
 from numkv.caches.paged.block_bytes import BlockBytes, Room, SlotBytes
+from numkv.caches.paged.lookup import Contents
 from numkv.interrupts import opened
-from numkv.store.engine import IN_HOST, IN_STORE, Engine, FullBlock, Section
+from numkv.store.engine import IN_STORE, Engine, FullBlock, Section
+
+#: What gives content: a store, or a lookup that has asked it before.
+Source = Engine | Contents
+#: Blocks that a lookup reads before it asks for more memory.
+_AT_ONCE = 128
 
 
 class Missing(NamedTuple):
@@ -106,49 +112,84 @@ class StoredPart:
 
     # -- in
 
-    def where(self, names: NDArray[np.uint8]) -> NDArray[np.int8]:
+    def where(self, names: NDArray[np.uint8], source: Source) -> NDArray[np.int8]:
         """In which tier each is, by its name in the books."""
         each = [name.tobytes() for name in self._masked(names)]
         with opened():  # it may be on the other side of a network
-            return np.array(self._engine.where(self.section, each), np.int8)
+            return np.array(source.where(self.section, each), np.int8)
+
+    def leading(self, names: NDArray[np.uint8], source: Source) -> NDArray[np.int8]:
+        """In which tier each block of a chain is, up to the first that is nowhere."""
+        each = [name.tobytes() for name in self._masked(names)]
+        with opened():
+            return np.array(source.leading(self.section, each), np.int8)
+
+    def bring(self, missing: Sequence[Missing], contents: Contents) -> NDArray[np.bool_]:
+        """Read content into host memory, as far as there is some; which of it there is now."""
+        good = np.zeros(len(missing), np.bool_)
+        for first in range(0, len(missing), _AT_ONCE):
+            chosen = missing[first : first + _AT_ONCE]
+            if not contents.take_room(len(chosen) * self.content.content):
+                break
+            room, names = self.content.room_on_host(len(chosen)), self._names(chosen)
+            reading = _Reading(self.content, room, range(len(chosen)), chosen, names)
+            found = good[first : first + _AT_ONCE] = self._engine.read(self.section, reading)
+            for i in np.flatnonzero(found):
+                contents.put(self.section, names[i], np.concatenate(room.rows(int(i))))
+        return good
+
+    def _names(self, missing: Sequence[Missing]) -> list[bytes]:
+        """Names of objects."""
+        return [self._masked(of.name[None])[0].tobytes() for of in missing]
 
     def fill(
-        self, missing: Sequence[Missing], taken: NDArray[np.int32]
+        self, missing: Sequence[Missing], taken: NDArray[np.int32], source: Source
     ) -> tuple[NDArray[np.bool_], NDArray[np.int8]]:
         """Copy and read content into blocks; which of them have it now, and from which tier."""
         room = self.content.room(taken)
         good = np.zeros(len(missing), np.bool_)
         tiers = np.full(len(missing), IN_STORE, np.int8)
         others = []
-        names = [self._masked(of.name[None])[0].tobytes() for of in missing]
+        names = self._names(missing)
         for at, of in enumerate(missing):
-            data = self._engine.from_host(self.section, names[at]) if of.is_in_host else None
+            data = source.from_host(self.section, names[at]) if of.is_in_host else None
             if data is None:
                 others.append(at)
             else:
                 room.fill(at, data)
-                good[at], tiers[at] = True, IN_HOST
+                good[at], tiers[at] = True, source.tier
         if others:
-            reading = _Reading(self.content, room, missing, others, names)
+            chosen = [missing[at] for at in others]
+            reading = _Reading(self.content, room, others, chosen, [names[at] for at in others])
             with opened():
-                good[others] = self._engine.read(self.section, reading)
+                good[others] = source.read(self.section, reading)
         room.done(good)
         return good, tiers
 
 
 class _Reading:
-    """Blocks that are read from the store; see `Readings`."""
+    """Blocks that are read from a store; see `Readings`.
+
+    Parameters
+    ----------
+    of : BlockBytes or SlotBytes
+        What they are.
+    room, places : Room, sequence of int
+        Where their content goes.
+    missing, names : sequence of Missing, list of bytes
+        Which they are.
+    """
 
     def __init__(
-        self, of: BlockBytes | SlotBytes, room: Room, missing: Sequence[Missing], which: list[int],
+        self, of: BlockBytes | SlotBytes, room: Room, places: Sequence[int], missing: Sequence[Missing],
         names: list[bytes],
     ) -> None:  # fmt: skip
-        self._room, self._missing, self._which, self.sound = room, missing, which, of.sound
-        self.names: Sequence[bytes] = [names[at] for at in which]
-        self.depths: Sequence[int] = [missing[at].number for at in which]
+        self._room, self._places, self._missing, self.sound = room, places, missing, of.sound
+        self.names: Sequence[bytes] = names
+        self.depths: Sequence[int] = [of.number for of in missing]
 
     def tokens(self, i: int) -> bytes:
-        return self._missing[self._which[i]].tokens.astype("<i4").tobytes()
+        return self._missing[i].tokens.astype("<i4").tobytes()
 
     def content(self, i: int) -> list[NDArray[np.uint8]]:
-        return self._room.rows(self._which[i])
+        return self._room.rows(self._places[i])

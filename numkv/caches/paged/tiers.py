@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.caches.paged.block_bytes import BlockBytes, SlotBytes
+from numkv.caches.paged.lookup import Contents
 from numkv.caches.paged.prefix_match import (
     Match,
     NewNames,
@@ -26,14 +27,14 @@ from numkv.caches.paged.prefix_match import (
 )
 from numkv.caches.paged.states import Checkpoint
 from numkv.caches.paged.store import BlockStore, Extra
-from numkv.caches.paged.stored_parts import Missing, StoredPart
+from numkv.caches.paged.stored_parts import Missing, Source, StoredPart
 from numkv.caches.paged.swap import head_scales_of
 from numkv.errors import CacheFull
 from numkv.store.engine import IN_HOST, IN_POOL, NOWHERE, FullBlock, Section
 from numkv.store.prefix_store import PrefixStore
 from numkv.store.records import PrefixFound
 
-#: Names that are looked for at first; then twice as many, and so on, until one is nowhere.
+#: Checkpoints of states that are looked for at once.
 _FIRST_LOOK = 32
 
 #: Where nobody has looked for states yet.
@@ -60,7 +61,8 @@ def with_tiers(
 
 @contextlib.contextmanager
 def longest_found(
-    store: BlockStore, ids: NDArray[np.int32], names: list[NDArray[np.uint8]], extra: Extra | None = None
+    store: BlockStore, ids: NDArray[np.int32], names: list[NDArray[np.uint8]], extra: Extra | None = None,
+    contents: Contents | None = None,
 ) -> Iterator[Match]:  # fmt: skip
     """The longest prefix in any tier, all of it in the pool now; it stays there as long as the context lasts.
 
@@ -70,12 +72,14 @@ def longest_found(
         See `find_prefix`.
     extra : mapping or None
         What the content depends on beside the tokens.
+    contents : Contents, optional
+        What a lookup has brought; nothing else is asked then.
     """
     match = found = find_prefix(store, ids, names)
     kept = None
     try:
         if store.tiers is not None and match.wanted:
-            kept = store.tiers.bring(ids, names, match)
+            kept = store.tiers.bring(ids, names, match, contents)
             if kept.blocks or kept.slots:
                 found = find_prefix(store, ids, names)
                 chain = names[0][: found.blocks]
@@ -128,7 +132,7 @@ class Tiers:
     """
 
     def __init__(self, of: BlockStore, store: PrefixStore) -> None:
-        self.store, self._of, self._engine = store, of, store._engine
+        self.store, self._of, self.engine = store, of, store._engine
         if of.layers.alike:
             contents = [BlockBytes(of, of.pools)]
         else:
@@ -137,7 +141,7 @@ class Tiers:
         make, blocks = self._section_maker(), of.blocks
         #: Of blocks, of one group after another; one for all of them where layers are alike.
         self.parts = [
-            StoredPart(self._engine, blocks, content, make(content.content)) for content in contents
+            StoredPart(self.engine, blocks, content, make(content.content)) for content in contents
         ]
         #: Which of them each block that is registered belongs to; -1 for what others have registered.
         self._nobody = -1 if len(self.parts) > 1 else 0
@@ -146,7 +150,7 @@ class Tiers:
         if of.states is not None:
             content = SlotBytes(of.states)
             self.of_states = StoredPart(
-                self._engine, of.states.books, content, make(content.content), group_mask(len(of.groups))
+                self.engine, of.states.books, content, make(content.content), group_mask(len(of.groups))
             )  # fmt: skip
             self._named = np.zeros(of.states.books.num_blocks, np.bool_)
             of.states.books._watcher = _OfStates(self.of_states, self._named)
@@ -239,22 +243,59 @@ class Tiers:
 
     # -- in
 
+    def look_up(
+        self, ids: NDArray[np.int32], names: list[NDArray[np.uint8]], contents: Contents
+    ) -> int:
+        """Bring into host memory what the pool lacks of the longest prefix; how many tokens that has then.
+
+        Nothing of the cache is changed or waited for, so this runs beside all else.
+        """
+        size, engine = self._of.block_size, self.engine
+        by_block = ids.reshape(-1, size)
+        in_pool = [self._of.blocks.find_each(of_group, by_block) >= 0 for of_group in names]
+        where = [np.where(there, IN_POOL, NOWHERE).astype(np.int8) for there in in_pool]
+        if not len(by_block) or self.store.closed:
+            return 0
+        self._look(names, where, engine)
+        present, ends = [x > NOWHERE for x in where], self._ends(names[0])
+        blocks = self._longest(present, ends)
+        while blocks and ends is not None and ends[blocks] == _UNKNOWN:
+            self._look_for_states(names[0], ends, blocks, 0, engine)
+            blocks = self._longest(present, ends)
+        for group, of_group in enumerate(names):
+            first = self._of.first_needed(group, blocks * size)
+            wanted = (first + np.flatnonzero(where[group][first:blocks] > IN_POOL)).tolist()
+            missing = [Missing(group, i, of_group[i], by_block[i]) for i in wanted]
+            good = self._part(group).bring(missing, contents)
+            present[group][[i for i, is_good in zip(wanted, good, strict=True) if not is_good]] = (
+                False
+            )
+        if blocks and ends is not None and ends[blocks] > IN_POOL and self.of_states is not None:
+            of_end = Missing(0, blocks - 1, names[0][blocks - 1], by_block[blocks - 1])
+            if not self.of_states.bring([of_end], contents).all():
+                ends[blocks] = NOWHERE
+        if ends is not None:
+            ends[ends == _UNKNOWN] = NOWHERE
+        return self._longest(present, ends) * size
+
     def bring(
-        self, ids: NDArray[np.int32], names: list[NDArray[np.uint8]], match: Match
-    ) -> Brought:
+        self, ids: NDArray[np.int32], names: list[NDArray[np.uint8]], match: Match,
+        contents: Contents | None = None,
+    ) -> Brought:  # fmt: skip
         """Bring into the pool, and register there, what makes a prefix longer."""
+        source: Source = self.engine if contents is None else contents
         where = [np.where(x >= 0, IN_POOL, NOWHERE).astype(np.int8) for x in match.found]
         kept = Brought(where, self._ends(names[0]))
         if match.blocks == match.wanted or self.store.closed:
             return kept
-        self._look(names, where)
+        self._look(names, where, source)
         present, ends = [x > NOWHERE for x in where], kept.ends
         if ends is not None:
             self._hold_states(names[0], match.blocks, kept)
         try:
             while (blocks := self._longest(present, ends)) > match.blocks:
                 if ends is not None and ends[blocks] == _UNKNOWN:
-                    self._look_for_states(names[0], ends, blocks, match.blocks)
+                    self._look_for_states(names[0], ends, blocks, match.blocks, source)
                     continue
                 missing = self._missing(ids, names, blocks, kept)
                 room = self._of.blocks.num_free
@@ -262,9 +303,9 @@ class Tiers:
                     for there in present:
                         there[max(match.blocks, blocks - (len(missing) - room)) :] = False
                     continue
-                if not self._fetch_states(names[0], ids, blocks, kept):
+                if not self._fetch_states(names[0], ids, blocks, kept, source):
                     continue
-                good = self._fetch(missing, kept)
+                good = self._fetch(missing, kept, source)
                 if good.all():
                     break
                 for (group, i, *_), is_good in zip(missing, good, strict=True):
@@ -280,25 +321,20 @@ class Tiers:
         """Blocks of the longest prefix; states of which nothing is known are taken to be there."""
         return longest_prefix(self._of, present, None if ends is None else ends != NOWHERE)
 
-    def _look(self, names: list[NDArray[np.uint8]], where: list[Where]) -> None:
+    def _look(self, names: list[NDArray[np.uint8]], where: list[Where], source: Source) -> None:
         """Look for blocks in the other tiers, and note in `where` what is there."""
         limit = len(where[0])
         full = [g for g, group in enumerate(self._of.groups) if group.is_full]
         others = [g for g, group in enumerate(self._of.groups) if not group.is_full]
         for group in full:
             missing = np.flatnonzero(where[group][:limit] == NOWHERE)
-            at, count = 0, _FIRST_LOOK
-            while at < len(missing):
-                part = missing[at : at + count]
-                found = self._part(group).where(names[group][part])
-                where[group][part] = found
-                if not found.all():
-                    limit = int(part[np.argmin(found)])
-                    break
-                at, count = at + count, 2 * count
+            found = self._part(group).leading(names[group][missing], source)
+            where[group][missing] = found
+            if not found.all():
+                limit = int(missing[np.argmin(found)])
         for group in others:
             missing = np.flatnonzero(where[group][:limit] == NOWHERE)
-            where[group][missing] = self._part(group).where(names[group][missing])
+            where[group][missing] = self._part(group).where(names[group][missing], source)
         for in_group in where:
             in_group[limit:] = np.minimum(in_group[limit:], IN_POOL)
 
@@ -322,7 +358,7 @@ class Tiers:
         kept.blocks.append(new.astype(np.int32))
         return missing
 
-    def _fetch(self, missing: list[Missing], kept: Brought) -> NDArray[np.bool_]:
+    def _fetch(self, missing: list[Missing], kept: Brought, source: Source) -> NDArray[np.bool_]:
         """Bring blocks into the pool and register them; which of them there were."""
         books = self._of.blocks
         taken = books.allocate(len(missing))
@@ -334,7 +370,7 @@ class Tiers:
             for number in np.unique(part_of).tolist():
                 mine, part = np.flatnonzero(part_of == number), self.parts[number]
                 chosen = [missing[i] for i in mine]
-                good[mine], tiers = part.fill(chosen, taken[mine])
+                good[mine], tiers = part.fill(chosen, taken[mine], source)
                 for of, tier in zip(chosen, tiers, strict=True):
                     kept.where[of.group][of.number] = tier
                 kept.nbytes += int(good[mine].sum()) * part.content.content
@@ -376,17 +412,17 @@ class Tiers:
                 kept.ends[kept.ends == _UNKNOWN] = NOWHERE
 
     def _look_for_states(
-        self, chain: NDArray[np.uint8], ends: Where, blocks: int, least: int
+        self, chain: NDArray[np.uint8], ends: Where, blocks: int, least: int, source: Source
     ) -> None:
         """Look for the states after so many blocks, and after some fewer, in the other tiers."""
         assert self.of_states is not None
         unknown = np.flatnonzero(ends[: blocks + 1] == _UNKNOWN)
         asked = unknown[unknown > least][-_FIRST_LOOK:]
-        ends[asked] = self.of_states.where(chain[asked - 1])
+        ends[asked] = self.of_states.where(chain[asked - 1], source)
 
     def _fetch_states(
-        self, chain: NDArray[np.uint8], ids: NDArray[np.int32], blocks: int, kept: Brought
-    ) -> bool:
+        self, chain: NDArray[np.uint8], ids: NDArray[np.int32], blocks: int, kept: Brought, source: Source
+    ) -> bool:  # fmt: skip
         """Bring the states after so many blocks, if the pool has none; whether there are some now."""
         slots, ends, part = self._of.states, kept.ends, self.of_states
         if slots is None or ends is None or part is None or ends[blocks] == IN_POOL:
@@ -401,7 +437,7 @@ class Tiers:
         missing = Missing(0, blocks - 1, name, ids[length - size : length], ends[blocks] == IN_HOST)
         taken = slots.books.allocate(1)
         try:
-            good, tiers = part.fill([missing], taken)
+            good, tiers = part.fill([missing], taken, source)
             if good[0]:
                 slots.register([Checkpoint(int(taken[0]), name.tobytes(), length, None)])
                 self._named[taken] = True
@@ -428,8 +464,8 @@ class Tiers:
             tiers[-1] = max(tiers[-1], kept.ends[blocks])
         _, in_pool, in_host, in_store = np.bincount(tiers, minlength=4).tolist()
         missed = found.wanted - blocks
-        self._engine.count(found.wanted, (missed, in_pool, in_host, in_store))
-        self._engine.tell_now(
+        self.engine.count(found.wanted, (missed, in_pool, in_host, in_store))
+        self.engine.tell_now(
             PrefixFound(found.wanted, in_pool, in_host, in_store, missed, kept.nbytes)
         )
 
