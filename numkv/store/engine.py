@@ -154,7 +154,7 @@ class Engine:
         self._bad: set[str] = set()
         self._deleting: set[str] = set()
         self._events: list[Any] = []
-        self._host_bytes = self._number = self._threads = 0
+        self._host_bytes = self._number = self._threads = self._noting = 0
         self._made = self._told = 0  # events
 
     # -- what is to be written
@@ -456,13 +456,18 @@ class Engine:
                 self._writing[waiting.key] = waiting
                 waiting.copying = waiting.owner is not None
             used, self._used = self._used, []
-        if waiting is not None:
-            self._write(waiting, buffers)
-        self._delete_bad()
-        for key, age in used:
-            self.place.touch(key, age)
-        with self._changed:
-            events, self._events = self._events, []
+            self._noting += 1
+        try:
+            if waiting is not None:
+                self._write(waiting, buffers)
+            self._delete_bad()
+            for key, age in used:
+                self.place.touch(key, age)
+        finally:
+            with self._changed:
+                self._noting -= 1
+                events, self._events = self._events, []
+                self._changed.notify_all()
         for event in events:
             self.tell_now(event)
         if events:
@@ -591,10 +596,8 @@ class Engine:
         with self._changed:
             last, made = self._number, self._made
             self._start()
-            while (
-                (waiting := self._first_waiting() <= last) or self._told < made or self._deletes()
-            ):
-                if not (self._writing or self._deleting or self.place.answers):
+            while (waiting := self._first_waiting() <= last) or self._told < made or self._tidies():
+                if not (self._writing or self._deleting or self._noting or self.place.answers):
                     break  # nobody knows for how long
                 # Events of the blocks that are waited for, too.
                 made = self._made if waiting else made
@@ -610,9 +613,9 @@ class Engine:
             lost, self._said = self._given_up - self._said, self._given_up
             return lost + sum(waiting.number <= last for waiting in self._queue.values())
 
-    def _deletes(self) -> bool:
-        """Whether there are objects that are to be deleted as they are not what they should be."""
-        return bool(self._bad or self._deleting)
+    def _tidies(self) -> bool:
+        """Whether objects are to be deleted as they are not what they should be, or uses to be noted."""
+        return bool(self._bad or self._deleting or self._used or self._noting)
 
     def _do_here(self) -> None:
         """Do some of the work in this thread, where no other can be started any more."""

@@ -38,6 +38,7 @@ class _Batch:
 
     def do(self, i: int) -> None:
         """Make a request, and take its answer in while somebody waits for it."""
+        self.answered = time.monotonic()  # that a thread has come to it is a sign of life, too
         answer: Any = None
         error: Exception | None = None
         try:

@@ -32,6 +32,7 @@ def made():
 
     def over(network, **options):
         networks.append(network)
+        options = {"timeout": 60.0, **options}  # which a loaded machine needs
         stores.append(PrefixStore("x", mark="a model", file_system=network, **options))
         return stores[-1]
 
@@ -373,3 +374,4 @@ def test_flush_says_what_is_in_the_store(tmp_path):
     assert (second.store.stats().written, second.store.stats().already_there) == (5, 0)
     third = cache(store_in(tmp_path))
     assert third.cached_len(third.add(prompt(1))) == 20
+
