@@ -40,10 +40,12 @@ what waits, and so does the end of the process unless it is killed.
 
 from __future__ import annotations
 
+from numkv.store.byte_store import BlockStore
 from numkv.store.prefix_store import PrefixStore
 from numkv.store.records import (
     BlocksDropped,
     BlocksWritten,
+    ByteStats,
     PrefixFound,
     StoreAnswers,
     StoreSilent,
@@ -51,5 +53,6 @@ from numkv.store.records import (
 )
 
 __all__ = [
-    "BlocksDropped", "BlocksWritten", "PrefixFound", "PrefixStore", "StoreAnswers", "StoreSilent", "StoreStats",
+    "BlockStore", "BlocksDropped", "BlocksWritten", "ByteStats", "PrefixFound", "PrefixStore", "StoreAnswers",
+    "StoreSilent", "StoreStats",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from numkv.store.objects import DamagedObject
+from numkv.store.objects import OtherSize
 
 #: Buffers that one call of the system takes; it is 1,024 where POSIX is.
 _MOST_VIEWS = 1000
@@ -71,6 +71,8 @@ class Folder:
     answers = True
     #: What fails on a disk fails again.
     attempts = 1
+    #: Objects that one thread handles as fast as several.
+    few = _FEW
 
     def __init__(self, root: str, durable: bool) -> None:
         self.root, self._durable = root, durable
@@ -92,12 +94,13 @@ class Folder:
 
     # -- reading
 
-    def exist(self, keys: Sequence[str], nbytes: int) -> list[bool]:
-        """Whether there are such objects, of so many bytes: a shorter one is no object."""
+    def exist(self, keys: Sequence[str], nbytes: int | None) -> list[bool]:
+        """Whether there are such objects, of so many bytes or of any number: a shorter one is no object."""
         found = []
         for key in keys:
             try:
-                found.append(os.stat(self._path(key)).st_size == nbytes)
+                size = os.stat(self._path(key)).st_size
+                found.append(nbytes is None or size == nbytes)
             except OSError:
                 found.append(False)
         return found
@@ -309,7 +312,10 @@ class Folder:
 
 
 def in_threads(
-    count: int, most: int, work: Callable[[Sequence[int], list[Exception | None]], None]
+    count: int,
+    most: int,
+    work: Callable[[Sequence[int], list[Exception | None]], None],
+    few: int = _FEW,
 ) -> list[Exception | None]:
     """Share numbers out to threads, this one among them, and wait for all of them.
 
@@ -321,9 +327,11 @@ def in_threads(
         Threads at most.
     work : callable
         Takes its numbers, and a list where it puts what went wrong with each.
+    few : int
+        Numbers that this thread does alone.
     """
     errors: list[Exception | None] = [None] * count
-    shares = 1 if count <= _FEW else min(most, count)
+    shares = 1 if count <= few else min(most, count)
     threads = []
     for share in range(1, shares):
         mine = range(share, count, shares)
@@ -365,10 +373,10 @@ def _read_slowly(descriptor: int, views: Sequence[Any]) -> None:
         while len(view):
             got = os.preadv(descriptor, [view], at)
             if not got:
-                raise DamagedObject(f"it is cut off after {at} bytes")
+                raise OtherSize(f"it is cut off after {at} bytes")
             view, at = view[got:], at + got
     if os.pread(descriptor, 1, at):
-        raise DamagedObject(f"it is longer than {at} bytes")
+        raise OtherSize(f"it is longer than {at} bytes")
 
 
 def _bytes(view: Any) -> memoryview:

@@ -41,6 +41,10 @@ class DamagedObject(Exception):
     """An object is not as it was written."""
 
 
+class OtherSize(DamagedObject):
+    """An object has more or fewer bytes than were asked for."""
+
+
 class ForeignObject(Exception):
     """An object is whole, but of another identity than that in whose place it lies."""
 

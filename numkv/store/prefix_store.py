@@ -10,13 +10,12 @@ from typing import Any, NoReturn, Self
 from numkv.checks import Mark, check_mark
 from numkv.errors import NotSupported, NumkvError
 from numkv.keywords import explains
-from numkv.numbers import check_flag, check_number, check_size
+from numkv.numbers import check_size
 from numkv.store.engine import Engine, Section
-from numkv.store.folder import Folder
 from numkv.store.identity import folder_of, identity_text
 from numkv.store.objects import Layout
+from numkv.store.places import check_bound, check_timeout, place_of
 from numkv.store.records import Event, StoreStats
-from numkv.store.remote import RemoteFolder, opened
 
 #: Bytes of the host tier, if nothing is said.
 _HOST_BYTES = 256 << 20
@@ -114,7 +113,6 @@ class PrefixStore:
         timeout: float | None = _PATIENCE,
         on_event: Callable[[Event], object] | None = None,
     ) -> None:
-        path = _path(place)
         if mark is None:
             raise TypeError(
                 "`mark`: expected a text, or facts by name, got None; say which model's blocks these are"
@@ -122,24 +120,12 @@ class PrefixStore:
         self._mark, self._rope = check_mark("mark", mark), check_mark("rope", rope)
         for name, given in (("mark", self._mark), ("rope", self._rope)):
             _check_unicode(name, given)
-        most = None if max_nbytes is None else _bytes("max_nbytes", max_nbytes, 1)
-        host = _bytes("host_nbytes", host_nbytes, 0)
-        durable, patience = check_flag("durable", durable), _timeout(timeout)
+        most, host = check_bound(max_nbytes), check_size("host_nbytes", host_nbytes, 0, 2**62)
         if on_event is not None and not callable(on_event):
             raise TypeError(
                 f"`on_event`: expected a function or None, got {type(on_event).__name__}"
             )
-        where: Folder | RemoteFolder
-        if file_system is not None:
-            if not (hasattr(file_system, "cat_file") and hasattr(file_system, "pipe_file")):
-                raise TypeError(
-                    f"`file_system`: expected one of fsspec's, got {type(file_system).__name__}"
-                )
-            where = RemoteFolder(file_system, path, patience)
-        elif "://" in path:
-            where = RemoteFolder(*opened(path), patience)
-        else:
-            where = Folder(os.path.abspath(path), durable)
+        where = place_of(place, durable, file_system, timeout)
         self._max_nbytes, self._host_nbytes = most, host
         self._engine = Engine(where, most, host, on_event)
 
@@ -214,7 +200,7 @@ class PrefixStore:
         NumkvError
             If it is called by `on_event`, in a thread that writes.
         """
-        return self._engine.flush(_timeout(timeout))
+        return self._engine.flush(check_timeout(timeout))
 
     def close(self, timeout: float | None = None) -> int:
         """Write what waits, and end. Caches that use the store go on without it.
@@ -234,7 +220,7 @@ class PrefixStore:
         TimeoutError, NumkvError
             See `flush`; the store is not closed then.
         """
-        return self._engine.close(_timeout(timeout))
+        return self._engine.close(check_timeout(timeout))
 
     def __enter__(self) -> Self:
         return self
@@ -255,24 +241,6 @@ class PrefixStore:
     def _check_open(self) -> None:
         if self.closed:
             raise NumkvError("`store`: expected an open store, got a closed one; make another")
-
-
-def _path(place: Any) -> str:
-    try:
-        name = os.fsdecode(place)
-    except TypeError:
-        raise TypeError(f"`place`: expected a path or a URL, got {type(place).__name__}") from None
-    if "\0" in name or not name:
-        raise ValueError(f"`place`: expected a path or a URL, got {name!r}")
-    return name
-
-
-def _bytes(name: str, given: Any, least: int) -> int:
-    return check_size(name, given, least, 2**62)
-
-
-def _timeout(given: Any) -> float | None:
-    return None if given is None else check_number("timeout", given, 0.0)
 
 
 def _check_unicode(name: str, mark: Any) -> None:

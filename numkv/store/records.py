@@ -66,6 +66,34 @@ class StoreStats:
 
 
 @dataclass(frozen=True, slots=True)
+class ByteStats:
+    """Counts of one `BlockStore` since it was made; of objects, but for bytes and errors."""
+
+    found: int = 0
+    """Objects read."""
+    missed: int = 0
+    """Objects that were not there, or not what they should be."""
+    written: int = 0
+    """Objects that are there since they were written, or were before."""
+    failed: int = 0
+    """Objects that could not be written; see `last_error`."""
+    damaged: int = 0
+    """Objects that were not as they were written, or another's; they have been deleted."""
+    evicted: int = 0
+    """Objects deleted to keep to `max_nbytes`."""
+    bytes_written: int = 0
+    """Bytes of the objects written."""
+    bytes_read: int = 0
+    """Bytes of the objects read."""
+    errors: Mapping[str, int] = field(default_factory=dict)
+    """See `StoreStats`."""
+    answers: bool = True
+    """See `StoreStats`."""
+    last_error: str = ""
+    """See `StoreStats`."""
+
+
+@dataclass(frozen=True, slots=True)
 class BlocksWritten:
     """Blocks are in the store, and stay there until they are evicted."""
 

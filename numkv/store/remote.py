@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from numkv.errors import NotSupported
 from numkv.store.folder import Entry, Jobs
-from numkv.store.objects import DamagedObject, ForeignObject
+from numkv.store.objects import DamagedObject, ForeignObject, OtherSize
 from numkv.store.requests import Breaker, Requests, Unanswered
 
 #: Requests at once.
@@ -69,6 +69,7 @@ class RemoteFolder:
     writers = 32
     #: What fails on a network may do well a moment later.
     attempts = 4
+    few = 1
 
     def __init__(self, file_system: Any, root: str, patience: float | None) -> None:
         self._fs, self.root, self._patience = file_system, root.rstrip("/"), patience
@@ -144,12 +145,12 @@ class RemoteFolder:
 
     # -- reading
 
-    def exist(self, keys: Sequence[str], nbytes: int) -> list[bool]:
-        """Whether there are such objects, of so many bytes."""
+    def exist(self, keys: Sequence[str], nbytes: int | None) -> list[bool]:
+        """Whether there are such objects, of so many bytes or of any number."""
         found = [False] * len(keys)
 
         def take(i: int, size: int) -> None:
-            found[i] = size == nbytes
+            found[i] = nbytes is None or size == nbytes
 
         def ask(i: int) -> int:
             return int(self._fs.info(self._path(keys[i]))["size"])
@@ -166,7 +167,7 @@ class RemoteFolder:
         def take(i: int, answer: Any) -> None:
             found = memoryview(answer)
             if len(found) != jobs.nbytes:
-                raise DamagedObject(f"it has {len(found)} bytes, and not {jobs.nbytes}")
+                raise OtherSize(f"it has {len(found)} bytes, and not {jobs.nbytes}")
             views = jobs.views(i)
             for view in views:
                 to = memoryview(view).cast("B")

@@ -374,4 +374,3 @@ def test_flush_says_what_is_in_the_store(tmp_path):
     assert (second.store.stats().written, second.store.stats().already_there) == (5, 0)
     third = cache(store_in(tmp_path))
     assert third.cached_len(third.add(prompt(1))) == 20
-

@@ -1,0 +1,336 @@
+"""`BlockStore`: bytes under keys, in the same objects as those of a `PrefixStore`, for other engines' caches."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from typing import Any, NoReturn, Self, TypeVar
+
+from numkv.checks import Mark, check_mark
+from numkv.errors import NotSupported, NumkvError
+from numkv.keywords import explains
+from numkv.store.bound import Bound
+from numkv.store.folder import in_threads
+from numkv.store.identity import folder_of, identity_text
+from numkv.store.objects import DamagedObject, ForeignObject, Layout, OtherSize, crc32_of
+from numkv.store.places import check_bound, place_of
+from numkv.store.records import ByteStats
+
+log = logging.getLogger("numkv.store")
+_T = TypeVar("_T")
+
+
+@explains
+class BlockStore:
+    """Blocks of bytes under keys of the caller's, in a folder or any fsspec file system that others share.
+
+    What a `PrefixStore` promises of its objects holds here: an object is there as a whole or not at all, a checksum and
+    its identity are compared before anybody sees it, `max_nbytes` bounds all of them, and a network that does not
+    answer is left alone for a while. Calls are made for many keys at once, on a network beside each other.
+
+    Parameters
+    ----------
+    place, max_nbytes, durable, file_system, timeout
+        See `PrefixStore`.
+    mark : str or mapping
+        What the bytes depend on beside the keys: the engine, the model and its revision, the layout. Objects of another
+        mark are not found.
+
+    Raises
+    ------
+    NotSupported, TypeError, ValueError, DimensionMismatch
+        See `PrefixStore`.
+
+    Notes
+    -----
+    Any number of threads and processes use one place. What goes wrong with the place is counted (`stats`) and logged,
+    and is a key that is not there, or was not written; only wrong arguments raise.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from numkv.store import BlockStore
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> store = BlockStore(folder.name, mark="an engine")
+    >>> store.put(["a", "b"], [b"first", b"second"])
+    [True, True]
+    >>> store.exists(["a", "c"])
+    [True, False]
+    >>> into = bytearray(5)
+    >>> store.get_into(["a"], [into]), bytes(into)
+    ([True], b'first')
+    >>> folder.cleanup()
+    """
+
+    def __init__(
+        self,
+        place: str | os.PathLike[str],
+        *,
+        mark: Mark,
+        max_nbytes: int | None = None,
+        durable: bool = False,
+        file_system: Any = None,
+        timeout: float | None = 0.3,
+    ) -> None:
+        if mark is None:
+            raise TypeError(
+                "`mark`: expected a text, or facts by name, got None; say whose bytes these are"
+            )
+        self._place = place_of(place, durable, file_system, timeout)
+        self._identity = identity_text(check_mark("mark", mark), None, {"objects": "bytes"})
+        self._folder = folder_of(self._identity)
+        self._bound = Bound(self._place, check_bound(max_nbytes))
+        self._lock, self._bound_lock = threading.Lock(), threading.Lock()
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._errors: collections.Counter[str] = collections.Counter()
+        self._last_error, self._closed = "", False
+        self._place.report = self._note_error
+
+    def __repr__(self) -> str:
+        return f"<BlockStore: {self._place!r}{', closed' if self._closed else ''}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise NotSupported(
+            "a BlockStore cannot be copied or pickled: make one with the same arguments where it is needed"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ask nothing any more."""
+        self._closed = True
+        self._place.end()
+
+    def stats(self) -> ByteStats:
+        """Counts of this object's work.
+
+        Returns
+        -------
+        ByteStats
+        """
+        with self._lock:
+            return ByteStats(
+                **self._counts,
+                errors=dict(self._errors),
+                answers=self._place.answers,
+                last_error=self._last_error,
+            )
+
+    # -- calls
+
+    def exists(self, keys: Sequence[str | bytes]) -> list[bool]:
+        """Whether there is an object under each key; its bytes are not looked at.
+
+        Parameters
+        ----------
+        keys : sequence of str or bytes
+            Of any length.
+
+        Returns
+        -------
+        list of bool
+        """
+        names = self._names(keys)
+        return self._place.exist([self._key(name) for name in names], None)
+
+    def get_into(self, keys: Sequence[str | bytes], buffers: Sequence[Any]) -> list[bool]:
+        """Read objects into buffers.
+
+        Parameters
+        ----------
+        keys : sequence of str or bytes
+            Which.
+        buffers : sequence of writable, contiguous buffers
+            A buffer for each, of the object's bytes.
+
+        Returns
+        -------
+        list of bool
+            Which were there, whole and of that many bytes. A buffer of another may have been written to.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If there are not as many buffers as keys, or one is none that can be written to.
+        """
+        names, views = self._names(keys), [_view("buffers", x, True) for x in buffers]
+        _check_count(names, views)
+        found = [False] * len(names)
+        by_size: dict[int, list[int]] = collections.defaultdict(list)
+        for i, view in enumerate(views):
+            by_size[view.nbytes].append(i)
+        for size, chosen in by_size.items():
+            jobs = _Jobs(
+                self._layout(size),
+                [names[i] for i in chosen],
+                [views[i] for i in chosen],
+                self._key,
+            )
+            for i, error in zip(chosen, self._place.read(jobs), strict=True):
+                found[i] = error is None
+                if isinstance(error, DamagedObject | ForeignObject) and not isinstance(
+                    error, OtherSize
+                ):
+                    self._drop(self._key(names[i]), error)
+        self._count(found=sum(found), missed=len(found) - sum(found),
+                    bytes_read=sum(v.nbytes for v, ok in zip(views, found, strict=True) if ok))  # fmt: skip
+        return found
+
+    def put(self, keys: Sequence[str | bytes], buffers: Sequence[Any]) -> list[bool]:
+        """Write objects; what is there under a key already stays where it is the same, and is replaced otherwise.
+
+        Parameters
+        ----------
+        keys : sequence of str or bytes
+            Under which keys.
+        buffers : sequence of contiguous buffers
+            Their bytes.
+
+        Returns
+        -------
+        list of bool
+            Which are there now.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If there are not as many buffers as keys, or one is none.
+        """
+        names, views = self._names(keys), [_view("buffers", x, False) for x in buffers]
+        _check_count(names, views)
+        if self._closed:
+            raise NumkvError("put: expected an open store, got a closed one; make another")
+
+        def work(mine: Sequence[int], errors: list[Exception | None]) -> None:
+            for i in mine:
+                try:
+                    self._put(names[i], views[i])
+                except Exception as error:
+                    errors[i] = error
+
+        errors = in_threads(len(names), self._place.writers, work, self._place.few)
+        for error in errors:
+            if error is not None:
+                self._note_error("write", error)
+        good = [error is None for error in errors]
+        self._count(written=sum(good), failed=len(good) - sum(good),
+                    bytes_written=sum(v.nbytes for v, ok in zip(views, good, strict=True) if ok))  # fmt: skip
+        return good
+
+    def remove(self, keys: Sequence[str | bytes]) -> list[bool]:
+        """Delete objects; which keys have none now."""
+        names = self._names(keys)
+        return [self._place.delete_bad(self._key(name)) for name in names]
+
+    # -- the same for who awaits
+
+    async def exists_async(self, keys: Sequence[str | bytes]) -> list[bool]:
+        """`exists`, in a thread that the event loop waits for."""
+        return await self._await(self.exists, keys)
+
+    async def get_into_async(
+        self, keys: Sequence[str | bytes], buffers: Sequence[Any]
+    ) -> list[bool]:
+        """`get_into`, in a thread that the event loop waits for."""
+        return await self._await(self.get_into, keys, buffers)
+
+    async def put_async(self, keys: Sequence[str | bytes], buffers: Sequence[Any]) -> list[bool]:
+        """`put`, in a thread that the event loop waits for."""
+        return await self._await(self.put, keys, buffers)
+
+    async def _await(self, call: Callable[..., _T], *args: Any) -> _T:
+        return await asyncio.to_thread(call, *args)
+
+    # -- insides
+
+    def _names(self, keys: Sequence[str | bytes]) -> list[bytes]:
+        if isinstance(keys, str | bytes):
+            raise TypeError("`keys`: expected a list of keys, got one; pass [key]")
+        return [sha256(_key_bytes(key)).digest() for key in keys]
+
+    def _key(self, name: bytes) -> str:
+        digits = name.hex()
+        return f"{self._folder}/{digits[:2]}/{digits[2:]}"
+
+    def _layout(self, nbytes: int) -> Layout:
+        return Layout(self._identity, 0, nbytes)
+
+    def _put(self, name: bytes, view: memoryview) -> None:
+        layout, key = self._layout(view.nbytes), self._key(name)
+        header = layout.make_header(name, b"", crc32_of([view]))
+        if self._place.holds(key, header, layout.nbytes):
+            self._place.touch(key, 0.0)
+            return
+        with self._bound_lock:
+            evicted = self._bound.make_room(layout.nbytes)
+        self._place.write(key, [header, view], 0.0)
+        self._count(evicted=evicted)
+
+    def _drop(self, key: str, error: Exception) -> None:
+        log.warning("%s/%s is damaged or another's, and deleted: %s", self._place, key, error)
+        self._place.delete_bad(key)
+        self._count(damaged=1)
+
+    def _count(self, **counts: int) -> None:
+        with self._lock:
+            self._counts.update(counts)
+
+    def _note_error(self, asked: str, error: Exception) -> None:
+        with self._lock:
+            self._errors[f"{asked}: {type(error).__name__}"] += 1
+            self._last_error = f"{type(error).__name__}: {error}"
+
+
+class _Jobs:
+    """Objects of one size that are to be read; see `numkv.store.folder.Jobs`."""
+
+    def __init__(
+        self, layout: Layout, names: Sequence[bytes], views: Sequence[memoryview], key: Callable[[bytes], str]
+    ) -> None:  # fmt: skip
+        self._layout, self._names, self._views = layout, names, views
+        self.keys: Sequence[str] = [key(name) for name in names]
+        self.nbytes = layout.nbytes
+
+    def views(self, i: int) -> list[Any]:
+        return [bytearray(self._layout.header), self._views[i]]
+
+    def check(self, i: int, views: Sequence[Any]) -> None:
+        header, content = views
+        if crc32_of([content]) != self._layout.check_header(header, self._names[i], b""):
+            raise DamagedObject("the checksum of the content is wrong")
+
+
+def _key_bytes(key: Any) -> bytes:
+    if isinstance(key, str):
+        return b"s" + key.encode(errors="surrogatepass")
+    if isinstance(key, bytes):
+        return b"b" + key
+    raise TypeError(f"`keys`: expected texts or bytes, got {type(key).__name__}")
+
+
+def _view(name: str, x: Any, writable: bool) -> memoryview:
+    try:
+        view = memoryview(x).cast("B")
+    except TypeError as error:
+        raise TypeError(
+            f"`{name}`: expected contiguous buffers of bytes, got {type(x).__name__} ({error}); pass numpy arrays"
+        ) from None
+    if writable and view.readonly:
+        raise TypeError(
+            f"`{name}`: expected buffers that can be written to, got a read-only {type(x).__name__}"
+        )
+    return view
+
+
+def _check_count(names: Sequence[bytes], views: Sequence[memoryview]) -> None:
+    if len(names) != len(views):
+        raise ValueError(f"`buffers`: expected one for each of {len(names)} keys, got {len(views)}")

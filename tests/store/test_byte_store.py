@@ -1,0 +1,186 @@
+"""`BlockStore`: bytes under keys of the caller's."""
+
+import asyncio
+import pickle
+import threading
+
+import numpy as np
+import pytest
+from networks import Network
+
+import numkv
+from numkv.store import BlockStore
+
+
+def over(place, **options):
+    return BlockStore(place, **{"mark": "an engine", **options})
+
+
+@pytest.fixture(params=["folder", "network"])
+def make(request, tmp_path):
+    """Makes stores over one place."""
+    if request.param == "folder":
+        return lambda **options: over(tmp_path, **options)
+    network = Network()
+    return lambda **options: over("x", file_system=network, timeout=60.0, **options)
+
+
+def files(folder):
+    return [p for p in folder.rglob("*") if p.is_file()]
+
+
+def test_what_is_put_is_there_for_others(make):
+    rng = np.random.default_rng(1)
+    values = [rng.integers(0, 256, n, np.uint8) for n in (1, 100, 0, 4096, 100)]
+    keys = ["a", b"a", "", "long " * 1000, "\N{SNOWMAN}"]
+    first, second = make(), make()
+    assert first.put(keys, values) == [True] * 5
+    assert second.exists([*keys, "b"]) == [True] * 5 + [False]
+    into = [np.zeros_like(x) for x in values]
+    assert second.get_into(keys, into) == [True] * 5
+    for got, want in zip(into, values, strict=True):
+        np.testing.assert_array_equal(got, want)
+    now = second.stats()
+    assert (now.found, now.missed, now.bytes_read, now.errors) == (5, 0, 4297, {})
+    assert (first.stats().written, first.stats().bytes_written) == (5, 4297)
+
+
+def test_what_is_not_there(make):
+    store = make()
+    into = bytearray(b"old")
+    assert store.get_into(["a"], [into]) == [False]
+    assert into == b"old"
+    assert store.exists([]) == store.get_into([], []) == store.put([], []) == []
+    store.put(["a"], [b"four"])
+    assert store.get_into(["a", "a"], [bytearray(3), bytearray(4)]) == [False, True]
+    assert store.stats().damaged == 0  # of another length is no damage
+    assert make(mark="another engine").exists(["a"]) == [False]
+    assert store.remove(["a", "b"]) == [True, True]
+    assert store.exists(["a"]) == [False]
+
+
+def test_a_key_has_the_bytes_that_were_put_last(make):
+    store, into = make(), bytearray(4)
+    for value in (b"1111", b"1111", b"2222"):
+        assert store.put(["a"], [value]) == [True]
+    assert store.get_into(["a"], [into]) == [True]
+    assert into == b"2222"
+
+
+def test_every_flipped_bit_is_a_miss(tmp_path):
+    store = over(tmp_path)
+    store.put(["a"], [b"content"])
+    (path,) = files(tmp_path)
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        assert store.get_into(["a"], [bytearray(7)]) == [False], at
+        assert not path.exists()
+    assert store.stats().damaged == len(whole)
+
+
+def test_objects_of_one_key_in_the_place_of_another(tmp_path):
+    store = over(tmp_path)
+    store.put(["a"], [b"of a"])
+    (of_a,) = files(tmp_path)
+    store.put(["b"], [b"of b"])
+    (of_b,) = set(files(tmp_path)) - {of_a}
+    of_b.write_bytes(of_a.read_bytes())
+    assert store.get_into(["a", "b"], [bytearray(4), bytearray(4)]) == [True, False]
+
+
+def test_a_bound(tmp_path):
+    store = over(tmp_path, max_nbytes=20_000)
+    for i in range(40):
+        assert store.put([str(i)], [bytes(1000)]) == [True]
+    assert sum(p.stat().st_size for p in files(tmp_path)) <= 21_000
+    assert store.stats().evicted > 15
+    assert store.exists(["39"]) == [True]
+    assert store.put(["large"], [bytes(30_000)]) == [False]
+    assert "larger than the store may be" in store.stats().last_error
+
+
+def test_many_keys_are_asked_for_at_once():
+    network = Network(0.02)
+    store = over("x", file_system=network, timeout=60.0)
+    keys, values = [str(i) for i in range(64)], [bytes(10)] * 64
+    assert all(store.put(keys, values))
+    assert network.peak > 16
+    network.peak = 0
+    assert all(store.get_into(keys, [bytearray(10) for _ in keys]))
+    assert network.peak > 32
+
+
+def test_a_network_that_is_silent_is_left_alone():
+    network = Network()
+    store = over("x", file_system=network, timeout=0.05)
+    store.put(["a"], [b"1"])
+    network.be_silent()
+    into = bytearray(b"-")
+    try:
+        assert store.get_into(["a"], [into]) == [False]
+        asked = len(network.calls)
+        assert store.exists(["a"]) == [False]
+        assert store.put(["a"], [b"2"]) == [False]
+        assert len(network.calls) == asked
+        assert not store.stats().answers
+        assert "read: Unanswered" in store.stats().errors
+    finally:
+        store.close()
+        network.speak()
+    assert into == b"-"  # late answers are written nowhere
+
+
+def test_who_awaits(make):
+    store, into = make(), bytearray(3)
+
+    async def run():
+        assert await store.put_async(["a"], [b"abc"]) == [True]
+        assert await store.exists_async(["a", "b"]) == [True, False]
+        return await store.get_into_async(["a"], [into])
+
+    assert asyncio.run(run()) == [True]
+    assert into == b"abc"
+
+
+def test_threads_that_write_and_read_the_same_keys(tmp_path):
+    wrong = []
+
+    def work(number):
+        store = over(tmp_path)
+        for i in range(60):
+            key, into = str(i % 7), bytearray(500)
+            store.put([key], [bytes([i % 7]) * 500])
+            if store.get_into([key], [into])[0] and into != bytes([i % 7]) * 500:
+                wrong.append((number, i))
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_what_is_refused(tmp_path):
+    store = over(tmp_path)
+    with pytest.raises(TypeError, match="`keys`: expected a list of keys"):
+        store.exists("a")
+    with pytest.raises(TypeError, match="`keys`: expected texts or bytes, got int"):
+        store.exists([1])
+    with pytest.raises(ValueError, match="`buffers`: expected one for each of 2 keys, got 1"):
+        store.put(["a", "b"], [b"1"])
+    with pytest.raises(TypeError, match="`buffers`: expected contiguous buffers"):
+        store.put(["a"], [np.zeros((4, 4))[:, 1]])
+    with pytest.raises(TypeError, match="`buffers`: expected contiguous buffers of bytes, got int"):
+        store.put(["a"], [3])
+    with pytest.raises(TypeError, match="`buffers`: expected buffers that can be written to"):
+        store.get_into(["a"], [b"1"])
+    with pytest.raises(TypeError, match="`mark`"):
+        BlockStore(tmp_path, mark=None)
+    with pytest.raises(numkv.NotSupported, match="cannot be copied or pickled"):
+        pickle.dumps(store)
+    with store:
+        assert repr(store) == f"<BlockStore: {tmp_path}>"
+    with pytest.raises(numkv.NumkvError, match="put: expected an open store"):
+        store.put(["a"], [b"1"])
