@@ -140,7 +140,7 @@ class BlockStore:
         list of bool
         """
         names = self._names(keys)
-        return self._place.exist([self._key(name) for name in names], None)
+        return [size is not None for size in self._place.sizes([self._key(name) for name in names])]
 
     def get_into(self, keys: Sequence[str | bytes], buffers: Sequence[Any]) -> list[bool]:
         """Read objects into buffers.
@@ -184,6 +184,27 @@ class BlockStore:
         self._count(found=sum(found), missed=len(found) - sum(found),
                     bytes_read=sum(v.nbytes for v, ok in zip(views, found, strict=True) if ok))  # fmt: skip
         return found
+
+    def get(self, keys: Sequence[str | bytes]) -> list[bytearray | None]:
+        """Read objects whose sizes the caller does not know, which takes a question more than `get_into`.
+
+        Parameters
+        ----------
+        keys : sequence of str or bytes
+            Which.
+
+        Returns
+        -------
+        list of bytearray or None
+            The bytes of each; None where there is none.
+        """
+        header = self._layout(0).header
+        sizes = self._place.sizes([self._key(name) for name in self._names(keys)])
+        chosen = [i for i, size in enumerate(sizes) if size is not None and size >= header]
+        made = {i: bytearray((sizes[i] or 0) - header) for i in chosen}
+        good = self.get_into([keys[i] for i in chosen], list(made.values()))
+        there = dict(zip(chosen, good, strict=True))
+        return [made[i] if there.get(i) else None for i in range(len(keys))]
 
     def put(self, keys: Sequence[str | bytes], buffers: Sequence[Any]) -> list[bool]:
         """Write objects; what is there under a key already stays where it is the same, and is replaced otherwise.
@@ -230,6 +251,17 @@ class BlockStore:
         """Delete objects; which keys have none now."""
         names = self._names(keys)
         return [self._place.delete_bad(self._key(name)) for name in names]
+
+    def clear(self) -> None:
+        """Delete all objects of this mark."""
+        try:
+            mine = [
+                entry for entry in self._place.entries() if entry.key.startswith(f"{self._folder}/")
+            ]
+        except Exception as error:
+            self._note_error("list", error)
+        else:
+            self._place.delete([entry._replace(stamp=float("inf")) for entry in mine])
 
     # -- the same for who awaits
 

@@ -289,8 +289,8 @@ class Engine:
             ]
         others = [i for i, tier in enumerate(found) if tier == NOWHERE]
         keys = [section.key(names[i]) for i in others]
-        for i, there in zip(others, self.place.exist(keys, section.layout.nbytes), strict=True):
-            found[i] = IN_STORE if there else NOWHERE
+        for i, size in zip(others, self.place.sizes(keys), strict=True):
+            found[i] = IN_STORE if size == section.layout.nbytes else NOWHERE
         return found
 
     def leading(self, section: Section, names: Sequence[bytes]) -> list[int]:
@@ -308,9 +308,8 @@ class Engine:
         asked = sorted({*(2**k - 1 for k in range(high.bit_length())), high - 1} - {-1})
         while low < high:
             keys = [section.key(names[others[i]]) for i in asked]
-            there = self.place.exist(keys, section.layout.nbytes)
-            for i, is_there in zip(asked, there, strict=True):
-                if not is_there:
+            for i, size in zip(asked, self.place.sizes(keys), strict=True):
+                if size != section.layout.nbytes:
                     high = i
                     break
                 low = i + 1

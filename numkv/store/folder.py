@@ -94,15 +94,14 @@ class Folder:
 
     # -- reading
 
-    def exist(self, keys: Sequence[str], nbytes: int | None) -> list[bool]:
-        """Whether there are such objects, of so many bytes or of any number: a shorter one is no object."""
-        found = []
+    def sizes(self, keys: Sequence[str]) -> list[int | None]:
+        """Bytes of objects; None where there is none."""
+        found: list[int | None] = []
         for key in keys:
             try:
-                size = os.stat(self._path(key)).st_size
-                found.append(nbytes is None or size == nbytes)
+                found.append(os.stat(self._path(key)).st_size)
             except OSError:
-                found.append(False)
+                found.append(None)
         return found
 
     def read(self, jobs: Jobs) -> list[Exception | None]:
@@ -222,12 +221,20 @@ class Folder:
         own = time.monotonic()
         if self._offset is None or own >= self._offset[1]:
             try:
-                os.utime(self.root)
-                offset = os.stat(self.root).st_mtime - time.monotonic()
+                # The quickest of three, as this thread may have to wait in between.
+                tries = [self._clock() for _ in range(3)]
+                offset = min(tries)[1]
             except OSError:  # there is no folder yet, or nobody may write to it
                 return time.time()
             self._offset = offset, own + _CLOCK_STAYS
         return self._offset[0] + own
+
+    def _clock(self) -> tuple[float, float]:
+        """How long it took to ask the file system for its time, and how far that is ahead of this process's."""
+        before = time.monotonic()
+        os.utime(self.root)
+        took = time.monotonic() - before
+        return took, os.stat(self.root).st_mtime - before - took / 2
 
     def _entries_in(self, folder: str, now: float) -> Iterator[Entry]:
         for file in _scan(self._path(folder)):

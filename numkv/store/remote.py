@@ -145,12 +145,12 @@ class RemoteFolder:
 
     # -- reading
 
-    def exist(self, keys: Sequence[str], nbytes: int | None) -> list[bool]:
-        """Whether there are such objects, of so many bytes or of any number."""
-        found = [False] * len(keys)
+    def sizes(self, keys: Sequence[str]) -> list[int | None]:
+        """Bytes of objects; None where there is none, or nobody knows."""
+        found: list[int | None] = [None] * len(keys)
 
         def take(i: int, size: int) -> None:
-            found[i] = nbytes is None or size == nbytes
+            found[i] = size
 
         def ask(i: int) -> int:
             return int(self._fs.info(self._path(keys[i]))["size"])

@@ -1,0 +1,180 @@
+"""A storage plug-in of LMCache over a `BlockStore`; through LMCache vLLM reaches it, which is not tested here.
+
+Tried with the interface of lmcache 0.5.6. An object is a chunk: 4 bytes with the length of a JSON text, the text, which
+has shapes, dtypes and the memory format, and the chunk's bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from lmcache.v1.memory_management import MemoryFormat
+from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
+
+from numkv.store.plugins.settings import store_of
+
+
+class NumkvBackend(StoragePluginInterface):  # type: ignore[misc]
+    """Chunks of LMCache in a folder or on a network.
+
+    Parameters
+    ----------
+    dst_device, config, metadata, local_cpu_backend, loop
+        LMCache's. ``config.extra_config`` has ``numkv.place``, and where wanted ``numkv.max_nbytes``,
+        ``numkv.durable``, ``numkv.timeout`` and ``numkv.mark``; see `numkv.store.BlockStore`.
+    """
+
+    def __init__(
+        self, dst_device: str = "cpu", config: Any = None, metadata: Any = None, local_cpu_backend: Any = None,
+        loop: Any = None,
+    ) -> None:  # fmt: skip
+        super().__init__(dst_device, config, metadata, local_cpu_backend, loop)
+        self._store = store_of(
+            getattr(config, "extra_config", None), "numkv.", {"engine": "lmcache"}
+        )
+        self._writers = ThreadPoolExecutor(2, "numkv lmcache")
+        self._lock = threading.Lock()
+        self._putting: set[str] = set()
+
+    def __str__(self) -> str:
+        return "NumkvBackend"
+
+    # -- what is there
+
+    def contains(self, key: Any, pin: bool = False) -> bool:
+        """Whether a chunk is there; there is nothing to pin, as a chunk that is read is copied."""
+        return self._store.exists([key.to_string()])[0]
+
+    def batched_contains(self, keys: list[Any], pin: bool = False) -> int:
+        """How many of the first chunks are there."""
+        found = self._store.exists([key.to_string() for key in keys])
+        return found.index(False) if False in found else len(found)
+
+    async def batched_async_contains(
+        self, lookup_id: str, keys: list[Any], pin: bool = False
+    ) -> int:
+        """The same, while the event loop goes on."""
+        return await asyncio.to_thread(self.batched_contains, keys, pin)
+
+    def exists_in_put_tasks(self, key: Any) -> bool:
+        """Whether a chunk is being written."""
+        with self._lock:
+            return key.to_string() in self._putting
+
+    # -- out
+
+    def batched_submit_put_task(
+        self, keys: Sequence[Any], objs: list[Any], transfer_spec: Any = None,
+        on_complete_callback: Callable[[Any], None] | None = None,
+    ) -> list[Future[bool]] | None:  # fmt: skip
+        """Have chunks written by a thread, which holds a reference to each meanwhile."""
+        with self._lock:
+            new = [i for i, key in enumerate(keys) if key.to_string() not in self._putting]
+            self._putting.update(keys[i].to_string() for i in new)
+        for i in new:
+            objs[i].ref_count_up()
+        chosen = [(keys[i], objs[i]) for i in new]
+        return [self._writers.submit(self._put, chosen, on_complete_callback)] if chosen else None
+
+    async def async_batched_submit_put_task(
+        self, keys: Sequence[Any], objs: list[Any], transfer_spec: Any = None,
+        on_complete_callback: Callable[[Any], None] | None = None,
+    ) -> None:  # fmt: skip
+        """The same; returns when they are written."""
+        for future in (
+            self.batched_submit_put_task(keys, objs, transfer_spec, on_complete_callback) or ()
+        ):
+            await asyncio.wrap_future(future)
+
+    def _put(self, chosen: Sequence[tuple[Any, Any]], done: Callable[[Any], None] | None) -> bool:
+        names = [key.to_string() for key, _ in chosen]
+        try:
+            good = self._store.put(names, [_packed(obj) for _, obj in chosen])
+        finally:
+            with self._lock:
+                self._putting.difference_update(names)
+            for _, obj in chosen:
+                obj.ref_count_down()
+        for (key, _), is_good in zip(chosen, good, strict=True):
+            if done is not None and is_good:
+                done(key)
+        return all(good)
+
+    # -- in
+
+    def get_blocking(self, key: Any) -> Any:
+        """Read a chunk; None if it is not there, or there is no memory for it."""
+        return self.batched_get_blocking([key])[0]
+
+    def batched_get_blocking(self, keys: list[Any]) -> list[Any]:
+        """Read chunks."""
+        return [
+            None if found is None else self._unpacked(memoryview(found))
+            for found in self._store.get([key.to_string() for key in keys])
+        ]
+
+    async def batched_get_non_blocking(
+        self, lookup_id: str, keys: list[Any], transfer_spec: Any = None
+    ) -> list[Any]:
+        """Read chunks up to the first that is not there, while the event loop goes on."""
+        found = await asyncio.to_thread(self.batched_get_blocking, keys)
+        end = found.index(None) if None in found else len(found)
+        for obj in found[end:]:
+            if obj is not None:
+                obj.ref_count_down()
+        return found[:end]
+
+    def _unpacked(self, data: memoryview) -> Any:
+        """A chunk in LMCache's own memory; None if there is none left."""
+        end = 4 + int.from_bytes(data[:4], "little")
+        facts = json.loads(bytes(data[4:end]))
+        shapes = [torch.Size(shape) for shape in facts["shapes"]]
+        dtypes = [getattr(torch, name) for name in facts["dtypes"]]
+        obj = self.local_cpu_backend.allocate(shapes, dtypes, MemoryFormat(facts["format"]))
+        if obj is not None:
+            into = memoryview(obj.byte_array).cast("B")
+            into[:] = data[end:]
+        return obj
+
+    # -- the rest
+
+    def pin(self, key: Any) -> bool:
+        """Whether the chunk is there; nothing is pinned."""
+        return self.contains(key)
+
+    def unpin(self, key: Any) -> bool:
+        """Whether the chunk is there."""
+        return self.contains(key)
+
+    def remove(self, key: Any, force: bool = True) -> bool:
+        """Delete a chunk; whether it is gone."""
+        return self._store.remove([key.to_string()])[0]
+
+    def touch_cache(self) -> None:
+        """Nothing: reading notes the use of a chunk."""
+
+    def get_allocator_backend(self) -> Any:
+        """What gives memory for chunks that are read."""
+        return self.local_cpu_backend
+
+    def close(self) -> None:
+        """Write what is under way, and ask the store nothing any more."""
+        self._writers.shutdown()
+        self._store.close()
+
+
+def _packed(obj: Any) -> bytes:
+    """An object's bytes behind what they are."""
+    facts = {
+        "shapes": [list(shape) for shape in obj.get_shapes()],
+        "dtypes": [str(dtype).removeprefix("torch.") for dtype in obj.get_dtypes()],
+        "format": obj.get_memory_format().value,
+    }
+    text = json.dumps(facts).encode()
+    return b"".join([len(text).to_bytes(4, "little"), text, memoryview(obj.byte_array).cast("B")])
