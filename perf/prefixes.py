@@ -6,6 +6,8 @@
 - *first token*: a second process, in which this prompt is found, beside one that prefills it: the forward pass of the
   bundled model's shape with random weights.
 - *decode*: a loop of tokens with a store that is written to, in turns with the same loop without.
+- *network*: a hit, and writing, on a file system that waits 50 ms a call, in turns with the plain transfer of the same
+  objects by 128 threads; then what `add` takes when that file system is silent.
 """
 
 import argparse
@@ -14,8 +16,10 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
@@ -146,6 +150,77 @@ def hit(folder, options):
     return times, one.stat().st_size, len(objects)
 
 
+def far(delay):
+    """A file system in memory that waits before each call, and answers nothing while it is silent."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    class Far(MemoryFileSystem):
+        cachable, store, pseudo_dirs = False, {}, [""]
+        speaks = threading.Event()
+
+        def answer(self, call, *given, **options):
+            time.sleep(delay)
+            self.speaks.wait()
+            return call(*given, **options)
+
+        def info(self, path, **options):
+            return self.answer(super().info, path, **options)
+
+        def cat_file(self, path, **options):
+            return self.answer(super().cat_file, path, **options)
+
+        def pipe_file(self, path, value, **options):
+            return self.answer(super().pipe_file, path, value, **options)
+
+    Far.speaks.set()
+    return Far()
+
+
+def network(options):
+    """Seconds of a hit, of writing and of the same objects plainly; then of `add` where nobody answers."""
+    ids, of, rng, file_system = (
+        prompt(options),
+        config(),
+        np.random.default_rng(1),
+        far(options.delay),
+    )
+    times = {"hit": [], "read plainly": [], "written": [], "written plainly": []}
+    threads = ThreadPoolExecutor(128)
+    for turn in range(options.rounds):
+        writer = PrefixStore(f"round{turn}", mark=MARK, file_system=file_system)
+        cache = paged(of, options.tokens + 1, options, writer)
+        filled(cache, ids, rng)
+        times["written"].append(seconds(writer.flush))
+        assert writer.close() == 0
+        reader = PrefixStore(f"round{turn}", mark=MARK, file_system=file_system, host_nbytes=0)
+        cache = paged(of, options.tokens + 1, options, reader)
+        times["hit"].append(seconds(lambda cache=cache: cache.add(ids)))
+        assert cache.cached_len(next(iter(cache.sequences))) == options.tokens
+        paths = [path for path in file_system.store if path.startswith(f"/round{turn}/")]
+        found = []
+        times["read plainly"].append(
+            seconds(
+                lambda paths=paths, found=found: found.extend(
+                    threads.map(file_system.cat_file, paths)
+                )
+            )
+        )
+        copies = [f"/plain{path}" for path in paths]
+        times["written plainly"].append(
+            seconds(
+                lambda c=copies, found=found: list(threads.map(file_system.pipe_file, c, found))
+            )
+        )
+        reader.close()
+    store = PrefixStore("round0", mark=MARK, file_system=file_system)
+    cache = paged(of, options.tokens + 1, options, store)
+    file_system.speaks.clear()
+    gone = [seconds(lambda seed=seed: cache.add(prompt(options, seed))) for seed in range(6)]
+    file_system.speaks.set()
+    store.close()
+    return times, len(paths), gone
+
+
 def first_token(options):
     """What a process of its own prints: how long its first token took."""
     of, place = config(), options.place
@@ -220,7 +295,10 @@ def main(argv):
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--sequences", type=int, default=16, help="that decode (16)")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", choices=["hit", "first", "decode"])
+    parser.add_argument("--only", choices=["hit", "first", "decode", "network"])
+    parser.add_argument(
+        "--delay", type=float, default=0.05, help="seconds of a call on the network (0.05)"
+    )
     parser.add_argument("--first-token", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--place", help=argparse.SUPPRESS)
     parser.add_argument("--drop", action="store_true", help=argparse.SUPPRESS)
@@ -237,6 +315,8 @@ def main(argv):
             failed += report_first(folder, options)
         if options.only in (None, "decode"):
             report_decode(*decode(folder, options), options)
+        if options.only in (None, "network"):
+            report_network(*network(options), options)
     print(f"other processes used {load.of_others() or 0.0:.0%} of the cores")
     return int(failed > 0)
 
@@ -252,6 +332,17 @@ def report_hit(times, size, count, options):
         rows.append([name, *took, f"{median(ratios):.2f}"])
     print(table(["read plainly", "ms", "hit, ms", "ratio"], rows, (1, 2, 3)))
     return median(times["hit"]) > MOST * median(times["one file"])
+
+
+def report_network(times, count, gone, options):
+    print(f"{options.tokens} tokens, {count} objects, {1e3 * options.delay:.0f} ms a call")
+    rows = []
+    for name, plain in (("hit", "read plainly"), ("written", "written plainly")):
+        ratio = median(a / b for a, b in zip(times[name], times[plain], strict=True))
+        rows.append([name, *(f"{median(times[x]):.2f}" for x in (name, plain)), f"{ratio:.2f}"])
+    print(table(["what", "s", "plainly, s", "ratio"], rows, (1, 2, 3)))
+    later = 1e3 * median(gone[1:])
+    print(f"add while nobody answers: {gone[0]:.2f} s at first, {later:.1f} ms later")
 
 
 def report_first(folder, options):

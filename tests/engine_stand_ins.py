@@ -141,5 +141,5 @@ def install(monkeypatch):
                         sys.modules, ".".join(parts[:i]), types.ModuleType(".".join(parts[:i]))
                     )
                 vars(sys.modules[module]).update(contents)
-        monkeypatch.delitem(sys.modules, f"numkv.store.plugins.{name}", raising=False)
+        monkeypatch.delitem(sys.modules, f"numkv.plugins.{name}", raising=False)
     return real

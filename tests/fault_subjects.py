@@ -476,6 +476,7 @@ _EVERYWHERE = {
 #: Methods that need no memory, or are an object's life and not its use.
 LEFT_OUT = fault_states.LEFT_OUT | {
     "init": "makes the object",
+    "lookup": "changes nothing, and asks a store: tests/store/test_network.py",
     "close": "gives memory back",
     "set_config": "keeps its argument",
     "set_layer_type": "keeps its argument",

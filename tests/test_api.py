@@ -68,7 +68,10 @@ PACKAGES = {
         "BlockChoice", "KeyBounds", "choose_blocks", "sparse_decode_attention", "token_decode_attention",
     ],
     "storage": ["Pool", "Rotation"],
-    "store": ["BlocksDropped", "BlocksWritten", "PrefixFound", "PrefixStore", "StoreStats"],
+    "store": [
+        "BlockStore", "BlocksDropped", "BlocksWritten", "ByteStats", "PrefixFound", "PrefixStore", "StoreAnswers",
+        "StoreSilent", "StoreStats",
+    ],
     "targets": ["Array", "CpuTarget", "Target", "get", "of"],
 }  # fmt: skip
 EXTRAS = {"torch": None, "transformers": ["NumkvCache", "restore", "use"]}  # that may be missing

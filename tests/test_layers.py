@@ -17,7 +17,7 @@ PACKAGE = ROOT / "numkv"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # What a room may import: itself, and what stands in a line above its own. Rooms in one line know nothing of each other.
 LADDER = [
-    ["rows", "errors", "arrays", "interrupts", "keywords", "_version", "_moved"],
+    ["rows", "errors", "arrays", "interrupts", "keywords", "_version"],
     ["access", "numbers"],
     ["kinds", "drawing"],
     ["device"],
@@ -31,7 +31,7 @@ LADDER = [
     ["caches"],
     ["files", "compile_ahead"],
     [""],  # the package itself
-    ["torch", "ray"],
+    ["torch", "ray", "plugins"],
     ["transformers"],
     ["bench"],
     ["demo"],
@@ -46,6 +46,7 @@ FOREIGN = {  # what the rows may import beside each other, and the core beside i
     "torch": {"torch"},  # rooms that have an extra of their own
     "transformers": {"torch", "transformers"},
     "bench": {"torch", "transformers"},
+    "plugins": {"torch", "sglang", "lmcache"},
 }
 
 

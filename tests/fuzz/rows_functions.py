@@ -581,6 +581,7 @@ Books.rows = [
             "host_nbytes": integer(0, 9, "size"),
             "durable": FLAG,
             "file_system": Arg("anything", lambda d: None),
+            "timeout": Arg("number", lambda d: d.choice([None, 0.0, 0.3])),
             "on_event": Arg("function", lambda d: OMIT),
         },
         call=lambda function, given: repr(function(**given)),

@@ -38,6 +38,12 @@ LEFT_OUT = {
     "store.BlocksWritten": "holds what listeners are told",
     "store.BlocksDropped": "holds what listeners are told",
     "store.PrefixFound": "holds what listeners are told",
+    "store.StoreSilent": "holds what listeners are told",
+    "store.StoreAnswers": "holds what listeners are told",
+    "store.ByteStats": "holds what `stats` counts",
+    "store.BlockStore": "reads and writes objects; tests/store/test_byte_store.py",
+    "PagedKVCache.lookup": "asks a store; tests/store/test_network.py",
+    "PagedKVCache.add: lookup": "what a lookup gave; tests/store/test_network.py",
     "store.PrefixStore.flush": "waits for threads; tests/store/test_arguments.py",
     "device.CacheArrays": "holds what `arrays` gives",
     "files.save_sequences": "writes files; tests/objects/test_files.py",
@@ -90,7 +96,8 @@ def test_everything_public_is_in_the_table():
         if name not in rows:
             missing.append(name)
         else:
-            missing += [f"{name}: {a}" for a in arguments if a not in rows[name]]
+            given = [f"{name}: {a}" for a in arguments if a not in rows[name]]
+            missing += [argument for argument in given if argument not in LEFT_OUT]
     assert not missing
 
 

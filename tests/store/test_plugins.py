@@ -20,7 +20,7 @@ def real(monkeypatch):
 @pytest.fixture
 def storage(real, tmp_path):
     """Makes back ends of HiCache over one folder."""
-    module = importlib.import_module("numkv.store.plugins.sglang")
+    module = importlib.import_module("numkv.plugins.sglang")
 
     def make(**facts):
         facts = {
@@ -36,7 +36,7 @@ def storage(real, tmp_path):
 @pytest.fixture
 def backend(real, tmp_path):
     """Makes storage plug-ins of LMCache over one folder."""
-    module = importlib.import_module("numkv.store.plugins.lmcache")
+    module = importlib.import_module("numkv.plugins.lmcache")
 
     def make(memory=None, **settings):
         config = types.SimpleNamespace(extra_config={"numkv.place": str(tmp_path), **settings})
@@ -54,7 +54,7 @@ def test_methods_have_the_engines_names_and_parameters(real):
         ("sglang", "NumkvStorage", SGLANG),
         ("lmcache", "NumkvBackend", LMCACHE),
     ):
-        made = getattr(importlib.import_module(f"numkv.store.plugins.{engine}"), cls)
+        made = getattr(importlib.import_module(f"numkv.plugins.{engine}"), cls)
         for name, names in wanted.items():
             assert parameters(getattr(made, name)) == names.split(), name
             if real[engine]:
@@ -188,6 +188,6 @@ def test_without_memory_there_is_no_chunk(backend):
 
 
 def test_settings_are_needed(backend, real):
-    module = importlib.import_module("numkv.store.plugins.lmcache")
+    module = importlib.import_module("numkv.plugins.lmcache")
     with pytest.raises(ValueError, match=r"`numkv\.place`: expected a folder or a URL"):
         module.NumkvBackend("cpu", types.SimpleNamespace(extra_config={}))

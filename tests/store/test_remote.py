@@ -152,6 +152,30 @@ def test_a_file_system_that_fails_costs_nothing_but_time():
     assert "no network" in of.store.stats().last_error
 
 
+def test_an_s3_that_goes_away():
+    """Protocol and errors are those of S3 over HTTP, as moto's server has them."""
+    server = pytest.importorskip("moto.server")
+    pytest.importorskip("s3fs")
+    thread = server.ThreadedMotoServer(port=0)
+    thread.start()
+    host, port = thread.get_host_and_port()
+    options = {"key": "a", "secret": "b", "endpoint_url": f"http://{host}:{port}"}
+    files = fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True, **options)
+    files.mkdir("gone")
+    of = cache(PrefixStore("gone/x", mark="a model", file_system=files, timeout=5.0))
+    started(of, prompt(1))
+    assert of.store.flush(60.0) == 0
+    thread.stop()
+    other = cache(PrefixStore("gone/x", mark="a model", file_system=files, timeout=0.2))
+    seq, found = started(other, prompt(1))
+    assert found == 0
+    assert not other.store.stats().answers
+    assert sum(other.store.stats().errors.values()) > 0
+    assert other.store.flush(60.0) == 5
+    check_rows(other, seq, prompt(1))
+    assert other.store.close(60.0) == 5
+
+
 def test_urls_of_what_is_not_installed():
     with pytest.raises((numkv.NotSupported, ValueError), match="nosuchprotocol"):
         PrefixStore("nosuchprotocol://x", mark="a")

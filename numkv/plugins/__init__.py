@@ -1,7 +1,7 @@
 """Plug-ins of other engines over `numkv.store.BlockStore`: their own bytes, under their own keys, in numkv's objects.
 
-- `numkv.store.plugins.sglang.NumkvStorage`: a back end of SGLang's HiCache.
-- `numkv.store.plugins.lmcache.NumkvBackend`: a storage plug-in of LMCache, through which vLLM reaches it too.
+- `numkv.plugins.sglang.NumkvStorage`: a back end of SGLang's HiCache.
+- `numkv.plugins.lmcache.NumkvBackend`: a storage plug-in of LMCache, through which vLLM reaches it too.
 
 Each module imports its engine, and nothing of numkv imports them. docs/store.md says how they are configured.
 """

@@ -17,7 +17,7 @@ import torch
 from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
-from numkv.store.plugins.settings import store_of
+from numkv.plugins.settings import store_of
 
 
 class NumkvBackend(StoragePluginInterface):  # type: ignore[misc]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
-from numkv.store.plugins.settings import store_of
+from numkv.plugins.settings import store_of
 
 #: What SGLang's configuration says of whose pages these are. Ranks of an MLA model have the same pages.
 _SHARED = (
