@@ -7,7 +7,7 @@ from typing import Any
 
 from numkv.store.byte_store import BlockStore
 
-_NAMES = ("place", "max_nbytes", "durable", "timeout", "mark")
+_NAMES = ("place", "max_nbytes", "durable", "timeout", "local", "local_nbytes", "mark")
 
 
 def store_of(settings: Mapping[str, Any] | None, prefix: str, mark: dict[str, Any]) -> BlockStore:
@@ -16,8 +16,7 @@ def store_of(settings: Mapping[str, Any] | None, prefix: str, mark: dict[str, An
     Parameters
     ----------
     settings : mapping
-        ``place``, and where wanted ``max_nbytes``, ``durable``, ``timeout`` and ``mark``, behind `prefix`; others are
-        somebody else's.
+        ``place``, and where wanted other arguments of `BlockStore`, behind `prefix`; others are somebody else's.
     prefix : str
         What their names begin with.
     mark : dict

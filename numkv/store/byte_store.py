@@ -35,7 +35,7 @@ class BlockStore:
 
     Parameters
     ----------
-    place, max_nbytes, durable, file_system, timeout
+    place, max_nbytes, durable, file_system, timeout, local, local_nbytes
         See `PrefixStore`.
     mark : str or mapping
         What the bytes depend on beside the keys: the engine, the model and its revision, the layout. Objects of another
@@ -76,12 +76,14 @@ class BlockStore:
         durable: bool = False,
         file_system: Any = None,
         timeout: float | None = 0.3,
+        local: str | os.PathLike[str] | None = None,
+        local_nbytes: int | None = None,
     ) -> None:
         if mark is None:
             raise TypeError(
                 "`mark`: expected a text, or facts by name, got None; say whose bytes these are"
             )
-        self._place = place_of(place, durable, file_system, timeout)
+        self._place = place_of(place, durable, file_system, timeout, local, local_nbytes)
         self._identity = identity_text(check_mark("mark", mark), None, {"objects": "bytes"})
         self._folder = folder_of(self._identity)
         self._bound = Bound(self._place, check_bound(max_nbytes))

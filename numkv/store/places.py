@@ -7,12 +7,38 @@ from typing import Any
 
 from numkv.numbers import check_flag, check_number, check_size
 from numkv.store.folder import Folder
+from numkv.store.fronted import Fronted
 from numkv.store.remote import RemoteFolder, opened
 
+Place = Folder | RemoteFolder | Fronted
 
-def place_of(place: Any, durable: Any, file_system: Any, timeout: Any) -> Folder | RemoteFolder:
+
+def place_of(
+    place: Any,
+    durable: Any,
+    file_system: Any,
+    timeout: Any,
+    local: Any = None,
+    local_nbytes: Any = None,
+) -> Place:
     """The place of a path, a URL, or a path within a file system of fsspec; see `numkv.store.PrefixStore`."""
-    path, durable, patience = _path(place), check_flag("durable", durable), check_timeout(timeout)
+    found = _shared(_path("place", place), durable, file_system, check_timeout(timeout))
+    if local is None:
+        if local_nbytes is not None:
+            raise ValueError(
+                "`local_nbytes`: expected None without `local`, got a number; name a folder"
+            )
+        return found
+    near = Folder(os.path.abspath(_path("local", local)), False)
+    if isinstance(found, Folder) and found.root == near.root:
+        raise ValueError(f"`local`: expected another folder than `place`, got {near.root}")
+    return Fronted(near, found, check_bound(local_nbytes, "local_nbytes"))
+
+
+def _shared(
+    path: str, durable: Any, file_system: Any, patience: float | None
+) -> Folder | RemoteFolder:
+    durable = check_flag("durable", durable)
     if file_system is not None:
         if not (hasattr(file_system, "cat_file") and hasattr(file_system, "pipe_file")):
             raise TypeError(
@@ -24,9 +50,9 @@ def place_of(place: Any, durable: Any, file_system: Any, timeout: Any) -> Folder
     return Folder(os.path.abspath(path), durable)
 
 
-def check_bound(max_nbytes: Any) -> int | None:
+def check_bound(given: Any, name: str = "max_nbytes") -> int | None:
     """Bytes that objects may have together, or None."""
-    return None if max_nbytes is None else check_size("max_nbytes", max_nbytes, 1, 2**62)
+    return None if given is None else check_size(name, given, 1, 2**62)
 
 
 def check_timeout(given: Any) -> float | None:
@@ -34,11 +60,11 @@ def check_timeout(given: Any) -> float | None:
     return None if given is None else check_number("timeout", given, 0.0)
 
 
-def _path(place: Any) -> str:
+def _path(name: str, given: Any) -> str:
     try:
-        name = os.fsdecode(place)
+        path = os.fsdecode(given)
     except TypeError:
-        raise TypeError(f"`place`: expected a path or a URL, got {type(place).__name__}") from None
-    if "\0" in name or not name:
-        raise ValueError(f"`place`: expected a path or a URL, got {name!r}")
-    return name
+        raise TypeError(f"`{name}`: expected a path or a URL, got {type(given).__name__}") from None
+    if "\0" in path or not path:
+        raise ValueError(f"`{name}`: expected a path or a URL, got {path!r}")
+    return path

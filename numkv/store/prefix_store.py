@@ -56,6 +56,10 @@ class PrefixStore:
     timeout : float or None
         Seconds without any answer after which a lookup on a network goes on without the store; a store that is slow and
         answers is read on. None: for ever. The store is then left alone, and asked again from time to time.
+    local : path-like, optional
+        A folder of this machine that keeps copies of what was read and written last, so that a network is asked once.
+    local_nbytes : int, optional
+        Bytes of these copies; None: as many as there is room for.
     on_event : callable, optional
         Called with a `PrefixFound` in `add`, and in a thread of the store with a `BlocksWritten`, `BlocksDropped`,
         `StoreSilent` or `StoreAnswers`. Its exceptions are logged and not raised. It may not flush or close.
@@ -111,6 +115,8 @@ class PrefixStore:
         durable: bool = False,
         file_system: Any = None,
         timeout: float | None = _PATIENCE,
+        local: str | os.PathLike[str] | None = None,
+        local_nbytes: int | None = None,
         on_event: Callable[[Event], object] | None = None,
     ) -> None:
         if mark is None:
@@ -125,7 +131,7 @@ class PrefixStore:
             raise TypeError(
                 f"`on_event`: expected a function or None, got {type(on_event).__name__}"
             )
-        where = place_of(place, durable, file_system, timeout)
+        where = place_of(place, durable, file_system, timeout, local, local_nbytes)
         self._max_nbytes, self._host_nbytes = most, host
         self._engine = Engine(where, most, host, on_event)
 

@@ -582,6 +582,8 @@ Books.rows = [
             "durable": FLAG,
             "file_system": Arg("anything", lambda d: None),
             "timeout": Arg("number", lambda d: d.choice([None, 0.0, 0.3])),
+            "local": Arg("anything", lambda d: None),
+            "local_nbytes": Arg("anything", lambda d: None),
             "on_event": Arg("function", lambda d: OMIT),
         },
         call=lambda function, given: repr(function(**given)),

@@ -375,3 +375,75 @@ def test_flush_says_what_is_in_the_store(tmp_path):
     assert (second.store.stats().written, second.store.stats().already_there) == (5, 0)
     third = cache(store_in(tmp_path))
     assert third.cached_len(third.add(prompt(1))) == 20
+
+
+# ---------------------------------------------------------------- copies at hand
+
+
+def copies_of(folder):
+    return [
+        p
+        for p in folder.rglob("*")
+        if p.is_file() and p.suffix != ".partial" and p.name != ".evicting"
+    ]
+
+
+def test_a_network_is_asked_once_for_a_block(made, tmp_path):
+    network = filled(made)
+    first = cache(made(network, local=tmp_path), num_blocks=160)
+    assert first.cached_len(first.add(LONG)) == 512
+    wait_for(lambda: len(copies_of(tmp_path)) == 128)
+    network.calls.clear()
+    second = cache(made(network, local=tmp_path), num_blocks=160)
+    seq = second.add(LONG)
+    assert second.cached_len(seq) == 512
+    check_rows(second, seq, LONG)
+    assert network.calls == []
+
+
+def test_copies_are_found_while_the_network_is_silent(made, tmp_path):
+    network = Network()
+    first = cache(made(network, local=tmp_path), num_blocks=160)
+    started(first, LONG)
+    assert first.store.flush() == 0
+    wait_for(lambda: len(copies_of(tmp_path)) == 128)
+    network.be_silent()
+    second = cache(made(network, local=tmp_path, timeout=0.05), num_blocks=160)
+    assert second.cached_len(second.add(prompt(1, 41))) == 0  # nobody answers
+    seq = second.add(LONG)
+    assert second.cached_len(seq) == 512
+    check_rows(second, seq, LONG)
+
+
+def test_a_damaged_copy_is_read_anew(made, tmp_path):
+    network = filled(made)
+    first = cache(made(network, local=tmp_path), num_blocks=160)
+    first.add(LONG)
+    wait_for(lambda: len(copies_of(tmp_path)) == 128)
+    for path in copies_of(tmp_path)[::9]:
+        path.write_bytes(bytes(path.stat().st_size))
+    second = cache(made(network, local=tmp_path), num_blocks=160)
+    seq = second.add(LONG)
+    assert second.cached_len(seq) == 512
+    check_rows(second, seq, LONG)
+    assert second.store.stats().damaged == 0  # what processes share is whole
+
+
+def test_copies_keep_within_their_bound(made, tmp_path):
+    network = filled(made)
+    size = len(next(iter(network.store.values())).getvalue())
+    of = cache(made(network, local=tmp_path, local_nbytes=20 * size), num_blocks=160)
+    assert of.cached_len(of.add(LONG)) == 512
+    place = of.store._engine.place
+    wait_for(lambda: not place._waiting)
+    assert 10 <= len(copies_of(tmp_path)) <= 22
+    assert of.cached_len(of.add([*LONG, 1])) == 512
+
+
+def test_places_of_copies_that_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="`local_nbytes`: expected None without `local`"):
+        store_in(tmp_path, local_nbytes=10)
+    with pytest.raises(ValueError, match="`local`: expected another folder than `place`"):
+        store_in(tmp_path, local=tmp_path)
+    with pytest.raises(TypeError, match="`local`: expected a path"):
+        store_in(tmp_path, local=3)
