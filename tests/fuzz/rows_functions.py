@@ -581,7 +581,7 @@ Books.rows = [
             "host_nbytes": integer(0, 9, "size"),
             "durable": FLAG,
             "file_system": Arg("anything", lambda d: None),
-            "timeout": Arg("number", lambda d: d.choice([None, 0.0, 0.3])),
+            "timeout": Arg("anything", lambda d: d.choice([None, 0.0, 0.3])),
             "local": Arg("anything", lambda d: None),
             "local_nbytes": Arg("anything", lambda d: None),
             "on_event": Arg("function", lambda d: OMIT),
