@@ -23,7 +23,7 @@ LADDER = [
     ["device"],
     ["kernels"],
     ["targets"],
-    ["checks", "threads"],
+    ["checks", "threads", "snapshots"],
     ["blocks", "cells", "storage", "compression"],
     ["compaction", "planning", "store"],
     ["attention", "writing"],

@@ -9,16 +9,20 @@ from typing import Any
 
 from numkv import targets
 from numkv._version import __version__
+from numkv.caches.contiguous_layer import ContiguousLayer
+from numkv.caches.kv_cache import KVCache
 from numkv.caches.paged.swap import SwappedSequence
+from numkv.caches.paged_layer import PagedLayer
 from numkv.caches.paged_pool import PagedPool
 from numkv.checks import Mark, check_mark
 from numkv.errors import NotSupported, NumkvError
-from numkv.files import compressed, multi, paged, sequences, single
+from numkv.files import compressed, multi, paged, sequences
 from numkv.files.container import Container, opened, write
-from numkv.files.fields import Damaged, Foreign, expect
 from numkv.files.held import held
-from numkv.files.plan import Options, Plan, Saved
+from numkv.files.plan import Plan, Saved
 from numkv.numbers import memory_of_machine
+from numkv.snapshots.fields import Damaged, Foreign, expect
+from numkv.snapshots.snapshot import Options, Tensor
 
 _ONE, _MANY = "SwappedSequence", "sequences"
 
@@ -32,7 +36,8 @@ class _Family:
         self.plan: Callable[[str, Any, str, Container, Options], Plan] = module.plan
 
 
-_FAMILIES = [_Family(module) for module in (single, paged, multi, compressed)]
+_FAMILIES = [_Family(module) for module in (paged, multi, compressed)]
+CLASSES: dict[str, Any] = {x.__name__: x for x in (KVCache, ContiguousLayer, PagedLayer)}
 
 
 def save(
@@ -104,7 +109,9 @@ def _save(path: str, checked: Any, cache: Any) -> None:
         saved, name = sequences.describe(cache), _MANY
     else:
         name = type(cache).__name__
-        family = next((x for x in _FAMILIES if x.classes.get(name) is type(cache)), None)
+        family = next(
+            (x for x in _FAMILIES if x.classes.get(name) is type(cache)), CLASSES.get(name)
+        )
         if family is None:
             remedy = (
                 "pickle it: pickle.dump(cache, file)"
@@ -116,7 +123,11 @@ def _save(path: str, checked: Any, cache: Any) -> None:
             )
         if hasattr(cache, "_refuse_told"):
             cache._refuse_told()
-        saved = family.describe(cache, "")
+        if family is type(cache):
+            fields, arrays, tensors, held_ = cache.__snapshot__()
+            saved = Saved(fields, [Tensor.of(n, x) for n, x in arrays.items()] + tensors, held_)
+        else:
+            saved = family.describe(cache, "")
     header = {"class": name, "numkv": __version__, "mark": checked}
     with contextlib.ExitStack() as stack:
         # Caches of a wrapper may be held together, by one `Access`.
@@ -207,14 +218,18 @@ def _load(path: str, checked: Any, most: int, options: Options, target: str | No
             found = sequences.read(file.fields, file)
             expect(name == _MANY or len(found) == 1, f"{len(found)} sequences, and not one")
             return found if name == _MANY else found[0]
-        family = next((x for x in _FAMILIES if name in x.classes), None)
+        family: Any = next((x for x in _FAMILIES if name in x.classes), CLASSES.get(name))
         if family is None:
             raise Damaged(f"it holds a {name}, which is no cache")
         if name != "PagedLayer":
             _refuse(name, pool=pool)
-        if family.classes is not multi.CLASSES:
+        if name not in multi.CLASSES:
             _refuse(name, shift=shift)
-        plan = family.plan(name, file.fields, "", file, options)
+        if name in CLASSES:
+            plan = family.__restore__(file.fields, file, options)
+            plan = plan._replace(build=lambda file, build=plan.build: build())
+        else:
+            plan = family.plan(name, file.fields, "", file, options)
         file.all_taken()
         if plan.nbytes > most:
             raise NotSupported(

@@ -17,11 +17,12 @@ from numkv.compression.compressor import HeadCompressor, MultiHeadCompressor
 from numkv.compression.config import CompressorConfig
 from numkv.compression.paged import PagedCompressor
 from numkv.errors import NumkvError
-from numkv.files.container import Container, Spec, Tensor, bytes_of
-from numkv.files.fields import Fields, claims, expect
-from numkv.files.plan import Options, Plan, Saved
+from numkv.files.container import Container, bytes_of
+from numkv.files.plan import Plan, Saved, tensor_of
 from numkv.files.rows import HostBuffers
 from numkv.rows.codes import packed_bytes
+from numkv.snapshots.fields import Fields, claims, expect
+from numkv.snapshots.snapshot import Options, Spec
 
 CLASSES: dict[str, Any] = {
     "HeadCompressor": HeadCompressor,
@@ -61,7 +62,7 @@ def describe(cache: Any, prefix: str) -> Saved:
             name = f"{side}_{part}"
             if name in specs:
                 pieces = _pieces(cache._target, x, select, part)
-                tensors.append(Tensor(prefix + name, *specs[name], pieces))
+                tensors.append(tensor_of(prefix + name, *specs[name], pieces))
     return Saved(fields, tensors, [(cache, False)])
 
 

@@ -18,15 +18,16 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from numkv.files.checksums import Checksums
-from numkv.files.fields import Damaged, Fields, Foreign, expect
 from numkv.files.replace import replacing
+from numkv.snapshots.fields import Damaged, Fields, Foreign, expect
+from numkv.snapshots.snapshot import Spec, Tensor
 
 #: Of the one format that is read and written; earlier ones were never published.
 FORMAT_VERSION = 3
@@ -46,49 +47,6 @@ _DTYPES = {
     }.items()
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-
-class Tensor(NamedTuple):
-    """A tensor to be written.
-
-    Attributes
-    ----------
-    name : str
-        Its name in the file.
-    dtype : numpy.dtype
-        Of its elements.
-    shape : tuple of int
-        Its shape.
-    pieces : callable
-        Gives contiguous arrays that hold the elements in order, when they are to be written.
-    """
-
-    name: str
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    pieces: Callable[[], Iterable[NDArray[Any]]]
-
-    @classmethod
-    def of(cls, name: str, x: NDArray[Any]) -> Tensor:
-        """A tensor that is an array."""
-        return cls(name, x.dtype, x.shape, lambda: [np.ascontiguousarray(x)])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes."""
-        return self.dtype.itemsize * math.prod(self.shape)
-
-
-class Spec(NamedTuple):
-    """What a tensor that is read has to be."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes."""
-        return self.dtype.itemsize * math.prod(self.shape)
 
 
 # -- writing
@@ -121,7 +79,7 @@ def write(path: str | os.PathLike[str], fields: dict[str, Any], tensors: list[Te
                 for views in _chunks(tensor.pieces()):
                     checksums.add(tensor.name, views)
                     written += _write_all(descriptor, views)
-                assert written == tensor.nbytes, tensor.name
+                assert written == tensor.spec.nbytes, tensor.name
         os.lseek(descriptor, 0, os.SEEK_SET)
         _write_all(descriptor, [memoryview(_header(fields, tensors, checksums.found))])
 
@@ -139,9 +97,9 @@ def _header(fields: dict[str, Any], tensors: list[Tensor], checksums: dict[str, 
     }
     end = 0
     for tensor in tensors:
-        begin, end = end, end + tensor.nbytes
+        begin, end = end, end + tensor.spec.nbytes
         entries[tensor.name] = {
-            "dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end],
+            "dtype": _NAMES[tensor.spec.dtype], "shape": list(tensor.spec.shape), "data_offsets": [begin, end],
         }  # fmt: skip
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-(8 + len(header)) % 64)

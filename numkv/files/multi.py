@@ -25,9 +25,8 @@ from numkv.cells import compiled as kernels
 from numkv.cells.cells import Cells, _Sequence
 from numkv.compaction.key_shift import RopeShift
 from numkv.errors import NotSupported
-from numkv.files.container import Container, Spec, Tensor, bytes_of
-from numkv.files.fields import Fields, claims, expect
-from numkv.files.plan import Options, Plan, Saved, read_kinds, read_rotation
+from numkv.files.container import Container, bytes_of
+from numkv.files.plan import Plan, Saved, read_kinds, read_rotation
 from numkv.files.rows import (
     HostBuffers,
     fill_pool,
@@ -37,6 +36,8 @@ from numkv.files.rows import (
     tensors_of_pool,
 )
 from numkv.kinds import Kind, kind
+from numkv.snapshots.fields import Fields, claims, expect
+from numkv.snapshots.snapshot import Options, Spec, Tensor
 from numkv.storage.pool import Pool
 
 CELLS = {

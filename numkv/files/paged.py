@@ -22,9 +22,8 @@ from numkv.caches.paged.states import StateSlots
 from numkv.caches.paged.store import BlockStore, SequenceState, held
 from numkv.caches.paged.swap import Geometry, check_table
 from numkv.errors import NotSupported
-from numkv.files.container import Container, Spec, Tensor
-from numkv.files.fields import Fields, claims, expect
-from numkv.files.plan import Options, Plan, Saved
+from numkv.files.container import Container
+from numkv.files.plan import Plan, Saved, tensor_of
 from numkv.files.rows import check_scales
 from numkv.files.sequences import (
     block_pieces,
@@ -36,6 +35,8 @@ from numkv.files.sequences import (
     unpacked,
 )
 from numkv.kinds import Kind
+from numkv.snapshots.fields import Fields, claims, expect
+from numkv.snapshots.snapshot import Options, Spec, Tensor
 from numkv.storage.buffer import Buffer, are_scales
 from numkv.storage.pool import Pool
 
@@ -149,7 +150,7 @@ def _block_tensors(
             like = buffer.scales if name else buffer.words
             shape = (len(ids), *map(int, like.shape[1:]))
             pieces = block_pieces(array, here, fills, size)
-            found.append(Tensor(f"{side}{name}.{slot}", np.dtype(like.dtype), shape, pieces))
+            found.append(tensor_of(f"{side}{name}.{slot}", np.dtype(like.dtype), shape, pieces))
     return found
 
 

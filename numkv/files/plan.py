@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from numkv import targets
-from numkv.files.container import Container, Tensor
-from numkv.files.fields import Fields, expect
+from numkv.files.container import Container
 from numkv.kinds import Kind
+from numkv.snapshots.fields import Fields, expect
+from numkv.snapshots.snapshot import Spec, Tensor
 from numkv.storage.hadamard import Rotation
 from numkv.storage.pool import Pool
-from numkv.targets.base import Target
 
 
 class Saved(NamedTuple):
@@ -32,39 +31,13 @@ class Saved(NamedTuple):
     held: list[tuple[Any, bool]]
 
 
-class Options(NamedTuple):
-    """The arguments of `numkv.load` that say what a cache is to be made with.
-
-    Attributes
-    ----------
-    target : str or None
-        Name of the target.
-    shift : object
-        The shift, or what holds one for each child.
-    pool : PagedPool or None
-        Where a layer takes its blocks from.
-    """
-
-    target: str | None
-    shift: Any
-    pool: Any
-
-    @property
-    def place(self) -> Target:
-        """Where the cache goes."""
-        return targets.get("cpu" if self.target is None else self.target)
+def tensor_of(name: str, dtype: Any, shape: Any, pieces: Any) -> Tensor:
+    """A tensor that is written only."""
+    return Tensor(name, Spec(dtype, shape), pieces, pieces)
 
 
 class Plan(NamedTuple):
-    """How a cache is made from a file whose header has been checked.
-
-    Attributes
-    ----------
-    nbytes : int
-        Bytes that it takes.
-    build : callable
-        Allocates the cache and reads its content; what it has taken of others it gives back after an error.
-    """
+    """How a cache is made from a file whose header has been checked."""
 
     nbytes: int
     build: Callable[[Container], Any]

@@ -14,9 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.errors import NumkvError
-from numkv.files.container import Container, Spec, Tensor
-from numkv.files.fields import claims, expect
+from numkv.files.container import Container
+from numkv.files.plan import tensor_of
 from numkv.kinds import Kind
+from numkv.snapshots.fields import claims, expect
+from numkv.snapshots.snapshot import Spec, Tensor
 from numkv.storage.buffer import Buffer, are_scales
 from numkv.storage.pool import Pool
 from numkv.targets.base import Target
@@ -102,7 +104,8 @@ def row_tensors(
 
     parts = (words, scales)[: len(specs)]
     return [
-        Tensor(name, *spec, part) for (name, spec), part in zip(specs.items(), parts, strict=True)
+        tensor_of(name, *spec, part)
+        for (name, spec), part in zip(specs.items(), parts, strict=True)
     ]
 
 

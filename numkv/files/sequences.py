@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from numkv.caches.paged.swap import Geometry, SwappedSequence, check_sequence
 from numkv.errors import NumkvError
-from numkv.files.container import Container, Spec, Tensor
-from numkv.files.fields import MOST, Fields, claims, expect
-from numkv.files.plan import Saved
+from numkv.files.container import Container
+from numkv.files.plan import Saved, tensor_of
+from numkv.snapshots.fields import MOST, Fields, claims, expect
+from numkv.snapshots.snapshot import Spec, Tensor
 
 _BUFFERS = ("k", "v", "k_scale", "v_scale")
 _HEAD_SCALES = ("k_head_scale", "v_head_scale")  # of kinds whose heads have scales, by layer
@@ -94,7 +95,7 @@ def _tensors(prefix: str, sequence: SwappedSequence) -> list[Tensor]:
                 found.append(Tensor.of(f"{prefix}{name}.{layer}", np.empty(_NO_BLOCKS, dtype)))
             else:
                 pieces = block_pieces(functools.partial(np.asarray, x), ids, fills, size)
-                found.append(Tensor(f"{prefix}{name}.{layer}", dtype, shape, pieces))
+                found.append(tensor_of(f"{prefix}{name}.{layer}", dtype, shape, pieces))
     for layer, scales in enumerate(sequence.head_scales):
         for name, x in zip(_HEAD_SCALES, scales, strict=True):
             found.append(Tensor.of(f"{prefix}{name}.{layer}", x))

@@ -1,0 +1,182 @@
+"""`Snapshot`: an object as fields, small arrays and tensors, and `Plan`: how it is made of these again.
+
+An object that can be saved has two methods. ``__snapshot__()`` says what it consists of, and the class method
+``__restore__(fields, source, options)`` checks what a file says of such an object and plans how to make it. A `Tensor`
+says where its elements lie, so that the same list of tensors serves a cache that is saved and an empty one that is
+filled. Nothing is copied before it is written.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv import targets
+from numkv.snapshots.fields import Fields
+from numkv.targets.base import Target
+
+#: Reads the next elements of a tensor into contiguous arrays.
+Read = Callable[[Iterable[NDArray[Any]]], None]
+
+
+class Spec(NamedTuple):
+    """What a tensor is."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+class Tensor(NamedTuple):
+    """A tensor, and where its elements lie.
+
+    Attributes
+    ----------
+    name : str
+        Its name in the file.
+    spec : Spec
+        Dtype and shape.
+    pieces : callable
+        Gives contiguous arrays that hold the elements in order, when they are to be written.
+    fill : callable
+        Puts elements where they lie, which it gets from a `Read`.
+    """
+
+    name: str
+    spec: Spec
+    pieces: Callable[[], Iterable[NDArray[Any]]]
+    fill: Callable[[Read], None]
+
+    @classmethod
+    def of(cls, name: str, x: NDArray[Any]) -> Tensor:
+        """A tensor that is an array."""
+        lies = np.ascontiguousarray(x)
+        return cls(name, Spec(x.dtype, x.shape), lambda: [lies], lambda read: read([lies]))
+
+
+class Source(Protocol):
+    """Where tensors are read from: an open file, or a part of one."""
+
+    def spec(self, name: str) -> Spec:
+        """What a tensor is."""
+
+    def take(self, name: str, spec: Spec) -> None:
+        """Expect a tensor, and that it is what it has to be."""
+
+    def array(self, name: str) -> NDArray[Any]:
+        """Read a small tensor, and compare its checksum at once."""
+
+    def fill(self, name: str, pieces: Iterable[NDArray[Any]]) -> None:
+        """Read the next elements of a tensor into contiguous arrays."""
+
+    def verify(self) -> None:
+        """Compare the checksums of all that was read, and see that it was all."""
+
+
+class Snapshot(NamedTuple):
+    """What an object consists of.
+
+    Attributes
+    ----------
+    fields : dict
+        Small values, for JSON; see `numkv.snapshots.record`.
+    arrays : dict of str to array
+        Small arrays in host memory, by the names of tensors.
+    tensors : list of Tensor
+        What lies in buffers.
+    held : list of (object, bool)
+        What nobody may change while it is written, and whether new tokens would change it.
+    """
+
+    fields: dict[str, Any]
+    arrays: dict[str, NDArray[Any]]
+    tensors: list[Tensor]
+    held: list[tuple[Any, bool]]
+
+    def under(self, prefix: str) -> Snapshot:
+        """The same with something before the names of tensors."""
+        arrays = {prefix + name: x for name, x in self.arrays.items()}
+        tensors = [x._replace(name=prefix + x.name) for x in self.tensors]
+        return Snapshot(self.fields, arrays, tensors, self.held)
+
+
+class Options(NamedTuple):
+    """The arguments of `numkv.load` that say what a cache is to be made with.
+
+    Attributes
+    ----------
+    target : str or None
+        Name of the target.
+    shift : object
+        The shift, or what holds one for each child.
+    pool : PagedPool or None
+        Where a layer takes its blocks from.
+    """
+
+    target: str | None
+    shift: Any
+    pool: Any
+
+    @property
+    def place(self) -> Target:
+        """Where the cache goes."""
+        return targets.get("cpu" if self.target is None else self.target)
+
+
+class Plan(NamedTuple):
+    """How an object is made from what has been checked.
+
+    Attributes
+    ----------
+    nbytes : int
+        Bytes that it takes.
+    build : callable
+        Allocates it and reads its content; what it has taken of others it gives back after an error.
+    """
+
+    nbytes: int
+    build: Callable[[], Any]
+
+
+Restore = Callable[[Fields, Source, Options], Plan]
+
+
+class Under:
+    """The part of a source whose names begin with a prefix."""
+
+    def __init__(self, source: Source, prefix: str) -> None:
+        self._source, self._prefix = source, prefix
+        self.verify = source.verify
+
+    def spec(self, name: str) -> Spec:
+        return self._source.spec(self._prefix + name)
+
+    def take(self, name: str, spec: Spec) -> None:
+        self._source.take(self._prefix + name, spec)
+
+    def array(self, name: str) -> NDArray[Any]:
+        return self._source.array(self._prefix + name)
+
+    def fill(self, name: str, pieces: Iterable[NDArray[Any]]) -> None:
+        self._source.fill(self._prefix + name, pieces)
+
+
+def take_all(source: Source, specs: dict[str, Spec]) -> None:
+    """Expect tensors."""
+    for name, spec in specs.items():
+        source.take(name, spec)
+
+
+def fill_all(source: Source, tensors: Iterable[Tensor]) -> None:
+    """Read tensors to where their elements lie."""
+    for tensor in tensors:
+        tensor.fill(functools.partial(source.fill, tensor.name))
