@@ -15,8 +15,10 @@ from numkv.caches.paged.swap import SwappedSequence
 from numkv.caches.paged_layer import PagedLayer
 from numkv.caches.paged_pool import PagedPool
 from numkv.checks import Mark, check_mark
+from numkv.compression.compressor import HeadCompressor, MultiHeadCompressor
+from numkv.compression.paged import PagedCompressor
 from numkv.errors import NotSupported, NumkvError
-from numkv.files import compressed, multi, paged, sequences
+from numkv.files import multi, paged, sequences
 from numkv.files.container import Container, opened, write
 from numkv.files.held import held
 from numkv.files.plan import Plan, Saved
@@ -36,8 +38,18 @@ class _Family:
         self.plan: Callable[[str, Any, str, Container, Options], Plan] = module.plan
 
 
-_FAMILIES = [_Family(module) for module in (paged, multi, compressed)]
-CLASSES: dict[str, Any] = {x.__name__: x for x in (KVCache, ContiguousLayer, PagedLayer)}
+_FAMILIES = [_Family(module) for module in (paged, multi)]
+CLASSES: dict[str, Any] = {
+    x.__name__: x
+    for x in (
+        KVCache,
+        ContiguousLayer,
+        PagedLayer,
+        HeadCompressor,
+        MultiHeadCompressor,
+        PagedCompressor,
+    )
+}
 
 
 def save(

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from numkv.files.checksums import Checksums
 from numkv.files.replace import replacing
 from numkv.snapshots.fields import Damaged, Fields, Foreign, expect
-from numkv.snapshots.snapshot import Spec, Tensor
+from numkv.snapshots.snapshot import Spec, Tensor, bytes_of
 
 #: Of the one format that is read and written; earlier ones were never published.
 FORMAT_VERSION = 3
@@ -104,12 +104,6 @@ def _header(fields: dict[str, Any], tensors: list[Tensor], checksums: dict[str, 
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-(8 + len(header)) % 64)
     return len(header).to_bytes(8, "little") + header
-
-
-def bytes_of(x: NDArray[Any]) -> memoryview:
-    """The memory of a contiguous array."""
-    flat: Any = x.reshape(-1).view(np.uint8)
-    return memoryview(flat)
 
 
 def _chunks(pieces: Iterable[NDArray[Any]]) -> Iterator[list[memoryview]]:

@@ -79,9 +79,6 @@ class Record:
     #: What the entry ``layout`` says; None if there is none.
     layout: ClassVar[str | None] = None
 
-    def __init__(self, **values: Any) -> None:  # a dataclass has its own
-        raise NotImplementedError
-
     @classmethod
     def read(cls, fields: Fields) -> Self:
         """The record that a header holds.
@@ -98,7 +95,7 @@ class Record:
         for x in dataclasses.fields(of):
             if x.default is dataclasses.MISSING or fields.has(x.name):
                 values[x.name] = x.metadata["read"](fields, x.name, values)
-        found = cls(**values)
+        found: Self = of(**values)
         found.check()
         return found
 

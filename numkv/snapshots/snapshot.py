@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import zlib
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
@@ -17,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv import targets
-from numkv.snapshots.fields import Fields
 from numkv.targets.base import Target
 
 #: Reads the next elements of a tensor into contiguous arrays.
@@ -147,9 +147,6 @@ class Plan(NamedTuple):
     build: Callable[[], Any]
 
 
-Restore = Callable[[Fields, Source, Options], Plan]
-
-
 class Under:
     """The part of a source whose names begin with a prefix."""
 
@@ -168,6 +165,20 @@ class Under:
 
     def fill(self, name: str, pieces: Iterable[NDArray[Any]]) -> None:
         self._source.fill(self._prefix + name, pieces)
+
+
+def bytes_of(x: NDArray[Any]) -> memoryview:
+    """The memory of a contiguous array."""
+    flat: Any = x.reshape(-1).view(np.uint8)
+    return memoryview(flat)
+
+
+def crc32_of(arrays: Iterable[NDArray[Any]]) -> str:
+    """The CRC-32 of some arrays, one after another, in hexadecimal."""
+    found = 0
+    for x in arrays:
+        found = zlib.crc32(bytes_of(np.ascontiguousarray(x)), found) if x.size else found
+    return f"{found:08x}"
 
 
 def take_all(source: Source, specs: dict[str, Spec]) -> None:
