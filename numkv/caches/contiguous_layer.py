@@ -70,7 +70,7 @@ class ContiguousLayer(Layer):
     (1, 8, 16)
     """
 
-    _saved = SavedContiguous
+    __record__ = SavedContiguous
 
     def __init__(
         self,

@@ -83,7 +83,7 @@ class PagedLayer(Layer):
     [0, 1]
     """
 
-    _saved = SavedPaged
+    __record__ = SavedPaged
 
     def __init__(
         self,

@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 
 from numkv.kinds import Kind, kind, kind_of_dtype
 from numkv.snapshots.fields import MOST, expect
-from numkv.snapshots.record import Record, integer, integers, optional, storage_kind
-from numkv.snapshots.snapshot import Spec
+from numkv.snapshots.record import Record, Spec, integer, integers, optional, storage_kind
 from numkv.storage.latents import LATENT
 from numkv.storage.saved import Side, rotation, row_bytes, row_specs, v_storage
 

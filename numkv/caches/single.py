@@ -27,16 +27,7 @@ from numkv.errors import NotSupported, NumkvError
 from numkv.interrupts import held
 from numkv.kinds import Kind
 from numkv.numbers import check_flag
-from numkv.snapshots.fields import Fields
-from numkv.snapshots.snapshot import (
-    Options,
-    Plan,
-    Snapshot,
-    Source,
-    Tensor,
-    fill_all,
-    take_all,
-)
+from numkv.snapshots.snapshot import Options, Snapshot, Source, Tensor, fill_all
 from numkv.storage.buffer import Buffer, are_scales
 from numkv.storage.own_kernels import Uploads
 from numkv.storage.pool import Pool
@@ -83,7 +74,7 @@ class SingleSequence(Watched):
         self._begin()
 
     #: What its snapshots hold beside tensors.
-    _saved: ClassVar[type[SavedSequence]]
+    __record__: ClassVar[type[SavedSequence]]
     #: Of each layer: the same buffers, and its own scales of heads.
     _pools: list[Pool]
     #: Blocks of each layer ``(max_blocks,)``, on the host.
@@ -339,13 +330,14 @@ class SingleSequence(Watched):
 
     def __snapshot__(self) -> Snapshot:
         """See `numkv.snapshots.snapshot`."""
+        self._refuse_told()
         # Lengths first: whoever appends meanwhile moves rows to where there are as many, and more.
         values, full = self._values(), self._full_precision
         rows = [self._stored(layer) for layer in range(len(self._lengths))]
         parts = [(0, n) if full is None else full.quantised(i, n) for i, n in enumerate(rows)]
         begins, ends = [begin for begin, _ in parts], [end for _, end in parts]
-        saved = self._saved(**values, rows=rows, begins=begins, ends=ends)
-        return Snapshot(saved.entries(), {}, self._tensors(saved), [(self, full is not None)])
+        saved = self.__record__(**values, rows=rows, begins=begins, ends=ends)
+        return Snapshot(saved, self._tensors(saved), [(self, full is not None)])
 
     def _tensors(self, saved: SavedSequence) -> list[Tensor]:
         """Where rows lie: those in ``[begin, end)`` as codes, and the others in full precision."""
@@ -365,27 +357,20 @@ class SingleSequence(Watched):
         buffer.scales[:] = buffer.target.asarray(scales)
 
     @classmethod
-    def __restore__(cls, fields: Fields, source: Source, options: Options) -> Plan:
+    def __restore__(cls, saved: SavedSequence, source: Source, options: Options) -> Self:
         """See `numkv.snapshots.snapshot`."""
-        saved = cls._saved.read(fields)
-        take_all(source, saved.specs())
-
-        def build() -> SingleSequence:
-            made = cls._empty(saved, options)
-            try:
-                made._take_room(max(saved.rows, default=0))
-                if made._full_precision is not None:
-                    made._full_precision.resume(saved.begins, saved.ends)
-                fill_all(source, made._tensors(saved))
-                source.verify()  # before blocks are for good
-            except BaseException:
-                made._give_back(0, made._shorter(0))
-                raise
-            made._take_lengths(saved)
-            return made
-
-        # A pool that is given is there already.
-        return Plan(saved.nbytes if options.pool is None else 0, build)
+        made = cls._empty(saved, options)
+        try:
+            made._take_room(max(saved.rows, default=0))
+            if made._full_precision is not None:
+                made._full_precision.resume(saved.begins, saved.ends)
+            fill_all(source, made._tensors(saved))
+            source.verify()  # before blocks are for good
+        except BaseException:
+            made._give_back(0, made._shorter(0))
+            raise
+        made._take_lengths(saved)
+        return made
 
     @classmethod
     def _empty(cls, saved: SavedSequence, options: Options) -> Self:

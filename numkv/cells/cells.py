@@ -15,13 +15,14 @@ nothing, and a commit cannot fail, as all the arrays that it needs were made by 
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from numkv.cells import compiled as kernels
 from numkv.errors import CacheFull, DimensionMismatch, NotSupported, NumkvError, UnsupportedDType
+from numkv.snapshots.fields import claims, expect
 
 Ints = NDArray[np.int64]
 CellList = NDArray[np.int32]
@@ -500,9 +501,54 @@ class Cells:
         if self.num_cells % kernels.SPAN:
             self._vacant[-1] = self.num_cells % kernels.SPAN
 
-    def copy(self) -> Cells:
+    def tables(self) -> dict[str, NDArray[Any]]:
+        """Who owns which cells, for a snapshot: the cells in use, and those of one sequence after another."""
+        used, sequences = np.flatnonzero(self.num_sequences), self.sequences
+        lists = [self.owned(seq) for seq in sequences]
+        return {
+            "cells": used.astype(np.int32),
+            "positions": self.positions[used],
+            "sequences": np.array(sequences, np.int64),
+            "lengths": np.array([len(x) for x in lists], np.int64),
+            "lists": np.concatenate([_NO_CELLS, *lists]),
+            "fresh": np.array([seq in self._fresh for seq in sequences], np.uint8),
+        }
+
+    def resume(
+        self, cells: CellList, positions: CellList, sequences: Ints, lengths: Ints, lists: CellList,
+        fresh: NDArray[np.uint8],
+    ) -> None:  # fmt: skip
+        """Take what `tables` gave, where all cells are free.
+
+        Raises
+        ------
+        Damaged
+            If it contradicts itself.
+        """
+        there = (lists >= 0) & (lists < self.num_cells)
+        expect(bool(there.all()), "there is no such cell")
+        counts = np.bincount(lists, minlength=self.num_cells)
+        expect(
+            np.array_equal(np.flatnonzero(counts), cells), "cells in use are not those of sequences"
+        )
+        known = len(np.unique(sequences)) == len(sequences) and bool((sequences >= 0).all())
+        expect(known, "a sequence comes twice, or is negative")
+        plain = bool(((lengths >= 0) & (lengths <= len(lists))).all())
+        expect(plain and int(lengths.sum()) == len(lists), "wrong lengths")
+        of_each = np.split(lists, np.cumsum(lengths)[:-1])
+        pairs = zip(sequences.tolist(), of_each, strict=False)  # `split` makes one list of none
+        self._sequences = {seq: _Sequence(owned.copy()) for seq, owned in pairs}
+        self.positions[cells], self.num_sequences[:] = positions, counts
+        taken = np.bincount(cells // kernels.SPAN, minlength=len(self._vacant))
+        self._vacant -= taken.astype(self._vacant.dtype)
+        self._fresh = set(sequences[fresh > 0].tolist())
+        with claims("cells"):
+            self.check()
+
+    def copy(self) -> Self:
         """Cells of their own that hold the same."""
-        new = Cells(0, self.memory)
+        new = object.__new__(type(self))
+        new.__dict__.update(vars(self))
         new.positions, new.num_sequences = self.positions.copy(), self.num_sequences.copy()
         new._vacant, new._fresh = self._vacant.copy(), set(self._fresh)
         new._sequences = {

@@ -22,16 +22,8 @@ from numkv.errors import DimensionMismatch, NonFiniteInput, NumkvError
 from numkv.kernels.operations_of_codes import CodesOptions, StoredCodes
 from numkv.kinds import QUERY_DTYPES, kind_of_dtype
 from numkv.numbers import check_bytes, check_flag, check_scale, check_soft_cap, check_window
-from numkv.snapshots.fields import Fields, expect
-from numkv.snapshots.snapshot import (
-    Options,
-    Plan,
-    Snapshot,
-    Source,
-    Tensor,
-    fill_all,
-    take_all,
-)
+from numkv.snapshots.fields import expect
+from numkv.snapshots.snapshot import Options, Snapshot, Source, Tensor, fill_all
 from numkv.targets.base import Array, Target
 from numkv.targets.streamed import on_stream
 
@@ -67,7 +59,7 @@ class Heads(Drawn):
     #: Has `keys`, `values` and `capacity`; replaced as a whole.
     _stored: Any
     #: What its snapshots hold beside tensors.
-    _saved: ClassVar[type[SavedCodes]] = SavedCodes
+    __record__: ClassVar[type[SavedCodes]] = SavedCodes
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -233,39 +225,32 @@ class Heads(Drawn):
         """See `numkv.snapshots.snapshot`."""
         stored, config = self._stored, self._config
         slots, more = self._slots(stored)
-        saved = self._saved(
+        saved = self.__record__(
             num_heads=self.num_kv_heads, num_q_heads=self._num_q_heads, head_dim=config.head_dim, bits=config.bits,
             projections=config.projections, seed=str(config.seed), tokens=len(slots),
             quantiser=self._quantiser.fingerprint(self._target), v_bits=config.v_bits, **more,
         )  # fmt: skip
-        tensors = self._tensors(saved, stored, slots)
-        return Snapshot(saved.entries(), {}, tensors, [(self, False)])
+        return Snapshot(saved, self._tensors(saved, stored, slots), [(self, False)])
 
     def _tensors(self, saved: SavedCodes, stored: Any, slots: Numbers) -> list[Tensor]:
-        of_keys = stored.keys.tensors(self._target, saved.specs("k"), slots)
-        of_values = stored.values.tensors(self._target, saved.specs("v"), slots)
+        of_keys = stored.keys.tensors(self._target, saved.specs_of("k"), slots)
+        of_values = stored.values.tensors(self._target, saved.specs_of("v"), slots)
         return [*of_keys, *of_values]
 
     @classmethod
-    def __restore__(cls, fields: Fields, source: Source, options: Options) -> Plan:
+    def __restore__(cls, saved: SavedCodes, source: Source, options: Options) -> Self:
         """See `numkv.snapshots.snapshot`."""
-        saved = cls._saved.read(fields)
-        take_all(source, saved.specs("k") | saved.specs("v"))
-
-        def build() -> Heads:
-            make: Any = cls
-            made: Heads = make(**saved.arguments(), target=options.place.name)
-            found = made._quantiser.fingerprint(made._target)
-            expect(
-                found == saved.quantiser,
-                f"codes of another codebook or rotation, {saved.quantiser}, than {found}",
-            )
-            stored = made._resumed(saved, *made._allocate(saved.tokens))
-            fill_all(source, made._tensors(saved, stored, np.arange(saved.tokens)))
-            made._stored = stored
-            return made
-
-        return Plan(saved.nbytes, build)
+        make: Any = cls
+        made: Self = make(**saved.arguments(), target=options.place.name)
+        found = made._quantiser.fingerprint(made._target)
+        expect(
+            found == saved.quantiser,
+            f"codes of another codebook or rotation, {saved.quantiser}, than {found}",
+        )
+        stored = made._resumed(saved, *made._allocate(saved.tokens))
+        fill_all(source, made._tensors(saved, stored, np.arange(saved.tokens)))
+        made._stored = stored
+        return made
 
     def _check_buffers(self, keys: Encoded, values: Encoded, used: Any) -> None:
         """Look for buffers of other shapes, and for scales of the tokens `used` that are not finite."""

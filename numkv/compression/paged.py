@@ -64,7 +64,7 @@ class PagedCompressor(Heads):
     """
 
     _stored: StoredBlocks
-    _saved = SavedBlocks
+    __record__ = SavedBlocks
 
     def __init__(
         self, num_heads: int, config: CompressorConfig, *, num_q_heads: int | None = None, target: str = "cpu"

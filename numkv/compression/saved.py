@@ -11,8 +11,7 @@ from numkv.compression.blocks import BLOCK_SIZE, Sequence
 from numkv.compression.config import CompressorConfig
 from numkv.compression.encoded import Encoded
 from numkv.snapshots.fields import claims, expect
-from numkv.snapshots.record import Record, integer, integers, optional, records, text
-from numkv.snapshots.snapshot import Spec
+from numkv.snapshots.record import Record, Spec, integer, integers, optional, records, text
 
 # Elements of a head: the random rotation of larger ones would take minutes to make.
 _LARGEST_DIM = 4096
@@ -59,7 +58,11 @@ class SavedCodes(Record):
             "config": self.config, "num_heads": self.num_heads, "num_q_heads": self.num_q_heads,
         }  # fmt: skip
 
-    def specs(self, side: str) -> dict[str, Spec]:
+    def specs(self) -> dict[str, Spec]:
+        """See `Record.specs`."""
+        return self.specs_of("k") | self.specs_of("v")
+
+    def specs_of(self, side: str) -> dict[str, Spec]:
         """The tensors of ``"k"`` or ``"v"``."""
         kind = self.config.kind if side == "k" else self.config.v_kind
         return Encoded.specs(side, self.num_heads, self.tokens, self.head_dim, kind)
@@ -69,7 +72,7 @@ class SavedCodes(Record):
         """Bytes of the codes, and of the quantiser: float32 there and back, and float64 while it is made."""
         dim, bits = self.head_dim, max(self.bits, self.v_bits or 0)
         random = self.num_heads * dim * (2 * dim + (self.projections or 0)) * 12
-        codes = sum(spec.nbytes for side in "kv" for spec in self.specs(side).values())
+        codes = sum(spec.nbytes for spec in self.specs().values())
         return random + dim * dim * 16 + (1 << bits) * 32 + codes
 
 

@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from numkv.files.checksums import Checksums
 from numkv.files.replace import replacing
 from numkv.snapshots.fields import Damaged, Fields, Foreign, expect
-from numkv.snapshots.snapshot import Spec, Tensor, bytes_of
+from numkv.snapshots.record import Spec
+from numkv.snapshots.snapshot import Tensor, bytes_of
 
 #: Of the one format that is read and written; earlier ones were never published.
 FORMAT_VERSION = 3

@@ -16,8 +16,11 @@ What is read is not trusted: every value is checked as it is read, and `check` c
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Self
+
+import numpy as np
 
 from numkv.kinds import Kind
 from numkv.snapshots.fields import MOST, Fields
@@ -68,9 +71,28 @@ def storage_kind() -> Any:
     return entry(lambda f, name, x: f.kind(name))
 
 
+def part(of: type[Record], optional: bool = False) -> Any:
+    """A record, or None."""
+    return entry(
+        lambda f, name, x: None if optional and f.get(name) is None else of.read(f.part(name))
+    )
+
+
 def records(of: type[Record]) -> Any:
     """A list of records."""
     return entry(lambda f, name, x: [of.read(part) for part in f.parts(name)])
+
+
+class Spec(NamedTuple):
+    """What a tensor is."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 class Record:
@@ -102,6 +124,15 @@ class Record:
     def check(self) -> None:
         """Compare what has been read with itself; `Damaged` if it contradicts itself."""
 
+    def specs(self) -> dict[str, Spec]:
+        """All tensors of the object, by name."""
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the object takes."""
+        raise NotImplementedError
+
     def entries(self) -> dict[str, Any]:
         """What a header holds, for JSON."""
         of: Any = self
@@ -115,4 +146,8 @@ def _plain(x: Any) -> Any:
         return x.entries()
     if isinstance(x, list):
         return [_plain(each) for each in x]
+    if isinstance(x, Mapping):
+        return {name: _plain(each) for name, each in x.items()}
+    if isinstance(x, bytes):
+        return {"bytes": x.hex()}
     return x.name if isinstance(x, Kind) else x

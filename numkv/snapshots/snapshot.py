@@ -1,39 +1,33 @@
-"""`Snapshot`: an object as fields, small arrays and tensors, and `Plan`: how it is made of these again.
+"""`Snapshot`: an object as small values, small arrays and tensors, and `plan`: how it is made of these again.
 
-An object that can be saved has two methods. ``__snapshot__()`` says what it consists of, and the class method
-``__restore__(fields, source, options)`` checks what a file says of such an object and plans how to make it. A `Tensor`
-says where its elements lie, so that the same list of tensors serves a cache that is saved and an empty one that is
-filled. Nothing is copied before it is written.
+The class of an object that can be saved has a `Record` and two methods::
+
+    __record__                                      its small values, with which tensors there are, and bytes in all
+    __snapshot__(self)                              what it consists of now
+    __restore__(cls, saved, source, options)        an object of what a file says, which has been checked
+
+A `Tensor` says where its elements lie, so that the same list of tensors serves an object that is saved and an empty one
+that is filled. Nothing is copied before it is written.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from numkv import targets
+from numkv.snapshots.fields import Fields
+from numkv.snapshots.record import Record, Spec
 from numkv.targets.base import Target
 
 #: Reads the next elements of a tensor into contiguous arrays.
 Read = Callable[[Iterable[NDArray[Any]]], None]
-
-
-class Spec(NamedTuple):
-    """What a tensor is."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes."""
-        return self.dtype.itemsize * math.prod(self.shape)
 
 
 class Tensor(NamedTuple):
@@ -87,26 +81,25 @@ class Snapshot(NamedTuple):
 
     Attributes
     ----------
-    fields : dict
-        Small values, for JSON; see `numkv.snapshots.record`.
-    arrays : dict of str to array
-        Small arrays in host memory, by the names of tensors.
+    saved : Record
+        Small values.
     tensors : list of Tensor
         What lies in buffers.
     held : list of (object, bool)
         What nobody may change while it is written, and whether new tokens would change it.
+    arrays : mapping of str to array
+        Small arrays in host memory, by the names of tensors.
     """
 
-    fields: dict[str, Any]
-    arrays: dict[str, NDArray[Any]]
+    saved: Record
     tensors: list[Tensor]
     held: list[tuple[Any, bool]]
+    arrays: Mapping[str, NDArray[Any]] = MappingProxyType({})
 
-    def under(self, prefix: str) -> Snapshot:
-        """The same with something before the names of tensors."""
-        arrays = {prefix + name: x for name, x in self.arrays.items()}
-        tensors = [x._replace(name=prefix + x.name) for x in self.tensors]
-        return Snapshot(self.fields, arrays, tensors, self.held)
+    def all_tensors(self, prefix: str = "") -> list[Tensor]:
+        """All tensors, small ones first, with something before their names."""
+        found = [Tensor.of(name, x) for name, x in self.arrays.items()] + self.tensors
+        return [x._replace(name=prefix + x.name) for x in found] if prefix else found
 
 
 class Options(NamedTuple):
@@ -147,6 +140,16 @@ class Plan(NamedTuple):
     build: Callable[[], Any]
 
 
+def plan(cls: Any, fields: Fields, source: Source, options: Options) -> Plan:
+    """Check what a file says of an object of a class, and how to make it."""
+    saved: Record = cls.__record__.read(fields)
+    for name, spec in saved.specs().items():
+        source.take(name, spec)
+    # A pool that is given is there already.
+    nbytes = saved.nbytes if options.pool is None else 0
+    return Plan(nbytes, functools.partial(cls.__restore__, saved, source, options))
+
+
 class Under:
     """The part of a source whose names begin with a prefix."""
 
@@ -179,12 +182,6 @@ def crc32_of(arrays: Iterable[NDArray[Any]]) -> str:
     for x in arrays:
         found = zlib.crc32(bytes_of(np.ascontiguousarray(x)), found) if x.size else found
     return f"{found:08x}"
-
-
-def take_all(source: Source, specs: dict[str, Spec]) -> None:
-    """Expect tensors."""
-    for name, spec in specs.items():
-        source.take(name, spec)
 
 
 def fill_all(source: Source, tensors: Iterable[Tensor]) -> None:

@@ -8,7 +8,6 @@ cache: ``k.<layer>`` and ``v.<layer>`` are ``(num_kv_heads, tokens, words)``, th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,9 +16,9 @@ from numpy.typing import NDArray
 
 from numkv.kinds import Kind
 from numkv.snapshots.fields import claims, expect
-from numkv.snapshots.record import entry
+from numkv.snapshots.record import Spec, entry
 from numkv.snapshots.regions import Blocks, Ints, Rows, checked
-from numkv.snapshots.snapshot import Read, Spec, Tensor
+from numkv.snapshots.snapshot import Read, Tensor
 from numkv.storage.buffer import Buffer, are_scales
 from numkv.storage.hadamard import Rotation
 from numkv.storage.latents import LATENT
@@ -102,25 +101,45 @@ def row_tensors(
     """
     found = []
     for side, buffer in pool.stored:
-        sides, heads = [(side, buffer.kind, buffer.dim)], int(buffer.words.shape[1])
-        rows: list[Any] = [Rows(pool.target, buffer.words, slots)]
-        if buffer.kind.scales_per == "head":
-            rows.append(_HeadScales(side, buffer, set_scales or _set_scales))
-        else:
-            rows.append(Rows(pool.target, buffer.scales, slots))
-        bad = f"{_NOT_FINITE} in {prefix}{side}_scale of layer {layer}, {_UNCHECKED}; drop these tokens"
-        specs = row_specs(sides, layer, heads, len(slots), prefix)
-        for (name, spec), part in zip(specs.items(), rows, strict=False):
-            tensor = Tensor(name, spec, part.pieces, part.fill)
-            found.append(
-                checked(tensor, partial(are_scales, buffer.kind), bad)
-                if part is rows[1]
-                else tensor
-            )
+        kind, heads = buffer.kind, int(buffer.words.shape[1])
+        of_words, *of_scales = row_specs(
+            [(side, kind, buffer.dim)], layer, heads, len(slots), prefix
+        ).items()
+        rows = Rows(pool.target, buffer.words, slots)
+        found.append(Tensor(*of_words, rows.pieces, rows.fill))
+        for name, spec in of_scales:
+            if kind.scales_per == "head":
+                found.append(head_scales_tensor(name, side, buffer, set_scales))
+                continue
+            rows = Rows(pool.target, buffer.scales, slots)
+            bad = f"{_NOT_FINITE} in {prefix}{side}_scale of layer {layer}, {_UNCHECKED}; drop these tokens"
+            tensor = Tensor(name, spec, rows.pieces, rows.fill)
+            found.append(checked(tensor, partial(are_scales, kind), bad))
     return found
 
 
-def block_tensors(
+def head_scales_tensor(
+    name: str, side: str, buffer: Buffer, set_scales: Callable[[str, Buffer, Any], None] | None = None
+) -> Tensor:  # fmt: skip
+    """The scales of a layer's heads; see `row_tensors`."""
+
+    def pieces() -> list[NDArray[Any]]:
+        return [np.array(buffer.target.to_host(buffer.scales))]
+
+    def fill(read: Read) -> None:
+        found = np.empty(tuple(buffer.scales.shape), buffer.kind.scale_word)
+        read([found])
+        if set_scales is None:
+            buffer.scales[:] = buffer.target.asarray(found)
+        else:
+            set_scales(side, buffer, found)
+
+    spec = Spec(buffer.kind.scale_word, tuple(map(int, buffer.scales.shape)))
+    bad = f"{_NOT_FINITE} in {name}"
+    return checked(Tensor(name, spec, pieces, fill), partial(are_scales, buffer.kind), bad)
+
+
+def block_tensor(
     target: Target, name: str, x: Array, ids: NDArray[Any], fills: NDArray[Any], scales_of: Kind | None = None,
 ) -> Tensor:  # fmt: skip
     """Blocks of an array ``(num_blocks, num_kv_heads, block_size, …)``, whole and once each.
@@ -147,29 +166,3 @@ def block_tensors(
         return tensor
     bad = f"{_NOT_FINITE} among those of {name[0]}, {_UNCHECKED}; remove their sequences"
     return checked(tensor, partial(are_scales, scales_of), bad)
-
-
-def check_scales(name: str, kind: Kind, words: NDArray[Any]) -> None:
-    """Refuse scales of a file that are none."""
-    expect(are_scales(kind, words), f"{name!r} holds NaN, infinity or a negative number")
-
-
-@dataclass
-class _HeadScales:
-    """The scales of a layer's heads."""
-
-    side: str
-    buffer: Buffer
-    set: Callable[[str, Buffer, Any], None]
-
-    def pieces(self) -> list[NDArray[Any]]:
-        return [np.array(self.buffer.target.to_host(self.buffer.scales))]
-
-    def fill(self, read: Read) -> None:
-        found = np.empty(tuple(self.buffer.scales.shape), self.buffer.kind.scale_word)
-        read([found])
-        self.set(self.side, self.buffer, found)
-
-
-def _set_scales(side: str, buffer: Buffer, scales: NDArray[Any]) -> None:
-    buffer.scales[:] = buffer.target.asarray(scales)

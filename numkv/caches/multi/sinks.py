@@ -89,12 +89,6 @@ class SinkCells(Cells):
                 lists[sequence] = _Sequence.with_room(shorter[found], added.get(sequence, 0))
         return lists
 
-    def copy(self) -> SinkCells:
-        """Cells of their own that hold the same."""
-        made, same = SinkCells(0, self.memory, self.num_sinks), super().copy()
-        made.__dict__.update(same.__dict__)
-        return made
-
 
 def cells_of(num_cells: int, memory: int | None, num_sinks: int) -> Cells:
     """Cells of a cache, which keep first positions or none."""
