@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.files.checksums import Checksums
-from numkv.files.replace import replacing
+from numkv.replace import after, replacing, write_all
 from numkv.snapshots.fields import Damaged, Fields, Foreign, expect
 from numkv.snapshots.record import Spec
 from numkv.snapshots.snapshot import Tensor, bytes_of
@@ -73,16 +73,16 @@ def write(path: str | os.PathLike[str], fields: dict[str, Any], tensors: list[Te
     # Checksums are known last, and come first: their place is as long whatever they are.
     header = _header(fields, tensors, dict.fromkeys((tensor.name for tensor in tensors), 0))
     with replacing(path) as descriptor:
-        _write_all(descriptor, [memoryview(header)])
+        write_all(descriptor, [memoryview(header)])
         with Checksums() as checksums:
             for tensor in tensors:
                 written = 0
                 for views in _chunks(tensor.pieces()):
                     checksums.add(tensor.name, views)
-                    written += _write_all(descriptor, views)
+                    written += write_all(descriptor, views)
                 assert written == tensor.spec.nbytes, tensor.name
         os.lseek(descriptor, 0, os.SEEK_SET)
-        _write_all(descriptor, [memoryview(_header(fields, tensors, checksums.found))])
+        write_all(descriptor, [memoryview(_header(fields, tensors, checksums.found))])
 
 
 def _header(fields: dict[str, Any], tensors: list[Tensor], checksums: dict[str, int]) -> bytes:
@@ -125,24 +125,6 @@ def _chunks(pieces: Iterable[NDArray[Any]]) -> Iterator[list[memoryview]]:
                 views, size = [], 0
     if views:
         yield views
-
-
-def _write_all(descriptor: int, views: list[memoryview]) -> int:
-    """Write all bytes, however many the system takes at a time; how many there were."""
-    total = sum(map(len, views))
-    rest = views
-    while rest:
-        rest = _after(rest, os.writev(descriptor, rest))
-    return total
-
-
-def _after(views: list[memoryview], n: int) -> list[memoryview]:
-    """What comes after the first `n` bytes."""
-    for i, view in enumerate(views):
-        if n < len(view):
-            return [view[n:], *views[i + 1 :]]
-        n -= len(view)
-    return []
 
 
 # -- reading
@@ -232,7 +214,7 @@ class Container:
         while rest:
             n = os.preadv(self._descriptor, rest, offset)
             expect(n > 0, f"the file ends at byte {offset}")
-            rest, offset = _after(rest, n), offset + n
+            rest, offset = after(rest, n), offset + n
 
     @property
     def names(self) -> set[str]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from numkv.errors import NotSupported
+from numkv.replace import SUFFIX
 from numkv.store.folder import Entry, Jobs, in_threads
 from numkv.store.objects import DamagedObject
 
@@ -18,7 +19,6 @@ _REQUESTS = 16
 #: File systems that make an object as a whole when they are given all of it; elsewhere it is renamed.
 _WHOLE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss", "memory"}
 _ABANDONED = 600.0
-_SUFFIX = ".partial"
 
 
 def opened(url: str) -> tuple[Any, str]:
@@ -109,7 +109,7 @@ class RemoteFolder:
             self._fs.pipe_file(path, whole)
             return
         folder, _, name = path.rpartition("/")
-        partial = f"{folder}/.{name[:16]}.{secrets.token_hex(8)}{_SUFFIX}"
+        partial = f"{folder}/.{name[:16]}.{secrets.token_hex(8)}{SUFFIX}"
         self._fs.makedirs(folder, exist_ok=True)
         try:
             self._fs.pipe_file(partial, whole)
@@ -135,14 +135,14 @@ class RemoteFolder:
             stamp = _seconds(info)
             key = str(path)[str(path).rindex(self.root) + len(self.root) + 1 :]
             # Without a time nobody can tell whether it is being written.
-            if key.endswith(_SUFFIX) and stamp and time.time() - stamp > _ABANDONED:
+            if key.endswith(SUFFIX) and stamp and time.time() - stamp > _ABANDONED:
                 self.delete_bad(key)
             else:
                 yield Entry(key, int(info.get("size") or 0), stamp)
 
     def delete(self, entry: Entry) -> bool:
         """Delete an object unless it is being written; whether it is gone."""
-        if entry.key.endswith(_SUFFIX):
+        if entry.key.endswith(SUFFIX):
             return False
         try:
             self._fs.rm_file(self._path(entry.key))
