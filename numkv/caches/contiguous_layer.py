@@ -70,7 +70,7 @@ class ContiguousLayer(Layer):
     (1, 8, 16)
     """
 
-    __record__ = SavedContiguous
+    __saved__ = SavedContiguous
 
     def __init__(
         self,

@@ -124,10 +124,7 @@ class FullPrecisionWindow:
         """A deep copy that shares no memory."""
         new = object.__new__(FullPrecisionWindow)
         new.__dict__.update(self.__dict__)
-        layers = len(self._sinks)
-        new._pool = self._pool.like(layers)
-        ids = self._pool.target.index(np.arange(layers), np.int32)
-        self._pool.copy_blocks(ids, new._pool, ids)
+        new._pool = self._pool.copy()
         new._sinks, new._end = self._sinks.copy(), self._end.copy()
         return new
 

@@ -124,7 +124,7 @@ class KVCache(StoredRows):
         self._room = shape[2]
         super().__init__(pool, rows, residual_window, num_sink_tokens, self._bound)
 
-    __record__ = SavedCache
+    __saved__ = SavedCache
 
     def _derive(self) -> None:
         super()._derive()

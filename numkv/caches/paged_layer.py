@@ -83,7 +83,7 @@ class PagedLayer(Layer):
     [0, 1]
     """
 
-    __record__ = SavedPaged
+    __saved__ = SavedPaged
 
     def __init__(
         self,

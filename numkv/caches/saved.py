@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 
 from numkv.kinds import Kind, kind, kind_of_dtype
 from numkv.snapshots.fields import MOST, expect
-from numkv.snapshots.record import Record, Spec, integer, integers, optional, storage_kind
+from numkv.snapshots.saved import Saved, Spec, integer, integers, optional, storage_kind
 from numkv.storage.latents import LATENT
 from numkv.storage.saved import Side, rotation, row_bytes, row_specs, v_storage
 
 
 @dataclass(kw_only=True)
-class SavedSequence(Record):
+class SavedSequence(Saved):
     """The sequence of a cache: of each layer how many rows there are, and which of them are stored in its kind."""
 
     #: Entries that are arguments of the class too, beside those of all classes.

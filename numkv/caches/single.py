@@ -74,7 +74,7 @@ class SingleSequence(Watched):
         self._begin()
 
     #: What its snapshots hold beside tensors.
-    __record__: ClassVar[type[SavedSequence]]
+    __saved__: ClassVar[type[SavedSequence]]
     #: Of each layer: the same buffers, and its own scales of heads.
     _pools: list[Pool]
     #: Blocks of each layer ``(max_blocks,)``, on the host.
@@ -336,7 +336,7 @@ class SingleSequence(Watched):
         rows = [self._stored(layer) for layer in range(len(self._lengths))]
         parts = [(0, n) if full is None else full.quantised(i, n) for i, n in enumerate(rows)]
         begins, ends = [begin for begin, _ in parts], [end for _, end in parts]
-        saved = self.__record__(**values, rows=rows, begins=begins, ends=ends)
+        saved = self.__saved__(**values, rows=rows, begins=begins, ends=ends)
         return Snapshot(saved, self._tensors(saved), [(self, full is not None)])
 
     def _tensors(self, saved: SavedSequence) -> list[Tensor]:

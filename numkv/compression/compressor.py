@@ -79,7 +79,7 @@ class HeadCompressor(Compressor):
     ((50,), 7.53)
     """
 
-    __record__ = SavedHead
+    __saved__ = SavedHead
 
     def __init__(self, config: CompressorConfig, *, target: str = "cpu") -> None:
         super().__init__(config, 1, 1, target)

@@ -9,8 +9,8 @@ import numpy as np
 
 from numkv.compression.config import CodesKind
 from numkv.rows.codes import packed_bytes
-from numkv.snapshots.record import Spec
 from numkv.snapshots.regions import Rows, checked
+from numkv.snapshots.saved import Spec
 from numkv.snapshots.snapshot import Tensor
 from numkv.targets.base import Array, Target
 

@@ -59,7 +59,7 @@ class Heads(Drawn):
     #: Has `keys`, `values` and `capacity`; replaced as a whole.
     _stored: Any
     #: What its snapshots hold beside tensors.
-    __record__: ClassVar[type[SavedCodes]] = SavedCodes
+    __saved__: ClassVar[type[SavedCodes]] = SavedCodes
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -225,7 +225,7 @@ class Heads(Drawn):
         """See `numkv.snapshots.snapshot`."""
         stored, config = self._stored, self._config
         slots, more = self._slots(stored)
-        saved = self.__record__(
+        saved = self.__saved__(
             num_heads=self.num_kv_heads, num_q_heads=self._num_q_heads, head_dim=config.head_dim, bits=config.bits,
             projections=config.projections, seed=str(config.seed), tokens=len(slots),
             quantiser=self._quantiser.fingerprint(self._target), v_bits=config.v_bits, **more,

@@ -64,7 +64,7 @@ class PagedCompressor(Heads):
     """
 
     _stored: StoredBlocks
-    __record__ = SavedBlocks
+    __saved__ = SavedBlocks
 
     def __init__(
         self, num_heads: int, config: CompressorConfig, *, num_q_heads: int | None = None, target: str = "cpu"

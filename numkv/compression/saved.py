@@ -11,14 +11,14 @@ from numkv.compression.blocks import BLOCK_SIZE, Sequence
 from numkv.compression.config import CompressorConfig
 from numkv.compression.encoded import Encoded
 from numkv.snapshots.fields import claims, expect
-from numkv.snapshots.record import Record, Spec, integer, integers, optional, records, text
+from numkv.snapshots.saved import Saved, Spec, integer, integers, optional, parts, text
 
 # Elements of a head: the random rotation of larger ones would take minutes to make.
 _LARGEST_DIM = 4096
 
 
 @dataclass(kw_only=True)
-class SavedCodes(Record):
+class SavedCodes(Saved):
     """The codes of heads, and what they mean."""
 
     layout = "codes"
@@ -43,7 +43,7 @@ class SavedCodes(Record):
             self.v_bits != self.bits, f"{self.bits} bits of values, said apart from those of keys"
         )
         with claims("the config"):
-            assert self.config
+            _ = self.config
 
     @property
     def config(self) -> CompressorConfig:
@@ -59,7 +59,7 @@ class SavedCodes(Record):
         }  # fmt: skip
 
     def specs(self) -> dict[str, Spec]:
-        """See `Record.specs`."""
+        """See `Saved.specs`."""
         return self.specs_of("k") | self.specs_of("v")
 
     def specs_of(self, side: str) -> dict[str, Spec]:
@@ -92,7 +92,7 @@ class SavedHead(SavedCodes):
 
 
 @dataclass(kw_only=True)
-class SavedSequence(Record):
+class SavedSequence(Saved):
     """A sequence, in blocks as the file counts them."""
 
     number: int = integer()
@@ -106,7 +106,7 @@ class SavedBlocks(SavedCodes):
 
     num_blocks: int = integer()
     following: int = integer()
-    sequences: list[SavedSequence] = records(SavedSequence)
+    sequences: list[SavedSequence] = parts(SavedSequence)
 
     def check(self) -> None:
         """See `SavedCodes.check`; and a block that several sequences have is at one place in all of them."""

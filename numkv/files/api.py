@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -195,12 +196,18 @@ def load(
         return _load(path, checked, most, options, target)
 
 
-def _load(path: str, checked: Any, most: int, options: Options, target: str | None) -> Any:
+def _load(
+    path: str, checked: Any, most: int, options: Options, target: str | None = None, only: Sequence[str] = ()
+) -> Any:  # fmt: skip
     """See `load`; on its stream."""
     shift, pool = options.shift, options.pool
     with _reading(path) as file:
         name = file.fields.text("class")
         _compare_marks(path, file, checked)
+        if only and name not in only:
+            raise NotSupported(
+                f"`path`: expected sequences, got a {name} in {path}; use numkv.load"
+            )
         cls = _CLASSES.get(name)
         if cls is None:
             raise Damaged(f"it holds a {name}, which is no cache")
@@ -274,17 +281,8 @@ def load_sequences(
         If the file cannot be read, as the system gave it.
     """
     path, checked = _check_path(path), check_mark("mark", mark)
-    with _reading(path) as file:
-        _compare_marks(path, file, checked)
-        name = file.fields.text("class")
-        if name not in (_ONE, _MANY):
-            raise NotSupported(
-                f"`path`: expected sequences, got a {name} in {path}; use numkv.load"
-            )
-        plan = plan_of(Sequences, file.fields, file, Options(None, None, None))
-        file.all_taken()
-        found: list[SwappedSequence] = plan.build().sequences
-        return found
+    found = _load(path, checked, sys.maxsize, Options(None, None, None), only=(_ONE, _MANY))
+    return [found] if isinstance(found, SwappedSequence) else found
 
 
 @contextlib.contextmanager

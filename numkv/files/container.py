@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from numkv.files.checksums import Checksums
 from numkv.replace import after, replacing, write_all
 from numkv.snapshots.fields import Damaged, Fields, Foreign, expect
-from numkv.snapshots.record import Spec
+from numkv.snapshots.saved import Spec
 from numkv.snapshots.snapshot import Tensor, bytes_of
 
 #: Of the one format that is read and written; earlier ones were never published.

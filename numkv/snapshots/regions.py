@@ -140,9 +140,34 @@ def _steps(x: NDArray[Any], slots: Ints) -> Iterator[tuple[Ints, Ints]]:
         yield part // size, part % size
 
 
+def blocks_of(target: Target, x: Array, ids: NDArray[Any]) -> NDArray[Any]:
+    """Copies of blocks of an array, in host memory."""
+    if target.values_on_host:
+        return np.asarray(x[ids])
+    made = target.empty((len(ids), *map(int, x.shape[1:])), x.dtype)
+    _copy_blocks(target, x, ids, made, np.arange(len(ids)))
+    return np.asarray(target.to_host(made))
+
+
+def put_blocks(
+    target: Target, content: NDArray[Any], x: Array, ids: NDArray[Any], chosen: NDArray[Any] | None = None
+) -> None:  # fmt: skip
+    """Copy blocks from host memory to where they go in an array: all, or those that are chosen."""
+    source = np.arange(len(ids)) if chosen is None else chosen
+    _copy_blocks(target, target.asarray(content), source, x, ids)
+
+
+def _copy_blocks(
+    target: Target, source: Array, ids: NDArray[Any], to: Array, to_ids: NDArray[Any]
+) -> None:
+    here, there = (target.index(x, np.int32) for x in (ids, to_ids))
+    if len(ids) and source.size:
+        target.ops.copy_blocks(source, here, to, there)
+
+
 @dataclass
 class Blocks:
-    """Blocks of an array; whole and once each; what comes after the tokens in a block is written as zeros."""
+    """Blocks of an array, whole and once each; what comes after the tokens in a block is written as zeros."""
 
     target: Target
     x: Array
@@ -151,15 +176,11 @@ class Blocks:
 
     def pieces(self) -> Iterator[NDArray[Any]]:
         x, ids = self.x, self.ids
-        if not self.target.values_on_host and len(ids):
-            there = self.target.empty((len(ids), *map(int, x.shape[1:])), x.dtype)
-            own = np.arange(len(ids))
-            self._copy(x, ids, there, own)
-            x, ids = self.target.to_host(there), own
-        size = int(self.x.shape[2]) if len(ids) else 1
-        whole = self.fills >= size
-        for first, last, i in _neighbours(ids, ~whole):
-            part = np.asarray(x[first:last])  # in pages blocks do not lie together
+        if not self.target.values_on_host:
+            x, ids = blocks_of(self.target, x, ids), np.arange(len(ids))
+        whole = self.fills >= (int(x.shape[2]) if len(ids) else 1)
+        for first, end, i in _neighbours(ids, ~whole):
+            part = np.asarray(x[first:end])  # in pages blocks do not lie together
             if not whole[i]:
                 part = part.copy()
                 part[:, :, int(self.fills[i]) :] = 0
@@ -169,19 +190,14 @@ class Blocks:
         if not self.target.values_on_host:
             made = np.empty((len(self.ids), *map(int, self.x.shape[1:])), self.x.dtype)
             read([made])
-            if made.size:
-                self._copy(self.target.asarray(made), np.arange(len(self.ids)), self.x, self.ids)
+            put_blocks(self.target, made, self.x, self.ids)
             return
-        for first, last, _ in _neighbours(self.ids, np.zeros(len(self.ids), np.bool_)):
-            part = self.x[first:last]
+        for first, end, _ in _neighbours(self.ids, np.zeros(len(self.ids), np.bool_)):
+            part = self.x[first:end]
             made = part if part.flags.c_contiguous else np.empty(part.shape, part.dtype)
             read([made])
             if made is not part:
                 part[...] = made
-
-    def _copy(self, source: Array, ids: NDArray[Any], to: Array, to_ids: NDArray[Any]) -> None:
-        here, there = (self.target.index(x, np.int32) for x in (ids, to_ids))
-        self.target.ops.copy_blocks(source, here, to, there)
 
 
 def _neighbours(ids: NDArray[Any], apart: NDArray[np.bool_]) -> Iterator[tuple[int, int, int]]:

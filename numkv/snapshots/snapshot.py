@@ -1,8 +1,8 @@
 """`Snapshot`: an object as small values, small arrays and tensors, and `plan`: how it is made of these again.
 
-The class of an object that can be saved has a `Record` and two methods::
+The class of an object that can be saved has a `Saved` and two methods::
 
-    __record__                                      its small values, with which tensors there are, and bytes in all
+    __saved__                                       its small values, with which tensors there are, and bytes in all
     __snapshot__(self)                              what it consists of now
     __restore__(cls, saved, source, options)        an object of what a file says, which has been checked
 
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from numkv import targets
 from numkv.snapshots.fields import Fields
-from numkv.snapshots.record import Record, Spec
+from numkv.snapshots.saved import Saved, Spec
 from numkv.targets.base import Target
 
 #: Reads the next elements of a tensor into contiguous arrays.
@@ -81,7 +81,7 @@ class Snapshot(NamedTuple):
 
     Attributes
     ----------
-    saved : Record
+    saved : Saved
         Small values.
     tensors : list of Tensor
         What lies in buffers.
@@ -91,7 +91,7 @@ class Snapshot(NamedTuple):
         Small arrays in host memory, by the names of tensors.
     """
 
-    saved: Record
+    saved: Saved
     tensors: list[Tensor]
     held: list[tuple[Any, bool]]
     arrays: Mapping[str, NDArray[Any]] = MappingProxyType({})
@@ -142,7 +142,7 @@ class Plan(NamedTuple):
 
 def plan(cls: Any, fields: Fields, source: Source, options: Options) -> Plan:
     """Check what a file says of an object of a class, and how to make it."""
-    saved: Record = cls.__record__.read(fields)
+    saved: Saved = cls.__saved__.read(fields)
     for name, spec in saved.specs().items():
         source.take(name, spec)
     # A pool that is given is there already.

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from numkv.kinds import Kind
 from numkv.snapshots.fields import claims, expect
-from numkv.snapshots.record import Spec, entry
 from numkv.snapshots.regions import Blocks, Ints, Rows, checked
+from numkv.snapshots.saved import Spec, entry
 from numkv.snapshots.snapshot import Read, Tensor
 from numkv.storage.buffer import Buffer, are_scales
 from numkv.storage.hadamard import Rotation
@@ -31,7 +31,7 @@ Side = tuple[str, Kind, int]
 _NOT_FINITE = "expected finite scales, got NaN or infinity"
 _UNCHECKED = "of rows that were stored with check_finite=False"
 
-# -- entries of records
+# -- entries of headers
 
 
 def v_storage() -> Any:

@@ -64,7 +64,7 @@ class _Change(NamedTuple):
 class CellCache(LayeredCache):
     """A cache of cells; see `CausalCache`, `SlidingWindowCache` and `ChunkedCache`."""
 
-    __record__ = SavedCells
+    __saved__ = SavedCells
     #: Earlier positions that a token attends to, -1 for all; positions of a chunk, 0 for no chunks; positions kept.
     _window = -1
     _chunk = 0

@@ -60,7 +60,7 @@ class EncoderCache(LayeredCache):
     ((7, 2, 8), True, True)
     """
 
-    __record__ = SavedEncoder
+    __saved__ = SavedEncoder
 
     def __init__(self) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ from numkv.targets.base import Array, Target
 class LayeredCache(MultiSequenceCache):
     """A cache with buffers for each layer that has been put: one block of as many tokens as there is room for."""
 
-    __record__: ClassVar[type[SavedLayers]]
+    __saved__: ClassVar[type[SavedLayers]]
     # Set by `init`.
     _k_kind: Kind
     _v_kind: Kind
@@ -216,7 +216,7 @@ class LayeredCache(MultiSequenceCache):
         self._check_ready()
         self._refuse_told()
         scales = self._head_scales.saved()
-        saved = self.__record__(
+        saved = self.__saved__(
             k_kind=self._k_kind, v_kind=self._v_kind, rotation=0 if self._rotate else None,
             layers=[self._saved_layer(*x) for x in self._layers.items()], set_scales=list(scales), **self._values(),
         )  # fmt: skip

@@ -13,15 +13,15 @@ from numkv.errors import NotSupported
 from numkv.kinds import Kind
 from numkv.kinds import kind as named
 from numkv.snapshots.fields import Fields, claims, expect
-from numkv.snapshots.record import (
-    Record,
+from numkv.snapshots.saved import (
+    Saved,
     Spec,
     entry,
     flag,
     integer,
     optional,
     part,
-    records,
+    parts,
     storage_kind,
 )
 from numkv.storage.saved import Side, rotation, row_bytes, row_specs
@@ -31,7 +31,7 @@ _ANY = 2**63 - 1
 
 
 @dataclass(kw_only=True)
-class SavedConfig(Record):
+class SavedConfig(Saved):
     """A `CacheConfig`."""
 
     padding: int = integer()
@@ -41,7 +41,7 @@ class SavedConfig(Record):
     def check(self) -> None:
         """See that there is such a configuration."""
         with claims("the configuration"):
-            assert self.config
+            _ = self.config
 
     @property
     def config(self) -> CacheConfig:
@@ -56,7 +56,7 @@ def saved_config(config: CacheConfig) -> SavedConfig:
 
 
 @dataclass(kw_only=True)
-class SavedLayer(Record):
+class SavedLayer(Saved):
     """A layer that has been put, and its rows where that is not the number of cells."""
 
     layer: int = integer(most=_ANY)
@@ -92,13 +92,13 @@ def _set_scales(fields: Fields, name: str, before: dict[str, Any]) -> list[Saved
 
 
 @dataclass(kw_only=True)
-class SavedLayers(Record):
+class SavedLayers(Saved):
     """The layers of a cache."""
 
     k_kind: Kind = storage_kind()
     v_kind: Kind = storage_kind()
     rotation: int | None = rotation()
-    layers: list[SavedLayer] = records(SavedLayer)
+    layers: list[SavedLayer] = parts(SavedLayer)
     set_scales: list[SavedScales] = entry(_set_scales)
 
     def check(self) -> None:
@@ -108,7 +108,6 @@ class SavedLayers(Record):
 
     def check_shift(self, given: Any) -> None:
         """Refuse a shift that the cache cannot have."""
-        raise NotImplementedError
 
     def _sides(self, x: SavedLayer) -> list[Side]:
         return [("k", self.k_kind, x.head_dim), ("v", self.v_kind, x.head_dim_v)]
@@ -122,7 +121,7 @@ class SavedLayers(Record):
         raise NotImplementedError
 
     def specs(self) -> dict[str, Spec]:
-        """See `Record.specs`."""
+        """See `Saved.specs`."""
         found: dict[str, Spec] = {}
         for x in self.layers:
             found |= row_specs(self._sides(x), x.layer, x.num_kv_heads, self._rows(x))
@@ -132,7 +131,7 @@ class SavedLayers(Record):
 
     @property
     def nbytes(self) -> int:
-        """See `Record.nbytes`."""
+        """See `Saved.nbytes`."""
         return sum(self.room(x) * row_bytes(self._sides(x), x.num_kv_heads) for x in self.layers)
 
 
@@ -156,13 +155,6 @@ class SavedEncoder(SavedLayers):
         expect(self.permuted_v is permuted, "permuted_v is not that of the configuration")
         expect(bool(self.layers) or not self.cached, "rows of an item, but no layers")
         expect(all(x.rows is not None for x in self.layers), "a layer without rows")
-
-    def check_shift(self, given: Any) -> None:
-        """Refuse any."""
-        if given is not None:
-            raise NotSupported(
-                f"`shift`: expected none for an EncoderCache, which moves no keys, got {given!r}"
-            )
 
     def _rows(self, x: SavedLayer) -> int:
         return x.rows or 0
@@ -220,7 +212,7 @@ class SavedCells(SavedLayers):
         return {name: getattr(self, name) for name in self.own}
 
     def specs(self) -> dict[str, Spec]:
-        """See `Record.specs`."""
+        """See `Saved.specs`."""
         counts = {
             "cells": (np.int32, self.cells), "positions": (np.int32, self.cells),
             "sequences": (np.int64, self.num_sequences), "lengths": (np.int64, self.num_sequences),
@@ -237,7 +229,7 @@ class SavedCells(SavedLayers):
 
     @property
     def nbytes(self) -> int:
-        """See `Record.nbytes`."""
+        """See `Saved.nbytes`."""
         return super().nbytes + 40 * self.num_cells
 
 

@@ -72,7 +72,7 @@ class SlidingWindowCache(CellCache):
     Threads: see `CausalCache`.
     """
 
-    __record__ = SavedSliding
+    __saved__ = SavedSliding
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class ChunkedCache(CellCache):
     Threads: see `CausalCache`.
     """
 
-    __record__ = SavedChunked
+    __saved__ = SavedChunked
 
     def __init__(self, chunk_size: int, shift: Shift | None = None) -> None:
         super().__init__(shift)

@@ -25,7 +25,7 @@ from numkv.cells.cells import Rows
 from numkv.errors import NotSupported
 from numkv.numbers import check_index
 from numkv.snapshots.fields import Fields, expect
-from numkv.snapshots.record import Record, Spec, entry
+from numkv.snapshots.saved import Saved, Spec, entry
 from numkv.snapshots.snapshot import Options, Snapshot, Source, Under
 from numkv.targets.base import Array, Target
 
@@ -33,15 +33,15 @@ from numkv.targets.base import Array, Target
 _MOST_LAYERS = 2**20
 
 
-def _read_children(fields: Fields, name: str, _: Any) -> list[tuple[Any, Record]]:
+def _read_children(fields: Fields, name: str, _: Any) -> list[tuple[Any, Saved]]:
     classes = {x.__name__: x for x in (*CELL_CACHES, EncoderCache, WrapperCache)}
     each = [(classes[x.text("class", list(classes))], x) for x in fields.parts(name)]
     expect(bool(each), "no caches")
-    return [(of, of.__record__.read(x)) for of, x in each]
+    return [(of, of.__saved__.read(x)) for of, x in each]
 
 
 @dataclass(kw_only=True)
-class SavedWrapper(Record):
+class SavedWrapper(Saved):
     """A `WrapperCache`."""
 
     layout = "several"
@@ -55,13 +55,13 @@ class SavedWrapper(Record):
     layer_type: int = entry(lambda f, name, x: f.integer(name, most=len(x["caches"]) - 1))
 
     def specs(self) -> dict[str, Spec]:
-        """See `Record.specs`."""
+        """See `Saved.specs`."""
         each = enumerate(self.caches)
         return {f"{i}.{n}": spec for i, (_, x) in each for n, spec in x.specs().items()}
 
     @property
     def nbytes(self) -> int:
-        """See `Record.nbytes`."""
+        """See `Saved.nbytes`."""
         return sum(x.nbytes for _, x in self.caches)
 
 
@@ -104,7 +104,7 @@ class WrapperCache(MultiSequenceCache):
     (array([-inf,   0.,   0.], dtype=float32), array([0., 0., 0.], dtype=float32))
     """
 
-    __record__ = SavedWrapper
+    __saved__ = SavedWrapper
 
     def __init__(
         self, *caches: MultiSequenceCache, layer_types: Iterable[int] | None = None
@@ -325,7 +325,7 @@ class WrapperCache(MultiSequenceCache):
         """See `numkv.snapshots.snapshot`."""
         shifts = options.shift
         if not isinstance(shifts, (list, tuple)):  # one for all
-            shifts = [None if of is EncoderCache else shifts for of, _ in saved.caches]
+            shifts = [shifts] * len(saved.caches)
         if len(shifts) != len(saved.caches):
             raise NotSupported(
                 f"`shift`: expected one for all, or one for each of the {len(saved.caches)} caches in the file, got "

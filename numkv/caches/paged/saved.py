@@ -19,7 +19,7 @@ from numkv.caches.paged.store import BlockStore, SequenceState, held
 from numkv.caches.paged.swap import Geometry, SwappedSequence, check_sequence, check_table
 from numkv.errors import NumkvError
 from numkv.snapshots.fields import Fields, claims, expect
-from numkv.snapshots.record import Record, Spec, entry, integer, integers, records
+from numkv.snapshots.saved import Saved, Spec, entry, integer, integers, parts
 from numkv.snapshots.snapshot import Options, Snapshot, Source, Tensor, fill_all
 from numkv.storage.buffer import Buffer
 from numkv.storage.saved import block_tensor, head_scales_tensor
@@ -60,7 +60,7 @@ def _extra(fields: Fields, name: str, _: Any) -> dict[str, Any] | None:
 
 
 @dataclass(kw_only=True)
-class _Paged(Record):
+class _Paged(Saved):
     """What has a geometry."""
 
     layout = "paged"
@@ -70,7 +70,7 @@ class _Paged(Record):
     def check(self) -> None:
         """See that there is such a geometry."""
         with claims("the geometry"):
-            assert self.shape
+            _ = self.shape
 
     @functools.cached_property
     def shape(self) -> Geometry:
@@ -106,7 +106,7 @@ def _state_arrays(prefix: str, states: Sequence[Sequence[NDArray[Any]]]) -> dict
 
 
 @dataclass(kw_only=True)
-class SavedSequence(Record):
+class SavedSequence(Saved):
     """A sequence of a `PagedKVCache`."""
 
     sequence: int = integer(most=_MOST)
@@ -131,7 +131,7 @@ class SavedPagedCache(_Paged):
     next: int = integer(most=_MOST)
     num_states: int = integer()
     checkpoint_every: int = integer()
-    sequences: list[SavedSequence] = records(SavedSequence)
+    sequences: list[SavedSequence] = parts(SavedSequence)
     key_bounds: int = integer(most=1, missing=0)  # which are found anew when they are wanted
 
     def check(self) -> None:
@@ -153,7 +153,7 @@ class SavedPagedCache(_Paged):
             expect(self.num_states == every == 0, "slots for states that no layer has")
 
     def specs(self) -> dict[str, Spec]:
-        """See `Record.specs`."""
+        """See `Saved.specs`."""
         shape, found = self.shape, {}
         for i, x in enumerate(self.sequences):
             found[f"{i}.tokens"] = Spec(_INT32, (x.tokens,))
@@ -173,7 +173,7 @@ class SavedPagedCache(_Paged):
 
     @property
     def nbytes(self) -> int:
-        """See `Record.nbytes`."""
+        """See `Saved.nbytes`."""
         layers, groups, size = self.shape.layers, self.shape.groups, self.shape.block_size
         of_block = (
             block_nbytes(layers, groups, size) + bounds_nbytes(layers, groups) * self.key_bounds
@@ -318,7 +318,7 @@ def put_states(
 
 
 @dataclass(kw_only=True)
-class SavedSwapped(Record):
+class SavedSwapped(Saved):
     """A sequence as `PagedKVCache.swap_out` gives it."""
 
     length: int = integer()
@@ -332,7 +332,7 @@ class SavedSwapped(Record):
 class SavedSequences(_Paged):
     """Any number of `SwappedSequence` of one geometry."""
 
-    sequences: list[SavedSwapped] = records(SavedSwapped)
+    sequences: list[SavedSwapped] = parts(SavedSwapped)
     nbytes = 0  # as many as the file's
 
     def check(self) -> None:
@@ -343,7 +343,7 @@ class SavedSequences(_Paged):
         expect(all(len(x.blocks) == groups for x in self.sequences), f"other than {groups} tables")
 
     def specs(self) -> dict[str, Spec]:
-        """See `Record.specs`."""
+        """See `Saved.specs`."""
         found = {}
         for i, x in enumerate(self.sequences):
             found[f"{i}.tokens"] = Spec(_INT32, (x.tokens,))
@@ -371,7 +371,7 @@ class SavedSequences(_Paged):
 class Sequences:
     """Sequences in host memory as one object of a file."""
 
-    __record__ = SavedSequences
+    __saved__ = SavedSequences
 
     def __init__(self, sequences: Sequence[SwappedSequence]) -> None:
         self.sequences = list(sequences)

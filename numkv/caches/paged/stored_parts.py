@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.blocks.pool import BlockPool
-from numkv.caches.paged.block_bytes import BlockBytes, Room, SlotBytes
+from numkv.caches.paged.block_bytes import BlockBytes, Room
 from numkv.interrupts import opened
 from numkv.store.engine import IN_HOST, IN_STORE, Engine, FullBlock, Section
 
@@ -40,7 +40,7 @@ class StoredPart:
         The store's.
     books : BlockPool
         Which of them are cached, and under which names.
-    content : BlockBytes or SlotBytes
+    content : BlockBytes
         Their bytes.
     section : Section
         Their objects.
@@ -49,7 +49,7 @@ class StoredPart:
     """
 
     def __init__(
-        self, engine: Engine, books: BlockPool, content: BlockBytes | SlotBytes, section: Section,
+        self, engine: Engine, books: BlockPool, content: BlockBytes, section: Section,
         mask: np.uint64 | None = None,
     ) -> None:  # fmt: skip
         self._engine, self._books, self._mask = engine, books, mask
@@ -140,7 +140,7 @@ class _Reading:
     """Blocks that are read from the store; see `Readings`."""
 
     def __init__(
-        self, of: BlockBytes | SlotBytes, room: Room, missing: Sequence[Missing], which: list[int],
+        self, of: BlockBytes, room: Room, missing: Sequence[Missing], which: list[int],
         names: list[bytes],
     ) -> None:  # fmt: skip
         self._room, self._missing, self._which, self.sound = room, missing, which, of.sound

@@ -354,7 +354,7 @@ class WholeCache(ReadableSequences):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._adopt(store_of(state["store"]), state["sequences"], state["next"])
 
-    __record__ = SavedPagedCache
+    __saved__ = SavedPagedCache
 
     def __snapshot__(self) -> Snapshot:
         """See `numkv.snapshots.snapshot`."""

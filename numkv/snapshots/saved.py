@@ -1,9 +1,9 @@
-"""`Record`: the small values that an object is rebuilt from, each declared once for writing and for reading.
+"""`Saved`: the small values that an object is rebuilt from, each declared once for writing and for reading.
 
 A subclass is a dataclass whose attributes are made by `integer`, `text` and the like, which say what a file may hold::
 
     @dataclass(kw_only=True)
-    class Saved(Record):
+    class SavedLayers(Saved):
         num_layers: int = integer(1)
         rows: list[int] = integers(count="num_layers")
 
@@ -71,15 +71,15 @@ def storage_kind() -> Any:
     return entry(lambda f, name, x: f.kind(name))
 
 
-def part(of: type[Record], optional: bool = False) -> Any:
-    """A record, or None."""
+def part(of: type[Saved], optional: bool = False) -> Any:
+    """Saved values within others, or None."""
     return entry(
         lambda f, name, x: None if optional and f.get(name) is None else of.read(f.part(name))
     )
 
 
-def records(of: type[Record]) -> Any:
-    """A list of records."""
+def parts(of: type[Saved]) -> Any:
+    """A list of saved values."""
     return entry(lambda f, name, x: [of.read(part) for part in f.parts(name)])
 
 
@@ -95,7 +95,7 @@ class Spec(NamedTuple):
         return self.dtype.itemsize * math.prod(self.shape)
 
 
-class Record:
+class Saved:
     """Values of a dataclass, to and from the header of a file."""
 
     #: What the entry ``layout`` says; None if there is none.
@@ -103,7 +103,7 @@ class Record:
 
     @classmethod
     def read(cls, fields: Fields) -> Self:
-        """The record that a header holds.
+        """The values that a header holds.
 
         Raises
         ------
@@ -142,7 +142,7 @@ class Record:
 
 
 def _plain(x: Any) -> Any:
-    if isinstance(x, Record):
+    if isinstance(x, Saved):
         return x.entries()
     if isinstance(x, list):
         return [_plain(each) for each in x]
