@@ -18,12 +18,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # What a room may import: itself, and what stands in a line above its own. Rooms in one line know nothing of each other.
 LADDER = [
     ["rows", "errors", "arrays", "interrupts", "keywords", "_version"],
-    ["access", "numbers"],
+    ["access", "numbers", "replace"],
     ["kinds", "drawing"],
     ["device"],
     ["kernels"],
     ["targets"],
-    ["checks", "threads"],
+    ["checks", "threads", "snapshots"],
     ["blocks", "cells", "storage", "compression"],
     ["compaction", "planning", "store"],
     ["attention", "writing"],
@@ -41,7 +41,7 @@ LADDER = [
 HEIGHT = {room: height for height, line in enumerate(LADDER) for room in line}
 FOREIGN = {  # what the rows may import beside each other, and the core beside itself
     "rows": {"__future__", "math", "numpy", "numba"},
-    "core": {"numpy", "numba", "ml_dtypes", "safetensors", "llvmlite", "numba_cuda", "cuda"},
+    "core": {"numpy", "numba", "ml_dtypes", "llvmlite", "numba_cuda", "cuda"},
     "ray": set(),  # imported by what makes actors
     "torch": {"torch"},  # rooms that have an extra of their own
     "transformers": {"torch", "transformers"},

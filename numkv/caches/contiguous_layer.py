@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
 from numkv import targets
 from numkv.caches.layer import Layer
+from numkv.caches.saved import SavedContiguous
 from numkv.drawing.page import drawn
 from numkv.errors import DimensionMismatch, NumkvError
 from numkv.kinds import Kind
@@ -71,6 +72,8 @@ class ContiguousLayer(Layer):
     (1, 8, 16)
     """
 
+    __saved__ = SavedContiguous
+
     def __init__(
         self,
         capacity: int,
@@ -108,8 +111,11 @@ class ContiguousLayer(Layer):
         new._pool = self._pool.like(1).with_own_scales()
         slots = np.arange(length)
         self._pool.copy_tokens(slots, new._pool, slots)
-        new._derive()
+        new._begin()
         return new
+
+    def _values(self) -> dict[str, Any]:
+        return super()._values() | {"capacity": self._capacity}
 
     def _check_books(self) -> None:
         blocks, _, size = (int(n) for n in self._pool.k.shape[:3])

@@ -34,8 +34,10 @@ from numkv.compaction.moves import groups_of
 from numkv.errors import NotSupported, NumkvError
 from numkv.kinds import Kind, kind, kind_of_dtype
 from numkv.numbers import check_size
+from numkv.snapshots.snapshot import Tensor
 from numkv.storage.buffer import Buffer
 from numkv.storage.pool import Pool
+from numkv.storage.saved import row_tensors
 from numkv.targets.base import Array
 
 Ints = NDArray[np.int64]
@@ -122,12 +124,18 @@ class FullPrecisionWindow:
         """A deep copy that shares no memory."""
         new = object.__new__(FullPrecisionWindow)
         new.__dict__.update(self.__dict__)
-        layers = len(self._sinks)
-        new._pool = self._pool.like(layers)
-        ids = self._pool.target.index(np.arange(layers), np.int32)
-        self._pool.copy_blocks(ids, new._pool, ids)
+        new._pool = self._pool.copy()
         new._sinks, new._end = self._sinks.copy(), self._end.copy()
         return new
+
+    def resume(self, sinks: list[int], ends: list[int]) -> None:
+        """Take the positions that are quantised in each layer of an empty cache."""
+        self._sinks[:], self._end[:] = sinks, ends
+
+    def tensors(self, layer: int, begin: int, end: int, length: int) -> list[Tensor]:
+        """The rows of a layer's tokens outside of ``[begin, end)``, for a snapshot."""
+        slots = self._slots(layer, self._kept(begin, end, length), begin)
+        return row_tensors(self._pool, layer, slots, "full_")
 
     def check(self, lengths: NDArray[Any]) -> None:
         """Prove that every token of layers of these lengths is quantised, or has a slot of its own here.

@@ -14,6 +14,7 @@ from numkv.arrays import CacheArrays
 from numkv.caches.bound import BoundAttention
 from numkv.caches.bound_single import bind_cache
 from numkv.caches.layer_scales import pools_of_layers, with_scales_of_layers
+from numkv.caches.saved import SavedCache
 from numkv.caches.stored_rows import StoredRows, by_row
 from numkv.checks import check_kept
 from numkv.compaction.key_shift import RopeShift
@@ -125,7 +126,7 @@ class KVCache(StoredRows):
         self._room = shape[2]
         super().__init__(pool, rows, residual_window, num_sink_tokens, self._bound)
 
-    _derived = (*StoredRows._derived, "_device_tables", "_current")
+    __saved__ = SavedCache
 
     def _derive(self) -> None:
         super()._derive()
@@ -561,8 +562,20 @@ class KVCache(StoredRows):
         new._length, new._lengths = np.array([length], np.int64), rows
         new._pool = _moved(old, int(old.k.shape[2]), bool(rows.any()))
         new._room, new._generation = int(old.k.shape[2]), 0
-        new._derive()
+        new._begin()
         return new
+
+    def _values(self) -> dict[str, Any]:
+        length = len(self)  # before the rows, which may be more by then
+        return super()._values() | {"max_seq_len": self._bound, "length": length}
+
+    def _take_room(self, length: int) -> None:
+        if length > self.capacity:
+            self._move(length)
+
+    def _take_lengths(self, saved: Any) -> None:
+        super()._take_lengths(saved)
+        self._length[0] = saved.length
 
     def _check_books(self) -> None:
         length, rows = len(self), self._rows()

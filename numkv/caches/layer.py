@@ -15,7 +15,6 @@ from numkv.attention.sight import Visible
 from numkv.caches.bound_single import BoundLayer, bind_layer
 from numkv.caches.latent_write import LayerOfLatents
 from numkv.caches.layer_write import write_again, write_here
-from numkv.caches.single import SingleSequence
 from numkv.checks import check_kept
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import slots_of
@@ -37,8 +36,6 @@ _MOST_POSITIONS = 2**62
 
 class Layer(LayerOfLatents):
     """What contiguous and paged layers have in common: a block table over buffers, and a length."""
-
-    _derived = (*SingleSequence._derived, "_table", "_table_view", "_version", "_on_target")
 
     def __init__(
         self, pool: Pool, block_table: NDArray[np.int32], capacity: int,
@@ -206,9 +203,6 @@ class Layer(LayerOfLatents):
                 f"expected room for {tokens} more tokens, got {self._capacity - start} of "
                 f"capacity {self._capacity}; truncate, or make the layer larger"
             )
-
-    def _take_room(self, length: int) -> None:
-        """Get memory for `length` tokens, which the capacity allows; `CacheFull` if there is none."""
 
     @whole
     def reserve(self, n: int) -> None:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from numkv.access import drops, overtaken, whole
 from numkv.caches.layer import Layer
 from numkv.caches.paged_pool import PagedPool
+from numkv.caches.saved import SavedPaged, SavedSequence
 from numkv.checks import host_array
 from numkv.compaction.moves import slots_of
 from numkv.drawing.page import drawn
@@ -17,6 +18,8 @@ from numkv.errors import CacheFull, DimensionMismatch, NumkvError
 from numkv.interrupts import held
 from numkv.kinds import Kind
 from numkv.numbers import check_flag, check_size
+from numkv.snapshots.snapshot import Options
+from numkv.storage.buffer import Buffer
 from numkv.storage.latents import LATENT, LatentPool, pool_and_kinds
 
 
@@ -81,6 +84,8 @@ class PagedLayer(Layer):
     >>> layer.block_indices
     [0, 1]
     """
+
+    __saved__ = SavedPaged
 
     def __init__(
         self,
@@ -255,13 +260,39 @@ class PagedLayer(Layer):
                 new._pool, new._owned, new._room = new.pool.pool, need, need * size
                 source, to = (slots_of(ids, tokens, size) for ids in (table, new._ids))
                 self._pool.copy_tokens(source, new._pool, to)
-                new._derive()
+                new._begin()
                 if self._access.dropped != dropped:
                     raise overtaken(self, "copy")
                 return new
         except BaseException:  # an interrupt, too: nobody has the copy
             new.pool.blocks.release(taken)
             raise
+
+    def _values(self) -> dict[str, Any]:
+        sizes = {"block_size": self.block_size, "max_blocks_per_seq": len(self._ids)}
+        return super()._values() | sizes
+
+    @classmethod
+    def _empty(cls, saved: SavedSequence, options: Options) -> Self:
+        if options.pool is None:
+            return super()._empty(saved, options)
+        try:
+            return cls(**saved.arguments(), pool=options.pool)
+        except DimensionMismatch as error:
+            raise DimensionMismatch(
+                f"`pool`: expected one that agrees with the layer in the file, got {options.pool!r}; {error}",
+                error.expected, error.actual,
+            ) from error  # fmt: skip
+
+    def _take_scales(self, side: str, buffer: Buffer, scales: NDArray[Any]) -> None:
+        own = buffer.target.to_host(buffer.scales)
+        if self._has_own_pool:
+            super()._take_scales(side, buffer, scales)
+        elif not np.array_equal(own, scales):
+            raise NumkvError(
+                f"`pool`: expected one whose scales of {side} are those of the rows in the file, {scales.tolist()}, "
+                f"got {own.tolist()}; call pool.set_scales({side}=…) with these while it is empty"
+            )
 
     def _check_books(self) -> None:
         owned, size = self._owned, self.block_size

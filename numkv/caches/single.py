@@ -8,7 +8,7 @@ what a reader may be holding is replaced, not changed: pools that grow, and tabl
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,16 +19,19 @@ from numkv.attention.mass import attention_mass
 from numkv.attention.options import AttentionOptions
 from numkv.attention.sight import is_free
 from numkv.caches.full_precision import FullPrecisionWindow, Watching
+from numkv.caches.saved import SavedSequence
 from numkv.caches.watched import Watched
 from numkv.compaction.key_shift import RopeShift
-from numkv.compaction.moves import plan_moves
+from numkv.compaction.moves import plan_moves, slots_of
 from numkv.errors import NotSupported, NumkvError
 from numkv.interrupts import held
 from numkv.kinds import Kind
 from numkv.numbers import check_flag
-from numkv.storage.buffer import are_scales
+from numkv.snapshots.snapshot import Options, Snapshot, Source, Tensor, fill_all
+from numkv.storage.buffer import Buffer, are_scales
 from numkv.storage.own_kernels import Uploads
 from numkv.storage.pool import Pool
+from numkv.storage.saved import row_tensors, seed_of
 from numkv.storage.tables import one_length, one_sequence
 from numkv.targets.base import Array, Target
 from numkv.targets.streamed import on_stream
@@ -68,26 +71,20 @@ class SingleSequence(Watched):
         self._full_precision = FullPrecisionWindow.make(
             pool, len(lengths), residual_window, num_sink_tokens, capacity
         )
-        self._derive()
+        self._begin()
 
-    #: Attributes that `_derive` makes: no part of a copy, nor of a pickle.
-    _derived: tuple[str, ...] = (
-        "_target",
-        "_struct",
-        "_shown",
-        "_uploads",
-        "_seen",
-        "_pools",
-        "_tables",
-        "_again",
-        "_watch",
-        "_history",
-    )
-
+    #: What its snapshots hold beside tensors.
+    __saved__: ClassVar[type[SavedSequence]]
     #: Of each layer: the same buffers, and its own scales of heads.
     _pools: list[Pool]
     #: Blocks of each layer ``(max_blocks,)``, on the host.
     _tables: list[NDArray[np.int32]]
+
+    def _begin(self) -> None:
+        """Make what follows from the other attributes, and note which it is: no part of a copy, nor of a pickle."""
+        kept = set(vars(self))
+        self._derive()
+        self._derived = vars(self).keys() - kept | {"_derived"}
 
     def _derive(self) -> None:
         """Make what follows from the other attributes."""
@@ -318,7 +315,76 @@ class SingleSequence(Watched):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._derive()
+        self._begin()
+
+    # -- saved and loaded
+
+    def _values(self) -> dict[str, Any]:
+        """What a snapshot holds, but for numbers of rows."""
+        pool = self._pool
+        return {
+            "num_layers": len(self._lengths), "num_kv_heads": self._heads, "head_dim": self._head_dim,
+            "head_dim_v": pool.head_dim_v, "k_kind": pool.k_kind, "v_kind": pool.v_storage, "rotation": seed_of(pool),
+            "residual_window": self.residual_window, "num_sink_tokens": self.num_sink_tokens,
+        }  # fmt: skip
+
+    def __snapshot__(self) -> Snapshot:
+        """See `numkv.snapshots.snapshot`."""
+        self._refuse_told()
+        # Lengths first: whoever appends meanwhile moves rows to where there are as many, and more.
+        values, full = self._values(), self._full_precision
+        rows = [self._stored(layer) for layer in range(len(self._lengths))]
+        parts = [(0, n) if full is None else full.quantised(i, n) for i, n in enumerate(rows)]
+        begins, ends = [begin for begin, _ in parts], [end for _, end in parts]
+        saved = self.__saved__(**values, rows=rows, begins=begins, ends=ends)
+        return Snapshot(saved, self._tensors(saved), [(self, full is not None)])
+
+    def _tensors(self, saved: SavedSequence) -> list[Tensor]:
+        """Where rows lie: those in ``[begin, end)`` as codes, and the others in full precision."""
+        found = []
+        for layer, (begin, end, rows) in enumerate(
+            zip(saved.begins, saved.ends, saved.rows, strict=True)
+        ):
+            pool, tokens = self._pools[layer], np.arange(begin, end)
+            slots = slots_of(self._tables[layer], tokens, max(1, int(pool.k.shape[2])))
+            found += row_tensors(pool, layer, slots, set_scales=self._take_scales)
+            if self._full_precision is not None:
+                found += self._full_precision.tensors(layer, begin, end, rows)
+        return found
+
+    def _take_scales(self, side: str, buffer: Buffer, scales: NDArray[Any]) -> None:
+        """Take the scales of heads that a file has."""
+        buffer.scales[:] = buffer.target.asarray(scales)
+
+    @classmethod
+    def __restore__(cls, saved: SavedSequence, source: Source, options: Options) -> Self:
+        """See `numkv.snapshots.snapshot`."""
+        made = cls._empty(saved, options)
+        try:
+            made._take_room(max(saved.rows, default=0))
+            if made._full_precision is not None:
+                made._full_precision.resume(saved.begins, saved.ends)
+            fill_all(source, made._tensors(saved))
+            source.verify()  # before blocks are for good
+        except BaseException:
+            made._give_back(0, made._shorter(0))
+            raise
+        made._take_lengths(saved)
+        return made
+
+    @classmethod
+    def _empty(cls, saved: SavedSequence, options: Options) -> Self:
+        """An empty cache for what was saved."""
+        make: Any = cls
+        made: Self = make(**saved.arguments(), target=options.place.name)
+        return made
+
+    def _take_room(self, length: int) -> None:
+        """Get memory for `length` tokens, which the capacity allows; `CacheFull` if there is none."""
+
+    def _take_lengths(self, saved: Any) -> None:
+        """Count the rows that are there now."""
+        self._lengths[:] = saved.rows
 
     @on_stream
     @reads

@@ -15,13 +15,14 @@ nothing, and a commit cannot fail, as all the arrays that it needs were made by 
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from numkv.cells import compiled as kernels
 from numkv.errors import CacheFull, DimensionMismatch, NotSupported, NumkvError, UnsupportedDType
+from numkv.snapshots.fields import claims, expect
 
 Ints = NDArray[np.int64]
 CellList = NDArray[np.int32]
@@ -52,11 +53,11 @@ class Forward(NamedTuple):
     """Cell of each token."""
     evicted: CellList
     """Cells that are evicted."""
-    kept: list[tuple[_Sequence, int]]
+    kept: list[tuple[CellsOfSequence, int]]
     """Sequences that cells are evicted from, and where the rest of each list begins."""
     runs: list[Ints]
     """Cells of each run, by position."""
-    lists: dict[int, _Sequence]
+    lists: dict[int, CellsOfSequence]
     """Lists of new sequences, and longer ones of sequences whose list has no room for the batch."""
 
 
@@ -93,7 +94,7 @@ class Copy(NamedTuple):
     prefix: CellList
 
 
-class _Sequence:
+class CellsOfSequence:
     """The cells of one sequence: ``cells[begin:end]``, by position."""
 
     __slots__ = ("begin", "cells", "end")
@@ -104,7 +105,7 @@ class _Sequence:
         self.end = len(cells)
 
     @classmethod
-    def with_room(cls, owned: CellList, n: int) -> _Sequence:
+    def with_room(cls, owned: CellList, n: int) -> CellsOfSequence:
         """A list of the same cells, with room for `n` more after the last."""
         new = cls(np.empty(max(16, 2 * (len(owned) + n)), np.int32))
         new.end = len(owned)
@@ -210,7 +211,7 @@ class Cells:
         self.num_sequences = np.zeros(num_cells, np.int32)
         self._vacant = np.empty(kernels.num_spans(num_cells), np.int32)
         self._all_vacant()
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, CellsOfSequence] = {}
         # Sequences that got tokens since they were last searched for some to evict.
         self._fresh: set[int] = set()
 
@@ -294,8 +295,8 @@ class Cells:
         return Forward(rows, cells, evicted, kept, runs, self._longer_lists(rows, runs, kept))
 
     def _longer_lists(
-        self, rows: Rows, runs: list[Ints], kept: list[tuple[_Sequence, int]]
-    ) -> dict[int, _Sequence]:
+        self, rows: Rows, runs: list[Ints], kept: list[tuple[CellsOfSequence, int]]
+    ) -> dict[int, CellsOfSequence]:
         """Lists with room for new cells, of sequences that have no such list."""
         counts: dict[int, int] = {}
         for sequence, new in zip(rows.sequences, runs, strict=True):
@@ -304,13 +305,13 @@ class Cells:
         for sequence, n in counts.items():
             found = self._sequences.get(sequence)
             if found is None:
-                lists[sequence] = _Sequence.with_room(_NO_CELLS, n)
+                lists[sequence] = CellsOfSequence.with_room(_NO_CELLS, n)
             elif found.end + n > len(found.cells):
                 owned = found.cells[begins.get(found, found.begin) : found.end]
-                lists[sequence] = _Sequence.with_room(owned, n)
+                lists[sequence] = CellsOfSequence.with_room(owned, n)
         return lists
 
-    def _evictions(self, rows: Rows, memory: int) -> list[tuple[_Sequence, int]]:
+    def _evictions(self, rows: Rows, memory: int) -> list[tuple[CellsOfSequence, int]]:
         """Sequences with positions too old to be kept, and where the others begin in their lists."""
         oldest: dict[int, int] = {}
         bounds = rows.starts.tolist()
@@ -482,7 +483,7 @@ class Cells:
         """Carry out a `Copy`."""
         kernels.compiled("join")(self.num_sequences, self._vacant, plan.prefix)
         kernels.compiled("leave")(self.num_sequences, self._vacant, self.owned(plan.to))
-        self._sequences[plan.to] = _Sequence(plan.prefix)
+        self._sequences[plan.to] = CellsOfSequence(plan.prefix)
         self._fresh.add(plan.to)
 
     # -- all of it
@@ -500,13 +501,58 @@ class Cells:
         if self.num_cells % kernels.SPAN:
             self._vacant[-1] = self.num_cells % kernels.SPAN
 
-    def copy(self) -> Cells:
+    def tables(self) -> dict[str, NDArray[Any]]:
+        """Who owns which cells, for a snapshot: the cells in use, and those of one sequence after another."""
+        used, sequences = np.flatnonzero(self.num_sequences), self.sequences
+        lists = [self.owned(seq) for seq in sequences]
+        return {
+            "cells": used.astype(np.int32),
+            "positions": self.positions[used],
+            "sequences": np.array(sequences, np.int64),
+            "lengths": np.array([len(x) for x in lists], np.int64),
+            "lists": np.concatenate([_NO_CELLS, *lists]),
+            "fresh": np.array([seq in self._fresh for seq in sequences], np.uint8),
+        }
+
+    def resume(
+        self, cells: CellList, positions: CellList, sequences: Ints, lengths: Ints, lists: CellList,
+        fresh: NDArray[np.uint8],
+    ) -> None:  # fmt: skip
+        """Take what `tables` gave, where all cells are free.
+
+        Raises
+        ------
+        Damaged
+            If it contradicts itself.
+        """
+        there = (lists >= 0) & (lists < self.num_cells)
+        expect(bool(there.all()), "there is no such cell")
+        counts = np.bincount(lists, minlength=self.num_cells)
+        expect(
+            np.array_equal(np.flatnonzero(counts), cells), "cells in use are not those of sequences"
+        )
+        known = len(np.unique(sequences)) == len(sequences) and bool((sequences >= 0).all())
+        expect(known, "a sequence comes twice, or is negative")
+        plain = bool(((lengths >= 0) & (lengths <= len(lists))).all())
+        expect(plain and int(lengths.sum()) == len(lists), "wrong lengths")
+        of_each = np.split(lists, np.cumsum(lengths)[:-1])
+        pairs = zip(sequences.tolist(), of_each, strict=False)  # `split` makes one list of none
+        self._sequences = {seq: CellsOfSequence(owned.copy()) for seq, owned in pairs}
+        self.positions[cells], self.num_sequences[:] = positions, counts
+        taken = np.bincount(cells // kernels.SPAN, minlength=len(self._vacant))
+        self._vacant -= taken.astype(self._vacant.dtype)
+        self._fresh = set(sequences[fresh > 0].tolist())
+        with claims("cells"):
+            self.check()
+
+    def copy(self) -> Self:
         """Cells of their own that hold the same."""
-        new = Cells(0, self.memory)
+        new = object.__new__(type(self))
+        new.__dict__.update(vars(self))
         new.positions, new.num_sequences = self.positions.copy(), self.num_sequences.copy()
         new._vacant, new._fresh = self._vacant.copy(), set(self._fresh)
         new._sequences = {
-            seq: _Sequence(found.owned.copy()) for seq, found in self._sequences.items()
+            seq: CellsOfSequence(found.owned.copy()) for seq, found in self._sequences.items()
         }
         return new
 

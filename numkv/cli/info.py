@@ -29,7 +29,6 @@ _PACKAGES = (
     "numba",
     "llvmlite",
     "ml_dtypes",
-    "safetensors",
     "numba-cuda",
     "tokenizers",
 )

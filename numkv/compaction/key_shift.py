@@ -20,6 +20,7 @@ from numkv.checks import check_array, check_integers
 from numkv.errors import DimensionMismatch, NotSupported
 from numkv.kinds import QUERY_DTYPES, kind_of_dtype
 from numkv.numbers import check_flag
+from numkv.snapshots.snapshot import crc32_of
 from numkv.storage.buffer import source_dtypes
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
@@ -275,3 +276,16 @@ def _turned(
 
     numbers = target.index(np.arange(n), np.int64)
     return functools.partial(staging.copy_tokens, numbers, pool.k_buffer, slots)
+
+
+def turns_of(shift: Any) -> dict[str, Any] | None:
+    """What can be said of a shift, which is code: of RoPE, by how much one position turns a key."""
+    if not isinstance(shift, RopeShift):
+        return None if shift is None else {"is": "a function"}
+    cos, sin = (table[1:2] for table in shift._tables)
+    return {
+        "is": "rope",
+        "rotary_dim": shift.rotary_dim,
+        "interleaved": shift._interleaved,
+        "one_position": crc32_of((cos, sin)),
+    }

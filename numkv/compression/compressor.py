@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from numkv.access import reads, writes
 from numkv.compression.config import CompressorConfig
 from numkv.compression.growing import Compressor
+from numkv.compression.saved import SavedHead
 from numkv.drawing.page import drawn
 from numkv.errors import DimensionMismatch
 from numkv.numbers import check_size
@@ -79,6 +80,8 @@ class HeadCompressor(Compressor):
     >>> head.attention_scores(rows[0, 0]).shape, round(head.compression_ratio, 2)
     ((50,), 7.53)
     """
+
+    __saved__ = SavedHead
 
     def __init__(self, config: CompressorConfig, *, target: str = "cpu") -> None:
         super().__init__(config, 1, 1, target)

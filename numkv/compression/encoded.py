@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
 from numkv.compression.config import CodesKind
 from numkv.rows.codes import packed_bytes
+from numkv.snapshots.regions import Rows, checked
+from numkv.snapshots.saved import Spec
+from numkv.snapshots.snapshot import Tensor
 from numkv.targets.base import Array, Target
+
+Numbers = np.ndarray[Any, np.dtype[Any]]
+
+_BYTES, _FLOATS = np.dtype(np.uint8), np.dtype(np.float32)
+#: Names and dtypes of the arrays.
+_PARTS: tuple[tuple[str, np.dtype[Any]], ...] = (
+    ("codes", _BYTES),
+    ("scales", _FLOATS),
+    ("signs", _BYTES),
+    ("residuals", _FLOATS),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +66,32 @@ class Encoded:
             target.zeros(residuals, np.float32),
         )
 
+    @classmethod
+    def specs(
+        cls, side: str, num_heads: int, tokens: int, head_dim: int, kind: CodesKind
+    ) -> dict[str, Spec]:
+        """The tensors of ``"k"`` or ``"v"`` in a snapshot."""
+        shapes = cls.shapes(num_heads, tokens, head_dim, kind)
+        return {
+            f"{side}_{part}": Spec(dtype, shape)
+            for (part, dtype), shape in zip(_PARTS, shapes, strict=True)
+            if kind.projections or part in ("codes", "scales")
+        }
+
+    def tensors(self, target: Target, specs: dict[str, Spec], slots: Numbers) -> list[Tensor]:
+        """The vectors in some slots, zeros for slot -1, as tensors of these specs."""
+        found = []
+        for (name, spec), x in zip(specs.items(), self.arrays(), strict=False):
+            rows = Rows(target, x.reshape((1, *x.shape)), slots)
+            tensor, part = Tensor(name, spec, rows.pieces, rows.fill), name[2:]
+            if part in ("scales", "residuals"):
+                bad = (
+                    f"expected finite {part}, got NaN or infinity in vectors that were pushed with"
+                )
+                tensor = checked(tensor, _are_norms, f"{bad} check_finite=False; drop these tokens")
+            found.append(tensor)
+        return found
+
     def arrays(self) -> tuple[Array, Array, Array, Array]:
         return self.codes, self.scales, self.signs, self.residuals
 
@@ -65,3 +105,7 @@ class Encoded:
                 target.ops.copy_rows(
                     source.reshape(shapes[0]), destination.reshape(shapes[1]), offset
                 )
+
+
+def _are_norms(x: Numbers) -> bool:
+    return bool((np.isfinite(x) & (x >= 0)).all())

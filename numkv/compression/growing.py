@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from numkv.access import drops, reads
 from numkv.compression.config import CompressorConfig
-from numkv.compression.encoded import Encoded
+from numkv.compression.encoded import Encoded, Numbers
 from numkv.compression.heads import Heads, Side, Stored
+from numkv.compression.saved import SavedCodes
 from numkv.errors import NumkvError
 from numkv.kernels.operations_of_codes import CodesOptions
 from numkv.numbers import check_flag, check_index, check_size
@@ -103,6 +106,12 @@ class Compressor(Heads):
             stored.keys.move(self._target, keys, stored.begin)
             stored.values.move(self._target, values, stored.begin)
         return Stored(keys, values, 0, stored.tokens)
+
+    def _slots(self, stored: Stored) -> tuple[Numbers, dict[str, Any]]:
+        return np.arange(stored.begin, stored.end), {}
+
+    def _resumed(self, saved: SavedCodes, keys: Encoded, values: Encoded) -> Stored:
+        return Stored(keys, values, 0, saved.tokens)
 
     # -- its proof
 

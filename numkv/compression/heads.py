@@ -6,7 +6,7 @@ The rotations and the codebook (`numkv.compression.quantiser`) are made once for
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 
@@ -14,12 +14,15 @@ from numkv import targets
 from numkv.access import Access, reads
 from numkv.checks import Shape, check_array
 from numkv.compression.config import CodesKind, CompressorConfig
-from numkv.compression.encoded import Encoded
+from numkv.compression.encoded import Encoded, Numbers
 from numkv.compression.quantiser import quantiser_of
+from numkv.compression.saved import SavedCodes
 from numkv.errors import DimensionMismatch, NonFiniteInput, NumkvError
 from numkv.kernels.operations_of_codes import CodesOptions, StoredCodes
 from numkv.kinds import QUERY_DTYPES, kind_of_dtype
 from numkv.numbers import check_bytes, check_flag, check_scale, check_soft_cap, check_window
+from numkv.snapshots.fields import expect
+from numkv.snapshots.snapshot import Options, Snapshot, Source, Tensor, fill_all
 from numkv.targets.base import Array, Target
 from numkv.targets.streamed import on_stream
 
@@ -54,6 +57,8 @@ class Heads:
 
     #: Has `keys`, `values` and `capacity`; replaced as a whole.
     _stored: Any
+    #: What its snapshots hold beside tensors.
+    __saved__: ClassVar[type[SavedCodes]] = SavedCodes
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -204,6 +209,47 @@ class Heads:
         self.__dict__.update(state)
         heads = int(self._stored.keys.scales.shape[0])
         self._quantiser = quantiser_of(self._config, heads, self._target)
+
+    # -- saved and loaded
+
+    def _slots(self, stored: Any) -> tuple[Numbers, dict[str, Any]]:
+        """Which vectors of the buffers are saved, -1 for zeros, and what a snapshot holds beside their number."""
+        raise NotImplementedError
+
+    def _resumed(self, saved: Any, keys: Encoded, values: Encoded) -> Any:
+        """What is stored of a compressor that was saved, in buffers of as many vectors."""
+        raise NotImplementedError
+
+    def __snapshot__(self) -> Snapshot:
+        """See `numkv.snapshots.snapshot`."""
+        stored, config = self._stored, self._config
+        slots, more = self._slots(stored)
+        saved = self.__saved__(
+            num_heads=self.num_kv_heads, num_q_heads=self._num_q_heads, head_dim=config.head_dim, bits=config.bits,
+            projections=config.projections, seed=str(config.seed), tokens=len(slots),
+            quantiser=self._quantiser.fingerprint(self._target), v_bits=config.v_bits, **more,
+        )  # fmt: skip
+        return Snapshot(saved, self._tensors(saved, stored, slots), [(self, False)])
+
+    def _tensors(self, saved: SavedCodes, stored: Any, slots: Numbers) -> list[Tensor]:
+        of_keys = stored.keys.tensors(self._target, saved.specs_of("k"), slots)
+        of_values = stored.values.tensors(self._target, saved.specs_of("v"), slots)
+        return [*of_keys, *of_values]
+
+    @classmethod
+    def __restore__(cls, saved: SavedCodes, source: Source, options: Options) -> Self:
+        """See `numkv.snapshots.snapshot`."""
+        make: Any = cls
+        made: Self = make(**saved.arguments(), target=options.place.name)
+        found = made._quantiser.fingerprint(made._target)
+        expect(
+            found == saved.quantiser,
+            f"codes of another codebook or rotation, {saved.quantiser}, than {found}",
+        )
+        stored = made._resumed(saved, *made._allocate(saved.tokens))
+        fill_all(source, made._tensors(saved, stored, np.arange(saved.tokens)))
+        made._stored = stored
+        return made
 
     def _check_buffers(self, keys: Encoded, values: Encoded, used: Any) -> None:
         """Look for buffers of other shapes, and for scales of the tokens `used` that are not finite."""

@@ -22,6 +22,7 @@ from numkv.compression.compressor import Codes, check_heads
 from numkv.compression.config import CompressorConfig
 from numkv.compression.encoded import Encoded
 from numkv.compression.heads import Heads, Side, Stored
+from numkv.compression.saved import SavedBlocks, SavedSequence
 from numkv.drawing.page import drawn
 from numkv.errors import DimensionMismatch, NumkvError
 from numkv.kernels.operations_of_codes import Sequences, StoredCodes
@@ -65,6 +66,7 @@ class PagedCompressor(Heads):
     """
 
     _stored: StoredBlocks
+    __saved__ = SavedBlocks
 
     def __init__(
         self, num_heads: int, config: CompressorConfig, *, num_q_heads: int | None = None, target: str = "cpu"
@@ -549,6 +551,24 @@ class PagedCompressor(Heads):
 
     def _copied_rows(self) -> StoredBlocks:
         return self._in_buffers(self._stored, self._stored.capacity)
+
+    def _slots(self, stored: StoredBlocks) -> tuple[Numbers, dict[str, Any]]:
+        """Those of whole blocks, each once, and -1 for those of no sequence."""
+        sequences = stored.sequences.items()
+        used = np.unique(np.concatenate([NO_BLOCKS, *(x.blocks for _, x in sequences)]))
+        slots = (used[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).reshape(-1)
+        own = np.concatenate([NO_BLOCKS, *(x.slots() for _, x in sequences)])
+        saved = [
+            SavedSequence(
+                number=n, length=x.length, blocks=np.searchsorted(used, x.blocks).tolist()
+            )
+            for n, x in sequences
+        ]
+        more = {"num_blocks": len(used), "following": stored.following, "sequences": saved}
+        return np.where(np.isin(slots, own), slots, -1), more
+
+    def _resumed(self, saved: SavedBlocks, keys: Encoded, values: Encoded) -> StoredBlocks:
+        return StoredBlocks(keys, values, saved.by_number(), saved.following, True)
 
     def _copy_tokens(self, source: Any, slots: Numbers, to: Any, to_slots: Numbers) -> None:
         """Copy what is stored of tokens, of all heads."""

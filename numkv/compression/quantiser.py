@@ -13,6 +13,7 @@ from numkv.compression.codebook import edges_between, levels_for, mean_magnitude
 from numkv.compression.config import CompressorConfig
 from numkv.compression.haar import haar, stream
 from numkv.kernels.operations_of_codes import Codebook
+from numkv.snapshots.snapshot import crc32_of
 from numkv.targets.base import Array, Target
 
 # Keys of the streams of random numbers.
@@ -81,6 +82,13 @@ class Quantiser:
     def book(self) -> Codebook:
         """What codes mean, as kernels take it."""
         return Codebook(self.rotation, self.back, self.levels, self.v_levels, self.sketch)
+
+    def fingerprint(self, target: Target) -> str:
+        """The CRC-32 of the codebooks and the random matrices, without which codes mean nothing."""
+        parts = [self.levels, self.rotation, self.sketch]
+        if self.v_levels is not self.levels:
+            parts.append(self.v_levels)
+        return crc32_of(target.to_host(x) for x in parts if x.size)
 
     @property
     def nbytes(self) -> int:

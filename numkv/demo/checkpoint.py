@@ -10,19 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import ml_dtypes  # registers bfloat16, without which safetensors cannot hand such tensors to NumPy
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 
 from numkv.demo.config import CheckpointError, ModelConfig, read_json
+from numkv.files.container import DTYPES, Entry, read_header
+from numkv.snapshots.fields import Damaged
 
 Array = NDArray[np.float32]
 Progress = Callable[[int, int], None]
 
-_FLOAT_DTYPES = tuple(np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32, np.float64))
+_FLOATS = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("<f2")} | {
+    name: DTYPES[name] for name in ("F32", "F64")
+}
+#: What tensors may be that nobody takes.
+_OTHERS = {name: np.dtype(x) for name, x in {
+    "BOOL": "u1", "I16": "<i2", "U32": "<u4", "U64": "<u8", "F8_E4M3": "u1", "F8_E5M2": "u1",
+}.items()}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -102,36 +108,38 @@ class _TensorFiles:
             names = sorted(set(weight_map.values()))
         else:
             raise FileNotFoundError(f"{directory}: neither {single.name} nor {index.name} is there")
-        self._owner: dict[str, Any] = {}
+        self._owner: dict[str, tuple[Path, int, Entry]] = {}
         for name in names:
             path = directory / name
             if not path.is_file():
                 raise FileNotFoundError(f"{path}: this shard of the checkpoint is missing")
             try:
-                tensors: Any = safe_open(path, "np")
-            except SafetensorError as error:
+                with path.open("rb") as file:
+                    found = read_header(file.fileno(), DTYPES | _OTHERS | _FLOATS)
+            except Damaged as error:
                 raise CheckpointError(f"{path}: not a safetensors file ({error})") from None
-            self._owner.update(dict.fromkeys(tensors.keys(), tensors))
+            for tensor, entry in found.entries.items():
+                self._owner[tensor] = path, found.data + entry.begin, entry
         self._total = len(self._owner)
         self._progress = progress
 
     def take(self, name: str, shape: tuple[int, ...], out: Array | None = None) -> Array:
         """Read tensor `name` as float32, into `out` if given."""
-        tensors = self._owner.pop(name, None)
-        if tensors is None:
+        if name not in self._owner:
             raise CheckpointError(f"checkpoint: tensor {name} is missing")
-        stored = tensors.get_tensor(name)
+        path, begin, stored = self._owner.pop(name)
         if stored.shape != shape:
             raise CheckpointError(
                 f"checkpoint: tensor {name}: expected shape {shape}, got {stored.shape}"
             )
-        if stored.dtype not in _FLOAT_DTYPES:
+        if stored.dtype not in _FLOATS.values():
             raise CheckpointError(
                 f"checkpoint: tensor {name}: expected a float dtype, got {stored.dtype}"
             )
         if out is None:
             out = np.empty(shape, np.float32)
-        out[...] = stored
+        content = np.fromfile(path, np.uint8, stored.end - stored.begin, offset=begin)
+        out[...] = content.view(stored.dtype).reshape(shape)
         if self._progress is not None:
             self._progress(self._total - len(self._owner), self._total)
         return out

@@ -4,35 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from numkv import targets
 from numkv._version import __version__
+from numkv.caches.contiguous_layer import ContiguousLayer
+from numkv.caches.kv_cache import KVCache
+from numkv.caches.multi.encoder import EncoderCache
+from numkv.caches.multi.variants import CELL_CACHES
+from numkv.caches.multi.wrapper import WrapperCache
+from numkv.caches.paged.cache import PagedKVCache
+from numkv.caches.paged.saved import Sequences
 from numkv.caches.paged.swap import SwappedSequence
+from numkv.caches.paged_layer import PagedLayer
 from numkv.caches.paged_pool import PagedPool
 from numkv.checks import Mark, check_mark
+from numkv.compression.compressor import HeadCompressor, MultiHeadCompressor
+from numkv.compression.paged import PagedCompressor
 from numkv.errors import NotSupported, NumkvError
-from numkv.files import compressed, multi, paged, sequences, single
 from numkv.files.container import Container, opened, write
-from numkv.files.fields import Damaged, Foreign, expect
 from numkv.files.held import held
-from numkv.files.plan import Options, Plan, Saved
 from numkv.numbers import memory_of_machine
+from numkv.snapshots.fields import Damaged, Foreign, expect
+from numkv.snapshots.snapshot import Options, Snapshot
+from numkv.snapshots.snapshot import plan as plan_of
 
 _ONE, _MANY = "SwappedSequence", "sequences"
-
-
-class _Family:
-    """Classes that one module brings to files and back."""
-
-    def __init__(self, module: Any) -> None:
-        self.classes: dict[str, type] = module.CLASSES
-        self.describe: Callable[[Any, str], Saved] = module.describe
-        self.plan: Callable[[str, Any, str, Container, Options], Plan] = module.plan
-
-
-_FAMILIES = [_Family(module) for module in (single, paged, multi, compressed)]
+_WITH_SHIFT: tuple[Any, ...] = (*CELL_CACHES, WrapperCache)
+_CACHES: tuple[Any, ...] = (
+    KVCache, ContiguousLayer, PagedLayer, PagedKVCache, *_WITH_SHIFT, EncoderCache, HeadCompressor, MultiHeadCompressor,
+    PagedCompressor,
+)  # fmt: skip
+#: What a file can hold, by the name of its class.
+_CLASSES = {x.__name__: x for x in _CACHES} | {_ONE: Sequences, _MANY: Sequences}
 
 
 def save(
@@ -98,34 +104,28 @@ SwappedSequence
 
 def _save(path: str, checked: Any, cache: Any) -> None:
     """See `save`; on its stream."""
+    name = type(cache).__name__
     if isinstance(cache, SwappedSequence):
-        saved, name = sequences.describe(cache), _ONE
+        cache, name = Sequences([cache]), _ONE
     elif isinstance(cache, Sequence):
-        saved, name = sequences.describe(cache), _MANY
-    else:
-        name = type(cache).__name__
-        family = next((x for x in _FAMILIES if x.classes.get(name) is type(cache)), None)
-        if family is None:
-            remedy = (
-                "pickle it: pickle.dump(cache, file)"
-                if name == "NumkvCache"
-                else "pass one of these"
-            )
-            raise TypeError(
-                f"`cache`: expected one of numkv's caches or sequences of PagedKVCache.swap_out, got {name}; {remedy}"
-            )
-        if hasattr(cache, "_refuse_told"):
-            cache._refuse_told()
-        saved = family.describe(cache, "")
+        cache, name = Sequences(cache), _MANY
+    elif _CLASSES.get(name) is not type(cache):
+        remedy = (
+            "pickle it: pickle.dump(cache, file)" if name == "NumkvCache" else "pass one of these"
+        )
+        raise TypeError(
+            f"`cache`: expected one of numkv's caches or sequences of PagedKVCache.swap_out, got {name}; {remedy}"
+        )
+    snapshot: Snapshot = cache.__snapshot__()
     header = {"class": name, "numkv": __version__, "mark": checked}
     with contextlib.ExitStack() as stack:
         # Caches of a wrapper may be held together, by one `Access`.
         each: dict[int, tuple[Any, bool]] = {}
-        for obj, alone in saved.held:
+        for obj, alone in snapshot.held:
             each.setdefault(id(getattr(obj, "_access", obj)), (obj, alone))
         for obj, alone in each.values():
             stack.enter_context(held(obj, alone))
-        write(path, header | saved.fields, saved.tensors)
+        write(path, header | snapshot.saved.entries(), snapshot.all_tensors())
 
 
 def load(
@@ -196,34 +196,40 @@ def load(
         return _load(path, checked, most, options, target)
 
 
-def _load(path: str, checked: Any, most: int, options: Options, target: str | None) -> Any:
+def _load(
+    path: str, checked: Any, most: int, options: Options, target: str | None = None, only: Sequence[str] = ()
+) -> Any:  # fmt: skip
     """See `load`; on its stream."""
     shift, pool = options.shift, options.pool
     with _reading(path) as file:
         name = file.fields.text("class")
         _compare_marks(path, file, checked)
-        if name in (_ONE, _MANY):
-            _refuse(name, target=target, shift=shift, pool=pool)
-            found = sequences.read(file.fields, file)
-            expect(name == _MANY or len(found) == 1, f"{len(found)} sequences, and not one")
-            return found if name == _MANY else found[0]
-        family = next((x for x in _FAMILIES if name in x.classes), None)
-        if family is None:
+        if only and name not in only:
+            raise NotSupported(
+                f"`path`: expected sequences, got a {name} in {path}; use numkv.load"
+            )
+        cls = _CLASSES.get(name)
+        if cls is None:
             raise Damaged(f"it holds a {name}, which is no cache")
-        if name != "PagedLayer":
+        if cls is not PagedLayer:
             _refuse(name, pool=pool)
-        if family.classes is not multi.CLASSES:
+        if cls not in _WITH_SHIFT:
             _refuse(name, shift=shift)
-        plan = family.plan(name, file.fields, "", file, options)
+        if cls is Sequences:
+            _refuse(name, target=target)
+        plan = plan_of(cls, file.fields, file, options)
         file.all_taken()
         if plan.nbytes > most:
             raise NotSupported(
                 f"`path`: expected a cache of at most {most} bytes, got one of {plan.nbytes} in {path}; "
                 "pass max_nbytes if it is meant"
             )
-        cache = plan.build(file)
+        made = plan.build()
         file.verify()
-        return cache
+        if name == _ONE:
+            expect(len(made.sequences) == 1, f"{len(made.sequences)} sequences, and not one")
+            return made.sequences[0]
+        return made.sequences if name == _MANY else made
 
 
 def save_sequences(
@@ -275,14 +281,8 @@ def load_sequences(
         If the file cannot be read, as the system gave it.
     """
     path, checked = _check_path(path), check_mark("mark", mark)
-    with _reading(path) as file:
-        _compare_marks(path, file, checked)
-        name = file.fields.text("class")
-        if name not in (_ONE, _MANY):
-            raise NotSupported(
-                f"`path`: expected sequences, got a {name} in {path}; use numkv.load"
-            )
-        return sequences.read(file.fields, file)
+    found = _load(path, checked, sys.maxsize, Options(None, None, None), only=(_ONE, _MANY))
+    return [found] if isinstance(found, SwappedSequence) else found
 
 
 @contextlib.contextmanager

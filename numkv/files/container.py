@@ -18,15 +18,17 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from numkv.files.checksums import Checksums
-from numkv.files.fields import Damaged, Fields, Foreign, expect
-from numkv.files.replace import replacing
+from numkv.replace import after, replacing, write_all
+from numkv.snapshots.fields import Damaged, Fields, Foreign, expect
+from numkv.snapshots.saved import Spec
+from numkv.snapshots.snapshot import Tensor, bytes_of
 
 #: Of the one format that is read and written; earlier ones were never published.
 FORMAT_VERSION = 3
@@ -38,57 +40,14 @@ _VIEWS = 1000
 _LONGEST_HEADER = 100_000_000
 _DEEPEST = 32
 
-# NumPy's dtypes by the names that safetensors has for them; floats of 16 and 8 bits are words.
-_DTYPES = {
+#: NumPy's dtypes by the names that safetensors has for them; floats of 16 and 8 bits are words.
+DTYPES = {
     name: np.dtype(dtype)
     for name, dtype in {
         "F64": "<f8", "F32": "<f4", "U8": "u1", "I8": "i1", "U16": "<u2", "I32": "<i4", "I64": "<i8",
     }.items()
 }  # fmt: skip
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-
-class Tensor(NamedTuple):
-    """A tensor to be written.
-
-    Attributes
-    ----------
-    name : str
-        Its name in the file.
-    dtype : numpy.dtype
-        Of its elements.
-    shape : tuple of int
-        Its shape.
-    pieces : callable
-        Gives contiguous arrays that hold the elements in order, when they are to be written.
-    """
-
-    name: str
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    pieces: Callable[[], Iterable[NDArray[Any]]]
-
-    @classmethod
-    def of(cls, name: str, x: NDArray[Any]) -> Tensor:
-        """A tensor that is an array."""
-        return cls(name, x.dtype, x.shape, lambda: [np.ascontiguousarray(x)])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes."""
-        return self.dtype.itemsize * math.prod(self.shape)
-
-
-class Spec(NamedTuple):
-    """What a tensor that is read has to be."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes."""
-        return self.dtype.itemsize * math.prod(self.shape)
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 # -- writing
@@ -114,16 +73,16 @@ def write(path: str | os.PathLike[str], fields: dict[str, Any], tensors: list[Te
     # Checksums are known last, and come first: their place is as long whatever they are.
     header = _header(fields, tensors, dict.fromkeys((tensor.name for tensor in tensors), 0))
     with replacing(path) as descriptor:
-        _write_all(descriptor, [memoryview(header)])
+        write_all(descriptor, [memoryview(header)])
         with Checksums() as checksums:
             for tensor in tensors:
                 written = 0
                 for views in _chunks(tensor.pieces()):
                     checksums.add(tensor.name, views)
-                    written += _write_all(descriptor, views)
-                assert written == tensor.nbytes, tensor.name
+                    written += write_all(descriptor, views)
+                assert written == tensor.spec.nbytes, tensor.name
         os.lseek(descriptor, 0, os.SEEK_SET)
-        _write_all(descriptor, [memoryview(_header(fields, tensors, checksums.found))])
+        write_all(descriptor, [memoryview(_header(fields, tensors, checksums.found))])
 
 
 def _header(fields: dict[str, Any], tensors: list[Tensor], checksums: dict[str, int]) -> bytes:
@@ -139,19 +98,13 @@ def _header(fields: dict[str, Any], tensors: list[Tensor], checksums: dict[str, 
     }
     end = 0
     for tensor in tensors:
-        begin, end = end, end + tensor.nbytes
+        begin, end = end, end + tensor.spec.nbytes
         entries[tensor.name] = {
-            "dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end],
+            "dtype": _NAMES[tensor.spec.dtype], "shape": list(tensor.spec.shape), "data_offsets": [begin, end],
         }  # fmt: skip
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-(8 + len(header)) % 64)
     return len(header).to_bytes(8, "little") + header
-
-
-def bytes_of(x: NDArray[Any]) -> memoryview:
-    """The memory of a contiguous array."""
-    flat: Any = x.reshape(-1).view(np.uint8)
-    return memoryview(flat)
 
 
 def _chunks(pieces: Iterable[NDArray[Any]]) -> Iterator[list[memoryview]]:
@@ -174,32 +127,82 @@ def _chunks(pieces: Iterable[NDArray[Any]]) -> Iterator[list[memoryview]]:
         yield views
 
 
-def _write_all(descriptor: int, views: list[memoryview]) -> int:
-    """Write all bytes, however many the system takes at a time; how many there were."""
-    total = sum(map(len, views))
-    rest = views
-    while rest:
-        rest = _after(rest, os.writev(descriptor, rest))
-    return total
-
-
-def _after(views: list[memoryview], n: int) -> list[memoryview]:
-    """What comes after the first `n` bytes."""
-    for i, view in enumerate(views):
-        if n < len(view):
-            return [view[n:], *views[i + 1 :]]
-        n -= len(view)
-    return []
-
-
 # -- reading
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
+    """A tensor in a file, and its first and last byte behind the header."""
+
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     begin: int
     end: int
+
+
+class Header(NamedTuple):
+    """The header of a file: where tensors begin, its metadata, and its tensors."""
+
+    data: int
+    metadata: dict[str, str]
+    entries: dict[str, Entry]
+
+
+def read_header(descriptor: int, dtypes: dict[str, np.dtype[Any]]) -> Header:
+    """Read and check the header of a safetensors file.
+
+    Parameters
+    ----------
+    descriptor : int
+        The open file.
+    dtypes : dict of str to dtype
+        Those that it may have, by their names in the file.
+
+    Raises
+    ------
+    Damaged
+        If it is none, or what it says is not true.
+    """
+    size = os.fstat(descriptor).st_size
+    if size < 10:
+        raise Foreign(f"expected a safetensors file, got {size} bytes")
+    first = bytearray(8)
+    read_at(descriptor, 0, [memoryview(first)])
+    length = int.from_bytes(first, "little")
+    if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
+        raise Foreign(
+            f"expected a safetensors file, got a header of {length} bytes in a file of {size}"
+        )
+    header = bytearray(length)
+    read_at(descriptor, 8, [memoryview(header)])
+    try:
+        entries = _parse(header.decode())
+    except UnicodeDecodeError as error:
+        raise Foreign(
+            f"expected a safetensors file, got a header that is no text ({error})"
+        ) from error
+    except Damaged as error:
+        raise Foreign(f"expected a safetensors file, got a damaged header ({error})") from error
+    expect(isinstance(entries, dict), "expected an object as the header")
+    metadata = entries.pop("__metadata__", {})
+    plain = isinstance(metadata, dict) and all(isinstance(x, str) for x in metadata.values())
+    expect(plain, "expected strings as metadata")
+    found = {name: _entry(name, entry, dtypes) for name, entry in entries.items()}
+    end = 0
+    for name, entry in sorted(found.items(), key=lambda x: (x[1].begin, x[1].end)):
+        expect(entry.begin == end, f"tensor {name!r} begins at {entry.begin}, and not at {end}")
+        end = entry.end
+    data = 8 + length
+    expect(data + end == size, f"expected {data + end} bytes, got {size}")
+    return Header(data, metadata, found)
+
+
+def read_at(descriptor: int, offset: int, views: list[memoryview]) -> None:
+    """Read bytes of a file from an offset on."""
+    rest = views
+    while rest:
+        n = os.preadv(descriptor, rest, offset)
+        expect(n > 0, f"the file ends at byte {offset}")
+        rest, offset = after(rest, n), offset + n
 
 
 class Container:
@@ -209,14 +212,11 @@ class Container:
     ----------
     fields : Fields
         What the header says.
-    size : int
-        Bytes of the file.
     """
 
     def __init__(self, descriptor: int, checksums: Checksums) -> None:
         self._descriptor, self._checksums = descriptor, checksums
-        self.size = os.fstat(descriptor).st_size
-        self._data, metadata, self._entries = self._read_header()
+        self._data, metadata, self._entries = read_header(descriptor, DTYPES)
         if "numkv" not in metadata:
             raise Foreign(f"expected a file of numkv's format {FORMAT_VERSION}, got another one")
         text = metadata["numkv"]
@@ -234,52 +234,12 @@ class Container:
         self._taken: set[str] = set()
         self._position = dict.fromkeys(self._entries, 0)
 
-    def _read_header(self) -> tuple[int, dict[str, str], dict[str, _Entry]]:
-        if self.size < 10:
-            raise Foreign(f"expected a safetensors file, got {self.size} bytes")
-        first = bytearray(8)
-        self._read(0, [memoryview(first)])
-        length = int.from_bytes(first, "little")
-        if not 2 <= length <= min(_LONGEST_HEADER, self.size - 8):
-            raise Foreign(
-                f"expected a safetensors file, got a header of {length} bytes in a file of {self.size}"
-            )
-        header = bytearray(length)
-        self._read(8, [memoryview(header)])
-        try:
-            entries = _parse(header.decode())
-        except UnicodeDecodeError as error:
-            raise Foreign(
-                f"expected a safetensors file, got a header that is no text ({error})"
-            ) from error
-        except Damaged as error:
-            raise Foreign(f"expected a safetensors file, got a damaged header ({error})") from error
-        expect(isinstance(entries, dict), "expected an object as the header")
-        metadata = entries.pop("__metadata__", {})
-        plain = isinstance(metadata, dict) and all(isinstance(x, str) for x in metadata.values())
-        expect(plain, "expected strings as metadata")
-        found = {name: _entry(name, entry) for name, entry in entries.items()}
-        end = 0
-        for name, entry in sorted(found.items(), key=lambda x: (x[1].begin, x[1].end)):
-            expect(entry.begin == end, f"tensor {name!r} begins at {entry.begin}, and not at {end}")
-            end = entry.end
-        data = 8 + length
-        expect(data + end == self.size, f"expected {data + end} bytes, got {self.size}")
-        return data, metadata, found
-
     def _read_checksums(self) -> None:
         crc32 = self.fields.part("crc32")
         for name in self._entries:
             found = crc32.text(name)
             expect(re.fullmatch("[0-9a-f]{8}", found) is not None, f"{found!r} is no checksum")
             self._expected[name] = int(found, 16)
-
-    def _read(self, offset: int, views: list[memoryview]) -> None:
-        rest = views
-        while rest:
-            n = os.preadv(self._descriptor, rest, offset)
-            expect(n > 0, f"the file ends at byte {offset}")
-            rest, offset = _after(rest, n), offset + n
 
     @property
     def names(self) -> set[str]:
@@ -313,7 +273,7 @@ class Container:
             at = entry.begin + self._position[name]
             size = sum(map(len, views))
             assert at + size <= entry.end, name
-            self._read(self._data + at, views)
+            read_at(self._descriptor, self._data + at, views)
             self._position[name] += size
             self._checksums.add(name, views)
 
@@ -323,7 +283,7 @@ class Container:
         found = np.empty(entry.shape, entry.dtype)
         if found.size:
             view = bytes_of(found)
-            self._read(self._data + entry.begin, [view])
+            read_at(self._descriptor, self._data + entry.begin, [view])
             self._compare(name, zlib.crc32(view))
         self._position[name] = entry.end - entry.begin
         self._expected.pop(name, None)
@@ -391,12 +351,12 @@ def _no_constant(name: str) -> Any:
     raise Damaged(f"{name} is no JSON")
 
 
-def _entry(name: str, given: Any) -> _Entry:
+def _entry(name: str, given: Any, dtypes: dict[str, np.dtype[Any]]) -> Entry:
     fields = Fields(given, f"tensor {name!r}")
-    dtype = _DTYPES[fields.text("dtype", list(_DTYPES))]
+    dtype = dtypes[fields.text("dtype", list(dtypes))]
     shape = tuple(fields.integers("shape", most=2**62))
     begin, end = fields.integers("data_offsets", 2, most=2**62)
     expect(len(shape) <= 8, f"tensor {name!r} has {len(shape)} axes")
     size = dtype.itemsize * math.prod(shape)
     expect(end - begin == size, f"tensor {name!r} has {end - begin} bytes, and not {size}")
-    return _Entry(dtype, shape, begin, end)
+    return Entry(dtype, shape, begin, end)

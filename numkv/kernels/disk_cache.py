@@ -28,7 +28,6 @@ import pickle
 import re
 import stat
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -48,16 +47,19 @@ from numba.core.caching import (
 )
 from numba.core.serialize import dumps
 
+from numkv.errors import NotSupported
+from numkv.replace import SUFFIX as PARTIAL
+from numkv.replace import replacing, write_all
+
 #: Ending of the files' names.
 SUFFIX = ".kernel"
 
 _MAGIC = b"numkv kernel 1\n"
 # A file's name, and that of one that is being written.
-_NAME = re.compile(rf".+-[0-9a-f]{{32}}{re.escape(SUFFIX)}(\.\w+\.tmp)?")
+_NAME = re.compile(rf".+-[0-9a-f]{{32}}{re.escape(SUFFIX)}(\.\w+{re.escape(PARTIAL)})?")
 #: Folders of the package that hold kernels and what they are made of.
 _SOURCES = ("blocks", "cells", "kernels", "rows")
 _DIGEST = hashlib.sha256().digest_size
-_HOUR = 3600
 _BEGUN = time.time()
 _PACKAGE = Path(__file__).resolve().parent.parent
 # Settings of Numba that change the machine code.
@@ -292,7 +294,7 @@ def save(path: Path, content: bytes) -> None:
         _write(path, content)
     except FileNotFoundError:
         pass  # somebody clears the folder at this moment: the next process compiles again
-    except OSError as error:
+    except (OSError, NotSupported) as error:
         warn_no_cache(str(error))
 
 
@@ -320,16 +322,5 @@ def _write(path: Path, content: bytes) -> None:
     """Put a file in its place, whole or not at all."""
     head = _MAGIC + source_digest().encode()
     checksum = _checksum(head, path, content)
-    for left in path.parent.glob(f"{path.name}.*.tmp"):  # by a process that was killed
-        with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > _HOUR:
-                left.unlink()
-    handle, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(head + checksum + content)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+    with replacing(path, durable=False, mode=0o600) as descriptor:
+        write_all(descriptor, [memoryview(head + checksum + content)])

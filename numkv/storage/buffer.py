@@ -88,6 +88,14 @@ class Buffer:
         made = Buffer.allocate(self.target, shape, self.dim, self.kind, self.rotation is not None)
         return replace(made, scales=self.scales) if self.kind.scales_per == "head" else made
 
+    def __reduce__(self) -> Any:
+        if not self.target.values_on_host:
+            raise NotSupported(
+                f"pickle: expected buffers on the CPU, got some of target {self.target.name!r}; save the cache to a "
+                "file, or copy its rows to the host"
+            )
+        return _again, (self.target.name, self.words, self.scales, self.kind, self.rotation)
+
     @property
     def dim(self) -> int:
         """Elements of a row."""
@@ -255,6 +263,16 @@ class Buffer:
         """Refuse checked rows that are to be quantised and hold NaN or infinity; float kinds take them."""
         if self.kind.has_scales:
             refuse_non_finite(self.target, name, rows, [(0, self.kind)])
+
+
+def _again(
+    target: str, words: Array, scales: Array, kind: Kind, rotation: Rotation | None
+) -> Buffer:
+    """A buffer out of a pickle: its target is this process's, and it lies where kernels like it."""
+    place = targets.get(target)
+    of_words, of_scales = (place.zeros(x.shape, x.dtype) for x in (words, scales))
+    of_words[...], of_scales[...] = words, scales
+    return Buffer(place, of_words, of_scales, kind, rotation)
 
 
 def head_scales(name: str, scales: Any, heads: int) -> np.ndarray[Any, Any]:

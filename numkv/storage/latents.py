@@ -112,15 +112,13 @@ class LatentPool(Pool):
         """A pool of as many blocks; see `Pool.like`."""
         return LatentPool.over(self.k_buffer.like(num_blocks), self.head_dim_v)
 
-    def from_host(self, arrays: tuple[np.ndarray[Any, Any], ...]) -> LatentPool:
-        """A pool with the content of `to_host`; what stands there for V is not looked at."""
-        words, scales = self.target.asarray(arrays[0]), self.target.asarray(arrays[2])
-        return LatentPool.over(replace(self.k_buffer, words=words, scales=scales), self.head_dim_v)
-
     def to_host(self) -> tuple[np.ndarray[Any, Any], ...]:
         """All arrays in host memory; nothing for V."""
         k, k_scale = self.target.to_host(self.k), self.target.to_host(self.k_scale)
         return k, k[:0], k_scale, k_scale[:0]
+
+    def __reduce__(self) -> Any:
+        return LatentPool.over, (self.k_buffer, self.head_dim_v)
 
     def with_own_scales(self, like: Pool | None = None) -> Pool:
         """The same words, with scales of heads of its own; see `Pool.with_own_scales`."""

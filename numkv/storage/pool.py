@@ -9,10 +9,9 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv import targets
 from numkv.checks import check_apart
-from numkv.errors import DimensionMismatch, NotSupported
-from numkv.kinds import Kind, kind
+from numkv.errors import DimensionMismatch
+from numkv.kinds import Kind
 from numkv.numbers import check_flag
 from numkv.storage.buffer import Buffer
 from numkv.storage.hadamard import Rotation
@@ -230,28 +229,9 @@ class Pool:
         """A pool of as many blocks, of this one's kinds and shapes, elsewhere on the target."""
         return Pool(self.k_buffer.like(num_blocks), self.v_buffer.like(num_blocks))
 
-    def from_host(self, arrays: tuple[np.ndarray[Any, Any], ...]) -> Pool:
-        """A pool of this one's kinds on the target, with the content of `to_host`."""
-        k, v, k_scale, v_scale = (self.target.asarray(x) for x in arrays)
-        return Pool(
-            replace(self.k_buffer, words=k, scales=k_scale),
-            replace(self.v_buffer, words=v, scales=v_scale),
-        )
-
     def to_host(self) -> tuple[np.ndarray[Any, Any], ...]:
         """All arrays in host memory."""
         return tuple(self.target.to_host(x) for x in self.arrays())
-
-    def take(self, arrays: tuple[np.ndarray[Any, Any], ...]) -> None:
-        """Take over the content of another pool's `to_host`, where buffers are in host memory."""
-        content = {"k": arrays[::2], "v": arrays[1::2]}
-        for name, buffer in self.stored:
-            words, scales = content[name]
-            buffer.words[...] = words
-            if scales.shape == buffer.scales.shape:
-                buffer.scales[...] = scales
-            else:  # of heads, of all layers
-                buffer.scales = scales
 
     def copy(self, ids: Array | None = None) -> Pool:
         """A pool of this one's kinds and shapes with the same content, in memory of its own.
@@ -285,16 +265,6 @@ class Pool:
         sources = sides if like is None else (like.k_buffer, like.v_buffer)
         own = [_with_copied_scales(*both) for both in zip(sides, sources, strict=True)]
         return self if all(map(operator.is_, own, sides)) else Pool(*own)
-
-    def __reduce__(self) -> Any:
-        if not self.target.values_on_host:
-            raise NotSupported(
-                f"pickle: expected buffers on the CPU, got some of target {self.target.name!r}; save the cache to a "
-                "file, or copy its rows to the host"
-            )
-        shape = tuple(int(n) for n in self.k.shape[:3])
-        sizes = (shape, self.head_dim, self.head_dim_v, self.k_kind.name, self.v_kind.name)
-        return _made_again, (self.target.name, *sizes, self.rotate, self.to_host(), type(self))
 
     def values(self, which: str) -> Array:
         """The K or V buffer as it is stored; see `Buffer.elements`."""
@@ -371,14 +341,3 @@ def _with_copied_scales(side: Buffer, source: Buffer) -> Buffer:
         return side
     scales = np.array(source.target.to_host(source.scales))
     return replace(side, scales=side.target.asarray(scales))
-
-
-def _made_again(
-    target: str, shape: tuple[int, int, int], head_dim: int, head_dim_v: int, k_kind: str, v_kind: str,
-    rotate: bool, arrays: tuple[np.ndarray[Any, Any], ...], made: type[Pool] = Pool,
-) -> Pool:  # fmt: skip
-    """A pool out of a pickle: kinds and target are this process's, and buffers lie where kernels like them."""
-    kinds = kind(k_kind), kind(v_kind)
-    pool = made.allocate(targets.get(target), shape, head_dim, head_dim_v, *kinds, rotate)
-    pool.take(arrays)
-    return pool

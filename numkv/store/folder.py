@@ -6,12 +6,12 @@ import collections
 import contextlib
 import itertools
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from numkv.replace import SUFFIX, replacing, write_all
 from numkv.store.objects import OtherSize
 
 #: Buffers that one call of the system takes; it is 1,024 where POSIX is.
@@ -26,7 +26,6 @@ _FEW = 4
 _ABANDONED = 600.0
 #: Seconds that a process waits while another one evicts: that one may have been stopped for good.
 _PATIENCE = 10.0
-_SUFFIX = ".partial"
 _LOCK = ".evicting"
 #: Seconds after which the clock of the file system is read again.
 _CLOCK_STAYS = 60.0
@@ -169,31 +168,18 @@ class Folder:
         OSError
             As the system gave it; nothing is left of the new object.
         """
-        path = self._path(key)
-        folder, name = os.path.split(path)
-        partial = f"{folder}/.{name[:16]}.{secrets.token_hex(8)}{_SUFFIX}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        path, views = self._path(key), [_bytes(piece) for piece in pieces]
         try:
-            descriptor = os.open(partial, flags, 0o666)
+            self._write(path, views)
         except FileNotFoundError:
-            os.makedirs(folder, exist_ok=True)
-            descriptor = os.open(partial, flags, 0o666)
-        try:
-            try:
-                _write(descriptor, pieces)
-                if self._durable:
-                    os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-            os.replace(partial, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(partial)
-            raise
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            self._write(path, views)
         # Not before: a half written file that looks old is one that a killed process left.
         self.touch(key, age)
-        if self._durable:
-            _sync_folder(folder)
+
+    def _write(self, path: str, views: list[memoryview]) -> None:
+        with replacing(path, durable=self._durable, tidy=False) as descriptor:
+            write_all(descriptor, views)
 
     def touch(self, key: str, age: float) -> None:
         """Note that an object was used so many seconds ago."""
@@ -242,7 +228,7 @@ class Folder:
                 found = file.stat(follow_symlinks=False)
             except OSError:  # deleted meanwhile
                 continue
-            if file.name.endswith(_SUFFIX) and now - found.st_mtime > _ABANDONED:
+            if file.name.endswith(SUFFIX) and now - found.st_mtime > _ABANDONED:
                 with contextlib.suppress(OSError):
                     os.unlink(file.path)
             else:
@@ -254,7 +240,7 @@ class Folder:
         return [self._delete(entry) for entry in entries]
 
     def _delete(self, entry: Entry) -> bool:
-        if entry.key.endswith(_SUFFIX):
+        if entry.key.endswith(SUFFIX):
             return False
         path = self._path(entry.key)
         try:
@@ -390,28 +376,9 @@ def _bytes(view: Any) -> memoryview:
     return memoryview(view).cast("B")
 
 
-def _write(descriptor: int, pieces: Sequence[Any]) -> None:
-    rest = [_bytes(piece) for piece in pieces]
-    while rest:
-        done = os.writev(descriptor, rest[:_MOST_VIEWS])
-        while rest and done >= len(rest[0]):
-            done -= len(rest.pop(0))
-        if done:
-            rest[0] = rest[0][done:]
-
-
 def _scan(path: str) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(path) as found:
             return list(found)
     except OSError:
         return []
-
-
-def _sync_folder(folder: str) -> None:
-    with contextlib.suppress(OSError):  # some systems cannot
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 from numkv.errors import NotSupported
+from numkv.replace import SUFFIX
 from numkv.store.folder import Entry, Jobs
 from numkv.store.objects import DamagedObject, ForeignObject, OtherSize
 from numkv.store.requests import Breaker, Requests, Unanswered
@@ -22,7 +23,6 @@ _MOST_FAILURES = 4
 #: File systems that make an object as a whole when they are given all of it; elsewhere it is renamed.
 _WHOLE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss", "memory"}
 _ABANDONED = 600.0
-_SUFFIX = ".partial"
 
 
 def opened(url: str) -> tuple[Any, str]:
@@ -194,7 +194,7 @@ class RemoteFolder:
             self._fs.pipe_file(path, whole)
             return
         folder, _, name = path.rpartition("/")
-        partial = f"{folder}/.{name[:16]}.{secrets.token_hex(8)}{_SUFFIX}"
+        partial = f"{folder}/.{name[:16]}.{secrets.token_hex(8)}{SUFFIX}"
         self._fs.makedirs(folder, exist_ok=True)
         try:
             self._fs.pipe_file(partial, whole)
@@ -224,7 +224,7 @@ class RemoteFolder:
             stamp = _seconds(info)
             key = str(path)[str(path).rindex(self.root) + len(self.root) + 1 :]
             # Without a time nobody can tell whether it is being written.
-            if key.endswith(_SUFFIX) and stamp and now - stamp > _ABANDONED:
+            if key.endswith(SUFFIX) and stamp and now - stamp > _ABANDONED:
                 self.delete_bad(key)
             else:
                 yield Entry(key, int(info.get("size") or 0), stamp)
@@ -232,7 +232,7 @@ class RemoteFolder:
     def delete(self, entries: Sequence[Entry]) -> list[bool]:
         """Delete objects unless they are being written; which of them are gone."""
         gone = [False] * len(entries)
-        whole = [i for i, entry in enumerate(entries) if not entry.key.endswith(_SUFFIX)]
+        whole = [i for i, entry in enumerate(entries) if not entry.key.endswith(SUFFIX)]
 
         def ask(j: int) -> None:
             with contextlib.suppress(FileNotFoundError):

@@ -166,11 +166,35 @@ def test_broken_files(tmp_path):
         Model.load(tmp_path)
 
 
+def test_damaged_weights_are_refused_by_name(tmp_path):
+    """Cut off, too long, headers that lie; whatever dtype tensors have that nobody takes is fine."""
+    write_checkpoint(tmp_path)
+    path = tmp_path / "model.safetensors"
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    name = next(x for x in header if x != "__metadata__")
+    lies = [
+        {"dtype": "F31"}, {"shape": [-1, 24]}, {"shape": [2**62, 2**62]}, {"data_offsets": [0, 2**40]},
+        {"dtype": "F64"},
+    ]  # fmt: skip
+    headers = [json.dumps(header | {name: header[name] | lie}).encode() for lie in lies]
+    for bad in (
+        data[:9], data[: start - 1], data[:-1], data + b"x", (2**63).to_bytes(8, "little") + data[8:],
+        *(len(x).to_bytes(8, "little") + x + data[start:] for x in (*headers, b"[" * 5000, b"\xff{}")),
+    ):  # fmt: skip
+        path.write_bytes(bad)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors: not a safetensors file"):
+            Model.load(tmp_path)
+    path.write_bytes(data)
+    Model.load(tmp_path)
+
+
 def test_harmless_extra_tensors(tmp_path):
     _, weights = write_checkpoint(tmp_path)
     stored = {name: x.astype(np.float32) for name, x in weights.items()}
     stored["lm_head.weight"] = np.zeros((256, 24), np.float32)
-    stored["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)
+    stored["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.uint64)
     save_file(stored, tmp_path / "model.safetensors")
     weights = Model.load(tmp_path).weights
     assert weights.output is weights.embedding

@@ -244,7 +244,7 @@ def kernels(tmp_path, monkeypatch):
         f"{name}.kernel": head + b"x" * 400,
         f"{name[:-1]}0.kernel": head[:-1] + b"-" + b"y" * 100,
         f"{name[:-1]}1.kernel": b"",
-        f"{name}.kernel.abc12.tmp": b"half",
+        f".{name}.kernel.abc12.partial": b"half",
     }
     others = ["notes.kernel", f"{name}.kernel.bak", f"{name}.nbi", "module.cpython-311.pyc"]
     for path, content in contents.items():

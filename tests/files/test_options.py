@@ -11,7 +11,9 @@ from saved_caches import (
     kv_cache,
     layer,
     multi,
+    on_host,
     paged_cache,
+    query,
     random,
     rows,
     shift,
@@ -153,6 +155,20 @@ def test_a_layer_takes_its_blocks_from_a_pool(tmp_path, target):
         with pytest.raises(numkv.DimensionMismatch, match="`pool`"):
             numkv.load(tmp_path / "file", pool=wrong)
         assert wrong.num_free == 9
+
+
+def test_rows_of_others_in_a_pool_stay(tmp_path, target):
+    made = layer(numkv.PagedLayer, target, kind="int8")
+    numkv.save(tmp_path / "file", made)
+    pool = numkv.PagedPool(9, 4, HEADS, 32, kind="int8", target=target)
+    other = numkv.PagedLayer(5, 4, HEADS, 32, pool=pool)
+    other.append(rows(7, target), rows(7, target, seed=1))
+    before = on_host(other.decode_attention(query(1, target)), target)
+    loaded = numkv.load(tmp_path / "file", pool=pool)
+    assert np.array_equal(on_host(other.decode_attention(query(1, target)), target), before)
+    q = query(1, target)
+    wanted = on_host(made.decode_attention(q), target)
+    assert np.array_equal(on_host(loaded.decode_attention(q), target), wanted)
 
 
 def test_a_pool_keeps_its_scales(tmp_path):

@@ -16,7 +16,7 @@ from saved_caches import kv_cache
 
 import numkv
 from numkv.files import container
-from numkv.files.replace import replacing
+from numkv.replace import replacing
 
 
 def cache_of(value, tokens=2000):

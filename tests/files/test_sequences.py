@@ -93,7 +93,7 @@ def test_an_interrupted_save_keeps_the_old_file(tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError("disk full")
 
-    monkeypatch.setattr("numkv.files.container._write_all", fail)
+    monkeypatch.setattr("numkv.files.container.write_all", fail)
     with pytest.raises(OSError, match="disk full"):
         save_sequences(path, [cache.swap_out(seqs[1])])
     assert path.read_bytes() == before

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from numkv.cells.cells import _Sequence
+from numkv.cells.cells import CellsOfSequence
 from numkv.kinds import Kind
 from numkv.targets import CpuTarget
 
@@ -92,7 +92,7 @@ def _walk(x: Any, parts: list[Any], seen: dict[int, int]) -> None:
             return
         seen[id(x)] = len(seen)
         parts.append(kind.__name__)
-        if kind is _Sequence:  # a list with room for more, which holds anything
+        if kind is CellsOfSequence:  # a list with room for more, which holds anything
             _walk(x.owned, parts, seen)
             return
         fields = getattr(x, "__dict__", None) or {}

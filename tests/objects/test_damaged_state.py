@@ -115,7 +115,7 @@ def test_blocks_come_back_when_a_device_fails(monkeypatch):
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(cache._pools[0]), "copy_blocks", fails)
+        patch.setattr("numkv.caches.paged.swap.put_blocks", fails)
         with pytest.raises(MemoryError):
             cache.swap_in(good)
     assert cache.num_free == 16

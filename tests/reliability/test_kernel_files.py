@@ -212,24 +212,18 @@ def test_processes_that_find_damage_at_the_same_time(start, tmp_path):
         assert all("cannot be used" in text for text in said)
     assert result(start()) == (0, [])
     assert len(files(tmp_path)) == 2
-    assert not list(tmp_path.rglob("*.tmp"))
+    assert not list(tmp_path.rglob("*.partial"))
 
 
 KILLED = {
     "before it is renamed": """
-        disk_cache.os.replace = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+        os.replace = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
     """,
     "half way": """
-        opened = os.fdopen
-        class Half:
-            def __init__(self, file): self.file = file
-            def __enter__(self): return self
-            def __exit__(self, *args): self.file.close()
-            def write(self, data):
-                self.file.write(data[:len(data) // 2])
-                self.file.flush()
-                os.kill(os.getpid(), signal.SIGKILL)
-        disk_cache.os.fdopen = lambda handle, mode: Half(opened(handle, mode))
+        def half(descriptor, views):
+            os.write(descriptor, views[0][:len(views[0]) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        disk_cache.write_all = half
     """,
 }
 
@@ -243,7 +237,7 @@ def test_a_process_that_is_killed_while_it_writes(start, tmp_path, when):
     killed.communicate(timeout=PATIENCE)
     assert killed.returncode == -9
     assert not files(tmp_path)
-    (left,) = tmp_path.rglob("*.tmp")
+    (left,) = tmp_path.rglob("*.partial")
     assert disk_cache.kernel_files(left.parent) == [left]
     assert result(start()) == (2, [])
 
@@ -252,7 +246,7 @@ def test_a_file_that_vanishes_while_a_folder_is_listed_hides_no_other(tmp_path, 
     """Another process renames what it has written."""
     kept = tmp_path / f"append-{'0' * 32}{disk_cache.SUFFIX}"
     kept.write_bytes(b"")
-    gone = kept.with_name(f"{kept.name}.a.tmp")
+    gone = kept.with_name(f".{kept.name}.a.partial")
     monkeypatch.setattr(Path, "iterdir", lambda folder: iter([gone, kept]))
     assert disk_cache.kernel_files(tmp_path) == [kept]
 
@@ -287,6 +281,6 @@ def test_a_full_file_system_is_said_once(start, tmp_path):
         assert misses == 2
         assert len(said) == 1
         assert "No space left on device" in said[0]
-        assert not list(place.rglob("*.tmp"))
+        assert not list(place.rglob("*.partial"))
     finally:
         subprocess.run(["umount", str(place)], check=True)

@@ -34,14 +34,16 @@ from numkv.caches.multi.checks import (
 from numkv.caches.multi.config import CacheConfig, Setup
 from numkv.caches.multi.forward_pass import UNLIMITED, ForwardPass, View, as_table
 from numkv.caches.multi.layered import LayeredCache, check_picklable
+from numkv.caches.multi.saved import SavedCells, saved_config
 from numkv.caches.multi.sinks import cells_of
 from numkv.caches.multi.told import ToldOfCells
 from numkv.caches.parts import Part, attend_to_parts
 from numkv.cells.cells import Cells, Compaction, Copy, Forward, Removal, Rows
 from numkv.checks import check_array
-from numkv.compaction.key_shift import Shift, plan_shift
+from numkv.compaction.key_shift import Shift, plan_shift, turns_of
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError
 from numkv.kinds import kind
+from numkv.snapshots.snapshot import Options, Source
 from numkv.storage import jit_views
 from numkv.storage.buffer import source_dtypes
 from numkv.storage.pool import Pool
@@ -62,6 +64,7 @@ class _Change(NamedTuple):
 class CellCache(LayeredCache):
     """A cache of cells; see `CausalCache`, `SlidingWindowCache` and `ChunkedCache`."""
 
+    __saved__ = SavedCells
     #: Earlier positions that a token attends to, -1 for all; positions of a chunk, 0 for no chunks; positions kept.
     _window = -1
     _chunk = 0
@@ -268,6 +271,32 @@ class CellCache(LayeredCache):
         self._again = self._target.repeats() if self._state == "ready" else None
         self._pass = self._jit = self._tables_given = None
         self._layer_structs = {}
+
+    def _values(self) -> dict[str, Any]:
+        cells = self._cells
+        lists = [len(cells.owned(seq)) for seq in cells.sequences]
+        return {
+            "window_left": self._window, "chunk_size": self._chunk, "memory": self._memory,
+            "num_sink_tokens": self._num_sinks, "max_batch": self._max_batch, "num_cells": cells.num_cells,
+            "cells_memory": cells.memory, "cells": cells.num_cells - cells.num_free, "num_sequences": len(lists),
+            "listed": sum(lists), "shift": turns_of(self._shift), "config": saved_config(self._config or CacheConfig()),
+        }  # fmt: skip
+
+    def _books(self) -> dict[str, NDArray[Any]]:
+        return self._cells.tables()
+
+    def _slots(self, pool: Pool) -> NDArray[np.int64]:
+        return np.flatnonzero(self._cells.num_sequences)
+
+    @classmethod
+    def _empty(cls, saved: SavedCells, source: Source, options: Options) -> Self:
+        cells = cells_of(saved.num_cells, saved.cells_memory, saved.num_sink_tokens)
+        cells.resume(**{name: source.array(name) for name in cells.tables()})
+        made = cls(**saved.arguments(), shift=options.shift)
+        kinds, rotate = (saved.k_kind, saved.v_kind), saved.rotation is not None
+        setup = Setup(*kinds, 1, saved.num_cells, saved.max_batch, options.place, rotate)
+        made._commit_init((setup, saved.config.config, cells))
+        return made
 
     def _copied(self, access: Access) -> Self:
         new = super()._copied(access)

@@ -6,6 +6,7 @@ the token which stands for the item, so that `remove` can tell whether it remove
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -17,6 +18,7 @@ from numkv.attention.options import AttentionOptions
 from numkv.caches.multi.checks import check_layer, check_sequence
 from numkv.caches.multi.config import Setup
 from numkv.caches.multi.layered import LayeredCache
+from numkv.caches.multi.saved import SavedEncoder, SavedLayer, saved_config
 from numkv.caches.multi.told import ToldOfLayers
 from numkv.cells.cells import Rows
 from numkv.checks import check_array
@@ -24,6 +26,7 @@ from numkv.drawing.page import drawn
 from numkv.errors import NotSupported, NumkvError
 from numkv.kinds import QUERY_DTYPES, Kind
 from numkv.numbers import check_flag
+from numkv.snapshots.snapshot import Options, Source
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
 from numkv.targets.streamed import on_stream
@@ -58,6 +61,8 @@ class EncoderCache(LayeredCache):
     >>> k.shape, mask is None, cache.encoder_cached
     ((7, 2, 8), True, True)
     """
+
+    __saved__ = SavedEncoder
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,6 +133,29 @@ class EncoderCache(LayeredCache):
     def _close(self) -> None:
         super()._close()
         self._cached = False
+
+    def _values(self) -> dict[str, Any]:
+        config = None if self._config is None else saved_config(self._config)
+        return {
+            "config": config, "permuted_v": self._ready.permuted_v, "position": self._position,
+            "stored": self._stored, "cached": self._cached,
+        }  # fmt: skip
+
+    def _saved_layer(self, layer: int, pool: Pool) -> SavedLayer:
+        return replace(super()._saved_layer(layer, pool), rows=int(pool.k.shape[2]))
+
+    def _slots(self, pool: Pool) -> NDArray[np.int64]:
+        return np.arange(int(pool.k.shape[2]))
+
+    @classmethod
+    def _empty(cls, saved: SavedEncoder, source: Source, options: Options) -> Self:
+        made = cls()
+        if saved.config is not None:
+            made.set_config(saved.config.config)
+        rotate = saved.rotation is not None
+        made.init(saved.k_kind, 1, 1, 1, options.place.name, v_kind=saved.v_kind, rotate=rotate)
+        made._position, made._stored, made._cached = saved.position, saved.stored, saved.cached
+        return made
 
     def _copied(self, access: Access) -> Self:
         new = super()._copied(access)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from numkv import targets
+from numkv.caches.multi.saved import SavedScales
 from numkv.checks import host_array
 from numkv.kinds import Kind
 from numkv.numbers import is_number
@@ -25,6 +27,14 @@ class HeadScales:
         new = HeadScales()
         new._by_layer.update(self._by_layer)
         return new
+
+    def saved(self) -> dict[SavedScales, NDArray[Any]]:
+        """What was set, for a snapshot, also for layers that were never put."""
+        return {
+            SavedScales(layer, side, len(x) if x.ndim else 0): np.atleast_1d(x)
+            for layer, by_side in self._by_layer.items()
+            for side, x in by_side.items()
+        }
 
     def set(
         self, layer: int, pool: Pool | None, kinds: tuple[Kind, Kind], k: Any = None, v: Any = None

@@ -6,7 +6,7 @@ import pickle
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,17 +16,22 @@ from numkv.access import Access
 from numkv.arrays import CacheArrays
 from numkv.caches.multi.base import MultiSequenceCache
 from numkv.caches.multi.head_scales import HeadScales
+from numkv.caches.multi.saved import SavedLayer, SavedLayers
 from numkv.errors import NumkvError
 from numkv.kinds import Kind
+from numkv.snapshots.fields import claims
+from numkv.snapshots.snapshot import Options, Snapshot, Source, Tensor, fill_all
 from numkv.storage.buffer import Buffer, are_scales
 from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
+from numkv.storage.saved import row_tensors
 from numkv.targets.base import Array, Target
 
 
 class LayeredCache(MultiSequenceCache):
     """A cache with buffers for each layer that has been put: one block of as many tokens as there is room for."""
 
+    __saved__: ClassVar[type[SavedLayers]]
     # Set by `init`.
     _k_kind: Kind
     _v_kind: Kind
@@ -191,6 +196,63 @@ class LayeredCache(MultiSequenceCache):
         new._layers = {layer: pool.copy() for layer, pool in self._layers.items()}
         new._head_scales = self._head_scales.copy()
         return new
+
+    # -- saved and loaded
+
+    @abstractmethod
+    def _values(self) -> dict[str, Any]:
+        """What a snapshot holds beside layers."""
+
+    @abstractmethod
+    def _slots(self, pool: Pool) -> NDArray[np.int64]:
+        """Where the rows of a layer lie."""
+
+    def _books(self) -> dict[str, NDArray[Any]]:
+        """Small arrays of a snapshot."""
+        return {}
+
+    def __snapshot__(self) -> Snapshot:
+        """See `numkv.snapshots.snapshot`."""
+        self._check_ready()
+        self._refuse_told()
+        scales = self._head_scales.saved()
+        saved = self.__saved__(
+            k_kind=self._k_kind, v_kind=self._v_kind, rotation=0 if self._rotate else None,
+            layers=[self._saved_layer(*x) for x in self._layers.items()], set_scales=list(scales), **self._values(),
+        )  # fmt: skip
+        arrays = self._books() | {of.tensor: x for of, x in scales.items()}
+        return Snapshot(saved, self._tensors(), [(self, True)], arrays)
+
+    def _saved_layer(self, layer: int, pool: Pool) -> SavedLayer:
+        heads = int(pool.k.shape[1])
+        dims = {"head_dim": pool.head_dim, "head_dim_v": pool.head_dim_v}
+        return SavedLayer(layer=layer, num_kv_heads=heads, **dims)
+
+    def _tensors(self) -> list[Tensor]:
+        layers = self._layers.items()
+        return [x for at, pool in layers for x in row_tensors(pool, at, self._slots(pool))]
+
+    @classmethod
+    @abstractmethod
+    def _empty(cls, saved: Any, source: Source, options: Options) -> Self:
+        """A cache as it was saved, but for its layers."""
+
+    @classmethod
+    def __restore__(cls, saved: SavedLayers, source: Source, options: Options) -> Self:
+        """See `numkv.snapshots.snapshot`."""
+        saved.check_shift(options.shift)
+        made, kinds = cls._empty(saved, source, options), (saved.k_kind, saved.v_kind)
+        for x in saved.layers:
+            shape, dims = (1, x.num_kv_heads, saved.room(x)), (x.head_dim, x.head_dim_v)
+            pool = Pool.allocate(made._target, shape, *dims, *kinds, made._rotate)
+            made._layers[x.layer] = pool
+        fill_all(source, made._tensors())
+        for of in saved.set_scales:
+            scales: Any = source.array(of.tensor)
+            with claims(f"{of.tensor!r}"):
+                given = {of.side: scales if of.heads else float(scales[0])}
+                made._head_scales.set(of.layer, made._layers.get(of.layer), kinds, **given)
+        return made
 
     def _snapshot(self) -> dict[str, Any]:
         if self._state != "ready":

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.cells import compiled as kernels
-from numkv.cells.cells import CellList, Cells, Forward, Ints, Rows, _Sequence
+from numkv.cells.cells import CellList, Cells, CellsOfSequence, Forward, Ints, Rows
 from numkv.errors import CacheFull
 
 
@@ -51,7 +51,7 @@ class SinkCells(Cells):
 
     def plan_forward(self, rows: Rows) -> Forward:
         """Find cells for a batch, and what has to be evicted behind the first positions; see `Cells.plan_forward`."""
-        shorter: dict[_Sequence, CellList] = {}
+        shorter: dict[CellsOfSequence, CellList] = {}
         evicted: list[CellList] = [np.empty(0, np.int32)]
         for found, begin in [] if self.memory is None else self._evictions(rows, self.memory):
             owned, stop = found.owned, begin - found.begin
@@ -77,8 +77,8 @@ class SinkCells(Cells):
         return Forward(rows, cells, gone, [], runs, self._lists(rows, runs, shorter))
 
     def _lists(
-        self, rows: Rows, runs: list[Ints], shorter: dict[_Sequence, CellList]
-    ) -> dict[int, _Sequence]:
+        self, rows: Rows, runs: list[Ints], shorter: dict[CellsOfSequence, CellList]
+    ) -> dict[int, CellsOfSequence]:
         """Lists of sequences that lose cells, or have no room for new ones."""
         lists = self._longer_lists(rows, runs, [])
         added = dict.fromkeys(rows.sequences, 0)
@@ -86,14 +86,8 @@ class SinkCells(Cells):
             added[sequence] += len(new)
         for sequence, found in self._sequences.items():
             if found in shorter:
-                lists[sequence] = _Sequence.with_room(shorter[found], added.get(sequence, 0))
+                lists[sequence] = CellsOfSequence.with_room(shorter[found], added.get(sequence, 0))
         return lists
-
-    def copy(self) -> SinkCells:
-        """Cells of their own that hold the same."""
-        made, same = SinkCells(0, self.memory, self.num_sinks), super().copy()
-        made.__dict__.update(same.__dict__)
-        return made
 
 
 def cells_of(num_cells: int, memory: int | None, num_sinks: int) -> Cells:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from numkv.caches.multi.cell_cache import CellCache
 from numkv.caches.multi.checks import MOST_POSITIONS
 from numkv.caches.multi.forward_pass import UNLIMITED
+from numkv.caches.multi.saved import SavedChunked, SavedSliding
 from numkv.compaction.key_shift import Shift
 from numkv.drawing.page import drawn
 from numkv.numbers import check_size
@@ -74,6 +75,8 @@ class SlidingWindowCache(CellCache):
     Threads: see `CausalCache`.
     """
 
+    __saved__ = SavedSliding
+
     def __init__(
         self,
         window_left: int,
@@ -121,9 +124,14 @@ class ChunkedCache(CellCache):
     Threads: see `CausalCache`.
     """
 
+    __saved__ = SavedChunked
+
     def __init__(self, chunk_size: int, shift: Shift | None = None) -> None:
         super().__init__(shift)
         self._chunk = min(MOST_POSITIONS, check_size("chunk_size", chunk_size, 1))
 
     def _options(self) -> str:
         return f"chunk_size={self._chunk}, "
+
+
+CELL_CACHES = (CausalCache, SlidingWindowCache, ChunkedCache)

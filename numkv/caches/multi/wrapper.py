@@ -8,6 +8,7 @@ the first is changed, so that it happens to all of them or to none.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -18,13 +19,51 @@ from numkv.arrays import CacheArrays
 from numkv.attention.options import AttentionOptions
 from numkv.caches.multi.base import MultiSequenceCache
 from numkv.caches.multi.config import CacheConfig, Setup
+from numkv.caches.multi.encoder import EncoderCache
+from numkv.caches.multi.variants import CELL_CACHES
 from numkv.cells.cells import Rows
 from numkv.drawing.page import drawn
+from numkv.errors import NotSupported
 from numkv.numbers import check_index
+from numkv.snapshots.fields import Fields, expect
+from numkv.snapshots.saved import Saved, Spec, entry
+from numkv.snapshots.snapshot import Options, Snapshot, Source, Under
 from numkv.targets.base import Array, Target
 
 #: More layers than any model has; an iterable that names more may go on for ever.
 _MOST_LAYERS = 2**20
+
+
+def _read_children(fields: Fields, name: str, _: Any) -> list[tuple[Any, Saved]]:
+    classes = {x.__name__: x for x in (*CELL_CACHES, EncoderCache, WrapperCache)}
+    each = [(classes[x.text("class", list(classes))], x) for x in fields.parts(name)]
+    expect(bool(each), "no caches")
+    return [(of, of.__saved__.read(x)) for of, x in each]
+
+
+@dataclass(kw_only=True)
+class SavedWrapper(Saved):
+    """A `WrapperCache`."""
+
+    layout = "several"
+
+    caches: list[Any] = entry(_read_children)
+    layer_types: list[int] | None = entry(
+        lambda f, name, x: (
+            None if f.get(name) is None else f.integers(name, most=len(x["caches"]) - 1)
+        )
+    )
+    layer_type: int = entry(lambda f, name, x: f.integer(name, most=len(x["caches"]) - 1))
+
+    def specs(self) -> dict[str, Spec]:
+        """See `Saved.specs`."""
+        each = enumerate(self.caches)
+        return {f"{i}.{n}": spec for i, (_, x) in each for n, spec in x.specs().items()}
+
+    @property
+    def nbytes(self) -> int:
+        """See `Saved.nbytes`."""
+        return sum(x.nbytes for _, x in self.caches)
 
 
 @drawn
@@ -66,6 +105,8 @@ class WrapperCache(MultiSequenceCache):
     >>> cache.get(0)[2][2], cache.get(1)[2][2]
     (array([-inf,   0.,   0.], dtype=float32), array([0., 0., 0.], dtype=float32))
     """
+
+    __saved__ = SavedWrapper
 
     def __init__(
         self, *caches: MultiSequenceCache, layer_types: Iterable[int] | None = None
@@ -267,6 +308,39 @@ class WrapperCache(MultiSequenceCache):
         new._access = access
         new._children = tuple(child._copied(access) for child in self._children)
         return new
+
+    def __snapshot__(self) -> Snapshot:
+        """See `numkv.snapshots.snapshot`."""
+        self._check_ready()
+        children: Any = self._children
+        each: list[Snapshot] = [child.__snapshot__() for child in children]
+        caches = [
+            {"class": type(child).__name__} | x.saved.entries()
+            for child, x in zip(self._children, each, strict=True)
+        ]
+        saved = SavedWrapper(layer_types=self._layer_types, layer_type=self._type, caches=caches)
+        tensors = [y for i, x in enumerate(each) for y in x.all_tensors(f"{i}.")]
+        return Snapshot(saved, tensors, [(self, True), *(y for x in each for y in x.held)])
+
+    @classmethod
+    def __restore__(cls, saved: SavedWrapper, source: Source, options: Options) -> Self:
+        """See `numkv.snapshots.snapshot`."""
+        shifts = options.shift
+        if not isinstance(shifts, (list, tuple)):  # one for all
+            shifts = [shifts] * len(saved.caches)
+        if len(shifts) != len(saved.caches):
+            raise NotSupported(
+                f"`shift`: expected one for all, or one for each of the {len(saved.caches)} caches in the file, got "
+                f"{len(shifts)}"
+            )
+        children = [
+            of.__restore__(child, Under(source, f"{i}."), options._replace(shift=shift))
+            for i, ((of, child), shift) in enumerate(zip(saved.caches, shifts, strict=True))
+        ]
+        made = cls(*children, layer_types=saved.layer_types)
+        made._state, made._type = "ready", saved.layer_type
+        made._config = children[0]._config
+        return made
 
     def _snapshot(self) -> dict[str, Any]:
         children = [(type(child), child._snapshot()) for child in self._children]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from numkv import targets
 from numkv.blocks.pool import BlockPool
@@ -109,75 +108,60 @@ def new_store(
     )
 
 
+def _head_scales(store: BlockStore) -> list[Array]:
+    """Scales of heads, of all layers that have some."""
+    pools = [store.layer_pools[layer] for layer in store.layers.storing]
+    sides = [side for pool in pools for _, side in pool.stored]
+    return [side.scales for side in sides if side.kind.scales_per == "head"]
+
+
 def copied(store: BlockStore) -> BlockStore:
     """The same buffers and books once more, in memory of their own."""
-    blocks = store.blocks.copy()
+    target, blocks = store.target, store.blocks.copy()
     every = np.arange(blocks.num_blocks)
     in_use = every[(blocks.ref_count(every) > 0) | blocks.is_cached(every)]
-    return _filled(store.target, store, blocks, in_use)
-
-
-def _filled(
-    target: Target, store: BlockStore, blocks: BlockPool, in_use: NDArray[np.int64]
-) -> BlockStore:
-    """A store like another, with the content of some blocks."""
-    rotate = store.parts[0].pool.rotate
     states = None if store.states is None else store.states.copy()
-    kept = store.bounds is not None  # found anew when they are wanted
+    rotate, kept = store.parts[0].pool.rotate, store.bounds is not None  # found anew when wanted
     made = new_store(target, store.layers, store.groups, blocks, rotate, states, kept)
     ids = target.index(in_use, np.int32)
-    for old, new in zip(store.parts, made.parts, strict=True):
-        # Blocks of other groups are copied too: pages are bytes.
-        old.pool.copy_blocks(ids, new.pool, ids)
-    for layer in store.layers.storing:
-        pools = store.layer_pools[layer], made.layer_pools[layer]
-        for (_, old_side), (_, side) in zip(*(pool.stored for pool in pools), strict=True):
-            if side.kind.scales_per == "head":
-                scales = np.array(store.target.to_host(old_side.scales))
-                side.scales[:] = target.asarray(scales)
+    for old, new in zip(store.pools, made.pools, strict=True):
+        old.copy_blocks(ids, new, ids)  # blocks of other groups too, as pages are bytes
+    for old, new in zip(_head_scales(store), _head_scales(made), strict=True):
+        new[:] = target.asarray(np.array(target.to_host(old)))
     made.__dict__["followers"] = store.followers.copy(blocks)
     store.collect(wait=True)  # what is told of rows goes along
     made.__dict__["bad"] = store.bad.copy()
     return made
 
 
+def _arrays(store: BlockStore) -> list[Array]:
+    """All that a store on the CPU holds."""
+    sides = [side for pool in store.pools for _, side in pool.stored]
+    words = [x for side in sides for x in side.by_token()] if store.pages is None else [store.pages]
+    return [*words, *_head_scales(store), *([] if store.states is None else store.states.pages)]
+
+
 def state_of(store: BlockStore) -> dict[str, Any]:
     """What a pickle holds of buffers and books on the CPU, in memory of its own."""
     own = copied(store)
-    by_head = {
-        layer: [np.array(side.scales) for _, side in pool.stored]
-        for layer, pool in own.layer_pools.items()
-        if "head" in (pool.k_kind.scales_per, pool.v_kind.scales_per)
-    }
-    words = [own.pages] if own.pages is not None else [part.pool.to_host() for part in own.parts]
+    slots = own.states
     return {
         "target": own.target.name, "layers": own.layers, "groups": own.groups, "blocks": own.blocks,
-        "rotate": own.parts[0].pool.rotate, "words": words, "by_head": by_head, "followers": own.followers,
-        "states": None if own.states is None else
-            (own.layers.with_states, own.states.every, own.states.books, own.states.content()),
-        "key_bounds": own.bounds is not None,
+        "rotate": own.parts[0].pool.rotate, "key_bounds": own.bounds is not None, "followers": own.followers,
+        "slots": None if slots is None else (slots.every, slots.books), "arrays": _arrays(own),
     }  # fmt: skip
 
 
 def store_of(state: dict[str, Any]) -> BlockStore:
     """What `state_of` was given, in buffers that lie where kernels like them."""
-    layers, target = state["layers"], targets.get(state["target"])
-    slots = None
-    if state["states"] is not None:
-        shapes, every, books, content = state["states"]
-        slots = StateSlots(target, shapes, 0, every).with_content(content, books)
-    args = state["groups"], state["blocks"], state["rotate"], slots, state.get("key_bounds", False)
+    layers, target, slots = state["layers"], targets.get(state["target"]), None
+    if state["slots"] is not None:
+        every, books = state["slots"]
+        slots = StateSlots(target, layers.with_states, books.num_blocks, every, books)
+    args = state["groups"], state["blocks"], state["rotate"], slots, state["key_bounds"]
     made = new_store(target, layers, *args)
-    if made.pages is not None:
-        made.pages[...] = state["words"][0]
-    else:
-        for part, arrays in zip(made.parts, state["words"], strict=True):
-            part.pool.take(arrays)
-    for layer, scales in state["by_head"].items():
-        pool = made.layer_pools[layer]
-        for (_, side), content in zip(pool.stored, scales, strict=True):
-            if side.kind.scales_per == "head":
-                side.scales[...] = content
+    for x, content in zip(_arrays(made), state["arrays"], strict=True):
+        x[...] = content
     made.__dict__["followers"] = state["followers"]
     return made
 

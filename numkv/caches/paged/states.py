@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -218,19 +218,12 @@ class StateSlots:
 
     def copy(self) -> StateSlots:
         """The same slots and books once more, in memory of their own."""
-        return self.with_content([self.target.to_host(x) for x in self._bytes], self.books.copy())
-
-    def content(self) -> list[np.ndarray[Any, Any]]:
-        """The bytes of all slots, in host memory."""
-        return [np.array(self.target.to_host(x)) for x in self._bytes]
-
-    def with_content(self, content: Iterable[Any], books: BlockPool) -> StateSlots:
-        """Slots like these with the content of others."""
-        made = StateSlots(self.target, self.shapes, books.num_blocks, self.every, books)
-        every = np.arange(books.num_blocks, dtype=np.int32)
-        for pages, x in zip(made._bytes, content, strict=True):
-            if len(every):
-                made.scatter([self.target.asarray(x)], [pages], every)
+        made = StateSlots(
+            self.target, self.shapes, self.books.num_blocks, self.every, self.books.copy()
+        )
+        every = np.arange(self.books.num_blocks, dtype=np.int32)
+        if len(every):
+            made.scatter(self._bytes, made._bytes, every)
         return made
 
     # -- checkpoints

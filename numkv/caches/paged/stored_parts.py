@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.blocks.pool import BlockPool
-from numkv.caches.paged.block_bytes import BlockBytes, Room, SlotBytes
+from numkv.caches.paged.block_bytes import BlockBytes, Room
 from numkv.caches.paged.lookup import Contents
 from numkv.interrupts import opened
 from numkv.store.engine import IN_STORE, Engine, FullBlock, Section
@@ -46,7 +46,7 @@ class StoredPart:
         The store's.
     books : BlockPool
         Which of them are cached, and under which names.
-    content : BlockBytes or SlotBytes
+    content : BlockBytes
         Their bytes.
     section : Section
         Their objects.
@@ -55,7 +55,7 @@ class StoredPart:
     """
 
     def __init__(
-        self, engine: Engine, books: BlockPool, content: BlockBytes | SlotBytes, section: Section,
+        self, engine: Engine, books: BlockPool, content: BlockBytes, section: Section,
         mask: np.uint64 | None = None,
     ) -> None:  # fmt: skip
         self._engine, self._books, self._mask = engine, books, mask
@@ -181,7 +181,7 @@ class _Reading:
     """
 
     def __init__(
-        self, of: BlockBytes | SlotBytes, room: Room, places: Sequence[int], missing: Sequence[Missing],
+        self, of: BlockBytes, room: Room, places: Sequence[int], missing: Sequence[Missing],
         names: list[bytes],
     ) -> None:  # fmt: skip
         self._room, self._places, self._missing, self.sound = room, places, missing, of.sound

@@ -18,6 +18,7 @@ from numkv.caches.paged.store import BlockStore, Extra, SequenceState, held
 from numkv.drawing.page import drawn
 from numkv.errors import DimensionMismatch, NumkvError
 from numkv.kinds import Kind
+from numkv.snapshots.regions import blocks_of, put_blocks
 from numkv.storage.buffer import Buffer, are_scales
 
 
@@ -72,16 +73,13 @@ def copy_out(store: BlockStore, state: SequenceState) -> SwappedSequence:
     buffers = []
     for pool, groups in store.parts:
         ids = held([state.tables[group] for group in groups])
-        source = store.target.index(ids, np.int32)
-        to = store.target.index(np.arange(len(ids)), np.int32)
-        staging = pool.like(len(ids))
-        pool.copy_blocks(source, staging, to)
-        sides = [side for _, side in staging.stored]
-        words = [store.target.to_host(side.words) for side in sides]
-        scales = [
-            _NO_SCALES if _by_head(side) else store.target.to_host(side.scales) for side in sides
-        ]
-        if staging.is_latent:  # nothing for V
+        words, scales = [], []
+        for _, side in pool.stored:
+            found = [blocks_of(store.target, x, ids) for x in side.by_token()]
+            words.append(found[0])
+            none = np.empty((0, 0, 0), side.kind.scale_word)
+            scales.append(found[1] if side.kind.has_scales else none)
+        if pool.is_latent:  # nothing for V
             words, scales = [words[0], words[0][:0]], [scales[0], scales[0][:0]]
         buffers.append((*words, *scales))
     states = () if store.states is None or state.slot < 0 else store.states.out(state.slot)
@@ -91,7 +89,6 @@ def copy_out(store: BlockStore, state: SequenceState) -> SwappedSequence:
     )  # fmt: skip
 
 
-_NO_SCALES = np.empty((0, 0, 0), np.float32)
 _NO_HEAD_SCALES = np.empty(0, np.float32)
 
 
@@ -141,8 +138,9 @@ def copy_in(store: BlockStore, swapped: SwappedSequence, ids: NDArray[np.int32])
     store.forget_bounds(ids)
     for (pool, groups), buffers in zip(store.parts, swapped.buffers, strict=True):
         own = np.concatenate([by_group[group] for group in groups])
-        source = store.target.index(np.arange(len(own)), np.int32)
-        pool.from_host(buffers).copy_blocks(source, pool, store.target.index(own, np.int32))
+        for i, (_, side) in enumerate(pool.stored):
+            for x, content in zip(side.by_token(), buffers[i::2], strict=False):
+                put_blocks(store.target, content, x, own)
     tables = []
     for part, logical in zip(by_group, swapped.logical, strict=True):
         table = np.full(store.blocks_for(swapped.length), -1, np.int32)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.caches.paged.block_bytes import BlockBytes, SlotBytes
+from numkv.caches.paged.block_bytes import BlockBytes
 from numkv.caches.paged.lookup import Contents
 from numkv.caches.paged.prefix_match import (
     Match,
@@ -134,10 +134,13 @@ class Tiers:
     def __init__(self, of: BlockStore, store: PrefixStore) -> None:
         self.store, self._of, self.engine = store, of, store._engine
         if of.layers.alike:
-            contents = [BlockBytes(of, of.pools)]
+            contents = [BlockBytes.of_pools(of.target, of.pools)]
         else:
             each = range(len(of.groups))
-            contents = [BlockBytes(of, [x.pool for x in of.parts if n in x.groups]) for n in each]
+            contents = [
+                BlockBytes.of_pools(of.target, [x.pool for x in of.parts if n in x.groups])
+                for n in each
+            ]
         make, blocks = self._section_maker(), of.blocks
         #: Of blocks, of one group after another; one for all of them where layers are alike.
         self.parts = [
@@ -148,7 +151,7 @@ class Tiers:
         self._part_of = np.full(blocks.num_blocks, self._nobody, np.int32)
         self.of_states: StoredPart | None = None
         if of.states is not None:
-            content = SlotBytes(of.states)
+            content = BlockBytes.of_slots(of.states)
             self.of_states = StoredPart(
                 self.engine, of.states.books, content, make(content.content), group_mask(len(of.groups))
             )  # fmt: skip

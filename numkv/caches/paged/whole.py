@@ -13,15 +13,24 @@ from numkv.caches.bound import BoundAttention
 from numkv.caches.paged.bound import bind_paged
 from numkv.caches.paged.buffers import StepBuffers
 from numkv.caches.paged.memory import copied, state_of, store_of
-from numkv.caches.paged.prefix_match import PartOfBlock
+from numkv.caches.paged.prefix_match import PartOfBlock, register_blocks
 from numkv.caches.paged.reading import ReadableSequences
+from numkv.caches.paged.saved import (
+    SavedPagedCache,
+    cache_snapshot,
+    own_blocks,
+    put_states,
+    store_tensors,
+)
 from numkv.caches.paged.step import Step
-from numkv.caches.paged.store import SequenceState
+from numkv.caches.paged.store import SequenceState, held
 from numkv.caches.paged.tiers import with_tiers
 from numkv.errors import NotSupported, NumkvError
 from numkv.keywords import explained
 from numkv.kinds import Kind
 from numkv.numbers import check_index
+from numkv.snapshots.fields import claims, expect
+from numkv.snapshots.snapshot import Options, Snapshot, Source, fill_all
 from numkv.targets.streamed import on_stream
 
 
@@ -344,6 +353,40 @@ class WholeCache(ReadableSequences):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._adopt(store_of(state["store"]), state["sequences"], state["next"])
+
+    __saved__ = SavedPagedCache
+
+    def __snapshot__(self) -> Snapshot:
+        """See `numkv.snapshots.snapshot`."""
+        self._refuse_told()
+        states = {seq: self._idle(seq) for seq in self.sequences}
+        return cache_snapshot(self._store, states, self._next, [(self, True)])
+
+    @classmethod
+    def __restore__(cls, saved: SavedPagedCache, source: Source, options: Options) -> Self:
+        """See `numkv.snapshots.snapshot`."""
+        states, make = saved.read_states(source), cls
+        made: Self = make(target=options.place.name, **saved.arguments())
+        store, every = made._store, np.arange(saved.blocks)
+        seed = saved.geometry[4]
+        expect(store.geometry[4] == seed, f"rows are rotated by seed {seed}")
+        for count, own in zip(saved.blocks_of_parts, own_blocks(store, states, every), strict=True):
+            expect(len(own) == count, f"{count} blocks of a part that has {len(own)}")
+        ids = made.blocks.allocate(saved.blocks)
+        fill_all(source, store_tensors(store, states, every, ids))
+        states = put_states(store, saved, states, source)
+        source.verify()  # before anything can be found by its tokens
+        with claims("the sequences"):
+            counts = np.bincount(held([x.blocks() for x in states]), minlength=len(ids))
+            expect(bool((counts > 0).all()), "a block belongs to no sequence")
+            made.blocks.acquire(np.repeat(ids, counts - 1))  # which it has once already
+            places = np.append(ids, np.int32(-1))  # -1 stays what it is
+            for x, state in zip(saved.sequences, states, strict=True):
+                here = state._replace(tables=[places[table] for table in state.tables])
+                made._sequences[x.sequence] = register_blocks(store, here)
+            made._next = saved.next
+            made.check()
+        return made
 
     def _check_step(self, step: Any) -> None:
         if not isinstance(step, Step) or not step._belongs_to(self._store):

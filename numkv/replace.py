@@ -1,4 +1,4 @@
-"""A file that appears as a whole or not at all, also after a power cut."""
+"""A file that appears as a whole or not at all, also after a power cut: saved caches, objects of stores, kernels."""
 
 from __future__ import annotations
 
@@ -9,18 +9,23 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from numkv.errors import NotSupported
 
-_SUFFIX = ".partial"
+#: Ending of the names of files that are being written.
+SUFFIX = ".partial"
+#: Buffers that one call of the system takes; it is 1,024 where POSIX is.
+_MOST_VIEWS = 1000
 _HOUR = 3600
 #: Windows renames no file that is open, and has no such locks.
 _CLOSED_FIRST = os.name == "nt"
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
+def replacing(
+    path: str | os.PathLike[str], *, durable: bool = True, tidy: bool = True, mode: int = 0o666
+) -> Iterator[int]:
     """Write a file beside another one, which it replaces once all of it is on the disk.
 
     The new file has a name that nobody else has, so that any number of writers may replace one path at a time: each
@@ -32,6 +37,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
     ----------
     path : path-like
         What is replaced, or comes to be. Where it is a symbolic link, that is what it points to.
+    durable : bool
+        Whether the file has to be on the disk first, and its name afterwards.
+    tidy : bool
+        Whether to look for files that killed writers of this path have left.
+    mode : int
+        Permissions of a new file, but for those that the process masks.
 
     Yields
     ------
@@ -50,15 +61,17 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
     folder, name = os.path.split(place)
     # Names may have 255 bytes; the end says enough of a long one.
     start = f".{name[-60:]}."
-    partial = os.path.join(folder, f"{start}{_boot()}{secrets.token_hex(8)}{_SUFFIX}")
-    _remove_abandoned(folder, start)  # whose room may be needed
+    partial = os.path.join(folder, f"{start}{_boot()}{secrets.token_hex(8)}{SUFFIX}")
+    if tidy:
+        _remove_abandoned(folder, start)  # whose room may be needed
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     try:
-        descriptor = os.open(partial, flags, 0o666)
+        descriptor = os.open(partial, flags, mode)
         try:
             _locked(descriptor, wait=True)
             yield descriptor
-            os.fsync(descriptor)
+            if durable:
+                os.fsync(descriptor)
             if not _CLOSED_FIRST:
                 os.replace(partial, place)  # while the lock says that its writer lives
         finally:
@@ -69,7 +82,29 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(partial)
         raise
-    _sync_folder(folder)
+    if durable:
+        _sync_folder(folder)
+
+
+def write_all(descriptor: int, views: Sequence[memoryview]) -> int:
+    """Write all bytes, however many the system takes at a time; how many there were."""
+    rest = list(views)
+    while rest:
+        if hasattr(os, "writev"):
+            done = os.writev(descriptor, rest[:_MOST_VIEWS])
+        else:  # Windows
+            done = os.write(descriptor, rest[0])
+        rest = after(rest, done)
+    return sum(map(len, views))
+
+
+def after(views: list[memoryview], n: int) -> list[memoryview]:
+    """What comes after the first `n` bytes."""
+    for i, view in enumerate(views):
+        if n < len(view):
+            return [view[n:], *views[i + 1 :]]
+        n -= len(view)
+    return []
 
 
 def _remove_abandoned(folder: str, start: str) -> None:
@@ -79,7 +114,7 @@ def _remove_abandoned(folder: str, start: str) -> None:
     with contextlib.suppress(OSError):  # a folder that may be written to and not read
         names = os.listdir(folder)
     for name in names:
-        if not (name.startswith(start) and name.endswith(_SUFFIX)):
+        if not (name.startswith(start) and name.endswith(SUFFIX)):
             continue
         path = os.path.join(folder, name)
         with contextlib.suppress(OSError):  # another writer was faster, or it is not ours to remove

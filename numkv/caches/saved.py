@@ -1,0 +1,180 @@
+"""What caches of one sequence are rebuilt from: the small values of their snapshots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from numkv.kinds import Kind, kind, kind_of_dtype
+from numkv.snapshots.fields import MOST, expect
+from numkv.snapshots.saved import Saved, Spec, integer, integers, optional, storage_kind
+from numkv.storage.latents import LATENT
+from numkv.storage.saved import Side, rotation, row_bytes, row_specs, v_storage
+
+
+@dataclass(kw_only=True)
+class SavedSequence(Saved):
+    """The sequence of a cache: of each layer how many rows there are, and which of them are stored in its kind."""
+
+    #: Entries that are arguments of the class too, beside those of all classes.
+    sizes: ClassVar[tuple[str, ...]] = ()
+    #: Whether V may be a part of K.
+    may_be_latent: ClassVar[bool] = True
+
+    num_layers: int = integer()
+    num_kv_heads: int = integer(1)
+    head_dim: int = integer(1)
+    head_dim_v: int = integer(1)
+    k_kind: Kind = storage_kind()
+    v_kind: str = v_storage()
+    rotation: int | None = rotation()
+    residual_window: int = integer()
+    num_sink_tokens: int = integer()
+    rows: list[int] = integers("num_layers")
+    begins: list[int] = integers("num_layers")
+    ends: list[int] = integers("num_layers")
+
+    @property
+    def most(self) -> int | None:
+        """Tokens that a layer can have, if that is known."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Compare rows with room, and see that what is quantised, and what is not, fits the full-precision window."""
+        latent = self.v_kind == LATENT
+        expect(self.may_be_latent or not latent, "latents in a cache that has none")
+        expect(
+            not latent or self.head_dim_v <= self.head_dim, "rows of V are longer than those of K"
+        )
+        expect(
+            self.most is None or max(self.rows, default=0) <= self.most,
+            f"more rows than {self.most}",
+        )
+        scaled = any(of.has_scales for _, of, _ in self.sides)
+        windowed = self.residual_window or self.num_sink_tokens
+        expect(scaled or not windowed, f"{self.k_kind} has no full-precision tokens")
+        first, ring = (min(n, self._bound) for n in (self.num_sink_tokens, self.residual_window))
+        for begin, end, rows in zip(self.begins, self.ends, self.rows, strict=True):
+            expect(
+                begin <= end <= rows and begin <= first and rows - end <= ring,
+                f"rows [{begin}, {end}) of {rows} are quantised, with {first} and {ring} that are not",
+            )
+
+    @property
+    def _bound(self) -> int:
+        return MOST if self.most is None else self.most
+
+    @property
+    def _kept(self) -> int:
+        """Tokens of a layer that are kept in full precision at most."""
+        return min(self.num_sink_tokens, self._bound) + min(self.residual_window, self._bound)
+
+    @property
+    def sides(self) -> list[Side]:
+        """What is stored."""
+        of_k = ("k", self.k_kind, self.head_dim)
+        return (
+            [of_k] if self.v_kind == LATENT else [of_k, ("v", kind(self.v_kind), self.head_dim_v)]
+        )
+
+    @property
+    def _full_sides(self) -> list[Side]:
+        found = []
+        for side, of, dim in self.sides:
+            full = kind_of_dtype(of.compute)
+            assert full is not None
+            found.append((side, full, dim))
+        return found
+
+    def specs(self) -> dict[str, Spec]:
+        """The tensors of all layers."""
+        found: dict[str, Spec] = {}
+        for layer, (begin, end, rows) in enumerate(
+            zip(self.begins, self.ends, self.rows, strict=True)
+        ):
+            found |= row_specs(self.sides, layer, self.num_kv_heads, end - begin)
+            if self.residual_window or self.num_sink_tokens:
+                full = rows - (end - begin)
+                found |= row_specs(self._full_sides, layer, self.num_kv_heads, full, "full_")
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache."""
+        capacity = max(self.rows, default=0) if self.most is None else self.most
+        of_layer = capacity * row_bytes(self.sides, self.num_kv_heads)
+        of_layer += self._kept * row_bytes(self._full_sides, self.num_kv_heads)
+        # An empty layer is some objects, too.
+        return self.num_layers * (of_layer + 256) + 4 * capacity
+
+    def arguments(self) -> dict[str, Any]:
+        """What the class is given for such a cache."""
+        names = (
+            "num_kv_heads", "head_dim", "head_dim_v", "k_kind", "v_kind", "residual_window", "num_sink_tokens",
+            *self.sizes,
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in names} | {"rotate": self.rotation is not None}
+
+
+@dataclass(kw_only=True)
+class SavedCache(SavedSequence):
+    """A `numkv.KVCache`."""
+
+    layout = "contiguous"
+    sizes = ("num_layers", "max_seq_len")
+    may_be_latent = False
+
+    max_seq_len: int | None = optional()
+    length: int = integer()
+
+    @property
+    def most(self) -> int | None:
+        """Tokens that a layer can have, if that is known."""
+        return self.max_seq_len
+
+    def check(self) -> None:
+        """See `SavedSequence.check`; and the length is one that all layers have."""
+        super().check()
+        fits = self.length <= min(self.rows, default=0)
+        expect(fits, f"{self.length} tokens, but rows of {self.rows}")
+
+
+@dataclass(kw_only=True)
+class SavedContiguous(SavedSequence):
+    """A `numkv.ContiguousLayer`."""
+
+    layout = "contiguous"
+    sizes = ("capacity",)
+
+    capacity: int = integer()
+
+    @property
+    def most(self) -> int | None:
+        """Tokens that it can have."""
+        return self.capacity
+
+    def check(self) -> None:
+        """See `SavedSequence.check`."""
+        expect(self.num_layers == 1, f"a layer has {self.num_layers} layers")
+        super().check()
+
+
+@dataclass(kw_only=True)
+class SavedPaged(SavedSequence):
+    """A `numkv.PagedLayer`."""
+
+    layout = "paged"
+    sizes = ("max_blocks_per_seq", "block_size")
+
+    block_size: int = integer(1)
+    max_blocks_per_seq: int = integer()
+
+    @property
+    def most(self) -> int | None:
+        """Tokens that it can have."""
+        return self.block_size * self.max_blocks_per_seq
+
+    def check(self) -> None:
+        """See `SavedSequence.check`."""
+        expect(self.num_layers == 1, f"a layer has {self.num_layers} layers")
+        super().check()
