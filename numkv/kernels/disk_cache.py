@@ -85,15 +85,26 @@ def source_digest() -> str:
 
     One that has been changed since this process began may not be what it runs: then its kernels serve nobody else.
     """
-    digest, changed = hashlib.sha256(), False
-    for folder in _SOURCES:
-        for path in sorted((_PACKAGE / folder).rglob("*.py")):
-            digest.update(path.relative_to(_PACKAGE).as_posix().encode())
-            digest.update(path.read_bytes())
-            changed |= path.stat().st_ctime > _BEGUN
-    if changed:
+    digest = hashlib.sha256()
+    for path in _sources():
+        digest.update(path.relative_to(_PACKAGE).as_posix().encode())
+        digest.update(path.read_bytes())
+    if sources_changed():
         digest.update(os.urandom(16))
     return digest.hexdigest()
+
+
+@functools.cache
+def _sources() -> list[Path]:
+    return sorted(path for folder in _SOURCES for path in (_PACKAGE / folder).rglob("*.py"))
+
+
+def sources_changed() -> bool:
+    """Whether a source file has been changed, or is gone, since this process began."""
+    try:
+        return any(path.stat().st_ctime > _BEGUN for path in _sources())
+    except OSError:
+        return True
 
 
 def warn_no_cache(reason: str) -> None:
