@@ -247,6 +247,7 @@ def build(
         begin = functools.partial(compiling.enter_context, compiled(label))
         try:
             dispatcher._cache = KernelCache(kernel, identity, begin)
+            compiling.callback(dispatcher._cache.end)
         except RuntimeError as error:  # no folder to cache in
             warn_no_cache(str(error))
             begin()
