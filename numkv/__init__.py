@@ -2,66 +2,76 @@
 
 from __future__ import annotations
 
-from numkv._version import __version__
-from numkv.attention import (
-    attention_weights,
-    cascade_attention,
-    decode_attention,
-    merge_states,
-    paged_decode_attention,
-    paged_prefill_attention,
-    prefill_attention,
-    tree_mask,
-)
-from numkv.caches import (
-    Batch,
-    BoundAttention,
-    BoundLayer,
-    BoundStep,
-    CacheConfig,
-    CausalCache,
-    ChunkedCache,
-    ContiguousLayer,
-    EncoderCache,
-    KVCache,
-    PagedKVCache,
-    PagedLayer,
-    PagedPool,
-    PagedStats,
-    SlidingWindowCache,
-    Step,
-    StepBuffers,
-    SwappedSequence,
-    WrapperCache,
-)
-from numkv.compaction import AttentionTally
-from numkv.compaction.key_shift import rope_shift
-from numkv.compile_ahead import warmup
-from numkv.compression.compressor import HeadCompressor, MultiHeadCompressor
-from numkv.compression.config import CompressorConfig
-from numkv.compression.paged import PagedCompressor
-from numkv.drawing.text import show
-from numkv.errors import (
-    CacheFull,
-    DimensionMismatch,
-    NonFiniteInput,
-    NotSupported,
-    NumkvError,
-    UnsupportedDType,
-)
-from numkv.files import load, save
-from numkv.kinds import Kind, kind
-from numkv.threads import get_num_threads, num_threads, set_num_threads
-from numkv.writing.append_plan import (
-    AppendArgs,
-    AppendDescriptor,
-    AppendPlan,
-    AppendSku,
-    PrecisionGuarantee,
-    append,
-)
-from numkv.writing.fused_write import QKMode
-from numkv.writing.paged import paged_append, paged_write
+import gc as _gc
+
+# What is imported stays, and with Numba's there is so much of it that to look for garbage meanwhile, a hundred times in
+# vain, is a quarter of the time.
+_collects = _gc.isenabled()
+_gc.disable()
+try:
+    from numkv._version import __version__
+    from numkv.attention import (
+        attention_weights,
+        cascade_attention,
+        decode_attention,
+        merge_states,
+        paged_decode_attention,
+        paged_prefill_attention,
+        prefill_attention,
+        tree_mask,
+    )
+    from numkv.caches import (
+        Batch,
+        BoundAttention,
+        BoundLayer,
+        BoundStep,
+        CacheConfig,
+        CausalCache,
+        ChunkedCache,
+        ContiguousLayer,
+        EncoderCache,
+        KVCache,
+        PagedKVCache,
+        PagedLayer,
+        PagedPool,
+        PagedStats,
+        SlidingWindowCache,
+        Step,
+        StepBuffers,
+        SwappedSequence,
+        WrapperCache,
+    )
+    from numkv.compaction import AttentionTally
+    from numkv.compaction.key_shift import rope_shift
+    from numkv.compile_ahead import warmup
+    from numkv.compression.compressor import HeadCompressor, MultiHeadCompressor
+    from numkv.compression.config import CompressorConfig
+    from numkv.compression.paged import PagedCompressor
+    from numkv.drawing.text import show
+    from numkv.errors import (
+        CacheFull,
+        DimensionMismatch,
+        NonFiniteInput,
+        NotSupported,
+        NumkvError,
+        UnsupportedDType,
+    )
+    from numkv.files import load, save
+    from numkv.kinds import Kind, kind
+    from numkv.threads import get_num_threads, num_threads, set_num_threads
+    from numkv.writing.append_plan import (
+        AppendArgs,
+        AppendDescriptor,
+        AppendPlan,
+        AppendSku,
+        PrecisionGuarantee,
+        append,
+    )
+    from numkv.writing.fused_write import QKMode
+    from numkv.writing.paged import paged_append, paged_write
+finally:
+    if _collects:
+        _gc.enable()
 
 __all__ = [
     "AppendArgs",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -128,6 +126,8 @@ def compile_apart(jobs: Iterable[str], processes: int) -> None:
     processes : int
         How many run at once.
     """
+    import subprocess  # these take a while to import, and few come here
+    from concurrent.futures import ThreadPoolExecutor
 
     def run(job: str) -> None:
         code = f"import sys; sys.path[:] = {sys.path!r}; {job}"

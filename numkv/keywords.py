@@ -6,7 +6,6 @@ added here costs nothing in calls that are right.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import re
@@ -78,6 +77,8 @@ def meant(name: str, known: Collection[str]) -> str:
     """
     said = [text for of, text in _NAMES.get(name, {}).items() if of in known]
     if not said:
+        import difflib  # only for those who have mistyped something
+
         said = [f"`{near}`" for near in difflib.get_close_matches(name, known, 1, 0.7)]
     return f"; did you mean {' or '.join(said)}?" if said else ""
 

@@ -1,10 +1,12 @@
 """Files of compiled kernels: what identifies a kernel, and what happens when a file is damaged or out of date."""
 
 import itertools
+import json
 import os
 import subprocess
 import sys
 import textwrap
+import threading
 import warnings
 from pathlib import Path
 
@@ -256,12 +258,46 @@ def processes_of(folder, count):
 
 @pytest.mark.slow
 def test_kernels_may_close_over_intrinsics_and_closures(tmp_path):
-    """Three processes compile them at the same time; a later one finds them, whoever wrote last."""
-    first = processes_of(tmp_path, 3)
-    assert all(text.startswith("[[25, 26], ") for text in first)
+    """Of three processes that need them at the same time one compiles each; a later one finds them."""
+    first = [json.loads(text) for text in processes_of(tmp_path, 3)]
+    assert all(results == [25, 26] for results, _ in first)
+    assert sum(stats["misses"] for _, stats in first) == 2
     assert processes_of(tmp_path, 1) == ['[[25, 26], {"hits": 2, "misses": 0}]']
     assert len(files(tmp_path)) == 2
     assert not list(tmp_path.rglob("*.partial"))
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from numkv.kernels import disk_cache
+turn = disk_cache.Turn(Path(sys.argv[1]))
+print("taken", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_who_compiles_is_waited_for_but_not_for_ever(tmp_path, monkeypatch):
+    """A turn ends when it is given back, with its process, or when patience does."""
+    path, other = tmp_path / "a.kernel", tmp_path / "b.kernel"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": str(PACKAGE)},
+    )  # fmt: skip
+    try:
+        assert holder.stdout.readline() == "taken\n"
+        monkeypatch.setattr(disk_cache, "_PATIENCE", 0.05)
+        assert disk_cache.Turn(path).waited
+        assert not disk_cache.Turn(other).waited
+        monkeypatch.setattr(disk_cache, "_PATIENCE", PATIENCE)
+        threading.Timer(0.2, holder.kill).start()
+        turn = disk_cache.Turn(path)
+        assert turn.waited
+        turn.end()
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert not disk_cache.Turn(path).waited
 
 
 def test_labels_and_identities_are_one_to_one(monkeypatch):

@@ -23,10 +23,8 @@ import numba
 import numpy as np
 
 import numkv
-import numkv.eviction
+import numkv.blocks
 import numkv.files
-import numkv.paging
-import numkv.prefix
 
 PLAIN = [(kind, kind) for kind in ("fp64", "fp32", "fp16", "bf16", "int8", "int4", "fp8_e4m3")]
 APART = [("int8", "fp16"), ("fp32", "int8"), ("int8", "int4"), ("int4", "bf16"), ("fp16", "fp32")]
@@ -195,7 +193,7 @@ def fill(run, kinds, heads, dims, lens, size):
     for row, need in zip(table, needs, strict=True):
         row[:need] = [next(order) for _ in range(need)]
     pools, scales = make_pools(run, kinds, heads, dims, len([*order]) + sum(needs), size)
-    slots = run.to(numkv.paging.slot_mapping(table, lens, size, new_lens=lens))
+    slots = run.to(numkv.blocks.slot_mapping(table, lens, size, new_lens=lens))
     numkv.paged_append(*(run.draw(sum(lens), heads, d) for d in dims), *pools, slots, **scales)
     return pools, scales, run.to(table)
 
@@ -474,7 +472,9 @@ def use_cache(run, cache, dims, counts):
     run.attempt("truncated", twin.decode_attention, 0, q)
     run.attempt("pending", of_cache, twin, run)
     weights = run.attempt("weights", cache.attention_weights, 1, q, window_left=30)
-    heaviest = run.attempt("heaviest", numkv.eviction.heavy_hitters, weights, len(cache) // 2, 2, 3)
+    heaviest = run.attempt(
+        "heaviest", numkv.compaction.heavy_hitters, weights, len(cache) // 2, 2, 3
+    )
     run.attempt("compact", cache.compact, heaviest, shift=run.shift())
     run.attempt("compacted", of_cache, cache, run)
     run.attempt("attention", cache.decode_attention, 1, q, sinks=run.draw(8), return_lse=True)
@@ -718,7 +718,7 @@ def compressor(run, bits, dim, projections):
 @case()
 def choices(run):
     """What to keep, where blocks lie, what prefixes are called."""
-    weights, keep = np.abs(run.rng.standard_normal((2, 40))), numkv.eviction
+    weights, keep = np.abs(run.rng.standard_normal((2, 40))), numkv.compaction
     run.attempt("first and recent", keep.first_and_recent, 40, 3, 9)
     run.attempt("heavy hitters", keep.heavy_hitters, weights, 20, 2, 5)
     run.attempt("seen by recent", keep.seen_by_recent, weights, 20, 6, kernel_size=5)
@@ -728,9 +728,9 @@ def choices(run):
         tally.add(weights[:, :n])
     tally.compact([0, 3, 9, 30])
     run.attempt("tally", lambda: tally.weights)
-    csr = run.attempt("csr", numkv.paging.block_table_to_csr, [[7, 2, 9], [5, -1, -1]], [33, 3], 16)
-    run.attempt("table", numkv.paging.csr_to_block_table, *csr, 16)
-    digests = functools.partial(numkv.prefix.block_digests, np.arange(40), 8)
+    csr = run.attempt("csr", numkv.blocks.block_table_to_csr, [[7, 2, 9], [5, -1, -1]], [33, 3], 16)
+    run.attempt("table", numkv.blocks.csr_to_block_table, *csr, 16)
+    digests = functools.partial(numkv.blocks.block_digests, np.arange(40), 8)
     run.attempt("digests", digests)
     run.attempt("digests of an adapter", functools.partial(digests, extra={"adapter": 7}))
     for kind in filter(known, ["fp64", "fp32", "fp16", "bf16", "int8", "int4", "f16", "bfloat16"]):

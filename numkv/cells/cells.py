@@ -27,7 +27,6 @@ from numkv.snapshots.fields import claims, expect
 Ints = NDArray[np.int64]
 CellList = NDArray[np.int32]
 
-_MASKED = np.ma.MaskedArray
 _LAST_INT64 = 2**63 - 1
 _NO_CELLS: CellList = np.empty(0, np.int32)
 
@@ -119,7 +118,7 @@ class CellsOfSequence:
 
 def _integers(name: str, x: Any) -> Ints:
     """Check a row of integers, and copy it."""
-    if isinstance(x, _MASKED):
+    if type(x) is not np.ndarray and isinstance(x, np.ma.MaskedArray):  # NumPy imports it late
         raise NotSupported(
             f"`{name}`: expected one integer for each token, got a masked array; pass its .compressed()"
         )

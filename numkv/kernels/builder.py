@@ -28,7 +28,8 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.np.numpy_support import from_dtype
 
 from numkv.errors import NotSupported
-from numkv.kernels.disk_cache import KernelCache, warn_no_cache
+from numkv.kernels.cpu.vectors.emitted import as_kernel
+from numkv.kernels.disk_cache import KernelCache, sources_changed, warn_no_cache
 from numkv.kinds import kinds
 
 log = logging.getLogger("numkv.kernels")
@@ -195,6 +196,7 @@ def build(
     label: str,
     args: tuple[str | int | bool, ...] | None = None,
     fastmath: bool | set[str] = False,
+    emit: Any = None,
 ) -> Callable[..., Any]:
     """Compile a kernel for `signature`, or load it from the disk cache.
 
@@ -210,6 +212,9 @@ def build(
         Arguments of the factory. With its name they identify the kernel on disk, so that it may close over anything.
     fastmath : bool or set of str
         LLVM fast-math flags. Kernels with vector code leave it False: the flags would reach that code too.
+    emit : numba type, optional
+        What the kernel returns, if it is a function as `numkv.kernels.cpu.vectors.emitted` takes it: Numba's type
+        inference then has no part in it.
 
     Returns
     -------
@@ -231,6 +236,8 @@ def build(
     if args is not None and not all(isinstance(arg, str | int) for arg in args):
         raise TypeError(f"{function.__qualname__}: expected strings and numbers, got {args!r}")
     kernel = function if args is None else function(*args)
+    if emit is not None and not numba.config.BOUNDSCHECK and not sources_changed():
+        kernel = as_kernel(kernel, emit)
     flags = sorted(fastmath) if isinstance(fastmath, set) else fastmath
     identity = (function.__module__, function.__qualname__, repr(args), repr(flags))
     dispatcher = numba.njit(
@@ -240,6 +247,7 @@ def build(
         begin = functools.partial(compiling.enter_context, compiled(label))
         try:
             dispatcher._cache = KernelCache(kernel, identity, begin)
+            compiling.callback(dispatcher._cache.end)
         except RuntimeError as error:  # no folder to cache in
             warn_no_cache(str(error))
             begin()

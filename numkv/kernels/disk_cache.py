@@ -10,7 +10,7 @@ and the versions of Python, NumPy and Numba. That names its file. In the file co
 `_SOURCES` and a checksum, then the machine code as Numba pickles it. A file with another source digest is
 out of date: the kernel is compiled, and the new file takes its place, so the folder does not grow with edits. A file
 that is damaged is reported once, removed, and the kernel compiled. Files are replaced whole, never written in place;
-processes that compile the same kernel at the same time do the work twice, and either file serves.
+a process that needs a kernel which another one is compiling waits for it (`Turn`).
 
 The files are pickles and machine code: a folder of theirs must not be writable by those who are not trusted to run code
 here. Files of CUDA kernels (`path_of`, `load`, `save`) have the same form, but for what comes last: the name of the
@@ -60,6 +60,8 @@ _NAME = re.compile(rf".+-[0-9a-f]{{32}}{re.escape(SUFFIX)}(\.\w+{re.escape(PARTI
 #: Folders of the package that hold kernels and what they are made of.
 _SOURCES = ("blocks", "cells", "kernels", "rows")
 _DIGEST = hashlib.sha256().digest_size
+# Seconds that a process waits for another one to compile a kernel, at most.
+_PATIENCE = 60.0
 _BEGUN = time.time()
 _PACKAGE = Path(__file__).resolve().parent.parent
 # Settings of Numba that change the machine code.
@@ -87,15 +89,26 @@ def source_digest() -> str:
 
     One that has been changed since this process began may not be what it runs: then its kernels serve nobody else.
     """
-    digest, changed = hashlib.sha256(), False
-    for folder in _SOURCES:
-        for path in sorted((_PACKAGE / folder).rglob("*.py")):
-            digest.update(path.relative_to(_PACKAGE).as_posix().encode())
-            digest.update(path.read_bytes())
-            changed |= path.stat().st_ctime > _BEGUN
-    if changed:
+    digest = hashlib.sha256()
+    for path in _sources():
+        digest.update(path.relative_to(_PACKAGE).as_posix().encode())
+        digest.update(path.read_bytes())
+    if sources_changed():
         digest.update(os.urandom(16))
     return digest.hexdigest()
+
+
+@functools.cache
+def _sources() -> list[Path]:
+    return sorted(path for folder in _SOURCES for path in (_PACKAGE / folder).rglob("*.py"))
+
+
+def sources_changed() -> bool:
+    """Whether a source file has been changed, or is gone, since this process began."""
+    try:
+        return any(path.stat().st_ctime > _BEGUN for path in _sources())
+    except OSError:
+        return True
 
 
 def warn_no_cache(reason: str) -> None:
@@ -164,6 +177,59 @@ class _Damaged(Exception):
     """What is wrong with a file."""
 
 
+class Turn:
+    """One process after another compiles a kernel of some file; those that come later find it.
+
+    The turns are record locks on a file among temporary ones, a byte for each kernel. They end with the process. Where
+    there are no such locks, or somebody does not come to an end, the work is done twice, and either file serves.
+
+    Attributes
+    ----------
+    waited : bool
+        Whether somebody else had the turn before.
+    """
+
+    _file: int | None = None
+
+    def __init__(self, path: Path) -> None:
+        self.waited = False
+        self._at: int | None = int(hashlib.sha256(str(path).encode()).hexdigest()[:7], 16)
+        try:
+            file = self._opened()
+            until = time.monotonic() + _PATIENCE
+            while not self._taken(file) and time.monotonic() < until:
+                self.waited = True
+                time.sleep(0.01)
+        except (AttributeError, ImportError, OSError):  # a system without such locks, or no place
+            self._at = None
+
+    @classmethod
+    def _opened(cls) -> int:
+        """The file of turns. It is closed only with the process: whoever closes a file gives its locks back."""
+        if Turn._file is None:
+            name = Path(tempfile.gettempdir()) / f"numkv-turns-{os.getuid()}"
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            Turn._file = os.open(name, flags, 0o600)
+        return Turn._file
+
+    def _taken(self, file: int) -> bool:
+        import fcntl  # which there is not everywhere
+
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._at or 0)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def end(self) -> None:
+        """Let others go on."""
+        if self._at is not None and Turn._file is not None:
+            import fcntl
+
+            with contextlib.suppress(OSError):
+                fcntl.lockf(Turn._file, fcntl.LOCK_UN, 1, self._at)
+
+
 class KernelCache(_Cache):  # type: ignore[misc]
     """What a Numba dispatcher asks for its machine code, for one build.
 
@@ -184,6 +250,7 @@ class KernelCache(_Cache):  # type: ignore[misc]
         self._folder = Path(self._impl.locator.get_cache_path())
         self._identity = identity
         self._on_miss = on_miss
+        self._turn: Turn | None = None
 
     @property
     def cache_path(self) -> str:
@@ -216,16 +283,30 @@ class KernelCache(_Cache):  # type: ignore[misc]
         """The compiled kernel, or None where there is none that can be used."""
         target_context.refresh()
         path = self.path(sig, target_context.codegen())
-        found = load(path, lambda x: self._impl.rebuild(target_context, pickle.loads(x)))
+        unpack = functools.partial(_unpacked, self._impl, target_context)
+        found = load(path, unpack)
+        if found is None:
+            self._turn = Turn(path)
+            if self._turn.waited:
+                found = load(path, unpack)
         if found is None:
             self._on_miss()
         return found
+
+    def end(self) -> None:
+        """Let other processes have the kernel: it is on disk, or will not be."""
+        if self._turn is not None:
+            self._turn.end()
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Keep a compiled kernel; a folder that cannot be written is said once, and no reason to fail."""
         if not self._impl.check_cachable(data):
             return
         save(self.path(sig, data.codegen), dumps(self._impl.reduce(data)))
+
+
+def _unpacked(impl: Any, target_context: Any, content: bytes) -> Any:
+    return impl.rebuild(target_context, pickle.loads(content))
 
 
 def _named(folder: Path, name: str, parts: tuple[str, ...]) -> Path:

@@ -35,7 +35,9 @@ def _check_lengths(seq_lens, q_starts, num_tokens, capacity, one_may_see_nothing
 def _kernel() -> Any:
     index = array(types.int64, 1)
     signature = (index, index, types.int64, types.int64, types.boolean)
-    return build(_check_lengths, signature, label="check_lengths")
+    return build(
+        _check_lengths, signature, label="check_lengths", emit=types.UniTuple(types.int64, 2)
+    )
 
 
 def check_lengths(
@@ -76,7 +78,7 @@ def _first_bad_blocks(block_table, seq_lens, block_size, num_blocks):
 @functools.cache
 def _blocks_kernel() -> Any:
     signature = (array(types.int32, 2), array(types.int64, 1), types.int64, types.int64)
-    return build(_first_bad_blocks, signature, label="first_bad_blocks")
+    return build(_first_bad_blocks, signature, label="first_bad_blocks", emit=types.int64)
 
 
 def first_bad_blocks(block_table: Any, seq_lens: Any, block_size: int, num_blocks: int) -> int:
@@ -109,7 +111,7 @@ def _first_outside(numbers, low, high):
 @functools.cache
 def _outside_kernel() -> Any:
     signature = (array(types.int64, 1), types.int64, types.int64)
-    return build(_first_outside, signature, label="first_outside")
+    return build(_first_outside, signature, label="first_outside", emit=types.int64)
 
 
 def first_outside(numbers: Any, low: int, high: int) -> int:
@@ -142,7 +144,7 @@ def _rises(numbers):
 
 @functools.cache
 def _rises_kernel() -> Any:
-    return build(_rises, (array(types.int64, 1),), label="rises")
+    return build(_rises, (array(types.int64, 1),), label="rises", emit=types.boolean)
 
 
 def _last_of_each(numbers, seen, out):
@@ -165,7 +167,7 @@ def _last_of_each(numbers, seen, out):
 @functools.cache
 def _last_kernel() -> Any:
     numbers, out = array(types.int64, 1), array(types.int64, 1, out=True)
-    return build(_last_of_each, (numbers, out, out), label="last_of_each")
+    return build(_last_of_each, (numbers, out, out), label="last_of_each", emit=types.none)
 
 
 def last_of_each(numbers: Any) -> Any:

@@ -96,7 +96,9 @@ def _append_rows(src: str, dst: str, by_slot: bool) -> Any:
         array(place, 1), types.int64, *ON_THREADS,
     )  # fmt: skip
     label = f"{'scatter_rows' if by_slot else 'append_rows'}, {src} to {dst}"
-    return build(make_append_rows, signature, args=(src, dst, by_slot), label=label)
+    return build(
+        make_append_rows, signature, args=(src, dst, by_slot), label=label, emit=types.none
+    )
 
 
 def make_small_append(SRC, DST, BY_SLOT):
@@ -175,7 +177,9 @@ def small_append(rows_kind, pool_kind, by_slot):
     )  # fmt: skip
     overlap.provide()
     label = f"small_append, {rows_kind} to {pool_kind}{', by slot' if by_slot else ''}"
-    return build(make_small_append, signature, args=(rows_kind, pool_kind, by_slot), label=label)
+    return build(
+        make_small_append, signature, args=(rows_kind, pool_kind, by_slot), label=label, emit=types.int64
+    )  # fmt: skip
 
 
 @implements(Operations.append_rows)
@@ -233,7 +237,7 @@ def _copy_rows(bytes_: int) -> Any:
     word = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}[bytes_]
     signature = (array(word, 4), array(word, 4, out=True), array(types.int64, 1), *ON_THREADS)
     label = f"copy_rows, {bytes_} bytes an element"
-    return build(make_copy_rows, signature, args=(bytes_,), label=label)
+    return build(make_copy_rows, signature, args=(bytes_,), label=label, emit=types.none)
 
 
 @implements(Operations.copy_rows)
@@ -280,7 +284,9 @@ def small_copy(rows_kind):
     new, cache = array(word, 4), array(word, 4, out=True)
     signature = (new, new, cache, cache, array(types.int64, 1))
     overlap.provide()
-    return build(make_small_copy, signature, args=(), label=f"small_copy, {rows_kind}")
+    return build(
+        make_small_copy, signature, args=(), label=f"small_copy, {rows_kind}", emit=types.boolean
+    )
 
 
 @implements(Operations.append_both)

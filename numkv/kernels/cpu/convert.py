@@ -46,7 +46,9 @@ def converter(kind: str, compute: str, to_words: bool) -> Any:
     source, target = (floats, words) if to_words else (words, floats)
     signature = (array(source, 3), array(target, 3, out=True), *ON_THREADS)
     label = f"convert, {compute} to {kind}" if to_words else f"convert, {kind} to {compute}"
-    return build(make_convert, signature, args=(kind, compute, to_words), label=label)
+    return build(
+        make_convert, signature, args=(kind, compute, to_words), label=label, emit=types.none
+    )
 
 
 def to_floats(words, kind, compute):
@@ -106,7 +108,9 @@ def _dequantise(kind: str) -> Any:
         array(dtype, max(3, ndim)),
         array(types.float32, 3, out=True),
     )
-    return build(make_dequantise, signature, args=(kind,), label=f"dequantise, {kind}")
+    return build(
+        make_dequantise, signature, args=(kind,), label=f"dequantise, {kind}", emit=types.none
+    )
 
 
 def dequantise(codes, kind, scale, out):

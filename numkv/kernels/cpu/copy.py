@@ -47,7 +47,11 @@ def _copy_tokens(bytes_: int) -> Any:
     slots = array(types.int64, 1)
     signature = (array(word, 4), slots, array(word, 4, out=True), slots)
     return build(
-        make_copy_tokens, signature, args=(bytes_,), label=f"copy_tokens, {bytes_} bytes an element"
+        make_copy_tokens,
+        signature,
+        args=(bytes_,),
+        label=f"copy_tokens, {bytes_} bytes an element",
+        emit=types.none,
     )
 
 

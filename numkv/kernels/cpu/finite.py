@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import numpy as np
+from numba import types
 
 from numkv.kernels.builder import WORDS, array, build
 from numkv.kernels.cpu.vectors.arrays import row_of
@@ -41,7 +42,13 @@ def make_first_non_finite(KIND):
 @functools.cache
 def _first_non_finite(kind: str) -> Any:
     signature = (array(WORDS[kind], 3),)
-    return build(make_first_non_finite, signature, args=(kind,), label=f"first_non_finite, {kind}")
+    return build(
+        make_first_non_finite,
+        signature,
+        args=(kind,),
+        emit=types.int64,
+        label=f"first_non_finite, {kind}",
+    )
 
 
 @implements(Operations.first_non_finite)

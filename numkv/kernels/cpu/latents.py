@@ -78,7 +78,13 @@ def _writer(src: str, kind: str, compute: Any, table: Any) -> Any:
         array(types.int64, 1), *ON_THREADS,
     )  # fmt: skip
     label = f"scatter_latents, {src} to {kind}"
-    return build(make_scatter_latents, signature, args=(src, kind, compute.name), label=label)
+    return build(
+        make_scatter_latents,
+        signature,
+        args=(src, kind, compute.name),
+        label=label,
+        emit=types.none,
+    )
 
 
 @implements(Operations.scatter_latents)

@@ -38,7 +38,7 @@ def _fill_mask(real: str) -> Any:
         index, index, table, array(types.uint32, 2), types.int64, types.int64, types.int64, types.int64, reals, reals,
         array(types.int64, 2, out=True), array(getattr(types, real), 1, out=True),
     )  # fmt: skip
-    return build(_fill, signature, label=f"fill_mask, computing in {real}")
+    return build(_fill, signature, label=f"fill_mask, computing in {real}", emit=types.none)
 
 
 @implements(Operations.fill_mask)

@@ -41,6 +41,12 @@ SERIAL_WORK = 1_000_000
 
 
 @register_jitable
+def _clear(x):
+    for i in range(len(x)):
+        x[i] = np.float32(0)
+
+
+@register_jitable
 def _score(x, tile, scores):
     """Dot products of a row with the rows of a tile, ``tile[d * TILE + i]``; four dims at a time."""
     for i in range(TILE):
@@ -70,6 +76,12 @@ def make_attention_weights(K_KIND):
         padded = (dim + 3) // 4 * 4
         columns = weights.shape[2]
         chunks = (columns + CHUNK - 1) // CHUNK
+        row, x = np.empty(dim, np.float32), np.empty(padded, np.float32)
+        tile = np.empty(padded * TILE, np.float32)
+        scores, totals = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+        # Elements past the last one are 0, and so is what no token has been put into.
+        _clear(x)
+        _clear(tile)
         for item in range(worker, len(seq_lens) * num_kv_heads * chunks, workers):
             chunk, g = item % chunks, item // chunks % num_kv_heads
             b = item // chunks // num_kv_heads
@@ -77,12 +89,9 @@ def make_attention_weights(K_KIND):
             tokens = q_starts[b + 1] - first_row
             position = length - tokens  # of the first query
             begin, end = visible_to_any(ranges, first_row, tokens, position, window_left, length)
-            row, x = np.empty(dim, np.float32), np.zeros(padded, np.float32)
-            tile = np.zeros(padded * TILE, np.float32)
-            scores, totals = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
             for start in range(chunk * CHUNK, min(columns, (chunk + 1) * CHUNK), TILE):
                 low, high = max(begin, start), min(end, start + TILE)
-                totals[:] = np.float32(0)
+                _clear(totals)
                 if low < high and tokens > 0:
                     for j in range(low, high):
                         if by_slot:
@@ -129,7 +138,7 @@ def _attention_weights(k_kind: str) -> Any:
         array(f32, 3, out=True), *ON_THREADS,
     )  # fmt: skip
     label = f"attention_weights, {k_kind}"
-    return build(make_attention_weights, signature, args=(k_kind,), label=label)
+    return build(make_attention_weights, signature, args=(k_kind,), label=label, emit=types.none)
 
 
 @implements(Operations.attention_weights)

@@ -49,7 +49,9 @@ def _merge(kind: str) -> Any:
         o, lse, o, lse, array(WORDS[kind], 3, out=True), array(types.float32, 2, out=True),
     )  # fmt: skip
     compute = kind_of(kind).compute.name
-    return build(make_merge, signature, args=(kind, compute), label=f"merge, {kind}")
+    return build(
+        make_merge, signature, args=(kind, compute), label=f"merge, {kind}", emit=types.none
+    )
 
 
 @implements(Operations.merge_states)

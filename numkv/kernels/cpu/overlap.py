@@ -32,7 +32,7 @@ from numkv.kernels.cpu.vectors.records import (
 _TABLE = types.Array(types.int64, 2, "C")
 _SYMBOL = "numkv_lie_well"
 
-#: ``lie_well(None, (table, own, read)) -> bool``; see `make_lie_well`.
+#: ``lie_well(None, (table, own, read)) -> bool``; see `_lie_well`.
 lie_well = kernel_caller((_TABLE, types.int64, types.int64), types.boolean, _SYMBOL)
 
 
@@ -111,38 +111,34 @@ def has_own_places(t, i):
     return True
 
 
-def make_lie_well():
+def _lie_well(t, own, read):
     """The kernel behind `lie_well`: whether arrays that are written, rows ``[0, read)`` of a table, lie apart from
     the others, which are read, and all elements lie at multiples of their size.
 
     Rows ``[own, read)`` may be anybody's arrays. Each has to have a place for every element, and to lie apart from the
     rows before it. The first two, K and V, may lie beside each other in one buffer.
     """
-
-    def kernel(t, own, read):
-        for i in range(len(t)):
-            if not _is_aligned(t, i):
+    for i in range(len(t)):
+        if not _is_aligned(t, i):
+            return False
+    find_spans(t)
+    for i in range(read):
+        for j in range(read, len(t)):
+            if meet(t, i, j):
                 return False
-        find_spans(t)
-        for i in range(read):
-            for j in range(read, len(t)):
-                if meet(t, i, j):
-                    return False
-        for i in range(own, read):
-            if not has_own_places(t, i):
+    for i in range(own, read):
+        if not has_own_places(t, i):
+            return False
+        for j in range(i):
+            if meet(t, i, j) and (i != 1 or not interleave(t, 0, 1)):
                 return False
-            for j in range(i):
-                if meet(t, i, j) and (i != 1 or not interleave(t, 0, 1)):
-                    return False
-        return True
-
-    return kernel
+    return True
 
 
 @functools.cache
 def provide() -> Any:
     """Have the kernel behind `lie_well`, where functions that call it find it."""
     signature = (_TABLE, types.int64, types.int64)
-    kernel = build(make_lie_well, signature, args=(), label="whether arrays lie apart")
+    kernel = build(_lie_well, signature, label="whether arrays lie apart", emit=types.boolean)
     provide_symbol(_SYMBOL, kernel)
     return kernel

@@ -68,7 +68,7 @@ def _shift_rows(pool: str, interleaved: bool) -> Any:
         types.int64, table, table,
     )  # fmt: skip
     label = f"shift_rows, {pool}{', interleaved' if interleaved else ''}"
-    return build(make_shift_rows, signature, args=(pool, interleaved), label=label)
+    return build(make_shift_rows, signature, args=(pool, interleaved), label=label, emit=types.none)
 
 
 @implements(Operations.shift_rows)

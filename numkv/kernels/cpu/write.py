@@ -23,6 +23,7 @@ from numkv.kernels.cpu.overlap import lie_well
 from numkv.kernels.cpu.scales import by_row
 from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
 from numkv.kernels.cpu.vectors.arrays import row_of
+from numkv.kernels.cpu.vectors.emitted import alone
 from numkv.kernels.cpu.vectors.launch import on_threads
 from numkv.kernels.cpu.vectors.records import table_of
 from numkv.kernels.dispatch import implements
@@ -43,6 +44,7 @@ CHECKED, LOOK, LOOK_FOR_NAN = map(int, Checks)
 # Loops over a row stand alone, without branches, so that each becomes vector code.
 
 
+@alone
 @register_jitable(fastmath={"reassoc", "contract"})
 def sum_of_squares(x):
     """In whatever order is fast; the flags hold for this function only."""
@@ -251,7 +253,7 @@ def _writer(src: str, k_kind: str, v_kind: str, compute: Any, table: Any, by_slo
     overlap.provide()
     label = f"{'scatter_write' if by_slot else 'write_rows'}, {src} to K {k_kind}, V {v_kind}"
     args = (src, k_kind, v_kind, compute.name, by_slot)
-    return build(make_write_rows, signature, args=args, label=label)
+    return build(make_write_rows, signature, args=args, label=label, emit=types.int64)
 
 
 @implements(Operations.small_write)

@@ -85,7 +85,11 @@ def _steps(k_kind: str, v_kind: str, compute: str, masked: bool = False) -> Step
 def _merge_kernel(compute: str) -> Any:
     signature = signature_of_merge(compute)
     return build(
-        make_merge_splits, signature, args=(compute,), label=f"merge of splits in {compute}"
+        make_merge_splits,
+        signature,
+        args=(compute,),
+        label=f"merge of splits in {compute}",
+        emit=types.none,
     )
 
 
@@ -240,7 +244,7 @@ def append_attend(q_kind, rows_kind, k_kind, v_kind, by_address=False):
     call = build(
         maker, (types.int64, types.int64, *arrays, types.int64),
         args=(q_kind, rows_kind, k_kind, v_kind, real),
-        label=f"append_attend, rows {rows_kind}, q {q_kind}, K {k_kind}, V {v_kind}",
+        label=f"append_attend, rows {rows_kind}, q {q_kind}, K {k_kind}, V {v_kind}", emit=types.int64,
     )  # fmt: skip
     most_threads = numba.config.NUMBA_NUM_THREADS
     no_ranges = np.empty((0, 2), np.int64)

@@ -320,7 +320,9 @@ def _enter(
 @functools.cache
 def plan_kernel() -> Any:
     """The kernel that plans: see `numkv.kernels.cpu.attention.plan`."""
-    kernel = build(make_plan, _OF_PLAN, label="plan of attention")
+    kernel = build(
+        make_plan, _OF_PLAN, label="plan of attention", emit=types.UniTuple(types.int64, 2)
+    )
     provide_symbol(_PLAN, kernel)
     return kernel
 
@@ -328,7 +330,7 @@ def plan_kernel() -> Any:
 @functools.cache
 def driver_kernel() -> Any:
     """The driver itself, where `attend_to` finds it."""
-    kernel = build(_attend, _OF_DRIVER, label="driver of attention")
+    kernel = build(_attend, _OF_DRIVER, label="driver of attention", emit=types.none)
     provide_symbol(_DRIVER, kernel)
     return kernel
 
@@ -352,4 +354,6 @@ def _entry(k, k_scale, v, v_scale, real):
         array(real, 1), array(real, 3, out=True), array(types.float32, 2, out=True),
         types.int64, types.Array(real, 1, "C"), types.Array(types.int64, 1, "C"), types.int64, *ON_THREADS,
     )  # fmt: skip
-    return build(_enter, signature, label=f"calls of attention, words {k} and {v}")
+    return build(
+        _enter, signature, label=f"calls of attention, words {k} and {v}", emit=types.int64
+    )

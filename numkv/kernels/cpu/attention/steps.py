@@ -181,7 +181,7 @@ def _compiled(maker: Callable[..., Any], step: int, label: str, args: Any) -> An
 
 @functools.cache
 def _build(maker: Callable[..., Any], count: int, label: str, args: Any) -> Any:
-    return build(maker, (types.int64,) * count, label=label, args=args)
+    return build(maker, (types.int64,) * count, label=label, args=args, emit=types.int64)
 
 
 @functools.cache
