@@ -307,9 +307,9 @@ class CellCache(LayeredCache):
         new._pass = None if self._pass is None else self._pass.over(new._view)
         return new
 
-    def _snapshot(self) -> dict[str, Any]:
+    def _pickled(self) -> dict[str, Any]:
         check_picklable("shift", self._shift)
-        return super()._snapshot()
+        return super()._pickled()
 
     def _refuse_told(self) -> None:
         if self._state == "ready":
