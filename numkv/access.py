@@ -18,8 +18,9 @@ own, with an underscore.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from numkv.errors import NumkvError
@@ -158,3 +159,47 @@ def reads(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[
         return result
 
     return checked
+
+
+@contextlib.contextmanager
+def unchanged(objects: Iterable[tuple[HasAccess, bool]]) -> Iterator[None]:
+    """Let nobody change objects that are being saved without an error.
+
+    Parameters
+    ----------
+    objects : iterable of (object, bool)
+        What is saved, and whether new tokens would change rows that are there: then those who bring some get the error,
+        as saving counts as a writer. Else they may go on, as their rows come after what is saved; whoever moves or
+        drops rows makes saving fail.
+
+    Raises
+    ------
+    NumkvError
+        If an object is being changed, or was changed meanwhile.
+    """
+    # Objects may share one `Access`: of these the first says whether they have to be alone.
+    each: dict[int, tuple[HasAccess, bool, int]] = {}
+    for x, alone in objects:
+        each.setdefault(id(x._access), (x, alone, x._access.dropped))
+    token = object()
+    try:
+        for x, alone, before in each.values():
+            taken = alone and x._access.writer.setdefault("call", token) is not token
+            if taken or before & 1:
+                raise _changed(x)
+        yield
+        for x, _, before in each.values():
+            if x._access.dropped != before:
+                raise _changed(x)
+    finally:
+        for x, _, _ in each.values():
+            writer = x._access.writer
+            if "call" in writer and writer["call"] is token:
+                del writer["call"]
+
+
+def _changed(x: object) -> NumkvError:
+    return NumkvError(
+        f"`cache`: expected a {type(x).__name__} that nobody changes while it is saved, got a change by another "
+        "call; let one writer at a time use it"
+    )

@@ -91,7 +91,9 @@ def state_of(cache):
         (seq, s.length, [t.tolist() for t in s.tables], s.tokens.tolist(), s.registered, s.reserved)
         for seq, s in cache._sequences.items()
     ]
-    buffers = [x.tobytes() for pool in cache._pools for x in pool.to_host()]
+    buffers = [
+        x.tobytes() for pool in cache._pools for x in map(pool.target.to_host, pool.arrays())
+    ]
     return states, buffers, cache.blocks._state.tobytes(), cache.stats(), cache._next
 
 

@@ -15,8 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-import numpy as np
-
 from numkv.checks import check_apart
 from numkv.errors import DimensionMismatch, NotSupported
 from numkv.kinds import Kind, kind, kinds_of
@@ -111,11 +109,6 @@ class LatentPool(Pool):
     def like(self, num_blocks: int) -> LatentPool:
         """A pool of as many blocks; see `Pool.like`."""
         return LatentPool.over(self.k_buffer.like(num_blocks), self.head_dim_v)
-
-    def to_host(self) -> tuple[np.ndarray[Any, Any], ...]:
-        """All arrays in host memory; nothing for V."""
-        k, k_scale = self.target.to_host(self.k), self.target.to_host(self.k_scale)
-        return k, k[:0], k_scale, k_scale[:0]
 
     def __reduce__(self) -> Any:
         return LatentPool.over, (self.k_buffer, self.head_dim_v)

@@ -229,10 +229,6 @@ class Pool:
         """A pool of as many blocks, of this one's kinds and shapes, elsewhere on the target."""
         return Pool(self.k_buffer.like(num_blocks), self.v_buffer.like(num_blocks))
 
-    def to_host(self) -> tuple[np.ndarray[Any, Any], ...]:
-        """All arrays in host memory."""
-        return tuple(self.target.to_host(x) for x in self.arrays())
-
     def copy(self, ids: Array | None = None) -> Pool:
         """A pool of this one's kinds and shapes with the same content, in memory of its own.
 

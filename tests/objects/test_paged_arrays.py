@@ -139,7 +139,7 @@ def test_a_users_kernel_writes_a_step(target, to, host):
     for cache, step in zip(caches, steps, strict=True):
         cache.commit(step, token_ids=[7, 6, *TEXT[3:6]])
     for one, other in zip(mine._pools, theirs._pools, strict=True):
-        for a, b in zip(one.to_host(), other.to_host(), strict=True):
+        for a, b in zip(*(map(x.target.to_host, x.arrays()) for x in (one, other)), strict=True):
             assert np.array_equal(a, b)
     theirs.check()
 

@@ -116,7 +116,7 @@ class CacheModel(RuleBasedStateMachine):
         ]  # fmt: skip
         pool = cache.blocks
         books = [x.tobytes() for x in (pool._state, pool._digests, pool._tokens, pool._table)]
-        buffers = [x.tobytes() for p in cache._pools for x in p.to_host()]
+        buffers = [x.tobytes() for p in cache._pools for x in map(p.target.to_host, p.arrays())]
         return states, books, buffers, cache.stats(), cache._next
 
     def refused(self, error, call, *args, **options):

@@ -81,7 +81,7 @@ def bits(cache, host, seq, first=0):
         pool, slots = place_of(cache, seq, layer)
         there = slots[first:] >= 0
         found.append(there)
-        for buffer in pool.to_host():
+        for buffer in map(pool.target.to_host, pool.arrays()):
             if buffer.size:
                 of_slots = np.moveaxis(buffer, 2, 1).reshape(-1, *np.delete(buffer.shape, [0, 2]))
                 found.append(naive.words(of_slots[slots[first:][there]]))
@@ -116,7 +116,9 @@ def state_of(cache):
          [d.tobytes() for d in s.digests], s.starts[:])
         for seq, s in cache._sequences.items()
     ]  # fmt: skip
-    buffers = [x.tobytes() for pool in cache._pools for x in pool.to_host()]
+    buffers = [
+        x.tobytes() for pool in cache._pools for x in map(pool.target.to_host, pool.arrays())
+    ]
     books = [x.tobytes() for x in (cache.blocks._state, cache.blocks._digests)]
     return states, buffers, books, cache.stats()
 
@@ -364,10 +366,10 @@ def test_pins_hold_what_they_held(rng):
     cache = make()
     seq = written(cache, to, k, k, ids)
     pinned = cache.pin(seq)
-    content = [pool.to_host()[0][pinned].copy() for pool in cache._pools]
+    content = [pool.target.to_host(pool.k)[pinned].copy() for pool in cache._pools]
     cache.compact(seq, [0, 3, 7, 8, 9, 10])
     cache.check()
-    assert_same([pool.to_host()[0][pinned] for pool in cache._pools], content)
+    assert_same([pool.target.to_host(pool.k)[pinned] for pool in cache._pools], content)
     assert not set(pinned) & set(np.concatenate(cache._sequences[seq].tables))
     names = block_names(cache._store, np.arange(10, dtype=np.int32), None)[0]
     assert len(cache.blocks.lookup(names, ids)) == 5

@@ -163,7 +163,12 @@ def essence(cache):
     states, _, _, stats, number = state_of(cache)
     counts = cache.blocks.ref_count(np.arange(cache.num_blocks))
     used = np.flatnonzero(counts)
-    rows_ = [x[used].tobytes() for pool in cache._pools for x in pool.to_host() if x.size]
+    rows_ = [
+        x[used].tobytes()
+        for pool in cache._pools
+        for x in map(pool.target.to_host, pool.arrays())
+        if x.size
+    ]
     return (
         states,
         rows_,

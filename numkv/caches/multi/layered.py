@@ -254,7 +254,7 @@ class LayeredCache(MultiSequenceCache):
                 made._head_scales.set(of.layer, made._layers.get(of.layer), kinds, **given)
         return made
 
-    def _snapshot(self) -> dict[str, Any]:
+    def _pickled(self) -> dict[str, Any]:
         if self._state != "ready":
             return self.__dict__.copy()
         if not self._target.values_on_host:

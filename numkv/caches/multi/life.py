@@ -203,10 +203,10 @@ class CacheLife(ABC):
 
     @reads
     def __getstate__(self) -> dict[str, Any]:
-        return self._snapshot()
+        return self._pickled()
 
     @abstractmethod
-    def _snapshot(self) -> dict[str, Any]:
+    def _pickled(self) -> dict[str, Any]:
         """What a pickle holds: nothing that changes when the cache does."""
 
     # -- its proof

@@ -342,8 +342,8 @@ class WrapperCache(MultiSequenceCache):
         made._config = children[0]._config
         return made
 
-    def _snapshot(self) -> dict[str, Any]:
-        children = [(type(child), child._snapshot()) for child in self._children]
+    def _pickled(self) -> dict[str, Any]:
+        children = [(type(child), child._pickled()) for child in self._children]
         return self.__dict__ | {"_children": children}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
