@@ -28,6 +28,7 @@ import pickle
 import re
 import stat
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
