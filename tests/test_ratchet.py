@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from walked import each
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "tests" / "ratchet.json"
@@ -70,14 +71,14 @@ def repeated_lines() -> int:
 LISTED = json.loads(LIST.read_text()) if LIST.exists() else {}
 
 
-@pytest.mark.parametrize("limit", LIMITS)
+@each("limit", LIMITS)
 def test_nothing_joins_the_list_or_grows(limit):
     found, listed = sizes()[limit], LISTED[limit]
     grown = {key: size for key, size in found.items() if size > listed.get(key, LIMITS[limit])}
     assert not grown
 
 
-@pytest.mark.parametrize("limit", LIMITS)
+@each("limit", LIMITS)
 def test_the_list_has_nothing_that_has_become_small(limit):
     assert not LISTED[limit].keys() - sizes()[limit].keys()
 

@@ -212,7 +212,7 @@ def test_prefixes_found_and_missed_are_counted():
     cache.remove(start(prompt))
     stats = cache.stats().pool
     assert (stats.lookups, stats.hits, stats.misses) == (1, 0, 4)
-    assert cache.blocks.miss_reason is numkv.blocks.pool.MissReason.ABSENT
+    assert cache.blocks.miss_reason is numkv.blocks.MissReason.ABSENT
     for _ in range(3):
         cache.remove(start(prompt))
     stats = cache.stats().pool

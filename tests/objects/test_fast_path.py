@@ -14,6 +14,8 @@ from numkv.errors import CacheFull, DimensionMismatch, NonFiniteInput, NotSuppor
 from numkv.writing import fast_path
 from numkv.writing.fused_write import Projection
 
+pytestmark = pytest.mark.kernels
+
 HEADS, DIM, SIZE = 2, 32, 4
 F32 = np.float32
 

@@ -8,6 +8,8 @@ import pytest
 
 import numkv
 
+pytestmark = pytest.mark.kernels
+
 F32 = np.float32
 HEADS, DIM, DIM_V = 2, 8, 6
 TOKENS = 3

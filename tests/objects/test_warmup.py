@@ -11,6 +11,8 @@ import numkv
 from numkv.cli import main
 from numkv.kernels.builder import cache_stats
 
+pytestmark = pytest.mark.kernels
+
 CHECK = """
 import numpy as np, numkv
 from numkv.kernels.builder import cache_stats

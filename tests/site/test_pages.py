@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from walked import each
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -75,7 +76,7 @@ def anchors(page):
     return found
 
 
-@pytest.mark.parametrize("page", [*site.pages(), ROOT / "README.md"], ids=lambda p: p.name)
+@each("page", [*site.pages(), ROOT / "README.md"])
 def test_links_resolve(page):
     for target, anchor in site.links(page):
         path = (page.parent / target).resolve() if target else page
