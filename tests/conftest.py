@@ -155,7 +155,7 @@ MAY_COMPILE_MORE = ("tensors", "transformers_models", "ray")
 
 
 #: Tests of what lies above kernels, by their folders: by day on `tests/reference.py`, unless they are marked `kernels`.
-ABOVE_KERNELS = ("objects", "files", "store", "sharded", "reliability", "fuzz", "demo")
+ABOVE_KERNELS = ("objects", "files", "store", "sharded")
 
 
 def is_on_reference(node) -> bool:

@@ -120,6 +120,7 @@ def test_results_follow_an_edited_row_function(workplace):
     assert again["result"] == 3.0
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(workplace):
     """Kernels are then compiled in every process, with one warning."""
     blocked = workplace / "blocked"

@@ -15,8 +15,13 @@ from numkv.kinds import kinds
 
 #: Each is compiled anew; these are like others.
 NIGHTLY = ("fp64", "fp16", "bf16", "fp8_e5m2", "code4", "code6")
+SLOW = ("fp8_e4m3", "int4")
 NAMES = [
-    pytest.param(kind.name, marks=pytest.mark.nightly) if kind.name in NIGHTLY else kind.name
+    pytest.param(
+        kind.name,
+        marks=[pytest.mark.nightly] * (kind.name in NIGHTLY)
+        + [pytest.mark.slow] * (kind.name in SLOW),
+    )
     for kind in kinds()
 ]
 BLOCKS, HEADS, SIZE, DIM = 3, 2, 4, 40  # INT4: a whole group, and a shorter one

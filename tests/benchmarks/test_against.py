@@ -280,6 +280,7 @@ def test_a_commit(tmp_path, monkeypatch):
         pass
 
 
+@pytest.mark.slow
 def test_a_worker_takes_numkv_from_its_tree(tmp_path):
     variables = {"NUMKV_PERF_TREE": str(workers.ROOT)}
     library = workers.Library("numkv", "perf.tree", variables=variables)

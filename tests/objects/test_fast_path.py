@@ -222,6 +222,7 @@ print(parallel._is_initialized)
 """
 
 
+@pytest.mark.slow
 def test_small_calls_start_no_threads():
     env = {"PYTHONPATH": ":".join(filter(None, sys.path))}
     done = subprocess.run(

@@ -126,6 +126,7 @@ def test_slots():
     assert slots(layer.jit, np.array([0, 3, 5])).tolist() == [0, 3, 5]
 
 
+@pytest.mark.slow
 def test_own_code_cannot_write_past_the_capacity():
     """An append without room says so and writes nothing."""
     layer = numkv.ContiguousLayer(2, 1, 4, kind="fp32")
@@ -152,6 +153,7 @@ def load(cache, layer, position, out):
     cache.load_v(layer, position, 0, out[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["int8", *(pytest.param(k, marks=pytest.mark.nightly) for k in ("bf16", "int4"))]
 )
@@ -180,6 +182,7 @@ def test_a_cache_that_grew_has_new_buffers():
     assert cache.jit.context_lens.tolist() == [201]
 
 
+@pytest.mark.slow
 def test_a_copy_leaves_the_structure_of_the_original_in_use():
     cache, rows = numkv.KVCache(1, 1, 4, max_seq_len=3), np.ones((1, 4), np.float32)
     view = cache.jit

@@ -102,6 +102,7 @@ def assert_attends(kind, mine, its, k, v, q):
         tolerances.assert_rows_close(mine[t : t + 1], want, bound)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", *LIKE_IT])
 def test_a_decode_loop_over_a_paged_layer(kind):
     """Blocks in an order of their own, from a pool that another layer uses too."""
@@ -137,6 +138,7 @@ def test_a_decode_loop_over_a_paged_layer(kind):
     other.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", *LIKE_IT])
 def test_a_decode_loop_over_a_cache(kind):
     cache, steps = (numkv.KVCache(2, 1, DIM, kind=kind) for _ in "ab")

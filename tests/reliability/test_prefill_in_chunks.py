@@ -89,7 +89,7 @@ every_case = pytest.mark.parametrize(
     ("target", "kind", "group", "before", "options"),
     [("cpu", *case) for case in EVERYDAY]
     + [pytest.param("cpu", *case, marks=pytest.mark.nightly) for case in NIGHTLY]
-    + [("cuda", *case) for case in ON_CUDA],
+    + [pytest.param("cuda", *case, marks=pytest.mark.slow) for case in ON_CUDA],
     indirect=["target"],
 )
 

@@ -36,7 +36,13 @@ def named(path):
 
 
 def with_code():
-    return [page for page in PAGES if BLOCK.search(page.read_text())]
+    found = [page for page in PAGES if BLOCK.search(page.read_text())]
+    return [
+        pytest.param(
+            page, marks=[pytest.mark.slow] * (page.name == "own_kernels.md")
+        )  # which compiles
+        for page in found
+    ]
 
 
 def words(text):
