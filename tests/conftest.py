@@ -154,14 +154,16 @@ def pytest_make_collect_report(collector):
 MAY_COMPILE_MORE = ("tensors", "transformers_models", "ray")
 
 
-#: Tests of what lies above kernels, by their folders: by day on `tests/reference.py`, unless they are marked `kernels`.
-ABOVE_KERNELS = ("objects", "files", "store", "sharded")
+#: Tests of what lies above kernels, by folder or file: by day on `tests/reference.py`, unless they are marked `kernels`.
+ABOVE_KERNELS = ("objects", "files", "store", "sharded", "test_show")
 
 
 def is_on_reference(node) -> bool:
     """Whether a test, or a file of tests while it is imported, runs on the reference in place of kernels."""
     option = node.config.option
-    by_day = node.path.parent.name in ABOVE_KERNELS and not option.nightly
+    by_day = not option.nightly and not {node.path.parent.name, node.path.stem}.isdisjoint(
+        ABOVE_KERNELS
+    )
     return option.reference or (by_day and node.get_closest_marker("kernels") is None)
 
 

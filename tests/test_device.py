@@ -116,7 +116,7 @@ def test_slots_outside_are_refused(kind, target, to, host):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("kind", ["fp32", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["fp32", "int8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_quantised_kinds_take_finite_rows_only(kind, bad, target, to, host):
     x = np.ones((3, HEADS, DIM), np.float32)
     x[1, 0, DIM - 1] = bad

@@ -122,6 +122,7 @@ def test_threads_and_signals_on_every_layer(layer):
     assert found == []
 
 
+@pytest.mark.slow
 def test_two_python_threads_are_inside_a_kernel_at_once(rng):
     """Short calls begin and end all the while that another thread is in one long call."""
     tokens, queries = 40_000, 600
@@ -178,6 +179,7 @@ def test_scratch_memory_is_lent_to_one_call_at_a_time():
     assert workspaces.borrow() not in (first, second)
 
 
+@pytest.mark.slow
 def test_scratch_memory_of_a_large_call_is_freed(rng):
     attention = importlib.import_module("numkv.kernels.cpu.attention")
     q, k, v = (

@@ -288,6 +288,7 @@ def pair_errors(projections, bits=2, dim=128, seeds=25, pairs=400):
     return np.array(errors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [pytest.param(1, marks=pytest.mark.nightly), 2, 4])
 def test_the_sketch_makes_scores_unbiased(bits):
     """Over 10,000 pairs the mean error is what chance gives; without a sketch it is far from that."""

@@ -105,6 +105,7 @@ def test_a_paged_layer(rng, kind):
     assert np.array_equal(other.k[other.block_indices[0]], others)
 
 
+@pytest.mark.slow
 def test_fields_are_the_layers_buffers():
     layer = numkv.ContiguousLayer(6, 2, 4, kind="bf16")
     rows = np.ones((3, 2, 4), np.float32)
@@ -256,6 +257,7 @@ BAD_ROWS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["layer", "cache"])
 def test_rows_that_do_not_fit_are_refused(which):
     if which == "layer":
@@ -300,6 +302,7 @@ def test_slots_outside_are_minus_one():
     assert slots(layer.jit, positions).tolist() == [-1, 3 * first, 3 * second + 2, -1, -1, -1]
 
 
+@pytest.mark.slow
 def test_spoilt_tables_and_lengths_are_not_followed():
     layer = numkv.PagedLayer(4, 3, 2, 4, kind="int8")
     layer.append(*np.ones((2, 4, 2, 4), np.float32))
@@ -344,6 +347,7 @@ def test_an_object_with_a_view_can_be_copied(name, make):
         x.check()
 
 
+@pytest.mark.slow
 def test_advance_is_exact():
     cache = numkv.KVCache(1, 2, 4, kind="int8", max_seq_len=3)
     cache.append(0, row(4), row(4))

@@ -102,6 +102,7 @@ def read(target, arrays):
     return [where.to_host(x) for x in out]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CACHES)
 def test_own_kernels_read_the_rows_of_each_sequence(target, name):
     """And attend by them in float64 as `decode_attention` does."""

@@ -62,6 +62,7 @@ def run_lse(target, arrays, q):
     return out.copy_to_host()
 
 
+@pytest.mark.slow
 def test_a_users_kernel_attends(target, to, host):
     """Over int8 rows that lie in forked, shared and scattered blocks, as float64 and `decode_attention` do."""
     cache = make(kind="int8", target=target)
@@ -121,6 +122,7 @@ def run_store(target, arrays, k, v):
         grid(arrays, cuda.to_device(k), cuda.to_device(v))
 
 
+@pytest.mark.slow
 def test_a_users_kernel_writes_a_step(target, to, host):
     caches = [make(kind="int8", target=target) for _ in range(2)]
     for cache in caches:

@@ -22,7 +22,7 @@ def compiled(name):
     return call
 
 
-@pytest.fixture(params=["plain", "compiled"], scope="module")
+@pytest.fixture(params=["plain", pytest.param("compiled", marks=pytest.mark.slow)], scope="module")
 def rows_of(request):
     """The functions, as Python or compiled."""
     found = {n: compiled(n) if request.param == "compiled" else getattr(mask, n) for n in FUNCTIONS}
