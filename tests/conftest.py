@@ -68,7 +68,7 @@ def pytest_addoption(parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked so, too")
     parser.addoption(
         "--reference", action="store_true",
-        help="run all tests, those of kernels too, on tests/reference.py in place of kernels",
+        help="run all tests, those of kernels too, on tests/reference in place of kernels",
     )  # fmt: skip
     parser.addoption(
         "--ledger", help="a file to append each test's CPU time to; see tests/ledger.py"
@@ -154,7 +154,7 @@ def pytest_make_collect_report(collector):
 MAY_COMPILE_MORE = ("tensors", "transformers_models", "ray")
 
 
-#: Tests of what lies above kernels, by folder or file: by day on `tests/reference.py`, unless they are marked `kernels`.
+#: Tests of what lies above kernels, by folder or file: by day on `tests/reference`, unless they are marked `kernels`.
 ABOVE_KERNELS = ("objects", "files", "store", "sharded", "test_show")
 
 

@@ -74,9 +74,10 @@ def run(folder: Path, *parts: str, told: str | None = None, cache: Path | None =
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernels", "least"),
-    [([], 1), pytest.param([EVERY_KERNEL], 4, marks=pytest.mark.slow)],
+    [([], 1), ([EVERY_KERNEL], 4)],
     ids=["append", "every kernel"],
 )
 def test_a_second_process_compiles_nothing(tmp_path, workplace, kernels, least):

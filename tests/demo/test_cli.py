@@ -554,7 +554,7 @@ def test_progress(stream, monkeypatch):
     with Progress("long work", stream) as progress:
         progress.update(1, 4)
         deadline = time.monotonic() + 300
-        while not stream.getvalue() and time.monotonic() < deadline:
+        while "25 %" not in stream.getvalue() and time.monotonic() < deadline:
             time.sleep(0.01)
     drawn = re.findall(r"long work…  25 %  \d+ s", stream.getvalue())
     assert drawn

@@ -42,13 +42,14 @@ def slots(cache, positions):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kinds",
     [
         *((k, k) for k in KINDS if k not in IN_PAIRS),
         *(pytest.param((k, k), marks=pytest.mark.nightly) for k in IN_PAIRS),
         ("bf16", "int8"),
-        pytest.param(("int4", "fp32"), marks=pytest.mark.slow),
+        ("int4", "fp32"),
     ],
     ids="-".join,
 )
@@ -75,9 +76,8 @@ def test_own_code_appends_and_reads(rng, kinds):
         tolerances.assert_rows_close(layer.decode_attention(q), out, bound)
 
 
-@pytest.mark.parametrize(
-    "kind", ["int8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("fp16", "int4"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "fp16", "int4"])
 def test_a_paged_layer(rng, kind):
     """Own code follows the block table, as far as the layer has blocks."""
     pool = numkv.PagedPool(6, 3, 2, 4, kind=kind)

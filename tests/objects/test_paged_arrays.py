@@ -5,6 +5,7 @@ import pickle
 
 import naive
 import numpy as np
+import pytest
 from numba import cuda, float32, njit
 from paged_caches import fill, grow, make, queries, refused, rows, started
 from users_kernels import lse_of_kind, store_of_kind
