@@ -155,7 +155,9 @@ MAY_COMPILE_MORE = ("tensors", "transformers_models", "ray")
 
 
 #: Tests of what lies above kernels, by folder or file: by day on `tests/reference`, unless they are marked `kernels`.
-ABOVE_KERNELS = ("objects", "files", "store", "sharded", "test_show")
+ABOVE_KERNELS = (
+    "objects", "files", "store", "sharded", "demo", "test_layouts", "test_layouts_of_codes", "test_show", "test_table",
+)  # fmt: skip
 
 
 def is_on_reference(node) -> bool:

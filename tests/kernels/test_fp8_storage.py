@@ -104,6 +104,7 @@ def test_copies_take_words_as_they_are_and_share_scales(target, name):
 
 
 @KINDS
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", [numkv.QKMode.COPY, numkv.QKMode.HALF_SPLIT])
 def test_fused_writes_are_divided_by_the_scale_of_their_head(target, name, mode):
     place = targets.get(target)
