@@ -122,6 +122,7 @@ def test_fields_are_the_layers_buffers():
     assert jit.context_lens.tolist() == [1]
 
 
+@pytest.mark.slow
 def test_slots():
     layer = numkv.ContiguousLayer(6, 2, 4)
     assert slots(layer.jit, np.array([0, 3, 5])).tolist() == [0, 3, 5]
@@ -323,6 +324,7 @@ def test_spoilt_tables_and_lengths_are_not_followed():
     layer.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda x: x.copy(), copy.copy, copy.deepcopy, pickle.dumps])
 @pytest.mark.parametrize("name", ["ContiguousLayer", "PagedLayer", "KVCache"])
 def test_an_object_with_a_view_can_be_copied(name, make):

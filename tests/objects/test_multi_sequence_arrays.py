@@ -223,6 +223,7 @@ def test_a_layer_that_was_never_put(target):
         on.cache.arrays(0.0)
 
 
+@pytest.mark.slow
 def test_encoder(target):
     where = targets.get(target)
     cache = numkv.EncoderCache()
@@ -259,6 +260,7 @@ def test_wrapper_asks_the_layers_child(target):
         assert where.to_host(cache.arrays(layer).context_lens).tolist() == [n]
 
 
+@pytest.mark.slow
 def test_layer_jit_is_one_object(target):
     on = filled(target)
     struct = on.cache.layer_jit(0)

@@ -310,6 +310,7 @@ def test_repr_says_what_it_is(target, name):
     assert CACHES[name][0].__name__ in repr(CACHES[name][0](*CACHES[name][1]))
 
 
+@pytest.mark.slow
 def test_jit(target):
     """Positions and numbers of sequences of all cells, on the host; free cells have none."""
     pair = ready(target)
