@@ -119,6 +119,9 @@ def pytest_cmdline_main(config) -> None:
 def pytest_collection_modifyitems(config, items) -> None:
     """Leave out what only nightly runs compile; where there are workers, begin with what takes long."""
     nightly = config.getoption("nightly")
+    for item in items:
+        if is_of_slow_kind(item):
+            item.add_marker("slow")
     left_out = [
         item
         for item in items
@@ -213,6 +216,15 @@ def is_nightly(item) -> bool:
 def is_slow(item) -> bool:
     """Whether a test is left to CI and nightly runs."""
     return item.get_closest_marker("slow") is not None
+
+
+def is_of_slow_kind(item) -> bool:
+    """Whether a test asks of the CPU for a kind that slow tests compile."""
+    from kinds import LEFT_TO_CI, is_like_others
+
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    kinds = params.values()
+    return params.get("target") == "cpu" and is_like_others(place_of(item), kinds, LEFT_TO_CI)
 
 
 def pytest_collection_finish() -> None:

@@ -21,6 +21,7 @@ def density(dim, bits):
     return t, weights / weights.sum(), cells
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "bits", [1, 4, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 7))]
 )

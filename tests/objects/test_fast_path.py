@@ -275,7 +275,8 @@ def generally(made):
 WRITES = [
     *(("fp32", F32, by_slot) for by_slot in (False, True)),
     *(("int8", F32, by_slot) for by_slot in (False, True)),
-    *(("int4", F32, by_slot) for by_slot in (False, True)),
+    ("int4", F32, False),
+    pytest.param("int4", F32, True, marks=pytest.mark.slow),
     ("bf16", naive.DTYPES["bf16"], False),
     pytest.param("fp16", np.float16, False, marks=pytest.mark.nightly),
     pytest.param("fp16", np.float16, True, marks=pytest.mark.nightly),

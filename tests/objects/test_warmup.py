@@ -55,6 +55,7 @@ def test_processes_are_a_number_of_them():
             numkv.warmup([], processes=wrong)
 
 
+@pytest.mark.slow
 def test_kinds_apart_and_quantised(capsys):
     found = numkv.warmup([("int8", "fp16")])
     again = numkv.warmup([("int8", "fp16")])
