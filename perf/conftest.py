@@ -12,7 +12,28 @@ _lines: list[tuple[str, float, float, str, float, float]] = []
 _ratios: list[tuple[str, str, float, float]] = []
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption(
+        "--once", action="store_true",
+        help="one benchmark of each file, for as short as it can be: does its set-up run, and its check hold?",
+    )  # fmt: skip
+
+
+def pytest_configure(config):
+    if config.getoption("once"):
+        config.option.benchmark_max_time = config.option.benchmark_calibration_precision = 0.01
+        config.option.benchmark_min_rounds = 1
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("once"):
+        first = {}
+        for item in items:
+            params = item.callspec.params if hasattr(item, "callspec") else {}
+            if params.get("target") != "cuda":
+                first.setdefault(item.path, item)
+        config.hook.pytest_deselected(items=[x for x in items if first[x.path] is not x])
+        items[:] = first.values()
     if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0"):
         for item in items:
             item.add_marker(pytest.mark.skip(reason="the simulator's times mean nothing"))
@@ -56,7 +77,13 @@ def finished(request):
 
 
 @pytest.fixture
-def measure(benchmark, request, finished):
+def rounds(pytestconfig):
+    """``rounds(n)``: so many rounds, or the one that ``--once`` asks for."""
+    return (lambda n: 1) if pytestconfig.getoption("once") else (lambda n: n)
+
+
+@pytest.fixture
+def measure(benchmark, request, finished, rounds):
     """``measure(run, bytes, probe)``: time `run` and compare its GB/s with the `probe` of the machine or its GPU."""
     from perf import bandwidth
 
@@ -69,7 +96,7 @@ def measure(benchmark, request, finished):
             return
         of = getattr(bandwidth if on == "cpu" else bandwidth.Cuda, probe)
         before = of()
-        benchmark.pedantic(run, rounds=15, iterations=1, warmup_rounds=2)
+        benchmark.pedantic(run, rounds=rounds(15), iterations=1, warmup_rounds=2)
         after = of()
         median = benchmark.stats.stats.median
         rate = size / median / 1e9
@@ -87,7 +114,7 @@ def measure(benchmark, request, finished):
 
 
 @pytest.fixture
-def host_time(benchmark, capsys, request):
+def host_time(benchmark, capsys, request, rounds):
     """``host_time(run, setup)``: time `run` 105 times and print what a call costs."""
 
     def timed(run, setup=None):
@@ -96,7 +123,7 @@ def host_time(benchmark, capsys, request):
                 setup()
             benchmark(run)
             return
-        benchmark.pedantic(run, setup=setup, rounds=100, iterations=1, warmup_rounds=5)
+        benchmark.pedantic(run, setup=setup, rounds=rounds(100), iterations=1, warmup_rounds=5)
         stats = benchmark.stats.stats
         with capsys.disabled():
             print(
@@ -108,7 +135,7 @@ def host_time(benchmark, capsys, request):
 
 
 @pytest.fixture
-def side_by_side(benchmark, request, finished):
+def side_by_side(benchmark, request, finished, rounds):
     """``side_by_side(what, run, other, limit)``: put the time of `run`, in times of that of `other`, into the table.
 
     They run in turns, so that whatever else the machine does meets both alike. `run` has been measured before, which
@@ -121,7 +148,8 @@ def side_by_side(benchmark, request, finished):
             other()
             return
         times = {run: [], other: []}
-        for n in range(2 * max(20, min(300, int(1.5 / benchmark.stats.stats.median) // 2))):
+        turns = max(20, min(300, int(1.5 / benchmark.stats.stats.median) // 2))
+        for n in range(2 * rounds(turns)):
             for one in list(times)[:: 1 if n % 2 else -1]:
                 start = time.perf_counter()
                 one()

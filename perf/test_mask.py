@@ -16,5 +16,5 @@ def test_fill_mask(measure, target, to, num_seqs, tokens):
     given = [to(x) for x in (lens, starts, np.empty((0, 2), np.int64), bits)]
     none = to(np.empty(0, np.float32))
     measure(
-        lambda: target.ops.fill_mask(*given, 1, -1, 0, 8192, none, none, rows, none), rows.nbytes, "written"
+        lambda: target.ops.fill_mask(*given, 1, -1, 0, 8192, none, none, rows, none), rows.nbytes, "copy"
     )  # fmt: skip

@@ -56,6 +56,8 @@ import kernels_by_day  # noqa: E402
 
 kernels_by_day.watch()
 
+import reference  # noqa: E402
+
 
 def pytest_addoption(parser) -> None:
     """Have a run that takes longer and looks further."""
@@ -64,6 +66,10 @@ def pytest_addoption(parser) -> None:
         help="run the tests marked so too, and have hypothesis draw many examples, others in each run",
     )  # fmt: skip
     parser.addoption("--slow", action="store_true", help="run the tests marked so, too")
+    parser.addoption(
+        "--reference", action="store_true",
+        help="run all tests, those of kernels too, on tests/reference in place of kernels",
+    )  # fmt: skip
     parser.addoption(
         "--ledger", help="a file to append each test's CPU time to; see tests/ledger.py"
     )
@@ -113,6 +119,9 @@ def pytest_cmdline_main(config) -> None:
 def pytest_collection_modifyitems(config, items) -> None:
     """Leave out what only nightly runs compile; where there are workers, begin with what takes long."""
     nightly = config.getoption("nightly")
+    for item in items:
+        if is_of_slow_kind(item):
+            item.add_marker("slow")
     left_out = [
         item
         for item in items
@@ -136,7 +145,8 @@ def pytest_collection_modifyitems(config, items) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector):
     """Have the second worker collect from the end: of half of the files it finds the bytecode that the first wrote."""
-    report = yield
+    with reference.standing_in(is_on_reference(collector)):
+        report = yield
     of = getattr(collector.config, "workerinput", {})
     if of.get("workerid") == "gw1" and isinstance(collector, pytest.Directory):
         report.result.reverse()
@@ -145,6 +155,28 @@ def pytest_make_collect_report(collector):
 
 #: Tests that need packages which the default run does without, and so may compile what it does not.
 MAY_COMPILE_MORE = ("tensors", "transformers_models", "ray")
+
+
+#: Tests of what lies above kernels, by folder or file: by day on `tests/reference`, unless they are marked `kernels`.
+ABOVE_KERNELS = (
+    "objects", "files", "store", "sharded", "demo", "test_layouts", "test_layouts_of_codes", "test_show", "test_table",
+)  # fmt: skip
+
+
+def is_on_reference(node) -> bool:
+    """Whether a test, or a file of tests while it is imported, runs on the reference in place of kernels."""
+    option = node.config.option
+    by_day = not option.nightly and not {node.path.parent.name, node.path.stem}.isdisjoint(
+        ABOVE_KERNELS
+    )
+    return option.reference or (by_day and node.get_closest_marker("kernels") is None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Choose what stands behind the targets' operations, also for fixtures that several tests share."""
+    with reference.standing_in(is_on_reference(item)):
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -184,6 +216,15 @@ def is_nightly(item) -> bool:
 def is_slow(item) -> bool:
     """Whether a test is left to CI and nightly runs."""
     return item.get_closest_marker("slow") is not None
+
+
+def is_of_slow_kind(item) -> bool:
+    """Whether a test asks of the CPU for a kind that slow tests compile."""
+    from kinds import LEFT_TO_CI, is_like_others
+
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    kinds = params.values()
+    return params.get("target") == "cpu" and is_like_others(place_of(item), kinds, LEFT_TO_CI)
 
 
 def pytest_collection_finish() -> None:

@@ -10,7 +10,6 @@ _SAME = ("fp32", "fp16", "bf16", "fp8_e4m3", "int8", "int4", "code4", "code6")
 _ATTENTION = {
     *(f"K {kind}, V {kind}, computing in float32" for kind in _SAME),
     *(f"K {k}, V {v}, computing in float32" for k, v in APART),
-    "K int8, V int4, computing in float32",  # of an example in docs/howto/storage_kinds.md
     "K bf16, V bf16, computing in pairs of bf16",
     "K fp64, V fp64, computing in float64",
 }
@@ -23,11 +22,11 @@ BY_DAY = {
         "rows bf16, q bf16, K bf16, V bf16",
     },
     "write_rows": {
-        *(f"fp32 to K {kind}, V {kind}" for kind in ("fp64", *_SAME[:6])),
-        "bf16 to K bf16, V bf16", "fp32 to K int8, V fp16",
+        *(f"fp32 to K {kind}, V {kind}" for kind in ("fp32", "fp8_e4m3", "int8", "int4")),
+        "bf16 to K bf16, V bf16",
     },
-    "scatter_write": {f"fp32 to K {kind}, V {kind}" for kind in _SAME[:6]},
-    "attend_codes": {*(f"{bits} bits" for bits in (1, 2, 3, 4, 5, 8)), "4 bits and 3"},
+    "scatter_write": {f"fp32 to K {kind}, V {kind}" for kind in ("fp32", "int8")},
+    "attend_codes": {*(f"{bits} bits" for bits in (3, 4, 5, 8)), "4 bits and 3"},
 }  # fmt: skip
 
 _unlisted: list[str] = []

@@ -33,10 +33,19 @@ LIKE_OTHERS = {
     "bf16": ("kernels/test_compress", "kernels/test_mass", "test_device"),
     "int8": ("test_device",),
 }  # fmt: skip
+#: Kinds that slow tests compile, not those of every run: conversions of their own, which `tests/rows` looks at by
+#: day, and otherwise like others.
+LEFT_TO_CI = {
+    "fp64": ("kernels",), "code6": ("kernels",),
+    "fp16": (
+        "kernels/test_append", "kernels/test_attention_paged", "kernels/test_attention_ranges", "kernels/test_compress",
+        "kernels/test_hadamard", "kernels/test_write",
+    ),
+}  # fmt: skip
 
 
-def is_like_others(place, values):
-    """Whether parameters of a test in a file (as ``kernels/test_mass``) name a kind that others stand for.
+def is_like_others(place, values, kinds=LIKE_OTHERS):
+    """Whether parameters of a test in a file (as ``kernels/test_mass``) name one of `kinds` there.
 
     Some parameters come as tuples.
     """
@@ -48,8 +57,7 @@ def is_like_others(place, values):
     }
     folder = place.rpartition("/")[0]
     return any(
-        kind in named and (folder in places or place in places)
-        for kind, places in LIKE_OTHERS.items()
+        kind in named and (folder in places or place in places) for kind, places in kinds.items()
     )
 
 

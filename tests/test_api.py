@@ -8,6 +8,7 @@ import types
 from pathlib import Path
 
 import pytest
+from walked import each
 
 import numkv
 
@@ -154,21 +155,16 @@ def public_callables():
                     yield f"{name}.{method}", function, function.__doc__
 
 
-CALLABLES = list(public_callables())
-
-
-@pytest.mark.parametrize(
-    ("function", "doc"), [c[1:] for c in CALLABLES], ids=[c[0] for c in CALLABLES]
-)
-def test_documented_parameters_are_the_real_ones(function, doc):
+def test_documented_parameters_are_the_real_ones():
     """The fields of a dataclass are its parameters; `select` and the like make other objects."""
-    assert doc, "public, but without a docstring"
-    names = documented(doc)
-    if dataclasses.is_dataclass(function):
-        names = documented(doc, "Attributes")
-    elif not names and any(isinstance(x, classmethod) for x in vars(function).values()):
-        return
-    assert sorted(names) == sorted(parameters(function))
+    for name, function, doc in public_callables():
+        assert doc, f"{name} is public, but without a docstring"
+        names = documented(doc)
+        if dataclasses.is_dataclass(function):
+            names = documented(doc, "Attributes")
+        elif not names and any(isinstance(x, classmethod) for x in vars(function).values()):
+            continue
+        assert sorted(names) == sorted(parameters(function)), name
 
 
 def test_properties_and_errors_are_documented():
@@ -230,7 +226,7 @@ SIGNATURES = {  # as the contract writes them
 OPTIONS = ["sm_scale", "logits_soft_cap", "window_left", "sinks", "return_lse", "out"]
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
+@each("name", SIGNATURES)
 def test_names_and_order_of_the_contract(name):
     function = numkv
     for part in name.split("."):
@@ -241,8 +237,8 @@ def test_names_and_order_of_the_contract(name):
     assert all(p.default is not p.empty and p.kind is p.KEYWORD_ONLY for p in extra)
 
 
-@pytest.mark.parametrize(
-    ("name", "leading"),
+@each(
+    "name, leading",
     [
         ("decode_attention", ["q", "k", "v", "seq_lens"]),
         ("prefill_attention", ["q", "k", "v", "seq_lens", "cu_seqlens_q"]),

@@ -74,9 +74,10 @@ def run(folder: Path, *parts: str, told: str | None = None, cache: Path | None =
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernels", "least"),
-    [([], 1), pytest.param([EVERY_KERNEL], 4, marks=pytest.mark.slow)],
+    [([], 1), ([EVERY_KERNEL], 4)],
     ids=["append", "every kernel"],
 )
 def test_a_second_process_compiles_nothing(tmp_path, workplace, kernels, least):
@@ -120,6 +121,7 @@ def test_results_follow_an_edited_row_function(workplace):
     assert again["result"] == 3.0
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(workplace):
     """Kernels are then compiled in every process, with one warning."""
     blocked = workplace / "blocked"

@@ -15,8 +15,13 @@ from numkv.kinds import kinds
 
 #: Each is compiled anew; these are like others.
 NIGHTLY = ("fp64", "fp16", "bf16", "fp8_e5m2", "code4", "code6")
+SLOW = ("fp8_e4m3", "int4")
 NAMES = [
-    pytest.param(kind.name, marks=pytest.mark.nightly) if kind.name in NIGHTLY else kind.name
+    pytest.param(
+        kind.name,
+        marks=[pytest.mark.nightly] * (kind.name in NIGHTLY)
+        + [pytest.mark.slow] * (kind.name in SLOW),
+    )
     for kind in kinds()
 ]
 BLOCKS, HEADS, SIZE, DIM = 3, 2, 4, 40  # INT4: a whole group, and a shorter one
@@ -111,7 +116,7 @@ def test_slots_outside_are_refused(kind, target, to, host):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("kind", ["fp32", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["fp32", "int8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_quantised_kinds_take_finite_rows_only(kind, bad, target, to, host):
     x = np.ones((3, HEADS, DIM), np.float32)
     x[1, 0, DIM - 1] = bad

@@ -337,6 +337,7 @@ print(number())
 """
 
 
+@pytest.mark.slow
 def test_processes_number_functions_apart():
     """Kernels that see equal types differ in their symbol by that number alone, and share a folder."""
     found = []

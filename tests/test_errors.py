@@ -4,6 +4,7 @@ import pickle
 
 import numpy as np
 import pytest
+from walked import each
 
 import numkv
 from numkv import errors
@@ -18,7 +19,7 @@ TABLE = {
 }
 
 
-@pytest.mark.parametrize("name", TABLE)
+@each("name", TABLE)
 def test_bases(name):
     cls = getattr(errors, name)
     assert cls.__bases__ == TABLE[name]

@@ -69,6 +69,7 @@ print(json.dumps({name: found for name, found in results.items()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", processes.EACH_LAYER)
 def test_children_compute_the_same(layer):
     assert processes.run(SCRIPT, NUMBA_THREADING_LAYER=layer) == {}

@@ -188,6 +188,7 @@ def test_a_child_bounds_keys_itself(monkeypatch):
         assert in_child(child) == 0
 
 
+@pytest.mark.slow
 def test_a_handler_may_bound_keys_while_keys_are_bounded():
     """A signal handler or finaliser waits for nobody: it would wait for itself."""
     found = processes.run(
@@ -225,6 +226,7 @@ def test_a_handler_may_bound_keys_while_keys_are_bounded():
     assert found == [True, 2]
 
 
+@pytest.mark.slow
 def test_a_fork_waits_until_threads_have_been_started():
     found = processes.run(
         """

@@ -9,6 +9,7 @@ import naive_codes
 import numpy as np
 import pytest
 from safetensors import safe_open
+from walked import each
 
 import numkv
 from numkv import files
@@ -233,7 +234,7 @@ def test_int8():
     assert layer.k_scale.shape == (3, 2, 4)
 
 
-@pytest.mark.parametrize("element", range(40))
+@each("element", range(40))
 def test_nibbles_of_int4(element):
     """One element of its group is at the lowest level, with another one to keep the scale: which nibbles are 0?"""
     title = "INT4: nibbles and quantisation groups"

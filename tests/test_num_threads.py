@@ -164,6 +164,7 @@ def test_threads_start_without_a_choice_and_keep_their_own():
     assert numkv.get_num_threads() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.parametrize("layer", processes.LAYERS)
 def test_children_go_on_with_the_choice(layer):

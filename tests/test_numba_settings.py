@@ -14,12 +14,14 @@ print(json.dumps(said))
 """
 
 
+@pytest.mark.slow
 def test_kernels_are_compiled():
     said = processes.run(SCRIPT, NUMBA_DISABLE_JIT="1")
     assert said.startswith("NUMBA_DISABLE_JIT: expected 0")
     assert said.endswith("unset it before Python starts")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", ["tbb", "safe", "nonsense"])
 def test_layers_that_do_not_load(layer):
     said = processes.run(SCRIPT, NUMBA_THREADING_LAYER=layer)

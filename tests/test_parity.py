@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import itertools
 from pathlib import Path
 
 import pytest
@@ -22,14 +23,14 @@ def test_there_are_operations():
     assert {"append_rows", "attend", "copy_rows", "merge_states", "write_rows"} <= set(NAMES)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_same_file_the_same_parameters_and_one_docstring(name):
-    spec, cpu, cuda = (getattr(x, name) for x in (Operations, load("cpu"), load("cuda")))
-    assert file_of(cpu) == file_of(cuda)
-    names = [list(inspect.signature(f).parameters) for f in (spec, cpu, cuda)]
-    assert names[0] == names[1] == names[2]
-    assert cpu.__doc__ == cuda.__doc__ == inspect.getdoc(spec)
-    assert cpu is not cuda
+def test_the_same_file_the_same_parameters_and_one_docstring():
+    for name in NAMES:
+        spec, cpu, cuda = (getattr(x, name) for x in (Operations, load("cpu"), load("cuda")))
+        assert file_of(cpu) == file_of(cuda), name
+        names = [list(inspect.signature(f).parameters) for f in (spec, cpu, cuda)]
+        assert names[0] == names[1] == names[2], name
+        assert cpu.__doc__ == cuda.__doc__ == inspect.getdoc(spec), name
+        assert cpu is not cuda
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -53,19 +54,18 @@ def test_what_nobody_implements_says_so():
         Operations.first_non_finite(None, "fp32")
 
 
-@pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("where", ["tests/kernels", "perf"])
-def test_an_operation_has_a_test_and_a_benchmark_of_its_name(where, file):
+def test_an_operation_has_a_test_and_a_benchmark_of_its_name():
     """They take `target`, as whatever runs on one target has to run on the other."""
-    path = ROOT / where / f"test_{file}.py"
-    taking = [
-        node.name
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef) and "target" in [arg.arg for arg in node.args.args]
-    ]
-    assert any(name.startswith("test_") for name in taking)
+    for file, where in itertools.product(FILES, ("tests/kernels", "perf")):
+        path = ROOT / where / f"test_{file}.py"
+        taking = [
+            node.name
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.FunctionDef) and "target" in [arg.arg for arg in node.args.args]
+        ]
+        assert any(name.startswith("test_") for name in taking), path
 
 
-@pytest.mark.parametrize("row", sorted(p.stem for p in (ROOT / "numkv/rows").glob("[!_]*.py")))
-def test_a_file_of_rows_has_a_test_of_its_name(row):
-    assert (ROOT / f"tests/rows/test_{row}.py").exists()
+def test_a_file_of_rows_has_a_test_of_its_name():
+    for path in (ROOT / "numkv/rows").glob("[!_]*.py"):
+        assert (ROOT / f"tests/rows/test_{path.name}").exists()

@@ -36,18 +36,17 @@ print(json.dumps(found))
 """
 
 
-BY_DAY = [
+FIRST = [
     "bf16",
     "int8",
     "code6",
     "int4",
 ]  # a float; scales of rows, and of groups; codes of several bytes
-OTHERS = [x.name for x in kinds() if x.name not in BY_DAY]
+OTHERS = [x.name for x in kinds() if x.name not in FIRST]
 
 
-@pytest.mark.parametrize(
-    "names", [BY_DAY, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["some", "others"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [FIRST, OTHERS], ids=["some", "others"])
 def test_every_kind(names):
     found = processes.run(EACH_KIND, NUMBA_ENABLE_CUDASIM="1", KINDS=" ".join(names))
     assert list(found) == names

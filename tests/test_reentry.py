@@ -13,6 +13,7 @@ import numkv
 from numkv.kernels.scratch import Workspaces
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [200, pytest.param(10_000, marks=pytest.mark.nightly)])
 def test_finalisers_and_signal_handlers_attend_in_the_middle_of_a_call(rounds):
     """Calls, each with an unreachable object whose finaliser attends to something else, then signals."""
@@ -56,6 +57,7 @@ def test_finalisers_and_signal_handlers_attend_in_the_middle_of_a_call(rounds):
     assert found == [0, rounds]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [500, pytest.param(3000, marks=pytest.mark.nightly), 20_000])
 def test_a_call_at_every_line_of_a_call(tokens):
     """What a signal handler can do: attend before any line of Python in the kernels' own modules."""
@@ -85,6 +87,7 @@ def test_a_call_at_every_line_of_a_call(tokens):
     assert found[2] > 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", processes.EACH_LAYER)
 def test_threads_and_signals_on_every_layer(layer):
     """Large calls, which start threads, from three Python threads and a signal handler at once."""
@@ -119,6 +122,7 @@ def test_threads_and_signals_on_every_layer(layer):
     assert found == []
 
 
+@pytest.mark.slow
 def test_two_python_threads_are_inside_a_kernel_at_once(rng):
     """Short calls begin and end all the while that another thread is in one long call."""
     tokens, queries = 40_000, 600
@@ -175,6 +179,7 @@ def test_scratch_memory_is_lent_to_one_call_at_a_time():
     assert workspaces.borrow() not in (first, second)
 
 
+@pytest.mark.slow
 def test_scratch_memory_of_a_large_call_is_freed(rng):
     attention = importlib.import_module("numkv.kernels.cpu.attention")
     q, k, v = (

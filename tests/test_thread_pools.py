@@ -46,6 +46,7 @@ def decode_often():
 )
 
 
+@pytest.mark.slow
 @LINUX
 @pytest.mark.parametrize("layer", processes.EACH_LAYER)
 def test_pools_end_with_the_python_threads_that_have_them(layer):
@@ -68,6 +69,7 @@ def test_pools_end_with_the_python_threads_that_have_them(layer):
     assert max(found) <= 0
 
 
+@pytest.mark.slow
 @LINUX
 def test_threads_that_are_not_of_python():
     """They launch, and leave no pool behind."""
@@ -159,6 +161,7 @@ def test_every_worker_runs_once_whoever_launches(layer):
     assert found == [[], True]
 
 
+@pytest.mark.slow
 def test_errors_of_signal_handlers_come_after_the_call():
     """A handler that raises while a call is shared: scratch memory that is in use is lent to nobody."""
     found = processes.run(
@@ -190,6 +193,7 @@ def test_errors_of_signal_handlers_come_after_the_call():
     assert found == [0, True]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.parametrize("layer", processes.EACH_LAYER)
 def test_64_threads_at_once_and_forks_beside_them(layer):
@@ -239,6 +243,7 @@ def test_64_threads_at_once_and_forks_beside_them(layer):
     assert found == [[0] * 10, []]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", processes.EACH_LAYER)
 def test_a_process_ends_while_its_threads_are_in_calls(layer):
     found = processes.run(

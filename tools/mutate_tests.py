@@ -1,7 +1,7 @@
 """Which tests bear the name of a file that `mutate.py` changes, and which survivors no test can catch.
 
-Tests of the CPU target alone: they run a changed file as compiled code, and need not wait for the simulator. What would
-compile for longer than a mutant may take is a part, chosen as by ``-k``.
+Tests of the CPU target alone: they run a changed kernel as compiled code, and a changed cache on `tests/reference`, and
+need not wait for the simulator. What would compile for longer than a mutant may take is a part, chosen as by ``-k``.
 """
 
 __all__ = ["EQUIVALENT", "tests_of"]
@@ -88,7 +88,7 @@ _TESTS = {
     "caches/paged": (_PAGED, ""),
     "caches/paged/compact": ("objects/test_paged_compaction", ""),
     "caches/paged/swap": (
-        "objects/test_paged_swap objects/test_paged_cache objects/test_files",
+        "objects/test_paged_swap objects/test_paged_cache files/test_sequences",
         "",
     ),
     "storage/hadamard": ("objects/test_hadamard", ""),
@@ -99,6 +99,9 @@ _TESTS = {
     "storage/own_kernels": ("objects/test_own_kernels", "upload or arrays_of_a_pool"),
     "storage": ("objects/test_contiguous_layer objects/test_kv_cache", ""),
 }
+
+#: Of these, those whose tests are slow ones, by and large: of users' compiled code, and of threads.
+_SLOW = {"kernels/cpu/threads", "kernels/scratch", "storage/jit_views", "storage/own_kernels"}
 
 #: Survivors that behave as the original does, by key, and why.
 EQUIVALENT: dict[str, str] = {
@@ -126,6 +129,8 @@ def tests_of(file):
     fitting = [path for path in _TESTS if f"{name}/".startswith(f"{path}/")]
     if not fitting:
         return []
-    names, words = _TESTS[max(fitting, key=len)]
+    place = max(fitting, key=len)
+    names, words = _TESTS[place]
     chosen = f"({words}) and not cuda" if words else "not cuda"
-    return [*(f"tests/{name}.py" for name in names.split()), "-k", chosen]
+    slow = ["--slow"] if place in _SLOW else []
+    return [*(f"tests/{name}.py" for name in names.split()), *slow, "-k", chosen]

@@ -280,6 +280,7 @@ def test_a_commit(tmp_path, monkeypatch):
         pass
 
 
+@pytest.mark.slow
 def test_a_worker_takes_numkv_from_its_tree(tmp_path):
     variables = {"NUMKV_PERF_TREE": str(workers.ROOT)}
     library = workers.Library("numkv", "perf.tree", variables=variables)
@@ -354,7 +355,10 @@ def test_both_trees_make_the_same():
 # ------------------------------------------------------------------ one-token calls
 
 
-@pytest.mark.parametrize("name", calls.CALLS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=[pytest.mark.slow] * ("write" in x)) for x in calls.CALLS],  # compiles
+)
 def test_calls(name):
     contestant = calls.CALLS[name]()
     assert (contestant.calls, contestant.layers) == (calls.BATCH, 1)

@@ -369,6 +369,7 @@ assert not kernels(), "not cleared"
 """
 
 
+@pytest.mark.slow
 def test_cache_of_a_process_with_a_folder_of_its_own(tmp_path):
     """Kernels in NUMBA_CACHE_DIR are found there, and cleared; a folder that does not exist is not made."""
     own = str(tmp_path / "kernels")
@@ -392,7 +393,10 @@ def test_cache_of_a_process_with_a_folder_of_its_own(tmp_path):
     [
         (["plan", "--layers", "1", "--kv-heads", "1", "--head-dim", "8"], ">&-", 0, ""),
         pytest.param(["cache"], ">&- 2>&-", 0, "", marks=pytest.mark.slow),
-        (["--nonsense"], ">&-", 2, "numkv: unrecognized arguments: --nonsense (see numkv --help)\n"),
+        pytest.param(
+            ["--nonsense"], ">&-", 2, "numkv: unrecognized arguments: --nonsense (see numkv --help)\n",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(["--nonsense"], "2>&-", 2, "", marks=pytest.mark.slow),
         pytest.param(["--nonsense"], "<&- >&- 2>&-", 2, "", marks=pytest.mark.slow),
     ],
@@ -550,7 +554,7 @@ def test_progress(stream, monkeypatch):
     with Progress("long work", stream) as progress:
         progress.update(1, 4)
         deadline = time.monotonic() + 300
-        while not stream.getvalue() and time.monotonic() < deadline:
+        while "25 %" not in stream.getvalue() and time.monotonic() < deadline:
             time.sleep(0.01)
     drawn = re.findall(r"long work…  25 %  \d+ s", stream.getvalue())
     assert drawn

@@ -142,6 +142,7 @@ def test_a_step_that_fails_half_way_changes_nothing(tmp_path):
 # ---------------------------------------------------------------- the bundled model
 
 
+@pytest.mark.slow
 def test_bundled_model_is_small_and_good():
     model = Model.load()
     assert model.weights.num_parameters <= 4_900_000

@@ -24,6 +24,7 @@ def played(request):
         yield 1, 2_000, math.inf, 1  # the same calls on every machine, however fast it is
 
 
+@pytest.mark.slow
 def test_nothing_is_found(played, capsys):
     report = fuzzer.run(*played)
     seed, calls, minutes, _ = played

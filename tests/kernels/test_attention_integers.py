@@ -3,6 +3,7 @@
 import numba
 import numpy as np
 import pytest
+from walked import each
 
 from numkv.kernels.cpu.attention.llvm.int4_pv import (
     make_accumulate_int4,
@@ -191,9 +192,9 @@ def test_qk_int8(rng, dim):
 # -- weights of INT8
 
 
-@pytest.mark.parametrize("size", [1e-35, 1e-30, 1.0, 1e30])
-@pytest.mark.parametrize(("begin", "end"), [(0, 64), (5, 38), (63, 64), (17, 18), (2, 2)])
-@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+@each("size", [1e-35, 1e-30, 1.0, 1e30])
+@each("begin, end", [(0, 64), (5, 38), (63, 64), (17, 18), (2, 2)])
+@each("rows", [1, 2, 4, 8])
 def test_quantise_probs(rng, rows, begin, end, size):
     rows = min(rows, row_unroll("float32"))
     p = rng.uniform(0, 1, (KV_TILE, rows)).astype(np.float32)

@@ -3,6 +3,7 @@
 import numba
 import numpy as np
 import pytest
+from walked import each
 
 from numkv.kernels.cpu.attention.offsets import (
     AHEAD,
@@ -130,12 +131,10 @@ def run_spread(k, v, tile, begin, end, entries, head, heads, part, parts, offset
     spread(offsets, np.int64(0), heads, part, parts, layout)
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3, 5])
-@pytest.mark.parametrize(("first", "heads"), [(0, 5), (1, 3), (4, 1)])
-@pytest.mark.parametrize("block_size", [8, 16])
-@pytest.mark.parametrize(
-    ("tile", "begin", "end"), [(0, 0, 200), (64, 70, 100), (128, 0, 129), (256, 0, 200)]
-)
+@each("parts", [1, 2, 3, 5])
+@each("first, heads", [(0, 5), (1, 3), (4, 1)])
+@each("block_size", [8, 16])
+@each("tile, begin, end", [(0, 0, 200), (64, 70, 100), (128, 0, 129), (256, 0, 200)])
 def test_parts_of_a_group(rng, tile, begin, end, block_size, first, heads, parts):
     num_blocks = 256 // block_size
     k, v = (np.zeros((num_blocks, 5, block_size, d), np.int8) for d in (64, 128))

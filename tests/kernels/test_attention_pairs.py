@@ -6,6 +6,7 @@ import problems
 import pytest
 import tolerances
 from problems import Shape
+from walked import each
 
 import numkv
 from numkv.kernels.cpu.attention.engines import compute_for
@@ -56,9 +57,9 @@ def test_windows_begin_and_end_within_a_pair(rng, window, new):
     assert np.isfinite(out.astype(np.float32)).all()
 
 
-@pytest.mark.parametrize("at", [0, 1, 62, 63, 64])
-@pytest.mark.parametrize("rows", [1, 4, 20])
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@each("at", [0, 1, 62, 63, 64])
+@each("rows", [1, 4, 20])
+@each("bad", [np.inf, -np.inf, np.nan])
 def test_values_that_are_not_finite_are_seen_where_they_are(rng, at, rows, bad):
     """Also the newest token alone in its pair: infinity stays infinity."""
     problem = problems.make(rng, Shape(rows, 1, 32, (65,)), "bf16", "bf16")

@@ -3,6 +3,7 @@
 import numba
 import numpy as np
 import pytest
+from walked import each
 
 from numkv.kernels.cpu.attention.llvm.softmax import make_online_softmax_step
 from numkv.kernels.cpu.attention.records import KV_TILE, SoftmaxState
@@ -35,9 +36,9 @@ def softmax(compute, scores, begin, end, count, maxima, sums):
     return s[:at].reshape(KV_TILE, rows), *s[at:].reshape(3, 16)
 
 
-@pytest.mark.parametrize(("compute", "bound"), [("float32", 2e-6), ("float64", 4e-15)])
-@pytest.mark.parametrize(("begin", "end"), [(0, 64), (5, 38), (0, 1), (63, 64), (16, 48)])
-@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+@each("compute, bound", [("float32", 2e-6), ("float64", 4e-15)])
+@each("begin, end", [(0, 64), (5, 38), (0, 1), (63, 64), (16, 48)])
+@each("rows", [1, 2, 4, 8])
 def test_softmax_of_rows(rng, compute, bound, rows, begin, end):
     rows = min(rows, row_unroll(compute))
     count = max(1, rows - 1)

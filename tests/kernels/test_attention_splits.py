@@ -1,7 +1,7 @@
 """How attention on CUDA splits sequences: by nothing but themselves, and never more than there is room for."""
 
 import numpy as np
-import pytest
+from walked import each
 
 from numkv.kernels.cuda.attention import items, splits
 
@@ -27,7 +27,7 @@ def random_call(rng):
     return lengths, tokens.tolist(), heads, group, window_left
 
 
-@pytest.mark.parametrize("seed", range(200))
+@each("seed", range(200))
 def test_parts_have_room_and_lie_apart(seed):
     lengths, tokens, heads, group, window_left = random_call(np.random.default_rng(seed))
     capacity = max(lengths) + 3
@@ -61,7 +61,7 @@ def test_parts_have_room_and_lie_apart(seed):
                     taken.update(parts)
 
 
-@pytest.mark.parametrize("seed", range(50))
+@each("seed", range(50))
 def test_splits_depend_on_the_sequence_alone(seed):
     lengths, tokens, heads, group, window_left = random_call(np.random.default_rng(seed))
     capacity = max(lengths)

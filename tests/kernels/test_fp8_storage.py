@@ -104,6 +104,7 @@ def test_copies_take_words_as_they_are_and_share_scales(target, name):
 
 
 @KINDS
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", [numkv.QKMode.COPY, numkv.QKMode.HALF_SPLIT])
 def test_fused_writes_are_divided_by_the_scale_of_their_head(target, name, mode):
     place = targets.get(target)
@@ -189,6 +190,7 @@ def test_public_appends_take_a_number_or_one_for_each_head(target, name, scale):
     np.testing.assert_array_equal(found[1], words_of(x, name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp8_e4m3", pytest.param("fp8_e5m2", marks=pytest.mark.nightly)])
 def test_compiled_code_of_a_user_stores_and_loads_by_the_same_scales(name):
     pool = pool_of(targets.get("cpu"), name, SCALES)

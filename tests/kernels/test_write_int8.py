@@ -8,7 +8,10 @@ from messages import about
 import numkv
 
 F32 = np.float32
-KINDS = [("int8", "int8"), ("int8", "fp16"), pytest.param(("fp32", "int8"), marks=pytest.mark.nightly)]  # fmt: skip
+KINDS = [
+    ("int8", "int8"),
+    *(pytest.param(kinds, marks=pytest.mark.nightly) for kinds in (("int8", "fp16"), ("fp32", "int8"))),
+]  # fmt: skip
 
 
 # ---------------------------------------------------------------- what may not be stored

@@ -7,6 +7,7 @@ import ml_dtypes
 import naive
 import numpy as np
 import pytest
+from walked import each
 
 import numkv
 from numkv import numbers
@@ -40,7 +41,7 @@ BAD = {
 CASES = [(name, value) for name, values in BAD.items() for value in values]
 
 
-@pytest.mark.parametrize(("name", "value"), CASES, ids=lambda x: repr(x)[:15])
+@each("name, value", CASES)
 def test_options_that_are_no_such_numbers(rng, name, value):
     with pytest.raises(NAMED, match=f"`{name}`: expected"):
         decode(rng, np.asarray, **{name: value})
@@ -186,10 +187,7 @@ BAD_WRITES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [(n, v) for n, values in BAD_WRITES.items() for v in values],
-    ids=lambda x: repr(x)[:15],
-)  # fmt: skip
+@each("name, value", [(n, v) for n, values in BAD_WRITES.items() for v in values])  # fmt: skip
 def test_numbers_of_the_fused_write(name, value):
     with pytest.raises(NAMED, match=f"`{name}`: expected"):
         write(np.asarray, **{name: value})

@@ -5,6 +5,7 @@ import naive
 import numpy as np
 import pytest
 from messages import about
+from walked import each
 
 import numkv
 
@@ -72,7 +73,7 @@ def call(which, to, **changes):
     return function(**moved)
 
 
-@pytest.mark.parametrize(("which", "name", "array", "error"), CALLS)
+@each("which, name, array, error", CALLS)
 def test_attention_arguments(target, to, which, name, array, error):
     with pytest.raises(error, match=about(name)):
         call(which, to, **{name: array})

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from messages import about
+from walked import each
 
 import numkv
 
@@ -102,9 +103,7 @@ def test_the_arguments_are_good(target, to, which):
     call(which, to)
 
 
-@pytest.mark.parametrize(
-    ("which", "changes", "name", "error"), CASES, ids=lambda x: x if isinstance(x, str) else None
-)
+@each("which, changes, name, error", CASES)
 def test_arguments(target, to, which, changes, name, error):
     with pytest.raises(error, match=about(name)):
         call(which, to, **changes)

@@ -6,6 +6,7 @@ import logging
 import numpy as np
 import pytest
 from block_books import SIZE, cached, prompt, refused
+from walked import each
 
 import numkv
 from numkv.blocks import arrays
@@ -22,9 +23,9 @@ def test_free_blocks_that_hold_nothing_cannot_be_acquired():
 BY_IDS = ["allocate_ids", "release", "acquire", "pin", "unpin", "forget", "ref_count", "is_cached"]
 
 
-@pytest.mark.parametrize("method", BY_IDS)
-@pytest.mark.parametrize("wrong", [-1, 4, 2**31, 2**32, -(2**32)])
-@pytest.mark.parametrize("at", [0, 1])
+@each("method", BY_IDS)
+@each("wrong", [-1, 4, 2**31, 2**32, -(2**32)])
+@each("at", [0, 1])
 def test_ids_out_of_range(method, wrong, at):
     pool = BlockPool(4, SIZE)
     cached(pool, 2)
@@ -48,9 +49,9 @@ def test_ids_to_register_out_of_range(wrong, events):
     refused(pool, IndexError, f"got {wrong} at 1", pool.register, [0, wrong], *prompt(2))
 
 
-@pytest.mark.parametrize("method", [*BY_IDS, "register"])
-@pytest.mark.parametrize(
-    ("ids", "error"),
+@each("method", [*BY_IDS, "register"])
+@each(
+    "ids, error",
     [
         ([0.0], numkv.UnsupportedDType),
         ([True], numkv.UnsupportedDType),
@@ -79,9 +80,9 @@ def test_ids_come_in_any_form():
     pool.check()
 
 
-@pytest.mark.parametrize("method", ["register", "lookup", "find"])
-@pytest.mark.parametrize(
-    ("names", "tokens", "error", "match"),
+@each("method", ["register", "lookup", "find"])
+@each(
+    "names, tokens, error, match",
     [
         (np.zeros((2, 31), np.uint8), [1] * 4, numkv.DimensionMismatch, "`digests`"),
         (np.zeros(64, np.uint8), [1] * 4, numkv.DimensionMismatch, "`digests`"),

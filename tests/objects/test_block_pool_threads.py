@@ -146,6 +146,7 @@ def test_only_functions_are_told():
         BlockPool(4, SIZE, on_event=7)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_child_finds_sound_books(monkeypatch):
     """However busy other threads of the parent are with the pool."""

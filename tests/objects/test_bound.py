@@ -11,6 +11,8 @@ import tolerances
 
 import numkv
 
+pytestmark = pytest.mark.kernels
+
 HEADS, GROUP, DIM = 2, 4, 32
 Q_HEADS = HEADS * GROUP
 KINDS = [

@@ -17,6 +17,8 @@ from numkv.errors import (
     UnsupportedDType,
 )
 
+pytestmark = pytest.mark.kernels
+
 HEADS, Q_HEADS, DIM = 2, 8, 32
 F32 = np.float32
 

@@ -6,6 +6,8 @@ from mixed_caches import GROUP, LAYERS, Layer, make
 
 import numkv
 
+pytestmark = pytest.mark.kernels
+
 #: With layers of one shape in two kinds, and more q heads in the last one than in others of its shape.
 MIXED = [*LAYERS, Layer(2, 8, 8)]
 Q_HEADS = [x.heads * GROUP for x in MIXED[:-1]] + [8]

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from walked import each
 
 from numkv.compression.codebook import edges_between, levels_for, mean_magnitude
 from numkv.compression.haar import haar, stream
@@ -20,6 +21,7 @@ def density(dim, bits):
     return t, weights / weights.sum(), cells
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "bits", [1, 4, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 7))]
 )
@@ -32,8 +34,8 @@ def test_levels_are_the_means_of_their_cells(dim, bits):
     assert np.allclose(levels, means, rtol=0, atol=3e-6)
 
 
-@pytest.mark.parametrize("bits", range(1, 17))
-@pytest.mark.parametrize("dim", [1, 2, 3, 128])
+@each("bits", range(1, 17))
+@each("dim", [1, 2, 3, 128])
 def test_levels_rise_and_are_symmetric(dim, bits):
     levels = levels_for(dim, bits)
     assert levels.shape == (2**bits,)

@@ -7,6 +7,7 @@ import naive
 import numpy as np
 import pytest
 import tolerances
+from walked import each
 
 from numkv import CompressorConfig, HeadCompressor, MultiHeadCompressor
 
@@ -174,9 +175,9 @@ def test_query_heads_share_a_kv_head(target, to, host, rng):
 # ---------------------------------------------------------------- sizes
 
 
-@pytest.mark.parametrize("dim", [1, 8, 13, 128])
-@pytest.mark.parametrize("bits", [1, 3, 4, 8, 16])
-@pytest.mark.parametrize("projections", [None, 1, 13, 32])
+@each("dim", [1, 8, 13, 128])
+@each("bits", [1, 3, 4, 8, 16])
+@each("projections", [None, 1, 13, 32])
 def test_bytes_are_those_of_the_packed_codes(dim, bits, projections):
     cache = MultiHeadCompressor(3, CompressorConfig(dim, bits, projections))
     vector = -(-dim * bits // 8) + 4
@@ -287,6 +288,7 @@ def pair_errors(projections, bits=2, dim=128, seeds=25, pairs=400):
     return np.array(errors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [pytest.param(1, marks=pytest.mark.nightly), 2, 4])
 def test_the_sketch_makes_scores_unbiased(bits):
     """Over 10,000 pairs the mean error is what chance gives; without a sketch it is far from that."""

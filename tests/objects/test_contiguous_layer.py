@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tolerances
 from messages import about
+from walked import each
 from worked import OUT, K, Q, V
 
 import numkv
@@ -107,7 +108,7 @@ BAD_WRITES = [  # what to change, error, start of the message
 ]
 
 
-@pytest.mark.parametrize(("change", "error", "message"), BAD_WRITES)
+@each("change, error, message", BAD_WRITES)
 def test_bad_writes_change_nothing(target, to, host, rng, change, error, message):
     layer = filled(rng, to, target)
     before = whole(layer, host)

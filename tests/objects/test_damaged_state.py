@@ -328,6 +328,7 @@ def test_rows_past_a_caches_memory_are_refused(rows_):
             use()
 
 
+@pytest.mark.slow
 def test_a_jit_from_before_a_growth_writes_and_reads_nothing():
     cache = numkv.KVCache(1, 1, 4, kind="fp32")
     cache.append(0, *rows(2, 1, 4))

@@ -14,6 +14,8 @@ from numkv.errors import CacheFull, DimensionMismatch, NonFiniteInput, NotSuppor
 from numkv.writing import fast_path
 from numkv.writing.fused_write import Projection
 
+pytestmark = pytest.mark.kernels
+
 HEADS, DIM, SIZE = 2, 32, 4
 F32 = np.float32
 
@@ -220,6 +222,7 @@ print(parallel._is_initialized)
 """
 
 
+@pytest.mark.slow
 def test_small_calls_start_no_threads():
     env = {"PYTHONPATH": ":".join(filter(None, sys.path))}
     done = subprocess.run(
@@ -272,7 +275,8 @@ def generally(made):
 WRITES = [
     *(("fp32", F32, by_slot) for by_slot in (False, True)),
     *(("int8", F32, by_slot) for by_slot in (False, True)),
-    *(("int4", F32, by_slot) for by_slot in (False, True)),
+    ("int4", F32, False),
+    pytest.param("int4", F32, True, marks=pytest.mark.slow),
     ("bf16", naive.DTYPES["bf16"], False),
     pytest.param("fp16", np.float16, False, marks=pytest.mark.nightly),
     pytest.param("fp16", np.float16, True, marks=pytest.mark.nightly),

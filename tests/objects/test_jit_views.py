@@ -42,13 +42,14 @@ def slots(cache, positions):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kinds",
     [
         *((k, k) for k in KINDS if k not in IN_PAIRS),
         *(pytest.param((k, k), marks=pytest.mark.nightly) for k in IN_PAIRS),
         ("bf16", "int8"),
-        pytest.param(("int4", "fp32"), marks=pytest.mark.slow),
+        ("int4", "fp32"),
     ],
     ids="-".join,
 )
@@ -75,9 +76,8 @@ def test_own_code_appends_and_reads(rng, kinds):
         tolerances.assert_rows_close(layer.decode_attention(q), out, bound)
 
 
-@pytest.mark.parametrize(
-    "kind", ["int8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("fp16", "int4"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "fp16", "int4"])
 def test_a_paged_layer(rng, kind):
     """Own code follows the block table, as far as the layer has blocks."""
     pool = numkv.PagedPool(6, 3, 2, 4, kind=kind)
@@ -105,6 +105,7 @@ def test_a_paged_layer(rng, kind):
     assert np.array_equal(other.k[other.block_indices[0]], others)
 
 
+@pytest.mark.slow
 def test_fields_are_the_layers_buffers():
     layer = numkv.ContiguousLayer(6, 2, 4, kind="bf16")
     rows = np.ones((3, 2, 4), np.float32)
@@ -121,11 +122,13 @@ def test_fields_are_the_layers_buffers():
     assert jit.context_lens.tolist() == [1]
 
 
+@pytest.mark.slow
 def test_slots():
     layer = numkv.ContiguousLayer(6, 2, 4)
     assert slots(layer.jit, np.array([0, 3, 5])).tolist() == [0, 3, 5]
 
 
+@pytest.mark.slow
 def test_own_code_cannot_write_past_the_capacity():
     """An append without room says so and writes nothing."""
     layer = numkv.ContiguousLayer(2, 1, 4, kind="fp32")
@@ -152,6 +155,7 @@ def load(cache, layer, position, out):
     cache.load_v(layer, position, 0, out[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["int8", *(pytest.param(k, marks=pytest.mark.nightly) for k in ("bf16", "int4"))]
 )
@@ -180,6 +184,7 @@ def test_a_cache_that_grew_has_new_buffers():
     assert cache.jit.context_lens.tolist() == [201]
 
 
+@pytest.mark.slow
 def test_a_copy_leaves_the_structure_of_the_original_in_use():
     cache, rows = numkv.KVCache(1, 1, 4, max_seq_len=3), np.ones((1, 4), np.float32)
     view = cache.jit
@@ -253,6 +258,7 @@ BAD_ROWS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["layer", "cache"])
 def test_rows_that_do_not_fit_are_refused(which):
     if which == "layer":
@@ -297,6 +303,7 @@ def test_slots_outside_are_minus_one():
     assert slots(layer.jit, positions).tolist() == [-1, 3 * first, 3 * second + 2, -1, -1, -1]
 
 
+@pytest.mark.slow
 def test_spoilt_tables_and_lengths_are_not_followed():
     layer = numkv.PagedLayer(4, 3, 2, 4, kind="int8")
     layer.append(*np.ones((2, 4, 2, 4), np.float32))
@@ -317,6 +324,7 @@ def test_spoilt_tables_and_lengths_are_not_followed():
     layer.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda x: x.copy(), copy.copy, copy.deepcopy, pickle.dumps])
 @pytest.mark.parametrize("name", ["ContiguousLayer", "PagedLayer", "KVCache"])
 def test_an_object_with_a_view_can_be_copied(name, make):
@@ -341,6 +349,7 @@ def test_an_object_with_a_view_can_be_copied(name, make):
         x.check()
 
 
+@pytest.mark.slow
 def test_advance_is_exact():
     cache = numkv.KVCache(1, 2, 4, kind="int8", max_seq_len=3)
     cache.append(0, row(4), row(4))

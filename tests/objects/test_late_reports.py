@@ -9,6 +9,8 @@ import pytest
 import numkv
 from numkv import targets
 
+pytestmark = pytest.mark.kernels
+
 HEADS, DIM = 2, 32
 F32 = np.float32
 cuda = targets.get("cuda")

@@ -9,6 +9,8 @@ import pytest
 
 import numkv
 
+pytestmark = pytest.mark.kernels
+
 F32 = np.float32
 HEADS, DIM = 2, 4
 NAMES = ["ContiguousLayer", "PagedLayer", "KVCache"]
@@ -294,7 +296,9 @@ def test_a_reader_that_is_overtaken_gets_an_error(name, inner):
     assert any(mean == pytest.approx(each, rel=1e-5) for each in means)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x != "PagedLayer")) for x in NAMES]
+)
 def test_a_finaliser_cannot_write_in_the_middle(name):
     """Objects whose finaliser appends to the cache that is being written to."""
     one, told = make(name), []

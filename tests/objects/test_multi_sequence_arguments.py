@@ -7,6 +7,7 @@ import naive_cells
 import numpy as np
 import pytest
 from cell_numbers import CACHES, Numbers, make, numbers, ready
+from walked import each
 
 import numkv
 
@@ -108,9 +109,9 @@ def test_integers_of_others_are_integers(target, to):
 # ---------------------------------------------------------------- making
 
 
-@pytest.mark.parametrize("name", ["max_sequences", "capacity", "max_batch"])
-@pytest.mark.parametrize("value", [*NO_INTEGERS, None, -1, 2**31 + 1, 2**63, HUGE], ids=range(12))
-@pytest.mark.parametrize("make_cache", [numkv.CausalCache, numkv.EncoderCache])
+@each("name", ["max_sequences", "capacity", "max_batch"])
+@each("value", [*NO_INTEGERS, None, -1, 2**31 + 1, 2**63, HUGE])
+@each("make_cache", [numkv.CausalCache, numkv.EncoderCache])
 def test_sizes(make_cache, name, value):
     """The cache can still be initialised."""
     cache, sizes = make_cache(), {"max_sequences": 1, "capacity": 4, "max_batch": 4}
@@ -276,8 +277,8 @@ NO_ROW_OF_INTEGERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["positions", "sequences"])
-@pytest.mark.parametrize("bad", NO_ROW_OF_INTEGERS, ids=range(len(NO_ROW_OF_INTEGERS)))
+@each("name", ["positions", "sequences"])
+@each("bad", NO_ROW_OF_INTEGERS)
 def test_rows_of_a_batch(name, bad):
     pair = ready("cpu")
     batch = numkv.Batch(**({"positions": [2, 3], "sequences": [0, 0]} | {name: bad}))
@@ -377,9 +378,9 @@ def test_layouts_of_rows_and_queries(how, kind):
     plain = cache.copy()
     rng = np.random.default_rng(0)
     k, v, q = (rng.standard_normal((2, 2, 4), F32) for _ in range(3))
-    for each in (cache, plain):
-        each.start_forward(numkv.Batch([0, 1], [0, 0]))
-        each.put(0, k, v)
+    for one in (cache, plain):
+        one.start_forward(numkv.Batch([0, 1], [0, 0]))
+        one.put(0, k, v)
     if how in FINE:
         cache.put(0, odd(k, how), odd(v, how))
         got, want = cache.decode_attention(0, odd(q, how)), plain.decode_attention(0, q)

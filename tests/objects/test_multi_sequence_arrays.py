@@ -102,6 +102,7 @@ def read(target, arrays):
     return [where.to_host(x) for x in out]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CACHES)
 def test_own_kernels_read_the_rows_of_each_sequence(target, name):
     """And attend by them in float64 as `decode_attention` does."""
@@ -222,6 +223,7 @@ def test_a_layer_that_was_never_put(target):
         on.cache.arrays(0.0)
 
 
+@pytest.mark.slow
 def test_encoder(target):
     where = targets.get(target)
     cache = numkv.EncoderCache()
@@ -258,6 +260,7 @@ def test_wrapper_asks_the_layers_child(target):
         assert where.to_host(cache.arrays(layer).context_lens).tolist() == [n]
 
 
+@pytest.mark.slow
 def test_layer_jit_is_one_object(target):
     on = filled(target)
     struct = on.cache.layer_jit(0)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from cell_numbers import CACHES, Numbers, make, numbers, ready
 from messages import about
+from walked import each
 
 import numkv
 
@@ -33,8 +34,8 @@ NOT_HERE = [  # rows that a layer with one head of K of 1 and of V of 2 does not
 ]
 
 
-@pytest.mark.parametrize("reserve", [False, True])
-@pytest.mark.parametrize(("k", "v", "error", "name"), NEVER + NOT_HERE)
+@each("reserve", [False, True])
+@each("k, v, error, name", NEVER + NOT_HERE)
 def test_bad_rows(target, to, k, v, error, name, reserve):
     """Nothing is written, and no layer is made; a reserved pass looks as well."""
     pair = ready(target)
@@ -309,6 +310,7 @@ def test_repr_says_what_it_is(target, name):
     assert CACHES[name][0].__name__ in repr(CACHES[name][0](*CACHES[name][1]))
 
 
+@pytest.mark.slow
 def test_jit(target):
     """Positions and numbers of sequences of all cells, on the host; free cells have none."""
     pair = ready(target)

@@ -102,6 +102,7 @@ def assert_attends(kind, mine, its, k, v, q):
         tolerances.assert_rows_close(mine[t : t + 1], want, bound)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", *LIKE_IT])
 def test_a_decode_loop_over_a_paged_layer(kind):
     """Blocks in an order of their own, from a pool that another layer uses too."""
@@ -137,6 +138,7 @@ def test_a_decode_loop_over_a_paged_layer(kind):
     other.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", *LIKE_IT])
 def test_a_decode_loop_over_a_cache(kind):
     cache, steps = (numkv.KVCache(2, 1, DIM, kind=kind) for _ in "ab")
@@ -165,6 +167,7 @@ def test_a_decode_loop_over_a_cache(kind):
     assert len(cache.k(0)) == TOKENS + 1
 
 
+@pytest.mark.slow
 def test_a_loop_ends_where_the_memory_does():
     """Nothing is written past it, and the length says how far the loop came."""
     layer = numkv.PagedLayer(4, 16, 1, DIM, kind="int8")
@@ -237,6 +240,7 @@ def sums_of_keys(target):
     return lambda a, out: kernel[1, out.shape[0]](a, out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_users_kernels_read_what_is_stored(name, target, to, host):
     cache, new = make(name, target), rows(11)

@@ -8,6 +8,8 @@ import tolerances
 import numkv
 from numkv.files import load_sequences, save_sequences
 
+pytestmark = pytest.mark.kernels
+
 F32 = np.float32
 
 

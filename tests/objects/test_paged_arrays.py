@@ -5,6 +5,7 @@ import pickle
 
 import naive
 import numpy as np
+import pytest
 from numba import cuda, float32, njit
 from paged_caches import fill, grow, make, queries, refused, rows, started
 from users_kernels import lse_of_kind, store_of_kind
@@ -62,6 +63,7 @@ def run_lse(target, arrays, q):
     return out.copy_to_host()
 
 
+@pytest.mark.slow
 def test_a_users_kernel_attends(target, to, host):
     """Over int8 rows that lie in forked, shared and scattered blocks, as float64 and `decode_attention` do."""
     cache = make(kind="int8", target=target)
@@ -121,6 +123,7 @@ def run_store(target, arrays, k, v):
         grid(arrays, cuda.to_device(k), cuda.to_device(v))
 
 
+@pytest.mark.slow
 def test_a_users_kernel_writes_a_step(target, to, host):
     caches = [make(kind="int8", target=target) for _ in range(2)]
     for cache in caches:

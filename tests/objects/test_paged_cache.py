@@ -293,7 +293,7 @@ def test_write_is_that_of_a_contiguous_layer(rng, kind, mode):
         cache.commit(step)
     table = cache._sequences[seq].tables[0]
     for which in ("k", "v", "k_scale", "v_scale"):
-        pool, want = getattr(cache._pools[0], which), getattr(layer.jit, which)
+        pool, want = getattr(cache._pools[0], which), getattr(layer._pool, which)
         if pool.size:
             got = np.concatenate(list(pool[table]), axis=1)[:, :9]
             assert np.array_equal(naive.words(got), naive.words(want[0, :, :9]))

@@ -11,6 +11,8 @@ from several_threads import in_threads
 
 import numkv
 
+pytestmark = pytest.mark.kernels
+
 TEXT = list(range(9))
 BUSY = "being changed by another call"
 

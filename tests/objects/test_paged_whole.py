@@ -222,6 +222,7 @@ def scenario(name, rotate):
     return cache, operations(cache, seq, fork, step, swapped)[name], step, other
 
 
+@pytest.mark.kernels  # which ask NumPy for nothing half way
 @pytest.mark.parametrize("rotate", [False, True])
 @pytest.mark.parametrize("name", operations(*[make()] * 5))
 def test_a_fault_at_any_allocation_changes_nothing(monkeypatch, name, rotate):

@@ -96,7 +96,7 @@ def test_extra_keys_in_the_format():
 def test_another_process_gives_the_same():
     """Whatever the seed of Python's own hashes is."""
     script = (
-        "from numkv.prefix import block_digests\n"
+        "from numkv.blocks.prefix import block_digests\n"
         "print(block_digests(range(40), 16, {'a': 'x', 'b': 3}).tobytes().hex())"
     )
     for seed in ("0", "1"):

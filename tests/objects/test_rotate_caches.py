@@ -150,6 +150,7 @@ def test_a_layers_buffers_hold_rotated_rows(target, to, host, rng, kind):
         assert np.array_equal(naive.words(got), naive.words(want))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["int8", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("fp16", "int4"))]
 )

@@ -1,10 +1,12 @@
 """What every cache has, whatever it is: the same attributes, copies, `clear`, `check`, `repr` and pickles."""
 
 import copy
+import inspect
 import pickle
 
 import numpy as np
 import pytest
+import reference
 
 import numkv
 
@@ -420,3 +422,166 @@ def test_dims_of_layers_that_differ(target, to):
     cache.put(0, to(rows(1, 4)), to(rows(1, 6)))
     cache.put(7, to(rows(1, 2)), to(rows(1, 6)))
     assert (cache.num_kv_heads, cache.head_dim, cache.head_dim_v) == (HEADS, {0: 4, 7: 2}, 6)
+
+
+# ---------------------------------------------------------------- each method, on kernels as on the reference
+
+
+def projected(case, n):
+    return case.to(rows(n, (4 + HEADS) * DIM + HEADS * DIM_V)[:, 0].copy())
+
+
+def bound(cache, case, *step, layer=()):
+    """A token by a bound call."""
+    made = cache.bind(4, "fp32")
+    q = case.to(np.random.default_rng(4).standard_normal((1, 4, DIM), F32))
+    return (
+        made(q, *case.kv(case, 1, 7))
+        if not layer
+        else made.begin(*step)(*layer, q, *case.kv(case, 1, 7))
+    )
+
+
+def stepped(call, n=1):
+    """A call of a step of one sequence, whose layers have been written."""
+
+    def of_cache(c, case):
+        step = c.reserve([c.sequences[0]], [n])
+        for layer in range(2):
+            step.append(layer, *case.kv(case, n, 3 + layer))
+        return call(c, step, case)
+
+    return of_cache
+
+
+def swapped(c, case):
+    (seq,) = c.sequences
+    kept = c.swap_out(seq)  # where it stays as well
+    c.remove(seq)
+    c.swap_in(kept)
+
+
+def written_by_step(c, case):
+    step = c.reserve([c.sequences[0]], [2])
+    q = step.write(0, projected(case, 2), num_q_heads=4, qk_mode=0)
+    return [q, step.attention(0, q)]
+
+
+def q_of(case, n=1):
+    return case.to(np.random.default_rng(n).standard_normal((n, 4, DIM), F32))
+
+
+OF_LAYER = {
+    "attention_weights": lambda c, case: c.attention_weights(q_of(case)),
+    "bind": bound,
+    "compact": lambda c, case: c.compact([0, 2]),
+    "truncate": lambda c, case: c.truncate(2),
+    "write": lambda c, case: c.write(projected(case, 2), num_q_heads=4, qk_mode=0),
+}
+OF_CELLS = {
+    "attention_weights": lambda c, case: c.attention_weights(0, case.to(rows(TOKENS, DIM))),
+    "compact": lambda c, case: c.compact(0, [0, 1]),
+    "copy_prefix": lambda c, case: c.copy_prefix(0, 1, 2),
+    "remove": lambda c, case: c.remove(0, 2),
+}
+OF_COMPRESSOR = {
+    "attention_scores": lambda c, case: c.attention_scores(case.to(rows(1, DIM)[0])),
+    "decode_keys": lambda c, case: c.decode_keys(),
+    "decode_values": lambda c, case: c.decode_values(),
+    "truncate": lambda c, case: c.truncate(2),
+}
+#: What each class has beside what `Case.fill` and `Case.content` call.
+EACH_METHOD = {
+    "ContiguousLayer": OF_LAYER,
+    "PagedLayer": OF_LAYER,
+    "PagedPool": {},
+    "KVCache": {
+        "attention_weights": lambda c, case: c.attention_weights(0, q_of(case)),
+        "bind": lambda c, case: bound(c, case, layer=(0,)),
+        "compact": lambda c, case: c.compact([0, 2]),
+        "truncate": lambda c, case: c.truncate(2),
+        "k": lambda c, case: [c.k(0), c.v(1)],
+    },
+    "PagedKVCache": {
+        "attention_weights": lambda c, case: c.attention_weights(0, c.sequences[0], q_of(case)),
+        "bind": lambda c, case: bound(c, case, c.reserve([c.sequences[0]], [1]), layer=(0,)),
+        "commit": stepped(lambda c, step, case: c.commit(step)),
+        "compact": lambda c, case: c.compact(c.sequences[0], [0, 2]),
+        "fork": lambda c, case: c.remove(c.fork(c.sequences[0])),
+        "swap_in": swapped,
+        "Step.attention": stepped(lambda c, step, case: step.attention(0, q_of(case))),
+        "Step.attention_weights": stepped(lambda c, step, case: step.attention_weights(0, q_of(case))),
+        "Step.attention, of more": stepped(lambda c, step, case: step.attention(1, q_of(case, 2)), n=2),
+        "Step.write": written_by_step,
+    },
+    **{name: OF_CELLS for name in MULTI if name != "EncoderCache"},
+    "EncoderCache": {"get": lambda c, case: c.get(0)},
+    "HeadCompressor": OF_COMPRESSOR
+    | {
+        "attention_scores": lambda c, case: c.attention_scores(case.to(rows(1, DIM)[0, 0])),
+        "evict_outside_window": lambda c, case: c.evict_outside_window(2),
+        "push": lambda c, case: c.push(*(case.to(rows(1, DIM, salt)[0, 0]) for salt in (7, 8))),
+    },
+    "MultiHeadCompressor": OF_COMPRESSOR
+    | {
+        "evict_outside_window": lambda c, case: c.evict_outside_window(2),
+        "push_token": lambda c, case: c.push_token(*(case.to(rows(1, DIM, salt)[0]) for salt in (7, 8))),
+    },
+    "PagedCompressor": {
+        "attention_scores": lambda c, case: c.attention_scores(c.sequences[0], case.to(rows(1, DIM))),
+        "decode_keys": lambda c, case: c.decode_keys(c.sequences[0]),
+        "decode_values": lambda c, case: c.decode_values(c.sequences[0]),
+        "fork": lambda c, case: c.truncate(c.fork(c.sequences[0]), 1),
+        "truncate": lambda c, case: c.truncate(c.sequences[0], 2),
+    },
+}  # fmt: skip
+#: What has no call there: `fill`, `content` or the tests above call it, no kernel has a part in it, or it has tests of
+#: its own.
+NOT_HERE = {
+    *("add", "append", "put", "extend", "start_forward", "reserve", "advance", "decode_attention", "attend", "get"),
+    *("copy", "clear", "check", "close", "init", "arrays", "positions", "key_codes", "value_codes", "length", "v"),
+    *("block_table", "cached_len", "can_resume", "pin", "unpin", "remove", "rollback", "stats", "window_of", "free"),
+    *("take_blocks", "like", "quantised_tokens", "set_config", "set_causal", "set_layer_type", "truncate"),
+    *("k_codes", "v_codes", "k_scales", "v_scales", "layer_jit", "swap_out", "layer_rows"),
+    *("set_scales", "write_latents", "step_buffers"),  # test_set_scales.py, test_latents.py, test_step_buffers.py
+}  # fmt: skip
+#: Of encoders' rows, which stay or go together.
+REFUSED = {"EncoderCache": {"attention_weights", "compact", "copy_prefix"}}
+
+
+def test_each_method_has_a_call():
+    assert EACH_METHOD.keys() == CASES.keys()
+    for name, calls in EACH_METHOD.items():
+        cls = getattr(numkv, name)
+        public = {
+            method
+            for method in dir(cls)
+            if not method.startswith("_")
+            and inspect.isfunction(inspect.getattr_static(cls, method))
+        }
+        assert not public - calls.keys() - NOT_HERE - REFUSED.get(name, set()), name
+
+
+def floats_in(case, x):
+    """Arrays of floats in what a call gives."""
+    if isinstance(x, (list, tuple)):
+        return [y for part in x for y in floats_in(case, part)]
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        return []
+    x = case.host(x)
+    return [x] if x.dtype.kind == "f" else []
+
+
+@pytest.mark.kernels
+def test_each_method_does_on_kernels_what_it_does_on_the_reference(case):
+    for call in EACH_METHOD[case.name].values():
+        found = []
+        for on_reference in (False, True):
+            with reference.standing_in(on_reference):
+                cache = case.make(case.target)
+                case.fill(cache, case)
+                result = call(cache, case)
+                found.append(floats_in(case, [result, case.content(cache, case)]))
+        assert found[0]
+        for got, want in zip(*found, strict=True):
+            np.testing.assert_allclose(got, want, rtol=0.02, atol=0.02)

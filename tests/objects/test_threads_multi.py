@@ -9,6 +9,8 @@ import pytest
 
 import numkv
 
+pytestmark = pytest.mark.kernels
+
 F32 = np.float32
 HEADS, DIM = 2, 8
 

@@ -11,6 +11,8 @@ import numkv
 from numkv.cli import main
 from numkv.kernels.builder import cache_stats
 
+pytestmark = pytest.mark.kernels
+
 CHECK = """
 import numpy as np, numkv
 from numkv.kernels.builder import cache_stats
@@ -53,6 +55,7 @@ def test_processes_are_a_number_of_them():
             numkv.warmup([], processes=wrong)
 
 
+@pytest.mark.slow
 def test_kinds_apart_and_quantised(capsys):
     found = numkv.warmup([("int8", "fp16")])
     again = numkv.warmup([("int8", "fp16")])

@@ -241,6 +241,7 @@ def test_files_that_are_no_configs(tmp_path, text):
         needs_of(tmp_path / "nowhere")
 
 
+@pytest.mark.slow
 def test_a_config_with_random_entries_gives_a_plan_or_says_what_is_wrong():
     """Whatever one entry of any family becomes, nothing but errors of numkv's come out."""
     from numkv.planning import keys

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-import pytest
+from walked import each
 
 from numkv.planning import needs_of
 
@@ -323,7 +323,7 @@ def facts_of(needs):
     }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@each("name", FAMILIES)
 def test_what_a_family_keeps(name):
     family, entries, rows, *rest = FAMILIES[name]
     more = dict(*rest)
@@ -333,7 +333,7 @@ def test_what_a_family_keeps(name):
     assert needs.remarks == ()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@each("name", FAMILIES)
 def test_bytes_are_those_of_the_facts(name):
     """Added up anew, as bf16, of a sequence before and after its windows are full."""
     family, entries, rows, *rest = FAMILIES[name]

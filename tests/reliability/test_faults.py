@@ -6,6 +6,7 @@ object must be as before the call; it can be used; and the same call, with memor
 
 import gc
 import inspect
+import zlib
 
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ VARIATIONS = {
 }  # fmt: skip
 #: More allocations than any method makes.
 MOST = 400
+#: By day every so many allocations fail, from another one on for each method; nightly all of them.
+BY_DAY = 9
 
 
 @pytest.fixture
@@ -54,7 +57,7 @@ def lent(monkeypatch):
         for case in CASES
     ],
 )
-def test_nothing_changes_where_memory_runs_out(name, call, lent):
+def test_nothing_changes_where_memory_runs_out(request, name, call, lent):
     subject = SUBJECTS[name]
     prepare, do = subject.split(call)
 
@@ -68,7 +71,8 @@ def test_nothing_changes_where_memory_runs_out(name, call, lent):
     result = plain(do(good))
     after = subject.see(good)
     assert subject.see(make()) == before
-    for at in range(1, MOST):
+    every = 1 if request.config.getoption("nightly") else BY_DAY
+    for at in range(1 + zlib.crc32(f"{name}: {call}".encode()) % every, MOST + every, every):
         found = make()
         failed = None
         try:

@@ -120,6 +120,7 @@ LOOP = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signals", [200, pytest.param(5000, marks=pytest.mark.nightly)])
 def test_real_signals_leave_nothing_broken(signals):
     count, broken = processes.run(LOOP.format(signals=signals, seed=signals))
@@ -229,6 +230,7 @@ def test_other_threads_hold_nothing_back(raising):
         thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_child_of_another_thread_is_not_in_the_section_of_the_main_one():
     code = """

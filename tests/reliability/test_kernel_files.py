@@ -228,6 +228,7 @@ KILLED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "when", [pytest.param("before it is renamed", marks=pytest.mark.nightly), "half way"]
 )
@@ -265,6 +266,7 @@ def test_a_full_disk_is_said_once(start, tmp_path):
     assert result(start()) == (2, [])
 
 
+@pytest.mark.slow
 def test_a_full_file_system_is_said_once(start, tmp_path):
     place = tmp_path / "small"
     place.mkdir()

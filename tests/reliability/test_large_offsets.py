@@ -96,7 +96,9 @@ def everything(kind, blocks, table, make):
 
 
 @pytest.mark.parametrize("far", FAR, ids=["2^31", "2^33"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(x, marks=[pytest.mark.slow] * (x in ("fp16", "int4"))) for x in KINDS]
+)
 def test_far_blocks_are_like_near_ones(kind, far):
     word = numkv.kind(kind)
     per_block = HEADS * BLOCK * word.words_per_row(DIM)

@@ -88,6 +88,7 @@ def check(kinds, lengths):
         assert len(different) == 1, json.dumps({n: x[name] for n, x in found.items()})
 
 
+@pytest.mark.slow
 def test_layers_and_threads_agree():
     check(FEW, [1025, 3100])
 

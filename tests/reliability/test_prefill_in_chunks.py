@@ -89,7 +89,7 @@ every_case = pytest.mark.parametrize(
     ("target", "kind", "group", "before", "options"),
     [("cpu", *case) for case in EVERYDAY]
     + [pytest.param("cpu", *case, marks=pytest.mark.nightly) for case in NIGHTLY]
-    + [("cuda", *case) for case in ON_CUDA],
+    + [pytest.param("cuda", *case, marks=pytest.mark.slow) for case in ON_CUDA],
     indirect=["target"],
 )
 
@@ -126,7 +126,7 @@ def test_whole_chunks_give_the_same_bits(target, to, host, rng, kind, group, bef
 
 @pytest.mark.parametrize("target", ["cpu"], indirect=True)
 @pytest.mark.parametrize("kind", ["fp32", "int8"])
-@pytest.mark.parametrize("group", [1, 4, 16])
+@pytest.mark.parametrize("group", [1, 4, pytest.param(16, marks=pytest.mark.slow)])
 def test_multiples_of_512_are_whole_where_groups_are_powers_of_two(
     to, host, rng, target, kind, group
 ):

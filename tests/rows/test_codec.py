@@ -35,6 +35,10 @@ def as_it_is(function):
     return function
 
 
+#: By day rows are compiled as parts of the kernels of `tests/kernels`.
+RUNS = [as_it_is, pytest.param(compiled, marks=pytest.mark.slow)]
+
+
 def dim_for(name, dim):
     """As many elements as a row of a kind can have, no fewer than `dim`."""
     unit = numkv.kind(name).unit[0]
@@ -50,7 +54,7 @@ def row_of(name, dim, scale=1.0):
     return np.zeros(kind.words_per_row(dim), kind.word), scales
 
 
-@pytest.mark.parametrize("run", [as_it_is, compiled])
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("dim", [2, 32, 66])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_comes_back_as_exactly_as_its_kind_can_say_it(name, dim, run):
@@ -74,6 +78,7 @@ def test_a_row_comes_back_as_exactly_as_its_kind_can_say_it(name, dim, run):
     np.testing.assert_array_equal([value(words, scales, d, dim) for d in range(dim)], found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_code_stores_the_same_words(name):
     dim = dim_for(name, 66)
@@ -124,7 +129,7 @@ def test_the_first_groups_of_a_row_may_be_stored_alone():
     np.testing.assert_array_equal(part, found[:64])
 
 
-@pytest.mark.parametrize("run", [as_it_is, compiled])
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_scales_of_a_row_are_found_by_its_place(name, run):
     kind = numkv.kind(name)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from walked import each
 
 from numkv.rows.codes import code_at, packed_byte, packed_bytes, refined
 
@@ -15,8 +16,8 @@ def as_bytes(codes, bits):
     return whole.to_bytes(-(-len(codes) * bits // 8), "little")
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("count", COUNTS)
+@each("bits", BITS)
+@each("count", COUNTS)
 def test_codes_there_and_back(run, rng, bits, count):
     """Rows start at a byte of their own, here the third; what lies around them is left out."""
     codes = rng.integers(0, 2**bits, count)

@@ -59,7 +59,7 @@ def floats(name):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("run", [by_python, compiled])
+@pytest.mark.parametrize("run", [by_python, pytest.param(compiled, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("compute", ["float32", "float64"])
 @pytest.mark.parametrize("name", DTYPES)
 def test_every_word_has_the_value_of_ml_dtypes(name, compute, run):
@@ -80,6 +80,7 @@ def test_floats_become_the_words_of_ml_dtypes(name):
     np.testing.assert_array_equal(found, expected_words(x, name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DTYPES)
 def test_python_and_compiled_code_store_the_same_words(name):
     _, store = codec(name)

@@ -4,6 +4,7 @@ import naive
 import numpy as np
 import pytest
 from numba import njit
+from walked import each
 
 from numkv.rows import mask
 
@@ -21,7 +22,7 @@ def compiled(name):
     return call
 
 
-@pytest.fixture(params=["plain", "compiled"], scope="module")
+@pytest.fixture(params=["plain", pytest.param("compiled", marks=pytest.mark.slow)], scope="module")
 def rows_of(request):
     """The functions, as Python or compiled."""
     found = {n: compiled(n) if request.param == "compiled" else getattr(mask, n) for n in FUNCTIONS}
@@ -61,9 +62,9 @@ def test_bits_of_tokens_that_are_not_there(rows_of, tokens, length):
         assert (made[:, mask.END] <= length).all()
 
 
-@pytest.mark.parametrize("causal", [0, 1])
-@pytest.mark.parametrize("window", [-1, 0, 3])
-@pytest.mark.parametrize(("tokens", "length"), [(3, 7), (5, 5), (6, 2), (2, 0)])
+@each("causal", [0, 1])
+@each("window", [-1, 0, 3])
+@each("tokens, length", [(3, 7), (5, 5), (6, 2), (2, 0)])
 def test_without_bits(rows_of, causal, window, tokens, length):
     for columns in (2, mask.COLUMNS):
         made = np.empty((tokens, columns), np.int64)

@@ -24,7 +24,11 @@ def compiled(name):
     return call
 
 
-@pytest.fixture(params=[plain, compiled], ids=["plain", "compiled"], scope="module")
+@pytest.fixture(
+    params=[plain, pytest.param(compiled, marks=pytest.mark.slow)],
+    ids=["plain", "compiled"],
+    scope="module",
+)
 def functions(request):
     return request.param("sequence_at"), request.param("slot_at")
 

@@ -26,7 +26,11 @@ def compiled(name):
     return call
 
 
-@pytest.fixture(params=[plain, compiled], ids=["plain", "compiled"], scope="module")
+@pytest.fixture(
+    params=[plain, pytest.param(compiled, marks=pytest.mark.slow)],
+    ids=["plain", "compiled"],
+    scope="module",
+)
 def functions(request):
     functions = (
         f for f in vars(visible).values() if getattr(f, "__module__", "") == visible.__name__

@@ -55,6 +55,7 @@ def test_sharded():
     assert "4 shards" in printed
 
 
+@pytest.mark.slow
 def test_storage_kinds():
     errors, _ = run("storage_kinds", tokens=256)
     assert errors["fp32"] < 1e-5

@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from walked import each
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -35,7 +36,13 @@ def named(path):
 
 
 def with_code():
-    return [page for page in PAGES if BLOCK.search(page.read_text())]
+    found = [page for page in PAGES if BLOCK.search(page.read_text())]
+    return [
+        pytest.param(
+            page, marks=[pytest.mark.slow] * (page.name == "own_kernels.md")
+        )  # which compiles
+        for page in found
+    ]
 
 
 def words(text):
@@ -75,7 +82,7 @@ def anchors(page):
     return found
 
 
-@pytest.mark.parametrize("page", [*site.pages(), ROOT / "README.md"], ids=lambda p: p.name)
+@each("page", [*site.pages(), ROOT / "README.md"])
 def test_links_resolve(page):
     for target, anchor in site.links(page):
         path = (page.parent / target).resolve() if target else page

@@ -27,12 +27,14 @@ def killed(folder, kills, *more):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [6, pytest.param(100, marks=pytest.mark.nightly)])
 def test_nothing_that_was_acknowledged_is_missing_after_kills(tmp_path, kills):
     found = killed(tmp_path, kills)
     assert found["there"] == found["acknowledged"] > 20 * kills
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [4, pytest.param(100, marks=pytest.mark.nightly)])
 def test_nothing_is_wrong_after_kills_where_blocks_are_evicted(tmp_path, kills):
     """And the store has kept to its bound, but for a sixteenth and an object for each writer."""
@@ -44,6 +46,7 @@ def test_nothing_is_wrong_after_kills_where_blocks_are_evicted(tmp_path, kills):
     assert sum(sizes) <= most + 4 * (most / 16 + max(sizes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [2, pytest.param(40, marks=pytest.mark.nightly)])
 def test_kills_where_layers_are_not_alike_and_keep_states(tmp_path, kills):
     found = killed(tmp_path, kills, "mixed")

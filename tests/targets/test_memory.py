@@ -12,6 +12,7 @@ from numkv import targets
 from numkv.checks import check_writable
 from numkv.errors import NotSupported
 from numkv.kernels.cpu import overlap
+from numkv.kernels.cpu.vectors.records import table_of
 from numkv.targets.memory import Memory, may_overlap
 
 ARRAY = types.Array(types.float32, 3, "A")
@@ -19,7 +20,7 @@ ARRAY = types.Array(types.float32, 3, "A")
 
 def answers(a, b):
     """Whether the spans meet, the arrays lie apart all the same, and `a` has a place for each element."""
-    of_both = overlap.table_of((a, b))
+    of_both = table_of((a, b))
     overlap.find_spans(of_both)
     meet, apart = overlap.meet(of_both, 0, 1), overlap.interleave(of_both, 0, 1)
     return meet, apart, overlap.has_own_places(of_both, 0)
