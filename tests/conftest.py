@@ -159,7 +159,8 @@ MAY_COMPILE_MORE = ("tensors", "transformers_models", "ray")
 
 #: Tests of what lies above kernels, by folder or file: by day on `tests/reference`, unless they are marked `kernels`.
 ABOVE_KERNELS = (
-    "objects", "files", "store", "sharded", "demo", "test_layouts", "test_layouts_of_codes", "test_show", "test_table",
+    "objects", "files", "store", "sharded", "demo", "site",
+    "test_layouts", "test_layouts_of_codes", "test_show", "test_table",
 )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ def test_every_kind(names):
         assert error < bound.get(kind, 0.4), kind
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_operation():
     """A case of each test of a kernel."""
     done = subprocess.run(

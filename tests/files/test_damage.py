@@ -54,14 +54,15 @@ def opened():
     return np.array([len(os.listdir("/proc/self/fd")), threading.active_count()])
 
 
-def test_a_file_that_ends_early_or_late_is_refused(saved, tmp_path):
+def test_a_file_that_ends_early_or_late_is_refused(request, saved, tmp_path):
     data, bad = saved.read_bytes(), tmp_path / "bad"
     start = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:start])
     ends = {start + n for entry in header.values() for n in entry.get("data_offsets", [0])}
     lengths = {0, 1, 7, 8, 9, 10, start // 2, start - 1, start, *ends, *(n - 1 for n in ends)}
     before = opened()
-    for n in sorted(lengths - {len(data)}):
+    every = 1 if request.config.getoption("nightly") else 3
+    for n in sorted(lengths - {len(data)})[zlib.crc32(data) % every :: every]:
         bad.write_bytes(data[:n])
         assert refused(bad), n
     for more in (b"\0", b"\0" * 64):

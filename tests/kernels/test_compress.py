@@ -66,6 +66,7 @@ LARGE = [
     Shape(136, 4, 0, group=13, tokens=1025, begin=31),
     Shape(300, 3, 0, tokens=70),
 ]
+LARGEST = [pytest.param("cpu", LARGE[0], marks=pytest.mark.slow), *LARGE[1:]]
 
 
 def both_targets(cpu, cuda):
@@ -243,7 +244,7 @@ def check_encoded(problem):
         assert np.all(problem.host(buffers[2])[:, outside] == 0xA5)
 
 
-@both_targets(WIDTHS + SHAPES + LARGE, WIDTHS[1::6] + SHAPES)
+@both_targets(WIDTHS + SHAPES + LARGEST, WIDTHS[1::6] + SHAPES)
 def test_encode(target, to, host, rng, shape):
     check_encoded(Problem(rng, shape, target, to, host).encoded())
 
@@ -320,7 +321,7 @@ def test_one_by_one_is_the_same_as_all_at_once(target, to, host, rng, shape):
 # ---------------------------------------------------------------- reading
 
 
-@both_targets(WIDTHS + SHAPES + LARGE, WIDTHS[1::6] + SHAPES)
+@both_targets(WIDTHS + SHAPES + LARGEST, WIDTHS[1::6] + SHAPES)
 def test_decode(target, to, host, rng, shape):
     problem = Problem(rng, shape, target, to, host).encoded()
     out = to(np.full((shape.heads, shape.tokens, shape.dim), np.nan, np.float32))
@@ -344,13 +345,13 @@ def assert_scores_close(got, expected, problem, sm_scale):
     assert np.all(np.abs(got[seen] - expected[seen]) <= bound[seen])
 
 
-@both_targets(COMPILED + SHAPES + LARGE, WIDTHS[1::6] + SHAPES)
+@both_targets(COMPILED + SHAPES + LARGEST, WIDTHS[1::6] + SHAPES)
 def test_scores(target, to, host, rng, shape):
     problem = Problem(rng, shape, target, to, host).encoded()
     assert_scores_close(problem.scores(0.3), problem.expected_scores(0.3), problem, 0.3)
 
 
-@both_targets(COMPILED + SHAPES + LARGE, WIDTHS[1::6] + SHAPES)
+@both_targets(COMPILED + SHAPES + LARGEST, WIDTHS[1::6] + SHAPES)
 def test_attend(target, to, host, rng, shape):
     problem = Problem(rng, shape, target, to, host)
     # Keys of one size, so that many tokens count.
