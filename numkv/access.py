@@ -18,8 +18,9 @@ own, with an underscore.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from numkv.errors import NumkvError
@@ -158,3 +159,48 @@ def reads(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[
         return result
 
     return checked
+
+
+@contextlib.contextmanager
+def unchanged(objects: Sequence[tuple[HasAccess, bool]]) -> Iterator[None]:
+    """Let nobody change objects that are being saved without an error.
+
+    Parameters
+    ----------
+    objects : sequence of (object, bool)
+        What is saved, and whether new tokens would change rows that are there: then those who bring some get the error,
+        as saving counts as a writer. Else they may go on, as their rows come after what is saved; whoever moves or
+        drops rows makes saving fail.
+
+    Raises
+    ------
+    NumkvError
+        If an object is being changed, or was changed meanwhile.
+    """
+    if not objects:
+        yield
+        return
+    (x, alone), *others = objects
+    access = x._access
+    writer, before, token = access.writer, access.dropped, object()
+    # Caches of a wrapper share one, of which the first says whether it has to be alone.
+    rest = [each for each in others if each[0]._access is not access]
+    try:
+        if alone and writer.setdefault("call", token) is not token:
+            raise _changed(x)
+        if before & 1:
+            raise _changed(x)
+        with unchanged(rest):
+            yield
+        if access.dropped != before:
+            raise _changed(x)
+    finally:
+        if "call" in writer and writer["call"] is token:
+            del writer["call"]
+
+
+def _changed(x: object) -> NumkvError:
+    return NumkvError(
+        f"`cache`: expected a {type(x).__name__} that nobody changes while it is saved, got a change by another "
+        "call; let one writer at a time use it"
+    )

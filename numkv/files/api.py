@@ -10,6 +10,7 @@ from typing import Any
 
 from numkv import targets
 from numkv._version import __version__
+from numkv.access import unchanged
 from numkv.caches.contiguous_layer import ContiguousLayer
 from numkv.caches.kv_cache import KVCache
 from numkv.caches.multi.encoder import EncoderCache
@@ -25,7 +26,6 @@ from numkv.compression.compressor import HeadCompressor, MultiHeadCompressor
 from numkv.compression.paged import PagedCompressor
 from numkv.errors import NotSupported, NumkvError
 from numkv.files.container import Container, opened, write
-from numkv.files.held import held
 from numkv.numbers import memory_of_machine
 from numkv.snapshots.fields import Damaged, Foreign, expect
 from numkv.snapshots.snapshot import Options, Snapshot
@@ -37,7 +37,7 @@ _CACHES: tuple[Any, ...] = (
     KVCache, ContiguousLayer, PagedLayer, PagedKVCache, *_WITH_SHIFT, EncoderCache, HeadCompressor, MultiHeadCompressor,
     PagedCompressor,
 )  # fmt: skip
-#: What a file can hold, by the name of its class.
+#: What a file can hold, by the name of its class; see `numkv.snapshots.snapshot`.
 _CLASSES = {x.__name__: x for x in _CACHES} | {_ONE: Sequences, _MANY: Sequences}
 
 
@@ -118,13 +118,7 @@ def _save(path: str, checked: Any, cache: Any) -> None:
         )
     snapshot: Snapshot = cache.__snapshot__()
     header = {"class": name, "numkv": __version__, "mark": checked}
-    with contextlib.ExitStack() as stack:
-        # Caches of a wrapper may be held together, by one `Access`.
-        each: dict[int, tuple[Any, bool]] = {}
-        for obj, alone in snapshot.held:
-            each.setdefault(id(getattr(obj, "_access", obj)), (obj, alone))
-        for obj, alone in each.values():
-            stack.enter_context(held(obj, alone))
+    with unchanged(snapshot.held):
         write(path, header | snapshot.saved.entries(), snapshot.all_tensors())
 
 

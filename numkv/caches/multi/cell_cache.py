@@ -273,13 +273,14 @@ class CellCache(LayeredCache):
         self._layer_structs = {}
 
     def _values(self) -> dict[str, Any]:
-        cells = self._cells
+        cells, config = self._cells, self._config
+        assert config is not None
         lists = [len(cells.owned(seq)) for seq in cells.sequences]
         return {
             "window_left": self._window, "chunk_size": self._chunk, "memory": self._memory,
             "num_sink_tokens": self._num_sinks, "max_batch": self._max_batch, "num_cells": cells.num_cells,
             "cells_memory": cells.memory, "cells": cells.num_cells - cells.num_free, "num_sequences": len(lists),
-            "listed": sum(lists), "shift": turns_of(self._shift), "config": saved_config(self._config or CacheConfig()),
+            "listed": sum(lists), "shift": turns_of(self._shift), "config": saved_config(config),
         }  # fmt: skip
 
     def _books(self) -> dict[str, NDArray[Any]]:
