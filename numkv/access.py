@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from numkv.errors import NumkvError
@@ -162,12 +162,12 @@ def reads(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[
 
 
 @contextlib.contextmanager
-def unchanged(objects: Iterable[tuple[HasAccess, bool]]) -> Iterator[None]:
+def unchanged(objects: Sequence[tuple[HasAccess, bool]]) -> Iterator[None]:
     """Let nobody change objects that are being saved without an error.
 
     Parameters
     ----------
-    objects : iterable of (object, bool)
+    objects : sequence of (object, bool)
         What is saved, and whether new tokens would change rows that are there: then those who bring some get the error,
         as saving counts as a writer. Else they may go on, as their rows come after what is saved; whoever moves or
         drops rows makes saving fail.
@@ -177,25 +177,26 @@ def unchanged(objects: Iterable[tuple[HasAccess, bool]]) -> Iterator[None]:
     NumkvError
         If an object is being changed, or was changed meanwhile.
     """
-    # Objects may share one `Access`: of these the first says whether they have to be alone.
-    each: dict[int, tuple[HasAccess, bool, int]] = {}
-    for x, alone in objects:
-        each.setdefault(id(x._access), (x, alone, x._access.dropped))
-    token = object()
-    try:
-        for x, alone, before in each.values():
-            taken = alone and x._access.writer.setdefault("call", token) is not token
-            if taken or before & 1:
-                raise _changed(x)
+    if not objects:
         yield
-        for x, _, before in each.values():
-            if x._access.dropped != before:
-                raise _changed(x)
+        return
+    (x, alone), *others = objects
+    access = x._access
+    writer, before, token = access.writer, access.dropped, object()
+    # Caches of a wrapper share one, of which the first says whether it has to be alone.
+    rest = [each for each in others if each[0]._access is not access]
+    try:
+        if alone and writer.setdefault("call", token) is not token:
+            raise _changed(x)
+        if before & 1:
+            raise _changed(x)
+        with unchanged(rest):
+            yield
+        if access.dropped != before:
+            raise _changed(x)
     finally:
-        for x, _, _ in each.values():
-            writer = x._access.writer
-            if "call" in writer and writer["call"] is token:
-                del writer["call"]
+        if "call" in writer and writer["call"] is token:
+            del writer["call"]
 
 
 def _changed(x: object) -> NumkvError:

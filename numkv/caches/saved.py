@@ -42,6 +42,7 @@ class SavedSequence(Saved):
     def check(self) -> None:
         """Compare rows with room, and see that what is quantised, and what is not, fits the full-precision window."""
         latent = self.v_kind == LATENT
+        expect(not latent or self.rotation is None, "latents that are rotated")
         expect(self.may_be_latent or not latent, "latents in a cache that has none")
         expect(
             not latent or self.head_dim_v <= self.head_dim, "rows of V are longer than those of K"

@@ -354,6 +354,23 @@ def test_blocks_of_a_pool_are_given_back(tmp_path):
     assert pool.num_free == 5
 
 
+def test_rows_that_no_cache_has_are_refused(tmp_path):
+    """Latents that are rotated, and a layer with a window and with chunks."""
+    latents = numkv.ContiguousLayer(9, 1, 8, kind="int8", v_kind="latent")
+    paged = numkv.PagedKVCache(1, 1, 8, num_blocks=4, block_size=4, v_kind="latent")
+    mixed = numkv.PagedKVCache(2, [1, 2], 8, num_blocks=4, block_size=4, windows=[-1, 4])
+    for cache, place, value in (
+        (latents, ("rotation",), 0), (paged, ("geometry", 4), 0), (mixed, ("geometry", 5, 1, 1), 2),
+        (paged.swap_out(paged.add()), ("geometry", 4), 0),
+    ):  # fmt: skip
+        numkv.save(tmp_path / "good", cache)
+        file = File.read(tmp_path / "good")
+        file.fields = changed(file.fields, place, value)
+        file.write(tmp_path / "bad")
+        numkv.load(tmp_path / "good")
+        assert refused(tmp_path / "bad"), place
+
+
 def test_codes_of_another_codebook_are_refused(tmp_path):
     numkv.save(tmp_path / "good", CACHES["HeadCompressor"]("cpu"))
     file = File.read(tmp_path / "good")

@@ -183,6 +183,10 @@ class Geometry(NamedTuple):
             layers = Layers.read((heads, dim, dim_v, k_kind, v_kind), windows, extras)
         except (TypeError, ValueError, IndexError) as error:
             raise NumkvError(f"`swapped`: {error}; it is damaged, make it anew") from None
+        latents = any(rows is not None and rows.is_latent for rows in layers.rows)
+        _expect(seed is None or not latents, "latents that are not rotated", seed)
+        both = zip(layers.windows, layers.chunks, strict=True)
+        _expect(not any(w >= 0 and c for w, c in both), "a window or a chunk", layers.chunks)
         return cls(block_size, layers, groups_of(layers, block_size))
 
     @property
