@@ -538,6 +538,7 @@ EACH_METHOD = {
 #: What has no call there: `fill`, `content` or the tests above call it, no kernel has a part in it, or it has tests of
 #: its own.
 NOT_HERE = {
+    "lookup",  # asks a store: tests/store/test_network.py
     *("add", "append", "put", "extend", "start_forward", "reserve", "advance", "decode_attention", "attend", "get"),
     *("copy", "clear", "check", "close", "init", "arrays", "positions", "key_codes", "value_codes", "length", "v"),
     *("block_table", "cached_len", "can_resume", "pin", "unpin", "remove", "rollback", "stats", "window_of", "free"),
