@@ -13,28 +13,30 @@ from numkv.arrays import CacheArrays
 from numkv.attention.options import check_options
 from numkv.attention.sight import Visible
 from numkv.caches.bound_single import BoundLayer, bind_layer
-from numkv.caches.latent_write import LayerOfLatents
-from numkv.caches.layer_write import write_again, write_here
+from numkv.caches.single import SingleSequence
 from numkv.checks import check_kept
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import slots_of
 from numkv.errors import CacheFull, NotSupported, NumkvError
+from numkv.interrupts import held
 from numkv.keywords import explained
 from numkv.kinds import Kind
-from numkv.numbers import check_index, check_size
+from numkv.numbers import check_flag, check_index, check_size
 from numkv.storage import jit_views
 from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
+from numkv.storage.tables import one_block_each
 from numkv.targets.base import Array
 from numkv.targets.streamed import on_stream
 from numkv.writing import fast_path
 from numkv.writing.fused_write import Projection, QKMode
+from numkv.writing.latents import LatentRows
 
 # What a position of RoPE is below.
 _MOST_POSITIONS = 2**62
 
 
-class Layer(LayerOfLatents):
+class Layer(SingleSequence):
     """What contiguous and paged layers have in common: a block table over buffers, and a length."""
 
     def __init__(
@@ -432,9 +434,162 @@ class Layer(LayerOfLatents):
             qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
         )  # fmt: skip
         if self._again is not None:
-            return write_again(self, given, pos_offset, check_finite, stream)
+            return self._write_again(given, pos_offset, check_finite, stream)
         with self._target.on(stream, qkv, pool.k):
-            return write_here(self, Projection.check(pool, *given), pos_offset, check_finite)
+            return self._write_here(Projection.check(pool, *given), pos_offset, check_finite)
+
+    def _write_again(
+        self, given: tuple[Any, ...], pos_offset: int | None, check_finite: bool, stream: Any
+    ) -> Array:
+        """Write as an earlier call did, or in the general way what `Projection.check` takes after the pool."""
+        qkv, num_q_heads, cos, sin, qk_mode, q_weight, k_weight, eps, q_out = given
+        kinds = type(num_q_heads), type(qk_mode), type(eps)
+        what = "write", kinds, num_q_heads, qk_mode, eps, check_finite
+        arrays = (qkv, cos, sin, q_weight, k_weight, q_out)
+        call = self._again.find(what, stream, arrays, self._pool.k)
+        start, replay, table = self._stored(0), call.replay, self._ready_table(0)
+        if replay is not None and table is not None:
+            tokens, positions, looked_at = replay.note
+            first = start if pos_offset is None else pos_offset
+            if start + tokens <= self._room and (positions < 0 or first + tokens <= positions):
+                look = self._look(0, start, looked_at)
+                q = call.run((table,), (start, look, first))
+                if q is not self._again.missed:
+                    self._lengths[0] = start + tokens
+                    return q
+        made: list[Projection] = []
+
+        def write() -> Array:
+            made.append(Projection.check(self._pool, *given))
+            return self._write_here(made[0], pos_offset, check_finite)
+
+        def note() -> tuple[int, int, Any]:
+            p = made[0]
+            return p.num_tokens, int(p.cos.shape[0]) if p.rotates else -1, self._watch.latest
+
+        q_written = frozenset({5})
+        found: Array = call.long(write, lambda: (self._block_table(0),), note, q_written)
+        return found
+
+    def _write_here(self, p: Projection, pos_offset: int | None, check_finite: bool) -> Array:
+        """Write projections, checked but for their number and positions, on the stream of the call."""
+        pool = self._pool
+        self._target.refuse_capture(f"{type(self).__name__}.write")
+        self._refuse_bad()
+        tokens, start = p.num_tokens, self._stored(0)
+        self._check_room(start, tokens)
+        first = start if pos_offset is None else pos_offset
+        p.check_positions(first)
+        check_finite = check_flag("check_finite", check_finite, True)
+        first_look = check_finite and pool.looks_first
+        if first_look:
+            p.check_finite(pool)
+        self._watch_nothing()
+        marker = self._marker(start) if check_finite and not first_look else None
+        with held:
+            self._write_checked(p, start, first, marker)
+        return p.q_out
+
+    def _write_checked(self, p: Projection, start: int, first: int, marker: Any) -> None:
+        """Write projections for which nothing but the memory may be missing."""
+        pool, number, tokens, room = self._pool, self._target.number, p.num_tokens, self._room
+        self._take_room(start + tokens)
+        try:
+            if self._full_precision is None:
+                table = self._ids if pool.target.values_on_host else self._block_table(0)[0]
+                look = 0 if marker is None else p.watch(pool, marker)
+                p.write(pool, table, number(start, 0), number(first, 2), look)
+                self._lengths[0] = start + tokens
+            else:  # by way of unrounded floats, which then go the way of `append`
+                staging = self._full_precision.staging(tokens)
+                p.write(staging, one_block_each(self._target.device_key, 1)[0], 0, first)
+
+                def watch(k: Array, v: Array, skipped: int) -> int:
+                    return (
+                        0
+                        if marker is None
+                        else p.watch_rows(pool, k, v, marker._replace(skipped=skipped))
+                    )
+
+                self._store(0, *self._full_precision.staged(staging, tokens), start, watch)
+        except BaseException:
+            self._unmake_room(0, start, room)
+            raise
+
+    @whole
+    def write_latents(
+        self,
+        rows: Any,
+        *,
+        qk_mode: QKMode | int,
+        cos: Any = None,
+        sin: Any = None,
+        norm_weight: Any = None,
+        eps: float = 1e-6,
+        pos_offset: int | None = None,
+        check_finite: bool = True,
+        stream: Any = None,
+    ) -> None:
+        """Apply RMS norm to new latents and RoPE to the keys behind them, and write both as one row, in one pass.
+
+        Parameters
+        ----------
+        rows : array (num_tokens, num_kv_heads, head_dim)
+            What the model projects: `head_dim_v` elements of the latent, then the rotary key; any float dtype.
+        qk_mode : QKMode or int
+            What happens to them: of modes that normalise the latent is normalised, of those that rotate the key is
+            rotated.
+        cos, sin : float32 or float64 array (num_positions, rotary_dim / 2)
+            RoPE tables, a row per position; at most ``head_dim - head_dim_v`` elements are rotated, the first ones
+            behind the latent. None is fine for ``QKMode.COPY``.
+        norm_weight : array (head_dim_v,), optional
+            Weight of the RMS norm; needed by the modes that normalise.
+        eps : float
+            Added to the mean square, inside the root.
+        pos_offset : int, optional
+            Row of `cos` and `sin` for the first token; `seq_len` if None. Where rows go is always `seq_len`.
+        check_finite, stream
+            See `append`.
+
+        Raises
+        ------
+        NotSupported
+            If the layer has a V of its own.
+        CacheFull
+            If there is no room for all tokens; nothing is written.
+        NonFiniteInput
+            If rows to be quantised hold NaN or infinity, at ``.index`` of `rows`; nothing is written.
+        IndexError
+            If `cos` and `sin` have no row for a position.
+        DimensionMismatch, UnsupportedDType, ValueError
+            If an argument is missing, or has another shape, dtype, layout, value or target.
+        """
+        if pos_offset is not None:
+            pos_offset = check_index("pos_offset", pos_offset, _MOST_POSITIONS)
+        check_finite = check_flag("check_finite", check_finite, True)
+        pool, target = self._pool, self._target
+        with target.on(stream, rows, pool.k):
+            target.refuse_capture(f"{type(self).__name__}.write_latents")
+            self._refuse_bad()
+            p = LatentRows.check(pool, rows, qk_mode, cos, sin, norm_weight, eps)
+            start, tokens, room = self._stored(0), p.num_tokens, self._room
+            first = start if pos_offset is None else pos_offset
+            p.check_positions(first)
+            if check_finite and pool.looks_first:
+                p.check_finite(pool)
+            self._make_room(0, start, tokens)
+            self._watch_nothing()
+            look = p.watch(pool, self._marker(start)) if check_finite else 0
+            numbers = np.arange(tokens)
+            slots, positions = (
+                target.index(x, np.int64) for x in (self._slots(start + numbers), first + numbers)
+            )
+            try:
+                p.scatter(pool, slots, positions, look)
+            except BaseException:
+                self._unmake_room(0, start, room)
+                raise
+            self._lengths[0] = start + tokens
 
     @drops
     def truncate(self, length: int) -> None:

@@ -7,6 +7,7 @@ what a reader may be holding is replaced, not changed: pools that grow, and tabl
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
@@ -19,11 +20,11 @@ from numkv.attention.mass import attention_mass
 from numkv.attention.options import AttentionOptions
 from numkv.attention.sight import is_free
 from numkv.caches.full_precision import FullPrecisionWindow, Watching
+from numkv.caches.history import History, first_kept
 from numkv.caches.saved import SavedSequence
-from numkv.caches.watched import Watched
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import plan_moves, slots_of
-from numkv.errors import NotSupported, NumkvError
+from numkv.errors import NonFiniteInput, NotSupported, NumkvError
 from numkv.interrupts import held
 from numkv.kinds import Kind
 from numkv.numbers import check_flag
@@ -34,6 +35,7 @@ from numkv.storage.pool import Pool
 from numkv.storage.saved import row_tensors, seed_of
 from numkv.storage.tables import one_length, one_sequence
 from numkv.targets.base import Array, Target
+from numkv.targets.call import Marker
 from numkv.targets.streamed import on_stream
 from numkv.writing import fast_path
 
@@ -41,7 +43,7 @@ from numkv.writing import fast_path
 _OUT = frozenset({2})
 
 
-class SingleSequence(Watched):
+class SingleSequence:
     """One sequence's K and V, for one layer or several, in one pool.
 
     A subclass says which blocks a layer has, how much memory there is and how to get more. All methods here take a
@@ -73,6 +75,14 @@ class SingleSequence(Watched):
         )
         self._begin()
 
+    #: What kernels report to; None on the CPU.
+    _watch: Any
+    #: What makes calls that repeat the short way; None where there is none.
+    _again: Any
+    #: What has become of tokens since they were written.
+    _history: History
+    #: The first position with rows that were NaN or infinite, once that is known, and the error.
+    _bad: tuple[int, NonFiniteInput] | None = None
     #: What its snapshots hold beside tensors.
     __saved__: ClassVar[type[SavedSequence]]
     #: Of each layer: the same buffers, and its own scales of heads.
@@ -665,3 +675,56 @@ class SingleSequence(Watched):
             lens, starts = one_length(target, length), one_sequence(target, int(q.shape[0]))
             mass = attention_mass(pool, table, q, lens, starts, length, options, lse=lse)
         return mass.reshape((self._heads, length))
+
+    # -- rows that a kernel has found to be NaN or infinite, after the call was over; never on the CPU
+
+    def _begin_watching(self) -> None:
+        self._watch = self._target.new_watch()
+        self._history = History()
+
+    def _look(self, layer: int, start: int, looked_at: Any) -> int:
+        """A number for a call that is made again, once nothing is known to be wrong with the tokens so far."""
+        if self._bad is not None or self._watch.arrived():
+            self._refuse_bad(layer)
+        if looked_at is None:
+            return 0
+        of_k, of_v, marker = looked_at
+        look: int = self._watch.look((of_k, of_v, marker._replace(first=start)))
+        return look
+
+    def _watch_nothing(self) -> None:
+        """Say that the call that comes looks for nothing, unless it says so."""
+        if self._watch is not None:
+            self._watch.latest = None
+
+    def _marker(self, start: int) -> Marker:
+        """What notes a position, in a call from position `start` on, whose rows are not what they should be."""
+        cache = weakref.ref(self)  # its memory is not kept for that
+
+        def mark(position: int, error: NonFiniteInput, call: int) -> None:
+            of = cache()
+            now = None if of is None else of._history.now(position, call)
+            if of is not None and now is not None and (of._bad is None or now < of._bad[0]):
+                of._bad = now, error
+
+        return Marker(self._watch, mark, start)
+
+    def _refuse_bad(self, layer: int | None = 0) -> None:
+        """Refuse to go on behind a token that a kernel has found to be NaN or infinite."""
+        self._target.collect_late(self._watch)
+        if self._bad is not None and layer is not None and self._bad[0] < self._stored(layer):
+            position, error = self._bad
+            raise NonFiniteInput(f"{error}; truncate to {position} tokens", error.index)
+
+    def _refuse_told(self) -> None:
+        """Wait for what has been launched, and refuse to go on if a token was NaN or infinite."""
+        self._target.collect_late(self._watch, wait=True)
+        self._refuse_bad(self._longest())
+
+    def _mend(self, kept: int | NDArray[np.int64]) -> None:
+        """Forget a bad token, and those after it, that are not among those which are kept; see `History.add`."""
+        if self._bad is not None:
+            now = first_kept(self._bad[0], kept)
+            self._bad = None if now is None else (now, self._bad[1])
+        if self._watch is not None and self._watch.calls:
+            self._history.add(self._watch.calls, kept)

@@ -16,7 +16,7 @@ from numkv.compression.encoded import Encoded, Numbers
 from numkv.compression.heads import Heads, Side, Stored
 from numkv.compression.saved import SavedCodes
 from numkv.errors import NumkvError
-from numkv.kernels.operations_of_codes import CodesOptions
+from numkv.kernels.operations import CodesOptions
 from numkv.numbers import check_flag, check_index, check_size
 from numkv.targets.base import Array
 from numkv.targets.streamed import on_stream

@@ -18,7 +18,7 @@ from numkv.compression.encoded import Encoded, Numbers
 from numkv.compression.quantiser import quantiser_of
 from numkv.compression.saved import SavedCodes
 from numkv.errors import DimensionMismatch, NonFiniteInput, NumkvError
-from numkv.kernels.operations_of_codes import CodesOptions, StoredCodes
+from numkv.kernels.operations import CodesOptions, StoredCodes
 from numkv.kinds import QUERY_DTYPES, kind_of_dtype
 from numkv.numbers import check_bytes, check_flag, check_scale, check_soft_cap, check_window
 from numkv.snapshots.fields import expect

@@ -25,7 +25,7 @@ from numkv.compression.heads import Heads, Side, Stored
 from numkv.compression.saved import SavedBlocks, SavedSequence
 from numkv.drawing.page import drawn
 from numkv.errors import DimensionMismatch, NumkvError
-from numkv.kernels.operations_of_codes import Sequences, StoredCodes
+from numkv.kernels.operations import Sequences, StoredCodes
 from numkv.numbers import check_flag, check_index
 from numkv.targets.base import Array
 from numkv.targets.streamed import on_stream

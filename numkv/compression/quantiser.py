@@ -12,7 +12,7 @@ import numpy as np
 from numkv.compression.codebook import edges_between, levels_for, mean_magnitude
 from numkv.compression.config import CompressorConfig
 from numkv.compression.haar import haar, stream
-from numkv.kernels.operations_of_codes import Codebook
+from numkv.kernels.operations import Codebook
 from numkv.snapshots.snapshot import crc32_of
 from numkv.targets.base import Array, Target
 

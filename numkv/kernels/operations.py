@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
 from numkv.arrays import Array
-from numkv.kernels.operations_of_choice import OperationsOfChoice
-from numkv.kernels.operations_of_codes import OperationsOfCodes
-from numkv.kernels.small_calls import SmallCalls
 
 #: New rows, their kind, the pool that they go to, its kind, and its scales.
 Side = tuple[Array, str, Array, str, Array]
 
 
-class Operations(OperationsOfCodes, OperationsOfChoice, SmallCalls):
+class Operations:
     """The operations of a target; see `numkv.targets.Target.ops`.
 
     Arrays are the target's own, and hold words: 16-bit floats as ``uint16``, INT4 codes two to a ``uint8``. Arguments
@@ -565,3 +568,431 @@ class Operations(OperationsOfCodes, OperationsOfChoice, SmallCalls):
             See `append_both`.
         """
         raise NotImplementedError
+
+    # -- small calls
+
+    @staticmethod
+    def small_append(rows_kind: str, pool_kind: str, by_slot: bool) -> Callable[..., int] | None:
+        """The function that appends K and V of a small call, checks included.
+
+        Parameters
+        ----------
+        rows_kind, pool_kind : str
+            Kinds of new rows and of pools, the same for K and V.
+        by_slot : bool
+            Whether the place of each token is given; else a block table and the first token's position.
+
+        Returns
+        -------
+        callable or None
+            ``append(k, v, k_pool, v_pool, k_scale, v_scale, places, start, room, look) -> int``: tokens written, or
+            -1, with nothing written, where anything is not as it should be; the general way then does it, or says
+            what is wrong. Arrays of another type or rank raise ``TypeError``, with nothing written either. `places`
+            are int64 slots, or the int32 block table of one sequence, whose first new token has position `start` and
+            which has room for `room` more; `look` says whether rows that are to be quantised are searched for NaN and
+            infinity. None where the target has no such way.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def small_copy(rows_kind: str) -> Callable[..., bool] | None:
+        """The function that copies new rows of K and V of a small call into contiguous caches, checks included.
+
+        Parameters
+        ----------
+        rows_kind : str
+            Float kind of rows and caches.
+
+        Returns
+        -------
+        callable or None
+            ``copy(k_new, v_new, k_cache, v_cache, offsets) -> bool``: whether all was as it should be, and was done.
+            See `small_append`.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def small_write(
+        qkv_kind: str, k_kind: str, v_kind: str, compute: Any, table: Any, by_slot: bool
+    ) -> Callable[..., int] | None:
+        """The function that does the fused write of a small call, checks included.
+
+        Parameters
+        ----------
+        qkv_kind, k_kind, v_kind : str
+            Kinds of projections and pools.
+        compute, table : numpy.dtype
+            What is computed in, and dtype of the tables of angles.
+        by_slot : bool
+            See `small_append`.
+
+        Returns
+        -------
+        callable or None
+            ``write(qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, angles, first_angle, q_out,
+            k_pool, k_scale, v_pool, v_scale, places, start, room, checks, 0, 0, 1) -> int``; see `write_rows` and
+            `small_append`. `checks` is one of `Checks`; the last three say that it runs on this thread.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def small_decode(q_kind: str, k_kind: str, v_kind: str) -> Callable[..., Any] | None:
+        """The function that attends with one query token over one sequence which is not split.
+
+        Parameters
+        ----------
+        q_kind : str
+            Kind of queries and output.
+        k_kind, v_kind : str
+            Kinds of pools.
+
+        Returns
+        -------
+        callable or None
+            ``decode(q, k, k_scale, v, v_scale, block_table, seq_lens, length, dim_v, scale) -> array or None``: the
+            output, in words like those of `q`, or None, with nothing done, where the sequence is empty or long.
+            `length` is what `seq_lens` has. All has been checked; see `Operations.attend`. There is neither a window, a
+            cap nor a sink. None where the target has no such way.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def append_attend(
+        q_kind: str, rows_kind: str, k_kind: str, v_kind: str, by_address: bool = False
+    ) -> Any:
+        """The function that writes new rows of K and V and attends with the queries of their tokens, checks included.
+
+        Parameters
+        ----------
+        q_kind, rows_kind : str
+            Kinds of queries and output, and of new rows.
+        k_kind, v_kind : str
+            Kinds of pools.
+        by_address : bool
+            Whether calls bring addresses in place of arrays: of rows without gaps, of the sizes that the step has.
+
+        Returns
+        -------
+        object or None
+            A `numkv.kernels.cpu.attention.bound.BoundKernel`. None where the target has no such way.
+        """
+        raise NotImplementedError
+
+    # -- choice of blocks
+
+    @staticmethod
+    def key_bounds(
+        k: Array,
+        k_kind: str,
+        k_scale: Array,
+        blocks: Array,
+        counts: Array,
+        low: Array,
+        high: Array,
+    ) -> None:
+        """Find the smallest and the largest element of each column of some blocks' keys.
+
+        Parameters
+        ----------
+        k : array (num_blocks, num_kv_heads, block_size, head_dim)
+            Pool of keys, in the words of `k_kind`.
+        k_kind : str
+            Their kind.
+        k_scale : array
+            Scales, as in `attend`.
+        blocks : int array (n,)
+            Which blocks; a number that is no block is skipped.
+        counts : int array (n,)
+            How many of a block's first rows count. A block without rows gets bounds that no score passes.
+        low, high : float32 array (num_blocks, num_kv_heads, head_dim)
+            Take the bounds of these blocks: infinite ones in a column that has a NaN.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def block_scores(
+        q: Array,
+        q_kind: str,
+        low: Array,
+        high: Array,
+        block_table: Array,
+        seq_lens: Array,
+        block_size: int,
+        sm_scale: float,
+        scores: Array,
+    ) -> None:
+        """Bound the scores that a query can have with any key of each block, for the largest of a kv head's q heads.
+
+        Parameters
+        ----------
+        q : array (num_seqs, num_q_heads, head_dim)
+            A query for each sequence, in the words of `q_kind`.
+        q_kind : str
+            Their kind.
+        low, high
+            Bounds; see `key_bounds`.
+        block_table : int32 array (num_seqs, max_blocks)
+            Blocks of each sequence.
+        seq_lens : int array (num_seqs,)
+            Tokens of each.
+        block_size : int
+            Tokens in a block.
+        sm_scale : float
+            What scores are multiplied by.
+        scores : float32 array (num_seqs, num_kv_heads, max_blocks)
+            Takes the bounds; -inf past a length, inf where there is a NaN.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def choose_blocks(
+        scores: Array,
+        block_table: Array,
+        seq_lens: Array,
+        block_size: int,
+        first: int,
+        newest: int,
+        tables: Array,
+        lens: Array,
+    ) -> None:
+        """Choose blocks for each kv head: the first, the newest, and of the rest those with the highest scores.
+
+        Parameters
+        ----------
+        scores : float32 array (num_seqs, num_kv_heads, max_blocks)
+            What speaks for each block; NaN counts as inf. Of equal ones the earlier block is chosen.
+        block_table, seq_lens, block_size
+            See `block_scores`.
+        first, newest : int
+            Blocks at the beginning and at the end that are chosen whatever their scores; one at the end at least.
+        tables : int32 array (num_seqs, num_kv_heads, top)
+            Takes the chosen blocks, in the order of the sequence, then -1.
+        lens : int64 array (num_seqs, num_kv_heads)
+            Takes the tokens in them.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def tables_of_heads(tables: Array, num_kv_heads: int, out: Array) -> None:
+        """Number the (block, kv head) parts of a pool in the tables of heads.
+
+        Parameters
+        ----------
+        tables : int32 array (num_seqs, num_heads, max_blocks)
+            Blocks of each head.
+        num_kv_heads : int
+            Kv heads of a block: `num_heads`, or 1 if each block belongs to one head.
+        out : int32 array (num_seqs * num_heads, max_blocks)
+            Takes ``block * num_kv_heads + head``, or for blocks of one head the block; -1 for what is no block.
+        """
+        raise NotImplementedError
+
+    # -- compressed heads
+
+    @staticmethod
+    def attend_codes(
+        q: Array, q_kind: str, book: Codebook, stored: StoredCodes, options: CodesOptions, out: Array, lse: Array
+    ) -> None:  # fmt: skip
+        """Attend with queries over encoded keys and values, on the codes.
+
+        Parameters
+        ----------
+        q : array (num_queries, num_q_heads, head_dim)
+            Queries of the newest tokens, at most as many as are stored, in the words of `q_kind`; several q heads in a
+            row share a head of the codes. Those of several sequences come one sequence after the other; one of a
+            sequence without tokens gets zeros, and -inf.
+        q_kind : str
+            Their kind.
+        book : Codebook
+            What the codes mean.
+        stored : StoredCodes
+            Keys and values.
+        options : CodesOptions
+            What is asked of scores. Queries see no later tokens.
+        out : float32 array (num_queries, num_q_heads, head_dim)
+            Takes the result.
+        lse : float32 array (num_queries, num_q_heads) or (0, 0)
+            Takes the natural logs of the sums of exponentials, if it is not empty.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def decode_rows(
+        codes: Array, scales: Array, begin: int, levels: Array, back: Array, out: Array
+    ) -> None:
+        """Turn codes back into rows.
+
+        Parameters
+        ----------
+        codes : uint8 array (num_heads, capacity, row_bytes)
+            Codes.
+        scales : float32 array (num_heads, capacity)
+            Their scales.
+        begin : int
+            First token to decode.
+        levels : float32 array (2 ** bits,)
+            The codebook.
+        back : float32 array (num_heads, head_dim, head_dim)
+            The rotations' transposes.
+        out : float32 array (num_heads, num_tokens, head_dim)
+            Takes the rows.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def encode_rows(
+        rows: Array,
+        rows_kind: str,
+        rotation: Array,
+        edges: Array,
+        levels: Array,
+        sketch: Array,
+        codes: Array,
+        scales: Array,
+        signs: Array,
+        residuals: Array,
+        start: int,
+        slots: Array | None = None,
+    ) -> None:
+        """Encode rows of several heads.
+
+        Parameters
+        ----------
+        rows : array (num_tokens, num_heads, head_dim)
+            Finite numbers, in the words of `rows_kind`.
+        rows_kind : str
+            Their kind.
+        rotation : float32 array (num_heads, head_dim, head_dim)
+            A row is turned by multiplying it with its head's matrix from the right.
+        edges, levels : float32 array (2 ** bits - 1,), (2 ** bits,)
+            The codebook, in rising order.
+        sketch : float32 array (num_heads, head_dim, projections)
+            Directions in the columns, for turned rows; ``projections`` may be 0.
+        codes : uint8 array (num_heads, capacity, row_bytes)
+            Takes the codes; see `numkv.rows.codes`.
+        scales : float32 array (num_heads, capacity)
+            Takes the scales.
+        signs : uint8 array (num_heads, capacity, sign_bytes)
+            Takes the signs of the sketch.
+        residuals : float32 array (num_heads, capacity)
+            Takes the norms of what the codes leave over; not looked at without a sketch.
+        start : int
+            Where the first token goes, and the others behind it.
+        slots : int64 array (num_tokens,), optional
+            Where each token goes instead.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def score_codes(
+        q: Array, q_kind: str, book: Codebook, stored: StoredCodes, options: CodesOptions, out: Array
+    ) -> None:  # fmt: skip
+        """Estimate the inner products of queries and encoded keys, on the codes.
+
+        Parameters
+        ----------
+        q, q_kind, book, stored, options
+            See `attend_codes`.
+        out : float32 array (num_queries, num_q_heads, end - begin)
+            Takes the scores; -inf where a query does not see a token.
+        """
+        raise NotImplementedError
+
+
+class Checks(enum.IntEnum):
+    """What a compiled function is to check before it writes."""
+
+    CHECKED = 0
+    """Nothing: the caller has checked all."""
+    LOOK = 1
+    """That the arguments fit one another."""
+    LOOK_FOR_NAN = 2
+    """That, and that what is to be quantised holds neither NaN nor infinity."""
+
+
+class Codebook(NamedTuple):
+    """What codes of some heads mean; see `OperationsOfCodes.encode_rows`.
+
+    Attributes
+    ----------
+    rotation, back : float32 array (num_heads, head_dim, head_dim)
+        The rotations, and their transposes.
+    levels, v_levels : float32 array (2 ** bits,)
+        Levels of keys, and of values.
+    sketch : float32 array (num_heads, head_dim, projections)
+        Directions of the sketch.
+    """
+
+    rotation: Array
+    back: Array
+    levels: Array
+    v_levels: Array
+    sketch: Array
+
+
+class Sequences(NamedTuple):
+    """Several sequences whose tokens lie in blocks: token t of one in its block ``t // block_size``. On the host.
+
+    Attributes
+    ----------
+    lengths : int64 array (num_seqs,)
+        Tokens of each.
+    query_lens : int64 array (num_seqs,)
+        Queries of each, those of its newest tokens.
+    blocks : int64 array
+        The blocks of all, one sequence after the other; block b has the tokens from ``b * block_size`` of the buffers.
+    starts : int64 array (num_seqs,)
+        Where each sequence's blocks start.
+    block_size : int
+        Tokens of a block: a multiple of 128.
+    """
+
+    lengths: np.ndarray[Any, np.dtype[np.int64]]
+    query_lens: np.ndarray[Any, np.dtype[np.int64]]
+    blocks: np.ndarray[Any, np.dtype[np.int64]]
+    starts: np.ndarray[Any, np.dtype[np.int64]]
+    block_size: int
+
+
+class StoredCodes(NamedTuple):
+    """Encoded keys and values of a sequence, or of several; see `OperationsOfCodes.encode_rows`.
+
+    Attributes
+    ----------
+    k_codes, k_scales, signs, residuals
+        Keys.
+    v_codes, v_scales
+        Values, which have no sketch.
+    begin, end : int
+        The tokens of one sequence, at least one.
+    sequences : Sequences, optional
+        Which tokens instead, for attention.
+    """
+
+    k_codes: Array
+    k_scales: Array
+    signs: Array
+    residuals: Array
+    v_codes: Array
+    v_scales: Array
+    begin: int
+    end: int
+    sequences: Sequences | None = None
+
+
+class CodesOptions(NamedTuple):
+    """What is asked of scores; see `numkv.decode_attention`.
+
+    Attributes
+    ----------
+    sm_scale : float
+        What scores are multiplied by.
+    logits_soft_cap : float
+        The bound that they approach then, or 0.
+    window_left : int
+        Earlier tokens that a query sees, or -1 for all.
+    """
+
+    sm_scale: float
+    logits_soft_cap: float = 0.0
+    window_left: int = -1

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numkv.kernels.operations_of_codes import StoredCodes
+from numkv.kernels.operations import StoredCodes
 from numkv.rows.sequences import WIDTH
 
 #: The plan of one sequence.

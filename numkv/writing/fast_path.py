@@ -14,7 +14,7 @@ import numpy as np
 
 from numkv import targets
 from numkv.arrays import Array
-from numkv.kernels.small_calls import Checks
+from numkv.kernels.operations import Checks
 from numkv.kinds import kind as named
 from numkv.kinds import kind_of_dtype, kinds
 from numkv.storage.buffer import source_dtypes

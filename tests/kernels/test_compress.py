@@ -16,7 +16,7 @@ import pytest
 import tolerances
 
 from numkv.kernels.dispatch import load
-from numkv.kernels.operations_of_codes import Codebook, CodesOptions, StoredCodes
+from numkv.kernels.operations import Codebook, CodesOptions, StoredCodes
 
 NEAR = 2e-6  # what float32 may get wrong of a coordinate of a unit vector
 

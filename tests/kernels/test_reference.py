@@ -7,9 +7,7 @@ import pytest
 import reference
 
 from numkv.kernels.dispatch import NAMES, load
-from numkv.kernels.operations import Operations
-from numkv.kernels.operations_of_codes import Codebook, CodesOptions, StoredCodes
-from numkv.kernels.small_calls import SmallCalls
+from numkv.kernels.operations import Codebook, CodesOptions, Operations, SmallCalls, StoredCodes
 
 F32, I32, I64 = np.float32, np.int32, np.int64
 BLOCKS, HEADS, SIZE, DIM, TOKENS = 6, 2, 4, 8, 5

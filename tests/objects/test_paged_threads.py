@@ -296,8 +296,8 @@ def test_a_reader_whose_rows_go_gets_an_error(to, monkeypatch, reader, change):
         seq, other = started(cache, to, TEXT), started(cache, to, [50, *TEXT[1:]])
         changed = seq if own else other
         fails = change in DROPS and (own or change == "clear")
-        where = f"numkv.caches.paged.reading.{reader}"
-        module = sys.modules["numkv.caches.paged.reading"]
+        where = f"numkv.caches.paged.cache.{reader}"
+        module = sys.modules["numkv.caches.paged.cache"]
         real = getattr(module, reader)
 
         def overtaken(*args, real=real, cache=cache, changed=changed, **options):

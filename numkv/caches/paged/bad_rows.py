@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.blocks.pool import BlockPool
-from numkv.caches.watched import LONG_AGO, History, first_kept
+from numkv.caches.history import LONG_AGO, History, first_kept
 from numkv.errors import NonFiniteInput
 
 

@@ -24,18 +24,28 @@ So an error leaves everything as it was, and who reads beside a writer sees sequ
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Self, Unpack
 
 import numpy as np
+from numpy.typing import NDArray
 
-from numkv.access import whole
+from numkv.access import whole, writes
+from numkv.arrays import CacheArrays
+from numkv.attention.attend import attend, check_queries, too_many_queries
+from numkv.attention.mass import attention_mass
+from numkv.attention.options import check_options
+from numkv.attention.sight import Visible
 from numkv.blocks.prefix import plain_extra
+from numkv.caches.bound import BoundAttention
 from numkv.caches.paged.arguments import ids_of_step, numbers_of_new_tokens, prompt_ids
+from numkv.caches.paged.bound import bind_paged
 from numkv.caches.paged.buffers import StepBuffers
 from numkv.caches.paged.compact import plan_compaction
 from numkv.caches.paged.lookup import Contents, PrefixLookup, contents_of
+from numkv.caches.paged.memory import copied, state_of, store_of
 from numkv.caches.paged.prefix_match import (
+    PartOfBlock,
     block_names,
     find_part,
     last_name,
@@ -44,23 +54,36 @@ from numkv.caches.paged.prefix_match import (
     with_checkpoint,
 )
 from numkv.caches.paged.reservation import end_step, kept_tokens, refuse_without_slots, reserve_room
+from numkv.caches.paged.residual_attention import attend_to_newest
+from numkv.caches.paged.saved import (
+    SavedPagedCache,
+    cache_snapshot,
+    own_blocks,
+    put_states,
+    store_tensors,
+)
 from numkv.caches.paged.step import Step
 from numkv.caches.paged.store import Extra, SequenceState, held
-from numkv.caches.paged.swap import SwappedSequence, check_swapped, copy_in
-from numkv.caches.paged.tiers import longest_found
+from numkv.caches.paged.stored import StoredSequences
+from numkv.caches.paged.swap import SwappedSequence, check_swapped, copy_in, copy_out
+from numkv.caches.paged.tiers import longest_found, with_tiers
 from numkv.caches.paged.trees import Tree
-from numkv.caches.paged.whole import WholeCache
 from numkv.checks import check_kept
 from numkv.compaction.key_shift import RopeShift
 from numkv.drawing.page import drawn
-from numkv.errors import NotSupported, NumkvError
+from numkv.errors import DimensionMismatch, NotSupported, NumkvError
 from numkv.keywords import explained
+from numkv.kinds import Kind
 from numkv.numbers import check_index
+from numkv.snapshots.fields import claims, expect
+from numkv.snapshots.snapshot import Options, Snapshot, Source, fill_all
+from numkv.storage.own_kernels import cache_arrays
+from numkv.targets.base import Array
 from numkv.targets.streamed import on_stream
 
 
 @drawn
-class PagedKVCache(WholeCache):
+class PagedKVCache(StoredSequences):
     """Keys and values of many sequences in one pool, with shared prefixes, forks and rollback.
 
     Parameters
@@ -646,3 +669,636 @@ class PagedKVCache(WholeCache):
             self.blocks._undo_allocation(ids, peak)
             raise
         return seq
+
+    # -- as a whole
+
+    def _insert_with_part(
+        self, state: SequenceState, part: PartOfBlock, ids: NDArray[np.int32]
+    ) -> int:
+        """Give a sequence its number, and a copy of the block that begins as its tokens go on, if there is room."""
+        length, shared = state.length + part.tokens, state.by_depth()
+        taken = np.append(shared, part.blocks)
+        self.blocks.acquire(taken)  # so that nobody gets them
+        try:
+            if self.num_free < self.num_groups:
+                return self._insert(state, shared)
+            own = self.blocks.allocate(self.num_groups)
+            try:
+                groups = range(self.num_groups)
+                self._store.copy_blocks(part.blocks.tolist(), own.tolist(), groups)
+                tables = [np.append(t, own[i : i + 1]) for i, t in enumerate(state.tables)]
+                longer = state._replace(
+                    length=length, tables=tables, tokens=ids[:length].copy(), cached=length
+                )
+                return self._insert(longer, shared)
+            except BaseException:
+                self.blocks.release(own)
+                raise
+        finally:
+            self.blocks.release(taken)
+
+    def _insert(self, state: SequenceState, shared: NDArray[np.int32]) -> int:
+        """Give a sequence its number, and references to blocks that others have or have had."""
+        seq, books = self._next, self.states
+        self.blocks.acquire(shared)
+        try:
+            if books is not None:
+                books.acquire(state.slots())
+            self._publish({seq: state})
+        except BaseException:
+            self.blocks.release(shared)
+            raise
+        self._next = seq + 1
+        return seq
+
+    def _insert_with_states(self, state: SequenceState, states: Any) -> int:
+        """Give a sequence that owns its blocks its number, and a slot for states that it has."""
+        none, slots = np.empty(0, np.int32), self._store.states
+        if slots is None or not states:
+            return self._insert(state, shared=none)
+        taken = slots.books.allocate(1)
+        slot = int(taken[0])
+        try:
+            slots.put(slot, states)
+            return self._insert(state._replace(slot=slot), shared=none)
+        finally:
+            self._release_slots(taken)  # the sequence has a reference of its own
+
+    # -- scales
+
+    @on_stream
+    @whole
+    def set_scales(self, layer: int, k: Any = None, v: Any = None, *, stream: Any = None) -> None:
+        """Set the scales of a layer's kv heads, for kinds that have such: a value is its 8-bit float times the scale.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        k, v : float or float32 array (num_kv_heads,), optional
+            Finite scales above 0 of K and of V, on the host; None leaves them as they are, which is 1 at first.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
+
+        Raises
+        ------
+        NumkvError
+            If the cache has sequences, or pinned blocks: their rows are stored by the present scales.
+        NotSupported
+            If the kind has no scales of heads, or the layer reads another one's rows.
+        DimensionMismatch, UnsupportedDType, ValueError
+            If they are no such scales.
+        IndexError
+            If there is no such layer.
+
+        Notes
+        -----
+        The prefix cache forgets what it has, as it is stored by the former scales. Nothing has changed after an error.
+        """
+        number = check_index("layer", layer, self.num_layers)
+        self._store.refuse_sharing("set_scales", number)
+        pool, _ = self._store.place(number)
+        if self._sequences:
+            raise NumkvError(
+                f"set_scales: expected a cache without sequences, got {len(self)}; set scales before "
+                "sequences are added"
+            )
+        for name, scales in (("k", k), ("v", v)):
+            if scales is not None:
+                pool.buffer(name).check_scales(name, scales)
+        if self.states is not None:
+            self.states.forget()
+        self.blocks.forget()
+        pool.set_scales(k, v)
+        self._store.forget_bounds(None)
+        if self._store.tiers is not None:
+            self._store.tiers.rename()
+
+    # -- pins
+
+    @whole
+    def pin(self, seq: int) -> NDArray[np.int32]:
+        """Keep those blocks of a sequence that are in the prefix cache now from eviction, also after it is removed.
+
+        Parameters
+        ----------
+        seq : int
+            The sequence.
+
+        Returns
+        -------
+        int32 array (n,)
+            The blocks. Once the sequence is removed, ``cache.blocks.unpin`` takes them.
+        """
+        state = self._sequence(seq)
+        ids = state.blocks()
+        ids = ids[self.blocks.is_cached(ids)]
+        pinned: NDArray[np.int32] = ids.copy()  # the caller's own
+        after = state._replace(pins=(*state.pins, ids))
+        self.blocks.pin(ids)
+        try:
+            self._publish({self._number(seq): after})
+        except BaseException:
+            self.blocks.unpin(ids)
+            raise
+        return pinned
+
+    @whole
+    def unpin(self, seq: int) -> None:
+        """Undo the last `pin` of a sequence, whatever has become of the sequence since.
+
+        Parameters
+        ----------
+        seq : int
+            The sequence.
+
+        Raises
+        ------
+        NumkvError
+            If it is not pinned.
+        """
+        state = self._sequence(seq)
+        if not state.pins:
+            raise NumkvError(f"`seq`: expected a pinned sequence, got {seq}; pin it first")
+        after = state._replace(pins=state.pins[:-1])
+        self.blocks.unpin(state.pins[-1])
+        self._publish({self._number(seq): after})
+
+    # -- bound calls, and what CUDA graphs need
+
+    @explained
+    def bind(
+        self,
+        num_q_heads: int | Sequence[int | None],
+        kind: str | Kind = "fp32",
+        *,
+        sm_scale: float | None = None,
+        logits_soft_cap: float | None = 0.0,
+        sinks: Any = None,
+        check_finite: bool | None = True,
+    ) -> BoundAttention:
+        """Bind the cache to a model's arrays and options: append and attention of a layer then are one call.
+
+        Parameters
+        ----------
+        num_q_heads : int or sequence of int
+            Q heads, or those of each layer.
+        kind, sm_scale, logits_soft_cap, sinks, check_finite
+            See `numkv.KVCache.bind`; windows are the cache's own. Sinks of layers with different q heads are a list.
+
+        Returns
+        -------
+        BoundAttention
+            ``begin(step)`` takes a step that `reserve` made.
+
+        Raises
+        ------
+        DimensionMismatch, UnsupportedDType, NotSupported, ValueError, TypeError
+            If an argument does not fit the cache.
+        """
+        self._store.refuse_residual("bind", "call `append` and `attention` of the step")
+        return bind_paged(
+            self._store, num_q_heads, kind, sm_scale, logits_soft_cap, sinks, check_finite
+        )
+
+    def step_buffers(
+        self, num_seqs: int, num_tokens: int | None = None, max_length: int | None = None, *, stream: Any = None
+    ) -> StepBuffers:  # fmt: skip
+        """Memory for the tables of steps that CUDA graphs are made of: see `reserve`.
+
+        Parameters
+        ----------
+        num_seqs : int
+            The most sequences of a step.
+        num_tokens : int, optional
+            The most new tokens of all of them; as many as sequences if None.
+        max_length : int, optional
+            The most tokens that a sequence has, the new ones included: how long tables are, and by how many blocks
+            attention is launched. As many as all blocks hold if None.
+        stream : object, optional
+            The stream that graphs run on; see `numkv.paged_decode_attention`.
+
+        Returns
+        -------
+        StepBuffers
+
+        Raises
+        ------
+        DimensionMismatch, TypeError
+            If they are no such numbers.
+
+        Examples
+        --------
+        A step is captured once and run again with other sequences, lengths and blocks. Here without a graph, whose
+        launch would stand in place of the two calls:
+
+        >>> import numpy as np, numkv
+        >>> cache = numkv.PagedKVCache(1, 2, 8, num_blocks=8)
+        >>> buffers = cache.step_buffers(num_seqs=4, max_length=64)
+        >>> rows, q = np.ones((4, 2, 8), np.float32), np.ones((4, 2, 8), np.float32)
+        >>> for seqs in ([cache.add()], [cache.add(), cache.add()]):
+        ...     step = cache.reserve(seqs, 1, into=buffers)
+        ...     step.append(0, rows, rows)  # of four rows, as many as there are sequences count
+        ...     out = step.attention(0, q)
+        ...     cache.commit(step)
+        """
+        tokens = num_seqs if num_tokens is None else num_tokens
+        most = self.blocks.num_blocks * self.block_size if max_length is None else max_length
+        with self._target.on(stream, self._pools[0].k):
+            return StepBuffers(self._store, num_seqs, tokens, most)
+
+    # -- as a whole
+
+    @whole
+    def clear(self) -> None:
+        """Remove all sequences and forget all cached prefixes, pinned ones too; the memory stays.
+
+        Raises
+        ------
+        NumkvError
+            If there is an open step.
+
+        Notes
+        -----
+        Blocks that were allocated by `blocks` itself are free afterwards too. Numbers of sequences are not used again.
+        """
+        self._refuse_open_steps("clear")
+        before, states = dict(self._sequences), self.states
+        slots = None if states is None else states.copy()
+        self._publish(dict.fromkeys(before))
+        try:
+            if states is not None:
+                states.clear()
+            self.blocks.clear()
+            self._store.bad.clear()
+        except Exception:  # memory, say
+            if states is not None and slots is not None:
+                for own, old in zip(states._arrays(), slots._arrays(), strict=True):
+                    own[:] = old
+            self._publish(before)
+            raise
+
+    @on_stream
+    @writes
+    def copy(self, *, stream: Any = None) -> Self:
+        """The same cache once more, in memory of its own: rows, sequences by the same numbers, cached prefixes, pins.
+
+        Parameters
+        ----------
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
+
+        Returns
+        -------
+        PagedKVCache
+
+        Raises
+        ------
+        NumkvError
+            If there is an open step.
+        """
+        return self._copied()
+
+    def _copied(self) -> Self:
+        self._refuse_open_steps("copy")
+        made = self.__class__.__new__(self.__class__)
+        store = with_tiers(copied(self._store), self.store, self._store.tiers)
+        made._adopt(store, dict(self._sequences), self._next)
+        return made
+
+    def __copy__(self) -> Self:
+        return self.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.copy()
+
+    @writes
+    def __getstate__(self) -> dict[str, Any]:
+        """What a pickle holds: a copy, so that it is of one moment."""
+        if not self._target.values_on_host:
+            raise NotSupported(
+                f"a cache on {self._target.name} cannot be pickled, only one on the CPU; swap its sequences out, "
+                "and pickle these"
+            )
+        self._refuse_open_steps("copy")
+        store = state_of(self._store)
+        return {"store": store, "sequences": dict(self._sequences), "next": self._next}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._adopt(store_of(state["store"]), state["sequences"], state["next"])
+
+    __saved__ = SavedPagedCache
+
+    def __snapshot__(self) -> Snapshot:
+        """See `numkv.snapshots.snapshot`."""
+        self._refuse_told()
+        states = {seq: self._idle(seq) for seq in self.sequences}
+        return cache_snapshot(self._store, states, self._next, [(self, True)])
+
+    @classmethod
+    def __restore__(cls, saved: SavedPagedCache, source: Source, options: Options) -> Self:
+        """See `numkv.snapshots.snapshot`."""
+        states, make = saved.read_states(source), cls
+        made: Self = make(target=options.place.name, **saved.arguments())
+        store, every = made._store, np.arange(saved.blocks)
+        seed = saved.geometry[4]
+        expect(store.geometry[4] == seed, f"rows are rotated by seed {seed}")
+        for count, own in zip(saved.blocks_of_parts, own_blocks(store, states, every), strict=True):
+            expect(len(own) == count, f"{count} blocks of a part that has {len(own)}")
+        ids = made.blocks.allocate(saved.blocks)
+        fill_all(source, store_tensors(store, states, every, ids))
+        states = put_states(store, saved, states, source)
+        source.verify()  # before anything can be found by its tokens
+        with claims("the sequences"):
+            counts = np.bincount(held([x.blocks() for x in states]), minlength=len(ids))
+            expect(bool((counts > 0).all()), "a block belongs to no sequence")
+            made.blocks.acquire(np.repeat(ids, counts - 1))  # which it has once already
+            places = np.append(ids, np.int32(-1))  # -1 stays what it is
+            for x, state in zip(saved.sequences, states, strict=True):
+                here = state._replace(tables=[places[table] for table in state.tables])
+                made._sequences[x.sequence] = register_blocks(store, here)
+            made._next = saved.next
+            made.check()
+        return made
+
+    def _check_step(self, step: Any) -> None:
+        if not isinstance(step, Step) or not step._belongs_to(self._store):
+            raise NumkvError(
+                "`step`: expected an open step of this cache, got "
+                f"{'one of another' if isinstance(step, Step) else type(step).__name__}"
+            )
+
+    def _check_open(self, step: Any) -> None:
+        if not step.open:
+            raise NumkvError("`step`: expected an open step of this cache, got an ended one")
+
+    def _refuse_open_steps(self, name: str) -> None:
+        for seq, state in self._sequences.items():
+            if state.reserved is not None:
+                raise NumkvError(
+                    f"{name}: expected a cache without open steps, got one of sequence {seq}; commit it or roll it "
+                    "back first"
+                )
+
+    # -- reading: a reader takes states once, computes, and looks whether rows were dropped meanwhile
+
+    def _settled(self, seq: int) -> SequenceState:
+        """A sequence whose rows do not move at the moment."""
+        state = self._sequence(seq)
+        if state.dropped & 1:
+            raise self._overtaken("seq", seq)
+        return state
+
+    def _refuse_overtaken(
+        self, name: str, generation: int, seqs: Sequence[int], states: Sequence[SequenceState]
+    ) -> None:
+        """Raise if a sequence has lost rows since its state was taken, which was not before this generation."""
+        if generation == self._generation:
+            return
+        for seq, state in zip(seqs, states, strict=True):
+            now = self._sequences.get(seq)
+            if now is None or now.dropped != state.dropped:
+                raise self._overtaken(name, seq)
+
+    @staticmethod
+    def _overtaken(name: str, seq: int) -> NumkvError:
+        return NumkvError(
+            f"{name}: rows of sequence {seq} were moved or dropped while they were read, so there is no result; let "
+            "nobody truncate, compact or remove a sequence that others read, or move its window on"
+        )
+
+    # -- attention over what is committed
+
+    @on_stream
+    def decode_attention(
+        self,
+        layer: int,
+        sequences: Iterable[int],
+        q: Any,
+        *,
+        sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0,
+        sinks: Any = None,
+        return_lse: bool = False,
+        out: Any = None,
+        stream: Any = None,
+        **visible: Unpack[Visible],
+    ) -> Any:
+        """Attend with the query of the newest committed token of any sequences.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        sequences : iterable of int
+            Which sequences; one may come more than once.
+        q : array (num_seqs, num_q_heads, head_dim)
+            A query for each.
+        sm_scale, logits_soft_cap, sinks, return_lse, out, stream, **visible
+            See `numkv.decode_attention`; the window is the layer's.
+
+        Returns
+        -------
+        out : array (num_seqs, num_q_heads, head_dim_v)
+            In q's dtype. An empty sequence gives 0 (and -inf).
+        lse : float32 array (num_seqs, num_q_heads)
+            Natural log of the sum of exponentials; only with `return_lse`.
+
+        Raises
+        ------
+        DimensionMismatch, UnsupportedDType, NotSupported, IndexError, ValueError
+            See `numkv.decode_attention`.
+        NumkvError
+            If a sequence was truncated, compacted or removed meanwhile, or its window moved on.
+        """
+        pool, group = self._store.place(check_index("layer", layer, self.num_layers))
+        place = self._target
+        q = check_queries(place, q, int(pool.k.shape[1]), pool.head_dim, "num_seqs")
+        seqs = self._numbers(sequences, int(q.shape[0]))
+        generation = self._generation
+        states = [self._settled(seq) for seq in seqs]
+        if q.shape[0] != len(states):
+            raise DimensionMismatch(
+                f"`q`: expected a query for each of {len(states)} sequences, got {q.shape[0]}",
+                expected=len(states),
+                actual=int(q.shape[0]),
+            )
+        lens = np.array([state.length for state in states], np.int64)
+        window = self._groups[group].window
+        options = check_options(sm_scale, logits_soft_cap, window, sinks, return_lse, out, visible)
+        if self._store.layers.twin(int(layer)) is not None:
+            result = attend_to_newest(self._store, int(layer), states, q, lens, options)
+            self._refuse_overtaken("decode_attention", generation, seqs, states)
+            return result
+        ranges = None
+        if self._groups[group].chunk:
+            if options.sight is not None:
+                self._store.refuse_chunks("causal, ranges, mask and alibi_slopes", layer)
+            last = np.maximum(lens - 1, 0)
+            ranges = place.index(
+                np.minimum(self._groups[group].ranges(last), lens[:, None]), np.int64
+            )
+        result = attend(
+            pool, place.index(self._store.block_table(states, group), np.int32), q,
+            place.index(lens, np.int64), place.index(np.arange(len(states) + 1), np.int64), options,
+            ranges=ranges,
+        )  # fmt: skip
+        self._refuse_overtaken("decode_attention", generation, seqs, states)
+        return result
+
+    @on_stream
+    def attention_weights(
+        self,
+        layer: int,
+        seq: int,
+        q: Any,
+        *,
+        lse: Any = None,
+        sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0,
+        stream: Any = None,
+    ) -> Array:
+        """How much attention each committed token of a sequence gets from the queries of the last ones.
+
+        `Step.attention_weights` gives those of a step's queries, for all of its sequences.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        seq : int
+            Which sequence.
+        q : array (num_tokens, num_q_heads, head_dim)
+            Queries of the last `num_tokens` committed positions.
+        lse : float32 array (num_tokens, num_q_heads), optional
+            What attention returned with ``return_lse=True`` for these queries and options; computed if None.
+        sm_scale, logits_soft_cap, stream
+            See `numkv.decode_attention`.
+
+        Returns
+        -------
+        float32 array (num_kv_heads, tokens)
+            Sums over the queries and the q heads of a group; 0 where the layer's window does not reach. See
+            `numkv.attention_weights`.
+
+        Raises
+        ------
+        NotSupported
+            If a query attends to tokens whose blocks were released behind the layer's window: ask the step instead.
+        DimensionMismatch
+            If there are more queries than tokens, or a shape does not fit.
+        UnsupportedDType, IndexError, ValueError
+            See `numkv.decode_attention`.
+        """
+        pool, group = self._store.place(check_index("layer", layer, self.num_layers))
+        self._store.refuse_chunks("attention_weights", layer)
+        number, place, generation = self._number(seq), self._target, self._generation
+        state = self._settled(number)
+        q = check_queries(place, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
+        tokens, length, window = int(q.shape[0]), state.length, self._groups[group].window
+        if tokens > length and tokens != 1:
+            raise too_many_queries(tokens, length)
+        first = self._groups[group].first_visible(length - tokens + 1)
+        first_stored = self._store.first_stored(state, group)
+        if tokens and first < first_stored:
+            raise NotSupported(
+                f"`q`: expected queries whose window of {window} tokens is still there, got {tokens}, the first of "
+                f"which sees token {first}, and layer {layer} holds those from "
+                f"{first_stored} on; pass fewer, or ask the step that wrote them"
+            )
+        weights = attention_mass(
+            pool, place.index(self._store.block_table([state], group), np.int32), q,
+            place.index(np.array([length]), np.int64), place.index(np.array([0, tokens]), np.int64),
+            length, check_options(sm_scale, logits_soft_cap, window), lse=lse,
+        )  # fmt: skip
+        self._refuse_overtaken("attention_weights", generation, (number,), (state,))
+        return weights.reshape((int(pool.k.shape[1]), length))
+
+    # -- what is stored
+
+    @on_stream
+    def swap_out(self, seq: int, *, stream: Any = None) -> SwappedSequence:
+        """Copy a sequence to host memory, in one copy per buffer; it stays in the cache.
+
+        Parameters
+        ----------
+        seq : int
+            The sequence.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
+
+        Returns
+        -------
+        SwappedSequence
+            For `swap_in` of this or another cache.
+
+        Raises
+        ------
+        IndexError
+            If there is no such sequence.
+        NumkvError
+            If it has an open step, or was truncated, compacted or removed meanwhile.
+        NonFiniteInput
+            On CUDA, if rows that were quantised held NaN or infinity: truncate the sequence first.
+        """
+        number, generation = self._number(seq), self._generation
+        self._idle(number)
+        state = self._settled(number)
+        swapped = copy_out(self._store, state)
+        self._store.collect(wait=True)
+        self._store.bad.refuse(number, state.length)
+        self._refuse_overtaken("swap_out", generation, (number,), (state,))
+        return swapped
+
+    def block_table(self, seq: int, layer: int) -> NDArray[np.int32]:
+        """The block table of a sequence in a layer: a copy, on the host.
+
+        Parameters
+        ----------
+        seq : int
+            Which sequence.
+        layer : int
+            Which layer; those of a layer group have one table.
+
+        Returns
+        -------
+        int32 array (num_blocks,)
+            Blocks of the committed tokens and of an open step's; -1 where they were released behind a window.
+        """
+        _, group = self._store.place(check_index("layer", layer, self.num_layers))
+        return self._sequence(seq).tables[group].copy()
+
+    @on_stream
+    def arrays(self, layer: int, *, stream: Any = None) -> CacheArrays:
+        """The arrays of a layer with the tables of all sequences, for your own kernels.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
+
+        Returns
+        -------
+        CacheArrays
+            Arrays of the target. Row i of `block_table` and of `context_lens`, int32, is the i-th of `sequences` at
+            that moment; -1 in a table stands for a block that was released behind the layer's window, and for what is
+            past its end. `slots` has length 0: a step has those of its tokens. The tables are copies; they are out of
+            date when `generation` is another number, the buffers never are.
+        """
+        pool, group = self._store.place(check_index("layer", layer, self.num_layers))
+        generation = self.generation
+        found = self._tables_given.get(group)
+        if found is None or found[0] != generation:
+            states = list(self._sequences.values())
+            found = (
+                generation,
+                self._store.block_table(states, group),
+                np.array([state.length for state in states], np.int32),
+            )
+            if not self._target.values_on_host:
+                place = self._target.index
+                found = (generation, place(found[1], np.int32), place(found[2], np.int32))
+                self._tables_given[group] = found
+        return cache_arrays(pool, found[1], found[2])

@@ -43,8 +43,7 @@ from numkv.kernels.cpu.threads import ON_THREADS, num_threads, run
 from numkv.kernels.cpu.vectors.arrays import row_of, without_refcount
 from numkv.kernels.cpu.vectors.launch import next_item, on_threads
 from numkv.kernels.dispatch import implements
-from numkv.kernels.operations import Operations
-from numkv.kernels.operations_of_codes import Codebook
+from numkv.kernels.operations import Codebook, Operations
 from numkv.kernels.plan_of_codes import NOTHING, Limits, rounds
 from numkv.rows.codes import code_at, packed_byte, refined
 from numkv.rows.convert import codec

@@ -25,8 +25,7 @@ from numkv.kernels.cuda.launches import THREADS, array, jit, launch
 from numkv.kernels.cuda.simd import LANES, ceil_div
 from numkv.kernels.cuda.streams import SIMULATED
 from numkv.kernels.dispatch import implements
-from numkv.kernels.operations import Operations
-from numkv.kernels.operations_of_codes import Codebook, StoredCodes
+from numkv.kernels.operations import Codebook, Operations, StoredCodes
 from numkv.kernels.plan_of_codes import Limits, rounds
 from numkv.rows.sequences import WIDTH
 
