@@ -23,7 +23,7 @@ except ImportError as error:
 import torch as _torch
 
 for _what, _found, _from, _below in (
-    ("transformers>=5.19,<6", _transformers.__version__, (5, 19), (6,)),
+    ("transformers>=5.19,<5.24", _transformers.__version__, (5, 19), (5, 24)),
     ("torch>=2.8", _torch.__version__, (2, 8), (99,)),
 ):
     if not _from <= tuple(map(int, _found.split(".")[:2])) < _below:
