@@ -38,7 +38,7 @@ _STORED = {
 class _Way(NamedTuple):
     """How calls with arrays of some dtypes are done."""
 
-    #: See `numkv.kernels.operations.SmallCalls.small_decode`.
+    #: See `numkv.kernels.operations.Operations.small_decode`.
     decode: Any
     #: Words as which queries and rows are seen, where these are other dtypes, and the dtype of the output then.
     q_word: Any

@@ -911,7 +911,7 @@ class Checks(enum.IntEnum):
 
 
 class Codebook(NamedTuple):
-    """What codes of some heads mean; see `OperationsOfCodes.encode_rows`.
+    """What codes of some heads mean; see `Operations.encode_rows`.
 
     Attributes
     ----------
@@ -955,7 +955,7 @@ class Sequences(NamedTuple):
 
 
 class StoredCodes(NamedTuple):
-    """Encoded keys and values of a sequence, or of several; see `OperationsOfCodes.encode_rows`.
+    """Encoded keys and values of a sequence, or of several; see `Operations.encode_rows`.
 
     Attributes
     ----------

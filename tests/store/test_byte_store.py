@@ -101,7 +101,7 @@ def test_a_bound(tmp_path):
 
 
 def test_many_keys_are_asked_for_at_once():
-    network = Network(0.02)
+    network = Network(0.1)
     store = over("x", file_system=network, timeout=60.0)
     keys, values = [str(i) for i in range(64)], [bytes(10)] * 64
     assert all(store.put(keys, values))

@@ -36,7 +36,7 @@ from numkv.rows.quantize import is_finite
 from numkv.rows.rmsnorm import root_mean_square
 from numkv.rows.rope import rotate_pair
 
-# What a kernel is to do before it writes; see `SmallCalls.small_write`.
+# What a kernel is to do before it writes; see `Operations.small_write`.
 CHECKED, LOOK, LOOK_FOR_NAN = map(int, Checks)
 
 
