@@ -51,6 +51,8 @@ class BlockStore:
     Any number of threads and processes use one place. What goes wrong with the place is counted (`stats`) and logged,
     and is a key that is not there, or was not written; only wrong arguments raise.
 
+    A forked child makes a store of its own: on a network, the parent's asks by threads that the child does not have.
+
     Examples
     --------
     >>> import tempfile
