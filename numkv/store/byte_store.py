@@ -20,6 +20,7 @@ from numkv.store.identity import folder_of, identity_text
 from numkv.store.objects import DamagedObject, ForeignObject, Layout, OtherSize, crc32_of
 from numkv.store.places import check_bound, place_of
 from numkv.store.records import ByteStats
+from numkv.store.requests import begins
 
 log = logging.getLogger("numkv.store")
 _T = TypeVar("_T")
@@ -50,8 +51,6 @@ class BlockStore:
     -----
     Any number of threads and processes use one place. What goes wrong with the place is counted (`stats`) and logged,
     and is a key that is not there, or was not written; only wrong arguments raise.
-
-    A forked child makes a store of its own: on a network, the parent's asks by threads that the child does not have.
 
     Examples
     --------
@@ -89,7 +88,7 @@ class BlockStore:
         self._identity = identity_text(check_mark("mark", mark), None, {"objects": "bytes"})
         self._folder = folder_of(self._identity)
         self._bound = Bound(self._place, check_bound(max_nbytes))
-        self._lock, self._bound_lock = threading.Lock(), threading.Lock()
+        begins(self._begin)
         self._counts: collections.Counter[str] = collections.Counter()
         self._errors: collections.Counter[str] = collections.Counter()
         self._last_error, self._closed = "", False
@@ -287,6 +286,9 @@ class BlockStore:
         return await asyncio.to_thread(call, *args)
 
     # -- insides
+
+    def _begin(self) -> None:
+        self._lock, self._bound_lock = threading.Lock(), threading.Lock()
 
     def _names(self, keys: Sequence[str | bytes]) -> list[bytes]:
         if isinstance(keys, str | bytes):

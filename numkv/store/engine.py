@@ -10,7 +10,6 @@ import atexit
 import collections
 import itertools
 import logging
-import os
 import random
 import threading
 import time
@@ -25,6 +24,7 @@ from numkv.errors import NumkvError
 from numkv.store.bound import Bound
 from numkv.store.objects import DamagedObject, ForeignObject, Layout, crc32_of
 from numkv.store.records import BlocksDropped, BlocksWritten, StoreAnswers, StoreSilent, StoreStats
+from numkv.store.requests import begins
 
 log = logging.getLogger("numkv.store")
 
@@ -128,7 +128,7 @@ class Engine:
     def __init__(self, place: Any, max_nbytes: int | None, host_nbytes: int, on_event: Any) -> None:
         self.place = place
         place.report, place.changed = self._note_error, self._note_change
-        self._bound, self._bound_lock = Bound(place, max_nbytes), threading.Lock()
+        self._bound = Bound(place, max_nbytes)
         self._host_most, self._writers, self._on_event = host_nbytes, place.writers, on_event
         self._counts = dict.fromkeys(StoreStats.__dataclass_fields__, 0)
         del self._counts["last_error"], self._counts["errors"], self._counts["answers"]
@@ -138,12 +138,12 @@ class Engine:
             0  # blocks dropped or failed; how many of them `flush` has said
         )
         self.closed = False
-        self._begin()
+        begins(self._begin)
         _all.add(self)
 
     def _begin(self) -> None:
         """Begin with nothing waiting, no thread and an empty host tier."""
-        self._changed = threading.Condition(threading.RLock())
+        self._changed, self._bound_lock = threading.Condition(threading.RLock()), threading.Lock()
         self._queue: collections.OrderedDict[Any, _Waiting] = collections.OrderedDict()
         self._writing: dict[Any, _Waiting] = {}
         self._in_pool: dict[tuple[int, int], _Waiting] = {}  # by owner and block
@@ -650,12 +650,6 @@ class Engine:
             self._host_bytes -= kept - sum(x.nbytes for x in self._dirty.values())
         return lost
 
-    def after_fork(self) -> None:
-        """Begin anew in a child: the parent's threads are not here, and what waits is the parent's."""
-        self._bound_lock = threading.Lock()
-        self.place.begin()
-        self._begin()
-
 
 class _Objects:
     """The objects of blocks that are to be read; see `Jobs`."""
@@ -686,11 +680,6 @@ _all: weakref.WeakSet[Engine] = weakref.WeakSet()
 _own = threading.local()  # `inside` is set in threads that write
 
 
-def _after_fork_in_child() -> None:
-    for engine in list(_all):
-        engine.after_fork()
-
-
 def _at_exit() -> None:
     for engine in list(_all):
         try:
@@ -699,6 +688,4 @@ def _at_exit() -> None:
             log.warning("the process ends: %s", error)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
 atexit.register(_at_exit)

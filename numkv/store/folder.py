@@ -83,10 +83,8 @@ class Folder:
     def __repr__(self) -> str:
         return self.root
 
-    def begin(self) -> None:
-        """Begin anew in a child that was forked: there is nothing to do."""
-
-    end = begin
+    def end(self) -> None:
+        """Ask no more whether the disk answers: nobody does."""
 
     def _path(self, key: str) -> str:
         return f"{self.root}/{key}"

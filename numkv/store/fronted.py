@@ -15,6 +15,7 @@ from typing import Any
 from numkv.store.bound import Bound
 from numkv.store.folder import Entry, Folder, Jobs
 from numkv.store.remote import RemoteFolder
+from numkv.store.requests import begins
 
 #: Bytes that wait to be copied, at most; others are not copied.
 _MOST_WAITING = 64 << 20
@@ -45,7 +46,7 @@ class Fronted:
         near.report = lambda asked, error: self.report(f"local {asked}", error)
         if isinstance(far, RemoteFolder):
             far.changed = lambda error: self.changed(error)
-        self._begin()
+        begins(self._begin)
 
     def __repr__(self) -> str:
         return repr(self._far)
@@ -54,11 +55,6 @@ class Fronted:
         self._lock = threading.Condition()
         self._copies: collections.deque[tuple[str, bytes]] = collections.deque()
         self._waiting, self._running = 0, False
-
-    def begin(self) -> None:
-        """Begin without threads, as a child does that was forked."""
-        self._begin()
-        self._far.begin()
 
     def end(self) -> None:
         """Ask no more whether the network answers again."""

@@ -96,11 +96,6 @@ class RemoteFolder:
         """Ask no more whether it answers again."""
         self._breaker.end()
 
-    def begin(self) -> None:
-        """Begin without threads, as a child does that was forked."""
-        self._requests.begin()
-        self._breaker.begin()
-
     def _probe(self) -> bool:
         """Ask for something small; whether there is an answer, be it that nothing is there."""
         error = self._requests.make(1, lambda i: self._fs.info(self.root), _nothing, _PATIENCE)[0]

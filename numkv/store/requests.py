@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import os
 import threading
 import time
 import weakref
@@ -19,6 +20,26 @@ from typing import Any
 _IDLE = 2.0
 #: Seconds until a store that did not answer is asked again, at first and at most; each time is twice the last.
 _FIRST, _LONGEST = 1.0, 60.0
+
+# What begins anew in a child that is forked: it has none of the threads, and locks that these held stay locked there.
+_methods: set[weakref.WeakMethod[Callable[[], None]]] = set()
+
+
+def begins(begin: Callable[[], None]) -> None:
+    """Call a method that makes an object's locks and forgets its threads: now, and in each child that is forked."""
+    begin()
+    _methods.add(weakref.WeakMethod(begin, _methods.discard))
+
+
+def _after_fork_in_child() -> None:
+    for method in list(_methods):
+        begin = method()
+        if begin is not None:
+            begin()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class Unanswered(TimeoutError):
@@ -92,10 +113,9 @@ class Requests:
 
     def __init__(self, most: int, late: Callable[[], None]) -> None:
         self._most, self._late = most, late
-        self.begin()
+        begins(self._begin)
 
-    def begin(self) -> None:
-        """Begin without threads, as a child does that was forked."""
+    def _begin(self) -> None:
         self._lock = threading.Condition()
         self._queue: collections.deque[tuple[_Batch, int]] = collections.deque()
         self._threads = self._idle = 0
@@ -170,9 +190,9 @@ class Breaker:
         self, probe: Callable[[], bool], changed: Callable[[Exception | None], None]
     ) -> None:
         self._probe, self._changed = probe, changed
-        self.begin()
+        begins(self._begin)
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """Begin with a store that answers, as far as anybody knows."""
         self._lock, self._closed = threading.Lock(), threading.Event()
         self.is_open = False

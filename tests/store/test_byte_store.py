@@ -1,6 +1,7 @@
 """`BlockStore`: bytes under keys of the caller's."""
 
 import asyncio
+import os
 import pickle
 import threading
 
@@ -184,3 +185,20 @@ def test_what_is_refused(tmp_path):
         assert repr(store) == f"<BlockStore: {tmp_path}>"
     with pytest.raises(numkv.NumkvError, match="put: expected an open store"):
         store.put(["a"], [b"1"])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_asks_by_threads_of_its_own():
+    """Those of the parent, which wait for more to do, are not there."""
+    store = over("x", file_system=Network(0.05), timeout=10.0)
+    keys, values = [str(i) for i in range(8)], [bytes([i]) * 10 for i in range(8)]
+    assert all(store.put(keys, values))
+    assert all(store.get_into(keys, [bytearray(10) for _ in keys]))
+    child = os.fork()
+    if child == 0:
+        into = [bytearray(10) for _ in keys]
+        good = all(store.get_into(keys, into)) and into == values
+        os._exit(0 if good else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert all(store.exists(keys))
