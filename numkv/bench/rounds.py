@@ -1,12 +1,17 @@
-"""Rounds in which contestants take turns, and what they say: medians of what is formed within a round."""
+"""Rounds in which contestants take turns, medians of what is formed within a round, and the read bandwidth beside."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from statistics import median, quantiles
+from typing import Any
+
+import numba
+import numpy as np
 
 from numkv.bench.load import MOST, Load
 
@@ -196,3 +201,43 @@ def take_rounds(
     all_count = not enough and left_out > 0
     noisy = all_count or (gave_up and len(quiet) + left_out >= count)  # else there was no time
     return Measured(rounds, left_out, noisy, all_count, lost, count)
+
+
+_SIZE = 256 << 20  # far more than any cache
+_PASSES = 3
+
+
+@numba.njit(nogil=True, fastmath=True)  # type: ignore[untyped-decorator]
+def _sum(x: Any) -> Any:
+    total = np.float32(0)
+    for i in range(x.size):
+        total += x[i]
+    return total
+
+
+class Probe:
+    """Reads 256 MB on some threads. They are Python's own, so that no OpenMP runtime is disturbed.
+
+    Parameters
+    ----------
+    num_threads : int
+        Threads.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._parts = np.array_split(np.ones(_SIZE // 4, np.float32), num_threads)
+        self._pool = ThreadPoolExecutor(num_threads)
+        self()
+
+    def __call__(self) -> float:
+        """Bytes a second: the median of a few passes."""
+        times = []
+        for _ in range(_PASSES):
+            start = time.perf_counter()
+            list(self._pool.map(_sum, self._parts))
+            times.append(time.perf_counter() - start)
+        return _SIZE / median(times)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown()

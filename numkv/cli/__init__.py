@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import numkv
 from numkv.cli import (
@@ -26,6 +26,7 @@ from numkv.cli import (
     stream,
     warmup,
 )
+from numkv.cli.options import at_least, checked, flag, option
 from numkv.cli.output import UsageError
 from numkv.demo import BUNDLED_MODEL
 from numkv.demo.cache import CacheChoice
@@ -36,8 +37,6 @@ from numkv.kinds import kinds
 from numkv.planning.scale import Network
 
 __all__ = ["main"]
-
-T = TypeVar("T")
 
 _DESCRIPTION = """\
 Generate text with a small language model whose KV cache is numkv's, and say what the cache cost.
@@ -118,30 +117,6 @@ def _print_anywhere() -> None:
             reconfigure(errors="replace")
 
 
-def _checked(convert: Callable[[str], T], what: str) -> Callable[[str], T]:
-    """An argparse type whose error says what was expected."""
-
-    def check(text: str) -> T:
-        try:
-            return convert(text)
-        except NumkvError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"expected {what}, got {text!r}") from None
-
-    return check
-
-
-def _at_least(smallest: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        number = int(text.replace(",", "").replace("_", ""))
-        if number < smallest:
-            raise ValueError(text)
-        return number
-
-    return _checked(convert, f"an integer of {smallest} or more")
-
-
 def _temperature(text: str) -> float:
     number = float(text)
     if not 0 <= number < float("inf"):
@@ -149,17 +124,10 @@ def _temperature(text: str) -> float:
     return number
 
 
-def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model",
-        type=Path,
-        default=BUNDLED_MODEL,
-        metavar="DIR",
-        help="folder of a Qwen3 or Llama checkpoint in Hugging Face format (default: bundled)",
-    )
-    parser.add_argument(
-        "--target", choices=("cpu", "cuda"), default="cpu", help="where the cache lives"
-    )
+_count, _some = at_least(1), at_least(0)
+_temperature_of = checked(_temperature, "0 or more")
+_size = checked(plan.parse_bytes, "a size such as 8GiB or 500MB")
+_seconds = checked(plan_nodes.parse_seconds, "a time such as 300us")
 
 
 def _plain_kind(text: str) -> CacheChoice:
@@ -178,46 +146,38 @@ def _row_kind(text: str) -> str:
     return kind.name
 
 
-def _add_kind_option(
-    parser: argparse.ArgumentParser,
-    default: list[str],
-    what: str,
-    parse: Callable[[str], Any] = _plain_kind,
-    more: str = "",
+# fmt: off
+def _add_model_options(parser: Any) -> None:
+    option(parser, "--model", "folder of a Qwen3 or Llama checkpoint in Hugging Face format (default: bundled)", Path,
+            "DIR", default=BUNDLED_MODEL)
+    _add_target(parser, "where the cache lives")
+
+
+def _add_target(parser: Any, meaning: str) -> None:
+    parser.add_argument("--target", choices=("cpu", "cuda"), default="cpu", help=meaning)
+
+
+def _add_kindoption(
+    parser: Any, default: list[str], what: str, parse: Callable[[str], Any] = _plain_kind, more: str = ""
 ) -> None:
     names = ", ".join(kind.name for kind in kinds())
-    parser.add_argument(
-        "--kind",
-        nargs="+",
-        default=[parse(name) for name in default] or None,
-        type=_checked(parse, "a kind"),
-        metavar="KIND",
-        help=f"{what}: {names}, or K/V such as int8/fp16{more} (default: {' '.join(default) or 'all that fit'})",
-    )
+    option(parser, "--kind", f"{what}: {names}, or K/V such as int8/fp16{more} (default: "
+            f"{' '.join(default) or 'all that fit'})", checked(parse, "a kind"), "KIND",
+            default=[parse(name) for name in default] or None, nargs="+")
 
 
-def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--temperature",
-        type=_checked(_temperature, "0 or more"),
-        default=generate.DEFAULT_TEMPERATURE,
-        metavar="T",
-        help="0 takes the most probable token, more is more varied (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--top-k",
-        type=_at_least(0),
-        default=generate.DEFAULT_TOP_K,
-        metavar="K",
-        help="choose among the K most probable tokens, 0 among all (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=_at_least(0),
-        default=0,
-        metavar="N",
-        help="the same seed gives the same text (default: %(default)s)",
-    )
+def _add_sampling_options(parser: Any) -> None:
+    option(parser, "--temperature", "0 takes the most probable token, more is more varied", _temperature_of, "T",
+            default=generate.DEFAULT_TEMPERATURE)
+    option(parser, "--top-k", "choose among the K most probable tokens, 0 among all", _some, "K",
+            default=generate.DEFAULT_TOP_K)
+    option(parser, "--seed", "the same seed gives the same text", _some, "N", default=0)
+
+
+def _add_text_options(parser: Any, modules: list[str] | None, what: str) -> None:
+    option(parser, "--modules", what, metavar="NAME", default=modules, nargs="+")
+    option(parser, "--file", "these texts instead of the modules", Path, "PATH", action="extend", nargs="+")
+    option(parser, "--context", "tokens in a window (default: the model's context)", at_least(2), "N")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -225,358 +185,189 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="numkv", description=_DESCRIPTION, epilog=_EPILOG, **text)
     parser.add_argument("--version", action="version", version=f"numkv {numkv.__version__}")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "--prompt",
-        action="append",
-        metavar="TEXT",
-        help="text to continue; given more than once, all texts are one batch",
-    )
-    source.add_argument(
-        "--file",
-        action="append",
-        type=Path,
-        metavar="PATH",
-        help="file with the text to continue; given more than once, all texts are one batch",
-    )
-    parser.add_argument(
-        "--tokens",
-        type=_at_least(1),
-        default=generate.DEFAULT_TOKENS,
-        metavar="N",
-        help="tokens to generate at most; the bundled model's are bytes (default: %(default)s)",
-    )
-    _add_kind_option(
-        parser, ["fp16"], "storage kind of the cache; with several, the others repeat the text"
-    )
-    parser.add_argument(
-        "--block-size",
-        type=_at_least(1),
-        metavar="N",
-        help="keep the cache in blocks of N tokens (default: contiguous for one text, blocks of "
-        f"{generate.DEFAULT_BLOCK_SIZE} for several, which share those of a common beginning)",
-    )
-    parser.add_argument(
-        "--shards",
-        type=_at_least(1),
-        metavar="N",
-        help="divide the cache among N actors of Ray, which needs the extra ray; other kinds stay in one process",
-    )
-    parser.add_argument(
-        "--by", choices=WAYS, default=WAYS[0], help="what --shards divides (default: %(default)s)"
-    )
+    batch = "given more than once, all texts are one batch"
+    option(source, "--prompt", f"text to continue; {batch}", metavar="TEXT", action="append")
+    option(source, "--file", f"file with the text to continue; {batch}", Path, "PATH", action="append")
+    option(parser, "--tokens", "tokens to generate at most; the bundled model's are bytes", _count, "N",
+            default=generate.DEFAULT_TOKENS)
+    _add_kindoption(parser, ["fp16"], "storage kind of the cache; with several, the others repeat the text")
+    option(parser, "--block-size", "keep the cache in blocks of N tokens (default: contiguous for one text, blocks of "
+            f"{generate.DEFAULT_BLOCK_SIZE} for several, which share those of a common beginning)", _count, "N")
+    option(parser, "--shards", "divide the cache among N actors of Ray, which needs the extra ray; other kinds stay "
+            "in one process", _count, "N")
+    option(parser, "--by", "what --shards divides", choices=WAYS, default=WAYS[0])
     _add_model_options(parser)
     _add_sampling_options(parser)
     parser.set_defaults(run=generate.run)
     commands = parser.add_subparsers(title="other commands", prog="numkv")
-    _add_info(commands)
-    _add_plan(commands)
-    _add_eval(commands)
-    _add_accuracy(commands)
-    _add_stream(commands)
-    _add_warmup(commands)
-    _add_cache(commands)
-    _add_show(commands)
-    _add_bench(commands)
+    for name, (run, add, short, description) in _COMMANDS.items():
+        command = commands.add_parser(name, help=short, description=description)
+        add(command)
+        if run is not None:
+            command.set_defaults(run=run)
     return parser
 
 
-def _add_info(commands: Any) -> None:
-    parser = commands.add_parser(
-        "info",
-        help="versions, targets, threads, kernel cache: what to paste into a bug report",
-        description="Print what a bug report needs to know about this machine.",
-    )
-    parser.set_defaults(run=info.run)
-
-
-def _add_plan(commands: Any) -> None:
-    parser = commands.add_parser(
-        "plan",
-        help="what a model keeps of a token and of a sequence, and how many fit in a given memory",
-        description="Say how many bytes a token and a sequence cost in each kind of cache, and how many fit in a "
-        "given memory. Give a model's config.json, or its sizes. Windows, chunks, latents, layers that share "
-        "another's rows, states and cross attention are counted as they are; entries that are not understood "
-        "are named as NOT KNOWN.",
-    )
-    parser.add_argument(
-        "path", nargs="?", type=Path, metavar="CONFIG", help="a config.json, or the folder it is in"
-    )
-    parser.add_argument("--config", type=Path, metavar="PATH", help="the same")
-    for option, meaning in (
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", nargs="?", type=Path, metavar="CONFIG", help="a config.json, or the folder it is in")
+    option(parser, "--config", "the same", Path, "PATH")
+    for name, meaning in (
         ("--layers", "layers that have a KV cache"),
         ("--kv-heads", "key/value heads of a layer"),
         ("--head-dim", "elements of a key (and of a value)"),
         ("--head-dim-v", "elements of a value, where they differ"),
     ):
-        parser.add_argument(option, type=_at_least(1), metavar="N", help=meaning)
-    parser.add_argument(
-        "--memory",
-        type=_checked(plan.parse_bytes, "a size such as 8GiB or 500MB"),
-        default=plan.DEFAULT_MEMORY,
-        metavar="SIZE",
-        help="memory for the cache: 8GiB, 500MB, … (default: 8GiB)",
-    )
-    parser.add_argument(
-        "--tokens", type=_at_least(1), metavar="N", help="also say what N tokens need"
-    )
-    parser.add_argument(
-        "--context",
-        nargs="+",
-        type=_at_least(1),
-        metavar="N",
-        help="lengths of sequences to list (default: 4,096, 32,768 and the model's)",
-    )
-    parser.add_argument(
-        "--block-size", type=_at_least(1), metavar="N", help="round up to blocks of N tokens"
-    )
-    parser.add_argument("--key-bounds", action="store_true", help="count bounds of keys, too")
-    parser.add_argument(
-        "--source-tokens",
-        type=_at_least(0),
-        default=0,
-        metavar="N",
-        help="tokens of the text that a decoder with cross attention reads (default: 0)",
-    )
-    parser.add_argument(
-        "--expanded",
-        action="store_true",
-        help="count latent attention with K and V of every head, not its latents",
-    )
-    _add_kind_option(parser, [], "kinds to list")
-    _add_nodes_options(parser)
-    parser.set_defaults(run=plan.run)
-
-
-def _add_nodes_options(parser: argparse.ArgumentParser) -> None:
+        option(parser, name, meaning, _count, "N")
+    option(parser, "--memory", "memory for the cache: 8GiB, 500MB, … (default: 8GiB)", _size, "SIZE",
+            default=plan.DEFAULT_MEMORY)
+    option(parser, "--tokens", "also say what N tokens need", _count, "N")
+    option(parser, "--context", "lengths of sequences to list (default: 4,096, 32,768 and the model's)", _count, "N",
+            nargs="+")
+    option(parser, "--block-size", "round up to blocks of N tokens", _count, "N")
+    flag(parser, "--key-bounds", "count bounds of keys, too")
+    option(parser, "--source-tokens", "tokens of the text that a decoder with cross attention reads", _some, "N",
+            default=0)
+    flag(parser, "--expanded", "count latent attention with K and V of every head, not its latents")
+    _add_kindoption(parser, [], "kinds to list")
     nodes = parser.add_argument_group("a cache that is sharded over nodes")
-    nodes.add_argument(
-        "--nodes",
-        nargs="+",
-        type=_at_least(1),
-        metavar="N",
-        help="model decode steps on N nodes instead: 8 64 1024; --memory is a node's, --context the sequences' length",
-    )
-    count, network = _at_least(1), Network()
-    seconds = _checked(plan_nodes.parse_seconds, "a time such as 300us")
-    size = _checked(plan.parse_bytes, "a size such as 10GB")
+    option(nodes, "--nodes", "model decode steps on N nodes instead: 8 64 1024; --memory is a node's, --context the "
+            "sequences' length", _count, "N", nargs="+")
+    network, batch = Network(), plan_nodes.DEFAULT_BATCH
     options: list[tuple[str, Any, str, Any, str]] = [
-        ("--batch", count, "N", plan_nodes.DEFAULT_BATCH, "sequences that are decoded at once"),
-        ("--q-heads", count, "N", None, "query heads of a layer; the config's, or four for each key/value head"),
-        ("--latency", seconds, "TIME", network.latency, "of a message and its answer; perf.ray_steps measures it"),
-        ("--message", seconds, "TIME", network.message, "what a message costs the process that sends it: 300us, 1ms"),
-        ("--bandwidth", size, "SIZE", network.bandwidth, "of a node's link, in a second: 1.25GB"),
-        ("--memory-bandwidth", size, "SIZE", network.memory_bandwidth, "rows that a node attends to, in a second"),
-        ("--weights", size, "SIZE", None, "the model's, read once a step by each group's caller; else the config's"),
-    ]  # fmt: skip
-    for option, kind, metavar, default, meaning in options:
-        nodes.add_argument(option, type=kind, default=default, metavar=metavar, help=meaning)
-    nodes.add_argument("--picture", type=Path, metavar="PATH", help="also draw it, with matplotlib")
+        ("--batch", _count, "N", batch, "sequences that are decoded at once"),
+        ("--q-heads", _count, "N", None, "query heads of a layer; the config's, or four for each key/value head"),
+        ("--latency", _seconds, "TIME", network.latency, "of a message and its answer; perf.ray_steps measures it"),
+        ("--message", _seconds, "TIME", network.message, "what a message costs the process that sends it: 300us, 1ms"),
+        ("--bandwidth", _size, "SIZE", network.bandwidth, "of a node's link, in a second: 1.25GB"),
+        ("--memory-bandwidth", _size, "SIZE", network.memory_bandwidth, "rows that a node attends to, in a second"),
+        ("--weights", _size, "SIZE", None, "the model's, read once a step by each group's caller; else the config's"),
+    ]
+    for name, kind, metavar, default, meaning in options:
+        nodes.add_argument(name, type=kind, default=default, metavar=metavar, help=meaning)
+    option(nodes, "--picture", "also draw it, with matplotlib", Path, "PATH")
 
 
-def _add_eval(commands: Any) -> None:
-    parser = commands.add_parser(
-        "eval",
-        help="bits per byte, KL divergence and agreement of cache kinds on held-out text",
-        description="Measure what cache kinds cost in quality against an fp32 cache, at full "
-        "context, on modules of the standard library that the bundled model never saw.",
-    )
-    _add_kind_option(parser, ["fp16", "bf16", "int8"], "kinds to judge", CacheChoice.parse, _MORE)
+def _add_eval(parser: argparse.ArgumentParser) -> None:
+    _add_kindoption(parser, ["fp16", "bf16", "int8"], "kinds to judge", CacheChoice.parse, _MORE)
     _add_model_options(parser)
     _add_text_options(parser, None, "only these held-out modules, such as csv")
-    parser.set_defaults(run=evaluate.run)
 
 
-def _add_accuracy(commands: Any) -> None:
-    parser = commands.add_parser(
-        "accuracy",
-        help="error, recall and bytes of storage kinds and compressed heads, as tables and a picture",
-        description="Measure what caches cost in quality: bits per byte, KL divergence and agreement of the model's "
-        "predictions at full context, how well it copies names from far back, and the error of attention over random "
-        "rows. Takes about a quarter of an hour with the defaults: see --add.",
-    )
-    _add_kind_option(
-        parser,
-        accuracy.DEFAULT_CACHES,
-        "caches to judge",
-        parse_cache,
-        f"{_MORE}; or codesN and codesN+sketch, heads compressed to N bits; or lastN, the newest N tokens alone",
-    )
+def _add_accuracy(parser: argparse.ArgumentParser) -> None:
+    more = "; or codesN and codesN+sketch, heads compressed to N bits; or lastN, the newest N tokens alone"
+    _add_kindoption(parser, accuracy.DEFAULT_CACHES, "caches to judge", parse_cache, f"{_MORE}{more}")
     _add_model_options(parser)
-    _add_text_options(
-        parser,
-        accuracy.DEFAULT_MODULES,
-        f"these held-out modules, or all (default: {' '.join(accuracy.DEFAULT_MODULES)})",
-    )
-    parser.add_argument(
-        "--windows",
-        type=_at_least(0),
-        default=accuracy.DEFAULT_WINDOWS,
-        metavar="N",
-        help="windows to predict of each text, 0 for all (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--needles",
-        type=_at_least(1),
-        default=accuracy.DEFAULT_NEEDLES,
-        metavar="N",
-        help="texts with names to copy, 8 in each (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--rows",
-        type=_at_least(accuracy.LEAST_ROWS),
-        default=accuracy.DEFAULT_ROWS,
-        metavar="N",
-        help="tokens of the random rows (default: %(default)s)",
-    )
-    what = "also write accuracy.md and accuracy.json there and, where matplotlib is installed, accuracy.svg"
-    parser.add_argument("--out", type=Path, metavar="DIR", help=what)
-    parser.add_argument(
-        "--add",
-        nargs="+",
-        type=Path,
-        metavar="JSON",
-        help="show the caches of these accuracy.json too, of reports with the same options but --kind",
-    )
-    parser.set_defaults(run=accuracy.run)
+    _add_text_options(parser, accuracy.DEFAULT_MODULES, "these held-out modules, or all (default: "
+                      f"{' '.join(accuracy.DEFAULT_MODULES)})")
+    option(parser, "--windows", "windows to predict of each text, 0 for all", _some, "N",
+            default=accuracy.DEFAULT_WINDOWS)
+    option(parser, "--needles", "texts with names to copy, 8 in each", _count, "N", default=accuracy.DEFAULT_NEEDLES)
+    option(parser, "--rows", "tokens of the random rows", at_least(accuracy.LEAST_ROWS), "N",
+            default=accuracy.DEFAULT_ROWS)
+    option(parser, "--out", "also write accuracy.md and accuracy.json there and, where matplotlib is installed, "
+            "accuracy.svg", Path, "DIR")
+    option(parser, "--add", "show the caches of these accuracy.json too, of reports with the same options but --kind",
+            Path, "JSON", nargs="+")
 
 
-def _add_text_options(
-    parser: argparse.ArgumentParser, modules: list[str] | None, what: str
-) -> None:
-    parser.add_argument("--modules", nargs="+", default=modules, metavar="NAME", help=what)
-    parser.add_argument(
-        "--file",
-        action="extend",
-        nargs="+",
-        type=Path,
-        metavar="PATH",
-        help="these texts instead of the modules",
-    )
-    parser.add_argument(
-        "--context",
-        type=_at_least(2),
-        metavar="N",
-        help="tokens in a window (default: the model's context)",
-    )
-
-
-def _add_stream(commands: Any) -> None:
-    parser = commands.add_parser(
-        "stream",
-        help="a text that outlives its context: keep the first tokens, drop the middle, shift",
-        description="Continue a text for longer than the cache has room for. Whenever it is full, the first "
-        "tokens stay, half of the others are dropped, and the keys behind the gap are shifted, so that nothing "
-        "is computed again.",
-    )
-    parser.add_argument(
-        "--prompt",
-        default=generate.DEFAULT_PROMPT,
-        metavar="TEXT",
-        help="text to continue (default: a few lines of Python)",
-    )
-    for option, smallest, default, meaning in (
+def _add_stream(parser: argparse.ArgumentParser) -> None:
+    option(parser, "--prompt", "text to continue (default: a few lines of Python)", metavar="TEXT",
+            default=generate.DEFAULT_PROMPT)
+    for name, smallest, default, meaning in (
         ("--context", 2, stream.DEFAULT_CONTEXT, "tokens that the cache has room for"),
         ("--keep", 0, stream.DEFAULT_KEEP, "first tokens that always stay"),
         ("--tokens", 1, stream.DEFAULT_TOKENS, "tokens to generate at most"),
     ):
-        parser.add_argument(
-            option,
-            type=_at_least(smallest),
-            default=default,
-            metavar="N",
-            help=f"{meaning} (default: %(default)s)",
-        )
-    parser.add_argument(
-        "--kind",
-        default=CacheChoice.parse("fp16"),
-        type=_checked(_plain_kind, "a kind"),
-        metavar="KIND",
-        help="storage kind of the cache (default: fp16)",
-    )
+        option(parser, name, meaning, at_least(smallest), "N", default=default)
+    option(parser, "--kind", "storage kind of the cache (default: fp16)", checked(_plain_kind, "a kind"), "KIND",
+            default=CacheChoice.parse("fp16"))
     _add_model_options(parser)
     _add_sampling_options(parser)
-    parser.set_defaults(run=stream.run)
 
 
-def _add_warmup(commands: Any) -> None:
-    parser = commands.add_parser(
-        "warmup",
-        help="compile the kernels of some storage kinds ahead of time",
-        description="Fill the kernel cache on disk, so that no program has to wait for the compiler. Kernels "
-        "serve every head dim, group of query heads and block size: only kinds matter.",
-    )
-    _add_kind_option(parser, ["fp16"], "storage kinds of caches")
-    parser.add_argument(
-        "--dtype",
-        nargs="+",
-        default=["fp32"],
-        type=_checked(_row_kind, "a kind"),
-        metavar="KIND",
-        help="float kinds of new rows and queries, beside the cache's own (default: fp32)",
-    )
-    parser.add_argument(
-        "--target", choices=("cpu", "cuda"), default="cpu", help="where kernels run"
-    )
-    parser.add_argument(
-        "--rotate", action="store_true", help="also kernels of caches with rotate=True"
-    )
-    parser.add_argument(
-        "--residual",
-        action="store_true",
-        help="also kernels of quantised caches that keep some tokens in full precision",
-    )
-    parser.add_argument(
-        "--processes", type=int, default=1, help="how many processes compile (default: 1)"
-    )
-    parser.set_defaults(run=warmup.run)
+def _add_warmup(parser: argparse.ArgumentParser) -> None:
+    _add_kindoption(parser, ["fp16"], "storage kinds of caches")
+    option(parser, "--dtype", "float kinds of new rows and queries, beside the cache's own (default: fp32)",
+            checked(_row_kind, "a kind"), "KIND", default=["fp32"], nargs="+")
+    _add_target(parser, "where kernels run")
+    flag(parser, "--rotate", "also kernels of caches with rotate=True")
+    flag(parser, "--residual", "also kernels of quantised caches that keep some tokens in full precision")
+    parser.add_argument("--processes", type=int, default=1, help="how many processes compile (default: 1)")
 
 
-def _add_cache(commands: Any) -> None:
-    parser = commands.add_parser(
-        "cache",
-        help="where compiled kernels lie on disk, how many bytes they take, and how to clear them away",
-        description="Name the folders of compiled kernels, with the number of files and of bytes. Kernels are machine "
-        "code that numkv runs: it says so where others can write there. What is cleared is compiled again when it "
-        "is needed.",
-    )
-    parser.add_argument(
-        "--clear",
-        action="store_true",
-        help="remove the files of kernels, those of other versions too, and nothing else",
-    )
-    parser.add_argument(
-        "--stale",
-        action="store_true",
-        help="with --clear: only those that were made of other sources than these",
-    )
-    parser.set_defaults(run=cache.run)
+def _add_cache(parser: argparse.ArgumentParser) -> None:
+    flag(parser, "--clear", "remove the files of kernels, those of other versions too, and nothing else")
+    flag(parser, "--stale", "with --clear: only those that were made of other sources than these")
 
 
-def _add_show(commands: Any) -> None:
-    parser = commands.add_parser(
-        "show",
-        help="draw what is in a file that `numkv.save` wrote: blocks, sequences, bytes",
-        description="Draw saved caches: their blocks, cells or tokens, the sequences, and how many bytes they take. A "
-        "damaged file is refused with the reason.",
-    )
+def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", nargs="+", type=Path, metavar="FILE", help="a saved cache")
-    parser.set_defaults(run=show.run)
 
 
-def _add_bench(commands: Any) -> None:
-    parser = commands.add_parser(
-        "bench",
-        help="tokens per second of a whole model in transformers, numkv beside transformers' own caches",
-        description="Time models.",
-    )
+def _add_bench(parser: argparse.ArgumentParser) -> None:
     what = parser.add_subparsers(title="what to time", prog="numkv bench", required=True)
     bench.add_options(
         what.add_parser(
-            "transformers",
-            help="a model of Hugging Face's transformers with random weights",
+            "transformers", help="a model of Hugging Face's transformers with random weights",
             description="Build a model with random weights from a config (nothing is downloaded), fill each "
             "contestant's cache to a context, and time decode steps in turns: DynamicCache, StaticCache and "
             "QuantizedCache with SDPA, turboquantcpu, numkv in the kinds asked for, and the model without attention. "
             "What is not installed is named as absent. Nothing else should be running.",
         )
     )
+
+
+#: By name: what runs it, what adds its options, a line on it, and its description.
+_COMMANDS: dict[str, tuple[Any, Callable[[argparse.ArgumentParser], None], str, str]] = {
+    "info": (
+        info.run, lambda parser: None, "versions, targets, threads, kernel cache: what to paste into a bug report",
+        "Print what a bug report needs to know about this machine.",
+    ),
+    "plan": (
+        plan.run, _add_plan, "what a model keeps of a token and of a sequence, and how many fit in a given memory",
+        "Say how many bytes a token and a sequence cost in each kind of cache, and how many fit in a "
+        "given memory. Give a model's config.json, or its sizes. Windows, chunks, latents, layers that share "
+        "another's rows, states and cross attention are counted as they are; entries that are not understood "
+        "are named as NOT KNOWN.",
+    ),
+    "eval": (
+        evaluate.run, _add_eval, "bits per byte, KL divergence and agreement of cache kinds on held-out text",
+        "Measure what cache kinds cost in quality against an fp32 cache, at full "
+        "context, on modules of the standard library that the bundled model never saw.",
+    ),
+    "accuracy": (
+        accuracy.run, _add_accuracy,
+        "error, recall and bytes of storage kinds and compressed heads, as tables and a picture",
+        "Measure what caches cost in quality: bits per byte, KL divergence and agreement of the model's "
+        "predictions at full context, how well it copies names from far back, and the error of attention over random "
+        "rows. Takes about a quarter of an hour with the defaults: see --add.",
+    ),
+    "stream": (
+        stream.run, _add_stream, "a text that outlives its context: keep the first tokens, drop the middle, shift",
+        "Continue a text for longer than the cache has room for. Whenever it is full, the first "
+        "tokens stay, half of the others are dropped, and the keys behind the gap are shifted, so that nothing "
+        "is computed again.",
+    ),
+    "warmup": (
+        warmup.run, _add_warmup, "compile the kernels of some storage kinds ahead of time",
+        "Fill the kernel cache on disk, so that no program has to wait for the compiler. Kernels "
+        "serve every head dim, group of query heads and block size: only kinds matter.",
+    ),
+    "cache": (
+        cache.run, _add_cache,
+        "where compiled kernels lie on disk, how many bytes they take, and how to clear them away",
+        "Name the folders of compiled kernels, with the number of files and of bytes. Kernels are machine "
+        "code that numkv runs: it says so where others can write there. What is cleared is compiled again when it "
+        "is needed.",
+    ),
+    "show": (
+        show.run, _add_show, "draw what is in a file that `numkv.save` wrote: blocks, sequences, bytes",
+        "Draw saved caches: their blocks, cells or tokens, the sequences, and how many bytes they take. A "
+        "damaged file is refused with the reason.",
+    ),
+    "bench": (
+        None, _add_bench, "tokens per second of a whole model in transformers, numkv beside transformers' own caches",
+        "Time models.",
+    ),
+}
+# fmt: on

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 import numkv
 from numkv.cli.bench_page import About, page, terminal
+from numkv.cli.options import at_least, flag, option
 from numkv.cli.output import UsageError
 from numkv.demo.cache import CacheChoice
 
@@ -118,66 +119,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser : argparse.ArgumentParser
         The command's.
     """
-    parser.add_argument(
-        "--model", default="qwen2.5-0.5b", metavar="MODEL",
-        help="qwen2.5-0.5b, 8b (4 layers of its attention), or a config.json or the folder it is in (default: "
-        "%(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--layers", type=_count, metavar="N", help="only the first N layers of the model"
-    )
-    parser.add_argument(
-        "--context", nargs="*", type=_count, default=None, metavar="N",
-        help="tokens in the caches before a step (default: 64 16384, or none with --prefill)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--prefill", nargs="+", type=_count, metavar="N",
-        help="time prompts of N tokens too, in batches with padding as well",
-    )  # fmt: skip
-    parser.add_argument("--no-padding", action="store_true", help="prompts without padding only")
-    parser.add_argument(
-        "--contestants", nargs="+", choices=CONTESTANTS, default=_USUAL, metavar="NAME",
-        help=f"of {', '.join(CONTESTANTS)} (default: {' '.join(_USUAL)})",
-    )  # fmt: skip
-    parser.add_argument(
-        "--kind", nargs="+", default=list(DEFAULT_KINDS), metavar="KIND",
-        help="storage kinds of numkv, or K/V such as int8/fp16; behind it +rotate (default: "
-        f"{' '.join(DEFAULT_KINDS)})",
-    )  # fmt: skip
-    parser.add_argument(
-        "--dtype",
-        choices=("bf16", "fp16", "fp32"),
-        default="bf16",
-        help="of weights (default: bf16)",
-    )
-    parser.add_argument(
-        "--batch", type=_count, default=1, metavar="N", help="sequences (default: 1)"
-    )
-    parser.add_argument(
-        "--threads", type=_count, metavar="N", help="of PyTorch and numkv (default: theirs)"
-    )
-    parser.add_argument(
-        "--rounds", type=_count, default=30, metavar="N",
-        help=f"rounds that count, for each context; three times as many up to {_SHORT:,} tokens, a quarter for prompts "
-        "(default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--minutes", type=_minutes, default=10.0, metavar="M",
-        help="when to give up and print what there is (default: 10)",
-    )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all random numbers")
-    parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="draw it: .png or .svg; needs matplotlib"
-    )
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write a page")
+    count = at_least(1)
+    # fmt: off
+    option(parser, "--model", "qwen2.5-0.5b, 8b (4 layers of its attention), or a config.json or the folder it is in",
+           metavar="MODEL", default="qwen2.5-0.5b")
+    option(parser, "--layers", "only the first N layers of the model", count, "N")
+    option(parser, "--context", "tokens in the caches before a step (default: 64 16384, or none with --prefill)", count,
+           "N", nargs="*")
+    option(parser, "--prefill", "time prompts of N tokens too, in batches with padding as well", count, "N", nargs="+")
+    flag(parser, "--no-padding", "prompts without padding only")
+    option(parser, "--contestants", f"of {', '.join(CONTESTANTS)} (default: {' '.join(_USUAL)})", metavar="NAME",
+           default=_USUAL, nargs="+", choices=CONTESTANTS)
+    option(parser, "--kind", "storage kinds of numkv, or K/V such as int8/fp16; behind it +rotate (default: "
+           f"{' '.join(DEFAULT_KINDS)})", metavar="KIND", default=list(DEFAULT_KINDS), nargs="+")
+    option(parser, "--dtype", "of weights", default="bf16", choices=("bf16", "fp16", "fp32"))
+    option(parser, "--batch", "sequences", count, "N", default=1)
+    option(parser, "--threads", "of PyTorch and numkv (default: theirs)", count, "N")
+    option(parser, "--rounds", f"rounds that count, for each context; three times as many up to {_SHORT:,} tokens, a "
+           "quarter for prompts", count, "N", default=30)
+    option(parser, "--minutes", "when to give up and print what there is (default: 10)", _minutes, "M", default=10.0)
+    option(parser, "--seed", "of all random numbers (default: 0)", int, "N", default=0)
+    option(parser, "--picture", "draw it: .png or .svg; needs matplotlib", Path, "FILE")
+    option(parser, "--markdown", "write a page", Path, "FILE")
+    # fmt: on
     parser.set_defaults(run=run)
-
-
-def _count(text: str) -> int:
-    number = int(text.replace(",", "").replace("_", ""))
-    if number < 1:
-        raise ValueError(text)
-    return number
 
 
 def _minutes(text: str) -> float:
@@ -233,7 +198,7 @@ def run(arguments: argparse.Namespace) -> None:
     print(about.foot(lines))
     picture = arguments.picture
     if picture is not None:
-        from numkv.cli.bench_picture import draw
+        from numkv.cli.bench_page import draw
 
         picture.parent.mkdir(parents=True, exist_ok=True)
         draw(lines, about.model, picture)
@@ -279,7 +244,7 @@ def _prepare(arguments: argparse.Namespace, bar: Bar) -> tuple[Any, About, Any]:
     from numkv.bench.contestants import Kinds
     from numkv.bench.decode import Bench
     from numkv.bench.models import build, config_of, num_kv_heads, num_parameters
-    from numkv.bench.probe import Probe
+    from numkv.bench.rounds import Probe
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from dataclasses import dataclass
 from typing import Any, Self
@@ -11,10 +12,62 @@ import numpy as np
 
 from numkv.compression.codebook import edges_between, levels_for, mean_magnitude
 from numkv.compression.config import CompressorConfig
-from numkv.compression.haar import haar, stream
 from numkv.kernels.operations import Codebook
 from numkv.snapshots.snapshot import crc32_of
 from numkv.targets.base import Array, Target
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def stream(seed: int, *key: int) -> np.random.Generator:
+    """The random numbers of a seed that belong to a key; streams of different keys have nothing in common.
+
+    Parameters
+    ----------
+    seed : int
+        Any number from 0 up.
+    key : int
+        What the numbers are for.
+
+    Returns
+    -------
+    numpy.random.Generator
+        PCG64, the same in every process.
+    """
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=key)))
+
+
+def haar(size: int, random: np.random.Generator) -> Floats:
+    """A random orthogonal matrix, all orientations equally likely (Haar's measure).
+
+    The Q of a Gaussian matrix's QR decomposition is one, if R's diagonal is positive: Mezzadri, "How to generate random
+    matrices from the classical compact groups" (2007), section 5. Householder's reflections leave the part of the
+    matrix that they have not reached yet Gaussian, so each reflection takes a Gaussian vector of its own, and there is
+    no matrix (Stewart 1980, "The efficient generation of random orthogonal matrices"). LAPACK is not used, as its last
+    bits depend on the machine.
+
+    Parameters
+    ----------
+    size : int
+        Rows and columns.
+    random : numpy.random.Generator
+        Where the numbers come from.
+
+    Returns
+    -------
+    float64 array (size, size)
+    """
+    q = np.eye(size)
+    signs = np.empty(size)  # of R's diagonal
+    for k in range(size - 1, -1, -1):
+        v = random.standard_normal(size - k)
+        signs[k] = -1 if v[0] >= 0 else 1
+        v[0] -= signs[k] * math.sqrt(np.sum(v * v))
+        v *= math.sqrt(2 / np.sum(v * v))
+        rest = q[k:, k:]
+        rest -= v[:, None] * np.sum(v[:, None] * rest, axis=0)
+    return q * signs
+
 
 # Keys of the streams of random numbers.
 _ROTATION, _SKETCH = 0, 1

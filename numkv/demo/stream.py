@@ -17,7 +17,7 @@ import numkv
 from numkv import QKMode, targets
 from numkv.demo.cache import CacheChoice
 from numkv.demo.config import ModelConfig
-from numkv.demo.rotary import rotary_tables
+from numkv.demo.network import rotary_tables
 
 Array = NDArray[np.float32]
 

@@ -15,20 +15,76 @@ import json
 import math
 import operator
 import os
+import queue
 import re
 import stat
+import threading
 import zlib
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.files.checksums import Checksums
 from numkv.replace import after, replacing, write_all
 from numkv.snapshots.fields import Damaged, Fields, Foreign, expect
 from numkv.snapshots.saved import Spec
 from numkv.snapshots.snapshot import Tensor, bytes_of
+
+# Chunks that may wait for their checksum; more would hold memory for nothing.
+_WAITING = 4
+
+_Job = tuple[str, Sequence[memoryview]]
+
+
+class Checksums:
+    """CRC-32 by name, of memory that is handed over piece by piece; a context manager.
+
+    Another thread computes it while the disk works: CRC-32 runs at several GB a second on one core, and zlib lets other
+    threads run. It finds damage (flipped bits, mixed or broken transfers), not malice.
+
+    Attributes
+    ----------
+    found : dict of str to int
+        The checksum of each name, complete once the context has been left.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[str, int] = {}
+        self._jobs: queue.Queue[_Job | None] = queue.Queue(_WAITING)
+        self._worker: threading.Thread | None = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Self:
+        try:
+            assert self._worker is not None
+            self._worker.start()
+        except RuntimeError:  # no more threads, or the interpreter is about to end
+            self._worker = None
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._worker is not None:
+            self._jobs.put(None)
+            self._worker.join()
+            self._worker = None
+
+    def add(self, name: str, views: Sequence[memoryview]) -> None:
+        """Go on with the checksum of a name; the memory must not change before the context is left."""
+        if self._worker is None:
+            self._update(name, views)
+        else:
+            self._jobs.put((name, views))
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._update(*job)
+
+    def _update(self, name: str, views: Sequence[memoryview]) -> None:
+        found = self.found.get(name, 0)
+        for view in views:
+            found = zlib.crc32(view, found)
+        self.found[name] = found
+
 
 #: Of the one format that is read and written; earlier ones were never published.
 FORMAT_VERSION = 3

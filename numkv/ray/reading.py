@@ -17,9 +17,8 @@ from numkv.errors import DimensionMismatch, NumkvError
 from numkv.kinds import Kind
 from numkv.numbers import check_index
 from numkv.ray.books import Sequence
-from numkv.ray.merging import Partial, merged
 from numkv.ray.placing import Run, counts, visible
-from numkv.ray.step import host_rows, side_by_side
+from numkv.ray.step import Partial, host_rows, merged, side_by_side
 from numkv.ray.whole import WholeShardedCache
 
 

@@ -2,21 +2,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from numkv.caches import PagedKVCache
+from numkv.errors import DimensionMismatch
 from numkv.interrupts import opened
+from numkv.numbers import check_size
 from numkv.ray.books import Directory, Sequence, kept_after_loss, shortened
 from numkv.ray.channel import Channel, Limits, Ticket, first_error
 from numkv.ray.errors import ShardDown, ShardLost
-from numkv.ray.layout import Layout
 from numkv.ray.placing import columns_of_tokens, counts
 from numkv.ray.shard import ShardSpec
 from numkv.ray.step import ShardedStep
 from numkv.ray.transport import Transport
+
+#: Shards that a cache can have.
+_MOST_SHARDS = 2**16
+
+
+class Layout(NamedTuple):
+    """A rectangle of shards; made by `Layout.of`.
+
+    Kv heads are divided among *parts*, tokens among *columns*: ``shard = column * parts + part``. With one column the
+    cache is sharded by heads, with one part by context, else by both.
+    """
+
+    columns: int
+    """Among which tokens are divided."""
+    bounds: tuple[int, ...]
+    """First kv head of each part, and the number of all."""
+
+    @classmethod
+    def of(cls, num_kv_heads: int, heads: int, context: int) -> Layout:
+        """Divide heads into parts that differ by one head at most.
+
+        Parameters
+        ----------
+        num_kv_heads : int
+            Kv heads of the model.
+        heads : int
+            Parts of them.
+        context : int
+            Columns.
+
+        Returns
+        -------
+        Layout
+
+        Raises
+        ------
+        DimensionMismatch
+            If there are more parts than heads, or a number is no size.
+        """
+        parts = check_size("heads", heads, 1, _MOST_SHARDS)
+        columns = check_size("context", context, 1, _MOST_SHARDS)
+        if parts > num_kv_heads:
+            raise DimensionMismatch(
+                f"`heads`: expected at most as many parts as kv heads, {num_kv_heads}, got {parts}; divide the "
+                "context too",
+                expected=num_kv_heads,
+                actual=parts,
+            )
+        return cls(columns, tuple(i * num_kv_heads // parts for i in range(parts + 1)))
+
+    @property
+    def parts(self) -> int:
+        """Parts of the heads."""
+        return len(self.bounds) - 1
+
+    @property
+    def num_shards(self) -> int:
+        """Shards."""
+        return self.columns * self.parts
+
+    def kv_heads(self, part: int) -> slice:
+        """The kv heads of a part."""
+        return slice(self.bounds[part], self.bounds[part + 1])
+
+    def q_heads(self, part: int, num_q_heads: int) -> slice:
+        """The q heads that attend to the kv heads of a part."""
+        group = num_q_heads // self.bounds[-1]
+        return slice(self.bounds[part] * group, self.bounds[part + 1] * group)
+
+    def column_of(self, shard: int) -> int:
+        """The column of a shard."""
+        return shard // self.parts
+
+    def part_of(self, shard: int) -> int:
+        """The part of the heads that a shard has."""
+        return shard % self.parts
+
+    def shards_of(self, column: int) -> Iterator[int]:
+        """The shards of a column, by part."""
+        return iter(range(column * self.parts, (column + 1) * self.parts))
+
 
 #: How often shards are made anew in one recovery, as those that are new may be lost too.
 _ATTEMPTS = 3

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import sys
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,35 @@ from numkv.checks import Shape, check_apart, check_array, check_writable, is_pla
 from numkv.errors import DimensionMismatch, NotSupported
 from numkv.kinds import STORED_FLOAT_DTYPES, Kind, kind_of_dtype, kind_of_stored_dtype, kinds
 from numkv.numbers import check_number, is_number
-from numkv.storage.addresses import MEMORY
 from numkv.storage.buffer import Buffer, head_scales
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
+
+_FIRST = 4096  # nothing lies below
+#: All of it: the base of arrays at addresses.
+MEMORY: Any = (ctypes.c_char * (sys.maxsize - _FIRST)).from_address(_FIRST)
+_array = np.ndarray
+
+
+def array_at(
+    address: int, shape: tuple[int, ...], dtype: np.dtype[Any], strides: tuple[int, ...] | None
+) -> np.ndarray[Any, Any]:
+    """The array at an address; one of no elements, which may lie nowhere, is an ordinary array.
+
+    It holds no memory: the caller ensures that there is some while the array is used, and that nobody keeps the array
+    for longer; see `numkv.torch.alike`.
+
+    Parameters
+    ----------
+    address : int
+        Of the first element.
+    shape, dtype, strides
+        As NumPy has them; strides are None where elements lie one after another.
+    """
+    if 0 in shape:
+        return np.empty(shape, dtype)
+    return _array(shape, dtype, MEMORY, address - _FIRST, strides)
+
 
 _FLOAT32 = np.dtype(np.float32)
 

@@ -21,7 +21,7 @@ object, one read brings it back. What is read is compared with all of that befor
 **Names** are those of the prefix cache (`numkv.blocks.prefix`): sha256 chained over token ids and extra keys, another
 one for each layer group. An object lies at ``<identity>/<two digits>/<the other digits of its name>``, where the
 identity is a digest of mark, RoPE, sizes, kinds, windows, rotation, scales of heads and versions
-(`numkv.store.identity`). So blocks of another model are never looked at, and one that was moved there by hand is
+(`numkv.store.places`). So blocks of another model are never looked at, and one that was moved there by hand is
 refused by its header. There is no index beside the folders, so there is none that a kill can damage.
 
 **Publishing** (`numkv.store.folder`). A temporary file in the same folder, then a rename: an object is there as a

@@ -16,9 +16,8 @@ from numkv.errors import NotSupported, NumkvError
 from numkv.keywords import explains
 from numkv.store.bound import Bound
 from numkv.store.folder import in_threads
-from numkv.store.identity import folder_of, identity_text
 from numkv.store.objects import DamagedObject, ForeignObject, Layout, OtherSize, crc32_of
-from numkv.store.places import check_bound, place_of
+from numkv.store.places import check_bound, folder_of, identity_text, place_of
 from numkv.store.records import ByteStats
 from numkv.store.requests import begins
 

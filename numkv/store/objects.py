@@ -13,7 +13,7 @@ offset  what
 24      bytes of the identity u32, token ids u32
 32      name of the block, 32 bytes
 64      CRC-32 of the content u32, CRC-32 of the header u32, as if this one were 0
-72      the identity (JSON: see `numkv.store.identity`), the token ids int32, zeros
+72      the identity (JSON: see `numkv.store.places`), the token ids int32, zeros
 ======  =============================================================================================
 
 The content of a block is, for each layer of its group in turn, the words of K and of V as they are stored, and the

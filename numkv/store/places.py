@@ -1,13 +1,18 @@
-"""Where objects lie: the place that a user names, checked."""
+"""Where objects lie, checked, and the identity that blocks there have in common."""
 
 from __future__ import annotations
 
+import json
 import os
+import sys
+from hashlib import sha256
 from typing import Any
 
+from numkv.blocks.prefix import FORMAT_VERSION as NAMES_VERSION
 from numkv.numbers import check_flag, check_number, check_size
 from numkv.store.folder import Folder
 from numkv.store.fronted import Fronted
+from numkv.store.objects import FORMAT_VERSION
 from numkv.store.remote import RemoteFolder, opened
 
 Place = Folder | RemoteFolder | Fronted
@@ -68,3 +73,29 @@ def _path(name: str, given: Any) -> str:
     if "\0" in path or not path:
         raise ValueError(f"`{name}`: expected a path or a URL, got {path!r}")
     return path
+
+
+def identity_text(mark: Any, rope: Any, fields: dict[str, Any]) -> bytes:
+    """The identity of blocks, all that decides their bytes beside the tokens, as JSON: the same for the same facts.
+
+    Parameters
+    ----------
+    mark, rope : str, dict or None
+        What the user says of the model and of its RoPE.
+    fields : dict
+        Sizes, kinds, windows and scales of the cache, for JSON.
+    """
+    facts = {
+        "format": FORMAT_VERSION,
+        "names": NAMES_VERSION,
+        "bytes": sys.byteorder,
+        "mark": mark,
+        "rope": rope,
+        **fields,
+    }
+    return json.dumps(facts, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def folder_of(identity: bytes) -> str:
+    """Name of the folder that holds objects of an identity."""
+    return sha256(identity).hexdigest()[:32]

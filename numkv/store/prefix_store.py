@@ -12,9 +12,8 @@ from numkv.errors import NotSupported, NumkvError
 from numkv.keywords import explains
 from numkv.numbers import check_size
 from numkv.store.engine import Engine, Section
-from numkv.store.identity import folder_of, identity_text
 from numkv.store.objects import Layout
-from numkv.store.places import check_bound, check_timeout, place_of
+from numkv.store.places import check_bound, check_timeout, folder_of, identity_text, place_of
 from numkv.store.records import Event, StoreStats
 
 #: Bytes of the host tier, if nothing is said.

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from numkv.storage.addresses import array_at
+from numkv.storage.given import array_at
 
 _guards: Any = None  # PyTorch's compiled check; see `_find_guards`
 _address_of = torch.Tensor.data_ptr

@@ -13,7 +13,7 @@ import numkv
 from numkv.demo.checkpoint import load_weights
 from numkv.demo.config import CheckpointError, ModelConfig
 from numkv.demo.model import Model
-from numkv.demo.rotary import rotary_tables
+from numkv.demo.network import rotary_tables
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -7,7 +7,7 @@ import pytest
 from walked import each
 
 from numkv.compression.codebook import edges_between, levels_for, mean_magnitude
-from numkv.compression.haar import haar, stream
+from numkv.compression.quantiser import haar, stream
 
 DIMS = [2, 3, 4, 5, 8, 64, 128, 513]
 

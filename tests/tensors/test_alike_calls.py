@@ -10,7 +10,7 @@ import pytest
 
 import numkv
 from numkv.storage import given as given_buffers
-from numkv.storage.addresses import array_at
+from numkv.storage.given import array_at
 
 torch = pytest.importorskip("torch")
 

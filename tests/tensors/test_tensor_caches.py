@@ -11,7 +11,7 @@ import pytest
 
 import numkv
 from numkv.storage import given as given_buffers
-from numkv.storage.addresses import MEMORY, array_at
+from numkv.storage.given import MEMORY, array_at
 
 torch = pytest.importorskip("torch")
 
