@@ -81,7 +81,7 @@ _TESTS = {
         _NARROW,
     ),
     "blocks": (_POOL, ""),
-    "blocks/books": (f"{_POOL} objects/test_block_pool_threads", ""),
+    "blocks/pool": (f"{_POOL} objects/test_block_pool_threads", ""),
     "blocks/prefix": (f"{_POOL} objects/test_prefix", ""),
     "blocks/tables": ("objects/test_tables objects/test_block_pool objects/test_paged_layer", ""),
     "cells": (_CELLS, ""),

@@ -150,7 +150,7 @@ def test_only_functions_are_told():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_child_finds_sound_books(monkeypatch):
     """However busy other threads of the parent are with the pool."""
-    monkeypatch.setattr("numkv.blocks.turns._LONGEST_WAIT", PATIENCE)  # for its turn among them
+    monkeypatch.setattr("numkv.blocks.guard._LONGEST_WAIT", PATIENCE)  # for its turn among them
     pool, over = BlockPool(64, SIZE), threading.Event()
     names, tokens = prompt(20)
     pool.release(pool.allocate(1))  # compiled before

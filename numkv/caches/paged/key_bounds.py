@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.blocks.turns import Turns
+from numkv.blocks.guard import Guard
 from numkv.caches.paged.groups import LayerGroup
 from numkv.caches.paged.layers import Layers
 from numkv.errors import NotSupported
@@ -97,7 +97,7 @@ class BlockBounds:
             (target.zeros(size, np.float32), target.zeros(size, np.float32)) for size in sizes
         ]
         self._covered, self._block_size = np.zeros((num_blocks, len(shapes)), np.int32), block_size
-        self._turns = Turns()  # steps of several threads may read a prefix that they share
+        self._guard = Guard()  # steps of several threads may read a prefix that they share
 
     @property
     def nbytes(self) -> int:
@@ -138,7 +138,7 @@ class BlockBounds:
         low, high = self._arrays[place]
         # Held until the kernel is done, or launched. A signal handler that gets in between bounds the same rows of
         # what is not written to.
-        with self._turns.lock:
+        with self._guard.lock:
             stale = (self._covered[blocks, place] < counts) | written
             if stale.any():
                 ids, where = np.unique(blocks[stale], return_inverse=True)

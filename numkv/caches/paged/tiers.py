@@ -474,7 +474,7 @@ class Tiers:
 
 
 class _OfStates:
-    """What the books of states tell; see `numkv.blocks.books`.
+    """What the books of states tell; see `numkv.blocks.pool`.
 
     Parameters
     ----------

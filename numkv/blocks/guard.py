@@ -1,6 +1,6 @@
-"""Turns: short operations on shared books, one thread after another, and none inside another.
+"""Guards: short operations on a shared block pool, one thread after another, and none inside another.
 
-Books of blocks are shared by layers that belong to different threads. Their operations take microseconds, so threads
+Block pools are shared by layers that belong to different threads. Their operations take microseconds, so threads
 wait for each other. What must not wait is the thread that is inside an operation already, and is called again: by a
 callback, a finaliser or a signal handler. It would wait for itself; it gets an error instead.
 """
@@ -23,8 +23,8 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-class Turns:
-    """Whose turn it is. A copy, and what comes out of a pickle, begins anew.
+class Guard:
+    """The lock of a block pool's operations. A copy, and what comes out of a pickle, begins anew.
 
     Attributes
     ----------
@@ -43,15 +43,15 @@ class Turns:
         self.inside = self.torn = False
         _all.add(self)
 
-    def __reduce__(self) -> tuple[type[Turns], tuple[()]]:
-        return Turns, ()
+    def __reduce__(self) -> tuple[type[Guard], tuple[()]]:
+        return Guard, ()
 
 
-class _TakesTurns(Protocol):
-    _turns: Turns
+class _Guarded(Protocol):
+    _guard: Guard
 
 
-_Self = TypeVar("_Self", bound=_TakesTurns)
+_Self = TypeVar("_Self", bound=_Guarded)
 
 
 def changes(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
@@ -62,28 +62,28 @@ def changes(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenat
     name = method.__name__
 
     @functools.wraps(method)
-    def in_turn(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        turns = self._turns
+    def guarded(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        guard = self._guard
         if _forking:
             time.sleep(_MOMENT)
-        with held, turns.lock:
-            if turns.inside:
-                if turns.torn:
+        with held, guard.lock:
+            if guard.inside:
+                if guard.torn:
                     raise _torn(self, name)
                 raise NumkvError(
                     f"{name}: this {type(self).__name__} is in the middle of another change, which this call comes "
                     "out of (`on_event`, a finaliser, a signal handler); make it when that is done"
                 )
-            turns.inside = True
+            guard.inside = True
             try:
                 return method(self, *args, **kwargs)
             except TypeError as error:
                 explain(error, method, kwargs, f"{type(self).__name__}.{name}")
                 raise
             finally:
-                turns.inside = False
+                guard.inside = False
 
-    return in_turn
+    return guarded
 
 
 def looks(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
@@ -91,12 +91,12 @@ def looks(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[
     name = method.__name__
 
     @functools.wraps(method)
-    def in_turn(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        turns = self._turns
+    def guarded(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        guard = self._guard
         if _forking:
             time.sleep(_MOMENT)
-        with turns.lock:
-            if turns.torn:
+        with guard.lock:
+            if guard.torn:
                 raise _torn(self, name)
             try:
                 return method(self, *args, **kwargs)
@@ -104,7 +104,7 @@ def looks(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[
                 explain(error, method, kwargs, f"{type(self).__name__}.{name}")
                 raise
 
-    return in_turn
+    return guarded
 
 
 def _torn(obj: object, name: str) -> NumkvError:
@@ -119,7 +119,7 @@ def _torn(obj: object, name: str) -> NumkvError:
 #
 # A fork waits until no other thread is inside an operation, so that the child finds sound books and free locks.
 
-_all: weakref.WeakSet[Turns] = weakref.WeakSet()
+_all: weakref.WeakSet[Guard] = weakref.WeakSet()
 _LONGEST_WAIT = 30.0
 """Seconds that a fork waits at most, as who holds a lock may be waiting for this thread. Operations take microseconds;
 the first one of a process compiles, which takes many seconds on a busy machine. A child that does not get sound books
@@ -133,16 +133,16 @@ _MOMENT = 0.0005
 
 
 class _Held(threading.local):
-    """The turns that the thread has which forks: two may fork at once."""
+    """The guards that the forking thread holds: two may fork at once."""
 
     def __init__(self) -> None:
-        self.turns: list[Turns] = []
+        self.guards: list[Guard] = []
 
 
 _held = _Held()
 
 
-def _every() -> list[Turns]:
+def _every() -> list[Guard]:
     while True:
         try:
             return list(_all)
@@ -154,27 +154,27 @@ def _before_fork() -> None:
     until = time.monotonic() + _LONGEST_WAIT
     _forking.append(None)
     try:
-        for turns in _every():
-            if turns.lock.acquire(timeout=max(0.0, until - time.monotonic())):
-                _held.turns.append(turns)
+        for guard in _every():
+            if guard.lock.acquire(timeout=max(0.0, until - time.monotonic())):
+                _held.guards.append(guard)
     finally:
         _forking.pop()
 
 
 def _after_fork() -> None:
-    held = _held.turns
+    held = _held.guards
     while held:
         held.pop().lock.release()
 
 
 def _after_fork_in_child() -> None:
-    held = set(map(id, _held.turns))
+    held = set(map(id, _held.guards))
     _forking.clear()
     _after_fork()
-    for turns in _every():
-        if id(turns) not in held:  # in use by a thread that the child does not have
-            turns.lock = threading.RLock()
-            turns.torn = turns.inside
+    for guard in _every():
+        if id(guard) not in held:  # in use by a thread that the child does not have
+            guard.lock = threading.RLock()
+            guard.torn = guard.inside
 
 
 if hasattr(os, "register_at_fork"):
