@@ -12,7 +12,7 @@ import processes
 import pytest
 
 import numkv
-from numkv.blocks import BlockPool, turns
+from numkv.blocks import BlockPool, guard
 from numkv.store.folder import Folder
 
 pytestmark = [
@@ -68,7 +68,7 @@ def refused(*calls):
 
 def test_a_child_without_sound_books_says_so(monkeypatch):
     """Where the fork could not wait until another thread is done, as that one waits for it, say."""
-    monkeypatch.setattr(turns, "_LONGEST_WAIT", 0.0)
+    monkeypatch.setattr(guard, "_LONGEST_WAIT", 0.0)
     pool, other = BlockPool(4, 2), BlockPool(4, 2)
     names = np.zeros((1, 32), np.uint8)
     pool.release(pool.allocate(1))  # compiled before
@@ -90,14 +90,14 @@ def test_a_child_without_sound_books_says_so(monkeypatch):
 
 def test_two_threads_that_fork_at_once_give_back_each_its_own(monkeypatch):
     """The first one could not wait for a pool that the second one gets."""
-    monkeypatch.setattr(turns, "_LONGEST_WAIT", 0.0)
+    monkeypatch.setattr(guard, "_LONGEST_WAIT", 0.0)
     pools = [BlockPool(4, 2) for _ in range(2)]
     stopped = []
 
     def fork(stop):
-        turns._before_fork()
+        guard._before_fork()
         stop()
-        turns._after_fork()
+        guard._after_fork()
         stopped.append(True)
 
     def call(at_once):
@@ -106,7 +106,7 @@ def test_two_threads_that_fork_at_once_give_back_each_its_own(monkeypatch):
         thread.join(processes.PATIENCE)
         assert not thread.is_alive()
 
-    with pools[0]._turns.lock:
+    with pools[0]._guard.lock:
         one = in_the_middle(fork)
         one.__enter__()
     with in_the_middle(fork):
@@ -120,21 +120,21 @@ def test_threads_let_one_go_first_that_waits_to_fork(monkeypatch):
     """They would take each other's turns on and on."""
     rests = []
     monkeypatch.setattr(
-        turns, "time", SimpleNamespace(sleep=rests.append, monotonic=time.monotonic)
+        guard, "time", SimpleNamespace(sleep=rests.append, monotonic=time.monotonic)
     )
     pool, other = BlockPool(4, 2), BlockPool(4, 2)
 
     def fork(stop):
-        monkeypatch.setattr(turns, "_every", lambda: [stop(), pool._turns][1:])
-        turns._before_fork()
-        turns._after_fork()
+        monkeypatch.setattr(guard, "_every", lambda: [stop(), pool._guard][1:])
+        guard._before_fork()
+        guard._after_fork()
 
     other.release(other.allocate(1))
     assert rests == []
     with in_the_middle(fork):
         other.release(other.allocate(1))
         other.check()
-    assert rests == [turns._MOMENT] * 3
+    assert rests == [guard._MOMENT] * 3
     other.check()
     assert len(rests) == 3
 
@@ -147,13 +147,13 @@ def test_pools_may_be_made_while_others_are_looked_through(monkeypatch):
                 raise RuntimeError("Set changed size during iteration")
             return super().__iter__()
 
-    monkeypatch.setattr(turns, "_all", Changing([1]))
-    assert turns._every() == []
+    monkeypatch.setattr(guard, "_all", Changing([1]))
+    assert guard._every() == []
 
 
 def test_a_child_bounds_keys_itself(monkeypatch):
     """While another thread is in the middle of that, in the same cache."""
-    monkeypatch.setattr(turns, "_LONGEST_WAIT", 0.0)
+    monkeypatch.setattr(guard, "_LONGEST_WAIT", 0.0)
     cache = numkv.PagedKVCache(1, 2, 16, num_blocks=32, block_size=4, key_bounds=True)
     steps = []
     for _ in range(2):
