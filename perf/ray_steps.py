@@ -78,7 +78,7 @@ def compare(batch: int, context: int, turns: int, shards: int) -> dict[str, floa
             cache.close()
         elif name.endswith("actors"):
             for shard in range(cache.num_shards):
-                cache._transport._kill(shard)
+                cache._shards.transport._kill(shard)
     return {name: min(own) for name, own in times.items()}
 
 

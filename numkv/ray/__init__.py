@@ -6,12 +6,11 @@ Importing this package does not import Ray; making `RayShards`, the default tran
 from __future__ import annotations
 
 from numkv.ray.actors import RayShards
-from numkv.ray.cache import ShardedKVCache
+from numkv.ray.cache import ShardedKVCache, ShardedStats
 from numkv.ray.channel import Limits
 from numkv.ray.errors import ShardDown, ShardLost
 from numkv.ray.step import Attending, ShardedStep
 from numkv.ray.transport import Delivery, LocalShards, Transport
-from numkv.ray.whole import ShardedStats
 
 __all__ = [
     "Attending",

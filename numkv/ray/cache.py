@@ -1,6 +1,6 @@
 """`ShardedKVCache`: a paged cache whose shards live in other processes, by kv heads, by context, or both.
 
-The books of sequences are kept here: lengths, which column has which tokens, token ids. Shards hold rows. What cannot
+The metadata of sequences is kept here: lengths, which column has which tokens, token ids. Shards hold rows. What cannot
 fail on a shard (`commit`, `remove`, `fork` …) is decided here and rides along with the next message to it. A step
 begins with its first layer's message: L layers are L messages to each shard.
 
@@ -10,31 +10,50 @@ Blocks are counted on the safe side, from what shards said last. Where that is n
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Iterable
-from typing import Any, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from numkv import targets
-from numkv.access import Access, whole
+from numkv.access import Access, whole, writes
+from numkv.attention.attend import check_group
 from numkv.blocks.prefix import block_digests, plain_extra
-from numkv.caches import PagedKVCache
+from numkv.caches import PagedKVCache, PagedStats
 from numkv.caches.paged.arguments import ids_of_step, numbers_of_new_tokens, prompt_ids
 from numkv.caches.paged.store import Extra
 from numkv.checks import check_integers, host_array
 from numkv.errors import CacheFull, DimensionMismatch, NotSupported, NumkvError
 from numkv.keywords import explains
+from numkv.kinds import Kind
 from numkv.numbers import check_index, check_size
-from numkv.ray.books import Sequence, after_step, shortened
-from numkv.ray.placing import Run, counts, place
-from numkv.ray.reading import ReadableShards
-from numkv.ray.step import ShardedStep
+from numkv.ray.metadata import Sequence, after_step, shortened
+from numkv.ray.placing import Run, counts, joined, place, visible
+from numkv.ray.shards import Shards
+from numkv.ray.step import Partial, ShardedStep, host_rows, merged, side_by_side
 from numkv.ray.transport import Transport
 
 
+class ShardedStats(NamedTuple):
+    """Counts of a sharded cache at one moment."""
+
+    num_seqs: int
+    """Sequences."""
+    num_tokens: int
+    """Tokens of all sequences, shared ones counted for each."""
+    shards: tuple[PagedStats, ...]
+    """Of each shard."""
+    messages: tuple[int, ...]
+    """Messages to each shard so far."""
+    sent_nbytes: tuple[int, ...]
+    """Bytes of the arrays in them."""
+
+
 @explains
-class ShardedKVCache(ReadableShards):
+class ShardedKVCache:
     """Keys and values of many sequences on many machines, with the interface of `numkv.PagedKVCache`.
 
     Parameters
@@ -106,8 +125,6 @@ class ShardedKVCache(ReadableShards):
                 "states, got latents or layers that are not alike; keep such a cache in one process"
             )
         self._access = Access()
-        self._model = model
-        self._windows = [model.window_of(layer) for layer in range(model.num_layers)]
         blocks = check_size("num_blocks", num_blocks)
         size = model.block_size
         stripe = 16 * size if stripe is None else check_size("stripe", stripe, 1)
@@ -121,8 +138,173 @@ class ShardedKVCache(ReadableShards):
             "num_layers": model.num_layers, "num_kv_heads": model.num_kv_heads,
             "head_dim": model.head_dim, "num_blocks": blocks, **options,
         }  # fmt: skip
-        self._begin(arguments, (heads, context), transport, store, limits)
+        self._shards = Shards(model, arguments, (heads, context), transport, store, limits)
         self._stripe = stripe
+        self._next = self._steps_made = 0
+
+    # -- what it is
+
+    @property
+    def num_layers(self) -> int:
+        """Layers."""
+        return self._shards.model.num_layers
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Kv heads of each layer, on all shards."""
+        return self._shards.model.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a K row."""
+        return self._shards.model.head_dim
+
+    @property
+    def head_dim_v(self) -> int:
+        """Elements of a V row."""
+        return self._shards.model.head_dim_v
+
+    @property
+    def kind(self) -> Kind:
+        """Storage kind of K."""
+        return self._shards.model.kind
+
+    @property
+    def v_kind(self) -> Kind:
+        """Storage kind of V."""
+        return self._shards.model.v_kind
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self._shards.model.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of each shard."""
+        return int(self._shards.arguments["num_blocks"])
+
+    @property
+    def num_shards(self) -> int:
+        """Shards."""
+        return self._shards.layout.num_shards
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """The sequences, in the order in which they came."""
+        return tuple(self._shards.sequences)
+
+    @property
+    def messages(self) -> tuple[int, ...]:
+        """Messages to each shard so far."""
+        return tuple(channel.sent for channel in self._shards.channels)
+
+    def __len__(self) -> int:
+        return len(self._shards.sequences)
+
+    def __repr__(self) -> str:
+        layout = self._shards.layout
+        return (
+            f"ShardedKVCache(sequences={len(self)}, num_layers={self.num_layers}, heads={layout.parts}, "
+            f"context={layout.columns}, blocks={self.num_blocks}, block_size={self.block_size}, kind={self.kind})"
+        )
+
+    def window_of(self, layer: int) -> int:
+        """The window of a layer; see `numkv.PagedKVCache.window_of`."""
+        return self._shards.model.window_of(layer)
+
+    def length(self, seq: int) -> int:
+        """Committed tokens of a sequence."""
+        return self._sequence(seq).length
+
+    def cached_len(self, seq: int) -> int:
+        """Tokens of a sequence that came from the prefix cache, or the store, when it was added."""
+        return self._sequence(seq).cached
+
+    def runs(self, seq: int) -> tuple[Run, ...]:
+        """Where the tokens of a sequence are.
+
+        Parameters
+        ----------
+        seq : int
+            The sequence.
+
+        Returns
+        -------
+        tuple of (int, int)
+            Columns, and how many tokens each holds there, in order.
+        """
+        return self._sequence(seq).runs
+
+    # -- reading
+
+    @writes
+    def decode_attention(
+        self, layer: int, sequences: Iterable[int], q: Any, *, sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0, sinks: Any = None, return_lse: bool = False,
+    ) -> Any:  # fmt: skip
+        """Attend with the query of the newest committed token of any sequences.
+
+        Parameters
+        ----------
+        layer, sequences, q, sm_scale, logits_soft_cap, sinks, return_lse
+            See `numkv.PagedKVCache.decode_attention`.
+
+        Returns
+        -------
+        array or tuple of array
+            See `numkv.PagedKVCache.decode_attention`.
+
+        Raises
+        ------
+        ShardLost
+            If a shard was lost.
+        NumkvError, IndexError
+            See `numkv.PagedKVCache.decode_attention`.
+        """
+        layer = check_index("layer", layer, self.num_layers)
+        seqs = list(itertools.islice(map(self._number, sequences), 2**31))
+        states = [self._sequence(seq) for seq in seqs]
+        q = host_rows("q", q, (len(seqs), "num_q_heads", self.head_dim))
+        check_group(q.shape[1], self.num_kv_heads)
+        asked: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap}
+        sinks = self._shards.check_options(asked, sinks, q.shape[1])
+        sent = self._shards.for_shards(q)
+        columns = sorted({c for state in states for c in counts(state.runs)})
+        tickets, parts = [], []
+        for column in columns:
+            rows = np.flatnonzero([column in counts(state.runs) for state in states])
+            here, ranges = [seqs[i] for i in rows], None
+            if self._shards.is_split:
+                ends = [np.array([states[i].length - 1]) for i in rows]
+                window = self._shards.windows[layer]
+                ranges = np.concatenate(
+                    [visible(states[i].runs, column, at, window) for i, at in zip(rows, ends, strict=True)]
+                )  # fmt: skip
+            else:
+                asked["return_lse"] = True
+            for part, shard in enumerate(self._shards.layout.shards_of(column)):
+                heads = self._shards.layout.q_heads(part, q.shape[1])
+                own = {**asked}
+                if sinks is not None and not self._shards.is_split:
+                    own["sinks"] = sinks[heads]
+                tickets.append(
+                    self._shards.channels[shard].send(
+                        "look", layer, here, sent[rows][:, heads], ranges, own
+                    )
+                )
+            parts.append(rows)
+        self._shards.gather(tickets)
+        values = [ticket.value for ticket in tickets]
+        each = self._shards.layout.parts
+        found = [
+            Partial(rows, *side_by_side(values[i * each : (i + 1) * each]))
+            for i, rows in enumerate(parts)
+        ]
+        shape = (*q.shape[:2], self.head_dim_v)
+        whole = not self._shards.is_split and bool(found) and len(found[0].out) == len(seqs)
+        out, lse = merged(found, shape, q.dtype, sinks if self._shards.is_split else None, whole)
+        return (out, lse) if return_lse else out
 
     # -- sequences
 
@@ -153,42 +335,42 @@ class ShardedKVCache(ReadableShards):
         full = ids[: max(0, len(ids) - 1) // size * size]
         if len(full):
             state = self._found(seq, state, full)
-        self._sequences[seq] = state
+        self._shards.sequences[seq] = state
         self._next = seq + 1
         return seq
 
     def _found(self, seq: int, state: Sequence, full: NDArray[np.int32]) -> Sequence:
         """A new sequence with as many of these tokens as all shards have or find."""
         size, names = self.block_size, state.names
-        if not self._is_split:
+        if not self._shards.is_split:
             runs: tuple[Run, ...] = ((0, len(full)),)
         else:
             names = block_digests(full, size, state.extra)
             runs = self._known(names)
         wanted = state._replace(runs=runs, tokens=full[: sum(n for _, n in runs)], names=names)
-        tickets = self._find(seq, wanted, counts(runs))
+        tickets = self._shards.find(seq, wanted, counts(runs))
         try:
-            self._gather(tickets)
+            self._shards.gather(tickets)
         except BaseException:
             for column in counts(runs):
-                self._later(column, "remove", seq)
+                self._shards.later(column, "remove", seq)
             raise
         found: dict[int, int] = {}
         for ticket in tickets:
-            column = self._layout.column_of(ticket.shard)
+            column = self._shards.layout.column_of(ticket.shard)
             found[column] = min(ticket.value, found.get(column, ticket.value))
-        return self._cut_found(seq, wanted, found, tickets)
+        return self._shards.cut_found(seq, wanted, found, tickets)
 
     def _known(self, names: NDArray[np.uint8]) -> tuple[Run, ...]:
         """Where the blocks of a prompt are, as far as that is known, or may be brought from the store."""
         runs: list[Run] = []
-        free = self._free_blocks()
+        free = self._shards.free_blocks()
         for name in names:
-            column = self._directory.column(name.tobytes())
-            if column is not None and column in self._dead:
+            column = self._shards.directory.column(name.tobytes())
+            if column is not None and column in self._shards.dead:
                 column = None
             if column is None:
-                if self._store is None:
+                if self._shards.store is None:
                     break
                 found = place(runs, self.block_size, self.block_size, self._stripe, free)
                 if found is None:
@@ -203,9 +385,9 @@ class ShardedKVCache(ReadableShards):
         state = self._idle(seq)
         new = self._next
         for column in sorted(state.columns):
-            self._later(column, "fork", self._number(seq), new)
-        self._sequences[new] = state._replace(cached=0, shared=True)
-        self._sequences[self._number(seq)] = state._replace(shared=True)
+            self._shards.later(column, "fork", self._number(seq), new)
+        self._shards.sequences[new] = state._replace(cached=0, shared=True)
+        self._shards.sequences[self._number(seq)] = state._replace(shared=True)
         self._next = new + 1
         return new
 
@@ -215,20 +397,26 @@ class ShardedKVCache(ReadableShards):
         state = self._idle(seq)
         number = self._number(seq)
         for column in sorted(state.columns):
-            self._later(column, "remove", number)
-        del self._sequences[number]
+            self._shards.later(column, "remove", number)
+        del self._shards.sequences[number]
 
     @whole
     def truncate(self, seq: int, length: int) -> None:
         """Drop a sequence's tokens from position `length` on; see `numkv.PagedKVCache.truncate`."""
         state, number = self._idle(seq), self._number(seq)
         length = check_index("length", length, state.length, inclusive=True)
-        if not self._is_split and length and any(window >= 0 for window in self._windows):
-            shards = self._layout.shards_of(0)  # windows may have moved past: ask
-            self._gather([self._channels[s].send("shorten", number, length) for s in shards])
-            self._sequences[number] = shortened(state, length, self.block_size)
+        if (
+            not self._shards.is_split
+            and length
+            and any(window >= 0 for window in self._shards.windows)
+        ):
+            shards = self._shards.layout.shards_of(0)  # windows may have moved past: ask
+            self._shards.gather(
+                [self._shards.channels[s].send("shorten", number, length) for s in shards]
+            )
+            self._shards.sequences[number] = shortened(state, length, self.block_size)
         else:
-            self._shorten(number, length)
+            self._shards.shorten(number, length)
 
     # -- steps
 
@@ -265,24 +453,28 @@ class ShardedKVCache(ReadableShards):
         lens = numbers_of_new_tokens(new_lens, len(seqs))
         if expect is not None:
             _check_lengths(states, numbers_of_new_tokens(expect, len(seqs), "expect"))
-        if len(self._dead) == self._layout.columns:
-            self._revive()
-        placed = self._place(states, lens, self._free_blocks(), certain=True)
+        if len(self._shards.dead) == self._shards.layout.columns:
+            self._shards.revive()
+        placed = self._place(states, lens, self._shards.free_blocks(), certain=True)
         asked = placed is None
         if placed is None:
-            self._gather([channel.send("sync") for channel in self._channels if not channel.down])
-            placed = self._place(states, lens, self._free_blocks(), certain=False)
+            self._shards.gather(
+                [channel.send("sync") for channel in self._shards.channels if not channel.down]
+            )
+            placed = self._place(states, lens, self._shards.free_blocks(), certain=False)
         if placed is None:
             raise CacheFull(
                 f"expected room for {int(lens.sum())} new tokens of {len(seqs)} sequences, got shards with "
-                f"{self._free_blocks()} free blocks"
+                f"{self._shards.free_blocks()} free blocks"
             )
         number = self._steps_made = self._steps_made + 1
-        step = ShardedStep(self, number, placed, lens)
+        step = ShardedStep(self._shards, number, placed, lens)
         self._start(step)
         if asked:
-            shards = [s for column in step.columns for s in self._layout.shards_of(column)]
-            self._gather([self._channels[shard].send("sync") for shard in shards], step)
+            shards = [s for column in step.columns for s in self._shards.layout.shards_of(column)]
+            self._shards.gather(
+                [self._shards.channels[shard].send("sync") for shard in shards], step
+            )
         return step
 
     def _place(
@@ -292,7 +484,7 @@ class ShardedKVCache(ReadableShards):
         left = list(free)
         found: dict[int, tuple[tuple[Run, ...], list[Run]]] = {}
         for (seq, state), n in zip(states.items(), lens.tolist(), strict=True):
-            if self._is_split:
+            if self._shards.is_split:
                 pieces = place(state.runs, n, self.block_size, self._stripe, left)
                 if pieces is None:
                     return None
@@ -307,10 +499,13 @@ class ShardedKVCache(ReadableShards):
 
     def _costs(self, placed: dict[int, tuple[tuple[Run, ...], list[Run]]]) -> dict[int, int]:
         """The most blocks that new tokens can take in each column: with copies of last blocks that are shared."""
-        size, groups = self.block_size, 1 if self._is_split else self._model.num_groups
+        size, groups = (
+            self.block_size,
+            1 if self._shards.is_split else self._shards.model.num_groups,
+        )
         costs: dict[int, int] = {}
         for seq, (runs, pieces) in placed.items():
-            own, shared = counts(runs), self._sequences[seq].shared
+            own, shared = counts(runs), self._shards.sequences[seq].shared
             for column, n in counts(pieces).items():
                 has = own.get(column, 0)
                 blocks = -(-(has + n) // size) - -(-has // size) + (shared and has % size > 0)
@@ -319,21 +514,25 @@ class ShardedKVCache(ReadableShards):
 
     def _start(self, step: ShardedStep) -> None:
         """Have a step begin with its first message."""
-        costs = self._costs({seq: (self._sequences[seq].runs, p) for seq, p in step.pieces.items()})
+        costs = self._costs(
+            {seq: (self._shards.sequences[seq].runs, p) for seq, p in step.pieces.items()}
+        )
         for part in step.parts:
             for seq in part.seqs:
-                state = self._sequences[seq]
+                state = self._shards.sequences[seq]
                 if part.column not in state.columns:
-                    self._later(part.column, "add", seq)
-                    self._sequences[seq] = state._replace(columns=state.columns | {part.column})
-            for shard in self._layout.shards_of(part.column):
-                self._channels[shard].later(
+                    self._shards.later(part.column, "add", seq)
+                    self._shards.sequences[seq] = state._replace(
+                        columns=state.columns | {part.column}
+                    )
+            for shard in self._shards.layout.shards_of(part.column):
+                self._shards.channels[shard].later(
                     "reserve", step.number, part.seqs, part.new_lens, part.starts, part.ranges,
                     cost=costs.get(part.column, 0),
                 )  # fmt: skip
         for seq in step.sequences:
-            self._sequences[seq] = self._sequences[seq]._replace(step=step.number)
-        self._open[step.number] = step
+            self._shards.sequences[seq] = self._shards.sequences[seq]._replace(step=step.number)
+        self._shards.open_steps[step.number] = step
 
     @whole
     def commit(self, step: ShardedStep, accepted: Any = None, *, token_ids: Any = None) -> None:
@@ -372,10 +571,10 @@ class ShardedKVCache(ReadableShards):
                 "append them, or roll the step back"
             )
         if not keep.any():
-            self._abandon(step)
+            self._shards.abandon(step)
             return
-        step._send_held()
-        self._gather(step.tickets, step)
+        step.send_held()
+        self._shards.gather(step.tickets, step)
         self._keep(step, keep, ids)
 
     def _keep(self, step: ShardedStep, keep: Any, ids: NDArray[np.int32] | None) -> None:
@@ -393,22 +592,27 @@ class ShardedKVCache(ReadableShards):
                 took[column][seq] = size
             own = None if ids is None else ids[begin : begin + n]
             state, blocks = after_step(
-                seq, self._sequences[seq], pieces, own, self.block_size, self._is_split
+                seq,
+                self._shards.sequences[seq],
+                pieces,
+                own,
+                self.block_size,
+                self._shards.is_split,
             )
-            self._sequences[seq] = state
+            self._shards.sequences[seq] = state
             for column, of_column in blocks.items():
                 named[column].append(of_column)
-                self._directory.note(of_column.names, column)
+                self._shards.directory.note(of_column.names, column)
         everything = bool((keep == step.new_lens).all())
         for part in step.parts:
             accepted = None
             if not everything:
                 accepted = np.array([took[part.column].get(s, 0) for s in part.seqs], np.int64)
-            own_ids = None if self._is_split else ids
+            own_ids = None if self._shards.is_split else ids
             blocks_named = [tuple(x) for x in named[part.column]]
-            self._later(part.column, "commit", step.number, accepted, own_ids, blocks_named)
-        del self._open[step.number]
-        step._end()
+            self._shards.later(part.column, "commit", step.number, accepted, own_ids, blocks_named)
+        del self._shards.open_steps[step.number]
+        step.end()
 
     @whole
     def rollback(self, step: ShardedStep) -> None:
@@ -416,15 +620,238 @@ class ShardedKVCache(ReadableShards):
 
         A step that an error has rolled back already is left as it is.
         """
-        if isinstance(step, ShardedStep) and step._cache is self and step._rolled_back:
+        if isinstance(step, ShardedStep) and step.shards is self._shards and step.rolled_back:
             return
         self._check_open(step)
-        self._abandon(step)
+        self._shards.abandon(step)
+
+    # -- counts
+
+    @writes
+    def stats(self) -> ShardedStats:
+        """Counts of the cache and of its shards; asks all of them.
+
+        Returns
+        -------
+        ShardedStats
+
+        Raises
+        ------
+        ShardLost
+            If one was lost.
+        """
+        tickets = self._ask("stats")
+        return ShardedStats(
+            len(self._shards.sequences),
+            sum(state.length for state in self._shards.sequences.values()),
+            tuple(ticket.value for ticket in tickets),
+            tuple(channel.sent for channel in self._shards.channels),
+            tuple(channel.sent_nbytes for channel in self._shards.channels),
+        )
+
+    def _ask(self, name: str, *arguments: Any) -> list[Any]:
+        """Ask all shards that live."""
+        tickets = [
+            channel.send(name, *arguments)
+            for channel in self._shards.channels
+            if channel.shard not in self._shards.gone
+        ]
+        self._shards.gather(tickets)
+        return tickets
+
+    @writes
+    def check(self) -> None:
+        """Prove the accounting of all shards, and that they have of each sequence what is recorded here.
+
+        Raises
+        ------
+        NumkvError
+            If something is wrong.
+        ShardLost
+            If a shard was lost.
+        """
+        for ticket in self._ask("check"):
+            column = self._shards.layout.column_of(ticket.shard)
+            wanted = {
+                seq: counts(state.runs).get(column, 0)
+                for seq, state in self._shards.sequences.items()
+                if column in state.columns
+            }
+            if ticket.value != wanted:
+                raise NumkvError(
+                    f"shard {ticket.shard}: expected sequences of lengths {wanted}, got {ticket.value}"
+                )
+
+    @writes
+    def flush(self, timeout: float | None = None) -> int:
+        """Wait until shards have written all that was committed; see `numkv.store.PrefixStore.flush`.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds that each shard waits at most.
+
+        Returns
+        -------
+        int
+            Blocks that were given up.
+
+        Raises
+        ------
+        TimeoutError, ShardLost
+            If they are not written by then, or a shard was lost.
+        """
+        return sum(ticket.value for ticket in self._ask("flush", timeout))
+
+    @whole
+    def clear(self) -> None:
+        """Remove all sequences and forget all cached prefixes; see `numkv.PagedKVCache.clear`."""
+        if self._shards.open_steps:
+            raise NumkvError("clear: expected a cache without open steps; end them first")
+        self._shards.sequences.clear()  # first: who is interrupted while shards answer has cleared them
+        self._shards.directory.clear()
+        self._ask("clear")
+
+    @whole
+    def set_scales(self, layer: int, k: Any = None, v: Any = None) -> None:
+        """Set the scales of a layer's kv heads; see `numkv.PagedKVCache.set_scales`."""
+        layer = check_index("layer", layer, self._shards.model.num_layers)
+        if self._shards.sequences:
+            raise NumkvError(
+                f"set_scales: expected a cache without sequences, got {len(self._shards.sequences)}"
+            )
+        self._shards.model.set_scales(layer, k, v)  # checks
+        old = self._shards.scales.get(layer, (None, None))
+        given = (k, v)
+        self._shards.scales[layer] = tuple(  # type: ignore[assignment]
+            before if x is None else np.asarray(x, np.float32)
+            for x, before in zip(given, old, strict=True)
+        )
+        for channel in self._shards.channels:
+            if channel.shard not in self._shards.gone:
+                heads = self._shards.layout.kv_heads(self._shards.layout.part_of(channel.shard))
+                own = [
+                    x if x is None or x.ndim == 0 else x[heads] for x in self._shards.scales[layer]
+                ]
+                channel.later("set_scales", layer, *own)
+        self._shards.directory.clear()
+
+    @whole
+    def revive(self) -> None:
+        """Look for places for shards that were lost and found none.
+
+        Raises
+        ------
+        ShardLost
+            If there still is none that the cache could work with.
+        """
+        self._shards.revive()
+
+    def close(self) -> None:
+        """End all shards. The cache cannot be used any more."""
+        for step in list(self._shards.open_steps.values()):
+            step.end()
+        self._shards.open_steps.clear()
+        self._shards.transport.close()
+
+    # -- from column to column
+
+    @whole
+    def move(self, seq: int, to: int, source: int | None = None) -> None:
+        """Move what a column holds of a sequence to another column, as it is stored.
+
+        Parameters
+        ----------
+        seq : int
+            The sequence.
+        to : int
+            The column that gets it, which holds nothing of the sequence.
+        source : int, optional
+            The column that has it; the only one if None.
+
+        Raises
+        ------
+        CacheFull
+            If the column has too few free blocks; nothing has moved.
+        NotSupported
+            If it holds tokens of the sequence already, or `source` holds none.
+        ShardLost, IndexError, NumkvError
+            If a shard was lost; if there is no such sequence or column; if the sequence has an open step.
+        """
+        layout = self._shards.layout
+        state = self._idle(seq)
+        to = check_index("to", to, layout.columns)
+        held = counts(state.runs)
+        if source is None:
+            if len(held) != 1:
+                raise NotSupported(
+                    f"`source`: expected a column, as sequence {seq} is in {sorted(held)}"
+                )
+            source = next(iter(held))
+        if source not in held or to in held or to in self._shards.dead:
+            raise NotSupported(
+                f"`to`: expected a column that lives and holds nothing of sequence {seq}, which is in {sorted(held)}, "
+                f"got {to}; `source` {source}"
+            )
+        if to in state.columns:
+            self._shards.later(to, "remove", seq)
+        # Until all is there, the sequence is where it was.
+        self._shards.sequences[seq] = state = state._replace(columns=state.columns - {to})
+        out = [self._shards.channels[s].send("swap_out", seq) for s in layout.shards_of(source)]
+        self._shards.gather(out)
+        tickets = [
+            self._shards.channels[shard].send("swap_in", seq, ticket.value)
+            for shard, ticket in zip(layout.shards_of(to), out, strict=True)
+        ]
+        try:
+            self._shards.gather(tickets)
+        except BaseException:
+            self._shards.later(to, "remove", seq)
+            raise
+        self._shards.later(source, "remove", seq)
+        runs = joined((to if column == source else column, n) for column, n in state.runs)
+        columns = (state.columns - {source}) | {to}
+        self._shards.sequences[seq] = state._replace(runs=runs, columns=columns)
+
+    def balance(self, most: int = 1) -> int:
+        """Move sequences from the fullest column to the emptiest, as long as that makes the two more alike.
+
+        Parameters
+        ----------
+        most : int
+            Sequences to move at most.
+
+        Returns
+        -------
+        int
+            How many were moved.
+
+        Raises
+        ------
+        ShardLost, CacheFull
+            See `move`.
+        """
+        for moved in range(most):
+            self.stats()  # so that free blocks are known
+            free = self._shards.free_blocks()
+            alive = [c for c in range(len(free)) if c not in self._shards.dead]
+            source, to = min(alive, key=lambda c: free[c]), max(alive, key=lambda c: free[c])
+            gap, best = free[to] - free[source], None
+            for seq, state in self._shards.sequences.items():
+                held = counts(state.runs)
+                blocks = -(-held.get(source, 0) // self.block_size)
+                fits = state.step is None and to not in held and 0 < blocks < gap
+                if fits and (best is None or abs(gap - 2 * blocks) < best[0]):
+                    best = abs(gap - 2 * blocks), seq
+            if best is None:
+                return moved
+            self.move(best[1], to, source)
+        return most
 
     # -- checks
 
     def _check_open(self, step: Any) -> None:
-        if not isinstance(step, ShardedStep) or step._cache is not self:
+        if not isinstance(step, ShardedStep) or step.shards is not self._shards:
             raise NumkvError(
                 f"`step`: expected an open step of this cache, got {type(step).__name__}"
             )
@@ -439,6 +866,37 @@ class ShardedKVCache(ReadableShards):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    @staticmethod
+    def _number(seq: Any) -> int:
+        try:
+            if isinstance(seq, bool):
+                raise TypeError
+            return operator.index(seq)
+        except TypeError:
+            raise TypeError(
+                f"`seq`: expected the number of a sequence, got {type(seq).__name__}; pass what `add` returned"
+            ) from None
+
+    def _numbers(self, sequences: Any) -> tuple[int, ...]:
+        seqs = tuple(map(self._number, itertools.islice(iter(sequences), len(self) + 1)))
+        if len(set(seqs)) != len(seqs):
+            raise ValueError(f"`sequences`: expected each sequence once, got {seqs[:8]}")
+        return seqs
+
+    def _sequence(self, seq: Any) -> Sequence:
+        found = self._shards.sequences.get(self._number(seq))
+        if found is None:
+            raise IndexError(f"`seq`: expected one of the cache's sequences, got {seq}")
+        return found
+
+    def _idle(self, seq: int) -> Sequence:
+        found = self._sequence(seq)
+        if found.step is not None:
+            raise NumkvError(
+                f"`seq`: expected sequence {seq} to have no open step; commit it or roll it back first"
+            )
+        return found
 
 
 def _check_lengths(states: dict[int, Sequence], expected: NDArray[np.int64]) -> None:

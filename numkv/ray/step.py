@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from numkv.access import Access, writes
 from numkv.attention import merge_states
+from numkv.attention.attend import check_group
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError, UnsupportedDType
 from numkv.kinds import QUERY_DTYPES
 from numkv.numbers import check_index
@@ -149,14 +150,14 @@ class Attending:
         """
         if self._found is None:
             step, sinks, return_lse = self._step, *self._asked
-            step._cache._gather([ticket for column in self._tickets for ticket in column], step)
+            step.shards.gather([ticket for column in self._tickets for ticket in column], step)
             values = [[ticket.value for ticket in column] for column in self._tickets]
             parts = [
                 Partial(part.rows, *side_by_side(of_column))
                 for part, of_column in zip(step._attended if values else (), values, strict=True)
             ]
-            whole = not step._cache._is_split
-            shape = (*self._q.shape[:2], step._cache.head_dim_v)
+            whole = not step.shards.is_split
+            shape = (*self._q.shape[:2], step.shards.model.head_dim_v)
             self._found = merged(parts, shape, self._q.dtype, sinks, whole), return_lse
             self._tickets = []
         (out, lse), return_lse = self._found
@@ -197,14 +198,14 @@ class ShardedStep:
 
     def __init__(
         self,
-        cache: Any,
+        shards: Any,
         number: int,
         sequences: dict[int, tuple[tuple[Run, ...], list[Run]]],
         new_lens: Ints,
     ) -> None:
-        self._cache, self.number = cache, number
+        self.shards, self.number = shards, number
         self.sequences, self.new_lens = tuple(sequences), new_lens
-        self.open, self._rolled_back = True, False
+        self.open, self.rolled_back = True, False
         self._access = Access()
         self.pieces = {seq: new for seq, (_, new) in sequences.items()}
         lengths = [sum(n for _, n in runs) for runs, _ in sequences.values()]
@@ -212,9 +213,9 @@ class ShardedStep:
             [np.empty(0, np.int64)]
             + [np.arange(at, at + n) for at, n in zip(lengths, new_lens.tolist(), strict=True)]
         )
-        self.parts = _parts(sequences, new_lens, cache._windows, cache._is_split)
+        self.parts = _parts(sequences, new_lens, shards.windows, shards.is_split)
         self._attended = [part for part in self.parts if part.rows is None or len(part.rows)]
-        self._written = np.zeros(cache.num_layers, np.bool_)
+        self._written = np.zeros(shards.model.num_layers, np.bool_)
         self._held: dict[int, tuple[Any, Any, bool]] = {}
         self.tickets: list[Ticket] = []
 
@@ -284,16 +285,16 @@ class ShardedStep:
         DimensionMismatch, UnsupportedDType, NotSupported, IndexError, ValueError
             See `numkv.Step.write`; nothing is noted.
         """
-        number, cache, n = self._check_layer(layer), self._cache, self.num_tokens
+        number, model, n = self._check_layer(layer), self.shards.model, self.num_tokens
         qkv = np.asarray(qkv)
         if qkv.ndim != 2 or len(qkv) != n:
             raise DimensionMismatch(
                 f"`qkv`: expected rows of the step's {n} tokens, got {qkv.shape}", n, qkv.shape
             )
-        wide = np.float64 if np.float64 in (qkv.dtype, cache._widest) else np.float32
+        wide = np.float64 if np.float64 in (qkv.dtype, self.shards.widest) else np.float32
         k, v = (
-            np.empty((1, cache.num_kv_heads, max(n, 1), dim), wide)
-            for dim in (cache.head_dim, cache.head_dim_v)
+            np.empty((1, model.num_kv_heads, max(n, 1), dim), wide)
+            for dim in (model.head_dim, model.head_dim_v)
         )
         q: NDArray[Any] = paged_write(
             qkv, k, v, np.arange(n), num_q_heads=num_q_heads, positions=self.positions, cos=cos, sin=sin,
@@ -408,33 +409,33 @@ class ShardedStep:
 
     def _submit(self, layer: int, rows: Any, q: Any, options: tuple[Any, ...]) -> Attending:
         """Send rows and queries of a layer."""
-        cache = self._cache
+        shards = self.shards
         sm_scale, cap, sinks, return_lse = options
-        q = host_rows("q", q, (self.num_tokens, "num_q_heads", cache.head_dim))
-        cache._check_q_heads(q.shape[1])
+        q = host_rows("q", q, (self.num_tokens, "num_q_heads", shards.model.head_dim))
+        check_group(q.shape[1], shards.model.num_kv_heads)
         asked: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": cap}
-        sinks = cache._check_options(asked, sinks, q.shape[1])
-        sent = cache._for_shards(q)
-        if not cache._is_split:
+        sinks = shards.check_options(asked, sinks, q.shape[1])
+        sent = shards.for_shards(q)
+        if not shards.is_split:
             asked["return_lse"] = bool(return_lse)
         tickets = []
         if self.num_tokens:
             tickets = [
-                self._send(part, layer, rows, sent, asked, None if cache._is_split else sinks)
+                self._send(part, layer, rows, sent, asked, None if shards.is_split else sinks)
                 for part in self._attended
             ]
             self.tickets += [ticket for column in tickets for ticket in column]
         self._held.pop(layer, None)
         self._written[layer] |= rows is not None
-        own = sinks if cache._is_split else None
+        own = sinks if shards.is_split else None
         return Attending(self, tickets, q, (own, bool(return_lse)))
 
     def _send(
         self, part: Part, layer: int, rows: Any, q: Any, asked: dict[str, Any], sinks: Any
     ) -> list[Ticket]:
         """Send one column's share of a layer."""
-        cache = self._cache
-        window = cache._windows[layer]
+        shards = self.shards
+        window = shards.windows[layer]
         if q is not None and part.rows is not None:
             q = q[part.rows]
         if rows is not None:
@@ -442,24 +443,24 @@ class ShardedStep:
             if part.kept is not None:
                 rows = (k[part.kept], v[part.kept], check_finite)
         tickets = []
-        for index, shard in enumerate(cache._layout.shards_of(part.column)):
+        for index, shard in enumerate(shards.layout.shards_of(part.column)):
             own, queries, options = rows, None, asked
             if own is not None:
-                heads = cache._layout.kv_heads(index)
+                heads = shards.layout.kv_heads(index)
                 own = (own[0][:, heads], own[1][:, heads], own[2])
             if q is not None:
-                heads = cache._layout.q_heads(index, q.shape[1])
+                heads = shards.layout.q_heads(index, q.shape[1])
                 queries = q[:, heads]
                 if sinks is not None:
                     options = {**asked, "sinks": sinks[heads]}
             tickets.append(
-                cache._channels[shard].send(
+                shards.channels[shard].send(
                     "layer", self.number, layer, window, own, queries, options
                 )
             )
         return tickets
 
-    def _send_held(self) -> None:
+    def send_held(self) -> None:
         """Send rows whose layers were not attended to."""
         for layer, rows in list(self._held.items()):
             for part in self.parts:
@@ -467,7 +468,7 @@ class ShardedStep:
                     self.tickets += self._send(part, layer, rows, None, {}, None)
         self._held.clear()
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """Take no more rows."""
         self.open = False
         self._held.clear()
@@ -476,13 +477,13 @@ class ShardedStep:
     def _check_layer(self, layer: int) -> int:
         if not self.open:
             raise NumkvError("expected an open step, got one that was committed or rolled back")
-        return check_index("layer", layer, self._cache.num_layers)
+        return check_index("layer", layer, self.shards.model.num_layers)
 
     def _check_rows(self, k: Any, v: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-        cache, n = self._cache, self.num_tokens
+        model, n = self.shards.model, self.num_tokens
         return (
-            host_rows("k", k, (n, cache.num_kv_heads, cache.head_dim)),
-            host_rows("v", v, (n, cache.num_kv_heads, cache.head_dim_v)),
+            host_rows("k", k, (n, model.num_kv_heads, model.head_dim)),
+            host_rows("v", v, (n, model.num_kv_heads, model.head_dim_v)),
         )
 
 

@@ -71,7 +71,9 @@ def test_the_bundled_model_on_several_nodes(cluster, model, alone, heads, contex
     """By heads to the bit, by context to rounding; one message to each shard for each layer of a step."""
     batch = sharded(model, heads=heads, context=context)
     with batch.cache as cache:
-        nodes = {ray.get(actor.__ray_call__.remote(node_of)) for actor in cache._transport._actors}
+        nodes = {
+            ray.get(actor.__ray_call__.remote(node_of)) for actor in cache._shards.transport._actors
+        }
         assert len(nodes) >= 2
         tokens, logits = decode(model, batch)
         messages = cache.messages
@@ -115,7 +117,7 @@ def test_a_node_that_is_killed_while_texts_are_decoded(cluster, model, alone, tm
             of_steps = model.config.num_layers * (i + len(PROMPTS))
             assert all(0 <= n - of_steps <= len(PROMPTS) for n in cache.messages)
             cache.flush()
-            actor = cache._transport._actors[1]
+            actor = cache._shards.transport._actors[1]
             lost, pid = (ray.get(actor.__ray_call__.remote(of)) for of in (node_of, pid_of))
             nodes = [n for n in cluster.worker_nodes if n.node_id == lost]
             if nodes:
@@ -150,16 +152,16 @@ def test_an_actor_that_does_not_answer_is_lost_with_its_sequences(cluster):
             assert np.isfinite(out).all()
             cache.commit(step)
         ((column, _),) = cache.runs(b)
-        pid = ray.get(cache._transport._actors[column].__ray_call__.remote(pid_of))
+        pid = ray.get(cache._shards.transport._actors[column].__ray_call__.remote(pid_of))
         step = cache.reserve([b], 1)
         os.kill(pid, signal.SIGSTOP)
-        cache._channels[column]._limits = Limits(
+        cache._shards.channels[column]._limits = Limits(
             timeout=5.0
         )  # others may have to load kernels first
         one = np.ones((1, 2, 8), np.float32)
         with pytest.raises(ShardLost, match=r"no answer in 5\.0 s") as lost:
             step.append_attend(0, one, one, np.ones((1, 4, 8), np.float32))
-        cache._channels[column]._limits = PATIENT
+        cache._shards.channels[column]._limits = PATIENT
         assert b in lost.value.sequences
         assert cache.length(b) == 0
         cache.check()
@@ -197,7 +199,7 @@ cache = ShardedKVCache(1, 2, 8, num_blocks=8, heads=2, transport=RayShards(num_c
 step = cache.reserve([cache.add()], 3)
 one = np.ones((3, 2, 8), np.float32)
 step.append_attend(0, one, one, np.ones((3, 4, 8), np.float32))
-pids = ray.get([a.__ray_call__.remote(lambda shard: os.getpid()) for a in cache._transport._actors])
+pids = ray.get([a.__ray_call__.remote(lambda shard: os.getpid()) for a in cache._shards.transport._actors])
 print("PIDS", *pids, flush=True)
 time.sleep(600)
 """

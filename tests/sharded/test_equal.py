@@ -82,7 +82,7 @@ def test_heads_that_do_not_divide():
     of_one = whole.reserve([whole.add()], 7)
     of_one.append(0, k, v)
     np.testing.assert_array_equal(out, of_one.attention(0, q))
-    assert cache._layout.bounds == (0, 1, 3, 5)
+    assert cache._shards.layout.bounds == (0, 1, 3, 5)
     with pytest.raises(numkv.DimensionMismatch, match="heads"):
         numkv.ray.ShardedKVCache(1, 2, 8, num_blocks=8, heads=3, transport=numkv.ray.LocalShards())
 

@@ -36,7 +36,7 @@ def finish(cache, lost=None, to=16):
 def test_a_shard_that_is_lost_in_a_step(layout, what, n):
     """In the first layer's message, which begins the step, and in one between."""
     cache = started(layout)
-    cache._transport.at(1, "layer", what, n)
+    cache._shards.transport.at(1, "layer", what, n)
     with pytest.raises(ShardLost) as lost:
         grow(cache, {0: TEXTS[0][:12], 1: TEXTS[1][:8]})
     assert lost.value.shards == (1,)
@@ -55,7 +55,7 @@ def test_a_shard_that_is_lost_in_a_step(layout, what, n):
 def test_a_shard_that_is_lost_with_a_commit(what):
     """The commit rides along with the next message: what it kept is named."""
     cache = started((2, 1, None))
-    cache._transport.at(0, "commit", what)
+    cache._shards.transport.at(0, "commit", what)
     with pytest.raises(ShardLost) as lost:
         grow(cache, {1: TEXTS[1][:8]})
     assert lost.value.lengths == {0: 0, 1: 0}
@@ -67,11 +67,11 @@ def test_a_step_goes_on_from_the_length_that_is_expected():
     """While one sequence is computed again another may get shorter: who did not hear of it is told by its step."""
     cache = started((2, 1, None))
     with pytest.raises(ShardLost) as lost:
-        cache._transport.at(1, "layer", "before")
+        cache._shards.transport.at(1, "layer", "before")
         grow(cache, {0: TEXTS[0][:12]})
     assert lost.value.lengths == {0: 0, 1: 0}
     grow(cache, {1: TEXTS[1][:7]})
-    cache._transport.kill(0)
+    cache._shards.transport.kill(0)
     with pytest.raises(ShardLost):
         grow(cache, {0: TEXTS[0][:11]})
     with pytest.raises(
@@ -88,7 +88,7 @@ def test_sequences_that_the_lost_shard_had_nothing_of_go_on():
     cache = started((1, 2, 64))
     assert [cache.runs(seq)[0][0] for seq in (0, 1)] == [0, 1]
     other = cache.reserve([0], 1)  # a step of a sequence elsewhere stays open
-    cache._transport.at(1, "layer", "before")
+    cache._shards.transport.at(1, "layer", "before")
     with pytest.raises(ShardLost) as lost:
         grow(cache, {1: TEXTS[1][:8]})
     assert lost.value.sequences == (1,)
@@ -103,11 +103,11 @@ def test_a_shard_that_is_lost_while_it_is_made_anew(tmp_path):
     store = {"place": tmp_path, "mark": "tests"}
     cache = started((2, 1, None), store=store)
     cache.flush()
-    cache._transport.at(1, "layer", "after")
-    cache._transport.at(1, "find", "before")
+    cache._shards.transport.at(1, "layer", "after")
+    cache._shards.transport.at(1, "find", "before")
     with pytest.raises(ShardLost) as lost:
         grow(cache, {0: TEXTS[0][:12]})
-    assert cache._transport.places == 97
+    assert cache._shards.transport.places == 97
     finish(cache, lost.value)
 
 
@@ -116,7 +116,7 @@ def test_lost_sequences_come_back_from_the_store(layout, tmp_path):
     """All full blocks do; what was in the last one is computed again."""
     cache = started(layout, store={"place": tmp_path, "mark": {"model": "tests"}})
     assert cache.flush() == 0
-    cache._transport.kill(1)
+    cache._shards.transport.kill(1)
     with pytest.raises(ShardLost) as lost:
         grow(cache, {0: TEXTS[0][:12], 1: TEXTS[1][:8]})
     lengths = {seq: cache.length(seq) for seq in cache.sequences}
@@ -157,12 +157,12 @@ def test_without_any_shard_the_error_says_so_until_there_are_some():
 def test_a_shard_that_is_full_by_itself_leaves_the_others_as_they_were():
     """Blocks that nobody here knows of: the books of one shard are not as others think."""
     cache = started((2, 1, None), num_blocks=12)
-    taken = cache._transport.shards[1].cache.blocks.allocate(2)
+    taken = cache._shards.transport.shards[1].cache.blocks.allocate(2)
     used = [s.pool.used for s in cache.stats().shards]
     with pytest.raises(numkv.CacheFull):
         cache.reserve([0], 6)
     assert [s.pool.used for s in cache.stats().shards] == used
-    cache._transport.shards[1].cache.blocks.release(taken)
+    cache._shards.transport.shards[1].cache.blocks.release(taken)
     finish(cache, to=11)
 
 
@@ -193,7 +193,7 @@ def test_shards_that_die_at_random_moments(seed, tmp_path):
         if rng.random() < 0.3:
             operation = str(rng.choice(["layer", "commit", "reserve", "find", "truncate", "add"]))
             what = str(rng.choice(["before", "after", "slow", "twice"]))
-            cache._transport.at(int(rng.integers(cache.num_shards)), operation, what)
+            cache._shards.transport.at(int(rng.integers(cache.num_shards)), operation, what)
         seqs = [s for s in cache.sequences if rng.random() < 0.7]
         try:
             if rng.random() < 0.2:
@@ -207,7 +207,7 @@ def test_shards_that_die_at_random_moments(seed, tmp_path):
         else:
             lengths = {}
         assert all(cache.length(s) == n for s, n in lengths.items())
-    cache._transport._plan.clear()
+    cache._shards.transport._plan.clear()
     try:
         cache.check()
     except ShardLost:
@@ -220,7 +220,7 @@ def test_a_result_that_came_before_a_loss_can_be_taken_after_it():
     step = cache.reserve([0], 1)
     rows = np.ones((2, 1, 2, 8), np.float32)
     handle = step.submit(0, *rows, np.ones((1, 4, 8), np.float32))
-    cache._transport.at(1, "layer", "before")
+    cache._shards.transport.at(1, "layer", "before")
     with pytest.raises(ShardLost):
         grow(cache, {1: TEXTS[1][:8]})
     with pytest.raises(numkv.NumkvError):

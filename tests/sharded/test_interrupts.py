@@ -27,7 +27,7 @@ def in_step():
 def see(cache):
     cache.check()
     seqs = list(cache.sequences)
-    seen = [seqs, [cache.length(seq) for seq in seqs], len(cache._open)]
+    seen = [seqs, [cache.length(seq) for seq in seqs], len(cache._shards.open_steps)]
     queries = np.ones((len(seqs), Q_HEADS, DIM), np.float32)
     return [*seen, plain(cache.decode_attention(0, seqs, queries))]
 

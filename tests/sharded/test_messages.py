@@ -60,7 +60,7 @@ def test_the_next_layer_may_be_sent_before_the_last_one_is_awaited():
     step, other = cache.reserve([cache.add()], 5), waited.reserve([waited.add()], 5)
     handles = [step.submit(layer, k + layer, v, q) for layer in range(4)]
     assert (
-        max(len(channel._in_flight) for channel in cache._channels) == 3
+        max(len(channel._in_flight) for channel in cache._shards.channels) == 3
     )  # the first was received
     for layer in (3, 1, 0, 2):
         want = other.append_attend(layer, k + layer, v, q)
@@ -77,7 +77,7 @@ def test_bytes_on_their_way_are_bounded():
     step = cache.reserve([cache.add()], 100)
     for layer in range(4):
         step.submit(layer, k, v, np.ones((100, Q_HEADS, DIM), np.float32))
-        assert len(cache._channels[0]._in_flight) == 1
+        assert len(cache._shards.channels[0]._in_flight) == 1
     cache.commit(step)
     cache.check()
 
@@ -90,7 +90,7 @@ def test_what_waits_to_ride_along_is_bounded():
     cache.rollback(step)
     for _ in range(400):
         cache.rollback(cache.reserve(cache.sequences[:3], 1))
-    assert max(len(channel._waiting) for channel in cache._channels) <= 256
+    assert max(len(channel._waiting) for channel in cache._shards.channels) <= 256
     cache.check()
     cache.clear()
     cache.check()

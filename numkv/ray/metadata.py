@@ -1,4 +1,4 @@
-"""`Books`: what a sharded cache knows of its sequences without asking a shard: lengths, places, token ids, names."""
+"""What a sharded cache knows of its sequences without asking a shard: lengths, places, token ids, block names."""
 
 from __future__ import annotations
 

@@ -6,14 +6,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from numkv.attention import options
 from numkv.caches import PagedKVCache
 from numkv.errors import DimensionMismatch
 from numkv.interrupts import opened
 from numkv.numbers import check_size
-from numkv.ray.books import Directory, Sequence, kept_after_loss, shortened
 from numkv.ray.channel import Channel, Limits, Ticket, first_error
 from numkv.ray.errors import ShardDown, ShardLost
+from numkv.ray.metadata import Directory, Sequence, kept_after_loss, shortened
 from numkv.ray.placing import columns_of_tokens, counts
 from numkv.ray.shard import ShardSpec
 from numkv.ray.step import ShardedStep
@@ -104,47 +106,56 @@ class Layout(NamedTuple):
 _ATTEMPTS = 3
 
 
-class Recovering:
-    """The shards of a `ShardedKVCache`, and how it goes on without some of them."""
+class Shards:
+    """The shards of a `ShardedKVCache`, what is known of the sequences on them, and how it goes on without some.
 
-    _model: PagedKVCache
-    _windows: list[int]
+    Parameters
+    ----------
+    model : PagedKVCache
+        A cache of one block with the whole cache's layers: their sizes, kinds and windows.
+    arguments : dict
+        What a shard's cache is made from, but for its heads.
+    divided : tuple of int
+        Parts of the heads, and columns.
+    transport, store, limits
+        See `ShardedKVCache`.
+    """
 
-    def _begin(
-        self, arguments: dict[str, Any], divided: tuple[int, int], transport: Transport | None,
+    def __init__(
+        self, model: PagedKVCache, arguments: dict[str, Any], divided: tuple[int, int], transport: Transport | None,
         store: Mapping[str, Any] | None, limits: Limits | None,
     ) -> None:  # fmt: skip
-        """Make the shards."""
-        self._layout = layout = Layout.of(self._model.num_kv_heads, *divided)
-        self._is_split = layout.columns > 1
-        self._arguments, self._store = arguments, None if store is None else dict(store)
+        self.model = model
+        self.windows = [model.window_of(layer) for layer in range(model.num_layers)]
+        self.layout = layout = Layout.of(self.model.num_kv_heads, *divided)
+        self.is_split = layout.columns > 1
+        self.arguments, self.store = arguments, None if store is None else dict(store)
         self._limits = Limits() if limits is None else limits
         if transport is None:
             from numkv.ray.actors import RayShards
 
             transport = RayShards()
-        self._transport = transport
-        self._sequences: dict[int, Sequence] = {}
-        self._next = self._steps_made = 0
-        self._open: dict[int, ShardedStep] = {}
-        self._scales: dict[int, tuple[Any, Any]] = {}
-        self._gone: set[int] = set()
-        self._dead: set[int] = set()
+        self.transport = transport
+        self.sequences: dict[int, Sequence] = {}
+        self.open_steps: dict[int, ShardedStep] = {}
+        self.scales: dict[int, tuple[Any, Any]] = {}
+        self.gone: set[int] = set()
+        self.dead: set[int] = set()
         blocks = arguments["num_blocks"]
-        self._directory = Directory(2 * blocks * layout.columns)
+        self.directory = Directory(2 * blocks * layout.columns)
         transport.start([self._spec(shard) for shard in range(layout.num_shards)])
-        self._channels = [
+        self.channels = [
             Channel(transport, shard, blocks, self._limits) for shard in range(layout.num_shards)
         ]
 
     def _spec(self, shard: int) -> ShardSpec:
         """What a shard is made from."""
-        layout = self._layout
+        layout = self.layout
         heads = layout.kv_heads(layout.part_of(shard))
-        arguments = {**self._arguments, "num_kv_heads": heads.stop - heads.start}
-        if self._is_split:
+        arguments = {**self.arguments, "num_kv_heads": heads.stop - heads.start}
+        if self.is_split:
             arguments["windows"] = None  # queries come with what they see
-        store = self._store
+        store = self.store
         if store is not None and layout.parts > 1:
             mark = store["mark"]
             mark = dict(mark) if isinstance(mark, Mapping) else {"mark": mark}
@@ -152,27 +163,51 @@ class Recovering:
             store = {**store, "mark": {**mark, "kv_heads": own}}
         return ShardSpec(arguments, store)
 
-    @property
-    def block_size(self) -> int:
-        """Tokens in a block."""
-        return self._model.block_size
-
-    def _free_blocks(self) -> list[int]:
+    def free_blocks(self) -> list[int]:
         """Blocks that are free in each column for certain."""
-        layout = self._layout
+        layout = self.layout
         return [
-            0 if c in self._dead else min(self._channels[s].free for s in layout.shards_of(c))
+            0 if c in self.dead else min(self.channels[s].free for s in layout.shards_of(c))
             for c in range(layout.columns)
         ]
 
-    def _later(self, column: int, name: str, *arguments: Any) -> None:
+    def later(self, column: int, name: str, *arguments: Any) -> None:
         """Have all shards of a column do something before what they are sent next."""
-        for shard in self._layout.shards_of(column):
-            self._channels[shard].later(name, *arguments)
+        for shard in self.layout.shards_of(column):
+            self.channels[shard].later(name, *arguments)
+
+    # -- arguments of attention
+
+    def check_options(self, asked: dict[str, Any], sinks: Any, num_q_heads: int) -> Any:
+        """Check options before anything is sent; sinks as an array."""
+        options.check_options(**asked)
+        if sinks is None:
+            return None
+        wide = np.float64 if self.widest == np.float64 else np.float32
+        given = np.asarray(sinks, wide)
+        if given.shape != (num_q_heads,):
+            raise DimensionMismatch(
+                f"`sinks`: expected ({num_q_heads},), got {given.shape}", num_q_heads, given.shape
+            )
+        if given.size and not given.max() < np.inf:
+            raise ValueError("`sinks`: expected finite numbers, or -inf for no sink")
+        return given
+
+    @property
+    def widest(self) -> Any:
+        """The dtype of K or V where that is float64, else float32."""
+        wide = any(kind.name == "fp64" for kind in (self.model.kind, self.model.v_kind))
+        return np.dtype(np.float64 if wide else np.float32)
+
+    def for_shards(self, q: NDArray[Any]) -> NDArray[Any]:
+        """Queries as shards get them: partial results are not rounded to 16 bits."""
+        if self.is_split and q.dtype.itemsize < 4:
+            return q.astype(np.float32)
+        return q
 
     # -- answers
 
-    def _gather(self, tickets: Iterable[Ticket], step: ShardedStep | None = None) -> None:
+    def gather(self, tickets: Iterable[Ticket], step: ShardedStep | None = None) -> None:
         """Wait for all answers. If one is missing or an error, the step is rolled back on all shards first.
 
         Raises
@@ -189,7 +224,7 @@ class Recovering:
                     ticket.wait()
         except BaseException:  # an interrupt: what was sent cannot be taken back
             if step is not None and step.open:
-                self._abandon(step)
+                self.abandon(step)
             raise
         if any(ticket.down is not None for ticket in tickets):
             raise self._recovered()
@@ -199,72 +234,70 @@ class Recovering:
         if step is not None and step.open:
             for ticket in step.tickets:
                 ticket.wait()
-            self._abandon(step)
-            if any(channel.down and channel.shard not in self._gone for channel in self._channels):
+            self.abandon(step)
+            if any(channel.down and channel.shard not in self.gone for channel in self.channels):
                 raise self._recovered() from error
         raise error
 
-    def _abandon(self, step: ShardedStep) -> None:
+    def abandon(self, step: ShardedStep) -> None:
         """Roll a step back on all shards."""
         for part in step.parts:
-            self._later(part.column, "rollback", step.number)
+            self.later(part.column, "rollback", step.number)
         for seq in step.sequences:
-            self._sequences[seq] = self._sequences[seq]._replace(step=None)
-        self._open.pop(step.number, None)
-        step._end()
-        step._rolled_back = True
+            self.sequences[seq] = self.sequences[seq]._replace(step=None)
+        self.open_steps.pop(step.number, None)
+        step.end()
+        step.rolled_back = True
 
     # -- prefixes
 
-    def _find(
+    def find(
         self, seq: int, state: Sequence, columns: Iterable[int], only: set[int] | None = None
     ) -> list[Ticket]:
         """Ask shards for the first full blocks of a sequence, which they look for in their pools and the store."""
-        size, found = self.block_size, []
+        size, found = self.model.block_size, []
         full = len(state.tokens) // size * size
         tokens = state.tokens[:full]
         of_block = columns_of_tokens(state.runs)[:full:size]
         for column in sorted(columns):
             sent: tuple[Any, ...]
-            if self._is_split:
+            if self.is_split:
                 own = np.flatnonzero(of_block == column)
                 sent = tokens.reshape(-1, size)[own].reshape(-1), state.names[own], None
             else:  # the last token is always left to compute
                 sent = np.append(tokens, np.int32(0)), None, state.extra
-            for shard in self._layout.shards_of(column):
+            for shard in self.layout.shards_of(column):
                 if only is None or shard in only:
-                    found.append(self._channels[shard].send("find", seq, *sent))
+                    found.append(self.channels[shard].send("find", seq, *sent))
         return found
 
-    def _cut_found(
+    def cut_found(
         self, seq: int, wanted: Sequence, found: dict[int, int], tickets: list[Ticket]
     ) -> Sequence:
         """A new sequence with what all shards have found; those that found more drop it."""
         kept = kept_after_loss(wanted, found)
         uneven = len({ticket.value for ticket in tickets}) > 1
-        if uneven and not self._is_split and any(window >= 0 for window in self._windows):
+        if uneven and not self.is_split and any(window >= 0 for window in self.windows):
             kept = 0  # windows may have moved past
-        state = shortened(wanted, kept, self.block_size)
+        state = shortened(wanted, kept, self.model.block_size)
         own = counts(state.runs)
         for ticket in tickets:
-            local = own.get(self._layout.column_of(ticket.shard), 0)
+            local = own.get(self.layout.column_of(ticket.shard), 0)
             if ticket.value > local:
-                self._channels[ticket.shard].later("truncate", seq, local)
+                self.channels[ticket.shard].later("truncate", seq, local)
         return state._replace(columns=frozenset(found), cached=kept)
 
-    def _shorten(
-        self, seq: int, length: int, skip: frozenset[int] | set[int] = frozenset()
-    ) -> None:
+    def shorten(self, seq: int, length: int, skip: frozenset[int] | set[int] = frozenset()) -> None:
         """Have shards drop a sequence's last tokens, but for some shards."""
-        before = self._sequences[seq]
-        after = shortened(before, length, self.block_size)
+        before = self.sequences[seq]
+        after = shortened(before, length, self.model.block_size)
         had, has = counts(before.runs), counts(after.runs)
         for column in sorted(before.columns):
             if had.get(column, 0) > has.get(column, 0):
-                for shard in self._layout.shards_of(column):
+                for shard in self.layout.shards_of(column):
                     if shard not in skip:
-                        self._channels[shard].later("truncate", seq, has.get(column, 0))
-        self._sequences[seq] = after
+                        self.channels[shard].later("truncate", seq, has.get(column, 0))
+        self.sequences[seq] = after
 
     # -- losses
 
@@ -274,37 +307,37 @@ class Recovering:
         shards: dict[int, str] = {}
         steps: list[ShardedStep] = []
         for attempt in range(_ATTEMPTS + 1):
-            for channel in self._channels:
+            for channel in self.channels:
                 if channel.down is None:
                     channel.drain()
-            down = {c.shard: c.down for c in self._channels if c.down and c.shard not in self._gone}
+            down = {c.shard: c.down for c in self.channels if c.down and c.shard not in self.gone}
             if not down:
                 break
             shards.update({shard: why.reason for shard, why in down.items()})
-            columns = {self._layout.column_of(shard) for shard in down}
-            for step in [s for s in self._open.values() if s.columns & columns]:
-                self._abandon(step)
+            columns = {self.layout.column_of(shard) for shard in down}
+            for step in [s for s in self.open_steps.values() if s.columns & columns]:
+                self.abandon(step)
                 steps.append(step)
-            self._directory.forget(columns)
+            self.directory.forget(columns)
             fresh = {shard for shard in down if self._replaced(shard, attempt < _ATTEMPTS)}
-            for seq, state in self._sequences.items():
+            for seq, state in self.sequences.items():
                 if state.columns & columns:
                     before.setdefault(seq, state)
             self._restore(columns, fresh)
         lengths = {
             seq: now.length for seq, old in before.items()
-            if (now := self._sequences[seq]).length < old.length
+            if (now := self.sequences[seq]).length < old.length
         }  # fmt: skip
         tokens = {seq: before[seq].tokens[n:] for seq, n in lengths.items()}
         reasons = "; ".join(f"shard {shard}: {why}" for shard, why in sorted(shards.items()))
-        rest = f"; no place for shards {sorted(self._gone)}" if self._gone else ""
+        rest = f"; no place for shards {sorted(self.gone)}" if self.gone else ""
         some = ", ".join(f"{seq} (has {n} tokens)" for seq, n in [*lengths.items()][:8])
         if not shards:
             return ShardLost("the step was rolled back when shards were lost", {}, {}, ())
         return ShardLost(
             f"{reasons}{rest}. Compute the missing tokens of {len(lengths)} sequences again: {some or 'none'}",
             lengths, tokens, tuple(sorted(shards)), tuple(steps),
-            len(self._dead) == self._layout.columns,
+            len(self.dead) == self.layout.columns,
         )  # fmt: skip
 
     def _replaced(self, shard: int, may: bool) -> bool:
@@ -312,53 +345,53 @@ class Recovering:
         try:
             if not may:
                 raise ShardDown(shard, "it was lost again and again")
-            self._transport.replace(shard)
+            self.transport.replace(shard)
         except ShardDown:
-            self._gone.add(shard)
-            self._dead.add(self._layout.column_of(shard))
+            self.gone.add(shard)
+            self.dead.add(self.layout.column_of(shard))
             return False
-        self._channels[shard].begin()
+        self.channels[shard].begin()
         self._tell_scales(shard)
         return True
 
     def _tell_scales(self, shard: int) -> None:
         """Tell a shard that is new what was set."""
-        heads = self._layout.kv_heads(self._layout.part_of(shard))
-        for layer, scales in self._scales.items():
+        heads = self.layout.kv_heads(self.layout.part_of(shard))
+        for layer, scales in self.scales.items():
             own = [x if x is None or np.ndim(x) == 0 else x[heads] for x in scales]
-            self._channels[shard].later("set_scales", layer, *own)
+            self.channels[shard].later("set_scales", layer, *own)
 
     def _restore(self, columns: set[int], fresh: set[int]) -> None:
         """Bring back what was in lost shards from the store, and shorten sequences to what there is."""
         found: dict[int, dict[int, int]] = {}
         tickets: list[tuple[int, Ticket]] = []
-        for seq, state in self._sequences.items():
+        for seq, state in self.sequences.items():
             here = counts(state.runs)
             for column in sorted(state.columns & columns):
-                lost = [s for s in self._layout.shards_of(column) if s in fresh]
-                if column in self._dead:
-                    self._later(column, "remove", seq)
-                    self._sequences[seq] = self._sequences[seq]._replace(
-                        columns=self._sequences[seq].columns - {column}
+                lost = [s for s in self.layout.shards_of(column) if s in fresh]
+                if column in self.dead:
+                    self.later(column, "remove", seq)
+                    self.sequences[seq] = self.sequences[seq]._replace(
+                        columns=self.sequences[seq].columns - {column}
                     )
-                elif self._store is not None and here.get(column) and len(state.tokens):
-                    tickets += [(seq, t) for t in self._find(seq, state, [column], set(lost))]
+                elif self.store is not None and here.get(column) and len(state.tokens):
+                    tickets += [(seq, t) for t in self.find(seq, state, [column], set(lost))]
                 else:
                     for shard in lost:
-                        self._channels[shard].later("add", seq)
-                if column in self._dead or lost:
+                        self.channels[shard].later("add", seq)
+                if column in self.dead or lost:
                     found.setdefault(seq, {})[column] = 0
         each: dict[int, dict[int, int]] = {}
         for seq, ticket in tickets:
             ticket.wait()
             if ticket.error is not None:
-                self._channels[ticket.shard].later("add", seq)
+                self.channels[ticket.shard].later("add", seq)
             value = ticket.value if ticket.down is None and ticket.error is None else 0
             each.setdefault(seq, {})[ticket.shard] = value
         for seq, of_shard in each.items():
             by_column: dict[int, list[int]] = {}
             for shard, value in of_shard.items():
-                by_column.setdefault(self._layout.column_of(shard), []).append(value)
+                by_column.setdefault(self.layout.column_of(shard), []).append(value)
             found[seq].update({column: min(values) for column, values in by_column.items()})
         for seq, of_column in found.items():
             self._keep_found(seq, of_column, each.get(seq, {}), fresh)
@@ -367,18 +400,18 @@ class Recovering:
         self, seq: int, found: dict[int, int], each: dict[int, int], fresh: set[int]
     ) -> None:
         """Shorten a sequence to what columns that lost tokens have of it again."""
-        state = self._sequences[seq]
+        state = self.sequences[seq]
         kept = kept_after_loss(state, found)
-        if kept < state.length and any(w >= 0 for w in self._windows) and not self._is_split:
+        if kept < state.length and any(w >= 0 for w in self.windows) and not self.is_split:
             kept = 0  # windows have moved past what would be seen again
-        self._shorten(seq, kept, fresh)
-        has = counts(self._sequences[seq].runs)
+        self.shorten(seq, kept, fresh)
+        has = counts(self.sequences[seq].runs)
         for shard, value in each.items():
-            local = has.get(self._layout.column_of(shard), 0)
+            local = has.get(self.layout.column_of(shard), 0)
             if value > local:
-                self._channels[shard].later("truncate", seq, local)
+                self.channels[shard].later("truncate", seq, local)
 
-    def _revive(self) -> None:
+    def revive(self) -> None:
         """Look once more for places for shards that have none.
 
         Raises
@@ -387,16 +420,16 @@ class Recovering:
             If no column has all of its shards.
         """
         reason = "there is no place for it"
-        for shard in sorted(self._gone):
+        for shard in sorted(self.gone):
             try:
-                self._transport.replace(shard)
+                self.transport.replace(shard)
             except ShardDown as error:
                 reason = error.reason
                 continue
-            self._channels[shard].begin()
+            self.channels[shard].begin()
             self._tell_scales(shard)
-            self._gone.discard(shard)
-        self._dead = {self._layout.column_of(shard) for shard in self._gone}
-        if len(self._dead) == self._layout.columns:
-            gone = tuple(sorted(self._gone))
+            self.gone.discard(shard)
+        self.dead = {self.layout.column_of(shard) for shard in self.gone}
+        if len(self.dead) == self.layout.columns:
+            gone = tuple(sorted(self.gone))
             raise ShardLost(f"no shards to work with: {reason}", {}, {}, gone, hopeless=True)
