@@ -19,6 +19,7 @@ from numkv.demo.compressed import CompressorChoice
 from numkv.demo.evaluate import Document, Score, evaluate
 from numkv.demo.model import Model
 from numkv.demo.newest import NewestChoice
+from numkv.demo.outliers import CONTEXT, FACTORS, beginning, with_outliers
 from numkv.demo.recall import Haystack, Recall, haystacks, recall
 from numkv.kinds import kinds
 
@@ -33,7 +34,7 @@ DEFAULT_CACHES = [
     "int4+window128+sinks4", "int4+rotate+window128+sinks4",
     "codes8", "codes6", "codes4", "codes4+sketch", "codes3", "last512", "last256",
 ]  # fmt: skip
-DEFAULT_MODULES = ["calendar", "csv", "fractions", "graphlib", "shlex", "textwrap"]
+DEFAULT_MODULES = ["csv", "calendar", "fractions", "graphlib", "shlex", "textwrap"]
 DEFAULT_WINDOWS = 1
 DEFAULT_NEEDLES = 4
 DEFAULT_ROWS = 2048
@@ -67,6 +68,11 @@ def run(arguments: argparse.Namespace) -> None:
         "chunk": CHUNK,
         "needle_texts": arguments.needles,
         "rows": arguments.rows,
+        "outliers": {
+            "factors": list(FACTORS),
+            "text": documents[0].name,
+            "context": min(context, CONTEXT),
+        },
         "target": arguments.target,
     }
     texts = _texts(model, documents, arguments.needles, context)
@@ -129,9 +135,21 @@ def _measure(
         (without,) = recall(model, texts[1], {"no needle": reference}, **options)
         found = recall(model, texts[0], everything, progress=progress.update, **options)
     scores[0] = replace(scores[0], label="fp32")
+    text, of_factors = [beginning(documents[0])], []
+    for factor in FACTORS:
+        with Progress(f"keys with channels of {factor} times their size") as progress:
+            of_factors.append(
+                evaluate(
+                    with_outliers(model, factor), text, compared, context=min(context, CONTEXT),
+                    progress=progress.update, **options,
+                )
+            )  # fmt: skip
+    outliers = zip(*of_factors, strict=True)
     measured = [
-        Measured(label, choice.bytes_at(model.config, context), score, one, rows.get(label))
-        for (label, choice), score, one in zip(everything.items(), scores, found, strict=True)
+        Measured(label, choice.bytes_at(model.config, context), score, one, rows.get(label), wide)
+        for (label, choice), score, one, wide in zip(
+            everything.items(), scores, found, outliers, strict=True
+        )
     ]
     return measured, without
 
@@ -183,11 +201,16 @@ def _read(path: Path, settings: dict[str, Any]) -> tuple[list[Measured], dict[st
 
 
 def _measured(x: dict[str, Any]) -> Measured:
-    score, one, rows = x["score"], x["recall"], x["rows"]
+    one, rows = x["recall"], x["rows"]
+    score, *outliers = (
+        Score(**{**score, "by_document": tuple(score["by_document"])})
+        for score in (x["score"], *x["outliers"])
+    )
     return Measured(
         x["label"],
         x["num_bytes"],
-        Score(**{**score, "by_document": tuple(score["by_document"])}),
+        score,
         Recall(**{**one, "by_distance": tuple(one["by_distance"])}),
         None if rows is None else RowErrors(**rows),
+        tuple(outliers),
     )

@@ -65,6 +65,8 @@ class Measured:
         Of the names copied from far back.
     rows : RowErrors or None
         Of random rows; None where it was not asked for.
+    outliers : tuple of Score
+        Of predictions with keys that have outlier channels, by `numkv.demo.outliers.FACTORS`.
     """
 
     label: str
@@ -72,6 +74,7 @@ class Measured:
     score: Score
     recall: Recall
     rows: RowErrors | None
+    outliers: tuple[Score, ...]
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,37 @@ class Report:
         distances = (f"{share * context:,.0f} back" for share in DISTANCES)
         return ("cache", "bytes/token", "bits/byte of names", "copied", *distances), cells
 
+    def outlier_cells(self) -> _Cells:
+        """What outlier channels in keys cost, by cache."""
+        reference = self.caches[0]
+        more = [
+            x.outliers[-1].bits_per_byte - reference.outliers[-1].bits_per_byte for x in self.caches
+        ]
+        cells: list[Sequence[str]] = [
+            (
+                x.label,
+                f"{x.num_bytes:,.0f}",
+                *(f"{score.kl_divergence:.2e}" for score in x.outliers),
+                f"{worse:+.4f}",
+            )
+            for x, worse in zip(self.caches[1:], more[1:], strict=True)
+        ]
+        factors = self.settings["outliers"]["factors"]
+        columns = ("as it is", *(f"× {factor}" for factor in factors[1:]))
+        return ("cache", "bytes/token", *columns, f"bits/byte more, × {factors[-1]}"), cells
+
+    def about_outliers(self) -> str:
+        """What the outlier channels are."""
+        told, scores = self.settings["outliers"], self.caches[0].outliers
+        sizes = " and ".join(str(factor) for factor in told["factors"][1:])
+        return (
+            f"KL divergence from fp32, in nats a token, where one RoPE pair of channels in all keys is {sizes} times "
+            "as large, and that of the queries as many times smaller: over fp32 the model's predictions are the same "
+            f"({', '.join(f'{score.bits_per_byte:.4f}' for score in scores)} bits/byte). Keys of many trained models "
+            f"have such channels. The first {scores[0].num_bytes:,} bytes of {told['text']}, windows of "
+            f"{told['context']:,} tokens."
+        )
+
     def worse_cells(self) -> _Cells:
         """Caches above the lower envelope, and what to take instead."""
         by_label = {x.label: x for x in self.caches}
@@ -229,9 +263,11 @@ class Report:
             f"{self.settings['rows']:,} tokens, {accuracy.NUM_KV_HEADS} kv heads, {accuracy.NUM_Q_HEADS} q heads, "
             f"head dim {accuracy.HEAD_DIM}, queries of the newest {accuracy.NUM_QUERIES} tokens. Outlier: one channel "
             f"of K and of V is {accuracy.OUTLIER:g} times the others. Offset: it has {accuracy.OUTLIER:g} added "
-            f"instead. Sharp: a query is the sum of {accuracy.NUM_SOUGHT} keys, and attends to few tokens. What is "
-            "called per-row, of one scale for each row, is a baseline that is computed in NumPy; numkv stores no such "
-            "kind."
+            f"instead. Sharp: a query is the sum of {accuracy.NUM_SOUGHT} keys, and attends to few tokens. Slow bias: "
+            f"before RoPE, {accuracy.BIASES[0]:g} to {accuracy.BIASES[1]:g} are added to 4 pairs of channels of K "
+            "whose frequency is low, as in keys of Qwen2.5; fast bias: whose frequency is high. Heavy tails: K is of "
+            "Student's t with 3 degrees of freedom. What is called per-row, of one scale for each row, is a baseline "
+            "that is computed in NumPy; numkv stores no such kind."
         )
 
     def about_caches(self) -> str:
@@ -267,6 +303,7 @@ class Report:
         parts = [
             f"{table(*self.model_cells())}\n{_wrap(self.about_model(), 100)}",
             f"{table(*self.recall_cells())}\n{_wrap(self.about_recall(), 100)}",
+            f"{table(*self.outlier_cells())}\n{_wrap(self.about_outliers(), 100)}",
             _wrap(self.about_envelope(), 100),
         ]
         if any(self.better.values()):
@@ -296,6 +333,9 @@ class Report:
             "## Long-range recall",
             _wrap(self.about_recall()),
             _markdown(*self.recall_cells()),
+            "## Outlier channels in keys",
+            _wrap(self.about_outliers()),
+            _markdown(*self.outlier_cells()),
             "## What is not worth its bytes",
             _wrap(self.about_envelope()),
         ]

@@ -29,6 +29,9 @@ NUM_QUERIES = 8
 #: How many times the others the outlying channel is.
 OUTLIER = 20.0
 _OUTLYING = 42
+#: What is added to 8 channels of keys before RoPE, at least and at most: 4 pairs of each kv head.
+BIASES = (50.0, 100.0)
+_THETA, _PAIRS = 1e6, 4
 #: Keys whose sum a query of the sharp rows is.
 NUM_SOUGHT = 4
 #: What the baseline is called, without and with rotation.
@@ -82,12 +85,41 @@ def _sharp(num_tokens: int) -> Rows:
     return Rows(rows.k, rows.v, rows.k[sought, heads[:, None]].sum(axis=2))
 
 
+def _biased(num_tokens: int, first: int, end: int) -> Rows:
+    """Keys with a bias in pairs of channels from `first` to `end`, and queries, after RoPE."""
+    rows, rng = _gaussian(num_tokens), np.random.default_rng(2)
+    bias = np.zeros((NUM_KV_HEADS, HEAD_DIM))
+    for of_head in bias:
+        pairs = rng.choice(np.arange(first, end), _PAIRS, replace=False)
+        dims = np.concatenate([pairs, pairs + HEAD_DIM // 2])
+        of_head[dims] = rng.choice([-1, 1], len(dims)) * rng.uniform(*BIASES, len(dims))
+    k, q = _rope(2 * rows.k + bias, 0), _rope(rows.q, num_tokens - len(rows.q))
+    return Rows(k, rows.v, q)
+
+
+def _rope(x: Array, position: int) -> Array:
+    """Rows from a position on, rotated in half-split pairs."""
+    half = HEAD_DIM // 2
+    angles = np.outer(np.arange(position, position + len(x)), _THETA ** (-np.arange(half) / half))
+    turn, (a, b) = np.exp(1j * angles)[:, None], (x[..., :half], x[..., half:])
+    turned = (a + 1j * b) * turn
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def _heavy_tails(num_tokens: int) -> Rows:
+    rows = _gaussian(num_tokens)
+    return Rows(np.random.default_rng(3).standard_t(3, rows.k.shape), rows.v, rows.q)
+
+
 #: What rows there are: their name, and what draws those of so many tokens, the same each time.
 ROWS: dict[str, Callable[[int], Rows]] = {
     "Gaussian": _gaussian,
     "outlier": _outlier,
     "offset": _offset,
     "sharp": _sharp,
+    "slow bias": lambda num_tokens: _biased(num_tokens, 40, 64),
+    "fast bias": lambda num_tokens: _biased(num_tokens, 0, 16),
+    "heavy tails": _heavy_tails,
 }
 
 
