@@ -12,9 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from numkv.demo.model import Model
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-LINES = {"server.py": 150}
+LINES = {"server.py": 150, "decoder.py": 100}
 
 
 def run(name, **options):
@@ -92,6 +94,32 @@ def test_plan_memory():
     # 34 layers of 4 kv heads, 256 numbers each, K and V, 2 bytes; what is past the window is not kept
     assert needs.sequence_bytes(1024, "fp16") == 34 * 4 * 256 * 2 * 2 * 1024
     assert "NOT KNOWN" not in printed
+
+
+def test_decoder():
+    """The model's own text, in fewer bytes too; `numkv` generates it with kernels of its own."""
+    text, printed = run("decoder", tokens=30, kind="fp32")
+    assert run("decoder", tokens=30, kind="int8", rotate=True)[0] == text
+    session = Model.load().start(64)
+    logits, expected = session.forward([0, *b"def mean(values):\n    "])[-1], []
+    for _ in range(30):
+        expected.append(int(logits.argmax()))
+        logits = session.step(expected[-1])
+    assert text == expected
+    assert "\n52 tokens, " in printed
+
+
+def test_decoder_batch(monkeypatch):
+    """Each text is what it is alone; all but the first find what they have in common."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    (texts, found), printed = run("decoder_batch", tokens=4, kind="fp32", rotate=False)
+    names = runpy.run_path(str(ROOT / "examples" / "decoder_batch.py"))
+    for text, ending in zip(texts, names["ENDINGS"], strict=True):
+        prompt, count = names["HEADER"] + ending, len(text.encode())
+        alone, _ = run("decoder", prompt=prompt, tokens=count, kind="fp32")
+        assert bytes(alone).decode() == text
+    assert found == [0, 72, 71]
+    assert "72 tokens of the prompt were found: pop(self" in printed
 
 
 def test_server():

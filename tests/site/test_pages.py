@@ -54,6 +54,7 @@ def test_code_runs_and_prints_what_it_says(page, tmp_path, monkeypatch):
     for module in NEEDS.get(page.name, []):
         pytest.importorskip(module)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "examples")
     names = {"__name__": "page"}
     text = page.read_text()
     for block in BLOCK.finditer(text):
