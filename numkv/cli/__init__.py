@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ from numkv.demo.cache import CacheChoice
 from numkv.demo.compressed import parse_cache
 from numkv.demo.sharded import WAYS
 from numkv.errors import NotSupported, NumkvError
+from numkv.keywords import meant
 from numkv.kinds import kinds
 from numkv.planning.scale import Network
 
@@ -56,15 +58,37 @@ examples:
   numkv show prompt.kv                    draw a saved cache
   numkv bench transformers --context 16384    tokens per second of a whole model
 """
+_COMMANDS_TITLE = "other commands"
 # What may follow a kind.
 _MORE = "; behind it +rotate, +windowN, +sinksN"
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser whose errors are one line that says what may have been meant, and whose help begins with commands."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (see {self.prog} --help)")
+        choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        near = "" if choice is None else meant(choice[1], re.findall(r"[\w-]+", choice[2]))
+        raise UsageError(f"{message}{near} (see {self.prog} --help)")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuse what this command does not know, which argparse leaves to the command above it."""
+        options = ["--help", *re.findall(r"--[\w-]+", self.format_usage())]
+        for word in sys.argv[1:] if args is None else args:
+            name = str(word).partition("=")[0]
+            if name in _COMMANDS:  # whose options come behind it
+                break
+            if name.startswith("--") and not any(x.startswith(name) for x in options):
+                self.error(f"unrecognized arguments: {name}{meant(name, options)}")
+        return super().parse_known_args(args, namespace)
+
+    def format_help(self) -> str:
+        """The help, its commands before its options."""
+        parts = super().format_help().split("\n\n")
+        commands = [part for part in parts if part.startswith(_COMMANDS_TITLE)]
+        others = [part for part in parts if part not in commands]
+        at = next(i for i, part in enumerate(others) if part.startswith("options:"))
+        return "\n\n".join((*others[:at], *commands, *others[at:]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -199,7 +223,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_model_options(parser)
     _add_sampling_options(parser)
     parser.set_defaults(run=generate.run)
-    commands = parser.add_subparsers(title="other commands", prog="numkv")
+    commands = parser.add_subparsers(title=_COMMANDS_TITLE, prog="numkv")
     for name, (run, add, short, description) in _COMMANDS.items():
         command = commands.add_parser(name, help=short, description=description)
         add(command)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from numkv.cli.output import KernelProgress, Progress, UsageError, table
+from numkv.cli.output import KernelProgress, Progress, UsageError, stoppable, table
 from numkv.demo.blas import blas_threads_for
 from numkv.demo.evaluate import Document, evaluate, held_out
 from numkv.demo.model import Model
@@ -29,8 +29,20 @@ def run(arguments: argparse.Namespace) -> None:
     with KernelProgress():
         for cache in (None, *caches.values()):
             model.warm_up(cache, arguments.target)
-    with blas_threads_for(model.weights), Progress("evaluating") as progress:
-        scores = evaluate(model, documents, caches, **options, progress=progress.update)
+    stopping = "stopping after this window"
+    with (
+        blas_threads_for(model.weights),
+        Progress("evaluating") as progress,
+        stoppable(stopping) as asked,
+    ):
+        scores = evaluate(
+            model,
+            documents,
+            caches,
+            **options,
+            progress=progress.update,
+            enough=lambda: bool(asked),
+        )
     reference = scores[0]
     rows = [
         (
@@ -44,6 +56,8 @@ def run(arguments: argparse.Namespace) -> None:
     ]
     header = ("cache", "bits/byte", "more than fp32", "KL, nats/token", "same top token")
     print(table(header, rows))
+    if asked:
+        source = f"stopped early; of {source}"
     print(f"{source}: {reference.num_bytes:,} bytes in windows of {context:,} tokens")
 
 

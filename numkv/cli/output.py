@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 from numkv.drawing.picture import format_bytes
@@ -63,7 +66,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     Returns
     -------
     str
-        Lines, the header underlined.
+        Lines, the header underlined, and bold on a terminal.
     """
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     rule = ["-" * width for width in widths]
@@ -74,7 +77,37 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         ).rstrip()
         for row in (header, rule, *rows)
     ]
-    return "\n".join(lines)
+    return "\n".join((styled(lines[0], "1", sys.stdout), *lines[1:]))
+
+
+def styled(text: str, style: str, stream: TextIO) -> str:
+    """Text in an ANSI style for a terminal, unless ``NO_COLOR`` is set (https://no-color.org)."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty()
+    return text if plain else f"\x1b[{style}m{text}\x1b[0m"
+
+
+@contextmanager
+def stoppable(what: str) -> Iterator[list[bool]]:
+    """In this context Ctrl-C makes the list that it yields non-empty: work stops soon, and its results are shown.
+
+    A second one interrupts at once, as does the first outside of the main thread.
+    """
+    asked: list[bool] = []
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGINT, before)
+        asked.append(True)
+        print(f"\nnumkv: {what}; once more to stop at once", file=sys.stderr)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Progress:
@@ -92,10 +125,11 @@ class Progress:
     """
 
     DELAY = 1.0
+    FORECAST = 5.0
 
     def __init__(self, what: str, stream: TextIO | None = None) -> None:
         self.what = what
-        self.detail = ""
+        self.detail, self._share = "", 0.0
         self._stream = sys.stderr if stream is None else stream
         self._in_place = self._stream.isatty()
         self._started = time.monotonic()
@@ -112,11 +146,15 @@ class Progress:
             Units of work.
         """
         self.detail = f"{100 * done // total:3d} %"
+        self._share = done / total
 
     def _draw_until_done(self) -> None:
         wait = self.DELAY
         while not self._done.wait(wait):
-            line = f"{self.what}… {self.detail}  {time.monotonic() - self._started:.0f} s"
+            seconds = time.monotonic() - self._started
+            line = f"{self.what}… {self.detail}  {seconds:.0f} s"
+            if 0 < self._share < 1 and seconds >= self.FORECAST:
+                line += f", about {seconds / self._share - seconds:.0f} s left"
             if self._in_place:
                 line = line[: shutil.get_terminal_size().columns - 1]  # a wrapped line would stay
                 print(f"\r{line.ljust(self._drawn)}", end="", file=self._stream, flush=True)

@@ -159,6 +159,7 @@ def evaluate(
     target: str = "cpu",
     chunk: int = PREFILL_CHUNK,
     progress: Callable[[int, int], None] | None = None,
+    enough: Callable[[], bool] = lambda: False,
 ) -> list[Score]:
     """Measure caches on texts.
 
@@ -187,6 +188,8 @@ def evaluate(
         quantise what leaves a window of recent tokens do so before the chunk's first queries.
     progress : callable, optional
         Called with the number of tokens done and their total.
+    enough : callable, optional
+        Asked after each window whether to leave out those that are left.
 
     Returns
     -------
@@ -209,7 +212,11 @@ def evaluate(
     for document, tokens, of_text in zip(documents, texts, chosen, strict=True):
         for s in sums:
             s.nats.append(0.0)
+        seen = []
         for begin, end, first in of_text:
+            if num_done and enough():
+                break
+            seen.append((first, end))
             for session in sessions:
                 session.rewind()
             for start in range(begin, end, chunk):
@@ -220,8 +227,9 @@ def evaluate(
                 num_done += stop - start
                 if progress is not None:
                     progress(num_done, total)
-        scored = [tokens[first + 1 : end + 1] for _, end, first in of_text]
-        sizes.append(_num_bytes(model, document, scored, windows is None))
+        scored = [tokens[first + 1 : end + 1] for first, end in seen]
+        whole = windows is None and len(seen) == len(of_text)
+        sizes.append(_num_bytes(model, document, scored, whole))
     if num_scored == 0:
         raise ValueError("documents: expected texts of two tokens or more")
     return [

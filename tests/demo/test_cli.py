@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from demo_models import SIZES, cells, run, write_checkpoint
 
 import numkv
 from numkv.cli import cache, generate, info, main, screen
-from numkv.cli.output import Progress, table
+from numkv.cli.output import Progress, styled, table
 from numkv.cli.plan import parse_bytes
 from numkv.demo.tokenizer import ByteTokenizer
 from numkv.drawing.picture import format_bytes
@@ -560,3 +561,73 @@ def test_progress(stream, monkeypatch):
     assert drawn
     if stream.isatty():
         assert stream.getvalue().endswith("\r" + " " * len(drawn[-1]) + "\r")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["plna"], "did you mean `plan`?"),
+        (["--tokes", "5"], "unrecognized arguments: --tokes; did you mean `--tokens`?"),
+        (["stream", "--kep=3"], "unrecognized arguments: --kep; did you mean `--keep`?"),
+        (["info", "--entirely-else"], "unrecognized arguments: --entirely-else (see numkv info --help)"),
+        (["--target", "gpu"], "invalid choice: 'gpu'"),
+    ],
+)  # fmt: skip
+def test_what_may_have_been_meant(arguments, said, capsys):
+    assert main(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_help_begins_with_commands(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert text.index("usage:") < text.index("other commands:") < text.index("options:")
+    assert text.index("options:") < text.index("examples:")
+
+
+def test_colours_are_for_terminals_that_want_some(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert styled("a", "1", Terminal()) == "\x1b[1ma\x1b[0m"
+    assert styled("a", "1", io.StringIO()) == "a"
+    monkeypatch.setenv("TERM", "dumb")
+    assert styled("a", "1", Terminal()) == "a"
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert styled("a", "1", Terminal()) == "a"
+
+
+def test_long_work_says_how_much_is_left(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(Progress, "DELAY", 0.01)
+    monkeypatch.setattr(Progress, "FORECAST", 0.0)
+    with Progress("long work", stream) as progress:
+        progress.update(1, 4)
+        time.sleep(0.2)
+    assert re.match(r"long work…  25 %  0 s, about \d s left\n", stream.getvalue())
+
+
+def test_eval_that_is_stopped_shows_what_it_has(tmp_path, capsys, monkeypatch):
+    """Ctrl-C ends it after a window: two of three are left out, and the table says so."""
+    write_checkpoint(tmp_path / "tiny", max_position_embeddings=16)
+    path = tmp_path / "text.py"
+    path.write_text("import os\n" * 4)
+    options = ["eval", "--model", str(tmp_path / "tiny"), "--file", str(path), "--kind", "int8"]
+    before = signal.getsignal(signal.SIGINT)
+    whole = run(capsys, *options)
+    update = Progress.update
+
+    def once(progress, done, total):
+        if progress.what == "evaluating" and done == 16:
+            signal.raise_signal(signal.SIGINT)
+        update(progress, done, total)
+
+    monkeypatch.setattr(Progress, "update", once)
+    assert main(options) == 0
+    captured = capsys.readouterr()
+    assert "stopping after this window; once more to stop at once" in captured.err
+    assert "40 bytes in windows" in whole
+    assert f"stopped early; of {path}: 16 bytes in windows" in captured.out
+    assert len(captured.out.splitlines()) == len(whole.splitlines())
+    assert signal.getsignal(signal.SIGINT) is before
