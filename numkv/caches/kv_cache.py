@@ -891,6 +891,36 @@ class KVCache(SingleSequence):
                 lse = lse.reshape((1, *lse.shape))
         return self._mass(layer, q, check_options(sm_scale, logits_soft_cap, window_left), lse)
 
+    @reads
+    def key_error(
+        self, layer: int, q: Any, *, sm_scale: float | None = None
+    ) -> NDArray[np.float64]:
+        """Estimate how far quantising the keys moves the scores of queries: no exact keys are needed for it.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        q : array (num_queries, num_q_heads, head_dim)
+            Any queries of the layer, such as those of the newest tokens.
+        sm_scale : float, optional
+            Scale of the scores; ``1 / sqrt(head_dim)`` if None.
+
+        Returns
+        -------
+        float64 array (num_queries, num_q_heads)
+            The root mean square of the errors of scores, over the layer's tokens; tokens in full precision have
+            none. A tenth is little, 1 changes which token is attended to. See `numkv.storage.key_error`.
+
+        Raises
+        ------
+        NotSupported
+            If keys are not quantised by scales of rows or groups.
+        DimensionMismatch, UnsupportedDType, IndexError, ValueError, TypeError
+            If an argument does not fit.
+        """
+        return self._key_error(check_index("layer", layer, len(self._lengths)), q, sm_scale)
+
 
 def _moved(old: Pool, capacity: int, has_rows: bool) -> Pool:
     """A pool with room for `capacity` tokens in each layer, and with all that an old one holds."""

@@ -723,3 +723,29 @@ class Layer(SingleSequence):
             See `numkv.decode_attention`.
         """
         return self._mass(0, q, check_options(sm_scale, logits_soft_cap, window_left), lse)
+
+    @reads
+    def key_error(self, q: Any, *, sm_scale: float | None = None) -> NDArray[np.float64]:
+        """Estimate how far quantising the keys moves the scores of queries: no exact keys are needed for it.
+
+        Parameters
+        ----------
+        q : array (num_queries, num_q_heads, head_dim)
+            Any queries of the layer, such as those of the newest tokens.
+        sm_scale : float, optional
+            Scale of the scores; ``1 / sqrt(head_dim)`` if None.
+
+        Returns
+        -------
+        float64 array (num_queries, num_q_heads)
+            The root mean square of the errors of scores, over its tokens; tokens in full precision have
+            none. A tenth is little, 1 changes which token is attended to. See `numkv.storage.key_error`.
+
+        Raises
+        ------
+        NotSupported
+            If keys are not quantised by scales of rows or groups.
+        DimensionMismatch, UnsupportedDType, ValueError, TypeError
+            If an argument does not fit.
+        """
+        return self._key_error(0, q, sm_scale)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from numkv.access import Access, dropping, drops, reads
 from numkv.attention.attend import attend, check_queries, too_many_queries
 from numkv.attention.mass import attention_mass
-from numkv.attention.options import AttentionOptions
+from numkv.attention.options import AttentionOptions, check_options
 from numkv.attention.sight import is_free
 from numkv.caches.full_precision import FullPrecisionWindow, Watching
 from numkv.caches.history import History, first_kept
@@ -30,6 +30,7 @@ from numkv.kinds import Kind
 from numkv.numbers import check_flag
 from numkv.snapshots.snapshot import Options, Snapshot, Source, Tensor, fill_all
 from numkv.storage.buffer import Buffer, are_scales
+from numkv.storage.key_error import key_error
 from numkv.storage.own_kernels import Uploads
 from numkv.storage.pool import Pool
 from numkv.storage.saved import row_tensors, seed_of
@@ -675,6 +676,15 @@ class SingleSequence:
             lens, starts = one_length(target, length), one_sequence(target, int(q.shape[0]))
             mass = attention_mass(pool, table, q, lens, starts, length, options, lse=lse)
         return mass.reshape((self._heads, length))
+
+    def _key_error(self, layer: int, q: Any, sm_scale: Any) -> NDArray[np.float64]:
+        """See `numkv.storage.key_error`."""
+        length, keys = self._stored(layer), self._pools[layer].k_buffer
+        q = check_queries(self._target, q, self._heads, self._head_dim, "num_queries")
+        tokens = np.array(self._quantised(layer), np.int64)
+        slots = slots_of(self._tables[layer], tokens, max(1, int(keys.words.shape[2])))
+        scale = check_options(sm_scale, 0.0, -1).scale(self._head_dim)
+        return key_error("key_error", keys, slots, length, q, scale)
 
     # -- rows that a kernel has found to be NaN or infinite, after the call was over; never on the CPU
 

@@ -23,8 +23,8 @@ EDGES = (10.0, 20.0, 30.5, 42.0, 55.0, 70.5, 91.5)
 
 # The magnitudes, a byte each.
 _TABLE = sum(level << 8 * i for i, level in enumerate(LEVELS))
-# The scale that fits normal numbers of mean square 1: the largest level of Lloyd and Max is 2.733.
-_OF_NORMAL = 2.733 / LEVELS[-1]
+#: The scale that fits normal numbers of mean square 1: the largest level of Lloyd and Max is 2.733.
+OF_NORMAL = 2.733 / LEVELS[-1]
 
 
 @register_jitable
@@ -71,7 +71,7 @@ def _nearest(x):
 
 def code4_store(load):
     """The function that stores a row: ``store(x, words) -> scale``, of words that `load` turns into floats."""
-    scale_of = scale_finder(load, _nearest, LEVELS[-1], _OF_NORMAL)
+    scale_of = scale_finder(load, _nearest, LEVELS[-1], OF_NORMAL)
     place_of = place_finder(load)
 
     @register_jitable

@@ -39,8 +39,8 @@ _FIRST, _SECOND, _THIRD, _FOURTH = (
     _packed(_TWICE[step - 1 :: 2 * step]) for step in (16, 8, 4, 2)
 )  # fmt: skip
 _LAST = _packed(_TWICE[0:16:2]), _packed(_TWICE[16::2])
-# The scale that fits normal numbers of mean square 1: the largest level of Lloyd and Max is 3.7405.
-_OF_NORMAL = 3.7405 / LEVELS[-1]
+#: The scale that fits normal numbers of mean square 1: the largest level of Lloyd and Max is 3.7405.
+OF_NORMAL = 3.7405 / LEVELS[-1]
 
 
 @register_jitable
@@ -86,7 +86,7 @@ def _nearest(x):
 
 def code6_store(load):
     """The function that stores a row: ``store(x, words) -> scale``, of words that `load` turns into floats."""
-    scale_of = scale_finder(load, _nearest, LEVELS[-1], _OF_NORMAL)
+    scale_of = scale_finder(load, _nearest, LEVELS[-1], OF_NORMAL)
     place_of = place_finder(load)
 
     @register_jitable

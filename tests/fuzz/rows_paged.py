@@ -311,6 +311,7 @@ Paged.rows = [
     _row("set_scales", {"layer": LAYER, "k": SCALE, "v": SCALE}, 0.5),
     _row("decode_attention", {"layer": LAYER, "sequences": SEQUENCES, "q": Q, **OPTIONS}, 2),
     _row("attention_weights", {"layer": LAYER, "seq": SEQ, **WEIGHTS}),
+    _row("key_error", {"layer": LAYER, "seq": SEQ, "q": Q, "sm_scale": WEIGHTS["sm_scale"]}, 0.5),
     _row("arrays", {"layer": LAYER}, 0.3),
     _row("block_table", {"seq": SEQ, "layer": LAYER}, 0.3),
     Row("Step.mark_written", {"layer": LAYER}, "Step", _chosen, 0.3),

@@ -496,3 +496,14 @@ def test_what_is_not_built_is_refused(tmp_path):
     cache.rollback(step)
     cache.remove(cache.sequences[-1])
     check(cache, plain)
+
+
+def test_a_step_of_no_sequences():
+    """As in any other cache: it has no tokens, and ends like others."""
+    cache = numkv.PagedKVCache(1, 1, 16, num_blocks=8, block_size=4, kind="int8", residual_window=3)
+    step = cache.reserve([], 0)
+    none = np.empty((0, 1, 16), np.float32)
+    step.append(0, none, none)
+    assert step.attention(0, none).shape == (0, 1, 16)
+    cache.commit(step)
+    cache.check()

@@ -70,6 +70,7 @@ from numkv.caches.paged.tiers import longest_found, with_tiers
 from numkv.caches.paged.trees import Tree
 from numkv.checks import check_kept
 from numkv.compaction.key_shift import RopeShift
+from numkv.compaction.moves import slots_of
 from numkv.drawing.page import drawn
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError
 from numkv.keywords import explained
@@ -77,6 +78,7 @@ from numkv.kinds import Kind
 from numkv.numbers import check_index
 from numkv.snapshots.fields import claims, expect
 from numkv.snapshots.snapshot import Options, Snapshot, Source, fill_all
+from numkv.storage.key_error import key_error
 from numkv.storage.own_kernels import cache_arrays
 from numkv.targets.base import Array
 from numkv.targets.streamed import on_stream
@@ -1213,6 +1215,51 @@ class PagedKVCache(StoredSequences):
         )  # fmt: skip
         self._refuse_overtaken("attention_weights", generation, (number,), (state,))
         return weights.reshape((int(pool.k.shape[1]), length))
+
+    def key_error(
+        self, layer: int, seq: int, q: Any, *, sm_scale: float | None = None
+    ) -> NDArray[np.float64]:
+        """Estimate how far quantising the keys moves the scores of queries; see `numkv.KVCache.key_error`.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        seq : int
+            The sequence.
+        q : array (num_queries, num_q_heads, head_dim)
+            Any queries of the layer, such as those of the newest tokens.
+        sm_scale : float, optional
+            Scale of the scores; ``1 / sqrt(head_dim)`` if None.
+
+        Returns
+        -------
+        float64 array (num_queries, num_q_heads)
+            The root mean square of the errors of scores, over the committed tokens that the newest one sees.
+
+        Raises
+        ------
+        NotSupported
+            If keys are not quantised by scales of rows or groups.
+        DimensionMismatch, UnsupportedDType, IndexError, ValueError, TypeError
+            If an argument does not fit.
+        """
+        store, number, generation = self._store, self._number(seq), self._generation
+        layer = check_index("layer", layer, self.num_layers)
+        pool, group = store.place(layer)
+        state = self._settled(number)
+        q = check_queries(self._target, q, int(pool.k.shape[1]), pool.head_dim, "num_queries")
+        first, end = self._groups[group].first_visible(state.length), state.length
+        begin, residual = first, store.layers.residual
+        if residual is not None and store.layers.twin(layer) is not None:
+            begin, end = max(first, residual.sinks), end - residual.window
+        slots = slots_of(
+            store.block_table([state], group)[0], np.arange(begin, end), self.block_size
+        )
+        scale = check_options(sm_scale, 0.0, -1).scale(pool.head_dim)
+        found = key_error("key_error", pool.k_buffer, slots, state.length - first, q, scale)
+        self._refuse_overtaken("key_error", generation, (number,), (state,))
+        return found
 
     # -- what is stored
 

@@ -900,7 +900,7 @@ class Step:
             [store.first_stored(state, group) for state in states]
             for group in range(len(store.groups))
         ]
-        self._first_in_full = np.array(first, np.int64).reshape(-1, len(states))
+        self._first_in_full = np.array(first, np.int64).reshape(len(store.groups), len(states))
         # Now, as the step's tables: calls on any stream come after them.
         made: dict[Any, Ranges] = {}
         for layer in store.layers.storing:

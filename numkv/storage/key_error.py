@@ -1,0 +1,80 @@
+"""How far quantised keys move scores: an estimate from the stored scales alone, which needs no exact copy of the keys.
+
+Rounding errors of elements are nearly independent, so those of a score add up like random numbers: a score of query q
+and a key whose elements have an error of variance ``c * scale ** 2`` is off by ``sm_scale * sqrt(sum_d q_d ** 2 * c *
+scale_d ** 2)``, root mean square. For evenly spaced levels c is 1/12; for codebooks it follows from their levels.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv.errors import NotSupported
+from numkv.rows import code4, code6
+from numkv.storage.buffer import Buffer
+
+Floats = NDArray[np.float64]
+
+
+@functools.cache
+def _variance(kind: str) -> float:
+    """The variance of an element's error, in units of its scale squared."""
+    if kind not in ("code4", "code6"):
+        return 1 / 12
+    # Of normal numbers, which rotated rows are, with the scale that fits them.
+    of: Any = code4 if kind == "code4" else code6
+    sizes = np.linspace(0, 8, 100_001)
+    density = np.exp(-(sizes**2) / 2)
+    places = sizes / of.OF_NORMAL
+    levels = np.array(of.LEVELS)[np.searchsorted(of.EDGES, places, side="right")]
+    return float(((places - levels) ** 2 * density).sum() / density.sum())
+
+
+def key_error(
+    name: str, buffer: Buffer, slots: NDArray[np.int64], num_tokens: int, q: Any, sm_scale: float
+) -> Floats:
+    """Estimate how far scores over a sequence's keys are off.
+
+    Parameters
+    ----------
+    name : str
+        Of the method that asks, for errors.
+    buffer : Buffer
+        The keys.
+    slots : int64 array (n,)
+        Where the tokens lie that are quantised, on the host.
+    num_tokens : int
+        Tokens of the sequence, those in full precision included, which add no error.
+    q : array (num_queries, num_q_heads, head_dim)
+        Checked queries.
+    sm_scale : float
+        Scale of the scores.
+
+    Returns
+    -------
+    float64 array (num_queries, num_q_heads)
+        The root mean square over the tokens.
+    """
+    target, kind = buffer.target, buffer.kind
+    if not kind.has_scales:
+        raise NotSupported(
+            f"{name}: expected keys in a quantised kind, got {kind}, whose error depends on each element and not on a "
+            "scale; compare with attention over the exact keys"
+        )
+    if buffer.rotation is not None:
+        q = buffer.rotation.forward(target, q, np.float32)
+    squares: Floats = np.asarray(target.to_host(q), np.float64) ** 2
+    starts: Sequence[int] = range(0, squares.shape[2], kind.group_size or squares.shape[2])
+    heads, size = (int(n) for n in buffer.words.shape[1:3])
+    scales = np.asarray(target.to_host(buffer.typed_scales()), np.float64)
+    scales = scales.reshape(*scales.shape[:3], len(starts))[slots // size, :, slots % size]
+    mean: Floats = (scales**2).sum(0) / max(num_tokens, 1)  # (num_kv_heads, groups)
+    of_groups = np.add.reduceat(squares, starts, axis=2)
+    of_groups = of_groups.reshape(len(squares), heads, -1, len(starts))
+    found: Floats = np.sqrt(_variance(kind.name) * np.einsum("nhqg,hg->nhq", of_groups, mean))
+    return sm_scale * found.reshape(len(squares), -1)
