@@ -76,7 +76,7 @@ _KV_CACHE = {
     "compact without a shift": (_level, lambda c: c.compact([0, 1, 2, 9])),
     "decode_attention": lambda c: c.decode_attention(0, queries(2), return_lse=True),
     "attention_weights": lambda c: c.attention_weights(0, queries(2)),
-    "key_error": lambda c: c.key_error(0, queries(2)),
+    "key_error": refused(lambda c: c.key_error(0, queries(2))),  # of floats
     "k": lambda c: [c.k(0), c.v(1)],
     "arrays": refused(lambda c: c.arrays(1)),  # with full-precision tokens
 }
@@ -140,7 +140,7 @@ _LAYER = fault_latents.OF_LAYER | {
     "compact without a shift": lambda c: c.compact([0, 1, 2, 9]),
     "decode_attention": lambda c: c.decode_attention(queries(2), return_lse=True),
     "attention_weights": lambda c: c.attention_weights(queries(2)),
-    "key_error": lambda c: c.key_error(queries(2)),
+    "key_error": refused(lambda c: c.key_error(queries(2))),
 }
 _PAGED_LAYER = _LAYER | {
     "free": lambda c: c.free(),
@@ -243,7 +243,7 @@ _PAGED_CACHE = {
     "swap_in": (_swapped, lambda c: c.swap_in(c.swapped)),
     "decode_attention": lambda c: c.decode_attention(0, [0, 1], queries(2)),
     "attention_weights": lambda c: c.attention_weights(0, 1, queries(2)),
-    "key_error": lambda c: c.key_error(0, 1, queries(2)),
+    "key_error": refused(lambda c: c.key_error(0, 1, queries(2))),
     "stats": lambda c: c.stats(),
     "arrays": lambda c: list(c.arrays(1)),
     "block_table": lambda c: c.block_table(1, 1),
