@@ -12,28 +12,21 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, register_jitable
+from numba.extending import register_jitable
 
 from numkv.kernels.cpu.attention.llvm.pv import make_accumulate_pv
 from numkv.kernels.cpu.attention.llvm.qk import make_interleave_queries, make_qk_tile
 from numkv.kernels.cpu.attention.records import Outputs, Queries, float_type
 from numkv.kernels.cpu.inline import inlined
-from numkv.kernels.cpu.vectors.emit import I64, data_of
+from numkv.kernels.cpu.vectors.emit import DOUBLE, I64, emits
 
 
-@intrinsic
-def clear(typing_context, x, first, end):
+@emits()
+def clear(b, x, first, end):
     """``x[first:end] = 0``, of floats that lie one after another."""
-
-    def codegen(context, b, sig, args):
-        data = data_of(context, b, sig.args[0], args[0])
-        size = b.mul(b.sub(args[2], args[1]), I64(x.dtype.bitwidth // 8))
-        cgutils.memset(b, b.gep(data, [args[1]]), size, 0)
-        return context.get_dummy_value()
-
-    return types.void(x, types.int64, types.int64), codegen
+    size = b.mul(b.sub(end, first), I64(8 if x.type.pointee == DOUBLE else 4))
+    cgutils.memset(b, b.gep(x, [first]), size, 0)
 
 
 @register_jitable

@@ -7,7 +7,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from numkv.kernels.cpu.vectors.emit import I32, I64, data_of, steps
+from numkv.kernels.cpu.vectors.emit import I32, I64, emits, steps
 
 #: Numbers that `fill_ramp` writes at once.
 RAMP = 8
@@ -56,56 +56,36 @@ def without_refcount(typing_context, array):
     return array(array), codegen
 
 
-@intrinsic
-def address_of(typing_context, array):
+@emits(types.int64)
+def address_of(b, array):
     """Where an array's first element is, as a number."""
-
-    def codegen(context, b, sig, args):
-        return b.ptrtoint(data_of(context, b, sig.args[0], args[0]), I64)
-
-    return types.int64(array), codegen
+    return b.ptrtoint(array, I64)
 
 
-@intrinsic
-def fill_ramp(typing_context, array, at, count, start, step):
+@emits()
+def fill_ramp(b, array, at, count, start, step):
     """Put ``start + i * step`` for i in ``range(count)`` into an int64 array.
 
     Up to `RAMP` - 1 numbers more are written. Numba's own loop does not vectorise, as an index that might be negative
     would count from the end.
     """
-    i8 = types.int64
-
-    def codegen(context, b, sig, args):
-        data = data_of(context, b, sig.args[0], args[0])
-        _, at, count, start, step = args
-        iota = ir.Constant(_NUMBERS, [ir.Constant(I64, i) for i in range(RAMP)])
-        first = b.add(_splat(b, start), b.mul(iota, _splat(b, step)))
-        with steps(b, I64(0), count, RAMP) as (i, _):
-            value = b.add(first, _splat(b, b.mul(i, step)))
-            b.store(value, _numbers_at(b, data, b.add(at, i)), align=8)
-        return context.get_dummy_value()
-
-    return types.void(array, i8, i8, i8, i8), codegen
+    iota = ir.Constant(_NUMBERS, [ir.Constant(I64, i) for i in range(RAMP)])
+    first = b.add(_splat(b, start), b.mul(iota, _splat(b, step)))
+    with steps(b, I64(0), count, RAMP) as (i, _):
+        value = b.add(first, _splat(b, b.mul(i, step)))
+        b.store(value, _numbers_at(b, array, b.add(at, i)), align=8)
 
 
-@intrinsic
-def fill_shifted(typing_context, array, at, count, source, shift):
+@emits()
+def fill_shifted(b, array, at, count, source, shift):
     """``array[at : at + count] = array[source : source + count] + shift``, of an int64 array; the two do not overlap.
 
     `count` is rounded up to whole `RAMP`.
     """
-    i8 = types.int64
-
-    def codegen(context, b, sig, args):
-        data = data_of(context, b, sig.args[0], args[0])
-        _, at, count, source, shift = args
-        shift = _splat(b, shift)
-        with steps(b, I64(0), count, RAMP) as (i, _):
-            value = b.load(_numbers_at(b, data, b.add(source, i)), align=8)
-            b.store(b.add(value, shift), _numbers_at(b, data, b.add(at, i)), align=8)
-        return context.get_dummy_value()
-
-    return types.void(array, i8, i8, i8, i8), codegen
+    shift = _splat(b, shift)
+    with steps(b, I64(0), count, RAMP) as (i, _):
+        value = b.load(_numbers_at(b, array, b.add(source, i)), align=8)
+        b.store(b.add(value, shift), _numbers_at(b, array, b.add(at, i)), align=8)
 
 
 _NUMBERS = ir.VectorType(I64, RAMP)

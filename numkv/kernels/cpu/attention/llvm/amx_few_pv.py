@@ -16,13 +16,11 @@ of up to 64 columns stay in tiles 0 to 3 as long as an item has one kv head.
 from __future__ import annotations
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from numkv.kernels.cpu.attention.llvm.amx_few_qk import ON_LINE, takes_turns
 from numkv.kernels.cpu.attention.records import KV_TILE
 from numkv.kernels.cpu.vectors.amx import AMX_TILE, Amx, AmxWords
-from numkv.kernels.cpu.vectors.emit import I8, I64, as_bytes, steps, unpack
+from numkv.kernels.cpu.vectors.emit import I8, I64, as_bytes, emits, steps
 from numkv.kernels.cpu.vectors.features import AMX_ROWS
 from numkv.kernels.cpu.vectors.prefetch import prefetch_column
 
@@ -32,23 +30,15 @@ KEPT = 4
 _CHUNK = 32
 
 
-@intrinsic
-def amx_few_pv(
-    typing_context, f, few, values, begin, end, start, next_rows, rescale_at, moved, kept
-):  # fmt: skip
+@emits()
+def amx_few_pv(b, f, few, values, begin, end, start, next_rows, rescale_at, moved, kept):
     """Add the weighted V rows of a block of tokens to the sums at ``f[few.sums_at:]``.
 
     The block begins with token `start` of the tile; V rows outside ``[begin, end)`` are not read and count for nothing.
     Weights are those of `amx_few_softmax`. If `moved` is not 0, earlier sums are rescaled by ``f[rescale_at:]``; if
     `kept` is not 0, sums are in tiles. The rows of `next_rows` are prefetched, as many as the block has tokens.
     """
-    i8 = types.int64
-
-    def codegen(context, b, sig, args):
-        _Sums(b, *unpack(context, b, sig.args, args)).emit()
-        return context.get_dummy_value()
-
-    return types.void(f, few, values, i8, i8, i8, next_rows, i8, i8, i8), codegen
+    _Sums(b, f, few, values, begin, end, start, next_rows, rescale_at, moved, kept).emit()
 
 
 class _Tiles:
@@ -193,66 +183,53 @@ class _Sums(_Tiles):
                 self.move(amx.store, i, b.add(first, I64(i)))
 
 
-@intrinsic
-def amx_few_keep(typing_context, f, few, begins):
+@emits()
+def amx_few_keep(b, f, few, begins):
     """Load sums into the tiles in which they are kept, if `begins` is not 0; else store them."""
-
-    def codegen(context, b, sig, args):
-        data, few, begins = unpack(context, b, sig.args, args)
-        tiles = _Tiles(b, data, few)
-        with b.if_else(b.icmp_signed("!=", begins, I64(0))) as (into, out_of):
-            with into:
-                tiles.move_kept(tiles.amx.load)
-            with out_of:
-                tiles.move_kept(tiles.amx.store)
-        return context.get_dummy_value()
-
-    return types.void(f, few, types.int64), codegen
+    tiles = _Tiles(b, f, few)
+    with b.if_else(b.icmp_signed("!=", begins, I64(0))) as (into, out_of):
+        with into:
+            tiles.move_kept(tiles.amx.load)
+        with out_of:
+            tiles.move_kept(tiles.amx.store)
 
 
-@intrinsic
-def amx_few_mend(typing_context, f, few, rows_at, step, count, back):
+@emits()
+def amx_few_mend(b, f, few, rows_at, step, count, back):
     """Put sums in order, both parts added, as `count` rows at ``f[rows_at:]``, `step` floats apart; or `back`.
 
     Rows have room for whole lines. Back, sums of parts and of rows past `count` become what they were when the item
     began: 0, but for the first part.
     """
-    i8 = types.int64
+    tiles, v = _Tiles(b, f, few), AmxWords(b)
+    there = [[x for i in range(4) for x in (*range(4 * i, 4 * i + 4), *range(16 + 4 * i, 20 + 4 * i))]
+             [half : half + 16] for half in (0, 16)]  # fmt: skip
+    again = [[8 * i + half + j for i in range(4) for j in range(4)] for half in (0, 4)]
+    in_turn, backwards = takes_turns(b, few), b.icmp_signed("!=", back, I64(0))
+    with (
+        steps(b, I64(0), count, 1) as (r, _),
+        steps(b, I64(0), tiles.columns, ON_LINE) as (column, _),
+    ):
+        sums = b.add(b.add(few.sums_at, b.mul(r, tiles.columns)), column)
+        low = b.add(sums, b.mul(few.rows, tiles.columns))
+        row = b.add(b.add(rows_at, b.mul(r, step)), column)
 
-    def codegen(context, b, sig, args):
-        data, few, rows_at, step, count, back = unpack(context, b, sig.args, args)
-        tiles, v = _Tiles(b, data, few), AmxWords(b)
-        there = [[x for i in range(4) for x in (*range(4 * i, 4 * i + 4), *range(16 + 4 * i, 20 + 4 * i))]
-                 [half : half + 16] for half in (0, 16)]  # fmt: skip
-        again = [[8 * i + half + j for i in range(4) for j in range(4)] for half in (0, 4)]
-        in_turn, backwards = takes_turns(b, few), b.icmp_signed("!=", back, I64(0))
-        with (
-            steps(b, I64(0), count, 1) as (r, _),
-            steps(b, I64(0), tiles.columns, ON_LINE) as (column, _),
-        ):
-            sums = b.add(b.add(few.sums_at, b.mul(r, tiles.columns)), column)
-            low = b.add(sums, b.mul(few.rows, tiles.columns))
-            row = b.add(b.add(rows_at, b.mul(r, step)), column)
+        def load(at):
+            return [v.load_floats(f, b.add(at, I64(i))) for i in (0, 16)]
 
-            def load(at):
-                return [v.load_floats(data, b.add(at, I64(i))) for i in (0, 16)]
+        def store(pair, lanes, at):
+            for i, which in enumerate(lanes):
+                v.store(v.shuffle(*pair, which), f, b.add(at, I64(16 * i)))
 
-            def store(pair, lanes, at):
-                for i, which in enumerate(lanes):
-                    v.store(v.shuffle(*pair, which), data, b.add(at, I64(16 * i)))
-
-            with b.if_else(backwards) as (rows_to_sums, sums_to_rows):
-                with rows_to_sums:
-                    store(load(row), again, sums)
-                    with b.if_then(b.not_(in_turn)):
-                        store([v.splat(0.0)] * 2, again, low)
-                with sums_to_rows:
-                    store(load(sums), there, row)
-                    with b.if_then(b.not_(in_turn)):
-                        first, second = load(row), load(low)
-                        mended = [v.shuffle(*second, which) for which in there]
-                        for i, pair in enumerate(zip(first, mended, strict=True)):
-                            v.store(b.fadd(*pair), data, b.add(row, I64(16 * i)))
-        return context.get_dummy_value()
-
-    return types.void(f, few, i8, i8, i8, i8), codegen
+        with b.if_else(backwards) as (rows_to_sums, sums_to_rows):
+            with rows_to_sums:
+                store(load(row), again, sums)
+                with b.if_then(b.not_(in_turn)):
+                    store([v.splat(0.0)] * 2, again, low)
+            with sums_to_rows:
+                store(load(sums), there, row)
+                with b.if_then(b.not_(in_turn)):
+                    first, second = load(row), load(low)
+                    mended = [v.shuffle(*second, which) for which in there]
+                    for i, pair in enumerate(zip(first, mended, strict=True)):
+                        v.store(b.fadd(*pair), f, b.add(row, I64(16 * i)))

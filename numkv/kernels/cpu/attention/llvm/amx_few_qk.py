@@ -12,11 +12,8 @@ Decoding is a matter of memory. V rows of the same tokens are prefetched between
 
 from __future__ import annotations
 
-from numba import types
-from numba.extending import intrinsic
-
 from numkv.kernels.cpu.vectors.amx import AMX_TILE, Amx, AmxWords
-from numkv.kernels.cpu.vectors.emit import I8, I64, steps, unpack
+from numkv.kernels.cpu.vectors.emit import I8, I64, emits, steps
 from numkv.kernels.cpu.vectors.features import AMX_ROWS
 from numkv.kernels.cpu.vectors.prefetch import prefetch_column
 
@@ -38,79 +35,65 @@ def prefetch_row(builder, rows, t, lines):
         prefetch_column(builder, "bf16", rows.words, at, column)
 
 
-@intrinsic
-def amx_few_pack_queries(typing_context, f, few, q_at, q_step, count):
+@emits()
+def amx_few_pack_queries(b, f, few, q_at, q_step, count):
     """Pack up to 16 query rows, float32 with zeros up to a multiple of 32 elements, in two parts.
 
     Row r is at ``f[q_at + r * q_step]``. A tile of ``f[few.queries_at:]`` has 16 rows of 64 bytes, for each 32 elements
     one tile, or two where parts take turns: lane n of row i has the pair of elements i of column n.
     """
-    i8 = types.int64
-
-    def codegen(context, b, sig, args):
-        data, few, q_at, q_step, count = unpack(context, b, sig.args, args)
-        v, in_turn = AmxWords(b), takes_turns(b, few)
-        tiles = b.select(in_turn, I64(2), I64(1))
-        # Low parts are columns behind the high ones, which make a tile, or half of one.
-        low = b.mul(few.rows, I64(16))
-        nothing = v.splat_int(0)
-        with steps(b, I64(0), few.lines, 1) as (line, _):
-            with steps(b, I64(0), I64(2 * AMX_TILE), 16) as (i, _):
-                v.store_lanes(nothing, data, b.add(few.spare_at, i))
-            with steps(b, I64(0), count, 1) as (r, _):
-                at = b.add(b.add(q_at, b.mul(r, q_step)), b.mul(line, I64(ON_LINE)))
-                halves = [v.load_floats(data, b.add(at, I64(i))) for i in (0, 16)]
-                to = b.add(few.spare_at, b.mul(r, I64(16)))
-                for part, place in zip(v.two_parts(*halves), (to, b.add(to, low)), strict=True):
-                    v.store_lanes(part, data, place)
-            with steps(b, I64(0), tiles, 1) as (tile, _):
-                at = b.add(few.spare_at, b.mul(tile, I64(AMX_TILE)))
-                rows = [v.load_lanes(data, b.add(at, I64(16 * i))) for i in range(AMX_ROWS)]
-                number = b.add(b.mul(line, tiles), tile)
-                to = b.add(few.queries_at, b.mul(number, I64(AMX_TILE)))
-                for i, lanes in enumerate(v.transposed(rows)):
-                    v.store_lanes(lanes, data, b.add(to, I64(16 * i)))
-        return context.get_dummy_value()
-
-    return types.void(f, few, i8, i8, i8), codegen
+    v, in_turn = AmxWords(b), takes_turns(b, few)
+    tiles = b.select(in_turn, I64(2), I64(1))
+    # Low parts are columns behind the high ones, which make a tile, or half of one.
+    low = b.mul(few.rows, I64(16))
+    nothing = v.splat_int(0)
+    with steps(b, I64(0), few.lines, 1) as (line, _):
+        with steps(b, I64(0), I64(2 * AMX_TILE), 16) as (i, _):
+            v.store_lanes(nothing, f, b.add(few.spare_at, i))
+        with steps(b, I64(0), count, 1) as (r, _):
+            at = b.add(b.add(q_at, b.mul(r, q_step)), b.mul(line, I64(ON_LINE)))
+            halves = [v.load_floats(f, b.add(at, I64(i))) for i in (0, 16)]
+            to = b.add(few.spare_at, b.mul(r, I64(16)))
+            for part, place in zip(v.two_parts(*halves), (to, b.add(to, low)), strict=True):
+                v.store_lanes(part, f, place)
+        with steps(b, I64(0), tiles, 1) as (tile, _):
+            at = b.add(few.spare_at, b.mul(tile, I64(AMX_TILE)))
+            rows = [v.load_lanes(f, b.add(at, I64(16 * i))) for i in range(AMX_ROWS)]
+            number = b.add(b.mul(line, tiles), tile)
+            to = b.add(few.queries_at, b.mul(number, I64(AMX_TILE)))
+            for i, lanes in enumerate(v.transposed(rows)):
+                v.store_lanes(lanes, f, b.add(to, I64(16 * i)))
 
 
-@intrinsic
-def amx_few_qk(typing_context, f, few, places, first, end, values):
+@emits()
+def amx_few_qk(b, f, few, places, first, end, values):
     """Scores of packed query rows and the K rows of tokens ``[first, end)`` of a tile; `first` is a multiple of 16.
 
     Sixteen tokens are taken at a time: those from `end` on have rows too, but what they score may be anything.
     `places` is what `amx_locate_keys` has found. Scores of token t go to ``f[few.scores_at + t * few.tile_rows:]``, a
     number for each column. Of the tokens' V rows, `values`, some are prefetched.
     """
-    i8 = types.int64
-
-    def codegen(context, b, sig, args):
-        data, few, places, first, end, values = unpack(context, b, sig.args, args)
-        v, amx, in_turn = AmxWords(b), Amx(b), takes_turns(b, few)
-        tiles = b.select(in_turn, I64(2 * AMX_TILE), I64(AMX_TILE))
-        each = b.sdiv(b.add(few.lines, I64(EARLY - 1)), few.lines)  # rows a line
-        with steps(b, first, end, AMX_ROWS) as (t, _):
-            group = b.lshr(t, I64(4))
-            keys = b.inttoptr(b.load(b.gep(places, [group])), I8.as_pointer())
-            step = b.load(b.gep(places, [b.add(group, I64(4))]))
-            last = b.add(t, I64(EARLY))
-            amx.clear(5)
-            with steps(b, I64(0), few.lines, 1) as (line, _):
-                queries = b.add(few.queries_at, b.mul(line, tiles))
-                amx.load(4, v.floats_at(data, queries), I64(64))
-                amx.load(6, b.gep(keys, [b.mul(line, I64(64))]), step)
+    v, amx, in_turn = AmxWords(b), Amx(b), takes_turns(b, few)
+    tiles = b.select(in_turn, I64(2 * AMX_TILE), I64(AMX_TILE))
+    each = b.sdiv(b.add(few.lines, I64(EARLY - 1)), few.lines)  # rows a line
+    with steps(b, first, end, AMX_ROWS) as (t, _):
+        group = b.lshr(t, I64(4))
+        keys = b.inttoptr(b.load(b.gep(places, [group])), I8.as_pointer())
+        step = b.load(b.gep(places, [b.add(group, I64(4))]))
+        last = b.add(t, I64(EARLY))
+        amx.clear(5)
+        with steps(b, I64(0), few.lines, 1) as (line, _):
+            queries = b.add(few.queries_at, b.mul(line, tiles))
+            amx.load(4, v.floats_at(f, queries), I64(64))
+            amx.load(6, b.gep(keys, [b.mul(line, I64(64))]), step)
+            amx.multiply("bf16ps", 5, 6, 4)
+            with b.if_then(in_turn):
+                amx.load(4, v.floats_at(f, b.add(queries, I64(AMX_TILE))), I64(64))
                 amx.multiply("bf16ps", 5, 6, 4)
-                with b.if_then(in_turn):
-                    amx.load(4, v.floats_at(data, b.add(queries, I64(AMX_TILE))), I64(64))
-                    amx.multiply("bf16ps", 5, 6, 4)
-                row = b.add(t, b.mul(line, each))
-                until = b.add(row, each)
-                until = b.select(b.icmp_signed("<", until, last), until, last)
-                with steps(b, row, until, 1) as (r, _):
-                    prefetch_row(b, values, r, few.v_lines)
-            at = b.add(few.scores_at, b.mul(t, few.tile_rows))
-            amx.store(5, v.floats_at(data, at), b.mul(few.tile_rows, I64(4)))
-        return context.get_dummy_value()
-
-    return types.void(f, few, places, i8, i8, values), codegen
+            row = b.add(t, b.mul(line, each))
+            until = b.add(row, each)
+            until = b.select(b.icmp_signed("<", until, last), until, last)
+            with steps(b, row, until, 1) as (r, _):
+                prefetch_row(b, values, r, few.v_lines)
+        at = b.add(few.scores_at, b.mul(t, few.tile_rows))
+        amx.store(5, v.floats_at(f, at), b.mul(few.tile_rows, I64(4)))

@@ -11,13 +11,12 @@ import math
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from numkv.kernels.cpu.attention.llvm.amx_few_qk import EARLY, prefetch_row, takes_turns
 from numkv.kernels.cpu.attention.llvm.amx_softmax import GROWTH
 from numkv.kernels.cpu.attention.records import KV_TILE
 from numkv.kernels.cpu.vectors.amx import AmxWords
-from numkv.kernels.cpu.vectors.emit import I64, steps, unpack
+from numkv.kernels.cpu.vectors.emit import I64, emits, steps
 from numkv.kernels.cpu.vectors.features import AMX_ROWS
 from numkv.kernels.cpu.vectors.math import tanh
 
@@ -25,10 +24,8 @@ from numkv.kernels.cpu.vectors.math import tanh
 _LATE = AMX_ROWS - EARLY
 
 
-@intrinsic
-def amx_few_softmax(
-    typing_context, f, few, count, start, soft_cap, partly, bounds_at, state, values
-):  # fmt: skip
+@emits(types.int64, soft_cap=types.float32)
+def amx_few_softmax(b, f, few, count, start, soft_cap, partly, bounds_at, state, values):
     """Turn the scores of some rows and a block of tokens into weights; return whether earlier sums have to be rescaled.
 
     The block begins with token `start` of the tile. Scores are those of `amx_few_qk`, in base 2, or with `soft_cap`
@@ -40,12 +37,7 @@ def amx_few_softmax(
     Weights go to ``f[few.weights_at:]``: a row has those of 64 tokens in bf16, high parts of all rows (with those that
     fill up) come before low ones. Of the tokens' V rows, `values`, those are prefetched that `amx_few_qk` has left.
     """
-    i8 = types.int64
-
-    def codegen(context, b, sig, args):
-        return _Softmax(b, *unpack(context, b, sig.args, args)).emit()
-
-    return i8(f, few, i8, i8, types.float32, i8, i8, state, values), codegen
+    return _Softmax(b, f, few, count, start, soft_cap, partly, bounds_at, state, values).emit()
 
 
 class _Softmax:

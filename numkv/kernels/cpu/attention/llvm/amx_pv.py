@@ -7,12 +7,11 @@ import functools
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from numkv.kernels.cpu.attention.llvm.amx_qk import ELEMENTS, PRODUCT
 from numkv.kernels.cpu.attention.records import KV_TILE
 from numkv.kernels.cpu.vectors.amx import AMX_TILE, Amx, AmxWords
-from numkv.kernels.cpu.vectors.emit import I8, I32, I64, as_bytes, steps, unpack
+from numkv.kernels.cpu.vectors.emit import I8, I32, I64, as_bytes, emits, steps
 from numkv.kernels.cpu.vectors.features import AMX_ROWS
 from numkv.kernels.cpu.vectors.prefetch import prefetch_column
 from numkv.kernels.cpu.vectors.stored import ON_LINE
@@ -27,30 +26,25 @@ _HALVES = {"bf16": 2, "int8": 1}
 def make_all_finite(kind):
     """`all_finite` for a storage kind of V."""
 
-    @intrinsic
-    def all_finite(typing_context, values, begin, end):
+    @emits(types.boolean)
+    def all_finite(b, values, begin, end):
         """``isfinite(v[begin:end]).all()`` of a tile's V rows; codes are always finite."""
-
-        def codegen(context, b, sig, args):
-            if kind == "int8":
-                return cgutils.true_bit
-            values, begin, end = unpack(context, b, sig.args, args)
-            v = AmxWords(b)
-            largest = cgutils.alloca_once_value(b, v.splat_int(0))
-            rows = as_bytes(b, values.words)
-            row_bytes = b.mul(values.dim, I64(2))
-            with steps(b, begin, end, 1) as (t, _):
-                at = b.mul(b.load(b.gep(values.offsets, [t])), I64(2))
-                with steps(b, I64(0), row_bytes, 64) as (i, _):
-                    line = v.load_bytes(rows, b.add(at, i), b.sub(row_bytes, i), 64)
-                    words = v.words(line)
-                    # Without their signs: the exponent is what counts.
-                    wide = b.bitcast(b.shl(words, v.splat_word(1)), v.int_type)
-                    for half in (b.and_(wide, v.splat_int(0xFFFF)), b.lshr(wide, v.splat_int(16))):
-                        b.store(v.larger_int(half, b.load(largest)), largest)
-            return b.icmp_signed("<", v.fold(b.load(largest), v.larger_int), I32(0xFF00))
-
-        return types.boolean(values, types.int64, types.int64), codegen
+        if kind == "int8":
+            return cgutils.true_bit
+        v = AmxWords(b)
+        largest = cgutils.alloca_once_value(b, v.splat_int(0))
+        rows = as_bytes(b, values.words)
+        row_bytes = b.mul(values.dim, I64(2))
+        with steps(b, begin, end, 1) as (t, _):
+            at = b.mul(b.load(b.gep(values.offsets, [t])), I64(2))
+            with steps(b, I64(0), row_bytes, 64) as (i, _):
+                line = v.load_bytes(rows, b.add(at, i), b.sub(row_bytes, i), 64)
+                words = v.words(line)
+                # Without their signs: the exponent is what counts.
+                wide = b.bitcast(b.shl(words, v.splat_word(1)), v.int_type)
+                for half in (b.and_(wide, v.splat_int(0xFFFF)), b.lshr(wide, v.splat_int(16))):
+                    b.store(v.larger_int(half, b.load(largest)), largest)
+        return b.icmp_signed("<", v.fold(b.load(largest), v.larger_int), I32(0xFF00))
 
     return all_finite
 
@@ -59,8 +53,8 @@ def make_all_finite(kind):
 def make_amx_pack_values(kind, next_kind):
     """`amx_pack_values` for a storage kind of V; `next_kind` is that of the rows that are prefetched."""
 
-    @intrinsic
-    def amx_pack_values(typing_context, f, to_at, values, begin, end, column, next_rows):
+    @emits()
+    def amx_pack_values(b, f, to_at, values, begin, end, column, next_rows):
         """Pack 64 columns of a tile's V rows as the unit takes them, from `column` on, in ``f[to_at:]``.
 
         In NumPy, of bf16: ``v[:, column : column + 64].reshape(2, 16, 2, 4, 16).transpose(0, 3, 4, 1, 2)``, for either
@@ -74,13 +68,7 @@ def make_amx_pack_values(kind, next_kind):
             t0: c0 c1 c2 ...         t0c0 t1c0 | t0c1 t1c1 | ...  turn 0         t0c0 t1c0 | t2c0 t3c0 | ...
             t1: c0 c1 c2 ...   ->    t2c0 t3c0 | t2c1 t3c1 | ...  turn 1   ->    t0c1 t1c1 | t2c1 t3c1 | ...
         """
-        i8 = types.int64
-
-        def codegen(context, b, sig, args):
-            _Packing(b, (kind, next_kind), *unpack(context, b, sig.args, args)).emit()
-            return context.get_dummy_value()
-
-        return types.void(f, i8, values, i8, i8, i8, next_rows), codegen
+        _Packing(b, (kind, next_kind), f, to_at, values, begin, end, column, next_rows).emit()
 
     return amx_pack_values
 
@@ -184,10 +172,8 @@ class _Packing:
 def make_amx_accumulate(kind):
     """`amx_accumulate` for a storage kind of V."""
 
-    @intrinsic
-    def amx_accumulate(
-        typing_context, f, weights_at, scales_at, packed_at, columns, spare_at, outputs
-    ):  # fmt: skip
+    @emits()
+    def amx_accumulate(b, f, weights_at, scales_at, packed_at, columns, spare_at, outputs):
         """Add packed V rows: ``o[d, r] = rescale[r] * o[d, r] + sum over t of p[r, t] * v[t, d]``, for 16 query rows.
 
         `columns` of them, a multiple of 64, as `amx_pack_values` packed them, 64 after 64 in 2,048 floats each, with
@@ -195,13 +181,7 @@ def make_amx_accumulate(kind):
         transposed output rows: those of column d, 16 floats, are at ``f[outputs.at + 16 * d]``. ``f[spare_at:]`` has
         room for 512 floats.
         """
-        i8 = types.int64
-
-        def codegen(context, b, sig, args):
-            _Sums(b, kind, *unpack(context, b, sig.args, args)).emit()
-            return context.get_dummy_value()
-
-        return types.void(f, i8, i8, i8, i8, i8, outputs), codegen
+        _Sums(b, kind, f, weights_at, scales_at, packed_at, columns, spare_at, outputs).emit()
 
     return amx_accumulate
 
@@ -298,30 +278,20 @@ class _Sums:
                 v.store(v.fma(before, self.rescale, total), self.data, at)
 
 
-@intrinsic
-def transpose_blocks(typing_context, f, blocks, count, source, target):
+@emits()
+def transpose_blocks(b, f, blocks, count, source, target):
     """Transpose blocks of 16 rows of 16 floats: ``target[i] = source[i].T`` for `blocks` blocks.
 
     `source` and `target` are tuples (at, step, block): row r of block i is at ``f[at + i * block + r * step]``. The
     first `count` rows of the result are written.
     """
-    i8 = types.int64
-
-    def codegen(context, b, sig, args):
-        data, blocks, count, source, target = unpack(context, b, sig.args, args)
-        from_at, from_step, from_block = cgutils.unpack_tuple(b, source, 3)
-        to_at, to_step, to_block = cgutils.unpack_tuple(b, target, 3)
-        v = AmxWords(b)
-        with steps(b, I64(0), blocks, 1) as (block, _):
-            at = b.add(from_at, b.mul(block, from_block))
-            rows = [
-                v.load_floats(data, b.add(at, b.mul(from_step, I64(r)))) for r in range(AMX_ROWS)
-            ]
-            at = b.add(to_at, b.mul(block, to_block))
-            for r, row in enumerate(v.transposed(rows)):
-                with b.if_then(b.icmp_signed("<", I64(r), count)):
-                    v.store(row, data, b.add(at, b.mul(to_step, I64(r))))
-        return context.get_dummy_value()
-
-    three = types.UniTuple(i8, 3)
-    return types.void(f, i8, i8, three, three), codegen
+    from_at, from_step, from_block = cgutils.unpack_tuple(b, source, 3)
+    to_at, to_step, to_block = cgutils.unpack_tuple(b, target, 3)
+    v = AmxWords(b)
+    with steps(b, I64(0), blocks, 1) as (block, _):
+        at = b.add(from_at, b.mul(block, from_block))
+        rows = [v.load_floats(f, b.add(at, b.mul(from_step, I64(r)))) for r in range(AMX_ROWS)]
+        at = b.add(to_at, b.mul(block, to_block))
+        for r, row in enumerate(v.transposed(rows)):
+            with b.if_then(b.icmp_signed("<", I64(r), count)):
+                v.store(row, f, b.add(at, b.mul(to_step, I64(r))))

@@ -31,11 +31,10 @@ import functools
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from numkv.kernels.cpu.attention.records import KV_TILE
 from numkv.kernels.cpu.vectors.amx import AMX_TILE, Amx, AmxWords
-from numkv.kernels.cpu.vectors.emit import I8, I32, I64, as_bytes, steps, unpack
+from numkv.kernels.cpu.vectors.emit import I8, I32, I64, as_bytes, emits, steps
 from numkv.kernels.cpu.vectors.features import AMX_ROWS
 from numkv.kernels.cpu.vectors.prefetch import prefetch_column
 from numkv.kernels.cpu.vectors.stored import ON_LINE
@@ -52,8 +51,8 @@ _PARTS = {"bf16": 3, "int8": 2}
 def make_amx_pack_queries(kind):
     """`amx_pack_queries` for a storage kind of K."""
 
-    @intrinsic
-    def amx_pack_queries(typing_context, f, q_at, q_step, count, head_dim, to_at, spare_at):
+    @emits(types.int64)
+    def amx_pack_queries(b, f, q_at, q_step, count, head_dim, to_at, spare_at):
         """Pack up to 16 query rows to meet K rows; return in how many parts.
 
         Row r is at ``f[q_at + r * q_step]``, with zeros up to a multiple of 64 elements: float32 where K is bf16, the
@@ -65,12 +64,7 @@ def make_amx_pack_queries(kind):
         ``f[spare_at:]`` has room for 768 floats. A part of 64 bytes is transposed, so that lane n of row i has element
         pair (of INT8 four) i of query row n.
         """
-        i8 = types.int64
-
-        def codegen(context, b, sig, args):
-            return _Packing(b, kind, *unpack(context, b, sig.args, args)).emit()
-
-        return types.int64(f, *[i8] * 6), codegen
+        return _Packing(b, kind, f, q_at, q_step, count, head_dim, to_at, spare_at).emit()
 
     return amx_pack_queries
 
@@ -160,60 +154,53 @@ class _Packing:
 def make_amx_locate_keys(kind):
     """`amx_locate_keys` for a storage kind of K."""
 
-    @intrinsic
-    def amx_locate_keys(typing_context, places, f, spare_at, keys, k_step):
+    @emits()
+    def amx_locate_keys(b, places, f, spare_at, keys, k_step):
         """Where the K rows of a tile are for the matrix unit: by 16 tokens, an address and the bytes from row to row.
 
         Goes to ``places[0:4]`` and ``places[4:8]``. Rows that lie in even steps, and end where 64 bytes end, are used
         where they are; others are copied to ``f[spare_at:]``. `k_step` is the distance of a block's rows in elements.
         """
-        i8 = types.int64
+        offsets, head_dim = keys.offsets, keys.dim
+        v = AmxWords(b)
+        size = I64(64 // ELEMENTS[kind])
+        eight = ir.VectorType(I64, 8)
+        whole = b.icmp_signed("==", b.and_(head_dim, I64(ELEMENTS[kind] - 1)), I64(0))
+        row_bytes = b.mul(head_dim, size)
+        lines = b.sdiv(b.add(row_bytes, I64(63)), I64(64))
+        k_bytes, spare = as_bytes(b, keys.words), v.floats_at(f, spare_at)
 
-        def codegen(context, b, sig, args):
-            places, data, spare_at, keys, k_step = unpack(context, b, sig.args, args)
-            offsets, head_dim = keys.offsets, keys.dim
-            v = AmxWords(b)
-            size = I64(64 // ELEMENTS[kind])
-            eight = ir.VectorType(I64, 8)
-            whole = b.icmp_signed("==", b.and_(head_dim, I64(ELEMENTS[kind] - 1)), I64(0))
-            row_bytes = b.mul(head_dim, size)
-            lines = b.sdiv(b.add(row_bytes, I64(63)), I64(64))
-            k_bytes, spare = as_bytes(b, keys.words), v.floats_at(data, spare_at)
+        def splat(x):
+            first = b.insert_element(ir.Constant(eight, ir.Undefined), x, I32(0))
+            return b.shuffle_vector(first, first, ir.Constant(ir.VectorType(I32, 8), None))
 
-            def splat(x):
-                first = b.insert_element(ir.Constant(eight, ir.Undefined), x, I32(0))
-                return b.shuffle_vector(first, first, ir.Constant(ir.VectorType(I32, 8), None))
-
-            iota = ir.Constant(eight, [ir.Constant(I64, i) for i in range(8)])
-            with steps(b, I64(0), I64(KV_TILE), AMX_ROWS) as (t0, _):
-                first = b.load(b.gep(offsets, [t0]))
-                uneven = ir.Constant(I8, 0)
-                for i in (0, 8):
-                    pointer = b.gep(offsets, [b.add(t0, I64(i))])
-                    have = b.load(b.bitcast(pointer, eight.as_pointer()), align=8)
-                    steps_up = b.mul(b.add(iota, splat(I64(i))), splat(k_step))
-                    wrong = b.icmp_signed("!=", have, b.add(splat(first), steps_up))
-                    uneven = b.or_(uneven, b.bitcast(wrong, I8))
-                even = b.icmp_signed("==", uneven, ir.Constant(I8, 0))
-                place = b.gep(places, [b.lshr(t0, I64(4))])
-                with b.if_else(b.and_(even, whole)) as (in_place, copied):
-                    with in_place:
-                        b.store(b.ptrtoint(b.gep(k_bytes, [b.mul(first, size)]), I64), place)
-                        b.store(b.mul(k_step, size), b.gep(place, [I64(4)]))
-                    with copied:
-                        row_step = b.mul(lines, I64(64))
-                        to = b.gep(spare, [b.mul(t0, row_step)])
-                        b.store(b.ptrtoint(to, I64), place)
-                        b.store(row_step, b.gep(place, [I64(4)]))
-                        with steps(b, I64(0), I64(AMX_ROWS), 1) as (t, _):
-                            at = b.mul(b.load(b.gep(offsets, [b.add(t0, t)])), size)
-                            with steps(b, I64(0), row_bytes, 64) as (i, _):
-                                line = v.load_bytes(k_bytes, b.add(at, i), b.sub(row_bytes, i), 64)
-                                row = b.gep(to, [b.add(b.mul(t, row_step), i)])
-                                b.store(line, b.bitcast(row, line.type.as_pointer()), align=4)
-            return context.get_dummy_value()
-
-        return types.void(places, f, i8, keys, i8), codegen
+        iota = ir.Constant(eight, [ir.Constant(I64, i) for i in range(8)])
+        with steps(b, I64(0), I64(KV_TILE), AMX_ROWS) as (t0, _):
+            first = b.load(b.gep(offsets, [t0]))
+            uneven = ir.Constant(I8, 0)
+            for i in (0, 8):
+                pointer = b.gep(offsets, [b.add(t0, I64(i))])
+                have = b.load(b.bitcast(pointer, eight.as_pointer()), align=8)
+                steps_up = b.mul(b.add(iota, splat(I64(i))), splat(k_step))
+                wrong = b.icmp_signed("!=", have, b.add(splat(first), steps_up))
+                uneven = b.or_(uneven, b.bitcast(wrong, I8))
+            even = b.icmp_signed("==", uneven, ir.Constant(I8, 0))
+            place = b.gep(places, [b.lshr(t0, I64(4))])
+            with b.if_else(b.and_(even, whole)) as (in_place, copied):
+                with in_place:
+                    b.store(b.ptrtoint(b.gep(k_bytes, [b.mul(first, size)]), I64), place)
+                    b.store(b.mul(k_step, size), b.gep(place, [I64(4)]))
+                with copied:
+                    row_step = b.mul(lines, I64(64))
+                    to = b.gep(spare, [b.mul(t0, row_step)])
+                    b.store(b.ptrtoint(to, I64), place)
+                    b.store(row_step, b.gep(place, [I64(4)]))
+                    with steps(b, I64(0), I64(AMX_ROWS), 1) as (t, _):
+                        at = b.mul(b.load(b.gep(offsets, [b.add(t0, t)])), size)
+                        with steps(b, I64(0), row_bytes, 64) as (i, _):
+                            line = v.load_bytes(k_bytes, b.add(at, i), b.sub(row_bytes, i), 64)
+                            row = b.gep(to, [b.add(b.mul(t, row_step), i)])
+                            b.store(line, b.bitcast(row, line.type.as_pointer()), align=4)
 
     return amx_locate_keys
 
@@ -222,23 +209,17 @@ def make_amx_locate_keys(kind):
 def make_amx_qk(kind, next_kind):
     """`amx_qk` for a storage kind of K; `next_kind` is that of the rows that are prefetched."""
 
-    @intrinsic
-    def amx_qk(
-        typing_context, f, packed_at, parts, places, head_dim, s_at, next_rows, prefetches
-    ):  # fmt: skip
+    @emits()
+    def amx_qk(b, f, packed_at, parts, places, head_dim, s_at, next_rows, prefetches):
         """Scores of up to 16 packed query rows and a tile's K rows, for `amx_softmax`: ``s[t, r] = k[t] @ q[r]``.
 
         `parts` is what `amx_pack_queries` returned, `places` what `amx_locate_keys` has found. ``f[s_at:]`` has room
         for 2,048 floats: 64 tokens of 16 scores, of INT8 those of both parts. If `prefetches` is not 0, `next_rows`
         (the tile's V rows) are prefetched.
         """
-        i8 = types.int64
-
-        def codegen(context, b, sig, args):
-            _Products(b, (kind, next_kind), *unpack(context, b, sig.args, args)).emit()
-            return context.get_dummy_value()
-
-        return types.void(f, i8, i8, places, i8, i8, next_rows, i8), codegen
+        _Products(
+            b, (kind, next_kind), f, packed_at, parts, places, head_dim, s_at, next_rows, prefetches
+        ).emit()
 
     return amx_qk
 

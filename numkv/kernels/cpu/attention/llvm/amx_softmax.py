@@ -8,11 +8,10 @@ import math
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from numkv.kernels.cpu.attention.records import KV_TILE
 from numkv.kernels.cpu.vectors.amx import AMX_TILE, AmxWords
-from numkv.kernels.cpu.vectors.emit import I64, steps, unpack
+from numkv.kernels.cpu.vectors.emit import I64, emits, steps
 from numkv.kernels.cpu.vectors.math import tanh
 
 #: How far above the maximum that is subtracted scores may be: weights are up to two to the power of it.
@@ -25,8 +24,8 @@ _AT_ONCE = 4
 def make_amx_softmax(k_kind, v_kind):
     """`amx_softmax` for storage kinds of K and of V."""
 
-    @intrinsic
-    def amx_softmax(typing_context, f, s_at, count, scales, soft_cap, partly, bounds_at, state):
+    @emits(soft_cap=types.float32)
+    def amx_softmax(b, f, s_at, count, scales, soft_cap, partly, bounds_at, state):
         """Turn scores of up to 16 rows and a tile into weights, all rows at once: see `online_softmax_step`.
 
         Scores are those of `amx_qk`, times the scales of rows at ``f[scales.queries_at:]`` and, where K is INT8, of
@@ -43,13 +42,9 @@ def make_amx_softmax(k_kind, v_kind):
             scores    t0: r0 | r1 | ... | r15          high parts   (t0 t1) of r0 | of r1 | ... | of r15
                       t1: r0 | r1 | ... | r15    ->    low parts    (t0 t1) of r0 | of r1 | ... | of r15
         """
-        i8 = types.int64
-
-        def codegen(context, b, sig, args):
-            _Softmax(b, (k_kind, v_kind), *unpack(context, b, sig.args, args)).emit()
-            return context.get_dummy_value()
-
-        return types.void(f, i8, i8, scales, types.float32, i8, i8, state), codegen
+        _Softmax(
+            b, (k_kind, v_kind), f, s_at, count, scales, soft_cap, partly, bounds_at, state
+        ).emit()
 
     return amx_softmax
 

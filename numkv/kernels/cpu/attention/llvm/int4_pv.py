@@ -11,14 +11,12 @@ from __future__ import annotations
 import functools
 import itertools
 
-from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from numkv.kernels.cpu.attention.llvm.int4_qk import SHORT, load_groups
 from numkv.kernels.cpu.attention.llvm.int8 import add_to_output
 from numkv.kernels.cpu.attention.records import INT4_SPAN, KV_TILE
-from numkv.kernels.cpu.vectors.emit import I64, for_rows, scratch_floats, steps, unpack
+from numkv.kernels.cpu.vectors.emit import I64, emits, for_rows, scratch_floats, steps
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.words import Words
 from numkv.rows.int4 import GROUP
@@ -37,10 +35,8 @@ def shares(rows, short):
     return width, together, 16 // (width * together)
 
 
-@intrinsic
-def quantise_group_probs(
-    typing_context, rows, s, s_at, scales_at, head_dim, begin, end, w_at, sums_at
-):  # fmt: skip
+@emits()
+def quantise_group_probs(b, rows, s, s_at, scales_at, head_dim, begin, end, w_at, sums_at):
     """Probabilities of some rows and a tile times the scales of tokens' groups, as 16-bit integers in two bytes.
 
     In NumPy, of probabilities p (KV_TILE, rows), scales and minima (KV_TILE, groups), with 0 for tokens outside
@@ -60,18 +56,12 @@ def quantise_group_probs(
 
     At `sums_at` are as often a vector of sums and, 16 floats further on, one of units, by groups and by rows.
     """
-    i8 = types.int64
-
-    def codegen(context, b, sig, args):
-        probs = _GroupProbs(b, *unpack(context, b, sig.args[1:], args[1:]))
-        short = b.icmp_signed("<=", probs.head_dim, I64(SHORT))
-        with b.if_else(short) as (of_short, of_others):
-            for place, short in ((of_short, True), (of_others, False)):
-                with place:
-                    for_rows(b, args[0], lambda rows, short=short: probs.emit(rows, short))
-        return context.get_dummy_value()
-
-    return types.void(i8, s, i8, i8, i8, i8, i8, i8, i8), codegen
+    probs = _GroupProbs(b, s, s_at, scales_at, head_dim, begin, end, w_at, sums_at)
+    short = b.icmp_signed("<=", probs.head_dim, I64(SHORT))
+    with b.if_else(short) as (of_short, of_others):
+        for place, short in ((of_short, True), (of_others, False)):
+            with place:
+                for_rows(b, rows, lambda rows, short=short: probs.emit(rows, short))
 
 
 class _GroupProbs:
@@ -181,10 +171,8 @@ class _GroupProbs:
 def make_accumulate_int4(next_kind):
     """`accumulate_int4`; `next_kind` is the storage kind of the rows that are prefetched."""
 
-    @intrinsic
-    def accumulate_int4(
-        typing_context, rows, count, floats, weights, values, begin, end, outputs, extents
-    ):
+    @emits()
+    def accumulate_int4(b, rows, count, floats, weights, values, begin, end, outputs, extents):
         """Add INT4 rows weighted by integers: ``o[r, d] = rescale[r] * o[r, d] + sum over t of p[t, r] * v[t, d]``.
 
         In NumPy, for a quantisation group, with what `quantise_group_probs` made of p, put at ``weights.at`` and at
@@ -200,13 +188,9 @@ def make_accumulate_int4(next_kind):
         All floats are in one array. Of the `rows` rows the first `count` are written, to columns below the head dim.
         Meanwhile the memory in `extents` (the next tile's K rows) is prefetched.
         """
-        i8 = types.int64
-
-        def codegen(context, b, sig, args):
-            _Int4(b, next_kind, *unpack(context, b, sig.args, args)).emit()
-            return context.get_dummy_value()
-
-        return types.void(i8, i8, floats, weights, values, i8, i8, outputs, extents), codegen
+        _Int4(
+            b, next_kind, rows, count, floats, weights, values, begin, end, outputs, extents
+        ).emit()
 
     return accumulate_int4
 

@@ -14,12 +14,11 @@ from __future__ import annotations
 import functools
 
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, register_jitable
+from numba.extending import register_jitable
 
 from numkv.kernels.cpu.attention.records import INT4_SPAN, KV_TILE
-from numkv.kernels.cpu.vectors.emit import I8, I64, for_rows, steps, unpack
+from numkv.kernels.cpu.vectors.emit import I8, I64, emits, for_rows, steps
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.words import Words
 from numkv.rows.int4 import GROUP
@@ -45,32 +44,25 @@ def spread_query(to, row, scale):
             to[first + _BYTES + i] = scale * row[first + half + i]
 
 
-@intrinsic
-def sum_query_groups(typing_context, q, q_at, head_dim, sums_at):
+@emits()
+def sum_query_groups(b, q, q_at, head_dim, sums_at):
     """Sums of a query row's integers, group by group: ``sums = q.reshape(-1, 32).sum(1)``.
 
     Of each span of 128 elements there are four numbers and zeros, 16 in all, at ``q[sums_at + 16 * span]``.
     """
-    i8 = types.int64
-
-    def codegen(context, b, sig, args):
-        data, q_at, head_dim, sums_at = unpack(context, b, sig.args, args)
-        v = Words(b)
-        spans = b.sdiv(b.add(head_dim, I64(INT4_SPAN - 1)), I64(INT4_SPAN))
-        with steps(b, I64(0), spans, 1) as (span, _):
-            sums = v.splat_int(0)
-            for i in range(4):
-                at = b.add(b.add(q_at, b.mul(span, I64(INT4_SPAN // 2))), I64(i * v.lanes))
-                group = v.add_pairs(v.splat_int(0), v.load_words(data, at), v.splat_word(1))
-                for width in (8, 4, 2, 1):
-                    other = v.shuffle(group, group, [lane ^ width for lane in range(16)])
-                    group = b.add(group, other)
-                sums = v.shuffle(sums, group, [16 if lane == i else lane for lane in range(16)])
-            at = b.add(sums_at, b.mul(span, I64(16)))
-            v.store(b.sitofp(sums, v.type), data, at)
-        return context.get_dummy_value()
-
-    return types.void(q, i8, i8, i8), codegen
+    v = Words(b)
+    spans = b.sdiv(b.add(head_dim, I64(INT4_SPAN - 1)), I64(INT4_SPAN))
+    with steps(b, I64(0), spans, 1) as (span, _):
+        sums = v.splat_int(0)
+        for i in range(4):
+            at = b.add(b.add(q_at, b.mul(span, I64(INT4_SPAN // 2))), I64(i * v.lanes))
+            group = v.add_pairs(v.splat_int(0), v.load_words(q, at), v.splat_word(1))
+            for width in (8, 4, 2, 1):
+                other = v.shuffle(group, group, [lane ^ width for lane in range(16)])
+                group = b.add(group, other)
+            sums = v.shuffle(sums, group, [16 if lane == i else lane for lane in range(16)])
+        at = b.add(sums_at, b.mul(span, I64(16)))
+        v.store(b.sitofp(sums, v.type), q, at)
 
 
 def load_groups(v, base, places, count):
@@ -98,8 +90,8 @@ def load_groups(v, base, places, count):
 def make_qk_int4(next_kind):
     """`qk_int4`; `next_kind` is the storage kind of the rows that are prefetched."""
 
-    @intrinsic
-    def qk_int4(typing_context, rows, floats, queries, keys, count, s_at, extents):
+    @emits()
+    def qk_int4(b, rows, floats, queries, keys, count, s_at, extents):
         """Scores of `rows` query rows and `count` INT4 rows: ``s[t, r] = sum over d of q[r, d] * k[t, d]``.
 
         In NumPy, of integers q of `quantise_query`, codes and their groups' scales and minima::
@@ -110,14 +102,8 @@ def make_qk_int4(next_kind):
         one row, and has the sums of `sum_query_groups`. `keys` says where `gather_groups` put scales and minima, by
         group. For the rest see `qk_tile`.
         """
-        i8 = types.int64
-
-        def codegen(context, b, sig, args):
-            emitter = _Int4(b, next_kind, *unpack(context, b, sig.args[1:], args[1:]))
-            for_rows(b, args[0], emitter.emit)
-            return context.get_dummy_value()
-
-        return types.void(i8, floats, queries, keys, i8, i8, extents), codegen
+        emitter = _Int4(b, next_kind, floats, queries, keys, count, s_at, extents)
+        for_rows(b, rows, emitter.emit)
 
     return qk_int4
 

@@ -13,10 +13,9 @@ import functools
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from numkv.kernels.cpu.attention.records import KV_TILE
-from numkv.kernels.cpu.vectors.emit import I16, I64, for_rows, steps, unpack
+from numkv.kernels.cpu.vectors.emit import I16, I64, emits, for_rows, steps
 from numkv.kernels.cpu.vectors.features import FEATURES, row_unroll
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.stored import in_words
@@ -27,53 +26,47 @@ from numkv.kernels.cpu.vectors.words import Words
 _ROWS, _MORE_ROWS = 4, 8
 
 
-@intrinsic
-def quantise_query(typing_context, q, q_at, head_dim, padded_dim):
+@emits(types.float32)
+def quantise_query(b, q, q_at, head_dim, padded_dim):
     """Replace a row of float32 by 16-bit integers at its beginning, and return their scale.
 
     In NumPy: ``scale = abs(q).max() / limit; q = rint(q / scale).astype(int16)``, where the limit is 32,639 or so much
     less that sums of `head_dim` products with codes of 8 bits fit into 32 bits. 15 bits of a query lose nothing beside
     the 7 bits of what it meets. A row with NaN or infinity gets the scale NaN.
     """
-    signature = types.float32(q, types.int64, types.int64, types.int64)
-
-    def codegen(context, b, sig, args):
-        data, q_at, head_dim, padded_dim = unpack(context, b, sig.args, args)
-        v = Vectors(b, "float32")
-        peak, faults = (cgutils.alloca_once_value(b, v.splat(0.0)) for _ in range(2))
-        magnitude = v.splat_int(0x7FFFFFFF)
-        with steps(b, I64(0), padded_dim, v.lanes) as (d, _):
-            x = v.load_floats(data, b.add(q_at, d))
-            size = b.bitcast(b.and_(b.bitcast(x, v.int_type), magnitude), v.type)
-            b.store(v.larger(size, b.load(peak)), peak)
-            b.store(b.fadd(b.load(faults), b.fsub(x, x)), faults)  # 0 unless x is not finite
-        largest = v.fold(b.load(peak), v.larger)
-        fault = v.fold(b.load(faults), b.fadd)
-        # As large as codes may be for head_dim products with 127 to stay below 2**31.
-        limit = b.sdiv(I64((2**31 - 1) // 127), head_dim)
-        limit = b.select(b.icmp_signed("<", limit, I64(32639)), limit, I64(32639))
-        limit = b.sitofp(limit, v.float)
-        usable = b.and_(
-            b.fcmp_ordered(">", largest, v.float(1e-30)), b.fcmp_ordered("==", fault, v.float(0.0))
-        )
-        factor = v.splat(b.select(usable, b.fdiv(limit, largest), v.float(0.0)))
-        halves = ir.VectorType(I16, v.lanes)
-        with steps(b, I64(0), padded_dim, v.lanes) as (d, _):
-            x = b.fmul(v.load_floats(data, b.add(q_at, d)), factor)
-            x = b.select(b.fcmp_ordered("ord", x, x), x, v.splat(0.0))  # infinity times 0
-            magic = v.splat(12582912.0)  # 1.5 * 2**23: its sum's low bits hold the nearest integer
-            codes = b.trunc(b.bitcast(b.fadd(x, magic), v.int_type), halves)
-            at = b.add(q_at, b.ashr(d, I64(1)))  # behind what is read, from the second step on
-            pointer = v.pointer(data, at, v.float)
-            b.store(codes, b.bitcast(pointer, halves.as_pointer()), align=2)
-        scale = b.select(usable, b.fdiv(largest, limit), v.float(0.0))
-        return b.fadd(scale, fault)
-
-    return signature, codegen
+    v = Vectors(b, "float32")
+    peak, faults = (cgutils.alloca_once_value(b, v.splat(0.0)) for _ in range(2))
+    magnitude = v.splat_int(0x7FFFFFFF)
+    with steps(b, I64(0), padded_dim, v.lanes) as (d, _):
+        x = v.load_floats(q, b.add(q_at, d))
+        size = b.bitcast(b.and_(b.bitcast(x, v.int_type), magnitude), v.type)
+        b.store(v.larger(size, b.load(peak)), peak)
+        b.store(b.fadd(b.load(faults), b.fsub(x, x)), faults)  # 0 unless x is not finite
+    largest = v.fold(b.load(peak), v.larger)
+    fault = v.fold(b.load(faults), b.fadd)
+    # As large as codes may be for head_dim products with 127 to stay below 2**31.
+    limit = b.sdiv(I64((2**31 - 1) // 127), head_dim)
+    limit = b.select(b.icmp_signed("<", limit, I64(32639)), limit, I64(32639))
+    limit = b.sitofp(limit, v.float)
+    usable = b.and_(
+        b.fcmp_ordered(">", largest, v.float(1e-30)), b.fcmp_ordered("==", fault, v.float(0.0))
+    )
+    factor = v.splat(b.select(usable, b.fdiv(limit, largest), v.float(0.0)))
+    halves = ir.VectorType(I16, v.lanes)
+    with steps(b, I64(0), padded_dim, v.lanes) as (d, _):
+        x = b.fmul(v.load_floats(q, b.add(q_at, d)), factor)
+        x = b.select(b.fcmp_ordered("ord", x, x), x, v.splat(0.0))  # infinity times 0
+        magic = v.splat(12582912.0)  # 1.5 * 2**23: its sum's low bits hold the nearest integer
+        codes = b.trunc(b.bitcast(b.fadd(x, magic), v.int_type), halves)
+        at = b.add(q_at, b.ashr(d, I64(1)))  # behind what is read, from the second step on
+        pointer = v.pointer(q, at, v.float)
+        b.store(codes, b.bitcast(pointer, halves.as_pointer()), align=2)
+    scale = b.select(usable, b.fdiv(largest, limit), v.float(0.0))
+    return b.fadd(scale, fault)
 
 
-@intrinsic
-def quantise_probs(typing_context, rows, s, s_at, factors_at, begin, end, scales_at):
+@emits()
+def quantise_probs(b, rows, s, s_at, factors_at, begin, end, scales_at):
     """Replace probabilities of some rows and a tile by 16-bit integers, each token's times its factor.
 
     In NumPy, of probabilities p (KV_TILE, rows) and factors (KV_TILE,), the scales of V rows, with 0 for tokens outside
@@ -86,45 +79,38 @@ def quantise_probs(typing_context, rows, s, s_at, factors_at, begin, end, scales
 
         p   t0r0 | t0r1 | t1r0 | t1r1 | t2r0 ...  ->  w   t0r0 t1r0 | t0r1 t1r1 | t2r0 t3r0 ...
     """
-    i8 = types.int64
 
-    def codegen(context, b, sig, args):
-        rows, data, s_at, factors_at, begin, end, scales_at = unpack(context, b, sig.args, args)
+    def emit(rows):
+        v = Words(b)
+        each = v.lanes // rows  # tokens in a vector
+        first, last = (b.mul(x, I64(rows)) for x in (begin, end))
+        peaks = [cgutils.alloca_once_value(b, v.splat_int(0)) for _ in range(2)]
+        with steps(b, I64(0), I64(KV_TILE * rows), 2 * v.lanes) as (i, _):
+            for j, slot in enumerate(peaks):
+                here = b.add(i, I64(j * v.lanes))
+                at = b.add(s_at, here)
+                token = b.add(factors_at, b.sdiv(here, I64(rows)))
+                weight = b.fmul(v.load_floats(s, at), v.stretched(s, token, each))
+                below = v.lanes_below(b.sub(last, here))
+                seen = b.and_(below, b.not_(v.lanes_below(b.sub(first, here))))
+                weight = b.select(seen, weight, v.splat(0.0))
+                v.store(weight, s, at)
+                b.store(v.larger_size(weight, b.load(slot)), slot)
+        peak = v.fold_by_row(v.larger_int(*map(b.load, peaks)), I64(rows), v.larger_int)
+        factor, scale = v.quantiser(peak)
+        v.store(scale, s, scales_at)
+        even = [2 * turn * rows + r for turn in range(each) for r in range(rows)]
+        odd = [i + rows for i in even]
+        with steps(b, I64(0), I64(KV_TILE * rows // 2), v.lanes) as (i, _):
+            at = b.add(b.add(s_at, i), i)
+            codes = []
+            for j in range(2):
+                weight = v.load_floats(s, b.add(at, I64(j * v.lanes)))
+                codes.append(v.nearest(b.fmul(weight, factor)))
+            pairs = v.pairs(v.shuffle(*codes, even), v.shuffle(*codes, odd))
+            v.store(b.bitcast(pairs, v.type), s, b.add(s_at, i))
 
-        def emit(rows):
-            v = Words(b)
-            each = v.lanes // rows  # tokens in a vector
-            first, last = (b.mul(x, I64(rows)) for x in (begin, end))
-            peaks = [cgutils.alloca_once_value(b, v.splat_int(0)) for _ in range(2)]
-            with steps(b, I64(0), I64(KV_TILE * rows), 2 * v.lanes) as (i, _):
-                for j, slot in enumerate(peaks):
-                    here = b.add(i, I64(j * v.lanes))
-                    at = b.add(s_at, here)
-                    token = b.add(factors_at, b.sdiv(here, I64(rows)))
-                    weight = b.fmul(v.load_floats(data, at), v.stretched(data, token, each))
-                    below = v.lanes_below(b.sub(last, here))
-                    seen = b.and_(below, b.not_(v.lanes_below(b.sub(first, here))))
-                    weight = b.select(seen, weight, v.splat(0.0))
-                    v.store(weight, data, at)
-                    b.store(v.larger_size(weight, b.load(slot)), slot)
-            peak = v.fold_by_row(v.larger_int(*map(b.load, peaks)), I64(rows), v.larger_int)
-            factor, scale = v.quantiser(peak)
-            v.store(scale, data, scales_at)
-            even = [2 * turn * rows + r for turn in range(each) for r in range(rows)]
-            odd = [i + rows for i in even]
-            with steps(b, I64(0), I64(KV_TILE * rows // 2), v.lanes) as (i, _):
-                at = b.add(b.add(s_at, i), i)
-                codes = []
-                for j in range(2):
-                    weight = v.load_floats(data, b.add(at, I64(j * v.lanes)))
-                    codes.append(v.nearest(b.fmul(weight, factor)))
-                pairs = v.pairs(v.shuffle(*codes, even), v.shuffle(*codes, odd))
-                v.store(b.bitcast(pairs, v.type), data, b.add(s_at, i))
-
-        for_rows(b, rows, emit, row_unroll("float32"))
-        return context.get_dummy_value()
-
-    return types.void(i8, s, i8, i8, i8, i8, i8), codegen
+    for_rows(b, rows, emit, row_unroll("float32"))
 
 
 def add_to_output(v, floats, outputs, row, value, column, mask=None):
@@ -143,10 +129,8 @@ def add_to_output(v, floats, outputs, row, value, column, mask=None):
 def make_accumulate_int8(next_kind, kind="int8"):
     """`accumulate_int8`; `next_kind` is the storage kind of rows that are prefetched, `kind` INT8, CODE4 or CODE6."""
 
-    @intrinsic
-    def accumulate_int8(
-        typing_context, rows, count, floats, weights, values, begin, end, outputs, extents
-    ):
+    @emits()
+    def accumulate_int8(b, rows, count, floats, weights, values, begin, end, outputs, extents):
         """Add INT8 rows weighted by integers: ``o[r] = rescale[r] * o[r] + scale[r] * (w[:, r] @ v)``.
 
         All floats are in one array. Weights and their scales are those of `quantise_probs`. Of the `rows` rows the
@@ -163,14 +147,10 @@ def make_accumulate_int8(next_kind, kind="int8"):
 
         Meanwhile the memory in `extents` (the next tile's K rows) is prefetched.
         """
-        i8 = types.int64
-
-        def codegen(context, b, sig, args):
-            emitter = _Int8(b, (kind, next_kind), *unpack(context, b, sig.args[1:], args[1:]))
-            for_rows(b, args[0], emitter.emit, row_unroll("float32"))
-            return context.get_dummy_value()
-
-        return types.void(i8, i8, floats, weights, values, i8, i8, outputs, extents), codegen
+        emitter = _Int8(
+            b, (kind, next_kind), count, floats, weights, values, begin, end, outputs, extents
+        )
+        for_rows(b, rows, emitter.emit, row_unroll("float32"))
 
     return accumulate_int8
 

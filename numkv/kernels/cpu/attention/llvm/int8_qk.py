@@ -10,19 +10,17 @@ from __future__ import annotations
 import functools
 
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from numkv.kernels.cpu.vectors.emit import (
     I8,
     I16,
     I64,
+    emits,
     for_rows,
     keep_in_memory,
     scratch_floats,
     steps,
-    unpack,
 )
 from numkv.kernels.cpu.vectors.levels import LOOKED_UP, levels_of
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
@@ -33,8 +31,8 @@ from numkv.kernels.cpu.vectors.words import Words
 TOKENS = 8
 
 
-@intrinsic
-def interleave_bytes(typing_context, rows, q, q_at, q_step, columns, to_at):
+@emits()
+def interleave_bytes(b, rows, q, q_at, q_step, columns, to_at):
     """Interleave `rows` query rows of 16-bit integers, taken apart into high and low bytes.
 
     A unit is two vectors, the high bytes and then the low ones: with n = 16 / rows the next ``4 * n`` columns of each
@@ -45,32 +43,25 @@ def interleave_bytes(typing_context, rows, q, q_at, q_step, columns, to_at):
 
     Row r is at ``q_at + r * q_step`` of the floats `q`; units go to ``q[to_at]`` and on. `columns` is a multiple of 64.
     """
-    i8 = types.int64
 
-    def codegen(context, b, sig, args):
-        rows, data, q_at, q_step, columns, to_at = unpack(context, b, sig.args, args)
+    def emit(rows):
+        v = Words(b)
+        each = v.lanes // rows
+        words, bytes_ = (ir.VectorType(x, 4 * each) for x in (I16, I8))
+        half = ir.Constant(words, [I16(128)] * words.count)
+        eight = ir.Constant(words, [I16(8)] * words.count)
+        with steps(b, I64(0), columns, 4 * each) as (d, _):
+            to = b.add(to_at, b.mul(b.sdiv(d, I64(4)), I64(2 * rows)))
+            for r in range(rows):
+                at = b.add(b.add(q_at, b.mul(I64(r), q_step)), b.ashr(d, I64(1)))
+                pointer = b.bitcast(v.pointer(q, at, v.float), words.as_pointer())
+                x = b.load(pointer, align=4)
+                for i, part in enumerate((b.ashr(b.add(x, half), eight), x)):
+                    place = v.pointer(q, b.add(to, I64(i * v.lanes + r * each)), v.float)
+                    place = b.bitcast(place, bytes_.as_pointer())
+                    b.store(b.trunc(part, bytes_), place, align=4)
 
-        def emit(rows):
-            v = Words(b)
-            each = v.lanes // rows
-            words, bytes_ = (ir.VectorType(x, 4 * each) for x in (I16, I8))
-            half = ir.Constant(words, [I16(128)] * words.count)
-            eight = ir.Constant(words, [I16(8)] * words.count)
-            with steps(b, I64(0), columns, 4 * each) as (d, _):
-                to = b.add(to_at, b.mul(b.sdiv(d, I64(4)), I64(2 * rows)))
-                for r in range(rows):
-                    at = b.add(b.add(q_at, b.mul(I64(r), q_step)), b.ashr(d, I64(1)))
-                    pointer = b.bitcast(v.pointer(data, at, v.float), words.as_pointer())
-                    x = b.load(pointer, align=4)
-                    for i, part in enumerate((b.ashr(b.add(x, half), eight), x)):
-                        place = v.pointer(data, b.add(to, I64(i * v.lanes + r * each)), v.float)
-                        place = b.bitcast(place, bytes_.as_pointer())
-                        b.store(b.trunc(part, bytes_), place, align=4)
-
-        for_rows(b, rows, emit)
-        return context.get_dummy_value()
-
-    return types.void(i8, q, i8, i8, i8, i8), codegen
+    for_rows(b, rows, emit)
 
 
 def add_queries(v, floats, at, sums, codes):
@@ -90,21 +81,15 @@ def add_queries(v, floats, at, sums, codes):
 def make_qk_int8(next_kind, kind="int8"):
     """`qk_int8`; `next_kind` is the storage kind of the rows that are prefetched, `kind` INT8, CODE4 or CODE6."""
 
-    @intrinsic
-    def qk_int8(typing_context, rows, floats, queries, keys, count, s_at, extents):
+    @emits()
+    def qk_int8(b, rows, floats, queries, keys, count, s_at, extents):
         """Scores of `rows` query rows and `count` INT8 rows: ``s[t, r] = sum over d of q[r, d] * k[t, d]``.
 
         In NumPy, of integers q of `quantise_query`: ``s = q_scale * k_scale[:, None] * (codes @ q.T)``. Query rows are
         those of `interleave_bytes`, with zeros up to 64 columns. For the rest see `qk_tile`.
         """
-        i8 = types.int64
-
-        def codegen(context, b, sig, args):
-            emitter = _Int8(b, (kind, next_kind), *unpack(context, b, sig.args[1:], args[1:]))
-            for_rows(b, args[0], emitter.emit)
-            return context.get_dummy_value()
-
-        return types.void(i8, floats, queries, keys, i8, i8, extents), codegen
+        emitter = _Int8(b, (kind, next_kind), floats, queries, keys, count, s_at, extents)
+        for_rows(b, rows, emitter.emit)
 
     return qk_int8
 

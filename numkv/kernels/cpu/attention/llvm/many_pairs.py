@@ -12,10 +12,9 @@ import functools
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from numkv.kernels.cpu.attention.llvm.many_qk import ProductsOfPanels
-from numkv.kernels.cpu.vectors.emit import I32, unpack
+from numkv.kernels.cpu.vectors.emit import I32, emits
 
 
 class _Pairs(ProductsOfPanels):
@@ -41,18 +40,14 @@ class _Pairs(ProductsOfPanels):
 def make_many_qk_of_pairs(kind):
     """`many_qk_of_pairs`; `kind` is that of the rows that are prefetched."""
 
-    @intrinsic
+    @emits(factor=types.float32)
     def many_qk_of_pairs(
-        typing_context, f, q_at, count, keys_at, step, size, tokens, s_at, asking, extents, factor
+        b, f, q_at, count, keys_at, step, size, tokens, s_at, asking, extents, factor
     ):
         """`many_qk` of panels of `pair_row` and of rows of `copy_rows`, `size` pairs each, times a factor."""
-        i8 = types.int64
-
-        def codegen(context, b, sig, args):
-            data, q_at, count, *others, factor = unpack(context, b, sig.args, args)
-            _Pairs(b, kind, factor, data, q_at, *others).emit(count)
-            return context.get_dummy_value()
-
-        return types.void(f, i8, i8, i8, i8, i8, i8, i8, i8, extents, types.float32), codegen
+        panels = _Pairs(
+            b, kind, factor, f, q_at, keys_at, step, size, tokens, s_at, asking, extents
+        )
+        panels.emit(count)
 
     return many_qk_of_pairs

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 
-from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from numkv.kernels.cpu.attention.records import PANEL
-from numkv.kernels.cpu.vectors.emit import I64, steps, unpack
+from numkv.kernels.cpu.vectors.emit import I64, emits, steps
 from numkv.kernels.cpu.vectors.features import MANY_ROWS, MANY_VECTORS
 from numkv.kernels.cpu.vectors.vectors import Vectors
 
@@ -18,8 +16,8 @@ from numkv.kernels.cpu.vectors.vectors import Vectors
 def make_many_pv(in_pairs):
     """`many_pv`; if `in_pairs`, a weight is a lane of `pair_panel_weights`, a V row one of `pair_rows`."""
 
-    @intrinsic
-    def many_pv(typing_context, f, count, p_at, values_at, step, begin, end, outputs):
+    @emits()
+    def many_pv(b, f, count, p_at, values_at, step, begin, end, outputs):
         """Add weighted V rows: ``o[r, d] = rescale[r] * o[r, d] + sum over t in [begin, end) of p[t, r] * v[t, d]``.
 
         Weight p[t, r] of `count` query rows is at ``p_at + t * PANEL + r``, V row t at ``values_at + t * step`` as
@@ -29,13 +27,7 @@ def make_many_pv(in_pairs):
         A vector holds columns, and a weight is repeated in all lanes. Sums of a block of rows and columns stay in
         registers while all tokens pass.
         """
-        i8 = types.int64
-
-        def codegen(context, b, sig, args):
-            _PV(b, in_pairs, *unpack(context, b, sig.args, args)).emit()
-            return context.get_dummy_value()
-
-        return types.void(f, i8, i8, i8, i8, i8, i8, outputs), codegen
+        _PV(b, in_pairs, f, count, p_at, values_at, step, begin, end, outputs).emit()
 
     return many_pv
 

@@ -6,11 +6,10 @@ import functools
 
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from numkv.kernels.cpu.attention.offsets import EXTENTS
 from numkv.kernels.cpu.attention.records import PANEL
-from numkv.kernels.cpu.vectors.emit import I32, I64, steps, unpack
+from numkv.kernels.cpu.vectors.emit import I32, I64, emits, steps
 from numkv.kernels.cpu.vectors.features import MANY_ROWS, MANY_VECTORS
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.vectors import Vectors
@@ -21,51 +20,39 @@ ASK_K, ASK_V = 1, 2
 _UNROLL = 4
 
 
-@intrinsic
-def transpose_queries(typing_context, f, q_at, q_step, count, units, to_at):
+@emits()
+def transpose_queries(b, f, q_at, q_step, count, units, to_at):
     """Put up to a panel of query rows side by side: ``to[i, r] = q[min(r, count - 1), i]`` of `units` numbers of each.
 
     Row r is at ``q_at + r * q_step``; a row of the result, in the same array from `to_at` on, has `PANEL` floats.
     `units` is a multiple of the lanes of a vector.
     """
-    i8 = types.int64
-
-    def codegen(context, b, sig, args):
-        data, q_at, q_step, count, units, to_at = unpack(context, b, sig.args, args)
-        v = Vectors(b, "float32")
-        last = b.sub(count, I64(1))
-        with steps(b, I64(0), I64(PANEL), v.lanes) as (r0, _):
-            places = []
-            for i in range(v.lanes):
-                r = b.add(r0, I64(i))
-                r = b.select(b.icmp_signed("<", r, last), r, last)
-                places.append(b.add(q_at, b.mul(r, q_step)))
-            with steps(b, I64(0), units, v.lanes) as (i, _):
-                rows = [v.load_floats(data, b.add(at, i)) for at in places]
-                for j, column in enumerate(v.transposed(rows)):
-                    unit = b.mul(b.add(i, I64(j)), I64(PANEL))
-                    v.store(column, data, b.add(b.add(to_at, unit), r0))
-        return context.get_dummy_value()
-
-    return types.void(f, i8, i8, i8, i8, i8), codegen
+    v = Vectors(b, "float32")
+    last = b.sub(count, I64(1))
+    with steps(b, I64(0), I64(PANEL), v.lanes) as (r0, _):
+        places = []
+        for i in range(v.lanes):
+            r = b.add(r0, I64(i))
+            r = b.select(b.icmp_signed("<", r, last), r, last)
+            places.append(b.add(q_at, b.mul(r, q_step)))
+        with steps(b, I64(0), units, v.lanes) as (i, _):
+            rows = [v.load_floats(f, b.add(at, i)) for at in places]
+            for j, column in enumerate(v.transposed(rows)):
+                unit = b.mul(b.add(i, I64(j)), I64(PANEL))
+                v.store(column, f, b.add(b.add(to_at, unit), r0))
 
 
 @functools.cache
 def make_widen_rows(kind):
     """`widen_rows` for a storage kind of floats."""
 
-    @intrinsic
-    def widen_rows(typing_context, f, to_at, step, rows, begin, end):
+    @emits(types.boolean)
+    def widen_rows(b, f, to_at, step, rows, begin, end):
         """Put rows ``[begin, end)`` of a tile down as float32, and return whether all of them are finite.
 
         Row t goes to ``to_at + t * step``, with zeros up to a whole vector.
         """
-        i8 = types.int64
-
-        def codegen(context, b, sig, args):
-            return _Widening(b, kind, *unpack(context, b, sig.args, args)).emit()
-
-        return types.boolean(f, i8, i8, rows, i8, i8), codegen
+        return _Widening(b, kind, f, to_at, step, rows, begin, end).emit()
 
     return widen_rows
 
@@ -110,8 +97,8 @@ class _Widening:
 def make_many_qk(kind):
     """`many_qk`; `kind` is that of the rows that are prefetched."""
 
-    @intrinsic
-    def many_qk(typing_context, f, q_at, count, keys_at, step, size, tokens, s_at, asking, extents):
+    @emits()
+    def many_qk(b, f, q_at, count, keys_at, step, size, tokens, s_at, asking, extents):
         """Scores of a panel of query rows: ``s[t, r] = sum over d of q[d, r] * k[t, d]`` for t in ``[0, tokens)``.
 
         Query rows are those of `transpose_queries`, of which as many vectors are taken as `count` rows need; K row t is
@@ -128,14 +115,9 @@ def make_many_qk(kind):
         Meanwhile the next tile's rows are prefetched: if `asking` has `ASK_K`, the memory in `extents`, if it has
         `ASK_V`, that in the extents after these.
         """
-        i8 = types.int64
-
-        def codegen(context, b, sig, args):
-            data, q_at, count, *others = unpack(context, b, sig.args, args)
-            ProductsOfPanels(b, kind, data, q_at, *others).emit(count)
-            return context.get_dummy_value()
-
-        return types.void(f, i8, i8, i8, i8, i8, i8, i8, i8, extents), codegen
+        ProductsOfPanels(b, kind, f, q_at, keys_at, step, size, tokens, s_at, asking, extents).emit(
+            count
+        )
 
     return many_qk
 

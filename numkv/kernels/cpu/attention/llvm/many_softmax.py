@@ -6,10 +6,9 @@ import math
 
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from numkv.kernels.cpu.attention.records import PANEL
-from numkv.kernels.cpu.vectors.emit import I64, steps, unpack
+from numkv.kernels.cpu.vectors.emit import I64, emits, steps
 from numkv.kernels.cpu.vectors.math import exp2, tanh
 from numkv.kernels.cpu.vectors.vectors import Vectors
 
@@ -17,8 +16,8 @@ from numkv.kernels.cpu.vectors.vectors import Vectors
 _AT_ONCE = 4
 
 
-@intrinsic
-def many_softmax(typing_context, f, s_at, count, tokens, soft_cap, partly, bounds_at, state):
+@emits(soft_cap=types.float32)
+def many_softmax(b, f, s_at, count, tokens, soft_cap, partly, bounds_at, state):
     """Turn scores of a panel of query rows into probabilities relative to the running maxima.
 
     As `online_softmax_step`, of `tokens` tokens (a multiple of four) and `count` rows: score s[t, r] is at ``s_at + t *
@@ -26,15 +25,9 @@ def many_softmax(typing_context, f, s_at, count, tokens, soft_cap, partly, bound
     r]`` on that are below ``f[bounds_at + PANEL + r]``; else all. Maxima and sums are brought up to date, and what
     rescales earlier sums goes to ``f[state.rescale_at:]``, up to a whole vector.
     """
-    i8 = types.int64
-
-    def codegen(context, b, sig, args):
-        emitter = _Softmax(b, *unpack(context, b, sig.args, args))
-        with steps(b, I64(0), emitter.count, emitter.v.lanes) as (row, _):
-            emitter.emit(row)
-        return context.get_dummy_value()
-
-    return types.void(f, i8, i8, i8, types.float32, i8, i8, state), codegen
+    emitter = _Softmax(b, f, s_at, count, tokens, soft_cap, partly, bounds_at, state)
+    with steps(b, I64(0), emitter.count, emitter.v.lanes) as (row, _):
+        emitter.emit(row)
 
 
 class _Softmax:

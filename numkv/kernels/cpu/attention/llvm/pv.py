@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 
-from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from numkv.kernels.cpu.attention.llvm.scales import load_group
-from numkv.kernels.cpu.vectors.emit import I64, for_rows, numbers_taken, steps, unpack
+from numkv.kernels.cpu.vectors.emit import I64, emits, for_rows, numbers_taken, steps
 from numkv.kernels.cpu.vectors.features import ACCUMULATORS, row_unroll
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.stored import in_words, loaded_words
@@ -25,10 +23,8 @@ _PAIRS = GROUP // 2
 def make_accumulate_pv(kind, compute, next_kind):
     """`accumulate_pv` for a storage kind of V and a float type; `next_kind` is that of the rows that are prefetched."""
 
-    @intrinsic
-    def accumulate_pv(
-        typing_context, rows, count, floats, p_at, values, begin, end, outputs, extents
-    ):
+    @emits()
+    def accumulate_pv(b, rows, count, floats, p_at, values, begin, end, outputs, extents):
         """Add weighted V rows: ``o[r, d] = rescale[r] * o[r, d] + sum over t in [begin, end) of p[t, r] * v[t, d]``.
 
         All floats are in one array: p[t, r] is at ``p_at + t * rows + r``, o[r, d] at
@@ -43,17 +39,21 @@ def make_accumulate_pv(kind, compute, next_kind):
 
         Meanwhile the memory in `extents` (the next tile's K rows) is prefetched.
         """
-        i8 = types.int64
-
-        def codegen(context, b, sig, args):
-            emitter = WeightedSums(
-                b, (kind, compute, next_kind), *unpack(context, b, sig.args, args)
-            )
-            count, most = args[1], row_unroll(compute)
-            for_rows(b, count, emitter.emit, most, numbers_taken(args[0], most))
-            return context.get_dummy_value()
-
-        return types.void(i8, i8, floats, i8, values, i8, i8, outputs, extents), codegen
+        emitter = WeightedSums(
+            b,
+            (kind, compute, next_kind),
+            rows,
+            count,
+            floats,
+            p_at,
+            values,
+            begin,
+            end,
+            outputs,
+            extents,
+        )
+        count, most = count, row_unroll(compute)
+        for_rows(b, count, emitter.emit, most, numbers_taken(rows, most))
 
     return accumulate_pv
 

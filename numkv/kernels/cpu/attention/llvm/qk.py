@@ -5,13 +5,11 @@ from __future__ import annotations
 import functools
 
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from numkv.kernels.cpu.attention.llvm.scales import load_group
 from numkv.kernels.cpu.attention.records import PAIRS
-from numkv.kernels.cpu.vectors.emit import I16, I64, for_rows, scratch_floats, steps, unpack
+from numkv.kernels.cpu.vectors.emit import I16, I64, emits, for_rows, scratch_floats, steps
 from numkv.kernels.cpu.vectors.features import ACCUMULATORS, row_unroll
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.stored import ON_LINE, in_words, loaded_words
@@ -31,8 +29,8 @@ _PAIRS = GROUP // 2
 def make_interleave_queries(compute):
     """`interleave_queries` for a float type."""
 
-    @intrinsic
-    def interleave_queries(typing_context, rows, q, q_at, q_step, size, to_at):
+    @emits()
+    def interleave_queries(b, rows, q, q_at, q_step, size, to_at):
         """Interleave `rows` query rows: with n = lanes / rows, ``to = q.reshape(rows, -1, n).swapaxes(0, 1)``.
 
         A vector then has a few elements of each row, as `qk_tile` reads them. Of four rows and 16 lanes::
@@ -43,24 +41,17 @@ def make_interleave_queries(compute):
         Row r is at ``q_at + r * q_step`` of the floats `q`. `size` floats of each are taken, a multiple of the lanes,
         or for more than one row of half of them; they go to ``q[to_at]`` and on.
         """
-        i8 = types.int64
 
-        def codegen(context, b, sig, args):
-            rows, data, q_at, q_step, size, to_at = unpack(context, b, sig.args, args)
+        def emit(rows):
+            v = Vectors(b, compute)
+            each = v.lanes // rows
+            with steps(b, I64(0), size, each) as (i, _):
+                to = b.add(to_at, b.mul(i, I64(rows)))
+                for r in range(rows):
+                    at = b.add(b.add(q_at, b.mul(I64(r), q_step)), i)
+                    v.store(v.load_part(q, at, each), q, b.add(to, I64(r * each)))
 
-            def emit(rows):
-                v = Vectors(b, compute)
-                each = v.lanes // rows
-                with steps(b, I64(0), size, each) as (i, _):
-                    to = b.add(to_at, b.mul(i, I64(rows)))
-                    for r in range(rows):
-                        at = b.add(b.add(q_at, b.mul(I64(r), q_step)), i)
-                        v.store(v.load_part(data, at, each), data, b.add(to, I64(r * each)))
-
-            for_rows(b, rows, emit, row_unroll(compute))
-            return context.get_dummy_value()
-
-        return types.void(i8, q, i8, i8, i8, i8), codegen
+        for_rows(b, rows, emit, row_unroll(compute))
 
     return interleave_queries
 
@@ -69,8 +60,8 @@ def make_interleave_queries(compute):
 def make_qk_tile(kind, compute, next_kind):
     """`qk_tile` for a storage kind of K and a float type, or `PAIRS`; `next_kind` is that of the prefetched rows."""
 
-    @intrinsic
-    def qk_tile(typing_context, rows, floats, queries, keys, count, s_at, extents):
+    @emits()
+    def qk_tile(b, rows, floats, queries, keys, count, s_at, extents):
         """Scores of `rows` query rows and `count` K rows: ``s[t, r] = sum over d of q[r, d] * k[t, d]``.
 
         Query rows (`queries`) are those of `interleave_queries`, with zeros up to whole vectors. `count` is rounded up
@@ -92,16 +83,8 @@ def make_qk_tile(kind, compute, next_kind):
         K rows that have to be widened are put into scratch memory first, once for all query rows. Meanwhile the memory
         in `extents` (the tile's V rows) is prefetched.
         """
-        i8 = types.int64
-
-        def codegen(context, b, sig, args):
-            emitter = _QK(
-                b, (kind, compute, next_kind), *unpack(context, b, sig.args[1:], args[1:])
-            )
-            for_rows(b, args[0], emitter.emit, row_unroll(compute))
-            return context.get_dummy_value()
-
-        return types.void(i8, floats, queries, keys, i8, i8, extents), codegen
+        emitter = _QK(b, (kind, compute, next_kind), floats, queries, keys, count, s_at, extents)
+        for_rows(b, rows, emitter.emit, row_unroll(compute))
 
     return qk_tile
 
