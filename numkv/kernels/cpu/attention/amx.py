@@ -13,19 +13,17 @@ from numba.extending import register_jitable
 
 from numkv.kernels.cpu.attention.amx_few import FewSteps, is_few, make_amx_few
 from numkv.kernels.cpu.attention.floats import clear, multiply
-from numkv.kernels.cpu.attention.llvm.amx_pv import (
+from numkv.kernels.cpu.attention.llvm.amx import (
     SEGMENT,
     make_all_finite,
     make_amx_accumulate,
-    make_amx_pack_values,
-    transpose_blocks,
-)
-from numkv.kernels.cpu.attention.llvm.amx_qk import (
     make_amx_locate_keys,
     make_amx_pack_queries,
+    make_amx_pack_values,
     make_amx_qk,
+    make_amx_softmax,
+    transpose_blocks,
 )
-from numkv.kernels.cpu.attention.llvm.amx_softmax import make_amx_softmax
 from numkv.kernels.cpu.attention.records import KV_TILE, AmxScales, Outputs, SoftmaxState
 from numkv.kernels.cpu.attention.state import (
     FEW,

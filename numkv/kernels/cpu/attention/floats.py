@@ -15,8 +15,11 @@ import numpy as np
 from numba.core import cgutils
 from numba.extending import register_jitable
 
-from numkv.kernels.cpu.attention.llvm.pv import make_accumulate_pv
-from numkv.kernels.cpu.attention.llvm.qk import make_interleave_queries, make_qk_tile
+from numkv.kernels.cpu.attention.llvm.floats import (
+    make_accumulate_pv,
+    make_interleave_queries,
+    make_qk_tile,
+)
 from numkv.kernels.cpu.attention.records import Outputs, Queries, float_type
 from numkv.kernels.cpu.inline import inlined
 from numkv.kernels.cpu.vectors.emit import DOUBLE, I64, emits

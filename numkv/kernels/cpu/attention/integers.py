@@ -15,14 +15,20 @@ import numpy as np
 
 from numkv.kernels.cpu.attention import floats as floats_engine
 from numkv.kernels.cpu.attention.floats import clear
-from numkv.kernels.cpu.attention.llvm.int4_pv import make_accumulate_int4, quantise_group_probs
-from numkv.kernels.cpu.attention.llvm.int4_qk import make_qk_int4, spread_query, sum_query_groups
+from numkv.kernels.cpu.attention.llvm.int4 import (
+    make_accumulate_int4,
+    make_qk_int4,
+    quantise_group_probs,
+    spread_query,
+    sum_query_groups,
+)
 from numkv.kernels.cpu.attention.llvm.int8 import (
+    interleave_bytes,
     make_accumulate_int8,
+    make_qk_int8,
     quantise_probs,
     quantise_query,
 )
-from numkv.kernels.cpu.attention.llvm.int8_qk import interleave_bytes, make_qk_int8
 from numkv.kernels.cpu.attention.records import Outputs, Queries, Weights
 from numkv.kernels.cpu.inline import inlined
 from numkv.kernels.cpu.vectors.features import HAS_FOURS

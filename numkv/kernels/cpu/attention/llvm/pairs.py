@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from numkv.kernels.cpu.attention.llvm.pv import WeightedSums
+from numkv.kernels.cpu.attention.llvm.floats import WeightedSums
 from numkv.kernels.cpu.attention.records import PAIRS, PANEL
 from numkv.kernels.cpu.vectors.emit import (
     I16,
