@@ -44,7 +44,7 @@ from numkv.kernels.cpu.attention.state import (
 )
 from numkv.kernels.cpu.attention.vector import make_slope_of
 from numkv.kernels.cpu.attention.visible import visible_in_tile, visible_to_tokens
-from numkv.kernels.cpu.inline import inlined
+from numkv.kernels.cpu.vectors.emitted import inlined
 from numkv.kernels.cpu.vectors.features import MANY_ROWS
 from numkv.kernels.cpu.vectors.stored import ON_LINE
 

@@ -1,13 +1,13 @@
-"""Arrays in kernels: a row of a strided array, an array without reference counts, addresses, numbers in even steps."""
+"""Arrays in kernels: a row of a strided array, an array without reference counts, addresses, scales, loops."""
 
 from __future__ import annotations
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, register_jitable
 
-from numkv.kernels.cpu.vectors.emit import I32, I64, emits, steps
+from numkv.kernels.cpu.vectors.emit import DOUBLE, I32, I64, emits, steps
 
 #: Numbers that `fill_ramp` writes at once.
 RAMP = 8
@@ -60,6 +60,33 @@ def without_refcount(typing_context, array):
 def address_of(b, array):
     """Where an array's first element is, as a number."""
     return b.ptrtoint(array, I64)
+
+
+@register_jitable
+def by_row(scale):
+    """A view ``(num_blocks, num_kv_heads, block_size, n)`` of scales of heads, of rows or of groups, for `row_of`.
+
+    Scales of heads repeat themselves, by steps of 0. Of an empty array nothing may be read.
+    """
+    if scale.ndim == 1:
+        return scale[None, :, None, None]
+    if scale.ndim == 3:
+        return scale[:, :, :, None]
+    return scale
+
+
+@emits()
+def clear(b, x, first, end):
+    """``x[first:end] = 0``, of floats that lie one after another."""
+    size = b.mul(b.sub(end, first), I64(8 if x.type.pointee == DOUBLE else 4))
+    cgutils.memset(b, b.gep(x, [first]), size, 0)
+
+
+@register_jitable
+def multiply(x, factor, target):
+    """``target[: len(x)] = factor * x``: a loop that stands alone, over arrays that begin with rows, is vector code."""
+    for i in range(len(x)):
+        target[i] = factor * x[i]
 
 
 @emits()
