@@ -12,8 +12,7 @@ from numba.core.runtime import _nrt_python, rtsys
 from numba.extending import register_jitable
 
 from numkv.kernels import builder, disk_cache
-from numkv.kernels.cpu.scales import by_row
-from numkv.kernels.cpu.vectors.arrays import row_of
+from numkv.kernels.cpu.vectors.arrays import by_row, row_of
 from numkv.kernels.cpu.vectors.emitted import alone, as_kernel
 
 NUMBERS = [-(1 << 40), -7, -3, -1, 0, 1, 2, 5, 64, 1 << 40]

@@ -58,14 +58,12 @@ _TESTS = {
     "kernels/cpu/threads": ("kernels/test_threads test_fork", ""),
     "kernels/cpu/compress": ("kernels/test_compress", ""),
     "kernels/cpu/memory": ("objects/test_contiguous_layer", _FP32),
-    "kernels/cpu/scales": ("kernels/test_append_int8", ""),
-    "kernels/cpu/inline": ("kernels/test_merge", ""),
     "kernels/cpu/attention": (_ATTENTION, _FP32),
     "kernels/cpu/attention/__init__": (
         "kernels/test_attention",
         "fp32 and not fp64 and not bf16 and not fp8 and not int",
     ),
-    "kernels/cpu/attention/integers": (
+    "kernels/cpu/attention/sides": (
         "kernels/test_attention_integers kernels/test_attention_int4",
         "not fp64 and not fp16 and not bf16",
     ),

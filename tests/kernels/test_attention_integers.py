@@ -5,23 +5,22 @@ import numpy as np
 import pytest
 from walked import each
 
-from numkv.kernels.cpu.attention.llvm.int4_pv import (
+from numkv.kernels.cpu.attention.llvm.int4 import (
+    SHORT,
     make_accumulate_int4,
+    make_qk_int4,
     quantise_group_probs,
     shares,
-)
-from numkv.kernels.cpu.attention.llvm.int4_qk import (
-    SHORT,
-    make_qk_int4,
     spread_query,
     sum_query_groups,
 )
 from numkv.kernels.cpu.attention.llvm.int8 import (
+    interleave_bytes,
     make_accumulate_int8,
+    make_qk_int8,
     quantise_probs,
     quantise_query,
 )
-from numkv.kernels.cpu.attention.llvm.int8_qk import interleave_bytes, make_qk_int8
 from numkv.kernels.cpu.attention.llvm.scales import make_gather_groups
 from numkv.kernels.cpu.attention.records import (
     INT4_SPAN,

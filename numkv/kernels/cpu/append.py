@@ -26,9 +26,8 @@ from numba.extending import register_jitable
 from numkv.kernels.builder import SCALES, WORDS, array, build
 from numkv.kernels.cpu import overlap
 from numkv.kernels.cpu.overlap import lie_well
-from numkv.kernels.cpu.scales import by_row
 from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
-from numkv.kernels.cpu.vectors.arrays import row_of
+from numkv.kernels.cpu.vectors.arrays import by_row, row_of
 from numkv.kernels.cpu.vectors.launch import on_threads
 from numkv.kernels.cpu.vectors.records import table_of
 from numkv.kernels.dispatch import implements

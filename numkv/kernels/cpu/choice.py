@@ -17,9 +17,8 @@ from numba import types
 
 from numkv.kernels.builder import SCALES, WORDS, array, build
 from numkv.kernels.cpu.convert import to_floats
-from numkv.kernels.cpu.scales import by_row
 from numkv.kernels.cpu.threads import ON_THREADS, num_threads, run
-from numkv.kernels.cpu.vectors.arrays import row_of
+from numkv.kernels.cpu.vectors.arrays import by_row, row_of
 from numkv.kernels.cpu.vectors.launch import on_threads
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations

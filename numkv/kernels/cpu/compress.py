@@ -38,9 +38,9 @@ from numkv.kernels.cpu.compress_codes import (
     make_accumulate_codes,
     make_qk_codes,
 )
-from numkv.kernels.cpu.inline import inlined
 from numkv.kernels.cpu.threads import ON_THREADS, num_threads, run
 from numkv.kernels.cpu.vectors.arrays import row_of, without_refcount
+from numkv.kernels.cpu.vectors.emitted import inlined
 from numkv.kernels.cpu.vectors.launch import next_item, on_threads
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Codebook, Operations

@@ -9,11 +9,9 @@ import functools
 from typing import Any, NamedTuple
 
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from numkv.kernels.cpu.vectors.emit import I8, I32, I64, steps, unpack
+from numkv.kernels.cpu.vectors.emit import I8, I32, I64, emits, steps
 from numkv.kernels.cpu.vectors.features import ACCUMULATORS, FEATURES, LANES
 from numkv.kernels.cpu.vectors.vectors import Vectors
 
@@ -121,20 +119,14 @@ class _CodeVectors(Vectors):
 def make_qk_codes(bits, rows):
     """`qk_codes` for `rows` query rows and codes of `bits` bits."""
 
-    @intrinsic
-    def qk_codes(typing_context, q, q_at, q_step, keys, s, s_at, s_step):
+    @emits()
+    def qk_codes(b, q, q_at, q_step, keys, s, s_at, s_step):
         """Scores of query rows against rows of codes: ``s[r, t] = sum over d of q[r, d] * levels[codes[t, d]]``.
 
         Query row r starts at ``q_at + r * q_step`` and is padded with zeros to whole vectors of `CODE_LANES`. Up to
         `KV_TILE` scores are written for each query row, however many rows of codes there are.
         """
-        i8 = types.int64
-
-        def codegen(context, b, sig, args):
-            _Scores(b, (bits, rows), *unpack(context, b, sig.args, args)).emit()
-            return context.get_dummy_value()
-
-        return types.void(q, i8, i8, keys, s, i8, i8), codegen
+        _Scores(b, (bits, rows), q, q_at, q_step, keys, s, s_at, s_step).emit()
 
     return qk_codes
 
@@ -206,23 +198,15 @@ class _Scores:
 def make_accumulate_codes(bits, rows):
     """`accumulate_codes` for `rows` query rows and codes of `bits` bits."""
 
-    @intrinsic
-    def accumulate_codes(
-        typing_context, p, p_at, p_step, values, o, o_at, o_step, rescale, rescale_at
-    ):
+    @emits()
+    def accumulate_codes(b, p, p_at, p_step, values, o, o_at, o_step, rescale, rescale_at):
         """Add weighted rows of codes: ``o[r] = rescale[r] * o[r] + sum over t of p[r, t] * levels[codes[t]]``.
 
         p[r, t] is at ``p_at + r * p_step + t``, output row r at ``o_at + r * o_step``. Output rows are padded to whole
         vectors of `CODE_LANES`; columns past the head dim get what does not matter, but is finite where the weights and
         levels are.
         """
-        i8 = types.int64
-
-        def codegen(context, b, sig, args):
-            _Sums(b, (bits, rows), *unpack(context, b, sig.args, args)).emit()
-            return context.get_dummy_value()
-
-        return types.void(p, i8, i8, values, o, i8, i8, rescale, i8), codegen
+        _Sums(b, (bits, rows), p, p_at, p_step, values, o, o_at, o_step, rescale, rescale_at).emit()
 
     return accumulate_codes
 

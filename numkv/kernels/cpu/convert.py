@@ -9,9 +9,8 @@ import numpy as np
 from numba import types
 
 from numkv.kernels.builder import SCALES, WORDS, array, build
-from numkv.kernels.cpu.scales import by_row
 from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
-from numkv.kernels.cpu.vectors.arrays import row_of
+from numkv.kernels.cpu.vectors.arrays import by_row, row_of
 from numkv.kernels.cpu.vectors.launch import on_threads
 from numkv.rows.codec import row_codec
 from numkv.rows.convert import codec

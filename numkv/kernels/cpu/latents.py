@@ -10,9 +10,8 @@ from numba import types
 from numba.np.numpy_support import from_dtype
 
 from numkv.kernels.builder import SCALES, WORDS, array, build
-from numkv.kernels.cpu.scales import by_row
 from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
-from numkv.kernels.cpu.vectors.arrays import row_of
+from numkv.kernels.cpu.vectors.arrays import by_row, row_of
 from numkv.kernels.cpu.vectors.launch import on_threads
 from numkv.kernels.cpu.write import (
     convert_row,

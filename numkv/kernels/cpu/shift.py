@@ -13,8 +13,7 @@ import numpy as np
 from numba import types
 
 from numkv.kernels.builder import SCALES, WORDS, array, build
-from numkv.kernels.cpu.scales import by_row
-from numkv.kernels.cpu.vectors.arrays import row_of
+from numkv.kernels.cpu.vectors.arrays import by_row, row_of
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.kinds import kind

@@ -12,20 +12,17 @@ import numpy as np
 from numba.extending import register_jitable
 
 from numkv.kernels.cpu.attention.amx_few import FewSteps, is_few, make_amx_few
-from numkv.kernels.cpu.attention.floats import clear, multiply
-from numkv.kernels.cpu.attention.llvm.amx_pv import (
+from numkv.kernels.cpu.attention.llvm.amx import (
     SEGMENT,
     make_all_finite,
     make_amx_accumulate,
-    make_amx_pack_values,
-    transpose_blocks,
-)
-from numkv.kernels.cpu.attention.llvm.amx_qk import (
     make_amx_locate_keys,
     make_amx_pack_queries,
+    make_amx_pack_values,
     make_amx_qk,
+    make_amx_softmax,
+    transpose_blocks,
 )
-from numkv.kernels.cpu.attention.llvm.amx_softmax import make_amx_softmax
 from numkv.kernels.cpu.attention.records import KV_TILE, AmxScales, Outputs, SoftmaxState
 from numkv.kernels.cpu.attention.state import (
     FEW,
@@ -44,8 +41,9 @@ from numkv.kernels.cpu.attention.state import (
 )
 from numkv.kernels.cpu.attention.vector import make_load_rows
 from numkv.kernels.cpu.attention.visible import visible_in_tile, visible_to_tokens
-from numkv.kernels.cpu.inline import inlined
 from numkv.kernels.cpu.vectors.amx import amx_end, amx_shape
+from numkv.kernels.cpu.vectors.arrays import clear, multiply
+from numkv.kernels.cpu.vectors.emitted import inlined
 from numkv.kernels.cpu.vectors.features import AMX_ROWS
 
 _floats_of = floats_reader("float32")

@@ -19,20 +19,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba.extending import register_jitable
 
-from numkv.kernels.cpu.attention.floats import clear
-from numkv.kernels.cpu.attention.llvm.amx_few_pv import (
+from numkv.kernels.cpu.attention.llvm.amx import make_amx_locate_keys
+from numkv.kernels.cpu.attention.llvm.amx_few import (
     KEPT,
+    ON_LINE,
     amx_few_keep,
     amx_few_mend,
-    amx_few_pv,
-)
-from numkv.kernels.cpu.attention.llvm.amx_few_qk import (
-    ON_LINE,
     amx_few_pack_queries,
+    amx_few_pv,
     amx_few_qk,
+    amx_few_softmax,
 )
-from numkv.kernels.cpu.attention.llvm.amx_few_softmax import amx_few_softmax
-from numkv.kernels.cpu.attention.llvm.amx_qk import make_amx_locate_keys
 from numkv.kernels.cpu.attention.records import (
     AMX_FEW,
     KV_TILE,
@@ -49,8 +46,9 @@ from numkv.kernels.cpu.attention.state import (
 )
 from numkv.kernels.cpu.attention.vector import make_load_rows
 from numkv.kernels.cpu.attention.visible import visible_in_tile
-from numkv.kernels.cpu.inline import inlined
 from numkv.kernels.cpu.vectors.amx import AMX_TILE, amx_shape
+from numkv.kernels.cpu.vectors.arrays import clear
+from numkv.kernels.cpu.vectors.emitted import inlined
 from numkv.kernels.cpu.vectors.features import AMX_ROWS
 
 LEAST, MOST = AMX_FEW

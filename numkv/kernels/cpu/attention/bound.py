@@ -24,10 +24,10 @@ from numkv.kernels.cpu.attention.plan import plan_of, plan_size
 from numkv.kernels.cpu.attention.state import OUT, Q
 from numkv.kernels.cpu.memory import aligned
 from numkv.kernels.cpu.overlap import lie_well
-from numkv.kernels.cpu.scales import by_row
 from numkv.kernels.cpu.threads import ON_THREADS
 from numkv.kernels.cpu.vectors.arrays import (
     address_of,
+    by_row,
     row_of,
     without_refcount,
 )

@@ -81,9 +81,9 @@ from numkv.kernels.cpu.attention.state import (
     run_step,
     sizes_of,
 )
-from numkv.kernels.cpu.inline import inlined
 from numkv.kernels.cpu.threads import ON_THREADS
 from numkv.kernels.cpu.vectors.arrays import address_of
+from numkv.kernels.cpu.vectors.emitted import inlined
 from numkv.kernels.cpu.vectors.launch import next_item, on_threads
 from numkv.kernels.cpu.vectors.prefetch import prefetch_extents
 from numkv.kernels.cpu.vectors.records import (

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from numkv.kernels.cpu.attention.llvm.many_pairs import make_many_qk_of_pairs
-from numkv.kernels.cpu.attention.llvm.many_pv import make_many_pv
-from numkv.kernels.cpu.attention.llvm.many_qk import (
+from numkv.kernels.cpu.attention.llvm.many_rows import (
     ASK_K,
     ASK_V,
+    make_many_pv,
     make_many_qk,
+    make_many_qk_of_pairs,
     make_widen_rows,
+    many_softmax,
     transpose_queries,
 )
-from numkv.kernels.cpu.attention.llvm.many_softmax import many_softmax
 from numkv.kernels.cpu.attention.llvm.pairs import copy_rows, pair_panel_weights, pair_rows
 from numkv.kernels.cpu.attention.llvm.softmax import make_soft_cap
 from numkv.kernels.cpu.attention.records import PAIRS, PANEL, Outputs, SoftmaxState
@@ -44,7 +44,7 @@ from numkv.kernels.cpu.attention.state import (
 )
 from numkv.kernels.cpu.attention.vector import make_slope_of
 from numkv.kernels.cpu.attention.visible import visible_in_tile, visible_to_tokens
-from numkv.kernels.cpu.inline import inlined
+from numkv.kernels.cpu.vectors.emitted import inlined
 from numkv.kernels.cpu.vectors.features import MANY_ROWS
 from numkv.kernels.cpu.vectors.stored import ON_LINE
 

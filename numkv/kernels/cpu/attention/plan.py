@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numkv.kernels.cpu.attention.records import FEW_ROWS, KV_TILE, QUERY_ROWS, Item
-from numkv.kernels.cpu.inline import inlined
+from numkv.kernels.cpu.vectors.emitted import inlined
 from numkv.rows.visible import visible_to_any
 
 # A split of the KV range has at least so many tokens, and a sequence at most so many splits.

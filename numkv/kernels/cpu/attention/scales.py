@@ -19,7 +19,7 @@ from numkv.kernels.cpu.attention.state import (
     sizes_of,
     turn_of,
 )
-from numkv.kernels.cpu.inline import inlined
+from numkv.kernels.cpu.vectors.emitted import inlined
 from numkv.kernels.cpu.vectors.prefetch import prefetch
 from numkv.kernels.cpu.vectors.records import ints_from
 from numkv.kinds import kind as kind_named

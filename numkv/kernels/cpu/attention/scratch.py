@@ -70,9 +70,8 @@ class Scratch(NamedTuple):
     #: Of INT4 V rows: sums of minima with scales of weights, and weights of groups.
     prob_sums: int
     group_probs: int
-    #: Query rows and their sums interleaved, and how many were interleaved together.
+    #: Query rows interleaved, and how many were interleaved together.
     interleaved: int
-    interleaved_sums: int
     unrolls: int
     #: For a matrix unit: V rows, scores, what it adds up, which tokens rows see, scales of a block of query rows, K
     #: rows where they have to be moved, packed queries, and transposed output rows.
@@ -152,7 +151,6 @@ def lay_out(
         prob_sums=LINE * 4 * sizes.v_spans,
         group_probs=_UNROLL * (KV_TILE // 2 * 4) * sizes.v_spans,
         interleaved=2 * rows * sizes.pad_dim,
-        interleaved_sums=2 * rows * 16 * sizes.k_spans,
         unrolls=2 * rows,
         amx_values=sizes.pad_v * (KV_TILE // 2) if use_amx else 0,
         amx_scores=2 * rows * KV_TILE if use_amx else 0,

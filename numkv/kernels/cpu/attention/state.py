@@ -38,8 +38,8 @@ from numkv.kernels.cpu.attention.records import (
     float_type,
 )
 from numkv.kernels.cpu.attention.scratch import Scratch, Sizes
-from numkv.kernels.cpu.inline import inlined
 from numkv.kernels.cpu.vectors.emit import I64
+from numkv.kernels.cpu.vectors.emitted import inlined
 from numkv.kernels.cpu.vectors.records import (
     SHAPE,
     TABLE_ROW,

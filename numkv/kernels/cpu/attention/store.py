@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
-from numkv.kernels.cpu.attention.floats import multiply
 from numkv.kernels.cpu.attention.merge import PART_EXTRA
 from numkv.kernels.cpu.attention.records import LN_2, LOG2_E
 from numkv.kernels.cpu.attention.state import (
@@ -20,7 +19,7 @@ from numkv.kernels.cpu.attention.state import (
     places_of,
     sizes_of,
 )
-from numkv.kernels.cpu.vectors.arrays import row_of
+from numkv.kernels.cpu.vectors.arrays import multiply, row_of
 from numkv.kernels.cpu.vectors.records import array_reader, int_at
 from numkv.rows.softmax import finish
 

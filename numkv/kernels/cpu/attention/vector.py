@@ -16,12 +16,11 @@ import numpy as np
 from numba import types
 
 from numkv.kernels.builder import SCALES
-from numkv.kernels.cpu.attention import floats, integers, pairs
 from numkv.kernels.cpu.attention.engines import in_integers
-from numkv.kernels.cpu.attention.floats import clear
 from numkv.kernels.cpu.attention.llvm.softmax import make_online_softmax_step, make_soft_cap
-from numkv.kernels.cpu.attention.records import LOG2_E, PAIRS, SoftmaxState, float_type
+from numkv.kernels.cpu.attention.records import LOG2_E, SoftmaxState, float_type
 from numkv.kernels.cpu.attention.scales import make_of_head
+from numkv.kernels.cpu.attention.sides import make_keys, make_loader, make_values
 from numkv.kernels.cpu.attention.state import (
     ADJUST,
     AT_ONCE,
@@ -45,8 +44,8 @@ from numkv.kernels.cpu.attention.state import (
     turn_of,
 )
 from numkv.kernels.cpu.attention.visible import visible_in_tile
-from numkv.kernels.cpu.inline import inlined
-from numkv.kernels.cpu.vectors.arrays import row_of
+from numkv.kernels.cpu.vectors.arrays import clear, row_of
+from numkv.kernels.cpu.vectors.emitted import inlined
 from numkv.kernels.cpu.vectors.features import ROW_UNROLL
 from numkv.kernels.cpu.vectors.records import SHAPE, array_reader, int_at
 from numkv.kinds import kind as kind_named
@@ -66,31 +65,6 @@ def _padded_rows(rows):
     return np.int64(4) if rows > 2 else rows
 
 
-def _loader_for(k_kind, compute):
-    """``load_query`` for a storage kind of K."""
-    if in_integers(k_kind, compute):
-        return integers.make_loader(k_kind)
-    return pairs.load_query if compute == PAIRS else floats.make_loader(compute)
-
-
-def _keys_for(k_kind, v_kind, compute, count):
-    """``interleave, scores`` for so many rows at once."""
-    if in_integers(k_kind, compute):
-        return integers.make_keys(k_kind, v_kind, count)
-    if compute == PAIRS:
-        return pairs.make_keys(v_kind, count)
-    return floats.make_keys(k_kind, compute, v_kind, count)
-
-
-def _values_for(k_kind, v_kind, compute, count):
-    """``accumulate`` for so many rows at once."""
-    if in_integers(v_kind, compute):
-        return integers.make_values(v_kind, k_kind, count)
-    if compute == PAIRS:
-        return pairs.make_values(k_kind, count)
-    return floats.make_values(v_kind, compute, k_kind, count)
-
-
 def make_load_rows(k_kind: str, compute: str) -> Callable[..., Any]:
     """``load_rows(state, scale, transposed)``: an item's query rows times a scale, and zeros.
 
@@ -99,7 +73,7 @@ def make_load_rows(k_kind: str, compute: str) -> Callable[..., Any]:
     """
     real = float_type(compute)
     of_head, load_query, floats_of = (
-        make_of_head(k_kind, real), _loader_for(k_kind, compute), floats_reader(compute)
+        make_of_head(k_kind, real), make_loader(k_kind, compute), floats_reader(compute)
     )  # fmt: skip
     queries_at, scales_at = array_reader(getattr(types, real), 3), array_reader(*SCALES[k_kind])
     HAS_SUMS = in_integers(k_kind, compute) and kind_named(k_kind).group_size > 0
@@ -160,8 +134,8 @@ def make_rows(K_KIND, V_KIND, COMPUTE, COUNT):
     `taken` count. In scratch memory they are those from `row` on, interleaved at `place`.
     """
     real = float_type(COMPUTE)
-    interleave, scores = _keys_for(K_KIND, V_KIND, COMPUTE, COUNT)
-    accumulate = _values_for(K_KIND, V_KIND, COMPUTE, COUNT)
+    interleave, scores = make_keys(K_KIND, V_KIND, COMPUTE, COUNT)
+    accumulate = make_values(V_KIND, K_KIND, COMPUTE, COUNT)
     softmax, tile_of, floats_of = (
         make_online_softmax_step(real), make_tile_of(K_KIND, V_KIND), floats_reader(COMPUTE)
     )  # fmt: skip

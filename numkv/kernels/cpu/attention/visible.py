@@ -6,7 +6,7 @@ import numpy as np
 from numba.extending import register_jitable
 
 from numkv.kernels.cpu.attention.records import KV_TILE
-from numkv.kernels.cpu.inline import inlined
+from numkv.kernels.cpu.vectors.emitted import inlined
 from numkv.rows.visible import visible_to_any
 
 

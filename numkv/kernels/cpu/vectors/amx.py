@@ -11,11 +11,9 @@ what belongs to a lane of 32 bits: two neighbouring k in bf16, four in INT8::
 from __future__ import annotations
 
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from numkv.kernels.cpu.vectors.emit import FLOAT, I8, I32, as_bytes
+from numkv.kernels.cpu.vectors.emit import FLOAT, I8, I32, as_bytes, emits
 from numkv.kernels.cpu.vectors.features import AMX_ROWS
 from numkv.kernels.cpu.vectors.words import Words
 
@@ -201,35 +199,27 @@ class AmxWords(Words):
         return vectors
 
 
-@intrinsic
-def amx_shape(typing_context, rows):
+@emits()
+def amx_shape(b, rows):
     """Set up the matrix unit for this thread: tiles of 16 rows of 64 bytes, or narrower ones.
 
     Where `rows` is 16, all eight tiles have 16 rows of 64 bytes. With fewer, a multiple of 4, tiles 0 to 3 and 7 have
     so many rows, and tiles 4 and 5 so many lanes of 32 bits a row: sums, weights, queries and scores of few query rows.
     """
-
-    def codegen(context, b, sig, args):
-        layout = [1] + [0] * 15 + [64, 0] * 8 + [0] * 16 + [AMX_ROWS] * 8 + [0] * 8
-        place = cgutils.alloca_once(b, ir.ArrayType(I8, 64))
-        b.store(ir.Constant(place.type.pointee, bytearray(layout)), place)
-        rows = b.trunc(args[0], I8)
-        for at, value in [(48 + tile, rows) for tile in (0, 1, 2, 3, 7)] + [
-            (16 + 2 * tile, b.shl(rows, I8(2))) for tile in (4, 5)
-        ]:
-            b.store(value, b.gep(place, [I32(0), I32(at)]))
-        Amx(b).configure(as_bytes(b, place))
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
+    layout = [1] + [0] * 15 + [64, 0] * 8 + [0] * 16 + [AMX_ROWS] * 8 + [0] * 8
+    place = cgutils.alloca_once(b, ir.ArrayType(I8, 64))
+    b.store(ir.Constant(place.type.pointee, bytearray(layout)), place)
+    rows = b.trunc(rows, I8)
+    for at, value in [(48 + tile, rows) for tile in (0, 1, 2, 3, 7)] + [
+        (16 + 2 * tile, b.shl(rows, I8(2))) for tile in (4, 5)
+    ]:
+        b.store(value, b.gep(place, [I32(0), I32(at)]))
+    Amx(b).configure(as_bytes(b, place))
 
 
-@intrinsic
-def amx_end(typing_context):
+@emits()
+def amx_end(
+    b,
+):
     """Give the matrix unit back: a thread that uses it is slower to switch to."""
-
-    def codegen(context, b, sig, args):
-        Amx(b).release()
-        return context.get_dummy_value()
-
-    return types.void(), codegen
+    Amx(b).release()

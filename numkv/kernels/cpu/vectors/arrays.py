@@ -1,13 +1,13 @@
-"""Arrays in kernels: a row of a strided array, an array without reference counts, addresses, numbers in even steps."""
+"""Arrays in kernels: a row of a strided array, an array without reference counts, addresses, scales, loops."""
 
 from __future__ import annotations
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, register_jitable
 
-from numkv.kernels.cpu.vectors.emit import I32, I64, data_of, steps
+from numkv.kernels.cpu.vectors.emit import DOUBLE, I32, I64, emits, steps
 
 #: Numbers that `fill_ramp` writes at once.
 RAMP = 8
@@ -56,56 +56,63 @@ def without_refcount(typing_context, array):
     return array(array), codegen
 
 
-@intrinsic
-def address_of(typing_context, array):
+@emits(types.int64)
+def address_of(b, array):
     """Where an array's first element is, as a number."""
-
-    def codegen(context, b, sig, args):
-        return b.ptrtoint(data_of(context, b, sig.args[0], args[0]), I64)
-
-    return types.int64(array), codegen
+    return b.ptrtoint(array, I64)
 
 
-@intrinsic
-def fill_ramp(typing_context, array, at, count, start, step):
+@register_jitable
+def by_row(scale):
+    """A view ``(num_blocks, num_kv_heads, block_size, n)`` of scales of heads, of rows or of groups, for `row_of`.
+
+    Scales of heads repeat themselves, by steps of 0. Of an empty array nothing may be read.
+    """
+    if scale.ndim == 1:
+        return scale[None, :, None, None]
+    if scale.ndim == 3:
+        return scale[:, :, :, None]
+    return scale
+
+
+@emits()
+def clear(b, x, first, end):
+    """``x[first:end] = 0``, of floats that lie one after another."""
+    size = b.mul(b.sub(end, first), I64(8 if x.type.pointee == DOUBLE else 4))
+    cgutils.memset(b, b.gep(x, [first]), size, 0)
+
+
+@register_jitable
+def multiply(x, factor, target):
+    """``target[: len(x)] = factor * x``: a loop that stands alone, over arrays that begin with rows, is vector code."""
+    for i in range(len(x)):
+        target[i] = factor * x[i]
+
+
+@emits()
+def fill_ramp(b, array, at, count, start, step):
     """Put ``start + i * step`` for i in ``range(count)`` into an int64 array.
 
     Up to `RAMP` - 1 numbers more are written. Numba's own loop does not vectorise, as an index that might be negative
     would count from the end.
     """
-    i8 = types.int64
-
-    def codegen(context, b, sig, args):
-        data = data_of(context, b, sig.args[0], args[0])
-        _, at, count, start, step = args
-        iota = ir.Constant(_NUMBERS, [ir.Constant(I64, i) for i in range(RAMP)])
-        first = b.add(_splat(b, start), b.mul(iota, _splat(b, step)))
-        with steps(b, I64(0), count, RAMP) as (i, _):
-            value = b.add(first, _splat(b, b.mul(i, step)))
-            b.store(value, _numbers_at(b, data, b.add(at, i)), align=8)
-        return context.get_dummy_value()
-
-    return types.void(array, i8, i8, i8, i8), codegen
+    iota = ir.Constant(_NUMBERS, [ir.Constant(I64, i) for i in range(RAMP)])
+    first = b.add(_splat(b, start), b.mul(iota, _splat(b, step)))
+    with steps(b, I64(0), count, RAMP) as (i, _):
+        value = b.add(first, _splat(b, b.mul(i, step)))
+        b.store(value, _numbers_at(b, array, b.add(at, i)), align=8)
 
 
-@intrinsic
-def fill_shifted(typing_context, array, at, count, source, shift):
+@emits()
+def fill_shifted(b, array, at, count, source, shift):
     """``array[at : at + count] = array[source : source + count] + shift``, of an int64 array; the two do not overlap.
 
     `count` is rounded up to whole `RAMP`.
     """
-    i8 = types.int64
-
-    def codegen(context, b, sig, args):
-        data = data_of(context, b, sig.args[0], args[0])
-        _, at, count, source, shift = args
-        shift = _splat(b, shift)
-        with steps(b, I64(0), count, RAMP) as (i, _):
-            value = b.load(_numbers_at(b, data, b.add(source, i)), align=8)
-            b.store(b.add(value, shift), _numbers_at(b, data, b.add(at, i)), align=8)
-        return context.get_dummy_value()
-
-    return types.void(array, i8, i8, i8, i8), codegen
+    shift = _splat(b, shift)
+    with steps(b, I64(0), count, RAMP) as (i, _):
+        value = b.load(_numbers_at(b, array, b.add(source, i)), align=8)
+        b.store(b.add(value, shift), _numbers_at(b, array, b.add(at, i)), align=8)
 
 
 _NUMBERS = ir.VectorType(I64, RAMP)

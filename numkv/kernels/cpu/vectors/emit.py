@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from types import SimpleNamespace
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.extending import intrinsic
 
 from numkv.kernels.cpu.vectors.features import ROW_UNROLL
 
@@ -37,6 +40,34 @@ def _unpacked(context, builder, type_, value):
             **dict(zip(type_.fields, unpack(context, builder, type_.types, fields), strict=True))
         )
     return value
+
+
+def emits(returns=types.void, **given):
+    """Make an intrinsic of a function that emits its code, whose arguments are a builder and what `unpack` gives.
+
+    Arrays and tuples may be of any type, all else is int64, but what `given` has another type for, by its name. What
+    the function gives back is of the type `returns`.
+    """
+
+    def decorate(emit):
+        builder, *parameters = inspect.signature(emit).parameters.values()
+
+        def define(typing_context, *arguments):
+            def codegen(context, b, sig, args):
+                found = emit(b, *unpack(context, b, sig.args, args))
+                return context.get_dummy_value() if returns is types.void else found
+
+            taken = [
+                x if isinstance(x, (types.Array, types.BaseTuple)) else given.get(p.name, types.int64)
+                for p, x in zip(parameters, arguments, strict=True)
+            ]  # fmt: skip
+            return returns(*taken), codegen
+
+        functools.update_wrapper(define, emit)
+        define.__signature__ = inspect.Signature([builder, *parameters])
+        return intrinsic(define)
+
+    return decorate
 
 
 def for_rows(builder, rows, emit, most=ROW_UNROLL[0], numbers=ROW_UNROLL):

@@ -24,11 +24,16 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numba
 from numba import types
 from numba.extending import intrinsic
 
 from numkv.kernels.cpu.vectors.emitted_source import Emitter
 from numkv.kernels.cpu.vectors.emitted_values import wrapped
+
+#: Make a function part of each caller, before types are known: the machine code is that of one long kernel, and is
+#: compiled once. `numba.extending.register_jitable` would compile it by itself first, and LLVM would call large ones.
+inlined: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.njit(inline="always")
 
 
 def emitted(function: Callable[..., Any], result: Any = types.int64) -> Any:

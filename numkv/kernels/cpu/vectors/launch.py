@@ -8,7 +8,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from numkv.kernels.cpu.vectors.emit import I8, I32, I64, data_of
+from numkv.kernels.cpu.vectors.emit import I8, I32, I64, emits
 
 
 def thread_launcher() -> int:
@@ -73,12 +73,7 @@ def on_threads(typing_context, launch, workers):
     return types.void(types.int64, types.int64), codegen
 
 
-@intrinsic
-def next_item(typing_context, counter):
+@emits(types.int64)
+def next_item(b, counter):
     """Take the next number of a counter that all threads share (an int64 array of one element)."""
-
-    def codegen(context, b, sig, args):
-        data = data_of(context, b, sig.args[0], args[0])
-        return b.atomic_rmw("add", data, I64(1), "monotonic")
-
-    return types.int64(counter), codegen
+    return b.atomic_rmw("add", counter, I64(1), "monotonic")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, register_jitable
+from numba.extending import register_jitable
 
-from numkv.kernels.cpu.vectors.emit import I8, I32, I64, as_bytes, data_of
+from numkv.kernels.cpu.vectors.emit import I8, I32, I64, as_bytes, emits
 from numkv.kernels.cpu.vectors.features import LOCALITY
 from numkv.kernels.cpu.vectors.stored import ON_LINE, STORED, in_words
 
@@ -89,27 +88,16 @@ def prefetch_column(builder, kind, base, at, column):
     prefetch_line(builder, as_bytes(builder, builder.gep(typed, [builder.add(at, column)])))
 
 
-@intrinsic
-def prefetch(typing_context, array, at):
+@emits()
+def prefetch(b, array, at):
     """Prefetch the cache line of an element of an array."""
-
-    def codegen(context, b, sig, args):
-        data = data_of(context, b, sig.args[0], args[0])
-        prefetch_line(b, as_bytes(b, b.gep(data, [args[1]])))
-        return context.get_dummy_value()
-
-    return types.void(array, types.int64), codegen
+    prefetch_line(b, as_bytes(b, b.gep(array, [at])))
 
 
-@intrinsic
-def _prefetch_address(typing_context, address):
+@emits()
+def _prefetch_address(b, address):
     """Prefetch the cache line at an address."""
-
-    def codegen(context, b, sig, args):
-        prefetch_line(b, b.inttoptr(args[0], I8.as_pointer()))
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
+    prefetch_line(b, b.inttoptr(address, I8.as_pointer()))
 
 
 @register_jitable

@@ -11,13 +11,12 @@ from typing import Any
 
 import llvmlite.binding as llvm
 import numpy as np
-from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
-from numkv.kernels.cpu.vectors.emit import DOUBLE, I64
+from numkv.kernels.cpu.vectors.emit import DOUBLE, I32, I64, emits
 
 #: Axes of an array in a record, at most.
 MOST_AXES = 4
@@ -54,24 +53,16 @@ def _field(b, record, index):
     return b.gep(b.inttoptr(record, I64.as_pointer()), [index])
 
 
-@intrinsic
-def int_at(typing_context, record, index):
+@emits(types.int64)
+def int_at(b, record, index):
     """A number of the record at an address."""
-
-    def codegen(context, b, sig, args):
-        return b.load(_field(b, *args))
-
-    return types.int64(types.int64, types.int64), codegen
+    return b.load(_field(b, record, index))
 
 
-@intrinsic
-def float_at(typing_context, record, index):
+@emits(types.float64)
+def float_at(b, record, index):
     """A float64 whose bits are in the record at an address."""
-
-    def codegen(context, b, sig, args):
-        return b.bitcast(b.load(_field(b, *args)), DOUBLE)
-
-    return types.float64(types.int64, types.int64), codegen
+    return b.bitcast(b.load(_field(b, record, index)), DOUBLE)
 
 
 def array_reader(dtype, ndim, layout="A"):
@@ -102,37 +93,24 @@ def array_reader(dtype, ndim, layout="A"):
     return read
 
 
-@intrinsic
-def put_number(typing_context, address, size, number):
+@emits()
+def put_number(b, address, size, number):
     """Store a number at an address as an integer of 8 or 4 bytes; nowhere if the size is 0."""
-
-    def codegen(context, b, sig, args):
-        address, size, number = args
-        for bits in (64, 32):
-            of = ir.IntType(bits)
-            with b.if_then(b.icmp_signed("==", size, I64(bits // 8))):
-                value = number if bits == 64 else b.trunc(number, of)
-                b.store(value, b.inttoptr(address, of.as_pointer()))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
+    for of in (I64, I32):
+        with b.if_then(b.icmp_signed("==", size, I64(of.width // 8))):
+            value = number if of is I64 else b.trunc(number, of)
+            b.store(value, b.inttoptr(address, of.as_pointer()))
 
 
-@intrinsic
-def number_at(typing_context, address, size):
+@emits(types.int64)
+def number_at(b, address, size):
     """The integer of 8 or 4 bytes at an address."""
-
-    def codegen(context, b, sig, args):
-        address, size = args
-        found = cgutils.alloca_once(b, I64)
-        for bits in (64, 32):
-            of = ir.IntType(bits)
-            with b.if_then(b.icmp_signed("==", size, I64(bits // 8))):
-                value = b.load(b.inttoptr(address, of.as_pointer()))
-                b.store(value if bits == 64 else b.sext(value, I64), found)
-        return b.load(found)
-
-    return types.int64(types.int64, types.int64), codegen
+    found = cgutils.alloca_once(b, I64)
+    for of in (I64, I32):
+        with b.if_then(b.icmp_signed("==", size, I64(of.width // 8))):
+            value = b.load(b.inttoptr(address, of.as_pointer()))
+            b.store(value if of is I64 else b.sext(value, I64), found)
+    return b.load(found)
 
 
 @intrinsic
@@ -193,28 +171,17 @@ def record_of(typing_context, arrays, numbers):
     return types.int64(arrays, numbers), codegen
 
 
-@intrinsic
-def put_int(typing_context, record, index, number):
+@emits()
+def put_int(b, record, index, number):
     """Store a number in the record at an address."""
-
-    def codegen(context, b, sig, args):
-        b.store(args[2], _field(b, *args[:2]))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
+    b.store(number, _field(b, record, index))
 
 
-@intrinsic
-def copy_ints(typing_context, source, target, count):
+@emits()
+def copy_ints(b, source, target, count):
     """Copy numbers from one address to another."""
-
-    def codegen(context, b, sig, args):
-        source, target, count = args
-        with cgutils.for_range(b, count) as loop:
-            b.store(b.load(_field(b, source, loop.index)), _field(b, target, loop.index))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
+    with cgutils.for_range(b, count) as loop:
+        b.store(b.load(_field(b, source, loop.index)), _field(b, target, loop.index))
 
 
 @intrinsic
@@ -249,16 +216,12 @@ def tuple_reader(record_type, index):
 
 
 def tuple_writer(index):
-    """The function that puts a tuple of int64 into a record: ``write(record, numbers)``, from number `index` on."""
+    """The function that puts a named tuple of int64 into a record, from `index` on: ``write(record, numbers)``."""
 
-    @intrinsic
-    def write(typing_context, record, numbers):
-        def codegen(context, b, sig, args):
-            for i, number in enumerate(cgutils.unpack_tuple(b, args[1])):
-                b.store(number, _field(b, args[0], I64(index + i)))
-            return context.get_dummy_value()
-
-        return types.void(types.int64, numbers), codegen
+    @emits()
+    def write(b, record, numbers):
+        for i, number in enumerate(vars(numbers).values()):
+            b.store(number, _field(b, record, I64(index + i)))
 
     return write
 

@@ -1,19 +1,15 @@
 """The steps of attention in vector code: functions that kernels call, whose bodies emit LLVM.
 
-==================  ==========================================================================================
-`qk`                query rows side by side, and their dot products with a tile of K rows
-`softmax`           the soft cap, and the online softmax over a tile
-`pv`                the weighted sum of a tile's V rows
-`scales`            scales of a tile's tokens, side by side
-`int8`, `int4_qk`,  the same in integers
-`int4_pv`
-`amx_qk`,           the same on Intel's matrix unit
-`amx_softmax`,
-`amx_pv`
-`amx_few_qk`,       the same there, for few query rows
-`amx_few_softmax`,
-`amx_few_pv`
-==================  ==========================================================================================
+===============  =========================================================================================
+`floats`         query rows side by side and their dot products with a tile of K rows; the sum of V rows
+`pairs`          what is special about pairs of bf16
+`int8`, `int4`   the same in integers
+`scales`         scales of a tile's tokens, side by side
+`softmax`        the soft cap, and the online softmax over a tile
+`many_rows`      all of it for many query rows
+`amx`            the same on Intel's matrix unit
+`amx_few`        the same there, for few query rows
+===============  =========================================================================================
 
 A function whose code depends on storage kinds or on the float type is made by a factory ``make_...``. All floats are in
 one array of scratch memory; records say where (`numkv.kernels.cpu.attention.records`).

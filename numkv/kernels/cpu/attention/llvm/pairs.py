@@ -16,11 +16,18 @@ import functools
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from numkv.kernels.cpu.attention.llvm.pv import WeightedSums
+from numkv.kernels.cpu.attention.llvm.floats import WeightedSums
 from numkv.kernels.cpu.attention.records import PAIRS, PANEL
-from numkv.kernels.cpu.vectors.emit import I16, I32, I64, for_rows, numbers_taken, steps, unpack
+from numkv.kernels.cpu.vectors.emit import (
+    I16,
+    I32,
+    I64,
+    emits,
+    for_rows,
+    numbers_taken,
+    steps,
+)
 from numkv.kernels.cpu.vectors.features import LANES, ROW_UNROLL
 from numkv.kernels.cpu.vectors.vectors import Vectors
 
@@ -47,30 +54,23 @@ def _paired(v, first, second):
     ]
 
 
-@intrinsic
-def pair_row(typing_context, f, at, size):
+@emits()
+def pair_row(b, f, at, size):
     """Make a row of bf16 pairs of `size` floats, in place; `size` is a multiple of two vectors.
 
     The floats have no more bits than bf16 has; the lower ones are dropped.
     """
-    i8 = types.int64
-
-    def codegen(context, b, sig, args):
-        data, at, size = unpack(context, b, sig.args, args)
-        v = Vectors(b, "float32")
-        with steps(b, I64(0), size, 2 * v.lanes) as (i, _):
-            vectors = [
-                b.bitcast(v.load_floats(data, b.add(b.add(at, i), I64(n * v.lanes))), v.int_type)
-                for n in range(2)
-            ]
-            first, second = (v.shuffle(*vectors, range(n, 2 * v.lanes, 2)) for n in (0, 1))
-            low = b.lshr(first, v.splat_int(16))
-            high = b.and_(second, v.splat_int(-0x10000))
-            to = b.add(at, b.ashr(i, I64(1)))
-            v.store(b.bitcast(b.or_(low, high), v.type), data, to)
-        return context.get_dummy_value()
-
-    return types.void(f, i8, i8), codegen
+    v = Vectors(b, "float32")
+    with steps(b, I64(0), size, 2 * v.lanes) as (i, _):
+        vectors = [
+            b.bitcast(v.load_floats(f, b.add(b.add(at, i), I64(n * v.lanes))), v.int_type)
+            for n in range(2)
+        ]
+        first, second = (v.shuffle(*vectors, range(n, 2 * v.lanes, 2)) for n in (0, 1))
+        low = b.lshr(first, v.splat_int(16))
+        high = b.and_(second, v.splat_int(-0x10000))
+        to = b.add(at, b.ashr(i, I64(1)))
+        v.store(b.bitcast(b.or_(low, high), v.type), f, to)
 
 
 def _rounded(v, vector):
@@ -86,82 +86,61 @@ def _pairs_of_weights(v, even, odd):
     return v.b.bitcast(v.b.or_(_rounded(v, even), high), v.type)
 
 
-@intrinsic
-def pair_weights(typing_context, rows, f, p_at, begin, end):
+@emits()
+def pair_weights(b, rows, f, p_at, begin, end):
     """Make pairs of the weights of `rows` query rows and the tokens ``[begin, end)`` of a tile, in place.
 
     Weights are those of `online_softmax_step`: p[t, r] at ``p_at + t * rows + r``, 0 outside the tokens. Pairs of row r
     and the tokens 2i and 2i + 1 go to ``p_at + i * rows + r``. Whole vectors are written.
     """
-    i8 = types.int64
+    v = Vectors(b, "float32")
 
-    def codegen(context, b, sig, args):
-        rows, data, p_at, begin, end = unpack(context, b, sig.args, args)
-        v = Vectors(b, "float32")
+    def emit(rows):
+        number = 2 * v.lanes // rows  # of tokens
+        lanes = [i for i in range(2 * v.lanes) if i // rows % 2 == 0]
+        with steps(b, b.and_(begin, I64(-number)), end, number) as (t, _):
+            at = b.add(p_at, b.mul(t, I64(rows)))
+            both = [v.load_floats(f, b.add(at, I64(i * v.lanes))) for i in range(2)]
+            even, odd = (v.shuffle(*both, [i + more for i in lanes]) for more in (0, rows))
+            to = b.add(p_at, b.mul(b.ashr(t, I64(1)), I64(rows)))
+            v.store(_pairs_of_weights(v, even, odd), f, to)
 
-        def emit(rows):
-            number = 2 * v.lanes // rows  # of tokens
-            lanes = [i for i in range(2 * v.lanes) if i // rows % 2 == 0]
-            with steps(b, b.and_(begin, I64(-number)), end, number) as (t, _):
-                at = b.add(p_at, b.mul(t, I64(rows)))
-                both = [v.load_floats(data, b.add(at, I64(i * v.lanes))) for i in range(2)]
-                even, odd = (v.shuffle(*both, [i + more for i in lanes]) for more in (0, rows))
-                to = b.add(p_at, b.mul(b.ashr(t, I64(1)), I64(rows)))
-                v.store(_pairs_of_weights(v, even, odd), data, to)
-
-        for_rows(b, rows, emit, ROW_UNROLL[0])
-        return context.get_dummy_value()
-
-    return types.void(i8, f, i8, i8, i8), codegen
+    for_rows(b, rows, emit, ROW_UNROLL[0])
 
 
-@intrinsic
-def pair_panel_weights(typing_context, f, p_at, count, begin, end):
+@emits()
+def pair_panel_weights(b, f, p_at, count, begin, end):
     """The same for `count` rows of a panel: p[t, r] is at ``p_at + t * PANEL + r``.
 
     Weights next to the tokens, of the other token of a pair, have to be 0.
     """
-    i8 = types.int64
-
-    def codegen(context, b, sig, args):
-        data, p_at, count, begin, end = unpack(context, b, sig.args, args)
-        v = Vectors(b, "float32")
-        with (
-            steps(b, b.and_(begin, I64(-2)), end, 2) as (t, _),
-            steps(b, I64(0), count, v.lanes) as (r, _),
-        ):
-            at = b.add(b.add(p_at, r), b.mul(t, I64(PANEL)))
-            even, odd = (v.load_floats(data, b.add(at, I64(i * PANEL))) for i in range(2))
-            to = b.add(b.add(p_at, r), b.mul(b.ashr(t, I64(1)), I64(PANEL)))
-            v.store(_pairs_of_weights(v, even, odd), data, to)
-        return context.get_dummy_value()
-
-    return types.void(f, i8, i8, i8, i8), codegen
+    v = Vectors(b, "float32")
+    with (
+        steps(b, b.and_(begin, I64(-2)), end, 2) as (t, _),
+        steps(b, I64(0), count, v.lanes) as (r, _),
+    ):
+        at = b.add(b.add(p_at, r), b.mul(t, I64(PANEL)))
+        even, odd = (v.load_floats(f, b.add(at, I64(i * PANEL))) for i in range(2))
+        to = b.add(b.add(p_at, r), b.mul(b.ashr(t, I64(1)), I64(PANEL)))
+        v.store(_pairs_of_weights(v, even, odd), f, to)
 
 
-@intrinsic
-def copy_rows(typing_context, f, to_at, step, rows, end):
+@emits()
+def copy_rows(b, f, to_at, step, rows, end):
     """Put rows ``[0, end)`` of a tile side by side, two elements to a float, with zeros up to a whole vector.
 
     Row t goes to ``to_at + t * step``.
     """
-    i8 = types.int64
+    v = Vectors(b, "float32")
 
-    def codegen(context, b, sig, args):
-        data, to_at, step, rows, end = unpack(context, b, sig.args, args)
-        v = Vectors(b, "float32")
+    def put(row_at, d, to_row, mask=None):
+        value = _load_words(v, rows.words, b.add(row_at, d), mask)
+        v.store(b.bitcast(value, v.type), f, b.add(to_row, b.ashr(d, I64(1))))
 
-        def put(row_at, d, to_row, mask=None):
-            value = _load_words(v, rows.words, b.add(row_at, d), mask)
-            v.store(b.bitcast(value, v.type), data, b.add(to_row, b.ashr(d, I64(1))))
-
-        with steps(b, I64(0), end, 1) as (t, _):
-            row_at = b.load(b.gep(rows.offsets, [t]))
-            to_row = b.add(to_at, b.mul(t, step))
-            _by_words(v, rows.dim, lambda d, mask: put(row_at, d, to_row, mask))
-        return context.get_dummy_value()
-
-    return types.void(f, i8, i8, rows, i8), codegen
+    with steps(b, I64(0), end, 1) as (t, _):
+        row_at = b.load(b.gep(rows.offsets, [t]))
+        to_row = b.add(to_at, b.mul(t, step))
+        _by_words(v, rows.dim, lambda d, mask: put(row_at, d, to_row, mask))
 
 
 def _by_words(v, dim, emit):
@@ -175,69 +154,58 @@ def _by_words(v, dim, emit):
         emit(whole, v.lanes_below(rest, lanes=_WORDS.count))
 
 
-@intrinsic
-def pair_rows(typing_context, f, to_at, step, rows, begin, end):
+@emits(types.boolean)
+def pair_rows(b, f, to_at, step, rows, begin, end):
     """Put V rows ``[begin, end)`` of a tile down as pairs, and return whether all of them are finite.
 
     Those of the tokens 2i and 2i + 1 go to ``to_at + i * step``, with zeros up to two whole vectors, and with zeros for
     a token that is outside.
     """
-    i8 = types.int64
+    v = Vectors(b, "float32")
+    zero = ir.Constant(_WORDS, None)
+    largest = cgutils.alloca_once_value(b, zero)
 
-    def codegen(context, b, sig, args):
-        data, to_at, step, rows, begin, end = unpack(context, b, sig.args, args)
-        v = Vectors(b, "float32")
-        zero = ir.Constant(_WORDS, None)
-        largest = cgutils.alloca_once_value(b, zero)
+    def larger(x, y):
+        return b.select(b.icmp_signed(">", x, y), x, y)
 
-        def larger(x, y):
-            return b.select(b.icmp_signed(">", x, y), x, y)
+    magnitude = ir.Constant(_WORDS, [I16(0x7FFF)] * _WORDS.count)
+    with steps(b, b.and_(begin, I64(-2)), end, 2) as (t, _):
+        after = b.add(t, I64(1))
+        places = [b.load(b.gep(rows.offsets, [x])) for x in (t, after)]
+        there = (b.icmp_signed(">=", t, begin), b.icmp_signed("<", after, end))
+        to_row = b.add(to_at, b.mul(b.ashr(t, I64(1)), step))
 
-        magnitude = ir.Constant(_WORDS, [I16(0x7FFF)] * _WORDS.count)
-        with steps(b, b.and_(begin, I64(-2)), end, 2) as (t, _):
-            after = b.add(t, I64(1))
-            places = [b.load(b.gep(rows.offsets, [x])) for x in (t, after)]
-            there = (b.icmp_signed(">=", t, begin), b.icmp_signed("<", after, end))
-            to_row = b.add(to_at, b.mul(b.ashr(t, I64(1)), step))
+        def put(d, mask):
+            both = []
+            for at, is_there in zip(places, there, strict=True):
+                words = _load_words(v, rows.words, b.add(at, d), mask)
+                words = b.select(is_there, words, zero)
+                both.append(words)
+                b.store(larger(b.and_(words, magnitude), b.load(largest)), largest)
+            for i, pairs in enumerate(_paired(v, *both)):
+                to = b.add(b.add(to_row, d), I64(i * v.lanes))
+                v.store(b.bitcast(pairs, v.type), f, to)
 
-            def put(d, mask):
-                both = []
-                for at, is_there in zip(places, there, strict=True):
-                    words = _load_words(v, rows.words, b.add(at, d), mask)
-                    words = b.select(is_there, words, zero)
-                    both.append(words)
-                    b.store(larger(b.and_(words, magnitude), b.load(largest)), largest)
-                for i, pairs in enumerate(_paired(v, *both)):
-                    to = b.add(b.add(to_row, d), I64(i * v.lanes))
-                    v.store(b.bitcast(pairs, v.type), data, to)
-
-            _by_words(v, rows.dim, put)
-        halves = (range(v.lanes), range(v.lanes, 2 * v.lanes))
-        found = larger(*(v.shuffle(b.load(largest), zero, half) for half in halves))
-        return b.icmp_signed("<", v.fold(found, larger), I16(_EXPONENT))
-
-    return types.boolean(f, i8, i8, rows, i8, i8), codegen
+        _by_words(v, rows.dim, put)
+    halves = (range(v.lanes), range(v.lanes, 2 * v.lanes))
+    found = larger(*(v.shuffle(b.load(largest), zero, half) for half in halves))
+    return b.icmp_signed("<", v.fold(found, larger), I16(_EXPONENT))
 
 
 @functools.cache
 def make_accumulate_pairs(next_kind):
     """`accumulate_pairs`; `next_kind` is that of the rows that are prefetched."""
 
-    @intrinsic
-    def accumulate_pairs(
-        typing_context, rows, count, floats, p_at, values, begin, end, outputs, extents
-    ):
+    @emits()
+    def accumulate_pairs(b, rows, count, floats, p_at, values, begin, end, outputs, extents):
         """`accumulate_pv` of V in bf16 and of `pair_weights`; output rows are padded to two whole vectors."""
-        i8 = types.int64
-
-        def codegen(context, b, sig, args):
-            sums = _PairedSums(b, ("bf16", PAIRS, next_kind), *unpack(context, b, sig.args, args))
-            most = ROW_UNROLL[0]
-            for_rows(b, args[1], sums.emit, most, numbers_taken(args[0], most))
-            sums.add_single_tokens(args[1])
-            return context.get_dummy_value()
-
-        return types.void(i8, i8, floats, i8, values, i8, i8, outputs, extents), codegen
+        kinds = "bf16", PAIRS, next_kind
+        sums = _PairedSums(
+            b, kinds, rows, count, floats, p_at, values, begin, end, outputs, extents
+        )
+        most = ROW_UNROLL[0]
+        for_rows(b, count, sums.emit, most, numbers_taken(rows, most))
+        sums.add_single_tokens(count)
 
     return accumulate_pairs
 

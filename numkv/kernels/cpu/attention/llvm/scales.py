@@ -9,12 +9,10 @@ from __future__ import annotations
 import functools
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from numkv.kernels.cpu.attention.records import KV_TILE
 from numkv.kernels.cpu.vectors.arrays import RAMP
-from numkv.kernels.cpu.vectors.emit import FLOAT, I16, I32, I64, steps, unpack
+from numkv.kernels.cpu.vectors.emit import FLOAT, I16, I32, I64, emits, steps
 from numkv.kernels.cpu.vectors.features import INT4_INTEGERS
 from numkv.kernels.cpu.vectors.vectors import Vectors
 from numkv.rows.int4 import LOWEST, OFFSETS
@@ -56,37 +54,29 @@ def lie_apart(v, rows, row, step):
 def make_gather_scales(compute):
     """`gather_scales` for scratch memory of a float type."""
 
-    @intrinsic
-    def gather_scales(typing_context, to, to_at, scales, offsets):
+    @emits()
+    def gather_scales(b, to, to_at, scales, offsets):
         """``to[to_at : to_at + KV_TILE] = scales[offsets]``, from float32."""
+        v = Vectors(b, compute)
+        some = RAMP  # tokens at once
+        pieces = ir.VectorType(FLOAT, some)
+        wide = ir.VectorType(v.float, some)
 
-        def codegen(context, b, sig, args):
-            data, to_at, source, offsets = unpack(context, b, sig.args, args)
-            v = Vectors(b, compute)
-            some = RAMP  # tokens at once
-            pieces = ir.VectorType(FLOAT, some)
-            wide = ir.VectorType(v.float, some)
+        def put(value, t):
+            if v.double:
+                value = b.fpext(value, wide if isinstance(value.type, ir.VectorType) else v.float)
+            v.store(value, to, b.add(to_at, t))
 
-            def put(value, t):
-                if v.double:
-                    value = b.fpext(
-                        value, wide if isinstance(value.type, ir.VectorType) else v.float
-                    )
-                v.store(value, data, b.add(to_at, t))
-
-            with steps(b, I64(0), I64(KV_TILE), some) as (t, _):
-                first = b.gep(offsets, [t])
-                rows = b.load(b.bitcast(first, ir.VectorType(I64, some).as_pointer()), align=8)
-                row = b.load(first)
-                with b.if_else(lie_apart(v, rows, row, 1), likely=False) as (of_apart, of_others):
-                    with of_apart, steps(b, t, b.add(t, I64(some)), 1) as (i, _):
-                        put(b.load(b.gep(source, [b.load(b.gep(offsets, [i]))])), i)
-                    with of_others:
-                        pointer = b.bitcast(b.gep(source, [row]), pieces.as_pointer())
-                        put(b.load(pointer, align=4), t)
-            return context.get_dummy_value()
-
-        return types.void(to, types.int64, scales, offsets), codegen
+        with steps(b, I64(0), I64(KV_TILE), some) as (t, _):
+            first = b.gep(offsets, [t])
+            rows = b.load(b.bitcast(first, ir.VectorType(I64, some).as_pointer()), align=8)
+            row = b.load(first)
+            with b.if_else(lie_apart(v, rows, row, 1), likely=False) as (of_apart, of_others):
+                with of_apart, steps(b, t, b.add(t, I64(some)), 1) as (i, _):
+                    put(b.load(b.gep(scales, [b.load(b.gep(offsets, [i]))])), i)
+                with of_others:
+                    pointer = b.bitcast(b.gep(scales, [row]), pieces.as_pointer())
+                    put(b.load(pointer, align=4), t)
 
     return gather_scales
 
@@ -95,8 +85,8 @@ def make_gather_scales(compute):
 def make_gather_groups(compute, by_group=False):
     """`gather_groups` for scratch memory of a float type; `by_group` for K rows that are taken as integers."""
 
-    @intrinsic
-    def gather_groups(typing_context, to, to_at, scales, offsets, groups):
+    @emits()
+    def gather_groups(b, to, to_at, scales, offsets, groups):
         """Put the scales and the minima of a tile's INT4 rows side by side, `groups` of each token.
 
         In NumPy, of the words ``w = scales[offsets[:, None] + arange(groups)]``::
@@ -109,22 +99,17 @@ def make_gather_groups(compute, by_group=False):
 
         By group, a group's scales lie side by side, at ``to_at + g * KV_TILE + t``.
         """
-
-        def codegen(context, b, sig, args):
-            gather = _Gather(b, compute, *unpack(context, b, sig.args, args))
-            if compute == "float64" or not INT4_INTEGERS:
-                gather.emit(4)
-                return context.get_dummy_value()
-            emit = gather.emit_by_group if by_group else gather.emit
-            few = b.icmp_signed("<=", gather.groups, I64(2))
-            with b.if_else(few) as (of_few, of_others):
-                with of_few:
-                    emit(2)
-                with of_others:
-                    emit(4)
-            return context.get_dummy_value()
-
-        return types.void(to, types.int64, scales, offsets, types.int64), codegen
+        gather = _Gather(b, compute, to, to_at, scales, offsets, groups)
+        if compute == "float64" or not INT4_INTEGERS:
+            gather.emit(4)
+            return
+        emit = gather.emit_by_group if by_group else gather.emit
+        few = b.icmp_signed("<=", groups, I64(2))
+        with b.if_else(few) as (of_few, of_others):
+            with of_few:
+                emit(2)
+            with of_others:
+                emit(4)
 
     return gather_groups
 

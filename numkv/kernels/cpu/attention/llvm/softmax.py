@@ -10,7 +10,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from numkv.kernels.cpu.attention.records import KV_TILE
-from numkv.kernels.cpu.vectors.emit import I32, I64, for_rows, steps, unpack
+from numkv.kernels.cpu.vectors.emit import I32, I64, emits, for_rows, steps, unpack
 from numkv.kernels.cpu.vectors.features import row_unroll
 from numkv.kernels.cpu.vectors.math import exp2, tanh
 from numkv.kernels.cpu.vectors.vectors import Vectors
@@ -20,22 +20,16 @@ from numkv.kernels.cpu.vectors.vectors import Vectors
 def make_soft_cap(compute):
     """`soft_cap` for a float type."""
 
-    @intrinsic
-    def soft_cap(typing_context, rows, s, s_at, cap):
+    @emits(cap=getattr(types, compute))
+    def soft_cap(b, rows, s, s_at, cap):
         """Bound the scores of some rows and a tile: ``s = cap * tanh(s / cap) * log2(e)``."""
-
-        def codegen(context, b, sig, args):
-            rows, data, s_at, cap = unpack(context, b, sig.args, args)
-            v = Vectors(b, compute)
-            cap = v.splat(cap)
-            factor = b.fmul(cap, v.splat(math.log2(math.e)))
-            with steps(b, I64(0), b.mul(rows, I64(KV_TILE)), v.lanes) as (i, _):
-                at = b.add(s_at, i)
-                score = b.fdiv(v.load_floats(data, at), cap)
-                v.store(b.fmul(tanh(v, score), factor), data, at)
-            return context.get_dummy_value()
-
-        return types.void(types.int64, s, types.int64, getattr(types, compute)), codegen
+        v = Vectors(b, compute)
+        cap = v.splat(cap)
+        factor = b.fmul(cap, v.splat(math.log2(math.e)))
+        with steps(b, I64(0), b.mul(rows, I64(KV_TILE)), v.lanes) as (i, _):
+            at = b.add(s_at, i)
+            score = b.fdiv(v.load_floats(s, at), cap)
+            v.store(b.fmul(tanh(v, score), factor), s, at)
 
     return soft_cap
 
@@ -44,8 +38,8 @@ def make_soft_cap(compute):
 def make_online_softmax_step(compute):
     """`online_softmax_step` for a float type."""
 
-    @intrinsic
-    def online_softmax_step(typing_context, rows, count, s, s_at, begin, end, state):
+    @emits()
+    def online_softmax_step(b, rows, count, s, s_at, begin, end, state):
         """Turn the scores of some rows and a tile into probabilities relative to the running maxima.
 
         Of scores s (KV_TILE, rows) in base 2, with those of tokens outside ``[begin, end)`` taken for -inf::
@@ -57,65 +51,56 @@ def make_online_softmax_step(compute):
         and sums, in the same array, follow for the first `count` rows; `rescale` goes to ``state.rescale_at``, up to a
         whole vector. A row that has seen nothing keeps its maximum of -inf.
         """
-        i8 = types.int64
+        v = Vectors(b, compute)
+        size = b.mul(rows, I64(KV_TILE))
+        partial = b.or_(b.icmp_signed(">", begin, I64(0)), b.icmp_signed("<", end, I64(KV_TILE)))
+        with b.if_then(partial, likely=False), steps(b, I64(0), size, v.lanes) as (i, _):
+            at = b.add(s_at, i)
+            below = v.lanes_below(b.sub(b.mul(end, rows), i))
+            seen = b.and_(below, b.not_(v.lanes_below(b.sub(b.mul(begin, rows), i))))
+            v.store(b.select(seen, v.load_floats(s, at), v.splat(-math.inf)), s, at)
 
-        def codegen(context, b, sig, args):
-            rows, count, data, s_at, begin, end, state = unpack(context, b, sig.args, args)
-            v = Vectors(b, compute)
-            size = b.mul(rows, I64(KV_TILE))
-            partial = b.or_(
-                b.icmp_signed(">", begin, I64(0)), b.icmp_signed("<", end, I64(KV_TILE))
-            )
-            with b.if_then(partial, likely=False), steps(b, I64(0), size, v.lanes) as (i, _):
-                at = b.add(s_at, i)
-                below = v.lanes_below(b.sub(b.mul(end, rows), i))
-                seen = b.and_(below, b.not_(v.lanes_below(b.sub(b.mul(begin, rows), i))))
-                v.store(b.select(seen, v.load_floats(data, at), v.splat(-math.inf)), data, at)
+        old, before = (cgutils.alloca_once(b, v.type) for _ in range(2))
 
-            old, before = (cgutils.alloca_once(b, v.type) for _ in range(2))
+        def load_rows(rows):
+            b.store(v.repeated(s, state.maxima_at, rows), old)
+            b.store(v.repeated(s, state.sums_at, rows), before)
 
-            def load_rows(rows):
-                b.store(v.repeated(data, state.maxima_at, rows), old)
-                b.store(v.repeated(data, state.sums_at, rows), before)
+        for_rows(b, rows, load_rows, row_unroll(compute))
+        old = b.load(old)
+        # Several vectors side by side, as each has to wait for its predecessor.
+        chains = range(4)
 
-            for_rows(b, rows, load_rows, row_unroll(compute))
-            old = b.load(old)
-            # Several vectors side by side, as each has to wait for its predecessor.
-            chains = range(4)
+        def pieces(i):
+            """The next vector of each chain, and where it is."""
+            for j in chains:
+                at = b.add(b.add(s_at, i), I64(j * v.lanes))
+                yield v.load_floats(s, at), at
 
-            def pieces(i):
-                """The next vector of each chain, and where it is."""
-                for j in chains:
-                    at = b.add(b.add(s_at, i), I64(j * v.lanes))
-                    yield v.load_floats(data, at), at
+        def merged(slots, combine):
+            a, b_, c, d = (b.load(slot) for slot in slots)
+            return v.fold_by_row(combine(combine(a, b_), combine(c, d)), rows, combine)
 
-            def merged(slots, combine):
-                a, b_, c, d = (b.load(slot) for slot in slots)
-                return v.fold_by_row(combine(combine(a, b_), combine(c, d)), rows, combine)
-
-            peaks = [cgutils.alloca_once_value(b, v.splat(-math.inf)) for _ in chains]
-            with steps(b, I64(0), size, len(chains) * v.lanes) as (i, _):
-                for (score, _), slot in zip(pieces(i), peaks, strict=True):
-                    b.store(v.larger(score, b.load(slot)), slot)
-            new = v.larger(merged(peaks, v.larger), old)
-            # Where nothing has been seen, subtracting 0 avoids inf - inf.
-            nothing = b.fcmp_ordered("==", new, v.splat(-math.inf))
-            base = b.select(nothing, v.splat(0.0), new)
-            totals = [cgutils.alloca_once_value(b, v.splat(0.0)) for _ in chains]
-            with steps(b, I64(0), size, len(chains) * v.lanes) as (i, _):
-                for (score, at), slot in zip(pieces(i), totals, strict=True):
-                    p = exp2(v, b.fsub(score, base))
-                    v.store(p, data, at)
-                    b.store(b.fadd(b.load(slot), p), slot)
-            rescale = exp2(v, b.fsub(old, base))
-            total = v.fma(b.load(before), rescale, merged(totals, b.fadd))
-            there = v.lanes_below(count)
-            v.store_masked(new, data, state.maxima_at, there)
-            v.store_masked(total, data, state.sums_at, there)
-            v.store(rescale, data, state.rescale_at)
-            return context.get_dummy_value()
-
-        return types.void(i8, i8, s, i8, i8, i8, state), codegen
+        peaks = [cgutils.alloca_once_value(b, v.splat(-math.inf)) for _ in chains]
+        with steps(b, I64(0), size, len(chains) * v.lanes) as (i, _):
+            for (score, _), slot in zip(pieces(i), peaks, strict=True):
+                b.store(v.larger(score, b.load(slot)), slot)
+        new = v.larger(merged(peaks, v.larger), old)
+        # Where nothing has been seen, subtracting 0 avoids inf - inf.
+        nothing = b.fcmp_ordered("==", new, v.splat(-math.inf))
+        base = b.select(nothing, v.splat(0.0), new)
+        totals = [cgutils.alloca_once_value(b, v.splat(0.0)) for _ in chains]
+        with steps(b, I64(0), size, len(chains) * v.lanes) as (i, _):
+            for (score, at), slot in zip(pieces(i), totals, strict=True):
+                p = exp2(v, b.fsub(score, base))
+                v.store(p, s, at)
+                b.store(b.fadd(b.load(slot), p), slot)
+        rescale = exp2(v, b.fsub(old, base))
+        total = v.fma(b.load(before), rescale, merged(totals, b.fadd))
+        there = v.lanes_below(count)
+        v.store_masked(new, s, state.maxima_at, there)
+        v.store_masked(total, s, state.sums_at, there)
+        v.store(rescale, s, state.rescale_at)
 
     return online_softmax_step
 

@@ -1,17 +1,23 @@
-"""Scores of query rows and a tile of K rows: in floats, in integers where K is INT8 or codes, or in pairs of bf16."""
+"""Scores of query rows and a tile of K rows, in floats, in integers or in pairs of bf16; sums of V rows, in floats."""
 
 from __future__ import annotations
 
 import functools
 
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from numkv.kernels.cpu.attention.llvm.scales import load_group
 from numkv.kernels.cpu.attention.records import PAIRS
-from numkv.kernels.cpu.vectors.emit import I16, I64, for_rows, scratch_floats, steps, unpack
+from numkv.kernels.cpu.vectors.emit import (
+    I16,
+    I64,
+    emits,
+    for_rows,
+    numbers_taken,
+    scratch_floats,
+    steps,
+)
 from numkv.kernels.cpu.vectors.features import ACCUMULATORS, row_unroll
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.stored import ON_LINE, in_words, loaded_words
@@ -31,8 +37,8 @@ _PAIRS = GROUP // 2
 def make_interleave_queries(compute):
     """`interleave_queries` for a float type."""
 
-    @intrinsic
-    def interleave_queries(typing_context, rows, q, q_at, q_step, size, to_at):
+    @emits()
+    def interleave_queries(b, rows, q, q_at, q_step, size, to_at):
         """Interleave `rows` query rows: with n = lanes / rows, ``to = q.reshape(rows, -1, n).swapaxes(0, 1)``.
 
         A vector then has a few elements of each row, as `qk_tile` reads them. Of four rows and 16 lanes::
@@ -43,24 +49,17 @@ def make_interleave_queries(compute):
         Row r is at ``q_at + r * q_step`` of the floats `q`. `size` floats of each are taken, a multiple of the lanes,
         or for more than one row of half of them; they go to ``q[to_at]`` and on.
         """
-        i8 = types.int64
 
-        def codegen(context, b, sig, args):
-            rows, data, q_at, q_step, size, to_at = unpack(context, b, sig.args, args)
+        def emit(rows):
+            v = Vectors(b, compute)
+            each = v.lanes // rows
+            with steps(b, I64(0), size, each) as (i, _):
+                to = b.add(to_at, b.mul(i, I64(rows)))
+                for r in range(rows):
+                    at = b.add(b.add(q_at, b.mul(I64(r), q_step)), i)
+                    v.store(v.load_part(q, at, each), q, b.add(to, I64(r * each)))
 
-            def emit(rows):
-                v = Vectors(b, compute)
-                each = v.lanes // rows
-                with steps(b, I64(0), size, each) as (i, _):
-                    to = b.add(to_at, b.mul(i, I64(rows)))
-                    for r in range(rows):
-                        at = b.add(b.add(q_at, b.mul(I64(r), q_step)), i)
-                        v.store(v.load_part(data, at, each), data, b.add(to, I64(r * each)))
-
-            for_rows(b, rows, emit, row_unroll(compute))
-            return context.get_dummy_value()
-
-        return types.void(i8, q, i8, i8, i8, i8), codegen
+        for_rows(b, rows, emit, row_unroll(compute))
 
     return interleave_queries
 
@@ -69,8 +68,8 @@ def make_interleave_queries(compute):
 def make_qk_tile(kind, compute, next_kind):
     """`qk_tile` for a storage kind of K and a float type, or `PAIRS`; `next_kind` is that of the prefetched rows."""
 
-    @intrinsic
-    def qk_tile(typing_context, rows, floats, queries, keys, count, s_at, extents):
+    @emits()
+    def qk_tile(b, rows, floats, queries, keys, count, s_at, extents):
         """Scores of `rows` query rows and `count` K rows: ``s[t, r] = sum over d of q[r, d] * k[t, d]``.
 
         Query rows (`queries`) are those of `interleave_queries`, with zeros up to whole vectors. `count` is rounded up
@@ -92,21 +91,15 @@ def make_qk_tile(kind, compute, next_kind):
         K rows that have to be widened are put into scratch memory first, once for all query rows. Meanwhile the memory
         in `extents` (the tile's V rows) is prefetched.
         """
-        i8 = types.int64
-
-        def codegen(context, b, sig, args):
-            emitter = _QK(
-                b, (kind, compute, next_kind), *unpack(context, b, sig.args[1:], args[1:])
-            )
-            for_rows(b, args[0], emitter.emit, row_unroll(compute))
-            return context.get_dummy_value()
-
-        return types.void(i8, floats, queries, keys, i8, i8, extents), codegen
+        emitter = _Scores(
+            b, (kind, compute, next_kind), floats, queries, keys, count, s_at, extents
+        )
+        for_rows(b, rows, emitter.emit, row_unroll(compute))
 
     return qk_tile
 
 
-class _QK:
+class _Scores:
     """Emits `qk_tile`."""
 
     def __init__(self, b, kinds, floats, queries, keys, count, s_at, extents):
@@ -337,3 +330,179 @@ class _QK:
         for i, start in enumerate((I64(0), half)):
             for first, values in pairs:
                 v.store(values[i], self.scratch, b.add(b.add(to, start), I64(first)))
+
+
+@functools.cache
+def make_accumulate_pv(kind, compute, next_kind):
+    """`accumulate_pv` for a storage kind of V and a float type; `next_kind` is that of the rows that are prefetched."""
+
+    @emits()
+    def accumulate_pv(b, rows, count, floats, p_at, values, begin, end, outputs, extents):
+        """Add weighted V rows: ``o[r, d] = rescale[r] * o[r, d] + sum over t in [begin, end) of p[t, r] * v[t, d]``.
+
+        All floats are in one array: p[t, r] is at ``p_at + t * rows + r``, o[r, d] at
+        ``outputs.at + r * outputs.step + d``. Of the `rows` rows the first `count` are taken. Output rows are padded to
+        whole vectors; columns past the head dim get zeros. Where V is quantised, `values` says where `gather_scales`
+        (INT8, CODE4 and CODE6, with float64 only) or `gather_groups` (INT4) put the tokens' scales.
+
+        A vector holds columns of one row, and sums stay in registers while all tokens pass::
+
+            o[r, 0:16]  += p[t, r] * v[t, 0:16]
+            o[r, 16:32] += p[t, r] * v[t, 16:32]         for all rows, a few vectors of columns at a time
+
+        Meanwhile the memory in `extents` (the next tile's K rows) is prefetched.
+        """
+        emitter = WeightedSums(
+            b,
+            (kind, compute, next_kind),
+            rows,
+            count,
+            floats,
+            p_at,
+            values,
+            begin,
+            end,
+            outputs,
+            extents,
+        )
+        count, most = count, row_unroll(compute)
+        for_rows(b, count, emitter.emit, most, numbers_taken(rows, most))
+
+    return accumulate_pv
+
+
+class WeightedSums:
+    """Emits `accumulate_pv`; what a turn is, and what is multiplied with what in it, is a subclass's own."""
+
+    #: Tokens of a turn of the innermost loop.
+    tokens = 1
+
+    def __init__(self, b, kinds, rows, count, floats, p_at, values, begin, end, outputs, extents):
+        self.kind, self.compute, self.next_kind = kinds
+        self.b, self.v = b, Vectors(b, self.compute)
+        self.row_step, self.floats, self.p_at, self.values = rows, floats, p_at, values
+        self.begin, self.end, self.outputs, self.extents = begin, end, outputs, extents
+
+    def emit(self, rows):
+        """The code for a number of query rows."""
+        b, v, dim = self.b, self.v, self.values.dim
+        self.rows, self.stream = rows, PrefetchStream(b, self.next_kind, self.extents)
+        self.factors = [
+            v.load_one(self.floats, b.add(self.outputs.rescale_at, I64(r))) for r in range(rows)
+        ]
+        # A power of 2, as head dims have many of them.
+        vectors = min(8, 1 << max(1, ACCUMULATORS * 3 // 2 // rows).bit_length() - 1)
+        wide, add, unit = self.units(vectors)
+        in_wide = b.mul(b.sdiv(dim, I64(wide * unit)), I64(wide * unit))
+        whole = b.and_(dim, I64(-unit))
+        with steps(b, I64(0), in_wide, wide * unit) as (column, _):
+            add(column, wide)
+        if wide > 1:
+            with steps(b, in_wide, whole, unit) as (column, _):
+                add(column, 1)
+        rest = b.sub(dim, whole)
+        with b.if_then(b.icmp_signed(">", rest, I64(0))):
+            add(whole, 1, rest)
+
+    def units(self, vectors):
+        """How many units of columns are taken at once where so many vectors may be, what adds them, and their size."""
+        if self.kind != "int4":
+            return vectors, self.add_vectors, self.v.lanes
+        self.pieces_at_once = max(1, vectors // 2)  # pairs of vectors
+        return max(1, self.pieces_at_once * self.v.lanes // _PAIRS), self.add_groups, GROUP
+
+    def turns(self):
+        """The innermost loop's first turn and the one after its last."""
+        return self.begin, self.end
+
+    def weights(self, t):
+        """What V rows of a turn are multiplied with: a vector for each query row."""
+        b, v = self.b, self.v
+        at = b.add(self.p_at, b.mul(t, self.row_step))
+        weights = [v.load_one(self.floats, b.add(at, I64(r))) for r in range(self.rows)]
+        if kind_named(self.kind).scales_per == "row":
+            scale = v.load_one(self.floats, b.add(self.values.scales_at, t))
+            weights = [b.fmul(weight, scale) for weight in weights]
+        return [v.splat(weight) for weight in weights]
+
+    def add(self, total, weight, values):
+        """A sum and one more product."""
+        return self.v.fma(weight, values, total)
+
+    def add_rows(self, columns, mask, load, elements):
+        """One pass over the tokens for some vectors of columns, kept in registers.
+
+        `columns` are where they start; ``load(t)`` gives their values in a turn, `elements` of each token. With a
+        mask, only its lanes of the output are read and written.
+        """
+        b, v, outputs = self.b, self.v, self.outputs
+        sums = [[cgutils.alloca_once(b, v.type) for _ in columns] for _ in range(self.rows)]
+        places = [
+            [b.add(b.add(outputs.at, b.mul(I64(r), outputs.step)), column) for column in columns]
+            for r in range(self.rows)
+        ]
+        for r in range(self.rows):
+            factor = v.splat(self.factors[r])
+            for place, slot in zip(places[r], sums[r], strict=True):
+                before = v.load_floats(self.floats, place, mask)
+                b.store(b.fmul(before, factor), slot)
+        with steps(b, *self.turns(), 1) as (t, _):
+            weights = self.weights(t)
+            self.stream.issue(self.tokens * elements, t)
+            for i, v_row in enumerate(load(t)):
+                for r in range(self.rows):
+                    b.store(self.add(b.load(sums[r][i]), weights[r], v_row), sums[r][i])
+        for r in range(self.rows):
+            for place, slot in zip(places[r], sums[r], strict=True):
+                if mask is None:
+                    v.store(b.load(slot), self.floats, place)
+                else:
+                    v.store_masked(b.load(slot), self.floats, place, mask)
+
+    def add_vectors(self, column, vectors, columns=None):
+        """Add `vectors` vectors of columns, or one with so many columns as a row's end has left."""
+        b, v = self.b, self.v
+        mask, lanes = None, loaded_words(self.kind, v.lanes)
+        if columns is not None:
+            mask = v.lanes_below(in_words(b, self.kind, columns), lanes=lanes)
+        starts = [b.add(column, I64(i * v.lanes)) for i in range(vectors)]
+
+        def load(t):
+            row_at = b.load(b.gep(self.values.offsets, [t]))
+            for start in starts:
+                at = b.add(row_at, in_words(b, self.kind, start))
+                yield v.load(self.kind, self.values.words, at, mask, start)
+
+        self.add_rows(starts, None, load, vectors * v.lanes)
+
+    def add_groups(self, column, groups, columns=None):
+        """Add `groups` groups of INT4 columns, or one with so many columns as a row's end has left."""
+        b, v = self.b, self.v
+        half = I64(_PAIRS) if columns is None else b.ashr(columns, I64(1))
+        group = b.ashr(column, I64(GROUP.bit_length() - 1))
+        pieces = [(g, first) for g in range(groups) for first in range(0, _PAIRS, v.lanes)]
+        # Pieces of a short group have masks of their own.
+        size = self.pieces_at_once if columns is None else 1
+        for piece in range(0, len(pieces), size):
+            taken = pieces[piece : piece + size]
+            mask = None if columns is None else v.lanes_below(half, taken[0][1])
+            starts = [
+                b.add(b.add(column, I64(g * GROUP + first)), start)
+                for g, first in taken
+                for start in (I64(0), half)
+            ]
+
+            def load(t, taken=taken, mask=mask):
+                row_at = b.add(b.load(b.gep(self.values.offsets, [t])), b.ashr(column, I64(1)))
+                scales = {
+                    g: load_group(
+                        v, self.floats, self.values.scales_at, t, b.add(group, I64(g)),
+                        self.values.groups,
+                    )
+                    for g in sorted({g for g, _ in taken})
+                }  # fmt: skip
+                for g, first in taken:
+                    at = b.add(row_at, I64(g * _PAIRS + first))
+                    yield from v.load_nibbles(self.values.words, at, *scales[g], mask)
+
+            self.add_rows(starts, mask, load, 2 * len(taken) * v.lanes)
