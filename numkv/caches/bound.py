@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from numkv.access import Access, busy
+from numkv.access import Access, writes
 from numkv.attention.attend import check_group, check_own_memory, check_sinks
 from numkv.attention.options import AttentionOptions, check_options
 from numkv.checks import check_array, check_writable
@@ -381,7 +381,7 @@ class BoundStep:
         written: Any, of: Any,
     ) -> None:  # fmt: skip
         self._bound, self._of, self.num_tokens = bound, of, num_tokens
-        self._access, self._writer = access, access.writer
+        self._access = access
         self._dtype = bound._rows.kind.dtype
         # Layers that are still to be called; of each a `_Ready`, or None where it goes the ordinary way.
         self._ready: dict[int, _Ready | None] = dict.fromkeys(bound._layers)
@@ -399,6 +399,7 @@ class BoundStep:
         self._written = written  # of each layer, if the cache wants to know
         bound._begun[:] = [(self._ready, memory)]
 
+    @writes
     def __call__(
         self, layer: int, q: Any, k: Any, v: Any, out: Any = None, *, stream: Any = None
     ) -> Any:
@@ -441,22 +442,15 @@ class BoundStep:
         After an error the layer is as it was, and can be called again. Only a cache with full-precision tokens keeps
         the rows if the attention after them fails, for want of memory: end the step then.
         """
-        writer, call = self._writer, object()
-        try:
-            if writer.setdefault("call", call) is not call:
-                raise busy(self, "call")
-            ready = self._ready.get(layer) if type(layer) is int else None
-            if ready is not None and stream is None:
-                result = _empty(ready.shape, self._dtype) if out is None else out
-                if not run_compiled(ready.kernel, self._dtype, ready, q, k, v, result):
-                    if self._written is not None:
-                        self._written[layer] = True
-                    del self._ready[layer]
-                    return result
-            return self._in_two_calls(layer, q, k, v, out, stream)
-        finally:
-            if "call" in writer and writer["call"] is call:
-                del writer["call"]
+        ready = self._ready.get(layer) if type(layer) is int else None
+        if ready is not None and stream is None:
+            result = _empty(ready.shape, self._dtype) if out is None else out
+            if not run_compiled(ready.kernel, self._dtype, ready, q, k, v, result):
+                if self._written is not None:
+                    self._written[layer] = True
+                del self._ready[layer]
+                return result
+        return self._in_two_calls(layer, q, k, v, out, stream)
 
     def _in_two_calls(self, layer: Any, q: Any, k: Any, v: Any, out: Any, stream: Any) -> Any:
         """Append and attend the ordinary ways, all checks first."""

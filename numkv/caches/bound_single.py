@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from numkv.access import Access, busy, writes
+from numkv.access import Access, writes
 from numkv.attention.options import AttentionOptions
 from numkv.caches.bound import (
     Bound,
@@ -186,6 +186,7 @@ class BoundLayer(Bound):
         self._ready: Any = None
         self._planned: Any = None  # what the plan in it depends on
 
+    @writes
     def __call__(self, q: Any, k: Any, v: Any, out: Any = None, *, stream: Any = None) -> Any:
         """Append new rows, and attend with the queries of their tokens.
 
@@ -222,27 +223,20 @@ class BoundLayer(Bound):
         -----
         Nothing has changed after an error.
         """
-        writer, call = self._access.writer, object()
-        try:
-            if writer.setdefault("call", call) is not call:
-                raise busy(self, "call")
-            layer = self._layer
-            start = layer._stored(0)
-            if type(q) is _array and q.ndim == 3 and stream is None:
-                tokens = len(q)
-                if start + tokens <= layer._room and self._fits_one_call(tokens):
-                    self._prepare(layer, start, tokens)
-                    dtype, pool = self._rows.kind.dtype, self._pools[0]
-                    result = out
-                    if result is None:
-                        result = np.empty((tokens, self._rows.num_q_heads, pool.head_dim_v), dtype)
-                    if not run_compiled(self._kernel, dtype, self._ready, q, k, v, result):
-                        return result
-            with layer._target.on(stream, q, k, v, layer._pool.k):
-                return self._in_two_calls(layer, start, q, k, v, out)
-        finally:
-            if "call" in writer and writer["call"] is call:
-                del writer["call"]
+        layer = self._layer
+        start = layer._stored(0)
+        if type(q) is _array and q.ndim == 3 and stream is None:
+            tokens = len(q)
+            if start + tokens <= layer._room and self._fits_one_call(tokens):
+                self._prepare(layer, start, tokens)
+                dtype, pool = self._rows.kind.dtype, self._pools[0]
+                result = out
+                if result is None:
+                    result = np.empty((tokens, self._rows.num_q_heads, pool.head_dim_v), dtype)
+                if not run_compiled(self._kernel, dtype, self._ready, q, k, v, result):
+                    return result
+        with layer._target.on(stream, q, k, v, layer._pool.k):
+            return self._in_two_calls(layer, start, q, k, v, out)
 
     def _prepare(self, layer: Any, start: int, tokens: int) -> None:
         """Plan a call; what earlier calls have planned stays as far as it can."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv import targets
-from numkv.access import busy, drops, reads, writes
+from numkv.access import drops, reads, writes
 from numkv.arrays import CacheArrays
 from numkv.attention.options import check_options
 from numkv.attention.sight import Visible
@@ -306,6 +306,7 @@ class KVCache(SingleSequence):
     def _block_table(self, layer: int) -> Array:
         return self._device_tables[layer]
 
+    @writes
     def append(self, layer: int, k: Any, v: Any, *, check_finite: bool = True, stream: Any = None) -> None:  # fmt: skip
         """Append the rows of one token or of several to a layer; the length stays.
 
@@ -329,21 +330,13 @@ class KVCache(SingleSequence):
         DimensionMismatch, UnsupportedDType, NotSupported
             If an array has another shape, dtype, layout or target.
         """
-        # What the decorators of `numkv.access` do, at half the cost.
-        writer, call = self._access.writer, object()
-        try:
-            if writer.setdefault("call", call) is not call:
-                raise busy(self, "append")
-            layer = check_index("layer", layer, len(self._lengths))
-            rows = (k, v)
-            if type(k) is type(v) is np.ndarray and k.ndim == v.ndim == 2:
-                rows = (k[None], v[None])
-            if stream is None and self._append_small(layer, *rows, check_finite):
-                return
-            self._append(layer, k, v, check_finite, stream)
-        finally:
-            if "call" in writer and writer["call"] is call:
-                del writer["call"]
+        layer = check_index("layer", layer, len(self._lengths))
+        rows = (k, v)
+        if type(k) is type(v) is np.ndarray and k.ndim == v.ndim == 2:
+            rows = (k[None], v[None])
+        if stream is None and self._append_small(layer, *rows, check_finite):
+            return
+        self._append(layer, k, v, check_finite, stream)
 
     def _as_rows(self, k: Any, v: Any) -> tuple[Array, Array]:
         return self._token_rows("k", k, self.head_dim), self._token_rows("v", v, self.head_dim_v)

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.access import busy, drops, reads, whole
+from numkv.access import drops, reads, whole, writes
 from numkv.arrays import CacheArrays
 from numkv.attention.options import check_options
 from numkv.attention.sight import Visible
@@ -248,6 +248,7 @@ class Layer(SingleSequence):
             return None
         return super()._ready_table(layer)
 
+    @writes
     def append(
         self, k: Any, v: Any = None, *, check_finite: bool = True, stream: Any = None
     ) -> None:
@@ -273,16 +274,8 @@ class Layer(SingleSequence):
         DimensionMismatch, UnsupportedDType, NotSupported
             If an array has another shape, dtype, layout or target.
         """
-        # What the decorators of `numkv.access` do, at half the cost.
-        writer, call = self._access.writer, object()
-        try:
-            if writer.setdefault("call", call) is not call:
-                raise busy(self, "append")
-            if stream is not None or not self._append_small(0, k, v, check_finite):
-                self._append(0, k, v, check_finite, stream)
-        finally:
-            if "call" in writer and writer["call"] is call:
-                del writer["call"]
+        if stream is not None or not self._append_small(0, k, v, check_finite):
+            self._append(0, k, v, check_finite, stream)
 
     @explained
     def bind(
@@ -345,6 +338,7 @@ class Layer(SingleSequence):
         """
         self._set_scales(0, k, v)
 
+    @writes
     def write(
         self,
         qkv: Any,
@@ -401,17 +395,10 @@ class Layer(SingleSequence):
         DimensionMismatch, UnsupportedDType, NotSupported, ValueError
             If an argument is missing, or has another shape, dtype, layout, value or target.
         """
-        writer, call = self._access.writer, object()
-        try:
-            if writer.setdefault("call", call) is not call:
-                raise busy(self, "write")
-            return self._write(
-                qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, pos_offset, q_out,
-                check_finite, stream,
-            )  # fmt: skip
-        finally:
-            if "call" in writer and writer["call"] is call:
-                del writer["call"]
+        return self._write(
+            qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, pos_offset, q_out,
+            check_finite, stream,
+        )  # fmt: skip
 
     def _write(
         self, qkv: Any, num_q_heads: int, cos: Any, sin: Any, qk_mode: QKMode | int, q_norm_weight: Any,

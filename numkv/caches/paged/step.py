@@ -614,7 +614,6 @@ class Step:
         return tuple(slots.gathered(slots.arrays[number], self._state_slots[0]))
 
     @on_stream
-    @whole
     def write_state(self, layer: int, *states: Any, stream: Any = None) -> None:
         """Write a layer's states as they are after the step's tokens.
 
@@ -634,6 +633,10 @@ class Step:
         NumkvError, NotSupported, IndexError
             See `state`.
         """
+        self._write_state(layer, states)
+
+    @whole
+    def _write_state(self, layer: int, states: tuple[Any, ...]) -> None:
         slots, number = self._states(layer)
         shapes = slots.shapes[number]
         if len(states) != len(shapes):
