@@ -12,7 +12,7 @@ from numkv.access import drops, reads, whole, writes
 from numkv.arrays import CacheArrays
 from numkv.attention.options import check_options
 from numkv.attention.sight import Visible
-from numkv.caches.bound_single import BoundLayer, bind_layer
+from numkv.caches.bound import BoundLayer, Rows, ToBind, options_of_layers
 from numkv.caches.single import SingleSequence
 from numkv.checks import check_kept
 from numkv.compaction.key_shift import RopeShift
@@ -306,9 +306,17 @@ class Layer(SingleSequence):
         DimensionMismatch, UnsupportedDType, NotSupported, ValueError, TypeError
             If an argument does not fit the layer.
         """
-        return bind_layer(
-            self, num_q_heads, kind, sm_scale, logits_soft_cap, window_left, sinks, check_finite
-        )
+        pool, at_once = self._pool, self._full_precision is None
+        rows = Rows.check(pool, num_q_heads, kind, check_finite)
+        asked = sm_scale, logits_soft_cap, [window_left], sinks
+        (options,) = options_of_layers([pool], rows, *asked)
+        arrays = pool.k, pool.k_scale, pool.v, pool.v_scale
+        layer = ToBind(pool, rows.num_q_heads, arrays, at_once=at_once, mark=self._lengths)
+        return BoundLayer(layer, self._access, self._now, self._append_attend, rows, options)
+
+    def _now(self) -> tuple[int, int, NDArray[np.int32], int]:
+        """What bound calls go by; see `BoundLayer`."""
+        return self._stored(0), self._room, self._ids, self._version
 
     @on_stream
     @drops
