@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import functools
+import linecache
 import pathlib
 import random
 import signal
@@ -37,7 +38,7 @@ def left_out(filename):
     They give a claimed object free, or come right behind the call of a method by `reads`.
     """
     found = set()
-    for node in ast.walk(ast.parse(pathlib.Path(filename).read_text())):
+    for node in ast.walk(ast.parse("".join(linecache.getlines(filename)))):
         if isinstance(node, ast.Try) and "del writer" in "".join(map(ast.unparse, node.finalbody)):
             last = node.finalbody
             assert not [

@@ -90,6 +90,11 @@ def test_methods_say_it_too():
         pool.release(id=[0])
     with pytest.raises(TypeError, match=r"^BlockPool\.ref_count\(\) .*; did you mean `ids`\?"):
         pool.ref_count(id=[0])
+    for call in (layer.append, layer.write):
+        with pytest.raises(
+            TypeError, match=r"^ContiguousLayer\.\w+\(\) .*; did you mean `check_finite`\?"
+        ):
+            call(check_finit=True)
 
 
 def test_binding_and_other_rare_calls_do():
@@ -105,8 +110,7 @@ def test_binding_and_other_rare_calls_do():
 
 def test_calls_that_write_a_token_leave_it_to_python():
     """As `docs/errors.md` says: a look at names would cost each of them something."""
-    layer = numkv.ContiguousLayer(16, 2, 8)
-    for call in (layer.append, layer.write, numkv.append, numkv.paged_append, numkv.paged_write):
+    for call in (numkv.append, numkv.paged_append, numkv.paged_write):
         with pytest.raises(TypeError, match=r"\(\) got an unexpected keyword argument 'dtype'$"):
             call(dtype="int8")
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from numkv.caches.bound import BoundAttention, BoundStep
-from numkv.caches.bound_single import BoundLayer
+from numkv.caches.bound import BoundAttention, BoundLayer, BoundStep
 from numkv.caches.contiguous_layer import ContiguousLayer
 from numkv.caches.kv_cache import KVCache
 from numkv.caches.multi.config import Batch, CacheConfig

@@ -16,25 +16,26 @@ is not as it was bound) goes the ordinary ways, which append and attend, or say 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from numkv.access import Access, busy
+from numkv.access import Access, writes
 from numkv.attention.attend import check_group, check_own_memory, check_sinks
 from numkv.attention.options import AttentionOptions, check_options
 from numkv.checks import check_array, check_writable
+from numkv.compaction.moves import slots_of
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError, UnsupportedDType
 from numkv.kinds import QUERY_DTYPES, Kind
 from numkv.kinds import kind as named
 from numkv.numbers import check_flag, check_index, check_size
 from numkv.storage.buffer import source_dtypes
 from numkv.storage.pool import Pool
-from numkv.targets.base import Array
 
 _UINT16 = np.dtype(np.uint16)
 _empty, _array = np.empty, np.ndarray
+_ALWAYS = np.ones(1, np.int64)  # buffers that are never replaced
 
 
 class Rows(NamedTuple):
@@ -68,20 +69,95 @@ class Rows(NamedTuple):
         return rows
 
 
-# Layouts of arrays that are remembered as checked.
-_MOST_SEEN = 1024
+class ToBind(NamedTuple):
+    """A layer as its cache hands it over."""
+
+    pool: Pool
+    num_q_heads: int
+    arrays: Sequence[Any]  #: K, its scales, V and its scales, as the compiled function takes them
+    group: int = 0  #: which of the tables of a step are its own
+    at_once: bool = True  #: whether the compiled function does its calls, if there is one
+    source: int | None = None  #: the layer whose rows it reads, if it has none of its own
+    mark: Any = None  #: its length, which calls count up; None where the cache counts
+    lives: Any = _ALWAYS  #: whether these buffers are still the cache's, in an array of one element
 
 
-class _Ready(NamedTuple):
-    """What a call hands over for a layer: addresses of its record and of its step's; the objects are to be kept."""
+class NewTokens(NamedTuple):
+    """What a cache hands over as a step begins: where the new tokens go."""
 
-    layer: int
+    access: Access
+    num_tokens: int
+    pools: Any  #: another object where buffers have been replaced
+    tables: Sequence[Any]  #: blocks ``(num_seqs, max_blocks)``; these and slots of each group
+    lens: Any
+    starts: Any
+    slots: Sequence[Any]
+    block_size: int
+    #: ``two_calls(layer, q, k, v, options, check_finite)`` appends and attends the ordinary ways; all is checked, and
+    #: undone if it fails.
+    two_calls: Callable[..., Any]
+    ended: Callable[[int], str]  #: what to say of a layer that has no call left
+    begun: list[Any]  #: takes the layers that are left, a dict which the cache may clear
+    lengths: tuple[int, int] = (0, 0)  #: of each layer's mark, before and after
+    written: Any = None  #: takes which layers have been called, if the cache wants to know
+    place: Any = None
+
+
+class PreparedCall(NamedTuple):
+    """A call that is ready but for its arrays: compiled code, and addresses of what it works with."""
+
+    kernel: Any
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]  #: of the output
     step: int
     workers: int
-    shape: tuple[int, ...]  # of the output
-    kernel: Any
-    layer_record: Any
-    step_record: Any
+    layer: int
+    records: tuple[Any, Any]  #: which are at these addresses
+
+    def run(self, q: Any, k: Any, v: Any, out: Any) -> Any:
+        """Append and attend; None, and nothing has changed, where that takes more than this."""
+        kernel, dtype, shape, step, workers, layer, _ = self
+        found = _empty(shape, dtype) if out is None else out
+        if not (
+            type(q) is type(k) is type(v) is type(found) is _array
+            and q.dtype == k.dtype == v.dtype == found.dtype == dtype
+        ):  # fmt: skip
+            return None
+        words = found
+        if dtype.itemsize == 2:
+            q, k, v, words = q.view(_UINT16), k.view(_UINT16), v.view(_UINT16), found.view(_UINT16)
+        try:
+            if workers == 1:
+                failed = kernel.call(layer, step, q, k, v, words, 0)
+            else:
+                failed = kernel.launched(kernel.call, workers, layer, step, q, k, v, words)
+        except TypeError:  # another rank, read-only or unaligned
+            return None
+        return None if failed else found
+
+
+class _Plan(NamedTuple):
+    """What calls of some layers share in a step: their blocks, the window, and sizes."""
+
+    group: int
+    window: int
+    sizes: tuple[int, int, int, int]  #: q heads, kv heads, elements of a K row and of a V row
+    kernel: Any  #: the compiled function; None where calls go the ordinary ways
+    most_tokens: int  #: that one compiled call takes
+
+    def memory(self, last: Any, num_seqs: int, num_tokens: int, max_blocks: int) -> Any:
+        """Memory for a step: that of another one where it has the same extents."""
+        extents = (num_seqs, num_tokens, max_blocks, *self.sizes)
+        return last if last is not None and last.extents == extents else self.kernel.step(*extents)
+
+    def call(self, kind: Kind, step: Any) -> tuple[Any, np.dtype[Any], tuple[int, ...], int, int]:
+        """What prepared calls of a step have in common, by its record."""
+        shape = step.extents.num_tokens, self.sizes[0], self.sizes[3]
+        return self.kernel, kind.dtype, shape, step.address, step.workers
+
+
+# Layouts of arrays that are remembered as checked.
+_MOST_SEEN = 1024
 
 
 def options_of_layers(
@@ -122,27 +198,20 @@ def options_of_layers(
 
 
 class Bound:
-    """What bound caches and layers have in common: pools, options and records of layers.
+    """What bound caches and layers have in common: what is bound of each layer, and how its arrays are checked.
 
     Parameters
     ----------
-    pools : sequence of Pool
-        Of each layer.
+    layers : sequence of ToBind or None
+        The layers; None for one that has no calls.
     rows : Rows
         What is bound.
-    options : list of AttentionOptions
+    options : sequence of AttentionOptions or None
         Of each layer.
     """
 
-    def __init__(self, pools: Sequence[Pool], rows: Rows, options: list[AttentionOptions]) -> None:
-        self._rows, self._options = rows, options
-        self._pools = list(pools)
-        self._heads = [rows.num_q_heads] * len(options)
-        self._layers: Sequence[int] = range(len(options))  # that are called in a step
-        # Of the last step the layers that are left and the memory, which the next one takes if there are none.
-        self._begun: list[tuple[dict[int, Any], list[Any]]] = []
-        self._kernel: Any = None
-        self._records: list[Any] = []
+    def __init__(self, layers: Sequence[Any], rows: Rows, options: Sequence[Any]) -> None:
+        self._layers, self._rows, self._options = layers, rows, options
         self._seen: set[Any] = set()  # layouts of arrays that have been checked
 
     @property
@@ -164,56 +233,36 @@ class Bound:
         layers = len(self._options)
         return f"<{type(self).__name__}: layers={layers}, kind={self.kind}, num_q_heads={self.num_q_heads}>"
 
-    # -- for subclasses
-
-    def _bind(self, marks: Sequence[Any], parts: Sequence[Any], lives: Any) -> None:
-        """Make the records of all layers, if there is a compiled function for them."""
-        self._records = []
-        self._kernel = kernel = self._kernel_of(self._pools[0]) if self._pools else None
-        if kernel is not None:
-            each = zip(self._pools, parts, self._options, marks, strict=True)
-            self._records = [
-                self._record(kernel, pool, arrays, options, mark, lives)
-                for pool, arrays, options, mark in each
-            ]
-
-    def _kernel_of(self, pool: Pool) -> Any:
-        """The compiled function for layers of a pool, if there is one."""
-        if not pool.target.values_on_host or pool.rotate:
-            return None
-        kind = self._rows.kind.name
-        return pool.target.ops.append_attend(kind, kind, pool.k_kind.name, pool.v_kind.name)
-
-    def _kernel_at(self, number: int) -> Any:
-        """The compiled function for layers of one of a step's plans."""
-        return self._kernel
-
-    def _record(
-        self, kernel: Any, pool: Pool, arrays: Sequence[Any], options: AttentionOptions, mark: Any, lives: Any
-    ) -> Any:  # fmt: skip
-        """The record of a layer with these buffers."""
-        return kernel.layer(
-            *arrays, np.empty(0, kernel.compute) if options.sinks is None else options.sinks,
-            (options.scale(pool.head_dim), options.logits_soft_cap, options.window_left),
-            self._rows.check_finite, mark, lives,
-        )  # fmt: skip
-
-    def _fits_one_call(self, num_tokens: int) -> bool:
-        """Whether a step's rows are so few that one compiled call takes them."""
-        if self._kernel is None or not num_tokens:
-            return False
-        pool = self._pools[0]
-        of_token = max(self._rows.num_q_heads, int(pool.k.shape[1])) * max(
-            pool.head_dim, pool.head_dim_v
+    def _plan(self, layer: int) -> _Plan:
+        """What a layer's calls are planned by."""
+        of, pool = self._layers[layer], self._layers[layer].pool
+        kernel, kind = None, self.kind.name
+        if of.at_once and pool.target.values_on_host and not pool.rotate:
+            kernel = pool.target.ops.append_attend(kind, kind, pool.k_kind.name, pool.v_kind.name)
+        sizes = of.num_q_heads, int(pool.k.shape[1]), pool.head_dim, pool.head_dim_v
+        most = (
+            0
+            if kernel is None
+            else (pool.target.small_call - 1) // (max(sizes[:2]) * max(sizes[2:]))
         )
-        small: bool = num_tokens * of_token < pool.target.small_call
-        return small
+        return _Plan(of.group, self._options[layer].window_left, sizes, kernel, most)
+
+    def _record(self, layer: int, kernel: Any) -> Any:
+        """The record of a layer for its compiled function; None where there is none, or where it reads others' rows."""
+        of, options = self._layers[layer], self._options[layer]
+        if kernel is None or of.source is not None:
+            return None
+        return kernel.layer(
+            *of.arrays, np.empty(0, kernel.compute) if options.sinks is None else options.sinks,
+            (options.scale(of.pool.head_dim), options.logits_soft_cap, options.window_left),
+            self._rows.check_finite, of.mark, of.lives,
+        )  # fmt: skip
 
     def _checked(
         self, layer: int, tokens: int, q: Any, k: Any, v: Any, out: Any
     ) -> tuple[Any, ...]:
         """See `_check`; on CUDA arrays like those of an earlier call stay as they are, for who uses them to check."""
-        if not self._pools or self._pools[layer].target.values_on_host:
+        if self._layers[layer].pool.target.values_on_host:
             return self._check(layer, tokens, q, k, v, out)
         try:
             layout = layer, tokens, *((type(x), x.shape, x.dtype) for x in (q, k, v))
@@ -231,48 +280,27 @@ class Bound:
 
     def _check(self, layer: int, tokens: int, q: Any, k: Any, v: Any, out: Any) -> tuple[Any, ...]:
         """Check arrays of a call that goes the ordinary way; they come back as the target's own."""
-        pool, dtypes = self._pools[layer], (self.kind.dtype,)
+        (pool, heads, _, _, _, source, *_), dtypes = self._layers[layer], (self.kind.dtype,)
         target, rows = pool.target, (tokens, int(pool.k.shape[1]))
-        q, out = self._check_queries(layer, tokens, q, out)
+        if source is not None:
+            for name, x in (("k", k), ("v", v)):
+                if x is not None:
+                    raise NotSupported(
+                        f"`{name}`: expected None for layer {layer}, which reads the rows of layer {source}, got "
+                        f"{type(x).__name__}"
+                    )
+        of_q = tokens, heads
+        q = check_array(target, "q", q, dtypes, (*of_q, pool.head_dim))
+        if out is not None:
+            out = check_array(target, "out", out, dtypes, (*of_q, pool.head_dim_v))
+            check_writable("out", out)
+            check_own_memory(target, out, q, pool, {})
+        if source is not None:
+            return q, None, None, out
         k = check_array(target, "k", k, dtypes, (*rows, pool.head_dim))
         v = check_array(target, "v", v, dtypes, (*rows, pool.head_dim_v))
         first = self._rows.check_finite and pool.looks_first
         return q, *pool.check_rows(k, v, check_finite=first), out
-
-    def _check_queries(self, layer: int, tokens: int, q: Any, out: Any) -> tuple[Any, Any]:
-        """Check queries, and the array that takes the output, if there is one."""
-        pool, dtypes, heads = self._pools[layer], (self.kind.dtype,), self._heads[layer]
-        q = check_array(pool.target, "q", q, dtypes, (tokens, heads, pool.head_dim))
-        if out is not None:
-            out = check_array(pool.target, "out", out, dtypes, (tokens, heads, pool.head_dim_v))
-            check_writable("out", out)
-            check_own_memory(pool.target, out, q, pool, {})
-        return q, out
-
-    def _extents(self, num_seqs: int, num_tokens: int, max_blocks: int) -> tuple[int, ...]:
-        """What the memory of a step is made for."""
-        pool = self._pools[0]
-        return (
-            num_seqs, num_tokens, max_blocks, self._rows.num_q_heads, int(pool.k.shape[1]), pool.head_dim,
-            pool.head_dim_v,
-        )  # fmt: skip
-
-    def _spare(self) -> list[Any]:
-        """Memory of the last step, if all its layers have been called; popped by one step alone."""
-        try:
-            left, memory = self._begun.pop()
-        except IndexError:
-            return []
-        return [] if left else list(memory)
-
-    def _memory(self, spare: list[Any], num_seqs: int, num_tokens: int, max_blocks: int) -> Any:
-        """Memory for a step: of the last one where that has the same extents."""
-        extents = self._extents(num_seqs, num_tokens, max_blocks)
-        while spare:
-            found = spare.pop()
-            if found.extents == extents:
-                return found
-        return self._kernel.step(*extents)
 
 
 class BoundAttention(Bound):
@@ -281,9 +309,16 @@ class BoundAttention(Bound):
     `begin` begins a step and gives the object that is called for each layer. Whatever happens to the cache between
     steps, a growth included, the next `begin` finds it; the cache does not know of what is bound to it.
 
+    Layers in the same blocks with as many q heads and the same window share a plan in a step. Layers whose queries
+    attend within chunks, and those that read another one's rows, go the ordinary way.
+
     Parameters
     ----------
-    pools, rows, options
+    layers : function
+        Gives a `ToBind` of each layer, or None; asked again where buffers have been replaced.
+    begin : function
+        ``begin(new, make)`` makes room for new tokens, as a writer, and hands `make` a `NewTokens`.
+    rows, options
         See `Bound`.
 
     Notes
@@ -292,56 +327,103 @@ class BoundAttention(Bound):
     cannot be copied or pickled, as it belongs to its cache.
     """
 
-    # -- what a subclass says
+    def __init__(
+        self, layers: Callable[[], list[Any]], begin: Callable[..., BoundStep], rows: Rows, options: Sequence[Any],
+    ) -> None:  # fmt: skip
+        super().__init__([], rows, options)
+        self._layers_now, self._begin = layers, begin
+        self._pools: Any = None
+        self._plans: list[_Plan] = []
+        #: Of each layer that is called its record, and the number of its plan.
+        self._records: dict[int, tuple[Any, int]] = {}
+        # Of the last step the layers that are left and the memory, which the next one takes if there are none.
+        self._begun: list[tuple[dict[int, Any], list[Any]]] = []
 
-    def begin(self, new: Any) -> BoundStep:
+    def begin(self, new: Any = 1) -> BoundStep:
         """Begin a step.
 
         Parameters
         ----------
         new : int or Step
-            Of a `numkv.KVCache` how many new tokens there are, 1 if it is left out; of a `numkv.PagedKVCache` what its
-            `reserve` returned.
+            Of a `numkv.KVCache` how many new tokens there are; of a `numkv.PagedKVCache` what its `reserve` returned.
 
         Returns
         -------
         BoundStep
-            Called for each layer.
+            Called for each layer. Then `numkv.KVCache.advance` counts the tokens, or `numkv.KVCache.truncate` drops
+            them; of a `numkv.Step` each layer that was called counts as written, and `numkv.PagedKVCache.commit` or
+            `rollback` ends it, and this object with it.
+
+        Raises
+        ------
+        NumkvError
+            If rows have been appended and not yet advanced; if the step has ended, or is another cache's.
+        CacheFull
+            If `max_seq_len` leaves no room; nothing has changed.
+        NotSupported
+            If the step has a tree, or lies in `StepBuffers`.
         """
-        raise NotImplementedError
+        return self._begin(new, self._begin_step)
 
-    def _append(self, step: BoundStep, layer: int, k: Array, v: Array) -> None:
-        """Append checked rows the ordinary way."""
-        raise NotImplementedError
+    def _bind(self, pools: Any) -> None:
+        """Make the records of all layers for the buffers that there are now, and what they are planned by."""
+        self._layers = self._layers_now()
+        plans: dict[Any, tuple[int, _Plan]] = {}
+        records: dict[int, tuple[Any, int]] = {}
+        for layer, of in enumerate(self._layers):
+            if of is not None:
+                key = of.group, of.num_q_heads, self._options[layer].window_left
+                number, plan = plans.setdefault(key, (len(plans), self._plan(layer)))
+                records[layer] = self._record(layer, plan.kernel), number
+        # Each as a whole: steps of a paged cache may begin at once.
+        self._plans, self._records = [plan for _, plan in plans.values()], records
+        self._pools = pools
 
-    def _attend(self, step: BoundStep, layer: int, q: Array, out: Any) -> Any:
-        """Attend the ordinary way."""
-        raise NotImplementedError
+    def _begin_step(self, new: NewTokens) -> BoundStep:
+        if new.pools is not self._pools:
+            self._bind(new.pools)
+        tokens, kind, spare = new.num_tokens, self._rows.kind, self._spare()
+        memory: list[Any] = []
+        common: list[Any] = []
+        for number, plan in enumerate(self._plans):
+            made = None
+            if 0 < tokens <= plan.most_tokens:
+                table, last = new.tables[plan.group], spare[number] if spare else None
+                made = plan.memory(last, len(table), tokens, table.shape[1])
+                made.block_table[:], made.seq_lens[:] = table, new.lens
+                made.q_starts[:], made.slots[:] = new.starts, new.slots[plan.group]
+                made.plan(plan.window, new.block_size, *new.lengths)
+            memory.append(made)
+            common.append(made and plan.call(kind, made))
+        ready: dict[int, PreparedCall | None] = dict.fromkeys(self._records)
+        for layer, (record, number) in self._records.items():
+            made = memory[number]
+            if record is not None and made is not None:
+                args = *common[number], record.address, (record, made)
+                ready[layer] = PreparedCall._make(args)
+        self._begun[:] = [(ready, memory)]
+        new.begun.append(ready)
+        return BoundStep(self, ready, new)
 
-    def _ended(self, step: BoundStep, layer: int) -> str:
-        """What to say of a layer that has no call left."""
-        raise NotImplementedError
+    def _spare(self) -> list[Any]:
+        """Memory of the last step, if all its layers have been called; popped by one step alone."""
+        try:
+            left, memory = self._begun.pop()
+        except IndexError:
+            return []
+        return [] if left or len(memory) != len(self._plans) else memory
 
-
-def run_compiled(
-    kernel: Any, dtype: np.dtype[Any], ready: Any, q: Any, k: Any, v: Any, out: Any
-) -> int:
-    """Do a call in compiled code, or nothing: then the number is not 0."""
-    if not (
-        type(q) is type(k) is type(v) is type(out) is _array and q.dtype == k.dtype == v.dtype == out.dtype == dtype
-    ):  # fmt: skip
-        return -1
-    if dtype.itemsize == 2:
-        q, k, v, out = q.view(_UINT16), k.view(_UINT16), v.view(_UINT16), out.view(_UINT16)
-    layer, step, workers = ready[:3]
-    try:
-        if workers == 1:
-            failed: int = kernel.call(layer, step, q, k, v, out, 0)
-        else:
-            failed = kernel.launched(kernel.call, workers, layer, step, q, k, v, out)
-    except TypeError:  # another rank, read-only or unaligned
-        return -1
-    return failed
+    def _in_two_calls(
+        self, new: NewTokens, layer: int, arrays: tuple[Any, ...], stream: Any
+    ) -> Any:
+        """Append and attend the ordinary ways, all checks first: of a call of a `BoundStep`."""
+        pool, out = self._layers[layer].pool, arrays[3]
+        with pool.target.on(stream, *arrays[:3], pool.k, after=new.place):
+            pool.target.refuse_capture("BoundStep")
+            q, k, v, checked = self._checked(layer, new.num_tokens, *arrays)
+            options = self._options[layer]._replace(out=checked)
+            found = new.two_calls(layer, q, k, v, options, self._rows.check_finite)
+        return found if out is None else out
 
 
 class BoundStep:
@@ -351,18 +433,10 @@ class BoundStep:
     ----------
     bound : BoundAttention
         What made it.
-    access : Access
-        Of the cache, or of the step that it belongs to.
-    num_tokens : int
-        New tokens, of all sequences.
-    memory : list
-        The step's records, for each group of layers; none, or None for a group, where calls go the ordinary ways.
-    group_of : sequence of int
-        Group of each layer.
-    written : bool array (num_layers,) or None
-        Takes which layers have been called.
-    of : object
-        What `bound` wants to know of the step.
+    ready : dict
+        Layers that are still to be called, and of each the prepared call; None where it goes the ordinary ways.
+    new : NewTokens
+        What the cache has handed over.
 
     Attributes
     ----------
@@ -377,28 +451,12 @@ class BoundStep:
     """
 
     def __init__(
-        self, bound: BoundAttention, access: Access, num_tokens: int, memory: list[Any], group_of: Sequence[int],
-        written: Any, of: Any,
-    ) -> None:  # fmt: skip
-        self._bound, self._of, self.num_tokens = bound, of, num_tokens
-        self._access, self._writer = access, access.writer
-        self._dtype = bound._rows.kind.dtype
-        # Layers that are still to be called; of each a `_Ready`, or None where it goes the ordinary way.
-        self._ready: dict[int, _Ready | None] = dict.fromkeys(bound._layers)
-        plans: list[Any] = [
-            x and (x, x.address, x.workers, (num_tokens, x.extents.num_q_heads, x.extents.dim_v), bound._kernel_at(n))
-            for n, x in enumerate(memory)
-        ]  # fmt: skip
-        for layer in bound._layers if memory else ():
-            of_layer, plan = bound._records[layer], plans[group_of[layer]]
-            if of_layer is not None and plan is not None:
-                of_step, address, workers, shape, kernel = plan
-                self._ready[layer] = _Ready(
-                    of_layer.address, address, workers, shape, kernel, of_layer, of_step
-                )
-        self._written = written  # of each layer, if the cache wants to know
-        bound._begun[:] = [(self._ready, memory)]
+        self, bound: BoundAttention, ready: dict[int, PreparedCall | None], new: NewTokens
+    ) -> None:
+        self._bound, self._ready, self._new = bound, ready, new
+        self.num_tokens, self._access, self._written = new.num_tokens, new.access, new.written
 
+    @writes
     def __call__(
         self, layer: int, q: Any, k: Any, v: Any, out: Any = None, *, stream: Any = None
     ) -> Any:
@@ -441,37 +499,20 @@ class BoundStep:
         After an error the layer is as it was, and can be called again. Only a cache with full-precision tokens keeps
         the rows if the attention after them fails, for want of memory: end the step then.
         """
-        writer, call = self._writer, object()
-        try:
-            if writer.setdefault("call", call) is not call:
-                raise busy(self, "call")
-            ready = self._ready.get(layer) if type(layer) is int else None
-            if ready is not None and stream is None:
-                result = _empty(ready.shape, self._dtype) if out is None else out
-                if not run_compiled(ready.kernel, self._dtype, ready, q, k, v, result):
-                    if self._written is not None:
-                        self._written[layer] = True
-                    del self._ready[layer]
-                    return result
-            return self._in_two_calls(layer, q, k, v, out, stream)
-        finally:
-            if "call" in writer and writer["call"] is call:
-                del writer["call"]
-
-    def _in_two_calls(self, layer: Any, q: Any, k: Any, v: Any, out: Any, stream: Any) -> Any:
-        """Append and attend the ordinary ways, all checks first."""
-        bound = self._bound
-        number = check_index("layer", layer, len(bound._options))
+        ready = self._ready.get(layer) if type(layer) is int else None
+        if ready is not None and stream is None:
+            found = ready.run(q, k, v, out)
+            if found is not None:
+                if self._written is not None:
+                    self._written[layer] = True
+                del self._ready[layer]
+                return found
+        number = check_index("layer", layer, len(self._bound._options))
         if number not in self._ready:
-            raise NumkvError(bound._ended(self, number))
-        pool, after = bound._pools[number], getattr(self._of, "_place", None)
-        with pool.target.on(stream, q, k, v, pool.k, after=after):
-            pool.target.refuse_capture("BoundStep")
-            q, k, v, checked = bound._checked(number, self.num_tokens, q, k, v, out)
-            bound._append(self, number, k, v)
-            found = bound._attend(self, number, q, checked)
+            raise NumkvError(self._new.ended(number))
+        found = self._bound._in_two_calls(self._new, number, (q, k, v, out), stream)
         del self._ready[number]
-        return found if out is None else out
+        return found
 
     @property
     def unwritten_layers(self) -> list[int]:
@@ -483,3 +524,120 @@ class BoundStep:
 
     def __repr__(self) -> str:
         return f"<BoundStep: {self.num_tokens} new tokens, {len(self._ready)} layers to be called>"
+
+
+class BoundLayer(Bound):
+    """A layer bound to the arrays and options of a model; made by the layers' `bind`.
+
+    Calling it is a step of its own: room is made, rows are appended, and queries answered.
+
+    Parameters
+    ----------
+    layer : ToBind
+        What is bound.
+    access : Access
+        Of the layer.
+    now : function
+        Gives how many tokens it has, how many it has memory for, its blocks ``(max_blocks,)`` and the version of these.
+    two_calls : function
+        See `NewTokens`.
+    rows, options
+        See `Bound`.
+
+    Notes
+    -----
+    It cannot be copied or pickled, as it belongs to its layer. On threads see `numkv.ContiguousLayer`: a call is one of
+    a writer.
+    """
+
+    def __init__(
+        self, layer: ToBind, access: Access, now: Callable[[], tuple[int, int, Any, int]],
+        two_calls: Callable[..., Any], rows: Rows, options: AttentionOptions,
+    ) -> None:  # fmt: skip
+        super().__init__([layer], rows, [options])
+        self._access, self._now, self._two_calls = access, now, two_calls
+        self._of = self._plan(0)
+        self._of_layer = self._record(0, self._of.kernel)
+        self._block_size = int(layer.pool.k.shape[2])
+        self._step: Any = None  # memory of the last call
+        self._ready: Any = None
+        self._planned: Any = None  # what the plan in it depends on
+
+    @writes
+    def __call__(self, q: Any, k: Any, v: Any, out: Any = None, *, stream: Any = None) -> Any:
+        """Append new rows, and attend with the queries of their tokens.
+
+        The same, bit by bit, as ``append(k, v)`` and ``decode_attention(q, out=out)`` with the bound options.
+
+        Parameters
+        ----------
+        q : array (num_tokens, num_q_heads, head_dim)
+            Queries of the new tokens, in the bound kind.
+        k : array (num_tokens, num_kv_heads, head_dim)
+            Their keys.
+        v : array (num_tokens, num_kv_heads, head_dim_v)
+            Their values.
+        out : array (num_tokens, num_q_heads, head_dim_v), optional
+            Takes the output. It may be `q` itself, and else shares no memory with q or the layer.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
+
+        Returns
+        -------
+        array (num_tokens, num_q_heads, head_dim_v)
+            The output, or `out`, in the bound kind.
+
+        Raises
+        ------
+        CacheFull
+            If there is no room for all tokens.
+        NonFiniteInput
+            If rows to be quantised hold NaN or infinity.
+        DimensionMismatch, UnsupportedDType, NotSupported
+            If an array has another shape, dtype, layout or target than was bound.
+
+        Notes
+        -----
+        Nothing has changed after an error.
+        """
+        start, room, ids, version = self._now()
+        if type(q) is _array and q.ndim == 3 and stream is None:
+            tokens = len(q)
+            if start + tokens <= room and 0 < tokens <= self._of.most_tokens:
+                found = self._prepared(start, tokens, ids, version).run(q, k, v, out)
+                if found is not None:
+                    return found
+        pool = self._layers[0].pool
+        with pool.target.on(stream, q, k, v, pool.k):
+            q = pool.target.accept(q, "q")
+            tokens = int(q.shape[0]) if len(q.shape) == 3 else 1
+            q, k, v, checked = self._checked(0, tokens, q, k, v, out)
+            options = self._options[0]._replace(out=checked)
+            found = self._two_calls(0, q, k, v, options, self._rows.check_finite)
+        return found if out is None else out
+
+    def _prepared(self, start: int, tokens: int, ids: Any, version: int) -> PreparedCall:
+        """Plan a call; what earlier calls have planned stays as far as it can."""
+        plan, step, end = self._of, self._step, start + tokens
+        if step is None or step.extents.num_tokens != tokens:
+            self._planned = None
+            step = self._step = plan.memory(None, 1, tokens, len(ids))
+        # Splits depend on the number of KV tiles; with a window, which moves, on more than that.
+        wanted = version, tokens, -(-end // plan.kernel.kv_tile) if plan.window < 0 else end
+        step.seq_lens[0] = end
+        if tokens == 1:
+            block, offset = divmod(start, self._block_size)
+            step.slots[0] = int(ids[block]) * self._block_size + offset
+        else:
+            step.slots[:] = slots_of(ids, np.arange(start, end), self._block_size)
+        if wanted == self._planned:
+            step.move(start, end)
+        else:
+            self._planned = None
+            step.block_table[0], step.q_starts[0], step.q_starts[1] = ids, 0, tokens
+            step.plan(plan.window, self._block_size, start, end)
+            record = self._of_layer
+            self._ready = PreparedCall(*plan.call(self.kind, step), record.address, (record, step))
+            self._planned = wanted
+        ready: PreparedCall = self._ready
+        return ready

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Self, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from numkv import targets
-from numkv.access import busy, drops, reads, writes
+from numkv.access import drops, reads, writes
 from numkv.arrays import CacheArrays
 from numkv.attention.options import check_options
 from numkv.attention.sight import Visible
-from numkv.caches.bound import BoundAttention
-from numkv.caches.bound_single import bind_cache
+from numkv.caches.bound import (
+    BoundAttention,
+    BoundStep,
+    NewTokens,
+    Rows,
+    ToBind,
+    options_of_layers,
+)
 from numkv.caches.layer_scales import pools_of_layers, with_scales_of_layers
 from numkv.caches.saved import SavedCache
 from numkv.caches.single import SingleSequence
@@ -28,11 +35,12 @@ from numkv.numbers import check_flag, check_index, check_size
 from numkv.storage import jit_views
 from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
-from numkv.storage.tables import one_block_each
+from numkv.storage.tables import one_block_each, one_sequence
 from numkv.targets.base import Array
 from numkv.targets.streamed import on_stream
 
 _FIRST_CAPACITY = 16  # tokens that a cache without a bound makes room for at first
+_ONE_BLOCK = np.zeros((1, 1), np.int32)  # the table of a sequence in one layer
 _MOST_LAYERS = 2**16
 _MOST_TOKENS = 2**62  # what the length is bounded by where there are no layers
 
@@ -306,6 +314,7 @@ class KVCache(SingleSequence):
     def _block_table(self, layer: int) -> Array:
         return self._device_tables[layer]
 
+    @writes
     def append(self, layer: int, k: Any, v: Any, *, check_finite: bool = True, stream: Any = None) -> None:  # fmt: skip
         """Append the rows of one token or of several to a layer; the length stays.
 
@@ -329,21 +338,13 @@ class KVCache(SingleSequence):
         DimensionMismatch, UnsupportedDType, NotSupported
             If an array has another shape, dtype, layout or target.
         """
-        # What the decorators of `numkv.access` do, at half the cost.
-        writer, call = self._access.writer, object()
-        try:
-            if writer.setdefault("call", call) is not call:
-                raise busy(self, "append")
-            layer = check_index("layer", layer, len(self._lengths))
-            rows = (k, v)
-            if type(k) is type(v) is np.ndarray and k.ndim == v.ndim == 2:
-                rows = (k[None], v[None])
-            if stream is None and self._append_small(layer, *rows, check_finite):
-                return
-            self._append(layer, k, v, check_finite, stream)
-        finally:
-            if "call" in writer and writer["call"] is call:
-                del writer["call"]
+        layer = check_index("layer", layer, len(self._lengths))
+        rows = (k, v)
+        if type(k) is type(v) is np.ndarray and k.ndim == v.ndim == 2:
+            rows = (k[None], v[None])
+        if stream is None and self._append_small(layer, *rows, check_finite):
+            return
+        self._append(layer, k, v, check_finite, stream)
 
     def _as_rows(self, k: Any, v: Any) -> tuple[Array, Array]:
         return self._token_rows("k", k, self.head_dim), self._token_rows("v", v, self.head_dim_v)
@@ -406,9 +407,66 @@ class KVCache(SingleSequence):
         [(1, 4, 8), (1, 4, 8)]
         >>> cache.advance()
         """
-        return bind_cache(
-            self, num_q_heads, kind, sm_scale, logits_soft_cap, window_left, sinks, check_finite
-        )
+        pools = self._pools
+        rows = Rows.check(self._pool, num_q_heads, kind, check_finite)
+        windows = [window_left] * len(pools)
+        if isinstance(window_left, (list, tuple)) or getattr(window_left, "ndim", None) == 1:
+            windows = list(window_left)  # type: ignore[arg-type]
+            if len(windows) != len(pools):
+                raise DimensionMismatch(
+                    f"`window_left`: expected a number, or one for each of {len(pools)} layers, got {len(windows)}",
+                    expected=len(pools),
+                    actual=len(windows),
+                )
+        options = options_of_layers(pools, rows, sm_scale, logits_soft_cap, windows, sinks)
+        layers = functools.partial(self._to_bind, rows.num_q_heads)
+        return BoundAttention(layers, self._begin_bound, rows, options)
+
+    def _to_bind(self, num_q_heads: int) -> list[ToBind]:
+        """The layers for bound calls: each with the buffers of its block."""
+        in_full, found = self._full_precision is not None, []
+        for layer, pool in enumerate(self._pools):
+            arrays: list[Array] = []
+            for side in (pool.k_buffer, pool.v_buffer):
+                scales = side.scales[layer : layer + 1] if side.kind.has_scales else side.scales
+                arrays += [side.words[layer : layer + 1], scales]
+            mark = self._lengths[layer : layer + 1]
+            found.append(
+                ToBind(
+                    pool, num_q_heads, arrays, at_once=not in_full, mark=mark, lives=self._current
+                )
+            )
+        return found
+
+    @writes
+    def _begin_bound(self, new: int, make: Callable[[NewTokens], BoundStep]) -> BoundStep:
+        """Make room for new tokens, and begin a step of bound calls for them."""
+        tokens, length, rows = check_size("new", new), len(self), self._rows()
+        if len(rows):
+            if rows.max() != length:
+                raise NumkvError(
+                    f"begin: expected no rows beyond the {length} advanced past, got {rows.max()} in layer "
+                    f"{int(rows.argmax())}; advance, or truncate({length})"
+                )
+            self._make_room(0, length, tokens)
+
+        def ended(layer: int) -> str:
+            return (
+                f"step: expected layer {layer} with {length} rows and no call so far, got one that was called in this "
+                "step, or a cache that was changed since it began; call each layer once, and begin each step anew"
+            )
+
+        def two_calls(layer: int, *args: Any) -> Any:
+            if self._stored(layer) != length:
+                raise NumkvError(ended(layer))
+            return self._append_attend(layer, *args)
+
+        after = length + tokens
+        starts, slots = one_sequence(self._target.key, tokens), np.arange(length, after)
+        of_step = [_ONE_BLOCK], after, starts, [slots], self._room
+        marks = length, after
+        made = NewTokens(self._access, tokens, self._pools, *of_step, two_calls, ended, [], marks)
+        return make(made)
 
     @on_stream
     @drops

@@ -8,11 +8,11 @@ from typing import Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.access import busy, drops, reads, whole
+from numkv.access import drops, reads, whole, writes
 from numkv.arrays import CacheArrays
 from numkv.attention.options import check_options
 from numkv.attention.sight import Visible
-from numkv.caches.bound_single import BoundLayer, bind_layer
+from numkv.caches.bound import BoundLayer, Rows, ToBind, options_of_layers
 from numkv.caches.single import SingleSequence
 from numkv.checks import check_kept
 from numkv.compaction.key_shift import RopeShift
@@ -248,6 +248,7 @@ class Layer(SingleSequence):
             return None
         return super()._ready_table(layer)
 
+    @writes
     def append(
         self, k: Any, v: Any = None, *, check_finite: bool = True, stream: Any = None
     ) -> None:
@@ -273,16 +274,8 @@ class Layer(SingleSequence):
         DimensionMismatch, UnsupportedDType, NotSupported
             If an array has another shape, dtype, layout or target.
         """
-        # What the decorators of `numkv.access` do, at half the cost.
-        writer, call = self._access.writer, object()
-        try:
-            if writer.setdefault("call", call) is not call:
-                raise busy(self, "append")
-            if stream is not None or not self._append_small(0, k, v, check_finite):
-                self._append(0, k, v, check_finite, stream)
-        finally:
-            if "call" in writer and writer["call"] is call:
-                del writer["call"]
+        if stream is not None or not self._append_small(0, k, v, check_finite):
+            self._append(0, k, v, check_finite, stream)
 
     @explained
     def bind(
@@ -313,9 +306,17 @@ class Layer(SingleSequence):
         DimensionMismatch, UnsupportedDType, NotSupported, ValueError, TypeError
             If an argument does not fit the layer.
         """
-        return bind_layer(
-            self, num_q_heads, kind, sm_scale, logits_soft_cap, window_left, sinks, check_finite
-        )
+        pool, at_once = self._pool, self._full_precision is None
+        rows = Rows.check(pool, num_q_heads, kind, check_finite)
+        asked = sm_scale, logits_soft_cap, [window_left], sinks
+        (options,) = options_of_layers([pool], rows, *asked)
+        arrays = pool.k, pool.k_scale, pool.v, pool.v_scale
+        layer = ToBind(pool, rows.num_q_heads, arrays, at_once=at_once, mark=self._lengths)
+        return BoundLayer(layer, self._access, self._now, self._append_attend, rows, options)
+
+    def _now(self) -> tuple[int, int, NDArray[np.int32], int]:
+        """What bound calls go by; see `BoundLayer`."""
+        return self._stored(0), self._room, self._ids, self._version
 
     @on_stream
     @drops
@@ -345,6 +346,7 @@ class Layer(SingleSequence):
         """
         self._set_scales(0, k, v)
 
+    @writes
     def write(
         self,
         qkv: Any,
@@ -401,17 +403,10 @@ class Layer(SingleSequence):
         DimensionMismatch, UnsupportedDType, NotSupported, ValueError
             If an argument is missing, or has another shape, dtype, layout, value or target.
         """
-        writer, call = self._access.writer, object()
-        try:
-            if writer.setdefault("call", call) is not call:
-                raise busy(self, "write")
-            return self._write(
-                qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, pos_offset, q_out,
-                check_finite, stream,
-            )  # fmt: skip
-        finally:
-            if "call" in writer and writer["call"] is call:
-                del writer["call"]
+        return self._write(
+            qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, pos_offset, q_out,
+            check_finite, stream,
+        )  # fmt: skip
 
     def _write(
         self, qkv: Any, num_q_heads: int, cos: Any, sin: Any, qk_mode: QKMode | int, q_norm_weight: Any,

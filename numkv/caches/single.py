@@ -595,6 +595,20 @@ class SingleSequence:
 
     # -- attention
 
+    def _append_attend(
+        self, layer: int, q: Any, k: Any, v: Any, options: AttentionOptions, check_finite: bool
+    ) -> Any:
+        """Append rows and attend with the queries of their tokens, all checked; for bound calls."""
+        start, room = self._stored(layer), self._room
+        self._append(layer, k, v, check_finite)
+        try:
+            return self._attend_with(layer, q, options)
+        except BaseException:
+            if self._full_precision is None:
+                self._lengths[layer] = start
+                self._unmake_room(layer, start, room)
+            raise
+
     def _check_queries(self, layer: int, q: Any, free: bool = False) -> tuple[Array, int]:
         """The queries ``(num_tokens, num_q_heads, head_dim)`` of a layer's last tokens, and how many it has."""
         q = check_queries(self._target, q, self._heads, self._head_dim, "num_tokens")

@@ -12,8 +12,6 @@ import inspect
 from typing import Any
 
 import numkv
-from numkv.caches import bound_single
-from numkv.caches.paged import bound as bound_paged
 from numkv.torch.tensors import counterparts, on_tensors, tensors_of
 
 # For kernels, and for numkv's own books.
@@ -147,18 +145,13 @@ class PagedKVCache(numkv.PagedKVCache):
 
 
 @_on_tensors
-class BoundCache(bound_single.BoundCache):
-    """A bound `numkv.KVCache` on tensors."""
+class BoundAttention(numkv.BoundAttention):
+    """`numkv.BoundAttention` on tensors."""
 
 
 @_on_tensors
 class BoundLayer(numkv.BoundLayer):
     """`numkv.BoundLayer` on tensors."""
-
-
-@_on_tensors
-class BoundPaged(bound_paged.BoundPaged):
-    """A bound `numkv.PagedKVCache` on tensors."""
 
 
 @_on_tensors

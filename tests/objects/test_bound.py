@@ -222,7 +222,7 @@ def test_a_child_goes_on_alone():
         cache.append(0, k, v)
         cache.advance(2000)
         step = cache.bind(128).begin()
-        workers = bound._ready[2]
+        workers = bound._ready.workers
         layer.truncate(2000)
         pid = os.fork()
         if not pid:

@@ -15,6 +15,7 @@ from numkv.attention.attend import attend, check_queries
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import AttentionOptions, check_options
 from numkv.attention.sight import Visible
+from numkv.caches.bound import BoundStep, NewTokens
 from numkv.caches.paged.buffers import Filled, StepBuffers
 from numkv.caches.paged.key_bounds import BlockBounds
 from numkv.caches.paged.residual_attention import Queries, Ranges, parts_of, ranges_of
@@ -548,6 +549,55 @@ class Step:
             )  # fmt: skip
             return found if self._buffers is None else found[: self._buffers.num_seqs]
 
+    @writes
+    def _begin_bound(self, make: Callable[[NewTokens], BoundStep]) -> BoundStep:
+        """Begin to write and attend by bound calls."""
+        store = self._store
+        if not self.open:
+            raise NumkvError(
+                "`new`: expected an open step, got one that was committed or rolled back"
+            )
+        if self._buffers is not None:
+            raise NotSupported(
+                "`new`: expected a step in memory of its own, got one that lies in StepBuffers; call its methods"
+            )
+        Tree.refuse(self._tree, "begin")
+        own = self._tables, self._lens, self._starts, self._slots, store.block_size
+        hooks = self._append_attend, self._ended, self._bound
+        args = self._access, self.num_tokens, store, *own, *hooks
+        return make(NewTokens(*args, written=self._written, place=self._place))
+
+    def _append_attend(
+        self, layer: int, q: Array, k: Any, v: Any, options: AttentionOptions, check_finite: bool
+    ) -> Any:
+        """Append rows, if the layer has any of its own, and attend, all checked; for bound calls."""
+        store, (pool, group) = self._store, self._layer(layer)
+        if k is not None:
+            if pool.target.values_on_host:
+                pool.scatter(k, v, self._slots[group])
+                self._written[layer] = True
+            elif store.again is None:
+                self._append_here(layer, pool, self._slots[group], k, v, check_finite)
+            else:
+                self._append_again(layer, pool, group, k, v, check_finite, None)
+        asked = options.sm_scale, options.logits_soft_cap, options.sinks, False, options.out
+        try:
+            if k is None or store.again is None or store.groups[group].chunk:
+                return self._attend_here(layer, pool, group, q, *asked)
+            return self._attend_again(layer, pool, group, q, asked, None)
+        except BaseException:
+            if k is not None:
+                self._written[layer] = False
+            raise
+
+    def _ended(self, layer: int) -> str:
+        """What to say of a layer that bound calls cannot call."""
+        if not self.open:
+            return "expected an open step, got one that was committed or rolled back"
+        if layer not in self._store.layer_pools:
+            return f"`layer`: expected one with rows, got layer {layer}, which has none: see `Step.state`"
+        return f"`layer`: expected one that has not been called in this step, got {layer}; call each layer once"
+
     def _begin_states(self, read: list[int], write: NDArray[np.int32] | None) -> None:
         self._slots_written = self._store.without_states.copy()
         if write is not None:
@@ -614,7 +664,6 @@ class Step:
         return tuple(slots.gathered(slots.arrays[number], self._state_slots[0]))
 
     @on_stream
-    @whole
     def write_state(self, layer: int, *states: Any, stream: Any = None) -> None:
         """Write a layer's states as they are after the step's tokens.
 
@@ -634,6 +683,10 @@ class Step:
         NumkvError, NotSupported, IndexError
             See `state`.
         """
+        self._write_state(layer, states)
+
+    @whole
+    def _write_state(self, layer: int, states: tuple[Any, ...]) -> None:
         slots, number = self._states(layer)
         shapes = slots.shapes[number]
         if len(states) != len(shapes):
@@ -1055,3 +1108,13 @@ class Step:
                 expected=self._rows,
                 actual=tokens,
             )
+
+
+def begin_bound(store: BlockStore, new: Any, make: Callable[[NewTokens], BoundStep]) -> BoundStep:
+    """Begin to write and attend by bound calls in a step of these buffers."""
+    if not isinstance(new, Step) or new._store is not store:
+        raise NumkvError(
+            "`new`: expected an open step of the bound cache, got "
+            f"{'one of another' if isinstance(new, Step) else type(new).__name__}; pass what its `reserve` returned"
+        )
+    return new._begin_bound(make)
