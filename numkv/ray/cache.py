@@ -22,13 +22,12 @@ from numkv import targets
 from numkv.access import Access, whole, writes
 from numkv.attention.attend import check_group
 from numkv.blocks.prefix import block_digests, plain_extra
-from numkv.caches import PagedKVCache, PagedStats
+from numkv.caches import LayerSpec, PagedKVCache, PagedStats
 from numkv.caches.paged.arguments import ids_of_step, numbers_of_new_tokens, prompt_ids
 from numkv.caches.paged.store import Extra
 from numkv.checks import check_integers, host_array
 from numkv.errors import CacheFull, DimensionMismatch, NotSupported, NumkvError
 from numkv.keywords import explains
-from numkv.kinds import Kind
 from numkv.numbers import check_index, check_size
 from numkv.ray.metadata import Sequence, after_step, shortened
 from numkv.ray.placing import Run, counts, joined, place, visible
@@ -58,12 +57,8 @@ class ShardedKVCache:
 
     Parameters
     ----------
-    num_layers : int
-        Layers of the model that attend.
-    num_kv_heads : int
-        Heads of K and V.
-    head_dim : int
-        Elements of a K row.
+    num_layers, num_kv_heads, head_dim, layers
+        See `numkv.PagedKVCache`; all layers have rows of their own, which are alike.
     num_blocks : int
         Blocks of each shard.
     heads : int
@@ -80,8 +75,7 @@ class ShardedKVCache:
     limits : Limits, optional
         What may be on its way to a shard at once, and how long it may take to answer.
     **options
-        What else `PagedKVCache` takes: `block_size`, `kind`, `target`, `head_dim_v`, `k_kind`, `v_kind`, `windows`,
-        `rotate`.
+        What else `PagedKVCache` takes: `block_size`, `kind`, `rotate`, `target`.
 
     Raises
     ------
@@ -102,10 +96,11 @@ class ShardedKVCache:
 
     def __init__(
         self,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
+        num_layers: int | None = None,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
         *,
+        layers: Iterable[LayerSpec] | None = None,
         num_blocks: int,
         heads: int = 1,
         context: int = 1,
@@ -117,9 +112,11 @@ class ShardedKVCache:
     ) -> None:
         alike = {**options, "target": "cpu"}
         targets.get(options.get("target", "cpu"))
-        model = PagedKVCache(num_layers, num_kv_heads, head_dim, num_blocks=1, **alike)
-        layers = model._store.layers
-        if not layers.plain or layers.first.is_latent:
+        model = PagedKVCache(
+            num_layers, num_kv_heads, head_dim, layers=layers, num_blocks=1, **alike
+        )
+        of = model._store.layers
+        if not of.plain or of.first.is_latent:
             raise NotSupported(
                 "ShardedKVCache: expected rows of K and V that are alike in all layers, without chunks, shares and "
                 "states, got latents or layers that are not alike; keep such a cache in one process"
@@ -134,11 +131,11 @@ class ShardedKVCache:
                 size,
                 stripe,
             )
-        arguments = {
-            "num_layers": model.num_layers, "num_kv_heads": model.num_kv_heads,
-            "head_dim": model.head_dim, "num_blocks": blocks, **options,
-        }  # fmt: skip
-        self._shards = Shards(model, arguments, (heads, context), transport, store, limits)
+        rest = {name: x for name, x in options.items() if name not in ("kind", "rotate")}
+        arguments = {"layers": model.layers, "num_blocks": blocks, **rest}
+        self._shards = Shards(
+            model, of.first, arguments, (heads, context), transport, store, limits
+        )
         self._stripe = stripe
         self._next = self._steps_made = 0
 
@@ -150,29 +147,9 @@ class ShardedKVCache:
         return self._shards.model.num_layers
 
     @property
-    def num_kv_heads(self) -> int:
-        """Kv heads of each layer, on all shards."""
-        return self._shards.model.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of a K row."""
-        return self._shards.model.head_dim
-
-    @property
-    def head_dim_v(self) -> int:
-        """Elements of a V row."""
-        return self._shards.model.head_dim_v
-
-    @property
-    def kind(self) -> Kind:
-        """Storage kind of K."""
-        return self._shards.model.kind
-
-    @property
-    def v_kind(self) -> Kind:
-        """Storage kind of V."""
-        return self._shards.model.v_kind
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """What each layer keeps, on all shards; see `numkv.PagedKVCache.layers`."""
+        return self._shards.model.layers
 
     @property
     def block_size(self) -> int:
@@ -206,12 +183,9 @@ class ShardedKVCache:
         layout = self._shards.layout
         return (
             f"ShardedKVCache(sequences={len(self)}, num_layers={self.num_layers}, heads={layout.parts}, "
-            f"context={layout.columns}, blocks={self.num_blocks}, block_size={self.block_size}, kind={self.kind})"
+            f"context={layout.columns}, blocks={self.num_blocks}, block_size={self.block_size}, "
+            f"kind={self._shards.rows.k_kind})"
         )
-
-    def window_of(self, layer: int) -> int:
-        """The window of a layer; see `numkv.PagedKVCache.window_of`."""
-        return self._shards.model.window_of(layer)
 
     def length(self, seq: int) -> int:
         """Committed tokens of a sequence."""
@@ -265,8 +239,8 @@ class ShardedKVCache:
         layer = check_index("layer", layer, self.num_layers)
         seqs = list(itertools.islice(map(self._number, sequences), 2**31))
         states = [self._sequence(seq) for seq in seqs]
-        q = host_rows("q", q, (len(seqs), "num_q_heads", self.head_dim))
-        check_group(q.shape[1], self.num_kv_heads)
+        q = host_rows("q", q, (len(seqs), "num_q_heads", self._shards.rows.head_dim))
+        check_group(q.shape[1], self._shards.rows.num_kv_heads)
         asked: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap}
         sinks = self._shards.check_options(asked, sinks, q.shape[1])
         sent = self._shards.for_shards(q)
@@ -301,7 +275,7 @@ class ShardedKVCache:
             Partial(rows, *side_by_side(values[i * each : (i + 1) * each]))
             for i, rows in enumerate(parts)
         ]
-        shape = (*q.shape[:2], self.head_dim_v)
+        shape = (*q.shape[:2], self._shards.rows.head_dim_v)
         whole = not self._shards.is_split and bool(found) and len(found[0].out) == len(seqs)
         out, lse = merged(found, shape, q.dtype, sinks if self._shards.is_split else None, whole)
         return (out, lse) if return_lse else out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from numkv.attention import options
 from numkv.caches import PagedKVCache
+from numkv.caches.paged.layers import LayerRows
 from numkv.errors import DimensionMismatch
 from numkv.interrupts import opened
 from numkv.numbers import check_size
@@ -113,6 +115,8 @@ class Shards:
     ----------
     model : PagedKVCache
         A cache of one block with the whole cache's layers: their sizes, kinds and windows.
+    rows : LayerRows
+        Of each layer, on all shards.
     arguments : dict
         What a shard's cache is made from, but for its heads.
     divided : tuple of int
@@ -122,12 +126,13 @@ class Shards:
     """
 
     def __init__(
-        self, model: PagedKVCache, arguments: dict[str, Any], divided: tuple[int, int], transport: Transport | None,
+        self, model: PagedKVCache, rows: LayerRows, arguments: dict[str, Any], divided: tuple[int, int],
+        transport: Transport | None,
         store: Mapping[str, Any] | None, limits: Limits | None,
     ) -> None:  # fmt: skip
-        self.model = model
-        self.windows = [model.window_of(layer) for layer in range(model.num_layers)]
-        self.layout = layout = Layout.of(self.model.num_kv_heads, *divided)
+        self.model, self.rows = model, rows
+        self.windows = [of.window_left for of in model.layers]
+        self.layout = layout = Layout.of(rows.num_kv_heads, *divided)
         self.is_split = layout.columns > 1
         self.arguments, self.store = arguments, None if store is None else dict(store)
         self._limits = Limits() if limits is None else limits
@@ -152,9 +157,11 @@ class Shards:
         """What a shard is made from."""
         layout = self.layout
         heads = layout.kv_heads(layout.part_of(shard))
-        arguments = {**self.arguments, "num_kv_heads": heads.stop - heads.start}
+        part: dict[str, Any] = {"num_kv_heads": heads.stop - heads.start}
         if self.is_split:
-            arguments["windows"] = None  # queries come with what they see
+            part["window_left"] = -1  # queries come with what they see
+        layers = [replace(of, **part) for of in self.model.layers]
+        arguments = {**self.arguments, "layers": layers}
         store = self.store
         if store is not None and layout.parts > 1:
             mark = store["mark"]
@@ -196,7 +203,7 @@ class Shards:
     @property
     def widest(self) -> Any:
         """The dtype of K or V where that is float64, else float32."""
-        wide = any(kind.name == "fp64" for kind in (self.model.kind, self.model.v_kind))
+        wide = any(kind.name == "fp64" for kind in (self.rows.k_kind, self.rows.v_kind))
         return np.dtype(np.float64 if wide else np.float32)
 
     def for_shards(self, q: NDArray[Any]) -> NDArray[Any]:

@@ -157,7 +157,7 @@ class Attending:
                 for part, of_column in zip(step._attended if values else (), values, strict=True)
             ]
             whole = not step.shards.is_split
-            shape = (*self._q.shape[:2], step.shards.model.head_dim_v)
+            shape = (*self._q.shape[:2], step.shards.rows.head_dim_v)
             self._found = merged(parts, shape, self._q.dtype, sinks, whole), return_lse
             self._tickets = []
         (out, lse), return_lse = self._found
@@ -285,7 +285,7 @@ class ShardedStep:
         DimensionMismatch, UnsupportedDType, NotSupported, IndexError, ValueError
             See `numkv.Step.write`; nothing is noted.
         """
-        number, model, n = self._check_layer(layer), self.shards.model, self.num_tokens
+        number, of, n = self._check_layer(layer), self.shards.rows, self.num_tokens
         qkv = np.asarray(qkv)
         if qkv.ndim != 2 or len(qkv) != n:
             raise DimensionMismatch(
@@ -293,8 +293,8 @@ class ShardedStep:
             )
         wide = np.float64 if np.float64 in (qkv.dtype, self.shards.widest) else np.float32
         k, v = (
-            np.empty((1, model.num_kv_heads, max(n, 1), dim), wide)
-            for dim in (model.head_dim, model.head_dim_v)
+            np.empty((1, of.num_kv_heads, max(n, 1), dim), wide)
+            for dim in (of.head_dim, of.head_dim_v)
         )
         q: NDArray[Any] = paged_write(
             qkv, k, v, np.arange(n), num_q_heads=num_q_heads, positions=self.positions, cos=cos, sin=sin,
@@ -411,8 +411,8 @@ class ShardedStep:
         """Send rows and queries of a layer."""
         shards = self.shards
         sm_scale, cap, sinks, return_lse = options
-        q = host_rows("q", q, (self.num_tokens, "num_q_heads", shards.model.head_dim))
-        check_group(q.shape[1], shards.model.num_kv_heads)
+        q = host_rows("q", q, (self.num_tokens, "num_q_heads", shards.rows.head_dim))
+        check_group(q.shape[1], shards.rows.num_kv_heads)
         asked: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": cap}
         sinks = shards.check_options(asked, sinks, q.shape[1])
         sent = shards.for_shards(q)
@@ -480,10 +480,10 @@ class ShardedStep:
         return check_index("layer", layer, self.shards.model.num_layers)
 
     def _check_rows(self, k: Any, v: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-        model, n = self.shards.model, self.num_tokens
+        of, n = self.shards.rows, self.num_tokens
         return (
-            host_rows("k", k, (n, model.num_kv_heads, model.head_dim)),
-            host_rows("v", v, (n, model.num_kv_heads, model.head_dim_v)),
+            host_rows("k", k, (n, of.num_kv_heads, of.head_dim)),
+            host_rows("v", v, (n, of.num_kv_heads, of.head_dim_v)),
         )
 
 

@@ -91,8 +91,8 @@ def test_layers_and_paged_caches_say_the_same(target, to, host, rng):
 def test_tokens_in_full_precision_have_no_error(rng):
     k, v, q = rows_of("normal", rng)
     caches = [
-        numkv.KVCache(1, HEADS, DIM, kind="int4", max_seq_len=TOKENS, residual_window=w)
-        for w in (0, 96, 500)
+        numkv.KVCache(1, HEADS, DIM, kind="int4", max_seq_len=TOKENS, full_precision=kept)
+        for kept in (None, numkv.FullPrecision(96), numkv.FullPrecision(500))
     ]
     for cache in caches:
         cache.append(0, k, v)
@@ -101,19 +101,22 @@ def test_tokens_in_full_precision_have_no_error(rng):
     assert not none.any()
 
 
-@pytest.mark.parametrize("options", [{"windows": [31]}, {"residual_window": 160}])
+@pytest.mark.parametrize(
+    "options", [{"window_left": 31}, {"full_precision": numkv.FullPrecision(160)}]
+)
 def test_paged_caches_count_what_the_newest_token_sees(options, rng):
     k, v, q = rows_of("normal", rng)
-    cache = numkv.PagedKVCache(1, HEADS, DIM, num_blocks=80, kind="int8", **options)
+    of = numkv.LayerSpec(HEADS, DIM, kind="int8", **options)
+    cache = numkv.PagedKVCache(layers=[of], num_blocks=80)
     seq = cache.add()
     step = cache.reserve([seq], TOKENS)
     step.append(0, k, v)
     cache.commit(step)
     found = cache.key_error(0, seq, q)
     single = numkv.KVCache(1, HEADS, DIM, kind="int8", max_seq_len=TOKENS)
-    begin, end = (TOKENS - 32, TOKENS) if "windows" in options else (0, 32)
+    begin, end = (TOKENS - 32, TOKENS) if "window_left" in options else (0, 32)
     single.append(0, k[begin:end], v[begin:end])
-    share = 1 if "windows" in options else 32 / TOKENS
+    share = 1 if "window_left" in options else 32 / TOKENS
     np.testing.assert_allclose(found, single.key_error(0, q) * math.sqrt(share), rtol=1e-9)
 
 
