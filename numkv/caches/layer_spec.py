@@ -12,6 +12,8 @@ import numpy as np
 from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
 from numkv.kinds import Kind, kind
 from numkv.numbers import check_flag, check_size
+from numkv.planning import LayerNeeds, ModelNeeds
+from numkv.planning.layer_types import CHUNKED
 from numkv.storage.latents import LATENT, LatentPool, pool_and_kinds
 
 #: Kinds that rows in full precision may have: those of models.
@@ -240,6 +242,50 @@ class LayerSpec:
             )
 
     __repr__ = _shown
+
+    @classmethod
+    def for_model(cls, needs: ModelNeeds, **storage: Any) -> list[LayerSpec]:
+        """Describe the layers of a model, by what its config says that they keep.
+
+        Parameters
+        ----------
+        needs : numkv.planning.ModelNeeds
+            What `numkv.planning.needs_of` made of a config.
+        **storage
+            How rows are stored, in all layers: `kind`, `v_kind`, `rotate`, `full_precision`, `key_bounds`.
+
+        Returns
+        -------
+        list of LayerSpec
+            For ``PagedKVCache(layers=…)``. Where one has states, the cache needs `StateSlots`, too.
+
+        Raises
+        ------
+        NotSupported
+            If the model keeps something that a `LayerSpec` does not say: latents, whose V a config's rows do not tell
+            apart, rows of another text, rows that several tokens share.
+        """
+        return [_of_layer(needs, layer, storage) for layer in needs.layers]
+
+
+def _of_layer(needs: ModelNeeds, layer: LayerNeeds, storage: dict[str, Any]) -> LayerSpec:
+    """The spec of one layer of a plan."""
+    if layer.shares is not None:
+        return LayerSpec(shares=layer.shares)
+    states = [((state.numbers,), state.dtype or needs.dtype) for state in layer.states]
+    if not layer.rows:
+        return LayerSpec(states=states)
+    rows, *more = layer.rows
+    if more or rows.of_source or rows.tokens_per_row > 1 or not rows.dim_v:
+        raise NotSupported(
+            f"LayerSpec.for_model: expected a row of K and one of V for each token, got {layer.type} layers that keep "
+            f"{' and '.join(x.what for x in layer.rows)}; describe these by hand"
+        )
+    sees: dict[str, Any] = {}
+    if rows.limit is not None:
+        chunked = layer.type == CHUNKED
+        sees = {"chunk_size": rows.limit} if chunked else {"window_left": rows.limit - 1}
+    return LayerSpec(rows.heads, rows.dim, head_dim_v=rows.dim_v, states=states, **storage, **sees)
 
 
 def check_states(states: Any) -> tuple[StateShape, ...]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
+from numkv.caches import LayerSpec
 from numkv.cli.output import Size, UsageError, table
 from numkv.cli.plan_nodes import plan_nodes
 from numkv.demo.cache import CacheChoice
+from numkv.errors import NumkvError
 from numkv.kinds import kinds
 from numkv.planning import LayerNeeds, ModelNeeds, Rows, needs_of
 
@@ -69,6 +73,84 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.path is not None or arguments.config is not None or arguments.context:
         print("\n" + _per_sequence(arguments, needs, choices))
     print("\n".join(_notes(arguments, needs, choices)))
+    choice = choices[0] if arguments.kind else CacheChoice("int8", rotate=True)
+    print(f"\nAs a cache:\n\n{cache_code(needs, choice, arguments.memory)}")
+
+
+def cache_code(needs: ModelNeeds, choice: CacheChoice, memory: int) -> str:
+    """The lines of Python that make a cache for a model.
+
+    Parameters
+    ----------
+    needs : ModelNeeds
+        What the model keeps.
+    choice : CacheChoice
+        How rows are stored.
+    memory : int
+        Bytes of the cache.
+
+    Returns
+    -------
+    str
+        Or why there are none.
+    """
+    k_kind, v_kind = _kinds_of(choice)
+    storage: dict[str, Any] = {"kind": k_kind, "rotate": choice.rotate}
+    if v_kind != k_kind:
+        storage["v_kind"] = v_kind
+    try:
+        layers = LayerSpec.for_model(needs, **storage)
+    except NumkvError as error:
+        return f"    {error}"
+    said: dict[str, str] = {}  # how specs are made, and what they are called
+    names = []
+    for layer, of in zip(needs.layers, layers, strict=True):
+        name = f"of_layer_{of.shares}" if of.shares is not None else layer.type.partition("_")[0]
+        code = _spec_code(of)
+        while said.setdefault(name, code) != code:
+            name += "_"
+        names.append(name)
+    lines = [f"{name} = {code}" for name, code in said.items()]
+    slots = ", state_slots=numkv.StateSlots(64)" if any(of.states for of in layers) else ""
+    lines += [
+        f"layers = {_repeated(names)}",
+        f"cache = numkv.PagedKVCache(layers=layers, max_nbytes={int(memory):_}{slots})",
+    ]
+    return "\n".join(f"    {line}" for line in lines)
+
+
+def _spec_code(of: LayerSpec) -> str:
+    """A `LayerSpec` as one writes it."""
+    if of.shares is not None:
+        return f"numkv.LayerSpec(shares={of.shares})"
+    given = [] if of.num_kv_heads is None else [f"{of.num_kv_heads}, {of.head_dim}"]
+    if of.num_kv_heads is not None:
+        given += [f"head_dim_v={of.head_dim_v}"] * (of.head_dim_v != of.head_dim)
+        given += [f'kind="{of.kind}"', *[f'v_kind="{of.v_kind}"'] * (of.v_kind != of.kind)]
+        given += ["rotate=True"] * of.rotate
+        given += [f"window_left={of.window_left}"] * (of.window_left >= 0)
+        given += [f"chunk_size={of.chunk_size}"] * (of.chunk_size is not None)
+    if of.states:
+        given.append(f"states={[(tuple(shape), dtype) for shape, dtype in of.states]}")
+    return f"numkv.LayerSpec({', '.join(given)})"
+
+
+def _repeated(names: list[str]) -> str:
+    """A list of names, the part that repeats once."""
+    n = len(names)
+    size = next(i for i in range(1, n + 1) if all(names[j] == names[j % i] for j in range(n)))
+    parts = [_runs(names[:size]), _runs(names[n - n % size :])]
+    if size < n:
+        head = parts[0] if " + " not in parts[0] and " * " not in parts[0] else f"({parts[0]})"
+        parts[0] = f"{head} * {n // size}"
+    return " + ".join(part for part in parts if part)
+
+
+def _runs(names: list[str]) -> str:
+    runs = [(name, len(list(same))) for name, same in itertools.groupby(names)]
+    if all(count == 1 for _, count in runs):
+        return f"[{', '.join(names)}]" if names else ""
+    return " + ".join(f"[{name}] * {count}" if count > 1 else f"[{name}]" for name, count in runs)
 
 
 def _kinds_of(choice: CacheChoice) -> tuple[str, str]:

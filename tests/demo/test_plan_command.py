@@ -1,7 +1,9 @@
 """`numkv plan`: what it prints of sizes and of configs."""
 
 import json
+import textwrap
 
+import pytest
 from demo_models import SIZES, cells, run
 
 import numkv
@@ -14,7 +16,7 @@ def test_plan_by_sizes(capsys):
     output = run(capsys, "plan", *options, "--memory", "1.125GiB", "--tokens", "1,024")
     assert cells(output, "fp16") == ["fp16", "4,096", "147,456", "8,192", "144", "MiB"]
     assert cells(output, "fp32")[3] == "4,096"
-    labels = [line.split()[0] for line in output.splitlines()[4:-2]]
+    labels = [line.split()[0] for line in output.splitlines()[4 : 4 + len(numkv.kinds.kinds())]]
     assert labels == [kind.name for kind in numkv.kinds.kinds()]
     assert cells(output, "int8")[1] == f"{8 * 2 * (128 + 4):,}"
     assert "scales of int8 are counted" in output
@@ -166,3 +168,45 @@ def test_plan_by_config(tiny, tmp_path, capsys):
     other = {"model_type": "gemma3", "text_config": {**SIZES, "head_dim": None}}
     (tmp_path / "config.json").write_text(json.dumps(other))
     assert cells(run(capsys, "plan", "--config", tmp_path), "bf16")[2] == "96"
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        ({"model_type": "llama", "num_hidden_layers": 6}, "[full] * 6"),
+        ({"model_type": "gpt_oss", "num_hidden_layers": 6}, "[sliding, full] * 3"),
+        (
+            {"model_type": "gemma3_text", "num_hidden_layers": 16},
+            "([sliding] * 5 + [full]) * 2 + [sliding] * 4",
+        ),
+        ({"model_type": "qwen3_next", "num_hidden_layers": 8}, "([linear] * 3 + [full]) * 2"),
+        ({"model_type": "llama4_text", "num_hidden_layers": 4}, "[chunked] * 3 + [full]"),
+    ],
+)
+def test_plan_prints_the_lines_that_make_the_cache(config, layers, tmp_path, capsys):
+    """They run, and make the layers that the config describes."""
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps(
+            {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 256, **config}
+        )
+    )
+    printed = run(capsys, "plan", path, "--kind", "int8/fp16", "--memory", "3MB")
+    code = textwrap.dedent(printed.partition("As a cache:\n\n")[2])
+    assert f"layers = {layers}\n" in code
+    names = {"numkv": numkv}
+    if "linear" in code:
+        code = code.replace("StateSlots(64)", "StateSlots(1)").replace("3_000_000", "30_000_000")
+    exec(code, names)
+    expected = numkv.LayerSpec.for_model(
+        needs_of(json.loads(path.read_text())), kind="int8", v_kind="fp16"
+    )
+    assert names["cache"].layers == tuple(expected)
+
+
+def test_plan_says_why_there_is_no_line(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "deepseek_v3", "num_hidden_layers": 3}))
+    assert "got full_attention layers that keep latents; describe these by hand" in run(
+        capsys, "plan", path
+    )

@@ -36,26 +36,9 @@ CONFIGS = {
 }  # fmt: skip
 
 
-def spec_of(needs, layer, kind):
-    """What a plan says of a layer, as a cache is told."""
-    states = [((state.numbers,), state.dtype or needs.dtype) for state in layer.states]
-    if layer.shares is not None:
-        return numkv.LayerSpec(shares=layer.shares)
-    if not layer.rows:
-        return numkv.LayerSpec(states=states)
-    rows = layer.rows[0]
-    sees = {}
-    if rows.limit is not None:
-        chunked = layer.type == "chunked_attention"
-        sees = {"chunk_size": rows.limit} if chunked else {"window_left": rows.limit - 1}
-    return numkv.LayerSpec(
-        rows.heads, rows.dim, head_dim_v=rows.dim_v, kind=kind, states=states, **sees
-    )
-
-
 def cache_of(needs, kind, **options):
     """The cache that a plan describes."""
-    layers = [spec_of(needs, layer, kind) for layer in needs.layers]
+    layers = numkv.LayerSpec.for_model(needs, kind=kind)
     slots = numkv.StateSlots(4) if any(of.states for of in layers) else None
     return numkv.PagedKVCache(layers=layers, block_size=SIZE, state_slots=slots, **options)
 
@@ -114,3 +97,16 @@ def test_a_budget_holds_as_many_tokens_as_the_plan_says():
             step.mark_written()
             cache.commit(step)
     assert np.isclose(cache.nbytes, budget, rtol=0.02)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "deepseek_v3", "num_hidden_layers": 4},
+        {"model_type": "deepseek_v4", "num_hidden_layers": 8},
+        {"model_type": "t5", "num_layers": 2, "num_decoder_layers": 2, "d_kv": 16, "num_heads": 4},
+    ],
+)
+def test_what_a_spec_does_not_say_is_refused(config):
+    with pytest.raises(numkv.NotSupported, match="expected a row of K and one of V for each token"):
+        numkv.LayerSpec.for_model(needs_of(config))
