@@ -219,9 +219,10 @@ class LayerSpec:
             )
         make, of_k, of_v = pool_and_kinds(self.kind, None, self.v_kind)
         _set(self, kind=of_k)
+        dim_v = None if self.head_dim_v is None else check_size("head_dim_v", self.head_dim_v, 1)
         if heads is not None:
             dim = check_size("head_dim", dim, 1)
-            dim_v = dim if self.head_dim_v is None else check_size("head_dim_v", self.head_dim_v, 1)
+            dim_v = dim if dim_v is None else dim_v
             _set(
                 self, num_kv_heads=check_size("num_kv_heads", heads, 1), head_dim=dim, head_dim_v=dim_v,
                 v_kind=LATENT if make is LatentPool else of_v,
@@ -265,6 +266,10 @@ class LayerSpec:
             If the model keeps something that a `LayerSpec` does not say: latents, whose V a config's rows do not tell
             apart, rows of another text, rows that several tokens share.
         """
+        if not isinstance(needs, ModelNeeds):
+            raise TypeError(
+                f"`needs`: expected what numkv.planning.needs_of returns, got {type(needs).__name__}"
+            )
         return [_of_layer(needs, layer, storage) for layer in needs.layers]
 
 

@@ -32,6 +32,7 @@ from fuzz.hostile import OMIT
 from fuzz.play import Arg, Draw, Pair, Row
 from fuzz.rows_single import BIND, LAYER_OPTIONS, SHIFT_OPTION, SIZES, Single, constructed
 from numkv.blocks import BlockPool, block_digests
+from numkv.planning import needs_of
 
 __all__ = ["SCENES"]
 
@@ -250,6 +251,7 @@ CACHE_SIZES = {
     "num_blocks": integer(0, 4, "size"),
     "block_size": integer(1, 4, "size"),
 }
+NEEDS = needs_of({"model_type": "gemma3_text", "num_hidden_layers": 6, "sliding_window": 8})
 SPEC = {
     **SIZES,
     "head_dim_v": integer(1, 9, "size"),
@@ -370,6 +372,12 @@ Paged.rows = [
         weight=0.3,
     ),
     Row("LayerSpec", SPEC, call=constructed, weight=0.3),
+    Row(
+        "LayerSpec.for_model",
+        {"needs": Arg("object", lambda d: NEEDS)},
+        call=constructed,
+        weight=0.3,
+    ),
     Row(
         "FullPrecision",
         {
