@@ -6,7 +6,7 @@ its eight columns. One product costs the same for a group of one and of eight, a
 A warp takes 16 tokens at a time, a *slice*, and goes on alone until its item ends: it copies its own slices of K and V
 to shared memory (the next one while it works on this one), scores them, keeps its own online softmax, and adds up its
 own sums. So nothing within an item waits for other warps; in the end their sums are merged in order. What a warp holds
-of a slice, by the layouts of `numkv.kernels.cuda.instructions.warps`, for its thread ``l``, ``g = l // 4``,
+of a slice, by the layouts of `numkv.kernels.cuda.instructions`, for its thread ``l``, ``g = l // 4``,
 ``t = l % 4``::
 
     scores      S^T, 16 tokens x 8 rows    c0, c1: token g, rows 2t and 2t + 1      c2, c3: token g + 8
@@ -77,10 +77,11 @@ from numkv.kernels.cuda.instructions import (
     shuffle,
     shuffle_float,
     shuffle_xor_float,
+    store_global,
+    store_global_8,
     store_shared_16,
     store_shared_pairs,
 )  # fmt: skip
-from numkv.kernels.cuda.instructions.scalars import store_global, store_global_8
 from numkv.kernels.cuda.launches import THREADS
 from numkv.kernels.cuda.simd import ceil_div, natural
 from numkv.kinds import kind

@@ -33,12 +33,13 @@ from numkv.kernels.cuda.attention.items import (
 from numkv.kernels.cuda.instructions import (
     global_address,
     load_chunk,
+    load_global_8,
     load_global_16,
     shuffle,
     shuffle_float,
     shuffle_xor_float,
+    store_global,
 )  # fmt: skip
-from numkv.kernels.cuda.instructions.scalars import load_global_8, store_global
 from numkv.kernels.cuda.launches import INDICES, MAX_BLOCKS, THREADS, array, jit, launch
 from numkv.kernels.cuda.simd import ceil_div, natural
 from numkv.kernels.cuda.streams import SIMULATED
