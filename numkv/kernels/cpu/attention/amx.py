@@ -49,8 +49,8 @@ from numkv.kernels.cpu.attention.records import (
     AmxFew,
     AmxScales,
     Outputs,
-    Rows,
     SoftmaxState,
+    TileRows,
 )
 from numkv.kernels.cpu.attention.state import (
     FEW,
@@ -185,7 +185,7 @@ def make_amx_few(k_kind: str, v_kind: str) -> FewSteps:
             ahead = tile.next_keys.offsets
             if stop < KV_TILE:
                 ahead = tile.keys.offsets[stop:]
-            next_rows = Rows(
+            next_rows = TileRows(
                 tile.keys.words, ahead, tile.keys.dim, tile.keys.scales_at, tile.keys.groups
             )
             amx_few_pv(

@@ -48,7 +48,6 @@ from numkv.errors import NotSupported
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda.attention import splits
 from numkv.kernels.cuda.attention.decode import make_decode
-from numkv.kernels.cuda.attention.decode_sizes import DECODE_ROWS, fits, sizes_for
 from numkv.kernels.cuda.attention.items import MAX_CAPACITY, shift_of
 from numkv.kernels.cuda.attention.kernel import (
     Q_BYTES,
@@ -58,9 +57,12 @@ from numkv.kernels.cuda.attention.kernel import (
     row_choices,
 )
 from numkv.kernels.cuda.attention.prefill import make_prefill
-from numkv.kernels.cuda.attention.prefill_sizes import (
+from numkv.kernels.cuda.attention.sizes import (
+    DECODE_ROWS,
     MOST_ROWS,
+    fits,
     fits_prefill,
+    sizes_for,
     sizes_of_prefill,
 )
 from numkv.kernels.cuda.attention.splits import LOG2_E, merge_splits, parts_of, room_for

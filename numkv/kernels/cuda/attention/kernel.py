@@ -13,7 +13,14 @@ import numpy as np
 from numba import cuda, types
 from numba.extending import register_jitable
 
-from numkv.kernels.cuda.attention.items import COUNTS, FIELDS, Batch, Rows, make_items, make_locate
+from numkv.kernels.cuda.attention.items import (
+    COUNTS,
+    FIELDS,
+    AttentionBatch,
+    ItemRows,
+    make_items,
+    make_locate,
+)
 from numkv.kernels.cuda.attention.splits import LN_2, LOG2_E, PART_EXTRA
 from numkv.kernels.cuda.instructions import load_chunk_at, row_address
 from numkv.kernels.cuda.launches import THREADS
@@ -90,7 +97,7 @@ Q_PAD = 4
 V_WIDTHS = {name: min(8, width) for name, width in WIDTH.items()}
 
 
-class Sizes(NamedTuple):
+class AttentionSizes(NamedTuple):
     """Constants of an attention kernel."""
 
     rows: int  #: query rows of an item
@@ -126,7 +133,7 @@ def tile_of(compute: str) -> int:
     return THREADS // TEAM * AT_ONCE[compute]
 
 
-def sizes_of(k_kind: str, v_kind: str, compute: str, rows: int, columns: int) -> Sizes:
+def sizes_of(k_kind: str, v_kind: str, compute: str, rows: int, columns: int) -> AttentionSizes:
     """The sizes of an attention kernel.
 
     Parameters
@@ -146,7 +153,7 @@ def sizes_of(k_kind: str, v_kind: str, compute: str, rows: int, columns: int) ->
     # some of the rows at a time.
     part_step = rows * tile + max(1, 32 // TEAM)
     parts = max(TEAM * part_step, THREADS * v_width)
-    return Sizes(
+    return AttentionSizes(
         rows=rows,
         columns=columns,
         tile=tile,
@@ -172,7 +179,7 @@ def q_bytes(k_kind: str, dim: int, rows: int, itemsize: int) -> int:
     return ceil_div(dim, width) * (rows * width + Q_PAD) * itemsize
 
 
-class State(NamedTuple):
+class ItemState(NamedTuple):
     """The online softmax of a thread, in registers: of each query row its maximum and weighted V; of some, sums."""
 
     maxima: Any
@@ -565,12 +572,12 @@ def make_locate_rows(K_KIND, V_KIND, SIZES, WIDE):
 
 @register_jitable
 def batch_of(q, k, block_table, seq_lens, q_starts, ranges, options):
-    """The `Batch` of a call."""
+    """The `AttentionBatch` of a call."""
     by_slot, _, window_left, slots, by_token, most_tokens, _, _ = options
     heads, capacity = natural(k.shape[1]), np.int64(block_table.shape[1])
     if not by_slot:
         capacity *= k.shape[2]
-    return Batch(
+    return AttentionBatch(
         seq_lens, q_starts, ranges, q.shape[0], capacity, window_left, natural(q.shape[1]) // heads,
         heads, slots, by_token, most_tokens,
     )  # fmt: skip
@@ -648,7 +655,7 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE, MASKED=
         row_begin = cuda.shared.array(ROWS, np.int64)
         row_end = cuda.shared.array(ROWS, np.int64)
         row_part = cuda.shared.array(ROWS, np.int64)
-        rows = Rows(row_token, row_head, row_begin, row_end, row_part)
+        rows = ItemRows(row_token, row_head, row_begin, row_end, row_part)
         blocks = cuda.shared.array(PLACES, np.int32)
         offsets = cuda.shared.array(PLACES, np.int32)
         lost = cuda.shared.array(1, np.int32)
@@ -665,7 +672,7 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE, MASKED=
         totals = cuda.local.array(TOTALS, F)
         own_rows = cuda.local.array(TOKENS, np.int64)
         sums = cuda.local.array(SUMS, F)
-        state = State(maxima, totals, sums)
+        state = ItemState(maxima, totals, sums)
 
         count = count_items(batch, counts, thread)
         cuda.syncthreads()

@@ -37,11 +37,11 @@ from numba import cuda
 from numba.extending import register_jitable
 
 from numkv.kernels.cuda.attention.prefill_codes import head_factor, make_terms, make_widen
-from numkv.kernels.cuda.attention.prefill_copies import make_copy
 from numkv.kernels.cuda.attention.prefill_items import (
     ITEM_FIELDS,
     PrefillBatch,
     TilePlaces,
+    make_copy,
     make_places,
     make_prefill_items,
     whole_tiles,
@@ -49,14 +49,14 @@ from numkv.kernels.cuda.attention.prefill_items import (
 from numkv.kernels.cuda.attention.prefill_products import (
     FLOATS,
     MINUS_INF,
-    State,
+    PrefillState,
     in_turn,
     make_load_queries,
     make_poison,
     make_scores,
     make_sums,
 )
-from numkv.kernels.cuda.attention.prefill_sizes import OPERANDS, sizes_of_prefill
+from numkv.kernels.cuda.attention.sizes import OPERANDS, sizes_of_prefill
 from numkv.kernels.cuda.attention.splits import LN_2, LOG2_E
 from numkv.kernels.cuda.instructions import (
     cp_async_wait,
@@ -333,7 +333,7 @@ def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
         totals = cuda.local.array(2, np.float32)
         sums = cuda.local.array(SUMS, np.float32)
         scales = cuda.local.array(2, np.float32)
-        state = State(maxima, totals, sums, scales)
+        state = PrefillState(maxima, totals, sums, scales)
         pieces = c, words, weights, loaded, backs, sizes, flags
 
         base = shared_address(stages)

@@ -11,7 +11,7 @@ import numpy as np
 from numba import cuda
 from numba.extending import register_jitable
 
-from numkv.kernels.cuda.attention.prefill_sizes import OPERANDS
+from numkv.kernels.cuda.attention.sizes import OPERANDS
 from numkv.kernels.cuda.instructions import (
     global_address,
     ldmatrix_x4_into,
@@ -58,7 +58,7 @@ FLOATS = {
 }
 
 
-class State(NamedTuple):
+class PrefillState(NamedTuple):
     """The online softmax of a thread's two rows, in registers."""
 
     maxima: Any  #: in base 2
