@@ -57,7 +57,6 @@ _TESTS = {
     "kernels/cpu/hadamard": ("kernels/test_hadamard", _NARROW),
     "kernels/cpu/threads": ("kernels/test_threads test_fork", ""),
     "kernels/cpu/compress": ("kernels/test_compress", ""),
-    "kernels/cpu/memory": ("objects/test_contiguous_layer", _FP32),
     "kernels/cpu/attention": (_ATTENTION, _FP32),
     "kernels/cpu/attention/__init__": (
         "kernels/test_attention",
@@ -72,8 +71,7 @@ _TESTS = {
         "kernels/test_attention_int8 kernels/test_attention_int4",
         "(groups or accuracy or extreme) and not fp64",
     ),
-    "kernels/cpu/attention/amx": ("kernels/test_attention_amx", ""),
-    "kernels/cpu/attention/amx_few": ("kernels/test_attention_amx_few", ""),
+    "kernels/cpu/attention/amx": ("kernels/test_attention_amx kernels/test_attention_amx_few", ""),
     "kernels/cpu/attention/offsets": (
         "kernels/test_attention_offsets kernels/test_attention_ranges",
         _NARROW,

@@ -3,6 +3,8 @@
 A call takes a workspace and gives it back when it is done. Meanwhile others find another one, or make it: calls from
 other Python threads, and also calls in the same thread that begin before this one ends, from a finaliser or a signal
 handler, say. There are as many workspaces as there have been calls at once.
+
+`aligned` memory begins where a cache line does: a vector that spans two lines is read at half the speed.
 """
 
 from __future__ import annotations
@@ -78,3 +80,30 @@ class Workspaces:
         """Let later calls have a workspace, unless it has grown too large."""
         if workspace.nbytes <= self._most_kept:
             self._free.append(workspace)
+
+
+_LINE = 64
+
+
+def aligned(make: Callable[..., Any], shape: tuple[int, ...], dtype: Any) -> Any:
+    """A new array at the beginning of a cache line.
+
+    Parameters
+    ----------
+    make : function
+        ``numpy.empty`` or ``numpy.zeros``.
+    shape : tuple of int
+        Its shape.
+    dtype : numpy.dtype
+        Its dtype.
+
+    Returns
+    -------
+    array
+        A view of a few bytes more.
+    """
+    dtype = np.dtype(dtype)
+    size = math.prod(shape) * dtype.itemsize
+    memory = make(size + _LINE - 1, np.uint8)
+    first = -memory.ctypes.data % _LINE
+    return memory[first : first + size].view(dtype).reshape(shape)

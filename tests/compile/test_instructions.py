@@ -17,13 +17,6 @@ from numba.cuda.core.errors import NumbaPerformanceWarning
 from numkv.kernels.cuda import instructions as ops
 from numkv.kernels.cuda import widen
 from numkv.kernels.cuda.attention import prefill_codes
-from numkv.kernels.cuda.instructions import scalars
-from numkv.kernels.cuda.instructions.words_at import (
-    load_pair_at,
-    load_word_at,
-    store_pair_at,
-    store_word_at,
-)
 
 U8, U32, F16, F32, F64 = np.uint8, np.uint32, np.float16, np.float32, np.float64
 BF16 = ml_dtypes.bfloat16
@@ -200,9 +193,9 @@ def test_rows_by_a_table_and_words():
         for i in range(8):
             out[4 + i // 4, t, i % 4] = words[i]
         end = ops.global_address(out) + 6 * 512 + 16 * t
-        x, y = load_pair_at(here + 16 * t + 8)
-        store_pair_at(end, y, x)
-        store_word_at(end + 8, load_word_at(here + 16 * t))
+        x, y = ops.load_global_8(here + 16 * t + 8)
+        ops.store_global_8(end, y, x)
+        ops.store_global(end + 8, ops.load_global_4(here + 16 * t))
 
     source = words_of(rng, 32 * 4).reshape(32, 4)
     first = [source[(7 * LANES + i) & 31] for i in range(2)]
@@ -250,7 +243,7 @@ def test_pairs_of_floats():
         out[12, t] = U32(F32(ops.exp2_approx(a[t])).view(U32))
         out[13, t] = ops.permute_bytes(pairs[0, t], pairs[1, t], 0x5240)
         out[14, t] = ops.select_bits(pairs[0, t], U32(0x0F0F0F0F), U32(0x80000001))
-        out[15, t] = U32(F32(scalars.fma_between_0_and_1(b[t], F32(0.5), a[t])).view(U32))
+        out[15, t] = U32(F32(ops.fma_between_0_and_1(b[t], F32(0.5), a[t])).view(U32))
 
     a, b = (rng.standard_normal(32).astype(F32) * F32(3) ** rng.integers(-9, 9, 32) for _ in "ab")
     a[:4], b[:4] = [0, -0.0, 1 + 2**-8, 1 + 3 * 2**-8], [np.inf, 65519, 65520, 1e-7]

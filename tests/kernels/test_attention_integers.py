@@ -26,9 +26,9 @@ from numkv.kernels.cpu.attention.records import (
     INT4_SPAN,
     KV_TILE,
     Outputs,
-    Queries,
-    Rows,
-    Weights,
+    QueryPlaces,
+    TileRows,
+    WeightPlaces,
 )
 from numkv.kernels.cpu.vectors.features import HAS_FOURS, INT4_INTEGERS, row_unroll
 from numkv.kernels.cpu.vectors.prefetch import NO_MORE
@@ -59,7 +59,7 @@ def run_quantise_probs(rows, f, factors_at, begin, end, scales_at):
 @numba.njit
 def run_weigh8(rows, count, f, scales_at, v, offsets, begin, end, dim, o_at, o_step, rescale_at):
     accumulate_int8(
-        rows, count, f, Weights(0, scales_at), Rows(v, offsets, dim, 0, 1), begin, end,
+        rows, count, f, WeightPlaces(0, scales_at), TileRows(v, offsets, dim, 0, 1), begin, end,
         Outputs(o_at, o_step, rescale_at), NOTHING,
     )  # fmt: skip
 
@@ -72,7 +72,7 @@ def run_weigh4(
     gather_groups(f, scales_at, scales, scale_offsets, groups)
     quantise_group_probs(rows, f, s_at, scales_at, dim, begin, end, w_at, sums_at)
     accumulate_int4(
-        rows, count, f, Weights(w_at, sums_at), Rows(codes, offsets, dim, scales_at, groups), begin, end,
+        rows, count, f, WeightPlaces(w_at, sums_at), TileRows(codes, offsets, dim, scales_at, groups), begin, end,
         Outputs(o_at, o_step, rescale_at), NOTHING,
     )  # fmt: skip
 
@@ -91,8 +91,10 @@ def run_score4(
         sum_query_groups(f, r * q_step, dim, sums_at + r * 16 * blocks)
     for r in range(at_once):
         interleave_bytes(1, f, r * q_step, q_step, q_step, rows_at + r * q_step // 2)
-    queries = Queries(rows_at, q_scales_at, sums_at)
-    qk_int4(at_once, f, queries, Rows(codes, offsets, dim, scales_at, groups), count, s_at, NOTHING)
+    queries = QueryPlaces(rows_at, q_scales_at, sums_at)
+    qk_int4(
+        at_once, f, queries, TileRows(codes, offsets, dim, scales_at, groups), count, s_at, NOTHING
+    )
 
 
 def at_once(rows):
@@ -142,8 +144,8 @@ def run_score8(
         f[r * q_step : r * q_step + dim] = q[r]
         f[scales_at + r] = quantise_query(f, r * q_step, dim, q_step)
     interleave_bytes(at_once, f, 0, q_step, q_step, rows_at)
-    keys = Rows(codes, offsets, dim, factors_at, 1)
-    qk_int8(at_once, f, Queries(rows_at, scales_at, 0), keys, count, s_at, NOTHING)
+    keys = TileRows(codes, offsets, dim, factors_at, 1)
+    qk_int8(at_once, f, QueryPlaces(rows_at, scales_at, 0), keys, count, s_at, NOTHING)
 
 
 @pytest.mark.skipif(not HAS_FOURS, reason="no instruction adds products of bytes by fours")

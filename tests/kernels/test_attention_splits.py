@@ -11,7 +11,7 @@ STEP, NO_RANGES = items.SPLIT_STEP, np.zeros((0, 2), np.int64)
 def batch_of(lengths, tokens, heads, group, window_left, capacity, room, ranges=NO_RANGES):
     """What a kernel knows of sequences of so many tokens and queries."""
     starts = np.concatenate([[0], np.cumsum(tokens)]).astype(np.int32)
-    return items.Batch(
+    return items.AttentionBatch(
         np.array(lengths, np.int32), starts, ranges, int(starts[-1]), capacity, window_left, group, heads,
         room.slots, room.by_token, int(starts[-1]),
     )  # fmt: skip
@@ -49,8 +49,10 @@ def test_parts_have_room_and_lie_apart(seed):
         for h in range(heads):
             for row in range(0, own.tokens * group, 8):
                 count = min(8, own.tokens * group - row)
-                item = items.Item(b, own.start, 0, row, count, h, 0, own.splits, 0, 1, 0, 1)
-                rows = items.Rows(*np.zeros((5, 8), np.int64))
+                item = items.AttentionItem(
+                    b, own.start, 0, row, count, h, 0, own.splits, 0, 1, 0, 1
+                )
+                rows = items.ItemRows(*np.zeros((5, 8), np.int64))
                 for thread in range(count):
                     describe(batch, item, rows, thread)
                 for first in rows.part[:count]:

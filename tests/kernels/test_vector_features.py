@@ -8,7 +8,7 @@ import pytest
 from numba import config
 
 from numkv.kernels.cpu.vectors import features
-from numkv.kernels.cpu.vectors.instructions import instructions_of
+from numkv.kernels.cpu.vectors.features import instructions_of
 
 on_x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names x86 CPUs")
 

@@ -126,12 +126,12 @@ def make_qk_codes(bits, rows):
         Query row r starts at ``q_at + r * q_step`` and is padded with zeros to whole vectors of `CODE_LANES`. Up to
         `KV_TILE` scores are written for each query row, however many rows of codes there are.
         """
-        _Scores(b, (bits, rows), q, q_at, q_step, keys, s, s_at, s_step).emit()
+        _CodeScores(b, (bits, rows), q, q_at, q_step, keys, s, s_at, s_step).emit()
 
     return qk_codes
 
 
-class _Scores:
+class _CodeScores:
     """Emits `qk_codes`."""
 
     def __init__(self, b, form, q, q_at, q_step, keys, s, s_at, s_step):
@@ -206,12 +206,14 @@ def make_accumulate_codes(bits, rows):
         vectors of `CODE_LANES`; columns past the head dim get what does not matter, but is finite where the weights and
         levels are.
         """
-        _Sums(b, (bits, rows), p, p_at, p_step, values, o, o_at, o_step, rescale, rescale_at).emit()
+        _CodeSums(
+            b, (bits, rows), p, p_at, p_step, values, o, o_at, o_step, rescale, rescale_at
+        ).emit()
 
     return accumulate_codes
 
 
-class _Sums:
+class _CodeSums:
     """Emits `accumulate_codes`."""
 
     def __init__(self, b, form, p, p_at, p_step, values, o, o_at, o_step, rescale, rescale_at):

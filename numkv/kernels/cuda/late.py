@@ -54,7 +54,7 @@ class Report(NamedTuple):
     index: int
 
 
-class _Words:
+class _LateWords:
     """Where kernels report to, for one watch: `WORDS` int64 of the device, and one of the host."""
 
     def __init__(self, found: Any, raised: Any, host: Any) -> None:
@@ -72,10 +72,10 @@ class _Device:
     def __init__(self, number: int) -> None:
         self.number = number
         self.lock = threading.Lock()
-        self.fresh: list[_Words] = []
-        self.retired: list[_Words] = []
+        self.fresh: list[_LateWords] = []
+        self.retired: list[_LateWords] = []
 
-    def take(self) -> _Words:
+    def take(self) -> _LateWords:
         """Words for a watch."""
         with self.lock:
             # Kernels of the retired ones may be under way still, and a capture forbids to wait for them.
@@ -89,12 +89,12 @@ class _Device:
             return self.fresh.pop()
 
 
-def _page() -> list[_Words]:
+def _page() -> list[_LateWords]:
     """New words."""
     if SIMULATED:
         raised = cuda.to_device(np.zeros(1, np.int64))
         return [
-            _Words(cuda.to_device(np.full(WORDS, NOWHERE, np.int64)), raised, raised._ary)
+            _LateWords(cuda.to_device(np.full(WORDS, NOWHERE, np.int64)), raised, raised._ary)
         ]  # fmt: skip
     from numkv.kernels.cuda.memory import foreign, pointer_of
     from numkv.kernels.cuda.uploads import constant
@@ -107,7 +107,7 @@ def _page() -> list[_Words]:
     # The driver lets kernels see pinned memory at the host's address.
     on_device, on_host = pointer_of(found), host.__array_interface__["data"][0]
     return [
-        _Words(
+        _LateWords(
             foreign(on_device + 8 * WORDS * i, (WORDS,), None, dtype, found),
             foreign(on_host + 8 * i, (1,), None, dtype, host),
             memoryview(host[i : i + 1]),
@@ -137,7 +137,7 @@ class Watch:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._device: _Device | None = None
-        self._words: _Words | None = None
+        self._words: _LateWords | None = None
         self._host: Any = (0,)
         self._written: dict[int, Any] = {}
         self._lasting: list[Any] = []
@@ -148,7 +148,7 @@ class Watch:
         if self._device is not None and self._words is not None:
             self._device.retired.append(self._words)
 
-    def words(self) -> _Words:
+    def words(self) -> _LateWords:
         """Where kernels report to."""
         if self._words is None:
             with self._lock:

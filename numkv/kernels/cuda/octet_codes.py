@@ -16,12 +16,14 @@ import numpy as np
 from numba import cuda
 from numba.extending import register_jitable
 
-from numkv.kernels.cuda.instructions import permute_bytes, shuffle_xor, shuffle_xor_float
-from numkv.kernels.cuda.instructions.scalars import (
+from numkv.kernels.cuda.instructions import (
     fma_between_0_and_1,
     fma_to_zero,
     greater_float,
     load_global_float,
+    permute_bytes,
+    shuffle_xor,
+    shuffle_xor_float,
     smaller_float,
     store_global,
     store_global_8,

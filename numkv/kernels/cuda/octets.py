@@ -17,19 +17,17 @@ from numba.extending import register_jitable
 
 from numkv.kernels.cuda.instructions import (
     global_address,
-    load_global_16,
-    pack_bf16,
-    pack_fp16,
-    permute_bytes,
-    store_global_16,
-    unpack_fp16,
-)
-from numkv.kernels.cuda.instructions.scalars import (
     load_global_8,
+    load_global_16,
     load_global_float,
     load_global_word16,
     other_float,
+    pack_bf16,
+    pack_fp16,
+    permute_bytes,
     store_global_8,
+    store_global_16,
+    unpack_fp16,
 )
 from numkv.kernels.cuda.streams import SIMULATED
 from numkv.kinds import kind as kind_of

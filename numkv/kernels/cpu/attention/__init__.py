@@ -16,17 +16,14 @@ Heads do not mix, and split boundaries depend on the sequence's own length and w
 `plan`         which items there are
 `scratch`      what lies where in a worker's scratch memory
 `offsets`      where the rows of a tile lie
-`visible`      which tokens a query sees
 `scales`       scales of a tile's tokens
-`merge`        the kernel that merges splits
 `bound`        the kernel of bound calls, which writes rows and calls the attention kernel
 `engines`      which engine attends over which kinds
-`vector`       few query rows in vector code, for K and V each by `floats`, by `integers` or in `pairs`
+`vector`       few query rows in vector code; which tokens they see, tokens that masks choose
+`sides`        its sides of K and of V: in floats, in integers or in pairs of bf16
 `many_rows`    many query rows in vector code
 `amx`          Intel's matrix unit
-`amx_few`      few query rows on it
-`masked`       tokens that masks choose
-`store`        results of an item
+`store`        results of an item; the kernel that merges splits
 `llvm`         arithmetic in LLVM
 `records`      sizes and records that these share
 =============  ==========================================================================================
@@ -54,7 +51,6 @@ from numkv.kernels.cpu.attention.bound import (
 )
 from numkv.kernels.cpu.attention.driver import driver_kernel, entry, plan_kernel
 from numkv.kernels.cpu.attention.engines import compute_for, use_amx
-from numkv.kernels.cpu.attention.merge import PART_EXTRA, make_merge_splits
 from numkv.kernels.cpu.attention.offsets import WORKER_INTS
 from numkv.kernels.cpu.attention.plan import (
     LEAST_ROWS,
@@ -64,13 +60,13 @@ from numkv.kernels.cpu.attention.plan import (
 )
 from numkv.kernels.cpu.attention.records import BY_SLOT, KV_TILE, float_type
 from numkv.kernels.cpu.attention.steps import Steps, steps_for
+from numkv.kernels.cpu.attention.store import PART_EXTRA, make_merge_splits
 from numkv.kernels.cpu.convert import converter, from_floats, to_floats
-from numkv.kernels.cpu.memory import aligned
 from numkv.kernels.cpu.threads import launched, num_threads, run
 from numkv.kernels.cpu.vectors.records import kernel_address
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
-from numkv.kernels.scratch import Workspaces
+from numkv.kernels.scratch import Workspaces, aligned
 from numkv.kinds import kinds
 
 __all__ = ["append_attend", "attend", "small_decode"]

@@ -18,11 +18,10 @@ from numba.extending import register_jitable
 from numkv.kernels.builder import SCALES, WORDS, array
 from numkv.kernels.cpu.append import row_writer
 from numkv.kernels.cpu.attention.driver import attend_to
-from numkv.kernels.cpu.attention.merge import PART_EXTRA
 from numkv.kernels.cpu.attention.offsets import WORKER_INTS
 from numkv.kernels.cpu.attention.plan import plan_of, plan_size
 from numkv.kernels.cpu.attention.state import OUT, Q
-from numkv.kernels.cpu.memory import aligned
+from numkv.kernels.cpu.attention.store import PART_EXTRA
 from numkv.kernels.cpu.overlap import lie_well
 from numkv.kernels.cpu.threads import ON_THREADS
 from numkv.kernels.cpu.vectors.arrays import (
@@ -45,6 +44,7 @@ from numkv.kernels.cpu.vectors.records import (
     record_of,
     table_of,
 )
+from numkv.kernels.scratch import aligned
 from numkv.kinds import kind
 from numkv.rows.codec import elements_in
 from numkv.rows.convert import codec

@@ -42,8 +42,7 @@ from numkv.kernels.cpu.attention.state import (
     soft_cap_of,
     turn_of,
 )
-from numkv.kernels.cpu.attention.vector import make_slope_of
-from numkv.kernels.cpu.attention.visible import visible_in_tile, visible_to_tokens
+from numkv.kernels.cpu.attention.vector import make_slope_of, visible_in_tile, visible_to_tokens
 from numkv.kernels.cpu.vectors.emitted import inlined
 from numkv.kernels.cpu.vectors.features import MANY_ROWS
 from numkv.kernels.cpu.vectors.stored import ON_LINE

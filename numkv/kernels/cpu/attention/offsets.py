@@ -50,7 +50,7 @@ STATE_AT, STATE_INTS = SPARE + SPARE_INTS, 12 * RAMP
 WORKER_INTS = STATE_AT + STATE_INTS
 
 
-class Layout(NamedTuple):
+class TileLayout(NamedTuple):
     """How K, V and their scales lie in memory, in elements."""
 
     #: Tokens that an entry of the block table stands for, and tokens of a block.
@@ -91,7 +91,7 @@ def _step(record, array, axis):
 
 @register_jitable
 def layout_of(record, k, k_scale, v, v_scale, k_scaled, v_scaled, unit):
-    """The `Layout` of pools and scales that are at these numbers of a record.
+    """The `TileLayout` of pools and scales that are at these numbers of a record.
 
     Steps of scales that tokens do not have are 0. `unit` are the tokens that an entry of the block table stands for.
     """
@@ -109,7 +109,7 @@ def layout_of(record, k, k_scale, v, v_scale, k_scaled, v_scaled, unit):
     )
     differ = (k_block ^ v_block) | (k_head ^ v_head) | (k_token ^ v_token) | (k_scaled ^ v_scaled)
     differ |= k_scaled * ((ks_block ^ vs_block) | (ks_head ^ vs_head) | (ks_token ^ vs_token))
-    return Layout(
+    return TileLayout(
         unit, int_at(record, k + SHAPE + 2), k_block, k_head, k_token, v_block, v_head, v_token,
         ks_block * k_scaled, ks_head * k_scaled, ks_token * k_scaled,
         vs_block * v_scaled, vs_head * v_scaled, vs_token * v_scaled,

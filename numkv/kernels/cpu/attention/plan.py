@@ -44,7 +44,7 @@ MISSING = 2
 _HEADER = 3
 
 
-class Plan(NamedTuple):
+class ItemPlan(NamedTuple):
     """Views of the integers that say what there is to do. Arrays but counters have an element for each sequence."""
 
     #: Counters that threads share: of items, and of rows to merge.
@@ -70,7 +70,7 @@ def plan_of(ints, num_seqs):
     split_len = first_part + num_seqs + 1
     heads = split_len + num_seqs
     rest = heads + num_seqs
-    return Plan(
+    return ItemPlan(
         ints[0:1], ints[1:2], ints[MISSING:_HEADER], ints[first_item:first_part], ints[first_part:split_len],
         ints[split_len:heads], ints[heads:rest], ints[rest:],
     )  # fmt: skip

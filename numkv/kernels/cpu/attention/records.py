@@ -74,7 +74,7 @@ class Visibility(NamedTuple):
     window_left: int
 
 
-class Rows(NamedTuple):
+class TileRows(NamedTuple):
     """K or V rows of a KV tile: token t's starts at ``words[offsets[t]]``."""
 
     words: Any
@@ -111,18 +111,18 @@ class Tile(NamedTuple):
     #: The first token, and the kv head.
     start: int
     head: int
-    keys: Rows
-    values: Rows
+    keys: TileRows
+    values: TileRows
     #: Memory of this tile's V rows and of the next tile's K rows, as a `PrefetchStream` takes it.
     v_extents: Any
     k_extents: Any
     #: The next tile's K rows.
-    next_keys: Rows
+    next_keys: TileRows
     #: Elements from one token's K row to the next within a block.
     k_step: int
 
 
-class Queries(NamedTuple):
+class QueryPlaces(NamedTuple):
     """Where query rows are in scratch memory: interleaved, with scales and sums of groups if they are integers."""
 
     at: int
@@ -130,7 +130,7 @@ class Queries(NamedTuple):
     sums_at: int
 
 
-class Weights(NamedTuple):
+class WeightPlaces(NamedTuple):
     """Where probabilities as integers are in scratch memory, and what belongs to all of them."""
 
     at: int

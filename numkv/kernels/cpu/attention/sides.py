@@ -46,7 +46,13 @@ from numkv.kernels.cpu.attention.llvm.int8 import (
     quantise_query,
 )
 from numkv.kernels.cpu.attention.llvm.pairs import make_accumulate_pairs, pair_row, pair_weights
-from numkv.kernels.cpu.attention.records import PAIRS, Outputs, Queries, Weights, float_type
+from numkv.kernels.cpu.attention.records import (
+    PAIRS,
+    Outputs,
+    QueryPlaces,
+    WeightPlaces,
+    float_type,
+)
 from numkv.kernels.cpu.vectors.arrays import clear, multiply
 from numkv.kernels.cpu.vectors.emitted import inlined
 from numkv.kernels.cpu.vectors.features import HAS_FOURS
@@ -122,7 +128,7 @@ def make_keys(
 
     @inlined
     def scores(floats, at, sizes, row, place, keys, end, extents):
-        queries = Queries(
+        queries = QueryPlaces(
             at.interleaved + place * sizes.pad_dim, at.query_scales + row,
             at.query_sums + row * 16 * sizes.k_spans,
         )  # fmt: skip
@@ -148,7 +154,7 @@ def make_values(kind: str, next_kind: str, compute: str, count: int) -> Callable
     @inlined
     def weigh_int8(floats, at, sizes, values, begin, end):
         quantise_probs(COUNT, floats, at.scores, values.scales_at, begin, end, at.prob_scales)
-        return Weights(at.scores, at.prob_scales)
+        return WeightPlaces(at.scores, at.prob_scales)
 
     @inlined
     def weigh_int4(floats, at, sizes, values, begin, end):
@@ -156,7 +162,7 @@ def make_values(kind: str, next_kind: str, compute: str, count: int) -> Callable
             COUNT, floats, at.scores, values.scales_at, sizes.dim_v, begin, end, at.group_probs,
             at.prob_sums,
         )  # fmt: skip
-        return Weights(at.group_probs, at.prob_sums)
+        return WeightPlaces(at.group_probs, at.prob_sums)
 
     if in_integers(kind, compute):
         if kind == "int4":

@@ -25,14 +25,14 @@ from numkv.kernels.cpu.attention.offsets import (
     STATE_AT,
     STATE_INTS,
     TABLE,
-    Layout,
+    TileLayout,
 )
 from numkv.kernels.cpu.attention.plan import MISSING
 from numkv.kernels.cpu.attention.records import (
     LOG2_E,
     Item,
-    Rows,
     Tile,
+    TileRows,
     Turn,
     Visibility,
     float_type,
@@ -85,11 +85,11 @@ PLACES = SIZES + len(Sizes._fields)
 _ITEM = PLACES + len(Scratch._fields)
 _TURN = _ITEM + len(Item._fields)
 _LAYOUT = _TURN + len(Turn._fields)
-assert _LAYOUT + len(Layout._fields) <= STATE_INTS
+assert _LAYOUT + len(TileLayout._fields) <= STATE_INTS
 
 item_of, put_item = tuple_reader(Item, _ITEM), tuple_writer(_ITEM)
 turn_of, put_turn = tuple_reader(Turn, _TURN), tuple_writer(_TURN)
-layout_in, put_layout = tuple_reader(Layout, _LAYOUT), tuple_writer(_LAYOUT)
+layout_in, put_layout = tuple_reader(TileLayout, _LAYOUT), tuple_writer(_LAYOUT)
 sizes_of, places_of = tuple_reader(Sizes, SIZES), tuple_reader(Scratch, PLACES)
 _pairs_at = array_reader(types.int64, 2)
 
@@ -193,10 +193,10 @@ def make_tile_of(k_kind: str, v_kind: str) -> Callable[..., Any]:
         k, v = keys_at(call, np.int64(K)), values_at(call, np.int64(V))
         return Tile(
             turn.start, turn.head,
-            Rows(k, ints_from(turn.keys_at, FULL), sizes.dim, at.key_scales, sizes.k_groups),
-            Rows(v, ints_from(turn.values_at, FULL), sizes.dim_v, at.value_scales, sizes.v_groups),
+            TileRows(k, ints_from(turn.keys_at, FULL), sizes.dim, at.key_scales, sizes.k_groups),
+            TileRows(v, ints_from(turn.values_at, FULL), sizes.dim_v, at.value_scales, sizes.v_groups),
             ints_from(turn.v_extents_at, FULL), ints_from(turn.k_extents_at, FULL),
-            Rows(k, ints_from(turn.next_keys_at, FULL), sizes.dim, at.key_scales, sizes.k_groups), turn.k_step,
+            TileRows(k, ints_from(turn.next_keys_at, FULL), sizes.dim, at.key_scales, sizes.k_groups), turn.k_step,
         )  # fmt: skip
 
     return tile_of

@@ -17,12 +17,7 @@ from numba import types
 
 from numkv.kernels.builder import build
 from numkv.kernels.cpu.attention import state
-from numkv.kernels.cpu.attention.amx import (
-    end_amx,
-    make_amx_attend,
-    make_amx_leave,
-    make_amx_load,
-)
+from numkv.kernels.cpu.attention.amx import end_amx, make_amx_attend, make_amx_leave, make_amx_load
 from numkv.kernels.cpu.attention.engines import (
     ROWS_OF_ALL_SIZES,
     by_panels,
@@ -30,7 +25,6 @@ from numkv.kernels.cpu.attention.engines import (
     panels_from,
     query_rows,
 )
-from numkv.kernels.cpu.attention.groups import find_next_head, spread_group
 from numkv.kernels.cpu.attention.many_rows import (
     attend_many,
     make_adjust_many,
@@ -40,15 +34,41 @@ from numkv.kernels.cpu.attention.many_rows import (
     make_put_values,
     make_weigh,
 )
-from numkv.kernels.cpu.attention.masked import attend_picked
+from numkv.kernels.cpu.attention.offsets import ask_at_once, locate_next_head, spread
 from numkv.kernels.cpu.attention.records import PAIRS, float_type
 from numkv.kernels.cpu.attention.scales import make_gather_turn
 from numkv.kernels.cpu.attention.scratch import lay_out
+from numkv.kernels.cpu.attention.state import layout_in, offsets_of
 from numkv.kernels.cpu.attention.store import make_store
-from numkv.kernels.cpu.attention.vector import attend_few, make_adjust, make_load, make_rows
+from numkv.kernels.cpu.attention.vector import (
+    attend_few,
+    attend_picked,
+    make_adjust,
+    make_load,
+    make_rows,
+)
 from numkv.kernels.cpu.vectors.features import row_unroll
 from numkv.kernels.cpu.vectors.records import kernel_address
 from numkv.kinds import kind as kind_named
+
+
+def find_next_head(state, here, to):
+    """The step `NEXT_HEAD`: the tables of a turn, at `to`, from those of the head before it. Returns 1."""
+    locate_next_head(offsets_of(state), here, to, layout_in(state))
+    return 1
+
+
+def spread_group(state, table, heads, part, parts, at_once):
+    """The step `SPREAD`: what a turn asks for of the group whose first turn has its tables at `table`.
+
+    If not 0, `at_once` has all of it prefetched now, for want of a turn that is long enough. Returns 1.
+    """
+    offsets = offsets_of(state)
+    spread(offsets, table, heads, part, parts, layout_in(state))
+    if at_once:
+        ask_at_once(offsets)
+    return 1
+
 
 # Numbers that steps take beside the state's address.
 _NUMBERS = {

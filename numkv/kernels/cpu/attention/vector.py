@@ -5,6 +5,11 @@ softmax serves all rows, and query rows are interleaved for it once an item.
 
 What decides which rows see which tokens (`attend_few`) is one kernel for all kinds. The arithmetic is a kernel for each
 number of rows that are taken at once (`make_rows`): few groups of q heads need more than one of them.
+
+Tokens that the bits of a mask choose, beside those that a query sees without gaps, are picked query by query: tables of
+their rows and scales are put together, as if they lay one after another, and the tile's steps take them. So nothing of
+the others is read, and they stand at positions that follow one another, as linear biases (ALiBi: Press et al.,
+arXiv:2108.12409) take them. A matrix unit is left alone: its engine knows of ranges only.
 """
 
 from __future__ import annotations
@@ -14,16 +19,19 @@ from typing import Any
 
 import numpy as np
 from numba import types
+from numba.extending import register_jitable
 
 from numkv.kernels.builder import SCALES
 from numkv.kernels.cpu.attention.engines import in_integers
 from numkv.kernels.cpu.attention.llvm.softmax import make_online_softmax_step, make_soft_cap
-from numkv.kernels.cpu.attention.records import LOG2_E, SoftmaxState, float_type
+from numkv.kernels.cpu.attention.offsets import TABLE
+from numkv.kernels.cpu.attention.records import KV_TILE, LOG2_E, SoftmaxState, Turn, float_type
 from numkv.kernels.cpu.attention.scales import make_of_head
 from numkv.kernels.cpu.attention.sides import make_keys, make_loader, make_values
 from numkv.kernels.cpu.attention.state import (
     ADJUST,
     AT_ONCE,
+    GATHER,
     K_SCALE,
     OF_1,
     SINKS,
@@ -36,20 +44,51 @@ from numkv.kernels.cpu.attention.state import (
     mask_of,
     number_of,
     places_of,
+    put_turn,
     run_step,
     scale_of,
     seen_of,
     sizes_of,
     soft_cap_of,
+    spare_of,
     turn_of,
 )
-from numkv.kernels.cpu.attention.visible import visible_in_tile
-from numkv.kernels.cpu.vectors.arrays import clear, row_of
+from numkv.kernels.cpu.vectors.arrays import address_of, clear, row_of
 from numkv.kernels.cpu.vectors.emitted import inlined
 from numkv.kernels.cpu.vectors.features import ROW_UNROLL
-from numkv.kernels.cpu.vectors.records import SHAPE, array_reader, int_at
+from numkv.kernels.cpu.vectors.records import SHAPE, array_reader, int_at, ints_from
 from numkv.kinds import kind as kind_named
-from numkv.rows.mask import POSITION
+from numkv.rows.mask import BITS, END, PLAIN_END, POSITION, bits_below, has_bit
+from numkv.rows.visible import visible_to_any
+
+
+@register_jitable
+def visible_in_tile(ranges, row, position, window_left, begin, end, tile):
+    """Which tokens of a KV tile a query sees, of ``[begin, end)``: a range counted from the tile's start."""
+    low, high = visible_to_any(ranges, row, np.int64(1), position, window_left, end)
+    low = min(max(max(low, begin) - tile, 0), KV_TILE)
+    return low, min(max(min(high, end) - tile, low), KV_TILE)
+
+
+@inlined
+def visible_to_tokens(item, first, stop, seen, tile):
+    """The tokens of a tile that any of an item's query tokens ``[first, stop)`` sees, and whether all see the same."""
+    low, high, alike = np.int64(KV_TILE), np.int64(0), True
+    # Without ranges later tokens see later ones, or the same: the first and the last tell.
+    last = stop - 1
+    for t in range(first, last + 1, 1 if len(seen.ranges) > 0 else max(last - first, 1)):
+        begin, end = visible_in_tile(
+            seen.ranges, item.first_token + t, item.position + t, seen.window_left, item.begin,
+            item.end, tile,
+        )  # fmt: skip
+        if t > first and (begin != low or end != high):
+            alike = False
+        if len(seen.ranges) == 0:
+            low, high = begin if t == first else low, end
+        elif begin < end:
+            low, high = min(low, begin), max(high, end)
+    return low, high, alike
+
 
 # Query rows that vector code takes at once, at most.
 _UNROLL = ROW_UNROLL[0]
@@ -246,4 +285,63 @@ def attend_few(state):
         if low < high:
             attend_rows(state, r, taken, low, high)
         r += taken
+    return 0
+
+
+@register_jitable
+def _pick(ints, rows, row, begin, end, tile, keys, values):
+    """Put together the tables of the tokens ``[begin, end)`` of a tile whose bits are set; return how many there are.
+
+    Up to the end of a tile, the last one stands in for those that are missing, as whole groups are read.
+    """
+    number, base = np.int64(0), rows[row, PLAIN_END]
+    for token in range(begin, end):
+        if has_bit(rows, row, token - base):
+            _copy(ints, number, token - tile, keys, values)
+            number += 1
+    for i in range(number if number > 0 else KV_TILE, KV_TILE):
+        for table in range(4):
+            ints[table * TABLE + i] = ints[table * TABLE + number - 1]
+    return number
+
+
+@register_jitable
+def _copy(ints, to, j, keys, values):
+    """Copy where the row and the scales of a tile's token are."""
+    ints[to], ints[TABLE + to] = keys[j], values[j]
+    ints[2 * TABLE + to], ints[3 * TABLE + to] = keys[2 * TABLE + j], values[2 * TABLE + j]
+
+
+def attend_picked(state):
+    """The step `PICK`: attend to the tokens of a tile that bits choose, for one query token after another."""
+    item, turn, sizes, rows, ints = (
+        item_of(state), turn_of(state), sizes_of(state), mask_of(state), spare_of(state)
+    )  # fmt: skip
+    most, size = number_of(state, AT_ONCE), np.int64(4 * TABLE)
+    keys, values = ints_from(turn.keys_at, size), ints_from(turn.values_at, size)
+    picked_at = address_of(ints)
+    values_at = picked_at + 8 * TABLE
+    for t in range(item.tokens):
+        row = item.first_token + t
+        base = rows[row, PLAIN_END]
+        begin = max(max(item.begin, turn.start), base)
+        end = min(min(item.end, turn.start + KV_TILE), rows[row, END])
+        high = np.int64(0)
+        if begin < end:
+            high = _pick(ints, rows, row, begin, end, turn.start, keys, values)
+        if high > 0:
+            # Where the first of them stands.
+            start = base + bits_below(rows, row, BITS, begin - base)
+            put_turn(
+                state,
+                Turn(start, turn.head, picked_at, values_at, turn.v_extents_at, turn.k_extents_at, picked_at,
+                     values_at, turn.k_step),
+            )  # fmt: skip
+            run_step(state, np.int64(GATHER), ())
+            r, stop = np.int64(t * sizes.group), (t + 1) * sizes.group
+            while r < stop:
+                taken = min(stop - r, most)
+                attend_rows(state, r, taken, np.int64(0), high)
+                r += taken
+    put_turn(state, turn)
     return 0

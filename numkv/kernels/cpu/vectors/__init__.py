@@ -6,15 +6,14 @@ like any other. What they are made of is here:
 
 ============  ==========================================================================================
 `features`    which instructions the CPU has, how wide its vectors are
-`instructions`  what LLVM uses for a CPU that is asked for by name
-`emit`        loops and branches while emitting; how an intrinsic's arguments are read
-`vectors`     `Vectors`: vectors of floats, loaded from any storage kind
+`emit`        loops and branches while emitting; how an intrinsic is made of what emits its code
+`vectors`     `Vectors`: vectors of floats, loaded from any storage kind, and functions of them
 `words`       `Words`: vectors of 16-bit integers and bytes, and their products
 `levels`      codes of a codebook to their levels, by a look into a table
 `amx`         `Amx`: Intel's matrix unit
-`math`        powers of two and hyperbolic tangents
 `prefetch`    `PrefetchStream`: memory that is asked for ahead of time, evenly spread among arithmetic
 `arrays`      rows of strided arrays, arrays without reference counts, addresses
+`emitted`     functions of integers, emitted from their source
 `launch`      running a kernel on several threads, and handing out items to them
 ============  ==========================================================================================
 

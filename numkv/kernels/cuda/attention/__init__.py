@@ -29,7 +29,7 @@ Sequences with many query rows are another kernel's, on tensor cores, if it take
 `numkv.kernels.cuda.attention.prefill`.
 
 Gaps in what queries see, and biases, are the general kernel's alone, compiled anew for them: see
-`numkv.kernels.cuda.attention.masked`.
+`numkv.kernels.cuda.attention.kernel`.
 
 Splits depend on the sequence alone: on its length, number of queries and window, or on its ranges. Their parts are
 merged in order by a second kernel, as in Flash-Decoding (Dao et al., 2023). Every sum is taken in an order that depends
@@ -48,16 +48,23 @@ from numkv.errors import NotSupported
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda.attention import splits
 from numkv.kernels.cuda.attention.decode import make_decode
-from numkv.kernels.cuda.attention.decode_sizes import DECODE_ROWS, fits, sizes_for
 from numkv.kernels.cuda.attention.items import MAX_CAPACITY, shift_of
-from numkv.kernels.cuda.attention.kernel import make_attention
+from numkv.kernels.cuda.attention.kernel import (
+    Q_BYTES,
+    V_WIDTHS,
+    make_attention,
+    q_bytes,
+    row_choices,
+)
 from numkv.kernels.cuda.attention.prefill import make_prefill
-from numkv.kernels.cuda.attention.prefill_sizes import (
+from numkv.kernels.cuda.attention.sizes import (
+    DECODE_ROWS,
     MOST_ROWS,
+    fits,
     fits_prefill,
+    sizes_for,
     sizes_of_prefill,
 )
-from numkv.kernels.cuda.attention.sizes import Q_BYTES, V_WIDTHS, q_bytes, row_choices
 from numkv.kernels.cuda.attention.splits import LOG2_E, merge_splits, parts_of, room_for
 from numkv.kernels.cuda.launches import INDICES, THREADS, Kernel, array, jit, launch
 from numkv.kernels.cuda.simd import STORED_ONLY, WIDTH, aligned, ceil_div, compute_of

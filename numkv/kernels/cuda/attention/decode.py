@@ -6,7 +6,7 @@ its eight columns. One product costs the same for a group of one and of eight, a
 A warp takes 16 tokens at a time, a *slice*, and goes on alone until its item ends: it copies its own slices of K and V
 to shared memory (the next one while it works on this one), scores them, keeps its own online softmax, and adds up its
 own sums. So nothing within an item waits for other warps; in the end their sums are merged in order. What a warp holds
-of a slice, by the layouts of `numkv.kernels.cuda.instructions.warps`, for its thread ``l``, ``g = l // 4``,
+of a slice, by the layouts of `numkv.kernels.cuda.instructions`, for its thread ``l``, ``g = l // 4``,
 ``t = l % 4``::
 
     scores      S^T, 16 tokens x 8 rows    c0, c1: token g, rows 2t and 2t + 1      c2, c3: token g + 8
@@ -38,25 +38,24 @@ import numpy as np
 from numba import cuda
 from numba.extending import register_jitable
 
-from numkv.kernels.cuda.attention.decode_copies import (
-    Lane,
-    Pools,
-    Seen,
-    divide,
-    look_up,
-    make_copies,
-    make_places,
-    uniform,
-)  # fmt: skip
 from numkv.kernels.cuda.attention.decode_items import (
     EXTENT_WORDS,
     RECORD_BYTES,
     Counted,
     DecodeRows,
+    Lane,
+    Pools,
+    SeenTokens,
+    divide,
+    look_up,
+    make_copies,
+    make_places,
     make_tasks,
-)  # fmt: skip
+    uniform,
+)  # fmt: skip  # fmt: skip
 from numkv.kernels.cuda.attention.decode_products import make_load_queries, make_scores, make_sums
-from numkv.kernels.cuda.attention.decode_sizes import (
+from numkv.kernels.cuda.attention.items import AttentionBatch
+from numkv.kernels.cuda.attention.sizes import (
     BANKS,
     DECODE_ROWS,
     DECODE_TILE,
@@ -64,7 +63,6 @@ from numkv.kernels.cuda.attention.decode_sizes import (
     WARPS,
     sizes_for,
 )  # fmt: skip
-from numkv.kernels.cuda.attention.items import Batch
 from numkv.kernels.cuda.attention.splits import LN_2, LOG2_E
 from numkv.kernels.cuda.instructions import (
     cp_async_commit,
@@ -77,10 +75,11 @@ from numkv.kernels.cuda.instructions import (
     shuffle,
     shuffle_float,
     shuffle_xor_float,
+    store_global,
+    store_global_8,
     store_shared_16,
     store_shared_pairs,
 )  # fmt: skip
-from numkv.kernels.cuda.instructions.scalars import store_global, store_global_8
 from numkv.kernels.cuda.launches import THREADS
 from numkv.kernels.cuda.simd import ceil_div, natural
 from numkv.kinds import kind
@@ -96,7 +95,7 @@ SLACK, LIFT = 4, 8
 LEAST_LOG = -100
 
 
-class State(NamedTuple):
+class DecodeState(NamedTuple):
     """What a thread holds, in registers."""
 
     running: Any  #: of two rows: bases, limits, totals
@@ -369,7 +368,7 @@ def make_attend_item(Q_KIND, SIZES):
         k_to, v_to, k_at, v_at = places_of(start, lane)
         item = told(record)
         source = source_of(pools, item.seq, item.head, start, lane)
-        seen = Seen(item.begin, item.end, uniform(item.low), uniform(item.high))
+        seen = SeenTokens(item.begin, item.end, uniform(item.low), uniform(item.high))
         # The thread's token of the slice to be looked up next, and the entry of the one before.
         size = source.block_size
         first = uniform(I32(item.begin & I32(-DECODE_TILE)) + lane.warp * SLICE)
@@ -460,7 +459,7 @@ def make_decode(Q_KIND, K_KIND, V_KIND, DIM, DIM_V):
         capacity = np.int64(block_table.shape[1])
         if not by_slot:
             capacity *= k.shape[2]
-        batch = Batch(
+        batch = AttentionBatch(
             seq_lens, q_starts, ranges, q.shape[0], capacity, window_left,
             natural(q.shape[1]) // num_kv_heads, num_kv_heads, slots, by_token, most_tokens,
         )  # fmt: skip
@@ -493,7 +492,7 @@ def make_decode(Q_KIND, K_KIND, V_KIND, DIM, DIM_V):
         scores = cuda.local.array(4, np.float32)
         part = cuda.local.array(4, np.float32)
         weights = cuda.local.array(4, np.uint32)
-        state = State(running, sums, scores, part, weights)
+        state = DecodeState(running, sums, scores, part, weights)
         pools = Pools(k, k_scale, v, v_scale, block_table, by_slot, shift)
 
         counted = Counted(counts, befores, shared_address(extents))

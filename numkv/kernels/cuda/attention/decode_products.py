@@ -9,7 +9,7 @@ import numpy as np
 from numba import cuda
 from numba.extending import register_jitable
 
-from numkv.kernels.cuda.attention.decode_sizes import BANKS, DECODE_ROWS, QUERY_BYTES, WARPS
+from numkv.kernels.cuda.attention.sizes import BANKS, DECODE_ROWS, QUERY_BYTES, WARPS
 from numkv.kernels.cuda.instructions import (
     fma_fp16x2,
     ldmatrix_x2,
@@ -194,6 +194,23 @@ def make_load_queries(Q_KIND, SIZES):
 # ---------------------------------------------------------------- products
 
 
+def make_reads(two, one):
+    """``read(at, chunk), read_one(at, chunk)``: chunks of 16 tokens, of which `at` is the first one's place.
+
+    Two of them from `chunk` on, or one, by the instructions `two` and `one`.
+    """
+
+    @register_jitable
+    def read(at, chunk):
+        return two(U32(U32(at ^ U32((chunk % 8) << 4)) + U32(chunk // 8 * BANKS)))
+
+    @register_jitable
+    def read_one(at, chunk):
+        return one(U32(U32(at ^ U32((chunk % 8) << 4)) + U32(chunk // 8 * BANKS)))
+
+    return read, read_one
+
+
 def make_scores(SIZES):
     """The function that scores a slice: ``K Q^T``."""
     K = SIZES.k
@@ -201,6 +218,7 @@ def make_scores(SIZES):
     UNITS = K.padded
     mma = _mma(K.operand)
     widen = make_widen(K.kind) if BITS == 8 else None
+    read, read_one = make_reads(ldmatrix_x4, ldmatrix_x2)
 
     @register_jitable
     def multiply(a0, a1, a2, a3, b0, b1, c):
@@ -213,15 +231,6 @@ def make_scores(SIZES):
         if PRECISE:
             b0, b1 = load_shared_8(U32(q + U32(QUERY_BYTES * (TILES + s))))
             multiply(a0, a1, a2, a3, b0, b1, c)
-
-    @register_jitable
-    def read(at, chunk):
-        """Chunks `chunk` and the next one of 16 tokens, of which `at` is the first one's place."""
-        return ldmatrix_x4(U32(U32(at ^ U32((chunk % 8) << 4)) + U32(chunk // 8 * BANKS)))
-
-    @register_jitable
-    def read_one(at, chunk):
-        return ldmatrix_x2(U32(U32(at ^ U32((chunk % 8) << 4)) + U32(chunk // 8 * BANKS)))
 
     @register_jitable
     def clear(c):
@@ -239,26 +248,14 @@ def make_scores(SIZES):
                 a, b = read_steps(U32(at ^ U32(j << 5))), query_steps(U32(q + U32(QUERY_BYTES * j)))
                 for i in range(STEPS):
                     multiply(
-                        a[4 * i],
-                        a[4 * i + 1],
-                        a[4 * i + 2],
-                        a[4 * i + 3],
-                        b[2 * i],
-                        b[2 * i + 1],
-                        c,
-                    )
+                        a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3], b[2 * i], b[2 * i + 1], c
+                    )  # fmt: skip
                 if PRECISE:
                     b = query_steps(U32(q + U32(QUERY_BYTES * (TILES + j))))
                     for i in range(STEPS):
                         multiply(
-                            a[4 * i],
-                            a[4 * i + 1],
-                            a[4 * i + 2],
-                            a[4 * i + 3],
-                            b[2 * i],
-                            b[2 * i + 1],
-                            c,
-                        )
+                            a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3], b[2 * i], b[2 * i + 1], c
+                        )  # fmt: skip
 
         return scores_in_steps
     if BITS == 16:
@@ -361,25 +358,11 @@ def make_weighing(SIZES):
     return add, turn
 
 
-def make_reads():
-    """The functions that read two chunks of a slice's rows of V, and one of them."""
-
-    @register_jitable
-    def read(at, chunk):
-        return ldmatrix_x4_trans(U32(U32(at ^ U32((chunk % 8) << 4)) + U32(chunk // 8 * BANKS)))
-
-    @register_jitable
-    def read_one(at, chunk):
-        return ldmatrix_x2_trans(U32(U32(at ^ U32((chunk % 8) << 4)) + U32(chunk // 8 * BANKS)))
-
-    return read, read_one
-
-
 def make_sums_of_nibbles(SIZES):
     """`make_sums` of INT4."""
     UNITS = SIZES.v.padded
     add, turn = make_weighing(SIZES)
-    read, read_one = make_reads()
+    read, read_one = make_reads(ldmatrix_x4_trans, ldmatrix_x2_trans)
 
     @register_jitable
     def add_group(w0, w1, group, p, word, other, offset, offset_other, b, sums):
@@ -433,7 +416,7 @@ def make_sums(SIZES):
     INFINITE, CARRY = (0x7F807F80, 0x00800080) if V.operand == "bf16" else (0x7C007C00, 0x04000400)
     mma = _mma(V.operand)
     add, turn = make_weighing(SIZES)
-    read, read_one = make_reads()
+    read, read_one = make_reads(ldmatrix_x4_trans, ldmatrix_x2_trans)
     IN_STEPS, STEPS = BITS == 16 and TILES % 4 == 0, max(1, TILES // 4)
     read_steps = ldmatrix_x4_steps(STEPS, BANKS, True)
     widen = make_widen(V.kind) if BITS == 8 else None

@@ -62,7 +62,7 @@ FAR = MAX_CAPACITY
 LARGEST = (1 << 62) - 1
 
 
-class Batch(NamedTuple):
+class AttentionBatch(NamedTuple):
     """What the sequences of a call are; see `numkv.kernels.operations.Operations.attend`."""
 
     seq_lens: Any
@@ -75,7 +75,7 @@ class Batch(NamedTuple):
     window_left: Any
     group: Any  #: q heads of a kv head
     heads: Any  #: kv heads
-    slots: Any  #: parts that a token or a sequence has room for; see `numkv.kernels.cuda.attention.splits.Room`
+    slots: Any  #: parts that a token or a sequence has room for; see `numkv.kernels.cuda.attention.splits.RoomForParts`
     by_token: Any  #: whether it is a token
     most_tokens: Any  #: sequences with more queries than that are left to another kernel
 
@@ -91,7 +91,7 @@ class Extent(NamedTuple):
     splits: Any  #: and their number
 
 
-class Item(NamedTuple):
+class AttentionItem(NamedTuple):
     """A unit of work: some query rows of a sequence, for one kv head, and a split of the KV range."""
 
     seq: Any
@@ -109,10 +109,10 @@ class Item(NamedTuple):
 
 
 # Elements of the array that an item is put into.
-FIELDS = len(Item._fields)
+FIELDS = len(AttentionItem._fields)
 
 
-class Rows(NamedTuple):
+class ItemRows(NamedTuple):
     """The query rows of an item, in shared memory."""
 
     token: Any  #: among those of q
@@ -120,14 +120,6 @@ class Rows(NamedTuple):
     begin: Any  #: the tokens that the row sees
     end: Any
     part: Any  #: where the part of the row's first split goes; the others follow
-
-
-class Places(NamedTuple):
-    """Where the tokens of two KV tiles lie, this one and the next, in shared memory."""
-
-    blocks: Any  #: -1 for tokens that do not count
-    offsets: Any
-    lost: Any  #: whether a block of the item lies outside the pool
 
 
 @register_jitable
@@ -279,7 +271,7 @@ def make_item_of(ROWS):
         if split < own.splits - 1:
             end = min(end, own.first + (split + 1) * own.split_len)
         # Nothing may be visible; what ends before 0 ends there.
-        return Item(
+        return AttentionItem(
             b, own.start, position, row, rows, head, split, own.splits,
             min(begin, batch.capacity), max(end, np.int64(0)),
             min(all_begin, batch.capacity), max(all_end, np.int64(0)),
@@ -347,8 +339,8 @@ def make_items(ROWS):
 
     @register_jitable
     def find_item(found):
-        """The `Item` that `put_item` has put down."""
-        return Item(
+        """The `AttentionItem` that `put_item` has put down."""
+        return AttentionItem(
             _natural(found[0]), _natural(found[1]), np.int64(found[2]), _natural(found[3]),
             _natural(found[4]), _natural(found[5]), _natural(found[6]), _natural(found[7]),
             _natural(found[8]), _natural(found[9]), _natural(found[10]), _natural(found[11]),

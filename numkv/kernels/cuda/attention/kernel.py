@@ -1,7 +1,7 @@
-"""The attention kernel on CUDA: its steps, one after another, and the driver that takes a block through its items.
+"""The attention kernel on CUDA: its sizes, its steps, and the driver that takes a block through its items.
 
 Steps are closures over sizes and kinds. All of them are in this file, as the simulator knows what ``cuda`` is in the
-file of a kernel only.
+file of a kernel only. Gaps and biases of `numkv.rows.mask` are added to scores (`make_sight`).
 """
 
 from __future__ import annotations
@@ -16,24 +16,170 @@ from numba.extending import register_jitable
 from numkv.kernels.cuda.attention.items import (
     COUNTS,
     FIELDS,
-    Batch,
-    Rows,
+    AttentionBatch,
+    ItemRows,
     make_items,
     make_locate,
-)  # fmt: skip
-from numkv.kernels.cuda.attention.masked import Mask, make_sight
-from numkv.kernels.cuda.attention.sizes import TEAM, sizes_of
+)
 from numkv.kernels.cuda.attention.splits import LN_2, LOG2_E, PART_EXTRA
-from numkv.kernels.cuda.instructions.addressed import load_chunk_at, row_address
+from numkv.kernels.cuda.instructions import load_chunk_at, row_address
 from numkv.kernels.cuda.launches import THREADS
-from numkv.kernels.cuda.simd import ceil_div, column_of, natural, reader
+from numkv.kernels.cuda.simd import WIDTH, ceil_div, column_of, natural, reader
 from numkv.kernels.cuda.streams import SIMULATED
 from numkv.kinds import kind
 from numkv.rows.convert import codec
+from numkv.rows.mask import COLUMNS, PLAIN_END, POSITION, is_seen, position_of
 from numkv.rows.softmax import finish
 
 
-class State(NamedTuple):
+class Mask(NamedTuple):
+    """What a masked call has beside the rest."""
+
+    rows: Any  #: of `numkv.rows.mask`
+    heads: Any  #: sinks and slopes of q heads
+    num_q_heads: Any
+
+
+def make_sight(MASKED, COMPUTE):
+    """``has_gaps(mask, rows, end)`` and ``mask_score(mask, rows, r, token, score)``; if not `MASKED` they do nothing.
+
+    The first says whether some rows of an item may not see all tokens before `end` that others see. The second is a
+    score with its bias, and -inf for a token in a gap of what row `r` of the item sees.
+    """
+    F = np.float32 if COMPUTE == "float32" else np.float64
+    TO_BASE_2 = LOG2_E
+
+    @register_jitable
+    def has_gaps(mask, rows, end):
+        return mask.rows.shape[1] > COLUMNS and end > mask.rows[rows.token[0], PLAIN_END]
+
+    @register_jitable
+    def mask_score(mask, rows, r, token, score):
+        query = rows.token[r]
+        if token < rows.begin[r] or token >= rows.end[r]:
+            return F(-np.inf)
+        if mask.rows.shape[1] > COLUMNS and not is_seen(mask.rows, query, token):
+            return F(-np.inf)
+        if mask.heads.shape[0] > mask.num_q_heads:
+            slope = F(mask.heads[mask.num_q_heads + rows.head[r]]) * F(TO_BASE_2)
+            position = token
+            if mask.rows.shape[1] > COLUMNS:
+                position = position_of(mask.rows, query, token)
+            score -= slope * F(abs(mask.rows[query, POSITION] - position))
+        return score
+
+    @register_jitable
+    def has_none(mask, rows, end):
+        return False
+
+    @register_jitable
+    def leave(mask, rows, r, token, score):
+        return score
+
+    return (has_gaps, mask_score) if MASKED else (has_none, leave)
+
+
+# Threads that score a token together: with 16 bytes each, a team reads 128 bytes of a row at once.
+TEAM = 2 if SIMULATED else 8
+# Tokens that a team scores at once, so that enough reads are under way; also rows of V that a thread reads ahead.
+AT_ONCE = {"float32": 4, "float64": 2}
+# Query rows of an item, as many as the group has or as registers allow, and for each choice how many blocks shall fit
+# on a multiprocessor: of fp32, and of what is converted as it is read, which takes more registers. With fewer than that
+# leaves, the loops would spill.
+ROW_CHOICES = {1: 5, 4: 4, 8: 3}
+CONVERTED_ROW_CHOICES = {1: 4, 4: 3, 8: 2}
+# Shared memory for q rows: half of what a block has without asking. The other arrays fit into the other half.
+Q_BYTES = 24 * 1024
+# Elements between the rows of two chunks of q in shared memory.
+Q_PAD = 4
+# Elements of V that a thread reads at once. As many sums as 16 elements need would not fit into registers: where K's
+# chunks have 16, those of V have half of that, and twice as many rows are read ahead.
+V_WIDTHS = {name: min(8, width) for name, width in WIDTH.items()}
+
+
+class AttentionSizes(NamedTuple):
+    """Constants of an attention kernel."""
+
+    rows: int  #: query rows of an item
+    columns: int  #: chunks of an output row that a thread takes
+    tile: int  #: tokens of a KV tile
+    k_width: int  #: elements of K that a thread reads at once
+    tokens: int  #: tokens of K that a team scores at once
+    q_step: int  #: elements from one chunk of q in shared memory to the next
+    part_step: int  #: elements from one lane's partial sums to the next
+    parts: int  #: elements of the memory for partial sums
+    searchers: int  #: threads that look for the maximum of one row, and add up its probabilities
+    tokens_each: int  #: tokens that a thread takes in the softmax
+    row_step: int  #: a thread takes one token of every so many rows there
+    v_width: int  #: elements of V that a thread reads at once
+    v_tokens: int  #: rows of V that a thread reads ahead
+    v_step: int  #: of these, how many are added in one unrolled loop
+    rows_at_once: int  #: rows whose sums are added up over the teams at once
+
+
+def row_choices(k_kind: str, v_kind: str, compute: str) -> dict[int, int]:
+    """Numbers of query rows that items may have, and how many blocks then share a multiprocessor."""
+    if k_kind == v_kind == "fp32" and compute == "float32":
+        return ROW_CHOICES
+    if compute == "float64" and max(WIDTH[k_kind], WIDTH[v_kind]) > WIDTH["bf16"]:
+        return {
+            n: 2 for n in CONVERTED_ROW_CHOICES if n < 8
+        }  # 16 elements of 8 rows in float64 would spill
+    return CONVERTED_ROW_CHOICES
+
+
+def tile_of(compute: str) -> int:
+    """Tokens of a KV tile: as many as a block scores at once."""
+    return THREADS // TEAM * AT_ONCE[compute]
+
+
+def sizes_of(k_kind: str, v_kind: str, compute: str, rows: int, columns: int) -> AttentionSizes:
+    """The sizes of an attention kernel.
+
+    Parameters
+    ----------
+    k_kind, v_kind : str
+        Kinds of K and V.
+    compute : {"float32", "float64"}
+        What it computes in.
+    rows : int
+        Query rows of an item: one of `ROW_CHOICES`.
+    columns : int
+        Chunks of an output row that a thread takes.
+    """
+    tile, tokens = tile_of(compute), AT_ONCE[compute]
+    k_width, v_width = WIDTH[k_kind], V_WIDTHS[v_kind]
+    # A team's lanes write their sums a few banks apart. The same memory takes the teams' output sums in the end, for
+    # some of the rows at a time.
+    part_step = rows * tile + max(1, 32 // TEAM)
+    parts = max(TEAM * part_step, THREADS * v_width)
+    return AttentionSizes(
+        rows=rows,
+        columns=columns,
+        tile=tile,
+        k_width=k_width,
+        tokens=tokens,
+        q_step=rows * k_width + Q_PAD,  # so that the lanes of a team read different banks
+        part_step=part_step,
+        parts=parts,
+        # The same for all rows: so is the order of sums.
+        searchers=min(4, THREADS // max(ROW_CHOICES)),
+        tokens_each=max(1, tile // THREADS),
+        row_step=max(1, THREADS // tile),
+        v_width=v_width,
+        v_tokens=tokens * (WIDTH[v_kind] // v_width),
+        v_step=tokens,
+        rows_at_once=min(rows, parts // (THREADS * v_width)),
+    )
+
+
+def q_bytes(k_kind: str, dim: int, rows: int, itemsize: int) -> int:
+    """Shared memory that the query rows of an item take."""
+    width = WIDTH[k_kind]
+    return ceil_div(dim, width) * (rows * width + Q_PAD) * itemsize
+
+
+class ItemState(NamedTuple):
     """The online softmax of a thread, in registers: of each query row its maximum and weighted V; of some, sums."""
 
     maxima: Any
@@ -426,12 +572,12 @@ def make_locate_rows(K_KIND, V_KIND, SIZES, WIDE):
 
 @register_jitable
 def batch_of(q, k, block_table, seq_lens, q_starts, ranges, options):
-    """The `Batch` of a call."""
+    """The `AttentionBatch` of a call."""
     by_slot, _, window_left, slots, by_token, most_tokens, _, _ = options
     heads, capacity = natural(k.shape[1]), np.int64(block_table.shape[1])
     if not by_slot:
         capacity *= k.shape[2]
-    return Batch(
+    return AttentionBatch(
         seq_lens, q_starts, ranges, q.shape[0], capacity, window_left, natural(q.shape[1]) // heads,
         heads, slots, by_token, most_tokens,
     )  # fmt: skip
@@ -509,7 +655,7 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE, MASKED=
         row_begin = cuda.shared.array(ROWS, np.int64)
         row_end = cuda.shared.array(ROWS, np.int64)
         row_part = cuda.shared.array(ROWS, np.int64)
-        rows = Rows(row_token, row_head, row_begin, row_end, row_part)
+        rows = ItemRows(row_token, row_head, row_begin, row_end, row_part)
         blocks = cuda.shared.array(PLACES, np.int32)
         offsets = cuda.shared.array(PLACES, np.int32)
         lost = cuda.shared.array(1, np.int32)
@@ -526,7 +672,7 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE, MASKED=
         totals = cuda.local.array(TOTALS, F)
         own_rows = cuda.local.array(TOKENS, np.int64)
         sums = cuda.local.array(SUMS, F)
-        state = State(maxima, totals, sums)
+        state = ItemState(maxima, totals, sums)
 
         count = count_items(batch, counts, thread)
         cuda.syncthreads()

@@ -3,7 +3,7 @@
 A block takes an item: 64 or 128 query rows, sixteen for each warp, and the KV tiles that any of them sees, in turn.
 K and V of the next tile are on their way to shared memory while this one is worked on; there is one barrier a tile.
 What a warp has in registers is laid out as FlashAttention-2 does it (Dao, arXiv:2307.08691), by the drawings of
-`numkv.kernels.cuda.instructions.warps`, for its thread ``l``, ``g = l // 4``, ``t = l % 4``::
+`numkv.kernels.cuda.instructions`, for its thread ``l``, ``g = l // 4``, ``t = l % 4``::
 
     scores    S = Q K^T, 16 rows x 64 tokens      c0, c1: row g, tokens 8j + 2t and 8j + 2t + 1   c2, c3: row g + 8
     weights   P, packed in pairs: scores of tokens 16i to 16i + 15 are an A of the second product as they are
@@ -37,11 +37,11 @@ from numba import cuda
 from numba.extending import register_jitable
 
 from numkv.kernels.cuda.attention.prefill_codes import head_factor, make_terms, make_widen
-from numkv.kernels.cuda.attention.prefill_copies import make_copy
 from numkv.kernels.cuda.attention.prefill_items import (
     ITEM_FIELDS,
     PrefillBatch,
     TilePlaces,
+    make_copy,
     make_places,
     make_prefill_items,
     whole_tiles,
@@ -49,14 +49,14 @@ from numkv.kernels.cuda.attention.prefill_items import (
 from numkv.kernels.cuda.attention.prefill_products import (
     FLOATS,
     MINUS_INF,
-    State,
+    PrefillState,
     in_turn,
     make_load_queries,
     make_poison,
     make_scores,
     make_sums,
 )
-from numkv.kernels.cuda.attention.prefill_sizes import OPERANDS, sizes_of_prefill
+from numkv.kernels.cuda.attention.sizes import OPERANDS, sizes_of_prefill
 from numkv.kernels.cuda.attention.splits import LN_2, LOG2_E
 from numkv.kernels.cuda.instructions import (
     cp_async_wait,
@@ -69,8 +69,9 @@ from numkv.kernels.cuda.instructions import (
     shared_address,
     shuffle_xor_by,
     shuffle_xor_float,
+    store_global,
+    store_global_8,
 )  # fmt: skip
-from numkv.kernels.cuda.instructions.words_at import store_pair_at, store_word_at
 from numkv.rows.softmax import finish
 
 F, I32, I64, U32 = np.float32, np.int32, np.int64, np.uint32
@@ -191,11 +192,11 @@ def make_store(Q_KIND, V_KIND, SIZES):
         def step(state, at, r, factor):
             x, y = factor * state.sums[SUM + 2 * r], factor * state.sums[SUM + 2 * r + 1]
             if Q_KIND == "fp32":
-                store_pair_at(at + COLUMN * 4, U32(x.view(U32)), U32(y.view(U32)))
+                store_global_8(at + COLUMN * 4, U32(x.view(U32)), U32(y.view(U32)))
             elif Q_KIND == "bf16":
-                store_word_at(at + COLUMN * 2, pack_bf16(x, y))
+                store_global(at + COLUMN * 2, pack_bf16(x, y))
             else:
-                store_word_at(at + COLUMN * 2, pack_fp16(x, y))
+                store_global(at + COLUMN * 2, pack_fp16(x, y))
 
         return step
 
@@ -332,7 +333,7 @@ def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
         totals = cuda.local.array(2, np.float32)
         sums = cuda.local.array(SUMS, np.float32)
         scales = cuda.local.array(2, np.float32)
-        state = State(maxima, totals, sums, scales)
+        state = PrefillState(maxima, totals, sums, scales)
         pieces = c, words, weights, loaded, backs, sizes, flags
 
         base = shared_address(stages)

@@ -30,9 +30,9 @@ from numba import cuda
 from numba.extending import register_jitable
 
 from numkv.kernels.cuda.attention.decode_products import level_offsets
-from numkv.kernels.cuda.attention.prefill_copies import rows_at_once
+from numkv.kernels.cuda.attention.prefill_items import rows_at_once
 from numkv.kernels.cuda.attention.prefill_products import in_turn
-from numkv.kernels.cuda.attention.prefill_sizes import CHUNK
+from numkv.kernels.cuda.attention.sizes import CHUNK
 from numkv.kernels.cuda.attention.splits import LOG2_E
 from numkv.kernels.cuda.instructions import (
     exp2_approx,

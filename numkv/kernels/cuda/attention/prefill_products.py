@@ -11,10 +11,12 @@ import numpy as np
 from numba import cuda
 from numba.extending import register_jitable
 
-from numkv.kernels.cuda.attention.prefill_sizes import OPERANDS
+from numkv.kernels.cuda.attention.sizes import OPERANDS
 from numkv.kernels.cuda.instructions import (
     global_address,
     ldmatrix_x4_into,
+    load_global_4,
+    load_global_8,
     load_shared_16,
     mma_bf16,
     mma_fp16,
@@ -25,7 +27,6 @@ from numkv.kernels.cuda.instructions import (
     store_shared_16,
     unpack_fp16,
 )  # fmt: skip
-from numkv.kernels.cuda.instructions.words_at import load_pair_at, load_word_at
 from numkv.kernels.cuda.widen import halves_bf16, halves_fp16, unpack_bf16
 from numkv.rows.convert import codec
 
@@ -57,7 +58,7 @@ FLOATS = {
 }
 
 
-class State(NamedTuple):
+class PrefillState(NamedTuple):
     """The online softmax of a thread's two rows, in registers."""
 
     maxima: Any  #: in base 2
@@ -165,14 +166,14 @@ def make_load_queries(Q_KIND, K_KIND, SIZES):
     def words_of(at, sign, power):
         """The two elements at an address as a word, and what it leaves as another one."""
         if SAME:
-            return load_word_at(at) ^ sign, U32(0)
+            return load_global_4(at) ^ sign, U32(0)
         if Q_KIND == "fp32":
-            bits = load_pair_at(at)
+            bits = load_global_8(at)
             x, y = bits[0].view(np.float32), bits[1].view(np.float32)
         elif Q_KIND == "bf16":
-            x, y = unpack_bf16(load_word_at(at))
+            x, y = unpack_bf16(load_global_4(at))
         else:
-            x, y = unpack_fp16(load_word_at(at))
+            x, y = unpack_fp16(load_global_4(at))
         if WHOLE:
             return pack(x * power, y * power) ^ sign, U32(0)
         first, rest = halves(x * power, y * power)

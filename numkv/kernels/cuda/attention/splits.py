@@ -25,7 +25,7 @@ from numkv.kernels.cuda.attention.items import (
     MAX_SPLIT_ROWS,
     ROWS_TOGETHER,
     SPLIT_STEP,
-    Batch,
+    AttentionBatch,
     extent,
     index_at,
     split_length,
@@ -33,12 +33,13 @@ from numkv.kernels.cuda.attention.items import (
 from numkv.kernels.cuda.instructions import (
     global_address,
     load_chunk,
+    load_global_8,
     load_global_16,
     shuffle,
     shuffle_float,
     shuffle_xor_float,
+    store_global,
 )  # fmt: skip
-from numkv.kernels.cuda.instructions.scalars import load_global_8, store_global
 from numkv.kernels.cuda.launches import INDICES, MAX_BLOCKS, THREADS, array, jit, launch
 from numkv.kernels.cuda.simd import ceil_div, natural
 from numkv.kernels.cuda.streams import SIMULATED
@@ -60,7 +61,7 @@ MOST_HEADS = min(8, THREADS)
 PART_EXTRA = 4
 
 
-class Room(NamedTuple):
+class RoomForParts(NamedTuple):
     """What parts a call may need room for."""
 
     regions: int  #: tokens or sequences
@@ -85,7 +86,7 @@ def most_splits(reach: int, rows: int, heads: int) -> int:
 @functools.lru_cache(maxsize=1024)
 def room_for(
     num_tokens: int, num_seqs: int, heads: int, group: int, capacity: int, window_left: int
-) -> Room:
+) -> RoomForParts:
     """Room for the parts of any sequences that a call may have.
 
     Parts lie by tokens, or by sequences where that takes less: a token may belong to a sequence of any number of them.
@@ -114,14 +115,14 @@ def room_for(
             splits = max(splits, found)
             of_sequence = max(of_sequence, tokens * group * heads * found)
     if splits == 1:
-        return Room(num_tokens, 0, True, 1)
+        return RoomForParts(num_tokens, 0, True, 1)
     of_token = heads * group * splits
     if num_tokens * of_token <= num_seqs * of_sequence:
-        return Room(num_tokens, of_token, True, splits)
-    return Room(num_seqs, of_sequence, False, splits)
+        return RoomForParts(num_tokens, of_token, True, splits)
+    return RoomForParts(num_seqs, of_sequence, False, splits)
 
 
-def parts_of(room: Room, dim_v: int, compute: str) -> Any:
+def parts_of(room: RoomForParts, dim_v: int, compute: str) -> Any:
     """Memory for the parts of splits, ``(1, 1, room.rows, padded dim_v + PART_EXTRA)``.
 
     It goes back to the stream when nobody holds it; what takes it next runs after the kernels that were launched with
@@ -187,7 +188,7 @@ def make_merge_splits(Q_KIND, COMPUTE):
     def kernel(parts, options, seq_lens, q_starts, ranges, sinks, out, lse):
         capacity, window_left, heads, slots, by_token, each = options
         num_tokens, num_q_heads, dim = out.shape[0], natural(out.shape[1]), out.shape[2]
-        batch = Batch(
+        batch = AttentionBatch(
             seq_lens, q_starts, ranges, num_tokens, np.int64(capacity), window_left,
             num_q_heads // natural(heads), natural(heads), np.int64(slots), by_token, num_tokens,
         )  # fmt: skip
@@ -337,7 +338,7 @@ def make_merge_few(Q_KIND):
     def kernel(parts, options, seq_lens, q_starts, ranges, sinks, out, lse):
         capacity, window_left, heads, slots, by_token, _ = options
         num_tokens, num_q_heads, dim = out.shape[0], natural(out.shape[1]), natural(out.shape[2])
-        batch = Batch(
+        batch = AttentionBatch(
             seq_lens, q_starts, ranges, num_tokens, np.int64(capacity), window_left,
             num_q_heads // natural(heads), natural(heads), np.int64(slots), by_token, num_tokens,
         )  # fmt: skip

@@ -39,8 +39,8 @@ from numkv.kernels.cpu.attention.records import KV_TILE
 from numkv.kernels.cpu.vectors.amx import AMX_TILE, Amx, AmxWords
 from numkv.kernels.cpu.vectors.emit import I8, I64, as_bytes, emits, steps
 from numkv.kernels.cpu.vectors.features import AMX_ROWS
-from numkv.kernels.cpu.vectors.math import tanh
 from numkv.kernels.cpu.vectors.prefetch import prefetch_column
+from numkv.kernels.cpu.vectors.vectors import tanh
 
 #: Elements of 64 bytes.
 ON_LINE = 32

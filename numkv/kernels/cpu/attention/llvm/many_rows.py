@@ -21,9 +21,8 @@ from numkv.kernels.cpu.attention.offsets import EXTENTS
 from numkv.kernels.cpu.attention.records import PANEL
 from numkv.kernels.cpu.vectors.emit import I32, I64, emits, steps
 from numkv.kernels.cpu.vectors.features import MANY_ROWS, MANY_VECTORS
-from numkv.kernels.cpu.vectors.math import exp2, tanh
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
-from numkv.kernels.cpu.vectors.vectors import Vectors
+from numkv.kernels.cpu.vectors.vectors import Vectors, exp2, tanh
 
 #: What `many_qk` prefetches, as bits: K rows, V rows.
 ASK_K, ASK_V = 1, 2

@@ -12,8 +12,7 @@ from numba.extending import intrinsic
 from numkv.kernels.cpu.attention.records import KV_TILE
 from numkv.kernels.cpu.vectors.emit import I32, I64, emits, for_rows, steps, unpack
 from numkv.kernels.cpu.vectors.features import row_unroll
-from numkv.kernels.cpu.vectors.math import exp2, tanh
-from numkv.kernels.cpu.vectors.vectors import Vectors
+from numkv.kernels.cpu.vectors.vectors import Vectors, exp2, tanh
 
 
 @functools.cache

@@ -1,4 +1,8 @@
-"""Scores and attention on the codes of compressed heads, on CUDA.
+"""Vectors as codes of a few bits, on CUDA; see `numkv.kernels.cpu.compress` for the method.
+
+*Rows*, encoded, decoded, and multiplied with a matrix of their head. A block takes a few rows of one head. Each warp
+has a row of its own for what goes through a row element by element, and every thread has columns of the head's matrix,
+which it multiplies with all of the block's rows, so that a matrix is read once for several rows.
 
 *Scores.* A block takes a tile of tokens, one for each thread, and up to eight q rows of their head. Codes come into
 shared memory some bytes of each row at a time, adjacent threads taking adjacent bytes; then each thread looks the
@@ -14,20 +18,214 @@ Query rows of one kv head stand together, query by query. Each knows the tokens 
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda, types
 from numba.extending import register_jitable
 
-from numkv.kernels.cuda.launches import THREADS
-from numkv.kernels.cuda.simd import natural
+from numkv.errors import NotSupported
+from numkv.kernels.builder import WORDS
+from numkv.kernels.cuda import memory, streams, uploads
+from numkv.kernels.cuda.launches import THREADS, array, jit, launch
+from numkv.kernels.cuda.simd import LANES, ceil_div, natural
 from numkv.kernels.cuda.streams import SIMULATED
-from numkv.rows.codes import code_at
-from numkv.rows.sequences import BY_ITEM, BY_QUERY, sequence_at, slot_at
+from numkv.kernels.dispatch import implements
+from numkv.kernels.operations import Codebook, Operations, StoredCodes
+from numkv.kernels.plan_of_codes import Limits, rounds
+from numkv.rows.codes import code_at, packed_byte, refined
+from numkv.rows.convert import codec
+from numkv.rows.sequences import BY_ITEM, BY_QUERY, WIDTH, sequence_at, slot_at
 from numkv.rows.softmax import finish
 from numkv.rows.visible import oldest_visible
+
+# Rows that a block takes at once: one for each warp.
+ROWS = THREADS // LANES
+
+LARGEST = float(np.finfo(np.float32).max)
+
+
+@register_jitable
+def _multiply_rows(x, width, matrix, h, j, sums):
+    """``sums[r] = x[r] @ matrix[h, :, j]`` for `ROWS` rows of `width` elements."""
+    for r in range(ROWS):
+        sums[r] = np.float32(0)
+    for k in range(width):
+        factor = matrix[h, k, j]
+        for r in range(ROWS):
+            sums[r] = cuda.fma(x[r * width + k], factor, sums[r])
+
+
+@register_jitable
+def _total(partial, mine, lane, value):
+    """The sum of a warp's values; all threads of the block wait for each other, before `partial` is read.
+
+    They have to wait once more before it is written again.
+    """
+    partial[mine, lane] = value
+    cuda.syncthreads()
+    total = partial[mine, 0]
+    for i in range(1, LANES):
+        total += partial[mine, i]
+    return total
+
+
+def make_encode(SRC):
+    """The kernel that encodes rows of kind `SRC`."""
+    load, _ = codec(SRC)
+    SHAPE, TOP = (ROWS, LANES), LARGEST
+
+    def kernel(
+        rows, rotation, edges, levels, span, sketch, codes, scales, signs, residuals, slots
+    ):  # fmt: skip
+        bits, start = span
+        num_tokens, num_heads, dim = rows.shape
+        projections = sketch.shape[2]
+        widest = max(dim, projections)
+        lane, mine = natural(cuda.threadIdx.x), natural(cuda.threadIdx.y)
+        thread = mine * LANES + lane
+        # First the rotated rows, then what the codes leave of them; behind them the rows as they come, or the codes.
+        z = cuda.shared.array(0, types.float32)
+        chosen = cuda.shared.array(0, types.int32)
+        behind = ROWS * dim
+        wide = cuda.shared.array(SHAPE, np.float64)
+        partial = cuda.shared.array(SHAPE, np.float32)
+        sums = cuda.local.array(ROWS, np.float32)
+        own, own_codes = mine * dim, behind + mine * widest
+        blocks = (num_tokens + ROWS - 1) // ROWS
+        for item in range(
+            np.int64(cuda.blockIdx.x), blocks * num_heads, np.int64(cuda.gridDim.x)
+        ):  # fmt: skip
+            h, t = item % num_heads, item // num_heads * ROWS + mine
+            here = t < num_tokens
+            to = start + t
+            if here and slots.shape[0] > 0:
+                to = np.int64(slots[t])
+            square = np.float64(0)
+            if here:
+                for d in range(lane, dim, LANES):
+                    value = np.float64(load(rows[t, h, d]))
+                    square += value * value
+            # As they wait here, the item before is done with all memory but `wide`, which it has not used since.
+            norm = math.sqrt(_total(wide, mine, lane, square))
+            for d in range(lane, dim, LANES):
+                value = np.float32(0)
+                if here and norm > 0:
+                    value = np.float32(np.float64(load(rows[t, h, d])) / norm)
+                z[behind + own + d] = value
+            cuda.syncthreads()
+            for j in range(thread, dim, THREADS):
+                _multiply_rows(z[behind:], dim, rotation, h, j, sums)
+                for r in range(ROWS):
+                    z[r * dim + j] = sums[r]
+            cuda.syncthreads()
+
+            # -- codes, and the multiple of their levels that comes nearest
+            dot, square32 = np.float32(0), np.float32(0)
+            for d in range(lane, dim, LANES):
+                x = z[own + d]
+                code = np.int64(0)
+                for i in range(bits):
+                    code = refined(code, x, edges, bits - 1 - i)
+                chosen[own_codes + d] = code
+                level = levels[code]
+                dot = cuda.fma(x, level, dot)
+                square32 = cuda.fma(level, level, square32)
+            dot = _total(partial, mine, lane, dot)
+            cuda.syncthreads()
+            factor = dot / _total(partial, mine, lane, square32)
+            if here:
+                if lane == 0:
+                    scales[h, to] = np.float32(min(norm * np.float64(factor), TOP))
+                for i in range(lane, codes.shape[2], LANES):
+                    codes[h, to, i] = packed_byte(chosen, own_codes, dim, bits, i)
+            if projections > 0:
+                rest = np.float32(0)
+                for d in range(lane, dim, LANES):
+                    x = z[own + d] - factor * levels[chosen[own_codes + d]]
+                    z[own + d] = x
+                    rest = cuda.fma(x, x, rest)
+                cuda.syncthreads()
+                rest = _total(partial, mine, lane, rest)
+                if here and lane == 0:
+                    left = norm * math.sqrt(np.float64(rest))
+                    residuals[h, to] = np.float32(min(left, TOP))
+                for i in range(thread, projections, THREADS):
+                    _multiply_rows(z, dim, sketch, h, i, sums)
+                    for r in range(ROWS):
+                        chosen[behind + r * widest + i] = 1 if sums[r] >= 0 else 0
+                cuda.syncthreads()
+                if here:
+                    for i in range(lane, signs.shape[2], LANES):
+                        signs[h, to, i] = packed_byte(chosen, own_codes, projections, 1, i)
+
+    return kernel
+
+
+def make_decode(BITS):
+    """The kernel that turns codes of `BITS` bits back into rows."""
+
+    def kernel(codes, capacity, row_bytes, scales, begin, levels, back, out):
+        num_heads, num_tokens, dim = out.shape
+        lane, mine = natural(cuda.threadIdx.x), natural(cuda.threadIdx.y)
+        z = cuda.shared.array(0, types.float32)
+        sums = cuda.local.array(ROWS, np.float32)
+        blocks = (num_tokens + ROWS - 1) // ROWS
+        for item in range(
+            np.int64(cuda.blockIdx.x), blocks * num_heads, np.int64(cuda.gridDim.x)
+        ):  # fmt: skip
+            h, t0 = item % num_heads, item // num_heads * ROWS
+            t = min(t0 + mine, num_tokens - 1)
+            at = (h * capacity + begin + t) * row_bytes
+            for d in range(lane, dim, LANES):
+                z[mine * dim + d] = scales[h, begin + t] * levels[code_at(codes, at, BITS, d)]
+            cuda.syncthreads()
+            for j in range(mine * LANES + lane, dim, THREADS):
+                _multiply_rows(z, dim, back, h, j, sums)
+                for r in range(ROWS):
+                    if t0 + r < num_tokens:
+                        out[h, t0 + r, j] = sums[r]
+            cuda.syncthreads()
+
+    return kernel
+
+
+def make_multiply(SRC):
+    """The kernel that multiplies q rows of kind `SRC` with the matrix of their kv head.
+
+    They come as ``(num_queries, num_q_heads, dim)``, and leave by kv head, query and q head of the group.
+    """
+    load, _ = codec(SRC)
+
+    def kernel(rows, matrix, factor, out):
+        num_heads, dim, columns = matrix.shape
+        group = rows.shape[1] // num_heads
+        of_head = rows.shape[0] * group
+        lane, mine = natural(cuda.threadIdx.x), natural(cuda.threadIdx.y)
+        x = cuda.shared.array(0, types.float32)
+        sums = cuda.local.array(ROWS, np.float32)
+        blocks = (of_head + ROWS - 1) // ROWS
+        for item in range(
+            np.int64(cuda.blockIdx.x), blocks * num_heads, np.int64(cuda.gridDim.x)
+        ):  # fmt: skip
+            h, r0 = item % num_heads, item // num_heads * ROWS
+            row = min(r0 + mine, of_head - 1)
+            query, head = row // group, h * group + row % group
+            for d in range(lane, dim, LANES):
+                x[mine * dim + d] = factor * load(rows[query, head, d])
+            cuda.syncthreads()
+            for j in range(mine * LANES + lane, columns, THREADS):
+                _multiply_rows(x, dim, matrix, h, j, sums)
+                for r in range(ROWS):
+                    if r0 + r < of_head:
+                        out[h * of_head + r0 + r, j] = sums[r]
+            cuda.syncthreads()
+
+    return kernel
+
 
 # Q rows that share the codes of a head, as many as there are or as registers allow.
 Q_ROWS = (1, 4, 8)
@@ -43,7 +241,7 @@ SHARED_BITS = 8
 LOG2_E, LN_2 = np.float32(math.log2(math.e)), np.float32(math.log(2))
 
 
-class Keys(NamedTuple):
+class CodedKeys(NamedTuple):
     """Encoded keys of all heads; codes and signs in one dimension."""
 
     codes: Any
@@ -54,7 +252,7 @@ class Keys(NamedTuple):
     residuals: Any
 
 
-class Queries(NamedTuple):
+class CodedQueries(NamedTuple):
     """Query rows in shared memory, their sketches behind them, and what both are multiplied with."""
 
     rows: Any
@@ -63,7 +261,7 @@ class Queries(NamedTuple):
     sign_levels: Any
 
 
-class State(NamedTuple):
+class CodedState(NamedTuple):
     """The online softmax of a thread, in registers."""
 
     maxima: Any  #: of each q row
@@ -76,7 +274,7 @@ class State(NamedTuple):
 @register_jitable
 def _keys(codes, scales, signs, residuals):
     num_rows = scales.shape[0] * scales.shape[1]
-    return Keys(
+    return CodedKeys(
         codes, codes.shape[0] // num_rows, scales, signs, signs.shape[0] // num_rows, residuals
     )
 
@@ -189,7 +387,7 @@ def make_score(BITS, NUM_ROWS):
         lows, highs = cuda.local.array(NUM_ROWS, np.int32), cuda.local.array(NUM_ROWS, np.int32)
         keys = _keys(codes, scales, signs, residuals)
         q_rows = cuda.shared.array(0, types.float32)
-        q = Queries(q_rows, rotated.shape[1], sketched.shape[1], sign_levels)
+        q = CodedQueries(q_rows, rotated.shape[1], sketched.shape[1], sign_levels)
         if IN_SHARED:
             for i in range(thread, TABLE, THREADS):
                 table[i] = levels[i]
@@ -347,10 +545,10 @@ def make_attend(BITS, V_BITS, NUM_ROWS, COLUMNS):
         totals = cuda.local.array(NUM_ROWS, np.float32)
         sums = cuda.local.array(SUMS, np.float32)
         lows, highs = cuda.local.array(NUM_ROWS, np.int32), cuda.local.array(NUM_ROWS, np.int32)
-        state = State(maxima, totals, sums, lows, highs)
+        state = CodedState(maxima, totals, sums, lows, highs)
         keys = _keys(k_codes, k_scales, signs, residuals)
         q_rows = cuda.shared.array(0, types.float32)
-        q = Queries(q_rows, dim, sketched.shape[1], sign_levels)
+        q = CodedQueries(q_rows, dim, sketched.shape[1], sign_levels)
         if IN_SHARED:
             for i in range(thread, TABLE, THREADS):
                 table[i] = levels[i]
@@ -448,3 +646,218 @@ def make_finish():
             cuda.syncthreads()
 
     return kernel
+
+
+__all__ = ["attend_codes", "decode_rows", "encode_rows", "score_codes"]
+
+# Numbers that a call of attention may keep of its splits; of more queries than that, some come after the others.
+MOST_PARTS = 1 << 25
+
+# Shared memory that a block has without asking, and what of it q rows may take.
+SHARED_BYTES = 48 * 1024
+Q_BYTES = 16 * 1024
+
+
+# Types of arguments.
+_MATRIX, _BY_TOKEN, _FLOATS = (array(types.float32, ndim) for ndim in (3, 2, 1))
+_PACKED = array(types.uint8, 1)
+_KEYS = (_PACKED, _BY_TOKEN, _PACKED, _BY_TOKEN)
+_NUMBERS, _I64 = array(types.int64, 1), types.int64
+# Of scores: where tokens begin, how many tokens and queries there are, the window and the cap.
+_SPAN = types.Tuple((*[_I64] * 4, types.float32))
+# Of attention: the window, q heads of a head, items of a head, sequences, their block size, one sequence, the cap.
+_SPANS = types.Tuple((*[_I64] * (5 + WIDTH), types.float32))
+
+
+@functools.cache
+def _encode(kind: str) -> Any:
+    signature = (
+        array(WORDS[kind], 3), _MATRIX, _FLOATS, _FLOATS, types.UniTuple(_I64, 2), _MATRIX,
+        array(types.uint8, 3), _BY_TOKEN, array(types.uint8, 3), _BY_TOKEN, _NUMBERS,
+    )  # fmt: skip
+    return jit(make_encode, (kind,), signature)
+
+
+@functools.cache
+def _decode(bits: int) -> Any:
+    i64 = types.int64
+    signature = (_PACKED, i64, i64, _BY_TOKEN, i64, _FLOATS, _MATRIX, _MATRIX)
+    return jit(make_decode, (bits,), signature)
+
+
+@functools.cache
+def _multiply(kind: str) -> Any:
+    return jit(make_multiply, (kind,), (array(WORDS[kind], 3), _MATRIX, types.float32, _BY_TOKEN))
+
+
+@functools.cache
+def _score(bits: int, num_rows: int) -> Any:
+    signature = (_BY_TOKEN, _BY_TOKEN, _FLOATS, *_KEYS, _SPAN, _MATRIX)
+    return jit(make_score, (bits, num_rows), signature)
+
+
+@functools.cache
+def _attend(bits: int, v_bits: int, num_rows: int, columns: int) -> Any:
+    signature = (
+        _BY_TOKEN, _BY_TOKEN, _FLOATS, _FLOATS, *_KEYS, _PACKED, _BY_TOKEN, _SPANS, _NUMBERS,
+        _MATRIX,
+    )  # fmt: skip
+    return jit(make_attend, (bits, v_bits, num_rows, columns), signature)
+
+
+@functools.cache
+def _finish() -> Any:
+    span = types.UniTuple(_I64, 1 + WIDTH)
+    return jit(make_finish, (), (_MATRIX, span, _NUMBERS, _MATRIX, _MATRIX, _BY_TOKEN))
+
+
+def _bits(levels: Any) -> int:
+    return int(levels.size).bit_length() - 1
+
+
+def _nothing() -> Any:
+    """The plan of one sequence, and the slots of tokens that go one behind the other."""
+    return memory.empty((0,), np.int64)
+
+
+def _on_device(plan: Any) -> Any:
+    """A plan, as kernels take it."""
+    if not plan.size:
+        return _nothing()
+    if SIMULATED:
+        return cuda.to_device(plan)
+    streams.spoil()
+    return uploads.upload(plan)
+
+
+def _flat(codes: Any) -> Any:
+    """Codes in one dimension, where kernels compute the places of bytes themselves."""
+    return codes.reshape((codes.size,))
+
+
+def _check_shared(shared_bytes: int, dim: int) -> None:
+    """Refuse rows of which a block cannot hold as many as it takes at once."""
+    if shared_bytes > SHARED_BYTES - 4096:  # what else the kernels need
+        raise NotSupported(
+            f"head_dim: expected rows that fit into {SHARED_BYTES} bytes of shared memory, got {dim} "
+            'elements; split them, or use target="cpu"'
+        )
+
+
+def _rotated(q: Any, q_kind: str, book: Codebook, scale: float) -> tuple[Any, Any]:
+    """Queries rotated and scaled, and their products with the sketch, by kv head."""
+    num_heads, dim, projections = book.sketch.shape
+    rows = q.shape[0] * q.shape[1]
+    blocks = ceil_div(rows // num_heads, ROWS) * num_heads
+    rotated = memory.empty((rows, dim), np.float32)
+    sketched = memory.empty((rows, projections), np.float32)
+    size = 4 * ROWS * dim
+    launch(
+        _multiply(q_kind), blocks, (LANES, ROWS), q, book.rotation, np.float32(scale), rotated,
+        shared_bytes=size,
+    )  # fmt: skip
+    if projections:
+        launch(
+            _multiply("fp32"), blocks, (LANES, ROWS), rotated.reshape((1, rows, dim)), book.sketch,
+            np.float32(1), sketched, shared_bytes=size,
+        )  # fmt: skip
+    return rotated, sketched
+
+
+def _packed(stored: StoredCodes) -> tuple[Any, ...]:
+    """Keys and values as kernels take them."""
+    codes, scales, signs, residuals, v_codes, v_scales = stored[:6]
+    return _flat(codes), scales, _flat(signs), residuals, _flat(v_codes), v_scales
+
+
+def _rows_at_once(group: int, row_bytes: int) -> int:
+    """How many q rows of a head a block takes."""
+    fitting = [n for n in Q_ROWS if n * row_bytes <= Q_BYTES] or [1]
+    return next((n for n in fitting if n >= group), fitting[-1])
+
+
+@implements(Operations.encode_rows)
+def encode_rows(
+    rows, rows_kind, rotation, edges, levels, sketch, codes, scales, signs, residuals, start,
+    slots=None,
+):  # fmt: skip
+    num_tokens, num_heads, dim = rows.shape
+    shared_bytes = 4 * ROWS * (dim + max(dim, sketch.shape[2]))
+    _check_shared(shared_bytes, dim)
+    launch(
+        _encode(rows_kind), ceil_div(num_tokens, ROWS) * num_heads, (LANES, ROWS),
+        rows, rotation, edges, levels, (_bits(levels), start), sketch, codes, scales, signs, residuals,
+        _nothing() if slots is None else slots, shared_bytes=shared_bytes,
+    )  # fmt: skip
+
+
+@implements(Operations.decode_rows)
+def decode_rows(codes, scales, begin, levels, back, out):
+    num_heads, num_tokens, dim = out.shape
+    launch(
+        _decode(_bits(levels)), ceil_div(num_tokens, ROWS) * num_heads, (LANES, ROWS),
+        _flat(codes), codes.shape[1], codes.shape[2], scales, begin, levels, back, out,
+        shared_bytes=4 * ROWS * dim,
+    )  # fmt: skip
+
+
+@implements(Operations.score_codes)
+def score_codes(q, q_kind, book, stored, options, out):
+    num_heads, dim, projections = book.sketch.shape
+    rotated, sketched = _rotated(q, q_kind, book, options.sm_scale)
+    of_head, row_bytes = rotated.shape[0] // num_heads, 4 * (dim + projections)
+    num_rows, length = _rows_at_once(of_head, row_bytes), stored.end - stored.begin
+    blocks = ceil_div(length, THREADS) * ceil_div(of_head, num_rows) * num_heads
+    launch(
+        _score(_bits(book.levels), num_rows), blocks, THREADS, rotated, sketched, book.levels,
+        *_packed(stored)[:4],
+        (stored.begin, length, q.shape[0], options.window_left, np.float32(options.logits_soft_cap)),
+        out, shared_bytes=num_rows * row_bytes,
+    )  # fmt: skip
+
+
+@implements(Operations.attend_codes)
+def attend_codes(q, q_kind, book, stored, options, out, lse):
+    (num_queries, num_q_heads), num_heads = q.shape[:2], book.sketch.shape[0]
+    _, dim, projections = book.sketch.shape
+    group, row_bytes = num_q_heads // num_heads, 4 * (dim + projections)
+    sequences = stored.sequences
+    most = num_queries if sequences is None else int(sequences.query_lens.max())
+    num_rows = _rows_at_once(most * group, row_bytes)
+    block_size = 0 if sequences is None else sequences.block_size
+    limits, heads = Limits(SPLIT, num_rows, MOST_PARTS), (num_q_heads, group, dim)
+    scale = options.sm_scale * (1.0 if options.logits_soft_cap else math.log2(math.e))
+    kernel = _attend(_bits(book.levels), _bits(book.v_levels), num_rows, ceil_div(dim, THREADS))
+    codes, cap = _packed(stored), np.float32(options.logits_soft_cap)
+    for some in rounds(num_queries, heads, stored, options.window_left, limits):
+        q_rows, to, of_lse = q, out, lse
+        if some.end - some.first < num_queries:
+            which = slice(some.first, some.end)
+            q_rows, to = q[which], out[which]
+            of_lse = lse[which] if lse.size else lse
+        rotated, sketched = _rotated(q_rows, q_kind, book, scale)
+        plan = _on_device(some.plan)
+        parts = memory.empty((num_heads, some.parts, dim + 2), np.float32)
+        span = options.window_left, group, some.items, some.num_seqs, block_size, *some.one, cap
+        launch(
+            kernel, some.items * num_heads, THREADS, rotated, sketched, book.levels, book.v_levels,
+            *codes, span, plan, parts, shared_bytes=num_rows * row_bytes,
+        )  # fmt: skip
+        launch(
+            _finish(), rotated.shape[0], THREADS, parts, (some.num_seqs, *some.one), plan,
+            book.back, to, of_lse, shared_bytes=4 * dim,
+        )  # fmt: skip
+
+
+def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
+    for kind in ("fp64", "fp32", "bf16"):
+        yield f"encode[{kind}]", *_encode(kind).described
+        yield f"multiply[{kind}]", *_multiply(kind).described
+    for bits, num_rows, columns in ((1, 1, 1), (3, 4, 1), (4, 8, 1), (8, 8, 2), (16, 1, 3)):
+        yield f"decode[{bits} bits]", *_decode(bits).described
+        name = f"[{bits} bits, {num_rows} rows"
+        yield f"score{name}]", *_score(bits, num_rows).described
+        yield f"attend{name}, {columns} columns]", *_attend(bits, bits, num_rows, columns).described
+    yield "attend[4 bits, 3 of values]", *_attend(4, 3, 8, 1).described
+    yield "finish", *_finish().described

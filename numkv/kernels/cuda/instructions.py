@@ -1,0 +1,1076 @@
+"""What CUDA kernels say in LLVM or PTX: all of it is in this file, as named operations.
+
+Each operation says what it computes by a line of NumPy, and where values move between the threads of a warp, by a
+drawing. A kernel that needs more composes it of these (`numkv.kernels.cuda.widen`) or adds one here: whoever moves
+kernels to another compiler then writes this file anew, and nothing else. In order: addresses, copies from global to
+shared memory that go on behind the program, and accesses of up to 16 bytes; arithmetic that rounds or picks; what the
+32 threads of a warp run together; 16 bytes of a row at once as floats (`load_chunk`), which plain indexing of small
+words never reads.
+
+Addresses are plain integers: 64 bits of global memory, 32 bits of shared memory, both in bytes. Constants that are
+added to them become part of instructions.
+
+The simulator runs none of these but `load_chunk` and `load_chunk_at`, for which a row's number stands for its address;
+others raise there. The interpreter of PTX runs them all (`tests/compile/test_instructions.py`).
+
+Thread ``l`` of a warp is of group ``g = l // 4`` and has place ``t = l % 4`` there. The matrices of `mma_bf16` and
+`mma_fp16` lie in the warp's registers so; a word has two adjacent elements, the first in its low half::
+
+    A, 16 x 16, by rows             B, 16 x 8, by columns     C and D, 16 x 8
+
+              k 0-7   k 8-15                  n 0-7                     n 0-7
+    m  0-7     a0       a2          k 0-7      b0             m  0-7    c0, c1
+    m 8-15     a1       a3          k 8-15     b1             m 8-15    c2, c3
+
+    a0 = A[g, 2t : 2t + 2]          b0 = B[2t : 2t + 2, g]      c0 = C[g, 2t]         c2 = C[g + 8, 2t]
+    a1 = A[g + 8, 2t : 2t + 2]      b1 = B[2t + 8 : 2t + 10, g] c1 = C[g, 2t + 1]     c3 = C[g + 8, 2t + 1]
+    a2 = A[g, 2t + 8 : 2t + 10]
+    a3 = A[g + 8, 2t + 8 : 2t + 10]
+
+So D of one product, packed in pairs, is half of an A, and of its transpose a B: softmax weights need not move.
+
+`ldmatrix_x4` loads four 8 x 8 matrices of 16-bit elements. Threads ``8 i`` to ``8 i + 7`` give the addresses of the
+eight rows of matrix ``i``, 16 bytes each; every thread gets word ``i`` of matrix ``i``::
+
+    plain: row g, elements 2t and 2t + 1             _trans: rows 2t and 2t + 1, element g
+
+             e 0   1   2   3   4   5   6   7                 e 0   1   2 ...  7
+    row 0    l0      l1      l2      l3              row 0   l0  l4  l8 ... l28
+    row 1    l4      l5      l6      l7              row 1   l0  l4  l8 ... l28
+    ...                                              row 2   l1  l5  l9 ... l29
+    row 7    l28     l29     l30     l31             ...
+
+Plain gives A of a matrix stored by rows, and B of one stored by columns (K, of which a row is a token); ``_trans`` the
+others (V). Figures and layouts are those of NVIDIA's "Parallel Thread Execution ISA", sections on ``mma`` and
+``ldmatrix``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from numkv.kernels.cuda.streams import SIMULATED
+from numkv.kinds import kind as kind_of
+from numkv.kinds import kinds
+from numkv.rows import code6
+from numkv.rows.code4 import LEVELS, code4_level
+from numkv.rows.convert import codec
+
+I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
+
+#: What operands and results are, by the letter of their register: words, addresses of global memory, floats.
+NUMBA = {"r": types.uint32, "l": types.int64, "f": types.float32}
+LLVM = {"r": I32, "l": I64, "f": F32}
+
+
+def intrinsic(typed: Callable[..., Any]) -> Any:
+    """Numba's decorator of functions that emit LLVM; in the simulator, a function that raises."""
+    if not SIMULATED:
+        from numba.cuda.extending import intrinsic as decorate
+
+        return decorate(typed)
+
+    def missing(*args: Any) -> Any:
+        raise NotImplementedError(f"the simulator has no {typed.__name__}")
+
+    return missing
+
+
+def operation(
+    name: str, text: str, results: str, operands: dict[str, str], doc: str, *, together: bool = False,
+    memory: bool = False, early: bool = False, into: bool = False, floats: int = 0,
+) -> Any:  # fmt: skip
+    """A function for kernels that is an instruction, or a few.
+
+    Parameters
+    ----------
+    name : str
+        Name of the function.
+    text : str
+        PTX; ``$0`` and so on are the results, then the operands.
+    results : str
+        A letter for each result: ``r`` a word (uint32), ``f`` a float32. Several come as a tuple.
+    operands : dict of str to str
+        Names and letters of the operands; ``l`` is an address of global memory (int64).
+    doc : str
+        What it does.
+    together : bool
+        Whether the threads of a warp have to run it together: then the compiler leaves it where it stands.
+    memory : bool
+        Whether it reads or writes memory, or orders accesses.
+    early : bool
+        Whether it sets results while it still needs operands, so that they may not share registers.
+    into : bool
+        Whether results go to the first elements of a local array, which is given last, not to a tuple.
+    floats : int
+        So many more operands are the first elements of a local array of float32, which is given last.
+    """
+    letters = [*operands.values(), *("f" * floats)]
+    constraints = ",".join([*(f"={'&' * early}{r}" for r in results), *letters])
+    if memory:
+        constraints += ",~{memory}" if constraints else "~{memory}"
+    outcome = [LLVM[r] for r in results]
+    whole = outcome[0] if len(results) == 1 else ir.LiteralStructType(outcome)
+    returned = (
+        types.void
+        if not results
+        else NUMBA[results]
+        if len(results) == 1
+        else types.UniTuple(NUMBA[results[0]], len(results))
+    )
+
+    def typed(typing_context: Any, *args: Any) -> Any:
+        if len(args) != len(operands) + (into or floats > 0):
+            return None
+
+        def codegen(context: Any, b: Any, sig: Any, values: Any) -> Any:
+            of = ir.FunctionType(whole if results else ir.VoidType(), [LLVM[x] for x in letters])
+            parts = []
+            if floats:
+                data = context.make_array(sig.args[-1])(context, b, values[-1]).data
+                parts = [b.load(b.gep(data, [ir.Constant(I64, i)])) for i in range(floats)]
+            assembly = ir.InlineAsm(of, text, constraints, side_effect=memory)
+            found = b.call(
+                assembly,
+                [*values[: len(operands)], *parts],
+                attrs=("convergent",) if together else (),
+            )
+            if into:
+                data = context.make_array(sig.args[-1])(context, b, values[-1]).data
+                for i in range(len(results)):
+                    b.store(b.extract_value(found, i), b.gep(data, [ir.Constant(I64, i)]))
+            if not results or into:
+                return context.get_dummy_value()
+            if len(results) == 1:
+                return found
+            parts = [b.extract_value(found, i) for i in range(len(results))]
+            return context.make_tuple(b, sig.return_type, parts)
+
+        given = [NUMBA[x] for x in operands.values()]
+        from_array = into or floats > 0
+        return (types.void(*given, args[-1]) if from_array else returned(*given)), codegen
+
+    either = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    names = ["typing_context", *operands, *(["array"] if into or floats else [])]
+    typed.__signature__ = inspect.Signature([inspect.Parameter(n, either) for n in names])  # type: ignore[attr-defined]
+    typed.__name__ = typed.__qualname__ = name
+    typed.__doc__ = doc
+    return intrinsic(typed)
+
+
+@intrinsic
+def shared_address(typing_context: Any, array: Any) -> Any:
+    """Where a shared array starts, in bytes of shared memory: int32."""
+
+    def codegen(context, b, sig, args):
+        data = context.make_array(sig.args[0])(context, b, args[0]).data
+        pointer = ir.PointerType(data.type.pointee, addrspace=3)
+        return b.ptrtoint(b.addrspacecast(data, pointer), I32)
+
+    return types.int32(array), codegen
+
+
+@intrinsic
+def global_address(typing_context: Any, array: Any) -> Any:
+    """Where an array in global memory starts: int64, ``array.ctypes.data``."""
+
+    def codegen(context, b, sig, args):
+        return b.ptrtoint(context.make_array(sig.args[0])(context, b, args[0]).data, I64)
+
+    return types.int64(array), codegen
+
+
+cp_async_16 = operation(
+    "cp_async_16", "cp.async.cg.shared.global [$0], [$1], 16;", "", {"to": "r", "source": "l"},
+    """Start to copy 16 bytes from global to shared memory; both addresses are multiples of 16.
+
+    ``shared[to : to + 16] = memory[source : source + 16]``, not before `cp_async_wait` says so, for this thread; a
+    barrier says so for others. The copy passes the first-level cache by.
+    """, memory=True,
+)  # fmt: skip
+
+cp_async_16_or_zeros = operation(
+    "cp_async_16_or_zeros", "cp.async.cg.shared.global [$0], [$1], 16, $2;", "",
+    {"to": "r", "source": "l", "size": "r"},
+    """`cp_async_16` of the first `size` bytes, 0 to 16; the others become zeros. Where `size` is 0 nothing is read.
+
+    ``shared[to : to + 16] = [*memory[source : source + size], *zeros(16 - size)]``
+    """, memory=True,
+)  # fmt: skip
+
+
+@functools.cache
+def cp_async_16_rows(
+    count: int, table_step: int, step: int, sized: bool, table_from: int = 0, to_from: int = 0, most: bool = True
+) -> Any:  # fmt: skip
+    """An operation that starts `count` copies, of rows that a table in shared memory says the places of.
+
+    ``copy(to, table, source)``: ``cp_async_16(to + i * step, source + shared[table + i * table_step])`` for ``i <
+    count``; the table has int64. If `sized`, ``copy(to, table, source, sizes, most)``: `cp_async_16_or_zeros`, of sizes
+    that another table has, of int32, half as far apart; ``& most``, which is left out if not
+    `most`. The table starts `table_from` bytes after `table`, copies go to `to_from` bytes after `to`.
+    """
+    text = "{ .reg .b64 %row_source; .reg .b32 %row_size;\n"
+    for i in range(count):
+        text += f"ld.shared.b64 %row_source, [$1+{table_from + i * table_step}]; "
+        text += "add.s64 %row_source, %row_source, $2;\n"
+        size = ""
+        if sized:
+            text += f"ld.shared.b32 %row_size, [$3+{i * table_step // 2}];\n"
+            text += "and.b32 %row_size, %row_size, $4;\n" * most
+            size = ", %row_size"
+        text += f"cp.async.cg.shared.global [$0+{to_from + i * step}], [%row_source], 16{size};\n"
+    operands = {"to": "r", "table": "r", "source": "l"} | (
+        {"sizes": "r"} | ({"most": "r"} if most else {}) if sized else {}
+    )
+    name = f"cp_async_16_{count}_rows_of_{table_step}_{step}" + "_sized" * sized
+    name += f"_from_{table_from}_{to_from}" + "_most" * most
+    return operation(name, text.rstrip() + " }", "", operands, "", memory=True)
+
+
+@functools.cache
+def cp_async_4_words(count: int) -> Any:
+    """An operation that starts to copy `count` words of a row that a table in shared memory says the place of.
+
+    ``copy(to, table, source, size)``: ``shared[to + 4 * i] = memory[place + 4 * i]``, words, for ``i < count``, with
+    ``place = source + shared[table]``, int64; all addresses are multiples of 4. Where ``shared[size]``, int32, is 0,
+    words become 0 and nothing is read; else it is 16. The copies go through the first-level cache.
+    """
+    text = (
+        "{ .reg .b64 %word_source; .reg .b32 %word_size;\nld.shared.b64 %word_source, [$1]; "
+        "add.s64 %word_source, %word_source, $2;\n"
+        "ld.shared.b32 %word_size, [$3]; shr.u32 %word_size, %word_size, 2;\n"
+    )
+    for i in range(count):
+        text += f"cp.async.ca.shared.global [$0+{4 * i}], [%word_source+{4 * i}], 4, %word_size;\n"
+    operands = {"to": "r", "table": "r", "source": "l", "size": "r"}
+    return operation(
+        f"cp_async_4_{count}_words", text.rstrip() + " }", "", operands, "", memory=True
+    )
+
+
+cp_async_commit = operation(
+    "cp_async_commit", "cp.async.commit_group;", "", {},
+    "Make a group of the copies that this thread has started since the last one; it may have none.", memory=True,
+)  # fmt: skip
+
+
+@functools.cache
+def cp_async_16_steps(count: int, rows: int, step: int) -> Any:
+    """An operation that is `count` times `cp_async_16`, for rows whose chunks are in another order for each of eight.
+
+    ``cp_async_16((to ^ rows * i % 8 * 16) + i * step, source + i * source_step)`` for ``i < count``. Steps of shared
+    memory are part of the instructions, so that only sources, and what differs by the order, are computed.
+    """
+    text = "{ .reg .b64 %source; .reg .b32 %to;\n"
+    turns = list(dict.fromkeys(rows * i % 8 for i in range(count)))
+    # In the order of sources, as each is the one before plus a step; `%to` of a turn is computed where it comes.
+    for i in range(count):
+        text += "mov.b64 %source, $1;\n" if i == 0 else "add.s64 %source, %source, $2;\n"
+        turn = turns.index(rows * i % 8)
+        name = f"%to{turn}"
+        if i < len(turns):
+            text += f"xor.b32 {name}, $0, {16 * turns[turn]};\n"
+        text += f"cp.async.cg.shared.global [{name}+{i * step}], [%source], 16;\n"
+    text = text.replace(".reg .b32 %to;", f".reg .b32 %to<{len(turns)}>;").rstrip() + " }"
+    return operation(
+        f"cp_async_16_{count}_steps_of_{rows}_{step}", text, "", {"to": "r", "source": "l", "source_step": "l"}, "",
+        memory=True,
+    )  # fmt: skip
+
+
+@intrinsic
+def cp_async_wait(typing_context: Any, groups: Any) -> Any:
+    """Wait until all groups of this thread's copies have arrived, but for the last `groups`, a constant."""
+    if not isinstance(groups, types.IntegerLiteral):
+        return None
+    text = f"cp.async.wait_group {groups.literal_value};"
+
+    def codegen(context, b, sig, args):
+        nothing = ir.FunctionType(ir.VoidType(), [])
+        b.call(ir.InlineAsm(nothing, text, "~{memory}", side_effect=True), [])
+        return context.get_dummy_value()
+
+    return types.void(groups), codegen
+
+
+def _shared(words: int) -> tuple[Any, Any]:
+    """The functions that load and store some words of shared memory at once."""
+    vector = {1: "", 2: ".v2", 4: ".v4"}[words]
+    size, names = 4 * words, list("abcd"[:words])
+    loaded = ", ".join(f"${i}" for i in range(words))
+    stored = ", ".join(f"${i + 1}" for i in range(words))
+    load = operation(
+        f"load_shared_{size}", f"ld.shared{vector}.b32 {{{loaded}}}, [${words}];", "r" * words, {"address": "r"},
+        f"The {size} bytes of shared memory at an address, a multiple of {size}, as words.", memory=True,
+    )  # fmt: skip
+    store = operation(
+        f"store_shared_{size}", f"st.shared{vector}.b32 [$0], {{{stored}}};", "",
+        {"address": "r"} | dict.fromkeys(names, "r"),
+        f"Put words into the {size} bytes of shared memory at an address, a multiple of {size}.", memory=True,
+    )  # fmt: skip
+    return load, store
+
+
+@functools.cache
+def load_shared_8_steps(count: int, step: int) -> Any:
+    """An operation that is `count` times `load_shared_8`, each `step` bytes after the one before."""
+    text = "".join(
+        f"ld.shared.v2.b32 {{${2 * i}, ${2 * i + 1}}}, [${2 * count}+{i * step}];\n"
+        for i in range(count)
+    )
+    name = f"load_shared_8_{count}_steps_of_{step}"
+    return operation(name, text, "r" * (2 * count), {"address": "r"}, "", memory=True, early=True)
+
+
+@functools.cache
+def load_shared_pairs(count: int, step: int) -> Any:
+    """An operation that puts `count` pairs of float32, each `step` bytes after the one before, into a local array.
+
+    ``load(address, floats)``: ``floats[2 * i : 2 * i + 2] = shared[address + i * step :][:8]``.
+    """
+    text = "".join(
+        f"ld.shared.v2.f32 {{${2 * i}, ${2 * i + 1}}}, [${2 * count}+{i * step}];\n"
+        for i in range(count)
+    )
+    name = f"load_shared_{count}_pairs_of_{step}"
+    return operation(
+        name, text, "f" * (2 * count), {"address": "r"}, "", memory=True, early=True, into=True
+    )
+
+
+@functools.cache
+def load_shared_4_from(offset: int) -> Any:
+    """`load_shared_4`, of ``address + offset``; the offset is a part of the instruction."""
+    text = f"ld.shared.b32 $0, [$1+{offset}];"
+    return operation(f"load_shared_4_from_{offset}", text, "r", {"address": "r"}, "", memory=True)
+
+
+@functools.cache
+def load_shared_16_from(offset: int) -> Any:
+    """`load_shared_16`, of ``address + offset``; the offset is a part of the instruction."""
+    text = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];"
+    return operation(
+        f"load_shared_16_from_{offset}", text, "rrrr", {"address": "r"}, "", memory=True
+    )
+
+
+@functools.cache
+def store_shared_16_at(offset: int) -> Any:
+    """`store_shared_16`, at ``address + offset``; the offset is a part of the instruction."""
+    text = f"st.shared.v4.b32 [$0+{offset}], {{$1, $2, $3, $4}};"
+    operands = {"address": "r"} | dict.fromkeys("abcd", "r")
+    return operation(f"store_shared_16_at_{offset}", text, "", operands, "", memory=True)
+
+
+@functools.cache
+def load_shared_4_floats_from(offset: int) -> Any:
+    """The four float32 of shared memory at ``address + offset``, a multiple of 16, at once."""
+    text = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{offset}];"
+    return operation(
+        f"load_shared_4_floats_from_{offset}", text, "ffff", {"address": "r"}, "", memory=True
+    )
+
+
+@functools.cache
+def load_shared_floats(offsets: tuple[int, ...]) -> Any:
+    """An operation that gives the float32 of shared memory at constant offsets from an address, multiples of 4."""
+    text = "".join(f"ld.shared.f32 ${i}, [${len(offsets)}+{x}];\n" for i, x in enumerate(offsets))
+    name = "load_shared_floats_" + "_".join(map(str, offsets))
+    return operation(name, text, "f" * len(offsets), {"address": "r"}, "", memory=True, early=True)
+
+
+@functools.cache
+def store_shared_pairs(offsets: tuple[int, ...]) -> Any:
+    """An operation that puts pairs of float32 into shared memory at constant offsets from an address, multiples of 8.
+
+    ``store(address, floats)``: ``shared[address + offsets[i] :][:8] = floats[2 * i : 2 * i + 2]``, of a local array.
+    """
+    text = "".join(
+        f"st.shared.v2.f32 [$0+{x}], {{${2 * i + 1}, ${2 * i + 2}}};\n"
+        for i, x in enumerate(offsets)
+    )
+    name = "store_shared_pairs_" + "_".join(map(str, offsets))
+    return operation(name, text, "", {"address": "r"}, "", memory=True, floats=2 * len(offsets))
+
+
+@functools.cache
+def load_shared_quad(offset: int) -> Any:
+    """An operation that gives the four float32 of shared memory at an address plus `offset`, a multiple of 16."""
+    text = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{offset}];"
+    return operation(f"load_shared_quad_{offset}", text, "ffff", {"address": "r"}, "", memory=True)
+
+
+load_shared_4, store_shared_4 = _shared(1)
+load_shared_8, store_shared_8 = _shared(2)
+load_shared_16, store_shared_16 = _shared(4)
+
+_VECTOR = ir.VectorType(I32, 4)
+
+
+def _vector_at(b: Any, address: Any) -> Any:
+    return b.inttoptr(address, ir.PointerType(_VECTOR, addrspace=1))
+
+
+@intrinsic
+def load_global_16(typing_context: Any, address: Any) -> Any:
+    """The 16 bytes of global memory at an address, a multiple of 16, as four words.
+
+    ``memory[address : address + 16].view(uint32)``; the compiler may do it earlier, if nothing is stored between.
+    """
+
+    def codegen(context, b, sig, args):
+        found = b.load(_vector_at(b, args[0]))
+        found.align = 16
+        parts = [b.extract_element(found, ir.Constant(I32, i)) for i in range(4)]
+        return context.make_tuple(b, sig.return_type, parts)
+
+    return types.UniTuple(types.uint32, 4)(types.int64), codegen
+
+
+@intrinsic
+def store_global_16(typing_context: Any, address: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """Put four words into the 16 bytes of global memory at an address, a multiple of 16.
+
+    ``memory[address : address + 16].view(uint32)[:] = a, b, c, d``
+    """
+
+    def codegen(context, builder, sig, args):
+        value = ir.Constant(_VECTOR, ir.Undefined)
+        for i, word in enumerate(args[1:]):
+            value = builder.insert_element(value, word, ir.Constant(I32, i))
+        builder.store(value, _vector_at(builder, args[0]), align=16)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, *[types.uint32] * 4), codegen
+
+
+def _global(size: int) -> Any:
+    """The function that loads a word, or a half of one, of global memory."""
+    of = ir.IntType(8 * size)
+
+    def typed(typing_context: Any, address: Any) -> Any:
+        def codegen(context, b, sig, args):
+            found = b.load(b.inttoptr(args[0], ir.PointerType(of, addrspace=1)))
+            found.align = size
+            return b.zext(found, I32) if size < 4 else found
+
+        return types.uint32(types.int64), codegen
+
+    typed.__name__ = typed.__qualname__ = f"load_global_{size}"
+    typed.__doc__ = (
+        f"The {size} bytes of global memory at an address, a multiple of {size}, as a word: uint32."
+    )
+    return intrinsic(typed)
+
+
+load_global_2, load_global_4 = _global(2), _global(4)
+
+
+_PAIR = ir.VectorType(I32, 2)
+
+
+@intrinsic
+def load_global_8(typing_context: Any, address: Any) -> Any:
+    """The 8 bytes of global memory at an address, a multiple of 8, as two words.
+
+    ``memory[address : address + 8].view(uint32)``
+    """
+
+    def codegen(context, b, sig, args):
+        found = b.load(b.inttoptr(args[0], ir.PointerType(_PAIR, addrspace=1)))
+        found.align = 8
+        parts = [b.extract_element(found, ir.Constant(I32, i)) for i in range(2)]
+        return context.make_tuple(b, sig.return_type, parts)
+
+    return types.UniTuple(types.uint32, 2)(types.int64), codegen
+
+
+@intrinsic
+def store_global_8(typing_context: Any, address: Any, a: Any, b: Any) -> Any:
+    """Put two words into the 8 bytes of global memory at an address, a multiple of 8.
+
+    ``memory[address : address + 8].view(uint32)[:] = a, b``
+    """
+
+    def codegen(context, builder, sig, args):
+        value = ir.Constant(_PAIR, ir.Undefined)
+        for i, word in enumerate(args[1:]):
+            value = builder.insert_element(value, word, ir.Constant(I32, i))
+        pointer = builder.inttoptr(args[0], ir.PointerType(_PAIR, addrspace=1))
+        builder.store(value, pointer, align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.uint32, types.uint32), codegen
+
+
+def _loader_of(name: str, of: Any, llvm: Any, doc: str) -> Any:
+    def typed(typing_context, address):
+        def codegen(context, b, sig, args):
+            return b.load(b.inttoptr(args[0], ir.PointerType(llvm, addrspace=1)))
+
+        return of(types.int64), codegen
+
+    typed.__name__ = typed.__qualname__ = name
+    typed.__doc__ = doc
+    return intrinsic(typed)
+
+
+load_global_float = _loader_of(
+    "load_global_float", types.float32, F32,
+    "The float32 at an address of global memory: ``memory[address : address + 4].view(float32)[0]``.",
+)  # fmt: skip
+load_global_word16 = _loader_of(
+    "load_global_word16", types.uint16, ir.IntType(16),
+    "The 16 bits at an address of global memory: ``memory[address : address + 2].view(uint16)[0]``.",
+)  # fmt: skip
+
+
+@intrinsic
+def store_global(typing_context: Any, address: Any, value: Any) -> Any:
+    """Put a number at an address, a multiple of its size, of global memory.
+
+    ``memory[address : address + value.nbytes].view(value.dtype)[0] = value``
+    """
+
+    def codegen(context, b, sig, args):
+        b.store(args[1], b.inttoptr(args[0], ir.PointerType(args[1].type, addrspace=1)))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, value), codegen
+
+
+def _of_floats(name: str, called: str, count: int, doc: str) -> Any:
+    """A function of NVVM over float32: unlike text, it takes constants as they are."""
+
+    def typed(typing_context, *args):
+        def codegen(context, b, sig, values):
+            of = cgutils.get_or_insert_function(
+                b.module, ir.FunctionType(F32, [F32] * count), called
+            )
+            return b.call(of, values)
+
+        return types.float32(*[types.float32] * count), codegen
+
+    either = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    names = ["typing_context", *"abc"[:count]]
+    typed.__signature__ = inspect.Signature([inspect.Parameter(n, either) for n in names])  # type: ignore[attr-defined]
+    typed.__name__ = typed.__qualname__ = name
+    typed.__doc__ = doc
+    return intrinsic(typed)
+
+
+@intrinsic
+def other_float(typing_context: Any, x: Any, lanes: Any) -> Any:
+    """`shuffle_xor` of a float32 or, in two words, a float64: ``x[arange(32) ^ lanes]``."""
+
+    def codegen(context, b, sig, args):
+        word = ir.FunctionType(I32, [I32, I32])
+        asm = ir.InlineAsm(word, "shfl.sync.bfly.b32 $0, $1, $2, 31, -1;", "=r,r,r")
+        count = 2 if sig.args[0] == types.float64 else 1
+        vector = ir.VectorType(I32, count)
+        words, found = b.bitcast(args[0], vector), ir.Constant(vector, ir.Undefined)
+        for i in range(count):
+            at = ir.Constant(I32, i)
+            one = b.call(asm, [b.extract_element(words, at), args[1]], attrs=("convergent",))
+            found = b.insert_element(found, one, at)
+        return b.bitcast(found, args[0].type)
+
+    return x(x, types.uint32), codegen
+
+
+@intrinsic
+def fma_between_0_and_1(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
+    """``a * b + c``, rounded once, to nearest, and cut off at 0 and at 1; 0 for NaN: ``clip(fma(a, b, c), 0, 1)``."""
+
+    def codegen(context, b, sig, args):
+        floats = ir.FunctionType(F32, [F32] * 3)
+        asm = ir.InlineAsm(floats, "fma.rn.sat.f32 $0, $1, $2, $3;", "=f,f,f,f")
+        return b.call(asm, args)
+
+    return types.float32(types.float32, types.float32, types.float32), codegen
+
+
+fma_to_zero = _of_floats(
+    "fma_to_zero", "llvm.nvvm.fma.rz.f", 3, "``a * b + c``, rounded once, towards zero."
+)  # fmt: skip
+greater_float = _of_floats(
+    "greater_float", "llvm.nvvm.fmax.f", 2,
+    "The greater one of two float32; the other one where one is NaN: ``fmax(a, b)``.",
+)  # fmt: skip
+smaller_float = _of_floats(
+    "smaller_float", "llvm.nvvm.fmin.f", 2,
+    "The smaller one of two float32; the other one where one is NaN: ``fmin(a, b)``.",
+)  # fmt: skip
+
+
+exp2_approx = operation(
+    "exp2_approx", "ex2.approx.ftz.f32 $0, $1;", "f", {"x": "f"},
+    "``exp2(x)``, off by 2**-22 of it at most; results below 2**-126 are 0.",
+)  # fmt: skip
+
+log2_approx = operation(
+    "log2_approx", "lg2.approx.f32 $0, $1;", "f", {"x": "f"},
+    "``log2(x)``, off by 2**-22 of it at most, or by 2**-22 where `x` is between 1/2 and 2.",
+)  # fmt: skip
+
+_PAIR_OF = "Two float32 as a word of two {}, to nearest: ``array([low, high]).astype({}).view(uint32)[0]``."
+pack_bf16 = operation(
+    "pack_bf16", "cvt.rn.bf16x2.f32 $0, $2, $1;", "r", {"low": "f", "high": "f"},
+    _PAIR_OF.format("bfloat16", "bfloat16"),
+)  # fmt: skip
+pack_fp16 = operation(
+    "pack_fp16", "cvt.rn.f16x2.f32 $0, $2, $1;", "r", {"low": "f", "high": "f"},
+    _PAIR_OF.format("float16", "float16") + " What is above 65,504 becomes infinite.",
+)  # fmt: skip
+
+split_bf16 = operation(
+    "split_bf16",
+    "{ .reg .b32 %split<2>; cvt.rn.bf16x2.f32 $0, $3, $2; shl.b32 %split0, $0, 16; and.b32 %split1, $0, -65536; "
+    "sub.f32 %split0, $2, %split0; sub.f32 %split1, $3, %split1; cvt.rn.bf16x2.f32 $1, %split1, %split0; }",
+    "rr", {"low": "f", "high": "f"},
+    """Two float32 as a word of two bfloat16, and a word of what these leave: together they have 16 bits.
+
+    ``x = array([low, high]); a = x.astype(bfloat16); b = (x - a).astype(bfloat16)``
+    """, early=True,
+)  # fmt: skip
+
+_FMA = "``a * b + c`` of words of two {}, each rounded once."
+fma_bf16x2 = operation(
+    "fma_bf16x2", "fma.rn.bf16x2 $0, $1, $2, $3;", "r", {"a": "r", "b": "r", "c": "r"},
+    _FMA.format("bfloat16"),
+)  # fmt: skip
+fma_fp16x2 = operation(
+    "fma_fp16x2", "fma.rn.f16x2 $0, $1, $2, $3;", "r", {"a": "r", "b": "r", "c": "r"},
+    _FMA.format("float16"),
+)  # fmt: skip
+
+
+@intrinsic
+def permute_bytes(typing_context: Any, a: Any, b: Any, which: Any) -> Any:
+    """Four bytes of `a` (0 to 3) and `b` (4 to 7): byte ``i`` is the one that hexadecimal digit ``i`` of `which` names.
+
+    ``concatenate([a.view(uint8), b.view(uint8)])[[which >> 4 * i & 7 for i in range(4)]].view(uint32)``
+    """
+
+    def codegen(context, builder, sig, args):
+        of = ir.FunctionType(I32, [I32, I32, I32])
+        return builder.call(
+            cgutils.get_or_insert_function(builder.module, of, "llvm.nvvm.prmt"), args
+        )
+
+    return types.uint32(*[types.uint32] * 3), codegen
+
+
+@functools.cache
+def permute_bytes_as(which: int) -> Any:
+    """`permute_bytes` by a constant, which is a part of the instruction: ``permute(a, b)``."""
+    text = f"prmt.b32 $0, $1, $2, {which};"
+    return operation(f"permute_bytes_as_{which:x}", text, "r", {"a": "r", "b": "r"}, "")
+
+
+select_bits = operation(
+    "select_bits", "lop3.b32 $0, $1, $2, $3, 0xEA;", "r", {"x": "r", "mask": "r", "bits": "r"},
+    "``x & mask | bits``, in one instruction.",
+)  # fmt: skip
+
+
+@intrinsic
+def unpack_fp16(typing_context: Any, word: Any) -> Any:
+    """The two float16 of a word as float32: ``word.view(float16).astype(float32)``."""
+
+    def codegen(context, b, sig, args):
+        pair = b.bitcast(args[0], ir.VectorType(ir.HalfType(), 2))
+        parts = [b.fpext(b.extract_element(pair, ir.Constant(I32, i)), F32) for i in range(2)]
+        return context.make_tuple(b, sig.return_type, parts)
+
+    return types.UniTuple(types.float32, 2)(types.uint32), codegen
+
+
+keep = operation(
+    "keep", "mov.b32 $0, $1;", "r", {"x": "r"},
+    "`x`, in a register: where a loop needs it, the compiler would rather compute it anew each time.", memory=True,
+)  # fmt: skip
+keep_address = operation(
+    "keep_address",
+    "mov.b64 $0, $1;",
+    "l",
+    {"x": "l"},
+    "`keep` of an address of global memory.",
+    memory=True,
+)
+
+
+def _mma(of: str, called: str) -> Any:
+    operands = dict.fromkeys(["a0", "a1", "a2", "a3", "b0", "b1"], "r")
+    operands |= dict.fromkeys(["c0", "c1", "c2", "c3"], "f")
+    text = f"mma.sync.aligned.m16n8k16.row.col.f32.{of}.{of}.f32 "
+    text += "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    doc = f"``D = A @ B + C``, A and B of {called}, C and D of float32; its four of D. Layouts are drawn above."
+    return operation(f"mma_{called}", text, "ffff", operands, doc, together=True)
+
+
+mma_bf16, mma_fp16 = _mma("bf16", "bf16"), _mma("f16", "fp16")
+
+
+def _ldmatrix(matrices: int, trans: bool) -> Any:
+    found = ", ".join(f"${i}" for i in range(matrices))
+    name = f"ldmatrix_x{matrices}" + "_trans" * trans
+    text = f"ldmatrix.sync.aligned.m8n8.x{matrices}{'.trans' * trans}.shared.b16 {{{found}}}, [${matrices}];"
+    word = "M[[2t, 2t + 1], g]" if trans else "M[g, [2t, 2t + 1]]"
+    doc = f"{matrices} matrices ``M`` of 8 x 8 elements of shared memory, of each ``{word}``; drawn above."
+    return operation(name, text, "r" * matrices, {"address": "r"}, doc, together=True, memory=True)
+
+
+ldmatrix_x4, ldmatrix_x4_trans = _ldmatrix(4, False), _ldmatrix(4, True)
+ldmatrix_x2, ldmatrix_x2_trans = _ldmatrix(2, False), _ldmatrix(2, True)
+
+
+def _ldmatrix_steps(count: int, step: int, trans: bool, into: bool, offset: int = 0) -> Any:
+    text, opcode = "", f"ldmatrix.sync.aligned.m8n8.x4{'.trans' * trans}.shared.b16"
+    for i in range(count):
+        found = ", ".join(f"${4 * i + j}" for j in range(4))
+        text += f"{opcode} {{{found}}}, [${4 * count}+{offset + i * step}];\n"
+    # Results may not share a register with the address, which later loads still need.
+    name = f"ldmatrix_x4{'_trans' * trans}_{count}_steps_of_{step}_from_{offset}"
+    return operation(
+        name, text, "r" * (4 * count), {"address": "r"}, "", together=True, memory=True, early=True, into=into
+    )  # fmt: skip
+
+
+@functools.cache
+def ldmatrix_x4_steps(count: int, step: int, trans: bool) -> Any:
+    """An operation that is `count` times `ldmatrix_x4`, or `ldmatrix_x4_trans`, each `step` bytes after the one before.
+
+    ``sum((ldmatrix_x4(address + i * step) for i in range(count)), ())``; the steps are part of the instructions, so
+    that no address but the first is computed.
+    """
+    return _ldmatrix_steps(count, step, trans, False)
+
+
+@functools.cache
+def ldmatrix_x4_into(count: int, step: int, trans: bool, offset: int = 0) -> Any:
+    """`ldmatrix_x4_steps` from `offset` on, that puts its words into a local array: ``load(address, words)``."""
+    return _ldmatrix_steps(count, step, trans, True, offset)
+
+
+def _shuffle(name: str, mode: str, of: str, doc: str) -> Any:
+    operands = {"x": of, "lanes" if mode == "bfly" else "lane": "r"}
+    text = f"shfl.sync.{mode}.b32 $0, $1, $2, 31, -1;"
+    return operation(name, text, of, operands, doc, together=True)
+
+
+_XOR = "What thread ``l ^ lanes`` of the warp has: ``x[arange(32) ^ lanes]``; of a {}."
+_IDX = (
+    "What thread `lane` of the warp has, which may be another one for each: ``x[lane]``; of a {}."
+)
+shuffle_xor = _shuffle("shuffle_xor", "bfly", "r", _XOR.format("word"))
+shuffle_xor_float = _shuffle("shuffle_xor_float", "bfly", "f", _XOR.format("float32"))
+shuffle = _shuffle("shuffle", "idx", "r", _IDX.format("word"))
+shuffle_float = _shuffle("shuffle_float", "idx", "f", _IDX.format("float32"))
+
+
+@functools.cache
+def shuffle_xor_by(lanes: int, of: str = "r") -> Any:
+    """`shuffle_xor` by a constant, which is a part of the instruction; of a word, or of a float32, ``"f"``."""
+    text = f"shfl.sync.bfly.b32 $0, $1, {lanes}, 31, -1;"
+    return operation(f"shuffle_xor_{of}_by_{lanes}", text, of, {"x": of}, "", together=True)
+
+
+transpose = operation(
+    "transpose", "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "r", {"x": "r"},
+    """A matrix of 8 x 8 elements of 16 bits, in the warp's registers, turned: what `ldmatrix_x4_trans` makes of plain.
+
+    ``M[[2t, 2t + 1], g]`` where `x` is ``M[g, [2t, 2t + 1]]``.
+    """, together=True,
+)  # fmt: skip
+
+
+#: Kinds of which several elements share words: INT4, CODE4 and CODE6.
+PACKED = frozenset(k.name for k in kinds() if k.is_packed)
+
+
+@functools.cache
+def loader(KIND, COMPUTE="float32"):
+    """The function that turns a word into a float; a code is its own value, not yet scaled. Not for packed kinds."""
+    return codec("fp32" if kind_of(KIND).has_scales else KIND, COMPUTE)[0]
+
+
+def _simulated_load_chunk(KIND, WIDTH, array, a, b, c, d, floats, at):
+    load = loader(KIND, floats.dtype.name)
+    row = array[a, b, c]
+    if KIND == "code4":
+        for i in range(WIDTH):
+            floats[at + i] = code4_level(int(row[d + i // 2]) >> 4 * (i % 2))
+        return
+    if KIND == "code6":
+        for i in range(WIDTH):
+            first = d + i // 4 * 3
+            unit = sum(int(row[first + j]) << 8 * j for j in range(3))
+            floats[at + i] = code6.code6_level(unit >> 6 * (i % 4) & 63)
+        return
+    if KIND in PACKED:
+        for i in range(WIDTH // 2):
+            floats[at + i] = int(row[d + i]) & 15
+            floats[at + WIDTH // 2 + i] = int(row[d + i]) >> 4
+        return
+    for i in range(WIDTH):
+        floats[at + i] = load(row[d + i])
+
+
+def _load_chunk(typing_context, KIND, WIDTH, array, a, b, c, d, floats, at):
+    """Put ``array[a, b, c, d : d + WIDTH]`` as floats at ``floats[at:]``; 4, 8 or 16 bytes, aligned, of CODE6 6 or 12.
+
+    Of INT4, whose ``WIDTH / 2`` words start with word `d`, the codes: first all low nibbles'. Of CODE4 and
+    CODE6, whose words start there too, the levels, in their order.
+    `floats` is a local array, which stays in registers as long as `at` is known when loops are unrolled.
+    """
+    if not (isinstance(KIND, types.StringLiteral) and isinstance(WIDTH, types.IntegerLiteral)):
+        return None
+    kind, width = KIND.literal_value, WIDTH.literal_value
+    as_float = floats.dtype
+
+    def codegen(context, b, sig, args):
+        source = context.make_array(sig.args[2])(context, b, args[2])
+        to = context.make_array(sig.args[7])(context, b, args[7])
+        address = b.ptrtoint(source.data, ir.IntType(64))
+        steps = cgutils.unpack_tuple(b, source.strides)
+        for index, index_type, step in zip(args[3:7], sig.args[3:7], steps, strict=True):
+            wide = context.cast(b, index, index_type, types.int64)
+            address = b.add(address, b.mul(wide, step))
+        words = kind_of(kind).words_per_row(width)
+        size = words * sig.args[2].dtype.bitwidth // 8
+        at_ = context.cast(b, args[8], sig.args[8], types.int64)
+        _put_floats(context, b, kind, address, size, as_float, to, at_)
+        return context.get_dummy_value()
+
+    return types.void(KIND, WIDTH, array, a, b, c, d, floats, at), codegen
+
+
+def _put_floats(context, b, kind, address, size, as_float, to, at):
+    """Read `size` bytes of global memory, and put their elements as floats into the array `to`, from `at` on."""
+    real = ir.DoubleType() if as_float == types.float64 else ir.FloatType()
+    if kind == "code6":
+        values = _code6_floats(b, address, size)
+    else:
+        vector = ir.VectorType(ir.IntType(32), size // 4)
+        values = _floats_of(context, b, kind, _load_vector(b, address, vector, size))
+    for i, value in enumerate(values):
+        if value.type != real:
+            convert = b.fpext if as_float == types.float64 else b.fptrunc
+            value = convert(value, real)
+        b.store(value, b.gep(to.data, [b.add(at, ir.Constant(ir.IntType(64), i))]))
+
+
+def _load_vector(b, address, type_, size):
+    """Read from global memory; arrays come as generic pointers, but these are all there."""
+    pointer = b.addrspacecast(
+        b.inttoptr(address, type_.as_pointer()), ir.PointerType(type_, addrspace=1)
+    )
+    found = b.load(pointer)
+    found.align = size
+    return found
+
+
+def _floats_of(context, b, kind, chunk):
+    """The elements of a chunk, as LLVM floats: what `rows.convert` does, with the GPU's own fp16 conversion."""
+    i32, single = ir.IntType(32), ir.FloatType()
+    if kind == "int4":
+        for shift in (0, 4):  # the low nibbles, then the high ones
+            for i in range(chunk.type.count):
+                yield from _int4_floats(b, b.extract_element(chunk, ir.Constant(i32, i)), shift)
+        return
+    if kind in ("bf16", "int8", "code4"):
+        part = {"bf16": _bf16_floats, "int8": _int8_floats, "code4": _code4_floats}[kind]
+        for i in range(chunk.type.count):
+            yield from part(b, b.extract_element(chunk, ir.Constant(i32, i)))
+        return
+    if kind in ("fp8_e4m3", "fp8_e5m2"):  # GPUs before sm_89 have no conversion
+        load = loader(kind)
+        elements = b.bitcast(chunk, ir.VectorType(ir.IntType(8), 4 * chunk.type.count))
+        for i in range(4 * chunk.type.count):
+            word = b.extract_element(elements, ir.Constant(i32, i))
+            yield context.compile_internal(b, load, types.float32(types.uint8), [word])
+        return
+    element, count = {
+        "fp16": (ir.HalfType(), 8), "fp32": (single, 4), "fp64": (ir.DoubleType(), 2)
+    }[kind]  # fmt: skip
+    elements = b.bitcast(chunk, ir.VectorType(element, count))
+    for i in range(count):
+        value = b.extract_element(elements, ir.Constant(i32, i))
+        yield b.fpext(value, single) if kind == "fp16" else value
+
+
+def _bf16_floats(b, pair):
+    """Two bfloat16s: each is the upper half of a float32."""
+    i32, single = ir.IntType(32), ir.FloatType()
+    yield b.bitcast(b.shl(pair, ir.Constant(i32, 16)), single)
+    yield b.bitcast(b.and_(pair, ir.Constant(i32, 0xFFFF0000)), single)
+
+
+def _int8_floats(b, codes):
+    """Four int8s, without the GPU's conversion, which is several times slower than arithmetic on some devices.
+
+    ``code + 128`` is a byte; as the last one of the float 2**23 it adds its value to that.
+    """
+    bytes_ = b.xor(codes, ir.Constant(ir.IntType(32), 0x80808080))
+    return _byte_floats(b, bytes_, 2.0**23 + 128)
+
+
+def _int4_floats(b, codes, shift):
+    """The codes in four bytes' nibbles, from bit `shift` on."""
+    i32 = ir.IntType(32)
+    nibbles = b.and_(b.lshr(codes, ir.Constant(i32, shift)), ir.Constant(i32, 0x0F0F0F0F))
+    return _byte_floats(b, nibbles, 2.0**23)
+
+
+def _code4_floats(b, codes):
+    """The levels of eight codes of `numkv.rows.code4`: a permutation of bytes looks four magnitudes up."""
+    i32, single = ir.IntType(32), ir.FloatType()
+    low, high = (
+        ir.Constant(i32, sum(x << 8 * i for i, x in enumerate(part)))
+        for part in (LEVELS[:4], LEVELS[4:])
+    )
+    for first in range(0, 8, 4):
+        here = b.lshr(codes, ir.Constant(i32, 4 * first))
+        numbers = b.and_(here, ir.Constant(i32, 0x7777))
+        for i, size in enumerate(_byte_floats(b, _permute(b, low, high, numbers), 2.0**23)):
+            sign = b.and_(b.shl(here, ir.Constant(i32, 28 - 4 * i)), ir.Constant(i32, 0x80000000))
+            yield b.bitcast(b.or_(b.bitcast(size, i32), sign), single)
+
+
+def _code6_floats(b, address, size):
+    """The levels of 8 or 16 codes of `numkv.rows.code6`, in 6 or 12 bytes: three loads, as wide as rows lie."""
+    i32, each = ir.IntType(32), size // 3
+    a, c, e = (
+        b.zext(_load_vector(b, b.add(address, ir.Constant(ir.IntType(64), each * i)), ir.IntType(8 * each), each), i32)
+        for i in range(3)
+    )  # fmt: skip
+
+    def shifted(low, right, high, left):
+        return b.or_(b.lshr(low, ir.Constant(i32, right)), b.shl(high, ir.Constant(i32, left)))
+
+    # Three bytes each, and above them what does not matter.
+    if each == 2:
+        units = [shifted(a, 0, c, 16), shifted(c, 8, e, 8)]
+    else:
+        units = [a, shifted(a, 24, c, 8), shifted(c, 16, e, 16), b.lshr(e, ir.Constant(i32, 8))]
+    for unit in units:
+        yield from _unit_floats(b, unit)
+
+
+def _unit_floats(b, unit):
+    """The levels of the four codes of CODE6 in the lower three bytes of a word."""
+    i32, single = ir.IntType(32), ir.FloatType()
+
+    def masked(word, left, mask):
+        return b.and_(b.shl(word, ir.Constant(i32, left)), ir.Constant(i32, mask))
+
+    codes = masked(unit, 0, 63)
+    for i in range(1, 4):  # a byte for each
+        codes = b.or_(codes, masked(unit, 2 * i, 63 << 8 * i))
+    # A permutation of bytes looks four magnitudes up in a table of eight; the code's upper bits say in which.
+    numbers = masked(codes, 0, 0x07070707)
+    numbers = b.or_(numbers, b.lshr(numbers, ir.Constant(i32, 4)))
+    numbers = _permute(b, numbers, ir.Constant(i32, 0), ir.Constant(i32, 0x4420))
+    found = []
+    for first in range(0, 32, 8):
+        low, high = (
+            ir.Constant(i32, sum(x << 8 * i for i, x in enumerate(code6.LEVELS[at : at + 4])))
+            for at in (first, first + 4)
+        )
+        found.append(_permute(b, low, high, numbers))
+    for left in (4, 3):  # bits 3 and 4 of codes, as signs of bytes, which fill them
+        upper = _permute(
+            b, b.shl(codes, ir.Constant(i32, left)), ir.Constant(i32, 0), ir.Constant(i32, 0xBA98)
+        )
+        found = [
+            b.xor(x, b.and_(upper, b.xor(x, y)))
+            for x, y in zip(found[::2], found[1::2], strict=True)
+        ]
+    for i, size in enumerate(_byte_floats(b, found[0], 2.0**23)):
+        sign = masked(codes, 26 - 8 * i, 0x80000000)
+        yield b.bitcast(b.or_(b.bitcast(size, i32), sign), single)
+
+
+def _permute(b, low, high, numbers):
+    """Four bytes of eight, those of `low` first: each of four nibbles says which one, the lowest the lowest's."""
+    i32 = ir.IntType(32)
+    permute = cgutils.get_or_insert_function(
+        b.module, ir.FunctionType(i32, [i32, i32, i32]), "llvm.nvvm.prmt"
+    )
+    return b.call(permute, [low, high, numbers])
+
+
+def _byte_floats(b, bytes_, offset):
+    """Four bytes as floats, each as the last one of the float 2**23, less `offset`."""
+    i32, single = ir.IntType(32), ir.FloatType()
+    for i in range(4):
+        # Bytes 0 to 3 are those of `bytes_`, 4 to 7 those of the constant; the topmost is named first.
+        bits = _permute(b, bytes_, ir.Constant(i32, 0x4B000000), ir.Constant(i32, 0x7440 + i))
+        yield b.fsub(b.bitcast(bits, single), ir.Constant(single, offset))
+
+
+load_chunk = _simulated_load_chunk if SIMULATED else intrinsic(_load_chunk)
+
+
+def _simulated_row_address(array, a, b, c):
+    return (int(a) * array.shape[1] + int(b)) * array.shape[2] + int(c)
+
+
+def _simulated_load_chunk_at(KIND, WIDTH, array, row, d, floats, at):
+    a, rest = divmod(int(row), array.shape[1] * array.shape[2])
+    b, c = divmod(rest, array.shape[2])
+    _simulated_load_chunk(KIND, WIDTH, array, a, b, c, d, floats, at)
+
+
+def _row_address(typing_context: Any, array: Any, a: Any, b: Any, c: Any) -> Any:
+    """The address of ``array[a, b, c, 0]``, as int64."""
+
+    def codegen(context, builder, sig, args):
+        source = context.make_array(sig.args[0])(context, builder, args[0])
+        address = builder.ptrtoint(source.data, ir.IntType(64))
+        for i in range(3):
+            index = context.cast(builder, args[1 + i], sig.args[1 + i], types.int64)
+            step = builder.extract_value(source.strides, i)
+            address = builder.add(address, builder.mul(index, step))
+        return address
+
+    return types.int64(array, a, b, c), codegen
+
+
+def _load_chunk_at(
+    typing_context: Any, KIND: Any, WIDTH: Any, array: Any, row: Any, d: Any, floats: Any, at: Any
+) -> Any:
+    """Put `WIDTH` elements, from word `d` of the row at address `row` on, as floats at ``floats[at:]``.
+
+    As `numkv.kernels.cuda.instructions.load_chunk`, which see; `array` only says what a word is.
+    """
+    if not (isinstance(KIND, types.StringLiteral) and isinstance(WIDTH, types.IntegerLiteral)):
+        return None
+    kind, width, to_type = KIND.literal_value, WIDTH.literal_value, floats.dtype
+
+    def codegen(context, b, sig, args):
+        to = context.make_array(sig.args[5])(context, b, args[5])
+        word_bytes = sig.args[2].dtype.bitwidth // 8
+        size = kind_of(kind).words_per_row(width) * word_bytes
+        first = context.cast(b, args[4], sig.args[4], types.int64)
+        address = b.add(args[3], b.mul(first, ir.Constant(ir.IntType(64), word_bytes)))
+        at_ = context.cast(b, args[6], sig.args[6], types.int64)
+        _put_floats(context, b, kind, address, size, to_type, to, at_)
+        return context.get_dummy_value()
+
+    return types.void(KIND, WIDTH, array, types.int64, d, floats, at), codegen
+
+
+if SIMULATED:
+    row_address, load_chunk_at = _simulated_row_address, _simulated_load_chunk_at
+else:
+    row_address, load_chunk_at = intrinsic(_row_address), intrinsic(_load_chunk_at)
