@@ -107,7 +107,6 @@ class ShardedKVCache(ReadableShards):
             )
         self._access = Access()
         self._model = model
-        self._windows = [model.window_of(layer) for layer in range(model.num_layers)]
         blocks = check_size("num_blocks", num_blocks)
         size = model.block_size
         stripe = 16 * size if stripe is None else check_size("stripe", stripe, 1)
@@ -223,7 +222,7 @@ class ShardedKVCache(ReadableShards):
         """Drop a sequence's tokens from position `length` on; see `numkv.PagedKVCache.truncate`."""
         state, number = self._idle(seq), self._number(seq)
         length = check_index("length", length, state.length, inclusive=True)
-        if not self._is_split and length and any(window >= 0 for window in self._windows):
+        if not self._is_split and length and any(window >= 0 for window in self._shards.windows):
             shards = self._layout.shards_of(0)  # windows may have moved past: ask
             self._gather([self._channels[s].send("shorten", number, length) for s in shards])
             self._sequences[number] = shortened(state, length, self.block_size)
@@ -278,7 +277,7 @@ class ShardedKVCache(ReadableShards):
                 f"{self._free_blocks()} free blocks"
             )
         number = self._steps_made = self._steps_made + 1
-        step = ShardedStep(self, number, placed, lens)
+        step = ShardedStep(self._shards, number, placed, lens)
         self._start(step)
         if asked:
             shards = [s for column in step.columns for s in self._layout.shards_of(column)]
@@ -416,7 +415,7 @@ class ShardedKVCache(ReadableShards):
 
         A step that an error has rolled back already is left as it is.
         """
-        if isinstance(step, ShardedStep) and step._cache is self and step._rolled_back:
+        if isinstance(step, ShardedStep) and step in self._rolled_back:
             return
         self._check_open(step)
         self._abandon(step)
@@ -424,12 +423,9 @@ class ShardedKVCache(ReadableShards):
     # -- checks
 
     def _check_open(self, step: Any) -> None:
-        if not isinstance(step, ShardedStep) or step._cache is not self:
-            raise NumkvError(
-                f"`step`: expected an open step of this cache, got {type(step).__name__}"
-            )
-        if not step.open:
-            raise NumkvError("`step`: expected an open step of this cache, got an ended one")
+        if not isinstance(step, ShardedStep) or self._open.get(step.number) is not step:
+            got = type(step).__name__ if getattr(step, "open", True) else "an ended one"
+            raise NumkvError(f"`step`: expected an open step of this cache, got {got}")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise NotSupported("a ShardedKVCache cannot be copied or pickled: its shards are elsewhere")

@@ -8,12 +8,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from numkv.access import writes
-from numkv.attention.attend import check_group
-from numkv.attention.options import check_options
-from numkv.errors import DimensionMismatch, NumkvError
+from numkv.errors import NumkvError
 from numkv.kinds import Kind
 from numkv.numbers import check_index
 from numkv.ray.books import Sequence
@@ -150,10 +147,8 @@ class ReadableShards(WholeShardedCache):
         seqs = list(itertools.islice(map(self._number, sequences), 2**31))
         states = [self._sequence(seq) for seq in seqs]
         q = host_rows("q", q, (len(seqs), "num_q_heads", self.head_dim))
-        self._check_q_heads(q.shape[1])
         asked: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap}
-        sinks = self._check_options(asked, sinks, q.shape[1])
-        sent = self._for_shards(q)
+        sent, sinks = self._shards.checked(q, asked, sinks)
         columns = sorted({c for state in states for c in counts(state.runs)})
         tickets, parts = [], []
         for column in columns:
@@ -161,7 +156,7 @@ class ReadableShards(WholeShardedCache):
             here, ranges = [seqs[i] for i in rows], None
             if self._is_split:
                 ends = [np.array([states[i].length - 1]) for i in rows]
-                window = self._windows[layer]
+                window = self._shards.windows[layer]
                 ranges = np.concatenate(
                     [visible(states[i].runs, column, at, window) for i, at in zip(rows, ends, strict=True)]
                 )  # fmt: skip
@@ -191,36 +186,6 @@ class ReadableShards(WholeShardedCache):
         return (out, lse) if return_lse else out
 
     # -- checks
-
-    def _check_q_heads(self, num_q_heads: int) -> None:
-        check_group(num_q_heads, self.num_kv_heads)
-
-    def _check_options(self, asked: dict[str, Any], sinks: Any, num_q_heads: int) -> Any:
-        """Check options before anything is sent; sinks as an array."""
-        check_options(**asked)
-        if sinks is None:
-            return None
-        wide = np.float64 if self._widest == np.float64 else np.float32
-        given = np.asarray(sinks, wide)
-        if given.shape != (num_q_heads,):
-            raise DimensionMismatch(
-                f"`sinks`: expected ({num_q_heads},), got {given.shape}", num_q_heads, given.shape
-            )
-        if given.size and not given.max() < np.inf:
-            raise ValueError("`sinks`: expected finite numbers, or -inf for no sink")
-        return given
-
-    @property
-    def _widest(self) -> Any:
-        """The dtype of K or V where that is float64, else float32."""
-        wide = any(kind.name == "fp64" for kind in (self.kind, self.v_kind))
-        return np.dtype(np.float64 if wide else np.float32)
-
-    def _for_shards(self, q: NDArray[Any]) -> NDArray[Any]:
-        """Queries as shards get them: partial results are not rounded to 16 bits."""
-        if self._is_split and q.dtype.itemsize < 4:
-            return q.astype(np.float32)
-        return q
 
     @staticmethod
     def _number(seq: Any) -> int:

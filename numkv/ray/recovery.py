@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from numkv.ray.errors import ShardDown, ShardLost
 from numkv.ray.layout import Layout
 from numkv.ray.placing import columns_of_tokens, counts
 from numkv.ray.shard import ShardSpec
-from numkv.ray.step import ShardedStep
+from numkv.ray.step import ShardedStep, Shards
 from numkv.ray.transport import Transport
 
 #: How often shards are made anew in one recovery, as those that are new may be lost too.
@@ -26,7 +27,6 @@ class Recovering:
     """The shards of a `ShardedKVCache`, and how it goes on without some of them."""
 
     _model: PagedKVCache
-    _windows: list[int]
 
     def _begin(
         self, arguments: dict[str, Any], divided: tuple[int, int], transport: Transport | None,
@@ -54,6 +54,9 @@ class Recovering:
         self._channels = [
             Channel(transport, shard, blocks, self._limits) for shard in range(layout.num_shards)
         ]
+        windows = [self._model.window_of(layer) for layer in range(self._model.num_layers)]
+        self._shards = Shards(self._model, windows, layout, self._channels, self._gather)
+        self._rolled_back: WeakSet[ShardedStep] = WeakSet()  # by errors, too
 
     def _spec(self, shard: int) -> ShardSpec:
         """What a shard is made from."""
@@ -130,7 +133,7 @@ class Recovering:
             self._sequences[seq] = self._sequences[seq]._replace(step=None)
         self._open.pop(step.number, None)
         step._end()
-        step._rolled_back = True
+        self._rolled_back.add(step)
 
     # -- prefixes
 
@@ -160,7 +163,7 @@ class Recovering:
         """A new sequence with what all shards have found; those that found more drop it."""
         kept = kept_after_loss(wanted, found)
         uneven = len({ticket.value for ticket in tickets}) > 1
-        if uneven and not self._is_split and any(window >= 0 for window in self._windows):
+        if uneven and not self._is_split and any(window >= 0 for window in self._shards.windows):
             kept = 0  # windows may have moved past
         state = shortened(wanted, kept, self.block_size)
         own = counts(state.runs)
@@ -287,7 +290,7 @@ class Recovering:
         """Shorten a sequence to what columns that lost tokens have of it again."""
         state = self._sequences[seq]
         kept = kept_after_loss(state, found)
-        if kept < state.length and any(w >= 0 for w in self._windows) and not self._is_split:
+        if kept < state.length and any(w >= 0 for w in self._shards.windows) and not self._is_split:
             kept = 0  # windows have moved past what would be seen again
         self._shorten(seq, kept, fresh)
         has = counts(self._sequences[seq].runs)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from numkv.access import Access, writes
+from numkv.attention.attend import check_group
+from numkv.attention.options import check_options
+from numkv.caches import PagedKVCache
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError, UnsupportedDType
 from numkv.kinds import QUERY_DTYPES
 from numkv.numbers import check_index
-from numkv.ray.channel import Ticket
+from numkv.ray.channel import Channel, Ticket
+from numkv.ray.layout import Layout
 from numkv.ray.merging import Partial, merged
 from numkv.ray.placing import Run, columns_of_tokens, counts, joined, visible
 from numkv.writing.fused_write import QKMode
@@ -61,6 +65,49 @@ def host_rows(name: str, x: Any, shape: tuple[int | str, ...]) -> NDArray[Any]:
     return rows
 
 
+class Shards(NamedTuple):
+    """What steps, and all who attend, need of a cache: its shards, and what it holds in each layer."""
+
+    model: PagedKVCache  #: a cache of the same sizes
+    windows: list[int]
+    layout: Layout
+    channels: list[Channel]
+    gather: Callable[
+        ..., None
+    ]  #: waits for answers, and rolls their step back where one is missing or an error
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a sequence's tokens are on several columns."""
+        return self.layout.columns > 1
+
+    @property
+    def widest(self) -> np.dtype[Any]:
+        """The dtype of K or V where that is float64, else float32."""
+        wide = any(kind.name == "fp64" for kind in (self.model.kind, self.model.v_kind))
+        return np.dtype(np.float64 if wide else np.float32)
+
+    def checked(
+        self, q: NDArray[Any], asked: dict[str, Any], sinks: Any
+    ) -> tuple[NDArray[Any], Any]:
+        """Check queries' heads and options before anything is sent: queries as shards get them, sinks as an array."""
+        num_q_heads = q.shape[1]
+        check_group(num_q_heads, self.model.num_kv_heads)
+        check_options(**asked)
+        if sinks is not None:
+            sinks = np.asarray(sinks, self.widest)
+            if sinks.shape != (num_q_heads,):
+                raise DimensionMismatch(
+                    f"`sinks`: expected ({num_q_heads},), got {sinks.shape}",
+                    num_q_heads,
+                    sinks.shape,
+                )
+            if sinks.size and not sinks.max() < np.inf:
+                raise ValueError("`sinks`: expected finite numbers, or -inf for no sink")
+        # Partial results are not rounded to 16 bits.
+        return (q.astype(np.float32) if self.is_split and q.dtype.itemsize < 4 else q), sinks
+
+
 class Attending:
     """Attention of a layer that shards are computing; made by `ShardedStep.submit`."""
 
@@ -94,14 +141,14 @@ class Attending:
         """
         if self._found is None:
             step, sinks, return_lse = self._step, *self._asked
-            step._cache._gather([ticket for column in self._tickets for ticket in column], step)
+            step._shards.gather([ticket for column in self._tickets for ticket in column], step)
             values = [[ticket.value for ticket in column] for column in self._tickets]
             parts = [
                 Partial(part.rows, *side_by_side(of_column))
                 for part, of_column in zip(step._attended if values else (), values, strict=True)
             ]
-            whole = not step._cache._is_split
-            shape = (*self._q.shape[:2], step._cache.head_dim_v)
+            whole = not step._shards.is_split
+            shape = (*self._q.shape[:2], step._shards.model.head_dim_v)
             self._found = merged(parts, shape, self._q.dtype, sinks, whole), return_lse
             self._tickets = []
         (out, lse), return_lse = self._found
@@ -142,14 +189,14 @@ class ShardedStep:
 
     def __init__(
         self,
-        cache: Any,
+        shards: Shards,
         number: int,
         sequences: dict[int, tuple[tuple[Run, ...], list[Run]]],
         new_lens: Ints,
     ) -> None:
-        self._cache, self.number = cache, number
+        self._shards, self.number = shards, number
         self.sequences, self.new_lens = tuple(sequences), new_lens
-        self.open, self._rolled_back = True, False
+        self.open = True
         self._access = Access()
         self.pieces = {seq: new for seq, (_, new) in sequences.items()}
         lengths = [sum(n for _, n in runs) for runs, _ in sequences.values()]
@@ -157,9 +204,9 @@ class ShardedStep:
             [np.empty(0, np.int64)]
             + [np.arange(at, at + n) for at, n in zip(lengths, new_lens.tolist(), strict=True)]
         )
-        self.parts = _parts(sequences, new_lens, cache._windows, cache._is_split)
+        self.parts = _parts(sequences, new_lens, shards.windows, shards.is_split)
         self._attended = [part for part in self.parts if part.rows is None or len(part.rows)]
-        self._written = np.zeros(cache.num_layers, np.bool_)
+        self._written = np.zeros(shards.model.num_layers, np.bool_)
         self._held: dict[int, tuple[Any, Any, bool]] = {}
         self.tickets: list[Ticket] = []
 
@@ -229,16 +276,17 @@ class ShardedStep:
         DimensionMismatch, UnsupportedDType, NotSupported, IndexError, ValueError
             See `numkv.Step.write`; nothing is noted.
         """
-        number, cache, n = self._check_layer(layer), self._cache, self.num_tokens
+        number, shards, n = self._check_layer(layer), self._shards, self.num_tokens
+        model = shards.model
         qkv = np.asarray(qkv)
         if qkv.ndim != 2 or len(qkv) != n:
             raise DimensionMismatch(
                 f"`qkv`: expected rows of the step's {n} tokens, got {qkv.shape}", n, qkv.shape
             )
-        wide = np.float64 if np.float64 in (qkv.dtype, cache._widest) else np.float32
+        wide = np.float64 if np.float64 in (qkv.dtype, shards.widest) else np.float32
         k, v = (
-            np.empty((1, cache.num_kv_heads, max(n, 1), dim), wide)
-            for dim in (cache.head_dim, cache.head_dim_v)
+            np.empty((1, model.num_kv_heads, max(n, 1), dim), wide)
+            for dim in (model.head_dim, model.head_dim_v)
         )
         q: NDArray[Any] = paged_write(
             qkv, k, v, np.arange(n), num_q_heads=num_q_heads, positions=self.positions, cos=cos, sin=sin,
@@ -353,33 +401,31 @@ class ShardedStep:
 
     def _submit(self, layer: int, rows: Any, q: Any, options: tuple[Any, ...]) -> Attending:
         """Send rows and queries of a layer."""
-        cache = self._cache
+        shards = self._shards
         sm_scale, cap, sinks, return_lse = options
-        q = host_rows("q", q, (self.num_tokens, "num_q_heads", cache.head_dim))
-        cache._check_q_heads(q.shape[1])
+        q = host_rows("q", q, (self.num_tokens, "num_q_heads", shards.model.head_dim))
         asked: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": cap}
-        sinks = cache._check_options(asked, sinks, q.shape[1])
-        sent = cache._for_shards(q)
-        if not cache._is_split:
+        sent, sinks = shards.checked(q, asked, sinks)
+        if not shards.is_split:
             asked["return_lse"] = bool(return_lse)
         tickets = []
         if self.num_tokens:
             tickets = [
-                self._send(part, layer, rows, sent, asked, None if cache._is_split else sinks)
+                self._send(part, layer, rows, sent, asked, None if shards.is_split else sinks)
                 for part in self._attended
             ]
             self.tickets += [ticket for column in tickets for ticket in column]
         self._held.pop(layer, None)
         self._written[layer] |= rows is not None
-        own = sinks if cache._is_split else None
+        own = sinks if shards.is_split else None
         return Attending(self, tickets, q, (own, bool(return_lse)))
 
     def _send(
         self, part: Part, layer: int, rows: Any, q: Any, asked: dict[str, Any], sinks: Any
     ) -> list[Ticket]:
         """Send one column's share of a layer."""
-        cache = self._cache
-        window = cache._windows[layer]
+        shards = self._shards
+        window = shards.windows[layer]
         if q is not None and part.rows is not None:
             q = q[part.rows]
         if rows is not None:
@@ -387,18 +433,18 @@ class ShardedStep:
             if part.kept is not None:
                 rows = (k[part.kept], v[part.kept], check_finite)
         tickets = []
-        for index, shard in enumerate(cache._layout.shards_of(part.column)):
+        for index, shard in enumerate(shards.layout.shards_of(part.column)):
             own, queries, options = rows, None, asked
             if own is not None:
-                heads = cache._layout.kv_heads(index)
+                heads = shards.layout.kv_heads(index)
                 own = (own[0][:, heads], own[1][:, heads], own[2])
             if q is not None:
-                heads = cache._layout.q_heads(index, q.shape[1])
+                heads = shards.layout.q_heads(index, q.shape[1])
                 queries = q[:, heads]
                 if sinks is not None:
                     options = {**asked, "sinks": sinks[heads]}
             tickets.append(
-                cache._channels[shard].send(
+                shards.channels[shard].send(
                     "layer", self.number, layer, window, own, queries, options
                 )
             )
@@ -421,13 +467,13 @@ class ShardedStep:
     def _check_layer(self, layer: int) -> int:
         if not self.open:
             raise NumkvError("expected an open step, got one that was committed or rolled back")
-        return check_index("layer", layer, self._cache.num_layers)
+        return check_index("layer", layer, self._shards.model.num_layers)
 
     def _check_rows(self, k: Any, v: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-        cache, n = self._cache, self.num_tokens
+        model, n = self._shards.model, self.num_tokens
         return (
-            host_rows("k", k, (n, cache.num_kv_heads, cache.head_dim)),
-            host_rows("v", v, (n, cache.num_kv_heads, cache.head_dim_v)),
+            host_rows("k", k, (n, model.num_kv_heads, model.head_dim)),
+            host_rows("v", v, (n, model.num_kv_heads, model.head_dim_v)),
         )
 
 
