@@ -17,7 +17,7 @@ KINDS = {
     "int8 and int4": {"k_kind": "int8", "v_kind": "int4", "rotate": True},
     "int4": {"kind": "int4"},
     "int4, rotated": {"kind": "int4", "rotate": True},
-    "int4, recent in full": {"kind": "int4", "residual_window": 128, "num_sink_tokens": 4},
+    "int4, recent in full": {"kind": "int4", "full_precision": numkv.FullPrecision(128, 4)},
 }
 
 

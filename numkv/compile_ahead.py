@@ -11,6 +11,7 @@ import numpy as np
 from numkv.attention.contiguous import merge_states
 from numkv.attention.paged import paged_decode_attention
 from numkv.caches.contiguous_layer import ContiguousLayer
+from numkv.caches.layer_spec import FullPrecision
 from numkv.caches.paged_layer import PagedLayer
 from numkv.errors import UnsupportedDType
 from numkv.kernels.builder import cache_stats
@@ -53,7 +54,7 @@ def warmup(
     rotate : bool
         Whether caches with ``rotate=True`` are included.
     residual : bool
-        Whether quantised caches with `residual_window` or `num_sink_tokens` are included.
+        Whether quantised caches with `full_precision` are included.
     processes : int
         How many processes compile, each for other kinds and dtypes, before this one loads what they have put on disk.
         With 1 this process does all of it.
@@ -106,7 +107,7 @@ def warmup(
         if rotate:
             options.append({"rotate": True})
         if residual and (of_k.has_scales or of_v.has_scales):
-            options.append({"rotate": rotate, "residual_window": 1})
+            options.append({"rotate": rotate, "full_precision": FullPrecision(1)})
         for more in options:
             _run(of_k, of_v, sources, target, more)
     after = cache_stats()
@@ -184,7 +185,7 @@ def _run(
                     **tables,
                 )  # fmt: skip
             layer.decode_attention(q)
-            if layer.residual_window:
+            if layer.spec.full_precision:
                 two = place.asarray(np.ones((2, 1, dim), source.dtype))
                 layer.append(two, two)  # the first of which is quantised at once
         scales = {"k_scale": paged.k_scale} if k_kind.has_scales else {}

@@ -20,7 +20,7 @@ _OF_CALLS = "`window_left` of `decode_attention`: sliding_window - 1"
 _MEANINGS: list[tuple[str, dict[str, str]]] = [
     ("window window_size sliding_window", {
         "window_left": "`window_left`, earlier tokens that a query sees beside its own: sliding_window - 1",
-        "windows": "`windows`, for each layer the earlier tokens that a query sees: [sliding_window - 1] * num_layers",
+        "layers": "`layers`, a numkv.LayerSpec for each: `window_left` there is sliding_window - 1",
         "max_seq_len": _OF_CALLS,
         "capacity": _OF_CALLS,
         "max_blocks_per_seq": _OF_CALLS,
@@ -47,6 +47,10 @@ _MEANINGS: list[tuple[str, dict[str, str]]] = [
     ("is_causal", {"causal": "`causal`"}),
     ("attn_mask attention_mask", {
         "mask": "`mask`, a bit for each of the newest tokens, or `ranges`; padding is not stored and needs none",
+    }),
+    ("residual_length residual_window num_sink_tokens", {"full_precision": "`full_precision`, a FullPrecision"}),
+    ("head_dim_v k_kind v_kind window_left windows chunk_size shares states full_precision key_bounds", {
+        "layers": "`layers`, a numkv.LayerSpec for each, which says it",
     }),
     ("page_size", {"block_size": "`block_size`"}),
     ("device", {"target": '`target`: "cpu" or "cuda"'}),

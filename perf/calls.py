@@ -66,7 +66,7 @@ def _layer(name, kind, heads=HEADS):
 
 def _scales(layer):
     """Scales as functions take them, where the kind has some."""
-    if not layer.kind.has_scales:
+    if not layer.k_scale.size:
         return {}
     return {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
 

@@ -46,9 +46,8 @@ def expected(q, rows):
 def numkv_call(kind, rows, q):
     """A call of numkv over rows ``(batch, tokens, 576)`` in a paged cache."""
     batch, tokens = rows.shape[:2]
-    cache = numkv.PagedKVCache(
-        1, 1, DIM, num_blocks=batch * -(-tokens // 64), block_size=64, kind=kind, head_dim_v=LATENT, v_kind="latent"
-    )  # fmt: skip
+    layer = numkv.LayerSpec(1, DIM, kind=kind, head_dim_v=LATENT, v_kind="latent")
+    cache = numkv.PagedKVCache(layers=[layer], num_blocks=batch * -(-tokens // 64), block_size=64)
     seqs = [cache.add() for _ in range(batch)]
     step = cache.reserve(seqs, tokens)
     step.append(0, rows.reshape(-1, 1, DIM))

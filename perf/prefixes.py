@@ -85,7 +85,8 @@ def filled(cache, ids, rng):
     seq = cache.add(ids)
     begin = cache.length(seq)
     step = cache.reserve([seq], len(ids) - begin)
-    rows = rng.standard_normal((2, step.num_tokens, cache.num_kv_heads, cache.head_dim), np.float32)
+    of = cache.layers[0]
+    rows = rng.standard_normal((2, step.num_tokens, of.num_kv_heads, of.head_dim), np.float32)
     for layer in range(cache.num_layers):
         step.append(layer, *rows)
     cache.commit(step, token_ids=ids[begin:])

@@ -48,10 +48,10 @@ def recall(tokens, last, tops):
     of, rows = model.config, []
     network = Network(of, model.weights, len(text), "cpu")
     for top in (None, *tops):
+        spec = numkv.LayerSpec(of.num_kv_heads, of.head_dim, kind="fp32", key_bounds=True)
         cache = numkv.PagedKVCache(
-            of.num_layers, of.num_kv_heads, of.head_dim, num_blocks=-(-len(text) // SIZE), block_size=SIZE,
-            kind="fp32", key_bounds=True,
-        )  # fmt: skip
+            layers=[spec] * of.num_layers, num_blocks=-(-len(text) // SIZE), block_size=SIZE
+        )
         seq, notes, bits = cache.add(), [], []
         step = cache.reserve([seq], tokens)
         network.hidden(text[:tokens], step)
@@ -71,9 +71,8 @@ def recall(tokens, last, tops):
 
 def step_of(context, heads, dim, layers, rng):
     """A step of a cache in bf16 that keeps bounds, whose new token is the last of so many."""
-    cache = numkv.PagedKVCache(
-        layers, heads, dim, num_blocks=-(-context // SIZE), block_size=SIZE, kind="bf16", key_bounds=True
-    )  # fmt: skip
+    specs = [numkv.LayerSpec(heads, dim, kind="bf16", key_bounds=True)] * layers
+    cache = numkv.PagedKVCache(layers=specs, num_blocks=-(-context // SIZE), block_size=SIZE)
     seq = cache.add()
     for n in (*[4096] * ((context - 1) // 4096), (context - 1) % 4096, 1):
         step = cache.reserve([seq], n)

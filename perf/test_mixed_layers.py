@@ -14,10 +14,9 @@ SIZE, HEADS, DIM = 16, 4, 64
 
 def make(pages):
     """Eight layers in bf16; in pages there is a ninth, in int8."""
-    kinds = ["bf16"] * 8 + ["int8"] * pages
-    return numkv.PagedKVCache(
-        8 + pages, HEADS, DIM, max_nbytes=340_000_000, block_size=SIZE, kind=kinds, windows=[-1] * (8 + pages)
-    )  # fmt: skip
+    of_eight, ninth = (numkv.LayerSpec(HEADS, DIM, kind=kind) for kind in ("bf16", "int8"))
+    layers = [of_eight] * 8 + [ninth] * pages
+    return numkv.PagedKVCache(layers=layers, max_nbytes=340_000_000, block_size=SIZE)
 
 
 def step_of(cache, seqs, n, ids=None):
@@ -50,11 +49,10 @@ def test_attention(host_time, rng, pages):
 @pytest.mark.parametrize("states", [False, True], ids=["rows", "states"])
 def test_states(host_time, states):
     """A step of 8 sequences of a model with 6 layers of states of 64 KiB each, beside 2 with rows: no copy."""
-    shapes = {i: [((16, 32, 32), "float32")] for i in range(6)}
-    more = {"states": shapes, "num_states": 64} if states else {}
-    cache = numkv.PagedKVCache(
-        8, [None] * 6 + [HEADS] * 2, DIM, num_blocks=1024, block_size=SIZE, kind="bf16", **more
-    )
+    first = numkv.LayerSpec(states=[((16, 32, 32), "float32")] if states else ())
+    layers = [first] * 6 + [numkv.LayerSpec(HEADS, DIM, kind="bf16")] * 2
+    slots = numkv.StateSlots(64) if states else None
+    cache = numkv.PagedKVCache(layers=layers, num_blocks=1024, block_size=SIZE, state_slots=slots)
     seqs = [cache.add() for _ in range(8)]
     host_time(lambda: step_of(cache, seqs, 1))
     cache.check()

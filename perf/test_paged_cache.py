@@ -16,9 +16,8 @@ WINDOWS = {"full": None, "sliding": [-1, 128] * 2}
 
 def make(num_blocks, windows=None):
     """Four layers of one narrow head: the kernels' time is not what is looked at."""
-    return numkv.PagedKVCache(
-        4, 1, 8, num_blocks=num_blocks, block_size=SIZE, kind="fp16", windows=windows
-    )
+    layers = [numkv.LayerSpec(1, 8, window_left=window) for window in windows or [-1] * 4]
+    return numkv.PagedKVCache(layers=layers, num_blocks=num_blocks, block_size=SIZE)
 
 
 def commit(cache, seqs, n, ids=None):

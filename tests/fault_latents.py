@@ -4,6 +4,7 @@ import functools
 
 import numpy as np
 from fault_base import BLOCK, DIM, F32, TABLES, Subject, plain, queries, refused, rows
+from layer_lists import paged_kv_cache
 
 import numkv
 
@@ -45,7 +46,7 @@ def _see_layer(layer):
 
 
 def _cache():
-    cache = numkv.PagedKVCache(1, 1, DIM, num_blocks=32, block_size=BLOCK, kind="int8", **LATENT)
+    cache = paged_kv_cache(1, 1, DIM, num_blocks=32, block_size=BLOCK, kind="int8", **LATENT)
     for tokens in (7, 5):
         step = cache.reserve([cache.add()], [tokens])
         step.append(0, _rows(tokens, 0))

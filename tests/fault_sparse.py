@@ -1,8 +1,7 @@
 """What is tried of sparse reading in steps in the test of memory that runs out; see `fault_subjects`."""
 
 from fault_base import BLOCK, DIM, HEADS, Subject, plain, queries, refused, rows
-
-import numkv
+from layer_lists import paged_kv_cache
 
 #: Of a step of a cache without bounds.
 OF_STEP = {
@@ -11,7 +10,7 @@ OF_STEP = {
 
 
 def _cache():
-    cache = numkv.PagedKVCache(
+    cache = paged_kv_cache(
         1, HEADS, DIM, num_blocks=32, block_size=BLOCK, kind="fp32", key_bounds=True
     )
     for tokens in (9, 5):

@@ -3,6 +3,7 @@
 import fault_bound
 import numpy as np
 from fault_base import BLOCK, DIM, HEADS, rows
+from layer_lists import paged_kv_cache
 
 import numkv
 
@@ -11,8 +12,9 @@ _SHAPES = {0: [((3,), "float32"), ((2, 2), np.int32)]}
 
 def cache():
     """Two sequences with the same states, and checkpoints of other lengths."""
-    made = numkv.PagedKVCache(
-        2, [None, HEADS], DIM, num_blocks=64, block_size=BLOCK, kind="fp32", states=_SHAPES, num_states=24,
+    made = paged_kv_cache(
+        2, [None, HEADS], DIM, num_blocks=64, block_size=BLOCK, kind="fp32", states=_SHAPES,
+        state_slots=numkv.StateSlots(24),
     )  # fmt: skip
     seq = made.add()
     for ids in (range(BLOCK), range(BLOCK, 2 * BLOCK), [7]):

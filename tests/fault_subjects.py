@@ -28,6 +28,7 @@ from fault_base import (
     rows,
 )
 from fault_functions import CONTIGUOUS, FILES, PAGED, Arrays, Folder, see_arrays, see_folder
+from layer_lists import paged_kv_cache
 
 import numkv
 from numkv.blocks import BlockPool, block_digests
@@ -111,7 +112,7 @@ def _see_layer(layer):
     seen += [layer.attention_weights(queries(1))] if layer.seq_len else []
     if layer.is_paged:
         pool, other = layer.pool_and_other
-        seen += [pool.num_free, _of_now(pool.stats()), len(other.block_indices)]
+        seen += [pool.blocks.num_free, _of_now(pool.blocks.stats()), len(other.block_indices)]
         seen += [other.decode_attention(queries(1))]
         pool.check()
     seen += [_see_layer(layer.copied)] if hasattr(layer, "copied") else []
@@ -153,7 +154,7 @@ _LONGER = {"seq_len, larger": lambda c: setattr(c, "seq_len", 20)}
 
 def _paged_cache(kind, windows=None, **options):
     def make():
-        cache = numkv.PagedKVCache(
+        cache = paged_kv_cache(
             2, HEADS, DIM, num_blocks=64, block_size=BLOCK, kind=kind, windows=windows, **options
         )
         for tokens, named in ((7, True), (5, False)):
@@ -481,7 +482,6 @@ LEFT_OUT = fault_states.LEFT_OUT | {
     "set_config": "keeps its argument",
     "set_layer_type": "keeps its argument",
     "set_scales": "of kinds whose heads have scales: tried on other objects",
-    "layer_jit": "a view",
     "k_codes": "a view",
     "v_codes": "a view",
     "k_scales": "a view",
@@ -496,7 +496,7 @@ LEFT_OUT = fault_states.LEFT_OUT | {
     "check": "reads alone",
 }
 
-_RESIDUAL = {"residual_window": 3, "num_sink_tokens": 1}
+_RESIDUAL = {"full_precision": numkv.FullPrecision(3, 1)}
 
 
 def _wrapper():
@@ -534,7 +534,7 @@ def _subjects():
         add(name, numkv.PagedKVCache, make, _see_paged_cache, _PAGED_CACHE)
         calls = _STEP | fault_bound.OF_STEP | fault_sparse.OF_STEP
         add(name, numkv.Step, functools.partial(_with_step, make), _see_step, calls)
-    make = _paged_cache("int8", residual_window=2, num_sink_tokens=1)
+    make = _paged_cache("int8", full_precision=numkv.FullPrecision(2, 1))
     calls = {name: _PAGED_CACHE[name] for name in _IN_FULL if name in _PAGED_CACHE}
     add("int8, residual", numkv.PagedKVCache, make, _see_paged_cache, calls | _NOT_IN_FULL)
     make, calls = functools.partial(_with_step, make), {x: _STEP[x] for x in _IN_FULL if x in _STEP}

@@ -4,6 +4,7 @@ import naive
 import numpy as np
 import pytest
 import tolerances
+from layer_lists import in_full
 
 import numkv
 from numkv import targets
@@ -89,7 +90,7 @@ class Cache:
         self.layout = layout
         k_kind, v_kind, dim = kinds
         kw = {"k_kind": k_kind, "v_kind": v_kind, "target": target, "rotate": rotate}
-        parts = {"residual_window": window, "num_sink_tokens": sinks}
+        parts = {"full_precision": in_full(window, sinks)}
         if layout == "cache":
             self.it = numkv.KVCache(2, HEADS, dim, max_seq_len=capacity, **kw, **parts)
         elif layout == "contiguous":
@@ -100,7 +101,8 @@ class Cache:
         else:  # blocks in no order, beside another layer that keeps other tokens
             pool = numkv.PagedPool(20, 3, HEADS, dim, **kw)
             other, hole = (
-                numkv.PagedLayer(4, 3, HEADS, dim, pool=pool, residual_window=1) for _ in range(2)
+                numkv.PagedLayer(4, 3, HEADS, dim, pool=pool, full_precision=numkv.FullPrecision(1))
+                for _ in range(2)
             )
             place = targets.get(target)
             for layer, tokens in ((hole, 7), (other, 4)):

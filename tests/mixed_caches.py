@@ -34,23 +34,20 @@ LAYERS = [
 ]
 
 
-def arguments(layers=LAYERS):
-    return {
-        "num_layers": len(layers),
-        "num_kv_heads": [x.heads for x in layers],
-        "head_dim": [x.dim for x in layers],
-        "head_dim_v": [x.dim_v for x in layers],
-        "kind": [x.kind for x in layers],
-        "windows": [x.window for x in layers],
-        "chunks": [x.chunk or None for x in layers],
-        "shares": {i: x.source for i, x in enumerate(layers) if x.source is not None},
-    }
+def specs_of(layers=LAYERS, states=None, **alike):
+    """What a cache is told of such layers."""
+    return [
+        numkv.LayerSpec(
+            x.heads, x.dim, head_dim_v=x.dim_v, kind=x.kind, window_left=x.window, chunk_size=x.chunk or None,
+            states=(states or {}).get(i, ()), **alike,
+        ) if x.source is None else numkv.LayerSpec(shares=x.source, states=(states or {}).get(i, ()))
+        for i, x in enumerate(layers)
+    ]  # fmt: skip
 
 
-def make(layers=LAYERS, *, num_blocks=96, block_size=4, **options):
-    return numkv.PagedKVCache(
-        **arguments(layers), num_blocks=num_blocks, block_size=block_size, **options
-    )
+def make(layers=LAYERS, *, num_blocks=96, block_size=4, states=None, alike=(), **options):
+    specs = specs_of(layers, states, **dict(alike))
+    return numkv.PagedKVCache(layers=specs, num_blocks=num_blocks, block_size=block_size, **options)
 
 
 def row(number, layer, text):

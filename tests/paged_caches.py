@@ -6,14 +6,13 @@ import naive
 import numpy as np
 import pytest
 import tolerances
-
-import numkv
+from layer_lists import paged_kv_cache
 
 HEADS, Q_HEADS, DIM = 2, 4, 8
 
 
 def make(layers=2, *, num_blocks=32, block_size=2, kind="fp32", **options):
-    return numkv.PagedKVCache(
+    return paged_kv_cache(
         layers, HEADS, DIM, num_blocks=num_blocks, block_size=block_size, kind=kind, **options
     )
 
@@ -81,7 +80,9 @@ def check_attention(cache, to, host, seq, text, salt=0, kind="fp32"):
         else:
             x = naive.round_to(x, kind)
         k, v = x.transpose(0, 2, 1, 3)[:, None]
-        want, _ = naive.attention(queries(1), k, v, [len(text)], window_left=cache.window_of(layer))
+        want, _ = naive.attention(
+            queries(1), k, v, [len(text)], window_left=cache.layers[layer].window_left
+        )
         tolerances.assert_rows_close(out, want, tolerances.attention(kind, "fp32"))
 
 

@@ -2,6 +2,7 @@
 
 import naive
 import numpy as np
+from layer_lists import paged_kv_cache
 
 import numkv
 from numkv.storage.hadamard import Rotation
@@ -66,7 +67,7 @@ def cache(target, **kw):
 
 
 def paged_cache(target, **kw):
-    made = numkv.PagedKVCache(2, HEADS, DIM, num_blocks=8, block_size=3, target=target, **kw)
+    made = paged_kv_cache(2, HEADS, DIM, num_blocks=8, block_size=3, target=target, **kw)
     seq, steps = made.add(), []
 
     def append(k, v, **kw):

@@ -1,6 +1,7 @@
 """Caches of every class with something in them, and all that a caller can see of them, for tests of files."""
 
 import numpy as np
+from layer_lists import paged_kv_cache
 
 import numkv
 from numkv import targets
@@ -36,7 +37,9 @@ def kv_cache(target, pending=True, **options):
         for n in (4, 6, 1)[: 3 if pending else 2]:
             seed = 10 * layer + n
             cache.append(
-                layer, rows(n, target, seed=seed), rows(n, target, cache.head_dim_v, seed + 5)
+                layer,
+                rows(n, target, seed=seed),
+                rows(n, target, cache.layers[0].head_dim_v, seed + 5),
             )
     cache.advance(10)
     return cache
@@ -57,7 +60,7 @@ def layer(cls, target, n=13, **options):
 
 def paged_cache(target, **options):
     """Three sequences, one of them a fork, of which one went on, and tokens that are known of two."""
-    cache = numkv.PagedKVCache(
+    cache = paged_kv_cache(
         2, HEADS, DIM, num_blocks=40, block_size=4, target=target, **options
     )  # fmt: skip
     if options.get("kind", "").startswith("fp8"):
@@ -135,18 +138,18 @@ def shift():
 CACHES = {
     "KVCache fp32": lambda t: kv_cache(t, kind="fp32"),
     "KVCache int4/bf16": lambda t: kv_cache(t, k_kind="int4", v_kind="bf16", head_dim_v=64),
-    "KVCache int8 residual": lambda t: kv_cache(t, kind="int8", residual_window=3, num_sink_tokens=2),
+    "KVCache int8 residual": lambda t: kv_cache(t, kind="int8", full_precision=numkv.FullPrecision(3, 2)),
     "KVCache int8 rotated, bounded": lambda t: kv_cache(t, kind="int8", rotate=True, max_seq_len=20),
     "KVCache fp8": lambda t: kv_cache(t, kind="fp8_e4m3"),
     "KVCache empty": lambda t: numkv.KVCache(2, HEADS, DIM, kind="int8", target=t),
     "ContiguousLayer fp16": lambda t: layer(numkv.ContiguousLayer, t, kind="fp16"),
     "ContiguousLayer fp8": lambda t: layer(numkv.ContiguousLayer, t, kind="fp8_e4m3"),
     "ContiguousLayer int4 residual": lambda t: layer(
-        numkv.ContiguousLayer, t, kind="int4", residual_window=5
+        numkv.ContiguousLayer, t, kind="int4", full_precision=numkv.FullPrecision(5)
     ),
     "PagedLayer int8": lambda t: layer(numkv.PagedLayer, t, kind="int8"),
     "PagedLayer int8 residual": lambda t: layer(
-        numkv.PagedLayer, t, kind="int8", residual_window=3, num_sink_tokens=1
+        numkv.PagedLayer, t, kind="int8", full_precision=numkv.FullPrecision(3, 1)
     ),
     "PagedLayer empty": lambda t: layer(numkv.PagedLayer, t, n=0, kind="fp32"),
     "PagedKVCache int8": lambda t: paged_cache(t, kind="int8"),
@@ -194,9 +197,7 @@ def _of_kv_cache(cache, target):
     yield from (
         len(cache),
         cache.max_seq_len,
-        cache.rotate,
-        cache.residual_window,
-        cache.num_sink_tokens,
+        cache.layers[:1],
     )
     for at in range(cache.num_layers):
         yield cache.quantised_tokens(at)
@@ -205,7 +206,7 @@ def _of_kv_cache(cache, target):
         if len(cache):
             yield on_host(cache.decode_attention(at, query(1, target)), target)
         for name in ("k_scales", "v_scales"):
-            kind = cache.kind if name[0] == "k" else cache.v_kind
+            kind = cache.layers[at].kind if name[0] == "k" else cache.layers[at].v_kind
             if kind.is_scaled:
                 yield on_host(getattr(cache, name)(at), target)
 
@@ -214,12 +215,11 @@ def _of_layer(cache, target):
     yield from (
         cache.seq_len,
         cache.capacity,
-        cache.rotate,
-        cache.residual_window,
+        cache.spec,
         cache.quantised_tokens,
     )
     yield on_host(cache.decode_attention(query(1, target)), target)
-    part = cache.quantised_tokens if cache.kind.has_scales else range(cache.seq_len)
+    part = cache.quantised_tokens if cache.spec.kind.has_scales else range(cache.seq_len)
     size = cache.block_size or max(1, cache.capacity)
     table = np.array(cache.block_indices or [0])
     for buffer in (cache.k, cache.v, cache.k_scale, cache.v_scale):
@@ -232,7 +232,7 @@ def _of_layer(cache, target):
 
 def _of_paged_cache(cache, target):
     cache.check()
-    yield from (cache.sequences, cache.num_blocks, cache.num_free, cache.rotate, cache.block_size)
+    yield from (cache.sequences, cache.num_blocks, cache.num_free, cache.layers, cache.block_size)
     for seq in cache.sequences:
         yield cache.length(seq)
         yield cache.cached_len(seq)
@@ -245,7 +245,7 @@ def _of_paged_cache(cache, target):
 
 
 def _of_cells(cache, target):
-    yield from (cache.num_cells, cache.num_free, cache.sequences, cache.rotate)
+    yield from (cache.num_cells, cache.num_free, cache.sequences, cache.layers)
     yield [cache.positions(seq).tolist() for seq in cache.sequences]
     yield from _next_pass(cache, target)
 

@@ -3,9 +3,9 @@
 import contextlib
 
 import numpy as np
+from layer_lists import paged_kv_cache
 from paged_caches import DIM, HEADS, Q_HEADS, rows
 
-import numkv
 from numkv.ray import LocalShards, ShardDown, ShardedKVCache
 from numkv.ray.wire import Answer
 
@@ -73,20 +73,28 @@ def make(
     shards=None,
     num_blocks=64,
     block_size=2,
+    specs=None,
     kind="fp32",
     **options,
 ):
     """A cache of the sizes of `paged_caches`."""
     heads, context, stripe = layout
+    alike = {
+        "num_layers": layers,
+        "num_kv_heads": HEADS,
+        "head_dim": DIM,
+        "kind": kind,
+    }
+    of = alike if specs is None else {"layers": specs}
     return ShardedKVCache(
-        layers, HEADS, DIM, num_blocks=num_blocks, block_size=block_size, kind=kind, heads=heads,
-        context=context, stripe=stripe, transport=shards or FaultyShards(), **options,
+        **of, num_blocks=num_blocks, block_size=block_size, heads=heads, context=context,
+        stripe=stripe, transport=shards or FaultyShards(), **options,
     )  # fmt: skip
 
 
 def one(layers=2, *, num_blocks=256, block_size=2, kind="fp32", **options):
     """The same in one process, as large as all shards."""
-    return numkv.PagedKVCache(
+    return paged_kv_cache(
         layers, HEADS, DIM, num_blocks=num_blocks, block_size=block_size, kind=kind, **options
     )
 

@@ -11,6 +11,8 @@ import tolerances
 from mixed_caches import Layer
 from stored_prefixes import prompt, store_in
 
+import numkv
+
 __all__ = ["cache", "check_rows", "grow", "prompt", "started", "store_in"]
 
 SIZE = 4
@@ -25,11 +27,13 @@ LAYERS = [
 STATES = {1: [((3,), "int32"), ((2, 2), "float32")], 4: [((5,), "uint8")]}
 
 
-def cache(store, *, num_states=24, states=STATES, layers=LAYERS, num_blocks=96, **options):
-    more = {"states": states, "num_states": num_states} if states else {}
+def cache(
+    store, *, num_states=24, every=None, states=STATES, layers=LAYERS, num_blocks=96, **options
+):
+    slots = numkv.StateSlots(num_states, every) if states else None
     return mixed_caches.make(
-        layers, num_blocks=num_blocks, block_size=SIZE, store=store, **more, **options
-    )
+        layers, num_blocks=num_blocks, block_size=SIZE, store=store, states=states, state_slots=slots, **options
+    )  # fmt: skip
 
 
 def states_of(text):

@@ -3,8 +3,8 @@
 import zlib
 
 import numpy as np
+from layer_lists import paged_kv_cache
 
-import numkv
 from numkv.store import PrefixStore
 
 LAYERS, HEADS, DIM, SIZE = 2, 2, 8, 4
@@ -12,7 +12,7 @@ LAYERS, HEADS, DIM, SIZE = 2, 2, 8, 4
 
 def cache(store, *, num_blocks=64, kind="fp32", **options):
     layers = options.pop("layers", LAYERS)
-    return numkv.PagedKVCache(
+    return paged_kv_cache(
         layers,
         HEADS,
         DIM,

@@ -51,8 +51,9 @@ PACKAGES = {
     ],
     "caches": [
         "Batch", "BoundAttention", "BoundLayer", "BoundStep", "CacheConfig", "CausalCache", "ChunkedCache",
-        "ContiguousLayer", "EncoderCache", "KVCache", "PagedKVCache", "PagedLayer", "PagedPool", "PagedStats",
-        "SlidingWindowCache", "Step", "StepBuffers", "SwappedSequence", "WrapperCache",
+        "ContiguousLayer", "EncoderCache", "FullPrecision", "KVCache", "LayerSpec", "PagedKVCache", "PagedLayer",
+        "PagedPool", "PagedStats", "SlidingWindowCache", "StateSlots", "Step", "StepBuffers", "SwappedSequence",
+        "WrapperCache",
     ],
     "cli": ["main"],
     "compaction": [

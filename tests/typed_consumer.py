@@ -20,7 +20,9 @@ Rows = NDArray[np.float32]
 
 
 def one_sequence(k: Rows, v: Rows, q: Rows) -> numkv.KVCache:
-    cache = numkv.KVCache(2, 4, 64, kind="int8", max_seq_len=100, residual_window=8)
+    cache = numkv.KVCache(
+        2, 4, 64, kind="int8", max_seq_len=100, full_precision=numkv.FullPrecision(8)
+    )
     for layer in range(cache.num_layers):
         cache.append(layer, k, v)
         out = cache.decode_attention(layer, q)

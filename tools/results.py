@@ -13,6 +13,7 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 import sys
 import time
 import zlib
@@ -136,6 +137,34 @@ class Run:
     def shift(self, interleaved=False):
         """Turns keys that are moved."""
         return numkv.rope_shift(*self.tables, interleaved=interleaved)
+
+
+# ---------------------------------------------------------------- objects, as each tree makes them
+
+
+def in_full(window, sinks):
+    """The argument for tokens in full precision; two numbers in trees before `numkv.FullPrecision`."""
+    if hasattr(numkv, "FullPrecision"):
+        return {"full_precision": numkv.FullPrecision(window, sinks)}
+    return {"residual_window": window, "num_sink_tokens": sinks}
+
+
+def many_layers(layers, heads, dim, **options):
+    """A `PagedKVCache` whose layers have windows; lists of them in trees before `numkv.LayerSpec`."""
+    if not hasattr(numkv, "LayerSpec"):
+        return numkv.PagedKVCache(layers, heads, dim, **options)
+    windows = options.pop("windows", None) or [-1] * layers
+    alike = {k: options.pop(k) for k in ("kind", "v_kind", "rotate") if k in options}
+    specs = [numkv.LayerSpec(heads, dim, window_left=window, **alike) for window in windows]
+    return numkv.PagedKVCache(layers=specs, **options)
+
+
+def stored_kinds(cache):
+    """The kinds of K and of V of a cache or layer of one sequence."""
+    if not hasattr(numkv, "LayerSpec"):
+        return cache.kind, cache.v_kind
+    spec = cache.layers[0] if hasattr(cache, "layers") else cache.spec
+    return spec.kind, spec.v_kind
 
 
 # ---------------------------------------------------------------- functions over raw pools
@@ -346,8 +375,9 @@ def of_layer(run, layer):
     """The stored rows of a layer's sequence, as they lie."""
     table = layer.block_indices if layer.is_paged else [0]
     stored = [layer.k, layer.v]
-    stored += [layer.k_scale] if layer.kind.has_scales else []
-    stored += [layer.v_scale] if layer.v_kind.has_scales else []
+    scaled = [kind.has_scales for kind in stored_kinds(layer)]
+    stored += [layer.k_scale] if scaled[0] else []
+    stored += [layer.v_scale] if scaled[1] else []
     rows = []
     for x in stored:
         by_head = np.moveaxis(run.host(x)[table], 1, 0)  # heads, blocks, block_size, …
@@ -379,7 +409,7 @@ def layers(run, kinds, dim, capacity, **options):
     """A contiguous layer, and a paged one whose blocks are taken out of order."""
     made = run.kinds(kinds, **options)
     yield "contiguous", numkv.ContiguousLayer(capacity, 2, dim, **made)
-    own = {k: options.pop(k) for k in ("residual_window", "num_sink_tokens") if k in options}
+    own = {k: options.pop(k) for k in in_full(1, 1) if k in options}
     pool = numkv.PagedPool(2 * capacity // 8, 8, 2, dim, **run.kinds(kinds, **options))
     first, second = (numkv.PagedLayer(capacity // 8, 8, 2, dim, pool=pool) for _ in "12")
     for layer in (first, second, first):
@@ -400,7 +430,7 @@ def layer(run, kinds, how):
 @case(*itertools.product(RESIDUAL, ["as it is", "rotate"]))
 def residual_layer(run, kinds, how):
     """Layers that keep some tokens in full precision."""
-    options = {"residual_window": 6, "num_sink_tokens": 3, "rotate": how == "rotate"}
+    options = {**in_full(6, 3), "rotate": how == "rotate"}
     for what, one in layers(run, kinds, 64, 128, **options):
         use_layer(run, what, one, 64, (1, 9, 1) if run.few else (1, 3, 40, 1, 1, 20, 1))
 
@@ -445,11 +475,12 @@ def jit(run, kind):
 
 def of_cache(cache, run):
     """All that a cache shows of its rows."""
-    shown = [len(cache), repr(cache)]
+    said = re.sub(r"full_precision=FullPrecision\((.*?)\)", r"residual_\1", repr(cache))
+    shown = [len(cache), said]
     for i in range(cache.num_layers):
         shown += [cache.k(i), cache.v(i)]
-        for side, kind in (("k", cache.kind), ("v", cache.v_kind)):
-            if kind.has_scales and not cache.residual_window:
+        for side, kind in zip("kv", stored_kinds(cache), strict=True):
+            if kind.has_scales and "residual_" not in said:
                 shown += [getattr(cache, f"{side}_{form}")(i) for form in ("codes", "scales")]
     return shown
 
@@ -495,7 +526,7 @@ def kv_cache(run, kinds, how):
 @case(*itertools.product(RESIDUAL, ["as it is", "rotate"]))
 def residual_cache(run, kinds, how):
     """A bounded cache that keeps some tokens in full precision."""
-    options = run.kinds(kinds, rotate=how == "rotate", residual_window=7, num_sink_tokens=2)
+    options = run.kinds(kinds, rotate=how == "rotate", **in_full(7, 2))
     cache = numkv.KVCache(2, 2, 64, max_seq_len=150, **options)
     use_cache(run, cache, (64, 64), (1, 8, 9) if run.few else (1, 3, 30, 1, 100, 1))
     rows = run.draw(200, 2, 64)
@@ -537,7 +568,7 @@ def of_swapped(swapped, size):
 
 def paged_story(run, kinds, **options):
     """A cache of four sequences that share blocks, after steps with prefixes, forks, refusals and a rollback."""
-    cache = numkv.PagedKVCache(2, 2, 64, **SIZES, **run.kinds(kinds, **options))
+    cache = many_layers(2, 2, 64, **SIZES, **run.kinds(kinds, **options))
     prompt = np.arange(17 if run.few else 60)
     first = cache.add(prompt, extra={"adapter": 7})
     compute(run, "prompt", cache, [first], [prompt])
@@ -605,7 +636,7 @@ def loads(run, kinds, how):
         if not path.exists():  # a kind that they do not have
             continue
         found = run.attempt(f"{path.stem} read", numkv.files.load_sequences, path)
-        into = numkv.PagedKVCache(2, 2, 64, **SIZES, **run.kinds(kinds, **options))
+        into = many_layers(2, 2, 64, **SIZES, **run.kinds(kinds, **options))
         for i, sequence in enumerate(found or []):
             run.note(f"{path.stem} {i} held", of_swapped(sequence, 8))
             run.attempt(f"{path.stem} {i} taken", into.swap_in, sequence)

@@ -73,7 +73,7 @@ def check_sight(given: Visible | None, window_left: int) -> Sight | None:
         if name in ("window", "sliding_window"):
             raise TypeError(
                 f"`{name}`: expected `window_left`, earlier tokens that a query sees beside its own; pass "
-                f"window_left={name} - 1, or `windows` to a PagedKVCache when it is made"
+                f"window_left={name} - 1, or a LayerSpec with it to a PagedKVCache when it is made"
             )
         if name not in _NAMES:
             raise TypeError(

@@ -6,6 +6,7 @@ from numkv.caches.bound import BoundAttention, BoundStep
 from numkv.caches.bound_single import BoundLayer
 from numkv.caches.contiguous_layer import ContiguousLayer
 from numkv.caches.kv_cache import KVCache
+from numkv.caches.layer_spec import FullPrecision, LayerSpec, StateSlots
 from numkv.caches.multi.config import Batch, CacheConfig
 from numkv.caches.multi.encoder import EncoderCache
 from numkv.caches.multi.variants import CausalCache, ChunkedCache, SlidingWindowCache
@@ -28,12 +29,15 @@ __all__ = [
     "ChunkedCache",
     "ContiguousLayer",
     "EncoderCache",
+    "FullPrecision",
     "KVCache",
+    "LayerSpec",
     "PagedKVCache",
     "PagedLayer",
     "PagedPool",
     "PagedStats",
     "SlidingWindowCache",
+    "StateSlots",
     "Step",
     "StepBuffers",
     "SwappedSequence",

@@ -8,6 +8,7 @@ import numpy as np
 
 from numkv import targets
 from numkv.caches.layer import Layer
+from numkv.caches.layer_spec import FullPrecision
 from numkv.caches.saved import SavedContiguous
 from numkv.drawing.page import drawn
 from numkv.errors import DimensionMismatch, NumkvError
@@ -41,10 +42,8 @@ class ContiguousLayer(Layer):
         Whether rows are rotated before they are stored, which spreads large elements over the row and makes
         quantisation more accurate: random signs, then a Hadamard transform; undone in all that is read. See
         `numkv.storage.hadamard`.
-    residual_window : int
-        Newest tokens that are kept in full precision, beside a quantised kind; see `numkv.caches.full_precision`.
-    num_sink_tokens : int
-        First tokens that are kept in full precision too.
+    full_precision : FullPrecision, optional
+        Newest and first tokens that are kept in full precision, beside a quantised kind.
     head_dim_v : int, optional
         Elements of a V row.
 
@@ -85,8 +84,7 @@ class ContiguousLayer(Layer):
         k_kind: str | Kind | None = None,
         v_kind: str | Kind | None = None,
         rotate: bool = False,
-        residual_window: int = 0,
-        num_sink_tokens: int = 0,
+        full_precision: FullPrecision | None = None,
         head_dim_v: int | None = None,
     ) -> None:
         place = targets.get(target)
@@ -103,7 +101,7 @@ class ContiguousLayer(Layer):
         pool = make.allocate(
             place, (1, heads, size), dim, dim_v, of_k, of_v, check_flag("rotate", rotate)
         )
-        super().__init__(pool, np.zeros(1, np.int32), size, residual_window, num_sink_tokens)
+        super().__init__(pool, np.zeros(1, np.int32), size, full_precision)
 
     def _copy_to(self, new: Self) -> Self:
         length = self._stored(0)

@@ -1,8 +1,7 @@
 """Full-precision tokens beside a quantised cache: a window of recent ones, and a few first ones.
 
 Quantisation does most harm to the tokens that get much attention: the newest ones, and the first ones, which models
-use as attention sinks. This is for caches of one sequence, `numkv.KVCache` and layers, with `residual_window` or
-`num_sink_tokens`, the numbers of such tokens:
+use as attention sinks. This is for caches of one sequence, `numkv.KVCache` and layers, with `full_precision`:
 
 - They are kept in every layer as float32 (beside fp64 as float64), in buffers that come on top of those for all tokens,
   and attended to as such: attention over the two pools is merged.
@@ -28,12 +27,12 @@ from numkv.attention.cascade import converted
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import AttentionOptions
 from numkv.attention.sight import seen_by_queries
+from numkv.caches.layer_spec import FullPrecision, in_full
 from numkv.checks import check_apart, check_array, check_writable
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import groups_of
 from numkv.errors import NotSupported, NumkvError
 from numkv.kinds import Kind, kind, kind_of_dtype
-from numkv.numbers import check_size
 from numkv.snapshots.snapshot import Tensor
 from numkv.storage.buffer import Buffer
 from numkv.storage.pool import Pool
@@ -62,8 +61,8 @@ class FullPrecisionWindow:
         The quantised pool, which says the kinds, the sizes and the target.
     num_layers : int
         Layers.
-    window, num_sinks : int
-        Recent tokens and first tokens that are kept in full precision.
+    kept : FullPrecision
+        How many recent tokens and first tokens are kept in full precision.
     capacity : int or None
         Tokens that a layer can ever have, if that is known: no more slots than that are made.
     """
@@ -72,11 +71,11 @@ class FullPrecisionWindow:
     # no longer than the ring, so that no two positions share a slot.
 
     def __init__(
-        self, pool: Pool, num_layers: int, window: int, num_sinks: int, capacity: int | None
+        self, pool: Pool, num_layers: int, kept: FullPrecision, capacity: int | None
     ) -> None:
-        self.window, self.num_sinks = window, num_sinks
-        self._first = num_sinks if capacity is None else min(num_sinks, capacity)
-        self._ring = window if capacity is None else min(window, capacity)
+        self.kept, first, ring = kept, kept.num_sink_tokens, kept.window
+        self._first = first if capacity is None else min(first, capacity)
+        self._ring = ring if capacity is None else min(ring, capacity)
         self._size = self._first + self._ring
         self._pool = _float_pool(pool, num_layers, self._size)
         self._sinks = np.zeros(num_layers, np.int64)
@@ -84,31 +83,21 @@ class FullPrecisionWindow:
 
     @classmethod
     def make(
-        cls, pool: Pool, num_layers: int, residual_window: Any, num_sink_tokens: Any,
-        capacity: int | None,
-    ) -> FullPrecisionWindow | None:  # fmt: skip
-        """Check a cache's arguments; None if they ask for no full-precision tokens."""
-        window = check_size("residual_window", residual_window)
-        num_sinks = check_size("num_sink_tokens", num_sink_tokens)
-        if window == 0 and num_sinks == 0:
+        cls, pool: Pool, num_layers: int, kept: Any, capacity: int | None
+    ) -> FullPrecisionWindow | None:
+        """Check a cache's argument; None if it asks for no full-precision tokens."""
+        both = pool.k_kind, pool.v_kind
+        said = "latents" if pool.is_latent else "/".join(dict.fromkeys(map(str, both)))
+        kept = in_full(kept, said, any(of.has_scales for of in both))
+        if kept is None:
             return None
         if pool.is_latent:
             raise NotSupported(
-                "`residual_window`: expected 0, and no num_sink_tokens, for latents, got some; leave them out"
+                f"`full_precision`: expected None for latents, got {kept}; leave it out"
             )
-        if not (pool.k_kind.has_scales or pool.v_kind.has_scales):
-            name, n = ("residual_window", window) if window else ("num_sink_tokens", num_sinks)
-            raise NotSupported(
-                f"`{name}`: expected 0 for storage in {pool.k_kind}"
-                f"{'' if pool.k_kind is pool.v_kind else f'/{pool.v_kind}'}, which quantises nothing, "
-                f"got {n}; leave it out, or choose int8 or int4"
-            )
-        return cls(pool, num_layers, window, num_sinks, capacity)
+        return cls(pool, num_layers, kept, capacity)
 
     # -- what it is
-
-    def __str__(self) -> str:
-        return f"residual_window={self.window}, num_sink_tokens={self.num_sinks}"
 
     @property
     def nbytes(self) -> int:
@@ -527,7 +516,3 @@ def _float_kind(of: Kind) -> Kind:
     found = kind_of_dtype(of.compute)
     assert found is not None
     return found
-
-
-#: The name of 0.1.
-Residual = FullPrecisionWindow

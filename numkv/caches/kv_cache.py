@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Self, Unpack
 
 import numpy as np
@@ -15,7 +16,7 @@ from numkv.attention.options import check_options
 from numkv.attention.sight import Visible
 from numkv.caches.bound import BoundAttention
 from numkv.caches.bound_single import bind_cache
-from numkv.caches.layer_scales import pools_of_layers, with_scales_of_layers
+from numkv.caches.layer_spec import FullPrecision, LayerSpec
 from numkv.caches.saved import SavedCache
 from numkv.caches.single import SingleSequence
 from numkv.checks import check_kept
@@ -26,6 +27,7 @@ from numkv.keywords import explained
 from numkv.kinds import Kind, kinds_of
 from numkv.numbers import check_flag, check_index, check_size
 from numkv.storage import jit_views
+from numkv.storage.buffer import Buffer
 from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_block_each
@@ -65,10 +67,8 @@ class KVCache(SingleSequence):
         Storage kind of V, where it differs from `kind`.
     rotate : bool
         Whether rows are rotated before they are stored, and back when they are read; see `numkv.ContiguousLayer`.
-    residual_window : int
-        Newest tokens that are kept in full precision, beside a quantised kind; see `numkv.caches.full_precision`.
-    num_sink_tokens : int
-        First tokens that are kept in full precision too.
+    full_precision : FullPrecision, optional
+        Newest and first tokens that are kept in full precision, beside a quantised kind.
 
     Raises
     ------
@@ -107,8 +107,7 @@ class KVCache(SingleSequence):
         k_kind: str | Kind | None = None,
         v_kind: str | Kind | None = None,
         rotate: bool = False,
-        residual_window: int = 0,
-        num_sink_tokens: int = 0,
+        full_precision: FullPrecision | None = None,
     ) -> None:
         of_k, of_v = kinds_of(kind, k_kind, v_kind)
         layers = check_size("num_layers", num_layers, 0, _MOST_LAYERS)
@@ -118,7 +117,7 @@ class KVCache(SingleSequence):
         self._bound = None if max_seq_len is None else check_size("max_seq_len", max_seq_len)
         # Layer i has block i, of as many tokens as the buffers hold.
         shape = (layers, heads, 0 if self._bound is None else self._bound)
-        pool = with_scales_of_layers(
+        pool = _with_scales_of_layers(
             Pool.allocate(
                 targets.get(target), shape, dim, dim_v, of_k, of_v, check_flag("rotate", rotate)
             )
@@ -126,14 +125,14 @@ class KVCache(SingleSequence):
         rows = np.zeros(layers, np.int64)  # appended to each layer; shared with compiled code
         self._length = np.zeros(1, np.int64)  # advanced past; shared with compiled code
         self._room = shape[2]
-        super().__init__(pool, rows, residual_window, num_sink_tokens, self._bound)
+        super().__init__(pool, rows, full_precision, self._bound)
 
     __saved__ = SavedCache
 
     def _derive(self) -> None:
         super()._derive()
         layers = len(self._lengths)
-        self._pools = pools_of_layers(self._pool)
+        self._pools = _pools_of_layers(self._pool)
         self._tables = [np.array([layer], np.int32) for layer in range(layers)]
         ids = one_block_each(self._target.device_key, layers)
         self._device_tables = [ids[layer : layer + 1] for layer in range(layers)]
@@ -142,7 +141,7 @@ class KVCache(SingleSequence):
     def _move(self, capacity: int) -> None:
         """Move what is stored into buffers for `capacity` tokens, at once for whoever reads beside it."""
         new = _moved(self._pool, capacity, bool(self._lengths.any()))
-        pools, kept = pools_of_layers(new), (self._pool, self._pools, self._struct)
+        pools, kept = _pools_of_layers(new), (self._pool, self._pools, self._struct)
         self._current[0] = 0  # for views that `jit` gave so far
         vars(self).update(
             _pool=new, _pools=pools, _room=capacity, _struct=None, _current=np.ones(1, np.int64),
@@ -151,6 +150,11 @@ class KVCache(SingleSequence):
         del kept  # what is freed may call a finaliser: not in the middle
 
     # -- what it is
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """What each layer keeps: sizes and kinds of rows, rotation, tokens in full precision; all are alike."""
+        return (self._spec(),) * len(self._lengths)
 
     @property
     def num_layers(self) -> int:
@@ -189,7 +193,7 @@ class KVCache(SingleSequence):
     def __repr__(self) -> str:
         return (
             f"KVCache(len={len(self)}, num_layers={self.num_layers}, num_kv_heads={self._heads}, "
-            f"head_dim={self.head_dim}, head_dim_v={self.head_dim_v}, kind={self._storage()}, "
+            f"head_dim={self._head_dim}, head_dim_v={self._pool.head_dim_v}, kind={self._storage()}, "
             f"target={self.target}, capacity={self.capacity}, nbytes={self.nbytes})"
         )
 
@@ -346,7 +350,9 @@ class KVCache(SingleSequence):
                 del writer["call"]
 
     def _as_rows(self, k: Any, v: Any) -> tuple[Array, Array]:
-        return self._token_rows("k", k, self.head_dim), self._token_rows("v", v, self.head_dim_v)
+        return self._token_rows("k", k, self._head_dim), self._token_rows(
+            "v", v, self._pool.head_dim_v
+        )
 
     def _token_rows(self, name: str, x: Any, dim: int) -> Array:
         """Rows of one token, flat or by head, as rows of several; others as they are."""
@@ -733,7 +739,7 @@ class KVCache(SingleSequence):
         return self._target.token_major(self._pool.values(which)[layer, :, :length])
 
     def _scales(self, which: str, layer: int) -> Array:
-        kind = self.kind if which == "k" else self.v_kind
+        kind = self._pool.buffer(which).kind
         if kind.scales_per == "head":
             return self._pools[check_index("layer", layer, len(self._lengths))].scales(which)
         layer = self._check_quantised(which, layer)
@@ -743,7 +749,7 @@ class KVCache(SingleSequence):
         return rows if len(scale.shape) == 4 else rows[:, :, 0]
 
     def _check_quantised(self, which: str, layer: int) -> int:
-        kind = self.kind if which == "k" else self.v_kind
+        kind = self._pool.buffer(which).kind
         if not kind.has_scales:
             raise NotSupported(
                 f"expected a quantised kind, got {kind}, which has neither codes nor scales; "
@@ -897,7 +903,7 @@ def _moved(old: Pool, capacity: int, has_rows: bool) -> Pool:
     layers, heads = (int(n) for n in old.k.shape[:2])
     kinds, shape = (old.k_kind, old.v_kind), (layers, heads, capacity)
     made = Pool.allocate(old.target, shape, old.head_dim, old.head_dim_v, *kinds, old.rotate)
-    new = with_scales_of_layers(made, old)
+    new = _with_scales_of_layers(made, old)
     copy_rows = old.target.ops.copy_rows
     if has_rows:
         start = old.target.index(np.zeros(layers), np.int64)
@@ -912,3 +918,53 @@ def _moved(old: Pool, capacity: int, has_rows: bool) -> Pool:
 def by_row(scale: Array) -> Array:
     """Scales with an axis for those of a row, also where a row has one."""
     return scale if len(scale.shape) == 4 else scale.reshape((*scale.shape, 1))
+
+
+# Scales of fp8 storage: each layer has its own for every kv head.
+
+
+def _with_scales_of_layers(pool: Pool, source: Pool | None = None) -> Pool:
+    """A pool over the same buffers in which each block, a layer, has scales for its own kv heads.
+
+    Parameters
+    ----------
+    pool : Pool
+        Buffers with a block for each layer.
+    source : Pool, optional
+        What this function made for as many layers before: its scales are copied. Without it all are 1.
+
+    Returns
+    -------
+    Pool
+        Its scales of heads are ``(num_layers * num_kv_heads,)``; kinds without such scales stay as they are.
+    """
+    given = (None, None) if source is None else (source.k_buffer, source.v_buffer)
+    buffers = (pool.k_buffer, pool.v_buffer)
+    return Pool(*(_with_scales(buffer, old) for buffer, old in zip(buffers, given, strict=True)))
+
+
+def _with_scales(buffer: Buffer, source: Buffer | None) -> Buffer:
+    if buffer.kind.scales_per != "head":
+        return buffer
+    layers, heads = (int(n) for n in buffer.words.shape[:2])
+    scales = np.ones(layers * heads, buffer.kind.scale_word)
+    if source is not None:
+        scales[:] = buffer.target.to_host(source.scales)
+    return replace(buffer, scales=buffer.target.asarray(scales))
+
+
+def _pools_of_layers(pool: Pool) -> list[Pool]:
+    """The pool as each layer sees it: with its own scales of heads, where there are such."""
+    if "head" not in (pool.k_kind.scales_per, pool.v_kind.scales_per):
+        return [pool] * int(pool.k.shape[0])
+    return [
+        Pool(_of_layer(pool.k_buffer, layer), _of_layer(pool.v_buffer, layer))
+        for layer in range(int(pool.k.shape[0]))
+    ]
+
+
+def _of_layer(buffer: Buffer, layer: int) -> Buffer:
+    if buffer.kind.scales_per != "head":
+        return buffer
+    heads = int(buffer.words.shape[1])
+    return replace(buffer, scales=buffer.scales[layer * heads : (layer + 1) * heads])

@@ -13,6 +13,7 @@ from numkv.arrays import CacheArrays
 from numkv.attention.options import check_options
 from numkv.attention.sight import Visible
 from numkv.caches.bound_single import BoundLayer, bind_layer
+from numkv.caches.layer_spec import FullPrecision, LayerSpec
 from numkv.caches.single import SingleSequence
 from numkv.checks import check_kept
 from numkv.compaction.key_shift import RopeShift
@@ -41,14 +42,14 @@ class Layer(SingleSequence):
 
     def __init__(
         self, pool: Pool, block_table: NDArray[np.int32], capacity: int,
-        residual_window: int = 0, num_sink_tokens: int = 0,
+        full_precision: FullPrecision | None = None,
     ) -> None:  # fmt: skip
         # The blocks ``(max_blocks,)``, on the host. Those that are added are written into the array; where some are
         # given back it is replaced, so that readers keep what they have.
         self._ids = block_table
         self._capacity = self._room = capacity
         context_lens = np.zeros(1, np.int32)  # shared with compiled code
-        super().__init__(pool, context_lens, residual_window, num_sink_tokens, capacity)
+        super().__init__(pool, context_lens, full_precision, capacity)
 
     def _derive(self) -> None:
         super()._derive()
@@ -60,6 +61,21 @@ class Layer(SingleSequence):
         self._on_target: tuple[int, Array] = (-1, None)
 
     # -- what it is
+
+    @property
+    def spec(self) -> LayerSpec:
+        """What the layer keeps: sizes and kinds of rows, rotation, tokens in full precision."""
+        return self._spec()
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Kv heads."""
+        return self._heads
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a K row."""
+        return self._head_dim
 
     @property
     def capacity(self) -> int:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from numkv.access import drops, overtaken, whole
 from numkv.caches.layer import Layer
+from numkv.caches.layer_spec import FullPrecision
 from numkv.caches.paged_pool import PagedPool
 from numkv.caches.saved import SavedPaged, SavedSequence
 from numkv.checks import host_array
@@ -50,10 +51,8 @@ class PagedLayer(Layer):
         Storage kind of V, where it differs from `kind`; ``"latent"`` as of `numkv.ContiguousLayer`.
     rotate : bool, optional
         Whether rows are rotated before they are stored (see `numkv.ContiguousLayer`): False, or as the pool does.
-    residual_window : int
-        Newest tokens that are kept in full precision, beside a quantised kind; see `numkv.caches.full_precision`.
-    num_sink_tokens : int
-        First tokens that are kept in full precision too.
+    full_precision : FullPrecision, optional
+        Newest and first tokens that are kept in full precision, beside a quantised kind.
     head_dim_v : int, optional
         Elements of a V row: as many as of a K row, or as the pool has.
 
@@ -100,8 +99,7 @@ class PagedLayer(Layer):
         k_kind: str | Kind | None = None,
         v_kind: str | Kind | None = None,
         rotate: bool | None = None,
-        residual_window: int = 0,
-        num_sink_tokens: int = 0,
+        full_precision: FullPrecision | None = None,
         head_dim_v: int | None = None,
     ) -> None:
         blocks = check_size("max_blocks_per_seq", max_blocks_per_seq)
@@ -129,9 +127,9 @@ class PagedLayer(Layer):
             )  # fmt: skip
         self.pool = pool
         self._owned = 0
-        capacity = blocks * pool.block_size
+        capacity = blocks * pool.blocks.block_size
         ids = np.full(blocks, -1, np.int32)
-        super().__init__(pool.pool, ids, capacity, residual_window, num_sink_tokens)
+        super().__init__(pool.pool, ids, capacity, full_precision)
         self._room = 0
 
     @property
@@ -142,7 +140,7 @@ class PagedLayer(Layer):
     @property
     def block_size(self) -> int:
         """Tokens in a block."""
-        return self.pool.block_size
+        return self.pool.blocks.block_size
 
     @property
     def block_table(self) -> np.ndarray[Any, Any]:
@@ -253,7 +251,7 @@ class PagedLayer(Layer):
                 tokens, table = np.arange(length), self._ids
                 need = -(-length // size)
                 if self._has_own_pool:
-                    new.pool = self.pool.like(self.pool.num_blocks)
+                    new.pool = self.pool.like(self.pool.blocks.num_blocks)
                 taken = new.pool.blocks.allocate(need)
                 new._lengths, new._ids = np.array([length], np.int32), np.full_like(table, -1)
                 new._ids[:need] = taken
@@ -325,24 +323,26 @@ def _check_same(
     rotate: bool | None,
 ) -> None:  # fmt: skip
     """Refuse arguments that say something else than the pool."""
+    of = pool.spec
     given: dict[str, tuple[Any, Any]] = {
-        "block_size": (check_size("block_size", block_size), pool.block_size),
-        "num_kv_heads": (check_size("num_kv_heads", num_kv_heads), pool.num_kv_heads),
-        "head_dim": (check_size("head_dim", head_dim), pool.head_dim),
+        "block_size": (check_size("block_size", block_size), pool.blocks.block_size),
+        "num_kv_heads": (check_size("num_kv_heads", num_kv_heads), of.num_kv_heads),
+        "head_dim": (check_size("head_dim", head_dim), of.head_dim),
     }
     if head_dim_v is not None:
-        given["head_dim_v"] = (check_size("head_dim_v", head_dim_v), pool.head_dim_v)
+        given["head_dim_v"] = (check_size("head_dim_v", head_dim_v), of.head_dim_v)
     if target is not None:
         given["target"] = (target, pool.target)
     if rotate is not None:
-        given["rotate"] = (check_flag("rotate", rotate), pool.rotate)
-    make, of_k, of_v = pool_and_kinds(pool.kind if both is None else both, k_kind, v_kind)
+        given["rotate"] = (check_flag("rotate", rotate), of.rotate)
+    buffers = pool.pool
+    make, of_k, of_v = pool_and_kinds(buffers.k_kind if both is None else both, k_kind, v_kind)
     if both is not None or k_kind is not None:
-        given["k_kind"] = (of_k.name, pool.kind.name)
+        given["k_kind"] = (of_k.name, buffers.k_kind.name)
     if v_kind is not None:
-        given["v_kind"] = (LATENT if make is LatentPool else of_v.name, pool.pool.v_storage)
+        given["v_kind"] = (LATENT if make is LatentPool else of_v.name, buffers.v_storage)
     elif both is not None:
-        given["v_kind"] = (of_v.name, pool.v_kind.name)
+        given["v_kind"] = (of_v.name, buffers.v_kind.name)
     for name, (asked, has) in given.items():
         if asked != has:
             raise DimensionMismatch(

@@ -10,7 +10,7 @@ from numkv import targets
 from numkv.access import Access, drops
 from numkv.arrays import CacheArrays
 from numkv.blocks.pool import BlockPool
-from numkv.blocks.records import PoolStats
+from numkv.caches.layer_spec import LayerSpec
 from numkv.drawing.page import drawn
 from numkv.errors import NumkvError
 from numkv.kinds import Kind
@@ -105,49 +105,13 @@ class PagedPool:
         return self._pool.target, self._pool.k
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks in the pool."""
-        return int(self._pool.k.shape[0])
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that can be handed out."""
-        return self.blocks.num_free
-
-    @property
-    def block_size(self) -> int:
-        """Tokens in a block."""
-        return int(self._pool.k.shape[2])
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Kv heads."""
-        return int(self._pool.k.shape[1])
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of a K row."""
-        return self._pool.head_dim
-
-    @property
-    def head_dim_v(self) -> int:
-        """Elements of a V row."""
-        return self._pool.head_dim_v
-
-    @property
-    def kind(self) -> Kind:
-        """Storage kind of K, and of V unless `v_kind` differs."""
-        return self._pool.k_kind
-
-    @property
-    def v_kind(self) -> Kind:
-        """Storage kind of V."""
-        return self._pool.v_kind
-
-    @property
-    def rotate(self) -> bool:
-        """Whether rows are rotated before they are stored."""
-        return self._pool.rotate
+    def spec(self) -> LayerSpec:
+        """What layers over the pool keep: sizes and kinds of rows, and rotation."""
+        pool = self._pool
+        return LayerSpec(
+            int(pool.k.shape[1]), pool.head_dim, head_dim_v=pool.head_dim_v, kind=pool.k_kind, v_kind=pool.v_storage,
+            rotate=pool.rotate,
+        )  # fmt: skip
 
     @property
     def target(self) -> str:
@@ -227,7 +191,7 @@ class PagedPool:
         new = object.__new__(type(self))
         new._access = Access()
         new._pool = self._pool.like(check_size("num_blocks", num_blocks)).with_own_scales()
-        new.blocks = BlockPool(num_blocks, self.block_size)
+        new.blocks = BlockPool(num_blocks, self.blocks.block_size)
         return new
 
     @on_stream
@@ -247,8 +211,9 @@ class PagedPool:
         -------
         PagedPool
         """
-        new = self.like(self.num_blocks)
-        ids = self._pool.target.index(np.arange(self.num_blocks), np.int32)
+        num_blocks = self.blocks.num_blocks
+        new = self.like(num_blocks)
+        ids = self._pool.target.index(np.arange(num_blocks), np.int32)
         self._pool.copy_blocks(ids, new._pool, ids)
         new.blocks = self.blocks.copy()
         return new
@@ -257,10 +222,6 @@ class PagedPool:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.copy()
-
-    def stats(self) -> PoolStats:
-        """Counts of blocks now, and of what has happened to them."""
-        return self.blocks.stats()
 
     def check(self) -> None:
         """Prove the accounting of blocks, and that scales of heads are finite.
@@ -271,9 +232,10 @@ class PagedPool:
             If something does not agree; the message says what.
         """
         self.blocks.check()
-        if (self.blocks.num_blocks, self.blocks.block_size) != (self.num_blocks, self.block_size):
+        num_blocks, _, size = (int(n) for n in self._pool.k.shape[:3])
+        if (self.blocks.num_blocks, self.blocks.block_size) != (num_blocks, size):
             raise NumkvError(
-                f"check: expected books of {self.num_blocks} blocks of {self.block_size} tokens, got {self.blocks!r}"
+                f"check: expected books of {num_blocks} blocks of {size} tokens, got {self.blocks!r}"
             )
         for _, buffer in self._pool.stored:
             if buffer.kind.scales_per == "head":
@@ -284,11 +246,11 @@ class PagedPool:
                     )
 
     def __repr__(self) -> str:
+        of, blocks = self.spec, self.blocks
         return (
-            f"PagedPool(num_blocks={self.num_blocks}, free={self.num_free}, "
-            f"block_size={self.block_size}, num_kv_heads={self.num_kv_heads}, "
-            f"head_dim={self.head_dim}"
-            f"{'' if self.head_dim_v == self.head_dim else f', head_dim_v={self.head_dim_v}'}, kind={self.kind}"
-            f"{'' if self.kind.name == self._pool.v_storage else f'/{self._pool.v_storage}'}"
-            f"{', rotate=True' if self.rotate else ''}, target={self.target})"
+            f"PagedPool(num_blocks={blocks.num_blocks}, free={blocks.num_free}, block_size={blocks.block_size}, "
+            f"num_kv_heads={of.num_kv_heads}, head_dim={of.head_dim}"
+            f"{'' if of.head_dim_v == of.head_dim else f', head_dim_v={of.head_dim_v}'}, kind={of.kind}"
+            f"{'' if of.kind == of.v_kind else f'/{of.v_kind}'}"
+            f"{', rotate=True' if of.rotate else ''}, target={self.target})"
         )

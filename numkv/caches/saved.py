@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from numkv.caches.layer_spec import FullPrecision
 from numkv.kinds import Kind, kind, kind_of_dtype
 from numkv.snapshots.fields import MOST, expect
 from numkv.snapshots.saved import Saved, Spec, integer, integers, optional, storage_kind
@@ -110,11 +111,12 @@ class SavedSequence(Saved):
 
     def arguments(self) -> dict[str, Any]:
         """What the class is given for such a cache."""
-        names = (
-            "num_kv_heads", "head_dim", "head_dim_v", "k_kind", "v_kind", "residual_window", "num_sink_tokens",
-            *self.sizes,
-        )  # fmt: skip
-        return {name: getattr(self, name) for name in names} | {"rotate": self.rotation is not None}
+        names = ("num_kv_heads", "head_dim", "head_dim_v", "k_kind", "v_kind", *self.sizes)
+        kept = self.residual_window, self.num_sink_tokens
+        return {name: getattr(self, name) for name in names} | {
+            "rotate": self.rotation is not None,
+            "full_precision": FullPrecision(*kept) if any(kept) else None,
+        }
 
 
 @dataclass(kw_only=True)

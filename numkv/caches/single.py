@@ -21,12 +21,12 @@ from numkv.attention.options import AttentionOptions
 from numkv.attention.sight import is_free
 from numkv.caches.full_precision import FullPrecisionWindow, Watching
 from numkv.caches.history import History, first_kept
+from numkv.caches.layer_spec import FullPrecision, LayerSpec
 from numkv.caches.saved import SavedSequence
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import plan_moves, slots_of
 from numkv.errors import NonFiniteInput, NotSupported, NumkvError
 from numkv.interrupts import held
-from numkv.kinds import Kind
 from numkv.numbers import check_flag
 from numkv.snapshots.snapshot import Options, Snapshot, Source, Tensor, fill_all
 from numkv.storage.buffer import Buffer, are_scales
@@ -55,14 +55,14 @@ class SingleSequence:
         The buffers of all layers.
     lengths : int array (num_layers,)
         Tokens of each layer, which compiled code may write too.
-    residual_window, num_sink_tokens : int
+    full_precision : FullPrecision or None
         Newest and first tokens that are kept in full precision.
     capacity : int or None
         Tokens that a layer can ever have, if that is known.
     """
 
     def __init__(
-        self, pool: Pool, lengths: NDArray[Any], residual_window: int, num_sink_tokens: int,
+        self, pool: Pool, lengths: NDArray[Any], full_precision: FullPrecision | None,
         capacity: int | None,
     ) -> None:  # fmt: skip
         self._access = Access()
@@ -71,7 +71,7 @@ class SingleSequence:
         self._heads, self._head_dim = int(pool.k.shape[1]), pool.head_dim
         self._generation = 0
         self._full_precision = FullPrecisionWindow.make(
-            pool, len(lengths), residual_window, num_sink_tokens, capacity
+            pool, len(lengths), full_precision, capacity
         )
         self._begin()
 
@@ -149,39 +149,9 @@ class SingleSequence:
     # -- what it is
 
     @property
-    def kind(self) -> Kind:
-        """Storage kind of K, and of V unless `v_kind` differs."""
-        return self._pool.k_kind
-
-    @property
-    def v_kind(self) -> Kind:
-        """Storage kind of V."""
-        return self._pool.v_kind
-
-    @property
-    def rotate(self) -> bool:
-        """Whether rows are rotated before they are stored."""
-        return self._pool.rotate
-
-    @property
     def target(self) -> str:
         """Name of the target."""
         return self._target.name
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Kv heads of a layer."""
-        return self._heads
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of a K row."""
-        return self._head_dim
-
-    @property
-    def head_dim_v(self) -> int:
-        """Elements of a V row."""
-        return self._pool.head_dim_v
 
     @property
     def nbytes(self) -> int:
@@ -189,32 +159,30 @@ class SingleSequence:
         more = 0 if self._full_precision is None else self._full_precision.nbytes
         return self._pool.nbytes + more
 
-    @property
-    def residual_window(self) -> int:
-        """Newest tokens of a layer that are kept in full precision."""
-        return 0 if self._full_precision is None else self._full_precision.window
-
-    @property
-    def num_sink_tokens(self) -> int:
-        """First tokens of a layer that are kept in full precision."""
-        return 0 if self._full_precision is None else self._full_precision.num_sinks
+    def _spec(self) -> LayerSpec:
+        """What each layer keeps."""
+        pool, full = self._pool, self._full_precision
+        return LayerSpec(
+            self._heads, self._head_dim, head_dim_v=pool.head_dim_v, kind=pool.k_kind, v_kind=pool.v_storage,
+            rotate=pool.rotate, full_precision=None if full is None else full.kept,
+        )  # fmt: skip
 
     def _runs_on(self) -> tuple[Target, Any]:
         return self._target, self._pool.k
 
     def _dims(self) -> str:
         """What a ``repr`` says of rows."""
-        same = self.head_dim_v == self.head_dim
-        return f"head_dim={self.head_dim}" + ("" if same else f", head_dim_v={self.head_dim_v}")
+        dim, dim_v = self._head_dim, self._pool.head_dim_v
+        return f"head_dim={dim}" + ("" if dim_v == dim else f", head_dim_v={dim_v}")
 
     def _storage(self) -> str:
         """What a ``repr`` says of storage."""
-        v_storage = self._pool.v_storage
-        described = str(self.kind) + ("" if self.kind.name == v_storage else f"/{v_storage}")
-        if self.rotate:
+        k_kind, v_storage = self._pool.k_kind, self._pool.v_storage
+        described = str(k_kind) + ("" if k_kind.name == v_storage else f"/{v_storage}")
+        if self._pool.rotate:
             described += ", rotate=True"
         if self._full_precision is not None:
-            described += f", {self._full_precision}"
+            described += f", full_precision={self._full_precision.kept}"
         return described
 
     def _stored(self, layer: int) -> int:
@@ -232,7 +200,8 @@ class SingleSequence:
         length = self._stored(layer)
         if self._full_precision is not None:
             return range(*self._full_precision.quantised(layer, length))
-        return range(length if self.kind.has_scales or self.v_kind.has_scales else 0)
+        pool = self._pool
+        return range(length if pool.k_kind.has_scales or pool.v_kind.has_scales else 0)
 
     # -- for compiled code
 
@@ -244,7 +213,7 @@ class SingleSequence:
             )
         if self._full_precision is not None:
             raise NotSupported(
-                f"`{name}`: expected a cache without full-precision tokens, got {self._full_precision}; they lie "
+                f"`{name}`: expected a cache without full-precision tokens, got {self._full_precision.kept}; they lie "
                 "outside of the buffers that compiled code would see"
             )
 
@@ -331,11 +300,12 @@ class SingleSequence:
 
     def _values(self) -> dict[str, Any]:
         """What a snapshot holds, but for numbers of rows."""
-        pool = self._pool
+        pool, full = self._pool, self._full_precision
+        kept = (0, 0) if full is None else (full.kept.window, full.kept.num_sink_tokens)
         return {
             "num_layers": len(self._lengths), "num_kv_heads": self._heads, "head_dim": self._head_dim,
             "head_dim_v": pool.head_dim_v, "k_kind": pool.k_kind, "v_kind": pool.v_storage, "rotation": seed_of(pool),
-            "residual_window": self.residual_window, "num_sink_tokens": self.num_sink_tokens,
+            "residual_window": kept[0], "num_sink_tokens": kept[1],
         }  # fmt: skip
 
     def __snapshot__(self) -> Snapshot:
@@ -545,7 +515,7 @@ class SingleSequence:
         if self._full_precision is not None:
             moved &= self._full_precision.is_quantised(kept)
         source, to, distance = self._slots(kept), self._slots(new), new - kept
-        if shift is None or self.kind.scales_per != "head":
+        if shift is None or self._pool.k_kind.scales_per != "head":
             moves = self._moves(self._pool, shift, source[moved], to[moved], distance[moved])
         else:  # keys are shifted by way of their values, for which each layer has its own scales
             moves = []

@@ -58,12 +58,8 @@ class Cache(Protocol):
         """Forget the tokens of a step."""
 
 
-# What may follow a kind: what it is called there, and the layer's keyword.
-_OPTION_NAMES = {
-    "rotate": "rotate",
-    "window": "residual_window",
-    "sinks": "num_sink_tokens",
-}
+# What may follow a kind.
+_OPTION_NAMES = ("rotate", "window", "sinks")
 _OPTION = re.compile("(rotate)|(window|sinks)([0-9]+)")
 
 #: Makes a cache from the model's configuration and the tokens that each text may have.
@@ -179,7 +175,7 @@ class CacheChoice:
         Tokens in a block of a paged cache; the cache is contiguous, and of one text, if None.
     rotate : bool
         Whether rows are rotated before they are quantised; contiguous caches only, as are the next two.
-    residual_window, num_sink_tokens : int
+    window, sinks : int
         The newest and the first tokens, which are kept in full precision.
     """
 
@@ -189,8 +185,8 @@ class CacheChoice:
     target: str = "cpu"
     block_size: int | None = None
     rotate: bool = False
-    residual_window: int = 0
-    num_sink_tokens: int = 0
+    window: int = 0
+    sinks: int = 0
 
     @classmethod
     def parse(cls, text: str, target: str = "cpu") -> CacheChoice:
@@ -228,7 +224,7 @@ class CacheChoice:
                     f"{text!r}"
                 )
             flag, name, size = found.groups()
-            options[_OPTION_NAMES[flag or name]] = True if flag else int(size)
+            options[flag or name] = True if flag else int(size)
         if k_kind == v_kind:
             return cls(k_kind, target=target, **options)
         return cls(k_kind, k_kind, v_kind, target, **options)
@@ -236,7 +232,10 @@ class CacheChoice:
     @property
     def options(self) -> dict[str, Any]:
         """What else than kinds a contiguous layer is told: only what has been asked for."""
-        return {name: value for name in _OPTION_NAMES.values() if (value := getattr(self, name))}
+        found: dict[str, Any] = {"rotate": True} if self.rotate else {}
+        if self.window or self.sinks:
+            found["full_precision"] = numkv.FullPrecision(self.window, self.sinks)
+        return found
 
     @property
     def label(self) -> str:
@@ -244,8 +243,8 @@ class CacheChoice:
         kinds = self.kind if self.v_kind is None else f"{self.k_kind or self.kind}/{self.v_kind}"
         words = [
             f"{name}{'' if value is True else value}"
-            for name, option in _OPTION_NAMES.items()
-            if (value := getattr(self, option))
+            for name in _OPTION_NAMES
+            if (value := getattr(self, name))
         ]
         return "+".join([kinds, *words])
 
@@ -293,17 +292,21 @@ class CacheChoice:
                     "them out, or the blocks"
                 )
             return numkv.PagedKVCache(
-                config.num_layers,
-                config.num_kv_heads,
-                config.head_dim,
+                layers=self.layers(config),
                 num_blocks=sum(-(-capacity // self.block_size) for capacity in capacities),
                 block_size=self.block_size,
                 target=self.target,
-                **self._kinds,
             )
         if len(capacities) != 1:
             raise ValueError(f"block_size: expected one for {len(capacities)} texts, got None")
         return LayerCache([self._layer(config, capacities[0]) for _ in range(config.num_layers)])
+
+    def layers(self, config: ModelConfig) -> list[numkv.LayerSpec]:
+        """What the layers of a model keep in a cache in blocks."""
+        k_kind, sizes = self.k_kind or self.kind, (config.num_kv_heads, config.head_dim)
+        return [
+            numkv.LayerSpec(*sizes, kind=k_kind, v_kind=self.v_kind or self.kind)
+        ] * config.num_layers
 
     @property
     def _kinds(self) -> dict[str, Any]:

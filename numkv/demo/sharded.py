@@ -52,9 +52,7 @@ class ShardedChoice(NamedTuple):
         blocks = sum(-(-capacity // size) for capacity in capacities)
         by_context = self.by == "context"
         return ShardedKVCache(
-            config.num_layers,
-            config.num_kv_heads,
-            config.head_dim,
+            layers=self.kinds.layers(config),
             num_blocks=-(-blocks // self.shards) + 1 if by_context else blocks,
             heads=1 if by_context else self.shards,
             context=self.shards if by_context else 1,
@@ -62,9 +60,6 @@ class ShardedChoice(NamedTuple):
             transport=RayShards() if self.transport is None else self.transport,
             block_size=size,
             target=self.kinds.target,
-            kind=self.kinds.kind,
-            k_kind=self.kinds.k_kind,
-            v_kind=self.kinds.v_kind,
         )
 
     def batch(self, model: Model, capacities: Sequence[int]) -> ShardedBatch:

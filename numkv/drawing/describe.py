@@ -43,23 +43,22 @@ def picture_of(cache: Any) -> Picture:
     )
 
 
-def _kinds(cache: Any) -> str:
-    both = str(cache.kind) if cache.kind == cache.v_kind else f"{cache.kind}/{cache.v_kind}"
-    layers = getattr(getattr(cache, "_store", None), "layers", None)  # of a PagedKVCache
-    rows = getattr(cache, "_pool", None) if layers is None else layers.first
-    if getattr(rows, "is_latent", False):
-        both = f"{cache.kind}, latent"
-    return f"{both}, rotated" if getattr(cache, "rotate", False) else both
+def _storage(of: Any) -> str:
+    """How the rows of a layer are stored, from its `LayerSpec`."""
+    said = f"{of.kind}" if of.v_kind in (None, of.kind) else f"{of.kind}/{of.v_kind}"
+    if of.v_kind == "latent":
+        said = f"{of.kind}, latent"
+    return f"{said}, rotated" if of.rotate else said
 
 
-def _facts(cache: Any, layers: int | None = None) -> list[str]:
-    dims = f"{cache.head_dim}"
-    if cache.head_dim_v != cache.head_dim:
-        dims += f" and {cache.head_dim_v}"
-    facts = [_kinds(cache)]
+def _facts(cache: Any, of: Any, layers: int | None = None) -> list[str]:
+    dims = f"{of.head_dim}"
+    if of.head_dim_v != of.head_dim:
+        dims += f" and {of.head_dim_v}"
+    facts = [_storage(of)]
     if layers is not None:
         facts.append(plural(layers, "layer"))
-    facts.append(f"{plural(cache.num_kv_heads, 'kv head')} of {dims}")
+    facts.append(f"{plural(of.num_kv_heads, 'kv head')} of {dims}")
     return [*facts, str(cache.target), format_bytes(cache.nbytes)]
 
 
@@ -76,7 +75,8 @@ def _one_sequence(cache: Any) -> Picture:
     if several and cache.max_seq_len is None:
         said += ", grows"
     runs = [(room - length, State.FREE, "")]
-    if cache.residual_window or cache.num_sink_tokens:
+    of = cache._spec()
+    if of.full_precision is not None:
         begin, end = min(quantised.start, length), min(quantised.stop, length)
         end = max(begin, end)
         runs = [
@@ -84,7 +84,7 @@ def _one_sequence(cache: Any) -> Picture:
         ]  # fmt: skip
     else:
         runs = [(length, State.FULL, ""), *runs]
-    facts = _facts(cache, cache.num_layers if several else None)
+    facts = _facts(cache, of, cache.num_layers if several else None)
     lines = []
     if several and (ahead := int(cache._lengths.max(initial=0)) - length) > 0:
         lines.append(("pending", f"{plural(ahead, 'token')} appended, which count after advance"))
@@ -103,7 +103,7 @@ def _paged_layer(layer: Any) -> Picture:
     names = [(State.FREE, ""), (State.OTHER, ""), (State.FULL, ""), (State.PART, "")]
     said = f"blocks: {len(own):,} of {pool.num_blocks:,}, {plural(layer.block_size, 'token')} each"
     line = ("table", f"{plural(layer.seq_len, 'token')}, blocks {in_short(own.tolist()) or 'none'}")
-    return Picture("PagedLayer", _facts(layer), [Strip.of(said, states, names)], [line])
+    return Picture("PagedLayer", _facts(layer, layer.spec), [Strip.of(said, states, names)], [line])
 
 
 # ---------------------------------------------------------------- blocks of many sequences
@@ -129,7 +129,9 @@ def _block_strip(states: NDArray[np.int64], block_size: int) -> Strip:
 
 def _paged_pool(pool: Any) -> Picture:
     return Picture(
-        "PagedPool", _facts(pool), [_block_strip(_states_of(pool.blocks), pool.block_size)]
+        "PagedPool",
+        _facts(pool, pool.spec),
+        [_block_strip(_states_of(pool.blocks), pool.blocks.block_size)],
     )
 
 
@@ -148,7 +150,9 @@ def _paged_cache(cache: Any) -> Picture:
             last = table[length // cache.block_size :][:1]  # nothing where all blocks are full
             if length % cache.block_size and len(last) and states[last[0]] == 1:
                 states[last[0]] = 3
-            windows.setdefault(cache.window_of(of_group[0]), []).append((of_group, own.tolist()))
+            windows.setdefault(cache.layers[of_group[0]].window_left, []).append(
+                (of_group, own.tolist())
+            )
         many = any(len(groups) > 1 for groups in windows.values())
         for window, groups in windows.items():
             what = "blocks" if window < 0 else f"window {window} blocks"
@@ -165,7 +169,7 @@ def _paged_cache(cache: Any) -> Picture:
         lines += [("", _blocks_each(*item)) for item in windows.items() if many]
     return Picture(
         "PagedKVCache",
-        _facts(cache, cache.num_layers),
+        _facts(cache, next(x for x in cache.layers if x.head_dim is not None), cache.num_layers),
         [_block_strip(states, cache.block_size)],
         lines,
     )
@@ -218,8 +222,8 @@ def _before(cache: Any) -> Picture | None:
 
 
 def _multi_facts(cache: Any) -> list[str]:
-    layers = len(cache._layers)
-    facts = [_kinds(cache), plural(layers, "layer") + " so far"]
+    layers = cache.layers
+    facts = [*map(_storage, list(layers.values())[:1]), plural(len(layers), "layer") + " so far"]
     return [*facts, str(cache.target), format_bytes(cache.nbytes)]
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from numkv import targets
 from numkv.access import Access, whole
 from numkv.blocks.prefix import block_digests, plain_extra
-from numkv.caches import PagedKVCache
+from numkv.caches import LayerSpec, PagedKVCache
 from numkv.caches.paged.arguments import ids_of_step, numbers_of_new_tokens, prompt_ids
 from numkv.caches.paged.store import Extra
 from numkv.checks import check_integers, host_array
@@ -39,12 +39,8 @@ class ShardedKVCache(ReadableShards):
 
     Parameters
     ----------
-    num_layers : int
-        Layers of the model that attend.
-    num_kv_heads : int
-        Heads of K and V.
-    head_dim : int
-        Elements of a K row.
+    num_layers, num_kv_heads, head_dim, layers
+        See `numkv.PagedKVCache`; all layers have rows of their own, which are alike.
     num_blocks : int
         Blocks of each shard.
     heads : int
@@ -61,8 +57,7 @@ class ShardedKVCache(ReadableShards):
     limits : Limits, optional
         What may be on its way to a shard at once, and how long it may take to answer.
     **options
-        What else `PagedKVCache` takes: `block_size`, `kind`, `target`, `head_dim_v`, `k_kind`, `v_kind`, `windows`,
-        `rotate`.
+        What else `PagedKVCache` takes: `block_size`, `kind`, `rotate`, `target`.
 
     Raises
     ------
@@ -83,10 +78,11 @@ class ShardedKVCache(ReadableShards):
 
     def __init__(
         self,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
+        num_layers: int | None = None,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
         *,
+        layers: Iterable[LayerSpec] | None = None,
         num_blocks: int,
         heads: int = 1,
         context: int = 1,
@@ -98,16 +94,18 @@ class ShardedKVCache(ReadableShards):
     ) -> None:
         alike = {**options, "target": "cpu"}
         targets.get(options.get("target", "cpu"))
-        model = PagedKVCache(num_layers, num_kv_heads, head_dim, num_blocks=1, **alike)
-        layers = model._store.layers
-        if not layers.plain or layers.first.is_latent:
+        model = PagedKVCache(
+            num_layers, num_kv_heads, head_dim, layers=layers, num_blocks=1, **alike
+        )
+        of = model._store.layers
+        if not of.plain or of.first.is_latent:
             raise NotSupported(
                 "ShardedKVCache: expected rows of K and V that are alike in all layers, without chunks, shares and "
                 "states, got latents or layers that are not alike; keep such a cache in one process"
             )
         self._access = Access()
-        self._model = model
-        self._windows = [model.window_of(layer) for layer in range(model.num_layers)]
+        self._model, self.rows = model, of.first
+        self._windows = [of.window_left for of in model.layers]
         blocks = check_size("num_blocks", num_blocks)
         size = model.block_size
         stripe = 16 * size if stripe is None else check_size("stripe", stripe, 1)
@@ -117,10 +115,8 @@ class ShardedKVCache(ReadableShards):
                 size,
                 stripe,
             )
-        arguments = {
-            "num_layers": model.num_layers, "num_kv_heads": model.num_kv_heads,
-            "head_dim": model.head_dim, "num_blocks": blocks, **options,
-        }  # fmt: skip
+        rest = {name: x for name, x in options.items() if name not in ("kind", "rotate")}
+        arguments = {"layers": model.layers, "num_blocks": blocks, **rest}
         self._begin(arguments, (heads, context), transport, store, limits)
         self._stripe = stripe
 

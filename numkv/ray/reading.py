@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from numkv.access import writes
 from numkv.attention.attend import check_group
 from numkv.attention.options import check_options
+from numkv.caches.layer_spec import LayerSpec
 from numkv.errors import DimensionMismatch, NumkvError
-from numkv.kinds import Kind
 from numkv.numbers import check_index
 from numkv.ray.books import Sequence
 from numkv.ray.merging import Partial, merged
@@ -34,29 +34,9 @@ class ReadableShards(WholeShardedCache):
         return self._model.num_layers
 
     @property
-    def num_kv_heads(self) -> int:
-        """Kv heads of each layer, on all shards."""
-        return self._model.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of a K row."""
-        return self._model.head_dim
-
-    @property
-    def head_dim_v(self) -> int:
-        """Elements of a V row."""
-        return self._model.head_dim_v
-
-    @property
-    def kind(self) -> Kind:
-        """Storage kind of K."""
-        return self._model.kind
-
-    @property
-    def v_kind(self) -> Kind:
-        """Storage kind of V."""
-        return self._model.v_kind
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """What each layer keeps, on all shards; see `numkv.PagedKVCache.layers`."""
+        return self._model.layers
 
     @property
     def block_size(self) -> int:
@@ -90,12 +70,9 @@ class ReadableShards(WholeShardedCache):
         layout = self._layout
         return (
             f"ShardedKVCache(sequences={len(self)}, num_layers={self.num_layers}, heads={layout.parts}, "
-            f"context={layout.columns}, blocks={self.num_blocks}, block_size={self.block_size}, kind={self.kind})"
+            f"context={layout.columns}, blocks={self.num_blocks}, block_size={self.block_size}, "
+            f"kind={self.rows.k_kind})"
         )
-
-    def window_of(self, layer: int) -> int:
-        """The window of a layer; see `numkv.PagedKVCache.window_of`."""
-        return self._model.window_of(layer)
 
     def length(self, seq: int) -> int:
         """Committed tokens of a sequence."""
@@ -149,7 +126,7 @@ class ReadableShards(WholeShardedCache):
         layer = check_index("layer", layer, self.num_layers)
         seqs = list(itertools.islice(map(self._number, sequences), 2**31))
         states = [self._sequence(seq) for seq in seqs]
-        q = host_rows("q", q, (len(seqs), "num_q_heads", self.head_dim))
+        q = host_rows("q", q, (len(seqs), "num_q_heads", self.rows.head_dim))
         self._check_q_heads(q.shape[1])
         asked: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap}
         sinks = self._check_options(asked, sinks, q.shape[1])
@@ -185,7 +162,7 @@ class ReadableShards(WholeShardedCache):
             Partial(rows, *side_by_side(values[i * each : (i + 1) * each]))
             for i, rows in enumerate(parts)
         ]
-        shape = (*q.shape[:2], self.head_dim_v)
+        shape = (*q.shape[:2], self.rows.head_dim_v)
         whole = not self._is_split and bool(found) and len(found[0].out) == len(seqs)
         out, lse = merged(found, shape, q.dtype, sinks if self._is_split else None, whole)
         return (out, lse) if return_lse else out
@@ -193,7 +170,7 @@ class ReadableShards(WholeShardedCache):
     # -- checks
 
     def _check_q_heads(self, num_q_heads: int) -> None:
-        check_group(num_q_heads, self.num_kv_heads)
+        check_group(num_q_heads, self.rows.num_kv_heads)
 
     def _check_options(self, asked: dict[str, Any], sinks: Any, num_q_heads: int) -> Any:
         """Check options before anything is sent; sinks as an array."""
@@ -213,7 +190,7 @@ class ReadableShards(WholeShardedCache):
     @property
     def _widest(self) -> Any:
         """The dtype of K or V where that is float64, else float32."""
-        wide = any(kind.name == "fp64" for kind in (self.kind, self.v_kind))
+        wide = any(kind.name == "fp64" for kind in (self.rows.k_kind, self.rows.v_kind))
         return np.dtype(np.float64 if wide else np.float32)
 
     def _for_shards(self, q: NDArray[Any]) -> NDArray[Any]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from numkv.caches import PagedKVCache
+from numkv.caches.paged.layers import LayerRows
 from numkv.interrupts import opened
 from numkv.ray.books import Directory, Sequence, kept_after_loss, shortened
 from numkv.ray.channel import Channel, Limits, Ticket, first_error
@@ -25,6 +27,8 @@ _ATTEMPTS = 3
 class Recovering:
     """The shards of a `ShardedKVCache`, and how it goes on without some of them."""
 
+    #: Of each layer, on all shards.
+    rows: LayerRows
     _model: PagedKVCache
     _windows: list[int]
 
@@ -33,7 +37,7 @@ class Recovering:
         store: Mapping[str, Any] | None, limits: Limits | None,
     ) -> None:  # fmt: skip
         """Make the shards."""
-        self._layout = layout = Layout.of(self._model.num_kv_heads, *divided)
+        self._layout = layout = Layout.of(self.rows.num_kv_heads, *divided)
         self._is_split = layout.columns > 1
         self._arguments, self._store = arguments, None if store is None else dict(store)
         self._limits = Limits() if limits is None else limits
@@ -59,9 +63,11 @@ class Recovering:
         """What a shard is made from."""
         layout = self._layout
         heads = layout.kv_heads(layout.part_of(shard))
-        arguments = {**self._arguments, "num_kv_heads": heads.stop - heads.start}
+        part: dict[str, Any] = {"num_kv_heads": heads.stop - heads.start}
         if self._is_split:
-            arguments["windows"] = None  # queries come with what they see
+            part["window_left"] = -1  # queries come with what they see
+        layers = [replace(of, **part) for of in self._model.layers]
+        arguments = {**self._arguments, "layers": layers}
         store = self._store
         if store is not None and layout.parts > 1:
             mark = store["mark"]

@@ -101,7 +101,7 @@ class Attending:
                 for part, of_column in zip(step._attended if values else (), values, strict=True)
             ]
             whole = not step._cache._is_split
-            shape = (*self._q.shape[:2], step._cache.head_dim_v)
+            shape = (*self._q.shape[:2], step._cache.rows.head_dim_v)
             self._found = merged(parts, shape, self._q.dtype, sinks, whole), return_lse
             self._tickets = []
         (out, lse), return_lse = self._found
@@ -237,8 +237,8 @@ class ShardedStep:
             )
         wide = np.float64 if np.float64 in (qkv.dtype, cache._widest) else np.float32
         k, v = (
-            np.empty((1, cache.num_kv_heads, max(n, 1), dim), wide)
-            for dim in (cache.head_dim, cache.head_dim_v)
+            np.empty((1, cache.rows.num_kv_heads, max(n, 1), dim), wide)
+            for dim in (cache.rows.head_dim, cache.rows.head_dim_v)
         )
         q: NDArray[Any] = paged_write(
             qkv, k, v, np.arange(n), num_q_heads=num_q_heads, positions=self.positions, cos=cos, sin=sin,
@@ -355,7 +355,7 @@ class ShardedStep:
         """Send rows and queries of a layer."""
         cache = self._cache
         sm_scale, cap, sinks, return_lse = options
-        q = host_rows("q", q, (self.num_tokens, "num_q_heads", cache.head_dim))
+        q = host_rows("q", q, (self.num_tokens, "num_q_heads", cache.rows.head_dim))
         cache._check_q_heads(q.shape[1])
         asked: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": cap}
         sinks = cache._check_options(asked, sinks, q.shape[1])
@@ -426,8 +426,8 @@ class ShardedStep:
     def _check_rows(self, k: Any, v: Any) -> tuple[NDArray[Any], NDArray[Any]]:
         cache, n = self._cache, self.num_tokens
         return (
-            host_rows("k", k, (n, cache.num_kv_heads, cache.head_dim)),
-            host_rows("v", v, (n, cache.num_kv_heads, cache.head_dim_v)),
+            host_rows("k", k, (n, cache.rows.num_kv_heads, cache.rows.head_dim)),
+            host_rows("v", v, (n, cache.rows.num_kv_heads, cache.rows.head_dim_v)),
         )
 
 

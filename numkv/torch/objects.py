@@ -2,7 +2,7 @@
 
 Every public method of a class is wrapped: tensors among its arguments become arrays on the same memory, arrays in its
 result become tensors, and steps and bound calls are those of this module. What is for kernels stays as it is:
-``arrays``, ``jit``, ``layer_jit``.
+``arrays``, ``jit``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numkv.caches.paged import bound as bound_paged
 from numkv.torch.tensors import counterparts, on_tensors, tensors_of
 
 # For kernels, and for numkv's own books.
-_AS_THEY_ARE = {"arrays", "jit", "layer_jit", "pool", "caches", "underlying_cache"}
+_AS_THEY_ARE = {"arrays", "jit", "pool", "caches", "underlying_cache"}
 
 _PLAIN = {
     "bool",

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedConfig
 
+from numkv.caches import FullPrecision
 from numkv.drawing.page import drawn
 from numkv.errors import NotSupported
 from numkv.interrupts import uninterrupted
@@ -62,18 +63,16 @@ class NumkvCache(Cache):  # type: ignore[misc]
         Tokens of each sequence to reserve room for; without it, and past it, room grows by doubling.
     rotate : bool
         Whether rows are rotated before they are stored, which makes INT4 more exact; see docs/layouts.md.
-    residual_window : int
-        How many of each sequence's newest tokens are read in full precision, as the model computes them, beside
-        quantised storage; see `numkv.KVCache`.
-    num_sink_tokens : int
-        How many of each sequence's first tokens are read so, too. It makes no layer see more of them than it does.
+    full_precision : FullPrecision, optional
+        How many of each sequence's newest and first tokens are read in full precision, as the model computes them,
+        beside quantised storage. It makes no layer see more of them than it does.
 
     Raises
     ------
     NotSupported
         If the model has layers that would not be right: attention that chooses tokens by an index, ALiBi, cross
-        attention. If `residual_window` or `num_sink_tokens` is given and neither K nor V is quantised. Of models with
-        latent attention, if `rotate`, one of these two or a `v_kind` is given, as V is a part of K's rows.
+        attention. If `full_precision` is given and neither K nor V is quantised. Of models with latent attention, if
+        `rotate`, `full_precision` or a `v_kind` is given, as V is a part of K's rows.
     UnsupportedDType, DimensionMismatch, ValueError, TypeError
         If a kind or a number is not one.
 
@@ -104,10 +103,9 @@ class NumkvCache(Cache):  # type: ignore[misc]
         v_kind: Any = None,
         capacity: int | None = None,
         rotate: bool = False,
-        residual_window: int = 0,
-        num_sink_tokens: int = 0,
+        full_precision: FullPrecision | None = None,
     ) -> None:
-        options = Options(kind, k_kind, v_kind, capacity, rotate, residual_window, num_sink_tokens)
+        options = Options(kind, k_kind, v_kind, capacity, rotate, full_precision)
         if not isinstance(config, PreTrainedConfig):
             raise TypeError(
                 f"`config`: expected a transformers.PreTrainedConfig, got {type(config).__name__}; pass model.config"
@@ -116,10 +114,10 @@ class NumkvCache(Cache):  # type: ignore[misc]
         config = config.get_text_config(decoder=True)
         _check_config(config)
         latent = _is_set(config, "kv_lora_rank")
-        kept = residual_window or num_sink_tokens
+        kept = full_precision is not None
         if latent and (rotate or kept or (v_kind is not None and v_kind != k_kind)):
             raise NotSupported(
-                "NumkvCache: expected no rotate, residual_window, num_sink_tokens or v_kind for latent attention, "
+                "NumkvCache: expected no rotate, full_precision or v_kind for latent attention, "
                 "whose V is a part of K's rows, got one; pass kind alone"
             )
         layers = [

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 
+from numkv.caches import FullPrecision
 from numkv.errors import NotSupported
 from numkv.transformers.cache import NumkvCache
 from numkv.transformers.internals import (
@@ -33,8 +34,7 @@ def use(
     v_kind: Any = None,
     capacity: int | None = None,
     rotate: bool = False,
-    residual_window: int = 0,
-    num_sink_tokens: int = 0,
+    full_precision: FullPrecision | None = None,
 ) -> _Model:
     """Have a model attend by numkv, and ``model.generate`` make a `NumkvCache` where it is given no cache.
 
@@ -45,7 +45,7 @@ def use(
     ----------
     model : transformers.PreTrainedModel
         A decoder on the CPU, or what PEFT or ``torch.compile`` makes of one: then the model within is switched.
-    kind, k_kind, v_kind, rotate, residual_window, num_sink_tokens
+    kind, k_kind, v_kind, rotate, full_precision
         How K and V are stored; see `NumkvCache`.
     capacity : int, optional
         Tokens of each sequence to reserve room for; without it as many as ``generate`` may make.
@@ -80,7 +80,7 @@ def use(
     """
     options = {
         "kind": kind, "k_kind": k_kind, "v_kind": v_kind, "capacity": capacity, "rotate": rotate,
-        "residual_window": residual_window, "num_sink_tokens": num_sink_tokens,
+        "full_precision": full_precision,
     }  # fmt: skip
     inner = _inner(model)
     generating = _generating(inner)

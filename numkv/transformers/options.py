@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from numkv.access import Access
-from numkv.errors import NotSupported
+from numkv.caches import FullPrecision
+from numkv.caches.layer_spec import in_full
 from numkv.kinds import Kind, kind
 from numkv.numbers import check_flag, check_size
 from numkv.transformers.books import Books
@@ -28,7 +29,7 @@ class Options:
         Tokens of each sequence to reserve room for.
     rotate : bool
         Whether rows are rotated.
-    residual_window, num_sink_tokens : int
+    full_precision : FullPrecision, optional
         Newest and first tokens of each sequence that are kept in full precision, too.
     """
 
@@ -39,8 +40,7 @@ class Options:
         v_kind: Any = None,
         capacity: int | None = None,
         rotate: bool = False,
-        residual_window: int = 0,
-        num_sink_tokens: int = 0,
+        full_precision: FullPrecision | None = None,
     ) -> None:
         if kind is not None and k_kind is not None and v_kind is not None:
             raise ValueError(
@@ -49,23 +49,17 @@ class Options:
         self.k_kind, self.v_kind = (_kind(x if x is not None else kind) for x in (k_kind, v_kind))
         self.capacity = 0 if capacity is None else check_size("capacity", capacity)
         self.rotate = check_flag("rotate", rotate)
-        self.residual_window = check_size("residual_window", residual_window)
-        quantises = any(of and of.has_scales for of in (self.k_kind, self.v_kind))
-        self.num_sink_tokens = check_size("num_sink_tokens", num_sink_tokens)
-        for name in ("residual_window", "num_sink_tokens"):
-            if getattr(self, name) and not quantises:
-                raise NotSupported(
-                    f"`{name}`: expected 0 for storage that quantises nothing, got {getattr(self, name)}; leave it "
-                    "out, or choose int8 or int4"
-                )
+        kinds = self.k_kind, self.v_kind
+        quantises = any(of is not None and of.has_scales for of in kinds)
+        self.full_precision = in_full(full_precision, "floats", quantises)
         self.access = Access()
         self.groups = Groups()
         self._empty: dict[tuple[int, int, int, int], Books] = {}
 
     def recent(self) -> Recent | None:
         """What keeps a layer's tokens in full precision, if any."""
-        kept = self.residual_window, self.num_sink_tokens
-        return Recent(*kept) if any(kept) else None
+        kept = self.full_precision
+        return None if kept is None else Recent(kept.window, kept.num_sink_tokens)
 
     def kinds(self, of_keys: Kind, of_values: Kind) -> tuple[Kind, Kind]:
         """Kinds of K and V, those of the model where none was asked for."""

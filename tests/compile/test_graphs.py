@@ -10,6 +10,7 @@ import naive
 import numpy as np
 import pytest
 from captured import RELAXED, captured, new_stream
+from layer_lists import paged_kv_cache
 
 import numkv
 from numkv import targets
@@ -33,7 +34,7 @@ def rows(rng, tokens, heads=HEADS):
 
 
 def paged(layers=2, kind="fp16", blocks=64, **options):
-    return numkv.PagedKVCache(
+    return paged_kv_cache(
         layers, HEADS, DIM, num_blocks=blocks, block_size=BLOCK, kind=kind, target="cuda", **options
     )
 

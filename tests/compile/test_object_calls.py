@@ -8,6 +8,7 @@ import naive
 import numpy as np
 import pytest
 import tolerances
+from layer_lists import paged_kv_cache
 from ptx_on_cuda import device
 
 import numkv
@@ -167,7 +168,7 @@ def test_bound_calls():
     q_heads, kinds = HEADS * GROUP, {"kind": "int8", "target": "cuda"}
     cache = numkv.KVCache(1, HEADS, DIM, max_seq_len=16, **kinds)
     layer = numkv.ContiguousLayer(16, HEADS, DIM, **kinds)
-    paged = numkv.PagedKVCache(1, HEADS, DIM, num_blocks=8, block_size=4, **kinds)
+    paged = paged_kv_cache(1, HEADS, DIM, num_blocks=8, block_size=4, **kinds)
     of_cache, of_layer, of_paged = (x.bind(q_heads) for x in (cache, layer, paged))
     seq, rows = paged.add(), random(6, 1, HEADS, DIM)
     for i, row in enumerate(rows):
@@ -346,7 +347,7 @@ def test_rotated_rows_are_looked_at_as_they_are_written():
 def test_rows_of_a_window_are_looked_at(make):
     """Nobody waits; what leaves the window is zeros by then, and told with the index that it came with."""
     layer, k, v = (
-        make(residual_window=3),
+        make(full_precision=numkv.FullPrecision(3)),
         random(9, HEADS, DIM),
         random(9, HEADS, DIM + 1)[..., :DIM],
     )

@@ -172,7 +172,7 @@ def test_rotation_spreads_an_outlier():
         ("int4", CacheChoice("int4")),
         ("int4+rotate", CacheChoice("int4", rotate=True)),
         ("int8/int4+rotate", CacheChoice("int8", "int8", "int4", rotate=True)),
-        ("int4+window128+sinks4", CacheChoice("int4", residual_window=128, num_sink_tokens=4)),
+        ("int4+window128+sinks4", CacheChoice("int4", window=128, sinks=4)),
         ("codes3", CompressorChoice(3)),
         ("codes4+sketch", CompressorChoice(4, True)),
         ("last256", NewestChoice(256)),

@@ -9,6 +9,7 @@ import zlib
 import numpy as np
 import pytest
 from file_surgery import File, changed, places
+from layer_lists import paged_kv_cache
 from saved_caches import CACHES, HEADS, layer, paged_cache
 
 import numkv
@@ -104,7 +105,7 @@ def flip_header(path, bits):
 
 def test_a_header_of_empty_arrays_has_no_bit_to_spare(tmp_path):
     """Their shapes could be any, if nothing compared them. This bit makes another digit of each digit."""
-    cache = numkv.PagedKVCache(1, 1, 8, num_blocks=4, block_size=4, v_kind="latent")
+    cache = paged_kv_cache(1, 1, 8, num_blocks=4, block_size=4, v_kind="latent")
     numkv.save(tmp_path / "saved", cache.swap_out(cache.add()))
     flip_header(tmp_path / "saved", [0])
 
@@ -130,10 +131,13 @@ def test_sizes_of_states_are_checked(tmp_path):
     """With states none that hold nothing; without them, none at all."""
     shapes = {0: [((4,), "float32")]}
     for states, wrong in (
-        ({"states": shapes, "num_states": 2}, {"num_states": [0, 2**31, None], "checkpoint_every": [0, 5]}),
+        (
+            {"states": shapes, "state_slots": numkv.StateSlots(2)},
+            {"num_states": [0, 2**31, None], "checkpoint_every": [0, 5]},
+        ),
         ({}, {"num_states": [1], "checkpoint_every": [4]}),
     ):  # fmt: skip
-        cache = numkv.PagedKVCache(1, 1, 8, num_blocks=4, block_size=4, kind="fp32", **states)
+        cache = paged_kv_cache(1, 1, 8, num_blocks=4, block_size=4, kind="fp32", **states)
         seq = cache.add()
         step = cache.reserve([seq], [1])
         step.append(0, *np.ones((2, 1, 1, 8), np.float32))
@@ -348,17 +352,17 @@ def test_blocks_of_a_pool_are_given_back(tmp_path):
     file.write(tmp_path / "bad")
     with pytest.raises(numkv.NotSupported, match="NaN"):
         numkv.load(tmp_path / "bad", pool=pool)
-    assert pool.num_free == 9
+    assert pool.blocks.num_free == 9
     pool.check()
     numkv.load(tmp_path / "good", pool=pool)
-    assert pool.num_free == 5
+    assert pool.blocks.num_free == 5
 
 
 def test_rows_that_no_cache_has_are_refused(tmp_path):
     """Latents that are rotated, and a layer with a window and with chunks."""
     latents = numkv.ContiguousLayer(9, 1, 8, kind="int8", v_kind="latent")
-    paged = numkv.PagedKVCache(1, 1, 8, num_blocks=4, block_size=4, v_kind="latent")
-    mixed = numkv.PagedKVCache(2, [1, 2], 8, num_blocks=4, block_size=4, windows=[-1, 4])
+    paged = paged_kv_cache(1, 1, 8, num_blocks=4, block_size=4, v_kind="latent")
+    mixed = paged_kv_cache(2, [1, 2], 8, num_blocks=4, block_size=4, windows=[-1, 4])
     for cache, place, value in (
         (latents, ("rotation",), 0), (paged, ("geometry", 4), 0), (mixed, ("geometry", 5, 1, 1), 2),
         (paged.swap_out(paged.add()), ("geometry", 4), 0),

@@ -137,10 +137,10 @@ def test_a_layer_takes_its_blocks_from_a_pool(tmp_path, target):
     pool = numkv.PagedPool(5, 4, HEADS, 32, kind="int8", target=target)
     loaded = numkv.load(tmp_path / "file", pool=pool)
     assert loaded.pool is pool
-    assert pool.num_free == 1
+    assert pool.blocks.num_free == 1
     with pytest.raises(numkv.CacheFull):
         numkv.load(tmp_path / "file", pool=pool)
-    assert pool.num_free == 1
+    assert pool.blocks.num_free == 1
     for other in (
         {"kind": "fp16"}, {"block_size": 8}, {"head_dim": 64}, {"num_kv_heads": 1}, {"rotate": True},
     ):  # fmt: skip
@@ -154,7 +154,7 @@ def test_a_layer_takes_its_blocks_from_a_pool(tmp_path, target):
         wrong = numkv.PagedPool(**(sizes | other), target=target)
         with pytest.raises(numkv.DimensionMismatch, match="`pool`"):
             numkv.load(tmp_path / "file", pool=wrong)
-        assert wrong.num_free == 9
+        assert wrong.blocks.num_free == 9
 
 
 def test_rows_of_others_in_a_pool_stay(tmp_path, target):
@@ -176,7 +176,7 @@ def test_a_pool_keeps_its_scales(tmp_path):
     pool = numkv.PagedPool(9, 4, HEADS, 32, kind="fp8_e4m3")
     with pytest.raises(numkv.NumkvError, match="`pool`: expected one whose scales of v"):
         numkv.load(tmp_path / "file", pool=pool)
-    assert pool.num_free == 9
+    assert pool.blocks.num_free == 9
     pool.set_scales(v=0.5)
     numkv.load(tmp_path / "file", pool=pool)
 

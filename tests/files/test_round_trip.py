@@ -142,7 +142,7 @@ def test_a_growing_cache_grows_on(tmp_path):
 
 
 def test_full_precision_tokens_leave_the_window_as_they_would_have(tmp_path):
-    cache = kv_cache("cpu", kind="int8", residual_window=3, num_sink_tokens=2)
+    cache = kv_cache("cpu", kind="int8", full_precision=numkv.FullPrecision(3, 2))
     numkv.save(tmp_path / "file", cache)
     loaded = numkv.load(tmp_path / "file")
     for x in (cache, loaded):

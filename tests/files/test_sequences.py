@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from layer_lists import paged_kv_cache
 from safetensors.numpy import save_file
 
 import numkv
@@ -9,7 +10,7 @@ from numkv.files import load_sequences, save_sequences
 
 
 def filled(kind, windows=None, lens=(37, 5)):
-    cache = numkv.PagedKVCache(2, 2, 8, num_blocks=64, block_size=4, kind=kind, windows=windows)
+    cache = paged_kv_cache(2, 2, 8, num_blocks=64, block_size=4, kind=kind, windows=windows)
     rng = np.random.default_rng(3)
     seqs = []
     for n in lens:
@@ -37,7 +38,7 @@ def test_a_round_trip_attends_alike(tmp_path, kind, windows):
     cache, seqs = filled(kind, windows)
     path = tmp_path / "cache.safetensors"
     save_sequences(path, [cache.swap_out(s) for s in seqs])
-    other = numkv.PagedKVCache(2, 2, 8, num_blocks=40, block_size=4, kind=kind, windows=windows)
+    other = paged_kv_cache(2, 2, 8, num_blocks=40, block_size=4, kind=kind, windows=windows)
     back = [other.swap_in(s) for s in load_sequences(path)]
     q = np.random.default_rng(0).standard_normal((2, 4, 8)).astype(np.float32)
     for layer in range(2):
@@ -69,7 +70,7 @@ def test_another_geometry_is_refused(tmp_path, other):
     cache, (seq, _) = filled("fp16")
     save_sequences(tmp_path / "s", [cache.swap_out(seq)])
     arguments = {"head_dim": 8, "block_size": 4, "kind": "fp16"} | other
-    target = numkv.PagedKVCache(2, 2, num_blocks=40, **arguments)
+    target = paged_kv_cache(2, 2, num_blocks=40, **arguments)
     with pytest.raises(numkv.DimensionMismatch, match="geometry"):
         target.swap_in(load_sequences(tmp_path / "s")[0])
     assert target.num_free == 40

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from layer_lists import paged_kv_cache
 
 import numkv
 from fuzz.common import (
@@ -11,6 +12,8 @@ from fuzz.common import (
     EXTRA,
     FLAG,
     KEEP,
+    KIND,
+    KIND_OPTION,
     LAYER,
     LSE,
     NEW_K,
@@ -18,6 +21,7 @@ from fuzz.common import (
     OPTIONS,
     SCALE,
     SM_SCALE,
+    WINDOW,
     WRITE,
     WRITE_LATENTS,
     Q,
@@ -56,8 +60,8 @@ class Paged(Single):
         options["key_bounds"] = bounded and d.randrange(3) == 0
         quantised = not self.latent and self.kind in ("int8", "int4")
         if quantised and not options["key_bounds"] and "chunks" not in options and d.randrange(2):
-            options |= {"residual_window": d.choice([1, 3]), "num_sink_tokens": d.choice([0, 2])}
-        made = [numkv.PagedKVCache(self.layers, self.heads, self.dim, **options) for _ in "ab"]
+            options["full_precision"] = numkv.FullPrecision(d.choice([1, 3]), d.choice([0, 2]))
+        made = [paged_kv_cache(self.layers, self.heads, self.dim, **options) for _ in "ab"]
         self.cache = made[0]
         self.objects["PagedKVCache"] = Pair(*made)
         self.steps: list[Pair] = []
@@ -182,8 +186,7 @@ def _unlike(d: Draw, layers: int, block_size: int) -> dict[str, object]:
         found["shares"] = {layers - 1: 0}
     if d.randrange(2):
         found["states"] = {0: [((2,), "float32")]}
-        found["num_states"] = d.choice([2, 6, 12])
-        found["checkpoint_every"] = d.choice([1, 2]) * block_size
+        found["state_slots"] = numkv.StateSlots(d.choice([2, 6, 12]), d.choice([1, 2]) * block_size)
     return found
 
 
@@ -240,26 +243,28 @@ def _row(name: str, args: dict[str, Arg], weight: float = 1.0, after=None) -> Ro
     return Row(f"PagedKVCache.{name}", args, "PagedKVCache", after, weight)
 
 
-PAGED_OPTIONS = {
-    n: a for n, a in LAYER_OPTIONS.items() if n not in ("residual_window", "num_sink_tokens")
-}
+PAGED_OPTIONS = {n: LAYER_OPTIONS[n] for n in ("kind", "rotate", "target")}
 CACHE_SIZES = {
-    "num_layers": integer(
-        3, 4, "size"
-    ),  # of one or two layers, lists of so many entries are no mistake
+    "num_layers": integer(1, 4, "size"),
     **SIZES,
     "num_blocks": integer(0, 4, "size"),
     "block_size": integer(1, 4, "size"),
-    "head_dim_v": integer(1, 9, "size"),
 }
-WINDOWS = Arg(
-    "iterable",
-    lambda d: (
-        OMIT
-        if "num_layers" not in d.given
-        else [d.choice([-1, 3]) for _ in range(d.given["num_layers"])]
-    ),
-)
+SPEC = {
+    **SIZES,
+    "head_dim_v": integer(1, 9, "size"),
+    "kind": KIND,
+    "v_kind": KIND_OPTION,
+    "rotate": FLAG,
+    "full_precision": LAYER_OPTIONS["full_precision"],
+    "window_left": WINDOW,
+    "chunk_size": Arg("size", lambda d: OMIT),
+    "shares": Arg("size", lambda d: OMIT),
+    "states": Arg("object", lambda d: d.choice([OMIT, [((2, 3), "float32")]])),
+    "key_bounds": FLAG,
+}
+
+
 Paged.rows = [
     _row("add", {"tokens": TOKENS, "extra": EXTRA}, 2),
     _row(
@@ -355,26 +360,30 @@ Paged.rows = [
         {
             **CACHE_SIZES,
             **PAGED_OPTIONS,
-            "windows": WINDOWS,
-            "store": Arg("object", lambda d: OMIT),
             **{
-                name: Arg("object", lambda d: OMIT)
-                for name in (
-                    "chunks",
-                    "shares",
-                    "states",
-                    "num_states",
-                    "checkpoint_every",
-                    "max_nbytes",
-                    "key_bounds",
-                    "residual_window",
-                    "num_sink_tokens",
-                    "residual_kind",
-                )
+                n: Arg("object", lambda d: OMIT)
+                for n in ("layers", "store", "state_slots", "max_nbytes")
             },
         },
         call=constructed,
         weight=0.3,
+    ),
+    Row("LayerSpec", SPEC, call=constructed, weight=0.3),
+    Row(
+        "FullPrecision",
+        {
+            "window": integer(0, 4, "size"),
+            "num_sink_tokens": integer(1, 4, "size"),
+            "kind": Arg("kind", lambda d: OMIT),
+        },
+        call=constructed,
+        weight=0.2,
+    ),
+    Row(
+        "StateSlots",
+        {"num_slots": integer(0, 4, "size"), "checkpoint_every": integer(1, 4, "size")},
+        call=constructed,
+        weight=0.2,
     ),
 ]
 

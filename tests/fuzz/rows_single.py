@@ -38,11 +38,11 @@ __all__ = ["SCENES", "constructed"]
 SHIFT = numkv.rope_shift(*(a.make(None) for a in ANGLES.values()))
 
 
-def residual(d: Draw, kind: str) -> dict[str, int]:
+def residual(d: Draw, kind: str) -> dict[str, object]:
     """Tokens in full precision, of quantised kinds, sometimes."""
     if kind not in CODES or d.randrange(3):
         return {}
-    return {"residual_window": d.choice([0, 2, 4]), "num_sink_tokens": d.choice([1, 2])}
+    return {"full_precision": numkv.FullPrecision(d.choice([0, 2, 4]), d.choice([1, 2]))}
 
 
 class Single(Scene):
@@ -191,15 +191,14 @@ LAYER_OPTIONS = {
     "k_kind": KIND_OPTION,
     "v_kind": KIND_OPTION,
     "rotate": FLAG,
-    "residual_window": integer(0, 2, "size"),
-    "num_sink_tokens": integer(0, 2, "size"),
+    "full_precision": Arg(
+        "object", lambda d: numkv.FullPrecision(2) if d.randrange(4) == 0 else OMIT
+    ),
     "head_dim_v": integer(1, 9, "size"),
 }
 SIZES = {"num_kv_heads": integer(1, 2, "size"), "head_dim": integer(1, 9, "size")}
 POOL_SIZES = {"num_blocks": integer(0, 4, "size"), "block_size": integer(1, 4, "size"), **SIZES}
-POOL_OPTIONS = {
-    n: a for n, a in LAYER_OPTIONS.items() if n not in ("residual_window", "num_sink_tokens")
-}
+POOL_OPTIONS = {n: a for n, a in LAYER_OPTIONS.items() if n != "full_precision"}
 
 
 def _row_of_new(name: str, args: dict[str, Arg], weight: float = 0.3) -> Row:
@@ -209,7 +208,7 @@ def _row_of_new(name: str, args: dict[str, Arg], weight: float = 0.3) -> Row:
 def _free_blocks(d: Draw) -> np.ndarray:
     pool = d.scene.objects["PagedPool"].a
     taken = set(d.scene.layer().block_indices)
-    free = [i for i in range(pool.num_blocks) if i not in taken]
+    free = [i for i in range(pool.blocks.num_blocks) if i not in taken]
     return np.array(d.rng.sample(free, min(len(free), d.randrange(3))), np.int32)
 
 

@@ -62,7 +62,7 @@ LEFT_OUT = {
     "targets.Array": "says what an array has",
 }  # fmt: skip
 # Methods that end an object, compile a jitclass, or are called by Python: by ``with``, by `copy.deepcopy`.
-ENDING = {"close", "layer_jit", "__enter__", "__exit__", "__deepcopy__"}
+ENDING = {"close", "__enter__", "__exit__", "__deepcopy__"}
 
 
 def named() -> dict[str, set[str]]:

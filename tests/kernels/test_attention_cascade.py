@@ -4,6 +4,7 @@ import naive
 import numpy as np
 import pytest
 import tolerances
+from layer_lists import paged_kv_cache
 
 import numkv
 from numkv.errors import DimensionMismatch
@@ -149,7 +150,7 @@ def test_what_is_refused(rng):
 
 def test_steps_share_what_their_sequences_have_in_common(target, to, host, rng):
     """Two families of sequences, forked from two prompts, and one that is alone; one layer has a window."""
-    cache = numkv.PagedKVCache(
+    cache = paged_kv_cache(
         2, 2, 16, num_blocks=64, block_size=4, windows=[-1, 5], kind="fp32", target=target
     )
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from layer_lists import paged_kv_cache
 
 import numkv
 from numkv import targets
@@ -79,7 +80,7 @@ def calls_with_a_stream(target):
     layer = numkv.ContiguousLayer(8, 1, 8, kind="fp32", target=target)
     cache = numkv.KVCache(1, 1, 8, kind="fp32", target=target)
     sizes = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 8}
-    pages = numkv.PagedKVCache(**sizes, num_blocks=4, kind="fp32", target=target)
+    pages = paged_kv_cache(**sizes, num_blocks=4, kind="fp32", target=target)
     step = pages.reserve([pages.add()], 1)
     new = [there.asarray(np.ones((2, 1, 1, 8), F32)) for _ in range(2)]
     plan = numkv.AppendPlan.select(numkv.AppendDescriptor(2, 1, 1, 4, 8, 8, F32), target=target)

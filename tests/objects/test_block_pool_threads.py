@@ -63,7 +63,7 @@ def test_layers_of_several_threads_share_a_pool():
 
     in_threads(*(lambda n=n: work(n) for n in range(4)))
     pool.check()
-    assert pool.num_free == 48
+    assert pool.blocks.num_free == 48
 
 
 CHANGES = {

@@ -8,6 +8,7 @@ import numpy as np
 import processes
 import pytest
 import tolerances
+from layer_lists import paged_kv_cache
 
 import numkv
 
@@ -113,7 +114,7 @@ def test_layers_have_windows_and_sinks_of_their_own(rng):
 
 
 @pytest.mark.parametrize(
-    "options", [{"rotate": True}, {"residual_window": 3, "num_sink_tokens": 1}], ids=str
+    "options", [{"rotate": True}, {"full_precision": numkv.FullPrecision(3, 1)}], ids=str
 )
 def test_what_one_call_does_not_take_goes_in_two(rng, options):
     a, b = two_caches(rng, "int8", "fp32", 9, **options)
@@ -174,9 +175,7 @@ def test_a_layer_gives_what_two_calls_give(rng, make, kind, of_rows, first, wind
 @pytest.mark.parametrize("windows", [None, [-1, 40]], ids=["", "windows"])
 def test_a_paged_cache_gives_what_two_calls_give(rng, kind, of_rows, windows):
     """Ragged steps; sequences that get nothing, that share blocks, that are split, and long ones in two calls."""
-    a, b = (
-        numkv.PagedKVCache(2, HEADS, DIM, num_blocks=400, kind=kind, windows=windows) for _ in "ab"
-    )
+    a, b = (paged_kv_cache(2, HEADS, DIM, num_blocks=400, kind=kind, windows=windows) for _ in "ab")
     sequences = [[cache.add() for _ in range(4)] for cache in (a, b)]
     bound = a.bind(Q_HEADS, of_rows)
     for lens in ([1100, 30, 2, 0], [1, 1, 1, 1], [4, 0, 2, 1], "fork", [1, 1, 1, 1]):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from layer_lists import paged_kv_cache
 from mixed_caches import GROUP, LAYERS, Layer, make
 
 import numkv
@@ -84,8 +85,8 @@ def test_on_cuda_too(target, to, host, rng):
 def test_layers_with_states(rng):
     """Those without rows are not called; states go by the step."""
     states = {0: [((2,), "float32")]}
-    cache = numkv.PagedKVCache(
-        2, [None, 2], 8, num_blocks=8, kind="fp32", states=states, num_states=3
+    cache = paged_kv_cache(
+        2, [None, 2], 8, num_blocks=8, kind="fp32", states=states, state_slots=numkv.StateSlots(3)
     )
     bound = cache.bind([None, 4])
     step = cache.reserve([cache.add()], 1)

@@ -43,7 +43,11 @@ def test_what_a_cache_gives_back(target, to, host, rng, rotate, kind):
     cache = numkv.KVCache(2, 2, dim, head_dim_v=dim_v, **kw)
     k, v = rng.standard_normal((3, 2, dim), F32), rng.standard_normal((3, 2, dim_v), F32)
     cache.append(1, to(k), to(v))
-    assert (cache.head_dim, cache.head_dim_v, cache.entry_size) == (dim, dim_v, 2 * dim)
+    assert (cache.layers[0].head_dim, cache.layers[0].head_dim_v, cache.entry_size) == (
+        dim,
+        dim_v,
+        2 * dim,
+    )
     for rows, read, codes, scales in (
         (k, cache.k, cache.k_codes, cache.k_scales),
         (v, cache.v, cache.v_codes, cache.v_scales),
@@ -104,7 +108,7 @@ def test_files(target, to, host, rng, tmp_path, kind):
     cache.advance(5)
     numkv.save(tmp_path / "cache.numkv", cache)
     loaded = numkv.load(tmp_path / "cache.numkv", target=target)
-    assert loaded.kind is numkv.kind(kind)
+    assert loaded.layers[0].kind is numkv.kind(kind)
     assert np.array_equal(host(loaded.k_codes(0)), stored(rows, kind)[0])
     assert np.array_equal(host(loaded.v_scales(0)), stored(rows, kind)[1])
 

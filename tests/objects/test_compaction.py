@@ -148,13 +148,13 @@ def test_blocks_are_given_back(target, to, rng):
     pool = numkv.PagedPool(4, 3, HEADS, DIM, target=target)
     layer = numkv.PagedLayer(4, 3, HEADS, DIM, pool=pool)
     layer.append(*map(to, rows(rng)))
-    assert pool.num_free == 0
+    assert pool.blocks.num_free == 0
     layer.compact([0, 4, 5, 10])
-    assert pool.num_free == 2
+    assert pool.blocks.num_free == 2
     assert layer.block_table.tolist()[2:] == [-1, -1]
     pool.check()
     layer.compact([])
-    assert pool.num_free == 4
+    assert pool.blocks.num_free == 4
     pool.check()
 
 
@@ -304,7 +304,7 @@ def bits(cache, host):
     """All rows of a cache, as stored."""
     found = []
     for layer in range(cache.num_layers):
-        if cache.kind.has_scales:
+        if cache.layers[0].kind.has_scales:
             reads = (cache.k_codes, cache.k_scales, cache.v_codes, cache.v_scales)
         else:
             reads = (cache.k, cache.v)

@@ -8,6 +8,7 @@ import json
 
 import numpy as np
 import pytest
+from layer_lists import paged_kv_cache
 from numba import njit
 from safetensors import safe_open
 from safetensors.numpy import save_file
@@ -24,7 +25,7 @@ def rows(n, heads=HEADS, dim=DIM):
 
 
 def make(kind="int8", windows=None):
-    return numkv.PagedKVCache(
+    return paged_kv_cache(
         2, HEADS, DIM, num_blocks=16, block_size=BLOCK, kind=kind, windows=windows
     )
 
@@ -292,7 +293,7 @@ def test_a_block_table_cannot_be_written(value):
     for name, use in uses(layer).items():
         with pytest.raises(NumkvError, match="block_table"):
             use()
-        assert layer.pool.num_free == 2, name
+        assert layer.pool.blocks.num_free == 2, name
     write_table(layer.jit, layer.block_indices[0])
     layer.decode_attention(np.zeros((1, 2 * HEADS, DIM), np.float32))
 

@@ -62,7 +62,8 @@ def test_windows_and_first_tokens(rng, layout, window, sinks):
     """Also more of them than tokens, or than there is room for."""
     kinds = KINDS["int8"]
     one, model = Cache(layout, "cpu", kinds, window, sinks, 21), Model(kinds, window, sinks)
-    assert (one.it.residual_window, one.it.num_sink_tokens) == (window, sinks)
+    of = one.it.layers[0] if isinstance(one.it, numkv.KVCache) else one.it.spec
+    assert of.full_precision == numkv.FullPrecision(window, sinks)
     for n in (2, 1, 7, 1, 10):
         fill(one, model, rng, np.asarray, [n], kinds[2])
         assert_same(one, model, np.asarray)
@@ -85,7 +86,7 @@ def test_beside_a_float_kind(target, to, host, rng):
     """V in fp16 is rounded when K is quantised."""
     cache = numkv.KVCache(
         1, HEADS, 8, head_dim_v=6, k_kind="int8", v_kind="fp16", target=target,
-        residual_window=3, num_sink_tokens=1,
+        full_precision=numkv.FullPrecision(3, 1),
     )  # fmt: skip
     k, v = draw(rng, 9, 8)
     v = v[:, :, :6]
@@ -108,7 +109,7 @@ def test_rotated_beside_a_float_kind(target, to, host, rng):
     """What has left the window is turned back to be read, a float kind too; the others never were turned."""
     cache = numkv.KVCache(
         1, HEADS, 8, head_dim_v=6, k_kind="int8", v_kind="fp16", target=target, rotate=True,
-        residual_window=3, num_sink_tokens=1,
+        full_precision=numkv.FullPrecision(3, 1),
     )  # fmt: skip
     k, v = draw(rng, 9, 8)
     v = np.ascontiguousarray(v[:, :, :6])
@@ -320,7 +321,7 @@ def test_errors_change_nothing(rng, layout):
 
 def test_a_full_pool_changes_nothing(rng):
     pool = numkv.PagedPool(3, 2, HEADS, 8, kind="int8")
-    layer = numkv.PagedLayer(8, 2, HEADS, 8, pool=pool, residual_window=2)
+    layer = numkv.PagedLayer(8, 2, HEADS, 8, pool=pool, full_precision=numkv.FullPrecision(2))
     layer.append(*draw(rng, 5, 8))
     before = [x.copy() for x in (layer.k, layer.v, layer.k_scale)]
     q = np.ones((1, HEADS, 8), F32)
@@ -334,31 +335,44 @@ def test_a_full_pool_changes_nothing(rng):
     pool.check()
 
 
-@pytest.mark.parametrize("name", ["residual_window", "num_sink_tokens"])
-def test_arguments(name):
+@pytest.mark.parametrize("name", ["window", "num_sink_tokens"])
+def test_numbers(name):
+    with pytest.raises(numkv.DimensionMismatch, match=about(name)):
+        numkv.FullPrecision(**{name: -1})
+    with pytest.raises(TypeError, match=about(name)):
+        numkv.FullPrecision(**{name: 1.5})
+    with pytest.raises(ValueError, match="leave `full_precision` out"):
+        numkv.FullPrecision(**{name: 0})
+    assert repr(numkv.FullPrecision(**{name: 2})) == f"FullPrecision({name}=2)"
+
+
+def test_arguments():
     makers = [
         lambda **kw: numkv.KVCache(1, 1, 8, **kw),
         lambda **kw: numkv.ContiguousLayer(4, 1, 8, **kw),
         lambda **kw: numkv.PagedLayer(4, 2, 1, 8, **kw),
     ]
     for make in makers:
-        with pytest.raises(numkv.DimensionMismatch, match=about(name)):
-            make(kind="int8", **{name: -1})
-        with pytest.raises(TypeError, match=about(name)):
-            make(kind="int8", **{name: 1.5})
-        for kind in ("fp16", "fp32"):
-            with pytest.raises(numkv.NotSupported, match=about(name)):
-                make(kind=kind, **{name: 1})
-            assert getattr(make(kind=kind, **{name: 0}), name) == 0
+        with pytest.raises(TypeError, match=about("full_precision")):
+            make(kind="int8", full_precision=3)
+        for kept in (numkv.FullPrecision(1), numkv.FullPrecision(num_sink_tokens=1)):
+            for kind in ("fp16", "fp32"):
+                with pytest.raises(numkv.NotSupported, match=about("full_precision")):
+                    make(kind=kind, full_precision=kept)
+        with pytest.raises(numkv.NotSupported, match="no `kind`"):
+            make(kind="int8", full_precision=numkv.FullPrecision(1, kind="bf16"))
 
 
 @every_layout
 def test_what_it_says_of_itself(rng, layout):
     plain, one = (Cache(layout, "cpu", KINDS["int8"], *n, 12) for n in ((0, 0), (3, 2)))
-    assert "residual_window=3, num_sink_tokens=2" in repr(one.it)
-    assert "residual" not in repr(plain.it)
+    assert "FullPrecision(window=3, num_sink_tokens=2)" in repr(one.it)
+    assert "full_precision" not in repr(plain.it)
     both = Cache(layout, "cpu", KINDS["int8"], 3, 2, 12, rotate=True)
-    assert "int8, rotate=True, residual_window=3, num_sink_tokens=2, target" in repr(both.it)
+    assert (
+        "int8, rotate=True, full_precision=FullPrecision(window=3, num_sink_tokens=2), target"
+        in repr(both.it)
+    )
     assert both.it.nbytes == one.it.nbytes
     layers = 2 if layout == "cache" else 1
     assert one.it.nbytes - plain.it.nbytes == layers * 5 * HEADS * 2 * 8 * 4

@@ -16,6 +16,7 @@ from full_precision import (
     cases,
     fill,
 )
+from layer_lists import in_full
 from messages import about
 
 import numkv
@@ -187,7 +188,11 @@ def test_recent_tokens_matter_most(rng):
     errors = []
     for window, sinks in ((0, 0), (16, 0), (16, 4)):
         layer = numkv.ContiguousLayer(
-            tokens, 1, dim, kind="int4", residual_window=window, num_sink_tokens=sinks
+            tokens,
+            1,
+            dim,
+            kind="int4",
+            full_precision=in_full(window, sinks),
         )
         layer.append(k, v)
         errors.append(tolerances.row_errors(layer.decode_attention(q), want).mean())

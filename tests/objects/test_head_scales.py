@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from layer_lists import paged_kv_cache
 
 import numkv
 from numkv.files import load_sequences, save_sequences
@@ -18,7 +19,7 @@ def f32(x):
 
 
 def paged(kind="fp8_e4m3", *, scales=True, num_blocks=40, **options):
-    cache = numkv.PagedKVCache(
+    cache = paged_kv_cache(
         4, HEADS, DIM, num_blocks=num_blocks, block_size=SIZE, kind=kind, windows=WINDOWS, **options
     )
     if scales:

@@ -158,7 +158,7 @@ class LayersModel(RuleBasedStateMachine):
     @invariant()
     def same(self):
         self.pool.check()
-        assert self.pool.num_free == self.BLOCKS - sum(self.needs(len(r)) for r in self.rows)
+        assert self.pool.blocks.num_free == self.BLOCKS - sum(self.needs(len(r)) for r in self.rows)
         owned = [b for layer in self.layers for b in layer.block_indices]
         assert len(set(owned)) == len(owned)
         for layer, rows in zip(self.layers, self.rows, strict=True):

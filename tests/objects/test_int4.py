@@ -5,6 +5,7 @@ import copy
 import naive
 import numpy as np
 import pytest
+from layer_lists import paged_kv_cache
 from messages import about
 from numba import njit
 from quantised_stores import Stores, token_major
@@ -28,7 +29,7 @@ ODD = {
     "PagedPool": lambda **kw: numkv.PagedPool(4, 2, 2, 7, **kw),
     "KVCache": lambda **kw: numkv.KVCache(1, 2, 7, **kw),
     "KVCache, V": lambda **kw: numkv.KVCache(1, 2, 8, head_dim_v=7, **kw),
-    "PagedKVCache": lambda **kw: numkv.PagedKVCache(1, 2, 7, num_blocks=4, **kw),
+    "PagedKVCache": lambda **kw: paged_kv_cache(1, 2, 7, num_blocks=4, **kw),
 }
 
 
@@ -125,7 +126,7 @@ def test_what_a_cache_gives_back(target, to, host, rng):
     cache = numkv.KVCache(2, 2, 34, head_dim_v=6, kind="int4", target=target)
     k, v = rng.standard_normal((3, 2, 34), F32), rng.standard_normal((3, 2, 6), F32)
     cache.append(1, to(k), to(v))
-    assert (cache.head_dim, cache.head_dim_v, cache.entry_size) == (34, 6, 68)
+    assert (cache.layers[0].head_dim, cache.layers[0].head_dim_v, cache.entry_size) == (34, 6, 68)
     for rows, read, codes, scales in (
         (k, cache.k, cache.k_codes, cache.k_scales),
         (v, cache.v, cache.v_codes, cache.v_scales),
@@ -161,7 +162,7 @@ def test_growth_copy_and_truncate(target, to, host, rng):
 @pytest.mark.nightly  # a kernel of its own on the CPU
 def test_files_of_mixed_kinds(target, to, host, tmp_path, rng):
     def make(**kw):
-        return numkv.PagedKVCache(1, 2, 40, num_blocks=8, block_size=4, target=target, **kw)
+        return paged_kv_cache(1, 2, 40, num_blocks=8, block_size=4, target=target, **kw)
 
     cache = make(k_kind="int8", v_kind="int4")
     seq = cache.add()

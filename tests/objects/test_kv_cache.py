@@ -21,13 +21,14 @@ def ones(value, *shape, dtype=np.float32):
 
 def fill(cache, to, rng, tokens, advance=True):
     """Append random rows to every layer; returns them, per layer, as the kind stores them."""
-    num_kv_heads, d_k, d_v = cache.num_kv_heads, cache.head_dim, cache.head_dim_v
+    of = cache.layers[0]
+    num_kv_heads, d_k, d_v = of.num_kv_heads, of.head_dim, of.head_dim_v
     rows = []
     for layer in range(cache.num_layers):
         k = rng.standard_normal((tokens, num_kv_heads, d_k), np.float32)
         v = rng.standard_normal((tokens, num_kv_heads, d_v), np.float32)
         cache.append(layer, to(k), to(v))
-        rows.append((naive.round_to(k, cache.kind.name), naive.round_to(v, cache.kind.name)))
+        rows.append((naive.round_to(k, of.kind.name), naive.round_to(v, of.kind.name)))
     if advance:
         cache.advance(tokens)
     return rows

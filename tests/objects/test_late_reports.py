@@ -50,7 +50,7 @@ def unseen(watch):
 
 def layer(window=4, sinks=1, **more):
     return numkv.ContiguousLayer(
-        64, HEADS, DIM, kind="int8", target="cuda", residual_window=window, num_sink_tokens=sinks,
+        64, HEADS, DIM, kind="int8", target="cuda", full_precision=numkv.FullPrecision(window, sinks),
         **more,
     )  # fmt: skip
 
@@ -130,7 +130,9 @@ def test_projections_into_a_window(rotate):
 
 def test_a_cache_with_windows():
     """Of several layers: what one of them is told of holds for all."""
-    cache = numkv.KVCache(2, HEADS, DIM, kind="int8", target="cuda", residual_window=4)
+    cache = numkv.KVCache(
+        2, HEADS, DIM, kind="int8", target="cuda", full_precision=numkv.FullPrecision(4)
+    )
     for layer_ in range(2):
         cache.append(layer_, to(good(6)), to(good(6)))
     cache.advance(6)

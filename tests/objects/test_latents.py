@@ -7,6 +7,7 @@ import naive
 import numpy as np
 import pytest
 import tolerances
+from layer_lists import paged_kv_cache
 
 import numkv
 
@@ -25,7 +26,7 @@ def make(which, kind, target="cpu", capacity=24, **options):
 
 
 def paged_cache(kind, target="cpu", layers=2, num_blocks=16, **options):
-    return numkv.PagedKVCache(
+    return paged_kv_cache(
         layers, 1, DIM, num_blocks=num_blocks, block_size=4, kind=kind, target=target, **LATENT, **options
     )  # fmt: skip
 
@@ -81,7 +82,8 @@ def test_a_row_is_stored_once(kind):
         assert "latent" in repr(layer)
     cache = paged_cache(kind)
     assert cache.nbytes == 2 * 64 * per_row
-    assert (cache.head_dim, cache.head_dim_v, cache.v_kind) == (DIM, WIDTH, cache.kind)
+    of = cache.layers[0]
+    assert (of.head_dim, of.head_dim_v, of.v_kind) == (DIM, WIDTH, "latent")
 
 
 MODES = [numkv.QKMode.COPY, numkv.QKMode.HALF_SPLIT, numkv.QKMode.NORM_INTERLEAVED]
@@ -274,7 +276,7 @@ def test_what_latents_refuse_by_name(what, rng):
 
 def test_arguments_that_do_not_fit(rng):
     x, options = new_rows(rng, 2), {"kind": "int8", "v_kind": "latent"}
-    for more in ({"rotate": True}, {"residual_window": 2}):
+    for more in ({"rotate": True}, {"full_precision": numkv.FullPrecision(2)}):
         with pytest.raises(numkv.NotSupported, match="latents"):
             numkv.ContiguousLayer(4, 1, DIM, head_dim_v=WIDTH, **options, **more)
     with pytest.raises(numkv.DimensionMismatch, match="head_dim_v"):
@@ -309,7 +311,7 @@ def test_arguments_that_do_not_fit(rng):
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
 def test_results_do_not_depend_on_the_batch(rng, kind):
     """A sequence alone, and among others: the same bits, of as many query heads as models have."""
-    cache = numkv.PagedKVCache(1, 1, DIM, num_blocks=512, block_size=16, kind=kind, **LATENT)
+    cache = paged_kv_cache(1, 1, DIM, num_blocks=512, block_size=16, kind=kind, **LATENT)
     lens = [1300, 40, 700]
     seqs = [cache.add() for _ in lens]
     step = cache.reserve(seqs, lens)

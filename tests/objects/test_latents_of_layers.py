@@ -1,11 +1,13 @@
 """Latents in a PagedKVCache beside trees, shared prefixes, chunks, layers that read others, and states."""
 
 import pickle
+from dataclasses import replace
 
 import naive
 import numpy as np
 import pytest
 import tolerances
+from layer_lists import paged_kv_cache
 
 import numkv
 
@@ -39,14 +41,14 @@ def grown(cache, seqs, lens, rng, **options):
 
 def mixed_cache(kind="fp32", **options):
     """Layer 0 sees all, layer 2 a chunk, layer 3 reads layer 0's rows; layer 1 keeps states and no rows."""
-    return numkv.PagedKVCache(
+    return paged_kv_cache(
         4, [1, None, 1, 1], DIM, num_blocks=32, block_size=4, kind=kind, chunks=[None, None, CHUNK, None],
-        shares={3: 0}, states={STATES: [((3,), np.float32)]}, num_states=4, **LATENT, **options,
+        shares={3: 0}, states={STATES: [((3,), np.float32)]}, state_slots=numkv.StateSlots(4), **LATENT, **options,
     )  # fmt: skip
 
 
 def test_trees_and_shared_prefixes(rng):
-    cache = numkv.PagedKVCache(2, 1, DIM, num_blocks=32, block_size=4, kind="fp32", **LATENT)
+    cache = paged_kv_cache(2, 1, DIM, num_blocks=32, block_size=4, kind="fp32", **LATENT)
     seq = cache.add()
     step, kept, _ = grown(cache, [seq], [9], rng)
     cache.commit(step)
@@ -74,7 +76,7 @@ def test_trees_and_shared_prefixes(rng):
 def test_chunks_states_and_layers_that_read_others(tmp_path, rng, kind):
     """Whatever copies such a cache copies all of it; a row is stored once."""
     cache = mixed_cache(kind)
-    assert cache.layer_rows(3).is_latent
+    assert cache.layers[3].v_kind == "latent"
     assert "latent" in repr(cache)
     per_element = 4 if kind == "fp32" else 1
     assert 0 <= cache.nbytes - 32 * 4 * DIM * per_element < 32 * 4  # states, scales of heads
@@ -108,10 +110,8 @@ def test_chunks_states_and_layers_that_read_others(tmp_path, rng, kind):
         other.check()
 
 
-@pytest.mark.parametrize(
-    "other", [{"head_dim": [DIM, 48]}, {"v_kind": ["latent", None]}, {"head_dim_v": [WIDTH, 30]}]
-)
+@pytest.mark.parametrize("other", [{"head_dim": 48}, {"v_kind": None}, {"head_dim_v": 30}])
 def test_latents_beside_other_rows_are_refused(other):
-    options = {"head_dim": DIM, "kind": "fp32", "num_blocks": 4} | LATENT | other
+    latent = numkv.LayerSpec(1, DIM, kind="fp32", **LATENT)
     with pytest.raises(numkv.NotSupported, match="latents beside other rows"):
-        numkv.PagedKVCache(2, 1, **options)
+        numkv.PagedKVCache(layers=[latent, replace(latent, **other)], num_blocks=4)

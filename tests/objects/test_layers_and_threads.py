@@ -75,7 +75,7 @@ def run(*works):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"kind": "int8", "residual_window": 4}], ids=["", "window"]
+    "options", [{}, {"kind": "int8", "full_precision": numkv.FullPrecision(4)}], ids=["", "window"]
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_four_writers_lose_no_token(name, options):
@@ -149,7 +149,9 @@ def test_readers_beside_an_appender_see_whole_tokens(name):
 def test_a_reader_beside_one_that_drops_gets_an_error_or_what_was_there(name, drop):
     """All tokens of a round say the same power of 2: a mean of tokens of two rounds is none."""
     window = drop == "window"
-    one = make(name, **({"kind": "int8", "residual_window": 2} if window else {}))
+    one = make(
+        name, **({"kind": "int8", "full_precision": numkv.FullPrecision(2)} if window else {})
+    )
     ended = threading.Event()
     if drop == "free" and name != "PagedLayer":
         drop = "truncate"
@@ -199,7 +201,7 @@ def test_layers_of_one_pool_in_threads_of_their_own():
         layer = layers[me]
         for turn in range(80):
             layer.append(*token(2.0**me, 1 + turn % 7))
-            twin = layer.copy() if turn % 9 == 0 and pool.num_free > 12 else None
+            twin = layer.copy() if turn % 9 == 0 and pool.blocks.num_free > 12 else None
             for each in filter(None, (layer, twin)):
                 assert mean_of(each) == 2.0**me
             layer.truncate(turn % 3)
@@ -215,7 +217,7 @@ def test_layers_of_one_pool_in_threads_of_their_own():
         layer.check()
     pool.check()
     owned = [block for layer in layers for block in layer.block_indices]
-    assert pool.num_free == 24 - len(owned)
+    assert pool.blocks.num_free == 24 - len(owned)
     assert len(set(owned)) == len(owned)
 
 

@@ -7,6 +7,7 @@ import naive
 import numpy as np
 import pytest
 import tolerances
+from layer_lists import described
 from own_code import as_stored
 
 import numkv
@@ -16,16 +17,16 @@ HEADS, DIM, DIM_V = 2, 8, 6
 #: What is copied: a class, and options.
 WHOLES = {
     "contiguous": ("ContiguousLayer", {"kind": "int8"}),
-    "contiguous window": ("ContiguousLayer", {"kind": "int4", "residual_window": 3, "num_sink_tokens": 1}),
+    "contiguous window": ("ContiguousLayer", {"kind": "int4", "full_precision": numkv.FullPrecision(3, 1)}),
     "contiguous rotated": ("ContiguousLayer", {"kind": "fp16", "rotate": True}),
     "contiguous fp8": ("ContiguousLayer", {"kind": "fp8_e4m3"}),
     "paged": ("PagedLayer", {"kind": "int4"}),
-    "paged window": ("PagedLayer", {"kind": "int8", "residual_window": 3}),
+    "paged window": ("PagedLayer", {"kind": "int8", "full_precision": numkv.FullPrecision(3)}),
     "paged fp8": ("PagedLayer", {"kind": "fp8_e4m3"}),
     "shared": ("shared", {"kind": "int8"}),
-    "shared window": ("shared", {"kind": "int8", "residual_window": 3}),
+    "shared window": ("shared", {"kind": "int8", "full_precision": numkv.FullPrecision(3)}),
     "cache": ("KVCache", {"kind": "int8"}),
-    "cache window": ("KVCache", {"kind": "int4", "residual_window": 3, "num_sink_tokens": 1}),
+    "cache window": ("KVCache", {"kind": "int4", "full_precision": numkv.FullPrecision(3, 1)}),
     "cache fp8": ("KVCache", {"kind": "fp8_e4m3"}),
     "cache bound": ("KVCache", {"kind": "bf16", "max_seq_len": 24, "rotate": True}),
 }  # fmt: skip
@@ -114,7 +115,7 @@ def test_the_copy_module_makes_such_copies(name, how):
     assert seen(other, np.asarray, np.asarray) == seen(twin, np.asarray, np.asarray)
     assert getattr(other, "pool", None) is getattr(one, "pool", None)
     pool = numkv.PagedPool(3, 2, HEADS, DIM)
-    assert how(pool).num_blocks == 3
+    assert how(pool).blocks.num_blocks == 3
     assert not np.shares_memory(how(pool).pool.k, pool.pool.k)
 
 
@@ -136,8 +137,8 @@ def test_a_pickle_is_equal_and_apart(name, to, host, target):
     append(twin, to, 7)
     append(twin, to, 2, salt=5)
     assert seen(other, host, to) == seen(twin, host, to)
-    assert other.kind is one.kind  # kinds are this process's own
-    assert (other.v_kind, other.rotate, other.nbytes) == (one.v_kind, one.rotate, one.nbytes)
+    assert described(other).kind is described(one).kind  # kinds are this process's own
+    assert (described(other), other.nbytes) == (described(one), one.nbytes)
 
 
 def test_layers_of_one_pickle_share_their_pool():
@@ -149,7 +150,7 @@ def test_layers_of_one_pickle_share_their_pool():
     assert c.pool is d.pool is other_pool
     c.append(*np.ones((2, 2, HEADS, DIM), F32))
     assert not set(c.block_indices) & set(d.block_indices)
-    assert (other_pool.num_free, pool.num_free) == (3, 4)
+    assert (other_pool.blocks.num_free, pool.blocks.num_free) == (3, 4)
     for x in (other_pool, c, d):
         x.check()
 
@@ -162,7 +163,7 @@ def test_a_copy_on_a_shared_pool_takes_blocks_of_it(target, to, host):
     layer.reserve(3)  # blocks without tokens are not copied
     other = layer.copy()
     assert other.pool is pool
-    assert (len(other.block_indices), pool.num_free) == (3, 0)
+    assert (len(other.block_indices), pool.blocks.num_free) == (3, 0)
     assert not set(other.block_indices) & set(layer.block_indices)
     for which in ("k", "k_scale", "v", "v_scale"):
         mine, its = (host(getattr(layer, which))[x.block_indices[:3]] for x in (layer, other))
@@ -170,18 +171,18 @@ def test_a_copy_on_a_shared_pool_takes_blocks_of_it(target, to, host):
         assert mine[2, :, :1].tobytes() == its[2, :, :1].tobytes()
     with pytest.raises(numkv.CacheFull):
         layer.copy()
-    assert pool.num_free == 0
+    assert pool.blocks.num_free == 0
     for x in (pool, layer, other):
         x.check()
     other.free()
-    assert pool.num_free == 3
+    assert pool.blocks.num_free == 3
     assert len(layer) == 5
 
 
 def test_a_failed_copy_gives_its_blocks_back(monkeypatch):
     layer = make("shared")
     append(layer, np.asarray, 5)
-    free = layer.pool.num_free
+    free = layer.pool.blocks.num_free
 
     def fails(*args):
         raise MemoryError
@@ -190,7 +191,7 @@ def test_a_failed_copy_gives_its_blocks_back(monkeypatch):
         patch.setattr(type(layer._pool), "copy_tokens", fails)
         with pytest.raises(MemoryError):
             layer.copy()
-    assert layer.pool.num_free == free
+    assert layer.pool.blocks.num_free == free
     layer.check()
 
 
@@ -203,9 +204,9 @@ def test_a_pool_copies_blocks_and_books(target, to, host):
     other = pool.copy()
     for mine, its in zip(pool.pool.arrays(), other.pool.arrays(), strict=True):
         assert np.array_equal(host(mine), host(its))
-    assert (other.num_free, layer.pool) == (3, pool)
+    assert (other.blocks.num_free, layer.pool) == (3, pool)
     layer.free()
-    assert (pool.num_free, other.num_free) == (6, 3)
+    assert (pool.blocks.num_free, other.blocks.num_free) == (6, 3)
     pool.set_scales(k=4.0)
     assert host(other.pool.k_scale).tolist() == [0.5] * HEADS
     other.blocks.release([0, 1, 2])
@@ -221,9 +222,9 @@ def test_clearing_a_pool(target):
     with pytest.raises(numkv.NumkvError, match=r"clear: .* got 2"):
         pool.clear()
     pool.blocks.release(ids)
-    assert pool.stats().cached == 2
+    assert pool.blocks.stats().cached == 2
     pool.clear()
-    assert (pool.stats().cached, pool.num_free) == (0, 6)
+    assert (pool.blocks.stats().cached, pool.blocks.num_free) == (0, 6)
     pool.check()
 
 
@@ -244,14 +245,14 @@ def test_clear_keeps_memory(name, target, to, host):
     one = make(name, target)
     append(one, to, 7)
     before, nbytes = seen(one, host, to), one.nbytes
-    free = one.pool.num_free if isinstance(one, numkv.PagedLayer) else 0
+    free = one.pool.blocks.num_free if isinstance(one, numkv.PagedLayer) else 0
     one.clear()
     assert len(one) == 0
     one.check()
     append(one, to, 7)
     assert (seen(one, host, to), one.nbytes) == (before, nbytes)
     if isinstance(one, numkv.PagedLayer):
-        assert one.pool.num_free == free
+        assert one.pool.blocks.num_free == free
 
 
 # ---------------------------------------------------------------- what `check` finds
@@ -357,18 +358,18 @@ def test_rows_that_were_not_looked_at_are_found():
 @pytest.mark.parametrize("name", ["contiguous", "paged", "shared", "paged window"])
 def test_v_rows_of_another_width(name, target, to, host):
     layer = make(name, target)
-    assert (layer.head_dim, layer.head_dim_v) == (DIM, DIM_V)
+    assert (layer.head_dim, layer.spec.head_dim_v) == (DIM, DIM_V)
     assert f"head_dim_v={DIM_V}" in repr(layer)
     append(layer, to, 7)
     q = np.random.default_rng(1).standard_normal((2, 4, DIM), F32)
     k, v = rows(7)
-    if not layer.residual_window:
-        k, v = (as_stored(x, layer.kind.name) for x in (k, v))
+    if not layer.spec.full_precision:
+        k, v = (as_stored(x, layer.spec.kind.name) for x in (k, v))
     want, _ = naive.attention(q, *(x.swapaxes(0, 1)[None] for x in (k, v)), [7], [0, 2])
     got = host(layer.decode_attention(to(q)))
     assert got.shape == (2, 4, DIM_V)
-    bound = tolerances.attention(layer.kind.name, "fp32")
-    tolerances.assert_rows_close(got, want, 0.05 if layer.residual_window else bound)
+    bound = tolerances.attention(layer.spec.kind.name, "fp32")
+    tolerances.assert_rows_close(got, want, 0.05 if layer.spec.full_precision else bound)
     before = len(layer)
     k, v = (to(x[:1]) for x in rows(7))
     for bad in (v, k), (v, v), (k, k):
@@ -383,11 +384,11 @@ def test_v_rows_of_another_width(name, target, to, host):
 def test_a_layer_must_have_the_v_rows_of_its_pool():
     pool = numkv.PagedPool(4, 2, HEADS, DIM, head_dim_v=DIM_V)
     assert f"head_dim_v={DIM_V}" in repr(pool)
-    assert numkv.PagedLayer(2, 2, HEADS, DIM, pool=pool).head_dim_v == DIM_V
+    assert numkv.PagedLayer(2, 2, HEADS, DIM, pool=pool).spec.head_dim_v == DIM_V
     with pytest.raises(numkv.DimensionMismatch, match="`head_dim_v`"):
         numkv.PagedLayer(2, 2, HEADS, DIM, pool=pool, head_dim_v=DIM)
     sizes = {numkv.ContiguousLayer: (2,), numkv.PagedPool: (2, 2), numkv.PagedLayer: (2, 2)}
     for cls, args in sizes.items():
-        assert cls(*args, HEADS, DIM).head_dim_v == DIM
+        assert cls(*args, HEADS, DIM).spec.head_dim_v == DIM
         with pytest.raises(numkv.DimensionMismatch, match="`head_dim_v`"):
             cls(*args, HEADS, DIM, head_dim_v=0)

@@ -4,6 +4,7 @@ import naive
 import numpy as np
 import pytest
 import tolerances
+from layer_lists import paged_kv_cache
 from messages import about
 
 import numkv
@@ -95,7 +96,7 @@ STORED = pytest.mark.parametrize(
 @STORED
 def test_of_a_paged_cache(target, to, host, rng, kind, rotate):
     """Of a step and of what is committed; layers with a window, and blocks that they have let go of."""
-    cache = numkv.PagedKVCache(
+    cache = paged_kv_cache(
         2,
         2,
         8,

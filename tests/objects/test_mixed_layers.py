@@ -2,10 +2,11 @@
 
 import copy
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from mixed_caches import LAYERS, Layer, Plain, arguments, check, grow, make, queries
+from mixed_caches import LAYERS, Layer, Plain, check, grow, make, queries, specs_of
 
 import numkv
 from numkv.caches.paged.groups import groups_of, page_bytes
@@ -130,28 +131,63 @@ def test_a_layer_that_reads_another_is_not_written_to(cpu):
     step.attention(3, queries(LAYERS[0], 2))
 
 
+SPEC = numkv.LayerSpec(2, 8)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "name"),
     [
-        ({"shares": {0: 4, 4: 0}}, ValueError, "shares"),
-        ({"shares": {3: 9}}, IndexError, "shares"),
-        ({"shares": {3: "a"}}, TypeError, "shares"),
-        ({"shares": [0] * 3}, numkv.DimensionMismatch, "shares"),
-        ({"shares": {0: 1}}, ValueError, "shares"),
-        ({"chunks": [4] * 7}, ValueError, "chunks"),
-        ({"chunks": 4}, TypeError, "chunks"),
-        ({"chunks": [-1] * 7}, numkv.DimensionMismatch, "chunks"),
-        ({"num_kv_heads": [2] * 6}, numkv.DimensionMismatch, "num_kv_heads"),
-        ({"head_dim": [8] * 6 + [0]}, numkv.DimensionMismatch, "head_dim"),
-        ({"kind": ["fp32"] * 6 + ["fp3"]}, numkv.UnsupportedDType, "fp3"),
+        (
+            {"layers": [SPEC, numkv.LayerSpec(shares=2), numkv.LayerSpec(shares=1)]},
+            ValueError,
+            "shares",
+        ),
+        ({"layers": [SPEC, numkv.LayerSpec(shares=9)]}, IndexError, "shares"),
+        ({"layers": [numkv.LayerSpec(shares=0)]}, ValueError, "shares"),
+        ({"layers": [SPEC, numkv.LayerSpec(), numkv.LayerSpec(shares=1)]}, ValueError, "shares"),
+        ({"layers": [SPEC, replace(SPEC, shares=0, window_left=3)]}, ValueError, "shares"),
+        ({"layers": [SPEC, replace(SPEC, shares=0, kind="int8")]}, ValueError, "shares"),
+        ({"layers": [SPEC, replace(SPEC, rotate=True)]}, numkv.NotSupported, "rotate"),
+        ({"layers": [SPEC, replace(SPEC, key_bounds=True)]}, numkv.NotSupported, "key_bounds"),
+        ({"layers": []}, numkv.DimensionMismatch, "layers"),
+        ({"layers": [numkv.LayerSpec()]}, ValueError, "layers"),
         ({"num_blocks": None}, TypeError, "num_blocks"),
         ({"max_nbytes": 10**6}, TypeError, "max_nbytes"),
         ({"sharing": {}}, TypeError, "sharing"),
+        ({"kind": "int8"}, TypeError, "kind; say it in each LayerSpec"),
+        ({"num_layers": 7}, TypeError, "num_layers; say it in each LayerSpec"),
+        ({"layers": None, "num_layers": 7}, TypeError, "num_kv_heads"),
     ],
 )
 def test_odd_arguments(options, error, name):
     with pytest.raises(error, match=name):
-        numkv.PagedKVCache(**arguments() | {"num_blocks": 8} | options)
+        numkv.PagedKVCache(**{"layers": specs_of(), "num_blocks": 8} | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "name"),
+    [
+        ({"shares": "a"}, TypeError, "shares"),
+        ({"window_left": 3, "chunk_size": 4}, ValueError, "chunk_size"),
+        ({"chunk_size": "a"}, TypeError, "chunk_size"),
+        ({"chunk_size": 0}, numkv.DimensionMismatch, "chunk_size"),
+        ({"num_kv_heads": None}, TypeError, "num_kv_heads"),
+        ({"head_dim": 0}, numkv.DimensionMismatch, "head_dim"),
+        ({"kind": "fp3"}, numkv.UnsupportedDType, "fp3"),
+    ],
+)
+def test_odd_layers(options, error, name):
+    with pytest.raises(error, match=name):
+        numkv.LayerSpec(**{"num_kv_heads": 1, "head_dim": 8} | options)
+
+
+def test_layers_say_what_they_were_given_and_make_the_same_cache():
+    cache = make()
+    given = specs_of()
+    own = [of if of.shares is None else replace(given[of.shares], shares=of.shares) for of in given]
+    assert cache.layers == tuple(own)
+    assert numkv.PagedKVCache(layers=cache.layers, num_blocks=1).layers == cache.layers
+    assert repr(own[1]) == "LayerSpec(num_kv_heads=1, head_dim=16, kind=fp32, window_left=3)"
 
 
 def test_one_budget_in_bytes():
@@ -168,26 +204,23 @@ def test_one_budget_in_bytes():
 def test_blocks_of_several_shapes_waste_little():
     """Five layers with a window for one without, of half as many heads but twice as wide, as in newer Gemmas."""
     n = 30
-    layers = Layers.check(
-        n, ([4 if i % 6 == 5 else 8 for i in range(n)], [512 if i % 6 == 5 else 256 for i in range(n)], None),
-        ("bf16", None, None), [-1 if i % 6 == 5 else 511 for i in range(n)], {},
-    )  # fmt: skip
+    sliding, full = (
+        numkv.LayerSpec(8, 256, kind="bf16", window_left=511),
+        numkv.LayerSpec(4, 512, kind="bf16"),
+    )
+    layers = Layers.of([full if i % 6 == 5 else sliding for i in range(n)])
     groups = groups_of(layers, 16)
     assert [len(g.layers) for g in groups] == [5] * 6
     assert page_bytes(layers, groups, 16) == 5 * 2 * 16 * 8 * 256 * 2
-    mixed = Layers.check(
-        24, ([8] * 24, 128, None), (["bf16"] * 4 + ["int8"] * 20, None, None), None, {}
-    )
+    mixed = Layers.of([numkv.LayerSpec(8, 128, kind=kind) for kind in ["bf16"] * 4 + ["int8"] * 20])
     groups = groups_of(mixed, 16)
     used = sum(mixed.rows[i].offsets(16)[1] for i in range(24))
     assert len(groups) * page_bytes(mixed, groups, 16) < 1.1 * used
 
 
 def test_layers_that_are_alike_are_grouped_as_ever():
-    plain = numkv.PagedKVCache(6, 2, 8, num_blocks=4, windows=[-1, 4, 4, -1, 4, 4])
-    lists = numkv.PagedKVCache(
-        6, [2] * 6, [8] * 6, num_blocks=4, windows=[-1, 4, 4, -1, 4, 4], kind=["fp16"] * 6
-    )
+    plain = numkv.PagedKVCache(6, 2, 8, num_blocks=4)
+    lists = numkv.PagedKVCache(layers=[numkv.LayerSpec(2, 8) for _ in range(6)], num_blocks=4)
     assert plain._groups == lists._groups
     assert plain._store.geometry == lists._store.geometry
     assert len(plain._store.geometry) == 5
@@ -252,12 +285,13 @@ def test_neighbours_in_a_page_stay_as_they_are(cpu):
 def test_a_layer_in_pages_is_a_cache_of_its_own(target, to, host, rotate):
     """Bit for bit, in kinds with scales of rows, of groups of elements and of heads; also moved, swapped and copied."""
     kinds, dims = ["int8", "int4", "fp8_e4m3"], [8, 16, 8]
-    options = {"num_blocks": 24, "block_size": 4, "rotate": rotate, "target": target}
-    mixed = numkv.PagedKVCache(3, 2, dims, kind=kinds, **options)
-    alone = [
-        numkv.PagedKVCache(1, 2, dim, kind=kind, **options)
-        for kind, dim in zip(kinds, dims, strict=True)
+    options = {"num_blocks": 24, "block_size": 4, "target": target}
+    specs = [
+        numkv.LayerSpec(2, dim, kind=kind, rotate=rotate)
+        for dim, kind in zip(dims, kinds, strict=True)
     ]
+    mixed = numkv.PagedKVCache(layers=specs, **options)
+    alone = [numkv.PagedKVCache(layers=[spec], **options) for spec in specs]
     rng = np.random.default_rng(1)
     new = [rng.standard_normal((2, 10, 2, dim)).astype(np.float32) for dim in dims]
     mixed.set_scales(2, k=0.25, v=np.array([0.5, 2.0], np.float32))

@@ -40,7 +40,6 @@ def calls(cache, to):
         "weights layer": lambda x: cache.attention_weights(x, q),
         "arrays layer": lambda x: cache.arrays(x),
         "scales layer": lambda x: cache.set_scales(x, 1.0),
-        "layer_jit layer": lambda x: cache.layer_jit(x),
         "remove seq": lambda x: cache.remove(x, 0),
         "remove begin": lambda x: cache.remove(0, x),
         "remove end": lambda x: cache.remove(0, 0, x),
@@ -409,7 +408,7 @@ def test_one_row_of_an_encoder(target, to, host):
     for bad in (np.ones((3, 4), F32), np.ones((2, 2, 2), F32)):
         with pytest.raises(numkv.DimensionMismatch, match=r"`[kv]`"):
             cache.put(0, to(k), to(bad))
-    assert (cache.num_kv_heads, cache.head_dim, cache.head_dim_v) == (2, 4, 3)
+    assert cache.layers[0] == numkv.LayerSpec(2, 4, head_dim_v=3, kind="fp32")
 
 
 # ---------------------------------------------------------------- hostile shifts

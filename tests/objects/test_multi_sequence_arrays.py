@@ -261,17 +261,13 @@ def test_wrapper_asks_the_layers_child(target):
 
 
 @pytest.mark.slow
-def test_layer_jit_is_one_object(target):
+def test_jit_is_one_object(target):
     on = filled(target)
-    struct = on.cache.layer_jit(0)
-    on.step([5], [7])
-    assert on.cache.layer_jit(0) is struct
     cells = on.cache.jit
-    other = on.cache.copy()  # structs are made anew there
-    assert other.layer_jit(0) is not struct
+    on.step([5], [7])
+    assert on.cache.jit is cells
+    other = on.cache.copy()  # it is made anew there
     assert other.jit is not cells
     on.cache.clear()
     assert on.cache.jit is cells
     assert not cells.num_sequences.any()
-    with pytest.raises(TypeError, match="`layer`"):
-        on.cache.layer_jit("0")

@@ -320,11 +320,3 @@ def test_jit(target):
     assert cells.num_sequences.tolist() == [2, 1, 1] + [0] * 5
     assert cells.positions[:3].tolist() == [0, 1, 5]
     assert cells.positions.dtype == cells.num_sequences.dtype == np.int32
-    pair.put(0, *numbers([7]))
-    layer = pair.cache.layer_jit(0)  # a block whose tokens are the cells
-    assert layer.block_table.tolist() == [0]
-    if target == "cpu":
-        assert layer.k[0, 0, :3, 0].tolist() == [1, 2, 7]
-        assert layer.v[0, 0, :3, 1].tolist() == [-1, -2, -7]
-    with pytest.raises(IndexError):
-        pair.cache.layer_jit(1)

@@ -364,7 +364,7 @@ def test_full_precision_tokens_have_no_arrays(name):
     args = (2, HEADS, DIM) if name == "KVCache" else (4, HEADS, DIM)
     if name == "PagedLayer":
         args = (4, 2, HEADS, DIM)
-    cache = getattr(numkv, name)(*args, kind="int8", residual_window=2)
+    cache = getattr(numkv, name)(*args, kind="int8", full_precision=numkv.FullPrecision(2))
     for use in (lambda: arrays_of(cache), lambda: cache.jit):
         with pytest.raises(numkv.NotSupported, match="full-precision"):
             use()
@@ -437,7 +437,7 @@ def test_reserve_takes_blocks_all_or_none(target):
     layer, other = (numkv.PagedLayer(4, 2, HEADS, DIM, pool=pool) for _ in "ab")
     other.seq_len = 3
     layer.reserve(5)
-    assert (pool.num_free, layer.block_indices, len(layer)) == (0, [2, 3, 4], 0)
+    assert (pool.blocks.num_free, layer.block_indices, len(layer)) == (0, [2, 3, 4], 0)
     layer.check()
     layer.reserve(6)
     for n in (7, 9):  # beyond the pool, beyond the table
@@ -449,12 +449,12 @@ def test_reserve_takes_blocks_all_or_none(target):
     layer.reserve(3)
     assert len(layer.block_indices) == 3
     layer.truncate(2)
-    assert (layer.block_indices, pool.num_free) == ([2], 2)
+    assert (layer.block_indices, pool.blocks.num_free) == ([2], 2)
     layer.reserve(3)
     layer.clear()  # keeps
     assert (len(layer), len(layer.block_indices)) == (0, 3)
     layer.free()
-    assert (layer.block_indices, pool.num_free) == ([], 3)
+    assert (layer.block_indices, pool.blocks.num_free) == ([], 3)
     pool.check()
 
 
@@ -474,7 +474,7 @@ def test_a_layer_takes_the_blocks_it_is_told(target, to, host):
     layer = numkv.PagedLayer(5, 2, HEADS, DIM, pool=pool)
     layer.take_blocks([6, 1])
     layer.take_blocks(np.array([4]))
-    assert (layer.block_indices, pool.num_free, len(layer)) == ([6, 1, 4], 5, 0)
+    assert (layer.block_indices, pool.blocks.num_free, len(layer)) == ([6, 1, 4], 5, 0)
     layer.append(*map(to, rows(7)))  # the fourth block is the pool's choice
     assert layer.block_indices == [6, 1, 4, 0]
     layer.check()
@@ -504,6 +504,6 @@ def test_blocks_that_cannot_be_had_change_nothing(case):
     layer.append(*rows(2))
     with pytest.raises(error):
         layer.take_blocks(ids)
-    assert (layer.block_indices, pool.num_free) == ([1], 6)
+    assert (layer.block_indices, pool.blocks.num_free) == ([1], 6)
     layer.check()
     pool.check()

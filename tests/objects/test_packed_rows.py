@@ -4,6 +4,7 @@ import naive
 import numpy as np
 import pytest
 import tolerances
+from layer_lists import paged_kv_cache
 
 import numkv
 from numkv.files import load_sequences, save_sequences
@@ -29,7 +30,7 @@ def test_a_paged_cache(target, to, host, rng, tmp_path, kind):
     """Forks, copies of shared blocks, swapping and files move codes and scales together."""
     dim = 40 if kind == "code6" else 34
     sizes = {"num_blocks": 12, "block_size": 2, "kind": kind, "target": target}
-    cache = numkv.PagedKVCache(2, 1, dim, **sizes)
+    cache = paged_kv_cache(2, 1, dim, **sizes)
     first = cache.add()
     rows = rng.standard_normal((2, 2, 5, 1, dim)).astype(F32)  # layer, K or V, token
 
@@ -60,7 +61,7 @@ def test_a_paged_cache(target, to, host, rng, tmp_path, kind):
     out = [cache.swap_out(s) for s in (first, second)]
     save_sequences(tmp_path / "sequences.safetensors", out)
     for swapped in (out, load_sequences(tmp_path / "sequences.safetensors")):
-        other = numkv.PagedKVCache(2, 1, dim, **sizes)
+        other = paged_kv_cache(2, 1, dim, **sizes)
         check(other, [other.swap_in(s) for s in swapped])
     with pytest.raises(numkv.NumkvError):
-        numkv.PagedKVCache(2, 1, dim, **sizes | {"kind": "int8"}).swap_in(out[0])
+        paged_kv_cache(2, 1, dim, **sizes | {"kind": "int8"}).swap_in(out[0])

@@ -206,24 +206,18 @@ def test_mappings_of_the_callers(cache):
     cache.add([1], extra={"a": 2**200, "b": -(2**70), "c": np.int8(3)})
 
 
-SIZES = ["num_layers", "num_kv_heads", "head_dim", "num_blocks", "block_size", "head_dim_v"]
+SIZES = ["num_layers", "num_kv_heads", "head_dim", "num_blocks"]
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes_of_a_cache(name):
     sizes = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 2, "num_blocks": 1, "block_size": 1}
-    of_each_layer = name in ("num_kv_heads", "head_dim", "head_dim_v")
-    for what, odd in NO_NUMBERS.items():
-        if odd is None and name in ("head_dim_v", "num_blocks"):
-            continue
-        if of_each_layer and what == "list":  # a number for each layer, of which there is one
-            odd = [3.7]
-        if of_each_layer and what == "array":
-            with pytest.raises(numkv.DimensionMismatch, match=f"`{name}`: expected 1 number"):
+    for odd in NO_NUMBERS.values():
+        if odd is not None:
+            with pytest.raises(TypeError, match=f"`{name}`: expected an integer"):
                 numkv.PagedKVCache(**sizes | {name: odd})
-            continue
-        with pytest.raises(TypeError, match=f"`{name}`: expected an integer"):
-            numkv.PagedKVCache(**sizes | {name: odd})
+    with pytest.raises(TypeError, match=name):
+        numkv.PagedKVCache(**sizes | {name: None})
     with pytest.raises(numkv.DimensionMismatch, match=f"`{name}`"):
         numkv.PagedKVCache(**sizes | {name: -1})
 
@@ -233,8 +227,8 @@ def test_sizes_are_bounded_before_memory_is_taken(value):
     sizes = {"num_kv_heads": 1, "head_dim": 2, "num_blocks": 1, "block_size": 1}
     with pytest.raises(numkv.DimensionMismatch, match="`num_layers`: expected"):
         numkv.PagedKVCache(value, **sizes)
-    with pytest.raises(numkv.DimensionMismatch, match="`num_layers`: expected"):
-        numkv.PagedKVCache(value, **sizes, windows=itertools.repeat(3))
+    with pytest.raises(numkv.DimensionMismatch, match="`layers`: expected"):
+        numkv.PagedKVCache(layers=itertools.repeat(numkv.LayerSpec(1, 2)), num_blocks=1)
     if value >= 2**40:
         with pytest.raises(numkv.DimensionMismatch, match="`num_blocks`"):
             BlockPool(value, 1)
@@ -247,17 +241,22 @@ def test_sizes_are_bounded_before_memory_is_taken(value):
             numkv.PagedKVCache(1, **sizes | {"block_size": value})
 
 
+@pytest.mark.parametrize("window", [1.5, "1", None, 2**63, -2, [1]])
+def test_windows(window):
+    with pytest.raises((numkv.DimensionMismatch, TypeError), match="`window_left`: expected"):
+        numkv.LayerSpec(1, 2, window_left=window)
+
+
 @pytest.mark.parametrize(
-    "windows",
-    [5, [1.5, 2], ["1", 2], [None, 1], [2**63, 1], [-2, 1], [1], itertools.repeat(1), "ab"],
+    "layers", [5, "ab", [None], [(1, 2)], [numkv.LayerSpec(1, 2), 3], numkv.LayerSpec(1, 2)]
 )
-def test_windows(windows):
-    with pytest.raises((numkv.DimensionMismatch, TypeError), match="`windows`: expected"):
-        make(2, windows=windows)
+def test_layers(layers):
+    with pytest.raises(TypeError, match="`layers`: expected"):
+        numkv.PagedKVCache(layers=layers, num_blocks=1)
 
 
 def test_windows_that_reach_further_than_any_sequence():
-    cache = make(2, windows=(n for n in (-1, 2**62)))
+    cache = make(2, windows=[-1, 2**62])
     seq = started(cache, np.asarray, range(9))
     assert np.isfinite(cache.decode_attention(1, [seq], queries(1))).all()
     cache.add(range(9))

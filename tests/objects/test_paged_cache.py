@@ -32,25 +32,18 @@ def test_layers_are_grouped_by_window(windows, groups):
     assert [group[:2] for group in cache._groups] == groups
     assert cache.num_groups == len(groups)
     assert cache.layers_per_block == len(groups[0][1])
-    assert [cache.window_of(n) for n in range(4)] == (windows or [-1] * 4)
+    assert [of.window_left for of in cache.layers] == (windows or [-1] * 4)
     assert cache.nbytes == cache.layers_per_block * 32 * 2 * HEADS * 2 * DIM * 4
-
-
-@pytest.mark.parametrize("layer", [-1, 4])
-def test_layers_have_bounds(layer):
-    with pytest.raises(IndexError, match="layer"):
-        make(4).window_of(layer)
 
 
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"windows": [1]}, numkv.DimensionMismatch, "`windows`: expected 2 numbers"),
-        ({"windows": [-1, -2]}, numkv.DimensionMismatch, "`windows`: expected an integer of at l"),
-        ({"windows": [-1, 2.5]}, TypeError, "`windows`: expected an integer, got float"),
+        ({"windows": [-1, -2]}, numkv.DimensionMismatch, "`window_left`: expected an integer"),
+        ({"windows": [-1, 2.5]}, TypeError, "`window_left`: expected an integer, got float"),
         ({"block_size": 0}, numkv.DimensionMismatch, "`block_size`"),
         ({"num_blocks": -1}, numkv.DimensionMismatch, "`num_blocks`"),
-        ({"layers": 0}, numkv.DimensionMismatch, "`num_layers`"),
+        ({"layers": 0}, numkv.DimensionMismatch, "`layers`"),
         ({"head_dim_v": 0}, numkv.DimensionMismatch, "`head_dim_v`"),
     ],
 )

@@ -14,6 +14,7 @@ import pytest
 import tolerances
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from layer_lists import paged_kv_cache
 from profiles import machine
 
 import numkv
@@ -88,7 +89,7 @@ class CacheModel(RuleBasedStateMachine):
         """`room`: tokens that there are blocks for, in all layers together."""
         self.layers = data.draw(st.sampled_from(self.windows))
         make = functools.partial(
-            numkv.PagedKVCache, len(self.layers), HEADS, DIM, block_size=size, kind=self.kind,
+            paged_kv_cache, len(self.layers), HEADS, DIM, block_size=size, kind=self.kind,
             target=self.target, windows=self.layers,
         )  # fmt: skip
         self.cache = make(num_blocks=room // size * make(num_blocks=0).num_groups)

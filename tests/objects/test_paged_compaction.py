@@ -9,6 +9,7 @@ import naive_cells
 import numpy as np
 import pytest
 import tolerances
+from layer_lists import paged_kv_cache
 from messages import about
 
 import numkv
@@ -23,7 +24,7 @@ SIZE = 2
 
 
 def make(kind="fp32", *, windows=WINDOWS, num_blocks=40, **options):
-    return numkv.PagedKVCache(
+    return paged_kv_cache(
         len(windows), HEADS, DIM, num_blocks=num_blocks, block_size=SIZE, kind=kind,
         windows=windows, **options,
     )  # fmt: skip
@@ -95,7 +96,7 @@ def keys(cache, host, seq, layer):
     k, scale = host(pool.values("k")).astype(np.float64), host(pool.k_scale)
     if scale.size:
         k = k * scale.astype(np.float64)[..., None]
-    if cache.rotate:
+    if cache.layers[0].rotate:
         k = k @ naive.rotation(pool.k_rotation.signs)
     return there, k[slots[there] // SIZE, :, slots[there] % SIZE]
 

@@ -54,7 +54,7 @@ def state(layer, host):
     buffers += [host(x).copy() for x in (layer.k_scale, layer.v_scale)]
     return [
         *buffers, layer.context_lens.copy(), layer.block_table.copy(), layer.block_indices,
-        layer.pool.num_free,
+        layer.pool.blocks.num_free,
     ]  # fmt: skip
 
 
@@ -77,19 +77,19 @@ def test_fresh(target, host, kind):
     assert host(layer.k).dtype == (np.int8 if kind == "int8" else naive.DTYPES[kind])
     assert host(layer.k_scale).size == (4 * 2 * 16 if kind == "int8" else 0)
     assert layer.nbytes == 64 * numkv.kind(kind).bytes_per_token(2, 8)
-    assert (layer.kind.name, layer.v_kind.name, layer.target) == (kind, kind, target)
+    assert (layer.spec.kind.name, layer.spec.v_kind.name, layer.target) == (kind, kind, target)
     layer.pool.check()
 
 
 def test_kind_and_pool_defaults():
-    assert numkv.PagedLayer(1, 1, 1, 1).kind.name == "fp16"
+    assert numkv.PagedLayer(1, 1, 1, 1).spec.kind.name == "fp16"
     assert inspect.signature(numkv.PagedPool).parameters["kind"].default == "fp16"
     pool = numkv.PagedPool(3, 2, 1, 4, kind="bf16", v_kind="int8")
     layer = numkv.PagedLayer(2, 2, 1, 4, pool=pool)
-    assert (layer.kind.name, layer.v_kind.name, layer.pool) == ("bf16", "int8", pool)
+    assert (layer.spec.kind.name, layer.spec.v_kind.name, layer.pool) == ("bf16", "int8", pool)
     assert "bf16/int8" in repr(pool)
     assert "bf16/int8" in repr(layer)
-    assert (pool.num_blocks, pool.num_free, pool.nbytes) == (3, 3, 6 * (8 + 4 + 4))
+    assert (pool.blocks.num_blocks, pool.blocks.num_free, pool.nbytes) == (3, 3, 6 * (8 + 4 + 4))
 
 
 def test_a_layer_must_fit_its_pool():
@@ -257,7 +257,7 @@ def test_seq_len_takes_and_gives_blocks(target):
         layer.seq_len = length
         assert (layer.seq_len, len(layer.block_indices)) == (length, blocks)
         assert layer.context_lens.tolist() == [length]
-        assert layer.pool.num_free == 4 - blocks
+        assert layer.pool.blocks.num_free == 4 - blocks
         assert np.all(layer.block_table[blocks:] == -1)
         assert layer.block_table[:blocks].tolist() == layer.block_indices
         layer.pool.check()
@@ -273,7 +273,7 @@ def test_truncate_keeps_what_it_says(target, to, host, rng):
     rows = rng.standard_normal((9, 1, 2), F32)
     layer.append(to(rows), to(rows))
     layer.truncate(4)
-    assert (layer.seq_len, len(layer.block_indices), layer.pool.num_free) == (4, 2, 2)
+    assert (layer.seq_len, len(layer.block_indices), layer.pool.blocks.num_free) == (4, 2, 2)
     layer.append(to(rows[7:]), to(rows[7:]))
     assert np.array_equal(stored(layer, host)[0][0], rows[[0, 1, 2, 3, 7, 8], 0])
     before = state(layer, host)
@@ -314,7 +314,7 @@ def test_no_room(target, to, host, rng, kind, how):
     assert_same(state(other, host), before[1])
     pool.check()
     grow(3)
-    assert (layer.seq_len, pool.num_free) == (6, 0)
+    assert (layer.seq_len, pool.blocks.num_free) == (6, 0)
     assert_same(stored(other, host)[:2], others[:2])
     pool.check()
 
@@ -342,7 +342,7 @@ def test_layers_of_one_pool_do_not_meet(target, to, host, rng, kind):
     owned = [layer.block_indices for layer in layers]
     assert len({block for blocks in owned for block in blocks}) == 9
     layers[1].free()
-    assert (layers[1].seq_len, layers[1].block_indices, pool.num_free) == (0, [], 5)
+    assert (layers[1].seq_len, layers[1].block_indices, pool.blocks.num_free) == (0, [], 5)
     pool.check()
     layers.append(numkv.PagedLayer(6, 3, 2, 4, pool=pool))
     grow(3, 0, 13)
@@ -360,11 +360,11 @@ def test_layers_of_one_pool_do_not_meet(target, to, host, rng, kind):
     grow(1, 0, 9)  # a freed layer can be used again
     check(1, 9)
     pool.check()
-    assert pool.stats().used == 9
+    assert pool.blocks.stats().used == 9
     for layer in layers:
         layer.free()
         layer.free()  # nothing left to give back
-    assert pool.num_free == 11
+    assert pool.blocks.num_free == 11
     pool.check()
 
 

@@ -8,12 +8,14 @@ import naive
 import numpy as np
 import pytest
 import tolerances
+from layer_lists import in_full, paged_kv_cache, specs
 
 import numkv
 from numkv.caches.paged.groups import groups_of
 from numkv.caches.paged.layers import Layers
 
 HEADS, DIM, SIZE, NEWEST, FIRST = 2, 8, 4, 6, 3
+KEPT = numkv.FullPrecision(NEWEST, FIRST)
 WINDOWS = [-1, 9, -1, -1]  # the last layer reads the first one's rows
 SHARES = {3: 0}
 F32 = np.float32
@@ -21,10 +23,9 @@ F32 = np.float32
 
 def make(*, num_blocks=160, **options):
     options = {
-        "kind": "int8", "windows": WINDOWS, "shares": SHARES, "block_size": SIZE, "residual_window": NEWEST,
-        "num_sink_tokens": FIRST,
+        "kind": "int8", "windows": WINDOWS, "shares": SHARES, "block_size": SIZE, "full_precision": KEPT,
     } | options  # fmt: skip
-    return numkv.PagedKVCache(len(options["windows"]), HEADS, DIM, num_blocks=num_blocks, **options)
+    return paged_kv_cache(len(options["windows"]), HEADS, DIM, num_blocks=num_blocks, **options)
 
 
 def rows(layer, text):
@@ -136,7 +137,10 @@ def check(cache, plain, to=np.asarray, host=np.asarray):
 
 @pytest.mark.parametrize(("kind", "full"), [("int8", "fp32"), ("int4", "bf16")])
 def test_a_prompt_a_fork_a_second_prompt_and_a_cut(target, to, host, kind, full):
-    cache, plain = make(target=target, kind=kind, residual_kind=full), Plain(kind, full)
+    cache, plain = (
+        make(target=target, kind=kind, full_precision=in_full(NEWEST, FIRST, full)),
+        Plain(kind, full),
+    )
     first = cache.add()
     plain.add(first)
     grow(cache, plain, [first], [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]], to, host)
@@ -249,21 +253,25 @@ def test_copies_pickles_and_files(tmp_path, capsys):
     q = queries(3)
     want = cache.decode_attention(0, seqs, q)
     for other in others:
-        assert (other.residual_window, other.num_sink_tokens) == (NEWEST, FIRST)
+        assert other.layers == cache.layers
         assert other.decode_attention(0, other.sequences, q).tobytes() == want.tobytes()
         own = copy.deepcopy(plain)
         grow(other, own, [other.sequences[0]], [[1, 2]])
         check(other, own)
-    for wrong in ({"residual_window": 5}, {"num_sink_tokens": 0}, {"residual_kind": "bf16"}):
+    for wrong in (
+        in_full(5, FIRST),
+        in_full(NEWEST),
+        in_full(NEWEST, FIRST, "bf16"),
+    ):
         with pytest.raises(numkv.DimensionMismatch, match="geometry"):
-            make(**wrong).swap_in(cache.swap_out(0))
-    assert "residual_window=6, num_sink_tokens=3, residual_kind=fp32" in repr(cache)
+            make(full_precision=wrong).swap_in(cache.swap_out(0))
+    assert "FullPrecision(window=6, num_sink_tokens=3, kind=fp32)" in repr(cache)
     numkv.show(cache)
     assert "in full 10 12-13" in capsys.readouterr().out
 
 
 def test_blocks_are_given_back_and_bytes_are_few():
-    cache, plain = make(windows=[-1] * 3, shares=None, num_sink_tokens=1), Plain()
+    cache, plain = make(windows=[-1] * 3, shares=None, full_precision=in_full(NEWEST, 1)), Plain()
     seq = cache.add()
     plain.add(seq)
     for begin in range(0, 40, 8):
@@ -275,20 +283,16 @@ def test_blocks_are_given_back_and_bytes_are_few():
     tables = cache._sequences[seq].tables
     of_full = [t for t, g in zip(tables, cache._groups, strict=True) if g.beside]
     assert [(t >= 0).sum() for t in of_full] == [3] * len(of_full)  # tokens 34 to 39, and the first
-    less = numkv.PagedKVCache(3, HEADS, DIM, max_nbytes=60_000, kind="int8", residual_window=4)
+    less = paged_kv_cache(
+        3, HEADS, DIM, max_nbytes=60_000, kind="int8", full_precision=numkv.FullPrecision(4)
+    )
     assert less.nbytes <= 60_000
-    more = numkv.PagedKVCache(
-        3, HEADS, DIM, num_blocks=less.num_blocks + 1, kind="int8", residual_window=4
+    more = paged_kv_cache(
+        3, HEADS, DIM, num_blocks=less.num_blocks + 1, kind="int8", full_precision=in_full(4)
     )
     assert more.nbytes > 60_000
     # Codes, which are there of all tokens, waste nothing, whatever else has to fit.
-    layers = Layers.check(
-        32,
-        (8, 128, None),
-        ("int4", None, None),
-        None,
-        {"residual_window": 128, "num_sink_tokens": 4},
-    )
+    layers = Layers.of(specs(32, 8, 128, kind="int4", full_precision=in_full(128, 4)))
     groups = groups_of(layers, 16)
     assert [len(g.layers) for g in groups if not g.beside] == [32]
 
@@ -420,7 +424,7 @@ def test_a_prefix_whose_rows_in_full_are_gone_is_taken_over_no_further():
 
 def test_no_row_of_another_token_leaks():
     """NaN in a token that a window has let go, and in rows of another sequence."""
-    cache = make(windows=[-1], shares=None, kind=["int8"], k_kind=["fp32"], v_kind=["int8"])
+    cache = make(windows=[-1], shares=None, k_kind="fp32", v_kind="int8")
     seqs = [cache.add(), cache.add()]
     step = cache.reserve(seqs, [2, 9])
     x = np.ones((11, HEADS, DIM), F32)
@@ -436,18 +440,19 @@ def test_no_row_of_another_token_leaks():
     ("options", "error", "words"),
     [
         ({"kind": "bf16"}, numkv.NotSupported, "quantises nothing"),
-        ({"kind": "bf16", "residual_window": 0}, numkv.NotSupported, "`num_sink_tokens`"),
-        ({"residual_window": -1}, numkv.DimensionMismatch, "residual_window"),
-        ({"num_sink_tokens": 1.5}, TypeError, "num_sink_tokens"),
-        ({"residual_kind": "int8"}, numkv.UnsupportedDType, "residual_kind"),
         (
-            {"residual_window": 0, "num_sink_tokens": 0, "residual_kind": "bf16"},
-            TypeError,
-            "without",
+            {"kind": "bf16", "full_precision": in_full(0, FIRST)},
+            numkv.NotSupported,
+            "`full_precision`",
         ),
-        ({"windows": [-1, 4, 4, -1], "chunks": [8, 0, 0, 8]}, numkv.NotSupported, "chunks"),
+        ({"full_precision": 3}, TypeError, "full_precision"),
+        ({"windows": [-1, 4, 4, -1], "chunks": [8, None, None, 8]}, numkv.NotSupported, "chunks"),
         ({"key_bounds": True}, numkv.NotSupported, "key_bounds"),
-        ({"windows": [4] * 4, "residual_window": 0}, numkv.NotSupported, "newest tokens only"),
+        (
+            {"windows": [4] * 4, "full_precision": in_full(0, FIRST)},
+            numkv.NotSupported,
+            "newest tokens only",
+        ),
         ({"v_kind": "latent", "head_dim_v": 4, "shares": None}, numkv.NotSupported, "latents"),
     ],
 )
@@ -473,9 +478,7 @@ def test_what_is_not_built_is_refused(tmp_path):
         lambda: make(store=numkv.store.PrefixStore(tmp_path / "store", mark="m")),
     ]
     for call in calls:
-        with pytest.raises(
-            numkv.NotSupported, match="full precision, got one with residual_window=6"
-        ):
+        with pytest.raises(numkv.NotSupported, match="full precision, got one with FullPrecision"):
             call()
     x = np.zeros((2, HEADS, DIM), F32)
     step.append(0, x, x)

@@ -24,8 +24,8 @@ TEXT = list(range(7))
 
 def test_what_it_says_of_itself(target):
     cache = make(3, k_kind="int8", v_kind="fp16", target=target, head_dim_v=6)
-    assert (str(cache.kind), str(cache.v_kind), cache.target) == ("int8", "fp16", target)
-    assert (cache.num_layers, cache.num_kv_heads, cache.head_dim, cache.head_dim_v) == (3, 2, 8, 6)
+    assert cache.layers == (numkv.LayerSpec(2, 8, head_dim_v=6, kind="int8", v_kind="fp16"),) * 3
+    assert (cache.num_layers, cache.target) == (3, target)
     per_token = 8 + 4 + 6 * 2
     assert cache.nbytes == 3 * 32 * 2 * 2 * per_token
     assert "kind=int8/fp16" in repr(cache)

@@ -46,7 +46,6 @@ every_object = pytest.mark.parametrize("make", OBJECTS.values(), ids=OBJECTS)
 def test_attention_does_not_notice(target, to, host, rng, make, kind, q_kind):
     """Options, lse and `out` as without a rotation; of fp16 queries the output is rounded once."""
     made, append, attend = make(target, kind=kind, rotate=True)
-    assert made.rotate
     assert "rotate=True" in repr(made)
     k, v = (naive.round_to(x, kind) for x in rows(rng))
     append(to(k), to(v))
@@ -337,8 +336,6 @@ def test_encoder_rows_and_wrappers(target, to, host, rng):
     causal, encoder = numkv.SlidingWindowCache(2), numkv.EncoderCache()
     made = numkv.WrapperCache(causal, encoder, layer_types=[0, 1])
     made.init("fp32", 1, 16, 8, target, rotate=True)
-    assert causal.rotate
-    assert encoder.rotate
     assert repr(made).count("rotate=True") == 2
     k, v = rows(rng)
     made.start_forward(numkv.Batch([0, 1, 2, 3], [0] * 4, multimodal=[1]))
@@ -360,10 +357,10 @@ def test_encoder_rows_and_wrappers(target, to, host, rng):
 def test_a_layer_rotates_as_its_pool_does(target):
     for rotate in (False, True):
         pool = numkv.PagedPool(4, 3, HEADS, DIM, target=target, rotate=rotate)
-        assert pool.rotate is rotate
+        assert pool.spec.rotate is rotate
         assert ("rotate=True" in repr(pool)) is rotate
         for given in (None, rotate):
-            assert numkv.PagedLayer(2, 3, HEADS, DIM, pool=pool, rotate=given).rotate is rotate
+            assert numkv.PagedLayer(2, 3, HEADS, DIM, pool=pool, rotate=given).spec.rotate is rotate
         with pytest.raises(
             numkv.DimensionMismatch, match=f"`rotate`: expected the pool's, {rotate}"
         ):
@@ -373,5 +370,4 @@ def test_a_layer_rotates_as_its_pool_does(target):
 @every_object
 def test_not_unless_it_is_asked_for(target, make):
     made, *_ = make(target)
-    assert made.rotate is False
     assert "rotate" not in repr(made)

@@ -8,6 +8,7 @@ import naive_cells
 import numpy as np
 import pytest
 import tolerances
+from layer_lists import paged_kv_cache
 from rotated_caches import (
     DIM,
     F32,
@@ -158,14 +159,14 @@ def test_growth_and_copies(target, to, host, rng):
     first = host(made.k(0)).copy()
     twin = copy.deepcopy(made)
     made.append(0, to(k[3:]), to(v[3:]))  # grows
-    assert twin.rotate
+    assert twin.layers[0].rotate
     assert np.array_equal(host(made.k(0))[:3], first)
     twin.append(0, to(k[3:]), to(v[3:]))
     assert np.array_equal(host(twin.k(0)), host(made.k(0)))
 
 
 def filled(rng, to, target="cpu", kind="int8", **kw):
-    made = numkv.PagedKVCache(
+    made = paged_kv_cache(
         2, HEADS, DIM, num_blocks=16, block_size=3, kind=kind, target=target, **kw
     )
     k, v = rows(rng)

@@ -7,6 +7,7 @@ import naive
 import numpy as np
 import pytest
 import tolerances
+from layer_lists import paged_kv_cache
 
 import numkv
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError
@@ -74,7 +75,12 @@ def test_cross_attention_over_a_layer_of_few_tokens(target, to, host, rng):
 def test_full_precision_tokens_take_ranges_and_refuse_the_rest(target, to, host, rng, slopes):
     k, v, q = rows(rng, 12), rows(rng, 12), rows(rng, 3, HEADS)
     cache = numkv.KVCache(
-        1, KV_HEADS, DIM, kind="int8", target=target, residual_window=4, num_sink_tokens=2
+        1,
+        KV_HEADS,
+        DIM,
+        kind="int8",
+        target=target,
+        full_precision=numkv.FullPrecision(4, 2),
     )
     cache.append(0, to(k), to(v))
     spans = np.array([[0, 12], [1, 9], [8, 20]])
@@ -98,7 +104,7 @@ class Trees:
 
     def __init__(self, rng, target, to, kind="fp32"):
         self.rng, self.to = rng, to
-        self.cache = numkv.PagedKVCache(
+        self.cache = paged_kv_cache(
             2, KV_HEADS, DIM, num_blocks=64, block_size=4, windows=[-1, 6], kind=kind, target=target
         )  # fmt: skip
         self.rows = {}

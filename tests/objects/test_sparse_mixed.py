@@ -8,12 +8,14 @@ import naive_sparse
 import numpy as np
 import pytest
 import tolerances
-from mixed_caches import GROUP, Layer, arguments, make, queries
+from layer_lists import paged_kv_cache
+from mixed_caches import GROUP, Layer, make, queries
 
 import numkv
 
 F32 = np.float32
 SIZE = 4
+BOUNDS = {"key_bounds": True}
 #: Shapes and kinds that differ, a reader, a window that is read whole, and two layers of one shape in one group.
 LAYERS = [
     Layer(2, 8, 8),
@@ -57,7 +59,7 @@ def filled(rng, to, cache, layers, lens=LENS):
 
 
 def test_unlike_layers(target, to, host, rng):
-    cache = make(LAYERS, num_blocks=400, block_size=SIZE, key_bounds=True, target=target)
+    cache = make(LAYERS, num_blocks=400, block_size=SIZE, alike=BOUNDS, target=target)
     rows, step = filled(rng, to, cache, LAYERS)
     for number, layer in enumerate(LAYERS):
         q, bound = queries(layer, len(LENS)), tolerances.attention(layer.kind, "fp32")
@@ -81,7 +83,7 @@ def test_unlike_layers(target, to, host, rng):
 
 
 def test_results_depend_neither_on_the_batch_nor_on_what_is_read(rng):
-    cache = make(LAYERS, num_blocks=400, block_size=SIZE, key_bounds=True)
+    cache = make(LAYERS, num_blocks=400, block_size=SIZE, alike=BOUNDS)
     rows, step = filled(rng, np.asarray, cache, LAYERS)
     q = {number: queries(layer, len(LENS)) for number, layer in enumerate(LAYERS)}
     together = {n: step.sparse_attention(n, q[n], most_blocks=5) for n in q}
@@ -100,7 +102,7 @@ def test_results_depend_neither_on_the_batch_nor_on_what_is_read(rng):
 
 
 def test_drafts_choose_each_for_itself(rng):
-    cache = make(LAYERS, num_blocks=400, block_size=SIZE, key_bounds=True)
+    cache = make(LAYERS, num_blocks=400, block_size=SIZE, alike=BOUNDS)
     rows, step = filled(rng, np.asarray, cache, LAYERS, [30])
     cache.rollback(step)
     new = {
@@ -125,7 +127,7 @@ def test_scales_of_heads(target, to, host, rng):
     """Bounds are of scaled keys; so is what is chosen, and what is read."""
     layers = [Layer(2, 8, 8, "fp8_e4m3"), Layer(2, 8, 8, "fp8_e4m3")]
     of_k, of_v = [[0.5, 4.0], [8.0, 0.25]], [[2.0, 0.125], [1.0, 32.0]]
-    cache = make(layers, num_blocks=80, block_size=SIZE, key_bounds=True, target=target)
+    cache = make(layers, num_blocks=80, block_size=SIZE, alike=BOUNDS, target=target)
     for number in range(2):
         cache.set_scales(number, np.array(of_k[number], F32), np.array(of_v[number], F32))
     rows, step = filled(rng, to, cache, layers)
@@ -146,13 +148,13 @@ def test_scales_of_heads(target, to, host, rng):
 
 
 def test_bytes_copies_and_files(rng, tmp_path):
-    plain, cache = (make(LAYERS, num_blocks=64, block_size=SIZE, key_bounds=x) for x in (False, True))  # fmt: skip
+    plain, cache = (
+        make(LAYERS, num_blocks=64, block_size=SIZE, alike=alike) for alike in ({}, BOUNDS)
+    )
     assert cache.layers_per_block == 1
     of_block = 8 * (2 * 8 + 1 * 16)  # of each shape as many layers as a group has at most
     assert cache.nbytes - plain.nbytes == 64 * of_block
-    same = numkv.PagedKVCache(
-        **arguments(LAYERS), max_nbytes=cache.nbytes, block_size=SIZE, key_bounds=True
-    )
+    same = numkv.PagedKVCache(layers=cache.layers, max_nbytes=cache.nbytes, block_size=SIZE)
     assert same.num_blocks == 64
     _, step = filled(rng, np.asarray, cache, LAYERS, [40])
     q = {n: queries(layer, 1) for n, layer in enumerate(LAYERS)}
@@ -160,7 +162,7 @@ def test_bytes_copies_and_files(rng, tmp_path):
     numkv.save(tmp_path / "cache", cache)
     found = []
     for other in (cache, cache.copy(), pickle.loads(pickle.dumps(cache)), numkv.load(tmp_path / "cache")):  # fmt: skip
-        assert other.key_bounds
+        assert other.layers == cache.layers
         assert other.nbytes == cache.nbytes
         step = other.reserve([0], 1)
         for number, layer in enumerate(LAYERS):
@@ -175,4 +177,4 @@ def test_bytes_copies_and_files(rng, tmp_path):
 
 def test_latents_are_refused():
     with pytest.raises(numkv.NotSupported, match="latents"):
-        numkv.PagedKVCache(1, 1, 8, head_dim_v=4, v_kind="latent", num_blocks=2, key_bounds=True)
+        paged_kv_cache(1, 1, 8, head_dim_v=4, v_kind="latent", num_blocks=2, key_bounds=True)

@@ -8,6 +8,7 @@ import numpy as np
 import paged_caches
 import pytest
 import tolerances
+from layer_lists import paged_kv_cache
 from paged_caches import DIM, HEADS, Q_HEADS, make, queries
 from several_threads import in_threads
 
@@ -312,14 +313,14 @@ def test_copies_and_files(rng, tmp_path):
     while not life.rows:
         life.add()
     for cache in again(life.cache, tmp_path):
-        assert cache.key_bounds
+        assert cache.layers[0].key_bounds
         assert cache.nbytes == life.cache.nbytes
         other = Life(rng, np.asarray, np.asarray)
         other.cache, other.rows, other.texts = cache, dict(life.rows), dict.fromkeys(life.texts)
         other.play(4)
     plain = make(1)
     numkv.save(tmp_path / "plain.nkv", plain)
-    assert not numkv.load(tmp_path / "plain.nkv").key_bounds
+    assert not numkv.load(tmp_path / "plain.nkv").layers[0].key_bounds
 
 
 def test_blocks_from_a_store(rng, tmp_path):
@@ -479,11 +480,11 @@ def test_steps_of_several_threads_share_a_prefix(rng):
 
 def test_bytes(rng):
     plain, kept = make(2, block_size=SIZE), make(2, block_size=SIZE, key_bounds=True)
-    assert kept.key_bounds
-    assert not plain.key_bounds
+    assert kept.layers[0].key_bounds
+    assert not plain.layers[0].key_bounds
     more = 2 * 32 * HEADS * DIM * 2 * 4  # layers, blocks, heads, elements, two bounds in float32
     assert kept.nbytes == plain.nbytes + more
-    by_bytes = numkv.PagedKVCache(
+    by_bytes = paged_kv_cache(
         2, HEADS, DIM, max_nbytes=kept.nbytes, block_size=SIZE, kind="fp32", key_bounds=True
     )
     assert by_bytes.num_blocks == 32

@@ -5,6 +5,7 @@ import pickle
 import ml_dtypes
 import numpy as np
 import pytest
+from layer_lists import paged_kv_cache
 
 import numkv
 
@@ -14,10 +15,10 @@ STATES = {0: [((2, 3), "float32"), ((4,), BF16)], 2: [((5,), np.int32)]}
 ROWS = 1, 2  # layers with rows
 
 
-def make(*, num_states=40, num_blocks=64, **options):
-    return numkv.PagedKVCache(
+def make(*, slots=(40,), num_blocks=64, **options):
+    return paged_kv_cache(
         3, [None, 1, 1], 8, num_blocks=num_blocks, block_size=2, kind="fp32", states=STATES,
-        num_states=num_states, **options,
+        state_slots=numkv.StateSlots(*slots), **options,
     )  # fmt: skip
 
 
@@ -111,7 +112,7 @@ def test_steps_forks_rollbacks_and_prefixes(target, to, host):
 
 
 def test_truncation_goes_to_checkpoints_only():
-    cache = make(checkpoint_every=4)
+    cache = make(slots=(40, 4))
     seq = cache.add()
     text = []
     for piece in ([1, 2], [3, 4], [5, 6, 7, 8], [9, 1, 1, 1, 1]):  # at 4 and 8, not at 12
@@ -134,7 +135,7 @@ def test_truncation_goes_to_checkpoints_only():
 
 def test_a_prefix_goes_as_far_as_its_last_checkpoint():
     """Checkpoints that are evicted, and steps that end between them, shorten prefixes."""
-    cache = make(num_states=4, checkpoint_every=4)
+    cache = make(slots=(4, 4))
     a = cache.add()
     run(cache, [a], [[1, 2, 3, 4]], [[]])
     run(cache, [a], [[5, 6, 7, 8, 9, 9]], [[1, 2, 3, 4]])
@@ -154,7 +155,7 @@ def test_a_prefix_goes_as_far_as_its_last_checkpoint():
 
 
 def test_full_slots_are_an_error_that_changes_nothing():
-    cache = make(num_states=3)
+    cache = make(slots=(3,))
     seqs = [cache.add(), cache.add()]
     run(cache, seqs, [[1], [2]], [[], []])
     used = cache.blocks.stats().used, cache.states.stats().used
@@ -199,27 +200,28 @@ def test_what_states_do_not_allow():
 @pytest.mark.parametrize(
     ("options", "error", "name"),
     [
-        ({"states": [1]}, TypeError, "states"),
-        ({"states": {3: [((1,), "float32")]}}, numkv.DimensionMismatch, "states"),
-        ({"states": {0: []}}, ValueError, "states"),
         ({"states": {0: [1]}}, TypeError, "states"),
         ({"states": {0: [((0,), "float32")]}}, numkv.DimensionMismatch, "states"),
         ({"states": {0: [((1,), "complex64")]}}, numkv.UnsupportedDType, "states"),
-        ({"num_states": None}, TypeError, "num_states"),
-        ({"num_states": -1}, numkv.DimensionMismatch, "num_states"),
-        ({"checkpoint_every": 3}, ValueError, "checkpoint_every"),
-        ({"states": None}, TypeError, "num_states"),
-        ({"num_kv_heads": [None] * 3}, ValueError, "num_kv_heads"),
+        ({"states": {0: 5}}, TypeError, "states"),
+        ({"state_slots": None}, TypeError, "state_slots"),
+        ({"state_slots": 5}, TypeError, "state_slots"),
+        ({"state_slots": numkv.StateSlots(4, 3)}, ValueError, "checkpoint_every"),
+        ({"states": None}, TypeError, "state_slots"),
+        ({"num_kv_heads": [None] * 3}, ValueError, "layers"),
         ({"shares": {1: 0}}, ValueError, "shares"),
     ],
 )
 def test_odd_arguments(options, error, name):
     given = {
         "num_kv_heads": [None, 1, 1], "head_dim": 8, "num_blocks": 8, "block_size": 2, "states": STATES,
-        "num_states": 4,
+        "state_slots": numkv.StateSlots(4),
     }  # fmt: skip
     with pytest.raises(error, match=name):
-        numkv.PagedKVCache(3, **given | options)
+        paged_kv_cache(3, **given | options)
+    for numbers in ((-1,), (4, 0)):
+        with pytest.raises(numkv.DimensionMismatch):
+            numkv.StateSlots(*numbers)
 
 
 def test_arrays_for_ones_own_kernels():
@@ -244,12 +246,13 @@ def test_arrays_for_ones_own_kernels():
 
 
 def test_bytes_copies_pickles_and_files(tmp_path):
-    cache = make(num_states=10)
+    cache = make(slots=(10,))
     slot = 6 * 4 + 4 * 2 + 5 * 4
     without = numkv.PagedKVCache(2, 1, 8, num_blocks=64, block_size=2, kind="fp32")
     assert cache.nbytes == without.nbytes + 10 * slot
-    budget = numkv.PagedKVCache(
-        3, [None, 1, 1], 8, max_nbytes=cache.nbytes, block_size=2, kind="fp32", states=STATES, num_states=10
+    budget = paged_kv_cache(
+        3, [None, 1, 1], 8, max_nbytes=cache.nbytes, block_size=2, kind="fp32", states=STATES,
+        state_slots=numkv.StateSlots(10),
     )  # fmt: skip
     assert budget.num_blocks == 64
     seqs = [cache.add(), cache.add()]
@@ -263,7 +266,7 @@ def test_bytes_copies_pickles_and_files(tmp_path):
         run(other, [seqs[0]], [[9]], [texts[seqs[0]]])
         assert states_of(other, seqs[0])[2].tolist() == of_text([1, 2, 3, 4, 9])[2].tolist()
     check(cache, texts)
-    other = make(num_states=4)
+    other = make(slots=(4,))
     for one in numkv.load(tmp_path / "sequences"):
         other.swap_in(one)
     check(other, texts)
@@ -278,7 +281,7 @@ def test_bytes_copies_pickles_and_files(tmp_path):
 
 def test_any_calls_in_any_order():
     rng = np.random.default_rng(3)
-    cache, texts = make(num_states=20, num_blocks=80), {}
+    cache, texts = make(slots=(20,), num_blocks=80), {}
     cut = full = hits = 0
     for turn in range(250):
         one = int(rng.choice(list(texts))) if texts else None

@@ -5,6 +5,7 @@ import copy
 import naive
 import numpy as np
 import pytest
+from layer_lists import paged_kv_cache
 
 import numkv
 
@@ -12,7 +13,7 @@ HEADS, DIM = 2, 8
 
 
 def made(target="cpu", **options):
-    return numkv.PagedKVCache(
+    return paged_kv_cache(
         1, HEADS, DIM, num_blocks=8, block_size=4, kind="fp32", target=target, **options
     )
 

@@ -70,8 +70,12 @@ def test_rotated_and_full_precision_tokens(capsys):
     """A cache of one step after another, as a prompt and token by token, loads no further kernel."""
     numkv.warmup(["int8"], rotate=True, residual=True)
     before = cache_stats()
-    for options in ({}, {"rotate": True}, {"rotate": True, "residual_window": 2}):
-        layer = numkv.PagedLayer(4, 3, 2, 48, kind="int8", num_sink_tokens=0, **options)
+    for options in (
+        {},
+        {"rotate": True},
+        {"rotate": True, "full_precision": numkv.FullPrecision(2)},
+    ):
+        layer = numkv.PagedLayer(4, 3, 2, 48, kind="int8", **options)
         for tokens in (5, 1, 1):
             layer.append(*np.ones((2, tokens, 2, 48), np.float32))
             layer.decode_attention(np.ones((1, 6, 48), np.float32))

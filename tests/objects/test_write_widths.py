@@ -77,7 +77,7 @@ def test_a_layer_whose_v_has_another_width(target, to, host, rng, make, kind, di
     options = {"kind": kind, "target": target, "head_dim_v": dim_v}
     if make == "window":
         kind = "int8"
-        options |= {"kind": kind, "residual_window": 2}
+        options |= {"kind": kind, "full_precision": numkv.FullPrecision(2)}
     if make == "paged":
         layer = numkv.PagedLayer(4, SIZE, HEADS, dim, **options)
     else:

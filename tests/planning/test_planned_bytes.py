@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from layer_lists import paged_kv_cache
 
 import numkv
 from numkv.planning import ConfigError, LayerNeeds, ModelNeeds, Rows, State, needs_of
@@ -50,7 +51,7 @@ def test_the_blocks_of_a_plan_are_those_of_a_paged_cache(kind, window):
         -1 if layer.rows[0].limit is None else layer.rows[0].limit - 1 for layer in needs.layers
     ]
     assert windows == ([-1] * 4 if window is None else [23, -1, 23, -1])
-    cache = numkv.PagedKVCache(
+    cache = paged_kv_cache(
         4,
         2,
         32,
@@ -77,7 +78,7 @@ def test_the_blocks_of_a_plan_are_those_of_a_paged_cache(kind, window):
 def test_bounds_of_keys_are_what_a_cache_keeps():
     """Of K and V; latents and the text that is read have none."""
     needs = needs_of({**SIZES, "model_type": "llama", "num_hidden_layers": 3, "head_dim": 32})
-    cache = numkv.PagedKVCache(3, 2, 32, num_blocks=8, block_size=4, kind="int8", key_bounds=True)
+    cache = paged_kv_cache(3, 2, 32, num_blocks=8, block_size=4, kind="int8", key_bounds=True)
     with_bounds = [
         needs.sequence_bytes(n, "int8", block_size=4, key_bounds=True) for n in (0, 1, 4, 29)
     ]

@@ -36,28 +36,28 @@ CONFIGS = {
 }  # fmt: skip
 
 
+def spec_of(needs, layer, kind):
+    """What a plan says of a layer, as a cache is told."""
+    states = [((state.numbers,), state.dtype or needs.dtype) for state in layer.states]
+    if layer.shares is not None:
+        return numkv.LayerSpec(shares=layer.shares)
+    if not layer.rows:
+        return numkv.LayerSpec(states=states)
+    rows = layer.rows[0]
+    sees = {}
+    if rows.limit is not None:
+        chunked = layer.type == "chunked_attention"
+        sees = {"chunk_size": rows.limit} if chunked else {"window_left": rows.limit - 1}
+    return numkv.LayerSpec(
+        rows.heads, rows.dim, head_dim_v=rows.dim_v, kind=kind, states=states, **sees
+    )
+
+
 def cache_of(needs, kind, **options):
     """The cache that a plan describes."""
-    layers = needs.layers
-    rows = [layer.rows[0] if layer.rows else None for layer in layers]
-    first = next(x for x in rows if x is not None)
-    sources = [i if x.shares is None else x.shares for i, x in enumerate(layers)]
-    chunked = [layer.type == "chunked_attention" for layer in layers]
-    of = [rows[source] for source in sources]
-    limits = [None if x is None else x.limit for x in of]
-    states = {
-        i: [((state.numbers,), state.dtype or needs.dtype) for state in layer.states]
-        for i, layer in enumerate(layers)
-        if layer.states
-    }
-    return numkv.PagedKVCache(
-        len(layers), [None if x is None else x.heads for x in of], [(x or first).dim for x in of],
-        head_dim_v=[(x or first).dim_v for x in of], kind=kind, block_size=SIZE,
-        windows=[-1 if n is None or c else n - 1 for n, c in zip(limits, chunked, strict=True)],
-        chunks=[n if c else None for n, c in zip(limits, chunked, strict=True)],
-        shares={i: source for i, source in enumerate(sources) if i != source},
-        states=states or None, num_states=4 if states else None, **options,
-    )  # fmt: skip
+    layers = [spec_of(needs, layer, kind) for layer in needs.layers]
+    slots = numkv.StateSlots(4) if any(of.states for of in layers) else None
+    return numkv.PagedKVCache(layers=layers, block_size=SIZE, state_slots=slots, **options)
 
 
 @pytest.mark.parametrize("kind", ["fp16", "int8"])

@@ -7,6 +7,7 @@ import naive
 import numpy as np
 import pytest
 import tolerances
+from layer_lists import specs
 from paged_caches import DIM, HEADS, Q_HEADS, check_attention, rows
 from sharded_caches import LAYOUTS, grow, make, one, queries, same
 
@@ -64,7 +65,10 @@ def test_options_reach_all_shards(layout):
 def test_windows(layout):
     """By context, queries say what they see of each column."""
     windows = [-1, 4]
-    got, want = run(make(layout, windows=windows)), run(one(windows=windows))
+    got, want = (
+        run(make(layout, specs=specs(2, HEADS, DIM, kind="fp32", windows=windows))),
+        run(one(windows=windows)),
+    )
     for x, y in zip(got, want, strict=True):
         tolerances.assert_rows_close(x, y, tolerances.attention("fp32", "fp32"))
 
@@ -78,7 +82,7 @@ def test_heads_that_do_not_divide():
     q = rng.standard_normal((7, 10, 8), np.float32)
     step = cache.reserve([cache.add()], 7)
     out = step.append_attend(0, k, v, q)
-    whole = numkv.PagedKVCache(1, 5, 8, num_blocks=8, kind=cache.kind)
+    whole = numkv.PagedKVCache(1, 5, 8, num_blocks=8, kind=cache.layers[0].kind)
     of_one = whole.reserve([whole.add()], 7)
     of_one.append(0, k, v)
     np.testing.assert_array_equal(out, of_one.attention(0, q))

@@ -4,6 +4,7 @@ import os
 import pickle
 import threading
 
+import mixed_caches
 import numpy as np
 import pytest
 from mixed_caches import Layer
@@ -168,7 +169,7 @@ def test_what_layers_are_belongs_to_the_identity(tmp_path, name):
     theirs = {part.section.folder for part in other._store.tiers.parts}
     assert len(theirs) == 1
     assert theirs != {part.section.folder for part in first._store.tiers.parts}
-    same = cache(store_in(tmp_path), num_blocks=33, num_states=9, checkpoint_every=8)
+    same = cache(store_in(tmp_path), num_blocks=33, num_states=9, every=8)
     assert same._store.tiers.parts[0].section.folder == first._store.tiers.parts[0].section.folder
 
 
@@ -263,9 +264,9 @@ def test_a_copy_still_finds_prefixes_to_the_token(tmp_path):
 
 def test_new_scales_forget_states_too(tmp_path):
     layers = [Layer(2, 8, 8, "fp8_e4m3"), Layer(1, 16, 16)]
-    of = numkv.PagedKVCache(
-        2, [2, 1], [8, 16], kind=[x.kind for x in layers], num_blocks=8, block_size=4, num_states=4,
-        states={0: [((1,), "int8")]}, store=store_in(tmp_path),
+    of = mixed_caches.make(
+        layers, num_blocks=8, state_slots=numkv.StateSlots(4), states={0: [((1,), "int8")]},
+        store=store_in(tmp_path),
     )  # fmt: skip
     step = of.reserve([of.add(TEXT[:5])], 4)
     step.mark_written()

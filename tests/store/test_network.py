@@ -292,7 +292,7 @@ def test_lookups_of_layers_that_are_not_alike(tmp_path):
         "layers": 2,
         "windows": [-1, 8],
         "states": {1: [((3,), "float32")]},
-        "num_states": 16,
+        "state_slots": numkv.StateSlots(16),
     }
     text = prompt(3, 41)
 

@@ -30,7 +30,7 @@ NO_ARRAYS = {
     "str",
     "tuple[int, ...]",
 }
-UNTOUCHED = {"arrays", "jit", "layer_jit", "pool", "caches", "underlying_cache"}
+UNTOUCHED = {"arrays", "jit", "pool", "caches", "underlying_cache"}
 
 
 def rows(*shape, seed=1):
@@ -103,7 +103,8 @@ def single(cache, a):
 
 
 def paged_cache(lib, a):
-    cache = lib.PagedKVCache(2, 2, 32, num_blocks=16, block_size=4, kind="fp16", key_bounds=True)
+    layers = [numkv.LayerSpec(2, 32, key_bounds=True)] * 2
+    cache = lib.PagedKVCache(layers=layers, num_blocks=16, block_size=4)
     first, second = cache.add(a(np.arange(6))), cache.add()
     step = cache.reserve([first, second], a(np.array([6, 2])))
     assert isinstance(step, lib.Step)

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+import numkv
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.19")
 
@@ -88,7 +90,7 @@ def with_blocks(lengths, blocks, of_block, of_others):
 
 @pytest.mark.parametrize(
     "options",
-    [None, {"kind": "int8", "residual_window": 64}],
+    [None, {"kind": "int8", "full_precision": numkv.FullPrecision(64)}],
     ids=["fp32", "tokens in full precision"],
 )
 def test_images_of_gemma_3(options):

@@ -94,8 +94,7 @@ def test_bf16_models(model):
 def test_what_is_refused(model):
     for options in (
         {"rotate": True},
-        {"kind": "int8", "residual_window": 4},
-        {"kind": "int8", "num_sink_tokens": 4},
+        {"kind": "int8", "full_precision": numkv.FullPrecision(4)},
         {"kind": "bf16", "v_kind": "int8"},
     ):
         with pytest.raises(NotSupported, match="latent"):

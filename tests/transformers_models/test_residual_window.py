@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 import tolerances
 
+import numkv
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from decoder_models import make, prompts  # noqa: E402
 from transformers import masking_utils as masking  # noqa: E402
 
-from numkv.errors import DimensionMismatch, NotSupported  # noqa: E402
+from numkv.errors import NotSupported  # noqa: E402
 from numkv.transformers import NumkvCache  # noqa: E402
 from numkv.transformers.attention import attention  # noqa: E402
 from numkv.transformers.masks import plan_of_mask  # noqa: E402
@@ -95,7 +97,7 @@ class Reference:
 def test_passes_of_a_ragged_batch(rng, seen, kinds, window, first):
     """Padded on the left; cropped, copied and reordered between passes."""
     k_kind, v_kind = (kind or "fp32" for kind in kinds)
-    kept = {"residual_window": window, "num_sink_tokens": first}
+    kept = {"full_precision": numkv.FullPrecision(window, first)}
     cache = NumkvCache(CONFIGS[seen], k_kind=k_kind, v_kind=v_kind, **kept)
     cache.activate_past_recording()
     reference = Reference(2, kinds, seen, window, first)
@@ -154,8 +156,8 @@ def test_short_prompts_are_exact_and_memory_is_counted():
     model.set_attn_implementation("numkv")
     plain = NumkvCache(model.config, "int4")
     model.generate(**given, do_sample=False, max_new_tokens=8, past_key_values=plain)
-    for kept in ({"residual_window": 32}, {"num_sink_tokens": 32}):
-        cache = NumkvCache(model.config, "int4", **kept)
+    for kept in (numkv.FullPrecision(32), numkv.FullPrecision(num_sink_tokens=32)):
+        cache = NumkvCache(model.config, "int4", full_precision=kept)
         found = model.generate(**given, do_sample=False, max_new_tokens=8, past_key_values=cache)
         assert torch.equal(found, expected)
         assert cache.nbytes == plain.nbytes + 4 * 2 * 3 * 32 * 2 * 16 * 4
@@ -163,8 +165,10 @@ def test_short_prompts_are_exact_and_memory_is_counted():
 
 def test_a_window_beside_floats_is_refused():
     for options in ({}, {"kind": "bf16"}, {"k_kind": "fp16", "v_kind": "fp32"}):
-        for name in ("residual_window", "num_sink_tokens"):
-            with pytest.raises(NotSupported, match=f"{name}.*quantises nothing"):
-                NumkvCache(CONFIGS["full"], **{name: 8}, **options)
-    with pytest.raises(DimensionMismatch, match="residual_window"):
-        NumkvCache(CONFIGS["full"], "int8", residual_window=-1)
+        for kept in (numkv.FullPrecision(8), numkv.FullPrecision(num_sink_tokens=8)):
+            with pytest.raises(NotSupported, match=r"full_precision.*quantises nothing"):
+                NumkvCache(CONFIGS["full"], full_precision=kept, **options)
+    with pytest.raises(TypeError, match="full_precision"):
+        NumkvCache(CONFIGS["full"], "int8", full_precision=8)
+    with pytest.raises(NotSupported, match="no `kind`"):
+        NumkvCache(CONFIGS["full"], "int8", full_precision=numkv.FullPrecision(8, kind="bf16"))

@@ -16,6 +16,7 @@ A layer's K and V are one block of as many tokens as there are cells, so a cell 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -25,10 +26,10 @@ from numkv.access import Access, drops, reads
 from numkv.attention.attend import attend, check_queries
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import AttentionOptions
+from numkv.caches.layer_spec import LayerSpec
 from numkv.caches.multi.checks import (
     MOST_POSITIONS,
     check_indices,
-    check_layer,
     check_sequence,
 )
 from numkv.caches.multi.config import CacheConfig, Setup
@@ -80,7 +81,6 @@ class CellCache(LayeredCache):
         self._cells = Cells(0)
         self._pass: ForwardPass | None = None
         self._jit: Any = None
-        self._layer_structs: dict[int, Any] = {}
         # Table, lengths and slots of `arrays`, and the generation that they are of.
         self._tables_given: tuple[int, tuple[Array | None, Array | None, Array | None]] | None = (
             None
@@ -132,6 +132,11 @@ class CellCache(LayeredCache):
         stored: NDArray[np.int32] = cells.positions[cells.owned(check_sequence("seq", seq))]
         return stored
 
+    def _spec(self, pool: Pool) -> LayerSpec:
+        return replace(
+            super()._spec(pool), window_left=self._window, chunk_size=self._chunk or None
+        )
+
     def _describe(self) -> str:
         cells = self._cells
         return (
@@ -146,7 +151,7 @@ class CellCache(LayeredCache):
 
     @property
     def jit(self) -> Any:
-        """The jitclass instance over the cells, on the host, for your own ``@njit`` functions.
+        """The jitclass instance over the cells, on the host, for your own ``@njit`` functions; rows are in `arrays`.
 
         Fields ``positions`` and ``num_sequences``, int32 ``(num_cells,)``; see
         `numkv.storage.jit_views.cells_struct`. They are the cache's own: do not write to them.
@@ -157,40 +162,6 @@ class CellCache(LayeredCache):
                 jit_views.cells_struct(), self._cells.positions, self._cells.num_sequences
             )
         return self._jit
-
-    def layer_jit(self, layer: int) -> Any:
-        """The jitclass instance over a layer's memory: one block whose tokens are the cells.
-
-        Parameters
-        ----------
-        layer : int
-            Which layer.
-
-        Returns
-        -------
-        jitclass
-            See `numkv.storage.jit_views`: a ``layer_struct``, on CUDA a ``host_struct``. Its length is the number of
-            cells. With ``rotate=True`` it takes and gives rows as they are stored: rotated. The same object each
-            time, as a layer's memory stays where it is.
-
-        Raises
-        ------
-        IndexError
-            If the layer was never put.
-        """
-        self._check_ready()
-        layer = check_layer("layer", layer)
-        struct = self._layer_structs.get(layer)
-        if struct is None:
-            struct = self._layer_structs[layer] = self._make_layer_struct(self._layer(layer))
-        return struct
-
-    def _make_layer_struct(self, pool: Pool) -> Any:
-        table, lens = np.zeros(1, np.int32), np.array([self.num_cells], np.int32)
-        if not self._target.has_jit_views:
-            return jit_views.make(jit_views.host_struct("int32"), table, lens)
-        struct = jit_views.layer_struct(pool.k_kind.name, pool.v_kind.name)
-        return jit_views.make(struct, pool.k, pool.v, pool.k_scale, pool.v_scale, table, lens)
 
     def _tables(self, layer: int) -> tuple[Array | None, Array | None, Array | None]:
         generation, found = self._generation, self._tables_given
@@ -270,7 +241,6 @@ class CellCache(LayeredCache):
         """Drop what is made of the cells and the layers when it is asked for."""
         self._again = self._target.repeats() if self._state == "ready" else None
         self._pass = self._jit = self._tables_given = None
-        self._layer_structs = {}
 
     def _values(self) -> dict[str, Any]:
         cells, config = self._cells, self._config

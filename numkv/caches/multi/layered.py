@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from numkv import targets
 from numkv.access import Access
 from numkv.arrays import CacheArrays
+from numkv.caches.layer_spec import LayerSpec
 from numkv.caches.multi.base import MultiSequenceCache
 from numkv.caches.multi.head_scales import HeadScales
 from numkv.caches.multi.saved import SavedLayer, SavedLayers
@@ -55,57 +55,23 @@ class LayeredCache(MultiSequenceCache):
     # -- what it is
 
     @property
-    def kind(self) -> Kind:
-        """Storage kind, of K where V's differs."""
-        self._check_ready()
-        return self._k_kind
-
-    @property
-    def v_kind(self) -> Kind:
-        """Storage kind of V."""
-        self._check_ready()
-        return self._v_kind
-
-    @property
     def target(self) -> str:
         """Name of the target."""
         self._check_ready()
         return self._target.name
 
     @property
-    def rotate(self) -> bool:
-        """Whether rows are rotated before they are stored."""
+    def layers(self) -> dict[int, LayerSpec]:
+        """What each layer keeps, of those that have been put, by number."""
         self._check_ready()
-        return self._rotate
+        return {layer: self._spec(pool) for layer, pool in list(self._layers.items())}
 
-    @property
-    def num_kv_heads(self) -> int | dict[int, int]:
-        """Kv heads of the layers that have been put: a number if all have as many, else one for each by layer.
-
-        Before the first `put` no layer has a shape: `NumkvError`.
-        """
-        return self._of_layers("num_kv_heads", lambda pool: int(pool.k.shape[1]))
-
-    @property
-    def head_dim(self) -> int | dict[int, int]:
-        """Elements of a K row: a number, or by layer; see `num_kv_heads`."""
-        return self._of_layers("head_dim", lambda pool: pool.head_dim)
-
-    @property
-    def head_dim_v(self) -> int | dict[int, int]:
-        """Elements of a V row: a number, or by layer; see `num_kv_heads`."""
-        return self._of_layers("head_dim_v", lambda pool: pool.head_dim_v)
-
-    def _of_layers(self, name: str, of: Callable[[Pool], int]) -> int | dict[int, int]:
-        self._check_ready()
-        found = {layer: of(pool) for layer, pool in list(self._layers.items())}
-        if not found:
-            raise NumkvError(
-                f"{name}: expected a cache with a layer, got {type(self).__name__} before its first put, "
-                "which says how large rows are"
-            )
-        different = set(found.values())
-        return different.pop() if len(different) == 1 else found
+    def _spec(self, pool: Pool) -> LayerSpec:
+        """What a layer with these buffers keeps."""
+        return LayerSpec(
+            int(pool.k.shape[1]), pool.head_dim, head_dim_v=pool.head_dim_v, kind=self._k_kind, v_kind=self._v_kind,
+            rotate=self._rotate,
+        )  # fmt: skip
 
     @property
     def nbytes(self) -> int:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from numkv.access import Access, whole
 from numkv.arrays import CacheArrays
 from numkv.attention.options import AttentionOptions
+from numkv.caches.layer_spec import LayerSpec
 from numkv.caches.multi.base import MultiSequenceCache
 from numkv.caches.multi.config import CacheConfig, Setup
 from numkv.caches.multi.encoder import EncoderCache
@@ -203,44 +204,23 @@ class WrapperCache(MultiSequenceCache):
         return tuple(of(child) for child in self._children)
 
     @property
-    def kind(self) -> tuple[Any, ...]:
-        """Storage kind, of K where V's differs, of each child."""
-        return self._each(lambda child: child.kind)
+    def layers(self) -> dict[int, LayerSpec]:
+        """What each layer keeps, of those that have been put, by number; in whichever child."""
+        return {
+            layer: of
+            for layers in self._each(lambda child: child.layers)
+            for layer, of in layers.items()
+        }
 
     @property
-    def v_kind(self) -> tuple[Any, ...]:
-        """Storage kind of V of each child."""
-        return self._each(lambda child: child.v_kind)
+    def target(self) -> str:
+        """Name of the target."""
+        return str(self._each(lambda child: child.target)[0])
 
     @property
-    def target(self) -> tuple[Any, ...]:
-        """Name of the target of each child."""
-        return self._each(lambda child: child.target)
-
-    @property
-    def rotate(self) -> tuple[Any, ...]:
-        """Whether rows are rotated before they are stored, in each child."""
-        return self._each(lambda child: child.rotate)
-
-    @property
-    def num_kv_heads(self) -> tuple[Any, ...]:
-        """Kv heads of each child; `NumkvError` as long as one of them has no layer: ask the others in `caches`."""
-        return self._each(lambda child: child.num_kv_heads)
-
-    @property
-    def head_dim(self) -> tuple[Any, ...]:
-        """Elements of a K row of each child; see `num_kv_heads`."""
-        return self._each(lambda child: child.head_dim)
-
-    @property
-    def head_dim_v(self) -> tuple[Any, ...]:
-        """Elements of a V row of each child; see `num_kv_heads`."""
-        return self._each(lambda child: child.head_dim_v)
-
-    @property
-    def nbytes(self) -> tuple[Any, ...]:
-        """Bytes of the buffers of each child."""
-        return self._each(lambda child: child.nbytes)
+    def nbytes(self) -> int:
+        """Bytes of the K and V buffers of all layers so far, scales included."""
+        return sum(self._each(lambda child: child.nbytes))
 
     @property
     def sequences(self) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.caches.paged.states import StateSlots
+from numkv.caches.paged.states import StateMemory
 from numkv.kinds import Kind
 from numkv.snapshots.regions import blocks_of, put_blocks
 from numkv.storage.buffer import are_scales
@@ -63,7 +63,7 @@ class BlockBytes:
         return cls(target, arrays, kinds)
 
     @classmethod
-    def of_slots(cls, slots: StateSlots) -> BlockBytes:
+    def of_slots(cls, slots: StateMemory) -> BlockBytes:
         """Of each layer that keeps states its arrays."""
         return cls(slots.target, slots.pages)
 

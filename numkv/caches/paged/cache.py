@@ -88,52 +88,31 @@ class PagedKVCache(StoredSequences):
 
     Parameters
     ----------
-    num_layers : int
-        Layers of the model that attend.
-    num_kv_heads : int or sequence of int
-        Heads of K and V, or those of each layer; None for a layer that has no rows.
-    head_dim : int or sequence of int
-        Elements of a K row, or those of each layer's.
+    num_layers : int, optional
+        How many layers there are, where they are all alike.
+    num_kv_heads : int, optional
+        Heads of K and V in each.
+    head_dim : int, optional
+        Elements of a row.
+    layers : iterable of LayerSpec, optional
+        Instead of these three, `kind` and `rotate`: what each layer keeps, where there is more to say of it: windows,
+        chunks, K and V of different kinds, rows of other layers, states, tokens in full precision, bounds of keys.
     num_blocks : int, optional
         Blocks in the pool; a block serves `layers_per_block` layers. Either this or `max_nbytes`.
-    block_size : int
-        Tokens in a block.
-    kind : str, Kind or sequence of them
-        Storage kind, or each layer's.
-    target : {"cpu", "cuda"}
-        Where the buffers are and the kernels run.
-    head_dim_v : int or sequence of int, optional
-        Elements of a V row; `head_dim` if None.
-    k_kind : str, Kind or sequence of them, optional
-        Storage kind of K, where it differs from `kind`.
-    v_kind : str, Kind or sequence of them, optional
-        Storage kind of V, where it differs; ``"latent"`` as of `numkv.ContiguousLayer`, if layers have rows alike.
-    windows : sequence of int, optional
-        `window_left` of each layer: earlier tokens that a query attends to, -1 for all.
-    rotate : bool
-        Whether a Hadamard rotation is applied to rows before they are stored; see `numkv.ContiguousLayer`.
-    store : PrefixStore, optional
-        Where `add` looks for blocks that the pool has not, and where `commit` has full ones written; see `numkv.store`.
-    chunks : sequence of int, optional
-        Tokens of a chunk of each layer, within which queries attend; None or 0 for none.
-    shares : mapping of int to int, or sequence of int, optional
-        The layer whose rows a layer reads, having none of its own; None in a sequence for layers that have.
-    states : mapping of int to sequence of (shape, dtype), optional
-        Arrays that a layer keeps for each sequence, beside rows or instead of them; see `Step.state`.
-    num_states : int, optional
-        Slots for the states of a sequence: two for each that steps take at once, and one for each checkpoint to keep.
-    checkpoint_every : int, optional
-        Tokens from one checkpoint of states to the next; a multiple of `block_size`, which it is if None.
     max_nbytes : int, optional
         Bytes of all blocks and states, instead of `num_blocks`.
-    key_bounds : bool, optional
-        Whether bounds of keys are kept beside the blocks, for `Step.sparse_attention`.
-    residual_window : int, optional
-        Newest tokens that a query sees, its own included, which are read in full precision: see docs/accuracy.md.
-    num_sink_tokens : int, optional
-        First tokens of each sequence that are read in full precision, too; not in layers with windows.
-    residual_kind : str or Kind, optional
-        What tokens in full precision are stored in: ``"fp32"``, which it is if None, ``"bf16"`` or ``"fp16"``.
+    block_size : int
+        Tokens in a block.
+    kind : str or Kind, optional
+        Storage kind, ``"fp16"`` if None.
+    rotate : bool, optional
+        Whether rows are rotated before they are stored; see `numkv.ContiguousLayer`.
+    target : {"cpu", "cuda"}
+        Where the buffers are and the kernels run.
+    store : PrefixStore, optional
+        Where `add` looks for blocks that the pool has not, and where `commit` has full ones written; see `numkv.store`.
+    state_slots : StateSlots, optional
+        Room for the states of sequences, where layers keep some.
 
     Attributes
     ----------

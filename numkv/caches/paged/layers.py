@@ -2,60 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
-import itertools
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
+from numkv.caches.layer_spec import FullPrecision, LayerSpec, StateShape, check_states
 from numkv.caches.paged.residual import Residual
-from numkv.caches.paged.states import StateShape, check_states
-from numkv.errors import DimensionMismatch, NotSupported
+from numkv.errors import NotSupported
 from numkv.kinds import Kind, kind
 from numkv.numbers import check_size
-from numkv.storage.latents import LATENT, LatentPool, pool_and_kinds
+from numkv.storage.latents import LATENT, LatentPool
 from numkv.storage.pool import Pool
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-#: Layers that a cache can have; each takes some objects of Python's.
-_MOST_LAYERS = 2**16
-
-#: Windows and chunks from here on reach further than any sequence.
-_LONGEST = 2**62
 
 #: Parts of a block begin at multiples of so many bytes, as vector loads and CUDA's copies like it.
 _ALIGNMENT = 64
-
-
-class LayerOptions(TypedDict, total=False):
-    """What a `PagedKVCache` takes where its layers are not all alike; see there."""
-
-    chunks: Sequence[int | None] | None
-    shares: Mapping[int, int] | Sequence[int | None] | None
-    states: Mapping[int, Sequence[tuple[Sequence[int], Any]]] | None
-    num_states: int | None
-    checkpoint_every: int | None
-    max_nbytes: int | None
-    key_bounds: bool | None
-    residual_window: int | None
-    num_sink_tokens: int | None
-    residual_kind: str | Kind | None
-
-
-def shows_options(function: _F) -> _F:
-    """Have a function that takes `LayerOptions` show them in its signature, None each.
-
-    It shows no types: with those of so many arguments nobody could read the line; they are in the docstring.
-    """
-    found = inspect.signature(function).parameters.values()
-    named = [p.replace(annotation=p.empty) for p in found if p.kind is not p.VAR_KEYWORD]
-    more = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
-        for name in LayerOptions.__annotations__
-    ]
-    function.__signature__ = inspect.Signature([*named, *more])  # type: ignore[attr-defined]
-    return function
 
 
 class LayerRows(NamedTuple):
@@ -171,24 +131,26 @@ class Layers(NamedTuple):
         """These layers and those that have their tokens in full precision."""
         if residual is None:
             return self
-        name = "residual_window" if residual.window else "num_sink_tokens"
         if any(self.chunks):
             raise NotSupported(
-                f"`{name}`: expected no layers whose queries attend within chunks, got some; leave it out"
+                "`full_precision`: expected no layers whose queries attend within chunks, got some; leave it out"
             )
         twins: list[LayerRows | None] = []
         for rows, window in zip(self.rows, self.windows, strict=True):
             quantised = rows is not None and (rows.k_kind.has_scales or rows.v_kind.has_scales)
             if rows is not None and quantised and rows.is_latent:
-                raise NotSupported(f"`{name}`: expected 0 for latents, got some; leave it out")
+                raise NotSupported(
+                    "`full_precision`: expected None for latents, got some tokens; leave it out"
+                )
             if rows is None or not quantised or (window >= 0 and not residual.window):
                 twins.append(None)
             else:
                 twins.append(rows._replace(k_kind=residual.kind, v_kind=residual.kind))
         if not any(twins):
             raise NotSupported(
-                f"`{name}`: expected 0 for storage in {self.first.k_kind}, which quantises nothing, or for layers with "
-                f"windows alone, which keep newest tokens only, got {residual}; leave it out, or choose int8 or int4"
+                f"`full_precision`: expected None for storage in {self.first.k_kind}, which quantises nothing, or a "
+                f"window for layers with windows alone, which keep newest tokens only, got {residual.kept}; leave it "
+                "out, or choose int8 or int4"
             )
         n = len(self.rows)
         return Layers(
@@ -222,23 +184,23 @@ class Layers(NamedTuple):
         """The rows of the first layer that has some."""
         return next(rows for rows in self.rows if rows is not None)
 
-    def arguments(self) -> dict[str, Any]:
-        """What a `PagedKVCache` is given for such layers, by name."""
-        rows = [self.rows[source] for source in self.sources[: self.own]]
-        names = ("head_dim", "head_dim_v", "k_kind", "v_kind")
-        found: dict[str, Any] = {
-            name: [getattr(self.first if x is None else x, name) for x in rows] for name in names
-        }
-        if self.first.is_latent:
-            found["v_kind"] = LATENT
-        shares = {layer: source for layer, source in enumerate(self.sources) if layer != source}
-        own = {
-            "num_kv_heads": [None if x is None else x.num_kv_heads for x in rows],
-            "chunks": list(self.chunks[: self.own]), "shares": shares, "windows": list(self.windows[: self.own]),
-            "states": self.with_states or None,
-        }  # fmt: skip
-        in_full = {} if self.residual is None else self.residual.arguments()
-        return {"num_layers": len(rows), **found, **own, **in_full}
+    def specs(self, rotate: bool, key_bounds: bool) -> tuple[LayerSpec, ...]:
+        """The layers of the model as a `PagedKVCache` is given them, which rotates and keeps bounds or not."""
+        made: dict[Any, LayerSpec] = {}
+        found, full = [], None if self.residual is None else self.residual.kept
+        for layer, source in enumerate(self.sources[: self.own]):
+            rows, shares = self.rows[source], None if source == layer else source
+            of = rows, self.windows[layer], self.chunks[layer], shares, self.states[layer]
+            if of not in made and rows is None:
+                made[of] = LayerSpec(states=of[4])
+            elif of not in made and rows is not None:
+                made[of] = LayerSpec(
+                    rows.num_kv_heads, rows.head_dim, head_dim_v=rows.head_dim_v, kind=rows.k_kind,
+                    v_kind=rows.v_storage, rotate=rotate, full_precision=full, window_left=of[1],
+                    chunk_size=of[2] or None, shares=shares, states=of[4], key_bounds=key_bounds,
+                )  # fmt: skip
+            found.append(made[of])
+        return tuple(found)
 
     def more(self) -> tuple[Any, ...]:
         """What a geometry has of layers that are not plain, in numbers and names."""
@@ -249,85 +211,28 @@ class Layers(NamedTuple):
         return found if self.residual is None else (*found, self.residual.plain())
 
     @classmethod
-    def check(
-        cls, num_layers: Any, sizes: tuple[Any, Any, Any], kinds: tuple[Any, Any, Any], windows: Any, more: Any
-    ) -> Layers:  # fmt: skip
-        """Check the arguments of a `PagedKVCache`.
-
-        Parameters
-        ----------
-        num_layers : int
-            The argument.
-        sizes : tuple
-            `num_kv_heads`, `head_dim`, `head_dim_v`: a number each, or one for each layer.
-        kinds : tuple
-            `kind`, `k_kind`, `v_kind`: likewise.
-        windows : sequence of int or None
-            The argument.
-        more : LayerOptions
-            The others.
-        """
-        layers = check_size("num_layers", num_layers, 1, _MOST_LAYERS)
-        windows_of = [_reach("windows", w, -1) for w in _each("windows", windows, layers, -1)]
-        chunks = [
-            0 if c is None else _reach("chunks", c, 0)
-            for c in _each("chunks", more.get("chunks"), layers, 0)
-        ]
-        for layer, (window, chunk) in enumerate(zip(windows_of, chunks, strict=True)):
-            if window >= 0 and chunk:
-                raise ValueError(
-                    f"`chunks`: expected a window or a chunk in layer {layer}, got a window of {window} and a chunk "
-                    f"of {chunk}; give the one that the model has"
-                )
-        sources = _sources(more.get("shares"), layers)
-        names = ("num_kv_heads", "head_dim", "head_dim_v", "kind", "k_kind", "v_kind")
-        given = [
-            _each(name, x, layers) if _is_list(x) else [x] * layers
-            for name, x in zip(names, (*sizes, *kinds), strict=True)
-        ]
-        rows: list[LayerRows | None] = []
-        made: dict[Any, LayerRows] = {}
-        for layer, entries in enumerate(zip(*given, strict=True)):
-            source = sources[layer]
-            if source != layer:
-                if windows_of[layer] != windows_of[source] or chunks[layer] != chunks[source]:
-                    raise ValueError(
-                        f"`shares`: expected layer {layer} to have the window and chunk of layer {source}, whose rows "
-                        f"it reads, {windows_of[source]} and {chunks[source]}, got {windows_of[layer]} and "
-                        f"{chunks[layer]}"
-                    )
-                rows.append(None)
-                continue
-            if entries[0] is None and _is_list(sizes[0]):
-                rows.append(None)
-                continue
-            key = tuple(map(_key, entries))
-            if key not in made:
-                heads, dim, dim_v, both, k_kind, v_kind = entries
-                dim = check_size("head_dim", dim, 1)
-                make, of_k, of_v = pool_and_kinds(both, k_kind, v_kind)
-                made[key] = LayerRows(
-                    check_size("num_kv_heads", heads, 1), dim,
-                    dim if dim_v is None else check_size("head_dim_v", dim_v, 1), of_k, of_v,
-                    make is LatentPool,
-                )  # fmt: skip
-            rows.append(made[key])
-        if not any(rows):
-            raise ValueError(
-                "`num_kv_heads`: expected a layer with rows or more, got None for all of them; a model that keeps "
-                "states alone needs no blocks"
-            )
+    def of(cls, specs: Sequence[LayerSpec]) -> Layers:
+        """What a `PagedKVCache` is given for each layer, together."""
+        sources = [layer if of.shares is None else of.shares for layer, of in enumerate(specs)]
         for layer, source in enumerate(sources):
-            if rows[source] is None and source != layer:
-                raise ValueError(
-                    f"`shares`: expected rows in layer {source}, got a layer without any"
-                )
-        states = check_states(more.get("states"), layers)
-        of_each = tuple(states.get(layer, ()) for layer in range(layers))
-        found = cls(tuple(rows), tuple(windows_of), tuple(chunks), tuple(sources), of_each)
+            _check_source(specs, layer, source)
+        found = cls(
+            tuple(_rows(of) if of.shares is None else None for of in specs),
+            tuple(specs[source].window_left for source in sources),
+            tuple(specs[source].chunk_size or 0 for source in sources),
+            tuple(sources), tuple(check_states(of.states) for of in specs),
+        )  # fmt: skip
+        if not found.storing:
+            raise ValueError(
+                "`layers`: expected a layer with rows or more, got none; a model that keeps states alone needs no "
+                "blocks"
+            )
         found._refuse_mixed_latents()
-        asked = (more.get(x) for x in ("residual_window", "num_sink_tokens", "residual_kind"))
-        return found._with_twins(Residual.check(layers, *asked))
+        full: FullPrecision | None = same_in_all("full_precision", specs)
+        if full is None:
+            return found
+        kept = replace(full, kind=kind(full.kind or "fp32"))
+        return found._with_twins(Residual(kept, len(specs)))
 
     def _refuse_mixed_latents(self) -> None:
         """Refuse latents beside other rows: pages have room for a V of its own."""
@@ -351,9 +256,9 @@ class Layers(NamedTuple):
                 raise ValueError(f"`geometry`: expected {name} of {n} layers, got {x!r}")
         found = cls(
             tuple(None if x is None else LayerRows.read(x) for x in rows), windows,
-            tuple(_reach("chunks", x, 0) for x in chunks),
+            tuple(check_size("chunks", x) for x in chunks),
             tuple(check_size("shares", x, 0, n - 1) for x in sources),
-            tuple(check_states({0: x}, 1)[0] if x else () for x in states),
+            tuple(map(check_states, states)),
         )  # fmt: skip
         if not found.storing:
             raise ValueError("`geometry`: expected a layer with rows, got none")
@@ -364,75 +269,43 @@ class Layers(NamedTuple):
         return found._with_twins(Residual.read(in_full[0], n) if in_full else None)
 
 
-def _key(x: Any) -> Any:
-    """What stands for an entry in a dictionary: lists that repeat a number are checked once."""
-    return x if isinstance(x, (int, str, Kind, type(None))) else id(x)
+def _rows(of: LayerSpec) -> LayerRows | None:
+    """The rows of a layer that reads no other's."""
+    heads, dim, dim_v, v_kind = of.num_kv_heads, of.head_dim, of.head_dim_v, of.v_kind
+    if heads is None or dim is None or dim_v is None or v_kind is None:
+        return None
+    is_latent, of_k = v_kind == LATENT, kind(of.kind)
+    return LayerRows(heads, dim, dim_v, of_k, of_k if is_latent else kind(v_kind), is_latent)
 
 
-def _is_list(x: Any) -> bool:
-    return isinstance(x, (list, tuple)) or (hasattr(x, "ndim") and x.ndim == 1)
-
-
-def _each(name: str, given: Any, layers: int, default: Any = None) -> list[Any]:
-    """An entry for each layer."""
-    if given is None:
-        return [default] * layers
-    try:
-        found = list(itertools.islice(iter(given), layers + 1))
-    except TypeError:
-        raise TypeError(
-            f"`{name}`: expected a number for each layer or None, got {type(given).__name__}"
-        ) from None
-    if len(found) != layers:
-        got = f"{len(found)} at least" if len(found) > layers else len(found)
-        raise DimensionMismatch(
-            f"`{name}`: expected {layers} numbers, one for each layer, got {got}",
-            expected=layers,
-            actual=len(found),
+def _check_source(specs: Sequence[LayerSpec], layer: int, source: int) -> None:
+    """See that a layer reads rows that are there, and says nothing else of them than the layer that has them."""
+    if source == layer and specs[layer].shares is None:
+        return
+    if source >= len(specs):
+        raise IndexError(f"`shares`: expected layers in [0, {len(specs)}), got {source}")
+    of = specs[source]
+    if of.shares is not None:
+        raise ValueError(
+            f"`shares`: expected layer {layer} to read one with rows of its own, got layer {source}, which reads layer "
+            f"{of.shares}"
         )
-    return found
-
-
-def _reach(name: str, x: Any, least: int) -> int:
-    """A window or a chunk."""
-    reach = check_size(name, x, least)
-    if reach > _LONGEST:
-        raise DimensionMismatch(
-            f"`{name}`: expected at most 2**62 tokens, got {reach}; {least} stands for all",
-            expected=_LONGEST,
-            actual=reach,
+    if of.num_kv_heads is None:
+        raise ValueError(f"`shares`: expected rows in layer {source}, got a layer without any")
+    said = replace(specs[layer], shares=None, states=())
+    if said not in (LayerSpec(), replace(of, states=())):
+        raise ValueError(
+            f"`shares`: expected layer {layer} to be LayerSpec(shares={source}), as it reads that layer's rows and "
+            f"sees as much of them, got {specs[layer]}"
         )
-    return reach
 
 
-def _sources(shares: Any, layers: int) -> list[int]:
-    """The layer whose rows each layer reads."""
-    found = list(range(layers))
-    if shares is None:
-        return found
-    given = (
-        shares.items()
-        if isinstance(shares, Mapping)
-        else enumerate(_each("shares", shares, layers))
-    )
-    for layer, source in given:
-        if source is None:
-            continue
-        numbers = []
-        for x in (layer, source):
-            try:
-                numbers.append(operator.index(x))
-            except TypeError:
-                raise TypeError(
-                    f"`shares`: expected numbers of layers, got {type(x).__name__}"
-                ) from None
-            if not 0 <= numbers[-1] < layers:
-                raise IndexError(f"`shares`: expected layers in [0, {layers}), got {numbers[-1]}")
-        found[numbers[0]] = numbers[1]
-    for layer, source in enumerate(found):
-        if found[source] != source:
-            raise ValueError(
-                f"`shares`: expected layer {layer} to read one with rows of its own, got layer {source}, which reads "
-                f"layer {found[source]}"
-            )
-    return found
+def same_in_all(name: str, specs: Sequence[LayerSpec]) -> Any:
+    """What all layers with rows of their own say of something that a cache has once."""
+    found = {getattr(of, name) for of in specs if of.num_kv_heads is not None and of.shares is None}
+    if len(found) > 1:
+        raise NotSupported(
+            f"`{name}`: expected the same in all layers that have rows, got {' and '.join(sorted(map(str, found)))}; "
+            "keep a PagedKVCache for each"
+        )
+    return found.pop() if found else None

@@ -15,7 +15,7 @@ from numkv.blocks.pool import BlockPool
 from numkv.caches.paged.groups import LayerGroup, page_bytes
 from numkv.caches.paged.key_bounds import BlockBounds
 from numkv.caches.paged.layers import LayerRows, Layers
-from numkv.caches.paged.states import StateSlots
+from numkv.caches.paged.states import StateMemory
 from numkv.caches.paged.store import BlockStore, Part
 from numkv.numbers import check_bytes
 from numkv.storage.buffer import Buffer
@@ -36,7 +36,7 @@ def block_nbytes(layers: Layers, groups: list[LayerGroup], block_size: int) -> i
 
 def new_store(
     target: Target, layers: Layers, groups: list[LayerGroup], blocks: BlockPool, rotate: bool,
-    states: StateSlots | None = None, key_bounds: bool = False,
+    states: StateMemory | None = None, key_bounds: bool = False,
 ) -> BlockStore:  # fmt: skip
     """Make buffers of zeros for the blocks of a pool.
 
@@ -52,7 +52,7 @@ def new_store(
         The books.
     rotate : bool
         Whether rows are rotated before they are stored.
-    states : StateSlots, optional
+    states : StateMemory, optional
         Slots for states, where layers keep some.
     key_bounds : bool
         Whether bounds of keys are kept.
@@ -157,7 +157,7 @@ def store_of(state: dict[str, Any]) -> BlockStore:
     layers, target, slots = state["layers"], targets.get(state["target"]), None
     if state["slots"] is not None:
         every, books = state["slots"]
-        slots = StateSlots(target, layers.with_states, books.num_blocks, every, books)
+        slots = StateMemory(target, layers.with_states, books.num_blocks, every, books)
     args = state["groups"], state["blocks"], state["rotate"], slots, state["key_bounds"]
     made = new_store(target, layers, *args)
     for x, content in zip(_arrays(made), state["arrays"], strict=True):

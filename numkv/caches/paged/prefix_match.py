@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from numkv.blocks.arrays import ABSENT
 from numkv.blocks.prefix import block_digests, root_digest
-from numkv.caches.paged.states import Checkpoint, StateSlots
+from numkv.caches.paged.states import Checkpoint, StateMemory
 from numkv.caches.paged.store import BlockStore, Extra, SequenceState
 
 _SPREAD = 0x9E3779B97F4A7C15  # odd, so no two groups get the same; its bits look random
@@ -143,7 +143,7 @@ def find_prefix(store: BlockStore, ids: NDArray[np.int32], names: list[NDArray[n
     return Match(blocks, tables, wanted, reason, found)
 
 
-def with_checkpoint(slots: StateSlots, state: SequenceState, block_size: int) -> SequenceState:
+def with_checkpoint(slots: StateMemory, state: SequenceState, block_size: int) -> SequenceState:
     """A sequence that begins with a cached prefix, with the states after it and marks of those before."""
     names = [name.tobytes() for name in state.digests[0]]
     lengths = range(slots.every, state.length + 1, slots.every)

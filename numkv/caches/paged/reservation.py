@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from numkv import targets
 from numkv.caches.paged.buffers import StepBuffers
 from numkv.caches.paged.prefix_match import NewNames, name_blocks, split_at_window
-from numkv.caches.paged.states import Checkpoint, StateSlots
+from numkv.caches.paged.states import Checkpoint, StateMemory
 from numkv.caches.paged.step import Step
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState, held
 from numkv.caches.paged.trees import Tree
@@ -132,7 +132,7 @@ def _plan_tables(
     return wanted, copied
 
 
-def refuse_without_slots(slots: StateSlots, wanted: int) -> None:
+def refuse_without_slots(slots: StateMemory, wanted: int) -> None:
     """Refuse sequences for whose states there is no room, before blocks are taken, which may be those of prefixes."""
     free = slots.books.num_free
     if wanted > free:
@@ -242,7 +242,7 @@ def end_step(
 
 
 def _with_states(
-    store: BlockStore, states: StateSlots, state: SequenceState, slot: int
+    store: BlockStore, states: StateMemory, state: SequenceState, slot: int
 ) -> SequenceState:
     """A sequence with the states that a step has ended with, and a mark where they are a checkpoint."""
     marks, length = state.marks, state.length

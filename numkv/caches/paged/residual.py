@@ -3,7 +3,7 @@
 Every layer that quantises has a *twin*: a layer behind the model's own, in floats, whose group has a window. So blocks
 of full-precision rows come from the same pool, and all that is done with sequences (forks, prefixes, rollback, host
 memory, files) is done with them too. All tokens are stored as codes at once. A query at position p reads in full the
-tokens that are newer than ``p - residual_window`` and the first ``num_sink_tokens``, and the others as codes, so that a
+tokens that are newer than ``p - window`` and the first ``num_sink_tokens``, and the others as codes, so that a
 result depends neither on the steps in which a prompt came, nor on whether it was found.
 
 Sources: see `numkv.caches.full_precision`.
@@ -16,15 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from numkv.caches.layer_spec import FullPrecision
 from numkv.compaction.moves import Relocation, relocate, slots_of
-from numkv.errors import NotSupported, UnsupportedDType
+from numkv.errors import NotSupported
 from numkv.kinds import Kind, kind
-from numkv.numbers import check_size
 
 Ints = NDArray[np.int64]
-
-#: Kinds that full-precision rows may have: those of models.
-_KINDS = ("fp32", "bf16", "fp16")
 
 
 class Residual(NamedTuple):
@@ -32,30 +29,34 @@ class Residual(NamedTuple):
 
     Attributes
     ----------
-    window, sinks : int
-        Newest tokens, a query's own included, and first tokens.
-    kind : Kind
-        What they are stored in.
+    kept : FullPrecision
+        Newest tokens, a query's own included, first ones, and what they are stored in.
     layers : int
         Layers of the model; the twin of layer i is layer ``layers + i``.
     """
 
-    window: int
-    sinks: int
-    kind: Kind
+    kept: FullPrecision
     layers: int
 
-    def __str__(self) -> str:
-        return f"residual_window={self.window}, num_sink_tokens={self.sinks}, residual_kind={self.kind}"
+    @property
+    def window(self) -> int:
+        """Newest tokens, a query's own included."""
+        return self.kept.window
+
+    @property
+    def sinks(self) -> int:
+        """First tokens."""
+        return self.kept.num_sink_tokens
+
+    @property
+    def kind(self) -> Kind:
+        """What they are stored in."""
+        assert self.kept.kind is not None
+        return kind(self.kept.kind)
 
     def plain(self) -> tuple[int, int, str]:
         """The same in numbers and names, for geometries and headers of files."""
         return self.window, self.sinks, self.kind.name
-
-    def arguments(self) -> dict[str, Any]:
-        """What a `PagedKVCache` is given for it, by name."""
-        names = ("residual_window", "num_sink_tokens", "residual_kind")
-        return dict(zip(names, self.plain(), strict=True))
 
     def twin_window(self, window: int) -> int:
         """Earlier tokens that the twin of a layer with this window keeps for a query; it keeps its own always."""
@@ -63,36 +64,14 @@ class Residual(NamedTuple):
         return own if window < 0 else min(own, window)
 
     @classmethod
-    def check(cls, layers: int, window: Any, sinks: Any, of: Any) -> Residual | None:
-        """Check the arguments of a `PagedKVCache`; None if they ask for no tokens in full precision."""
-        window = 0 if window is None else check_size("residual_window", window)
-        sinks = 0 if sinks is None else check_size("num_sink_tokens", sinks)
-        if not window and not sinks:
-            if of is not None:
-                raise TypeError(
-                    "`residual_kind`: expected it with `residual_window` or `num_sink_tokens` only, got it without"
-                )
-            return None
-        found = kind("fp32" if of is None else of)
-        if found.name not in _KINDS:
-            raise UnsupportedDType(
-                f"`residual_kind`: expected the model's own, one of {', '.join(_KINDS)}, got {found}"
-            )
-        return cls(window, sinks, found, layers)
-
-    @classmethod
     def read(cls, given: Any, layers: int) -> Residual:
         """What `plain` gave, checked."""
-        window, sinks, name = given
-        found = cls.check(layers, window, sinks, name)
-        if found is None:
-            raise ValueError("`geometry`: expected tokens in full precision, got none")
-        return found
+        return cls(FullPrecision(*given), layers)
 
     def refuse(self, name: str, remedy: str) -> None:
         """Refuse what knows one kind of rows in a layer."""
         raise NotSupported(
-            f"{name}: expected a cache without tokens in full precision, got one with {self}; {remedy}"
+            f"{name}: expected a cache without tokens in full precision, got one with {self.kept}; {remedy}"
         )
 
 

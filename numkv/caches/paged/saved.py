@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from numkv import targets
 from numkv.blocks.prefix import block_digests
+from numkv.caches.layer_spec import StateSlots
 from numkv.caches.paged.key_bounds import bounds_nbytes
 from numkv.caches.paged.memory import block_nbytes
-from numkv.caches.paged.states import StateSlots
+from numkv.caches.paged.states import StateMemory
 from numkv.caches.paged.store import BlockStore, SequenceState, held
 from numkv.caches.paged.swap import Geometry, SwappedSequence, check_sequence, check_table
 from numkv.errors import NumkvError
@@ -178,18 +179,20 @@ class SavedPagedCache(_Paged):
         of_block = (
             block_nbytes(layers, groups, size) + bounds_nbytes(layers, groups) * self.key_bounds
         )
-        of_states = self.num_states * StateSlots.slot_nbytes(layers.with_states)
+        of_states = self.num_states * StateMemory.slot_nbytes(layers.with_states)
         # Books of a block: its digest, its tokens, references and lists.
         return of_states + self.num_blocks * (of_block + 4 * size + 128)
 
     def arguments(self) -> dict[str, Any]:
         """What the class is given for such a cache."""
-        found = self.shape.layers.arguments() | {
-            "num_blocks": self.num_blocks, "block_size": self.shape.block_size, "rotate": self.geometry[4] is not None,
-            "key_bounds": bool(self.key_bounds),
+        of = self.shape.layers
+        rotate, bounded = self.geometry[4] is not None, bool(self.key_bounds)
+        found = {
+            "layers": of.specs(rotate, bounded), "num_blocks": self.num_blocks,
+            "block_size": self.shape.block_size,
         }  # fmt: skip
-        slots = {"num_states": self.num_states, "checkpoint_every": self.checkpoint_every}
-        return found | slots if self.shape.layers.with_states else found
+        slots = StateSlots(self.num_states, self.checkpoint_every or None)
+        return found | ({"state_slots": slots} if of.with_states else {})
 
     def read_states(self, source: Source) -> list[SequenceState]:
         """The sequences, with tables of the blocks as the file counts them."""

@@ -10,7 +10,6 @@ and stay until they are evicted, the least recently used ones first.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -19,70 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.blocks.pool import BlockPool
-from numkv.errors import DimensionMismatch, NotSupported, NumkvError, UnsupportedDType
-from numkv.numbers import check_bytes, check_size
+from numkv.caches.layer_spec import StateShape
+from numkv.errors import DimensionMismatch, NotSupported, NumkvError
+from numkv.numbers import check_bytes
 from numkv.targets.base import Array, Target
 
-#: What a state may be made of; to numkv it is bytes.
-_DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
-
 Ints = NDArray[np.int64]
-
-
-class StateShape(NamedTuple):
-    """One array of a layer's state."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a sequence's."""
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
-
-
-def check_states(states: Any, num_layers: int) -> dict[int, tuple[StateShape, ...]]:
-    """Check which states layers keep.
-
-    Parameters
-    ----------
-    states : mapping of int to sequence of (shape, dtype), or None
-        The arrays of each layer that keeps some.
-    num_layers : int
-        Layers of the model.
-    """
-    if states is None:
-        return {}
-    if not isinstance(states, Mapping):
-        raise TypeError(
-            f"`states`: expected a mapping of layers to shapes and dtypes, got {type(states).__name__}"
-        )
-    found = {}
-    for layer, arrays in states.items():
-        number = check_size("states", layer, 0, num_layers - 1)
-        try:
-            given = [(tuple(shape), dtype) for shape, dtype in arrays]
-        except TypeError:
-            raise TypeError(
-                f"`states`: expected a list of (shape, dtype) for layer {number}, got {arrays!r}"
-            ) from None
-        if not given:
-            raise ValueError(f"`states`: expected one array or more for layer {number}, got none")
-        found[number] = tuple(
-            StateShape(tuple(check_size("states", n, 1) for n in shape), _dtype(dtype))
-            for shape, dtype in given
-        )
-    return dict(sorted(found.items()))
-
-
-def _dtype(given: Any) -> str:
-    try:
-        name: str = np.dtype(given).name
-    except TypeError:
-        name = repr(given)
-    if name not in _DTYPES:
-        raise UnsupportedDType(f"`states`: expected one of {', '.join(_DTYPES)}, got {name}")
-    return name
 
 
 class Checkpoint(NamedTuple):
@@ -95,7 +36,7 @@ class Checkpoint(NamedTuple):
     """Ids of the last block of tokens, where the name is that of a prefix; else nobody else knows it."""
 
 
-class StateSlots:
+class StateMemory:
     """Slots for the states of all layers, and their books.
 
     Parameters
@@ -125,7 +66,7 @@ class StateSlots:
     ) -> None:  # fmt: skip
         self.target, self.shapes, self.every = target, dict(shapes), every
         self.books = BlockPool(num_slots, 1) if books is None else books
-        check_bytes({"num_states": num_slots, "states": self.slot_nbytes(shapes)}, 1)
+        check_bytes({"num_slots": num_slots, "states": self.slot_nbytes(shapes)}, 1)
         self._bytes = [
             target.zeros((num_slots, shape.nbytes), np.uint8) for _, shape in self._each()
         ]
@@ -216,9 +157,9 @@ class StateSlots:
         for x, new in zip(arrays, values, strict=True):
             self.target.ops.copy_blocks(new, source, x, to)
 
-    def copy(self) -> StateSlots:
+    def copy(self) -> StateMemory:
         """The same slots and books once more, in memory of their own."""
-        made = StateSlots(
+        made = StateMemory(
             self.target, self.shapes, self.books.num_blocks, self.every, self.books.copy()
         )
         every = np.arange(self.books.num_blocks, dtype=np.int32)
@@ -295,7 +236,7 @@ def _names(names: Sequence[bytes]) -> NDArray[np.uint8]:
 
 
 def check_content(shapes: Mapping[int, tuple[StateShape, ...]], states: Any) -> None:
-    """Check states in host memory, as `StateSlots.out` gives them."""
+    """Check states in host memory, as `StateMemory.out` gives them."""
     wanted = [[(x.shape, x.dtype) for x in of_layer] for of_layer in shapes.values()]
     try:
         found = [

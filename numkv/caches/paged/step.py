@@ -19,7 +19,7 @@ from numkv.caches.paged.buffers import Filled, StepBuffers
 from numkv.caches.paged.key_bounds import BlockBounds
 from numkv.caches.paged.residual_attention import Queries, Ranges, parts_of, ranges_of
 from numkv.caches.paged.shared import attend_shared
-from numkv.caches.paged.states import StateSlots, StepState
+from numkv.caches.paged.states import StateMemory, StepState
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState, widened
 from numkv.caches.paged.trees import Tree
 from numkv.caches.parts import attend_to_parts
@@ -554,7 +554,7 @@ class Step:
             before = np.array(read, np.int32)
             self._state_slots = np.where(before < 0, write, before).astype(np.int32), write
 
-    def _states(self, layer: int) -> tuple[StateSlots, int]:
+    def _states(self, layer: int) -> tuple[StateMemory, int]:
         if not self.open:
             raise NumkvError("expected an open step, got one that was committed or rolled back")
         number, slots = check_index("layer", layer, self._store.num_layers), self._store.states

@@ -16,7 +16,7 @@ from numkv.caches.paged.followers import Followers
 from numkv.caches.paged.groups import LayerGroup
 from numkv.caches.paged.key_bounds import BlockBounds
 from numkv.caches.paged.layers import Layers
-from numkv.caches.paged.states import StateSlots
+from numkv.caches.paged.states import StateMemory
 from numkv.errors import NotSupported
 from numkv.storage.pool import Pool
 from numkv.targets.base import Target
@@ -153,7 +153,7 @@ class BlockStore:
         The pool of each layer: that of a part, or where heads have scales its words with scales of the layer's own.
     pages : array or None
         Where layers are not alike the bytes of all blocks, uint8 ``(num_blocks, n)``; see `numkv.caches.paged.memory`.
-    states : StateSlots or None
+    states : StateMemory or None
         Where states lie, where layers keep some.
     tiers : Tiers or None
         Where blocks are looked for that the pool has not, and where full ones go; see `numkv.caches.paged.tiers`.
@@ -171,7 +171,7 @@ class BlockStore:
     places: dict[int, tuple[int, int]]
     layer_pools: dict[int, Pool]
     pages: Any = None
-    states: StateSlots | None = None
+    states: StateMemory | None = None
     tiers: Any = None
     bad: BadRows = field(default_factory=BadRows)
     bounds: BlockBounds | None = None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
+import functools
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,21 +16,24 @@ from numkv import targets
 from numkv.access import Access
 from numkv.blocks.pool import BlockPool
 from numkv.blocks.records import PoolStats
+from numkv.caches.layer_spec import LayerSpec, StateSlots
 from numkv.caches.paged.audit import check_books, check_scales
 from numkv.caches.paged.groups import groups_of
 from numkv.caches.paged.key_bounds import bounds_nbytes
-from numkv.caches.paged.layers import LayerOptions, LayerRows, Layers, shows_options
+from numkv.caches.paged.layers import Layers, same_in_all
 from numkv.caches.paged.memory import block_nbytes, new_store
-from numkv.caches.paged.states import StateSlots
+from numkv.caches.paged.states import StateMemory
 from numkv.caches.paged.store import BlockStore, SequenceState
 from numkv.caches.paged.tiers import with_tiers
-from numkv.errors import NotSupported, NumkvError
-from numkv.keywords import meant
+from numkv.errors import NumkvError
 from numkv.kinds import Kind
-from numkv.numbers import check_flag, check_index, check_size
+from numkv.numbers import check_size
 from numkv.store.prefix_store import PrefixStore
 from numkv.targets.base import Target
 from numkv.targets.streamed import on_stream
+
+#: Layers that a cache can have; each takes some objects of Python's.
+_MOST_LAYERS = 2**16
 
 
 @dataclass(frozen=True)
@@ -58,56 +61,45 @@ class PagedStats:
 class StoredSequences:
     """What a `PagedKVCache` consists of: buffers, books, sequences, counts."""
 
-    @shows_options
     def __init__(
         self,
-        num_layers: int,
-        num_kv_heads: int | Sequence[int],
-        head_dim: int | Sequence[int],
+        num_layers: int | None = None,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
         *,
+        layers: Iterable[LayerSpec] | None = None,
         num_blocks: int | None = None,
+        max_nbytes: int | None = None,
         block_size: int = 16,
-        kind: str | Kind | Sequence[str | Kind] = "fp16",
+        kind: str | Kind | None = None,
+        rotate: bool | None = None,
         target: str = "cpu",
-        head_dim_v: int | Sequence[int | None] | None = None,
-        k_kind: str | Kind | Sequence[str | Kind | None] | None = None,
-        v_kind: str | Kind | Sequence[str | Kind | None] | None = None,
-        windows: Sequence[int] | None = None,
-        rotate: bool = False,
         store: PrefixStore | None = None,
-        **more: Unpack[LayerOptions],
+        state_slots: StateSlots | None = None,
     ) -> None:
-        if "sliding_window" in more or "window_left" in more:
-            raise TypeError(
-                "PagedKVCache: expected `windows`, for each layer the earlier tokens that a query sees, got "
-                "`sliding_window` or `window_left`; pass windows=[sliding_window - 1] * num_layers, -1 for all tokens"
-            )
-        if unknown := more.keys() - LayerOptions.__annotations__.keys():
-            known = inspect.signature(StoredSequences.__init__).parameters
-            raise TypeError(
-                f"PagedKVCache: expected {', '.join(LayerOptions.__annotations__)} beside the arguments before them, "
-                f"got {min(unknown)!r}{meant(min(unknown), known)}"
-            )
-        sizes, kinds = (num_kv_heads, head_dim, head_dim_v), (kind, k_kind, v_kind)
-        layers = Layers.check(num_layers, sizes, kinds, windows, more)
+        alike = {
+            "num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "kind": kind,
+            "rotate": rotate,
+        }  # fmt: skip
+        specs = _specs(layers, alike)
+        of = Layers.of(specs)
         place = targets.get(target)
         size = check_size("block_size", block_size, 1)
-        rotated = check_flag("rotate", rotate)
         _check_store(store)
-        if store is not None and layers.residual is not None:
-            layers.residual.refuse("`store`", "share prefixes within the cache")
-        groups = groups_of(layers, size)
-        num_states, every = _state_sizes(layers, more, size)
-        of_states = num_states * StateSlots.slot_nbytes(layers.with_states)
-        bounded = check_flag("key_bounds", more.get("key_bounds"))
-        if bounded and layers.residual is not None:
-            layers.residual.refuse("`key_bounds`", "read all of its tokens, or keep codes alone")
-        of_block = block_nbytes(layers, groups, size)
-        of_block += bounds_nbytes(layers, groups) * bounded
-        count = _num_blocks(num_blocks, more.get("max_nbytes"), of_states, of_block)
+        if store is not None and of.residual is not None:
+            of.residual.refuse("`store`", "share prefixes within the cache")
+        groups = groups_of(of, size)
+        num_slots, every = _state_sizes(of, state_slots, size)
+        of_states = num_slots * StateMemory.slot_nbytes(of.with_states)
+        bounded = same_in_all("key_bounds", specs)
+        if bounded and of.residual is not None:
+            of.residual.refuse("`key_bounds`", "read all of its tokens, or keep codes alone")
+        of_block = block_nbytes(of, groups, size)
+        of_block += bounds_nbytes(of, groups) * bounded
+        count = _num_blocks(num_blocks, max_nbytes, of_states, of_block)
         blocks = BlockPool(count, size)  # which bounds both numbers
-        slots = StateSlots(place, layers.with_states, num_states, every) if every else None
-        made = new_store(place, layers, groups, blocks, rotated, slots, bounded)
+        states = StateMemory(place, of.with_states, num_slots, every) if every else None
+        made = new_store(place, of, groups, blocks, same_in_all("rotate", specs), states, bounded)
         self._adopt(with_tiers(made, store), {}, 0)
 
     def _adopt(self, store: BlockStore, sequences: dict[int, SequenceState], number: int) -> None:
@@ -131,30 +123,10 @@ class StoredSequences:
         """Layers."""
         return self._store.num_layers
 
-    @property
-    def num_kv_heads(self) -> int:
-        """Kv heads of each layer; where layers are not alike, of the first one with rows: `layer_rows` has each."""
-        return self._store.layers.first.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of a K row."""
-        return self._store.layers.first.head_dim
-
-    @property
-    def head_dim_v(self) -> int:
-        """Elements of a V row."""
-        return self._store.layers.first.head_dim_v
-
-    @property
-    def kind(self) -> Kind:
-        """Storage kind of K."""
-        return self._store.layers.first.k_kind
-
-    @property
-    def v_kind(self) -> Kind:
-        """Storage kind of V."""
-        return self._store.layers.first.v_kind
+    @functools.cached_property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """What each layer keeps; one that reads another's rows has what that one has, and its `shares`."""
+        return self._store.layers.specs(self._pools[0].rotate, self._store.bounds is not None)
 
     @property
     def target(self) -> str:
@@ -187,11 +159,6 @@ class StoredSequences:
         return self.blocks.num_free
 
     @property
-    def rotate(self) -> bool:
-        """Whether a Hadamard rotation is applied to rows before they are stored."""
-        return self._pools[0].rotate
-
-    @property
     def store(self) -> PrefixStore | None:
         """Where prefixes are kept beyond this cache."""
         return None if self._store.tiers is None else self._store.tiers.store
@@ -216,62 +183,9 @@ class StoredSequences:
         return self._store.nbytes
 
     @property
-    def key_bounds(self) -> bool:
-        """Whether bounds of keys are kept beside the blocks, for `Step.sparse_attention`."""
-        return self._store.bounds is not None
-
-    @property
-    def residual_window(self) -> int:
-        """Newest tokens of each sequence that are kept in full precision beside codes."""
-        residual = self._store.layers.residual
-        return 0 if residual is None else residual.window
-
-    @property
-    def num_sink_tokens(self) -> int:
-        """First tokens of each sequence that are kept in full precision beside codes."""
-        residual = self._store.layers.residual
-        return 0 if residual is None else residual.sinks
-
-    @property
     def generation(self) -> int:
         """Another number whenever the tables that `arrays` gave before are out of date."""
         return self._generation
-
-    def window_of(self, layer: int) -> int:
-        """The window of a layer.
-
-        Parameters
-        ----------
-        layer : int
-            Which layer.
-
-        Returns
-        -------
-        int
-            Earlier tokens that a query attends to; -1 for all.
-        """
-        return self._store.window_of(check_index("layer", layer, self.num_layers))
-
-    def layer_rows(self, layer: int) -> LayerRows:
-        """The rows of a layer: how many kv heads, how wide, of which kinds.
-
-        Parameters
-        ----------
-        layer : int
-            Which layer; one that reads another's rows has that one's.
-
-        Returns
-        -------
-        LayerRows
-            A tuple of `num_kv_heads`, `head_dim`, `head_dim_v`, `k_kind`, `v_kind`, and whether V is a part of K.
-        """
-        number = check_index("layer", layer, self.num_layers)
-        rows = self._store.layers.rows[self._store.layers.sources[number]]
-        if rows is None:
-            raise NotSupported(
-                f"`layer`: expected one with rows, got layer {number}, which has none"
-            )
-        return rows
 
     @property
     def states(self) -> BlockPool | None:
@@ -313,9 +227,9 @@ class StoredSequences:
         rows = self._store.layers.first
         kinds = str(rows.k_kind)
         kinds += "" if rows.v_storage == rows.k_kind.name else f"/{rows.v_storage}"
-        kinds += ", rotate=True" if self.rotate else ""
+        kinds += ", rotate=True" if self._pools[0].rotate else ""
         residual = self._store.layers.residual
-        kinds += "" if residual is None else f", {residual}"
+        kinds += "" if residual is None else f", full_precision={residual.kept}"
         return (
             f"PagedKVCache(sequences={len(self)}, num_layers={self.num_layers}, "
             f"blocks={self.num_blocks - self.num_free}/{self.num_blocks}, block_size={self.block_size}, "
@@ -481,26 +395,53 @@ def _check_store(store: Any) -> None:
     store._check_open()
 
 
-def _state_sizes(layers: Layers, more: LayerOptions, block_size: int) -> tuple[int, int]:
-    """Slots for states, and tokens from one checkpoint to the next; 0 without states."""
-    num_states, every = more.get("num_states"), more.get("checkpoint_every")
-    if not layers.with_states:
-        if num_states is not None or every is not None:
+def _specs(layers: Any, alike: dict[str, Any]) -> list[LayerSpec]:
+    """The layers that a caller lists, or describes as all alike."""
+    said = [name for name, x in alike.items() if x is not None]
+    if layers is not None:
+        if said:
             raise TypeError(
-                "PagedKVCache: expected `num_states` and `checkpoint_every` with `states` only, got them without"
+                f"PagedKVCache: expected `layers`, or what all of them have, got both: {', '.join(said)}; say it in "
+                "each LayerSpec"
             )
-        return 0, 0
-    if num_states is None:
+        try:
+            specs = list(itertools.islice(iter(layers), _MOST_LAYERS + 1))
+        except TypeError:
+            specs = [layers]
+        for of in specs:
+            if of is layers or not isinstance(of, LayerSpec):
+                raise TypeError(
+                    f"`layers`: expected a numkv.LayerSpec for each layer, got {type(of).__name__}"
+                )
+        check_size("layers", len(specs), 1, _MOST_LAYERS)
+        return specs
+    if missing := [name for name in ("num_layers", "num_kv_heads", "head_dim") if name not in said]:
         raise TypeError(
-            "PagedKVCache: expected `num_states` with `states`: two for each sequence, and one for each "
-            "checkpoint to keep"
+            f"PagedKVCache: expected `num_layers`, `num_kv_heads` and `head_dim`, or `layers`, got no {missing[0]}"
         )
-    tokens = block_size if every is None else check_size("checkpoint_every", every, 1)
-    if tokens % block_size:
+    num_layers = check_size("num_layers", alike.pop("num_layers"), 1, _MOST_LAYERS)
+    return [LayerSpec(**{name: x for name, x in alike.items() if x is not None})] * num_layers
+
+
+def _state_sizes(layers: Layers, slots: Any, block_size: int) -> tuple[int, int]:
+    """Slots for states, and tokens from one checkpoint to the next; 0 without states."""
+    if slots is not None and not isinstance(slots, StateSlots):
+        raise TypeError(
+            f"`state_slots`: expected a numkv.StateSlots or None, got {type(slots).__name__}"
+        )
+    if (slots is not None) != bool(layers.with_states):
+        raise TypeError(
+            "PagedKVCache: expected `state_slots` where layers have `states`, and only there, got "
+            + ("states without it" if slots is None else "it without states")
+        )
+    if slots is None:
+        return 0, 0
+    every = block_size if slots.checkpoint_every is None else slots.checkpoint_every
+    if every % block_size:
         raise ValueError(
-            f"`checkpoint_every`: expected a multiple of the block size, {block_size}, got {tokens}"
+            f"`checkpoint_every`: expected a multiple of the block size, {block_size}, got {every}"
         )
-    return check_size("num_states", num_states), tokens
+    return slots.num_slots, every
 
 
 def _num_blocks(num_blocks: Any, max_nbytes: Any, of_states: int, of_block: int) -> int:

@@ -1,0 +1,282 @@
+"""What a layer keeps, in a user's words: `LayerSpec`, and the groups of options in it and beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
+from numkv.kinds import Kind, kind
+from numkv.numbers import check_flag, check_size
+from numkv.storage.latents import LATENT, LatentPool, pool_and_kinds
+
+#: Kinds that rows in full precision may have: those of models.
+_FULL_KINDS = ("fp32", "bf16", "fp16")
+
+#: Windows and chunks from here on reach further than any sequence.
+_LONGEST = 2**62
+
+#: What a state may be made of; to numkv it is bytes.
+_STATE_DTYPES = (
+    "float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8",
+)  # fmt: skip
+
+
+#: What an attribute is where nothing is said of it.
+_AS = {"head_dim_v": "head_dim", "v_kind": "kind"}
+
+
+class StateShape(NamedTuple):
+    """One array of a layer's state."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a sequence's."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+def _shown(self: Any) -> str:
+    """A ``repr`` of what differs from the defaults."""
+    usual = {f.name: f.default for f in fields(self)}
+    usual |= {name: getattr(self, of) for name, of in _AS.items() if name in usual}
+    given = {name: getattr(self, name) for name in usual}
+    said = [f"{name}={x}" for name, x in given.items() if x != usual[name]]
+    return f"{type(self).__name__}({', '.join(said)})"
+
+
+@dataclass(frozen=True, repr=False)
+class FullPrecision:
+    """Tokens that a cache keeps in full precision beside quantised storage; see docs/accuracy.md.
+
+    Attributes
+    ----------
+    window : int
+        Newest tokens.
+    num_sink_tokens : int
+        First tokens.
+    kind : str or Kind, optional
+        What they are stored in, of a `PagedKVCache`: ``"fp32"``, ``"bf16"`` or ``"fp16"``. Other caches keep them in
+        fp32, of transformers as the model computes them.
+
+    Raises
+    ------
+    DimensionMismatch, TypeError
+        If a number is negative, or none.
+    UnsupportedDType
+        If there is no such kind, or rows of models are not in it.
+    ValueError
+        If there are no such tokens.
+    """
+
+    window: int = 0
+    num_sink_tokens: int = 0
+    kind: str | Kind | None = None
+
+    def __post_init__(self) -> None:
+        found = None if self.kind is None else kind(self.kind)
+        if found is not None and found.name not in _FULL_KINDS:
+            raise UnsupportedDType(
+                f"`kind`: expected the model's own, one of {', '.join(_FULL_KINDS)}, got {found}"
+            )
+        _set(
+            self, window=check_size("window", self.window),
+            num_sink_tokens=check_size("num_sink_tokens", self.num_sink_tokens), kind=found,
+        )  # fmt: skip
+        if not self.window and not self.num_sink_tokens:
+            raise ValueError(
+                "`window`: expected tokens, there or in `num_sink_tokens`, got 0 and 0; leave `full_precision` out"
+            )
+
+    __repr__ = _shown
+
+
+def _check_in_full(given: Any) -> None:
+    if given is not None and not isinstance(given, FullPrecision):
+        raise TypeError(
+            f"`full_precision`: expected a numkv.FullPrecision or None, got {type(given).__name__}"
+        )
+
+
+def in_full(given: Any, storage: str, quantises: bool) -> FullPrecision | None:
+    """Check the argument of a cache that keeps tokens in one precision only, beside what it stores."""
+    _check_in_full(given)
+    if given is not None and not quantises:
+        raise NotSupported(
+            f"`full_precision`: expected None for storage in {storage}, which quantises nothing, got {given}; leave it "
+            "out, or choose int8 or int4"
+        )
+    if given is not None and given.kind is not None:
+        raise NotSupported(
+            f"`full_precision`: expected no `kind`, which only a PagedKVCache can choose, got {given}"
+        )
+    found: FullPrecision | None = given
+    return found
+
+
+@dataclass(frozen=True)
+class StateSlots:
+    """Room for the states of sequences in a `PagedKVCache`; see `LayerSpec.states`.
+
+    Attributes
+    ----------
+    num_slots : int
+        Two for each sequence that steps take at once, and one for each checkpoint to keep.
+    checkpoint_every : int, optional
+        Tokens from one checkpoint to the next, a multiple of the block size, which it is if None.
+    """
+
+    num_slots: int
+    checkpoint_every: int | None = None
+
+    def __post_init__(self) -> None:
+        every = self.checkpoint_every
+        _set(
+            self, num_slots=check_size("num_slots", self.num_slots),
+            checkpoint_every=None if every is None else check_size("checkpoint_every", every, 1),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, repr=False)
+class LayerSpec:
+    """What one layer keeps of each sequence: rows, how they are stored, and which of them it sees; states; or nothing.
+
+    Attributes
+    ----------
+    num_kv_heads : int, optional
+        Heads of K and V; None in a layer that has no rows.
+    head_dim : int, optional
+        Elements of a K row.
+    head_dim_v : int, optional
+        Elements of a V row; `head_dim` if None.
+    kind : str or Kind
+        Storage kind of K, and of V unless `v_kind` says otherwise.
+    v_kind : str or Kind, optional
+        Storage kind of V. With ``"latent"`` V is the first `head_dim_v` elements of each row of K; see docs/latent.md.
+    rotate : bool
+        Whether rows are rotated before they are stored; see `numkv.ContiguousLayer`.
+    full_precision : FullPrecision, optional
+        Tokens that are kept in full precision, too, beside a quantised kind.
+    window_left : int
+        Earlier tokens that a query sees; -1 for all.
+    chunk_size : int, optional
+        Tokens of a chunk, within which queries see each other's.
+    shares : int, optional
+        The layer whose rows this one reads, having none of its own: it sees as much of them.
+    states : sequence of (shape, dtype)
+        Arrays that the layer keeps for each sequence, beside rows or instead of them; see `Step.state`.
+    key_bounds : bool
+        Whether bounds of keys are kept beside blocks, for `Step.sparse_attention`.
+
+    Raises
+    ------
+    DimensionMismatch, UnsupportedDType, ValueError, TypeError
+        If an attribute is no such thing.
+
+    Notes
+    -----
+    What it was given is checked, and filled in: kinds are `Kind`, `head_dim_v` and `v_kind` are there where there are
+    rows, states are tuples.
+
+    Examples
+    --------
+    >>> import numkv
+    >>> full = numkv.LayerSpec(8, 128, kind="bf16")
+    >>> sliding = numkv.LayerSpec(8, 128, kind="bf16", window_left=1023)
+    >>> cache = numkv.PagedKVCache(layers=[sliding, sliding, full], num_blocks=8)
+    >>> cache.layers[2] == full
+    True
+    """
+
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    _: KW_ONLY
+    head_dim_v: int | None = None
+    kind: str | Kind = "fp16"
+    v_kind: str | Kind | None = None
+    rotate: bool = False
+    full_precision: FullPrecision | None = None
+    window_left: int = -1
+    chunk_size: int | None = None
+    shares: int | None = None
+    states: Sequence[tuple[Sequence[int], Any]] = ()
+    key_bounds: bool = False
+
+    def __post_init__(self) -> None:
+        heads, dim = self.num_kv_heads, self.head_dim
+        if (heads is None) != (dim is None):
+            raise TypeError(
+                "LayerSpec: expected `num_kv_heads` and `head_dim`, or neither of them for a layer without rows, got "
+                "one of them"
+            )
+        make, of_k, of_v = pool_and_kinds(self.kind, None, self.v_kind)
+        _set(self, kind=of_k)
+        if heads is not None:
+            dim = check_size("head_dim", dim, 1)
+            dim_v = dim if self.head_dim_v is None else check_size("head_dim_v", self.head_dim_v, 1)
+            _set(
+                self, num_kv_heads=check_size("num_kv_heads", heads, 1), head_dim=dim, head_dim_v=dim_v,
+                v_kind=LATENT if make is LatentPool else of_v,
+            )  # fmt: skip
+        _check_in_full(self.full_precision)
+        chunk = self.chunk_size
+        _set(
+            self, window_left=_reach("window_left", self.window_left, -1),
+            chunk_size=None if chunk is None else _reach("chunk_size", chunk, 1),
+            rotate=check_flag("rotate", self.rotate), key_bounds=check_flag("key_bounds", self.key_bounds),
+            shares=None if self.shares is None else check_size("shares", self.shares),
+            states=check_states(self.states),
+        )  # fmt: skip
+        if self.window_left >= 0 and chunk is not None:
+            raise ValueError(
+                f"`chunk_size`: expected a window or a chunk, got a window of {self.window_left} and a chunk of "
+                f"{chunk}; give the one that the model has"
+            )
+
+    __repr__ = _shown
+
+
+def check_states(states: Any) -> tuple[StateShape, ...]:
+    """Check which states a layer keeps: pairs of a shape and a dtype."""
+    try:
+        given = [(tuple(shape), dtype) for shape, dtype in states]
+    except (TypeError, ValueError):
+        raise TypeError(f"`states`: expected a list of (shape, dtype), got {states!r}") from None
+    return tuple(
+        StateShape(tuple(check_size("states", n, 1) for n in shape), _state_dtype(dtype))
+        for shape, dtype in given
+    )
+
+
+def _state_dtype(given: Any) -> str:
+    try:
+        name: str = np.dtype(given).name
+    except TypeError:
+        name = repr(given)
+    if name not in _STATE_DTYPES:
+        raise UnsupportedDType(f"`states`: expected one of {', '.join(_STATE_DTYPES)}, got {name}")
+    return name
+
+
+def _reach(name: str, x: Any, least: int) -> int:
+    """A window or a chunk."""
+    reach = check_size(name, x, least)
+    if reach > _LONGEST:
+        raise DimensionMismatch(
+            f"`{name}`: expected at most 2**62 tokens, got {reach}; leave it out for all",
+            expected=_LONGEST,
+            actual=reach,
+        )
+    return reach
+
+
+def _set(spec: Any, **values: Any) -> None:
+    """Fill in attributes of an object that is being made, and is frozen."""
+    for name, value in values.items():
+        object.__setattr__(spec, name, value)

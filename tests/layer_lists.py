@@ -1,0 +1,64 @@
+"""A `PagedKVCache` whose layers differ in little: what all have is said once, the rest is listed by layer."""
+
+import numkv
+
+#: Attributes of a `LayerSpec` that all layers of a cache may have alike, and what is listed.
+_OF_LAYERS = (
+    "head_dim_v", "kind", "k_kind", "v_kind", "rotate", "full_precision", "key_bounds", "windows", "chunks", "shares",
+    "states",
+)  # fmt: skip
+
+
+def specs(
+    num_layers, num_kv_heads, head_dim, *, windows=None, chunks=None, shares=None, states=None, k_kind=None,
+    kind="fp16", v_kind=None, **alike,
+):  # fmt: skip
+    """A `LayerSpec` for each layer.
+
+    Parameters
+    ----------
+    num_layers, num_kv_heads, head_dim : int
+        As of a `PagedKVCache`; heads may be a list, with None for layers without rows.
+    windows, chunks : list, optional
+        `window_left` and `chunk_size` of each layer.
+    shares, states : dict, optional
+        Those of some layers.
+    k_kind, kind, v_kind : str
+        As of a `KVCache`.
+    **alike
+        What all have.
+    """
+    alike |= {"kind": k_kind or kind, "v_kind": v_kind or kind}
+    found = []
+    for layer in range(num_layers):
+        own = {"states": (states or {}).get(layer, ())}
+        heads = num_kv_heads[layer] if isinstance(num_kv_heads, list) else num_kv_heads
+        if layer in (shares or {}):
+            found.append(numkv.LayerSpec(shares=shares[layer], **own))
+        elif heads is None:
+            found.append(numkv.LayerSpec(**own))
+        else:
+            window = -1 if windows is None else windows[layer]
+            chunk = None if chunks is None else chunks[layer]
+            own |= alike | {"window_left": window, "chunk_size": chunk}
+            found.append(numkv.LayerSpec(heads, head_dim, **own))
+    return found
+
+
+def in_full(window, num_sink_tokens=0, kind=None):
+    """The argument that asks for so many tokens in full precision: None for none."""
+    return numkv.FullPrecision(window, num_sink_tokens, kind) if window or num_sink_tokens else None
+
+
+def paged_kv_cache(num_layers, num_kv_heads, head_dim, *, cls=numkv.PagedKVCache, **options):
+    """The cache; what `specs` takes is for layers."""
+    own = {name: options.pop(name) for name in _OF_LAYERS if name in options}
+    return cls(layers=specs(num_layers, num_kv_heads, head_dim, **own), **options)
+
+
+def described(cache):
+    """The `LayerSpec` of a layer or pool, and of a cache that of its first layer."""
+    layers = getattr(cache, "layers", None)
+    if layers is None:
+        return cache.spec
+    return layers[min(layers)] if isinstance(layers, dict) else layers[0]
