@@ -163,11 +163,6 @@ class Step:
         missing: list[int] = np.flatnonzero(~done).tolist() if self.num_tokens else []
         return missing
 
-    @property
-    def generation(self) -> int:
-        """A number that stays while the step is open: so long are its `arrays` good."""
-        return int(not self.open)
-
     @on_stream
     def arrays(self, layer: int, *, stream: Any = None) -> CacheArrays:
         """The arrays of a layer with the step's tables and slots, for your own kernels.
@@ -900,7 +895,7 @@ class Step:
             [store.first_stored(state, group) for state in states]
             for group in range(len(store.groups))
         ]
-        self._first_in_full = np.array(first, np.int64).reshape(-1, len(states))
+        self._first_in_full = np.array(first, np.int64).reshape(len(first), len(states))
         # Now, as the step's tables: calls on any stream come after them.
         made: dict[Any, Ranges] = {}
         for layer in store.layers.storing:
