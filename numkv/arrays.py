@@ -67,8 +67,8 @@ class CacheArrays(NamedTuple):
     """What your own kernels get of a cache: arrays of its target, the same fields whatever the cache.
 
     It goes as it is into an ``@njit`` function and into a ``@cuda.jit`` kernel; `numkv.device` has the functions that
-    find, load and store a row. What does not apply has length 0. After a growth or a replacement there is a new one,
-    and the object's `generation` is another number.
+    find, load and store a row. What does not apply has length 0. Ask the object for it before a launch: after a
+    growth, or a change of tables that were copied, there is a new one, and else it costs microseconds.
 
     Attributes
     ----------

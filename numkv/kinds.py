@@ -69,12 +69,6 @@ class Kind:
     codes_dtype: np.dtype[Any] | None = None
 
     @property
-    def elements_per_word(self) -> int | float:
-        """Elements in a word of the buffers: 1, 2 where they are packed by twos, of ``code6`` 4 / 3."""
-        elements, words = self.unit
-        return elements / words if elements % words else elements // words
-
-    @property
     def bytes_per_element(self) -> int | float:
         """Bytes of one stored element, without scales."""
         elements, words = self.unit

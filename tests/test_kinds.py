@@ -107,7 +107,7 @@ def test_bytes_per_token(name, num_kv_heads, head_dim, head_dim_v, expected):
 def test_rows_of_66_elements(name, words, dtype, shape):
     kind = numkv.kind(name)
     assert kind.words_per_row(66) == words
-    assert words * kind.elements_per_word == 66
+    assert kind.elements_of(words) == 66
     assert kind.scale_dtype == np.dtype(dtype)
     assert kind.scale_word.itemsize == kind.scale_dtype.itemsize
     assert kind.scale_shape((3, 2, 5), 66) == shape
@@ -116,7 +116,6 @@ def test_rows_of_66_elements(name, words, dtype, shape):
 def test_rows_of_six_bits():
     kind = numkv.kind("code6")
     assert kind.unit == (8, 6)
-    assert kind.elements_per_word == 4 / 3
     assert [kind.words_per_row(n) for n in (0, 8, 80, 128)] == [0, 6, 60, 96]
     assert [kind.elements_of(n) for n in (0, 6, 60, 96)] == [0, 8, 80, 128]
     assert (kind.stored_dtype, kind.word) == (np.int16, np.uint8)

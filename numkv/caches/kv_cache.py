@@ -153,7 +153,7 @@ class KVCache(SingleSequence):
         self._current[0] = 0  # for views that `jit` gave so far
         vars(self).update(
             _pool=new, _pools=pools, _room=capacity, _struct=None, _current=np.ones(1, np.int64),
-            _generation=self._generation + 1, _again=None if self._again is None else self._target.repeats(),
+            _again=None if self._again is None else self._target.repeats(),
         )  # fmt: skip
         del kept  # what is freed may call a finaliser: not in the middle
 
@@ -225,7 +225,7 @@ class KVCache(SingleSequence):
         Buffers are those of all layers: layer i has block i, of `capacity` tokens. There is one sequence, so that
         ``block_table`` is ``(1, 1)``, and ``context_lens`` int64 ``(1,)`` has the rows appended to this layer. On the
         CPU that is shared memory: code that stores rows may move it within the capacity, and `lengths` after it. On
-        CUDA it is a copy, which is made when it has changed since. After a growth there are others: see `generation`.
+        CUDA it is a copy, which is made when it has changed since. After a growth there are others: ask again.
 
         Parameters
         ----------
@@ -627,7 +627,7 @@ class KVCache(SingleSequence):
         old = self._pool
         new._length, new._lengths = np.array([length], np.int64), rows
         new._pool = _moved(old, int(old.k.shape[2]), bool(rows.any()))
-        new._room, new._generation = int(old.k.shape[2]), 0
+        new._room = int(old.k.shape[2])
         new._begin()
         return new
 

@@ -195,7 +195,7 @@ class Layer(SingleSequence):
 
         There is one sequence: ``block_table`` is ``(1, max_blocks)`` and ``context_lens`` int32 ``(1,)``. On the CPU
         they are this layer's own: code that stores rows may move the length within the memory, see `reserve`. On CUDA
-        they are copies, which are made when they have changed since; see `generation`. A layer that keeps tokens in
+        they are copies, which are made when they have changed since. A layer that keeps tokens in
         full precision has none (`NotSupported`).
         """
         self._check_all_in_buffers("arrays")

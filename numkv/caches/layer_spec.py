@@ -212,11 +212,13 @@ class LayerSpec:
 
     def __post_init__(self) -> None:
         heads, dim = self.num_kv_heads, self.head_dim
-        if (heads is None) != (dim is None):
-            raise TypeError(
-                "LayerSpec: expected `num_kv_heads` and `head_dim`, or neither of them for a layer without rows, got "
-                "one of them"
-            )
+        sizes = {"num_kv_heads": heads, "head_dim": dim, "head_dim_v": self.head_dim_v}
+        if said := [name for name, x in sizes.items() if x is not None]:
+            if heads is None or dim is None:
+                raise TypeError(
+                    f"`{said[-1]}`: expected both `num_kv_heads` and `head_dim` with it, or no sizes where there are "
+                    f"no rows, got {', '.join(said)} alone"
+                )
         make, of_k, of_v = pool_and_kinds(self.kind, None, self.v_kind)
         _set(self, kind=of_k)
         dim_v = None if self.head_dim_v is None else check_size("head_dim_v", self.head_dim_v, 1)

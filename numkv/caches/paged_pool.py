@@ -128,11 +128,6 @@ class PagedPool:
         """The buffers for your own kernels, without tables and lengths, which layers have; see `numkv.device`."""
         return cache_arrays(self._pool)
 
-    @property
-    def generation(self) -> int:
-        """0 for good: buffers of a pool are never replaced, so what `arrays` gave stays right."""
-        return 0
-
     @on_stream
     @drops
     def set_scales(self, k: Any = None, v: Any = None, *, stream: Any = None) -> None:

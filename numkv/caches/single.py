@@ -70,7 +70,6 @@ class SingleSequence:
         self._pool = pool
         self._lengths = lengths
         self._heads, self._head_dim = int(pool.k.shape[1]), pool.head_dim
-        self._generation = 0
         self._full_precision = FullPrecisionWindow.make(
             pool, len(lengths), full_precision, capacity
         )
@@ -103,7 +102,6 @@ class SingleSequence:
         self._struct: Any = None
         self._shown = False  # whether compiled code has got arrays that it could write to
         self._uploads = Uploads(self._target)
-        self._seen = b""
         self._again = None if self._full_precision is not None else self._target.repeats()
         self._begin_watching()
 
@@ -225,20 +223,6 @@ class SingleSequence:
         if self._struct is None:
             self._struct = make()
         return self._struct
-
-    @property
-    def generation(self) -> int:
-        """A number that changes when arrays that were given before are out of date: ask for `arrays` again then.
-
-        On the CPU that is when buffers have been replaced, as by a growth; lengths and block tables are shared memory
-        there. On CUDA, where these are uploaded, it is also when one of them has changed.
-        """
-        if not self._target.values_on_host:
-            seen = b"".join(x.tobytes() for x in (self._lengths, *self._tables))
-            if seen != self._seen:
-                self._seen = seen
-                self._generation += 1
-        return self._generation
 
     # -- as a whole
 

@@ -461,6 +461,16 @@ def test_odd_arguments(options, error, words):
         make(**options)
 
 
+def test_a_step_of_no_sequences():
+    cache = make()
+    step = cache.reserve([], [])
+    x = np.zeros((0, HEADS, DIM), F32)
+    step.append(0, x, x)
+    assert step.attention(0, queries(0)).shape == (0, 2 * HEADS, DIM)
+    cache.commit(step)
+    cache.check()
+
+
 def test_what_is_not_built_is_refused(tmp_path):
     cache = make()
     seq = cache.add()

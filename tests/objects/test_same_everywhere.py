@@ -278,7 +278,7 @@ CASES = {
 MULTI = ["CausalCache", "SlidingWindowCache", "ChunkedCache", "EncoderCache", "WrapperCache"]
 ATTRIBUTES = ["kind", "v_kind", "num_kv_heads", "head_dim", "head_dim_v"]
 #: What a cache of many sequences has once it is made.
-OF_MULTI = ["layers", "target", "nbytes", "sequences", "generation"]
+OF_MULTI = ["layers", "target", "nbytes", "sequences"]
 
 
 @pytest.fixture(params=CASES)

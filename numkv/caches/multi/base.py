@@ -448,7 +448,8 @@ class MultiSequenceCache(ABC):
             row for each of `sequences`, in that order: the cells of its tokens, in order of position.
             ``context_lens``, int64, is how many they are, ``slots`` the cells of the batch's tokens, in its order:
             none outside of a pass, or in a reserved one. Of an `EncoderCache` the table has one row, for its rows.
-            The same object as long as `generation` is the same number. With ``rotate=True`` rows are stored rotated.
+            The same object as long as no cells and no buffers have changed, so ask each time. With ``rotate=True``
+            rows are stored rotated.
 
         Raises
         ------
@@ -460,17 +461,8 @@ class MultiSequenceCache(ABC):
         self._check_ready()
         return self._cache_arrays(check_layer("layer", layer))
 
-    @property
-    def generation(self) -> int:
-        """Another number whenever what `arrays` gave is out of date: after each change of cells or of buffers."""
-        self._check_ready()
-        return self._count_changes()
-
     @abstractmethod
     def _runs_on(self) -> tuple[Target, Any]: ...
-
-    @abstractmethod
-    def _count_changes(self) -> int: ...
 
     @abstractmethod
     def _cache_arrays(self, layer: int) -> CacheArrays: ...

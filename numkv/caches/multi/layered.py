@@ -132,9 +132,6 @@ class LayeredCache(MultiSequenceCache):
     def _tables(self, layer: int) -> tuple[Array | None, Array | None, Array | None]:
         """Table, lengths and slots of `arrays`, on the target; None for those of length 0."""
 
-    def _count_changes(self) -> int:
-        return self._generation
-
     def _changed(self) -> None:
         """Say that what `arrays` gave so far is out of date."""
         self._generation += 1

@@ -400,6 +400,3 @@ class WrapperCache(MultiSequenceCache):
 
     def _cache_arrays(self, layer: int) -> CacheArrays:
         return self._child(layer)._cache_arrays(layer)
-
-    def _count_changes(self) -> int:
-        return sum(child._count_changes() for child in self._children)

@@ -1310,11 +1310,11 @@ class PagedKVCache(StoredSequences):
         CacheArrays
             Arrays of the target. Row i of `block_table` and of `context_lens`, int32, is the i-th of `sequences` at
             that moment; -1 in a table stands for a block that was released behind the layer's window, and for what is
-            past its end. `slots` has length 0: a step has those of its tokens. The tables are copies; they are out of
-            date when `generation` is another number, the buffers never are.
+            past its end. `slots` has length 0: a step has those of its tokens. The tables are copies: ask
+            again after a change. The buffers are never replaced.
         """
         pool, group = self._store.place(check_index("layer", layer, self.num_layers))
-        generation = self.generation
+        generation = self._generation
         found = self._tables_given.get(group)
         if found is None or found[0] != generation:
             states = list(self._sequences.values())

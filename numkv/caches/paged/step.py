@@ -164,11 +164,6 @@ class Step:
         missing: list[int] = np.flatnonzero(~done).tolist() if self.num_tokens else []
         return missing
 
-    @property
-    def generation(self) -> int:
-        """A number that stays while the step is open: so long are its `arrays` good."""
-        return int(not self.open)
-
     @on_stream
     def arrays(self, layer: int, *, stream: Any = None) -> CacheArrays:
         """The arrays of a layer with the step's tables and slots, for your own kernels.

@@ -183,11 +183,6 @@ class StoredSequences:
         return self._store.nbytes
 
     @property
-    def generation(self) -> int:
-        """Another number whenever the tables that `arrays` gave before are out of date."""
-        return self._generation
-
-    @property
     def states(self) -> BlockPool | None:
         """The bookkeeping of slots for states, a `BlockPool` whose blocks are slots; None where no layer keeps any."""
         return None if self._store.states is None else self._store.states.books
