@@ -509,15 +509,3 @@ def test_what_is_not_built_is_refused(tmp_path):
     cache.rollback(step)
     cache.remove(cache.sequences[-1])
     check(cache, plain)
-
-
-def test_a_step_of_no_sequences():
-    """As in any other cache: it has no tokens, and ends like others."""
-    of = numkv.LayerSpec(1, 16, kind="int8", full_precision=numkv.FullPrecision(window=3))
-    cache = numkv.PagedKVCache(layers=[of], num_blocks=8, block_size=4)
-    step = cache.reserve([], 0)
-    none = np.empty((0, 1, 16), np.float32)
-    step.append(0, none, none)
-    assert step.attention(0, none).shape == (0, 1, 16)
-    cache.commit(step)
-    cache.check()
