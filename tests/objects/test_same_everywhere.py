@@ -540,6 +540,7 @@ EACH_METHOD = {
 #: its own.
 NOT_HERE = {
     "lookup",  # asks a store: tests/store/test_network.py
+    "key_error",  # reads scales alone: test_key_error.py
     *("add", "append", "put", "extend", "start_forward", "reserve", "advance", "decode_attention", "attend", "get"),
     *("copy", "clear", "check", "close", "init", "arrays", "positions", "key_codes", "value_codes", "length", "v"),
     *("block_table", "cached_len", "can_resume", "pin", "unpin", "remove", "rollback", "stats", "free"),
