@@ -36,7 +36,9 @@ def stored(rng, kind, capacity=64, length=50, dim=DIM):
     """What `decode_attention` takes for one sequence, without queries."""
     layer = numkv.ContiguousLayer(capacity, HEADS, dim, kind=kind)
     layer.append(*(rng.standard_normal((length, HEADS, dim), np.float32) for _ in "kv"))
-    scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale} if layer.kind.has_scales else {}
+    scales = (
+        {"k_scale": layer.k_scale, "v_scale": layer.v_scale} if layer.spec.kind.has_scales else {}
+    )
     return {"k": layer.k, "v": layer.v, "seq_lens": np.array([length]), **scales}
 
 

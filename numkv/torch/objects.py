@@ -18,16 +18,9 @@ from numkv.torch.tensors import counterparts, on_tensors, tensors_of
 _AS_THEY_ARE = {"arrays", "jit", "pool", "caches", "underlying_cache"}
 
 _PLAIN = {
-    "bool",
-    "float",
-    "int",
-    "int | None",
-    "Kind",
-    "list[int]",
-    "range",
-    "str",
-    "tuple[int, ...]",
-}
+    "bool", "float", "int", "int | None", "Kind", "LayerSpec", "dict[int, LayerSpec]", "list[int]", "range", "str",
+    "tuple[LayerSpec, ...]", "tuple[int, ...]",
+}  # fmt: skip
 # What a model calls for each token and layer; none of these keeps an array, or returns one but `out` and `q_out`.
 _MOMENTARY = {
     "__call__", "append", "attention", "attention_weights", "decode_attention", "put", "sparse_attention", "write",

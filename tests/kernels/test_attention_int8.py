@@ -15,7 +15,7 @@ def stored_values(layer, host):
     """What a layer holds, as float64 ``(1, num_kv_heads, tokens, head_dim)``."""
     table, n = (layer.block_table[None] if layer.is_paged else [[0]]), [layer.seq_len]
     out = []
-    for which, kind in (("k", layer.kind), ("v", layer.v_kind)):
+    for which, kind in (("k", layer.spec.kind), ("v", layer.spec.v_kind)):
         x = naive.gather(host(getattr(layer, which)), table, n)
         if kind.has_scales:
             x = naive.int8_dequantise(
@@ -36,7 +36,7 @@ def test_k_and_v_kinds_apart(target, to, host, rng, layout, k_kind, v_kind):
     layer = numkv.ContiguousLayer(20, 2, 8, **args)
     if layout == "paged":
         layer = numkv.PagedLayer(7, 3, 2, 8, **args)
-    assert (layer.kind.name, layer.v_kind.name) == kinds
+    assert (layer.spec.kind.name, layer.spec.v_kind.name) == kinds
     assert "/".join(dict.fromkeys(kinds)) in repr(layer)
     rows = [rng.standard_normal((17, 2, 8), F32) for _ in "kv"]
     layer.append(*map(to, rows))

@@ -20,7 +20,7 @@ def threads():
 def pools(kind, to):
     layer = numkv.PagedLayer(BLOCKS, SIZE, HEADS, DIM, kind=kind)
     found = {"k_pool": layer.k, "v_pool": layer.v}
-    if layer.pool.kind.has_scales:
+    if layer.pool.spec.kind.has_scales:
         found |= {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
     return {name: to(x.copy()) for name, x in found.items()}
 

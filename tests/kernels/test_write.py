@@ -58,7 +58,7 @@ def write_problem(rng, kind, tokens, num_q_heads, num_kv_heads, head_dim, rotary
 def check_write(problem, layer, to, host, qkv_kind, mode, num_q_heads, pos_offset=None, **options):
     """Write after what the layer holds already; compare q, K and V with the oracle."""
     before = stored(layer, host)
-    tokens, kind = len(problem["qkv"]), layer.kind.name
+    tokens, kind = len(problem["qkv"]), layer.spec.kind.name
     at = before[2] if pos_offset is None else pos_offset
     want_q, want_k, want_v = naive.write(
         problem["qkv"], num_q_heads, layer.num_kv_heads, layer.head_dim, mode,

@@ -25,9 +25,12 @@ NO_ARRAYS = {
     "int",
     "int | None",
     "Kind",
+    "LayerSpec",
+    "dict[int, LayerSpec]",
     "list[int]",
     "range",
     "str",
+    "tuple[LayerSpec, ...]",
     "tuple[int, ...]",
 }
 UNTOUCHED = {"arrays", "jit", "pool", "caches", "underlying_cache"}
