@@ -202,6 +202,12 @@ def reads(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[
     return checked
 
 
+@writes
+def alone(obj: HasAccess, action: Callable[[], None]) -> None:
+    """Do something with an object that nobody else changes."""
+    action()
+
+
 @contextlib.contextmanager
 def unchanged(objects: Sequence[tuple[HasAccess, bool]]) -> Iterator[None]:
     """Let nobody change objects that are being saved without an error.

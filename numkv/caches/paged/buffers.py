@@ -138,13 +138,11 @@ class StepBuffers:
         self._place = self._store.target.place()
         self._updates += 1
 
-    def _take(self, step: Any, ends: Ints) -> None:
+    def _take(self, step: Any, ends: Ints, kept: list[int]) -> None:
         """Let a step lie here: the one that has filled them."""
         self._open = step
         self._forget_finite()
-        self._before.append(
-            _Before(self._updates, step.sequences, step.positions, ends, step._kept)
-        )
+        self._before.append(_Before(self._updates, step.sequences, step.positions, ends, kept))
 
     # -- rows that are not finite
 

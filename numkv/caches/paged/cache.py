@@ -30,7 +30,7 @@ from typing import Any, Self, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.access import whole, writes
+from numkv.access import alone, whole, writes
 from numkv.arrays import CacheArrays
 from numkv.attention.attend import attend, check_queries, too_many_queries
 from numkv.attention.mass import attention_mass
@@ -62,7 +62,7 @@ from numkv.caches.paged.saved import (
     put_states,
     store_tensors,
 )
-from numkv.caches.paged.step import Step
+from numkv.caches.paged.step import Step, StepBooks
 from numkv.caches.paged.store import Extra, SequenceState, held
 from numkv.caches.paged.stored import StoredSequences
 from numkv.caches.paged.swap import SwappedSequence, check_swapped, copy_in, copy_out
@@ -505,9 +505,9 @@ class PagedKVCache(StoredSequences):
             if room.slots is not None:
                 self._release_slots(room.slots)
             raise
-        self._open_steps[room.step] = None
+        self._open_steps[room.step] = room.books
         if into is not None:
-            into._take(room.step, np.cumsum(lens))
+            into._take(room.step, np.cumsum(lens), room.books.kept)
         return room.step
 
     @whole
@@ -539,13 +539,15 @@ class PagedKVCache(StoredSequences):
         NotSupported
             If layers keep states, and a sequence keeps some of its tokens, but not all.
         """
-        self._check_step(step)
-        step._alone(lambda: self._end(step, accepted, token_ids, paths))
+        books = self._books_of(step)
+        alone(step, lambda: self._end(step, books, accepted, token_ids, paths))
 
-    def _end(self, step: Step, accepted: Any, given_ids: Any, paths: Any = None) -> None:
+    def _end(
+        self, step: Step, books: StepBooks, accepted: Any, given_ids: Any, paths: Any = None
+    ) -> None:
         """End a step that nobody else uses."""
         self._check_open(step)
-        keep, order = kept_tokens(step, accepted, paths)
+        keep, order = kept_tokens(step, books.tree, accepted, paths)
         ids = None if given_ids is None else ids_of_step(given_ids, step, self._sequences)
         missing = step.unwritten_layers
         if missing and keep.any():
@@ -565,9 +567,9 @@ class PagedKVCache(StoredSequences):
             for (seq, state), n in zip(states.items(), looked_at.tolist(), strict=True):
                 self._store.bad.refuse(seq, state.length + n)
         ids = ids if ids is None or order is None else ids[order]
-        ending = end_step(self._store, states, step, keep, ids)
-        if order is not None and step._tree is not None:
-            step._tree.move(self._store, order, step._written)
+        ending = end_step(self._store, states, step, books.state_slots, keep, ids)
+        if order is not None and books.tree is not None:
+            books.tree.move(self._store, order, books.written)
         slots = self._store.states
         if slots is not None:
             slots.register(ending.checkpoints)
@@ -576,14 +578,14 @@ class PagedKVCache(StoredSequences):
         except BaseException:
             if slots is not None:
                 slots.forget(ending.checkpoints)
-            step._written &= order is None  # rows of a tree have moved
+            books.written[:] &= order is None  # rows of a tree have moved
             raise
         step._end(keep)
         try:
             self._exchange(ending.states, ending.released)
         except BaseException:
-            step._kept.clear()
-            step._written &= order is None
+            books.kept.clear()
+            books.written[:] &= order is None
             step.open = any(self._sequences[seq].reserved is not None for seq in step.sequences)
             raise
         self._open_steps.pop(step, None)
@@ -603,8 +605,8 @@ class PagedKVCache(StoredSequences):
         NumkvError
             If the step has ended already.
         """
-        self._check_step(step)
-        step._alone(lambda: self._end(step, np.zeros(len(step.sequences), np.int64), None))
+        books, none = self._books_of(step), np.zeros(len(step.sequences), np.int64)
+        alone(step, lambda: self._end(step, books, none, None))
 
     # -- from the host
 
@@ -981,33 +983,43 @@ class PagedKVCache(StoredSequences):
         """See `numkv.snapshots.snapshot`."""
         states, make = saved.read_states(source), cls
         made: Self = make(target=options.place.name, **saved.arguments())
-        store, every = made._store, np.arange(saved.blocks)
+        made._take_saved(saved, states, source)
+        return made
+
+    def _take_saved(
+        self, saved: SavedPagedCache, states: list[SequenceState], source: Source
+    ) -> None:
+        """Fill an empty cache."""
+        store, every = self._store, np.arange(saved.blocks)
         seed = saved.geometry[4]
         expect(store.geometry[4] == seed, f"rows are rotated by seed {seed}")
         for count, own in zip(saved.blocks_of_parts, own_blocks(store, states, every), strict=True):
             expect(len(own) == count, f"{count} blocks of a part that has {len(own)}")
-        ids = made.blocks.allocate(saved.blocks)
+        ids = self.blocks.allocate(saved.blocks)
         fill_all(source, store_tensors(store, states, every, ids))
         states = put_states(store, saved, states, source)
         source.verify()  # before anything can be found by its tokens
         with claims("the sequences"):
             counts = np.bincount(held([x.blocks() for x in states]), minlength=len(ids))
             expect(bool((counts > 0).all()), "a block belongs to no sequence")
-            made.blocks.acquire(np.repeat(ids, counts - 1))  # which it has once already
+            self.blocks.acquire(np.repeat(ids, counts - 1))  # which it has once already
             places = np.append(ids, np.int32(-1))  # -1 stays what it is
             for x, state in zip(saved.sequences, states, strict=True):
                 here = state._replace(tables=[places[table] for table in state.tables])
-                made._sequences[x.sequence] = register_blocks(store, here)
-            made._next = saved.next
-            made.check()
-        return made
+                self._sequences[x.sequence] = register_blocks(store, here)
+            self._next = saved.next
+            self.check()
 
-    def _check_step(self, step: Any) -> None:
-        if not isinstance(step, Step) or not step._belongs_to(self._store):
+    def _books_of(self, step: Any) -> StepBooks:
+        books: StepBooks | None = self._open_steps.get(step) if isinstance(step, Step) else None
+        if books is None:
+            if isinstance(step, Step):
+                self._check_open(step)
             raise NumkvError(
                 "`step`: expected an open step of this cache, got "
                 f"{'one of another' if isinstance(step, Step) else type(step).__name__}"
             )
+        return books
 
     def _check_open(self, step: Any) -> None:
         if not step.open:

@@ -14,7 +14,7 @@ from numkv import targets
 from numkv.caches.paged.buffers import StepBuffers
 from numkv.caches.paged.prefix_match import NewNames, name_blocks, split_at_window
 from numkv.caches.paged.states import Checkpoint, StateMemory
-from numkv.caches.paged.step import Step
+from numkv.caches.paged.step import Step, StepBooks
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState, held
 from numkv.caches.paged.trees import Tree
 from numkv.checks import check_integers, host_array
@@ -25,6 +25,7 @@ class Reservation(NamedTuple):
     """A step whose blocks are taken; made by `reserve_room`."""
 
     step: Step
+    books: StepBooks
     states: dict[int, SequenceState]
     """The sequences with room for it."""
     taken: NDArray[np.int32]
@@ -94,11 +95,14 @@ def reserve_room(
                 tables.append(np.concatenate([table, taken[begin:end]]) if end > begin else table)
                 part += 1
             new_states[seq] = state.in_step(state.length, tables, state.tokens, n, dropped)
-        step = Step(store, new_states, new_lens, into, slots, tree)
+        books = StepBooks(store.reading_only.copy(), [], tree, slots)
+        step = Step(store, new_states, new_lens, books, into)
         store.clear(taken)
         if copy_from:
             store.copy_blocks(copy_from, copy_to, copy_group)
-        return Reservation(step, new_states, taken, np.array(copy_from, np.int32), peak, slots)
+        return Reservation(
+            step, books, new_states, taken, np.array(copy_from, np.int32), peak, slots
+        )
     except BaseException:  # memory, say
         store.blocks._undo_allocation(taken, peak)
         if store.states is not None and slots is not None:
@@ -142,18 +146,20 @@ def refuse_without_slots(slots: StateMemory, wanted: int) -> None:
         )
 
 
-def kept_tokens(step: Step, accepted: Any, paths: Any) -> tuple[Ints, Ints | None]:
+def kept_tokens(
+    step: Step, tree: Tree | None, accepted: Any, paths: Any
+) -> tuple[Ints, Ints | None]:
     """How many of its tokens each sequence of a step keeps; of trees also all tokens, those that are kept first.
 
     See `numkv.PagedKVCache.commit` for the arguments.
     """
-    if step._tree is not None and not _is_zero(accepted):
+    if tree is not None and not _is_zero(accepted):
         if accepted is not None or paths is None:
             raise NotSupported(
                 "`paths`: expected the accepted path of each sequence, for a step of trees, and no `accepted`; or roll "
                 "the step back"
             )
-        return step._tree.order_of(paths, step.new_lens)
+        return tree.order_of(paths, step.new_lens)
     if paths is not None:
         raise NotSupported("`paths`: expected None for a step that `reserve` made without parents")
     if accepted is None:
@@ -191,6 +197,7 @@ def end_step(
     store: BlockStore,
     states: dict[int, SequenceState],
     step: Step,
+    state_slots: NDArray[np.int32] | None,
     keep: Ints,
     ids: NDArray[np.int32] | None,
 ) -> Ending:
@@ -204,6 +211,8 @@ def end_step(
         The step's sequences.
     step : Step
         The step.
+    state_slots : int32 array (num_seqs,) or None
+        What has taken the states of the sequences, if layers keep any.
     keep : int64 array (num_seqs,)
         How many of its tokens each of them keeps.
     ids : int32 array (num_tokens,) or None
@@ -215,7 +224,7 @@ def end_step(
     released: list[NDArray[np.int32]] = []
     slots: list[int] = []
     checkpoints: list[Checkpoint] = []
-    working = step._state_slots[1].tolist() if store.states is not None else [-1] * len(keep)
+    working = [-1] * len(keep) if state_slots is None else state_slots.tolist()
     each = zip(states.items(), starts, keep.tolist(), working, strict=False)
     for (seq, state), first, n, slot in each:
         length, tokens = state.length + n, state.tokens

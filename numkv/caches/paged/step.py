@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from numkv.access import Access, whole, writes
 from numkv.arrays import CacheArrays
 from numkv.attention.attend import attend, check_queries
+from numkv.attention.cascade import Prefix, attend_cascade
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import AttentionOptions, check_options
 from numkv.attention.sight import Visible
@@ -19,14 +20,13 @@ from numkv.caches.bound import BoundStep, NewTokens
 from numkv.caches.paged.buffers import Filled, StepBuffers
 from numkv.caches.paged.key_bounds import BlockBounds
 from numkv.caches.paged.residual_attention import Queries, Ranges, parts_of, ranges_of
-from numkv.caches.paged.shared import attend_shared
 from numkv.caches.paged.states import StateMemory, StepState
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState, widened
 from numkv.caches.paged.trees import Tree
 from numkv.caches.parts import attend_to_parts
 from numkv.checks import check_array
 from numkv.errors import DimensionMismatch, NonFiniteInput, NotSupported, NumkvError
-from numkv.numbers import check_flag, check_index
+from numkv.numbers import check_flag, check_index, check_size
 from numkv.sparse.attention import are_numbered, attend_by_head, attend_to_choice
 from numkv.sparse.bounds import scores_of
 from numkv.sparse.choice import check_counts, chosen
@@ -57,6 +57,15 @@ class _Read(NamedTuple):
     """The same on the host."""
 
 
+class StepBooks(NamedTuple):
+    """What a cache and a step of it both know, which users do not see."""
+
+    written: NDArray[np.bool_]  #: which layers have rows of the new tokens
+    kept: list[int]  #: how much of each sequence, once the step has ended
+    tree: Tree | None  #: what the new tokens are drafts of, if they are trees
+    state_slots: NDArray[np.int32] | None  #: what takes the states of the sequences
+
+
 class Step:
     """New tokens of some sequences, with blocks for them in every layer; made by `PagedKVCache.reserve`.
 
@@ -68,12 +77,10 @@ class Step:
         The sequences, in order; their block tables have room for the new tokens.
     new_lens : int64 array (num_seqs,)
         How many tokens each of them gets.
+    books : StepBooks
+        What the cache keeps of it.
     into : StepBuffers, optional
         Where its tables lie; else in memory of their own.
-    state_slots : int32 array (num_seqs,), optional
-        What takes the states of the sequences.
-    tree : Tree, optional
-        What the new tokens are drafts of, if they are trees.
 
     Attributes
     ----------
@@ -96,11 +103,12 @@ class Step:
         store: BlockStore,
         sequences: dict[int, SequenceState],
         new_lens: Ints,
+        books: StepBooks,
         into: StepBuffers | None = None,
-        state_slots: NDArray[np.int32] | None = None,
-        tree: Tree | None = None,
     ) -> None:
-        self._store, self._buffers, self._tree = store, into, tree
+        self._store, self._buffers = store, into
+        self._written, self._kept, self._tree, state_slots = books
+        tree = self._tree
         self.sequences, self.new_lens = tuple(sequences), new_lens
         self.open, self._access = True, Access()
         lens = np.array([state.length for state in sequences.values()], np.int64) + new_lens
@@ -111,10 +119,9 @@ class Step:
         self.positions = places if tree is None else (lens - new_lens)[of_token] + tree.depths
         self._ends = lens.tolist()
         self._longest = max(self._ends, default=0)
-        self._written = store.reading_only.copy()
         self._begin_states([state.slot for state in sequences.values()], state_slots)
         self._copies: dict[int, tuple[Any, ...]] = {}
-        self._prefixes: dict[Any, Any] = {}  # of `attend_shared`
+        self._prefixes: dict[Any, list[Prefix]] = {}  # by group and length
         self._bound: list[dict[int, Any]] = []  # layers that bound calls may still write to
         groups = range(len(store.groups))
         tables = [store.block_table(sequences.values(), group) for group in groups]
@@ -149,7 +156,6 @@ class Step:
             if group.chunk
         }
         self._place = store.target.place()
-        self._kept: list[int] = []  # how much of each sequence, once the step has ended
         self._noting: Marker | None = None
 
     @property
@@ -204,11 +210,6 @@ class Step:
             made = tuple(index(np.array(to_host(x), dtype), dtype) for x, dtype in given)
             copies = self._copies[group] = made
         return cache_arrays(pool, *copies)
-
-    @writes
-    def _alone(self, action: Callable[[], None]) -> None:
-        """Do something with a step that nobody else uses."""
-        action()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise NotSupported(
@@ -491,8 +492,42 @@ class Step:
             return self._attend_in_full(layer, q, options)
         args = pool, self._tables[group], q, self._lens, self._starts, options
         if shared:
-            return attend_shared(self, group, shared, *args)
+            return attend_cascade(*args, *self._shared(group, shared, options.window_left))
         return attend(*args, ranges=self._ranges.get(group))
+
+    def _shared(self, group: int, shared_len: Any, window_left: int) -> tuple[int, list[Prefix]]:
+        """How many first tokens are attended to apart, and which tokens see which prefix: looked up once a step.
+
+        Layers with a window attend to all tokens at once.
+        """
+        shared = check_size("shared_len", shared_len, 0)
+        if self._buffers is not None:
+            raise NotSupported("`shared_len`: expected 0 for a step that lies in StepBuffers")
+        if window_left >= 0:
+            return 0, []
+        new_lens = self.new_lens.tolist()
+        first = min(
+            (end - n for end, n in zip(self._ends, new_lens, strict=True) if n), default=shared
+        )
+        if shared > first:
+            raise IndexError(
+                f"`shared_len`: expected at most the {first} tokens before a sequence's new ones, got {shared}"
+            )
+        key = group, shared
+        if key not in self._prefixes:
+            table = self._store.target.to_host(self._tables[group])
+            blocks = -(-shared // self._store.block_size)
+            found: dict[bytes, list[int]] = {}
+            of: dict[bytes, int] = {}
+            begin = 0
+            for seq, n in enumerate(new_lens):
+                if n:
+                    content = table[seq, :blocks].tobytes()
+                    of.setdefault(content, seq)
+                    found.setdefault(content, []).extend(range(begin, begin + n))
+                begin += n
+            self._prefixes[key] = [Prefix(of[x], np.array(tokens)) for x, tokens in found.items()]
+        return shared, self._prefixes[key]
 
     @writes
     def attention_weights(
@@ -1074,10 +1109,6 @@ class Step:
         self._kept[:] = keep.tolist()
         for layers in self._bound:
             layers.clear()
-
-    def _belongs_to(self, store: BlockStore) -> bool:
-        """Whether the step writes to these buffers."""
-        return self._store is store
 
     def _check_queries(self, layer: int, pool: Pool, q: Any) -> Array:
         """Check queries of a layer; without rows, its new blocks hold what another sequence may have left there."""

@@ -107,7 +107,7 @@ class StoredSequences:
         self._store, self.blocks = store, store.blocks
         self._target, self._groups, self._pools = store.target, store.groups, store.pools
         self._sequences = sequences
-        self._open_steps: dict[Any, None] = {}
+        self._open_steps: dict[Any, Any] = {}
         self._next = number
         self._generation = 0
         self._tables_given: dict[int, tuple[int, Any, Any]] = {}
