@@ -194,7 +194,8 @@ def test_a_handler_may_bound_keys_while_keys_are_bounded():
     """A signal handler or finaliser waits for nobody: it would wait for itself."""
     found = processes.run(
         """
-        cache = numkv.PagedKVCache(1, 2, 16, num_blocks=32, block_size=4, key_bounds=True)
+        layer = numkv.LayerSpec(2, 16, key_bounds=True)
+        cache = numkv.PagedKVCache(layers=[layer], num_blocks=32, block_size=4)
         rng, steps = np.random.default_rng(0), []
         for _ in range(2):
             seq = cache.add()

@@ -92,9 +92,9 @@ def test_a_paged_layer(rng, kind):
     assert slots(jit, np.array([0, 2, 5])).tolist() == [
         first * size, first * size + 2, second * size + 2
     ]  # fmt: skip
-    before, free = pool.pool.k.copy(), pool.num_free
+    before, free = pool.pool.k.copy(), pool.blocks.num_free
     assert append_all(jit, rows[4:], -rows[4:]) == 2  # the second block has two places left
-    assert (layer.seq_len, pool.num_free) == (6, free)
+    assert (layer.seq_len, pool.blocks.num_free) == (6, free)
     untouched = [b for b in range(6) if b != second]
     assert np.array_equal(pool.pool.k[untouched], before[untouched])
     layer.append(rows[6:], -rows[6:])

@@ -111,9 +111,9 @@ def test_a_decode_loop_over_a_paged_layer(kind):
     other.append(*rows(3)[:, :, :1])
     layer.take_blocks([70, 5, 33])
     k, v, q = tokens_of(1)
-    free = pool.num_free
+    free = pool.blocks.num_free
     layer.reserve(TOKENS)
-    assert free - pool.num_free == 63 - 3
+    assert free - pool.blocks.num_free == 63 - 3
     assert (len(layer), len(layer.block_indices)) == (0, 63)
     layer.check()
     out = np.empty((1, TOKENS, 2, DIM), F32)
@@ -134,7 +134,7 @@ def test_a_decode_loop_over_a_paged_layer(kind):
     last = q[0, -3:]
     assert np.array_equal(layer.decode_attention(last), steps.decode_attention(last))
     layer.truncate(20)
-    assert (pool.num_free, layer.block_indices) == (80 - 1 - 2, [70, 5])
+    assert (pool.blocks.num_free, layer.block_indices) == (80 - 1 - 2, [70, 5])
     other.check()
 
 

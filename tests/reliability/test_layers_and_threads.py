@@ -33,7 +33,7 @@ def once(kind, lengths):
     heads, group, dim, block = 4, 4, 64, 16
     # Rows of a size at which threads share them: appended, fused, taken over.
     pool = numkv.PagedPool(2 * (max(lengths) // block + 2), block, heads, dim, kind=kind)
-    layer = numkv.PagedLayer(pool.num_blocks // 2, block, heads, dim, pool=pool)
+    layer = numkv.PagedLayer(pool.blocks.num_blocks // 2, block, heads, dim, pool=pool)
     new = draw(2, max(lengths), heads, dim)
     layer.append(new[0], new[1])
     scales = {} if not numkv.kind(kind).has_scales else {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
