@@ -6,6 +6,8 @@ The pool knows ids only, in arrays; K and V lie elsewhere. Python methods call c
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -189,10 +191,6 @@ class BlockPool(Books):
                 f"`ids`: block {block} is released more often than it was taken: it has "
                 f"{self._state[arrays.REF, block]} references"
             )
-
-    def _peak(self) -> int:
-        """The most blocks that were ever in use at once."""
-        return int(self._counters[arrays.PEAK_USED])
 
     @changes
     def _undo_allocation(self, ids: Ids, peak: int) -> None:
@@ -451,3 +449,10 @@ class BlockPool(Books):
                 f"`ids`: block {block} is unpinned more often than it was pinned: it has "
                 f"{self._state[arrays.PINS, block]} pins"
             )
+
+
+def taken_for_now(pool: BlockPool, n: int) -> tuple[Ids, Callable[[], None]]:
+    """Allocate blocks; beside them what gives them back as if they had never been in use."""
+    peak = int(pool._counters[arrays.PEAK_USED])
+    ids = pool.allocate(n)
+    return ids, functools.partial(pool._undo_allocation, ids, peak)
