@@ -6,6 +6,7 @@ The pool knows ids only, in arrays; K and V lie elsewhere. Python methods call c
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any, Self
@@ -433,10 +434,6 @@ class BlockPool:
                 f"{self._state[arrays.REF, block]} references"
             )
 
-    def _peak(self) -> int:
-        """The most blocks that were ever in use at once."""
-        return int(self._counters[arrays.PEAK_USED])
-
     @changes
     def _undo_allocation(self, ids: Ids, peak: int) -> None:
         """Release blocks that were just allocated and are not needed after all; `peak` is the most used before."""
@@ -694,3 +691,10 @@ class BlockPool:
                 f"`ids`: block {block} is unpinned more often than it was pinned: it has "
                 f"{self._state[arrays.PINS, block]} pins"
             )
+
+
+def taken_for_now(pool: BlockPool, n: int) -> tuple[Ids, Callable[[], None]]:
+    """Allocate blocks; beside them what gives them back as if they had never been in use."""
+    peak = int(pool._counters[arrays.PEAK_USED])
+    ids = pool.allocate(n)
+    return ids, functools.partial(pool._undo_allocation, ids, peak)

@@ -268,6 +268,35 @@ def given_of(
     return given
 
 
+def returned(
+    replay: Replay, held: list[Any], arrays: tuple[Any, ...], accept: Callable[[Any, str], Array],
+    names: Sequence[str] = (),
+) -> Any:  # fmt: skip
+    """What a call returns that was made the short way."""
+    found = []
+    for x in replay.results:
+        if type(x) is Made:
+            found.append(memory.over(held[x.scratch], x.shape, x.strides, x.dtype))
+        else:
+            found.append(accept(arrays[x], names[x] if names else "out"))
+    return found[0] if len(found) == 1 else tuple(found) if found else None
+
+
+def keep(
+    kept: dict[Any, Replay], most: int, key: Any, recording: streams.Recording, given: list[Given | None] | None,
+    written: frozenset[int], place: streams.Place, result: Any, note: Any, foreign: int | None = None,
+) -> None:  # fmt: skip
+    """Keep what was recorded for the short way, if launches are all that it takes; see `replay_of`."""
+    results = result if isinstance(result, tuple) else () if result is None else (result,)
+    if given is not None:
+        replay = replay_of(recording, given, written, results, place, foreign)
+        if replay is not None:
+            replay.note = note
+            if len(kept) >= most:
+                kept.clear()
+            kept[key] = replay
+
+
 class Calls:
     """How public functions run on CUDA."""
 
@@ -308,7 +337,7 @@ class Calls:
                 numbers = 0, late.of_functions(place.device).look(replay.note)
             held = replay.run(place, pointers, numbers)
             if held is not None:
-                return self._returned(replay, held, call, arrays) if replay.results else None
+                return returned(replay, held, arrays, self._accept, call.arrays)
         if call.validate is not None and options[call.validate] is True and place.capturing():
             raise NotSupported(
                 f"{function.__name__}: expected validate=False while a stream is captured, got True, which waits for "
@@ -319,7 +348,13 @@ class Calls:
                 return function(**_named(call, arrays, options), stream=HERE)
             with streams.recorded() as recording:
                 result = function(**_named(call, arrays, options), stream=HERE)
-            self._keep(key, recording, call, arrays, result, place)
+            if not recording.spoiled:
+                number = _number_of_look(recording)
+                looked_at = None if number is None else number.watch.looked_at(number)
+                if number is None or looked_at is not None:
+                    given = given_of(arrays, self._accept, call.arrays)
+                    how = recording, given, call.written, place
+                    keep(self._replays, MOST_REPLAYS, key, *how, result, looked_at)
         return result
 
     def _short(
@@ -345,38 +380,6 @@ class Calls:
         except (Unlike, TypeError, KeyError, AttributeError):
             return None, place_of(stream, arrays), pointers
         return None if streams.recording() is not None else key, place, pointers
-
-    def _returned(
-        self, replay: Replay, held: list[Any], call: Call, arrays: tuple[Any, ...]
-    ) -> Any:
-        """What a call returns that was made the short way."""
-        found = []
-        for x in replay.results:
-            if type(x) is Made:
-                found.append(memory.over(held[x.scratch], x.shape, x.strides, x.dtype))
-            else:
-                found.append(self._accept(arrays[x], call.arrays[x]))
-        return tuple(found) if len(found) > 1 else found[0]
-
-    def _keep(
-        self, key: Any, recording: streams.Recording, call: Call, arrays: tuple[Any, ...], result: Any,
-        place: streams.Place,
-    ) -> None:  # fmt: skip
-        """Keep what was recorded for the short way, if launches are all that it takes."""
-        if recording.spoiled:
-            return
-        results = result if isinstance(result, tuple) else () if result is None else (result,)
-        given = given_of(arrays, self._accept, call.arrays)
-        if given is None:
-            return
-        replay = replay_of(recording, given, call.written, results, place)
-        number = _number_of_look(recording)
-        looked_at = None if number is None else number.watch.looked_at(number)
-        if replay is not None and (number is None or looked_at is not None):
-            replay.note = looked_at
-            if len(self._replays) >= MOST_REPLAYS:
-                self._replays.clear()
-            self._replays[key] = replay
 
 
 def _number_of_look(recording: streams.Recording) -> Number | None:

@@ -12,9 +12,17 @@ from typing import Any
 
 from numkv.arrays import Array
 from numkv.kernels.cuda import memory, streams
-from numkv.kernels.cuda.replays import Made, Replay, replay_of
+from numkv.kernels.cuda.replays import Replay
 from numkv.kernels.cuda.uploads import pointer_of_length
-from numkv.targets.cuda_calls import Unlike, described, given_of, place_of, torch_stream
+from numkv.targets.cuda_calls import (
+    Unlike,
+    described,
+    given_of,
+    keep,
+    place_of,
+    returned,
+    torch_stream,
+)
 
 #: Layouts of calls that an object keeps.
 MOST_REPLAYS = 1024
@@ -68,13 +76,7 @@ class Call:
         held = replay.run(self._place, [*pointers, *own] if own else pointers, numbers)
         if held is None:
             return MISSED
-        found = []
-        for x in replay.results:
-            if type(x) is Made:
-                found.append(memory.over(held[x.scratch], x.shape, x.strides, x.dtype))
-            else:
-                found.append(self._accept(self._arrays[x], "out"))
-        return found[0] if len(found) == 1 else tuple(found) if found else None
+        return returned(replay, held, self._arrays, self._accept)
 
     def length(self, length: int) -> int | None:
         """The pointer of an array of one element, this length, on the call's stream; None if there is none yet."""
@@ -104,28 +106,11 @@ class Call:
             with streams.recorded() as recording:
                 result = function()
             if not recording.spoiled:
-                self._keep(recording, own(), note(), written, result)
+                theirs, ours = (given_of(x, self._accept) for x in (self._arrays, tuple(own())))
+                given = None if theirs is None or ours is None else theirs + ours
+                how = recording, given, written, self._place
+                keep(self._kept, MOST_REPLAYS, self._key, *how, result, note(), len(self._arrays))
         return result
-
-    def _keep(
-        self, recording: streams.Recording, own: Sequence[Array], note: Any, written: frozenset[int],
-        result: Any,
-    ) -> None:  # fmt: skip
-        results = result if isinstance(result, tuple) else () if result is None else (result,)
-        given = given_of(self._arrays, self._accept)
-        if given is None:
-            return
-        of_object = given_of(tuple(own), self._accept)
-        if of_object is None:
-            return
-        replay = replay_of(
-            recording, given + of_object, written, results, self._place, foreign=len(given)
-        )
-        if replay is not None:
-            replay.note = note
-            if len(self._kept) >= MOST_REPLAYS:
-                self._kept.clear()
-            self._kept[self._key] = replay
 
 
 class Repeats:

@@ -36,6 +36,7 @@ from numkv.attention.attend import attend, check_queries, too_many_queries
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import check_options
 from numkv.attention.sight import Visible
+from numkv.blocks.pool import taken_for_now
 from numkv.blocks.prefix import plain_extra
 from numkv.caches.bound import BoundAttention
 from numkv.caches.paged.arguments import ids_of_step, numbers_of_new_tokens, prompt_ids
@@ -501,7 +502,7 @@ class PagedKVCache(StoredSequences):
         try:
             self._exchange(room.states, room.released)
         except BaseException:
-            self.blocks._undo_allocation(room.taken, room.peak)
+            room.undo()
             if room.slots is not None:
                 self._release_slots(room.slots)
             raise
@@ -643,13 +644,12 @@ class PagedKVCache(StoredSequences):
         check_swapped(self._store, swapped)
         if swapped.states and self._store.states is not None:
             refuse_without_slots(self._store.states, 1)
-        peak = self.blocks._peak()
-        ids = self.blocks.allocate(sum(len(logical) for logical in swapped.logical))
+        ids, undo = taken_for_now(self.blocks, sum(len(logical) for logical in swapped.logical))
         try:
             state = register_blocks(self._store, copy_in(self._store, swapped, ids))
             seq = self._insert_with_states(state, swapped.states)
         except BaseException:  # a device without room, say
-            self.blocks._undo_allocation(ids, peak)
+            undo()
             raise
         return seq
 

@@ -5,12 +5,14 @@ Both make everything that is new first, which may fail, and leave it to the cach
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from numkv import targets
+from numkv.blocks.pool import taken_for_now
 from numkv.caches.paged.buffers import StepBuffers
 from numkv.caches.paged.prefix_match import NewNames, name_blocks, split_at_window
 from numkv.caches.paged.states import Checkpoint, StateMemory
@@ -32,8 +34,8 @@ class Reservation(NamedTuple):
     """Blocks that were allocated."""
     released: NDArray[np.int32]
     """Blocks that the sequences have copies of now."""
-    peak: int
-    """The most blocks that had been in use at once, before."""
+    undo: Callable[[], None]
+    """Gives them back as if they had never been in use."""
     slots: NDArray[np.int32] | None = None
     """Slots for states that were allocated."""
 
@@ -61,11 +63,10 @@ def reserve_room(
         store.refuse_residual("parents", "draft in a line, or use one without")
     lens = new_lens.tolist()
     wanted, copied = _plan_tables(store, states, lens)
-    peak = store.blocks._peak()
     if store.states is not None:
         refuse_without_slots(store.states, len(states))
     try:
-        taken = store.blocks.allocate(sum(wanted))
+        taken, undo = taken_for_now(store.blocks, sum(wanted))
     except CacheFull as error:
         raise CacheFull(
             f"`new_lens`: {sum(lens)} new tokens need {sum(wanted)} blocks of {store.block_size}: {error}, remove or "
@@ -101,10 +102,10 @@ def reserve_room(
         if copy_from:
             store.copy_blocks(copy_from, copy_to, copy_group)
         return Reservation(
-            step, books, new_states, taken, np.array(copy_from, np.int32), peak, slots
+            step, books, new_states, taken, np.array(copy_from, np.int32), undo, slots
         )
     except BaseException:  # memory, say
-        store.blocks._undo_allocation(taken, peak)
+        undo()
         if store.states is not None and slots is not None:
             store.states.books.release(slots)
         raise
