@@ -431,11 +431,8 @@ def make_copy_octets(WORD):
     def copy(new, cache, offsets, part, num_parts, log):
         (num_seqs, num_heads, new_len, dim), steps, source = new
         (_, _, num_rows, _), to_steps, to = cache
-        lanes, thread, at_once = (
-            np.int64(1) << log,
-            np.int64(cuda.threadIdx.x),
-            np.int64(THREADS) >> log,
-        )
+        lanes, thread = np.int64(1) << log, np.int64(cuda.threadIdx.x)
+        at_once = np.int64(THREADS) >> log
         num_heads, new_len, pieces = natural(num_heads), natural(new_len), natural(dim) * WORD >> 4
         rows = num_seqs * num_heads * new_len
         for item in range(part * at_once + (thread >> log), rows, num_parts * at_once):
@@ -486,10 +483,8 @@ def _bits(x):
 
 def _copy(k_new, k_cache, v_new, v_cache, offsets, only_k=False):
     arrays = tuple(map(_bits, (k_new, k_cache, v_new, v_cache)))
-    bytes_, rows = (
-        k_new.dtype.itemsize,
-        [x.shape[0] * x.shape[1] * x.shape[2] for x in (k_new, v_new)],
-    )
+    bytes_ = k_new.dtype.itemsize
+    rows = [x.shape[0] * x.shape[1] * x.shape[2] for x in (k_new, v_new)]
     octets = (
         not SIMULATED and max(rows) < 1 << 31 and all(rows_aligned(x, whole=True) for x in arrays)
     )

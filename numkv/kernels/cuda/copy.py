@@ -131,11 +131,8 @@ def make_copy_tokens_16():
     def kernel(source, source_slots, to, to_slots, log):
         num_heads, pieces = natural(source.shape[1]), natural(source.shape[3]) >> 1
         source_size, to_size = natural(source.shape[2]), natural(to.shape[2])
-        lanes, thread, at_once = (
-            np.int64(1) << log,
-            np.int64(cuda.threadIdx.x),
-            np.int64(THREADS) >> log,
-        )
+        lanes, thread = np.int64(1) << log, np.int64(cuda.threadIdx.x)
+        at_once = np.int64(THREADS) >> log
         num_rows = max(source_slots.shape[0], to_slots.shape[0]) * num_heads
         for item in range(
             np.int64(cuda.blockIdx.x) * at_once + (thread >> log), num_rows, np.int64(cuda.gridDim.x) * at_once

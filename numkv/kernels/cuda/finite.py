@@ -52,11 +52,8 @@ def make_first_non_finite_octets(KIND):
 
     def kernel(rows, found, log):
         num_tokens, num_heads, dim = rows.shape[0], natural(rows.shape[1]), natural(rows.shape[2])
-        lanes, thread, at_once = (
-            np.int64(1) << log,
-            np.int64(cuda.threadIdx.x),
-            np.int64(THREADS) >> log,
-        )
+        lanes, thread = np.int64(1) << log, np.int64(cuda.threadIdx.x)
+        at_once = np.int64(THREADS) >> log
         lane, first = thread & (lanes - 1), np.int64(cuda.blockIdx.x) * at_once + (thread >> log)
         x, mine = cuda.local.array(8, REAL), np.int64(NOWHERE)
         for item in range(first, num_tokens * num_heads, np.int64(cuda.gridDim.x) * at_once):

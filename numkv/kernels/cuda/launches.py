@@ -385,10 +385,8 @@ def launch(kernel: Kernel, blocks: int, threads: Any, *args: Any, shared_bytes: 
     if recording is not None:
         recording.launches.append(Launch(kernel, blocks, threads, shared_bytes, args))
     here = streams.current()
-    code, config = (
-        kernel.loaded(here.device, shared_bytes),
-        kernel.config(blocks, threads, shared_bytes),
-    )
+    code = kernel.loaded(here.device, shared_bytes)
+    config = kernel.config(blocks, threads, shared_bytes)
     try:
         core_launch(here.stream, config, code, *kernel.flat(args))
     except TypeError:  # an argument

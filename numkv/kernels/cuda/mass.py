@@ -164,11 +164,8 @@ def make_staged_weights(Q_KIND, K_KIND):
         by_slot, window_left = options[0], options[3]
         sm_scale, cap = np.float32(options[1]), np.float32(options[2])
         num_blocks, num_kv_heads, block_size = k.shape[0], natural(k.shape[1]), natural(k.shape[2])
-        dim, group, columns = (
-            natural(q.shape[2]),
-            natural(q.shape[1]) // num_kv_heads,
-            np.int64(weights.shape[2]),
-        )
+        dim, group = natural(q.shape[2]), natural(q.shape[1]) // num_kv_heads
+        columns = np.int64(weights.shape[2])
         pieces, thread = (columns + THREADS - 1) // THREADS, np.int64(cuda.threadIdx.x)
         rows = cuda.shared.array(0, types.float32)
         address = np.uint32(shared_address(rows))
@@ -177,11 +174,8 @@ def make_staged_weights(Q_KIND, K_KIND):
             np.int64(cuda.blockIdx.x), seq_lens.shape[0] * num_kv_heads * pieces,
             np.int64(cuda.gridDim.x),
         ):  # fmt: skip
-            piece, g, b = (
-                item % pieces,
-                item // pieces % num_kv_heads,
-                item // pieces // num_kv_heads,
-            )
+            piece, g = item % pieces, item // pieces % num_kv_heads
+            b = item // pieces // num_kv_heads
             j = piece * THREADS + thread
             length, first_row = number_at(seq_lens, b), number_at(q_starts, b)
             tokens = number_at(q_starts, b + 1) - first_row
@@ -231,10 +225,8 @@ def make_staged_weights(Q_KIND, K_KIND):
                         s2 += a2 * x[n]
                         s3 += a3 * x[n]
                 for i in range(AT_ONCE):
-                    r, own = (
-                        natural(r0 + i),
-                        s0 if i == 0 else (s1 if i == 1 else (s2 if i == 2 else s3)),
-                    )
+                    r = natural(r0 + i)
+                    own = s0 if i == 0 else (s1 if i == 1 else (s2 if i == 2 else s3))
                     if r >= low * group and r < high * group:
                         of_row = lse[first_row + r // group, g * group + r % group]
                         total += weight(own, scale, cap, of_row)

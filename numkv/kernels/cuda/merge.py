@@ -51,16 +51,10 @@ def make_merge_octets(KIND, COMPUTE):
     F = np.float32 if COMPUTE == "float32" else np.float64
 
     def kernel(o_a, lse_a, o_b, lse_b, out, lse, log):
-        num_tokens, num_heads, octets = (
-            out.shape[0],
-            natural(out.shape[1]),
-            natural(out.shape[2]) >> 3,
-        )
-        lanes, thread, at_once = (
-            np.int64(1) << log,
-            np.int64(cuda.threadIdx.x),
-            np.int64(THREADS) >> log,
-        )
+        num_tokens, num_heads = out.shape[0], natural(out.shape[1])
+        octets = natural(out.shape[2]) >> 3
+        lanes, thread = np.int64(1) << log, np.int64(cuda.threadIdx.x)
+        at_once = np.int64(THREADS) >> log
         lane, first = thread & (lanes - 1), np.int64(cuda.blockIdx.x) * at_once + (thread >> log)
         a, b = cuda.local.array(8, F), cuda.local.array(8, F)
         for item in range(first, num_tokens * num_heads, np.int64(cuda.gridDim.x) * at_once):

@@ -133,11 +133,8 @@ def make_shift_octets(KIND):
     def kernel(pool, scale, slots, offset, cos, sin, interleaved, width, log):
         num_heads, block_size = natural(pool.shape[1]), natural(pool.shape[2])
         num_slots = pool.shape[0] * np.int64(pool.shape[2])
-        lanes, thread, at_once = (
-            np.int64(1) << log,
-            np.int64(cuda.threadIdx.x),
-            np.int64(THREADS) >> log,
-        )
+        lanes, thread = np.int64(1) << log, np.int64(cuda.threadIdx.x)
+        at_once = np.int64(THREADS) >> log
         lane, mine, half_of = thread & (lanes - 1), thread >> log, width >> 4
         low = lane if lane < half_of else np.int64(0)
         octets, angle = (low, low + half_of), natural(abs(offset))

@@ -78,21 +78,13 @@ def octet_writer(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT, TABLE):
         (qkv, q_out), (cos, sin), (q_weight, k_weight) = rows, tables, weights
         (k_pool, k_scale), (v_pool, v_scale), (found, raised) = k_side, v_side, flags
         normalise, rotate, interleaved, eps, first_angle, start, log = options
-        q_heads, dim, kv_heads = (
-            natural(q_out.shape[1]),
-            natural(q_out.shape[2]),
-            natural(k_pool.shape[1]),
-        )
-        block_size, num_slots = (
-            natural(k_pool.shape[2]),
-            k_pool.shape[0] * np.int64(k_pool.shape[2]),
-        )
+        q_heads, dim = natural(q_out.shape[1]), natural(q_out.shape[2])
+        kv_heads = natural(k_pool.shape[1])
+        block_size = natural(k_pool.shape[2])
+        num_slots = k_pool.shape[0] * np.int64(k_pool.shape[2])
         dim_v, num_tokens = natural(elements_v(v_pool.shape[3])), natural(qkv.shape[0])
-        lanes, thread, at_once = (
-            np.int64(1) << log,
-            np.int64(cuda.threadIdx.x),
-            np.int64(THREADS) >> log,
-        )
+        lanes, thread = np.int64(1) << log, np.int64(cuda.threadIdx.x)
+        at_once = np.int64(THREADS) >> log
         lane, mine = thread & (lanes - 1), thread >> log
         q_items = (num_tokens * q_heads + at_once - 1) // at_once
         kv_items = (num_tokens * kv_heads + at_once - 1) // at_once

@@ -134,12 +134,8 @@ def make_amx_few(k_kind: str, v_kind: str) -> FewSteps:
 
     @inlined
     def load(state):
-        floats, at, sizes, item = (
-            _floats_of(state),
-            places_of(state),
-            sizes_of(state),
-            item_of(state),
-        )
+        floats, at = _floats_of(state), places_of(state)
+        sizes, item = sizes_of(state), item_of(state)
         load_rows(state, scale_of(state), True)
         heads = item.end_head - item.first_head
         first = _few(at, sizes, item, np.int64(0))
@@ -256,18 +252,10 @@ def make_amx_attend(K_KIND, V_KIND, WITH_FEW):
     way_of = _way_of if WITH_FEW else _way_without_few
 
     def attend(state):
-        floats, at, sizes, item = (
-            _floats_of(state),
-            places_of(state),
-            sizes_of(state),
-            item_of(state),
-        )
-        ints, seen, soft_cap, tile = (
-            spare_of(state),
-            seen_of(state),
-            soft_cap_of(state),
-            tile_of(state),
-        )
+        floats, at = _floats_of(state), places_of(state)
+        sizes, item = sizes_of(state), item_of(state)
+        ints, seen = spare_of(state), seen_of(state)
+        soft_cap, tile = soft_cap_of(state), tile_of(state)
         way = way_of(item)
         low, high, alike = np.int64(0), np.int64(0), True
         wanted = way
@@ -364,12 +352,8 @@ def _make_load_queries(k_kind):
 
     @inlined
     def load_queries(state, are_many):
-        floats, at, sizes, item = (
-            _floats_of(state),
-            places_of(state),
-            sizes_of(state),
-            item_of(state),
-        )
+        floats, at = _floats_of(state), places_of(state)
+        sizes, item = sizes_of(state), item_of(state)
         ints, scale = spare_of(state), scale_of(state)
         load_rows(state, np.float64(1) if SCALE_LATER and are_many else scale, are_many)
         if are_many:

@@ -128,14 +128,10 @@ def _attend(call, launch, worker, workers):
     if launch != 0:
         on_threads(launch, workers)
         return
-    steps, ints = (
-        int_at(int_at(call, np.int64(SIZES_AT)), np.int64(STEPS)),
-        _ints_in(call, np.int64(INTS)),
-    )
-    seq_lens, q_starts = (
-        _indices_in(call, np.int64(SEQ_LENS)),
-        _indices_in(call, np.int64(Q_STARTS)),
-    )
+    steps = int_at(int_at(call, np.int64(SIZES_AT)), np.int64(STEPS))
+    ints = _ints_in(call, np.int64(INTS))
+    seq_lens = _indices_in(call, np.int64(SEQ_LENS))
+    q_starts = _indices_in(call, np.int64(Q_STARTS))
     block_table, ranges = _table_in(call, np.int64(BLOCK_TABLE)), _pairs_in(call, np.int64(RANGES))
     unit = int_at(call, np.int64(K + SHAPE + 2))
     if int_at(call, np.int64(FLAGS)) & BY_SLOT:

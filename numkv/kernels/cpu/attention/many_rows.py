@@ -89,12 +89,8 @@ def make_load_many(IN_UNIT):
     """The step `LOAD_MANY`: put loaded query rows side by side, with so many elements in a float."""
 
     def load_many(state):
-        floats, at, sizes, item = (
-            _floats_of(state),
-            places_of(state),
-            sizes_of(state),
-            item_of(state),
-        )
+        floats, at = _floats_of(state), places_of(state)
+        sizes, item = sizes_of(state), item_of(state)
         rows = item.rows
         for i in range(item.end_head - item.first_head):
             for r in range(0, rows, PANEL):
@@ -196,12 +192,8 @@ def make_weigh(COMPUTE):
             many_pv(floats, count, at.many_scores, at.many_values, step, low, high, outputs)
 
     def weigh(state, r, count, low, high, end, partly):
-        floats, at, sizes, item = (
-            _floats_of(state),
-            places_of(state),
-            sizes_of(state),
-            item_of(state),
-        )
+        floats, at = _floats_of(state), places_of(state)
+        sizes, item = sizes_of(state), item_of(state)
         row = (turn_of(state).head - item.first_head) * item.rows + r  # of scratch memory
         # Where there are slopes, the cap came before them.
         cap = F(0) if has_slopes(state) else F(soft_cap_of(state))

@@ -97,16 +97,10 @@ def layout_of(record, k, k_scale, v, v_scale, k_scaled, v_scaled, unit):
     """
     k_block, k_head, k_token = _step(record, k, 0), _step(record, k, 1), _step(record, k, 2)
     v_block, v_head, v_token = _step(record, v, 0), _step(record, v, 1), _step(record, v, 2)
-    ks_block, ks_head, ks_token = (
-        _step(record, k_scale, 0),
-        _step(record, k_scale, 1),
-        _step(record, k_scale, 2),
-    )
-    vs_block, vs_head, vs_token = (
-        _step(record, v_scale, 0),
-        _step(record, v_scale, 1),
-        _step(record, v_scale, 2),
-    )
+    ks_block = _step(record, k_scale, 0)
+    ks_head, ks_token = _step(record, k_scale, 1), _step(record, k_scale, 2)
+    vs_block = _step(record, v_scale, 0)
+    vs_head, vs_token = _step(record, v_scale, 1), _step(record, v_scale, 2)
     differ = (k_block ^ v_block) | (k_head ^ v_head) | (k_token ^ v_token) | (k_scaled ^ v_scaled)
     differ |= k_scaled * ((ks_block ^ vs_block) | (ks_head ^ vs_head) | (ks_token ^ vs_token))
     return TileLayout(

@@ -32,10 +32,8 @@ def make_gather(kind: str, compute: str, by_group: bool = False) -> Callable[...
     It puts down the scales of a tile's tokens, which start at `offsets`, and prefetches those of the next tile.
     """
     found = kind_named(kind)
-    gather_scales, gather_groups = (
-        make_gather_scales(compute),
-        make_gather_groups(compute, by_group),
-    )
+    gather_scales = make_gather_scales(compute)
+    gather_groups = make_gather_groups(compute, by_group)
 
     @inlined
     def prefetch_scales(scale, offsets, groups):
@@ -86,12 +84,8 @@ def make_gather_turn(K_KIND, V_KIND, COMPUTE):
     floats_of, scales_of = floats_reader(COMPUTE), make_scales_of(K_KIND, V_KIND)
 
     def gather(state):
-        floats, at, sizes, turn = (
-            floats_of(state),
-            places_of(state),
-            sizes_of(state),
-            turn_of(state),
-        )
+        floats, at = floats_of(state), places_of(state)
+        sizes, turn = sizes_of(state), turn_of(state)
         k_scale, v_scale = scales_of(state)
         gather_k(
             floats, at.key_scales, k_scale, _scales_by(turn.keys_at), _scales_by(turn.next_keys_at),

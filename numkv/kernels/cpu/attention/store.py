@@ -91,12 +91,8 @@ def make_store(COMPUTE, BY_HEAD):
     scales_at, floats_of = array_reader(types.float32, 1), floats_reader(COMPUTE)
 
     def store(state):
-        floats, at, sizes, item = (
-            floats_of(state),
-            places_of(state),
-            sizes_of(state),
-            item_of(state),
-        )
+        floats, at = floats_of(state), places_of(state)
+        sizes, item = sizes_of(state), item_of(state)
         call = call_of(state)
         out, lse = rows_at(call, np.int64(OUT)), sums_at(call, np.int64(LSE))
         sinks, v_scale = reals_at(call, np.int64(SINKS)), scales_at(call, np.int64(V_SCALE))

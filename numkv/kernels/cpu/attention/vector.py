@@ -120,12 +120,8 @@ def make_load_rows(k_kind: str, compute: str) -> Callable[..., Any]:
 
     @inlined
     def load_rows(state, scale, transposed):
-        floats, at, sizes, item = (
-            floats_of(state),
-            places_of(state),
-            sizes_of(state),
-            item_of(state),
-        )
+        floats, at = floats_of(state), places_of(state)
+        sizes, item = sizes_of(state), item_of(state)
         call = call_of(state)
         q, k_scale = queries_at(call, np.int64(Q)), scales_at(call, np.int64(K_SCALE))
         heads = item.end_head - item.first_head
@@ -182,12 +178,8 @@ def make_rows(K_KIND, V_KIND, COMPUTE, COUNT):
     ROWS = np.int64(COUNT)
 
     def rows_of(state, row, place, r, taken, low, high):
-        floats, at, sizes, tile = (
-            floats_of(state),
-            places_of(state),
-            sizes_of(state),
-            tile_of(state),
-        )
+        floats, at = floats_of(state), places_of(state)
+        sizes, tile = sizes_of(state), tile_of(state)
         # Rows are interleaved once for an item, unless what they see makes other groups of them.
         if floats[at.unrolls + place] != F(ROWS):
             for i in range(max(0, place - _UNROLL + 1), place + ROWS):

@@ -174,10 +174,8 @@ def make_softmax(SIZES):
                 largest = max(largest, U32(U32(scales[i] << U32(16)) & U32(0x7FFF0000)))
                 largest = max(largest, U32(scales[i] & U32(0x7FFF0000)))
             log = exponent(largest)
-            log_low, log_high = (
-                shuffle_float(log, U32(lane.group + 16)),
-                shuffle_float(log, U32(lane.group + 24)),
-            )
+            log_low = shuffle_float(log, U32(lane.group + 16))
+            log_high = shuffle_float(log, U32(lane.group + 24))
         return low, high, log_low, log_high
 
     @register_jitable
@@ -409,11 +407,8 @@ def make_attend_item(Q_KIND, SIZES):
                 place, next_tokens = find(source, entry, entry_offset, next_scales, lane)
                 copy(source, U32(k_to + stage), U32(v_to + stage), place, next_tokens, lane)
             cp_async_commit()
-            position, block, offset = (
-                I32(position + DECODE_TILE),
-                I32(block + blocks),
-                I32(offset + offsets),
-            )
+            position = I32(position + DECODE_TILE)
+            block, offset = I32(block + blocks), I32(offset + offsets)
             if offset >= size:
                 block, offset = I32(block + 1), I32(offset - size)
             entry, entry_offset = look_up(source, seen, position, block), offset
@@ -481,11 +476,8 @@ def make_decode(Q_KIND, K_KIND, V_KIND, DIM, DIM_V):
         row_begin = cuda.shared.array(DECODE_ROWS, np.int32)
         row_end = cuda.shared.array(DECODE_ROWS, np.int32)
         rows = DecodeRows(row_query, row_to, row_token, row_head, row_begin, row_end)
-        record, ends, weigh = (
-            shared_address(record_),
-            shared_address(ends_),
-            shared_address(weights_),
-        )
+        record = shared_address(record_)
+        ends, weigh = shared_address(ends_), shared_address(weights_)
         start = I32((shared_address(memory) + (BANKS - 1)) & -BANKS)
         running = cuda.local.array(6, np.float32)  # of two rows: bases, limits, totals
         sums = cuda.local.array(SUMS, np.float32)

@@ -153,11 +153,8 @@ def make_copies(SIZES):
         return load
 
     load_k, load_v = make_scales(INT8[0], GROUPS[0]), make_scales(INT8[1], GROUPS[1])
-    ALIKE, K_SCALED, V_SCALED = (
-        INT8[0] == INT8[1] and GROUPS[0] == GROUPS[1],
-        GROUPS[0] > 0,
-        GROUPS[1] > 0,
-    )
+    ALIKE = INT8[0] == INT8[1] and GROUPS[0] == GROUPS[1]
+    K_SCALED, V_SCALED = GROUPS[0] > 0, GROUPS[1] > 0
 
     @register_jitable
     def load_scales(source, block, offset, is_there, scales, lane):

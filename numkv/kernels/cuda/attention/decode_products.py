@@ -106,11 +106,8 @@ def make_load_queries(Q_KIND, SIZES):
     And whether it multiplies them by something.
     """
     K, OPERAND, TILES = SIZES.k, SIZES.k.operand, SIZES.k.tiles
-    SAME, PRECISE, SCALED = (
-        Q_KIND == OPERAND,
-        SIZES.precise_q,
-        OPERAND == "fp16" and Q_KIND != "fp16",
-    )
+    SAME, PRECISE = Q_KIND == OPERAND, SIZES.precise_q
+    SCALED = OPERAND == "fp16" and Q_KIND != "fp16"
     SHORT, WHOLE = K.dim % 16 == 8, K.dim % 16 == 0
     halves, pack = _halves(OPERAND), _pack(OPERAND)
     SIZE, SECOND = (4 if Q_KIND == "fp32" else 2), (8 if K.bits == 16 else 2)
@@ -305,10 +302,8 @@ def make_scores(SIZES):
         clear(c)
         for i in range(UNITS // 2):
             w0, w1, w2, w3 = read(at, 2 * i)
-            words, others = (
-                shuffle(scales[i], U32(lane.group)),
-                shuffle(scales[i], U32(lane.group + 8)),
-            )
+            words = shuffle(scales[i], U32(lane.group))
+            others = shuffle(scales[i], U32(lane.group + 8))
             add_group(
                 w0, w1, q, 2 * i, U32(words & U32(0xFFFF)), U32(others & U32(0xFFFF)), c, part
             )
@@ -377,10 +372,8 @@ def make_sums_of_nibbles(SIZES):
     @register_jitable
     def sums_of_nibbles(at, p, b, sums, scales, low, high, ragged, rows, first, lane):
         for i in range((UNITS + 1) // 2):
-            word, other = (
-                shuffle(scales[i], U32(lane.group + 16)),
-                shuffle(scales[i], U32(lane.group + 24)),
-            )
+            word = shuffle(scales[i], U32(lane.group + 16))
+            other = shuffle(scales[i], U32(lane.group + 24))
             # Of tokens 2t, 2t + 1, 2t + 8 and 2t + 9: two groups each.
             t = U32(16 + 2 * lane.place)
             x, y = shuffle(scales[i], t), shuffle(scales[i], U32(t + U32(1)))

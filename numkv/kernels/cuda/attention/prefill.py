@@ -158,10 +158,8 @@ def make_softmax(V_KIND, CAPPED, SIZES):
         above, other_above = top > state.maxima[0] + SLACK, other > state.maxima[1] + SLACK
         # That is rarely so after the first tile. Rows of the warp whose maximum stays are multiplied by exactly 1.
         if cuda.any_sync(0xFFFFFFFF, above or other_above):
-            top, other = (
-                top if above else state.maxima[0],
-                other if other_above else state.maxima[1],
-            )
+            top = top if above else state.maxima[0]
+            other = other if other_above else state.maxima[1]
             shrink = exp2_approx(state.maxima[0] - base_of(top))
             other_shrink = exp2_approx(state.maxima[1] - base_of(other))
             state.totals[0] *= shrink

@@ -119,10 +119,8 @@ def make_copy(SIZES):
     """The functions that copy KV tiles to shared memory."""
     TILE, K, V = SIZES.tile, SIZES.k, SIZES.v
     if SIZES.widened:
-        k_sizes, v_sizes = (
-            (K.chunks, K.chunks, CHUNK * K.chunks),
-            (V.chunks, V.chunks, CHUNK * V.chunks),
-        )
+        k_sizes = (K.chunks, K.chunks, CHUNK * K.chunks)
+        v_sizes = (V.chunks, V.chunks, CHUNK * V.chunks)
         K_FROM, V_FROM = K.rows, V.rows
     else:
         k_sizes = SIZES.padded * 2 // CHUNK, K.chunks, SIZES.k_step
