@@ -124,7 +124,8 @@ def make_choose_blocks():
     def kernel(scores, block_table, seq_lens, block_size, first, newest, tables, lens):
         heads, top, most = scores.shape[1], np.int64(tables.shape[2]), np.int64(scores.shape[2])
         counts = cuda.shared.array(DIGITS, types.int32)
-        larger, alike = cuda.shared.array(MARKS, types.int32), cuda.shared.array(MARKS, types.int32)
+        larger = cuda.shared.array(MARKS, types.int32)
+        alike = cuda.shared.array(MARKS, types.int32)
         state = cuda.shared.array(
             2, types.int64
         )  # the score searched for, and how many alike are taken
