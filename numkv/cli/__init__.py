@@ -73,10 +73,12 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Refuse what this command does not know, which argparse leaves to the command above it."""
-        options = ["--help", *re.findall(r"--[\w-]+", self.format_usage())]
+        usage = self.format_usage()
+        options = ["--help", *re.findall(r"--[\w-]+", usage)]
+        commands = re.search(r"\{([^}]*)\}\s+\.\.\.", usage)
         for word in sys.argv[1:] if args is None else args:
             name = str(word).partition("=")[0]
-            if name in _COMMANDS:  # whose options come behind it
+            if commands is not None and name in commands[1].split(","):  # whose options come behind
                 break
             if name.startswith("--") and not any(x.startswith(name) for x in options):
                 self.error(f"unrecognized arguments: {name}{meant(name, options)}")
