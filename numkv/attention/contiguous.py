@@ -16,9 +16,9 @@ from numkv.checks import check_array, check_integers
 from numkv.errors import DimensionMismatch
 from numkv.kinds import QUERY_DTYPES, kind_of_dtype
 from numkv.numbers import check_flag
-from numkv.storage.given import stored_pool
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_block_each, one_query_each
+from numkv.storage.user_buffers import stored_pool
 from numkv.targets.base import Target
 from numkv.targets.call import Call
 

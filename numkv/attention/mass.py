@@ -15,9 +15,9 @@ from numkv.errors import DimensionMismatch
 from numkv.keywords import explained
 from numkv.kinds import kind_of_dtype
 from numkv.numbers import check_flag
-from numkv.storage.given import stored_pool
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_block_each, one_query_each
+from numkv.storage.user_buffers import stored_pool
 from numkv.targets.call import Call
 
 _FLOAT32 = np.dtype(np.float32)

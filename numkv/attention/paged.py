@@ -15,9 +15,9 @@ from numkv.attention.options import check_options
 from numkv.attention.sight import Visible, is_free, with_sight
 from numkv.checks import check_integers
 from numkv.numbers import check_flag, check_size
-from numkv.storage.given import stored_pool
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_query_each
+from numkv.storage.user_buffers import stored_pool
 from numkv.targets.base import Target
 from numkv.targets.call import Call
 

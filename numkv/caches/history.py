@@ -10,10 +10,10 @@ LONG_AGO = 1 << 12
 
 
 class History:
-    """What has become of a sequence's tokens since calls of which something may still be told.
+    """What has become of a sequence's tokens since calls of which something may still be reported.
 
-    Of several tokens that were not finite sometimes only the first is told. So whatever comes after one counts as if it
-    were not finite either.
+    Of several tokens that were not finite sometimes only the first is reported. So whatever comes after one counts as if
+    it were not finite either.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class History:
         return made
 
     def now(self, position: int, call: int) -> int | None:
-        """Where the first of the tokens is now that come with or after one that was told; None if all are gone."""
+        """Where the first of the tokens is now that come with or after one that was reported; None if all are gone."""
         for calls, kept in self._changes:
             if call <= calls:
                 found = first_kept(position, kept)

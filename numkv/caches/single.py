@@ -295,7 +295,7 @@ class SingleSequence:
 
     def __snapshot__(self) -> Snapshot:
         """See `numkv.snapshots.snapshot`."""
-        self._refuse_told()
+        self._refuse_reported()
         # Lengths first: whoever appends meanwhile moves rows to where there are as many, and more.
         values, full = self._values(), self._full_precision
         rows = [self._stored(layer) for layer in range(len(self._lengths))]
@@ -369,7 +369,7 @@ class SingleSequence:
             If something does not agree; the message says what. Scales that are not finite are those of rows that were
             stored with ``check_finite=False``.
         """
-        self._refuse_told()
+        self._refuse_reported()
         for layer in range(len(self._lengths)):
             self._stored(layer)
         self._check_books()
@@ -694,7 +694,7 @@ class SingleSequence:
             position, error = self._bad
             raise NonFiniteInput(f"{error}; truncate to {position} tokens", error.index)
 
-    def _refuse_told(self) -> None:
+    def _refuse_reported(self) -> None:
         """Wait for what has been launched, and refuse to go on if a token was NaN or infinite."""
         self._target.collect_late(self._watch, wait=True)
         self._refuse_bad(self._longest())

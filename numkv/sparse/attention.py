@@ -23,9 +23,9 @@ from numkv.kinds import kind, kind_of_dtype
 from numkv.numbers import check_flag
 from numkv.sparse.blocks import check_numbers, look_at_table, too_many_parts
 from numkv.storage.buffer import Buffer
-from numkv.storage.given import stored_pool
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_query_each
+from numkv.storage.user_buffers import stored_pool
 from numkv.targets.base import Target
 from numkv.targets.call import Call
 

@@ -16,8 +16,8 @@ from numkv.errors import DimensionMismatch
 from numkv.kinds import kind_of_dtype
 from numkv.numbers import check_bytes, check_flag, check_number, check_size
 from numkv.sparse.blocks import check_numbers, check_table
-from numkv.storage.given import stored_pool
 from numkv.storage.pool import Pool
+from numkv.storage.user_buffers import stored_pool
 from numkv.targets.base import Target
 from numkv.targets.call import Call
 

@@ -122,7 +122,7 @@ class Engine:
     host_nbytes : int
         Bytes of the host tier.
     on_event : callable or None
-        Told of what has happened.
+        LateReports of what has happened.
     """
 
     def __init__(self, place: Any, max_nbytes: int | None, host_nbytes: int, on_event: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from numkv.errors import NotSupported, UnsupportedDType
 from numkv.targets.base import TORCH_DTYPES, WORD_OF
-from numkv.torch.alike import AlikeCalls
+from numkv.torch.call_cache import CallCache
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -200,7 +200,7 @@ def converter(names: tuple[str, ...], *, keeps: bool) -> Callable[..., Any]:
 
     if keeps:
         return plain
-    alike = AlikeCalls()
+    alike = CallCache()
     known, learn = alike.arrays, alike.learn
 
     def convert(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -11,8 +11,8 @@ from numkv.checks import check_apart, check_integers
 from numkv.errors import DimensionMismatch
 from numkv.kernels import validate as values
 from numkv.numbers import check_flag
-from numkv.storage.given import check_written, stored_pool
 from numkv.storage.pool import Pool
+from numkv.storage.user_buffers import check_written, stored_pool
 from numkv.targets.base import Array, Target
 from numkv.targets.call import Call
 from numkv.writing import fast_path

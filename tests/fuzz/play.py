@@ -394,7 +394,7 @@ def _difference(a: Any, b: Any) -> str:
     return f"{_brief(a)} for {_brief(b)}"
 
 
-#: Told of every call before it is made: a process that dies has said what it died of.
+#: LateReports of every call before it is made: a process that dies has said what it died of.
 tell: Callable[[str, list[str]], None] = lambda name, words: None  # noqa: E731
 
 

@@ -399,7 +399,7 @@ def test_cells_behind_a_bad_one_count_as_bad():
     """Of two that were bad one is told; removing it alone does not do."""
     cache = cells(shift=lambda layer, keys, offsets: keys)
     forward(cache, [0, 1], [0, 0], good(2))
-    with unseen(cache._told._watch):
+    with unseen(cache._reports._watch):
         forward(cache, [2], [0], bad())
         forward(cache, [3], [0], bad())
     told_of(0, 2, lambda: forward(cache, [4], [0], good()))

@@ -248,7 +248,7 @@ def test_what_follows_is_forgotten_with_what_is_evicted(cpu):
     cache = make(1, block_size=2, num_blocks=4)
     for n in range(400):
         cache.remove(started(cache, to, [n, n, n + 1, n]))
-    assert cache._store.followers._count <= 2 * 4 + 256
+    assert cache._store.continuations._count <= 2 * 4 + 256
     assert cache.cached_len(cache.add([399, 399, 400, 1, 1])) == 3
 
 

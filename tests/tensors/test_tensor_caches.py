@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import numkv
-from numkv.storage import given as given_buffers
-from numkv.storage.given import MEMORY, array_at
+from numkv.storage import user_buffers
+from numkv.storage.user_buffers import MEMORY, array_at
 
 torch = pytest.importorskip("torch")
 
 import numkv.torch as on_tensors  # noqa: E402
-from numkv.torch import alike  # noqa: E402
+from numkv.torch import call_cache  # noqa: E402
 
 # What gives numkv's own objects or plain ones, or what only kernels use.
 NO_ARRAYS = {
@@ -277,11 +277,13 @@ def test_gradients_are_refused():
     assert cache.seq_len == 2
 
 
-@pytest.mark.skipif(alike._guards is None, reason="this PyTorch has no such check")
+@pytest.mark.skipif(call_cache._guards is None, reason="this PyTorch has no such check")
 def test_nobody_keeps_an_array_of_a_call(monkeypatch):
     """Methods and functions that get arrays without memory neither keep nor return them."""
     given = []
-    monkeypatch.setattr(alike, "array_at", lambda *of: given.append(array_at(*of)) or given[-1])
+    monkeypatch.setattr(
+        call_cache, "array_at", lambda *of: given.append(array_at(*of)) or given[-1]
+    )
     results = []
     for program in PROGRAMS:
         for _ in range(3):
@@ -300,10 +302,10 @@ def test_nobody_keeps_an_array_of_a_call(monkeypatch):
 
 def holders(x):
     """How many known pools, which hold no memory either, have an array."""
-    of_pools = sum(1 for _, kept in given_buffers._pools.values() for y in kept if y is x)
+    of_pools = sum(1 for _, kept in user_buffers._pools.values() for y in kept if y is x)
     words = sum(
         1
-        for pool, _ in given_buffers._pools.values()
+        for pool, _ in user_buffers._pools.values()
         for side in (pool.k_buffer, pool.v_buffer)
         for y in (side.words, side.scales)
         if y is x or y.base is x

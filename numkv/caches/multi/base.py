@@ -729,11 +729,11 @@ class MultiSequenceCache(ABC):
             On CUDA, if rows that were quantised held NaN or infinity, and are still stored.
         """
         self._check_ready()
-        self._refuse_told()
+        self._refuse_reported()
         self._check()
 
     @abstractmethod
-    def _refuse_told(self) -> None:
+    def _refuse_reported(self) -> None:
         """Wait for what has been launched, and refuse to go on if rows were NaN or infinite."""
 
     @abstractmethod

@@ -34,10 +34,10 @@ from numkv.caches.multi.checks import (
 )
 from numkv.caches.multi.config import CacheConfig, Setup
 from numkv.caches.multi.forward_pass import UNLIMITED, ForwardPass, View, as_table
+from numkv.caches.multi.late_reports import CellReports
 from numkv.caches.multi.layered import LayeredCache, check_picklable
 from numkv.caches.multi.saved import SavedCells, saved_config
 from numkv.caches.multi.sinks import cells_of
-from numkv.caches.multi.told import ToldOfCells
 from numkv.caches.parts import Part, attend_to_parts
 from numkv.cells.cells import Cells, Compaction, Copy, Forward, Removal, Rows
 from numkv.checks import check_array
@@ -224,7 +224,7 @@ class CellCache(LayeredCache):
         )  # fmt: skip
         self._state = "ready"
         self._again = self._target.repeats()
-        self._told = ToldOfCells(self._target, self._cells)
+        self._reports = CellReports(self._target, self._cells)
 
     def _close(self) -> None:
         super()._close()
@@ -232,7 +232,7 @@ class CellCache(LayeredCache):
         self._cells = Cells(0)
 
     def _clear(self) -> None:
-        self._told.clear()
+        self._reports.clear()
         self._cells.clear()
         self._pass = None
         self._changed()
@@ -273,7 +273,7 @@ class CellCache(LayeredCache):
         new = super()._copied(access)
         new._forget()
         new._cells = self._cells.copy()
-        new._told = self._told.over(new._cells)
+        new._reports = self._reports.over(new._cells)
         new._view = self._view._replace(cells=new._cells)
         new._pass = None if self._pass is None else self._pass.over(new._view)
         return new
@@ -282,10 +282,10 @@ class CellCache(LayeredCache):
         check_picklable("shift", self._shift)
         return super()._pickled()
 
-    def _refuse_told(self) -> None:
+    def _refuse_reported(self) -> None:
         if self._state == "ready":
-            self._told.collect(wait=True)
-            self._told.refuse(self._cells.sequences)
+            self._reports.collect(wait=True)
+            self._reports.refuse(self._cells.sequences)
 
     def _check(self) -> None:
         self._cells.check()
@@ -305,14 +305,14 @@ class CellCache(LayeredCache):
         if reserve:
             no_cells = np.full(len(rows.positions), -1, np.int64)
             return None, ForwardPass(self._view, rows, no_cells, reserve=True)
-        self._told.refuse(rows.sequences)
+        self._reports.refuse(rows.sequences)
         plan = self._cells.plan_forward(rows)
         return plan, ForwardPass(self._view, rows, plan.cells, reserve=False)
 
     def _commit_forward(self, plan: tuple[Forward | None, ForwardPass]) -> None:
         forward, self._pass = plan
         if forward is not None:
-            self._told.give(forward.cells)
+            self._reports.give(forward.cells)
             self._cells.commit_forward(forward)
         self._changed()
 
@@ -417,8 +417,8 @@ class CellCache(LayeredCache):
         puts = self._puts
         if call.replay is not None:
             own = (again.pointer(now.slots_on_target()),)
-            self._told.refuse(now.rows.sequences)
-            look = self._told.look_again(call.replay.note, self._told.mark(now.slots))
+            self._reports.refuse(now.rows.sequences)
+            look = self._reports.look_again(call.replay.note, self._reports.mark(now.slots))
             try:  # nobody reads the layer meanwhile
                 puts[layer] = puts.get(layer, 0) | 1
                 if call.run(own, (0, look)) is None:
@@ -427,7 +427,7 @@ class CellCache(LayeredCache):
                 puts[layer] = (puts[layer] | 1) + 1
         call.long(
             lambda: self._put_here(now, layer, k, v, check_finite), lambda: (now.slots_on_target(),),
-            lambda: self._told.latest,
+            lambda: self._reports.latest,
         )  # fmt: skip
 
     def _put_here(
@@ -450,8 +450,10 @@ class CellCache(LayeredCache):
         self._layers.setdefault(layer, pool)
         if now.reserve:
             return
-        self._told.refuse(now.rows.sequences)
-        look = self._told.look(pool, k, v, self._told.mark(now.slots) if check_finite else None)
+        self._reports.refuse(now.rows.sequences)
+        look = self._reports.look(
+            pool, k, v, self._reports.mark(now.slots) if check_finite else None
+        )
         slots, puts = now.slots_on_target(), self._puts
         try:  # nobody reads the layer meanwhile
             puts[layer] = puts.get(layer, 0) | 1

@@ -17,9 +17,9 @@ from numkv.attention.attend import attend, check_queries
 from numkv.attention.options import AttentionOptions
 from numkv.caches.multi.checks import check_layer, check_sequence
 from numkv.caches.multi.config import Setup
+from numkv.caches.multi.late_reports import LayerReports
 from numkv.caches.multi.layered import LayeredCache
 from numkv.caches.multi.saved import SavedEncoder, SavedLayer, saved_config
-from numkv.caches.multi.told import ToldOfLayers
 from numkv.cells.cells import Rows
 from numkv.checks import check_array
 from numkv.drawing.page import drawn
@@ -127,7 +127,7 @@ class EncoderCache(LayeredCache):
         self._ready = plan
         self._k_kind, self._v_kind, self._target = plan.k_kind, plan.v_kind, plan.target
         self._rotate = plan.rotate
-        self._told = ToldOfLayers(plan.target)
+        self._reports = LayerReports(plan.target)
         self._state = "ready"
 
     def _close(self) -> None:
@@ -160,18 +160,18 @@ class EncoderCache(LayeredCache):
     def _copied(self, access: Access) -> Self:
         new = super()._copied(access)
         if self._state == "ready":
-            new._told = self._told.copy()
+            new._reports = self._reports.copy()
         return new
 
     def _clear(self) -> None:
-        self._told.clear()
+        self._reports.clear()
         self._position = self._stored = 0
         self._cached, self._reserve = False, None
 
-    def _refuse_told(self) -> None:
+    def _refuse_reported(self) -> None:
         if self._state == "ready":
-            self._told.collect(wait=True)
-            self._told.refuse()
+            self._reports.collect(wait=True)
+            self._reports.refuse()
 
     def _check(self) -> None:
         for layer, pool in self._layers.items():
@@ -184,7 +184,7 @@ class EncoderCache(LayeredCache):
 
     def _plan_forward(self, rows: Rows, items: tuple[int, ...], reserve: bool) -> tuple[int, bool]:
         if self._cached:
-            self._told.refuse()
+            self._reports.refuse()
         return int(rows.positions[items[-1]]) if items else self._position, reserve
 
     def _commit_forward(self, plan: tuple[int, bool]) -> None:
@@ -210,7 +210,7 @@ class EncoderCache(LayeredCache):
     def _drop(self) -> None:
         """Let the rows be no item's any more."""
         self._cached = False
-        self._told.clear()
+        self._reports.clear()
 
     def _plan_copy(self, src: int, dst: int, length: int) -> None:
         raise NotSupported(
@@ -295,15 +295,15 @@ class EncoderCache(LayeredCache):
             if layer not in self._layers:
                 self._layers[layer] = made
             return
-        self._told.refuse(but=layer)
+        self._reports.refuse(but=layer)
         slots = target.index(np.arange(rows), np.int64)
         puts = self._puts
-        self._told.put(layer)
+        self._reports.put(layer)
         try:  # nobody reads the layer meanwhile
             puts[layer] = puts.get(layer, 0) | 1
             if rows:
-                mark = self._told.mark(layer) if check_finite else None
-                made.scatter(k, v, slots, self._told.look(made, k, v, mark))
+                mark = self._reports.mark(layer) if check_finite else None
+                made.scatter(k, v, slots, self._reports.look(made, k, v, mark))
             if self._layers.get(layer) is not made:
                 self._layers[layer] = made
                 self._changed()

@@ -177,7 +177,7 @@ class LayeredCache(MultiSequenceCache):
     def __snapshot__(self) -> Snapshot:
         """See `numkv.snapshots.snapshot`."""
         self._check_ready()
-        self._refuse_told()
+        self._refuse_reported()
         scales = self._head_scales.saved()
         saved = self.__saved__(
             k_kind=self._k_kind, v_kind=self._v_kind, rotation=0 if self._rotate else None,

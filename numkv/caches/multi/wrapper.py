@@ -339,9 +339,9 @@ class WrapperCache(MultiSequenceCache):
         self._children = tuple(made)
         self._share(self._access)
 
-    def _refuse_told(self) -> None:
+    def _refuse_reported(self) -> None:
         for child in self._children:
-            child._refuse_told()
+            child._refuse_reported()
 
     def _check(self) -> None:
         for child in self._children:

@@ -1,7 +1,7 @@
 """What a `PagedKVCache` does about rows that a kernel has found to be NaN or infinite, after the call was over.
 
-Of several tokens of a sequence that were not finite sometimes only the first is told, so whatever comes after it counts
-as if it were not finite either, until the sequence is truncated before it. On the CPU nothing is ever told.
+Of several tokens of a sequence that were not finite sometimes only the first is reported, so whatever comes after it
+counts as if it were not finite either, until the sequence is truncated before it. On the CPU nothing is ever reported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numkv.errors import NonFiniteInput
 
 
 class _Fork(NamedTuple):
-    """A sequence that was made of another one, which may yet be told of rows that both have."""
+    """A sequence that was made of another one, of which rows that both have may yet be reported."""
 
     calls: int  #: of the cache, before
     child: int
@@ -35,11 +35,11 @@ class BadRows:
         self._forks: dict[int, tuple[_Fork, ...]] = {}
 
     def __bool__(self) -> bool:
-        """Whether any sequence has such rows, as far as has been told."""
+        """Whether any sequence has such rows, as far as has been reported."""
         return bool(self._first)
 
     def __contains__(self, seq: int) -> bool:
-        """Whether a sequence has such rows, as far as has been told."""
+        """Whether a sequence has such rows, as far as has been reported."""
         return seq in self._first
 
     def tell(self, seq: int, position: int, error: NonFiniteInput, call: int) -> None:
@@ -60,7 +60,7 @@ class BadRows:
             self._first[seq] = position, error
 
     def refuse(self, seq: int, length: int) -> None:
-        """Refuse to go on with a sequence of so many tokens if one of them is told of."""
+        """Refuse to go on with a sequence of so many tokens if one of them was reported."""
         if not self._first:
             return
         position, error = self._first.get(seq, (length, None))
@@ -74,7 +74,7 @@ class BadRows:
     # -- what becomes of sequences
 
     def keep(self, seq: int, kept: int | NDArray[np.int64], calls: int) -> None:
-        """Forget tokens that are dropped, also of those of which something may yet be told.
+        """Forget tokens that are dropped, also of those of which something may yet be reported.
 
         Parameters
         ----------
@@ -107,7 +107,7 @@ class BadRows:
             self._forks[seq] = (*self._forks.get(seq, ()), mine)
 
     def remove(self, seq: int) -> None:
-        """Forget a sequence; what it was forked into may yet be told of."""
+        """Forget a sequence; what was forked from it may yet have reports."""
         self._first.pop(seq, None)
         self._histories.pop(seq, None)
 

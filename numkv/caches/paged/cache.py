@@ -974,7 +974,7 @@ class PagedKVCache(StoredSequences):
 
     def __snapshot__(self) -> Snapshot:
         """See `numkv.snapshots.snapshot`."""
-        self._refuse_told()
+        self._refuse_reported()
         states = {seq: self._idle(seq) for seq in self.sequences}
         return cache_snapshot(self._store, states, self._next, [(self, True)])
 

@@ -128,7 +128,7 @@ def copied(store: BlockStore) -> BlockStore:
         old.copy_blocks(ids, new, ids)  # blocks of other groups too, as pages are bytes
     for old, new in zip(_head_scales(store), _head_scales(made), strict=True):
         new[:] = target.asarray(np.array(target.to_host(old)))
-    made.__dict__["followers"] = store.followers.copy(blocks)
+    made.__dict__["continuations"] = store.continuations.copy(blocks)
     store.collect(wait=True)  # what is told of rows goes along
     made.__dict__["bad"] = store.bad.copy()
     return made
@@ -147,7 +147,7 @@ def state_of(store: BlockStore) -> dict[str, Any]:
     slots = own.states
     return {
         "target": own.target.name, "layers": own.layers, "groups": own.groups, "blocks": own.blocks,
-        "rotate": own.parts[0].pool.rotate, "key_bounds": own.bounds is not None, "followers": own.followers,
+        "rotate": own.parts[0].pool.rotate, "key_bounds": own.bounds is not None, "continuations": own.continuations,
         "slots": None if slots is None else (slots.every, slots.books), "arrays": _arrays(own),
     }  # fmt: skip
 
@@ -162,7 +162,7 @@ def store_of(state: dict[str, Any]) -> BlockStore:
     made = new_store(target, layers, *args)
     for x, content in zip(_arrays(made), state["arrays"], strict=True):
         x[...] = content
-    made.__dict__["followers"] = state["followers"]
+    made.__dict__["continuations"] = state["continuations"]
     return made
 
 

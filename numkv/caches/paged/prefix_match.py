@@ -198,7 +198,7 @@ def find_part(
             begins = (blocks >= 0).all() and max(state.starts) <= begin
             if part.tokens > best.tokens and begins:
                 best = part
-    for name, tokens in store.followers.newest(parent):
+    for name, tokens in store.continuations.newest(parent):
         same = _in_common(tokens, following)
         if same > best.tokens:
             names = _of_groups(store, np.frombuffer(bytearray(name), np.uint8).reshape(1, -1))
@@ -291,7 +291,7 @@ def register(
         holders = store.blocks.register(ids, names, tokens)
         for part in parts:
             if part.parent is not None:
-                store.followers.note(part.parent, part.names, part.tokens)
+                store.continuations.note(part.parent, part.names, part.tokens)
         if store.tiers is not None:
             groups = np.array([part.group for part in parts])
             of_each = groups.repeat([len(part.ids) for part in parts])

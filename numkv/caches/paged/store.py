@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from numkv.blocks.pool import BlockPool
 from numkv.caches.paged.bad_rows import BadRows
-from numkv.caches.paged.followers import Followers
+from numkv.caches.paged.continuations import Continuations
 from numkv.caches.paged.groups import LayerGroup
 from numkv.caches.paged.key_bounds import BlockBounds
 from numkv.caches.paged.layers import Layers
@@ -177,9 +177,9 @@ class BlockStore:
     bounds: BlockBounds | None = None
 
     @functools.cached_property
-    def followers(self) -> Followers:
+    def continuations(self) -> Continuations:
         """Which cached blocks come after which."""
-        return Followers(self.blocks)
+        return Continuations(self.blocks)
 
     @property
     def pools(self) -> list[Pool]:

@@ -311,13 +311,13 @@ class StoredSequences:
         before = self._generation
         self._refuse_changing(before)
         states = dict(self._sequences)
-        self._refuse_told()
+        self._refuse_reported()
         problem = check_books(self._store, states) or check_scales(self._store, states.values())
         self._refuse_changing(before)
         if problem:
             raise NumkvError(problem)
 
-    def _refuse_told(self) -> None:
+    def _refuse_reported(self) -> None:
         """Wait for what has been launched, and refuse to go on if a token was NaN or infinite, of open steps too."""
         self._spread_bad(wait=True)
         for seq, state in list(self._sequences.items()):

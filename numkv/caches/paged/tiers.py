@@ -54,7 +54,9 @@ def with_tiers(
     if like is not None:
         made.take(like)
     full = dataclasses.replace(store, tiers=made)
-    full.__dict__["followers"] = store.followers  # what is cached on the first is not on the second
+    full.__dict__["continuations"] = (
+        store.continuations
+    )  # what is cached on the first is not on the second
     made.belongs_to(full)
     return full
 
@@ -84,7 +86,9 @@ def longest_found(
                 found = find_prefix(store, ids, names)
                 chain = names[0][: found.blocks]
                 root = last_name(store, [chain[:0]], extra)
-                store.followers.note(root, chain, ids.reshape(-1, store.block_size)[: len(chain)])
+                store.continuations.note(
+                    root, chain, ids.reshape(-1, store.block_size)[: len(chain)]
+                )
             store.tiers.count(found, kept)
         yield found
     finally:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from numkv.storage.given import array_at
+from numkv.storage.user_buffers import array_at
 
 _guards: Any = None  # PyTorch's compiled check; see `_find_guards`
 _address_of = torch.Tensor.data_ptr
@@ -52,7 +52,7 @@ class _Known(NamedTuple):
     arrays: dict[tuple[int, ...], list[Any]]
 
 
-class AlikeCalls:
+class CallCache:
     """The forms of a function's calls, and arrays for the tensors of those that have one of them."""
 
     def __init__(self) -> None:

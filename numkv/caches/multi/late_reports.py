@@ -1,6 +1,6 @@
 """What multi-sequence caches do about rows that a kernel has found to be NaN or infinite, after the call was over.
 
-On the CPU values are looked at first, and nothing is ever told.
+On the CPU values are checked first, and nothing is ever reported late.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numkv.targets.base import Array, Target
 from numkv.targets.call import Mark, Marker
 
 
-class Told:
+class LateReports:
     """What kernels tell of a cache's rows.
 
     Parameters
@@ -39,7 +39,7 @@ class Told:
         return self._watch.latest
 
     def collect(self, wait: bool = False) -> None:
-        """Take what has been told so far; with `wait` when all that was launched is done."""
+        """Take what has been reported so far; with `wait` when all that was launched is done."""
         if self._watch is not None and (wait or self._watch.arrived()):
             self._target.collect_late(self._watch, wait)
 
@@ -69,11 +69,11 @@ class Told:
         return found
 
 
-class ToldOfCells(Told):
-    """What is told of cells: a sequence that owns one of them goes on when it has lost it.
+class CellReports(LateReports):
+    """What is reported of cells: a sequence that owns one of them goes on when it has lost it.
 
-    Of several tokens that were not finite sometimes only the first is told. So all later ones of its sequences that are
-    stored when it is told count as if they were not finite either.
+    Of several tokens that were not finite sometimes only the first is reported. So all later ones of its sequences that
+    are stored by then count as if they were not finite either.
     """
 
     def __init__(self, target: Target, cells: Cells) -> None:
@@ -83,15 +83,15 @@ class ToldOfCells(Told):
         # How many calls there had been when each cell was given to its token.
         self._given = np.zeros(0 if self._watch is None else cells.num_cells, np.int64)
 
-    def over(self, cells: Cells) -> ToldOfCells:
+    def over(self, cells: Cells) -> CellReports:
         """The same for a copy, whose cells these are: waits for what has been launched."""
         self.collect(wait=True)
-        made = ToldOfCells(self._target, cells)
+        made = CellReports(self._target, cells)
         made._bad = dict(self._bad)
         return made
 
     def give(self, cells: NDArray[np.int64]) -> None:
-        """Forget what was told, and may yet be told, of cells that get other tokens."""
+        """Forget what was reported, and may yet be reported, of cells that get other tokens."""
         if self._watch is None:
             return
         self._given[cells] = self._watch.calls
@@ -139,8 +139,8 @@ class ToldOfCells(Told):
                     )
 
 
-class ToldOfLayers(Told):
-    """What is told of layers whose rows are put as a whole: they are right when they have been put anew."""
+class LayerReports(LateReports):
+    """What is reported of layers whose rows are put as a whole: they are right when they have been put anew."""
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
@@ -157,7 +157,7 @@ class ToldOfLayers(Told):
         return made
 
     def put(self, layer: int) -> None:
-        """Forget what was told, and may yet be told, of a layer."""
+        """Forget what was reported, and may yet be reported, of a layer."""
         if self._watch is not None:
             self._bad.pop(layer, None)
             self._put[layer] = self._watch.calls

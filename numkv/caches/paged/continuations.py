@@ -14,7 +14,7 @@ from numkv.blocks.pool import BlockPool
 _MOST = 256
 
 
-class Followers:
+class Continuations:
     """Names and tokens of blocks by the name of the block before.
 
     What is noted may have been evicted since: who uses it asks the `BlockPool`. Names are those of group 0.
@@ -54,9 +54,9 @@ class Followers:
         """Names and tokens of the blocks that were noted last after a block, last first."""
         return itertools.islice(reversed(self._after.get(parent, {}).items()), _MOST)
 
-    def copy(self, blocks: BlockPool) -> Followers:
+    def copy(self, blocks: BlockPool) -> Continuations:
         """The same for other books with the same content."""
-        made = Followers(blocks)
+        made = Continuations(blocks)
         made._after = {parent: dict(after) for parent, after in self._after.items()}
         made._count = self._count
         return made

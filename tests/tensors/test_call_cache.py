@@ -9,22 +9,22 @@ import numpy as np
 import pytest
 
 import numkv
-from numkv.storage import given as given_buffers
-from numkv.storage.given import array_at
+from numkv.storage import user_buffers
+from numkv.storage.user_buffers import array_at
 
 torch = pytest.importorskip("torch")
 
 import numkv.torch as on_tensors  # noqa: E402
-from numkv.torch import alike  # noqa: E402
-from numkv.torch.alike import AlikeCalls  # noqa: E402
+from numkv.torch import call_cache  # noqa: E402
+from numkv.torch.call_cache import CallCache  # noqa: E402
 from numkv.torch.tensors import array_of, converter  # noqa: E402
 
-pytestmark = pytest.mark.skipif(alike._guards is None, reason="this PyTorch has no such check")
+pytestmark = pytest.mark.skipif(call_cache._guards is None, reason="this PyTorch has no such check")
 
 
 def taught(*tensors):
     """Forms of which one is that of these tensors."""
-    calls = AlikeCalls()
+    calls = CallCache()
     calls.learn(list(tensors), [array_of(x, "x") for x in tensors])
     return calls
 
@@ -142,7 +142,7 @@ def test_one_tensor_whose_memory_changes():
         for mode in (torch.enable_grad, torch.inference_mode):
             with mode():
                 x = torch.zeros(4, 8)
-                calls = AlikeCalls()
+                calls = CallCache()
                 # By address and form alone, as `numpy` itself would forbid the storage to grow.
                 calls.learn([x], [array_at(x.data_ptr(), (4, 8), np.dtype(np.float32), None)])
                 assert calls.arrays([x]) is not None
@@ -219,22 +219,22 @@ def test_subclasses_and_parameters_go_by_themselves():
 
 
 def test_forms_and_addresses_are_bounded():
-    calls = AlikeCalls()
+    calls = CallCache()
     for n in range(200):
         x = torch.zeros(n + 1)
         if calls.arrays([x]) is None:
             calls.learn([x], [x.numpy()])
-    assert len(calls._known[1]) <= alike._MOST_FORMS
+    assert len(calls._known[1]) <= call_cache._MOST_FORMS
     wide = torch.zeros(5000)
     for n in range(4900):
         x = wide[n : n + 7]
         if calls.arrays([x]) is None:
             calls.learn([x], [x.numpy()])
-    assert max(len(known.arrays) for known in calls._known[1]) <= alike._MOST_ADDRESSES
+    assert max(len(known.arrays) for known in calls._known[1]) <= call_cache._MOST_ADDRESSES
 
 
 def test_without_the_check_of_pytorch(monkeypatch):
-    monkeypatch.setattr(alike, "_guards", None)
+    monkeypatch.setattr(call_cache, "_guards", None)
     convert = converter(("x",), keeps=False)
     x = torch.zeros(3)
     for _ in range(3):
@@ -258,7 +258,7 @@ def test_threads_share_forms():
 
 
 def test_pools_are_known_again_and_scales_of_heads_are_not(monkeypatch):
-    monkeypatch.setattr(given_buffers, "_pools", {})
+    monkeypatch.setattr(user_buffers, "_pools", {})
     # One sequence goes a shorter way, without pools.
     q, lens = torch.randn(2, 4, 32), torch.tensor([5, 3])
     k = torch.ones(2, 2, 8, 32)
@@ -266,7 +266,7 @@ def test_pools_are_known_again_and_scales_of_heads_are_not(monkeypatch):
     for _ in range(4):
         on_tensors.decode_attention(q, k, k, lens)
         on_tensors.decode_attention(q, eight, eight, lens, k_scale=scale, v_scale=scale)
-    assert len(given_buffers._pools) == 1
+    assert len(user_buffers._pools) == 1
     scale *= 3  # read anew in each call
     found = on_tensors.decode_attention(q, eight, eight, lens, k_scale=scale, v_scale=scale)
     assert torch.allclose(found, torch.full_like(found, 3.0))

@@ -30,7 +30,7 @@ def array_at(
     """The array at an address; one of no elements, which may lie nowhere, is an ordinary array.
 
     It holds no memory: the caller ensures that there is some while the array is used, and that nobody keeps the array
-    for longer; see `numkv.torch.alike`.
+    for longer; see `numkv.torch.call_cache`.
 
     Parameters
     ----------
