@@ -12,8 +12,8 @@ LONG_AGO = 1 << 12
 class History:
     """What has become of a sequence's tokens since calls of which something may still be reported.
 
-    Of several tokens that were not finite sometimes only the first is reported. So whatever comes after one counts as if
-    it were not finite either.
+    Of several tokens that were not finite sometimes only the first is reported. So whatever comes after one counts as
+    if it were not finite either.
     """
 
     def __init__(self) -> None:
