@@ -30,7 +30,10 @@ def actual(stored, exact, q, first=0):
     return np.sqrt((np.einsum("nhd,thd->nht", q, off) ** 2).mean(-1) / DIM)
 
 
-@pytest.mark.parametrize("rows", ["normal", "outliers", "tails"])
+@pytest.mark.parametrize(
+    "rows",
+    ["outliers", *(pytest.param(rows, marks=pytest.mark.slow) for rows in ("normal", "tails"))],
+)
 @pytest.mark.parametrize(
     "kind", ["int8", "int4", "int8+rotate", "int4+rotate", "code6+rotate", "code4+rotate"]
 )

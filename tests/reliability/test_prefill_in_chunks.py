@@ -77,10 +77,11 @@ def ends_of(chunk, tokens, least=1):
 
 
 EVERYDAY = [
-    ("fp32", 1, 0, {}), ("fp32", 4, 70, {"window_left": 30}), ("int8", 4, 0, {}), ("int4", 3, 5, {}),
-    ("bf16", 2, 1, {"logits_soft_cap": 5.0}), ("fp16", 4, 0, {}), ("bf16", 7, 0, {"q_kind": "bf16"}),
+    ("fp32", 1, 0, {}), ("fp32", 4, 70, {"window_left": 30}), ("int8", 4, 0, {}),
+    ("fp16", 4, 0, {}), ("bf16", 7, 0, {"q_kind": "bf16", "logits_soft_cap": 5.0}),
 ]  # fmt: skip
 NIGHTLY = [
+    ("int4", 3, 5, {}), ("bf16", 2, 1, {"logits_soft_cap": 5.0}),
     ("fp64", 4, 0, {}), ("fp8_e4m3", 4, 0, {}), ("code6", 4, 0, {}), ("code4", 3, 0, {}),
     ("int8", 4, 0, {"q_kind": "bf16"}), ("int4", 8, 0, {"q_kind": "fp16"}), ("int8", 3, 0, {"q_kind": "fp64"}),
 ]  # fmt: skip
