@@ -76,11 +76,12 @@ class _Parser(argparse.ArgumentParser):
         usage = self.format_usage()
         options = ["--help", *re.findall(r"--[\w-]+", usage)]
         commands = re.search(r"\{([^}]*)\}\s+\.\.\.", usage)
-        for word in sys.argv[1:] if args is None else args:
-            name = str(word).partition("=")[0]
-            if commands is not None and name in commands[1].split(","):  # whose options come behind
-                break
-            if name.startswith("--") and not any(x.startswith(name) for x in options):
+        for word in map(str, sys.argv[1:] if args is None else args):
+            name = word.partition("=")[0]
+            if name == "--" or (commands is not None and name in commands[1].split(",")):
+                break  # behind these come no options, or those of a command
+            is_option = name.startswith("--") and " " not in word  # as argparse takes it
+            if is_option and not any(x.startswith(name) for x in options):
                 self.error(f"unrecognized arguments: {name}{meant(name, options)}")
         return super().parse_known_args(args, namespace)
 
@@ -183,7 +184,7 @@ def _add_target(parser: Any, meaning: str) -> None:
     parser.add_argument("--target", choices=("cpu", "cuda"), default="cpu", help=meaning)
 
 
-def _add_kindoption(
+def _add_kind_option(
     parser: Any, default: list[str], what: str, parse: Callable[[str], Any] = _plain_kind, more: str = ""
 ) -> None:
     names = ", ".join(kind.name for kind in kinds())
@@ -216,7 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     option(source, "--file", f"file with the text to continue; {batch}", Path, "PATH", action="append")
     option(parser, "--tokens", "tokens to generate at most; the bundled model's are bytes", _count, "N",
             default=generate.DEFAULT_TOKENS)
-    _add_kindoption(parser, ["fp16"], "storage kind of the cache; with several, the others repeat the text")
+    _add_kind_option(parser, ["fp16"], "storage kind of the cache; with several, the others repeat the text")
     option(parser, "--block-size", "keep the cache in blocks of N tokens (default: contiguous for one text, blocks of "
             f"{generate.DEFAULT_BLOCK_SIZE} for several, which share those of a common beginning)", _count, "N")
     option(parser, "--shards", "divide the cache among N actors of Ray, which needs the extra ray; other kinds stay "
@@ -254,7 +255,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     option(parser, "--source-tokens", "tokens of the text that a decoder with cross attention reads", _some, "N",
             default=0)
     flag(parser, "--expanded", "count latent attention with K and V of every head, not its latents")
-    _add_kindoption(parser, [], "kinds to list")
+    _add_kind_option(parser, [], "kinds to list")
     nodes = parser.add_argument_group("a cache that is sharded over nodes")
     option(nodes, "--nodes", "model decode steps on N nodes instead: 8 64 1024; --memory is a node's, --context the "
             "sequences' length", _count, "N", nargs="+")
@@ -274,14 +275,14 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_eval(parser: argparse.ArgumentParser) -> None:
-    _add_kindoption(parser, ["fp16", "bf16", "int8"], "kinds to judge", CacheChoice.parse, _MORE)
+    _add_kind_option(parser, ["fp16", "bf16", "int8"], "kinds to judge", CacheChoice.parse, _MORE)
     _add_model_options(parser)
     _add_text_options(parser, None, "only these held-out modules, such as csv")
 
 
 def _add_accuracy(parser: argparse.ArgumentParser) -> None:
     more = "; or codesN and codesN+sketch, heads compressed to N bits; or lastN, the newest N tokens alone"
-    _add_kindoption(parser, accuracy.DEFAULT_CACHES, "caches to judge", parse_cache, f"{_MORE}{more}")
+    _add_kind_option(parser, accuracy.DEFAULT_CACHES, "caches to judge", parse_cache, f"{_MORE}{more}")
     _add_model_options(parser)
     _add_text_options(parser, accuracy.DEFAULT_MODULES, "these held-out modules, or all (default: "
                       f"{' '.join(accuracy.DEFAULT_MODULES)})")
@@ -312,7 +313,7 @@ def _add_stream(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_warmup(parser: argparse.ArgumentParser) -> None:
-    _add_kindoption(parser, ["fp16"], "storage kinds of caches")
+    _add_kind_option(parser, ["fp16"], "storage kinds of caches")
     option(parser, "--dtype", "float kinds of new rows and queries, beside the cache's own (default: fp32)",
             checked(_row_kind, "a kind"), "KIND", default=["fp32"], nargs="+")
     _add_target(parser, "where kernels run")

@@ -571,6 +571,8 @@ def test_progress(stream, monkeypatch):
         (["stream", "--kep=3"], "unrecognized arguments: --kep; did you mean `--keep`?"),
         (["info", "--entirely-else"], "unrecognized arguments: --entirely-else (see numkv info --help)"),
         (["--target", "gpu"], "invalid choice: 'gpu'"),
+        (["--prompt", "--flag x", "--target", "gpu"], "invalid choice: 'gpu'"),  # the prompt is taken
+        (["show", "--", "--there-is-none.kv"], "no such file or directory"),
     ],
 )  # fmt: skip
 def test_what_may_have_been_meant(arguments, said, capsys):
