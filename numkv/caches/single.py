@@ -652,7 +652,7 @@ class SingleSequence:
         tokens = np.array(self._quantised(layer), np.int64)
         slots = slots_of(self._tables[layer], tokens, max(1, int(keys.words.shape[2])))
         scale = check_options(sm_scale, 0.0, -1).scale(self._head_dim)
-        return key_error("key_error", keys, slots, length, q, scale)
+        return key_error(keys, slots, length, q, scale)
 
     # -- rows that a kernel has found to be NaN or infinite, after the call was over; never on the CPU
 

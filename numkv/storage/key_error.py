@@ -36,14 +36,12 @@ def _variance(kind: str) -> float:
 
 
 def key_error(
-    name: str, buffer: Buffer, slots: NDArray[np.int64], num_tokens: int, q: Any, sm_scale: float
+    buffer: Buffer, slots: NDArray[np.int64], num_tokens: int, q: Any, sm_scale: float
 ) -> Floats:
     """Estimate how far scores over a sequence's keys are off.
 
     Parameters
     ----------
-    name : str
-        Of the method that asks, for errors.
     buffer : Buffer
         The keys.
     slots : int64 array (n,)
@@ -63,16 +61,18 @@ def key_error(
     target, kind = buffer.target, buffer.kind
     if not kind.has_scales:
         raise NotSupported(
-            f"{name}: expected keys in a quantised kind, got {kind}, whose error depends on each element and not on a "
-            "scale; compare with attention over the exact keys"
+            f"key_error: expected keys in a quantised kind, got {kind}, whose error depends on each element and not on "
+            "a scale; compare with attention over the exact keys"
         )
     if buffer.rotation is not None:
         q = buffer.rotation.forward(target, q, np.float32)
     squares: Floats = np.asarray(target.to_host(q), np.float64) ** 2
     starts: Sequence[int] = range(0, squares.shape[2], kind.group_size or squares.shape[2])
     heads, size = (int(n) for n in buffer.words.shape[1:3])
-    scales = np.asarray(target.to_host(buffer.typed_scales()), np.float64)
-    scales = scales.reshape(*scales.shape[:3], len(starts))[slots // size, :, slots % size]
+    # These are the whole pool's, of which only the sequence's become float64.
+    every = target.to_host(buffer.typed_scales())
+    every = every.reshape(*every.shape[:3], len(starts))
+    scales = np.asarray(every[slots // size, :, slots % size], np.float64)
     mean: Floats = (scales**2).sum(0) / max(num_tokens, 1)  # (num_kv_heads, groups)
     of_groups = np.add.reduceat(squares, starts, axis=2)
     of_groups = of_groups.reshape(len(squares), heads, -1, len(starts))

@@ -1248,7 +1248,7 @@ class PagedKVCache(StoredSequences):
             store.block_table([state], group)[0], np.arange(begin, end), self.block_size
         )
         scale = check_options(sm_scale, 0.0, -1).scale(pool.head_dim)
-        found = key_error("key_error", pool.k_buffer, slots, state.length - first, q, scale)
+        found = key_error(pool.k_buffer, slots, state.length - first, q, scale)
         self._refuse_overtaken("key_error", generation, (number,), (state,))
         return found
 
