@@ -30,7 +30,7 @@ from numba.extending import register_jitable
 from numkv.errors import NotSupported
 from numkv.kernels.builder import WORDS
 from numkv.kernels.cuda import memory, streams, uploads
-from numkv.kernels.cuda.launches import THREADS, array, jit, launch
+from numkv.kernels.cuda.launches import SHARED_BYTES, THREADS, array, jit, launch
 from numkv.kernels.cuda.simd import LANES, ceil_div, natural
 from numkv.kernels.cuda.streams import SIMULATED
 from numkv.kernels.dispatch import implements
@@ -648,13 +648,10 @@ def make_finish():
     return kernel
 
 
-__all__ = ["attend_codes", "decode_rows", "encode_rows", "score_codes"]
-
 # Numbers that a call of attention may keep of its splits; of more queries than that, some come after the others.
 MOST_PARTS = 1 << 25
 
-# Shared memory that a block has without asking, and what of it q rows may take.
-SHARED_BYTES = 48 * 1024
+# What of a block's shared memory q rows may take.
 Q_BYTES = 16 * 1024
 
 

@@ -87,7 +87,7 @@ from numkv.rows.convert import codec
 from numkv.rows.softmax import finish
 
 F, I32, U32 = np.float32, np.int32, np.uint32
-EVERYONE, ALL_TOKENS = 0xFFFFFFFF, 0xFFFF
+EVERYONE = 0xFFFFFFFF
 MINUS_INF = -np.inf
 # Weights may be so many powers of two above 1. For float16 they are also moved up, as what is small loses bits there.
 SLACK, LIFT = 4, 8

@@ -310,8 +310,6 @@ def make_places(SIZES):
     return source_of, places_of
 
 
-I32, U32 = np.int32, np.uint32
-EVERYONE = 0xFFFFFFFF
 #: Shared memory for what a block is told of an item, and for its warps' counts.
 RECORD_BYTES = 48
 #: Words for what there is to do for a sequence of a thread.

@@ -164,7 +164,6 @@ def make_copy(SIZES):
 
 #: Longer than any sequence, and far from overflowing.
 FAR = 1 << 40
-I32 = np.int32
 
 
 class PrefillBatch(NamedTuple):
