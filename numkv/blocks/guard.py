@@ -55,7 +55,7 @@ _Self = TypeVar("_Self", bound=_Guarded)
 
 
 def changes(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
-    """Mark a method that changes the books: threads wait for their turn, a call inside a call gets an error.
+    """Mark a method that changes the pool: threads wait for their turn, a call inside a call gets an error.
 
     Signals wait for its end.
     """
@@ -87,7 +87,7 @@ def changes(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenat
 
 
 def looks(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
-    """Mark a method that reads the books: other threads' changes are over or have not begun."""
+    """Mark a method that reads the pool: other threads' changes are over or have not begun."""
     name = method.__name__
 
     @functools.wraps(method)
@@ -117,13 +117,13 @@ def _torn(obj: object, name: str) -> NumkvError:
 
 # -- forks
 #
-# A fork waits until no other thread is inside an operation, so that the child finds sound books and free locks.
+# A fork waits until no other thread is inside an operation, so that the child finds sound pools and free locks.
 
 _all: weakref.WeakSet[Guard] = weakref.WeakSet()
 _LONGEST_WAIT = 30.0
 """Seconds that a fork waits at most, as who holds a lock may be waiting for this thread. Operations take microseconds;
-the first one of a process compiles, which takes many seconds on a busy machine. A child that does not get sound books
-has errors that say so."""
+the first one of a process compiles, which takes many seconds on a busy machine. A child whose pool was left in the
+middle of a change gets errors that say so."""
 
 
 _forking: list[None] = []

@@ -59,7 +59,7 @@ class BlockPool:
     Threads: any number may use one pool, as layers that share a `PagedPool` do. Operations are short, and a thread
     waits until another's is done. A call that comes out of an operation of the same thread (from `on_event`, a
     finaliser or a signal handler) may look, and gets `NumkvError` if it changes anything. Copies and pickles hold the
-    books as they are at that moment, without `on_event`. In a forked child the pool is as it was between operations: a
+    state at that moment, without `on_event`. In a forked child the pool is as it was between operations: a
     fork waits for those of other threads, half a minute at most. Beyond that the child's calls raise `NumkvError`.
 
     Examples
@@ -91,9 +91,9 @@ class BlockPool:
         self.on_event = on_event
         self._take(arrays.new_arrays(self._num_blocks, self._block_size))
 
-    def _take(self, books: tuple[Any, ...]) -> None:
+    def _take(self, state: tuple[Any, ...]) -> None:
         """Begin with these arrays."""
-        self._state, self._digests, self._tokens, self._table, self._evicted, self._counters = books
+        self._state, self._digests, self._tokens, self._table, self._evicted, self._counters = state
         self._struct: Any = None
         self._guard = Guard()
         #: Who is told of content before anybody can write over it; see `Watcher`.
@@ -125,7 +125,7 @@ class BlockPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the books: references, lists, names and token ids, no K and V."""
+        """Bytes of the pool: references, lists, names and token ids, no K and V."""
         return sum(int(x.nbytes) for x in self._arrays())
 
     @property

@@ -55,7 +55,7 @@ class Continuations:
         return itertools.islice(reversed(self._after.get(parent, {}).items()), _MOST)
 
     def copy(self, blocks: BlockPool) -> Continuations:
-        """The same for other books with the same content."""
+        """The same for a copy of the pool."""
         made = Continuations(blocks)
         made._after = {parent: dict(after) for parent, after in self._after.items()}
         made._count = self._count
