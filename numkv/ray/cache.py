@@ -10,8 +10,6 @@ Blocks are counted on the safe side, from what shards said last. Where that is n
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections.abc import Iterable
 from typing import Any, NamedTuple, NoReturn, Self
 
@@ -23,7 +21,14 @@ from numkv.access import Access, whole, writes
 from numkv.attention.attend import check_group
 from numkv.blocks.prefix import block_digests, plain_extra
 from numkv.caches import LayerSpec, PagedKVCache, PagedStats
-from numkv.caches.paged.arguments import ids_of_step, numbers_of_new_tokens, prompt_ids
+from numkv.caches.paged.arguments import (
+    ids_of_step,
+    numbers_of_new_tokens,
+    prompt_ids,
+    sequence_number,
+    sequence_numbers,
+    unknown_sequence,
+)
 from numkv.caches.paged.store import Extra
 from numkv.checks import check_integers, host_array
 from numkv.errors import CacheFull, DimensionMismatch, NotSupported, NumkvError
@@ -237,7 +242,7 @@ class ShardedKVCache:
             See `numkv.PagedKVCache.decode_attention`.
         """
         layer = check_index("layer", layer, self.num_layers)
-        seqs = list(itertools.islice(map(self._number, sequences), 2**31))
+        seqs = sequence_numbers(sequences, 2**31)
         states = [self._sequence(seq) for seq in seqs]
         q = host_rows("q", q, (len(seqs), "num_q_heads", self._shards.rows.head_dim))
         check_group(q.shape[1], self._shards.rows.num_kv_heads)
@@ -359,9 +364,9 @@ class ShardedKVCache:
         state = self._idle(seq)
         new = self._next
         for column in sorted(state.columns):
-            self._shards.later(column, "fork", self._number(seq), new)
+            self._shards.later(column, "fork", sequence_number(seq), new)
         self._shards.sequences[new] = state._replace(cached=0, shared=True)
-        self._shards.sequences[self._number(seq)] = state._replace(shared=True)
+        self._shards.sequences[sequence_number(seq)] = state._replace(shared=True)
         self._next = new + 1
         return new
 
@@ -369,7 +374,7 @@ class ShardedKVCache:
     def remove(self, seq: int) -> None:
         """Remove a sequence; see `numkv.PagedKVCache.remove`."""
         state = self._idle(seq)
-        number = self._number(seq)
+        number = sequence_number(seq)
         for column in sorted(state.columns):
             self._shards.later(column, "remove", number)
         del self._shards.sequences[number]
@@ -377,7 +382,7 @@ class ShardedKVCache:
     @whole
     def truncate(self, seq: int, length: int) -> None:
         """Drop a sequence's tokens from position `length` on; see `numkv.PagedKVCache.truncate`."""
-        state, number = self._idle(seq), self._number(seq)
+        state, number = self._idle(seq), sequence_number(seq)
         length = check_index("length", length, state.length, inclusive=True)
         if (
             not self._shards.is_split
@@ -422,7 +427,7 @@ class ShardedKVCache:
         IndexError, NumkvError, ValueError
             See `numkv.PagedKVCache.reserve`.
         """
-        seqs = self._numbers(sequences)
+        seqs = sequence_numbers(sequences, len(self), once=True)
         states = {seq: self._idle(seq) for seq in seqs}
         lens = numbers_of_new_tokens(new_lens, len(seqs))
         if expect is not None:
@@ -841,27 +846,10 @@ class ShardedKVCache:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    @staticmethod
-    def _number(seq: Any) -> int:
-        try:
-            if isinstance(seq, bool):
-                raise TypeError
-            return operator.index(seq)
-        except TypeError:
-            raise TypeError(
-                f"`seq`: expected the number of a sequence, got {type(seq).__name__}; pass what `add` returned"
-            ) from None
-
-    def _numbers(self, sequences: Any) -> tuple[int, ...]:
-        seqs = tuple(map(self._number, itertools.islice(iter(sequences), len(self) + 1)))
-        if len(set(seqs)) != len(seqs):
-            raise ValueError(f"`sequences`: expected each sequence once, got {seqs[:8]}")
-        return seqs
-
     def _sequence(self, seq: Any) -> Sequence:
-        found = self._shards.sequences.get(self._number(seq))
+        found = self._shards.sequences.get(sequence_number(seq))
         if found is None:
-            raise IndexError(f"`seq`: expected one of the cache's sequences, got {seq}")
+            raise unknown_sequence(seq)
         return found
 
     def _idle(self, seq: int) -> Sequence:

@@ -133,8 +133,21 @@ def test_arguments_are_checked_before_anything_is_sent():
         cache.remove(step.sequences[0])
     with pytest.raises(IndexError, match="accepted"):
         cache.commit(step, [9])
-    with pytest.raises(IndexError, match="seq"):
-        cache.length(77)
+    for unknown, shown in ((77, "77"), (10**5000, "a number beyond int64")):
+        with pytest.raises(
+            IndexError, match=f"`seq`: expected one of the cache's sequences, got {shown}"
+        ):
+            cache.length(unknown)
+    with pytest.raises(
+        TypeError, match="`sequences`: expected numbers of sequences, got int; pass a list"
+    ):
+        cache.reserve(77, 1)
+    for no_number in ("7", True, 1.0):
+        with pytest.raises(TypeError, match="`sequences`: expected the number of a sequence"):
+            cache.reserve([no_number], 1)
+    other = cache.add()
+    with pytest.raises(ValueError, match="`sequences`: expected each sequence once"):
+        cache.reserve([other, other], 1)
     cache.rollback(step)
     cache.rollback(step)  # as callers do that do not know what an error has done
     with pytest.raises(numkv.NumkvError, match="ended"):

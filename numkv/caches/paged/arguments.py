@@ -1,7 +1,9 @@
-"""What callers of a `PagedKVCache` pass: token ids, and numbers of new tokens."""
+"""What callers of a `PagedKVCache` pass: token ids, numbers of sequences, and numbers of new tokens."""
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +27,43 @@ def prompt_ids(tokens: Any) -> NDArray[np.int32]:
             actual=ids.shape,
         )
     return ids.copy() if isinstance(tokens, np.ndarray) else ids
+
+
+def sequence_number(seq: Any, name: str = "seq") -> int:
+    """The number of a sequence that an argument is."""
+    if type(seq) is int:
+        return seq
+    try:
+        if isinstance(seq, bool):
+            raise TypeError
+        return operator.index(seq)
+    except Exception:  # what an object's own `__index__` raises too
+        raise TypeError(
+            f"`{name}`: expected the number of a sequence, got {type(seq).__name__}; pass what `add` returned"
+        ) from None
+
+
+def sequence_numbers(sequences: Any, most: int, once: bool = False) -> tuple[int, ...]:
+    """The numbers in an iterable, one more than `most` at most: it may have no end; `once` if none may come again."""
+    try:
+        given = iter(sequences)
+    except TypeError:
+        raise TypeError(
+            f"`sequences`: expected numbers of sequences, got {type(sequences).__name__}; pass a list"
+        ) from None
+    seqs = tuple(
+        seq if type(seq) is int else sequence_number(seq, "sequences")
+        for seq in itertools.islice(given, most + 1)
+    )
+    if once and len(set(seqs)) != len(seqs):
+        raise ValueError(f"`sequences`: expected each sequence once, got {seqs[:8]}")
+    return seqs
+
+
+def unknown_sequence(seq: int) -> IndexError:
+    """The error of a sequence that a cache does not have."""
+    shown = seq if abs(int(seq)) < 2**63 else "a number beyond int64"
+    return IndexError(f"`seq`: expected one of the cache's sequences, got {shown}")
 
 
 def numbers_of_new_tokens(new_lens: Any, n: int, name: str = "new_lens") -> NDArray[np.int64]:

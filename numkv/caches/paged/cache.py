@@ -39,7 +39,13 @@ from numkv.attention.sight import Visible
 from numkv.blocks.pool import taken_for_now
 from numkv.blocks.prefix import plain_extra
 from numkv.caches.bound import BoundAttention
-from numkv.caches.paged.arguments import ids_of_step, numbers_of_new_tokens, prompt_ids
+from numkv.caches.paged.arguments import (
+    ids_of_step,
+    numbers_of_new_tokens,
+    prompt_ids,
+    sequence_number,
+    sequence_numbers,
+)
 from numkv.caches.paged.bound import bind_paged
 from numkv.caches.paged.buffers import StepBuffers
 from numkv.caches.paged.compact import plan_compaction
@@ -263,7 +269,7 @@ class PagedKVCache(StoredSequences):
         """
         state = self._idle(seq)._replace(cached=0, pins=(), prompt=None)
         made = self._insert(state, shared=state.blocks())
-        self._store.bad.fork(self._number(seq), made, state.length, self._store.calls)
+        self._store.bad.fork(sequence_number(seq), made, state.length, self._store.calls)
         return made
 
     @whole
@@ -276,7 +282,7 @@ class PagedKVCache(StoredSequences):
             The sequence.
         """
         state = self._idle(seq)
-        number, slots = self._number(seq), state.slots()
+        number, slots = sequence_number(seq), state.slots()
         self._spread_bad()
         self._exchange({number: None}, state.by_depth())
         self._release_slots(slots)
@@ -338,13 +344,13 @@ class PagedKVCache(StoredSequences):
         if slots is not None:
             slots.books.acquire(taken)
         try:
-            self._exchange({self._number(seq): after}, released)
+            self._exchange({sequence_number(seq): after}, released)
         except BaseException:
             self._release_slots(taken)
             raise
         self._release_slots(before)
         if length < state.length:
-            self._store.bad.keep(self._number(seq), length, self._store.calls)
+            self._store.bad.keep(sequence_number(seq), length, self._store.calls)
 
     @on_stream
     @whole
@@ -400,7 +406,7 @@ class PagedKVCache(StoredSequences):
                 "compact: expected layers without states, as states are of all tokens, got some that keep them"
             )
         kept = check_kept("keep", keep, state.length)
-        number = self._number(seq)
+        number = sequence_number(seq)
         plan = plan_compaction(self._store, state, kept, shift)
         try:
             self._publish({number: state._replace(dropped=state.dropped | 1)})
@@ -478,9 +484,7 @@ class PagedKVCache(StoredSequences):
         self, sequences: Iterable[int], new_lens: Any, into: StepBuffers | None, parents: Any
     ) -> Step:
         self._target.refuse_capture("reserve")
-        seqs = self._numbers(sequences, len(self))
-        if len(set(seqs)) != len(seqs):
-            raise ValueError(f"`sequences`: expected each sequence once, got {seqs[:8]}")
+        seqs = sequence_numbers(sequences, len(self), once=True)
         self._spread_bad()
         states = {seq: self._idle(seq) for seq in seqs}
         for seq, state in states.items():
@@ -780,7 +784,7 @@ class PagedKVCache(StoredSequences):
         after = state._replace(pins=(*state.pins, ids))
         self.blocks.pin(ids)
         try:
-            self._publish({self._number(seq): after})
+            self._publish({sequence_number(seq): after})
         except BaseException:
             self.blocks.unpin(ids)
             raise
@@ -805,7 +809,7 @@ class PagedKVCache(StoredSequences):
             raise NumkvError(f"`seq`: expected a pinned sequence, got {seq}; pin it first")
         after = state._replace(pins=state.pins[:-1])
         self.blocks.unpin(state.pins[-1])
-        self._publish({self._number(seq): after})
+        self._publish({sequence_number(seq): after})
 
     # -- bound calls, and what CUDA graphs need
 
@@ -1107,7 +1111,7 @@ class PagedKVCache(StoredSequences):
         pool, group = self._store.place(check_index("layer", layer, self.num_layers))
         place = self._target
         q = check_queries(place, q, int(pool.k.shape[1]), pool.head_dim, "num_seqs")
-        seqs = self._numbers(sequences, int(q.shape[0]))
+        seqs = sequence_numbers(sequences, int(q.shape[0]))
         generation = self._generation
         states = [self._settled(seq) for seq in seqs]
         if q.shape[0] != len(states):
@@ -1185,7 +1189,7 @@ class PagedKVCache(StoredSequences):
         """
         pool, group = self._store.place(check_index("layer", layer, self.num_layers))
         self._store.refuse_chunks("attention_weights", layer)
-        number, place, generation = self._number(seq), self._target, self._generation
+        number, place, generation = sequence_number(seq), self._target, self._generation
         state = self._settled(number)
         q = check_queries(place, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
         tokens, length, window = int(q.shape[0]), state.length, self._groups[group].window
@@ -1235,7 +1239,7 @@ class PagedKVCache(StoredSequences):
         DimensionMismatch, UnsupportedDType, IndexError, ValueError, TypeError
             If an argument does not fit.
         """
-        store, number, generation = self._store, self._number(seq), self._generation
+        store, number, generation = self._store, sequence_number(seq), self._generation
         layer = check_index("layer", layer, self.num_layers)
         pool, group = store.place(layer)
         state = self._settled(number)
@@ -1279,7 +1283,7 @@ class PagedKVCache(StoredSequences):
         NonFiniteInput
             On CUDA, if rows that were quantised held NaN or infinity: truncate the sequence first.
         """
-        number, generation = self._number(seq), self._generation
+        number, generation = sequence_number(seq), self._generation
         self._idle(number)
         state = self._settled(number)
         swapped = copy_out(self._store, state)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from numkv.access import Access
 from numkv.blocks.pool import BlockPool
 from numkv.blocks.records import PoolStats
 from numkv.caches.layer_spec import LayerSpec, StateSlots
+from numkv.caches.paged.arguments import sequence_number, unknown_sequence
 from numkv.caches.paged.audit import check_books, check_scales
 from numkv.caches.paged.groups import groups_of
 from numkv.caches.paged.key_bounds import bounds_nbytes
@@ -233,39 +233,10 @@ class StoredSequences:
 
     # -- sequences by number
 
-    @staticmethod
-    def _number(seq: Any, name: str = "seq") -> int:
-        """The number that an argument is, if it is one."""
-        if type(seq) is int:
-            return seq
-        try:
-            if isinstance(seq, bool):
-                raise TypeError
-            return operator.index(seq)
-        except Exception:  # what an object's own `__index__` raises too
-            raise TypeError(
-                f"`{name}`: expected the number of a sequence, got {type(seq).__name__}; pass what `add` returned"
-            ) from None
-
-    def _numbers(self, sequences: Any, most: int) -> tuple[int, ...]:
-        """The numbers in an iterable, one more than `most` at most: it may have no end."""
-        if type(sequences) in (list, tuple) and len(sequences) <= most:
-            return tuple(
-                seq if type(seq) is int else self._number(seq, "sequences") for seq in sequences
-            )
-        try:
-            given = iter(sequences)
-        except TypeError:
-            raise TypeError(
-                f"`sequences`: expected numbers of sequences, got {type(sequences).__name__}; pass a list"
-            ) from None
-        return tuple(self._number(seq, "sequences") for seq in itertools.islice(given, most + 1))
-
     def _sequence(self, seq: Any) -> SequenceState:
-        found = self._sequences.get(seq if type(seq) is int else self._number(seq))
+        found = self._sequences.get(seq if type(seq) is int else sequence_number(seq))
         if found is None:
-            shown = seq if abs(int(seq)) < 2**63 else "a number beyond int64"
-            raise IndexError(f"`seq`: expected one of the cache's sequences, got {shown}")
+            raise unknown_sequence(seq)
         return found
 
     def _idle(self, seq: int) -> SequenceState:
