@@ -118,11 +118,6 @@ class Pool:
         return self.k_buffer.rotation
 
     @property
-    def v_rotation(self) -> Rotation | None:
-        """How rows of V are rotated, if they are."""
-        return self.v_buffer.rotation
-
-    @property
     def head_dim(self) -> int:
         """Elements of a K row."""
         return self.k_buffer.dim

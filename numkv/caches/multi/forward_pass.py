@@ -87,11 +87,6 @@ class ForwardPass:
         """Tokens of the batch."""
         return len(self.slots)
 
-    @property
-    def has_slots(self) -> bool:
-        """Whether `slots_on_target` is there without a copy."""
-        return self._slots_on_target is not None
-
     def slots_on_target(self) -> Array:
         """Cell of each token, for kernels."""
         if self._slots_on_target is None:

@@ -54,14 +54,6 @@ class LayerGroup(NamedTuple):
         return length - 1 - self.first_visible(length) if self.chunk and length else self.window
 
 
-def group_layers(windows: Sequence[int]) -> list[LayerGroup]:
-    """Split layers that are alike into groups of equal size, each with one window; see `groups_of`."""
-    n = len(windows)
-    rows: tuple[LayerRows | None, ...] = (None,) * n
-    layers = Layers(rows, tuple(windows), (0,) * n, tuple(range(n)), ((),) * n)
-    return _equal_groups(layers, list(range(n)))
-
-
 def groups_of(layers: Layers, block_size: int) -> list[LayerGroup]:
     """Split layers into groups, each with one window or chunk, whose blocks have the same bytes.
 
