@@ -160,6 +160,28 @@ class _Plan(NamedTuple):
 _MOST_SEEN = 1024
 
 
+def is_number(x: Any) -> bool:
+    """Whether something stands for all layers, as it has no entries of its own."""
+    return not (isinstance(x, (list, tuple)) or getattr(x, "ndim", 0) == 1)
+
+
+def of_each(name: str, given: Any, layers: int, is_of_all: Callable[[Any], bool]) -> list[Any]:
+    """What a caller gives for each layer, or once for all of them."""
+    if is_of_all(given):
+        return [given] * layers
+    try:
+        count = len(given)
+    except Exception:  # something that others have words for
+        return [given] * layers
+    if count != layers:
+        raise DimensionMismatch(
+            f"`{name}`: expected one for all layers or one for each of {layers}, got {count}",
+            expected=layers,
+            actual=count,
+        )
+    return [given[layer] for layer in range(layers)]
+
+
 def options_of_layers(
     pools: Sequence[Pool],
     rows: Rows,

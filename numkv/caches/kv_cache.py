@@ -21,6 +21,8 @@ from numkv.caches.bound import (
     NewTokens,
     Rows,
     ToBind,
+    is_number,
+    of_each,
     options_of_layers,
 )
 from numkv.caches.layer_spec import FullPrecision, LayerSpec
@@ -415,15 +417,7 @@ class KVCache(SingleSequence):
         """
         pools = self._pools
         rows = Rows.check(self._pool, num_q_heads, kind, check_finite)
-        windows = [window_left] * len(pools)
-        if isinstance(window_left, (list, tuple)) or getattr(window_left, "ndim", None) == 1:
-            windows = list(window_left)  # type: ignore[arg-type]
-            if len(windows) != len(pools):
-                raise DimensionMismatch(
-                    f"`window_left`: expected a number, or one for each of {len(pools)} layers, got {len(windows)}",
-                    expected=len(pools),
-                    actual=len(windows),
-                )
+        windows = of_each("window_left", window_left, len(pools), is_number)
         options = options_of_layers(pools, rows, sm_scale, logits_soft_cap, windows, sinks)
         layers = functools.partial(self._to_bind, rows.num_q_heads)
         return BoundAttention(layers, self._begin_bound, rows, options)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
-from numkv.caches.bound import BoundAttention, Rows, ToBind, options_of_layers
+from numkv.caches.bound import (
+    BoundAttention,
+    Rows,
+    ToBind,
+    is_number,
+    of_each,
+    options_of_layers,
+)
 from numkv.caches.paged.step import begin_bound
 from numkv.caches.paged.store import BlockStore
-from numkv.errors import DimensionMismatch
 
 
 def bind_paged(
@@ -18,8 +23,8 @@ def bind_paged(
 ) -> BoundAttention:  # fmt: skip
     """Bind a `PagedKVCache`; see its `bind`."""
     layers = store.num_layers
-    heads = _of_each("num_q_heads", num_q_heads, layers, _is_number)
-    of_sinks = _of_each("sinks", sinks, layers, _is_row)
+    heads = of_each("num_q_heads", num_q_heads, layers, is_number)
+    of_sinks = of_each("sinks", sinks, layers, _is_row)
     bound: list[Any] = [None] * layers  # of layers that have nothing to call
     first, options = None, bound.copy()
     for layer in sorted(store.layer_pools):
@@ -36,11 +41,6 @@ def bind_paged(
     return BoundAttention(lambda: bound, functools.partial(begin_bound, store), first, options)
 
 
-def _is_number(x: Any) -> bool:
-    """Whether something stands for all layers, as it has no entries of its own."""
-    return not (isinstance(x, (list, tuple)) or getattr(x, "ndim", 0) == 1)
-
-
 def _is_row(x: Any) -> bool:
     """Whether sinks are those of all layers: one for each head."""
     if x is None or getattr(x, "ndim", 2) == 1:
@@ -48,20 +48,3 @@ def _is_row(x: Any) -> bool:
     return isinstance(x, (list, tuple)) and not any(
         y is None or isinstance(y, (list, tuple)) or getattr(y, "ndim", 0) for y in x
     )
-
-
-def _of_each(name: str, given: Any, layers: int, is_of_all: Callable[[Any], bool]) -> list[Any]:
-    """What a caller gives for each layer, or once for all of them."""
-    if is_of_all(given):
-        return [given] * layers
-    try:
-        count = len(given)
-    except Exception:  # something that others have words for
-        return [given] * layers
-    if count != layers:
-        raise DimensionMismatch(
-            f"`{name}`: expected one for all layers or one for each of {layers}, got {count}",
-            expected=layers,
-            actual=count,
-        )
-    return [given[layer] for layer in range(layers)]
