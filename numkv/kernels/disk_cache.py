@@ -9,7 +9,7 @@ A build is identified by what it is made from: the factory and its arguments, th
 and the versions of Python, NumPy and Numba. That names its file. In the file come a digest of all sources under
 `_SOURCES` and a checksum, then the machine code as Numba pickles it. A file with another source digest is
 out of date: the kernel is compiled, and the new file takes its place, so the folder does not grow with edits. A file
-that is damaged is reported once, removed, and the kernel compiled. Files are replaced whole, never written in place;
+that is damaged is reported once, and the kernel compiled. Files are replaced whole, never written in place;
 a process that needs a kernel which another one is compiling waits for it (`Turn`).
 
 The files are pickles and machine code: a folder of theirs must not be writable by those who are not trusted to run code
@@ -345,7 +345,9 @@ def path_of(function: Callable[..., Any], name: str, parts: tuple[str, ...]) -> 
 
 
 def load(path: Path, unpack: Callable[[bytes], Any]) -> Any:
-    """What a file holds, or None where there is none that can be used; a damaged one is reported and removed.
+    """What a file holds, or None where there is none that can be used; a damaged one is reported.
+
+    It stays, to be replaced by what is compiled: this name may be another process's new file by now.
 
     Parameters
     ----------
@@ -363,8 +365,6 @@ def load(path: Path, unpack: Callable[[bytes], Any]) -> Any:
     except MemoryError:
         raise
     except Exception as error:  # whatever a damaged file leads to
-        with contextlib.suppress(OSError):
-            path.unlink()
         _warn(f"the compiled kernel {path} cannot be used ({error!r}); it is compiled again")
     return None
 
