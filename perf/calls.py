@@ -153,7 +153,8 @@ def _paged_cache_step(kind):
 def _sliding_step(kind):
     """The next token of a sequence that is longer than the window: `start_forward`, `put`, `decode_attention`."""
     window = 31
-    cache = numkv.SlidingWindowCache(window)
+    # Another class in trees before `CausalCache` had a window.
+    cache = getattr(numkv, "SlidingWindowCache", numkv.CausalCache)(window_left=window)
     cache.init(kind, 1, LENGTH, 1)
     row, positions, outs = _rows(1), itertools.count(), []
 
@@ -184,5 +185,5 @@ CALLS = {
     **_by_kind("KVCache.append", _cache_append),
     **_by_kind("KVCache.decode_attention", _cache_attention),
     **_by_kind("PagedKVCache step", _paged_cache_step),
-    **_by_kind("SlidingWindowCache step", _sliding_step),
+    **_by_kind("CausalCache step, window", _sliding_step),
 }

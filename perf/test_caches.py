@@ -40,7 +40,7 @@ def test_encoder_attention(measure, encoder, rng):
 def test_wrapper_put(measure, rng):
     """A prompt into a sliding and a full layer, by way of their wrapper."""
     cache = numkv.WrapperCache(
-        numkv.SlidingWindowCache(512), numkv.CausalCache(), layer_types=[0, 1]
+        numkv.CausalCache(window_left=512), numkv.CausalCache(), layer_types=[0, 1]
     )
     cache.init("fp16", 1, 2048, 1024)
     cache.start_forward(numkv.Batch(positions=np.arange(1024), sequences=[0] * 1024))

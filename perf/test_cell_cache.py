@@ -60,7 +60,7 @@ def causal(num_seqs):
 
 def sliding(num_seqs):
     """Windows of 4,096 tokens that have begun to move."""
-    steps = Steps(numkv.SlidingWindowCache(4096), num_seqs, 4096 + 512)
+    steps = Steps(numkv.CausalCache(window_left=4096), num_seqs, 4096 + 512)
     steps.check(4097)
     return steps
 

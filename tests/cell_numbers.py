@@ -8,10 +8,10 @@ import numkv
 
 F32, F16 = np.float32, np.float16
 LAST = 2**31 - 1  # the largest position
-CACHES = {  # by name: how numkv makes it, and what the oracle is told
-    "causal": (numkv.CausalCache, (), {}),
-    "sliding": (numkv.SlidingWindowCache, (1,), {"window": 1}),
-    "chunked": (numkv.ChunkedCache, (2,), {"chunk": 2}),
+CACHES = {  # by name: what numkv is told, and what the oracle is told
+    "causal": ({}, {}),
+    "sliding": ({"window_left": 1}, {"window": 1}),
+    "chunked": ({"chunk_size": 2}, {"chunk": 2}),
 }
 
 
@@ -43,8 +43,9 @@ def make(
     **told,
 ):  # fmt: skip
     """A cache of `CACHES`, with other arguments if given, initialised, beside its oracle."""
-    make_cache, default, defaults = CACHES[name]
-    cache = make_cache(*(default if args is None else args), shift=plus(target) if shift else None)
+    default, defaults = CACHES[name]
+    options = default if args is None else args
+    cache = numkv.CausalCache(plus(target) if shift else None, **options)
     config = config or {}
     if config:
         cache.set_config(numkv.CacheConfig(**config))

@@ -503,7 +503,7 @@ _RESIDUAL = {"full_precision": numkv.FullPrecision(3, 1)}
 
 
 def _wrapper():
-    children = numkv.SlidingWindowCache(3, shift=_SHIFT), numkv.CausalCache(shift=_SHIFT)
+    children = numkv.CausalCache(window_left=3, shift=_SHIFT), numkv.CausalCache(shift=_SHIFT)
     return numkv.WrapperCache(*children, layer_types=[0, 1, 0])
 
 
@@ -545,12 +545,12 @@ def _subjects():
     add("int8, residual", numkv.Step, make, _see_step, calls)
     add("states", numkv.PagedKVCache, fault_states.cache, fault_states.see, fault_states.CALLS)
     add("", BlockPool, _block_pool, _see_block_pool, _BLOCK_POOL)
-    for name, of, options, kind in (
-        ("", numkv.CausalCache, (), "fp32"), ("int8", numkv.CausalCache, (), "int8"),
-        ("", numkv.SlidingWindowCache, (3,), "fp32"), ("", numkv.ChunkedCache, (4,), "fp32"),
+    for name, options, kind in (
+        ("", {}, "fp32"), ("int8", {}, "int8"),
+        ("window", {"window_left": 3}, "fp32"), ("chunks", {"chunk_size": 4}, "fp32"),
     ):  # fmt: skip
-        make = _cells(functools.partial(of, *options, shift=_SHIFT), kind)
-        add(name, of, make, _see_cells, _CELLS | _SET_CAUSAL)
+        make = _cells(functools.partial(numkv.CausalCache, _SHIFT, **options), kind)
+        add(name, numkv.CausalCache, make, _see_cells, _CELLS | _SET_CAUSAL)
     add("", numkv.WrapperCache, _cells(_wrapper), _see_cells, _CELLS)
     add("", numkv.EncoderCache, _encoder, _see_encoder, _ENCODER)
     for name, of, make, calls in fault_compressors.SUBJECTS:

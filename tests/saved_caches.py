@@ -158,11 +158,11 @@ CACHES = {
     "PagedKVCache empty": lambda t: numkv.PagedKVCache(2, HEADS, DIM, num_blocks=3, target=t),
     "CausalCache int8": lambda t: multi(numkv.CausalCache(shift()), t),
     "CausalCache fp8": lambda t: scaled(numkv.CausalCache(), t),
-    "SlidingWindowCache int4": lambda t: multi(numkv.SlidingWindowCache(2, 3), t, kind="int4"),
-    "ChunkedCache fp32": lambda t: multi(numkv.ChunkedCache(4), t, kind="fp32", rotate=True),
+    "CausalCache window int4": lambda t: multi(numkv.CausalCache(window_left=2, memory=3), t, kind="int4"),
+    "CausalCache chunks fp32": lambda t: multi(numkv.CausalCache(chunk_size=4), t, kind="fp32", rotate=True),
     "EncoderCache int8": lambda t: multi(numkv.EncoderCache(), t),
     "WrapperCache": lambda t: multi(
-        numkv.WrapperCache(numkv.SlidingWindowCache(2), numkv.CausalCache(shift()), layer_types=[0, 1]), t
+        numkv.WrapperCache(numkv.CausalCache(window_left=2), numkv.CausalCache(shift()), layer_types=[0, 1]), t
     ),
     "HeadCompressor": lambda t: compressor(t, numkv.HeadCompressor, bits=3),
     "MultiHeadCompressor sketch": lambda t: compressor(t, bits=4, projections=20, seed=5),
@@ -302,8 +302,6 @@ _SEEN = {
     "PagedLayer": _of_layer,
     "PagedKVCache": _of_paged_cache,
     "CausalCache": _of_cells,
-    "SlidingWindowCache": _of_cells,
-    "ChunkedCache": _of_cells,
     "EncoderCache": _of_encoder,
     "WrapperCache": _of_wrapper,
     "HeadCompressor": _of_compressor,

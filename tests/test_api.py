@@ -14,9 +14,9 @@ import numkv
 
 CONTRACT = {
     "AppendArgs", "AppendDescriptor", "AppendPlan", "Batch", "CacheConfig", "CacheFull",
-    "CausalCache", "ChunkedCache", "CompressorConfig", "ContiguousLayer", "DimensionMismatch",
+    "CausalCache", "CompressorConfig", "ContiguousLayer", "DimensionMismatch",
     "EncoderCache", "HeadCompressor", "KVCache", "MultiHeadCompressor", "NonFiniteInput",
-    "NotSupported", "NumkvError", "PagedLayer", "PagedPool", "SlidingWindowCache",
+    "NotSupported", "NumkvError", "PagedLayer", "PagedPool",
     "UnsupportedDType", "WrapperCache", "append", "rope_shift", "decode_attention", "kind", "merge_states",
     "paged_append", "paged_decode_attention", "paged_prefill_attention", "paged_write",
     "prefill_attention",
@@ -50,9 +50,9 @@ PACKAGES = {
         "block_table_to_csr", "csr_to_block_table", "root_digest", "slot_mapping", "token_ids",
     ],
     "caches": [
-        "Batch", "BoundAttention", "BoundLayer", "BoundStep", "CacheConfig", "CausalCache", "ChunkedCache",
+        "Batch", "BoundAttention", "BoundLayer", "BoundStep", "CacheConfig", "CausalCache",
         "ContiguousLayer", "EncoderCache", "FullPrecision", "KVCache", "LayerSpec", "PagedKVCache", "PagedLayer",
-        "PagedPool", "PagedStats", "SlidingWindowCache", "StateSlots", "Step", "StepBuffers", "SwappedSequence",
+        "PagedPool", "PagedStats", "StateSlots", "Step", "StepBuffers", "SwappedSequence",
         "WrapperCache",
     ],
     "cli": ["main"],

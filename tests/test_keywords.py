@@ -48,7 +48,7 @@ def test_a_cache_says_what_was_meant(name, said):
         (numkv.PagedKVCache, "max_len", "`num_blocks`, of `block_size` tokens each"),
         (numkv.PagedKVCache, "kv_heads", "`num_kv_heads`"),
         (numkv.HeadCompressor, "capacit", ""),
-        (numkv.SlidingWindowCache, "window_size", "`window_left`, earlier tokens"),
+        (numkv.CausalCache, "window_size", "`window_left`, earlier tokens"),
         (BlockPool, "page_size", "`block_size`"),
         (PrefixStore, "max_bytes", "`max_nbytes`"),
         (ShardedKVCache, "kv_heads", "`num_kv_heads`"),

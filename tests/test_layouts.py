@@ -449,7 +449,8 @@ def test_cells_and_mask():
 
 
 @pytest.mark.parametrize(
-    ("cache", "first"), [(numkv.SlidingWindowCache(1), 0), (numkv.ChunkedCache(2), 5)]
+    ("cache", "first"),
+    [(numkv.CausalCache(window_left=1), 0), (numkv.CausalCache(chunk_size=2), 5)],
 )
 def test_windows_and_chunks(cache, first):
     with cache:
@@ -466,11 +467,11 @@ def test_windows_and_chunks(cache, first):
     ("cache", "sequences", "cells"),
     [
         (numkv.CausalCache(), 3, 3 * 16),
-        (numkv.ChunkedCache(4), 3, 3 * 16),
-        (numkv.SlidingWindowCache(3), 1, 3 + 8),
-        (numkv.SlidingWindowCache(3), 2, 2 * 4 + 8),
-        (numkv.SlidingWindowCache(3, memory=10), 2, 2 * 10 + 8),
-        (numkv.SlidingWindowCache(3, memory=16), 2, 2 * 16),
+        (numkv.CausalCache(chunk_size=4), 3, 3 * 16),
+        (numkv.CausalCache(window_left=3), 1, 3 + 8),
+        (numkv.CausalCache(window_left=3), 2, 2 * 4 + 8),
+        (numkv.CausalCache(window_left=3, memory=10), 2, 2 * 10 + 8),
+        (numkv.CausalCache(window_left=3, memory=16), 2, 2 * 16),
     ],
 )
 def test_number_of_cells(cache, sequences, cells):

@@ -55,7 +55,7 @@ def caches():
     cells.start_forward(numkv.Batch(positions=[0, 1, 2, 0], sequences=[0, 0, 0, 7]))
     cells.put(0, *rows(4))
     cells.copy_prefix(0, 1, 2)
-    wrapper = numkv.WrapperCache(numkv.SlidingWindowCache(2), numkv.CausalCache())
+    wrapper = numkv.WrapperCache(numkv.CausalCache(window_left=2), numkv.CausalCache())
     wrapper.init("fp32", 1, 8, 4)
     encoder = numkv.EncoderCache()
     encoder.init("fp32", 1, 8, 4)

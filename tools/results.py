@@ -645,12 +645,19 @@ def loads(run, kinds, how):
 
 # ---------------------------------------------------------------- many sequences in cells
 
+
+def of_cells(**options):
+    """A `CausalCache` with a window or chunks; other classes in trees before it had them."""
+    name = "SlidingWindowCache" if "window_left" in options else "ChunkedCache"
+    return getattr(numkv, name, numkv.CausalCache)(**options)
+
+
 CELLS = {
     "causal": lambda shift: numkv.CausalCache(shift=shift),
-    "sliding": lambda shift: numkv.SlidingWindowCache(5, memory=9, shift=shift),
-    "chunked": lambda shift: numkv.ChunkedCache(4, shift=shift),
+    "sliding": lambda shift: of_cells(window_left=5, memory=9, shift=shift),
+    "chunked": lambda shift: of_cells(chunk_size=4, shift=shift),
     "wrapper": lambda shift: numkv.WrapperCache(
-        numkv.SlidingWindowCache(3, shift=shift), numkv.CausalCache(shift=shift), layer_types=[0, 1]
+        of_cells(window_left=3, shift=shift), numkv.CausalCache(shift=shift), layer_types=[0, 1]
     ),
 }
 
@@ -807,7 +814,7 @@ def errors(run):
         "no sequence": lambda: many.reserve([5], [1]),
         "no room": lambda: many.reserve([many.add()], [99]),
         "no step": lambda: many.commit(many.reserve([many.add()], [1])),
-        "window memory": lambda: numkv.SlidingWindowCache(5, memory=2).init("fp32", 1, 8, 8),
+        "window memory": lambda: of_cells(window_left=5, memory=2).init("fp32", 1, 8, 8),
         "no init": lambda: numkv.CausalCache().put(0, rows, rows),
         "bits": lambda: numkv.CompressorConfig(64, bits=17),
         "no kind": lambda: numkv.KVCache(1, 1, 8, kind="int3"),

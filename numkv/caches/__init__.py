@@ -6,9 +6,9 @@ from numkv.caches.bound import BoundAttention, BoundLayer, BoundStep
 from numkv.caches.contiguous_layer import ContiguousLayer
 from numkv.caches.kv_cache import KVCache
 from numkv.caches.layer_spec import FullPrecision, LayerSpec, StateSlots
+from numkv.caches.multi.causal import CausalCache
 from numkv.caches.multi.config import Batch, CacheConfig
 from numkv.caches.multi.encoder import EncoderCache
-from numkv.caches.multi.variants import CausalCache, ChunkedCache, SlidingWindowCache
 from numkv.caches.multi.wrapper import WrapperCache
 from numkv.caches.paged.buffers import StepBuffers
 from numkv.caches.paged.cache import PagedKVCache
@@ -25,7 +25,6 @@ __all__ = [
     "BoundStep",
     "CacheConfig",
     "CausalCache",
-    "ChunkedCache",
     "ContiguousLayer",
     "EncoderCache",
     "FullPrecision",
@@ -35,7 +34,6 @@ __all__ = [
     "PagedLayer",
     "PagedPool",
     "PagedStats",
-    "SlidingWindowCache",
     "StateSlots",
     "Step",
     "StepBuffers",

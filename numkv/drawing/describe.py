@@ -346,7 +346,7 @@ _LOOKS: dict[str, Callable[[Any], Picture]] = {
     "PagedPool": _paged_pool,
     "PagedKVCache": _paged_cache,
     "SwappedSequence": _swapped,
-    "CellCache": _cells,
+    "CausalCache": _cells,
     "EncoderCache": _encoder,
     "WrapperCache": _wrapper,
     "NumkvCache": _for_transformers,

@@ -13,8 +13,8 @@ from numkv._version import __version__
 from numkv.access import unchanged
 from numkv.caches.contiguous_layer import ContiguousLayer
 from numkv.caches.kv_cache import KVCache
+from numkv.caches.multi.causal import CausalCache
 from numkv.caches.multi.encoder import EncoderCache
-from numkv.caches.multi.variants import CELL_CACHES
 from numkv.caches.multi.wrapper import WrapperCache
 from numkv.caches.paged.cache import PagedKVCache
 from numkv.caches.paged.saved import Sequences
@@ -32,7 +32,7 @@ from numkv.snapshots.snapshot import Options, Snapshot
 from numkv.snapshots.snapshot import plan as plan_of
 
 _ONE, _MANY = "SwappedSequence", "sequences"
-_WITH_SHIFT: tuple[Any, ...] = (*CELL_CACHES, WrapperCache)
+_WITH_SHIFT: tuple[Any, ...] = (CausalCache, WrapperCache)
 _CACHES: tuple[Any, ...] = (
     KVCache, ContiguousLayer, PagedLayer, PagedKVCache, *_WITH_SHIFT, EncoderCache, HeadCompressor, MultiHeadCompressor,
     PagedCompressor,
@@ -54,7 +54,7 @@ def save(
     ----------
     path : path-like
         The file.
-    cache : KVCache, ContiguousLayer, PagedLayer, PagedKVCache, CausalCache, SlidingWindowCache, ChunkedCache, \
+    cache : KVCache, ContiguousLayer, PagedLayer, PagedKVCache, CausalCache, \
 EncoderCache, WrapperCache, HeadCompressor, MultiHeadCompressor, PagedCompressor, SwappedSequence or sequence of \
 SwappedSequence
         What is saved; it does not change. Of a `PagedKVCache` the sequences are saved, not the prefixes of removed

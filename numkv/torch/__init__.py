@@ -40,7 +40,6 @@ from numkv.torch.functions import (
 from numkv.torch.objects import (
     AttentionTally,
     CausalCache,
-    ChunkedCache,
     ContiguousLayer,
     EncoderCache,
     HeadCompressor,
@@ -50,7 +49,6 @@ from numkv.torch.objects import (
     PagedKVCache,
     PagedLayer,
     PagedPool,
-    SlidingWindowCache,
     Step,
     WrapperCache,
 )
@@ -58,7 +56,6 @@ from numkv.torch.objects import (
 __all__ = [
     "AttentionTally",
     "CausalCache",
-    "ChunkedCache",
     "ContiguousLayer",
     "EncoderCache",
     "HeadCompressor",
@@ -68,7 +65,6 @@ __all__ = [
     "PagedKVCache",
     "PagedLayer",
     "PagedPool",
-    "SlidingWindowCache",
     "Step",
     "WrapperCache",
     "append",

@@ -70,11 +70,6 @@ class CausalCache(numkv.CausalCache):
 
 
 @_on_tensors
-class ChunkedCache(numkv.ChunkedCache):
-    """`numkv.ChunkedCache` on tensors."""
-
-
-@_on_tensors
 class ContiguousLayer(numkv.ContiguousLayer):
     """`numkv.ContiguousLayer` on tensors."""
 
@@ -112,11 +107,6 @@ class PagedLayer(numkv.PagedLayer):
 @_on_tensors
 class PagedPool(numkv.PagedPool):
     """`numkv.PagedPool` on tensors."""
-
-
-@_on_tensors
-class SlidingWindowCache(numkv.SlidingWindowCache):
-    """`numkv.SlidingWindowCache` on tensors."""
 
 
 @_on_tensors

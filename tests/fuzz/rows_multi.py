@@ -29,7 +29,7 @@ from fuzz.rows_single import LENGTH, SHIFT, Single, constructed
 
 __all__ = ["SCENES"]
 
-CLASSES = ["CausalCache", "ChunkedCache", "SlidingWindowCache", "EncoderCache", "WrapperCache"]
+CLASSES = ["CausalCache", "EncoderCache", "WrapperCache"]
 
 
 class Cells(Single):
@@ -40,7 +40,7 @@ class Cells(Single):
     def __init__(self, rng) -> None:
         super().__init__(rng)
         d = self.d
-        self.cls = d.choice(CLASSES)
+        self.cls = d.choice(["CausalCache", "CausalCache", *CLASSES])
         self.batch: tuple[list[int], list[int]] | None = None
         self.next: dict[int, int] = {}
         if d.randrange(3) == 0:
@@ -71,14 +71,15 @@ class Cells(Single):
         n = self.choice
         shift = [None, SHIFT, SHIFT][n % 3]
         if self.cls == "CausalCache":
-            return numkv.CausalCache(shift)
-        if self.cls == "ChunkedCache":
-            return numkv.ChunkedCache(1 + n % 4, shift)
-        if self.cls == "SlidingWindowCache":
-            return numkv.SlidingWindowCache(n % 4, [None, 3][n // 4 % 2], shift, n // 8 % 3)
+            window = {
+                "window_left": n % 4,
+                "memory": [None, 3][n // 4 % 2],
+                "num_sink_tokens": n // 8 % 3,
+            }
+            return numkv.CausalCache(shift, **[{}, {"chunk_size": 1 + n % 4}, window][n // 24 % 3])
         if self.cls == "EncoderCache":
             return numkv.EncoderCache()
-        children = [numkv.SlidingWindowCache(2, shift=shift), numkv.CausalCache(shift)]
+        children = [numkv.CausalCache(window_left=2, shift=shift), numkv.CausalCache(shift)]
         if n % 5 == 0:
             children.append(numkv.EncoderCache())
         types = [0, 1, 0, len(children) - 1] if n % 2 else None
@@ -213,29 +214,25 @@ def _wrapper_call(function, given):
 
 Cells.rows = [
     *(row for cls in CLASSES for row in _rows(cls)),
-    Row("CausalCache", {"shift": SHIFT_FUNCTION}, call=constructed, weight=0.1),
     Row(
-        "ChunkedCache",
-        {"chunk_size": integer(1, 4, "size"), "shift": SHIFT_FUNCTION},
-        call=constructed,
-        weight=0.2,
-    ),
-    Row(
-        "SlidingWindowCache",
+        "CausalCache",
         {
+            "shift": SHIFT_FUNCTION,
             "window_left": integer(-1, 4),
             "memory": integer(0, 4, "size"),
-            "shift": SHIFT_FUNCTION,
             "num_sink_tokens": integer(0, 4, "size"),
+            "chunk_size": Arg("size", lambda d: None if d.randrange(3) else 4),
         },
         call=constructed,
-        weight=0.2,
+        weight=0.5,
     ),
     Row("EncoderCache", {}, call=constructed, weight=0.1),
     Row(
         "WrapperCache",
         {
-            "caches": Arg("anything", lambda d: [numkv.CausalCache(), numkv.ChunkedCache(2)]),
+            "caches": Arg(
+                "anything", lambda d: [numkv.CausalCache(), numkv.CausalCache(chunk_size=2)]
+            ),
             "layer_types": Arg("iterable", lambda d: [0, 1, 0]),
         },
         call=_wrapper_call,

@@ -496,7 +496,10 @@ def test_a_shift_that_fails_leaves_all_as_it_was(target, to, host, rng):
 
 def test_a_window_stays_in_step(target, to, host, rng):
     """The sliding child holds the newest tokens only; those that both keep stand at the same positions."""
-    sliding, causal = numkv.SlidingWindowCache(3, shift=turning()), numkv.CausalCache(turning())
+    sliding, causal = (
+        numkv.CausalCache(window_left=3, shift=turning()),
+        numkv.CausalCache(turning()),
+    )
     cache = numkv.WrapperCache(sliding, causal, layer_types=[0, 1])
     cache.init("fp32", 1, 16, 4, target)
     raw = rng.standard_normal((9, HEADS, DIM)).astype(F32)
@@ -520,8 +523,8 @@ def test_a_window_stays_in_step(target, to, host, rng):
 
 @pytest.mark.parametrize(
     "make",
-    [numkv.CausalCache, lambda shift: numkv.SlidingWindowCache(6, shift=shift),
-     lambda shift: numkv.ChunkedCache(4, shift)],
+    [numkv.CausalCache, lambda shift: numkv.CausalCache(window_left=6, shift=shift),
+     lambda shift: numkv.CausalCache(shift=shift, chunk_size=4)],
     ids=["causal", "window", "chunk"],
 )  # fmt: skip
 def test_at_once_as_one_after_another(target, to, host, rng, make):

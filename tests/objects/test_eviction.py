@@ -270,7 +270,7 @@ class InChildren(InCells):
     """Children that keep the same tokens; here they see all that they keep."""
 
     def __init__(self, target, shift):
-        children = numkv.SlidingWindowCache(11, shift=shift), numkv.CausalCache(shift)
+        children = numkv.CausalCache(window_left=11, shift=shift), numkv.CausalCache(shift)
         self.cache, self.length = numkv.WrapperCache(*children, layer_types=[0, 1]), 0
         self.cache.init("fp32", 2, 16, 8, target)
 

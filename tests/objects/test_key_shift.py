@@ -37,10 +37,8 @@ def rotated(raw, positions, rotary=DIM, interleaved=False):
     )
 
 
-def make(
-    target, shift, kind="fp32", oracle=None, sizes=(2, 16, 8), cache=numkv.CausalCache, **told
-):
-    made = cache(*told.values(), shift=shift)
+def make(target, shift, kind="fp32", oracle=None, options=None, sizes=(2, 16, 8), **told):
+    made = numkv.CausalCache(shift, **(options or {}))
     made.init(kind, *sizes, target)
     cells = naive_cells.Cells(*sizes, shift=oracle, loss=naive_cells.loss(kind), **told)
     return Pair(made, cells, target=target, k_kind=kind)
@@ -152,13 +150,16 @@ def test_one_removal_after_the_other(target, rng, kind):
 
 
 @pytest.mark.parametrize(
-    ("cache", "told"),
-    [(numkv.SlidingWindowCache, {"window": 2, "memory": 6}), (numkv.ChunkedCache, {"chunk": 3})],
+    ("options", "told"),
+    [
+        ({"window_left": 2, "memory": 6}, {"window": 2, "memory": 6}),
+        ({"chunk_size": 3}, {"chunk": 3}),
+    ],
     ids=["sliding", "chunked"],
 )
-def test_other_caches_move_too(target, rng, cache, told):
+def test_other_caches_move_too(target, rng, options, told):
     shift, oracle = turning()
-    pair = make(target, shift, "fp16", oracle, cache=cache, **told)
+    pair = make(target, shift, "fp16", oracle, options, **told)
     fill(pair, rng, 5)
     assert pair.change("copy_prefix", 0, 1, 1)
     fill(pair, rng, 2, seq=1, first=1)

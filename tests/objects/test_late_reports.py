@@ -424,7 +424,9 @@ def test_a_copy_of_cells_is_told_too():
 
 def test_children_of_a_wrapper_are_told(tmp_path):
     """Nothing of a pass begins where one child refuses it."""
-    cache = numkv.WrapperCache(numkv.SlidingWindowCache(4), numkv.CausalCache(), layer_types=[0, 1])
+    cache = numkv.WrapperCache(
+        numkv.CausalCache(window_left=4), numkv.CausalCache(), layer_types=[0, 1]
+    )
     cache.init("int8", 1, 16, 4, "cuda")
     cache.start_forward(numkv.Batch([0, 1], [0, 0]))
     cache.put(0, to(good(2)), to(good(2)))

@@ -154,8 +154,8 @@ def sees_chunk(row, at):
     ("make", "sees"),
     [
         (numkv.CausalCache, lambda row, at: at <= row),
-        (lambda: numkv.SlidingWindowCache(3), sees_window),
-        (lambda: numkv.ChunkedCache(4), sees_chunk),
+        (lambda: numkv.CausalCache(window_left=3), sees_window),
+        (lambda: numkv.CausalCache(chunk_size=4), sees_chunk),
     ],
     ids=["causal", "window", "chunk"],
 )
@@ -198,7 +198,7 @@ def test_of_cells(target, to, host, rng, make, sees, kind, rotate):
 
 def test_of_cells_that_see_what_comes_after(target, to, host, rng):
     """Ranges that are not causal, of a single run; and a wrapper hands on to its child."""
-    sliding, causal = numkv.SlidingWindowCache(2), numkv.CausalCache()
+    sliding, causal = numkv.CausalCache(window_left=2), numkv.CausalCache()
     cache = numkv.WrapperCache(sliding, causal, layer_types=[0, 1])
     cache.init("fp32", 1, 16, 8, target)
     cache.start_forward(numkv.Batch(range(5), [0] * 5))

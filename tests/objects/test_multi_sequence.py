@@ -1,4 +1,4 @@
-"""`CausalCache`, `SlidingWindowCache`, `ChunkedCache`: many sequences in one set of cells.
+"""`CausalCache`: many sequences in one set of cells.
 
 The tables of the reference system's own tests, with masks drawn as text: ``0`` is visible, ``x`` is not, a group is
 a row of the batch. Every table is run past the oracle too. Here a token's K is one number and its V is that number
@@ -88,7 +88,7 @@ def test_remove(target, kind, permuted):
 
 
 def test_can_resume(target):
-    pair = make(target, "sliding", (4,), window=4)
+    pair = make(target, "sliding", {"window_left": 4}, window=4)
     pair.step(
         [1, 2, 3, 4, 5], range(5), [0] * 5, [1, 2, 3, 4, 5],
         "0xxxx / 00xxx / 000xx / 0000x / 00000",
@@ -179,7 +179,7 @@ def test_set_causal_lifts_nothing_else(target, name, mask):
 
 
 def test_the_window_still_hides_what_is_behind(target):
-    pair = make(target, "sliding", (1, 16), window=1, memory=16)
+    pair = make(target, "sliding", {"window_left": 1, "memory": 16}, window=1, memory=16)
     pair.step([1, 2, 3], [0, 1, 2], [0] * 3, [1, 2, 3], "0xx / 00x / x00")
     pair.step([4, 5], [3, 4], [0, 0], [1, 2, 3, 4, 5], "xx00x / xxx00")
     pair.set_causal(0, [0])
@@ -280,7 +280,7 @@ SIZES = [(1, 16, 16), (2, 16, 2), (2, 2, 2)]
 )  # fmt: skip
 def test_num_cells(window, memory, cells):
     for sizes, n in zip(SIZES, cells, strict=True):
-        cache = numkv.SlidingWindowCache(window_left=window, memory=memory)
+        cache = numkv.CausalCache(window_left=window, memory=memory)
         cache.init("fp32", *sizes)
         assert cache.num_cells == n
         assert naive_cells.num_cells(window, memory, *sizes, 1)[0] == n
@@ -296,20 +296,20 @@ def test_num_cells_are_padded(name, padding, sizes, n):
 @pytest.mark.parametrize("sizes", SIZES)
 def test_memory_below_the_window(sizes):
     with pytest.raises(ValueError, match="memory"):
-        numkv.SlidingWindowCache(4, 2).init("fp32", *sizes)
+        numkv.CausalCache(window_left=4, memory=2).init("fp32", *sizes)
     with pytest.raises(ValueError, match="memory"):
-        numkv.SlidingWindowCache(-1, 2).init("fp32", *sizes)
+        numkv.CausalCache(window_left=-1, memory=2).init("fp32", *sizes)
 
 
 def test_an_unlimited_window_is_a_causal_cache(target):
-    pair = make(target, "sliding", (-1,), sizes=(1, 4, 4), window=-1)
+    pair = make(target, "sliding", {"window_left": -1}, sizes=(1, 4, 4), window=-1)
     pair.step([1, 2, 3, 4], range(4), [0] * 4, [1, 2, 3, 4], "0xxx / 00xx / 000x / 0000")
     assert not pair.start_forward([4], [0])
     assert pair.cache.can_resume(0, 2)
 
 
 def test_a_window_of_none_sees_only_itself(target):
-    pair = make(target, "sliding", (0,), sizes=(1, 16, 3), window=0)
+    pair = make(target, "sliding", {"window_left": 0}, sizes=(1, 16, 3), window=0)
     assert pair.cache.num_cells == 3
     pair.step([1, 2, 3], [0, 1, 2], [0] * 3, [1, 2, 3], "0xx / x0x / xx0")
     pair.step([4, 5], [3, 4], [0, 0], [4, 5], "0x / x0")
@@ -319,7 +319,7 @@ def test_a_window_of_none_sees_only_itself(target):
 
 def test_memory_keeps_more_than_the_window(target):
     """What is kept can be resumed from; what is shown is what the window reaches."""
-    pair = make(target, "sliding", (1, 3), sizes=(1, 16, 2), memory=3)
+    pair = make(target, "sliding", {"window_left": 1, "memory": 3}, sizes=(1, 16, 2), memory=3)
     assert pair.cache.num_cells == 5
     pair.step([1, 2], [0, 1], [0, 0], [1, 2], "0x / 00")
     pair.step([3, 4], [2, 3], [0, 0], [2, 3, 4], "00x / x00")
@@ -331,7 +331,7 @@ def test_memory_keeps_more_than_the_window(target):
 
 def test_a_sequence_that_is_not_in_the_batch_keeps_its_end(target):
     """Eviction is for all, each by its own last position; room for one more is kept of each."""
-    pair = make(target, "sliding", (1,), sizes=(2, 16, 2), window=1)
+    pair = make(target, "sliding", {"window_left": 1}, sizes=(2, 16, 2), window=1)
     pair.step([1, 2], [0, 0], [0, 1], [1, 2], "0x / x0")
     pair.step([3], [1], [0], [1, 2, 3], "0x0")
     pair.step([4], [2], [0], [3, 4], "00")
@@ -358,7 +358,7 @@ def test_eviction_goes_by_the_lowest_position_of_a_batch(target):
 
 def test_a_copy_is_evicted_by_its_own_end(target):
     """At the next pass, though it was in none itself."""
-    pair = make(target, "sliding", (1, 2), sizes=(2, 16, 6), memory=2)
+    pair = make(target, "sliding", {"window_left": 1, "memory": 2}, sizes=(2, 16, 6), memory=2)
     pair.step([1, 2, 3, 4], range(4), [0] * 4, [1, 2, 3, 4], "0xxx / 00xx / x00x / xx00")
     assert pair.change("copy_prefix", 0, 1, 4)
     assert pair.start_forward([0], [2])

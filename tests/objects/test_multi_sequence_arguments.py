@@ -123,8 +123,8 @@ def test_more_cells_than_numbers_of_cells():
     """Refused before memory is taken, by the product of the sizes, or with what eviction leaves."""
     for cache, sizes in (
         (numkv.CausalCache(), (2**16, 2**16, 4)),
-        (numkv.SlidingWindowCache(2**20), (2**20, 2**21, 4)),
-        (numkv.SlidingWindowCache(2), (1, 2**20, 2**31)),
+        (numkv.CausalCache(window_left=2**20), (2**20, 2**21, 4)),
+        (numkv.CausalCache(window_left=2), (1, 2**20, 2**31)),
     ):
         with pytest.raises(numkv.DimensionMismatch, match=r"`capacity`.*2\*\*31 cells"):
             cache.init("fp32", *sizes)
@@ -160,7 +160,7 @@ def test_small_integers_of_numpy_do_not_overflow():
     cache.init("fp32", np.uint8(20), np.uint8(20), np.uint8(4))
     assert cache.num_cells == 402
     cache.start_forward(numkv.Batch(np.arange(200, dtype=np.uint8), np.zeros(200, np.int8)))
-    sliding = numkv.SlidingWindowCache(np.uint8(200), np.uint8(250))
+    sliding = numkv.CausalCache(window_left=np.uint8(200), memory=np.uint8(250))
     sliding.init("fp32", 2, 1000, np.uint8(200))
     assert sliding.num_cells == 700
 
@@ -178,13 +178,13 @@ def test_defaults_of_a_configuration():
 @pytest.mark.parametrize(
     ("name", "make_cache"),
     [
-        ("window_left", numkv.SlidingWindowCache),
-        ("memory", lambda x: numkv.SlidingWindowCache(0, x)),
-        ("chunk_size", numkv.ChunkedCache),
+        ("window_left", lambda x: numkv.CausalCache(window_left=x)),
+        ("memory", lambda x: numkv.CausalCache(window_left=0, memory=x)),
+        ("chunk_size", lambda x: numkv.CausalCache(chunk_size=x)),
     ],
 )
 def test_windows_and_chunks(name, make_cache):
-    for bad in [*NO_INTEGERS, -2, HUGE, *([] if name == "memory" else [None])]:
+    for bad in [*NO_INTEGERS, -2, HUGE, *([None] if name == "window_left" else [])]:
         with pytest.raises(REFUSED, match=named(name)):
             make_cache(bad)
 
@@ -193,14 +193,15 @@ def test_windows_and_chunks(name, make_cache):
 @pytest.mark.parametrize("size", [2**31 - 1, 2**31, 2**40, 2**63 - 1])
 def test_windows_wider_than_there_are_positions(target, name, size):
     told = {"window": -1} if name == "sliding" else {"chunk": size}
-    pair = make(target, name, (size,), (1, 8, 4), **told)
+    options = {"window_left" if name == "sliding" else "chunk_size": size}
+    pair = make(target, name, options, (1, 8, 4), **told)
     last = 2**31 - 2
     pair.step([1, 2], [0, last], [0, 0], [1, 2], "0x / 00")
     assert pair.cache.can_resume(0, 2**31)
 
 
 @pytest.mark.parametrize(
-    "make_cache", [numkv.CausalCache, lambda shift: numkv.ChunkedCache(2, shift)]
+    "make_cache", [numkv.CausalCache, lambda shift: numkv.CausalCache(shift=shift, chunk_size=2)]
 )
 def test_a_shift_is_a_function(make_cache):
     for bad in (3, "rope", [print]):

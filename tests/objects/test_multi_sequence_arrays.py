@@ -13,8 +13,8 @@ F32 = np.float32
 HEADS, DIM, DIM_V = 2, 8, 4
 CACHES = {
     "causal": lambda: numkv.CausalCache(),
-    "sliding": lambda: numkv.SlidingWindowCache(3),
-    "chunked": lambda: numkv.ChunkedCache(4),
+    "sliding": lambda: numkv.CausalCache(window_left=3),
+    "chunked": lambda: numkv.CausalCache(chunk_size=4),
 }
 
 
@@ -245,7 +245,7 @@ def test_encoder(target):
 
 def test_wrapper_asks_the_layers_child(target):
     where = targets.get(target)
-    children = numkv.SlidingWindowCache(1), numkv.CausalCache()
+    children = numkv.CausalCache(window_left=1), numkv.CausalCache()
     cache = numkv.WrapperCache(*children, layer_types=[0, 1])
     cache.init("int8", 1, 8, 4, target)
     cache.start_forward(numkv.Batch([0, 1, 2], [0] * 3))

@@ -164,7 +164,7 @@ def test_pickles_in_the_middle_of_a_pass(wrapped):
     cache = pair.cache
     if wrapped:
         cache = numkv.WrapperCache(
-            numkv.SlidingWindowCache(1), numkv.CausalCache(), layer_types=[0, 1]
+            numkv.CausalCache(window_left=1), numkv.CausalCache(), layer_types=[0, 1]
         )
         cache.init("fp32", 2, 16, 8)
     cache.start_forward(numkv.Batch([0, 1, 2], [0] * 3))

@@ -117,8 +117,7 @@ def test_before_start_forward(target, to, name):
 
 @pytest.mark.parametrize("name", CACHES)
 def test_before_init(to, target, name):
-    make_cache, args, _ = CACHES[name]
-    for call in life(make_cache(*args), to):
+    for call in life(numkv.CausalCache(**CACHES[name][0]), to):
         with pytest.raises(numkv.NumkvError, match="init"):
             call()
 
@@ -139,15 +138,15 @@ def test_after_close(target, to, name):
 
 @pytest.mark.parametrize("name", CACHES)
 def test_context_manager(name):
-    make_cache, args, _ = CACHES[name]
-    cache = make_cache(*args)
+    options, _ = CACHES[name]
+    cache = numkv.CausalCache(**options)
     with cache as entered:
         assert entered is cache
         cache.init("fp32", 1, 4, 4)
         cache.start_forward(numkv.Batch([0], [0]))
     with pytest.raises(numkv.NumkvError, match="close"):
         cache.start_forward(numkv.Batch([1], [0]))
-    with pytest.raises(ZeroDivisionError), make_cache(*args) as cache:
+    with pytest.raises(ZeroDivisionError), numkv.CausalCache(**options) as cache:
         cache.init("fp32", 1, 4, 4)
         raise ZeroDivisionError
     with pytest.raises(numkv.NumkvError, match="close"):
@@ -202,10 +201,15 @@ def test_bad_configurations():
 def test_bad_windows_and_chunks():
     for window in (-2, -100):
         with pytest.raises(ValueError, match="window_left"):
-            numkv.SlidingWindowCache(window)
+            numkv.CausalCache(window_left=window)
     for chunk in (0, -1):
         with pytest.raises(ValueError, match="chunk_size"):
-            numkv.ChunkedCache(chunk)
+            numkv.CausalCache(chunk_size=chunk)
+    for window in ({"window_left": 0}, {"memory": 4}, {"num_sink_tokens": 1}):
+        with pytest.raises(
+            ValueError, match=r"`chunk_size`: expected a window or chunks, got .*=[014]"
+        ):
+            numkv.CausalCache(chunk_size=4, **window)
 
 
 @pytest.mark.parametrize(
@@ -304,10 +308,11 @@ def test_arrays_of_the_other_target(where):
 def test_repr_says_what_it_is(target, name):
     pair = make(target, name, sizes=(2, 11, 3), kind="bf16")
     text = repr(pair.cache)
-    assert text.startswith(CACHES[name][0].__name__)
-    for part in ("bf16", target, str(pair.cache.num_cells)):
+    assert text.startswith("CausalCache(")
+    options = [f"{option}={x}" for option, x in CACHES[name][0].items()]
+    for part in ("bf16", target, str(pair.cache.num_cells), *options):
         assert part in text
-    assert CACHES[name][0].__name__ in repr(CACHES[name][0](*CACHES[name][1]))
+    assert "CausalCache" in repr(numkv.CausalCache(**CACHES[name][0]))
 
 
 @pytest.mark.slow

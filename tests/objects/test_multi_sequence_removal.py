@@ -104,7 +104,15 @@ def test_shared_cells_that_stay(target, host):
 
 def test_removed_in_the_middle_of_a_window(target):
     """Eviction goes by the positions that came of it."""
-    pair = make(target, "sliding", (2, 4), sizes=(1, 16, 4), shift=True, window=2, memory=4)
+    pair = make(
+        target,
+        "sliding",
+        {"window_left": 2, "memory": 4},
+        sizes=(1, 16, 4),
+        shift=True,
+        window=2,
+        memory=4,
+    )
     pair.step([1, 2, 3, 4], range(4), [0] * 4, [1, 2, 3, 4], "0xxx / 00xx / 000x / x000")
     assert pair.change("remove", 0, 1, 2)
     pair.step([5], [3], [0], [5, 2, 3], "000", v_shown=[5, 3, 4])
@@ -161,7 +169,9 @@ def test_a_copy_goes_by_position(target):
 
 def test_a_copy_in_a_window(target):
     """Only what is stored is shared: ask `can_resume`."""
-    pair = make(target, "sliding", (1, 2), sizes=(2, 16, 4), window=1, memory=2)
+    pair = make(
+        target, "sliding", {"window_left": 1, "memory": 2}, sizes=(2, 16, 4), window=1, memory=2
+    )
     pair.step([1, 2, 3, 4], range(4), [0] * 4, [1, 2, 3, 4], "0xxx / 00xx / x00x / xx00")
     pair.step([5], [4], [0], [5, 2, 3, 4], "0xx0")
     assert pair.change("copy_prefix", 0, 1, 4)
@@ -172,7 +182,7 @@ def test_a_copy_in_a_window(target):
 
 def test_evicted_when_the_last_holder_lets_go(target):
     """A shared cell stays for the sequence that still needs it."""
-    pair = make(target, "sliding", (1,), sizes=(2, 16, 2), window=1)
+    pair = make(target, "sliding", {"window_left": 1}, sizes=(2, 16, 2), window=1)
     pair.step([1, 2], [0, 1], [0, 0], [1, 2], "0x / 00")
     assert pair.change("copy_prefix", 0, 1, 2)
     for p in (2, 3, 4):

@@ -94,8 +94,8 @@ def test_strided_rows_are_taken(rng):
 @pytest.mark.parametrize("name", CACHES)
 def test_attention(target, rng, name):
     """Batches of several sequences, in runs and interleaved, after evictions, copies and removals."""
-    _, args, told = CACHES[name]
-    cache = CACHES[name][0](*args, shift=plus(target))
+    options, told = CACHES[name]
+    cache = numkv.CausalCache(plus(target), **options)
     sizes = (3, 12, 8)
     cache.init("fp32", *sizes, target)
     pair = Pair(cache, naive_cells.Cells(*sizes, shift=plus_one, **told), target=target)

@@ -60,9 +60,12 @@ class CacheModel(RuleBasedStateMachine):
             return numkv.CausalCache(shift), {"shift": oracle}
         if variant == "chunked":
             chunk = data.draw(st.integers(1, 4))
-            return numkv.ChunkedCache(chunk, shift), {"shift": oracle, "chunk": chunk}
+            return numkv.CausalCache(shift=shift, chunk_size=chunk), {
+                "shift": oracle,
+                "chunk": chunk,
+            }
         window, memory = data.draw(WINDOWS)
-        made = numkv.SlidingWindowCache(window, memory, shift)
+        made = numkv.CausalCache(shift=shift, window_left=window, memory=memory)
         return made, {"shift": oracle, "window": window, "memory": memory}
 
     @initialize(data=st.data())

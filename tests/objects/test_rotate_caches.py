@@ -333,7 +333,7 @@ def test_outliers_on_every_target(target, to, host, rng):
 
 def test_encoder_rows_and_wrappers(target, to, host, rng):
     """`init` of a wrapper has all children rotate."""
-    causal, encoder = numkv.SlidingWindowCache(2), numkv.EncoderCache()
+    causal, encoder = numkv.CausalCache(window_left=2), numkv.EncoderCache()
     made = numkv.WrapperCache(causal, encoder, layer_types=[0, 1])
     made.init("fp32", 1, 16, 8, target, rotate=True)
     assert repr(made).count("rotate=True") == 2

@@ -1,4 +1,4 @@
-"""First tokens that a `SlidingWindowCache` neither evicts nor hides."""
+"""First tokens that a `CausalCache` with a window neither evicts nor hides."""
 
 import copy
 import pickle
@@ -15,7 +15,7 @@ F32 = np.float32
 
 
 def make(target="cpu", kind="fp32", *, memory=None, capacity=64, max_sequences=2, **options):
-    cache = numkv.SlidingWindowCache(WINDOW, memory, num_sink_tokens=SINKS, **options)
+    cache = numkv.CausalCache(window_left=WINDOW, memory=memory, num_sink_tokens=SINKS, **options)
     cache.init(kind, max_sequences=max_sequences, capacity=capacity, max_batch=8, target=target)
     return cache
 
@@ -186,9 +186,9 @@ def test_copies_pickles_and_files(tmp_path):
 
 def test_odd_arguments():
     with pytest.raises(numkv.DimensionMismatch, match="num_sink_tokens"):
-        numkv.SlidingWindowCache(4, num_sink_tokens=-1)
+        numkv.CausalCache(window_left=4, num_sink_tokens=-1)
     with pytest.raises(TypeError, match="num_sink_tokens"):
-        numkv.SlidingWindowCache(4, num_sink_tokens=1.5)
+        numkv.CausalCache(window_left=4, num_sink_tokens=1.5)
     cache = make(capacity=12, max_sequences=1)
     assert cache.num_cells == SINKS + WINDOW + 8
     row = np.ones((8, HEADS, DIM), F32)

@@ -196,7 +196,7 @@ def test_puts_at_once_are_one_after_another_or_refused():
 
 def test_changes_at_once_leave_sound_books():
     """Whatever was let in was done whole: a token for each pass, no cell owned twice."""
-    cache = numkv.SlidingWindowCache(4)
+    cache = numkv.CausalCache(window_left=4)
     cache.init("fp32", 4, 64, 8)
     k, v = rows(1)
 

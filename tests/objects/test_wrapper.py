@@ -25,7 +25,7 @@ def cells(sizes, shifts=(None, None), **told):
 def make(target, sizes=(1, 16, 16), shifts=(False, False), switch=False, **config):
     """A sliding window of 1 and a causal cache, layers 0 and 2 of the first and 1 of the second."""
     children = [
-        numkv.SlidingWindowCache(1, shift=plus(target) if shifts[0] else None),
+        numkv.CausalCache(window_left=1, shift=plus(target) if shifts[0] else None),
         numkv.CausalCache(shift=plus(target) if shifts[1] else None),
     ]
     cache = numkv.WrapperCache(*children, **({} if switch else {"layer_types": TYPES}))
@@ -77,7 +77,11 @@ def test_attention(target, rng, switch):
 
 
 def test_the_layer_type_is_of_the_pass(target, to):
-    children = numkv.SlidingWindowCache(1), numkv.CausalCache(), numkv.ChunkedCache(2)
+    children = (
+        numkv.CausalCache(window_left=1),
+        numkv.CausalCache(),
+        numkv.CausalCache(chunk_size=2),
+    )
     cache = numkv.WrapperCache(*children)
     assert cache.underlying_cache is children[0]
     cache.init("fp32", 1, 4, 4, target)
@@ -324,7 +328,7 @@ def test_bad_calls_change_no_child(target):
 
 
 def test_before_init_and_after_close(target, to):
-    children = numkv.SlidingWindowCache(1), numkv.CausalCache()
+    children = numkv.CausalCache(window_left=1), numkv.CausalCache()
     rows = to(numbers([1]))
     with numkv.WrapperCache(*children) as cache:
         with pytest.raises(numkv.NumkvError):
@@ -346,5 +350,5 @@ def test_before_init_and_after_close(target, to):
 def test_repr_says_what_it_is(target):
     text = repr(make(target).cache)
     assert text.startswith("WrapperCache(")
-    for part in ("SlidingWindowCache", "CausalCache", target):
+    for part in ("window_left=1", "CausalCache", target):
         assert part in text

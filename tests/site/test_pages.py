@@ -190,7 +190,7 @@ def test_the_site_builds(tmp_path):
     assert "PagedKVCache(num_layers" in plain
     assert "state_slots" in plain
     assert 'href="functions.html#numkv.decode_attention"' in api
-    assert 'href="../accuracy.html">Accuracy' in api
+    assert 'href="../latent.html">Latent attention' in api
     assert not re.search(r"docs/\w+\.md", api)
     for page in tmp_path.rglob("*.html"):
         loaded = re.findall(r'<(?:script|img|iframe)[^>]* src="([^"]*)"', page.read_text())

@@ -142,7 +142,7 @@ def paged_cache(lib, a):
 
 
 def sliding(lib, a):
-    cache = lib.SlidingWindowCache(4)
+    cache = lib.CausalCache(window_left=4)
     yield from multi(cache, a)
 
 
@@ -151,7 +151,7 @@ def causal(lib, a):
 
 
 def chunked(lib, a):
-    yield from multi(lib.ChunkedCache(4), a)
+    yield from multi(lib.CausalCache(chunk_size=4), a)
 
 
 def multi(cache, a):

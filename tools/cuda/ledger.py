@@ -453,7 +453,7 @@ def cell_lines(make: Maker, row: Any, q: Any) -> Iterator[Line]:
     """Passes of caches of cells, of one that wraps two, and of an encoder's rows."""
     numkv = make.numkv
     wrapper = numkv.WrapperCache(
-        numkv.SlidingWindowCache(128),
+        numkv.CausalCache(window_left=128),
         numkv.CausalCache(),
         layer_types=[i % 2 for i in range(LAYERS)],
     )

@@ -1,4 +1,4 @@
-"""A batch on its way through the layers of a `CellCache`: what all layers share, computed when first needed."""
+"""A batch on its way through the layers of a `CausalCache`: what all layers share, computed when first needed."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -167,8 +167,6 @@ class SavedCells(SavedLayers):
     """A cache of cells: which of them are whose, in tables, and the rows of those in use."""
 
     layout = "cells"
-    #: Entries that are arguments of the class.
-    own: ClassVar[tuple[str, ...]] = ()
 
     window_left: int = integer(-1)
     chunk_size: int = integer()
@@ -184,12 +182,10 @@ class SavedCells(SavedLayers):
     num_sink_tokens: int = integer(missing=0)
 
     def check(self) -> None:
-        """See `SavedLayers.check`; and that there are windows and chunks where the class has such."""
+        """See `SavedLayers.check`; and that there is a window or chunks."""
         super().check()
-        for name, nothing in (("window_left", -1), ("memory", None), ("num_sink_tokens", 0)):
-            there = getattr(self, name) != nothing
-            expect(name in self.own or not there, f"{name} of another class")
-        expect((self.chunk_size > 0) == ("chunk_size" in self.own), f"chunks of {self.chunk_size}")
+        windowed = self.window_left >= 0 or self.memory is not None or self.num_sink_tokens > 0
+        expect(not (windowed and self.chunk_size), "a window and chunks")
         kept = self.memory is None or self.memory >= self.window_left >= 0 or self.window_left < 0
         expect(kept, "a memory below the window")
         if self.shift is not None:
@@ -206,10 +202,6 @@ class SavedCells(SavedLayers):
                     f"`shift`: expected the RoPE that the keys in the file are shifted by, {saved}, got {wanted}; "
                     "pass the same model's tables"
                 )
-
-    def arguments(self) -> dict[str, Any]:
-        """What the class is given for such a cache."""
-        return {name: getattr(self, name) for name in self.own}
 
     def specs(self) -> dict[str, Spec]:
         """See `Saved.specs`."""
@@ -231,15 +223,3 @@ class SavedCells(SavedLayers):
     def nbytes(self) -> int:
         """See `Saved.nbytes`."""
         return super().nbytes + 40 * self.num_cells
-
-
-class SavedSliding(SavedCells):
-    """A `numkv.SlidingWindowCache`."""
-
-    own = ("window_left", "memory", "num_sink_tokens")
-
-
-class SavedChunked(SavedCells):
-    """A `numkv.ChunkedCache`."""
-
-    own = ("chunk_size",)

@@ -19,9 +19,9 @@ from numkv.arrays import CacheArrays
 from numkv.attention.options import AttentionOptions
 from numkv.caches.layer_spec import LayerSpec
 from numkv.caches.multi.base import MultiSequenceCache
+from numkv.caches.multi.causal import CausalCache
 from numkv.caches.multi.config import CacheConfig, Setup
 from numkv.caches.multi.encoder import EncoderCache
-from numkv.caches.multi.variants import CELL_CACHES
 from numkv.cells.cells import Rows
 from numkv.drawing.page import drawn
 from numkv.errors import NotSupported
@@ -36,7 +36,7 @@ _MOST_LAYERS = 2**20
 
 
 def _read_children(fields: Fields, name: str, _: Any) -> list[tuple[Any, Saved]]:
-    classes = {x.__name__: x for x in (*CELL_CACHES, EncoderCache, WrapperCache)}
+    classes = {x.__name__: x for x in (CausalCache, EncoderCache, WrapperCache)}
     each = [(classes[x.text("class", list(classes))], x) for x in fields.parts(name)]
     expect(bool(each), "no caches")
     return [(of, of.__saved__.read(x)) for of, x in each]
@@ -73,7 +73,7 @@ class WrapperCache(MultiSequenceCache):
 
     Parameters
     ----------
-    *caches : CausalCache, SlidingWindowCache, ChunkedCache or EncoderCache
+    *caches : CausalCache or EncoderCache
         The children, before their `init`. They may have been configured one by one.
     layer_types : iterable of int, optional
         Which child each layer belongs to. Without it, `set_layer_type` chooses the child for the calls that follow.
@@ -96,7 +96,7 @@ class WrapperCache(MultiSequenceCache):
     Examples
     --------
     >>> import numpy as np, numkv
-    >>> sliding, causal = numkv.SlidingWindowCache(1), numkv.CausalCache()
+    >>> sliding, causal = numkv.CausalCache(window_left=1), numkv.CausalCache()
     >>> cache = numkv.WrapperCache(sliding, causal, layer_types=[0, 1])
     >>> cache.init("fp32", max_sequences=1, capacity=16, max_batch=4)
     >>> cache.start_forward(numkv.Batch(positions=[0, 1, 2], sequences=[0, 0, 0]))

@@ -1,4 +1,4 @@
-"""`CellCache`: what the multi-sequence caches over cells have in common; see `variants` for the caches themselves.
+"""`CausalCache`: many sequences in one set of cells: causal, with a sliding window, in chunks.
 
 All sequences share one set of cells, and all layers share the bookkeeping of `numkv.cells.Cells`: a pass begins with
 `start_forward`, which gives each token of a batch a cell; then each layer puts its rows and attends::
@@ -42,8 +42,10 @@ from numkv.caches.parts import Part, attend_to_parts
 from numkv.cells.cells import Cells, Compaction, Copy, Forward, Removal, Rows
 from numkv.checks import check_array
 from numkv.compaction.key_shift import Shift, plan_shift, turns_of
+from numkv.drawing.page import drawn
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError
 from numkv.kinds import kind
+from numkv.numbers import check_size
 from numkv.snapshots.snapshot import Options, Source
 from numkv.storage import jit_views
 from numkv.storage.buffer import source_dtypes
@@ -62,22 +64,82 @@ class _Change(NamedTuple):
     """The pass that goes on with what is left of its tokens."""
 
 
-class CellCache(LayeredCache):
-    """A cache of cells; see `CausalCache`, `SlidingWindowCache` and `ChunkedCache`."""
+@drawn
+class CausalCache(LayeredCache):
+    """A cache of many sequences over cells: a token attends to its sequence up to itself, a window of it, or its chunk.
+
+    With a window older tokens are evicted, for all sequences, at the next `start_forward`. With chunks nothing is.
+
+    Parameters
+    ----------
+    shift : callable, optional
+        ``shift(layer, keys, offsets) -> keys`` moves keys ``(n, num_kv_heads, head_dim)`` to other positions, by the
+        offset of each, int32 ``(n,)``; see `numkv.rope_shift`. Without it `remove` can only remove a sequence's last
+        tokens.
+    window_left : int
+        Earlier positions that a token attends to; 0: only itself; -1: all.
+    memory : int, optional
+        Positions that are kept before a sequence's next token, to resume from; `window_left` if None.
+    num_sink_tokens : int
+        Positions from 0 on that are never evicted, and that every later token attends to beside its window: attention
+        sinks (Xiao et al., arXiv:2309.17453). Positions stay those that tokens were given.
+    chunk_size : int, optional
+        Positions of a chunk, within which tokens attend to each other; the first begins at 0. A cache has a window or
+        chunks.
+
+    Raises
+    ------
+    ValueError
+        If `window_left` is below -1, `memory` negative, or `chunk_size` below 1; or there are chunks beside a window,
+        a memory or sinks. A memory below the window is refused by `init`.
+    DimensionMismatch
+        If `num_sink_tokens` is negative.
+    TypeError
+        If they are no integers, or `shift` is no function.
+
+    Notes
+    -----
+    Threads: several may read at the same time, and beside a `put` of another layer. One at a time may `put`, begin a
+    pass or change the cache; a second one, and a shift function that calls its own cache, gets `NumkvError`. So does a
+    reader that was overtaken by a change, or by a `put` of its layer.
+
+    Examples
+    --------
+    >>> import numpy as np, numkv
+    >>> cache = numkv.CausalCache(window_left=1)
+    >>> cache.init("fp32", max_sequences=2, capacity=16, max_batch=4)
+    >>> cache.start_forward(numkv.Batch(positions=[0, 1, 2, 0], sequences=[0, 0, 0, 1]))
+    >>> cache.put(0, np.ones((4, 2, 8), np.float32), np.ones((4, 2, 8), np.float32))
+    >>> k, v, mask = cache.get(0)
+    >>> mask
+    array([[  0., -inf, -inf, -inf],
+           [  0.,   0., -inf, -inf],
+           [-inf,   0.,   0., -inf],
+           [-inf, -inf, -inf,   0.]], dtype=float32)
+    """
 
     __saved__ = SavedCells
-    #: Earlier positions that a token attends to, -1 for all; positions of a chunk, 0 for no chunks; positions kept.
-    _window = -1
-    _chunk = 0
-    _memory: int | None = None
-    #: Positions from 0 on that are never evicted nor hidden.
-    _num_sinks = 0
 
-    def __init__(self, shift: Shift | None = None) -> None:
+    def __init__(
+        self, shift: Shift | None = None, *, window_left: int = -1, memory: int | None = None,
+        num_sink_tokens: int = 0, chunk_size: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         if shift is not None and not callable(shift):
             raise TypeError(f"`shift`: expected a function, got {type(shift).__name__}")
         self._shift = shift
+        # More positions than there are do no more than all of them, and an int64 may not hold them.
+        self._window = min(UNLIMITED, check_size("window_left", window_left, -1))
+        self._memory = None if memory is None else min(UNLIMITED, check_size("memory", memory))
+        self._num_sinks = min(UNLIMITED, check_size("num_sink_tokens", num_sink_tokens))
+        # 0 for no chunks.
+        self._chunk = 0
+        if chunk_size is not None:
+            self._chunk = min(MOST_POSITIONS, check_size("chunk_size", chunk_size, 1))
+            if self._window >= 0 or memory is not None or self._num_sinks:
+                raise ValueError(
+                    f"`chunk_size`: expected a window or chunks, got {self._options()}; give what the model has"
+                )
         self._cells = Cells(0)
         self._pass: ForwardPass | None = None
         self._jit: Any = None
@@ -87,6 +149,11 @@ class CellCache(LayeredCache):
         )
 
     # -- what it is
+
+    @property
+    def num_sink_tokens(self) -> int:
+        """Positions from 0 on that are never evicted nor hidden."""
+        return self._num_sinks
 
     @property
     def num_cells(self) -> int:
@@ -139,13 +206,17 @@ class CellCache(LayeredCache):
 
     def _describe(self) -> str:
         cells = self._cells
-        return (
-            f"{self._options()}num_cells={cells.num_cells}, num_free={cells.num_free}, "
-            f"sequences={len(cells.sequences)}"
-        )
+        free = f"num_cells={cells.num_cells}, num_free={cells.num_free}"
+        options = self._options()
+        return f"{options}{', ' if options else ''}{free}, sequences={len(cells.sequences)}"
 
     def _options(self) -> str:
-        return ""
+        """What it was made with, but for the shift."""
+        options = (
+            ("window_left", self._window, -1), ("memory", self._memory, None),
+            ("num_sink_tokens", self._num_sinks, 0), ("chunk_size", self._chunk, 0),
+        )  # fmt: skip
+        return ", ".join(f"{name}={x}" for name, x, without in options if x != without)
 
     # -- for your own kernels
 
@@ -263,7 +334,10 @@ class CellCache(LayeredCache):
     def _empty(cls, saved: SavedCells, source: Source, options: Options) -> Self:
         cells = cells_of(saved.num_cells, saved.cells_memory, saved.num_sink_tokens)
         cells.resume(**{name: source.array(name) for name in cells.tables()})
-        made = cls(**saved.arguments(), shift=options.shift)
+        made = cls(
+            options.shift, window_left=saved.window_left, memory=saved.memory,
+            num_sink_tokens=saved.num_sink_tokens, chunk_size=saved.chunk_size or None,
+        )  # fmt: skip
         kinds, rotate = (saved.k_kind, saved.v_kind), saved.rotation is not None
         setup = Setup(*kinds, 1, saved.num_cells, saved.max_batch, options.place, rotate)
         made._commit_init((setup, saved.config.config, cells))
