@@ -6,8 +6,8 @@ from numkv.caches.bound import BoundAttention, BoundLayer, BoundStep
 from numkv.caches.contiguous_layer import ContiguousLayer
 from numkv.caches.kv_cache import KVCache
 from numkv.caches.layer_spec import FullPrecision, LayerSpec, StateSlots
+from numkv.caches.multi.arguments import Batch, CacheConfig
 from numkv.caches.multi.causal import CausalCache
-from numkv.caches.multi.config import Batch, CacheConfig
 from numkv.caches.multi.encoder import EncoderCache
 from numkv.caches.multi.wrapper import WrapperCache
 from numkv.caches.paged.buffers import StepBuffers

@@ -197,6 +197,10 @@ class Cells:
         How many.
     memory : int or None
         Positions that a sequence keeps before its newest ones; older ones are evicted. None: all.
+    num_sinks : int
+        Positions from 0 on that are never evicted: attention sinks. Models put much attention on a sequence's first
+        tokens, whatever these are; without them predictions fall apart as soon as a window has slid past them. See Xiao
+        et al., "Efficient Streaming Language Models with Attention Sinks" (arXiv:2309.17453), section 3.2.
 
     Attributes
     ----------
@@ -204,8 +208,8 @@ class Cells:
         Position of each cell, and how many sequences own it; 0: the cell is free, and its position stale.
     """
 
-    def __init__(self, num_cells: int, memory: int | None = None) -> None:
-        self.memory = memory
+    def __init__(self, num_cells: int, memory: int | None = None, num_sinks: int = 0) -> None:
+        self.memory, self.num_sinks = memory, num_sinks
         self.positions = np.zeros(num_cells, np.int32)
         self.num_sequences = np.zeros(num_cells, np.int32)
         self._vacant = np.empty(kernels.num_spans(num_cells), np.int32)
@@ -248,7 +252,12 @@ class Cells:
         owned = self.owned(sequence)
         if not len(owned):
             return False
-        first, last = int(self.positions[owned[0]]), int(self.positions[owned[-1]])
+        sinks = self.before(owned, self.num_sinks) if self.num_sinks else 0
+        if sinks == len(owned):
+            sinks = 0
+        first, last = int(self.positions[owned[sinks]]), int(self.positions[owned[-1]])
+        if first == sinks:  # nothing is evicted
+            first = 0
         return max(0, position - window) >= first and position <= last + 1
 
     # -- a batch
@@ -270,13 +279,21 @@ class Cells:
         CacheFull
             If there are too few; nothing has changed, and nothing is evicted.
         """
-        kept = [] if self.memory is None else self._evictions(rows, self.memory)
-        if not kept:
-            evicted = _NO_CELLS
-        elif len(kept) == 1:
-            evicted = kept[0][0].cells[kept[0][0].begin : kept[0][1]]
-        else:
-            evicted = np.concatenate([s.cells[s.begin : begin] for s, begin in kept])
+        kept: list[tuple[CellsOfSequence, int]] = []
+        behind_sinks: dict[CellsOfSequence, CellList] = {}
+        gone: list[CellList] = []
+        for found, begin in [] if self.memory is None else self._evictions(rows, self.memory):
+            sinks = self.before(found.owned, self.num_sinks) if self.num_sinks else 0
+            first, gap = found.begin + sinks, np.s_[sinks : begin - found.begin]
+            if not sinks:
+                kept.append((found, begin))
+            elif first < begin:
+                behind_sinks[found] = np.delete(found.owned, gap)
+            if first < begin:
+                gone.append(found.cells[first:begin])
+        evicted = _NO_CELLS
+        if gone:
+            evicted = gone[0] if len(gone) == 1 else np.concatenate(gone)
         n = len(rows.positions)
         cells = np.empty(n, np.int64)
         found = kernels.compiled("find_free")(self.num_sequences, self._vacant, evicted, cells)
@@ -291,12 +308,14 @@ class Cells:
             for run, new in enumerate(runs):
                 part = rows.positions[bounds[run] : bounds[run + 1]]
                 runs[run] = new[np.argsort(part, kind="stable")]
-        return Forward(rows, cells, evicted, kept, runs, self._longer_lists(rows, runs, kept))
+        lists = self._new_lists(rows, runs, kept, behind_sinks)
+        return Forward(rows, cells, evicted, kept, runs, lists)
 
-    def _longer_lists(
-        self, rows: Rows, runs: list[Ints], kept: list[tuple[CellsOfSequence, int]]
-    ) -> dict[int, CellsOfSequence]:
-        """Lists with room for new cells, of sequences that have no such list."""
+    def _new_lists(
+        self, rows: Rows, runs: list[Ints], kept: list[tuple[CellsOfSequence, int]],
+        behind_sinks: dict[CellsOfSequence, CellList],
+    ) -> dict[int, CellsOfSequence]:  # fmt: skip
+        """Lists of sequences that have no room for new cells, or lose some behind their sinks."""
         counts: dict[int, int] = {}
         for sequence, new in zip(rows.sequences, runs, strict=True):
             counts[sequence] = counts.get(sequence, 0) + len(new)
@@ -308,6 +327,10 @@ class Cells:
             elif found.end + n > len(found.cells):
                 owned = found.cells[begins.get(found, found.begin) : found.end]
                 lists[sequence] = CellsOfSequence.with_room(owned, n)
+        for sequence, found in self._sequences.items() if behind_sinks else ():
+            if found in behind_sinks:
+                room = counts.get(sequence, 0)
+                lists[sequence] = CellsOfSequence.with_room(behind_sinks[found], room)
         return lists
 
     def _evictions(self, rows: Rows, memory: int) -> list[tuple[CellsOfSequence, int]]:

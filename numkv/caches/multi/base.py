@@ -22,15 +22,17 @@ from numkv import targets
 from numkv.access import Access, drops, reads, whole
 from numkv.arrays import CacheArrays
 from numkv.attention.options import AttentionOptions, check_options
-from numkv.caches.multi.checks import (
+from numkv.caches.multi.arguments import (
     MOST_POSITIONS,
+    Batch,
+    CacheConfig,
+    Setup,
     check_indices,
     check_integer,
     check_layer,
     check_position,
     check_sequence,
 )
-from numkv.caches.multi.config import Batch, CacheConfig, Setup
 from numkv.cells.cells import Rows, read_rows
 from numkv.cells.compiled import LAST_POSITION
 from numkv.checks import check_kept

@@ -27,17 +27,17 @@ from numkv.attention.attend import attend, check_queries
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import AttentionOptions
 from numkv.caches.layer_spec import LayerSpec
-from numkv.caches.multi.checks import (
+from numkv.caches.multi.arguments import (
     MOST_POSITIONS,
+    CacheConfig,
+    Setup,
     check_indices,
     check_sequence,
 )
-from numkv.caches.multi.config import CacheConfig, Setup
 from numkv.caches.multi.forward_pass import UNLIMITED, ForwardPass, View, as_table
 from numkv.caches.multi.late_reports import CellReports
 from numkv.caches.multi.layered import LayeredCache, check_picklable
 from numkv.caches.multi.saved import SavedCells, saved_config
-from numkv.caches.multi.sinks import cells_of
 from numkv.caches.parts import Part, attend_to_parts
 from numkv.cells.cells import Cells, Compaction, Copy, Forward, Removal, Rows
 from numkv.checks import check_array
@@ -282,7 +282,7 @@ class CausalCache(LayeredCache):
                 actual=num_cells,
             )
         kept = None if memory == UNLIMITED else memory
-        return setup, config, cells_of(num_cells, kept, self._num_sinks)
+        return setup, config, Cells(num_cells, kept, self._num_sinks)
 
     def _commit_init(self, plan: tuple[Setup, CacheConfig, Cells]) -> None:
         setup, self._config, self._cells = plan
@@ -332,7 +332,7 @@ class CausalCache(LayeredCache):
 
     @classmethod
     def _empty(cls, saved: SavedCells, source: Source, options: Options) -> Self:
-        cells = cells_of(saved.num_cells, saved.cells_memory, saved.num_sink_tokens)
+        cells = Cells(saved.num_cells, saved.cells_memory, saved.num_sink_tokens)
         cells.resume(**{name: source.array(name) for name in cells.tables()})
         made = cls(
             options.shift, window_left=saved.window_left, memory=saved.memory,

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from numkv.access import Access, reads, whole
 from numkv.attention.attend import attend, check_queries
 from numkv.attention.options import AttentionOptions
-from numkv.caches.multi.checks import check_layer, check_sequence
-from numkv.caches.multi.config import Setup
+from numkv.caches.multi.arguments import Setup, check_layer, check_sequence
 from numkv.caches.multi.late_reports import LayerReports
 from numkv.caches.multi.layered import LayeredCache
 from numkv.caches.multi.saved import SavedEncoder, SavedLayer, saved_config

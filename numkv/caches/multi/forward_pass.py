@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.caches.multi.sinks import show_sinks, sinks_and_windows
 from numkv.cells import compiled as kernels
-from numkv.cells.cells import Cells, Rows
+from numkv.cells.cells import CellList, Cells, Ints, Rows
 from numkv.kinds import Kind
 from numkv.targets.base import Array, Target
 
@@ -77,7 +77,7 @@ class ForwardPass:
         self._found: tuple[NDArray[np.int32], NDArray[np.int64]] | None = None
         # Of each token, in its run's table row, int64 (num_tokens, 2).
         self._visible_ranges: NDArray[np.int64] | None = None
-        # The same where first positions are seen too: these, and the rest; see `sinks_and_windows`.
+        # The same where first positions are seen too: these, and the rest; see `_sinks_and_windows`.
         self._sight: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
         self._device: tuple[Array, Array, Array, Array] | None = None
         self._mask: Array = None
@@ -158,7 +158,7 @@ class ForwardPass:
                 self._table()[0], self.rows.starts, windows, low, hidden, mask.view(word)
             )
             if sinks is not None:
-                show_sinks(self._table()[0], self.rows.starts, sinks, low, mask)
+                _show_sinks(self._table()[0], self.rows.starts, sinks, low, mask)
             self._mask = self._view.target.asarray(mask)
         return self._mask
 
@@ -200,7 +200,7 @@ class ForwardPass:
                 view.cells.before(row[:n], view.num_sinks)
                 for row, n in zip(table, lens, strict=True)
             ]
-            found = self._sight = sinks_and_windows(counts, self.rows.starts, self._ranges())
+            found = self._sight = _sinks_and_windows(counts, self.rows.starts, self._ranges())
         return (found[0] if found[0].any() else None), found[1]
 
     def _sinks(self) -> NDArray[np.int32]:
@@ -248,3 +248,35 @@ def as_table(lists: Sequence[NDArray[np.int32]]) -> tuple[NDArray[np.int32], NDA
     for row, cells in zip(table, lists, strict=True):
         row[: len(cells)] = cells
     return table, lens
+
+
+def _sinks_and_windows(counts: Sequence[int], starts: Ints, ranges: Ints) -> tuple[Ints, Ints]:
+    """What each token of a pass sees: first tokens apart from its window, and its window.
+
+    Parameters
+    ----------
+    counts : sequence of int
+        First tokens of each run's sequence.
+    starts : int64 array (num_runs + 1,)
+        Where each run's tokens begin.
+    ranges : int64 array (num_tokens, 2)
+        What each token's window shows, along its run's row of the table.
+
+    Returns
+    -------
+    sinks, windows : int64 array (num_tokens, 2)
+        Ranges; where both would meet, the first is empty and the second has all.
+    """
+    windows, sinks = ranges.copy(), np.zeros_like(ranges)
+    for first, (i, j) in zip(counts, itertools.pairwise(starts.tolist()), strict=True):
+        meets = ranges[i:j, 0] <= first
+        sinks[i:j, 1] = np.where(meets, 0, first)
+        windows[i:j, 0] = np.where(meets, 0, ranges[i:j, 0])
+    return sinks, windows
+
+
+def _show_sinks(table: CellList, starts: Ints, sinks: Ints, first: int, mask: NDArray[Any]) -> None:
+    """Write 0 into a mask over cells from `first` on, where a token sees first tokens apart from its window."""
+    for row, (i, j) in zip(table, itertools.pairwise(starts.tolist()), strict=True):
+        for at in range(int(sinks[i:j, 1].max(initial=0))):
+            mask[i + np.flatnonzero(sinks[i:j, 1] > at), int(row[at]) - first] = 0

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numkv.caches.multi.config import CacheConfig
+from numkv.caches.multi.arguments import CacheConfig
 from numkv.compaction.key_shift import RopeShift, turns_of
 from numkv.errors import NotSupported
 from numkv.kinds import Kind

@@ -18,9 +18,9 @@ from numkv.access import Access, whole
 from numkv.arrays import CacheArrays
 from numkv.attention.options import AttentionOptions
 from numkv.caches.layer_spec import LayerSpec
+from numkv.caches.multi.arguments import CacheConfig, Setup
 from numkv.caches.multi.base import MultiSequenceCache
 from numkv.caches.multi.causal import CausalCache
-from numkv.caches.multi.config import CacheConfig, Setup
 from numkv.caches.multi.encoder import EncoderCache
 from numkv.cells.cells import Rows
 from numkv.drawing.page import drawn
