@@ -544,7 +544,7 @@ class KVCache(SingleSequence):
         self._cut(check_index("length", length, len(self), inclusive=True))
 
     def _cut(self, length: int) -> None:
-        self._mend(length)
+        self._reports.keep(0, length)
         self._length[0] = length
         for layer, rows in enumerate(self._lengths.tolist()):  # NumPy's `clip` needs memory
             self._lengths[layer] = min(max(rows, 0), length)

@@ -125,7 +125,7 @@ class Layer(SingleSequence):
         )
 
     def _cut(self, length: int) -> None:
-        self._mend(length)
+        self._reports.keep(0, length)
         self._lengths[0] = length
         self._table[:] = self._ids
         if self._full_precision is not None:
@@ -476,7 +476,7 @@ class Layer(SingleSequence):
 
         def note() -> tuple[int, int, Any]:
             p = made[0]
-            return p.num_tokens, int(p.cos.shape[0]) if p.rotates else -1, self._watch.latest
+            return p.num_tokens, int(p.cos.shape[0]) if p.rotates else -1, self._reports.latest
 
         q_written = frozenset({5})
         found: Array = call.long(write, lambda: (self._block_table(0),), note, q_written)
@@ -495,7 +495,7 @@ class Layer(SingleSequence):
         first_look = check_finite and pool.looks_first
         if first_look:
             p.check_finite(pool)
-        self._watch_nothing()
+        self._reports.look_for_nothing()
         marker = self._marker(start) if check_finite and not first_look else None
         with held:
             self._write_checked(p, start, first, marker)
@@ -589,7 +589,7 @@ class Layer(SingleSequence):
             if check_finite and pool.looks_first:
                 p.check_finite(pool)
             self._make_room(0, start, tokens)
-            self._watch_nothing()
+            self._reports.look_for_nothing()
             look = p.watch(pool, self._marker(start)) if check_finite else 0
             numbers = np.arange(tokens)
             slots, positions = (

@@ -20,7 +20,7 @@ from numkv.attention.mass import attention_mass
 from numkv.attention.options import AttentionOptions, check_options
 from numkv.attention.sight import is_free
 from numkv.caches.full_precision import FullPrecisionWindow, Watching
-from numkv.caches.history import History, first_kept
+from numkv.caches.late_reports import SequenceReports
 from numkv.caches.layer_spec import FullPrecision, LayerSpec
 from numkv.caches.saved import SavedSequence
 from numkv.compaction.key_shift import RopeShift
@@ -75,14 +75,10 @@ class SingleSequence:
         )
         self._begin()
 
-    #: What kernels report to; None on the CPU.
-    _watch: Any
+    #: Which tokens' rows were NaN or infinite; those of all layers are one sequence, 0.
+    _reports: SequenceReports
     #: What makes calls that repeat the short way; None where there is none.
     _again: Any
-    #: What has become of tokens since they were written.
-    _history: History
-    #: The first position with rows that were NaN or infinite, once that is known, and the error.
-    _bad: tuple[int, NonFiniteInput] | None = None
     #: What its snapshots hold beside tensors.
     __saved__: ClassVar[type[SavedSequence]]
     #: Of each layer: the same buffers, and its own scales of heads.
@@ -103,7 +99,7 @@ class SingleSequence:
         self._shown = False  # whether compiled code has got arrays that it could write to
         self._uploads = Uploads(self._target)
         self._again = None if self._full_precision is not None else self._target.repeats()
-        self._begin_watching()
+        self._reports = SequenceReports(self._target)
 
     # -- what a subclass says
 
@@ -257,13 +253,15 @@ class SingleSequence:
         NumkvError
             If rows are moved or dropped meanwhile.
         """
-        self._target.collect_late(self._watch, wait=True)  # what is told of rows goes along
+        reports = self._reports.copy(self._target)
         new = object.__new__(type(self))
         new.__dict__.update(self._state())
         new._access = Access()
         if self._full_precision is not None:
             new._full_precision = self._full_precision.copy()
-        return self._copy_to(new)
+        made = self._copy_to(new)
+        made._reports = reports
+        return made
 
     __copy__ = copy
 
@@ -441,7 +439,7 @@ class SingleSequence:
         call.long(
             lambda: self._append_here(layer, *self._as_rows(k, v), check_finite),
             lambda: (self._block_table(layer),),
-            lambda: (int(self._lengths[layer]) - start, self._watch.latest),
+            lambda: (int(self._lengths[layer]) - start, self._reports.latest),
         )
 
     def _ready_table(self, layer: int) -> int | None:
@@ -462,7 +460,7 @@ class SingleSequence:
     def _append_checked(self, layer: int, k: Array, v: Array, watched: bool) -> None:
         pool, start, room = self._pools[layer], self._stored(layer), self._room
         self._make_room(layer, start, int(k.shape[0]))
-        self._watch_nothing()
+        self._reports.look_for_nothing()
         marker = self._marker(start) if watched else None
 
         def watch(k: Array, v: Array, skipped: int) -> int:
@@ -513,7 +511,7 @@ class SingleSequence:
             moves += self._full_precision.plan_moves(kept, shift)
         for move in moves:
             move()
-        self._mend(kept)
+        self._reports.keep(0, kept)
         self._cut(kept.shape[1])
 
     def _moves(
@@ -656,53 +654,30 @@ class SingleSequence:
 
     # -- rows that a kernel has found to be NaN or infinite, after the call was over; never on the CPU
 
-    def _begin_watching(self) -> None:
-        self._watch = self._target.new_watch()
-        self._history = History()
-
     def _look(self, layer: int, start: int, looked_at: Any) -> int:
         """A number for a call that is made again, once nothing is known to be wrong with the tokens so far."""
-        if self._bad is not None or self._watch.arrived():
-            self._refuse_bad(layer)
-        if looked_at is None:
-            return 0
-        of_k, of_v, marker = looked_at
-        look: int = self._watch.look((of_k, of_v, marker._replace(first=start)))
-        return look
-
-    def _watch_nothing(self) -> None:
-        """Say that the call that comes looks for nothing, unless it says so."""
-        if self._watch is not None:
-            self._watch.latest = None
+        self._refuse_bad(layer)
+        return self._reports.look_again(looked_at, first=start)
 
     def _marker(self, start: int) -> Marker:
         """What notes a position, in a call from position `start` on, whose rows are not what they should be."""
-        cache = weakref.ref(self)  # its memory is not kept for that
+        reports = weakref.ref(self._reports)  # the object's memory is not kept for that
 
         def mark(position: int, error: NonFiniteInput, call: int) -> None:
-            of = cache()
-            now = None if of is None else of._history.now(position, call)
-            if of is not None and now is not None and (of._bad is None or now < of._bad[0]):
-                of._bad = now, error
+            if (of := reports()) is not None:
+                of.tell(0, position, error, call)
 
-        return Marker(self._watch, mark, start)
+        return self._reports.marker(mark, start)
 
     def _refuse_bad(self, layer: int | None = 0) -> None:
         """Refuse to go on behind a token that a kernel has found to be NaN or infinite."""
-        self._target.collect_late(self._watch)
-        if self._bad is not None and layer is not None and self._bad[0] < self._stored(layer):
-            position, error = self._bad
+        self._reports.collect()
+        bad = self._reports.first(0)
+        if bad is not None and layer is not None and bad[0] < self._stored(layer):
+            position, error = bad
             raise NonFiniteInput(f"{error}; truncate to {position} tokens", error.index)
 
     def _refuse_reported(self) -> None:
         """Wait for what has been launched, and refuse to go on if a token was NaN or infinite."""
-        self._target.collect_late(self._watch, wait=True)
+        self._reports.collect(wait=True)
         self._refuse_bad(self._longest())
-
-    def _mend(self, kept: int | NDArray[np.int64]) -> None:
-        """Forget a bad token, and those after it, that are not among those which are kept; see `History.add`."""
-        if self._bad is not None:
-            now = first_kept(self._bad[0], kept)
-            self._bad = None if now is None else (now, self._bad[1])
-        if self._watch is not None and self._watch.calls:
-            self._history.add(self._watch.calls, kept)

@@ -82,7 +82,7 @@ def test_a_bad_row_leaves_the_window_as_zeros():
     """Nobody looks in between: the row moves to the quantised part, and is what it was there."""
     made = layer(window=2, sinks=0)
     made.append(to(good(3)), to(good(3)))
-    with unseen(made._watch):
+    with unseen(made._reports.watch):
         made.append(to(bad()), to(good()))
         for seed in range(4):
             made.append(to(good(seed=seed)), to(good(seed=seed)))
@@ -241,7 +241,7 @@ def test_forks_are_told_of_what_they_share():
     cache = paged()
     seq = cache.add()
     step(cache, [seq], good(5))
-    with unseen(cache._store.watch):
+    with unseen(cache._store.reports.watch):
         early = cache.fork(seq)
         step(cache, [seq], bad(3, (1, 1, 5)))  # position 6
         late = cache.fork(seq)
@@ -272,7 +272,7 @@ def test_forks_are_told_of_what_they_share():
 def test_what_was_truncated_before_it_was_told_is_forgotten():
     cache = paged()
     seq = cache.add()
-    with unseen(cache._store.watch):
+    with unseen(cache._store.reports.watch):
         step(cache, [seq], bad(3, (1, 1, 5)))
         cache.truncate(seq, 1)
         step(cache, [seq], good(4))
@@ -283,7 +283,7 @@ def test_what_was_truncated_before_it_was_told_is_forgotten():
 def test_compaction_of_a_sequence_of_many():
     cache = paged()
     seq = cache.add()
-    with unseen(cache._store.watch):
+    with unseen(cache._store.reports.watch):
         step(cache, [seq], bad(8, (3, 1, 5)))
         cache.compact(seq, [1, 2, 5, 6])
     refused(2, lambda: cache.reserve([seq], 1))
@@ -296,7 +296,7 @@ def test_a_prefix_with_a_bad_row_is_found_by_nobody():
     """Who has found it is told; nobody finds it again."""
     cache, ids = paged(), np.arange(12)
     seq = cache.add(ids)
-    with unseen(cache._store.watch):
+    with unseen(cache._store.reports.watch):
         step(cache, [seq], bad(12, (6, 1, 5)), token_ids=ids)
         other = cache.add(ids)
     assert cache.cached_len(other) == 8
@@ -399,7 +399,7 @@ def test_cells_behind_a_bad_one_count_as_bad():
     """Of two that were bad one is told; removing it alone does not do."""
     cache = cells(shift=lambda layer, keys, offsets: keys)
     forward(cache, [0, 1], [0, 0], good(2))
-    with unseen(cache._reports._watch):
+    with unseen(cache._reports.watch):
         forward(cache, [2], [0], bad())
         forward(cache, [3], [0], bad())
     told_of(0, 2, lambda: forward(cache, [4], [0], good()))

@@ -26,6 +26,7 @@ from numkv.access import Access, drops, reads
 from numkv.attention.attend import attend, check_queries
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import AttentionOptions
+from numkv.caches.late_reports import CellReports
 from numkv.caches.layer_spec import LayerSpec
 from numkv.caches.multi.arguments import (
     MOST_POSITIONS,
@@ -35,7 +36,6 @@ from numkv.caches.multi.arguments import (
     check_sequence,
 )
 from numkv.caches.multi.forward_pass import UNLIMITED, ForwardPass, View, as_table
-from numkv.caches.multi.late_reports import CellReports
 from numkv.caches.multi.layered import LayeredCache, check_picklable
 from numkv.caches.multi.saved import SavedCells, saved_config
 from numkv.caches.parts import Part, attend_to_parts
@@ -492,7 +492,8 @@ class CausalCache(LayeredCache):
         if call.replay is not None:
             own = (again.pointer(now.slots_on_target()),)
             self._reports.refuse(now.rows.sequences)
-            look = self._reports.look_again(call.replay.note, self._reports.mark(now.slots))
+            marker = self._reports.marker(self._reports.mark(now.slots))
+            look = self._reports.look_again(call.replay.note, marker)
             try:  # nobody reads the layer meanwhile
                 puts[layer] = puts.get(layer, 0) | 1
                 if call.run(own, (0, look)) is None:
@@ -525,9 +526,9 @@ class CausalCache(LayeredCache):
         if now.reserve:
             return
         self._reports.refuse(now.rows.sequences)
-        look = self._reports.look(
-            pool, k, v, self._reports.mark(now.slots) if check_finite else None
-        )
+        self._reports.look_for_nothing()
+        marker = self._reports.marker(self._reports.mark(now.slots))
+        look = pool.watch(k, v, marker) if check_finite else 0
         slots, puts = now.slots_on_target(), self._puts
         try:  # nobody reads the layer meanwhile
             puts[layer] = puts.get(layer, 0) | 1

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from numkv.access import Access, reads, whole
 from numkv.attention.attend import attend, check_queries
 from numkv.attention.options import AttentionOptions
+from numkv.caches.late_reports import LayerReports
 from numkv.caches.multi.arguments import Setup, check_layer, check_sequence
-from numkv.caches.multi.late_reports import LayerReports
 from numkv.caches.multi.layered import LayeredCache
 from numkv.caches.multi.saved import SavedEncoder, SavedLayer, saved_config
 from numkv.cells.cells import Rows
@@ -301,8 +301,8 @@ class EncoderCache(LayeredCache):
         try:  # nobody reads the layer meanwhile
             puts[layer] = puts.get(layer, 0) | 1
             if rows:
-                mark = self._reports.mark(layer) if check_finite else None
-                made.scatter(k, v, slots, self._reports.look(made, k, v, mark))
+                marker = self._reports.marker(self._reports.mark(layer))
+                made.scatter(k, v, slots, made.watch(k, v, marker) if check_finite else 0)
             if self._layers.get(layer) is not made:
                 self._layers[layer] = made
                 self._changed()

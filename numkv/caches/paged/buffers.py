@@ -149,7 +149,7 @@ class StepBuffers:
     def _forget_finite(self) -> None:
         """Forget the steps of which no row can still turn out to be NaN or infinite, as the device is past them."""
         arrived = self._fixed.arrived()
-        self._store.collect()  # what they had is told by now
+        self._store.reports.collect()  # what they had is told by now
         while self._before and self._before[0].update < arrived:
             self._before.popleft()
 
@@ -168,9 +168,9 @@ class StepBuffers:
                 first = int(step.ends[i - 1]) if i else 0
                 if step.kept and token - first >= step.kept[i]:
                     continue  # rolled back
-                of._store.bad.tell(step.sequences[i], int(step.positions[token]), error, call)
+                of._store.reports.tell(step.sequences[i], int(step.positions[token]), error, call)
 
-        return Marker(self._store.watch, mark)
+        return self._store.reports.marker(mark)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise NotSupported("StepBuffers cannot be copied or pickled: make others of the copy")

@@ -201,10 +201,12 @@ class PagedKVCache(StoredSequences):
                 cached=length, prompt=ids,
             )  # fmt: skip
             before = last_name(self._store, digests, extra)
-            if self._store.watch is not None:  # no later report would reach a row that is copied
-                self._store.collect(wait=True)
+            if (
+                self._store.reports.watch is not None
+            ):  # no later report would reach a row that is copied
+                self._store.reports.collect(wait=True)
                 self._spread_bad()
-            others = (x for seq, x in self._sequences.items() if seq not in self._store.bad)
+            others = (x for seq, x in self._sequences.items() if seq not in self._store.reports)
             part = None
             if self._store.states is None:  # between checkpoints there are none to begin with
                 part = find_part(self._store, ids[length : len(ids) - 1], before, others)
@@ -269,7 +271,7 @@ class PagedKVCache(StoredSequences):
         """
         state = self._idle(seq)._replace(cached=0, pins=(), prompt=None)
         made = self._insert(state, shared=state.blocks())
-        self._store.bad.fork(sequence_number(seq), made, state.length, self._store.calls)
+        self._store.reports.fork(sequence_number(seq), made, state.length)
         return made
 
     @whole
@@ -286,7 +288,7 @@ class PagedKVCache(StoredSequences):
         self._spread_bad()
         self._exchange({number: None}, state.by_depth())
         self._release_slots(slots)
-        self._store.bad.remove(number)
+        self._store.reports.remove(number)
 
     @whole
     def truncate(self, seq: int, length: int) -> None:
@@ -350,7 +352,7 @@ class PagedKVCache(StoredSequences):
             raise
         self._release_slots(before)
         if length < state.length:
-            self._store.bad.keep(sequence_number(seq), length, self._store.calls)
+            self._store.reports.keep(sequence_number(seq), length)
 
     @on_stream
     @whole
@@ -422,7 +424,7 @@ class PagedKVCache(StoredSequences):
             self._exchange({number: None}, np.append(state.blocks(), plan.taken))
             raise
         self._exchange({number: plan.state}, plan.released)
-        self._store.bad.keep(number, kept[None], self._store.calls)
+        self._store.reports.keep(number, kept[None])
 
     # -- steps
 
@@ -488,7 +490,7 @@ class PagedKVCache(StoredSequences):
         self._spread_bad()
         states = {seq: self._idle(seq) for seq in seqs}
         for seq, state in states.items():
-            self._store.bad.refuse(seq, state.length)
+            self._store.reports.refuse(seq, state.length)
         lens = numbers_of_new_tokens(new_lens, len(seqs))
         tree = None if parents is None else Tree(parents, lens, into)
         if tree is not None and self._store.states is not None:
@@ -570,7 +572,7 @@ class PagedKVCache(StoredSequences):
             self._spread_bad()
             looked_at = keep if order is None else step.new_lens
             for (seq, state), n in zip(states.items(), looked_at.tolist(), strict=True):
-                self._store.bad.refuse(seq, state.length + n)
+                self._store.reports.refuse(seq, state.length + n)
         ids = ids if ids is None or order is None else ids[order]
         ending = end_step(self._store, states, step, books.state_slots, keep, ids)
         if order is not None and books.tree is not None:
@@ -917,7 +919,7 @@ class PagedKVCache(StoredSequences):
             if states is not None:
                 states.clear()
             self.blocks.clear()
-            self._store.bad.clear()
+            self._store.reports.clear()
         except Exception:  # memory, say
             if states is not None and slots is not None:
                 for own, old in zip(states._arrays(), slots._arrays(), strict=True):
@@ -1287,8 +1289,8 @@ class PagedKVCache(StoredSequences):
         self._idle(number)
         state = self._settled(number)
         swapped = copy_out(self._store, state)
-        self._store.collect(wait=True)
-        self._store.bad.refuse(number, state.length)
+        self._store.reports.collect(wait=True)
+        self._store.reports.refuse(number, state.length)
         self._refuse_overtaken("swap_out", generation, (number,), (state,))
         return swapped
 

@@ -129,8 +129,7 @@ def copied(store: BlockStore) -> BlockStore:
     for old, new in zip(_head_scales(store), _head_scales(made), strict=True):
         new[:] = target.asarray(np.array(target.to_host(old)))
     made.__dict__["continuations"] = store.continuations.copy(blocks)
-    store.collect(wait=True)  # what is told of rows goes along
-    made.__dict__["bad"] = store.bad.copy()
+    made.__dict__["reports"] = store.reports.copy(target)
     return made
 
 

@@ -276,7 +276,7 @@ class Step:
                 return
         call.long(
             lambda: self._append_here(layer, pool, own, k, v, check_finite), lambda: (own,),
-            lambda: self._store.watch.latest, after=self._place,
+            lambda: self._store.reports.latest, after=self._place,
         )  # fmt: skip
 
     def _append_here(
@@ -289,7 +289,7 @@ class Step:
         first = check_finite and pool.looks_first
         k, v = pool.check_rows(k, v, check_finite=first)
         self._check_tokens("k", int(k.shape[0]))
-        self._watch_nothing()
+        self._store.reports.look_for_nothing()
         look = pool.watch(k, v, self._marker(captured)) if check_finite and not first else 0
         self._append_in_full(layer, k, v)
         pool.scatter(k, v, slots, look)
@@ -382,7 +382,7 @@ class Step:
             return made[0].q_out
 
         def note() -> tuple[int, Any]:
-            return int(made[0].cos.shape[0]) if made[0].rotates else -1, self._store.watch.latest
+            return int(made[0].cos.shape[0]) if made[0].rotates else -1, self._store.reports.latest
 
         found: Array = call.long(write, lambda: own, note, frozenset({5}), self._place)
         return found
@@ -815,7 +815,7 @@ class Step:
         if looks and pool.looks_first:
             p.check_finite(pool)
             looks = False
-        self._watch_nothing()
+        self._store.reports.look_for_nothing()
         p.scatter(
             pool, slots, self._positions, p.watch(pool, self._marker(captured)) if looks else 0
         )
@@ -1041,19 +1041,10 @@ class Step:
         parts = parts_of(store, layer, twin, self._tables.__getitem__, ranges)
         return attend_to_parts(parts, q, self._lens, self._starts, options)
 
-    def _watch_nothing(self) -> None:
-        """Say that the call that comes looks for nothing, unless it says so."""
-        if self._store.watch is not None:
-            self._store.watch.latest = None
-
     def _look(self, looked_at: Any) -> int:
         """A number for a call that is made again."""
-        if looked_at is None:
-            return 0
-        of_k, of_v, _ = looked_at
-        marker = self._marker(False)._replace(watch=None)
-        look: int = self._store.watch.look((of_k, of_v, marker))
-        return look
+        marker = None if looked_at is None else self._marker(False)
+        return self._store.reports.look_again(looked_at, marker)
 
     def _captured(self, name: str) -> bool:
         """Whether a call becomes a part of a CUDA graph, which keeps what it needs; refused where tables may go."""
@@ -1081,17 +1072,17 @@ class Step:
                     token = tree.moved.get(token, int(ends[i]))
                 if of is None or (kept and token - int(ends[i] - new_lens[i]) >= kept[i]):
                     return  # rolled back
-                of.bad.tell(sequences[i], int(places[token]), error, call)
+                of.reports.tell(sequences[i], int(places[token]), error, call)
 
-            noting = self._noting = Marker(self._store.watch, mark)
+            noting = self._noting = self._store.reports.marker(mark)
         return noting
 
     def _refuse_bad(self) -> None:
         """Refuse to go on with a step of which a kernel has found rows to be NaN or infinite."""
-        self._store.collect()
-        if self._store.bad:
+        self._store.reports.collect()
+        if self._store.reports:
             for seq, length in zip(self.sequences, self._ends, strict=True):
-                self._store.bad.refuse(seq, length)
+                self._store.reports.refuse(seq, length)
 
     @property
     def _again(self) -> Any:

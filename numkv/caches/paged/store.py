@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.blocks.pool import BlockPool
-from numkv.caches.paged.bad_rows import BadRows
+from numkv.caches.late_reports import SequenceReports
 from numkv.caches.paged.continuations import Continuations
 from numkv.caches.paged.groups import LayerGroup
 from numkv.caches.paged.key_bounds import BlockBounds
@@ -157,10 +157,10 @@ class BlockStore:
         Where states lie, where layers keep some.
     tiers : Tiers or None
         Where blocks are looked for that the pool has not, and where full ones go; see `numkv.caches.paged.tiers`.
-    bad : BadRows
-        On CUDA, which sequences have rows that were NaN or infinite.
     bounds : BlockBounds or None
         Bounds of the keys in all blocks, where the cache keeps some.
+    reports : SequenceReports
+        On CUDA, which sequences have rows that were NaN or infinite.
     """
 
     target: Target
@@ -173,8 +173,8 @@ class BlockStore:
     pages: Any = None
     states: StateMemory | None = None
     tiers: Any = None
-    bad: BadRows = field(default_factory=BadRows)
     bounds: BlockBounds | None = None
+    reports: SequenceReports = field(init=False)
 
     @functools.cached_property
     def continuations(self) -> Continuations:
@@ -191,20 +191,8 @@ class BlockStore:
         """What makes steps' calls that repeat the short way; see `numkv.targets.base.Target.repeats`."""
         return self.target.repeats()
 
-    @functools.cached_property
-    def watch(self) -> Any:
-        """What kernels report to; see `numkv.targets.base.Target.new_watch`."""
-        return self.target.new_watch()
-
-    @property
-    def calls(self) -> int:
-        """How many calls there have been of which something may be told; 0 on the CPU."""
-        return 0 if self.watch is None else int(self.watch.calls)
-
-    def collect(self, wait: bool = False) -> None:
-        """Take what kernels have told so far; with `wait` when all that was launched is done."""
-        if self.watch is not None and (wait or self.watch.arrived()):
-            self.target.collect_late(self.watch, wait)
+    def __post_init__(self) -> None:
+        self.__dict__["reports"] = SequenceReports(self.target)
 
     @property
     def num_layers(self) -> int:

@@ -292,13 +292,13 @@ class StoredSequences:
         """Wait for what has been launched, and refuse to go on if a token was NaN or infinite, of open steps too."""
         self._spread_bad(wait=True)
         for seq, state in list(self._sequences.items()):
-            self._store.bad.refuse(seq, state.length + (state.reserved or 0))
+            self._store.reports.refuse(seq, state.length + (state.reserved or 0))
 
     def _spread_bad(self, wait: bool = False) -> None:
         """Take what kernels have told, and tell it to sequences that share blocks."""
-        self._store.collect(wait)
-        if self._store.bad:
-            self._store.bad.spread(dict(self._sequences), self.blocks)
+        self._store.reports.collect(wait)
+        if self._store.reports:
+            self._store.reports.spread(dict(self._sequences), self.blocks)
 
     def _refuse_changing(self, generation: int) -> None:
         if self._access.writer or self._generation != generation:

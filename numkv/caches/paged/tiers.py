@@ -226,8 +226,8 @@ class Tiers:
             part.queue(blocks)
         elif not self.store.closed:
             copies = part.content.copies([of.block for of in blocks])
-            self._of.collect()  # by now all that was written before the copies has been told of
-            if not self._of.bad:
+            self._of.reports.collect()  # by now all that was written before the copies has been told of
+            if not self._of.reports:
                 part.queue_copies(blocks, copies)
 
     def evicted(

@@ -1,0 +1,389 @@
+"""What caches do about rows that a kernel has found to be NaN or infinite, after the call was over.
+
+On the CPU values are checked first, and nothing is ever reported late. Of several tokens of a sequence that were not
+finite sometimes only the first is reported. So whatever comes after one counts as if it were not finite either.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv.blocks.pool import BlockPool
+from numkv.cells.cells import Cells
+from numkv.errors import NonFiniteInput
+from numkv.targets.base import Target
+from numkv.targets.call import Mark, Marker
+
+#: Calls after which one is certainly done.
+_LONG_AGO = 1 << 12
+
+
+class LateReports:
+    """What kernels tell of a cache's rows.
+
+    Parameters
+    ----------
+    target : Target
+        Where the cache is.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        #: What kernels report to; None on the CPU.
+        self.watch = target.new_watch()
+
+    @property
+    def calls(self) -> int:
+        """How many calls there have been of which something may be told; 0 on the CPU."""
+        return 0 if self.watch is None else int(self.watch.calls)
+
+    @property
+    def latest(self) -> Any:
+        """What the last call had looked at; None if nothing was."""
+        return self.watch.latest
+
+    def collect(self, wait: bool = False) -> None:
+        """Take what has been reported so far; with `wait` when all that was launched is done."""
+        if self.watch is not None and (wait or self.watch.arrived()):
+            self._target.collect_late(self.watch, wait)
+
+    def look_for_nothing(self) -> None:
+        """Say that the call that comes looks for nothing, unless it asks for a marker and says so."""
+        if self.watch is not None:
+            self.watch.latest = None
+
+    def marker(self, mark: Mark, first: int = 0) -> Marker:
+        """What a call gives that has rows looked at.
+
+        Parameters
+        ----------
+        mark : function
+            Takes the number of a token, the error, and which call it was.
+        first : int
+            Number of the call's first token.
+        """
+        return Marker(self.watch, mark, first)
+
+    def look_again(self, looked_at: Any, marker: Marker | None = None, first: int = 0) -> int:
+        """The number of a look for a call that repeats one of which `latest` was this.
+
+        Parameters
+        ----------
+        looked_at : tuple or None
+            See `latest`.
+        marker : Marker, optional
+            Whom to tell; whom that call told, of tokens from `first` on, if None.
+        first : int
+            Number of the call's first token.
+        """
+        if looked_at is None:
+            return 0
+        of_k, of_v, whom = looked_at
+        whom = whom._replace(first=first) if marker is None else marker._replace(watch=None)
+        found: int = self.watch.look((of_k, of_v, whom))
+        return found
+
+
+class _History:
+    """What has become of a sequence's tokens since calls of which something may still be reported."""
+
+    def __init__(self) -> None:
+        # Calls so far, and the tokens that were kept then: those below a length, or these, in each layer.
+        self._changes: list[tuple[int, int | NDArray[np.int64]]] = []
+
+    def add(self, calls: int, kept: int | NDArray[np.int64]) -> None:
+        """Note that tokens were dropped after so many calls.
+
+        Parameters
+        ----------
+        calls : int
+            Calls of the watch so far.
+        kept : int or int64 array (num_layers, n)
+            How many were kept, or which.
+        """
+        changes = [(n, of) for n, of in self._changes if calls - n < _LONG_AGO]
+        if isinstance(kept, int):
+            while changes and isinstance(changes[-1][1], int) and changes[-1][1] >= kept:
+                changes.pop()
+        self._changes = [*changes, (calls, kept)]
+
+    def copy(self) -> _History:
+        """The same so far."""
+        made = _History()
+        made._changes = self._changes  # which is replaced, not changed
+        return made
+
+    def now(self, position: int, call: int) -> int | None:
+        """Where the first of the tokens is now that come with or after one that was reported; None if all are gone."""
+        for calls, kept in self._changes:
+            if call <= calls:
+                found = _first_kept(position, kept)
+                if found is None:
+                    return None
+                position = found
+        return position
+
+
+def _first_kept(position: int, kept: int | NDArray[np.int64]) -> int | None:
+    """Where the first token from a position on is, once these have been kept; None if there is none."""
+    if isinstance(kept, int):
+        return position if position < kept else None
+    found = [int(np.searchsorted(of_layer, position)) for of_layer in kept]
+    least = min(found, default=0)
+    return least if least < kept.shape[1] else None
+
+
+class _Fork(NamedTuple):
+    """A sequence that was made of another one, of which rows that both have may yet be reported."""
+
+    calls: int  #: of the cache, before
+    child: int
+    length: int  #: tokens that the child began with
+    history: _History  #: of the other one, so far
+
+
+class SequenceReports(LateReports):
+    """What is reported of sequences: of each that has such rows, the first such position, and the error."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        self._first: dict[int, tuple[int, NonFiniteInput]] = {}
+        self._histories: dict[int, _History] = {}
+        self._forks: dict[int, tuple[_Fork, ...]] = {}
+
+    def __bool__(self) -> bool:
+        """Whether any sequence has such rows, as far as has been reported."""
+        return bool(self._first)
+
+    def __contains__(self, seq: int) -> bool:
+        """Whether a sequence has such rows, as far as has been reported."""
+        return seq in self._first
+
+    def tell(self, seq: int, position: int, error: NonFiniteInput, call: int) -> None:
+        """Note what a kernel found in a token that had this position when call number `call` was made."""
+        for fork in self._forks.get(seq, ()):
+            if call <= fork.calls:
+                there = fork.history.now(position, call)
+                if there is not None and there < fork.length:
+                    self.tell(fork.child, there, error, call)
+        history = self._histories.get(seq)
+        now = position if history is None else history.now(position, call)
+        if now is not None:
+            self._note(seq, now, error)
+
+    def first(self, seq: int) -> tuple[int, NonFiniteInput] | None:
+        """The first position of a sequence with such a row, as far as has been reported, and the error."""
+        return self._first.get(seq)
+
+    def _note(self, seq: int, position: int, error: NonFiniteInput) -> None:
+        known = self._first.get(seq)
+        if known is None or position < known[0]:
+            self._first[seq] = position, error
+
+    def refuse(self, seq: int, length: int) -> None:
+        """Refuse to go on with a sequence of so many tokens if one of them was reported."""
+        if not self._first:
+            return
+        position, error = self._first.get(seq, (length, None))
+        if error is not None and position < length:
+            raise NonFiniteInput(
+                f"{error}; truncate sequence {seq} to {position} tokens, or roll its step back",
+                error.index,
+            )
+        self._first.pop(seq, None)
+
+    # -- what becomes of sequences
+
+    def keep(self, seq: int, kept: int | NDArray[np.int64]) -> None:
+        """Forget tokens that are dropped, also of those of which something may yet be reported.
+
+        Parameters
+        ----------
+        seq : int
+            The sequence.
+        kept : int or int64 array (num_layers, n)
+            How many tokens it keeps, or which.
+        """
+        known = self._first.pop(seq, None)
+        if known is not None and (now := _first_kept(known[0], kept)) is not None:
+            self._first[seq] = now, known[1]
+        if self.calls:
+            self._histories.setdefault(seq, _History()).add(self.calls, kept)
+
+    def fork(self, seq: int, child: int, length: int) -> None:
+        """Let a sequence begin with the first tokens of another one."""
+        calls = self.calls
+        known = self._first.get(seq)
+        if known is not None and known[0] < length:
+            self._first[child] = known
+        if calls:
+            self._forks = {
+                parent: recent
+                for parent, forks in self._forks.items()
+                if (recent := tuple(of for of in forks if calls - of.calls < _LONG_AGO))
+            }
+            so_far = self._histories.get(seq, _History()).copy()
+            mine = _Fork(calls, child, length, so_far)
+            self._forks[seq] = (*self._forks.get(seq, ()), mine)
+
+    def remove(self, seq: int) -> None:
+        """Forget a sequence; what was forked from it may yet have reports."""
+        self._first.pop(seq, None)
+        self._histories.pop(seq, None)
+
+    def clear(self) -> None:
+        """Forget all sequences."""
+        self._first, self._histories, self._forks = {}, {}, {}
+
+    def copy(self, target: Target) -> SequenceReports:
+        """What is known, for a copy of the cache: waits for what has been launched."""
+        self.collect(wait=True)
+        made = SequenceReports(target)
+        made._first = dict(self._first)
+        return made
+
+    def spread(self, states: Mapping[int, Any], blocks: BlockPool) -> None:
+        """Tell sequences that share a block with a bad row, and let nobody find it as a prefix any more.
+
+        Parameters
+        ----------
+        states : mapping of int to SequenceState
+            All sequences.
+        blocks : BlockPool
+            The books of their blocks.
+        """
+        for seq, (position, error) in list(self._first.items()):
+            state = states.get(seq)
+            if state is None or position >= state.length:
+                continue
+            index = position // blocks.block_size
+            for group, table in enumerate(state.tables):
+                behind = table[index:][table[index:] >= 0]
+                blocks.forget(behind[blocks.is_cached(behind)])
+                if not len(table) > index or table[index] < 0:
+                    continue
+                for other, its in states.items():
+                    of = its.tables[group]
+                    if len(of) > index and of[index] == table[index] and position < its.length:
+                        self._note(other, position, error)
+
+
+class CellReports(LateReports):
+    """What is reported of cells: a sequence that owns one of them goes on when it has lost it."""
+
+    def __init__(self, target: Target, cells: Cells) -> None:
+        super().__init__(target)
+        self._cells = cells
+        self._bad: dict[int, NonFiniteInput] = {}
+        # How many calls there had been when each cell was given to its token.
+        self._given = np.zeros(0 if self.watch is None else cells.num_cells, np.int64)
+
+    def over(self, cells: Cells) -> CellReports:
+        """The same for a copy, whose cells these are: waits for what has been launched."""
+        self.collect(wait=True)
+        made = CellReports(self._target, cells)
+        made._bad = dict(self._bad)
+        return made
+
+    def give(self, cells: NDArray[np.int64]) -> None:
+        """Forget what was reported, and may yet be reported, of cells that get other tokens."""
+        if self.watch is None:
+            return
+        self._given[cells] = self.watch.calls
+        if self._bad:
+            for cell in cells.tolist():
+                self._bad.pop(cell, None)
+
+    def clear(self) -> None:
+        """Forget all cells."""
+        self._bad.clear()
+        if self.watch is not None:
+            self._given[:] = self.watch.calls
+
+    def mark(self, cells: NDArray[np.int64]) -> Mark:
+        """What notes a token of a call whose tokens have these cells."""
+        to = weakref.ref(self)
+
+        def note(token: int, error: NonFiniteInput, call: int) -> None:
+            of, cell = to(), int(cells[token])
+            if of is not None and call > of._given[cell]:
+                of._note(cell, error)
+
+        return note
+
+    def _note(self, cell: int, error: NonFiniteInput) -> None:
+        self._bad.setdefault(cell, error)
+        for seq in self._cells.sequences:
+            owned = self._cells.owned(seq)
+            for at in np.flatnonzero(owned == cell).tolist():
+                for after in owned[at:].tolist():
+                    self._bad.setdefault(after, error)
+
+    def refuse(self, sequences: Iterable[int]) -> None:
+        """Refuse to go on with sequences that own a cell which is not what it should be."""
+        self.collect()
+        if not self._bad:
+            return
+        for seq in sequences:
+            for cell in self._cells.owned(seq).tolist():
+                error = self._bad.get(cell)
+                if error is not None:
+                    raise NonFiniteInput(
+                        f"{error}; remove sequence {seq} from position {self._cells.positions[cell]} on",
+                        error.index,
+                    )
+
+
+class LayerReports(LateReports):
+    """What is reported of layers whose rows are put as a whole: they are right when they have been put anew."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        self._bad: dict[int, NonFiniteInput] = {}
+        # How many calls there had been when each layer, and all of them, were dropped.
+        self._put: dict[int, int] = {}
+        self._dropped = 0
+
+    def copy(self) -> Self:
+        """The same for a copy: waits for what has been launched."""
+        self.collect(wait=True)
+        made = type(self)(self._target)
+        made._bad = dict(self._bad)
+        return made
+
+    def put(self, layer: int) -> None:
+        """Forget what was reported, and may yet be reported, of a layer."""
+        if self.watch is not None:
+            self._bad.pop(layer, None)
+            self._put[layer] = self.watch.calls
+
+    def clear(self) -> None:
+        """Forget all layers."""
+        if self.watch is not None:
+            self._bad.clear()
+            self._dropped = self.watch.calls
+
+    def mark(self, layer: int) -> Mark:
+        """What notes a row of a layer."""
+        to = weakref.ref(self)
+
+        def note(row: int, error: NonFiniteInput, call: int) -> None:
+            of = to()
+            if of is not None and call > max(of._dropped, of._put.get(layer, 0)):
+                of._bad.setdefault(layer, error)
+
+        return note
+
+    def refuse(self, but: int | None = None) -> None:
+        """Refuse to go on with rows of an item that are not what they should be, but in one layer."""
+        self.collect()
+        for layer, error in self._bad.items():
+            if layer != but:
+                raise NonFiniteInput(
+                    f"{error}; put layer {layer} anew, or remove the item", error.index
+                )
