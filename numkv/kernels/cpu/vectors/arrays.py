@@ -13,6 +13,16 @@ from numkv.kernels.cpu.vectors.emit import DOUBLE, I32, I64, emits, steps
 RAMP = 8
 
 
+def array_value(context, b, of, data, shape, strides, itemsize, memory=None):
+    """An array of a Numba type that lies at a pointer, or an address; with `memory` it counts references."""
+    found = context.make_array(of)(context, b)
+    place = b.inttoptr if isinstance(data.type, ir.IntType) else b.bitcast
+    context.populate_array(
+        found, data=place(data, found.data.type), shape=shape, strides=strides, itemsize=itemsize, meminfo=memory
+    )  # fmt: skip
+    return found._getvalue()
+
+
 @intrinsic
 def row_of(typing_context, array, index):
     """One row of an array whose last axis is contiguous, whatever its other strides: a 1-d C array that shares memory.
@@ -26,16 +36,8 @@ def row_of(typing_context, array, index):
         at = b.ptrtoint(source.data, I64)
         for axis, i in enumerate(cgutils.unpack_tuple(b, args[1])):
             at = b.add(at, b.mul(i, b.extract_value(source.strides, axis)))
-        row = context.make_array(row_type)(context, b)
-        context.populate_array(
-            row,
-            data=b.inttoptr(at, source.data.type),
-            shape=[b.extract_value(source.shape, array.ndim - 1)],
-            strides=[source.itemsize],
-            itemsize=source.itemsize,
-            meminfo=None,
-        )
-        return row._getvalue()
+        size = b.extract_value(source.shape, array.ndim - 1)
+        return array_value(context, b, row_type, at, [size], [source.itemsize], source.itemsize)
 
     return row_type(array, types.UniTuple(types.int64, array.ndim - 1)), codegen
 
@@ -49,9 +51,8 @@ def without_refcount(typing_context, array):
 
     def codegen(context, b, sig, args):
         source = context.make_array(sig.args[0])(context, b, args[0])
-        source.meminfo = ir.Constant(source.meminfo.type, None)
-        source.parent = ir.Constant(source.parent.type, None)
-        return source._getvalue()
+        shape, steps = source.shape, source.strides
+        return array_value(context, b, sig.args[0], source.data, shape, steps, source.itemsize)
 
     return array(array), codegen
 

@@ -39,6 +39,7 @@ from numba.core import cgutils
 from numba.core.typeconv import Conversion
 from numba.extending import intrinsic
 
+from numkv.kernels.cpu.vectors.arrays import array_value
 from numkv.kernels.cpu.vectors.emit import I64
 
 #: By the name of an operator's node in Python's syntax tree: itself, and what it is of two int64.
@@ -249,26 +250,20 @@ class Values:
             else:
                 at = b.add(at, b.mul(self.int(part), next(axes)[1]))
         type_ = value.type.copy(ndim=len(kept), layout="A")
-        found = self.context.make_array(type_)(self.context, b)
-        self.context.populate_array(
-            found, data=b.inttoptr(at, source.data.type), shape=[size for size, _ in kept],
-            strides=[stride for _, stride in kept], itemsize=source.itemsize, meminfo=None,
-        )  # fmt: skip
-        return Leaf(type_, found._getvalue())
+        sizes, steps = [size for size, _ in kept], [stride for _, stride in kept]
+        found = array_value(self.context, b, type_, at, sizes, steps, source.itemsize)
+        return Leaf(type_, found)
 
     def slice(self, value: Leaf, begin: Any, end: Any) -> Leaf:
         """Part of a 1-d array."""
-        source, found = self.array(value), self.context.make_array(value.type)(self.context, self.b)
+        source = self.array(value)
         begin = self.int(0 if begin is None else begin)
         size = self.b.extract_value(source.shape, 0)
         stride = self.b.extract_value(source.strides, 0)
         size = self.b.sub(size if end is None else self.int(end), begin)
         data = self.b.add(self.b.ptrtoint(source.data, I64), self.b.mul(begin, stride))
-        self.context.populate_array(
-            found, data=self.b.inttoptr(data, source.data.type), shape=[size], strides=[stride],
-            itemsize=source.itemsize, meminfo=None,
-        )  # fmt: skip
-        return Leaf(value.type, found._getvalue())
+        lies = data, [size], [stride], source.itemsize
+        return Leaf(value.type, array_value(self.context, self.b, value.type, *lies))
 
     def arithmetic(self, op: str, left: Any, right: Any) -> Any:
         """What an operator makes of two numbers."""
@@ -455,15 +450,12 @@ class Emitter(Values):
         align = self.context.get_constant(types.uint32, 64)
         memory = self.context.nrt.meminfo_alloc_aligned(self.b, self.b.mul(size, itemsize), align)
         data = self.context.nrt.meminfo_data(self.b, memory)
-        found = self.context.make_array(type_)(self.context, self.b)
-        self.context.populate_array(
-            found, data=self.b.bitcast(data, found.data.type), shape=[size], strides=[itemsize],
-            itemsize=itemsize, meminfo=memory,
-        )  # fmt: skip
-        place = self.slot(Leaf(type_, found._getvalue()))
-        self.b.store(found._getvalue(), place.pointer)
+        lies = data, [size], [itemsize], itemsize, memory
+        found = Leaf(type_, array_value(self.context, self.b, type_, *lies))
+        place = self.slot(found)
+        self.b.store(found.value, place.pointer)
         self.frame.memory.append(place)
-        return Leaf(type_, found._getvalue())
+        return found
 
     def free(self) -> None:
         """Free what a function has made: nothing, where it ended before."""

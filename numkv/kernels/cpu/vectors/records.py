@@ -16,6 +16,7 @@ from numba.core import cgutils
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
+from numkv.kernels.cpu.vectors.arrays import array_value
 from numkv.kernels.cpu.vectors.emit import DOUBLE, I32, I64, emits
 
 #: Axes of an array in a record, at most.
@@ -77,16 +78,11 @@ def array_reader(dtype, ndim, layout="A"):
             def number(i):
                 return b.load(b.gep(fields, [I64(i)]))
 
-            found = context.make_array(array_type)(context, b)
-            context.populate_array(
-                found,
-                data=b.inttoptr(number(ADDRESS), found.data.type),
-                shape=[number(SHAPE + axis) for axis in range(ndim)],
-                strides=[number(STRIDES + axis) for axis in range(ndim)],
-                itemsize=I64(context.get_abi_sizeof(context.get_data_type(dtype))),
-                meminfo=None,
+            shape, steps = (
+                [number(first + axis) for axis in range(ndim)] for first in (SHAPE, STRIDES)
             )
-            return found._getvalue()
+            itemsize = I64(context.get_abi_sizeof(context.get_data_type(dtype)))
+            return array_value(context, b, array_type, number(ADDRESS), shape, steps, itemsize)
 
         return array_type(types.int64, types.int64), codegen
 
@@ -124,16 +120,8 @@ def table_of(typing_context, arrays):
     def codegen(context, b, sig, args):
         memory = cgutils.alloca_once(b, I64, I64(TABLE_ROW * len(arrays.types)))
         _put_rows(context, b, memory, arrays, args[0])
-        found = context.make_array(table_type)(context, b)
-        context.populate_array(
-            found,
-            data=memory,
-            shape=[I64(len(arrays.types)), I64(TABLE_ROW)],
-            strides=[I64(8 * TABLE_ROW), I64(8)],
-            itemsize=I64(8),
-            meminfo=None,
-        )
-        return found._getvalue()
+        shape, steps = [I64(len(arrays.types)), I64(TABLE_ROW)], [I64(8 * TABLE_ROW), I64(8)]
+        return array_value(context, b, table_type, memory, shape, steps, I64(8))
 
     return table_type(arrays), codegen
 
@@ -190,12 +178,9 @@ def ints_from(typing_context, address, size):
     array_type = types.Array(types.int64, 1, "C")
 
     def codegen(context, b, sig, args):
-        found = context.make_array(array_type)(context, b)
-        context.populate_array(
-            found, data=_field(b, args[0], I64(0)), shape=[args[1]], strides=[I64(8)], itemsize=I64(8),
-            meminfo=None,
-        )  # fmt: skip
-        return found._getvalue()
+        return array_value(
+            context, b, array_type, _field(b, args[0], I64(0)), [args[1]], [I64(8)], I64(8)
+        )
 
     return array_type(types.int64, types.int64), codegen
 
