@@ -176,7 +176,7 @@ def test_what_a_graph_reads_lives_as_long_as_it_and_no_longer(where):
         out = step.attention(0, q, stream=stream)
         kept = out.__cuda_array_interface__["data"][0]
     pool = cache._pools[0].k.gpu_data.device_pointer
-    tables = buffers._fixed.arrays[0].gpu_data.device_pointer
+    tables = buffers._tables._fixed.arrays[0].gpu_data.device_pointer
     places = [int(p) for p in (pool, tables, kept)]
     cache.rollback(step)
     del step, cache, buffers, out

@@ -64,6 +64,42 @@ class StepBuffers:
     """
 
     def __init__(self, store: BlockStore, num_seqs: int, num_tokens: int, max_length: int) -> None:
+        self._tables = made = StepTables(store, num_seqs, num_tokens, max_length)
+        self.num_seqs, self.num_tokens, self.max_length = (
+            made.num_seqs,
+            made.num_tokens,
+            made.max_length,
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise NotSupported("StepBuffers cannot be copied or pickled: make others of the copy")
+
+    def __repr__(self) -> str:
+        return (
+            f"<StepBuffers: {self.num_seqs} sequences, {self.num_tokens} new tokens, "
+            f"{self.max_length} tokens in a sequence>"
+        )
+
+
+def tables_of(into: Any) -> StepTables:
+    """What lies in the buffers that a caller gives."""
+    if not isinstance(into, StepBuffers):
+        raise TypeError(f"`into`: expected StepBuffers, got {type(into).__name__}")
+    return into._tables
+
+
+class StepTables:
+    """The tables that lie in `StepBuffers`, and the steps that they have been of.
+
+    Attributes
+    ----------
+    num_seqs, num_tokens, max_length : int
+        See `StepBuffers`.
+    place : object
+        Where they were filled last.
+    """
+
+    def __init__(self, store: BlockStore, num_seqs: int, num_tokens: int, max_length: int) -> None:
         self.num_seqs = check_size("num_seqs", num_seqs, 1)
         self.num_tokens = check_size("num_tokens", num_tokens, 1)
         self.max_length = check_size("max_length", max_length, 1)
@@ -89,21 +125,21 @@ class StepBuffers:
         self._store = store
         self._fixed = store.target.fixed(layout)
         self._layout, self._groups = layout, groups
-        self._place = store.target.place()
+        self.place = store.target.place()
         self._open: Any = None
         self._updates = 0
         self._before: deque[_Before] = deque()
 
     # -- arrays of the target
 
-    def _arrays(self) -> tuple[Any, Any, Any, list[Any], list[Any]]:
+    def arrays(self) -> tuple[Any, Any, Any, list[Any], list[Any]]:
         """Positions, lengths and starts of queries; slots and tables of each layer group."""
         found, groups = self._fixed.arrays, self._groups
         return found[0], found[1], found[2], found[3 : 3 + groups], found[3 + groups :]
 
     # -- steps
 
-    def _check(self, store: BlockStore, lens: Ints, num_tokens: int) -> None:
+    def check(self, store: BlockStore, lens: Ints, num_tokens: int) -> None:
         """Refuse a step that does not fit: `lens` are the lengths that its sequences will have."""
         if self._store is not store:
             raise NumkvError("`into`: expected buffers of this cache, got those of another")
@@ -123,7 +159,7 @@ class StepBuffers:
                     actual=got,
                 )
 
-    def _fill(self, filled: Filled) -> None:
+    def fill(self, filled: Filled) -> None:
         """Put a step's tables in place, in the order of the current stream."""
         seqs, tokens = len(filled.lens), len(filled.positions)
         host = [np.zeros(shape, dtype) for shape, dtype in self._layout]
@@ -135,10 +171,10 @@ class StepBuffers:
             x[:] = -1
             x[:seqs, : table.shape[1]] = table[:, : x.shape[1]]
         self._fixed.update(host)
-        self._place = self._store.target.place()
+        self.place = self._store.target.place()
         self._updates += 1
 
-    def _take(self, step: Any, ends: Ints, kept: list[int]) -> None:
+    def take(self, step: Any, ends: Ints, kept: list[int]) -> None:
         """Let a step lie here: the one that has filled them."""
         self._open = step
         self._forget_finite()
@@ -153,7 +189,7 @@ class StepBuffers:
         while self._before and self._before[0].update < arrived:
             self._before.popleft()
 
-    def _marker(self) -> Marker:
+    def marker(self) -> Marker:
         """What notes a row of a graph that is not finite: in each step that it may have been of."""
         buffers = weakref.ref(self)
 
@@ -171,12 +207,3 @@ class StepBuffers:
                 of._store.reports.tell(step.sequences[i], int(step.positions[token]), error, call)
 
         return self._store.reports.marker(mark)
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise NotSupported("StepBuffers cannot be copied or pickled: make others of the copy")
-
-    def __repr__(self) -> str:
-        return (
-            f"<StepBuffers: {self.num_seqs} sequences, {self.num_tokens} new tokens, "
-            f"{self.max_length} tokens in a sequence>"
-        )

@@ -47,7 +47,7 @@ from numkv.caches.paged.arguments import (
     sequence_numbers,
 )
 from numkv.caches.paged.bound import bind_paged
-from numkv.caches.paged.buffers import StepBuffers
+from numkv.caches.paged.buffers import StepBuffers, tables_of
 from numkv.caches.paged.compact import plan_compaction
 from numkv.caches.paged.lookup import Contents, PrefixLookup, contents_of
 from numkv.caches.paged.memory import copied, state_of, store_of
@@ -475,9 +475,7 @@ class PagedKVCache(StoredSequences):
 
     def _on(self, stream: Any, into: StepBuffers | None) -> Any:
         """A context for what a step begins with, which no graph can repeat."""
-        if into is not None and not isinstance(into, StepBuffers):
-            raise TypeError(f"`into`: expected StepBuffers, got {type(into).__name__}")
-        after = None if into is None else into._place
+        after = None if into is None else tables_of(into).place
         if stream is None and after is not None:
             stream = after.handle
         return self._target.on(stream, self._pools[0].k, after=after)
@@ -492,19 +490,20 @@ class PagedKVCache(StoredSequences):
         for seq, state in states.items():
             self._store.reports.refuse(seq, state.length)
         lens = numbers_of_new_tokens(new_lens, len(seqs))
+        tables = None if into is None else tables_of(into)
         tree = None if parents is None else Tree(parents, lens, into)
         if tree is not None and self._store.states is not None:
             raise NotSupported(
                 "`parents`: expected None where layers keep states, which follow one path, got a tree"
             )
-        if into is not None:
+        if tables is not None:
             if self._store.states is not None:
                 raise NotSupported(
                     "`into`: expected None where layers keep states, got StepBuffers"
                 )
             ends = np.array([state.length for state in states.values()], np.int64) + lens
-            into._check(self._store, ends, int(lens.sum()))
-        room = reserve_room(self._store, states, lens, into, tree)
+            tables.check(self._store, ends, int(lens.sum()))
+        room = reserve_room(self._store, states, lens, tables, tree)
         try:
             self._exchange(room.states, room.released)
         except BaseException:
@@ -513,8 +512,8 @@ class PagedKVCache(StoredSequences):
                 self._release_slots(room.slots)
             raise
         self._open_steps[room.step] = room.books
-        if into is not None:
-            into._take(room.step, np.cumsum(lens), room.books.kept)
+        if tables is not None:
+            tables.take(room.step, np.cumsum(lens), room.books.kept)
         return room.step
 
     @whole

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from numkv import targets
 from numkv.blocks.pool import taken_for_now
-from numkv.caches.paged.buffers import StepBuffers
+from numkv.caches.paged.buffers import StepTables
 from numkv.caches.paged.prefix_match import NewNames, name_blocks, split_at_window
 from numkv.caches.paged.states import Checkpoint, StateMemory
 from numkv.caches.paged.step import Step, StepBooks
@@ -41,7 +41,7 @@ class Reservation(NamedTuple):
 
 
 def reserve_room(
-    store: BlockStore, states: dict[int, SequenceState], new_lens: Ints, into: StepBuffers | None = None,
+    store: BlockStore, states: dict[int, SequenceState], new_lens: Ints, into: StepTables | None = None,
     tree: Tree | None = None,
 ) -> Reservation:  # fmt: skip
     """Allocate blocks for new tokens of some sequences, and copies of the last blocks that they share with others.
@@ -54,7 +54,7 @@ def reserve_room(
         The sequences, without open steps.
     new_lens : int64 array (num_seqs,)
         How many tokens each of them gets.
-    into : StepBuffers, optional
+    into : StepTables, optional
         Where the step's tables lie.
     tree : Tree, optional
         What the new tokens are drafts of, if they are trees.

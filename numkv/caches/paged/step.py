@@ -17,7 +17,7 @@ from numkv.attention.mass import attention_mass
 from numkv.attention.options import AttentionOptions, check_options
 from numkv.attention.sight import Visible
 from numkv.caches.bound import BoundStep, NewTokens
-from numkv.caches.paged.buffers import Filled, StepBuffers
+from numkv.caches.paged.buffers import Filled, StepTables
 from numkv.caches.paged.key_bounds import BlockBounds
 from numkv.caches.paged.residual_attention import Queries, Ranges, parts_of, ranges_of
 from numkv.caches.paged.states import StateMemory, StepState
@@ -79,7 +79,7 @@ class Step:
         How many tokens each of them gets.
     books : StepBooks
         What the cache keeps of it.
-    into : StepBuffers, optional
+    into : StepTables, optional
         Where its tables lie; else in memory of their own.
 
     Attributes
@@ -104,7 +104,7 @@ class Step:
         sequences: dict[int, SequenceState],
         new_lens: Ints,
         books: StepBooks,
-        into: StepBuffers | None = None,
+        into: StepTables | None = None,
     ) -> None:
         self._store, self._buffers = store, into
         self._written, self._kept, self._tree, state_slots = books
@@ -145,8 +145,8 @@ class Step:
                 store.target.mark_queries(self._starts, "one each")
         else:
             self._one_each = False
-            into._fill(Filled(self.positions, lens, starts, slots, tables))
-            self._positions, self._lens, self._starts, self._slots, self._tables = into._arrays()
+            into.fill(Filled(self.positions, lens, starts, slots, tables))
+            self._positions, self._lens, self._starts, self._slots, self._tables = into.arrays()
             store.target.mark_queries(self._starts, "fewer")
             self._rows, self._longest = into.num_tokens, into.max_length
             self._widths = [table.shape[1] for table in self._tables]
@@ -1057,8 +1057,7 @@ class Step:
     def _marker(self, captured: bool) -> Marker:
         """What notes a new token whose rows are not what they should be; it keeps nothing large alive."""
         if captured and self._buffers is not None:
-            of_buffers: Marker = self._buffers._marker()
-            return of_buffers
+            return self._buffers.marker()
         noting: Marker | None = self._noting
         if noting is None:
             store = weakref.ref(self._store)
