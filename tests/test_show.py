@@ -189,6 +189,15 @@ def test_what_is_no_stream():
         numkv.show(CACHES[0], file="x")
 
 
+def test_layers_that_keep_states_alone():
+    layers = [numkv.LayerSpec(states=[((4,), "float32")]), numkv.LayerSpec(2, 8, kind="fp32")]
+    slots = numkv.StateSlots(4)
+    cache = numkv.PagedKVCache(layers=layers, num_blocks=8, block_size=4, state_slots=slots)
+    cache.add()
+    assert "2 layers, 2 kv heads of 8" in drawn(cache)
+    assert cache._repr_html_()
+
+
 def test_the_example():
     found = doctest.testmod(text_module)
     assert (found.attempted > 0, found.failed) == (True, 0)

@@ -154,6 +154,10 @@ class SingleSequence:
         more = 0 if self._full_precision is None else self._full_precision.nbytes
         return self._pool.nbytes + more
 
+    def __drawn__(self) -> int:
+        """Tokens of the layer that has most, for a drawing."""
+        return int(self._lengths.max(initial=0))
+
     def _spec(self) -> LayerSpec:
         """What each layer keeps."""
         pool, full = self._pool, self._full_precision

@@ -77,6 +77,10 @@ class PagedCompressor(Heads):
 
     # -- what it is
 
+    def __drawn__(self) -> StoredBlocks:
+        """What is stored, for a drawing."""
+        return self._stored
+
     @property
     def num_heads(self) -> int:
         """Kv heads."""

@@ -1,6 +1,7 @@
 """Looks at a cache and says what there is to draw of it: `picture_of`.
 
-Caches are known by the names of their classes, as this room lies below theirs, and are asked for what is public.
+Caches are known by the names of their classes, as this room lies below theirs. They are asked for what is public, and
+by ``__drawn__()`` for the little that is not.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def _one_sequence(cache: Any) -> Picture:
     if several and cache.max_seq_len is None:
         said += ", grows"
     runs = [(room - length, State.FREE, "")]
-    of = cache._spec()
+    of = cache.layers[0] if several else cache.spec
     if of.full_precision is not None:
         begin, end = min(quantised.start, length), min(quantised.stop, length)
         end = max(begin, end)
@@ -86,7 +87,7 @@ def _one_sequence(cache: Any) -> Picture:
         runs = [(length, State.FULL, ""), *runs]
     facts = _facts(cache, of, cache.num_layers if several else None)
     lines = []
-    if several and (ahead := int(cache._lengths.max(initial=0)) - length) > 0:
+    if several and (ahead := cache.__drawn__() - length) > 0:
         lines.append(("pending", f"{plural(ahead, 'token')} appended, which count after advance"))
     return Picture(type(cache).__name__, facts, [Strip(said, runs)], lines)
 
@@ -137,14 +138,12 @@ def _paged_pool(pool: Any) -> Picture:
 
 def _paged_cache(cache: Any) -> Picture:
     states = _states_of(cache.blocks)
-    layers: dict[int, list[int]] = {}  # of each group
-    for layer in range(cache.num_layers):
-        layers.setdefault(cache._store.place(layer)[1], []).append(layer)
+    layers, in_full = cache.__drawn__()
     lines = []
     for seq in cache.sequences:
         length, said = cache.length(seq), []
         windows: dict[int, list[tuple[list[int], list[int]]]] = {}  # layers and blocks of groups
-        for of_group in layers.values():
+        for of_group in layers:
             table = cache.block_table(seq, of_group[0])
             own = table[table >= 0]
             last = table[length // cache.block_size :][:1]  # nothing where all blocks are full
@@ -157,7 +156,7 @@ def _paged_cache(cache: Any) -> Picture:
         for window, groups in windows.items():
             what = "blocks" if window < 0 else f"window {window} blocks"
             said += [] if many else [f"{what} {in_short(groups[0][1]) or 'none'}"]
-        for table in _tables_in_full(cache, seq):
+        for table in in_full[seq]:
             own = table[table >= 0]
             last = table[length // cache.block_size :][:1]
             if length % cache.block_size and len(last) and last[0] >= 0 and states[last[0]] == 1:
@@ -184,13 +183,6 @@ def _blocks_each(window: int, groups: list[tuple[list[int], list[int]]]) -> str:
     return f"layers {layers}: {what}{number} {'block' if number == '1' else 'blocks'} each"
 
 
-def _tables_in_full(cache: Any, seq: int) -> list[NDArray[np.int32]]:
-    """Block tables of a sequence's tokens in full precision, beside codes."""
-    groups = cache._store.groups
-    tables = cache._sequence(seq).tables
-    return [table for group, table in zip(groups, tables, strict=True) if group.beside]
-
-
 def _swapped(swapped: Any) -> Picture:
     (heads, block_size, dim, dim_v), kind, v_kind, windows, seed, *_ = swapped.geometry
     dims = str(dim) if dim == dim_v else f"{dim} and {dim_v}"
@@ -215,7 +207,7 @@ def _swapped(swapped: Any) -> Picture:
 
 def _before(cache: Any) -> Picture | None:
     """What there is to say of a cache that has no memory (yet)."""
-    state = cache._state
+    state, _ = cache.__drawn__()
     if state == "ready":
         return None
     return Picture(type(cache).__name__, ["closed" if state == "closed" else "before init"])
@@ -230,7 +222,7 @@ def _multi_facts(cache: Any) -> list[str]:
 def _cells(cache: Any) -> Picture:
     if (empty := _before(cache)) is not None:
         return empty
-    books, sequences = cache._cells, cache.sequences
+    (_, books), sequences = cache.__drawn__(), cache.sequences
     names = [(State.FREE, ""), (State.SHARED, "")]
     index = np.zeros(cache.num_cells, np.int64)
     for seq in sequences:
@@ -327,7 +319,7 @@ def _compressor(compressor: Any) -> Picture:
 
 
 def _paged_compressor(compressor: Any) -> Picture:
-    stored, size = compressor._stored, compressor.block_size
+    stored, size = compressor.__drawn__(), compressor.block_size
     states = np.minimum(stored.references(), 2).astype(np.int64)
     lines = []
     for seq, (blocks, length) in stored.sequences.items():

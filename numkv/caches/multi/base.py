@@ -650,6 +650,10 @@ class MultiSequenceCache(ABC):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def __drawn__(self) -> tuple[str, Any]:
+        """For a drawing: ``"new"``, ``"ready"`` or ``"closed"``, and its cells if it has some."""
+        return self._state, None
+
     def _after(self) -> str:
         return "close" if self._state == "closed" else "init"
 

@@ -204,6 +204,9 @@ class CausalCache(LayeredCache):
             super()._spec(pool), window_left=self._window, chunk_size=self._chunk or None
         )
 
+    def __drawn__(self) -> tuple[str, Cells]:
+        return self._state, self._cells
+
     def _describe(self) -> str:
         cells = self._cells
         free = f"num_cells={cells.num_cells}, num_free={cells.num_free}"

@@ -118,6 +118,16 @@ class StoredSequences:
 
     # -- what it is
 
+    def __drawn__(self) -> tuple[list[list[int]], dict[int, list[NDArray[np.int32]]]]:
+        """For a drawing: layers with rows of each group, and of each sequence tables of tokens in full precision beside codes."""
+        store, layers = self._store, dict[int, list[int]]()
+        for layer in range(store.num_layers):
+            if layer in store.layer_pools:
+                layers.setdefault(store.place(layer)[1], []).append(layer)
+        beside = [i for i, group in enumerate(store.groups) if group.beside]
+        each = self._sequences.items()
+        return list(layers.values()), {seq: [x.tables[i] for i in beside] for seq, x in each}
+
     @property
     def num_layers(self) -> int:
         """Layers."""
