@@ -120,8 +120,8 @@ class ShardedKVCache:
         model = PagedKVCache(
             num_layers, num_kv_heads, head_dim, layers=layers, num_blocks=1, **alike
         )
-        of = model._store.layers
-        if not of.plain or of.first.is_latent:
+        column = model.__column__()
+        if not column.takes_parts:
             raise NotSupported(
                 "ShardedKVCache: expected rows of K and V that are alike in all layers, without chunks, shares and "
                 "states, got latents or layers that are not alike; keep such a cache in one process"
@@ -139,7 +139,7 @@ class ShardedKVCache:
         rest = {name: x for name, x in options.items() if name not in ("kind", "rotate")}
         arguments = {"layers": model.layers, "num_blocks": blocks, **rest}
         self._shards = Shards(
-            model, of.first, arguments, (heads, context), transport, store, limits
+            model, column.store.layers.first, arguments, (heads, context), transport, store, limits
         )
         self._stripe = stripe
         self._next = self._steps_made = 0

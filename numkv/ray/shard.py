@@ -16,10 +16,7 @@ from numkv import targets
 from numkv.attention.attend import attend
 from numkv.attention.options import check_options
 from numkv.caches import PagedKVCache, SwappedSequence
-from numkv.caches.paged.prefix_match import NewNames, register
 from numkv.caches.paged.step import Step
-from numkv.caches.paged.store import SequenceState
-from numkv.caches.paged.tiers import longest_found
 from numkv.errors import NumkvError
 from numkv.ray.wire import Answer, Message, Operation, packed, unpacked
 from numkv.store.prefix_store import PrefixStore
@@ -63,6 +60,7 @@ class Shard:
         self._threads = threads
         store = None if spec.store is None else PrefixStore(**spec.store)
         self.cache = PagedKVCache(**spec.cache, store=store)
+        self._column = self.cache.__column__()
         self._target = targets.get(self.cache.target)
         self._seqs: dict[int, int] = {}
         self._steps: dict[int, _Open] = {}
@@ -118,13 +116,7 @@ class Shard:
         if names is None:
             self._seqs[seq] = cache.add(tokens, extra=extra)
         else:
-            with longest_found(cache._store, tokens, [names]) as match:
-                length = match.blocks * cache.block_size
-                none = [np.empty((0, 32), np.uint8)]
-                state = SequenceState(
-                    length, match.tables, None, tokens[:0].copy(), none, 0, [0], cached=length
-                )
-                self._seqs[seq] = cache._insert(state, shared=state.blocks())
+            self._seqs[seq] = self._column.add(tokens, names)
         return cache.length(self._seqs[seq])
 
     def _do_fork(self, seq: int, new: int) -> None:
@@ -173,11 +165,10 @@ class Shard:
             return None
         if starts is None:
             return self._on_host(step.attention(layer, place.asarray(q), **options))
-        pool, group = step._layer(layer)
         asked = check_options(**options, window_left=-1, return_lse=True)
-        tables, lens = step._tables[group], step._lens
+        pool, table, lens = step.__rows__(layer)
         q = place.asarray(q)
-        return self._on_host(attend(pool, tables, q, lens, starts, asked, ranges=ranges[window]))
+        return self._on_host(attend(pool, table, q, lens, starts, asked, ranges=ranges[window]))
 
     def _do_look(self, layer: int, seqs: list[int], q: Any, ranges: Any, options: Any) -> Any:
         """Attend to committed tokens."""
@@ -185,18 +176,11 @@ class Shard:
         local = [self._seqs[seq] for seq in seqs]
         if ranges is None:
             return self._on_host(cache.decode_attention(layer, local, place.asarray(q), **options))
-        pool, group = cache._store.place(layer)
-        states = [cache._settled(seq) for seq in local]
-        lens = np.array([state.length for state in states], np.int64)
         asked = check_options(**options, window_left=-1, return_lse=True)
-        return self._on_host(
-            attend(
-                pool, place.index(cache._store.block_table(states, group), np.int32),
-                place.asarray(q), place.index(lens, np.int64),
-                place.index(np.arange(len(lens) + 1), np.int64), asked,
-                ranges=place.index(ranges, np.int64),
-            )
-        )  # fmt: skip
+        pool, table, lens = self._column.rows(layer, local)
+        starts, ranges = (place.index(x, np.int64) for x in (np.arange(len(local) + 1), ranges))
+        q = place.asarray(q)
+        return self._on_host(attend(pool, table, q, lens, starts, asked, ranges=ranges))
 
     def _on_host(self, found: Any) -> Any:
         if isinstance(found, tuple):
@@ -207,11 +191,8 @@ class Shard:
         """Commit a step; `named` are names and tokens of blocks that are full now, by sequence."""
         step = self._steps.pop(number).step
         self.cache.commit(step, accepted, token_ids=ids)
-        store = self.cache._store
-        for seq, first, names, tokens in named:
-            table = self.cache._sequence(self._seqs[seq]).tables[0]
-            depths = np.arange(first, first + len(names))
-            register(store, [NewNames(table[depths], names, tokens, depths)])
+        for seq, *blocks in named:
+            self._column.register(self._seqs[seq], *blocks)
 
     def _do_rollback(self, number: int) -> None:
         found = self._steps.pop(number, None)  # a step may end before the message that begins it

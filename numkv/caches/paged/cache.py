@@ -48,6 +48,7 @@ from numkv.caches.paged.arguments import (
 )
 from numkv.caches.paged.bound import bind_paged
 from numkv.caches.paged.buffers import StepBuffers, tables_of
+from numkv.caches.paged.column import Column
 from numkv.caches.paged.compact import plan_compaction
 from numkv.caches.paged.lookup import Contents, PrefixLookup, contents_of
 from numkv.caches.paged.memory import copied, state_of, store_of
@@ -1039,6 +1040,10 @@ class PagedKVCache(StoredSequences):
                 )
 
     # -- reading: a reader takes states once, computes, and looks whether rows were dropped meanwhile
+
+    def __column__(self) -> Column:
+        """The cache as a part of a larger one."""
+        return Column(self._store, self._insert, self._settled)
 
     def _settled(self, seq: int) -> SequenceState:
         """A sequence whose rows do not move at the moment."""

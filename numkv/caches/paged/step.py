@@ -18,6 +18,7 @@ from numkv.attention.options import AttentionOptions, check_options
 from numkv.attention.sight import Visible
 from numkv.caches.bound import BoundStep, NewTokens
 from numkv.caches.paged.buffers import Filled, StepTables
+from numkv.caches.paged.column import Rows
 from numkv.caches.paged.key_bounds import BlockBounds
 from numkv.caches.paged.residual_attention import Queries, Ranges, parts_of, ranges_of
 from numkv.caches.paged.states import StateMemory, StepState
@@ -227,6 +228,11 @@ class Step:
         if not self.open:
             raise NumkvError("expected an open step, got one that was committed or rolled back")
         return self._store.place(check_index("layer", layer, self._store.num_layers))
+
+    def __rows__(self, layer: int) -> Rows:
+        """A layer's rows for other queries than the step's own."""
+        pool, group = self._layer(layer)
+        return Rows(pool, self._tables[group], self._lens)
 
     @writes
     def append(

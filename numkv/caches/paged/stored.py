@@ -119,7 +119,7 @@ class StoredSequences:
     # -- what it is
 
     def __drawn__(self) -> tuple[list[list[int]], dict[int, list[NDArray[np.int32]]]]:
-        """For a drawing: layers with rows of each group, and of each sequence tables of tokens in full precision beside codes."""
+        """For a drawing: layers of each group, and each sequence's tables of tokens in full precision beside codes."""
         store, layers = self._store, dict[int, list[int]]()
         for layer in range(store.num_layers):
             if layer in store.layer_pools:
