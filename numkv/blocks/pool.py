@@ -275,6 +275,17 @@ class BlockPool:
         made.__setstate__(self.__getstate__())
         return made
 
+    def restore(self, before: BlockPool) -> None:
+        """Be again what a copy was made of, in the same memory; no event says so.
+
+        Parameters
+        ----------
+        before : BlockPool
+            What `copy` gave.
+        """
+        for own, old in zip(self._arrays(), before._arrays(), strict=True):
+            own[:] = old
+
     def __copy__(self) -> Self:
         return self.copy()
 
@@ -293,6 +304,22 @@ class BlockPool:
         self._num_blocks, self._block_size = state["sizes"]
         self.on_event = None
         self._take(state["arrays"])
+
+    def name_of(self, block: int) -> bytes:
+        """The name under which a block was registered last; looked up without waiting for a turn.
+
+        Parameters
+        ----------
+        block : int
+            The block.
+
+        Returns
+        -------
+        bytes
+            32 zeros if it never was.
+        """
+        name: bytes = self._digests[block].tobytes()
+        return name
 
     # -- events
 

@@ -267,6 +267,11 @@ class SingleSequence:
         made._reports = reports
         return made
 
+    def _begun(self, new: Self) -> Self:
+        """A copy, with what follows from its other attributes."""
+        new._begin()
+        return new
+
     __copy__ = copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, Self
 
 from numkv.checks import Mark, check_mark
-from numkv.errors import NotSupported, NumkvError
+from numkv.errors import NotSupported
 from numkv.keywords import explains
 from numkv.numbers import check_size
 from numkv.store.engine import Engine, Section
@@ -238,14 +238,13 @@ class PrefixStore:
             "a PrefixStore cannot be copied or pickled: make one with the same arguments where it is needed"
         )
 
+    def __tier__(self) -> tuple[Engine, Callable[[dict[str, Any], int, int], Section]]:
+        """What a cache has of it: the works, and what gives objects of its blocks, of so many bytes, their place."""
+        return self._engine, self._section
+
     def _section(self, fields: dict[str, Any], block_size: int, content: int) -> Section:
-        """The objects of a cache's blocks, of so many bytes."""
         identity = identity_text(self._mark, self._rope, fields)
         return Section(folder_of(identity), Layout(identity, block_size, content))
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise NumkvError("`store`: expected an open store, got a closed one; make another")
 
 
 def _check_unicode(name: str, mark: Any) -> None:

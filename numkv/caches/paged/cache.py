@@ -51,7 +51,7 @@ from numkv.caches.paged.buffers import StepBuffers, tables_of
 from numkv.caches.paged.column import Column
 from numkv.caches.paged.compact import plan_compaction
 from numkv.caches.paged.lookup import Contents, PrefixLookup, contents_of
-from numkv.caches.paged.memory import copied, state_of, store_of
+from numkv.caches.paged.memory import state_of, store_of
 from numkv.caches.paged.prefix_match import (
     PartOfBlock,
     block_names,
@@ -74,7 +74,7 @@ from numkv.caches.paged.step import Step, StepBooks
 from numkv.caches.paged.store import Extra, SequenceState, held
 from numkv.caches.paged.stored import StoredSequences
 from numkv.caches.paged.swap import SwappedSequence, check_swapped, copy_in, copy_out
-from numkv.caches.paged.tiers import longest_found, with_tiers
+from numkv.caches.paged.tiers import longest_found
 from numkv.caches.paged.trees import Tree
 from numkv.checks import check_kept
 from numkv.compaction.key_shift import RopeShift
@@ -922,8 +922,7 @@ class PagedKVCache(StoredSequences):
             self._store.reports.clear()
         except Exception:  # memory, say
             if states is not None and slots is not None:
-                for own, old in zip(states._arrays(), slots._arrays(), strict=True):
-                    own[:] = old
+                states.restore(slots)
             self._publish(before)
             raise
 
@@ -946,14 +945,8 @@ class PagedKVCache(StoredSequences):
         NumkvError
             If there is an open step.
         """
-        return self._copied()
-
-    def _copied(self) -> Self:
         self._refuse_open_steps("copy")
-        made = self.__class__.__new__(self.__class__)
-        store = with_tiers(copied(self._store), self.store, self._store.tiers)
-        made._adopt(store, dict(self._sequences), self._next)
-        return made
+        return self._copied()
 
     def __copy__(self) -> Self:
         return self.copy()

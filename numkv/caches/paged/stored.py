@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from numkv.caches.paged.audit import check_books, check_scales
 from numkv.caches.paged.groups import groups_of
 from numkv.caches.paged.key_bounds import bounds_nbytes
 from numkv.caches.paged.layers import Layers, same_in_all
-from numkv.caches.paged.memory import block_nbytes, new_store
+from numkv.caches.paged.memory import block_nbytes, copied, new_store
 from numkv.caches.paged.states import StateMemory
 from numkv.caches.paged.store import BlockStore, SequenceState
 from numkv.caches.paged.tiers import with_tiers
@@ -112,6 +112,12 @@ class StoredSequences:
         self._generation = 0
         self._tables_given: dict[int, tuple[int, Any, Any]] = {}
         self._access = Access()
+
+    def _copied(self) -> Self:
+        made = self.__class__.__new__(self.__class__)
+        store = with_tiers(copied(self._store), self.store, self._store.tiers)
+        made._adopt(store, dict(self._sequences), self._next)
+        return made
 
     def _runs_on(self) -> tuple[Target, Any]:
         return self._target, self._pools[0].k
@@ -368,7 +374,8 @@ def _check_store(store: Any) -> None:
         raise TypeError(
             f"`store`: expected a PrefixStore or None, got {type(store).__name__}; see numkv.store.PrefixStore"
         )
-    store._check_open()
+    if store.closed:
+        raise NumkvError("`store`: expected an open store, got a closed one; make another")
 
 
 def _specs(layers: Any, alike: dict[str, Any]) -> list[LayerSpec]:

@@ -77,8 +77,8 @@ class StoredPart:
 
     def holds(self, block: int, name: bytes) -> bool:
         """Whether a block is registered under a name; looked up without waiting for a turn."""
-        registered = self._books._digests[block].view(np.uint8)
-        return bool(self._masked(registered).tobytes() == name)
+        registered = np.frombuffer(self._books.name_of(block), np.uint8)
+        return self._masked(registered).tobytes() == name
 
     def full_blocks(
         self, ids: NDArray[np.int32], names: NDArray[np.uint8], tokens: NDArray[Any], depths: NDArray[np.int64]

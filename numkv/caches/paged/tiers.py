@@ -136,7 +136,8 @@ class Tiers:
     """
 
     def __init__(self, of: BlockStore, store: PrefixStore) -> None:
-        self.store, self._of, self.engine = store, of, store._engine
+        self.store, self._of = store, of
+        self.engine, self._section = store.__tier__()
         if of.layers.alike:
             contents = [BlockBytes.of_pools(of.target, of.pools)]
         else:
@@ -184,7 +185,7 @@ class Tiers:
         }  # fmt: skip
         if more:  # rows, chunks, sources and states of each layer, and what shares a block
             fields |= {"layers": more[0], "groups": [group.layers for group in of.groups]}
-        return lambda content: self.store._section(fields, of.block_size, content)
+        return lambda content: self._section(fields, of.block_size, content)
 
     def rename(self) -> None:
         """Have another identity from now on, as scales of heads have changed."""
@@ -212,7 +213,7 @@ class Tiers:
         assert slots is not None
         assert part is not None
         for slot, name, length, tokens in checkpoints:
-            if tokens is not None and slots.books._digests[slot].tobytes() == name:
+            if tokens is not None and slots.books.name_of(slot) == name:
                 self._named[slot] = True
                 of_name = np.frombuffer(bytearray(name), np.uint8)[None]
                 depth = np.array([length // self._of.block_size - 1])
