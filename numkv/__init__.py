@@ -59,6 +59,7 @@ try:
     )
     from numkv.files import load, save
     from numkv.kinds import Kind, kind
+    from numkv.targets import on_stream
     from numkv.threads import get_num_threads, num_threads, set_num_threads
     from numkv.writing.append_plan import (
         AppendArgs,
@@ -123,6 +124,7 @@ __all__ = [
     "load",
     "merge_states",
     "num_threads",
+    "on_stream",
     "paged_append",
     "paged_decode_attention",
     "paged_prefill_attention",

@@ -36,11 +36,14 @@ class Graph:
 
 @contextlib.contextmanager
 def captured(stream, mode=GLOBAL):
-    """Capture what is launched on a stream within; a graph that can be launched afterwards."""
+    """Capture what is launched on a stream within, where calls run; a graph that can be launched afterwards."""
+    import numkv
+
     made = Graph()
     ask("cuStreamBeginCapture", stream, mode)
     try:
-        yield made
+        with numkv.on_stream(stream):
+            yield made
     except BaseException:
         driver.cuStreamEndCapture(stream)
         raise

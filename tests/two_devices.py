@@ -45,6 +45,10 @@ def devices():
         with cuda.gpus[number]:
             return where.asarray(x)
 
+    def on_stream(stream, call, *args):
+        with numkv.on_stream(stream):
+            return call(*args)
+
     def device_of(x):
         return x.gpu_data.context.device.id
 
@@ -82,11 +86,18 @@ def devices():
     expect(
         numkv.NotSupported,
         "stream of the arrays' device 0, got one of device 1",
-        lambda: numkv.decode_attention(*here, stream=far),
+        lambda: on_stream(far, numkv.decode_attention, *here),
     )
-    for arrays, stream in ((there, far), (here, near)):
-        out = numkv.decode_attention(*arrays, stream=stream)
+    for arrays, stream in ((there, far), (here, near), (there, far)):
+        for _ in range(2):
+            with driver.calls() as log:
+                out = on_stream(stream, numkv.decode_attention, *arrays)
+            assert {c.stream for c in log.calls if c.name.startswith("cuLaunchKernel")} == {stream}
         np.testing.assert_allclose(where.to_host(out), want, atol=2e-3)
+    with numkv.on_stream(far):  # of its device, though another one is current
+        made = where.asarray(k)
+        assert device_of(made) == 1
+        assert streams.current() is streams.place(1, far)
 
     # Objects stay where they were made.
     with cuda.gpus[1]:
@@ -95,17 +106,18 @@ def devices():
     row = rng.standard_normal((1, HEADS, DIM)).astype(np.float16)
     on_0, on_1 = on(0, row), on(1, row)
     layer.append(on_1, on_1)
-    layer.append(on_1, on_1, stream=far)
+    on_stream(far, layer.append, on_1, on_1)
     expect(numkv.NotSupported, "[0, 1]", lambda: layer.append(on_0, on_0))
     expect(numkv.NotSupported, "[0, 1]", lambda: layer.decode_attention(here[0]))
     assert device_of(layer.decode_attention(there[0])) == 1
-    buffers = cache.step_buffers(1, max_length=8, stream=far)
+    with numkv.on_stream(far):
+        buffers = cache.step_buffers(1, max_length=8)
     seq = cache.add()
     step = cache.reserve([seq], 1, into=buffers)
     expect(numkv.NotSupported, "[0, 1]", lambda: step.append(0, on_0, on_0))
-    step.append(0, on_1, on_1, stream=far)
+    on_stream(far, step.append, 0, on_1, on_1)
     with captured(far) as graph:
-        out = step.attention(0, there[0], stream=far)
+        out = step.attention(0, there[0])
     cache.commit(step)
     graph.launch(far)
     np.testing.assert_allclose(

@@ -41,7 +41,6 @@ def decode_attention(
     v: Any,
     seq_lens: Any,
     *,
-    stream: Any = None,
     sm_scale: float | None = None,
     logits_soft_cap: float | None = 0.0,
     window_left: int | None = -1,
@@ -86,10 +85,6 @@ def decode_attention(
     validate : bool
         On CUDA, check the values of `seq_lens` and `sinks` too, which waits for the device. On the CPU they are always
         checked.
-    stream : object, optional
-        On CUDA the stream to run on: of numba.cuda, CuPy or torch, an object with ``__cuda_stream__``, or a stream's
-        pointer. If None, the one that torch or CuPy has current for the arrays, else the legacy default stream. None
-        on the CPU.
     **visible
         What queries see, and biases, by name; see docs/visibility.md. `causal`: whether queries see no later tokens (by
         default they do not; else they need not be cached tokens either). `ranges`, int32 or int64 array (num_tokens,
@@ -128,19 +123,19 @@ def decode_attention(
     np.float32(1.0)
     """
     if (
-        out is sinks is stream is None and return_lse is validate is False and not visible
+        out is sinks is None and return_lse is validate is False and not visible
         and type(logits_soft_cap) is float and logits_soft_cap == 0 and type(window_left) is int and window_left == -1
         and (found := small.decode(q, k, v, seq_lens, k_scale, v_scale, sm_scale)) is not None
     ):  # fmt: skip
         return found
     target = targets.of(k)
-    if (stream is not None or target.has_streams) and stream is not target.here:
+    if target.chooses_stream:
         arrays = (q, k, v, seq_lens, sinks, out, k_scale, v_scale)
         asked = (sm_scale, logits_soft_cap, window_left, return_lse, validate)
         if visible:
             call, arrays, asked = with_sight(_DECODE, arrays, asked, visible)
-            return target.run(decode_attention, call, stream, arrays, asked)
-        return target.run(decode_attention, _DECODE, stream, arrays, asked)
+            return target.run(decode_attention, call, arrays, asked)
+        return target.run(decode_attention, _DECODE, arrays, asked)
     validate = check_flag("validate", validate)
     pool = _contiguous_pool(target, k, v, (k_scale, v_scale))
     num_seqs, num_kv_heads, capacity, _ = pool.k_buffer.words.shape
@@ -168,7 +163,6 @@ def prefill_attention(
     seq_lens: Any,
     cu_seqlens_q: Any,
     *,
-    stream: Any = None,
     sm_scale: float | None = None,
     logits_soft_cap: float | None = 0.0,
     window_left: int | None = -1,
@@ -195,7 +189,7 @@ def prefill_attention(
         Tokens in the cache, the queries' own included.
     cu_seqlens_q : int32 or int64 array (num_seqs + 1,)
         Prefix sums of the numbers of queries: sequence b has the queries ``[cu_seqlens_q[b], cu_seqlens_q[b + 1])``.
-    sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, k_scale, v_scale, validate, stream, **visible
+    sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, k_scale, v_scale, validate, **visible
         See `decode_attention`.
 
     Returns
@@ -214,13 +208,13 @@ def prefill_attention(
         See `decode_attention`.
     """
     target = targets.of(k)
-    if (stream is not None or target.has_streams) and stream is not target.here:
+    if target.chooses_stream:
         arrays = (q, k, v, seq_lens, cu_seqlens_q, sinks, out, k_scale, v_scale)
         asked = (sm_scale, logits_soft_cap, window_left, return_lse, validate)
         if visible:
             call, arrays, asked = with_sight(_PREFILL, arrays, asked, visible)
-            return target.run(prefill_attention, call, stream, arrays, asked)
-        return target.run(prefill_attention, _PREFILL, stream, arrays, asked)
+            return target.run(prefill_attention, call, arrays, asked)
+        return target.run(prefill_attention, _PREFILL, arrays, asked)
     validate = check_flag("validate", validate)
     pool = _contiguous_pool(target, k, v, (k_scale, v_scale))
     num_seqs, num_kv_heads, capacity, _ = pool.k_buffer.words.shape
@@ -245,9 +239,7 @@ def prefill_attention(
     )
 
 
-def merge_states(
-    o_a: Any, lse_a: Any, o_b: Any, lse_b: Any, *, stream: Any = None
-) -> tuple[Array, Array]:
+def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Array, Array]:
     """Merge two attention results over disjoint parts of the same KV range.
 
     Parameters
@@ -256,8 +248,6 @@ def merge_states(
         Outputs over the two parts.
     lse_a, lse_b : float32 array (num_tokens, num_q_heads)
         Their natural logs of sums of exponentials.
-    stream : object, optional
-        See `decode_attention`.
 
     Returns
     -------
@@ -278,10 +268,8 @@ def merge_states(
     natural logs.
     """
     target = targets.of(o_a)
-    if (stream is not None or target.has_streams) and stream is not target.here:
-        merged: tuple[Array, Array] = target.run(
-            merge_states, _MERGE, stream, (o_a, lse_a, o_b, lse_b), ()
-        )
+    if target.chooses_stream:
+        merged: tuple[Array, Array] = target.run(merge_states, _MERGE, (o_a, lse_a, o_b, lse_b), ())
         return merged
     shape = ("num_tokens", "num_q_heads", "head_dim_v")
     o_a = check_array(target, "o_a", o_a, QUERY_DTYPES, shape)

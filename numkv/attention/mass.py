@@ -105,7 +105,6 @@ def attention_weights(
     window_left: int | None = -1,
     k_scale: Any = None,
     validate: bool | None = False,
-    stream: Any = None,
 ) -> Array:
     """Sum the attention that each token of a contiguous cache gets from given queries.
 
@@ -130,8 +129,6 @@ def attention_weights(
     validate : bool
         On CUDA, check the values of `seq_lens` and `cu_seqlens_q` too, which waits for the device. On the CPU they are
         always checked.
-    stream : object, optional
-        See `numkv.paged_decode_attention`.
 
     Returns
     -------
@@ -163,10 +160,10 @@ def attention_weights(
             f"`q`: expected an array of queries, got a {name}; call its own method: {name}.attention_weights"
         )
     target = targets.of(k)
-    if (stream is not None or target.has_streams) and stream is not target.here:
+    if target.chooses_stream:
         arrays = (q, k, seq_lens, cu_seqlens_q, lse, k_scale)
         asked = (sm_scale, logits_soft_cap, window_left, validate)
-        found: Array = target.run(attention_weights, _WEIGHTS, stream, arrays, asked)
+        found: Array = target.run(attention_weights, _WEIGHTS, arrays, asked)
         return found
     validate = check_flag("validate", validate)
     shape = ("num_seqs", "num_kv_heads", "capacity", "head_dim")

@@ -69,7 +69,6 @@ def paged_decode_attention(
     k_scale: Any = None,
     v_scale: Any = None,
     validate: bool | None = False,
-    stream: Any = None,
     **visible: Unpack[Visible],
 ) -> Any:
     """Attend with one query per sequence over paged pools.
@@ -93,10 +92,6 @@ def paged_decode_attention(
         number, or None for 1. None for other float kinds.
     validate : bool
         On CUDA, check the lengths and blocks too, which waits for the device. On the CPU they are always checked.
-    stream : object, optional
-        On CUDA the stream to run on: of numba.cuda, CuPy or torch, an object with ``__cuda_stream__``, or a stream's
-        pointer. If None, the one that torch or CuPy has current for the arrays, else the legacy default stream. None
-        on the CPU.
     **visible
         See `numkv.decode_attention`.
 
@@ -115,7 +110,7 @@ def paged_decode_attention(
         See `numkv.decode_attention`.
     """
     if (
-        out is sinks is stream is None and return_lse is validate is False and not visible
+        out is sinks is None and return_lse is validate is False and not visible
         and type(logits_soft_cap) is float and logits_soft_cap == 0 and type(window_left) is int and window_left == -1
         and (found := small.paged_decode(
             q, k_pool, v_pool, block_table, seq_lens, k_scale, v_scale, sm_scale
@@ -123,13 +118,13 @@ def paged_decode_attention(
     ):  # fmt: skip
         return found
     target = targets.of(k_pool)
-    if (stream is not None or target.has_streams) and stream is not target.here:
+    if target.chooses_stream:
         arrays = (q, k_pool, v_pool, block_table, seq_lens, sinks, out, k_scale, v_scale)
         asked = (sm_scale, logits_soft_cap, window_left, return_lse, validate)
         if visible:
             call, arrays, asked = with_sight(_DECODE, arrays, asked, visible)
-            return target.run(paged_decode_attention, call, stream, arrays, asked)
-        return target.run(paged_decode_attention, _DECODE, stream, arrays, asked)
+            return target.run(paged_decode_attention, call, arrays, asked)
+        return target.run(paged_decode_attention, _DECODE, arrays, asked)
     validate = check_flag("validate", validate)
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
     q = check_queries(target, q, int(pool.k.shape[1]), pool.head_dim, "num_seqs", "the pools")
@@ -160,7 +155,6 @@ def paged_prefill_attention(
     k_scale: Any = None,
     v_scale: Any = None,
     validate: bool | None = False,
-    stream: Any = None,
     **visible: Unpack[Visible],
 ) -> Any:
     """Attend with any number of queries per sequence over paged pools; causal, bottom-right aligned.
@@ -175,7 +169,7 @@ def paged_prefill_attention(
         Prefix sums of the numbers of queries.
     sm_scale, logits_soft_cap, window_left, sinks, return_lse, out
         See `numkv.decode_attention`.
-    k_scale, v_scale, validate, stream, **visible
+    k_scale, v_scale, validate, **visible
         See `paged_decode_attention`.
 
     Returns
@@ -194,7 +188,7 @@ def paged_prefill_attention(
         See `paged_decode_attention`.
     """
     target = targets.of(k_pool)
-    if (stream is not None or target.has_streams) and stream is not target.here:
+    if target.chooses_stream:
         arrays = (
             q,
             k_pool,
@@ -210,8 +204,8 @@ def paged_prefill_attention(
         asked = (sm_scale, logits_soft_cap, window_left, return_lse, validate)
         if visible:
             call, arrays, asked = with_sight(_PREFILL, arrays, asked, visible)
-            return target.run(paged_prefill_attention, call, stream, arrays, asked)
-        return target.run(paged_prefill_attention, _PREFILL, stream, arrays, asked)
+            return target.run(paged_prefill_attention, call, arrays, asked)
+        return target.run(paged_prefill_attention, _PREFILL, arrays, asked)
     validate = check_flag("validate", validate)
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
     q = check_queries(target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens", "the pools")
@@ -237,7 +231,6 @@ def cascade_attention(
     *,
     k_scale: Any = None,
     v_scale: Any = None,
-    stream: Any = None,
     **options: Any,
 ) -> Any:
     """Attend over paged pools where all sequences begin with the same tokens, which are read once for all of them.
@@ -253,7 +246,7 @@ def cascade_attention(
         How many tokens are shared. All queries are later ones.
     cu_seqlens_q : int32 or int64 array (num_seqs + 1,), optional
         Prefix sums of the numbers of queries; one each if None.
-    k_scale, v_scale, stream
+    k_scale, v_scale
         See `paged_decode_attention`.
     **options
         `sm_scale`, `logits_soft_cap`, `sinks`, `return_lse`: see `decode_attention`. There are no windows.
@@ -287,10 +280,10 @@ def cascade_attention(
     named = (options.get(name) for name in ("sm_scale", "logits_soft_cap"))
     sm_scale, cap = named
     sinks, return_lse = options.get("sinks"), options.get("return_lse", False)
-    if (stream is not None or target.has_streams) and stream is not target.here:
+    if target.chooses_stream:
         arrays = (q, k_pool, v_pool, block_table, seq_lens, cu_seqlens_q, sinks, k_scale, v_scale)
         asked = (shared_len, sm_scale, cap, return_lse)
-        return target.run(cascade_attention, _CASCADE, stream, arrays, asked)
+        return target.run(cascade_attention, _CASCADE, arrays, asked)
     shared = check_size("shared_len", shared_len, 0)
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
     q = check_queries(target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens", "the pools")

@@ -61,7 +61,7 @@ class Sight(NamedTuple):
 
 _NAMES = frozenset(Visible.__annotations__)
 #: Those that calls of attention have beside these.
-_KNOWN = (*sorted(_NAMES), "sm_scale", "logits_soft_cap", "sinks", "return_lse", "out", "stream")
+_KNOWN = (*sorted(_NAMES), "sm_scale", "logits_soft_cap", "sinks", "return_lse", "out")
 _ARRAYS = ("ranges", "mask", "alibi_slopes")
 
 

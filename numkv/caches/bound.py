@@ -435,12 +435,10 @@ class BoundAttention(Bound):
             return []
         return [] if left or len(memory) != len(self._plans) else memory
 
-    def _in_two_calls(
-        self, new: NewTokens, layer: int, arrays: tuple[Any, ...], stream: Any
-    ) -> Any:
+    def _in_two_calls(self, new: NewTokens, layer: int, arrays: tuple[Any, ...]) -> Any:
         """Append and attend the ordinary ways, all checks first: of a call of a `BoundStep`."""
         pool, out = self._layers[layer].pool, arrays[3]
-        with pool.target.on(stream, *arrays[:3], pool.k, after=new.place):
+        with pool.target.on(*arrays[:3], pool.k, after=new.place):
             pool.target.refuse_capture("BoundStep")
             q, k, v, checked = self._checked(layer, new.num_tokens, *arrays)
             options = self._options[layer]._replace(out=checked)
@@ -479,9 +477,7 @@ class BoundStep:
         self.num_tokens, self._access, self._written = new.num_tokens, new.access, new.written
 
     @writes
-    def __call__(
-        self, layer: int, q: Any, k: Any, v: Any, out: Any = None, *, stream: Any = None
-    ) -> Any:
+    def __call__(self, layer: int, q: Any, k: Any, v: Any, out: Any = None) -> Any:
         """Append the rows of the step's new tokens to a layer, and attend with their queries.
 
         The same, bit by bit, as the cache's `append` and attention one after the other: each query sees itself, earlier
@@ -499,8 +495,6 @@ class BoundStep:
             Their values; None likewise.
         out : array (num_tokens, num_q_heads, head_dim_v), optional
             Takes the output. It may be `q` itself, and else shares no memory with q or the cache.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -522,7 +516,7 @@ class BoundStep:
         the rows if the attention after them fails, for want of memory: end the step then.
         """
         ready = self._ready.get(layer) if type(layer) is int else None
-        if ready is not None and stream is None:
+        if ready is not None:
             found = ready.run(q, k, v, out)
             if found is not None:
                 if self._written is not None:
@@ -532,7 +526,7 @@ class BoundStep:
         number = check_index("layer", layer, len(self._bound._options))
         if number not in self._ready:
             raise NumkvError(self._new.ended(number))
-        found = self._bound._in_two_calls(self._new, number, (q, k, v, out), stream)
+        found = self._bound._in_two_calls(self._new, number, (q, k, v, out))
         del self._ready[number]
         return found
 
@@ -586,7 +580,7 @@ class BoundLayer(Bound):
         self._planned: Any = None  # what the plan in it depends on
 
     @writes
-    def __call__(self, q: Any, k: Any, v: Any, out: Any = None, *, stream: Any = None) -> Any:
+    def __call__(self, q: Any, k: Any, v: Any, out: Any = None) -> Any:
         """Append new rows, and attend with the queries of their tokens.
 
         The same, bit by bit, as ``append(k, v)`` and ``decode_attention(q, out=out)`` with the bound options.
@@ -601,8 +595,6 @@ class BoundLayer(Bound):
             Their values.
         out : array (num_tokens, num_q_heads, head_dim_v), optional
             Takes the output. It may be `q` itself, and else shares no memory with q or the layer.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -623,14 +615,14 @@ class BoundLayer(Bound):
         Nothing has changed after an error.
         """
         start, room, ids, version = self._now()
-        if type(q) is _array and q.ndim == 3 and stream is None:
+        if type(q) is _array and q.ndim == 3:
             tokens = len(q)
             if start + tokens <= room and 0 < tokens <= self._of.most_tokens:
                 found = self._prepared(start, tokens, ids, version).run(q, k, v, out)
                 if found is not None:
                     return found
         pool = self._layers[0].pool
-        with pool.target.on(stream, q, k, v, pool.k):
+        with pool.target.on(q, k, v, pool.k):
             q = pool.target.accept(q, "q")
             tokens = int(q.shape[0]) if len(q.shape) == 3 else 1
             q, k, v, checked = self._checked(0, tokens, q, k, v, out)

@@ -41,7 +41,7 @@ from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_block_each, one_sequence
 from numkv.targets.base import Array
-from numkv.targets.streamed import on_stream
+from numkv.targets.streamed import streamed
 
 _FIRST_CAPACITY = 16  # tokens that a cache without a bound makes room for at first
 _ONE_BLOCK = np.zeros((1, 1), np.int32)  # the table of a sequence in one layer
@@ -290,9 +290,9 @@ class KVCache(SingleSequence):
             )
         self._move(max(start + tokens, 2 * self.capacity, _FIRST_CAPACITY))
 
-    @on_stream
+    @streamed
     @writes
-    def reserve(self, n: int, *, stream: Any = None) -> None:
+    def reserve(self, n: int) -> None:
         """Make room for more tokens, without appending them.
 
         Appends of as many, and code of yours that stores rows, then find the same buffers all the way.
@@ -301,8 +301,6 @@ class KVCache(SingleSequence):
         ----------
         n : int
             Tokens beyond the rows of the layer that has most.
-        stream
-            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -321,7 +319,7 @@ class KVCache(SingleSequence):
         return self._device_tables[layer]
 
     @writes
-    def append(self, layer: int, k: Any, v: Any, *, check_finite: bool = True, stream: Any = None) -> None:  # fmt: skip
+    def append(self, layer: int, k: Any, v: Any, *, check_finite: bool = True) -> None:  # fmt: skip
         """Append the rows of one token or of several to a layer; the length stays.
 
         Parameters
@@ -332,7 +330,7 @@ class KVCache(SingleSequence):
             Keys, in the kind's own dtype or in float32; for kinds of codes in fp32, fp16 or bf16.
         v : array (num_kv_heads, head_dim_v), (num_kv_heads * head_dim_v,) or (num_tokens, num_kv_heads, head_dim_v)
             Values of the same tokens.
-        check_finite, stream
+        check_finite
             See `ContiguousLayer.append`.
 
         Raises
@@ -348,9 +346,8 @@ class KVCache(SingleSequence):
         rows = (k, v)
         if type(k) is type(v) is np.ndarray and k.ndim == v.ndim == 2:
             rows = (k[None], v[None])
-        if stream is None and self._append_small(layer, *rows, check_finite):
-            return
-        self._append(layer, k, v, check_finite, stream)
+        if not self._append_small(layer, *rows, check_finite):
+            self._append(layer, k, v, check_finite)
 
     def _as_rows(self, k: Any, v: Any) -> tuple[Array, Array]:
         return self._token_rows("k", k, self._head_dim), self._token_rows(
@@ -468,9 +465,9 @@ class KVCache(SingleSequence):
         made = NewTokens(self._access, tokens, self._pools, *of_step, two_calls, ended, [], marks)
         return make(made)
 
-    @on_stream
+    @streamed
     @drops
-    def set_scales(self, layer: int, k: Any = None, v: Any = None, *, stream: Any = None) -> None:
+    def set_scales(self, layer: int, k: Any = None, v: Any = None) -> None:
         """Set the scales of a layer in fp8; they are 1 at first.
 
         A stored element is the row's element divided by the scale of its kv head, and rounded: a scale of
@@ -482,8 +479,6 @@ class KVCache(SingleSequence):
             Which layer.
         k, v : float or float32 array (num_kv_heads,), optional
             Scales of K and of V, in host memory: one for all kv heads, or one for each. None leaves them as they are.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -551,9 +546,9 @@ class KVCache(SingleSequence):
         if self._full_precision is not None:
             self._full_precision.truncate(length)
 
-    @on_stream
+    @streamed
     @drops
-    def compact(self, keep: Any, shift: RopeShift | None = None, *, stream: Any = None) -> None:
+    def compact(self, keep: Any, shift: RopeShift | None = None) -> None:
         """Keep some tokens only, and move them to the front: token ``keep[i]`` becomes token i.
 
         Rows move as they are stored, bit for bit. With `shift`, RoPE moves the keys of these tokens to their
@@ -566,8 +561,6 @@ class KVCache(SingleSequence):
         shift : RopeShift, optional
             What `numkv.rope_shift` made of the model's tables. Without it keys stay as they are: for models without
             RoPE, and for methods that keep the positions that tokens had.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -671,17 +664,15 @@ class KVCache(SingleSequence):
         """
         return self._quantised(check_index("layer", layer, len(self._lengths)))
 
-    @on_stream
+    @streamed
     @reads
-    def k(self, layer: int, *, stream: Any = None) -> Array:
+    def k(self, layer: int) -> Array:
         """Keys of a layer, rows not yet advanced included.
 
         Parameters
         ----------
         layer : int
             Which layer.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -748,17 +739,15 @@ class KVCache(SingleSequence):
         """
         return self._scales("k", layer)
 
-    @on_stream
+    @streamed
     @reads
-    def v(self, layer: int, *, stream: Any = None) -> Array:
+    def v(self, layer: int) -> Array:
         """Values of a layer ``(tokens, num_kv_heads, head_dim_v)``; see `k`.
 
         Parameters
         ----------
         layer : int
             Which layer.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
         """
         return self._read("v", layer)
 
@@ -825,7 +814,6 @@ class KVCache(SingleSequence):
         layer: int,
         q: Any,
         *,
-        stream: Any = None,
         sm_scale: float | None = None,
         logits_soft_cap: float = 0.0,
         window_left: int = -1,
@@ -842,7 +830,7 @@ class KVCache(SingleSequence):
             Which layer.
         q : array (num_q_heads, head_dim) or (num_tokens, num_q_heads, head_dim)
             Queries; each sees its own position and earlier ones.
-        sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, stream, **visible
+        sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, **visible
             See `numkv.decode_attention`; `out` has the rank of q.
 
         Returns
@@ -863,9 +851,9 @@ class KVCache(SingleSequence):
         """
         layer = check_index("layer", layer, len(self._lengths))
         target = self._target
-        if (stream is not None or target.has_streams) and stream is not target.here:
+        if target.chooses_stream:
             asked = sm_scale, logits_soft_cap, window_left, sinks, return_lse
-            return self._attend_on(layer, q, asked, out, stream, visible)
+            return self._attend_on(layer, q, asked, out, visible)
         q = target.accept(q, "q")
         single = len(q.shape) == 2
         if single:
@@ -882,21 +870,21 @@ class KVCache(SingleSequence):
         return (result[0][0], result[1][0]) if return_lse else result[0]
 
     def _attend_on(
-        self, layer: int, q: Any, asked: tuple[Any, ...], out: Any, stream: Any, visible: Visible
+        self, layer: int, q: Any, asked: tuple[Any, ...], out: Any, visible: Visible
     ) -> Any:
-        """Attend on a stream, as an earlier call did where there is one like it."""
+        """Choose the stream and attend, as an earlier call did where there is one like it."""
 
         def attend() -> Any:
             names = ("sm_scale", "logits_soft_cap", "window_left", "sinks", "return_lse")
             options = {**dict(zip(names, asked, strict=True)), **visible}
-            return self.decode_attention(layer, q, **options, out=out, stream=self._target.here)
+            return self.decode_attention(layer, q, **options, out=out)
 
         if self._again is not None and not visible:
-            return self._attend_again(layer, q, asked, out, stream, attend)
-        with self._target.on(stream, q, self._pool.k):
+            return self._attend_again(layer, q, asked, out, attend)
+        with self._target.on(q, self._pool.k):
             return attend()
 
-    @on_stream
+    @streamed
     @reads
     def attention_weights(
         self,
@@ -907,7 +895,6 @@ class KVCache(SingleSequence):
         sm_scale: float | None = None,
         logits_soft_cap: float = 0.0,
         window_left: int = -1,
-        stream: Any = None,
     ) -> Array:
         """Sum the attention that each row of a layer gets from the queries of the last rows.
 
@@ -920,7 +907,7 @@ class KVCache(SingleSequence):
         lse : float32 array of q's shape without its last axis, optional
             What `decode_attention` returned with ``return_lse=True`` for these queries and options. Computed if None,
             which costs as much as that call.
-        sm_scale, logits_soft_cap, window_left, stream
+        sm_scale, logits_soft_cap, window_left
             See `numkv.decode_attention`.
 
         Returns

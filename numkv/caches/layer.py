@@ -28,7 +28,7 @@ from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_block_each
 from numkv.targets.base import Array
-from numkv.targets.streamed import on_stream
+from numkv.targets.streamed import streamed
 from numkv.writing import fast_path
 from numkv.writing.fused_write import Projection, QKMode
 from numkv.writing.latents import LatentRows
@@ -265,9 +265,7 @@ class Layer(SingleSequence):
         return super()._ready_table(layer)
 
     @writes
-    def append(
-        self, k: Any, v: Any = None, *, check_finite: bool = True, stream: Any = None
-    ) -> None:
+    def append(self, k: Any, v: Any = None, *, check_finite: bool = True) -> None:
         """Append ready rows: no norm, no RoPE.
 
         Parameters
@@ -278,8 +276,6 @@ class Layer(SingleSequence):
         check_finite : bool
             Whether to look for NaN and infinity in rows to be quantised: on the CPU first; on CUDA while they are
             written, as zeros: later calls raise until these tokens are truncated.
-        stream
-            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -290,8 +286,8 @@ class Layer(SingleSequence):
         DimensionMismatch, UnsupportedDType, NotSupported
             If an array has another shape, dtype, layout or target.
         """
-        if stream is not None or not self._append_small(0, k, v, check_finite):
-            self._append(0, k, v, check_finite, stream)
+        if not self._append_small(0, k, v, check_finite):
+            self._append(0, k, v, check_finite)
 
     @explained
     def bind(
@@ -334,9 +330,9 @@ class Layer(SingleSequence):
         """What bound calls go by; see `BoundLayer`."""
         return self._stored(0), self._room, self._ids, self._version
 
-    @on_stream
+    @streamed
     @drops
-    def set_scales(self, k: Any = None, v: Any = None, *, stream: Any = None) -> None:
+    def set_scales(self, k: Any = None, v: Any = None) -> None:
         """Set the scales of a layer in fp8; they are 1 at first.
 
         A stored element is the row's element divided by the scale of its kv head, and rounded: a scale of
@@ -346,8 +342,6 @@ class Layer(SingleSequence):
         ----------
         k, v : float or float32 array (num_kv_heads,), optional
             Scales of K and of V, in host memory: one for all kv heads, or one for each. None leaves them as they are.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -377,7 +371,6 @@ class Layer(SingleSequence):
         pos_offset: int | None = None,
         q_out: Any = None,
         check_finite: bool = True,
-        stream: Any = None,
     ) -> Array:
         """Split fused projections, apply RMS norm and RoPE to q and k, and write K and V, in one pass.
 
@@ -400,7 +393,7 @@ class Layer(SingleSequence):
             Row of `cos` and `sin` for the first token; `seq_len` if None. Where K and V go is always `seq_len`.
         q_out : array (num_tokens, num_q_heads, head_dim), optional
             Takes q; of qkv's dtype.
-        check_finite, stream
+        check_finite
             See `append`; of projections, k, v or both are quantised.
 
         Returns
@@ -421,17 +414,17 @@ class Layer(SingleSequence):
         """
         return self._write(
             qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, pos_offset, q_out,
-            check_finite, stream,
+            check_finite,
         )  # fmt: skip
 
     def _write(
         self, qkv: Any, num_q_heads: int, cos: Any, sin: Any, qk_mode: QKMode | int, q_norm_weight: Any,
-        k_norm_weight: Any, eps: float, pos_offset: int | None, q_out: Any, check_finite: bool, stream: Any,
+        k_norm_weight: Any, eps: float, pos_offset: int | None, q_out: Any, check_finite: bool,
     ) -> Array:  # fmt: skip
         pool = self._pool
         if pos_offset is not None:
             pos_offset = check_index("pos_offset", pos_offset, _MOST_POSITIONS)
-        if self._full_precision is None and stream is None:
+        if self._full_precision is None:
             start = self._stored(0)
             tokens, q = fast_path.pool_write(
                 pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out,
@@ -445,19 +438,19 @@ class Layer(SingleSequence):
             qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
         )  # fmt: skip
         if self._again is not None:
-            return self._write_again(given, pos_offset, check_finite, stream)
-        with self._target.on(stream, qkv, pool.k):
+            return self._write_again(given, pos_offset, check_finite)
+        with self._target.on(qkv, pool.k):
             return self._write_here(Projection.check(pool, *given), pos_offset, check_finite)
 
     def _write_again(
-        self, given: tuple[Any, ...], pos_offset: int | None, check_finite: bool, stream: Any
+        self, given: tuple[Any, ...], pos_offset: int | None, check_finite: bool
     ) -> Array:
         """Write as an earlier call did, or in the general way what `Projection.check` takes after the pool."""
         qkv, num_q_heads, cos, sin, qk_mode, q_weight, k_weight, eps, q_out = given
         kinds = type(num_q_heads), type(qk_mode), type(eps)
         what = "write", kinds, num_q_heads, qk_mode, eps, check_finite
         arrays = (qkv, cos, sin, q_weight, k_weight, q_out)
-        call = self._again.find(what, stream, arrays, self._pool.k)
+        call = self._again.find(what, arrays, self._pool.k)
         start, replay, table = self._stored(0), call.replay, self._ready_table(0)
         if replay is not None and table is not None:
             tokens, positions, looked_at = replay.note
@@ -539,7 +532,6 @@ class Layer(SingleSequence):
         eps: float = 1e-6,
         pos_offset: int | None = None,
         check_finite: bool = True,
-        stream: Any = None,
     ) -> None:
         """Apply RMS norm to new latents and RoPE to the keys behind them, and write both as one row, in one pass.
 
@@ -559,7 +551,7 @@ class Layer(SingleSequence):
             Added to the mean square, inside the root.
         pos_offset : int, optional
             Row of `cos` and `sin` for the first token; `seq_len` if None. Where rows go is always `seq_len`.
-        check_finite, stream
+        check_finite
             See `append`.
 
         Raises
@@ -579,7 +571,7 @@ class Layer(SingleSequence):
             pos_offset = check_index("pos_offset", pos_offset, _MOST_POSITIONS)
         check_finite = check_flag("check_finite", check_finite, True)
         pool, target = self._pool, self._target
-        with target.on(stream, rows, pool.k):
+        with target.on(rows, pool.k):
             target.refuse_capture(f"{type(self).__name__}.write_latents")
             self._refuse_bad()
             p = LatentRows.check(pool, rows, qk_mode, cos, sin, norm_weight, eps)
@@ -622,9 +614,9 @@ class Layer(SingleSequence):
         self._give_back(length, self._shorter(length))
         self._cut(length)
 
-    @on_stream
+    @streamed
     @drops
-    def compact(self, keep: Any, shift: RopeShift | None = None, *, stream: Any = None) -> None:
+    def compact(self, keep: Any, shift: RopeShift | None = None) -> None:
         """Keep some tokens only, and move them to the front: token ``keep[i]`` becomes token i.
 
         Rows move as they are stored, bit for bit. With `shift`, RoPE moves the keys of these tokens to their
@@ -637,8 +629,6 @@ class Layer(SingleSequence):
         shift : RopeShift, optional
             What `numkv.rope_shift` made of the model's tables. Without it keys stay as they are: for models without
             RoPE, and for methods that keep the positions that tokens had.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -671,7 +661,7 @@ class Layer(SingleSequence):
     @reads
     def decode_attention(
         self, q: Any, *, sm_scale: float | None = None, logits_soft_cap: float = 0.0, window_left: int = -1,
-        sinks: Any = None, return_lse: bool = False, out: Any = None, stream: Any = None, **visible: Unpack[Visible],
+        sinks: Any = None, return_lse: bool = False, out: Any = None, **visible: Unpack[Visible],
     ) -> Any:  # fmt: skip
         """Attend with the newest tokens' queries: each sees itself and earlier positions.
 
@@ -679,7 +669,7 @@ class Layer(SingleSequence):
         ----------
         q : array (num_tokens, num_q_heads, head_dim)
             Queries of the last `num_tokens` cached positions.
-        sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, stream, **visible
+        sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, **visible
             See `numkv.decode_attention`.
 
         Returns
@@ -700,14 +690,14 @@ class Layer(SingleSequence):
             sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, visible
         )
         if self._again is not None:
-            return self._attend_with(0, q, options, stream)
-        return self._attend(0, q, options, stream)
+            return self._attend_with(0, q, options)
+        return self._attend(0, q, options)
 
-    @on_stream
+    @streamed
     @reads
     def attention_weights(
         self, q: Any, *, lse: Any = None, sm_scale: float | None = None, logits_soft_cap: float = 0.0,
-        window_left: int = -1, stream: Any = None,
+        window_left: int = -1,
     ) -> Array:  # fmt: skip
         """Sum the attention that each token gets from the newest tokens' queries.
 
@@ -718,7 +708,7 @@ class Layer(SingleSequence):
         lse : float32 array (num_tokens, num_q_heads), optional
             What `decode_attention` returned with ``return_lse=True`` for these queries and options. Computed if None,
             which costs as much as that call.
-        sm_scale, logits_soft_cap, window_left, stream
+        sm_scale, logits_soft_cap, window_left
             See `numkv.decode_attention`.
 
         Returns

@@ -20,7 +20,7 @@ from numkv.storage.latents import pool_and_kinds
 from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
 from numkv.targets.base import Target
-from numkv.targets.streamed import on_stream
+from numkv.targets.streamed import streamed
 
 
 @drawn
@@ -128,17 +128,15 @@ class PagedPool:
         """The buffers for your own kernels, without tables and lengths, which layers have; see `numkv.device`."""
         return cache_arrays(self._pool)
 
-    @on_stream
+    @streamed
     @drops
-    def set_scales(self, k: Any = None, v: Any = None, *, stream: Any = None) -> None:
+    def set_scales(self, k: Any = None, v: Any = None) -> None:
         """Set the scales of a pool in fp8, which all its layers share; see `PagedLayer.set_scales`.
 
         Parameters
         ----------
         k, v : float or float32 array (num_kv_heads,), optional
             Scales of K and of V, in host memory: one for all kv heads, or one for each. None leaves them as they are.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -189,18 +187,13 @@ class PagedPool:
         new.blocks = BlockPool(num_blocks, self.blocks.block_size)
         return new
 
-    @on_stream
-    def copy(self, *, stream: Any = None) -> Self:
+    @streamed
+    def copy(self) -> Self:
         """Copy the blocks and their books; the copy shares no memory.
 
         Blocks that are in use here are in use there under the same ids, with the same references, prefixes and pins:
         they belong to whoever goes by ids. Layers are not copied, and stay with this pool: `PagedLayer.copy` copies
         one. ``on_event`` is not copied.
-
-        Parameters
-        ----------
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Returns
         -------

@@ -37,7 +37,7 @@ from numkv.storage.saved import row_tensors, seed_of
 from numkv.storage.tables import one_length, one_sequence
 from numkv.targets.base import Array, Target
 from numkv.targets.call import Marker
-from numkv.targets.streamed import on_stream
+from numkv.targets.streamed import streamed
 from numkv.writing import fast_path
 
 # Of the arrays of an attention call that `SingleSequence._attend_again` lists, the one that is written to.
@@ -234,15 +234,10 @@ class SingleSequence:
         """
         self._cut(0)
 
-    @on_stream
+    @streamed
     @reads
-    def copy(self, *, stream: Any = None) -> Self:
+    def copy(self) -> Self:
         """Copy everything, as it is stored; the copy shares no memory.
-
-        Parameters
-        ----------
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -358,17 +353,12 @@ class SingleSequence:
         """Count the rows that are there now."""
         self._lengths[:] = saved.rows
 
-    @on_stream
+    @streamed
     @reads
-    def check(self, *, stream: Any = None) -> None:
+    def check(self) -> None:
         """Prove the books: lengths within the memory, tables in agreement with the pool, scales that are finite.
 
         It looks at every stored scale; on CUDA they are copied to the host for that.
-
-        Parameters
-        ----------
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -429,13 +419,13 @@ class SingleSequence:
         """What a caller passed as rows, as ``(num_tokens, num_kv_heads, head_dim)``; not checked otherwise."""
         return k, v
 
-    def _append(self, layer: int, k: Any, v: Any, check_finite: bool, stream: Any = None) -> None:
+    def _append(self, layer: int, k: Any, v: Any, check_finite: bool) -> None:
         """Check rows of K and V, and append them."""
         if self._again is None:
-            with self._target.on(stream, k, v, self._pool.k):
+            with self._target.on(k, v, self._pool.k):
                 self._append_here(layer, *self._as_rows(k, v), check_finite)
             return
-        call = self._again.find(("append", layer, check_finite), stream, (k, v), self._pool.k)
+        call = self._again.find(("append", layer, check_finite), (k, v), self._pool.k)
         start, replay = self._stored(layer), call.replay
         table = self._ready_table(layer)
         if replay is not None and table is not None:
@@ -579,7 +569,7 @@ class SingleSequence:
         return q, length
 
     def _attend_again(
-        self, layer: int, q: Any, asked: tuple[Any, ...], out: Any, stream: Any, function: Callable[[], Any]
+        self, layer: int, q: Any, asked: tuple[Any, ...], out: Any, function: Callable[[], Any]
     ) -> Any:  # fmt: skip
         """Attend as an earlier call did, or by `function`.
 
@@ -587,7 +577,7 @@ class SingleSequence:
         ----------
         layer : int
             Which layer.
-        q, out, stream : object
+        q, out : object
             What the caller passed.
         asked : tuple
             Scale, cap, window, sinks, and whether the lse is returned too, as the caller passed them.
@@ -598,7 +588,7 @@ class SingleSequence:
         scale, cap, window, sinks, return_lse = asked
         kinds = type(scale), type(cap), type(window)
         what = "attend", layer, kinds, scale, cap, window, return_lse
-        call = again.find(what, stream, (q, sinks, out), self._pool.k)
+        call = again.find(what, (q, sinks, out), self._pool.k)
         replay, table = call.replay, self._ready_table(layer)
         if replay is not None and table is not None:
             lens = call.length(length)
@@ -611,25 +601,22 @@ class SingleSequence:
             lambda: 1 if len(q.shape) == 2 else int(q.shape[0]), _OUT,
         )  # fmt: skip
 
-    def _attend_with(
-        self, layer: int, q: Any, options: AttentionOptions, stream: Any = None
-    ) -> Any:
+    def _attend_with(self, layer: int, q: Any, options: AttentionOptions) -> Any:
         """Attend with options that are checked, as an earlier call did where there is one like it."""
         if self._again is None or options.sight is not None:
-            return self._attend(layer, q, options, stream)
+            return self._attend(layer, q, options)
         scale, cap, window, sinks, return_lse, out, _ = options
         asked = scale, cap, window, sinks, return_lse
-        return self._attend_again(
-            layer, q, asked, out, stream, lambda: self._attend(layer, q, options)
-        )
+        return self._attend_again(layer, q, asked, out, lambda: self._attend(layer, q, options))
 
-    def _attend(self, layer: int, q: Any, options: AttentionOptions, stream: Any = None) -> Any:
+    def _attend(self, layer: int, q: Any, options: AttentionOptions) -> Any:
         """Attend with the queries of a layer's last tokens."""
         there = self._target
-        if (stream is not None or there.has_streams) and stream is not there.here:
-            with there.on(stream, q, self._pool.k):
-                there.refuse_capture(f"{type(self).__name__}.decode_attention")
-                return self._attend(layer, q, options, there.here)
+        if not there.values_on_host:
+            if there.chooses_stream:
+                with there.on(q, self._pool.k):
+                    return self._attend(layer, q, options)
+            there.refuse_capture(f"{type(self).__name__}.decode_attention")
         q, length = self._check_queries(layer, q, is_free(options))
         pool, table, target = self._pools[layer], self._block_table(layer), self._target.key
         if self._full_precision is not None:
@@ -639,7 +626,7 @@ class SingleSequence:
 
     def _mass(self, layer: int, q: Any, options: AttentionOptions, lse: Any) -> Array:
         """The attention mass ``(num_kv_heads, length)`` of a layer's tokens."""
-        with self._target.on(None, q, self._pool.k):
+        with self._target.on(q, self._pool.k):
             return self._mass_here(layer, q, options, lse)
 
     def _mass_here(self, layer: int, q: Any, options: AttentionOptions, lse: Any) -> Array:

@@ -214,12 +214,12 @@ def max_pool(weights: Any, kernel_size: int) -> Weights:
     return pooled.reshape(shape)
 
 
-def _weights(weights: Any, stream: Any = None) -> tuple[Weights, tuple[int, ...]]:
+def _weights(weights: Any) -> tuple[Weights, tuple[int, ...]]:
     """Check weights, and return them on the host with a row for each head; beside them the shape that they came in."""
     if isinstance(weights, (list, tuple)):
         weights = targets.get("cpu").asarray(weights, "weights")
     target = targets.of(weights)
-    with target.on(stream, weights):
+    with target.on(weights):
         given = target.to_host(target.accept(weights, "weights"))
     if given.ndim not in (1, 2):
         shape = ("num_kv_heads", "num_tokens")
@@ -290,15 +290,13 @@ class AttentionTally:
         return f"AttentionTally(num_kv_heads={self.num_kv_heads}, len={len(self)})"
 
     @whole
-    def add(self, weights: Any, *, stream: Any = None) -> None:
+    def add(self, weights: Any) -> None:
         """Add the weights of a step; waits for the device where they are on one.
 
         Parameters
         ----------
         weights : float array (num_kv_heads, num_tokens)
             From ``attention_weights`` for the step's queries: a number for each token, new ones included.
-        stream : object, optional
-            The stream that they were computed on; see `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -309,7 +307,7 @@ class AttentionTally:
         UnsupportedDType
             If they are no numbers.
         """
-        new, shape = _weights(weights, stream)
+        new, shape = _weights(weights)
         heads, length = new.shape
         if len(shape) == 1 or heads != self.num_kv_heads or length < self._length:
             expected = (self.num_kv_heads, f"{self._length} or more")

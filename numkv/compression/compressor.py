@@ -12,7 +12,7 @@ from numkv.drawing.page import drawn
 from numkv.errors import DimensionMismatch
 from numkv.numbers import check_size
 from numkv.targets.base import Array
-from numkv.targets.streamed import on_stream
+from numkv.targets.streamed import streamed
 
 #: Heads that a compressor has at most: each has random matrices of its own.
 MAX_HEADS = 2**16
@@ -89,9 +89,9 @@ class HeadCompressor(Compressor):
     def __repr__(self) -> str:
         return self._describe("")
 
-    @on_stream
+    @streamed
     @writes
-    def push(self, key: Any, value: Any, *, check_finite: bool = True, stream: Any = None) -> None:
+    def push(self, key: Any, value: Any, *, check_finite: bool = True) -> None:
         """Encode and append one token.
 
         Parameters
@@ -100,8 +100,6 @@ class HeadCompressor(Compressor):
             Vectors of any float dtype; they are encoded in float32, and norms must not exceed what that holds.
         check_finite : bool
             Whether the vectors are checked for NaN and infinity first; on CUDA that waits for the device.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -117,11 +115,9 @@ class HeadCompressor(Compressor):
         key, value = (x.reshape((1, 1, int(x.shape[0]))) for x in (key, value))
         self._append(("key", "value"), key, value, check_finite)
 
-    @on_stream
+    @streamed
     @writes
-    def extend(
-        self, keys: Any, values: Any, *, check_finite: bool = True, stream: Any = None
-    ) -> None:
+    def extend(self, keys: Any, values: Any, *, check_finite: bool = True) -> None:
         """Encode and append several tokens; the codes are those that `push` would store one by one.
 
         Parameters
@@ -130,8 +126,6 @@ class HeadCompressor(Compressor):
             Vectors of any float dtype.
         check_finite : bool
             See `push`.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -144,11 +138,11 @@ class HeadCompressor(Compressor):
         keys, values = self._target.one_head(keys), self._target.one_head(values)
         self._append(("keys", "values"), keys, values, check_finite)
 
-    @on_stream
+    @streamed
     @reads
     def attention_scores(
         self, query: Any, *, sm_scale: float | None = None, logits_soft_cap: float | None = 0.0,
-        window_left: int | None = -1, check_finite: bool = True, stream: Any = None,
+        window_left: int | None = -1, check_finite: bool = True,
     ) -> Array:  # fmt: skip
         """Estimates of ``key . query`` for all tokens, scaled, without softmax.
 
@@ -160,8 +154,6 @@ class HeadCompressor(Compressor):
             See `numkv.decode_attention`.
         check_finite : bool
             Whether the query is checked for NaN and infinity first; on CUDA that waits for the device.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -186,12 +178,11 @@ class HeadCompressor(Compressor):
         count, _, tokens = (int(n) for n in found.shape)
         return found.reshape((count, tokens) if several else (tokens,))
 
-    @on_stream
+    @streamed
     @reads
     def attend(
         self, query: Any, *, sm_scale: float | None = None, logits_soft_cap: float | None = 0.0,
         window_left: int | None = -1, return_lse: bool | None = False, check_finite: bool = True,
-        stream: Any = None,
     ) -> Any:  # fmt: skip
         """The values, weighted by the softmax of `attention_scores`.
 
@@ -203,7 +194,7 @@ class HeadCompressor(Compressor):
             See `numkv.decode_attention`.
         return_lse : bool
             Whether to return the log of the sum of exponentials too.
-        check_finite, stream
+        check_finite
             See `attention_scores`.
 
         Returns
@@ -225,15 +216,10 @@ class HeadCompressor(Compressor):
         out = out.reshape((count, dim) if several else (dim,))
         return (out, lse.reshape((count,))) if return_lse else out
 
-    @on_stream
+    @streamed
     @reads
-    def decode_keys(self, *, stream: Any = None) -> Array:
+    def decode_keys(self) -> Array:
         """The keys, decoded from their codes; the sketch is not used.
-
-        Parameters
-        ----------
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -241,15 +227,10 @@ class HeadCompressor(Compressor):
         """
         return self._of_one_head(self._decode("keys"))
 
-    @on_stream
+    @streamed
     @reads
-    def decode_values(self, *, stream: Any = None) -> Array:
+    def decode_values(self) -> Array:
         """The values, decoded from their codes.
-
-        Parameters
-        ----------
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -327,11 +308,9 @@ class MultiHeadCompressor(Compressor):
     def __repr__(self) -> str:
         return self._describe(f"num_heads={self._num_heads}, num_q_heads={self._num_q_heads}, ")
 
-    @on_stream
+    @streamed
     @writes
-    def push_token(
-        self, keys: Any, values: Any, *, check_finite: bool = True, stream: Any = None
-    ) -> None:
+    def push_token(self, keys: Any, values: Any, *, check_finite: bool = True) -> None:
         """Encode and append one token in all heads, or in none.
 
         Parameters
@@ -340,8 +319,6 @@ class MultiHeadCompressor(Compressor):
             A vector for each head, of any float dtype.
         check_finite : bool
             Whether the vectors are checked for NaN and infinity first; on CUDA that waits for the device.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -357,11 +334,9 @@ class MultiHeadCompressor(Compressor):
         keys, values = (target.token_major(target.one_head(x)) for x in (keys, values))
         self._append(("keys", "values"), keys, values, check_finite)
 
-    @on_stream
+    @streamed
     @writes
-    def extend(
-        self, keys: Any, values: Any, *, check_finite: bool = True, stream: Any = None
-    ) -> None:
+    def extend(self, keys: Any, values: Any, *, check_finite: bool = True) -> None:
         """Encode and append several tokens; the codes are those that `push_token` would store one by one.
 
         Parameters
@@ -370,8 +345,6 @@ class MultiHeadCompressor(Compressor):
             Vectors of any float dtype.
         check_finite : bool
             See `push_token`.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -383,11 +356,11 @@ class MultiHeadCompressor(Compressor):
         values = self._vectors("values", values, shape)
         self._append(("keys", "values"), keys, values, check_finite)
 
-    @on_stream
+    @streamed
     @reads
     def attention_scores(
         self, queries: Any, *, sm_scale: float | None = None, logits_soft_cap: float | None = 0.0,
-        window_left: int | None = -1, check_finite: bool = True, stream: Any = None,
+        window_left: int | None = -1, check_finite: bool = True,
     ) -> Array:  # fmt: skip
         """Estimates of ``key . query`` for all q heads and tokens, scaled, without softmax.
 
@@ -395,7 +368,7 @@ class MultiHeadCompressor(Compressor):
         ----------
         queries : array (num_q_heads, head_dim) or (num_queries, num_q_heads, head_dim)
             A query for each q head, of any float dtype; several are those of the newest tokens.
-        sm_scale, logits_soft_cap, window_left, check_finite, stream
+        sm_scale, logits_soft_cap, window_left, check_finite
             See `HeadCompressor.attention_scores`.
 
         Returns
@@ -415,12 +388,11 @@ class MultiHeadCompressor(Compressor):
         found = self._scores("queries", queries, options, check_finite)
         return found if several else found.reshape(tuple(int(n) for n in found.shape[1:]))
 
-    @on_stream
+    @streamed
     @reads
     def attend(
         self, queries: Any, *, sm_scale: float | None = None, logits_soft_cap: float | None = 0.0,
         window_left: int | None = -1, return_lse: bool | None = False, check_finite: bool = True,
-        stream: Any = None,
     ) -> Any:  # fmt: skip
         """The values of each q head's kv head, weighted by the softmax of `attention_scores`.
 
@@ -428,7 +400,7 @@ class MultiHeadCompressor(Compressor):
         ----------
         queries : array (num_q_heads, head_dim) or (num_queries, num_q_heads, head_dim)
             A query for each q head, of any float dtype; several are those of the newest tokens, and see no later ones.
-        sm_scale, logits_soft_cap, window_left, return_lse, check_finite, stream
+        sm_scale, logits_soft_cap, window_left, return_lse, check_finite
             See `HeadCompressor.attend`.
 
         Returns
@@ -452,15 +424,10 @@ class MultiHeadCompressor(Compressor):
             return out
         return out, lse if several else lse.reshape((self._num_q_heads,))
 
-    @on_stream
+    @streamed
     @reads
-    def decode_keys(self, *, stream: Any = None) -> Array:
+    def decode_keys(self) -> Array:
         """The keys, decoded from their codes; the sketch is not used.
-
-        Parameters
-        ----------
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -468,15 +435,10 @@ class MultiHeadCompressor(Compressor):
         """
         return self._decode("keys")
 
-    @on_stream
+    @streamed
     @reads
-    def decode_values(self, *, stream: Any = None) -> Array:
+    def decode_values(self) -> Array:
         """The values, decoded from their codes.
-
-        Parameters
-        ----------
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Returns
         -------

@@ -19,7 +19,7 @@ from numkv.errors import NumkvError
 from numkv.kernels.operations import CodesOptions
 from numkv.numbers import check_flag, check_index, check_size
 from numkv.targets.base import Array
-from numkv.targets.streamed import on_stream
+from numkv.targets.streamed import streamed
 
 # Tokens that a compressor makes room for at first.
 _FIRST_CAPACITY = 16
@@ -115,17 +115,12 @@ class Compressor(Heads):
 
     # -- its proof
 
-    @on_stream
+    @streamed
     @reads
-    def check(self, *, stream: Any = None) -> None:
+    def check(self) -> None:
         """Look for a contradiction: numbers of tokens, shapes of buffers, and scales, which are finite.
 
         They are not where vectors with NaN were pushed with ``check_finite=False``. On CUDA it waits for the device.
-
-        Parameters
-        ----------
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Raises
         ------

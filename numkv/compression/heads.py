@@ -24,7 +24,7 @@ from numkv.numbers import check_bytes, check_flag, check_scale, check_soft_cap, 
 from numkv.snapshots.fields import expect
 from numkv.snapshots.snapshot import Options, Snapshot, Source, Tensor, fill_all
 from numkv.targets.base import Array, Target
-from numkv.targets.streamed import on_stream
+from numkv.targets.streamed import streamed
 
 Side = Literal["keys", "values"]
 
@@ -159,17 +159,12 @@ class Heads:
             f"bytes_per_token={self.bytes_per_token}, nbytes={self.nbytes})"
         )
 
-    @on_stream
+    @streamed
     @reads
-    def copy(self, *, stream: Any = None) -> Self:
+    def copy(self) -> Self:
         """A deep copy; only the quantiser, which is immutable, is shared.
 
         ``copy.copy`` and ``copy.deepcopy`` make the same; on the CPU compressors can be pickled too.
-
-        Parameters
-        ----------
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Returns
         -------

@@ -28,7 +28,7 @@ from numkv.errors import DimensionMismatch, NumkvError
 from numkv.kernels.operations import Sequences, StoredCodes
 from numkv.numbers import check_flag, check_index
 from numkv.targets.base import Array
-from numkv.targets.streamed import on_stream
+from numkv.targets.streamed import streamed
 
 
 @drawn
@@ -213,11 +213,11 @@ class PagedCompressor(Heads):
 
     # -- tokens
 
-    @on_stream
+    @streamed
     @writes
     def extend(
         self, sequences: Iterable[int], keys: Any, values: Any, new_lens: Any = 1, *,
-        check_finite: bool = True, stream: Any = None,
+        check_finite: bool = True,
     ) -> None:  # fmt: skip
         """Encode and append tokens of some sequences, all or none.
 
@@ -231,8 +231,6 @@ class PagedCompressor(Heads):
             How many of them each sequence gets.
         check_finite : bool
             Whether the vectors are checked for NaN and infinity first; on CUDA that waits for the device.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -266,12 +264,12 @@ class PagedCompressor(Heads):
         self._encode(keys, values, stored.keys, stored.values, 0, places)
         self._stored = stored._replace(sequences=stored.sequences | made)
 
-    @on_stream
+    @streamed
     @reads
     def attend(
         self, sequences: Iterable[int], queries: Any, query_lens: Any = 1, *,
         sm_scale: float | None = None, logits_soft_cap: float | None = 0.0, window_left: int | None = -1,
-        return_lse: bool | None = False, check_finite: bool = True, stream: Any = None,
+        return_lse: bool | None = False, check_finite: bool = True,
     ) -> Any:  # fmt: skip
         """The values of each q head's kv head, weighted by softmax: of many sequences in one call.
 
@@ -284,7 +282,7 @@ class PagedCompressor(Heads):
             of its newest tokens, and see no later ones.
         query_lens : int or array-like of int (num_seqs,)
             How many of them each sequence has.
-        sm_scale, logits_soft_cap, window_left, return_lse, check_finite, stream
+        sm_scale, logits_soft_cap, window_left, return_lse, check_finite
             See `HeadCompressor.attend`.
 
         Returns
@@ -332,11 +330,11 @@ class PagedCompressor(Heads):
         out, lse = self._attended(q, q_kind, codes, options, return_lse)
         return (out, lse) if return_lse else out
 
-    @on_stream
+    @streamed
     @reads
     def attention_scores(
         self, seq: int, queries: Any, *, sm_scale: float | None = None, logits_soft_cap: float | None = 0.0,
-        window_left: int | None = -1, check_finite: bool = True, stream: Any = None,
+        window_left: int | None = -1, check_finite: bool = True,
     ) -> Array:  # fmt: skip
         """Estimates of ``key . query`` for all q heads and tokens of a sequence, scaled, without softmax.
 
@@ -348,7 +346,7 @@ class PagedCompressor(Heads):
             The sequence.
         queries : array (num_q_heads, head_dim) or (num_queries, num_q_heads, head_dim)
             See `MultiHeadCompressor.attention_scores`.
-        sm_scale, logits_soft_cap, window_left, check_finite, stream
+        sm_scale, logits_soft_cap, window_left, check_finite
             See `HeadCompressor.attention_scores`.
 
         Returns
@@ -368,17 +366,15 @@ class PagedCompressor(Heads):
         scores = self._scores_of("queries", queries, options, check_finite, rows)
         return scores if several else scores.reshape(tuple(int(n) for n in scores.shape[1:]))
 
-    @on_stream
+    @streamed
     @reads
-    def decode_keys(self, seq: int, *, stream: Any = None) -> Array:
+    def decode_keys(self, seq: int) -> Array:
         """The keys of a sequence, decoded from their codes; the sketch is not used.
 
         Parameters
         ----------
         seq : int
             The sequence.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -391,17 +387,15 @@ class PagedCompressor(Heads):
         """
         return self._decode_rows("keys", self._gathered(self._find(seq)[1]))
 
-    @on_stream
+    @streamed
     @reads
-    def decode_values(self, seq: int, *, stream: Any = None) -> Array:
+    def decode_values(self, seq: int) -> Array:
         """The values of a sequence, decoded from their codes.
 
         Parameters
         ----------
         seq : int
             The sequence.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -414,17 +408,15 @@ class PagedCompressor(Heads):
         """
         return self._decode_rows("values", self._gathered(self._find(seq)[1]))
 
-    @on_stream
+    @streamed
     @reads
-    def key_codes(self, seq: int, *, stream: Any = None) -> Codes:
+    def key_codes(self, seq: int) -> Codes:
         """What is stored of a sequence's keys, by head: codes, scales and the sketch.
 
         Parameters
         ----------
         seq : int
             The sequence.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -438,17 +430,15 @@ class PagedCompressor(Heads):
         """
         return self._codes(seq, "keys")
 
-    @on_stream
+    @streamed
     @reads
-    def value_codes(self, seq: int, *, stream: Any = None) -> Codes:
+    def value_codes(self, seq: int) -> Codes:
         """What is stored of a sequence's values, by head.
 
         Parameters
         ----------
         seq : int
             The sequence.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -464,17 +454,12 @@ class PagedCompressor(Heads):
 
     # -- its proof
 
-    @on_stream
+    @streamed
     @reads
-    def check(self, *, stream: Any = None) -> None:
+    def check(self) -> None:
         """Look for a contradiction: tables, lengths, shapes of buffers, and scales, which are finite.
 
         They are not where vectors with NaN were appended with ``check_finite=False``. On CUDA it waits for the device.
-
-        Parameters
-        ----------
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Raises
         ------

@@ -41,9 +41,7 @@ _CACHES: tuple[Any, ...] = (
 _CLASSES = {x.__name__: x for x in _CACHES} | {_ONE: Sequences, _MANY: Sequences}
 
 
-def save(
-    path: str | os.PathLike[str], cache: Any, *, mark: Mark | None = None, stream: Any = None
-) -> None:
+def save(path: str | os.PathLike[str], cache: Any, *, mark: Mark | None = None) -> None:
     """Save a cache, or sequences, to a file, which `load` brings back bit for bit.
 
     The file is safetensors with a checksum of each tensor: see docs/files.md. Tokens are saved,
@@ -62,8 +60,6 @@ SwappedSequence
     mark : str or mapping, optional
         What `load` can compare: the model, its revision, its RoPE, or whatever else makes these rows useless to
         others; a text, or texts, numbers and None by name.
-    stream : object, optional
-        See `numkv.paged_decode_attention`; what has been launched on it is in the file.
 
     Raises
     ------
@@ -98,7 +94,7 @@ SwappedSequence
     """
     path, checked = _check_path(path), check_mark("mark", mark)
     place, own = cache._runs_on() if hasattr(cache, "_runs_on") else (targets.get("cpu"), None)
-    with place.on(stream, own):
+    with place.on(own):
         _save(path, checked, cache)
 
 
@@ -130,7 +126,6 @@ def load(
     shift: Any = None,
     pool: PagedPool | None = None,
     max_nbytes: int | None = None,
-    stream: Any = None,
 ) -> Any:
     """Load what `save` saved.
 
@@ -152,8 +147,6 @@ def load(
         Where a `PagedLayer` takes its blocks from; without it the layer owns one.
     max_nbytes : int, optional
         Memory that the cache may take, room for more tokens included; what the machine has, if None.
-    stream : object, optional
-        See `numkv.paged_decode_attention`; what is launched on it next finds the cache.
 
     Returns
     -------
@@ -186,7 +179,7 @@ def load(
             f"`target`: expected the pool's, {pool.target}, got {target}; leave it out"
         )
     options = Options(pool.target if pool is not None else target, shift, pool)
-    with (place if pool is None else targets.get(pool.target)).on(stream):
+    with (place if pool is None else targets.get(pool.target)).on():
         return _load(path, checked, most, options, target)
 
 

@@ -51,7 +51,6 @@ def sparse_decode_attention(
     k_scale: Any = None,
     v_scale: Any = None,
     validate: bool | None = False,
-    stream: Any = None,
 ) -> Any:
     """Attend with one query per sequence over blocks that each kv head has of its own.
 
@@ -72,7 +71,7 @@ def sparse_decode_attention(
         Tokens in them: all blocks but the last are full.
     sm_scale, logits_soft_cap, return_lse, out
         See `numkv.decode_attention`.
-    k_scale, v_scale, validate, stream
+    k_scale, v_scale, validate
         See `numkv.paged_decode_attention`.
 
     Returns
@@ -92,10 +91,10 @@ def sparse_decode_attention(
         See `numkv.decode_attention`.
     """
     target = targets.of(k_pool)
-    if (stream is not None or target.has_streams) and stream is not target.here:
+    if target.chooses_stream:
         arrays = (q, k_pool, v_pool, tables, seq_lens, out, k_scale, v_scale)
         asked = (sm_scale, logits_soft_cap, return_lse, validate)
-        return target.run(sparse_decode_attention, _BLOCKS, stream, arrays, asked)
+        return target.run(sparse_decode_attention, _BLOCKS, arrays, asked)
     validate = check_flag("validate", validate)
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is not None and len(getattr(scale, "shape", ())) < 3:
@@ -149,7 +148,6 @@ def token_decode_attention(
     k_scale: Any = None,
     v_scale: Any = None,
     validate: bool | None = False,
-    stream: Any = None,
 ) -> Any:
     """Attend with one query per sequence over chosen tokens, the same for all heads.
 
@@ -168,7 +166,7 @@ def token_decode_attention(
         How many there are.
     sm_scale, logits_soft_cap, sinks, return_lse, out
         See `numkv.decode_attention`.
-    k_scale, v_scale, validate, stream
+    k_scale, v_scale, validate
         See `numkv.paged_decode_attention`.
 
     Returns
@@ -186,10 +184,10 @@ def token_decode_attention(
         See `numkv.decode_attention`.
     """
     target = targets.of(k_pool)
-    if (stream is not None or target.has_streams) and stream is not target.here:
+    if target.chooses_stream:
         arrays = (q, k_pool, v_pool, slots, counts, sinks, out, k_scale, v_scale)
         asked = (sm_scale, logits_soft_cap, return_lse, validate)
-        return target.run(token_decode_attention, _TOKENS, stream, arrays, asked)
+        return target.run(token_decode_attention, _TOKENS, arrays, asked)
     validate = check_flag("validate", validate)
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
     q = check_queries(target, q, int(pool.k.shape[1]), pool.head_dim, "num_seqs", "the pools")

@@ -85,7 +85,7 @@ class KeyBounds:
 
     def update(
         self, k_pool: Any, blocks: Any, counts: Any, *, k_scale: Any = None,
-        validate: bool | None = False, stream: Any = None,
+        validate: bool | None = False,
     ) -> None:  # fmt: skip
         """Bound the keys of some blocks anew. Call it for the blocks that rows were written to, before `scores`.
 
@@ -101,8 +101,6 @@ class KeyBounds:
             Scales of the keys; see `numkv.paged_decode_attention`.
         validate : bool
             On CUDA, check the values of `blocks` and `counts` too, which waits for the device.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -111,11 +109,11 @@ class KeyBounds:
         DimensionMismatch, UnsupportedDType, NotSupported
             As `numkv.paged_decode_attention`; also if the pool has other sizes.
         """
-        _update(k_pool, blocks, counts, self.low, self.high, k_scale, validate, stream)
+        _update(k_pool, blocks, counts, self.low, self.high, k_scale, validate)
 
     def scores(
         self, q: Any, block_table: Any, seq_lens: Any, block_size: int, *, sm_scale: float | None = None,
-        validate: bool | None = False, stream: Any = None,
+        validate: bool | None = False,
     ) -> Array:  # fmt: skip
         """Bound the scores of each sequence's query with the keys of each of its blocks.
 
@@ -131,7 +129,7 @@ class KeyBounds:
             Tokens in a block.
         sm_scale : float, optional
             What scores are multiplied by; None for ``1 / sqrt(head_dim)``.
-        validate, stream
+        validate
             See `numkv.paged_decode_attention`.
 
         Returns
@@ -148,7 +146,7 @@ class KeyBounds:
             If an array has another shape or dtype.
         """
         return _scores(
-            q, self.low, self.high, block_table, seq_lens, block_size, sm_scale, validate, stream
+            q, self.low, self.high, block_table, seq_lens, block_size, sm_scale, validate
         )
 
     def __repr__(self) -> str:
@@ -158,13 +156,13 @@ class KeyBounds:
 
 def _update(
     k_pool: Any, blocks: Any, counts: Any, low: Any, high: Any, k_scale: Any = None,
-    validate: bool | None = False, stream: Any = None,
+    validate: bool | None = False,
 ) -> None:  # fmt: skip
     """See `KeyBounds.update`."""
     target = targets.of(k_pool)
-    if (stream is not None or target.has_streams) and stream is not target.here:
+    if target.chooses_stream:
         arrays = (k_pool, blocks, counts, low, high, k_scale)
-        target.run(_update, _UPDATE, stream, arrays, (validate,))
+        target.run(_update, _UPDATE, arrays, (validate,))
         return
     validate = check_flag("validate", validate)
     pool = stored_pool(target, ("k_pool", "k_pool"), k_pool, k_pool, (k_scale, k_scale), _POOL)
@@ -193,13 +191,13 @@ def _update(
 
 def _scores(
     q: Any, low: Any, high: Any, block_table: Any, seq_lens: Any, block_size: Any,
-    sm_scale: float | None = None, validate: bool | None = False, stream: Any = None,
+    sm_scale: float | None = None, validate: bool | None = False,
 ) -> Array:  # fmt: skip
     """See `KeyBounds.scores`."""
     target: Target = targets.of(low)
-    if (stream is not None or target.has_streams) and stream is not target.here:
+    if target.chooses_stream:
         arrays, asked = (q, low, high, block_table, seq_lens), (block_size, sm_scale, validate)
-        found: Array = target.run(_scores, _SCORES, stream, arrays, asked)
+        found: Array = target.run(_scores, _SCORES, arrays, asked)
         return found
     num_blocks, heads, dim = (int(n) for n in low.shape)
     q = check_queries(target, q, heads, dim, "num_seqs")

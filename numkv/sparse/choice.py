@@ -36,7 +36,7 @@ class BlockChoice(NamedTuple):
 
 def choose_blocks(
     scores: Any, block_table: Any, seq_lens: Any, block_size: int, top: int, *, first: int = 1,
-    newest: int = 1, validate: bool | None = False, stream: Any = None,
+    newest: int = 1, validate: bool | None = False,
 ) -> BlockChoice:  # fmt: skip
     """Choose blocks of each sequence for each kv head: the first, the newest, and the best of the rest.
 
@@ -55,7 +55,7 @@ def choose_blocks(
     first, newest : int
         How many of the first and of the newest blocks are among them whatever their scores; of the newest one at least,
         as it may be part full.
-    validate, stream
+    validate
         See `numkv.paged_decode_attention`.
 
     Returns
@@ -71,9 +71,9 @@ def choose_blocks(
         If a length is more than the table has room for, or a block is negative.
     """
     target = targets.of(scores)
-    if (stream is not None or target.has_streams) and stream is not target.here:
+    if target.chooses_stream:
         arrays, asked = (scores, block_table, seq_lens), (block_size, top, first, newest, validate)
-        return BlockChoice(*target.run(_choose_here, _CALL, stream, arrays, asked))
+        return BlockChoice(*target.run(_choose_here, _CALL, arrays, asked))
     return BlockChoice(
         *_choose_here(
             scores,
@@ -90,7 +90,7 @@ def choose_blocks(
 
 def _choose_here(
     scores: Any, block_table: Any, seq_lens: Any, *, block_size: Any, top: Any, first: Any, newest: Any,
-    validate: bool | None = False, stream: Any = None,
+    validate: bool | None = False,
 ) -> tuple[Array, Array]:  # fmt: skip
     target = targets.of(scores)
     scores = check_array(

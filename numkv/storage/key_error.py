@@ -75,6 +75,6 @@ def key_error(
     scales = np.asarray(every[slots // size, :, slots % size], np.float64)
     mean: Floats = (scales**2).sum(0) / max(num_tokens, 1)  # (num_kv_heads, groups)
     of_groups = np.add.reduceat(squares, starts, axis=2)
-    of_groups = of_groups.reshape(len(squares), heads, -1, len(starts))
+    of_groups = of_groups.reshape(len(squares), heads, squares.shape[1] // heads, len(starts))
     found: Floats = np.sqrt(_variance(kind.name) * np.einsum("nhqg,hg->nhq", of_groups, mean))
-    return sm_scale * found.reshape(len(squares), -1)
+    return sm_scale * found.reshape(squares.shape[:2])

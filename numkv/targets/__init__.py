@@ -6,6 +6,7 @@ kernels work on (`Target.words`). Objects hold a target and never ask which one 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from numkv.errors import NumkvError
 from numkv.targets.base import Array, Target
 from numkv.targets.cpu import CpuTarget
+from numkv.targets.streamed import has_streams
 
 __all__ = ["Array", "CpuTarget", "Target", "get", "of"]
 
@@ -94,3 +96,41 @@ def of(x: Any) -> Target:
     except Exception:  # an object that fails to say where it is
         return _CPU
     return _CPU
+
+
+def on_stream(stream: Any) -> contextlib.AbstractContextManager[None]:
+    """A context in which this thread's CUDA calls run on a stream.
+
+    Outside of it a call runs on the stream that torch or CuPy has current for the first of its arrays that is theirs,
+    else on the legacy default stream. Calls on the CPU are done when they return, here as elsewhere.
+
+    Parameters
+    ----------
+    stream : object
+        A stream of numba.cuda, CuPy or torch, an object with ``__cuda_stream__``, or a stream's pointer; of the device
+        that the arrays are on. None for the streams of the arrays, as outside.
+
+    Returns
+    -------
+    context manager
+        The innermost one holds. It can be entered again, by other threads too, each for itself.
+
+    Raises
+    ------
+    NotSupported
+        If it is no stream, or there is no CUDA; by a call within, if the stream is of another device than its arrays.
+
+    Examples
+    --------
+    >>> import torch  # doctest: +SKIP
+    >>> side = torch.cuda.Stream()  # doctest: +SKIP
+    >>> with numkv.on_stream(side):  # doctest: +SKIP
+    ...     layer.append(k, v)
+    ...     out = layer.decode_attention(q)
+    """
+    if stream is None and not has_streams:  # nothing has been named
+        return contextlib.nullcontext()
+    get("cuda")
+    from numkv.targets.cuda_calls import named
+
+    return named(stream)

@@ -58,10 +58,12 @@ class Target(Protocol):
     values_on_host: bool
     #: Whether compiled host code can take the buffers, by a jitclass.
     has_jit_views: bool
-    #: Whether operations run on streams that a caller may choose.
-    has_streams: bool
     #: New elements of K below which a call is small, and one function on one thread may do it; 0 if there is none.
     small_call: int
+
+    @property
+    def chooses_stream(self) -> bool:
+        """Whether a call that comes now has to choose where it runs, by `on` or `run`; not within one that has."""
 
     @property
     def key(self) -> str:
@@ -92,30 +94,29 @@ class Target(Protocol):
     def accept(self, x: Any, name: str) -> arrays.Array:
         """`x` as an array of this target, without a copy, or an error that names it."""
 
-    #: What `run` passes on as the stream of a function that is to run where this thread works.
-    here: Any
+    def on(self, *arrays: Any, after: Any = None, default: Any = None) -> Any:
+        """A context in which operations run on one stream: on CUDA that of the call that this one is a part of.
 
-    def on(self, stream: Any, *arrays: Any, after: Any = None) -> Any:
-        """A context in which operations run on a stream.
+        Else it is the one that `numkv.on_stream` names, `default`, or the one that the library of the first foreign
+        array has current; else the legacy default stream.
 
         Parameters
         ----------
-        stream : object
-            On CUDA the stream; if None, the one that the library of the first foreign array has current, else the
-            legacy default stream. On the CPU None.
         *arrays : object
             What a caller passed.
         after : object
             What `place` gave, where that has got so far at least before anything runs.
+        default : object
+            What `place` gave, or None.
         """
 
     def place(self) -> Any:
         """Where this thread works; None on the CPU."""
 
     def run(
-        self, function: Any, call: Any, stream: Any, arrays: tuple[Any, ...], options: tuple[Any, ...]
-    ) -> Any:  # fmt: skip
-        """Run a public function on a stream: it is called again, with `here` as its stream.
+        self, function: Any, call: Any, arrays: tuple[Any, ...], options: tuple[Any, ...]
+    ) -> Any:
+        """Run a public function on its stream: it is called again, when there is nothing to choose any more.
 
         Parameters
         ----------
@@ -123,8 +124,6 @@ class Target(Protocol):
             The function.
         call : object
             A `numkv.targets.call.Call`: the names of its arguments.
-        stream : object
-            See `on`.
         arrays, options : tuple
             Its arguments, in that order.
         """

@@ -1,4 +1,4 @@
-"""What a target needs to know of a public function that it runs on a stream."""
+"""What a target needs to know of a public function that it runs."""
 
 from __future__ import annotations
 

@@ -34,9 +34,8 @@ class CpuTarget:
     key = device_key = "cpu"
     values_on_host = True
     has_jit_views = True
-    has_streams = False
+    chooses_stream = False
     small_call = SERIAL_ELEMENTS
-    here = None
 
     @property
     def ops(self) -> Operations:
@@ -113,19 +112,14 @@ class CpuTarget:
 
         return x.view(getattr(torch, WORD_OF[dtype].name)).numpy().view(dtype)
 
-    def on(self, stream: Any, *arrays: Any, after: Any = None) -> Any:
-        """A context in which nothing differs; any stream is refused, as operations are done when they return."""
-        if stream is not None:
-            raise NotSupported(
-                f"`stream`: expected None on the CPU target, got {type(stream).__name__}"
-            )
+    def on(self, *arrays: Any, after: Any = None, default: Any = None) -> Any:
+        """A context in which nothing differs: operations are done when they return."""
         return _NOTHING
 
     def run(
-        self, function: Any, call: Any, stream: Any, arrays: tuple[Any, ...], options: tuple[Any, ...]
-    ) -> Any:  # fmt: skip
-        """Refuse the stream: nothing else asks this."""
-        self.on(stream)
+        self, function: Any, call: Any, arrays: tuple[Any, ...], options: tuple[Any, ...]
+    ) -> Any:
+        """Nothing: there are no streams to choose from, so nobody asks."""
 
     def place(self) -> None:
         """None: there is one."""

@@ -46,15 +46,18 @@ class CudaTarget:
     name = "cuda"
     values_on_host = False
     has_jit_views = False
-    has_streams = True
     small_call = 0
-    here = calls.HERE
 
     def __init__(self) -> None:
         self._cuda = load_cuda()
         self._simulated = streams.SIMULATED
         self._calls = calls.Calls(self.accept)
         has_streams.append(self.name)
+
+    @property
+    def chooses_stream(self) -> bool:
+        """Whether a call that comes now has to choose a stream; not within one that has."""
+        return streams.chosen() is None
 
     @property
     def key(self) -> str:
@@ -190,10 +193,9 @@ class CudaTarget:
 
     # -- streams
 
-    def on(self, stream: Any, *arrays: Any, after: Any = None) -> Any:
-        """A context in which operations run on `stream`, or if that is None on the one that `arrays` come from."""
-        inside = streams.chosen() if stream is None else None
-        place = inside or calls.place_of(stream, arrays)
+    def on(self, *arrays: Any, after: Any = None, default: Any = None) -> Any:
+        """A context in which operations run on the stream that is named, or that `arrays` come from."""
+        place = calls.place_of(arrays, default)
         if after is not None and after is not place and place.capturing():
             after = None  # a graph cannot wait for what is not in it
         return streams.on(place, after)
@@ -203,10 +205,10 @@ class CudaTarget:
         return streams.current()
 
     def run(
-        self, function: Any, call: Any, stream: Any, arrays: tuple[Any, ...], options: tuple[Any, ...]
-    ) -> Any:  # fmt: skip
+        self, function: Any, call: Any, arrays: tuple[Any, ...], options: tuple[Any, ...]
+    ) -> Any:
         """Run a public function on its stream, the short way if it repeats; see `numkv.targets.cuda_calls`."""
-        return self._calls.run(function, call, stream, arrays, options)
+        return self._calls.run(function, call, arrays, options)
 
     def watch(self, k: Any, v: Any, marker: Any = None) -> int:
         """A number under which a kernel reports NaN and infinity in rows that it was to quantise."""

@@ -22,16 +22,6 @@ from numkv.targets.call import Call, Marker
 SIMULATED = streams.SIMULATED
 
 
-class _Here:
-    """The stream of a function that runs on the one that has been chosen already."""
-
-    def __repr__(self) -> str:
-        return "the stream of the call"
-
-
-#: What `Calls.run` passes as `stream` to the function that it runs.
-HERE = _Here()
-
 #: What can be a part of a CUDA graph.
 CAPTURABLE = (
     "functions such as paged_append and paged_decode_attention over device arrays, or steps of a PagedKVCache that "
@@ -75,6 +65,12 @@ def handle_of(stream: Any) -> int:
             f"pointer or None, got {type(stream).__name__}"
         )
     return 0 if handle == 1 else handle  # both mean the legacy default stream
+
+
+def named(stream: Any) -> streams.naming:
+    """A context in which this thread's calls run on a stream that a caller names; see `numkv.on_stream`."""
+    handle = None if stream is None else handle_of(stream)
+    return streams.naming(0 if SIMULATED and stream is not None else handle, stream)
 
 
 def torch_stream(device: int) -> int:
@@ -146,6 +142,8 @@ def capturing() -> bool:
     here = streams.chosen()
     if here is not None:
         return here.capturing()
+    if streams.named() is not None and streams.current().capturing():
+        return True
     torch = sys.modules.get("torch")
     try:
         return torch is not None and bool(
@@ -155,28 +153,19 @@ def capturing() -> bool:
         return False
 
 
-def place_of(stream: Any, arrays: tuple[Any, ...]) -> streams.Place:
-    """Where a call runs.
-
-    Parameters
-    ----------
-    stream : object
-        What the caller named, or None: then the stream that the library of the first foreign array has current.
-    arrays : tuple
-        What the caller passed.
-    """
-    if stream is not None:
-        handle = handle_of(stream)
-        return streams.place(0 if SIMULATED else _device_of(arrays), 0 if SIMULATED else handle)
+def place_of(arrays: tuple[Any, ...], default: streams.Place | None = None) -> streams.Place:
+    """Where a call runs that was passed these arrays; see `numkv.targets.base.Target.on`."""
+    here = streams.chosen()
+    if here is not None:
+        return here
     if SIMULATED:
         return streams.place(0, 0)
-    handle = 0
-    for x in arrays:
-        if x is not None and type(x) is not memory.DeviceArray:
-            named = _producer(x)
-            if named:
-                handle = named
-                break
+    handle = streams.named()
+    if handle is None:
+        if default is not None:
+            return default
+        foreign = (x for x in arrays if x is not None and type(x) is not memory.DeviceArray)
+        handle = next(filter(None, map(_producer, foreign)), 0)
     return streams.place(_device_of(arrays), handle)
 
 
@@ -297,6 +286,36 @@ def keep(
             kept[key] = replay
 
 
+def find(
+    kept: dict[Any, Replay], what: tuple[Any, ...], arrays: tuple[Any, ...], own: Any = None
+) -> tuple[Any, Replay | None, streams.Place, list[int]]:
+    """A call, by what it is and what it was passed, as it was made before.
+
+    Gives what it is kept by, None if it cannot be repeated; the earlier call, if it can be made again as it was; where
+    it runs; and where its arrays lie. Of an object's call `own` is one of its arrays, which says on which device it is.
+    """
+    layout: list[Any] = [what]
+    pointers: list[int] = []
+    easy = streams.as_it_is()
+    try:
+        producer = described(arrays, layout, pointers) or 0
+        theirs = torch_stream(-1 - producer) if producer < 0 else producer
+        place = streams.place(0, theirs) if easy else place_of((*arrays, own))
+        if producer < 0:  # which may be another one
+            layout.append(theirs)
+        layout.append(place)
+        key = tuple(layout)
+        replay = kept.get(key)
+    except (Unlike, TypeError, KeyError, AttributeError):
+        return None, None, place_of((*arrays, own)), pointers
+    if not easy:
+        if streams.recording() is not None:
+            return None, None, place, pointers
+        if not streams.ready(place):
+            replay = None
+    return key, replay, place, pointers
+
+
 class Calls:
     """How public functions run on CUDA."""
 
@@ -305,33 +324,20 @@ class Calls:
         self._replays: dict[Any, Replay] = {}
 
     def run(
-        self, function: Callable[..., Any], call: Call, stream: Any, arrays: tuple[Any, ...],
-        options: tuple[Any, ...],
+        self, function: Callable[..., Any], call: Call, arrays: tuple[Any, ...], options: tuple[Any, ...]
     ) -> Any:  # fmt: skip
-        """Run a public function on its stream.
-
-        Parameters
-        ----------
-        function : function
-            The function; it is called again, with `HERE` as its stream.
-        call : Call
-            What its arguments are called.
-        stream : object
-            What the caller named, or None.
-        arrays, options : tuple
-            Its arguments, in the order of `call`.
-        """
+        """Run a public function on its stream; see `numkv.targets.base.Target.run`."""
         if SIMULATED:
-            place = place_of(stream, arrays)
+            place = place_of(arrays)
             if call.late:
                 raise_late(place)
             with streams.on(place):
-                return function(**_named(call, arrays, options), stream=HERE)
-        key, place, pointers = self._short(function, stream, arrays, options)
+                return function(**_named(call, arrays, options))
+        what = function, options, tuple(map(type, options))
+        key, replay, place, pointers = find(self._replays, what, arrays)
         if call.late:
             raise_late(place)
-        replay = self._replays.get(key)
-        if replay is not None and streams.ready(place):
+        if replay is not None:
             numbers: tuple[int, ...] = ()
             if replay.note is not None:  # each call reports what it finds as its own
                 numbers = 0, late.of_functions(place.device).look(replay.note)
@@ -345,9 +351,9 @@ class Calls:
             )
         with streams.on(place):
             if key is None:
-                return function(**_named(call, arrays, options), stream=HERE)
+                return function(**_named(call, arrays, options))
             with streams.recorded() as recording:
-                result = function(**_named(call, arrays, options), stream=HERE)
+                result = function(**_named(call, arrays, options))
             if not recording.spoiled:
                 number = _number_of_look(recording)
                 looked_at = None if number is None else number.watch.looked_at(number)
@@ -356,30 +362,6 @@ class Calls:
                     how = recording, given, call.written, place
                     keep(self._replays, MOST_REPLAYS, key, *how, result, looked_at)
         return result
-
-    def _short(
-        self, function: Any, stream: Any, arrays: tuple[Any, ...], options: tuple[Any, ...]
-    ) -> tuple[Any, streams.Place, list[int]]:
-        """What identifies the call, or None if it cannot be repeated; where it runs; and pointers of its arrays."""
-        layout: list[Any] = [function]
-        pointers: list[int] = []
-        try:
-            producer = described(arrays, layout, pointers)
-            for x in options:
-                layout += (type(x), x)
-            if stream is not None or not streams.one_device():
-                place = place_of(stream, arrays)
-                if producer is not None and producer < 0:  # torch's own may be another one
-                    layout.append(torch_stream(-1 - producer))
-            else:
-                handle = producer or 0
-                place = streams.place(0, torch_stream(-1 - handle) if handle < 0 else handle)
-            layout += (place.handle, place.device)
-            key = tuple(layout)
-            hash(key)
-        except (Unlike, TypeError, KeyError, AttributeError):
-            return None, place_of(stream, arrays), pointers
-        return None if streams.recording() is not None else key, place, pointers
 
 
 def _number_of_look(recording: streams.Recording) -> Number | None:

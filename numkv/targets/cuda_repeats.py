@@ -14,15 +14,7 @@ from numkv.arrays import Array
 from numkv.kernels.cuda import memory, streams
 from numkv.kernels.cuda.replays import Replay
 from numkv.kernels.cuda.uploads import pointer_of_length
-from numkv.targets.cuda_calls import (
-    Unlike,
-    described,
-    given_of,
-    keep,
-    place_of,
-    returned,
-    torch_stream,
-)
+from numkv.targets.cuda_calls import find, given_of, keep, returned
 
 #: Layouts of calls that an object keeps.
 MOST_REPLAYS = 1024
@@ -131,50 +123,14 @@ class Repeats:
         return memory.pointer_of(x)
 
     def find(
-        self, what: tuple[Any, ...], stream: Any, arrays: tuple[Any, ...], own: Any, after: Any = None
-    ) -> Call:  # fmt: skip
-        """A call with what a caller gave.
+        self, what: tuple[Any, ...], arrays: tuple[Any, ...], own: Any, after: Any = None
+    ) -> Call:
+        """A call by its method, layer and options, and by the arrays that a caller passed; see `cuda_calls.find`.
 
-        Parameters
-        ----------
-        what : tuple
-            What else matters of it: the method, the layer, options.
-        stream, after : object
-            See `numkv.targets.base.Target.on`.
-        arrays : tuple
-            What the caller passed as arrays.
-        own : array
-            One of the object's, which says on which device it is.
+        Of `after` see `numkv.targets.base.Target.on`.
         """
-        layout: list[Any] = [what]
-        pointers: list[int] = []
-        key, place, easy = None, None, stream is None and streams.as_it_is()
-        if stream is None and not easy:
-            place = streams.chosen()
-        try:
-            producer = described(arrays, layout, pointers) or 0
-            theirs = torch_stream(-1 - producer) if producer < 0 else producer
-            if place is None:
-                if not easy and (stream is not None or not streams.one_device()):
-                    place = place_of(stream, (*arrays, own))
-                else:
-                    place = streams.place(0, theirs)
-            if producer < 0:  # which may be another one
-                layout.append(theirs)
-            layout.append(place)
-            key = tuple(layout)
-            replay = self._kept.get(key)
-        except (Unlike, TypeError, KeyError, AttributeError):
-            key = replay = None
-            place = place or place_of(stream, (*arrays, own))
-        if (after is not None and after is not place) or (
-            not easy and streams.recording() is not None
-        ):
-            key = replay = None
-        elif not easy and replay is not None and not streams.ready(place):
-            replay = None
-        elif (
-            place.handle and place.capturing()
-        ):  # what objects do is not for graphs, or not like this
+        key, replay, place, pointers = find(self._kept, what, arrays, own)
+        # What objects do is not for graphs, or not like this.
+        if (after is not None and after is not place) or (place.handle and place.capturing()):
             key = replay = None
         return Call(key, place, pointers, arrays, replay, self._kept, self._accept)

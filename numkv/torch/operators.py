@@ -13,10 +13,11 @@ and likewise ``prefill_attention``, ``paged_decode_attention`` and ``paged_prefi
 and a fake one, which gives shapes and dtypes; none has a formula for gradients, and inputs that require them are
 refused.
 
-On CUDA all tensors are on one device, and kernels run on the stream that PyTorch has current there. Outputs are memory
-of PyTorch's, but for the lse, and for what ``merge_states`` and ``attention_weights`` return. In a CUDA graph use
-``.out`` operators and those that write: they launch kernels and nothing else. The others can be captured too, and have
-memory of the graph. Call each once before, so that its kernels are there.
+On CUDA all tensors are on one device, and kernels run on the stream that PyTorch has current there, whatever
+`numkv.on_stream` says: choose it by ``torch.cuda.stream``. Outputs are memory of PyTorch's, but for the lse, and for
+what ``merge_states`` and ``attention_weights`` return. In a CUDA graph use ``.out`` operators and those that write:
+they launch kernels and nothing else. The others can be captured too, and have memory of the graph. Call each once
+before, so that its kernels are there.
 
 The functions of `numkv.torch` call these where they are traced, and go past them otherwise.
 """
@@ -30,7 +31,6 @@ import numpy as np
 import torch
 
 import numkv
-from numkv.errors import NotSupported
 from numkv.torch.tensors import converter, refuse_gradient, tensors_of
 
 _OPTIONS = (
@@ -77,13 +77,23 @@ _OTHERS = {
 _library = torch.library.Library("numkv", "DEF")  # operators live as long as it does
 
 
+def _on_its_stream(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel for CUDA, on the stream that PyTorch has current: what comes next in a trace waits for no other."""
+
+    def on_cuda(*args: Any, **options: Any) -> Any:
+        with numkv.on_stream(None):
+            return run(*args, **options)
+
+    return on_cuda
+
+
 def _define(
     name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any], on_cuda: Callable[..., Any] | None = None
 ) -> None:  # fmt: skip
     """Add an operator with its kernels for the CPU and for CUDA, and its fake one."""
     _library.define(f"{name}{schema}", tags=(torch.Tag.needs_fixed_stride_order,))
     _library.impl(name, run, "CPU")
-    _library.impl(name, run if on_cuda is None else on_cuda, "CUDA")
+    _library.impl(name, _on_its_stream(run if on_cuda is None else on_cuda), "CUDA")
     torch.library.register_fake(f"numkv::{name}", fake, lib=_library)
 
 
@@ -201,15 +211,6 @@ for _name, (_inputs_of, _result) in _OTHERS.items():
 # -- calls of operators that look like those of functions
 
 
-def _refuse_stream(options: dict[str, Any]) -> None:
-    """Take `stream` out of a traced call, which runs on PyTorch's current one."""
-    if options.pop("stream", None) is not None:
-        raise NotSupported(
-            "`stream`: expected None where calls are traced, as operators run on the stream that PyTorch has current; "
-            "choose it by torch.cuda.stream"
-        )
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # so the error comes from here, not out of a trace
 def _refuse_gradient(x: Any, name: str) -> None:
     refuse_gradient(x, name)
@@ -239,7 +240,6 @@ def _attention_call(name: str, names: tuple[str, ...]) -> Callable[..., Any]:
         validate: bool = False,
         **options: Any,
     ) -> Any:
-        _refuse_stream(options)
         options["logits_soft_cap"] = 0.0 if logits_soft_cap is None else logits_soft_cap
         options["window_left"] = -1 if window_left is None else window_left
         inputs = tuple(_tensors(names, inputs))
@@ -262,7 +262,6 @@ def _other_call(name: str, inputs_of: str) -> Callable[..., Any]:
     defaults = {"logits_soft_cap": 0.0, "window_left": -1, "eps": 1e-6, "check_finite": True}
 
     def call(*inputs: Any, q_out: Any = None, validate: bool = False, **options: Any) -> Any:
-        _refuse_stream(options)
         for option, value in defaults.items():
             if option in options and options[option] is None:
                 options[option] = value

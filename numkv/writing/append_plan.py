@@ -19,7 +19,7 @@ import numpy as np
 
 from numkv import targets
 from numkv.checks import check_apart, check_array, check_integers, check_writable
-from numkv.errors import UnsupportedDType
+from numkv.errors import NotSupported, UnsupportedDType
 from numkv.kinds import QUERY_DTYPES, Kind, kind, kind_of_dtype
 from numkv.numbers import check_size
 from numkv.targets.base import Target
@@ -266,7 +266,7 @@ class AppendPlan:
         args : AppendArgs
             The arrays; checked as by `can_implement`.
         stream : object, optional
-            See `numkv.paged_decode_attention`.
+            On CUDA the stream to run on, as ``with numkv.on_stream(stream)`` says it for any call.
         workspace : object, optional
             Ignored: none is needed.
 
@@ -275,11 +275,18 @@ class AppendPlan:
         DimensionMismatch, UnsupportedDType, NotSupported
             See `can_implement`; nothing is written.
         """
-        if stream is None and not self._target.has_streams:
+        if self._target.values_on_host:
+            if stream is not None:
+                raise NotSupported(
+                    f"`stream`: expected None on the CPU target, got {type(stream).__name__}"
+                )
             self._run(args)
-            return
-        with self._target.on(stream, *(getattr(args, name, None) for name in _ARRAYS)):
-            self._run(args)
+        elif stream is not None:
+            with targets.on_stream(stream):
+                self.run(args)
+        else:
+            with self._target.on(*(getattr(args, name, None) for name in _ARRAYS)):
+                self._run(args)
 
     def _run(self, args: AppendArgs) -> None:
         args = self._check(args)
@@ -304,9 +311,7 @@ class AppendPlan:
         return f"AppendPlan({self.descriptor!r}, target={self._target.name})"
 
 
-def append(
-    k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offsets: Any, *, stream: Any = None
-) -> None:
+def append(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offsets: Any) -> None:
     """Copy new rows into caches at an offset per sequence: `AppendPlan` in one call.
 
     Rows that would land outside ``[0, max_cache_len)`` are skipped without a word. Extents and dtype come from the
@@ -324,8 +329,6 @@ def append(
         Written in place.
     cache_offsets : int64 array (batch_size,)
         Row of each sequence that its first new row goes to.
-    stream : object, optional
-        See `numkv.paged_decode_attention`.
 
     Raises
     ------
@@ -333,11 +336,11 @@ def append(
         If an array has another shape, dtype, layout or target, or a cache shares memory with another array; nothing
         is written.
     """
-    if stream is None and fast_path.append(k_new, v_new, k_cache, v_cache, cache_offsets):
+    if fast_path.append(k_new, v_new, k_cache, v_cache, cache_offsets):
         return
     target = targets.of(k_cache)
-    if (stream is not None or target.has_streams) and stream is not target.here:
-        target.run(append, _APPEND, stream, (k_new, v_new, k_cache, v_cache, cache_offsets), ())
+    if target.chooses_stream:
+        target.run(append, _APPEND, (k_new, v_new, k_cache, v_cache, cache_offsets), ())
         return
     shape = ("batch_size", "num_heads", "max_cache_len", "d")
     k = check_array(target, "k_cache", k_cache, QUERY_DTYPES, shape)

@@ -63,7 +63,6 @@ def paged_append(
     v_scale: Any = None,
     check_finite: bool | None = True,
     validate: bool | None = False,
-    stream: Any = None,
 ) -> None:
     """Put ready rows into slots of paged pools.
 
@@ -90,8 +89,6 @@ def paged_append(
     validate : bool
         On CUDA, check slots and finiteness first, which waits for the device; else a slot outside the pool is skipped
         there. On the CPU they are always checked.
-    stream : object, optional
-        See `numkv.paged_decode_attention`.
 
     Raises
     ------
@@ -106,14 +103,12 @@ def paged_append(
     """
     if validate is not False:
         validate = check_flag("validate", validate)
-    if stream is None and fast_path.paged_append(
-        k, v, k_pool, v_pool, slot_mapping, k_scale, v_scale, check_finite
-    ):
+    if fast_path.paged_append(k, v, k_pool, v_pool, slot_mapping, k_scale, v_scale, check_finite):
         return
     target = targets.of(k_pool)
-    if (stream is not None or target.has_streams) and stream is not target.here:
+    if target.chooses_stream:
         arrays = (k, v, k_pool, v_pool, slot_mapping, k_scale, v_scale)
-        target.run(paged_append, _APPEND, stream, arrays, (check_finite, validate))
+        target.run(paged_append, _APPEND, arrays, (check_finite, validate))
         return
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
     check_written(pool, _NAMES)
@@ -148,7 +143,6 @@ def paged_write(
     v_scale: Any = None,
     check_finite: bool | None = True,
     validate: bool | None = False,
-    stream: Any = None,
 ) -> Array:
     """Split fused projections, normalise and rotate q and k, and write K and V into slots, in one pass.
 
@@ -174,8 +168,6 @@ def paged_write(
         divided by before they are stored, a number or float32 ``(num_kv_heads,)``, 1 if None, always the same.
     check_finite, validate : bool
         See `paged_append`; `validate` covers `positions` too.
-    stream : object, optional
-        See `numkv.paged_decode_attention`.
 
     Returns
     -------
@@ -195,13 +187,13 @@ def paged_write(
     if validate is not False:
         validate = check_flag("validate", validate)
     target = targets.of(k_pool)
-    if (stream is not None or target.has_streams) and stream is not target.here:
+    if target.chooses_stream:
         arrays = (
             qkv, k_pool, v_pool, slot_mapping, positions, cos, sin, q_norm_weight, k_norm_weight, q_out,
             k_scale, v_scale,
         )  # fmt: skip
         q: Array = target.run(
-            paged_write, _WRITE, stream, arrays, (num_q_heads, qk_mode, eps, check_finite, validate)
+            paged_write, _WRITE, arrays, (num_q_heads, qk_mode, eps, check_finite, validate)
         )
         return q
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)

@@ -4,6 +4,8 @@ Each object is called often enough for its launches to be repeated, with other a
 that these calls were launches and nothing else.
 """
 
+import contextlib
+
 import naive
 import numpy as np
 import pytest
@@ -225,11 +227,30 @@ def test_streams():
     row, q, other = to(random(HEADS, DIM)), to(random(HEADS * GROUP, DIM)), cuda.stream()
     for _ in range(4):
         for stream in (None, other):
-            with driver.calls() as log:
-                cache.append(0, row, row, stream=stream)
-                cache.decode_attention(0, q, stream=stream)
+            with driver.calls() as log, numkv.on_stream(stream):
+                cache.append(0, row, row)
+                cache.decode_attention(0, q)
             launched = {c.stream for c in log.calls if c.name in driver_launches()}
             assert launched == {0 if stream is None else int(other.handle)}
+
+
+def test_streams_of_functions():
+    """Named or not, with calls that repeat; a call within another stream's context goes to the innermost."""
+    from numba import cuda
+
+    (k, v), lens = (to(np.zeros((1, HEADS, 16, DIM), F32)) for _ in range(2)), to(np.array([3]))
+    q, other, inner = to(random(1, HEADS * GROUP, DIM)), cuda.stream(), cuda.stream()
+    rows, slots = to(random(1, HEADS, DIM)), to(np.array([3]))
+    for _ in range(4):
+        for names in ((), (other,), (other, inner), (other, None)):
+            with contextlib.ExitStack() as stack, driver.calls() as log:
+                for stream in names:
+                    stack.enter_context(numkv.on_stream(stream))
+                numkv.decode_attention(q, k, v, lens)
+                numkv.paged_append(rows, rows, k, v, slots)
+            launched = {c.stream for c in log.calls if c.name in driver_launches()}
+            last = names[-1] if names else None
+            assert launched == {0 if last is None else int(last.handle)}
 
 
 def test_lengths_on_two_streams():
@@ -242,7 +263,8 @@ def test_lengths_on_two_streams():
         cache.append(0, to(row), to(row))
         wanted = reference(q, rows[: i + 1], rows[: i + 1])
         for stream in streams:
-            got = host(cache.decode_attention(0, to(q), stream=stream))
+            with numkv.on_stream(stream):
+                got = host(cache.decode_attention(0, to(q)))
             tolerances.assert_rows_close(got, wanted, tolerances.attention("fp32", "fp32"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 from fuzz import rows_functions, rows_multi, rows_paged, rows_single, rows_sparse
-from fuzz.play import Arg, Row, Scene
+from fuzz.play import Row, Scene
 from fuzz.surface import members, resolve
 
 __all__ = ["SCENES", "fitting", "rows_of"]
@@ -14,8 +14,6 @@ __all__ = ["SCENES", "fitting", "rows_of"]
 SCENES = [
     *rows_functions.SCENES, *rows_single.SCENES, *rows_paged.SCENES, *rows_multi.SCENES, *rows_sparse.SCENES,
 ]  # fmt: skip
-
-STREAM = Arg("anything", lambda d: None)
 
 #: Properties and methods that compile for seconds when they are first asked for, or end an object for good.
 NOT_BY_CHANCE = {"jit", "close"}
@@ -28,18 +26,13 @@ def _get(name):
 
 
 def _fitting(row: Row) -> Row | None:
-    """A row without the arguments that its callable does not have, or nothing where there is no such callable.
-
-    Whatever takes a stream gets None for it, or anything else, which the CPU refuses.
-    """
+    """A row without the arguments that its callable does not have, or nothing where there is no such callable."""
     try:
         parameters = inspect.signature(resolve(row.name)).parameters
     except AttributeError:
         return None
     except (TypeError, ValueError):
         return row
-    if "stream" in parameters and "stream" not in row.args:
-        row = row._replace(args={**row.args, "stream": STREAM})
     if row.call is not None and row.call.__name__ != "constructed":
         return row
     return row._replace(args={n: a for n, a in row.args.items() if n in parameters})
@@ -71,8 +64,6 @@ def rows_of(scene: Scene) -> list[Row]:
                 continue
             if isinstance(member, property):
                 found.append(Row(full, {}, key, call=_get(name), weight=SELDOM))
-            elif inspect.isfunction(member):
-                names = set(list(inspect.signature(member).parameters)[1:])
-                if names <= {"stream"}:
-                    found.append(Row(full, dict.fromkeys(names, STREAM), key, weight=SELDOM))
+            elif inspect.isfunction(member) and len(inspect.signature(member).parameters) < 2:
+                found.append(Row(full, {}, key, weight=SELDOM))
     return found

@@ -16,11 +16,11 @@ def there():
     return targets.get("cuda")
 
 
-def appended(there, slots, **options):
+def appended(there, slots):
     """A pool of one kv head after an append of three rows."""
     pools = [there.asarray(np.full((2, 1, 4, 8), 7, F32)) for _ in range(2)]
     rows = there.asarray(np.arange(24, dtype=F32).reshape(3, 1, 8))
-    numkv.paged_append(rows, rows, *pools, slots, **options)
+    numkv.paged_append(rows, rows, *pools, slots)
     return there.to_host(pools[0])
 
 
@@ -53,7 +53,8 @@ class Stream:
     "stream", [0, 1, 42, np.int64(7), Stream()], ids=["0", "1", "42", "int64", "object"]
 )
 def test_streams_that_are_taken(there, stream):
-    got = appended(there, there.asarray(np.array([5, -1, 2], I64)), stream=stream)
+    with numkv.on_stream(stream):
+        got = appended(there, there.asarray(np.array([5, -1, 2], I64)))
     assert got[1, 0, 1, 3] == 3
 
 
@@ -62,13 +63,13 @@ def test_streams_that_are_taken(there, stream):
     ["0", -1, True, 1.5, object(), [0]],
     ids=["str", "-1", "True", "1.5", "object", "list"],
 )
-def test_what_is_no_stream(there, stream):
+def test_what_is_no_stream(stream):
     with pytest.raises(numkv.NotSupported, match=r"`stream`: expected a stream of numba\.cuda"):
-        appended(there, there.asarray(np.array([5, -1, 2], I64)), stream=stream)
+        numkv.on_stream(stream)
 
 
-def calls_with_a_stream(target):
-    """Public calls that take a stream, with arrays of a target."""
+def calls_on(target):
+    """Public calls of functions and objects, with arrays of a target."""
     there = targets.get(target)
     rows, q = there.asarray(np.ones((1, 1, 8), F32)), there.asarray(np.ones((1, 2, 8), F32))
     pool = [there.asarray(np.zeros((2, 1, 4, 8), F32)) for _ in range(2)]
@@ -87,37 +88,34 @@ def calls_with_a_stream(target):
     offsets = there.asarray(np.zeros(2, I64))
     args = numkv.AppendArgs(*new, *pool, offsets)
     return {
-        "append": lambda s: numkv.append(*new, *pool, offsets, stream=s),
-        "plan": lambda s: plan.run(args, stream=s),
-        "decode": lambda s: numkv.decode_attention(two, *pool, lens, stream=s),
-        "prefill": lambda s: numkv.prefill_attention(two, *pool, lens, there.asarray(np.arange(3)), stream=s),
-        "merge": lambda s: numkv.merge_states(q, lse, q, lse, stream=s),
-        "paged_append": lambda s: numkv.paged_append(rows, rows, *pool, zero, stream=s),
-        "paged_write": lambda s: numkv.paged_write(qkv, *pool, zero, num_q_heads=2, qk_mode=0, stream=s),
-        "paged_decode": lambda s: numkv.paged_decode_attention(q, *pool, table, one, stream=s),
-        "paged_prefill": lambda s: numkv.paged_prefill_attention(q, *pool, table, one, starts, stream=s),
-        "layer append": lambda s: layer.append(rows, rows, stream=s),
-        "layer write": lambda s: layer.write(qkv, num_q_heads=2, qk_mode=0, stream=s),
-        "layer decode": lambda s: layer.decode_attention(q, stream=s),
-        "cache append": lambda s: cache.append(0, rows, rows, stream=s),
-        "cache decode": lambda s: cache.decode_attention(0, q, stream=s),
-        "step append": lambda s: step.append(0, rows, rows, stream=s),
-        "step write": lambda s: step.write(0, qkv, num_q_heads=2, qk_mode=0, stream=s),
-        "step attention": lambda s: step.mark_written(0) or step.attention(0, q, stream=s),
-        "step weights": lambda s: step.mark_written(0) or step.attention_weights(0, q, stream=s),
+        "append": lambda: numkv.append(*new, *pool, offsets),
+        "plan": lambda: plan.run(args),
+        "decode": lambda: numkv.decode_attention(two, *pool, lens),
+        "prefill": lambda: numkv.prefill_attention(two, *pool, lens, there.asarray(np.arange(3))),
+        "merge": lambda: numkv.merge_states(q, lse, q, lse),
+        "paged_append": lambda: numkv.paged_append(rows, rows, *pool, zero),
+        "paged_write": lambda: numkv.paged_write(qkv, *pool, zero, num_q_heads=2, qk_mode=0),
+        "paged_decode": lambda: numkv.paged_decode_attention(q, *pool, table, one),
+        "paged_prefill": lambda: numkv.paged_prefill_attention(q, *pool, table, one, starts),
+        "layer append": lambda: layer.append(rows, rows),
+        "layer write": lambda: layer.write(qkv, num_q_heads=2, qk_mode=0),
+        "layer decode": lambda: layer.decode_attention(q),
+        "cache append": lambda: cache.append(0, rows, rows),
+        "cache decode": lambda: cache.decode_attention(0, q),
+        "step append": lambda: step.append(0, rows, rows),
+        "step write": lambda: step.write(0, qkv, num_q_heads=2, qk_mode=0),
+        "step attention": lambda: step.mark_written(0) or step.attention(0, q),
+        "step weights": lambda: step.mark_written(0) or step.attention_weights(0, q),
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", list(calls_with_a_stream("cpu")))
-def test_every_call_takes_a_stream(target, name):
-    """CUDA has some; the CPU refuses any."""
-    call = calls_with_a_stream(target)[name]
-    call(None)
-    if target == "cuda":
-        call(0)
-    else:
-        with pytest.raises(numkv.NotSupported, match="`stream`: expected None on the CPU"):
-            call(0)
+@pytest.mark.parametrize("name", list(calls_on("cpu")))
+def test_every_call_runs_on_a_stream(target, name):
+    """On CUDA; calls on the CPU take no notice of it."""
+    call = calls_on(target)[name]
+    call()
+    with numkv.on_stream(0):
+        call()
 
 
 # ---------------------------------------------------------------- what kernels report later

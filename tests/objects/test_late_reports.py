@@ -216,10 +216,10 @@ def test_of_two_objects_each_is_told(tmp_path):
     for made in (a, c):
         with pytest.raises(numkv.NonFiniteInput):
             numkv.save(tmp_path / "file", made)
-    numkv.save(tmp_path / "file", b, stream=0)
-    assert numkv.load(tmp_path / "file", target="cuda", stream=0).seq_len == 1
-    with pytest.raises(numkv.NotSupported, match="`stream`"):
-        numkv.load(tmp_path / "file", stream=0)
+    with numkv.on_stream(0):
+        numkv.save(tmp_path / "file", b)
+        assert numkv.load(tmp_path / "file", target="cuda").seq_len == 1
+        assert numkv.load(tmp_path / "file").seq_len == 1
 
 
 def paged(blocks=16, block_size=4):

@@ -131,16 +131,18 @@ def test_errors_come_through_operators():
         OPS.decode_attention(q, k, v, lens + 100)
 
 
-def test_a_stream_cannot_be_chosen_in_a_traced_call():
-    q, k, v, lens = operands()
-    new = k[:, :, 0].clone()
-    operators.calls["paged_append"](new, new, k, v, torch.tensor([6, 40]), stream=None)
-    for name, args in (("decode_attention", (q, k, v, lens)), ("attention_weights", (q, k, lens))):
-        with pytest.raises(numkv.NotSupported, match=r"^`stream`: expected None where"):
-            operators.calls[name](*args, stream=5)
-
-
 # -- on CUDA
+
+
+def test_kernels_for_cuda_run_on_the_stream_that_pytorch_has_current():
+    from numkv.kernels.cuda import streams
+
+    found = []
+    kernel = operators._on_its_stream(lambda: found.append(streams.named()))
+    with numkv.on_stream(0):
+        kernel()
+        found.append(streams.named())
+    assert found == [None, 0]
 
 
 def test_every_operator_has_a_kernel_for_cuda():

@@ -40,7 +40,7 @@ from numkv.errors import NotSupported, NumkvError
 from numkv.kinds import Kind, kinds_of
 from numkv.numbers import check_flag, check_size
 from numkv.targets.base import Array, Target
-from numkv.targets.streamed import on_stream
+from numkv.targets.streamed import streamed
 
 
 class MultiSequenceCache(ABC):
@@ -96,9 +96,9 @@ class MultiSequenceCache(ABC):
         reserve = check_flag("reserve", reserve)
         self._commit_forward(self._plan_forward(rows, items, reserve))
 
-    @on_stream
+    @streamed
     @drops
-    def remove(self, seq: int, begin: int, end: int | None = None, *, stream: Any = None) -> None:
+    def remove(self, seq: int, begin: int, end: int | None = None) -> None:
         """Remove tokens from a sequence; those after them move up, and their keys are shifted with them.
 
         Parameters
@@ -109,8 +109,6 @@ class MultiSequenceCache(ABC):
             First position to remove.
         end : int, optional
             Position after the last to remove; None: to the end.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -132,9 +130,9 @@ class MultiSequenceCache(ABC):
                 raise ValueError(f"`end`: expected a position from {begin} up, got {end}")
         self._commit_remove(self._plan_remove(seq, begin, end))
 
-    @on_stream
+    @streamed
     @drops
-    def compact(self, seq: int, keep: Any, *, stream: Any = None) -> None:
+    def compact(self, seq: int, keep: Any) -> None:
         """Keep some tokens of a sequence only: that of position ``keep[i]`` moves to position i, its key with it.
 
         Cells of the other tokens are released; no row moves to another cell. Keys are moved by the cache's shift.
@@ -146,8 +144,6 @@ class MultiSequenceCache(ABC):
         keep : array-like of int (n,)
             Positions to keep, in order. A position that a sliding window has evicted counts in the order, so that the
             caches of a `WrapperCache` stay in step; any other that the sequence does not have is an error.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -223,9 +219,9 @@ class MultiSequenceCache(ABC):
         self._check_ready()
         return self._can_resume(check_sequence("seq", seq), check_position("pos", pos))
 
-    @on_stream
+    @streamed
     @whole
-    def set_scales(self, layer: int, k: Any = None, v: Any = None, *, stream: Any = None) -> None:
+    def set_scales(self, layer: int, k: Any = None, v: Any = None) -> None:
         """Set the scales of a layer's kv heads, for kinds that have such: a value is its 8-bit float times the scale.
 
         Parameters
@@ -234,8 +230,6 @@ class MultiSequenceCache(ABC):
             Which layer; it need not have been put.
         k, v : float or float32 array (num_kv_heads,), optional
             Finite scales above 0 of K and of V, on the host; None leaves them as they are, which is 1 at first.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -257,11 +251,9 @@ class MultiSequenceCache(ABC):
 
     # -- a pass
 
-    @on_stream
+    @streamed
     @whole
-    def put(
-        self, layer: int, k: Any, v: Any, *, check_finite: bool = True, stream: Any = None
-    ) -> None:
+    def put(self, layer: int, k: Any, v: Any, *, check_finite: bool = True) -> None:
         """Write a layer's rows of the batch; the first call for a layer allocates it.
 
         Parameters
@@ -275,8 +267,6 @@ class MultiSequenceCache(ABC):
         check_finite : bool
             Whether to look for NaN and infinity in rows to be quantised: on the CPU first; on CUDA while they are
             written, as zeros: later calls with these sequences raise until the tokens are removed.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -296,17 +286,15 @@ class MultiSequenceCache(ABC):
         self._check_ready()
         self._put(check_layer("layer", layer), k, v, check_flag("check_finite", check_finite, True))
 
-    @on_stream
+    @streamed
     @reads
-    def get(self, layer: int, *, stream: Any = None) -> tuple[Array, Array, Array]:
+    def get(self, layer: int) -> tuple[Array, Array, Array]:
         """K, V and the mask of the cells that this batch may attend to.
 
         Parameters
         ----------
         layer : int
             Which layer.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -328,7 +316,7 @@ class MultiSequenceCache(ABC):
         self._check_ready()
         return self._get(check_layer("layer", layer))
 
-    @on_stream
+    @streamed
     @reads
     def decode_attention(
         self,
@@ -340,7 +328,6 @@ class MultiSequenceCache(ABC):
         sinks: Any = None,
         return_lse: bool = False,
         out: Any = None,
-        stream: Any = None,
     ) -> Any:
         """Attend with queries straight from the stored rows: no mask is made.
 
@@ -350,7 +337,7 @@ class MultiSequenceCache(ABC):
             Which layer.
         q : array (num_tokens, num_q_heads, head_dim)
             A query for each token, in the order of the batch; for an encoder's rows any number of queries.
-        sm_scale, logits_soft_cap, sinks, return_lse, out, stream
+        sm_scale, logits_soft_cap, sinks, return_lse, out
             See `numkv.decode_attention`.
 
         Returns
@@ -376,7 +363,7 @@ class MultiSequenceCache(ABC):
         options = check_options(sm_scale, logits_soft_cap, -1, sinks, return_lse, out)
         return self._attend(layer, q, options)
 
-    @on_stream
+    @streamed
     @reads
     def attention_weights(
         self,
@@ -386,7 +373,6 @@ class MultiSequenceCache(ABC):
         lse: Any = None,
         sm_scale: float | None = None,
         logits_soft_cap: float = 0.0,
-        stream: Any = None,
     ) -> dict[int, Array]:
         """How much attention each token of the batch's sequences gets from the batch's queries.
 
@@ -399,7 +385,7 @@ class MultiSequenceCache(ABC):
         lse : float32 array (num_tokens, num_q_heads), optional
             What `decode_attention` returned with ``return_lse=True`` for these queries and options; computed if None,
             which costs as much as that call.
-        sm_scale, logits_soft_cap, stream
+        sm_scale, logits_soft_cap
             See `numkv.decode_attention`.
 
         Returns
@@ -428,9 +414,9 @@ class MultiSequenceCache(ABC):
 
     # -- for your own kernels
 
-    @on_stream
+    @streamed
     @reads
-    def arrays(self, layer: int, *, stream: Any = None) -> CacheArrays:
+    def arrays(self, layer: int) -> CacheArrays:
         """A layer's arrays, for your own ``@njit`` functions and ``@cuda.jit`` kernels; see `numkv.device`.
 
         Every cell is a block of one token, so that kernels for paged caches fit: ``k`` is the layer's buffer seen as
@@ -440,8 +426,6 @@ class MultiSequenceCache(ABC):
         ----------
         layer : int
             Which layer.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -668,18 +652,13 @@ class MultiSequenceCache(ABC):
 
     # -- copies
 
-    @on_stream
+    @streamed
     @reads
-    def copy(self, *, stream: Any = None) -> Self:
+    def copy(self) -> Self:
         """A cache of its own with the same content, in the same pass if one is on; only the shift function is shared.
 
         ``copy.copy`` and ``copy.deepcopy`` make the same. A cache on the CPU can be pickled too, if its shift can: a
         function of a module, or a `numkv.rope_shift`.
-
-        Parameters
-        ----------
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -713,19 +692,14 @@ class MultiSequenceCache(ABC):
 
     # -- its proof
 
-    @on_stream
+    @streamed
     @reads
-    def check(self, *, stream: Any = None) -> None:
+    def check(self) -> None:
         """Look for a contradiction in what the cache knows of itself.
 
         Which cell has which position for which sequences, how often it is owned, the shapes of the buffers, and that
         scales of stored rows are finite: they may not be where NaN or infinity was put with ``check_finite=False``.
         On CUDA it waits for the device.
-
-        Parameters
-        ----------
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Raises
         ------

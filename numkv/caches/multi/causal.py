@@ -490,7 +490,7 @@ class CausalCache(LayeredCache):
             return
         what, pool = ("put", layer, check_finite, len(now.slots)), self._layers[layer]
         now.slots_on_target()  # here, so that what is written down below launches and nothing else
-        call = again.find(what, None, (k, v), pool.k)
+        call = again.find(what, (k, v), pool.k)
         puts = self._puts
         if call.replay is not None:
             own = (again.pointer(now.slots_on_target()),)
@@ -591,7 +591,7 @@ class CausalCache(LayeredCache):
             options.return_lse,
             shapes,
         )
-        call = again.find(what, None, arrays, self._layers[layer].k)
+        call = again.find(what, arrays, self._layers[layer].k)
         if call.replay is not None:
             begun = self._begin_reading(layer)
             found = call.run([*map(again.pointer, own)])

@@ -28,7 +28,7 @@ from numkv.numbers import check_flag
 from numkv.snapshots.snapshot import Options, Source
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
-from numkv.targets.streamed import on_stream
+from numkv.targets.streamed import streamed
 
 
 class _Ready(NamedTuple):
@@ -238,11 +238,9 @@ class EncoderCache(LayeredCache):
         kinds = (self._k_kind, self._v_kind)
         self._head_scales.set(layer, self._layers.get(layer), kinds, k, v)
 
-    @on_stream
+    @streamed
     @whole
-    def put(
-        self, layer: int, k: Any, v: Any, *, check_finite: bool = True, stream: Any = None
-    ) -> None:
+    def put(self, layer: int, k: Any, v: Any, *, check_finite: bool = True) -> None:
         """Store a layer's rows in place of its former ones.
 
         Parameters
@@ -256,8 +254,6 @@ class EncoderCache(LayeredCache):
         check_finite : bool
             Whether to look for NaN and infinity in rows to be quantised: on the CPU first; on CUDA while they are
             written, as zeros: later calls raise until the layer has been put anew, or the item removed.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -329,17 +325,15 @@ class EncoderCache(LayeredCache):
         self._head_scales.apply(layer, made)
         return made
 
-    @on_stream
+    @streamed
     @reads
-    def get(self, layer: int, *, stream: Any = None) -> tuple[Array, Array, None]:
+    def get(self, layer: int) -> tuple[Array, Array, None]:
         """K and V of a layer, and no mask.
 
         Parameters
         ----------
         layer : int
             Which layer.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Returns
         -------

@@ -89,7 +89,7 @@ from numkv.snapshots.snapshot import Options, Snapshot, Source, fill_all
 from numkv.storage.key_error import key_error
 from numkv.storage.own_kernels import cache_arrays
 from numkv.targets.base import Array
-from numkv.targets.streamed import on_stream
+from numkv.targets.streamed import streamed
 
 
 @drawn
@@ -157,10 +157,10 @@ class PagedKVCache(StoredSequences):
 
     # -- sequences
 
-    @on_stream
+    @streamed
     @whole
     def add(
-        self, tokens: Any = None, *, extra: Extra | None = None, lookup: PrefixLookup | None = None, stream: Any = None
+        self, tokens: Any = None, *, extra: Extra | None = None, lookup: PrefixLookup | None = None
     ) -> int:  # fmt: skip
         """Add a sequence; with its token ids, begin with what the prefix cache has of them.
 
@@ -175,8 +175,6 @@ class PagedKVCache(StoredSequences):
             What else the content depends on, such as ``{"adapter": 7}``; see `numkv.blocks.prefix.block_digests`.
         lookup : PrefixLookup, optional
             From `lookup`: what it has brought so far is taken over, and the store is not asked.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -355,11 +353,9 @@ class PagedKVCache(StoredSequences):
         if length < state.length:
             self._store.reports.keep(sequence_number(seq), length)
 
-    @on_stream
+    @streamed
     @whole
-    def compact(
-        self, seq: int, keep: Any, shift: RopeShift | None = None, *, stream: Any = None
-    ) -> None:
+    def compact(self, seq: int, keep: Any, shift: RopeShift | None = None) -> None:
         """Keep some tokens of a sequence only, and move them to the front: token ``keep[i]`` becomes token i.
 
         Rows move as they are stored, bit for bit. With `shift`, the keys of tokens that move are shifted to their new
@@ -379,8 +375,6 @@ class PagedKVCache(StoredSequences):
         shift : RopeShift, optional
             From `numkv.rope_shift` and the model's tables. Without it keys stay as they are: for models without RoPE,
             and for methods that go on counting positions from those that tokens had.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -437,7 +431,6 @@ class PagedKVCache(StoredSequences):
         *,
         into: StepBuffers | None = None,
         parents: Any = None,
-        stream: Any = None,
     ) -> Step:
         """Allocate room for new tokens of some sequences, all or nothing.
 
@@ -449,11 +442,9 @@ class PagedKVCache(StoredSequences):
             How many tokens each of them gets.
         into : StepBuffers, optional
             From `step_buffers`: where the step's tables lie, for a CUDA graph that has captured such a step's calls.
+            They are uploaded on the stream of `numkv.on_stream`, else on the one that `into` was last filled on.
         parents : array-like of int (num_tokens,), optional
             For drafts that branch: see `numkv.tree_mask`. `commit` then takes `paths`. Not with `into`.
-        stream : object, optional
-            On CUDA the stream that the tables are uploaded on: with `into` the one that the graph runs on, and without
-            it the one that `into` was last filled on. See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -471,15 +462,13 @@ class PagedKVCache(StoredSequences):
         DimensionMismatch
             If the step does not fit `into`.
         """
-        with self._on(stream, into):
+        with self._on(into):
             return self._reserve(sequences, new_lens, into, parents)
 
-    def _on(self, stream: Any, into: StepBuffers | None) -> Any:
+    def _on(self, into: StepBuffers | None) -> Any:
         """A context for what a step begins with, which no graph can repeat."""
         after = None if into is None else tables_of(into).place
-        if stream is None and after is not None:
-            stream = after.handle
-        return self._target.on(stream, self._pools[0].k, after=after)
+        return self._target.on(self._pools[0].k, after=after, default=after)
 
     def _reserve(
         self, sequences: Iterable[int], new_lens: Any, into: StepBuffers | None, parents: Any
@@ -617,17 +606,15 @@ class PagedKVCache(StoredSequences):
 
     # -- from the host
 
-    @on_stream
+    @streamed
     @whole
-    def swap_in(self, swapped: SwappedSequence, *, stream: Any = None) -> int:
+    def swap_in(self, swapped: SwappedSequence) -> int:
         """Copy a swapped sequence into the cache as a new one.
 
         Parameters
         ----------
         swapped : SwappedSequence
             From `swap_out` of a cache of the same geometry, on any target.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -715,9 +702,9 @@ class PagedKVCache(StoredSequences):
 
     # -- scales
 
-    @on_stream
+    @streamed
     @whole
-    def set_scales(self, layer: int, k: Any = None, v: Any = None, *, stream: Any = None) -> None:
+    def set_scales(self, layer: int, k: Any = None, v: Any = None) -> None:
         """Set the scales of a layer's kv heads, for kinds that have such: a value is its 8-bit float times the scale.
 
         Parameters
@@ -726,8 +713,6 @@ class PagedKVCache(StoredSequences):
             Which layer.
         k, v : float or float32 array (num_kv_heads,), optional
             Finite scales above 0 of K and of V, on the host; None leaves them as they are, which is 1 at first.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -851,7 +836,7 @@ class PagedKVCache(StoredSequences):
         )
 
     def step_buffers(
-        self, num_seqs: int, num_tokens: int | None = None, max_length: int | None = None, *, stream: Any = None
+        self, num_seqs: int, num_tokens: int | None = None, max_length: int | None = None
     ) -> StepBuffers:  # fmt: skip
         """Memory for the tables of steps that CUDA graphs are made of: see `reserve`.
 
@@ -864,8 +849,6 @@ class PagedKVCache(StoredSequences):
         max_length : int, optional
             The most tokens that a sequence has, the new ones included: how long tables are, and by how many blocks
             attention is launched. As many as all blocks hold if None.
-        stream : object, optional
-            The stream that graphs run on; see `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -893,7 +876,7 @@ class PagedKVCache(StoredSequences):
         """
         tokens = num_seqs if num_tokens is None else num_tokens
         most = self.blocks.num_blocks * self.block_size if max_length is None else max_length
-        with self._target.on(stream, self._pools[0].k):
+        with self._target.on(self._pools[0].k):
             return StepBuffers(self._store, num_seqs, tokens, most)
 
     # -- as a whole
@@ -926,15 +909,10 @@ class PagedKVCache(StoredSequences):
             self._publish(before)
             raise
 
-    @on_stream
+    @streamed
     @writes
-    def copy(self, *, stream: Any = None) -> Self:
+    def copy(self) -> Self:
         """The same cache once more, in memory of its own: rows, sequences by the same numbers, cached prefixes, pins.
-
-        Parameters
-        ----------
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -1065,7 +1043,7 @@ class PagedKVCache(StoredSequences):
 
     # -- attention over what is committed
 
-    @on_stream
+    @streamed
     def decode_attention(
         self,
         layer: int,
@@ -1077,7 +1055,6 @@ class PagedKVCache(StoredSequences):
         sinks: Any = None,
         return_lse: bool = False,
         out: Any = None,
-        stream: Any = None,
         **visible: Unpack[Visible],
     ) -> Any:
         """Attend with the query of the newest committed token of any sequences.
@@ -1090,7 +1067,7 @@ class PagedKVCache(StoredSequences):
             Which sequences; one may come more than once.
         q : array (num_seqs, num_q_heads, head_dim)
             A query for each.
-        sm_scale, logits_soft_cap, sinks, return_lse, out, stream, **visible
+        sm_scale, logits_soft_cap, sinks, return_lse, out, **visible
             See `numkv.decode_attention`; the window is the layer's.
 
         Returns
@@ -1142,7 +1119,7 @@ class PagedKVCache(StoredSequences):
         self._refuse_overtaken("decode_attention", generation, seqs, states)
         return result
 
-    @on_stream
+    @streamed
     def attention_weights(
         self,
         layer: int,
@@ -1152,7 +1129,6 @@ class PagedKVCache(StoredSequences):
         lse: Any = None,
         sm_scale: float | None = None,
         logits_soft_cap: float = 0.0,
-        stream: Any = None,
     ) -> Array:
         """How much attention each committed token of a sequence gets from the queries of the last ones.
 
@@ -1168,7 +1144,7 @@ class PagedKVCache(StoredSequences):
             Queries of the last `num_tokens` committed positions.
         lse : float32 array (num_tokens, num_q_heads), optional
             What attention returned with ``return_lse=True`` for these queries and options; computed if None.
-        sm_scale, logits_soft_cap, stream
+        sm_scale, logits_soft_cap
             See `numkv.decode_attention`.
 
         Returns
@@ -1257,16 +1233,14 @@ class PagedKVCache(StoredSequences):
 
     # -- what is stored
 
-    @on_stream
-    def swap_out(self, seq: int, *, stream: Any = None) -> SwappedSequence:
+    @streamed
+    def swap_out(self, seq: int) -> SwappedSequence:
         """Copy a sequence to host memory, in one copy per buffer; it stays in the cache.
 
         Parameters
         ----------
         seq : int
             The sequence.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -1309,16 +1283,14 @@ class PagedKVCache(StoredSequences):
         _, group = self._store.place(check_index("layer", layer, self.num_layers))
         return self._sequence(seq).tables[group].copy()
 
-    @on_stream
-    def arrays(self, layer: int, *, stream: Any = None) -> CacheArrays:
+    @streamed
+    def arrays(self, layer: int) -> CacheArrays:
         """The arrays of a layer with the tables of all sequences, for your own kernels.
 
         Parameters
         ----------
         layer : int
             Which layer.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Returns
         -------

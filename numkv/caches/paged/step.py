@@ -35,7 +35,7 @@ from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
 from numkv.targets.call import Marker
-from numkv.targets.streamed import on_stream
+from numkv.targets.streamed import streamed
 from numkv.writing import fast_path
 from numkv.writing.fused_write import Projection, QKMode
 from numkv.writing.latents import LatentRows
@@ -171,16 +171,14 @@ class Step:
         missing: list[int] = np.flatnonzero(~done).tolist() if self.num_tokens else []
         return missing
 
-    @on_stream
-    def arrays(self, layer: int, *, stream: Any = None) -> CacheArrays:
+    @streamed
+    def arrays(self, layer: int) -> CacheArrays:
         """The arrays of a layer with the step's tables and slots, for your own kernels.
 
         Parameters
         ----------
         layer : int
             Which layer.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -235,9 +233,7 @@ class Step:
         return Rows(pool, self._tables[group], self._lens)
 
     @writes
-    def append(
-        self, layer: int, k: Any, v: Any = None, *, check_finite: bool = True, stream: Any = None
-    ) -> None:
+    def append(self, layer: int, k: Any, v: Any = None, *, check_finite: bool = True) -> None:
         """Write ready rows of the new tokens.
 
         Parameters
@@ -249,8 +245,6 @@ class Step:
         check_finite : bool
             Whether rows to be quantised are checked for NaN and infinity: on the CPU first; on CUDA by the kernel that
             writes them, and a later call raises, `PagedKVCache.commit` at the latest that finds it.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -262,18 +256,18 @@ class Step:
             self._store.refuse_sharing("append", int(layer))
         again = self._again
         if again is None:
-            with self._on(stream, k, v):
+            with self._on(k, v):
                 self._append_here(layer, pool, self._slots[group], k, v, check_finite)
             return
-        self._append_again(layer, pool, group, k, v, check_finite, stream)
+        self._append_again(layer, pool, group, k, v, check_finite)
 
     def _append_again(
-        self, layer: int, pool: Pool, group: int, k: Any, v: Any, check_finite: bool, stream: Any
+        self, layer: int, pool: Pool, group: int, k: Any, v: Any, check_finite: bool
     ) -> None:  # fmt: skip
         """Append as an earlier call did, or in the general way."""
         again = self._store.again
         what = "append", layer, check_finite, len(self.positions)
-        call, own = again.find(what, stream, (k, v), pool.k, self._place), self._slots[group]
+        call, own = again.find(what, (k, v), pool.k, self._place), self._slots[group]
         if call.replay is not None:
             self._refuse_bad()
             numbers = (0, self._look(call.replay.note))
@@ -316,7 +310,6 @@ class Step:
         eps: float = 1e-6,
         q_out: Any = None,
         check_finite: bool = True,
-        stream: Any = None,
     ) -> Array:
         """Split and normalise the new tokens' projections, apply RoPE, and write K and V, in one pass.
 
@@ -328,8 +321,6 @@ class Step:
             Projections of all sequences, one after another.
         num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out, check_finite
             See `numkv.ContiguousLayer.write`; angles are those of `positions`.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -346,7 +337,7 @@ class Step:
             self._store.refuse_sharing("write", int(layer))
         slots = self._slots[group]
         in_full = self._store.layers.residual is not None
-        if stream is None and self._buffers is None and not in_full:
+        if self._buffers is None and not in_full:
             tokens, q = fast_path.pool_write(
                 pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out,
                 self._positions, 0, slots, 0, 0, check_finite,
@@ -358,12 +349,12 @@ class Step:
             qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
         )  # fmt: skip
         if self._again is not None:
-            return self._write_again(layer, pool, slots, given, check_finite, stream)
-        with self._on(stream, qkv):
+            return self._write_again(layer, pool, slots, given, check_finite)
+        with self._on(qkv):
             return self._write_here(layer, pool, slots, given, check_finite).q_out
 
     def _write_again(
-        self, layer: int, pool: Pool, slots: Array, given: tuple[Any, ...], check_finite: bool, stream: Any
+        self, layer: int, pool: Pool, slots: Array, given: tuple[Any, ...], check_finite: bool
     ) -> Array:  # fmt: skip
         """Write as an earlier call did, or in the general way."""
         qkv, num_q_heads, cos, sin, qk_mode, q_weight, k_weight, eps, q_out = given
@@ -371,7 +362,7 @@ class Step:
         what = "write", layer, kinds, num_q_heads, qk_mode, eps, check_finite, len(self.positions)
         arrays = (qkv, cos, sin, q_weight, k_weight, q_out)
         again, own = self._store.again, (slots, self._positions)
-        call = again.find(what, stream, arrays, pool.k, self._place)
+        call = again.find(what, arrays, pool.k, self._place)
         if call.replay is not None:
             self._refuse_bad()
             positions, looked_at = call.replay.note
@@ -416,7 +407,6 @@ class Step:
         sinks: Any = None,
         return_lse: bool = False,
         out: Any = None,
-        stream: Any = None,
         **visible: Unpack[Visible],
     ) -> Any:
         """Attend with the new tokens' queries, each to itself and earlier ones (in a tree its path), as windows say.
@@ -427,7 +417,7 @@ class Step:
             Which layer.
         q : array (num_tokens, num_q_heads, head_dim)
             Queries of all sequences, one after another.
-        sm_scale, logits_soft_cap, sinks, return_lse, out, stream, **visible
+        sm_scale, logits_soft_cap, sinks, return_lse, out, **visible
             See `numkv.decode_attention`; a tree's mask is the step's. `shared_len`: so many first tokens are read once
             for all sequences that begin with the same blocks; see `numkv.cascade_attention`.
 
@@ -452,12 +442,12 @@ class Step:
             self._again is None or visible or chunk or self._tree is not None
             or not self._has_rows(layer)
         ):  # fmt: skip
-            with self._on(stream, q):
+            with self._on(q):
                 return self._attend_here(layer, pool, group, q, *asked, visible)
-        return self._attend_again(layer, pool, group, q, asked, stream)
+        return self._attend_again(layer, pool, group, q, asked)
 
     def _attend_again(
-        self, layer: int, pool: Pool, group: int, q: Any, asked: tuple[Any, ...], stream: Any
+        self, layer: int, pool: Pool, group: int, q: Any, asked: tuple[Any, ...]
     ) -> Any:
         """Attend as an earlier call did, or in the general way."""
         sm_scale, logits_soft_cap, sinks, return_lse, out = asked
@@ -465,7 +455,7 @@ class Step:
         kinds, shape = (type(sm_scale), type(logits_soft_cap)), own[0].shape
         sizes = shape, len(self.positions), self._one_each
         what = "attend", layer, kinds, sm_scale, logits_soft_cap, return_lse, *sizes
-        call = again.find(what, stream, (q, sinks, out), pool.k, self._place)
+        call = again.find(what, (q, sinks, out), pool.k, self._place)
         if call.replay is not None:
             found = call.run([*map(again.pointer, own)])
             if found is not again.missed:
@@ -544,7 +534,6 @@ class Step:
         lse: Any = None,
         sm_scale: float | None = None,
         logits_soft_cap: float = 0.0,
-        stream: Any = None,
     ) -> Array:
         """How much attention each token of the step's sequences gets from the new tokens' queries.
 
@@ -557,7 +546,7 @@ class Step:
         lse : float32 array (num_tokens, num_q_heads), optional
             What `attention` returned with ``return_lse=True`` for these queries and options; computed if None, which
             costs as much as that call.
-        sm_scale, logits_soft_cap, stream
+        sm_scale, logits_soft_cap
             See `numkv.decode_attention`.
 
         Returns
@@ -574,7 +563,7 @@ class Step:
             See `numkv.decode_attention`.
         """
         pool, group = self._layer(layer)
-        with self._on(stream, q):
+        with self._on(q):
             self._captured("attention_weights")
             Tree.refuse(self._tree, "attention_weights")
             self._store.refuse_chunks("attention_weights", layer)
@@ -615,12 +604,12 @@ class Step:
             elif store.again is None:
                 self._append_here(layer, pool, self._slots[group], k, v, check_finite)
             else:
-                self._append_again(layer, pool, group, k, v, check_finite, None)
+                self._append_again(layer, pool, group, k, v, check_finite)
         asked = options.sm_scale, options.logits_soft_cap, options.sinks, False, options.out
         try:
             if k is None or store.again is None or store.groups[group].chunk:
                 return self._attend_here(layer, pool, group, q, *asked)
-            return self._attend_again(layer, pool, group, q, asked, None)
+            return self._attend_again(layer, pool, group, q, asked)
         except BaseException:
             if k is not None:
                 self._written[layer] = False
@@ -675,16 +664,14 @@ class Step:
         read, write = self._state_slots
         return StepState(slots.arrays[number], read.copy(), write.copy())
 
-    @on_stream
-    def read_state(self, layer: int, *, stream: Any = None) -> tuple[Array, ...]:
+    @streamed
+    def read_state(self, layer: int) -> tuple[Array, ...]:
         """Copies of a layer's states as they were before the step.
 
         Parameters
         ----------
         layer : int
             Which layer.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -699,8 +686,8 @@ class Step:
         slots, number = self._states(layer)
         return tuple(slots.gathered(slots.arrays[number], self._state_slots[0]))
 
-    @on_stream
-    def write_state(self, layer: int, *states: Any, stream: Any = None) -> None:
+    @streamed
+    def write_state(self, layer: int, *states: Any) -> None:
         """Write a layer's states as they are after the step's tokens.
 
         Parameters
@@ -709,8 +696,6 @@ class Step:
             Which layer.
         *states : array (num_seqs, *shape)
             One for each array of the layer, of its dtype.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -777,7 +762,6 @@ class Step:
         norm_weight: Any = None,
         eps: float = 1e-6,
         check_finite: bool = True,
-        stream: Any = None,
     ) -> None:
         """Apply RMS norm to the new tokens' latents and RoPE to the keys behind them, and write both, in one pass.
 
@@ -789,8 +773,6 @@ class Step:
             Rows of all sequences, one after another.
         qk_mode, cos, sin, norm_weight, eps, check_finite
             See `numkv.ContiguousLayer.write_latents`; angles are those of `positions`.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -799,7 +781,7 @@ class Step:
         """
         pool, group = self._layer(layer)
         self._store.refuse_sharing("write_latents", int(layer))
-        with self._on(stream, rows):
+        with self._on(rows):
             captured = self._captured("write_latents")
             self._refuse_bad()
             p = LatentRows.check(pool, rows, qk_mode, cos, sin, norm_weight, eps)
@@ -877,7 +859,6 @@ class Step:
         sinks: Any = None,
         return_lse: bool = False,
         out: Any = None,
-        stream: Any = None,
     ) -> Any:
         """Attend with the new tokens' queries to the blocks in which the most can be, exactly over these.
 
@@ -896,7 +877,7 @@ class Step:
             query a sequence to the bit.
         first, newest : int
             How many of the first and of the newest blocks are read whatever their bounds; of the newest one at least.
-        sm_scale, logits_soft_cap, sinks, return_lse, out, stream
+        sm_scale, logits_soft_cap, sinks, return_lse, out
             See `numkv.decode_attention`.
 
         Returns
@@ -932,7 +913,7 @@ class Step:
             )
         Tree.refuse(self._tree, "sparse_attention")
         counts = check_counts("most_blocks", most_blocks, first, newest)
-        with self._on(stream, q):
+        with self._on(q):
             asked = sm_scale, logits_soft_cap, sinks, return_lse, out
             if self._reads_all(group, layer, counts[0], sinks):
                 return self._attend_here(layer, pool, group, q, *asked)
@@ -1095,9 +1076,9 @@ class Step:
         alone = self._buffers is None and self._store.layers.residual is None
         return self._store.again if alone else None
 
-    def _on(self, stream: Any, *arrays: Any) -> Any:
+    def _on(self, *arrays: Any) -> Any:
         """A context for what runs on a stream, after the step's tables have arrived there."""
-        return self._store.target.on(stream, *arrays, self._store.pools[0].k, after=self._place)
+        return self._store.target.on(*arrays, self._store.pools[0].k, after=self._place)
 
     def _end(self, keep: Ints) -> None:
         """Take no more rows; so many tokens of each sequence are kept."""

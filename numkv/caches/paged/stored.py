@@ -30,7 +30,7 @@ from numkv.kinds import Kind
 from numkv.numbers import check_size
 from numkv.store.prefix_store import PrefixStore
 from numkv.targets.base import Target
-from numkv.targets.streamed import on_stream
+from numkv.targets.streamed import streamed
 
 #: Layers that a cache can have; each takes some objects of Python's.
 _MOST_LAYERS = 2**16
@@ -278,17 +278,12 @@ class StoredSequences:
         full = sum(group.window < 0 for group in self._groups)
         return PagedStats(len(lengths), sum(lengths), unused * full, self.blocks.stats())
 
-    @on_stream
-    def check(self, *, stream: Any = None) -> None:
+    @streamed
+    def check(self) -> None:
         """Prove the accounting: references, tables, lengths, the prefix cache, scales.
 
         Every block has as many references as tables name it; tables have what the lengths need; blocks are found under
         the names that their sequences know them by; the scales of committed tokens are finite.
-
-        Parameters
-        ----------
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Raises
         ------

@@ -1,8 +1,8 @@
 """Where a thread of the host works: which device, and which of its streams.
 
-Whoever calls a public function says so, or the arrays do: `numkv.targets.cuda.CudaTarget.on`. Everything below asks
-`current`. There is one `Place` for each stream, which has its memory too: what one call gives back the next one on the
-same stream takes, and the order of the stream keeps them apart.
+Whoever calls a public function says so, by `naming`, or the arrays do: `numkv.targets.cuda.CudaTarget.on`. Everything
+below asks `current`. There is one `Place` for each stream, which has its memory too: what one call gives back the next
+one on the same stream takes, and the order of the stream keeps them apart.
 """
 
 from __future__ import annotations
@@ -157,11 +157,15 @@ class Recording:
 
 
 class _Here(threading.local):
-    """The place of this thread of the host, and what it writes down."""
+    """The place of this thread of the host, what it is told of streams, and what it writes down."""
 
     place: Place | None = None
+    named: int | None = None
     recording: Recording | None = None
     ready = False  # whether the driver knows this thread
+
+    def __init__(self) -> None:
+        self.outer: list[tuple[Place | None, int | None]] = []  # of `naming`
 
 
 _here = _Here()
@@ -177,7 +181,7 @@ def place(device: int, handle: int) -> Place:
 
 
 def current() -> Place:
-    """Where this thread works: where `on` says, else on the default stream of its device."""
+    """Where this thread works: where `on` says, else `default`."""
     return _here.place or default()
 
 
@@ -186,11 +190,40 @@ def chosen() -> Place | None:
     return _here.place
 
 
+def named() -> int | None:
+    """The pointer of the stream that `naming` says this thread's calls run on; None outside of it."""
+    return _here.named
+
+
 def default() -> Place:
-    """The default stream of this thread's device."""
+    """The stream that `naming` says, or the default stream of this thread's device."""
+    handle = _here.named or 0
     if SIMULATED or (one_device() and is_ready()):
-        return place(0, 0)
-    return place(cuda.get_current_device().id, 0)
+        return place(0, handle)
+    if handle > 2:  # others are of whatever device is current
+        from cuda.core import Stream
+
+        return place(Stream.from_handle(handle).device.device_id, handle)
+    return place(cuda.get_current_device().id, handle)
+
+
+class naming:  # noqa: N801 - it reads like a function
+    """Have this thread's calls run on a stream, by its pointer; with None again on those of their arrays.
+
+    It may be entered again, within itself and by other threads. What belongs to the stream lives as long.
+    """
+
+    __slots__ = ("_handle", "_owner")
+
+    def __init__(self, handle: int | None, owner: Any) -> None:
+        self._handle, self._owner = handle, owner
+
+    def __enter__(self) -> None:
+        _here.outer.append((_here.place, _here.named))
+        _here.place, _here.named = None, self._handle
+
+    def __exit__(self, *error: object) -> None:
+        _here.place, _here.named = _here.outer.pop()
 
 
 class on:  # noqa: N801 - it reads like a function
@@ -282,9 +315,10 @@ def ready(place: Place) -> bool:
 
 
 def as_it_is() -> bool:
-    """Whether this thread can launch wherever it likes: there is one device, nothing is chosen or written down."""
+    """Whether this thread can launch wherever it likes: one device, nothing chosen, named or written down."""
     here = _here
-    return here.place is None and here.recording is None and here.ready and _counted == [1]
+    free = here.place is None and here.named is None and here.recording is None
+    return free and here.ready and _counted == [1]
 
 
 def follow(handle: int) -> None:
