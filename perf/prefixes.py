@@ -27,9 +27,8 @@ import numpy as np
 
 import numkv
 from numkv.demo import BUNDLED_MODEL
-from numkv.demo.batch import Batch
-from numkv.demo.checkpoint import LayerWeights, Weights
-from numkv.demo.config import ModelConfig
+from numkv.demo.checkpoint import LayerWeights, ModelConfig, Weights
+from numkv.demo.model import Batch
 from numkv.demo.network import Network
 from numkv.store import PrefixStore
 from perf.load import Load

@@ -30,8 +30,7 @@ from numkv.cli import (
 from numkv.cli.options import at_least, checked, flag, option
 from numkv.cli.output import UsageError
 from numkv.demo import BUNDLED_MODEL
-from numkv.demo.cache import CacheChoice
-from numkv.demo.compressed import parse_cache
+from numkv.demo.cache import CacheChoice, parse_cache
 from numkv.demo.sharded import WAYS
 from numkv.errors import NotSupported, NumkvError
 from numkv.keywords import meant

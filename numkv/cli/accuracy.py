@@ -13,17 +13,20 @@ from numkv.cli.accuracy_report import Measured, Report, RowErrors, write
 from numkv.cli.evaluate import check_context, documents_of
 from numkv.cli.output import KernelProgress, Progress, UsageError
 from numkv.demo import BUNDLED_MODEL, accuracy
-from numkv.demo.blas import blas_threads_for
-from numkv.demo.cache import CacheChoice
-from numkv.demo.compressed import CompressorChoice
-from numkv.demo.evaluate import Document, Score, evaluate
+from numkv.demo.cache import AnyChoice, CacheChoice
+from numkv.demo.evaluate import (
+    OUTLIER_CONTEXT,
+    OUTLIER_FACTORS,
+    Document,
+    Score,
+    beginning,
+    evaluate,
+    with_outliers,
+)
 from numkv.demo.model import Model
-from numkv.demo.newest import NewestChoice
-from numkv.demo.outliers import CONTEXT, FACTORS, beginning, with_outliers
+from numkv.demo.network import blas_threads_for
 from numkv.demo.recall import Haystack, Recall, haystacks, recall
 from numkv.kinds import kinds
-
-Choice = CacheChoice | CompressorChoice | NewestChoice
 
 #: Every kind but the widest, and what else can be done with them: values in fewer bits than keys, tokens in full
 #: precision beside, compressed heads, and tokens that are dropped.
@@ -69,9 +72,9 @@ def run(arguments: argparse.Namespace) -> None:
         "needle_texts": arguments.needles,
         "rows": arguments.rows,
         "outliers": {
-            "factors": list(FACTORS),
+            "factors": list(OUTLIER_FACTORS),
             "text": documents[0].name,
-            "context": min(context, CONTEXT),
+            "context": min(context, OUTLIER_CONTEXT),
         },
         "target": arguments.target,
     }
@@ -119,7 +122,7 @@ def _texts(
 
 def _measure(
     model: Model, documents: Sequence[Document], texts: tuple[list[Haystack], list[Haystack]],
-    caches: dict[str, Choice], rows: dict[str, RowErrors], arguments: argparse.Namespace, context: int,
+    caches: dict[str, AnyChoice], rows: dict[str, RowErrors], arguments: argparse.Namespace, context: int,
 ) -> tuple[list[Measured], Recall]:  # fmt: skip
     """The caches on the model, fp32 first, and what of the needles can be guessed without them."""
     compared: dict[str, Any] = {label: x for label, x in caches.items() if label != "fp32"}
@@ -136,11 +139,11 @@ def _measure(
         found = recall(model, texts[0], everything, progress=progress.update, **options)
     scores[0] = replace(scores[0], label="fp32")
     text, of_factors = [beginning(documents[0])], []
-    for factor in FACTORS:
+    for factor in OUTLIER_FACTORS:
         with Progress(f"keys with channels of {factor} times their size") as progress:
             of_factors.append(
                 evaluate(
-                    with_outliers(model, factor), text, compared, context=min(context, CONTEXT),
+                    with_outliers(model, factor), text, compared, context=min(context, OUTLIER_CONTEXT),
                     progress=progress.update, **options,
                 )
             )  # fmt: skip
@@ -155,7 +158,7 @@ def _measure(
 
 
 def _row_errors(
-    choices: Sequence[Choice], num_tokens: int, target: str, progress: Progress
+    choices: Sequence[AnyChoice], num_tokens: int, target: str, progress: Progress
 ) -> tuple[dict[str, RowErrors], list[RowErrors]]:
     """Errors of caches by their label, and those of the baselines."""
     errors: dict[str, dict[str, float]] = {}

@@ -66,7 +66,7 @@ class Measured:
     rows : RowErrors or None
         Of random rows; None where it was not asked for.
     outliers : tuple of Score
-        Of predictions with keys that have outlier channels, by `numkv.demo.outliers.FACTORS`.
+        Of predictions with keys that have outlier channels, by `numkv.demo.evaluate.OUTLIER_FACTORS`.
     """
 
     label: str

@@ -282,8 +282,7 @@ def _kinds(choice: CacheChoice) -> tuple[str, str, str, bool]:
             f"--kind: expected kinds, with or without +rotate, got {choice.label}; numkv.transformers keeps no "
             "tokens in full precision"
         )
-    kind = choice.kind
-    return choice.label, choice.k_kind or kind, choice.v_kind or kind, choice.rotate
+    return choice.label, *choice.kinds, choice.rotate
 
 
 def _versions() -> str:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from numkv.cli.output import table
 from numkv.demo.cache import CacheChoice, Sharing
-from numkv.demo.config import ModelConfig
+from numkv.demo.checkpoint import ModelConfig
 from numkv.drawing.picture import format_bytes
 
 _HEADER = (

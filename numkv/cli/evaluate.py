@@ -6,9 +6,9 @@ import argparse
 from dataclasses import replace
 
 from numkv.cli.output import KernelProgress, Progress, UsageError, stoppable, table
-from numkv.demo.blas import blas_threads_for
 from numkv.demo.evaluate import Document, evaluate, held_out
 from numkv.demo.model import Model
+from numkv.demo.network import blas_threads_for
 
 
 def run(arguments: argparse.Namespace) -> None:

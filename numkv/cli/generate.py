@@ -19,11 +19,10 @@ from numkv.cli.compare import Run, summary
 from numkv.cli.live import Live, panel
 from numkv.cli.output import KernelProgress, Progress, UsageError
 from numkv.cli.screen import Screen, Text
-from numkv.demo.batch import Batch
-from numkv.demo.blas import blas_threads_for
 from numkv.demo.cache import CacheChoice, Sharing
 from numkv.demo.generate import Chooser, Replay, Sampler, generate
-from numkv.demo.model import Model
+from numkv.demo.model import Batch, Model
+from numkv.demo.network import blas_threads_for
 from numkv.demo.sharded import ShardedChoice
 
 DEFAULT_PROMPT = '''\

@@ -94,7 +94,7 @@ def cache_code(needs: ModelNeeds, choice: CacheChoice, memory: int) -> str:
     str
         Or why there are none.
     """
-    k_kind, v_kind = _kinds_of(choice)
+    k_kind, v_kind = choice.kinds
     storage: dict[str, Any] = {"kind": k_kind, "rotate": choice.rotate}
     if v_kind != k_kind:
         storage["v_kind"] = v_kind
@@ -153,10 +153,6 @@ def _runs(names: list[str]) -> str:
     return " + ".join(f"[{name}] * {count}" if count > 1 else f"[{name}]" for name, count in runs)
 
 
-def _kinds_of(choice: CacheChoice) -> tuple[str, str]:
-    return choice.k_kind or choice.kind, choice.v_kind or choice.kind
-
-
 def _about(needs: ModelNeeds) -> list[str]:
     """What the layers keep, alike ones together."""
     counts = Counter(_of_layer(needs, layer) for layer in needs.layers)
@@ -206,7 +202,7 @@ def _per_token(arguments: argparse.Namespace, needs: ModelNeeds, choices: list[C
         header.append(f"memory for {arguments.tokens:,} tokens")
     rows = []
     for choice in choices:
-        pair = _kinds_of(choice)
+        pair = choice.kinds
         cost = needs.bytes_per_token(*pair)
         row = [choice.label, *[f"{cost // len(needs.layers):,}"] * alike, f"{cost:,}"]
         if full_at:
@@ -228,7 +224,7 @@ def _sequence(
 ) -> int:
     return needs.sequence_bytes(
         tokens,
-        *_kinds_of(choice),
+        *choice.kinds,
         block_size=arguments.block_size,
         source_tokens=arguments.source_tokens,
         key_bounds=arguments.key_bounds,
@@ -262,7 +258,7 @@ def _notes(
     arguments: argparse.Namespace, needs: ModelNeeds, choices: list[CacheChoice]
 ) -> list[str]:
     """What is counted, and what was not understood."""
-    listed = {name for choice in choices for name in _kinds_of(choice)}
+    listed = {name for choice in choices for name in choice.kinds}
     notes = []
     of_rows = [kind.name for kind in kinds() if kind.scales_per == "row" and kind.name in listed]
     if of_rows:

@@ -11,12 +11,10 @@ from numkv import targets
 from numkv.cli.live import Live, panel
 from numkv.cli.output import KernelProgress, Progress, UsageError, table
 from numkv.cli.screen import Screen, Text, show
-from numkv.demo.batch import Batch
-from numkv.demo.blas import blas_threads_for
 from numkv.demo.cache import CacheChoice
 from numkv.demo.generate import Sampler, generate
-from numkv.demo.model import Model
-from numkv.demo.network import Network
+from numkv.demo.model import Batch, Model
+from numkv.demo.network import Network, blas_threads_for
 from numkv.demo.stream import Shift, ShiftingCache
 
 DEFAULT_CONTEXT = 256

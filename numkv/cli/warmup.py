@@ -19,7 +19,7 @@ def run(arguments: argparse.Namespace) -> None:
         The options.
     """
     choices: list[CacheChoice] = arguments.kind
-    kinds = [(c.k_kind or c.kind, c.v_kind or c.kind) for c in choices]
+    kinds = [choice.kinds for choice in choices]
     started = time.perf_counter()
     with KernelProgress():
         found = numkv.warmup(

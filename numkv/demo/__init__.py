@@ -4,10 +4,9 @@ Nothing in the library imports this package. It reads the bundled model (``numkv
 any local Qwen3 or Llama checkpoint in Hugging Face format, generates text with it, and measures
 what a cache kind costs in quality.
 
-`numkv.demo.config` and `numkv.demo.checkpoint` read files, `numkv.demo.tokenizer` turns text into
-tokens, `numkv.demo.cache` names caches, `numkv.demo.network`, `.rotary` and `.blas` compute,
-`numkv.demo.model` and `.batch` hold a model and its texts, `numkv.demo.generate` chooses tokens and
-`numkv.demo.evaluate` compares caches.
+`numkv.demo.checkpoint` reads files, `numkv.demo.tokenizer` turns text into tokens, `numkv.demo.cache` names caches,
+`numkv.demo.network` computes, `numkv.demo.model` holds a model and its texts, `numkv.demo.generate` chooses tokens, and
+`numkv.demo.evaluate`, `.recall` and `.accuracy` compare caches.
 """
 
 from __future__ import annotations

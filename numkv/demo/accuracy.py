@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv import QKMode, targets
-from numkv.demo.batch import PREFILL_CHUNK
 from numkv.demo.cache import CacheFactory
-from numkv.demo.config import ModelConfig
+from numkv.demo.checkpoint import ModelConfig
+from numkv.demo.model import PREFILL_CHUNK
 from numkv.storage.hadamard import Rotation
 
 Array = NDArray[np.float64]
@@ -130,23 +130,12 @@ def row_shape() -> ModelConfig:
     -------
     ModelConfig
     """
-    return ModelConfig(
-        architecture="llama",
-        vocab_size=1,
-        hidden_size=NUM_Q_HEADS * HEAD_DIM,
-        intermediate_size=1,
-        num_layers=1,
-        num_q_heads=NUM_Q_HEADS,
-        num_kv_heads=NUM_KV_HEADS,
-        head_dim=HEAD_DIM,
-        max_context=1,
-        rms_norm_eps=0.0,
-        rope_theta=1.0,
-        rope_scaling=None,
-        tied_embeddings=True,
-        bos_token=None,
-        eos_tokens=(),
-    )
+    sizes = {
+        "vocab_size": 1, "hidden_size": NUM_Q_HEADS * HEAD_DIM, "intermediate_size": 1, "num_hidden_layers": 1,
+        "num_attention_heads": NUM_Q_HEADS, "num_key_value_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM,
+        "max_position_embeddings": 1,
+    }  # fmt: skip
+    return ModelConfig.from_dict({"model_type": "llama", **sizes})
 
 
 def attended(factory: CacheFactory, rows: Rows, target: str = "cpu") -> Array:

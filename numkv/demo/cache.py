@@ -10,27 +10,16 @@ from typing import Any, Protocol
 import numpy as np
 
 import numkv
+from numkv import targets
 from numkv.caches.layer import Layer
-from numkv.demo.config import ModelConfig
+from numkv.demo.checkpoint import ModelConfig
 
 
 class Step(Protocol):
     """New tokens on their way through the layers; `numkv.Step` is one."""
 
-    def write(
-        self,
-        layer: int,
-        qkv: Any,
-        *,
-        num_q_heads: int,
-        cos: Any,
-        sin: Any,
-        qk_mode: int,
-        q_norm_weight: Any = None,
-        k_norm_weight: Any = None,
-        eps: float = 1e-6,
-    ) -> Any:
-        """Norm and rotate q and k, store k and v, return q."""
+    def write(self, layer: int, qkv: Any, **options: Any) -> Any:
+        """Norm and rotate q and k, store k and v, return q; see `numkv.Step.write`."""
 
     def attention(self, layer: int, q: Any) -> Any:
         """Attend with queries of the new tokens."""
@@ -71,12 +60,15 @@ class LayerCache:
 
     Parameters
     ----------
-    layers : sequence of Layer
+    layers : sequence of Layer or CompressedLayer
         From the first layer to the last.
+    **attending
+        What attention is told beside queries.
     """
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
+    def __init__(self, layers: Sequence[Layer | CompressedLayer], **attending: Any) -> None:
         self.layers = tuple(layers)
+        self.attending = attending
 
     def add(self, tokens: Any = None) -> int:
         """Return the number of the one text; nothing is known of its prompt."""
@@ -93,7 +85,7 @@ class LayerCache:
 
     def reserve(self, sequences: Iterable[int], new_lens: Any) -> _LayerStep:
         """Start a step; the layers find out for themselves whether there is room."""
-        return _LayerStep(self.layers)
+        return _LayerStep(self)
 
     def commit(self, step: _LayerStep, *, token_ids: Any = None) -> None:
         """Keep the tokens of a step, which the layers have done."""
@@ -106,17 +98,31 @@ class LayerCache:
 class _LayerStep:
     """A `Step` of a `LayerCache`."""
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
-        self._layers = layers
-        self.start = layers[0].seq_len
+    def __init__(self, cache: LayerCache) -> None:
+        self._cache = cache
+        self.start = cache.length(0)
 
     def write(self, layer: int, qkv: Any, **options: Any) -> Any:
         """Norm and rotate q and k, store k and v, return q."""
-        return self._layers[layer].write(qkv, **options)
+        return self._cache.layers[layer].write(qkv, **options)
 
     def attention(self, layer: int, q: Any) -> Any:
         """Attend with queries of the new tokens."""
-        return self._layers[layer].decode_attention(q)
+        return self._cache.layers[layer].decode_attention(q, **self._cache.attending)
+
+
+def rotated(
+    qkv: Any, start: int, head_dim: int, target: str, *, num_q_heads: int, **options: Any
+) -> tuple[Any, Any, Any]:
+    """q, k and v ``(num_tokens, heads, head_dim)`` of new tokens from a position on, normed and rotated, in float32.
+
+    A layer that holds these tokens alone does it, for caches that do not.
+    """
+    num_kv_heads = (qkv.shape[1] // head_dim - num_q_heads) // 2
+    layer = numkv.ContiguousLayer(len(qkv), num_kv_heads, head_dim, kind="fp32", target=target)
+    q = layer.write(qkv, num_q_heads=num_q_heads, pos_offset=start, **options)
+    by_token = targets.get(target).token_major
+    return q, *(by_token(x.reshape(x.shape[1:])) for x in (layer.k, layer.v))
 
 
 @dataclass(frozen=True)
@@ -166,9 +172,9 @@ class CacheChoice:
     Parameters
     ----------
     kind : str
-        Storage kind of K and V.
-    k_kind, v_kind : str, optional
-        Kinds of K and of V where they differ.
+        Storage kind of K and V, or of K.
+    v_kind : str, optional
+        That of V where it differs.
     target : str
         ``"cpu"`` or ``"cuda"``.
     block_size : int, optional
@@ -180,7 +186,6 @@ class CacheChoice:
     """
 
     kind: str = "fp32"
-    k_kind: str | None = None
     v_kind: str | None = None
     target: str = "cpu"
     block_size: int | None = None
@@ -213,8 +218,8 @@ class CacheChoice:
         """
         kinds, *words = text.split("+")
         k, slash, v = kinds.partition("/")
-        k_kind = numkv.kind(k).name
-        v_kind = numkv.kind(v).name if slash else k_kind
+        kind = numkv.kind(k).name
+        v_kind = numkv.kind(v).name if slash else kind
         options: dict[str, Any] = {}
         for word in words:
             found = _OPTION.fullmatch(word)
@@ -225,9 +230,12 @@ class CacheChoice:
                 )
             flag, name, size = found.groups()
             options[flag or name] = True if flag else int(size)
-        if k_kind == v_kind:
-            return cls(k_kind, target=target, **options)
-        return cls(k_kind, k_kind, v_kind, target, **options)
+        return cls(kind, None if v_kind == kind else v_kind, target, **options)
+
+    @property
+    def kinds(self) -> tuple[str, str]:
+        """Kinds of K and of V."""
+        return self.kind, self.v_kind or self.kind
 
     @property
     def options(self) -> dict[str, Any]:
@@ -240,7 +248,7 @@ class CacheChoice:
     @property
     def label(self) -> str:
         """What `parse` reads."""
-        kinds = self.kind if self.v_kind is None else f"{self.k_kind or self.kind}/{self.v_kind}"
+        kinds = "/".join(dict.fromkeys(self.kinds))
         words = [
             f"{name}{'' if value is True else value}"
             for name in _OPTION_NAMES
@@ -264,7 +272,7 @@ class CacheChoice:
         -------
         int
         """
-        k, v = (numkv.kind(kind or self.kind) for kind in (self.k_kind, self.v_kind))
+        k, v = map(numkv.kind, self.kinds)
         return num_kv_heads * (k.row_bytes(head_dim) + v.row_bytes(head_dim_v or head_dim))
 
     def bytes_at(self, config: ModelConfig, num_tokens: int) -> float:
@@ -303,19 +311,185 @@ class CacheChoice:
 
     def layers(self, config: ModelConfig) -> list[numkv.LayerSpec]:
         """What the layers of a model keep in a cache in blocks."""
-        k_kind, sizes = self.k_kind or self.kind, (config.num_kv_heads, config.head_dim)
-        return [
-            numkv.LayerSpec(*sizes, kind=k_kind, v_kind=self.v_kind or self.kind)
-        ] * config.num_layers
-
-    @property
-    def _kinds(self) -> dict[str, Any]:
-        return {"kind": self.kind, "k_kind": self.k_kind, "v_kind": self.v_kind}
+        kind, v_kind = self.kinds
+        sizes = (config.num_kv_heads, config.head_dim)
+        return [numkv.LayerSpec(*sizes, kind=kind, v_kind=v_kind)] * config.num_layers
 
     def _layer(self, config: ModelConfig, capacity: int) -> Layer:
+        kind, v_kind = self.kinds
+        sizes = (capacity, config.num_kv_heads, config.head_dim)
         return numkv.ContiguousLayer(
-            capacity,
-            config.num_kv_heads,
-            config.head_dim,
-            **{**self._kinds, "target": self.target, **self.options},
+            *sizes, kind=kind, v_kind=v_kind, target=self.target, **self.options
         )
+
+
+class CompressedLayer:
+    """What `LayerCache` asks of a layer, with heads in a compressor.
+
+    Parameters
+    ----------
+    compressor : numkv.MultiHeadCompressor
+        The heads.
+    capacity : int
+        The most tokens that the text may have.
+    """
+
+    def __init__(self, compressor: numkv.MultiHeadCompressor, capacity: int) -> None:
+        self.compressor = compressor
+        self.capacity = capacity
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of the text."""
+        return len(self.compressor)
+
+    def truncate(self, length: int) -> None:
+        """Forget all but the first tokens."""
+        self.compressor.truncate(length)
+
+    def write(self, qkv: Any, **options: Any) -> Any:
+        """Norm and rotate q and k, compress k and v, return q."""
+        start, count = self.seq_len, len(qkv)
+        if start + count > self.capacity:
+            raise numkv.CacheFull(
+                f"expected room for {count} more tokens, got {self.capacity - start} of capacity "
+                f"{self.capacity}; make the cache larger"
+            )
+        of = self.compressor
+        q, k, v = rotated(qkv, start, of.config.head_dim, of.target, **options)
+        of.extend(k, v)
+        return q
+
+    def decode_attention(self, q: Any) -> Any:
+        """Attend with each new token's queries."""
+        return self.compressor.attend(q)
+
+
+@dataclass(frozen=True)
+class CompressorChoice:
+    """How heads are compressed; calling it makes the cache of a model.
+
+    Parameters
+    ----------
+    bits : int
+        Bits of a code.
+    sketch : bool
+        Whether keys have a sketch too, of a sign for each element.
+    target : str
+        ``"cpu"`` or ``"cuda"``.
+    """
+
+    bits: int = 4
+    sketch: bool = False
+    target: str = "cpu"
+
+    @property
+    def label(self) -> str:
+        """What `parse_cache` reads."""
+        return f"codes{self.bits}{'+sketch' if self.sketch else ''}"
+
+    def config(self, head_dim: int) -> numkv.CompressorConfig:
+        """The compressors' config, for keys and values of so many elements."""
+        return numkv.CompressorConfig(head_dim, self.bits, head_dim if self.sketch else None)
+
+    def bytes_at(self, config: ModelConfig, num_tokens: int) -> float:
+        """Bytes of a token in all layers, however many there are; see `CacheChoice.bytes_at`."""
+        one = numkv.MultiHeadCompressor(config.num_kv_heads, self.config(config.head_dim))
+        return float(config.num_layers * one.bytes_per_token)
+
+    def __call__(self, config: ModelConfig, capacities: Sequence[int]) -> Cache:
+        """Make a cache for one text of so many tokens."""
+        capacity, of = _capacity(self, capacities), self.config(config.head_dim)
+        options: dict[str, Any] = {"num_q_heads": config.num_q_heads, "target": self.target}
+        return LayerCache(
+            [
+                CompressedLayer(
+                    numkv.MultiHeadCompressor(config.num_kv_heads, of, **options), capacity
+                )
+                for _ in range(config.num_layers)
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class NewestChoice:
+    """The newest tokens in fp16, and no others; calling it makes the cache of a model.
+
+    It shows what dropping rows costs, beside what rounding them does. Attention has a window; the tokens before it are
+    in memory here, but a cache that drops them would do the same, and only those in the window are counted.
+
+    Parameters
+    ----------
+    window : int
+        How many tokens a query sees, its own included.
+    target : str
+        ``"cpu"`` or ``"cuda"``.
+    """
+
+    window: int
+    target: str = "cpu"
+
+    @property
+    def label(self) -> str:
+        """What `parse_cache` reads."""
+        return f"last{self.window}"
+
+    def bytes_at(self, config: ModelConfig, num_tokens: int) -> float:
+        """Bytes of the window in all layers, by token of a text of so many; see `CacheChoice.bytes_at`."""
+        one = numkv.kind("fp16").bytes_per_token(config.num_kv_heads, config.head_dim)
+        return config.num_layers * one * min(1.0, self.window / num_tokens)
+
+    def __call__(self, config: ModelConfig, capacities: Sequence[int]) -> Cache:
+        """Make a cache for one text of so many tokens."""
+        sizes = (_capacity(self, capacities), config.num_kv_heads, config.head_dim)
+        layers = [
+            numkv.ContiguousLayer(*sizes, kind="fp16", target=self.target)
+            for _ in range(config.num_layers)
+        ]
+        return LayerCache(layers, window_left=self.window - 1)
+
+
+AnyChoice = CacheChoice | CompressorChoice | NewestChoice
+
+
+def _capacity(choice: AnyChoice, capacities: Sequence[int]) -> int:
+    """The tokens of the one text that a cache is for."""
+    if len(capacities) != 1:
+        raise numkv.NotSupported(f"{choice.label}: expected one text, got {len(capacities)}")
+    return capacities[0]
+
+
+def parse_cache(text: str) -> AnyChoice:
+    """Read storage kinds, ``"codes4"`` or ``"codes4+sketch"`` of a compressor, or ``"last512"``, the newest tokens.
+
+    Parameters
+    ----------
+    text : str
+        The label of the cache.
+
+    Returns
+    -------
+    CacheChoice, CompressorChoice or NewestChoice
+
+    Raises
+    ------
+    UnsupportedDType, NotSupported
+        If it is no such label.
+    """
+    if text.startswith("last"):
+        if found := re.fullmatch("last([1-9][0-9]*)", text):
+            return NewestChoice(int(found[1]))
+        raise numkv.NotSupported(f"expected last with a number of tokens, 1 or more, got {text!r}")
+    if not text.startswith("codes"):
+        return CacheChoice.parse(text)
+    found = re.fullmatch(r"codes([0-9]+)(\+sketch)?", text)
+    if found is None:
+        raise numkv.NotSupported(
+            f"expected codes with a number of bits, and +sketch or nothing, got {text!r}"
+        )
+    choice = CompressorChoice(int(found[1]), found[2] is not None)
+    try:
+        choice.config(1)
+    except ValueError as error:
+        raise numkv.NotSupported(f"{text}: {error}") from None
+    return choice

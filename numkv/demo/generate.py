@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.demo.batch import Session
+from numkv.demo.model import Session
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.demo.batch import PREFILL_CHUNK, Session
 from numkv.demo.cache import CacheFactory
 from numkv.demo.evaluate import Document, log_softmax
-from numkv.demo.model import Model
+from numkv.demo.model import PREFILL_CHUNK, Model, Session
 from numkv.demo.tokenizer import Tokenizer
 
 #: How far back definitions are, as shares of the context. The bundled model, most of whose training had windows of 256

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from numkv.demo.batch import PREFILL_CHUNK, Batch, Session, Tokens
 from numkv.demo.cache import CacheChoice
-from numkv.demo.config import ModelConfig
-from numkv.demo.model import Model
+from numkv.demo.checkpoint import ModelConfig
+from numkv.demo.model import PREFILL_CHUNK, Batch, Model, Session, Tokens
 from numkv.demo.network import Network
 from numkv.ray import RayShards, ShardedKVCache, ShardLost, Transport
 
@@ -80,19 +77,6 @@ class ShardedChoice(NamedTuple):
         return ShardedBatch(network, self(model.config, capacities))
 
 
-@dataclass
-class _Missing:
-    """Tokens that are to be computed again, by text."""
-
-    tokens: dict[int, NDArray[np.int64]]
-
-    def add(self, lost: ShardLost) -> None:
-        """Add what was lost: it comes before what was missing already."""
-        for seq, ids in lost.tokens.items():
-            after = self.tokens.get(seq, np.empty(0, np.int64))
-            self.tokens[seq] = np.concatenate([ids, after])
-
-
 class ShardedBatch(Batch):
     """Texts whose tokens are in a sharded cache: what is lost with a shard is computed again.
 
@@ -112,47 +96,40 @@ class ShardedBatch(Batch):
 
     def start(self, prompt: Sequence[int] = ()) -> Session:
         """Start a text; see `Batch.start`."""
-        for _ in range(_LOSSES):
-            try:
-                return super().start(prompt)
-            except ShardLost as lost:
-                self._recompute(lost)
-        return super().start(prompt)
+        session: Session = self._again_after_losses(lambda: Batch.start(self, prompt))
+        return session
 
-    def hidden(self, sessions: Sequence[Session], tokens: Tokens, counts: Sequence[int]) -> Any:
+    def hidden(self, seqs: Sequence[int], tokens: Tokens, counts: Sequence[int]) -> Any:
         """Run new tokens through all layers, as often as shards are lost meanwhile; see `Batch.hidden`."""
+        return self._again_after_losses(lambda: Batch.hidden(self, seqs, tokens, counts))
+
+    def _again_after_losses(self, do: Callable[[], Any]) -> Any:
         for _ in range(_LOSSES):
             try:
-                return super().hidden(sessions, tokens, counts)
+                return do()
             except ShardLost as lost:
                 self._recompute(lost)
-        return super().hidden(sessions, tokens, counts)
+        return do()
 
     def _recompute(self, lost: ShardLost) -> None:
         """Compute what is missing of all texts."""
         if lost.hopeless:
             raise lost
-        missing, losses = _Missing({}), 0
-        missing.add(lost)
-        while missing.tokens:
-            seq, ids = next(iter(missing.tokens.items()))
+        missing, losses = dict(lost.tokens), 0
+        while missing:
+            seq, ids = next(iter(missing.items()))
             chunk = ids[:PREFILL_CHUNK]
             try:
                 if len(chunk):
-                    super().hidden([_Text(seq)], chunk, [len(chunk)])  # type: ignore[list-item]
+                    super().hidden([seq], chunk, [len(chunk)])
             except ShardLost as again:
                 losses += 1
                 if again.hopeless or losses > _LOSSES:
                     raise
-                missing.add(again)
+                for seq, ids in again.tokens.items():  # they come before what was missing already
+                    missing[seq] = np.concatenate([ids, missing.get(seq, ids[:0])])
                 continue
             self.recomputed += len(chunk)
-            missing.tokens[seq] = ids[PREFILL_CHUNK:]
-            if not len(missing.tokens[seq]):
-                del missing.tokens[seq]
-
-
-class _Text(NamedTuple):
-    """As much of a `Session` as `Batch.hidden` looks at."""
-
-    seq: int
+            missing[seq] = ids[PREFILL_CHUNK:]
+            if not len(missing[seq]):
+                del missing[seq]

@@ -5,30 +5,10 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from numkv.demo.config import CheckpointError, ModelConfig
+from numkv.demo.checkpoint import CheckpointError, ModelConfig
 from numkv.errors import NotSupported
-
-
-class TextStream(Protocol):
-    """Turns tokens into text as they come; what is printed is never half a character."""
-
-    def push(self, token: int) -> str:
-        """Return the text that `token` completes, which may be empty."""
-
-    def finish(self) -> str:
-        """Return what is left; an incomplete character becomes U+FFFD."""
-
-
-class Tokenizer(Protocol):
-    """What the demo needs of a tokenizer."""
-
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of `text`, the one that starts every text included."""
-
-    def stream(self) -> TextStream:
-        """Start turning tokens into text."""
 
 
 class ByteTokenizer:
@@ -68,7 +48,7 @@ class ByteTokenizer:
 
 
 class ByteStream:
-    """A `TextStream` over bytes."""
+    """Turns bytes into text as they come; what is printed is never half a character."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -140,7 +120,7 @@ class JsonTokenizer:
 
 
 class JsonStream:
-    """A `TextStream` over the tokens of a `JsonTokenizer`.
+    """Turns tokens of a `JsonTokenizer` into text as they come; what is printed is never half a character.
 
     A token's text may depend on the token before it (a leading space) and end within a character.
     So a short window of tokens is decoded twice, without and with the new ones, and only a
@@ -175,6 +155,9 @@ class JsonStream:
         text = self._pending()
         self._num_shown = len(self._tokens)
         return text
+
+
+Tokenizer = ByteTokenizer | JsonTokenizer
 
 
 def load_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:

@@ -8,7 +8,7 @@ import pytest
 from demo_models import TOKENS, write_checkpoint
 
 import numkv
-from numkv.demo import blas
+from numkv.demo import network
 from numkv.demo.cache import CacheChoice, Sharing
 from numkv.demo.generate import Sampler, generate
 from numkv.demo.model import Model
@@ -40,7 +40,7 @@ def test_full_blocks_and_bad_tokens_change_nothing(tmp_path):
     with pytest.raises(IndexError, match="tokens"):
         batch.step(sessions, [7, 256])
     with pytest.raises(numkv.CacheFull):
-        batch.hidden(sessions, range(12), [6, 6])
+        batch.hidden([s.seq for s in sessions], range(12), [6, 6])
     assert [session.num_tokens for session in sessions] == [2, 1]
     batch.cache.check()
 
@@ -94,13 +94,13 @@ def test_small_models_take_one_blas_thread(tmp_path, monkeypatch):
     monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
     write_checkpoint(tmp_path)
     weights = Model.load(tmp_path).weights
-    functions = blas._openblas()
+    functions = network._openblas()
     if functions is None:
         pytest.skip("NumPy is not linked with OpenBLAS here")
     before = functions[0]()
-    with blas.blas_threads_for(weights):
+    with network.blas_threads_for(weights):
         assert functions[0]() == 1
     assert functions[0]() == before
-    monkeypatch.setattr(blas, "_SMALL", 1)
-    with blas.blas_threads_for(weights):
+    monkeypatch.setattr(network, "_SMALL", 1)
+    with network.blas_threads_for(weights):
         assert functions[0]() == before

@@ -10,8 +10,7 @@ from demo_models import SIZES, write_checkpoint
 from safetensors.numpy import save_file
 
 import numkv
-from numkv.demo.checkpoint import load_weights
-from numkv.demo.config import CheckpointError, ModelConfig
+from numkv.demo.checkpoint import CheckpointError, ModelConfig, load_weights
 from numkv.demo.model import Model
 from numkv.demo.network import rotary_tables
 

@@ -7,10 +7,17 @@ from demo_models import TOKENS, write_checkpoint
 
 import numkv
 from numkv.demo import accuracy
-from numkv.demo.compressed import parse_cache
-from numkv.demo.evaluate import evaluate, held_out
+from numkv.demo.cache import parse_cache
+from numkv.demo.evaluate import (
+    OUTLIER_BYTES,
+    OUTLIER_CONTEXT,
+    OUTLIER_FACTORS,
+    beginning,
+    evaluate,
+    held_out,
+    with_outliers,
+)
 from numkv.demo.model import Model
-from numkv.demo.outliers import CONTEXT, FACTORS, NUM_BYTES, beginning, with_outliers
 
 #: KL divergence from fp32 in nats a token on the bundled model, by factor: what a prototype in NumPy found.
 DIVERGENCE = {
@@ -35,7 +42,7 @@ def test_predictions_are_the_same(tmp_path, family):
     model = Model.load(tmp_path)
     plain = model.start(16)
     expected = plain.forward(TOKENS)
-    for factor in FACTORS[1:]:
+    for factor in OUTLIER_FACTORS[1:]:
         wide = with_outliers(model, factor).start(16)
         np.testing.assert_allclose(wide.forward(TOKENS), expected, atol=1e-5)
         keys = [
@@ -49,7 +56,7 @@ def test_predictions_are_the_same(tmp_path, family):
 
 def test_the_beginning_of_a_text():
     (text,) = (beginning(x) for x in held_out().documents if x.name == "csv.py")
-    assert len(text.text.encode()) == NUM_BYTES
+    assert len(text.text.encode()) == OUTLIER_BYTES
 
 
 @pytest.mark.nightly
@@ -62,8 +69,10 @@ def test_kinds_on_the_bundled_model():
     model = Model.load()
     text = [beginning(x) for x in found.documents if x.name == "csv.py"]
     caches = {label: parse_cache(label) for label in DIVERGENCE}
-    for i, factor in enumerate(FACTORS):
-        scores = evaluate(with_outliers(model, factor), text, caches, context=CONTEXT, chunk=64)
+    for i, factor in enumerate(OUTLIER_FACTORS):
+        scores = evaluate(
+            with_outliers(model, factor), text, caches, context=OUTLIER_CONTEXT, chunk=64
+        )
         assert scores[0].bits_per_byte == pytest.approx(1.4313, abs=1e-4)
         for score in scores[1:]:
             assert score.kl_divergence == pytest.approx(DIVERGENCE[score.label][i], rel=0.75)

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from demo_models import reference_logits, write_checkpoint
 
-from numkv.demo.blas import blas_threads_for
-from numkv.demo.cache import CacheChoice
-from numkv.demo.compressed import parse_cache
+from numkv.demo.cache import CacheChoice, parse_cache
 from numkv.demo.evaluate import Document, held_out
 from numkv.demo.model import Model
+from numkv.demo.network import blas_threads_for
 from numkv.demo.recall import DISTANCES, Haystack, Needle, haystacks, recall
 from numkv.demo.tokenizer import ByteTokenizer
 

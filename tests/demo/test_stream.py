@@ -6,9 +6,8 @@ from demo_models import write_checkpoint
 
 import numkv
 from numkv.cli import main
-from numkv.demo.batch import Batch
 from numkv.demo.cache import CacheChoice
-from numkv.demo.model import Model
+from numkv.demo.model import Batch, Model
 from numkv.demo.network import Network
 from numkv.demo.stream import ShiftingCache, num_to_discard
 

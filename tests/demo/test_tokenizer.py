@@ -6,7 +6,7 @@ import pytest
 from demo_models import SIZES, write_checkpoint
 
 import numkv
-from numkv.demo.config import CheckpointError, ModelConfig
+from numkv.demo.checkpoint import CheckpointError, ModelConfig
 from numkv.demo.model import Model
 from numkv.demo.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer
 

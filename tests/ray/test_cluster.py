@@ -14,9 +14,8 @@ pytest.importorskip("ray.cluster_utils")  # `ray` alone may be this folder
 
 import ray
 
-from numkv.demo.batch import Session
 from numkv.demo.cache import CacheChoice
-from numkv.demo.model import Model
+from numkv.demo.model import Model, Session
 from numkv.demo.network import Network
 from numkv.demo.sharded import ShardedBatch
 from numkv.ray import Limits, RayShards, ShardedKVCache, ShardLost
