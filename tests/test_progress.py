@@ -11,7 +11,7 @@ import numba
 import pytest
 from numba import types
 
-from numkv.cli.output import KernelProgress
+from numkv.cli.output import kernel_progress
 from numkv.kernels import builder
 
 LINE = "numkv: compiling something\n"
@@ -177,9 +177,9 @@ def test_who_listens_to_the_log_is_told_there(compile_, terminal, caplog):
 
 def test_commands_show_it_in_their_own_line_alone(compile_, terminal, monkeypatch):
     monkeypatch.setenv("NUMKV_PROGRESS", "1")
-    with KernelProgress() as progress:
+    with kernel_progress() as progress:
         assert compile_(terminal)
-        assert progress._progress.detail == "something"
+        assert progress.detail == "something"
     assert LINE not in terminal.getvalue()
 
 

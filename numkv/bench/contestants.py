@@ -20,7 +20,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, StaticSlidingWindowLayer
 from transformers.masking_utils import causal_mask_function
 
-from numkv.bench.results import DYNAMIC, FLOOR, STATIC
+from numkv.bench.rounds import DYNAMIC, FLOOR, STATIC
 from numkv.errors import NotSupported
 from numkv.torch.tensors import array_of
 from numkv.transformers import NumkvCache
@@ -28,7 +28,7 @@ from numkv.transformers.layers import NumkvLayer
 from numkv.transformers.masks import plan_of_mask
 
 #: Room of caches that reserve it is a multiple of this.
-_ROOM = 16
+ROOM = 16
 #: Of `QuantizedCache`, by the name on the command line: what it is called, its backend, and bits.
 _QUANTISED: dict[str, tuple[str, str, int | None]] = {
     "fp8": ("fp8", "fp8", None),
@@ -258,7 +258,7 @@ class _TurboQuantCpu(Contestant):
         self.base = base
         package = importlib.import_module("turboquantcpu")
         self.compressed = package.patch_model(
-            model, mode=mode, bits=4, max_seq_len=context + _ROOM, verbose=False
+            model, mode=mode, bits=4, max_seq_len=context + ROOM, verbose=False
         )
         self._patched = [(module, module.forward) for module, _ in model._tqcpu_wrapped]
         package.unpatch_model(model)
@@ -354,7 +354,7 @@ def queries_of(model: Any, ids: Any) -> list[float]:
 
 
 def candidates(
-    wanted: list[str], kinds: list[Kinds], model: Any, context: int
+    wanted: list[str], kinds: list[Kinds], model: Any, context: int, room: int
 ) -> Iterator[tuple[str, Callable[[], Contestant]]]:
     """Names, and what makes each; making raises where something is missing.
 
@@ -368,9 +368,10 @@ def candidates(
         The model.
     context : int
         Tokens that will be in the caches before a step.
+    room : int
+        Tokens that those which reserve room have it for.
     """
     config = model.config
-    room = -(-(context + 1) // _ROOM) * _ROOM
     if "dynamic" in wanted:
         yield DYNAMIC, lambda: _dynamic(model)
     if "static" in wanted:

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import inspect
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, StaticCache
+from transformers import DynamicCache
 
-from numkv.bench.contestants import Contestant, Kinds, candidates, queries_of
+from numkv.bench.contestants import ROOM, Contestant, Kinds, candidates, queries_of
 from numkv.bench.models import num_kv_heads, num_parameters
-from numkv.bench.results import DYNAMIC, FLOOR, STATIC, Agreement, Line
-from numkv.bench.rounds import take_rounds
+from numkv.bench.rounds import DYNAMIC, FLOOR, Agreement, Line, Measured, take_rounds
 from numkv.errors import NotSupported
-from numkv.transformers import NumkvCache
 
 REFERENCE = "fp32 model and cache"
 #: Steps by which logits are compared; they warm up, too.
 CHECKS = 4
 #: How far scores spread: a query at 32k tokens then attends to some dozens of them, as those of trained models do.
 SPREAD = 2.5
+#: Who reads prompts.
+_OF_PROMPTS = ("dynamic", "static", "numkv", "floor")
 #: A model of more weights is not widened to fp32, which would take too much memory.
 _WIDENED = 1_500_000_000
 
@@ -69,7 +70,9 @@ class Bench:
         """Time steps at a context, until a deadline on `time.monotonic`."""
         gc.collect()  # caches of the last context
         self.say(f"{context:,} tokens: filling caches")
-        contestants, absent = self._made(candidates(self.wanted, self.kinds, self.model, context))
+        room = -(-(context + 1) // ROOM) * ROOM
+        made = candidates(self.wanted, self.kinds, self.model, context, room)
+        contestants, absent = self._made(made)
         self._fill(contestants, context, absent)
         _check_some(contestants, absent)
         ids = self._ids(CHECKS)
@@ -102,9 +105,18 @@ class Bench:
                 one.restore()
                 one.leave()
 
-        line = self._line(context, contestants, turn, deadline)
-        line.read, line.agreement, line.absent = read, agreement, absent | line.measured.lost
-        return line
+        sizes = {name: one.nbytes for name, one in contestants.items()}
+        turns = {name: functools.partial(turn, one) for name, one in contestants.items()}
+        measured = self._rounds(turns, deadline)
+        return Line(
+            context,
+            measured,
+            self.batch,
+            sizes=sizes,
+            read=read,
+            agreement=agreement,
+            absent=absent | measured.lost,
+        )
 
     def _made(
         self, found: Iterator[tuple[str, Callable[[], Contestant]]]
@@ -195,25 +207,21 @@ class Bench:
         gc.collect()
         return found
 
-    def _line(
-        self,
-        tokens: int,
-        contestants: dict[str, Contestant],
-        turn: Callable[[Contestant], float],
-        deadline: float,
-    ) -> Line:
+    def _rounds(
+        self, turns: Mapping[str, Callable[[], float]], deadline: float, **more: Any
+    ) -> Measured:
+        """Let contestants take turns, in another order each time."""
         order = random.Random(self.seed)
-        sizes = {name: one.nbytes for name, one in contestants.items()}
         self.told(0, 0, self.rounds)
-        measured = take_rounds(
-            {name: lambda one=one: turn(one) for name, one in contestants.items()},  # type: ignore[misc]
+        return take_rounds(
+            turns,
             self.probe,
             self.rounds,
             deadline,
             shuffled=lambda names: order.sample(names, len(names)),
             told=lambda done, left_out: self.told(done, left_out, self.rounds),
+            **more,
         )
-        return Line(tokens, measured, self.batch, sizes=sizes)
 
     # -- prompts
 
@@ -229,67 +237,38 @@ class Bench:
         arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "use_cache": True}
         if "logits_to_keep" in inspect.signature(model.forward).parameters:
             arguments["logits_to_keep"] = 1
-        made = dict(self._empty_caches(tokens))
+        wanted = [x for x in self.wanted if x in _OF_PROMPTS]
+        made = dict(candidates(wanted, self.kinds, model, tokens, tokens + ROOM))
         expected: Any = None
-        found, absent, agreement, sizes = {}, {}, {}, {}
+        turns: dict[str, Callable[[], float]] = {}
+        absent, agreement, sizes = {}, {}, {}
 
-        def read(name: str) -> tuple[Any, float, Any]:
-            implementation, make = made[name]
-            model.set_attn_implementation(implementation)
-            cache = make()
+        def read(make: Callable[[], Contestant]) -> tuple[Any, float, Contestant]:
+            one = make()
+            one.enter()
             with torch.no_grad():
                 start = time.perf_counter()
-                logits = model(past_key_values=cache, **arguments).logits
-                return logits[:, -1].float(), time.perf_counter() - start, cache
+                logits = model(past_key_values=one.cache, **arguments).logits
+                return logits[:, -1].float(), time.perf_counter() - start, one
 
-        for name in made:
+        for name, make in made.items():
             self.say(f"prompts of {tokens:,} tokens: warming up {name}")
             try:
-                logits, _, cache = read(name)
+                logits, _, one = read(make)
             except Exception as error:  # theirs, whatever it is
                 absent[name] = _reason(error)
                 continue
             expected = logits if expected is None else expected
             if name != FLOOR:
                 agreement[name] = _agreement([logits], [expected])
-            found[name] = name
-            sizes[name] = Contestant(model, cache).nbytes if name != FLOOR else 0
-            if isinstance(cache, NumkvCache):
-                sizes[name] = int(cache.nbytes)
-            del cache
-        _check_some(found, absent)
-        order = random.Random(self.seed)
-        self.told(0, 0, self.rounds)
-        measured = take_rounds(
-            {name: lambda name=name: read(name)[1] for name in found},  # type: ignore[misc]
-            self.probe,
-            self.rounds,
-            deadline,
-            fewest=2,
-            shuffled=lambda names: order.sample(names, len(names)),
-            told=lambda done, left_out: self.told(done, left_out, self.rounds),
-        )
+            turns[name] = lambda make=make: read(make)[1]  # type: ignore[misc]
+            sizes[name] = one.nbytes
+            del one
+        _check_some(turns, absent)
+        measured = self._rounds(turns, deadline, fewest=2)
         line = Line(tokens, measured, batch, prompt=True, padded=padded, sizes=sizes)
         line.agreement, line.absent = agreement, absent | measured.lost
         return line
-
-    def _empty_caches(self, tokens: int) -> Iterator[tuple[str, tuple[str, Callable[[], Cache]]]]:
-        config = self.model.config
-        if "dynamic" in self.wanted:
-            yield DYNAMIC, ("sdpa", lambda: DynamicCache(config=config))
-        if "static" in self.wanted:
-            yield STATIC, ("sdpa", lambda: StaticCache(config=config, max_cache_len=tokens + 16))
-        for kinds in self.kinds if "numkv" in self.wanted else []:
-
-            def numkv(kinds: Kinds = kinds) -> Cache:
-                return NumkvCache(
-                    config, k_kind=kinds.k_kind, v_kind=kinds.v_kind, capacity=tokens + 16, rotate=kinds.rotate
-                )  # fmt: skip
-
-            yield f"numkv {kinds.label}", ("numkv", numkv)
-        if "floor" in self.wanted:
-            floor = next(iter(candidates(["floor"], [], self.model, tokens)))[1]
-            yield FLOOR, (floor().implementation, lambda: floor().cache)
 
 
 def _head_dim(config: Any) -> int:

@@ -3,17 +3,79 @@
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 import numba
 import numpy as np
 
-from numkv.bench.load import MOST, Load
+#: A share of the cores above which a round does not count.
+MOST = 0.05
+#: Seconds that the system's clock, which counts hundredths, needs for a share to mean anything.
+_SHORTEST = 0.2
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _busy_seconds(stat: str = "/proc/stat") -> float | None:
+    """Seconds that all cores have been busy since the start, what the host took among them; None if not known."""
+    try:
+        numbers = [int(x) for x in Path(stat).read_text().split("\n", 1)[0].split()[1:9]]
+        _, _, _, idle, waiting, *_ = numbers
+        return (sum(numbers) - idle - waiting) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+class Load:
+    """Measures from its making on.
+
+    Parameters
+    ----------
+    clock, busy, own, thread : callable
+        Seconds: of the wall, of all cores (or None), of this process, and of this thread.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        busy: Callable[[], float | None] = _busy_seconds,
+        own: Callable[[], float] = time.process_time,
+        thread: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._clock, self._busy, self._own, self._thread = clock, busy, own, thread
+        self._start = self._now()
+
+    def _now(self) -> tuple[float, float | None, float, float]:
+        return self._clock(), self._busy(), self._own(), self._thread()
+
+    def of_others(self) -> float:
+        """The share of all cores that others have used since.
+
+        Where the system does not say, it is the share of the time in which this thread, which never sleeps, did not
+        run. Of a fraction of a second nothing is known, and it is 0.
+        """
+        start, busy, own, thread = self._start
+        now, busy_now, own_now, thread_now = self._now()
+        passed = now - start
+        if passed < _SHORTEST:
+            return 0.0
+        if busy is None or busy_now is None:
+            return max(0.0, 1 - (thread_now - thread) / passed)
+        used = (busy_now - busy) - (own_now - own)
+        return max(0.0, used / passed / num_cores())
+
 
 #: Fewer rounds without other load than that say less than all rounds do.
 FEWEST = 5
@@ -135,7 +197,7 @@ def _takes_part(number: int, own: float | None, first: float | None) -> bool:
 
 
 def take_rounds(
-    turns: dict[str, Callable[[], float]],
+    turns: Mapping[str, Callable[[], float]],
     probe: Callable[[], float],
     count: int,
     deadline: float,
@@ -241,3 +303,90 @@ class Probe:
     def close(self) -> None:
         """End the threads."""
         self._pool.shutdown()
+
+
+#: Names of the contestants that others are compared with.
+DYNAMIC, STATIC, FLOOR = "DynamicCache + SDPA", "StaticCache + SDPA", "attention left out"
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How a contestant's logits agree with a reference's.
+
+    Attributes
+    ----------
+    same, predictions : int
+        How many greedy tokens are the same, and of how many.
+    error : float
+        Relative L2 error of the logits, the mean over the predictions.
+    """
+
+    same: int
+    predictions: int
+    error: float
+
+
+@dataclass
+class Line:
+    """What ran in turns: steps at one context, or prompts of one length.
+
+    Attributes
+    ----------
+    tokens : int
+        The context, or the length of the prompts.
+    measured : Measured
+        Times.
+    batch : int
+        Sequences.
+    prompt : bool
+        Whether prompts were read; if not, each step computed a token of each sequence.
+    padded : bool
+        Whether half of the sequences have half of the tokens, and padding before them.
+    sizes : dict of str to int
+        By contestant, the bytes of its cache, room included.
+    read : dict of str to int
+        By contestant, the bytes that a step has to read of it.
+    agreement : dict of str to Agreement
+        By contestant.
+    absent : dict of str to str
+        Who did not take part, and why.
+    """
+
+    tokens: int
+    measured: Measured
+    batch: int = 1
+    prompt: bool = False
+    padded: bool = False
+    sizes: dict[str, int] = field(default_factory=dict)
+    read: dict[str, int] = field(default_factory=dict)
+    agreement: dict[str, Agreement] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """What ran."""
+        if not self.prompt:
+            what = f"Decode at {self.tokens:,} tokens"
+        else:
+            what = f"Prompts of {self.tokens:,} tokens"
+        if self.padded:
+            what += ", every other one half as long, padded on the left"
+        return f"{what}, batch {self.batch}" if self.batch > 1 else what
+
+    @property
+    def names(self) -> list[str]:
+        """Who has been timed, in order."""
+        return [name for name in self.sizes if self.measured.seconds(name) is not None]
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that a turn computes; padding is none."""
+        if not self.prompt:
+            return self.batch
+        short = self.batch // 2 if self.padded else 0
+        return (self.batch - short) * self.tokens + short * (self.tokens // 2)
+
+    def rate(self, name: str) -> float:
+        """Tokens a second."""
+        seconds = self.measured.seconds(name)
+        return self.new_tokens / seconds if seconds else 0.0

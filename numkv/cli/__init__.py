@@ -14,21 +14,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numkv
-from numkv.cli import (
-    accuracy,
-    bench,
-    cache,
-    evaluate,
-    generate,
-    info,
-    plan,
-    plan_nodes,
-    show,
-    stream,
-    warmup,
-)
-from numkv.cli.options import at_least, checked, flag, option
-from numkv.cli.output import UsageError
+from numkv.cli import accuracy, bench, cache, evaluate, generate, info, plan, show, stream
+from numkv.cli.output import UsageError, at_least, checked, flag, option
 from numkv.demo import BUNDLED_MODEL
 from numkv.demo.cache import CacheChoice, parse_cache
 from numkv.demo.sharded import WAYS
@@ -153,7 +140,7 @@ def _temperature(text: str) -> float:
 _count, _some = at_least(1), at_least(0)
 _temperature_of = checked(_temperature, "0 or more")
 _size = checked(plan.parse_bytes, "a size such as 8GiB or 500MB")
-_seconds = checked(plan_nodes.parse_seconds, "a time such as 300us")
+_seconds = checked(plan.parse_seconds, "a time such as 300us")
 
 
 def _plain_kind(text: str) -> CacheChoice:
@@ -194,9 +181,9 @@ def _add_kind_option(
 
 def _add_sampling_options(parser: Any) -> None:
     option(parser, "--temperature", "0 takes the most probable token, more is more varied", _temperature_of, "T",
-            default=generate.DEFAULT_TEMPERATURE)
+            default=0.7)
     option(parser, "--top-k", "choose among the K most probable tokens, 0 among all", _some, "K",
-            default=generate.DEFAULT_TOP_K)
+            default=40)
     option(parser, "--seed", "the same seed gives the same text", _some, "N", default=0)
 
 
@@ -215,7 +202,7 @@ def _parser() -> argparse.ArgumentParser:
     option(source, "--prompt", f"text to continue; {batch}", metavar="TEXT", action="append")
     option(source, "--file", f"file with the text to continue; {batch}", Path, "PATH", action="append")
     option(parser, "--tokens", "tokens to generate at most; the bundled model's are bytes", _count, "N",
-            default=generate.DEFAULT_TOKENS)
+            default=400)
     _add_kind_option(parser, ["fp16"], "storage kind of the cache; with several, the others repeat the text")
     option(parser, "--block-size", "keep the cache in blocks of N tokens (default: contiguous for one text, blocks of "
             f"{generate.DEFAULT_BLOCK_SIZE} for several, which share those of a common beginning)", _count, "N")
@@ -258,7 +245,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     nodes = parser.add_argument_group("a cache that is sharded over nodes")
     option(nodes, "--nodes", "model decode steps on N nodes instead: 8 64 1024; --memory is a node's, --context the "
             "sequences' length", _count, "N", nargs="+")
-    network, batch = Network(), plan_nodes.DEFAULT_BATCH
+    network, batch = Network(), plan.DEFAULT_BATCH
     options: list[tuple[str, Any, str, Any, str]] = [
         ("--batch", _count, "N", batch, "sequences that are decoded at once"),
         ("--q-heads", _count, "N", None, "query heads of a layer; the config's, or four for each key/value head"),
@@ -286,10 +273,10 @@ def _add_accuracy(parser: argparse.ArgumentParser) -> None:
     _add_text_options(parser, accuracy.DEFAULT_MODULES, "these held-out modules, or all (default: "
                       f"{' '.join(accuracy.DEFAULT_MODULES)})")
     option(parser, "--windows", "windows to predict of each text, 0 for all", _some, "N",
-            default=accuracy.DEFAULT_WINDOWS)
-    option(parser, "--needles", "texts with names to copy, 8 in each", _count, "N", default=accuracy.DEFAULT_NEEDLES)
+            default=1)
+    option(parser, "--needles", "texts with names to copy, 8 in each", _count, "N", default=4)
     option(parser, "--rows", "tokens of the random rows", at_least(accuracy.LEAST_ROWS), "N",
-            default=accuracy.DEFAULT_ROWS)
+            default=2048)
     option(parser, "--out", "also write accuracy.md and accuracy.json there and, where matplotlib is installed, "
             "accuracy.svg", Path, "DIR")
     option(parser, "--add", "show the caches of these accuracy.json too, of reports with the same options but --kind",
@@ -300,9 +287,9 @@ def _add_stream(parser: argparse.ArgumentParser) -> None:
     option(parser, "--prompt", "text to continue (default: a few lines of Python)", metavar="TEXT",
             default=generate.DEFAULT_PROMPT)
     for name, smallest, default, meaning in (
-        ("--context", 2, stream.DEFAULT_CONTEXT, "tokens that the cache has room for"),
-        ("--keep", 0, stream.DEFAULT_KEEP, "first tokens that always stay"),
-        ("--tokens", 1, stream.DEFAULT_TOKENS, "tokens to generate at most"),
+        ("--context", 2, 256, "tokens that the cache has room for"),
+        ("--keep", 0, 64, "first tokens that always stay"),
+        ("--tokens", 1, 600, "tokens to generate at most"),
     ):
         option(parser, name, meaning, at_least(smallest), "N", default=default)
     option(parser, "--kind", "storage kind of the cache (default: fp16)", checked(_plain_kind, "a kind"), "KIND",
@@ -375,7 +362,7 @@ _COMMANDS: dict[str, tuple[Any, Callable[[argparse.ArgumentParser], None], str, 
         "is computed again.",
     ),
     "warmup": (
-        warmup.run, _add_warmup, "compile the kernels of some storage kinds ahead of time",
+        cache.warm_up, _add_warmup, "compile the kernels of some storage kinds ahead of time",
         "Fill the kernel cache on disk, so that no program has to wait for the compiler. Kernels "
         "serve every head dim, group of query heads and block size: only kinds matter.",
     ),

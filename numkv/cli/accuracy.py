@@ -11,7 +11,7 @@ from typing import Any
 
 from numkv.cli.accuracy_report import Measured, Report, RowErrors, write
 from numkv.cli.evaluate import check_context, documents_of
-from numkv.cli.output import KernelProgress, Progress, UsageError
+from numkv.cli.output import Progress, UsageError, kernel_progress, load_model
 from numkv.demo import BUNDLED_MODEL, accuracy
 from numkv.demo.cache import AnyChoice, CacheChoice
 from numkv.demo.evaluate import (
@@ -38,9 +38,6 @@ DEFAULT_CACHES = [
     "codes8", "codes6", "codes4", "codes4+sketch", "codes3", "last512", "last256",
 ]  # fmt: skip
 DEFAULT_MODULES = ["csv", "calendar", "fractions", "graphlib", "shlex", "textwrap"]
-DEFAULT_WINDOWS = 1
-DEFAULT_NEEDLES = 4
-DEFAULT_ROWS = 2048
 #: Tokens of a text that are computed at once: fewer than in a window of recent tokens, which is whole for the last of
 #: them and lacks as many for the first.
 CHUNK = 64
@@ -59,8 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.file is None and arguments.modules == ["all"]:
         arguments.modules = None
     documents, source = documents_of(arguments)
-    with Progress(f"loading {arguments.model}") as progress:
-        model = Model.load(arguments.model, progress.update)
+    model = load_model(arguments.model)
     context = check_context(arguments, model)
     bundled = arguments.model == BUNDLED_MODEL
     settings = {
@@ -84,7 +80,7 @@ def run(arguments: argparse.Namespace) -> None:
     caches = {choice.label: choice for choice in choices}
     if arguments.out is not None:  # rather now than after minutes
         arguments.out.mkdir(parents=True, exist_ok=True)
-    with KernelProgress():
+    with kernel_progress():
         for cache in (None, *caches.values()):
             model.warm_up(cache, arguments.target)
     with Progress("random rows") as progress:

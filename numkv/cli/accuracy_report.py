@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 import sys
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -15,12 +14,179 @@ from typing import Any
 import numpy as np
 
 import numkv
-from numkv.cli.output import table
-from numkv.cli.picture import Panel, draw
+from numkv.cli.output import markdown_table, save_figure, table, wrapped
 from numkv.demo import accuracy
+from numkv.demo.accuracy import better_caches
 from numkv.demo.evaluate import Score
 from numkv.demo.recall import DISTANCES, Recall
+from numkv.kinds import kinds
 
+# Colour and marker of a kind, by what shares a scale in it.
+_BY_SCALES = {
+    "none": ("#7f7f7f", "s"),
+    "head": ("#e45756", "P"),
+    "row": ("#54a24b", "D"),
+    "group": ("#4c78a8", "o"),
+}
+_OTHER = ("#000000", "v")
+# Colour and marker of a cache, by the beginning of its label.
+_FAMILIES = {
+    **{kind.name: _BY_SCALES.get(kind.scales_per, _OTHER) for kind in kinds()},
+    "codes": ("#f58518", "^"),
+    "last": ("#eeca3b", "<"),
+    "per-row": ("#b279a2", "X"),
+}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot.
+
+    Attributes
+    ----------
+    title, x_label : str
+        What is shown, and over what.
+    points : sequence of tuple of str, float, float
+        Label, bytes and error; errors of 0 are left out, as most axes are logarithmic.
+    linear : str
+        Axes that are not logarithmic: ``"x"``, ``"y"``, both or none.
+    """
+
+    title: str
+    x_label: str
+    points: Sequence[tuple[str, float, float]]
+    linear: str = ""
+
+
+def draw(panels: Sequence[Panel], path: Path) -> None:
+    """Draw panels, two in a line, each with its lower envelope: the least error for so many bytes.
+
+    Parameters
+    ----------
+    panels : sequence of Panel
+        What to draw.
+    path : pathlib.Path
+        Where the picture goes; its suffix says in which format.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        If matplotlib is missing.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    lines = -(-len(panels) // 2)
+    figure = Figure(figsize=(13, 5.5 * lines), layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = list(figure.subplots(lines, 2, squeeze=False).flat)
+    for panel, ax in zip(panels, axes, strict=False):
+        _plot(panel, ax)
+    for ax in axes[len(panels) :]:
+        ax.set_visible(False)
+    canvas.draw()  # settles the layout, which the places of labels depend on
+    for panel, ax in zip(panels, axes, strict=False):
+        _label(panel, ax, canvas.get_renderer())
+    save_figure(figure, path)
+
+
+def _shown(panel: Panel) -> list[tuple[str, float, float]]:
+    return [point for point in panel.points if point[2] > 0]
+
+
+def _style(label: str) -> tuple[str, str]:
+    return next((s for start, s in _FAMILIES.items() if label.startswith(start)), _OTHER)
+
+
+def _plot(panel: Panel, ax: Any) -> None:
+    points = _shown(panel)
+    better = better_caches({label: (x, y) for label, x, y in points})
+    envelope = sorted((x, y) for label, x, y in points if better[label] is None)
+    if len(envelope) > 1:
+        ax.step(
+            *zip(*envelope, strict=True), where="post", color="#bbbbbb", linewidth=1.5, zorder=1
+        )
+    codes = sorted(
+        (x, y) for label, x, y in points if label.startswith("codes") and "+" not in label
+    )
+    if codes:
+        ax.plot(*zip(*codes, strict=True), color=_FAMILIES["codes"][0], linewidth=0.8, alpha=0.6)
+    for label, x, y in points:
+        colour, marker = _style(label)
+        hollow = "rotate" in label
+        face = "white" if hollow else colour
+        ax.plot(x, y, marker, color=colour, markerfacecolor=face, markersize=6, zorder=3)
+    if "x" not in panel.linear:
+        ax.set_xscale("log", base=2)
+    if "y" not in panel.linear:
+        ax.set_yscale("log")
+    ax.minorticks_off()
+    ax.margins(0.12)
+    ax.xaxis.set_major_formatter(lambda x, _: f"{x:,g}")
+    ax.set_xlabel(panel.x_label)
+    ax.set_title(panel.title, fontsize=10)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(alpha=0.3)
+    ax.set_axisbelow(True)
+
+
+def _label(panel: Panel, ax: Any, renderer: Any) -> None:
+    """Name points, each where its label is nearest and covers no other label, no point and no edge."""
+    points = _shown(panel)
+    places = ax.transData.transform([(x, y) for _, x, y in points])
+    taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in places]
+    inside = ax.get_window_extent(renderer).extents
+    for (label, x, y), (px, py) in sorted(
+        zip(points, places, strict=True), key=lambda point: -point[1][1]
+    ):
+        text = ax.annotate(
+            label, (x, y), (0, 0), textcoords="offset pixels", fontsize=8, color=_style(label)[0], zorder=2.5,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.2, "alpha": 0.8},
+            arrowprops={"arrowstyle": "-", "color": "#999999", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3},
+        )  # fmt: skip
+        left, bottom, right, top = text.get_window_extent(renderer).extents
+        width, height = right - left, top - bottom
+        best = min(
+            _offsets(width, height),
+            key=lambda offset: _cost(offset, (px, py), (width, height), taken, inside),
+        )
+        text.set_position(best)
+        taken.append((px + best[0], py + best[1], px + best[0] + width, py + best[1] + height))
+
+
+def _offsets(width: float, height: float) -> list[tuple[float, float]]:
+    """Where a label's lower left corner may be from its point, in pixels."""
+    steps = [0.0]
+    for n in range(1, 15):
+        steps += [n * height / 2, -n * height / 2]
+    columns = [9.0, -width - 9, -width / 2, 30.0, -width - 30, 60.0, -width - 60]
+    return [
+        (dx, dy - height / 2)
+        for dx in columns
+        for dy in steps
+        if not (-width < dx < 0 and abs(dy) < height)  # not on the point itself
+    ]
+
+
+def _cost(
+    offset: tuple[float, float],
+    point: tuple[float, float],
+    size: tuple[float, float],
+    taken: Sequence[tuple[float, float, float, float]],
+    inside: Sequence[float],
+) -> float:
+    """Distance of a label from its point, and a lot for what it covers."""
+    left, bottom = point[0] + offset[0], point[1] + offset[1]
+    right, top = left + size[0], bottom + size[1]
+    covered = sum(
+        left < t[2] + 1 and t[0] - 1 < right and bottom < t[3] and t[1] < top for t in taken
+    )
+    beyond = left < inside[0] or right > inside[2] or bottom < inside[1] or top > inside[3]
+    gap = max(offset[0], -offset[0] - size[0], 0.0) + abs(offset[1] + size[1] / 2)
+    return float(gap + 10_000 * covered + 10_000 * beyond)
+
+
+_WORSE = "What is not worth its bytes"
 # A header, and rows.
 _Cells = tuple[Sequence[str], list[Sequence[str]]]
 _NO_PICTURE = (
@@ -211,7 +377,6 @@ class Report:
 
     def row_cells(self) -> _Cells:
         """Errors of attention over random rows."""
-        rows = [*(x.rows for x in self.caches if x.rows is not None), *self.baselines]
         cells: list[Sequence[str]] = [
             (
                 row.label,
@@ -219,7 +384,7 @@ class Report:
                 f"{8 * row.num_bytes / (2 * accuracy.HEAD_DIM):.2f}",
                 *(_percent(row.errors[name]) for name in accuracy.ROWS),
             )
-            for row in rows
+            for row in self._rows
         ]
         return ("cache", "bytes/token/head", "bits/element", *accuracy.ROWS), cells
 
@@ -281,8 +446,7 @@ class Report:
 
     def about_rotation(self) -> list[str]:
         """What rotation makes of the errors, for each kind that was measured both ways, and beside the baseline."""
-        rows = [*(x.rows for x in self.caches if x.rows is not None), *self.baselines]
-        by_label = {row.label: row for row in rows}
+        by_label = {row.label: row for row in self._rows}
         pairs = [(accuracy.PER_ROW[False], "int4+rotate")]
         pairs += [(x, f"{x}+rotate") for x in by_label]
         lines = []
@@ -298,21 +462,29 @@ class Report:
             lines.append(f"From {plain} to {rotated}: {'; '.join(told)}.")
         return lines
 
+    def _sections(self) -> list[tuple[str, str, _Cells | None]]:
+        """Headings, what is said below them, and tables."""
+        worse = self.worse_cells() if any(self.better.values()) else None
+        return [
+            (
+                f"A model's predictions: {self.settings['model']}",
+                self.about_model(),
+                self.model_cells(),
+            ),
+            ("Long-range recall", self.about_recall(), self.recall_cells()),
+            ("Outlier channels in keys", self.about_outliers(), self.outlier_cells()),
+            (_WORSE, self.about_envelope(), worse),
+            ("Random rows", self.about_rows(), self.row_cells()),
+        ]
+
     def terminal(self) -> str:
         """All of it as text."""
-        parts = [
-            f"{table(*self.model_cells())}\n{_wrap(self.about_model(), 100)}",
-            f"{table(*self.recall_cells())}\n{_wrap(self.about_recall(), 100)}",
-            f"{table(*self.outlier_cells())}\n{_wrap(self.about_outliers(), 100)}",
-            _wrap(self.about_envelope(), 100),
-        ]
-        if any(self.better.values()):
-            parts.append(table(*self.worse_cells()))
-        parts += [
-            f"{table(*self.row_cells())}\n{_wrap(self.about_rows(), 100)}",
-            "\n".join(_wrap(line, 100) for line in self.about_rotation()),
-            _wrap(self.about_caches(), 100),
-        ]
+        parts = []
+        for heading, about, cells in self._sections():
+            said, drawn = wrapped(about, 100), "" if cells is None else table(*cells)
+            parts += [said, drawn] if heading == _WORSE else [f"{drawn}\n{said}"]
+        parts.append("\n".join(wrapped(line, 100) for line in self.about_rotation()))
+        parts.append(wrapped(self.about_caches(), 100))
         return "\n\n".join(part for part in parts if part)
 
     def markdown(self, picture: str | None) -> str:
@@ -322,32 +494,16 @@ class Report:
         )
         parts = [
             "# Accuracy of caches",
-            _wrap(f"`numkv accuracy`: {versions}. {self.about_caches()}"),
+            wrapped(f"`numkv accuracy`: {versions}. {self.about_caches()}"),
+            "" if picture is None else f"![Error over bytes, without fp32]({picture})",
         ]
-        if picture is not None:
-            parts.append(f"![Error over bytes, without fp32]({picture})")
-        parts += [
-            f"## A model's predictions: {self.settings['model']}",
-            _wrap(self.about_model()),
-            _markdown(*self.model_cells()),
-            "## Long-range recall",
-            _wrap(self.about_recall()),
-            _markdown(*self.recall_cells()),
-            "## Outlier channels in keys",
-            _wrap(self.about_outliers()),
-            _markdown(*self.outlier_cells()),
-            "## What is not worth its bytes",
-            _wrap(self.about_envelope()),
-        ]
-        if any(self.better.values()):
-            parts.append(_markdown(*self.worse_cells()))
-        parts += ["## Random rows", _wrap(self.about_rows()), _markdown(*self.row_cells())]
-        parts.append("\n".join(_wrap(f"- {line}", indent="  ") for line in self.about_rotation()))
+        for heading, about, cells in self._sections():
+            parts += [f"## {heading}", wrapped(about), markdown_table(*cells) if cells else ""]
+        parts.append("\n".join(wrapped(f"- {line}", indent="  ") for line in self.about_rotation()))
         return "\n\n".join(part for part in parts if part) + "\n"
 
     def panels(self) -> list[Panel]:
         """The plots of the picture."""
-        rows = [*(x.rows for x in self.caches if x.rows is not None), *self.baselines]
         context = self.settings["context"]
         few = [x for x in self.caches if _FEWEST <= self.bits(x) < _MOST]
         return [
@@ -372,11 +528,20 @@ class Report:
                 Panel(
                     f"{name} rows: error of the attention output",
                     "bytes per token and head",
-                    [(x.label, x.num_bytes, x.errors[name]) for x in rows if x.label != "fp32"],
+                    [
+                        (x.label, x.num_bytes, x.errors[name])
+                        for x in self._rows
+                        if x.label != "fp32"
+                    ],
                 )
                 for name in accuracy.ROWS
             ),
         ]
+
+    @property
+    def _rows(self) -> list[RowErrors]:
+        """Errors over random rows: of caches, then of baselines."""
+        return [*(x.rows for x in self.caches if x.rows is not None), *self.baselines]
 
     def data(self) -> dict[str, Any]:
         """What a later report can take over."""
@@ -404,20 +569,6 @@ def _facts(x: Measured) -> tuple[str, str, str, str]:
 def _percent(x: float) -> str:
     """Three digits, of small numbers two and a power of ten."""
     return f"{100 * x:#.3g}".rstrip(".") + " %" if x >= 1e-4 else f"{100 * x:.1e} %"
-
-
-def _wrap(text: str, width: int = 120, indent: str = "") -> str:
-    """Lines of a paragraph, the first without `indent`; no percent sign is parted from its number."""
-    bound = text.replace(" %", "\N{NO-BREAK SPACE}%")
-    lines = textwrap.fill(
-        bound, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
-    return lines.replace("\N{NO-BREAK SPACE}", " ")
-
-
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    rule = ["---", *["--:"] * (len(header) - 1)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))
 
 
 def write(report: Report, folder: Path) -> None:

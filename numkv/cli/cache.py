@@ -1,14 +1,16 @@
-"""``numkv cache``: the folders of compiled kernels, what lies in them, and how to clear them."""
+"""``numkv cache`` and ``numkv warmup``: folders of compiled kernels, what lies in them, to clear and to fill them."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import stat
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from numkv.cli.output import UsageError, table
+import numkv
+from numkv.cli.output import UsageError, kernel_progress, table
 from numkv.drawing.picture import format_bytes
 from numkv.kernels.disk_cache import is_stale, kernel_files, places
 
@@ -35,21 +37,39 @@ def run(arguments: argparse.Namespace) -> None:
         _show(folders)
 
 
+def warm_up(arguments: argparse.Namespace) -> None:
+    """Fill the folders: compile ahead of time.
+
+    Parameters
+    ----------
+    arguments : argparse.Namespace
+        The options.
+    """
+    started = time.perf_counter()
+    with kernel_progress():
+        found = numkv.warmup(
+            [choice.kinds for choice in arguments.kind], dtypes=arguments.dtype, target=arguments.target,
+            rotate=arguments.rotate, residual=arguments.residual, processes=arguments.processes,
+        )  # fmt: skip
+    print(
+        f"{found['misses']} kernels compiled, {found['hits']} there already, "
+        f"{time.perf_counter() - started:.1f} s"
+    )
+
+
 def _show(folders: dict[Path, list[Path]]) -> None:
     if not folders:
         print(
             "no kernels on disk: neither in NUMBA_CACHE_DIR, nor beside the sources, nor among the user's files"
         )
         return
-    rows = []
-    for folder, files in folders.items():
+    rows, stale = [], []
+    every = [path for files in folders.values() for path in files]
+    for folder, files in (*folders.items(), ("all", every)):
         stale = [path for path in files if is_stale(path)]
         rows.append([str(folder), str(len(files)), format_bytes(_size(files)), str(len(stale))])
-    every = [path for files in folders.values() for path in files]
-    stale = [path for path in every if is_stale(path)]
-    rows.append(["all", str(len(every)), format_bytes(_size(every)), str(len(stale))])
     print(table(["folder", "kernels", "size", "of other sources"], rows))
-    if stale:
+    if stale:  # of all of them, which come last
         print(
             f"\nFiles of other sources ({format_bytes(_size(stale))}) belong to other versions of numkv, or to an edit "
             "of this one; `numkv cache --clear --stale` removes them."
@@ -131,40 +151,30 @@ def _open_to_others(folder: Path, *, below: bool) -> str | None:
     except OSError:
         return None
     if state.st_uid not in (os.geteuid(), 0):
-        return f"belongs to another user ({_user(state.st_uid)})"
+        return f"belongs to another user ({_name(folder.owner, state.st_uid)})"
     if below and state.st_mode & stat.S_ISVTX:
         return None
     if state.st_mode & stat.S_IWOTH:
         return "is writable by everyone"
-    if state.st_mode & stat.S_IWGRP and not _is_private_group(state.st_uid, state.st_gid):
-        return f"is writable by a group ({_group(state.st_gid)})"
+    if state.st_mode & stat.S_IWGRP and not _is_private_group(folder, state.st_gid):
+        return f"is writable by a group ({_name(folder.group, state.st_gid)})"
     return None
 
 
-def _user(uid: int) -> str:
-    import pwd
-
+def _name(of: Callable[[], str], number: int) -> str:
+    """The name of an owner or a group, or its number if it has none."""
     try:
-        return pwd.getpwuid(uid).pw_name
+        return of()
     except KeyError:
-        return str(uid)
+        return str(number)
 
 
-def _group(gid: int) -> str:
+def _is_private_group(folder: Path, gid: int) -> bool:
+    """Whether a folder's group has its user's name and no other members, as many systems make one for each user."""
     import grp
 
     try:
-        return grp.getgrgid(gid).gr_name
-    except KeyError:
-        return str(gid)
-
-
-def _is_private_group(uid: int, gid: int) -> bool:
-    """Whether a group has the name of the user and no other members, as many systems make one for each user."""
-    import grp
-
-    try:
-        group = grp.getgrgid(gid)
+        user, group = folder.owner(), grp.getgrgid(gid)
     except KeyError:
         return False
-    return group.gr_name == _user(uid) and not set(group.gr_mem) - {group.gr_name}
+    return group.gr_name == user and not set(group.gr_mem) - {user}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from numkv.cli.output import KernelProgress, Progress, UsageError, stoppable, table
+from numkv.cli.output import Progress, UsageError, kernel_progress, load_model, stoppable, table
 from numkv.demo.evaluate import Document, evaluate, held_out
 from numkv.demo.model import Model
 from numkv.demo.network import blas_threads_for
@@ -20,13 +20,12 @@ def run(arguments: argparse.Namespace) -> None:
         The options.
     """
     documents, source = documents_of(arguments)
-    with Progress(f"loading {arguments.model}") as progress:
-        model = Model.load(arguments.model, progress.update)
+    model = load_model(arguments.model)
     context = check_context(arguments, model)
     choices = [replace(choice, target=arguments.target) for choice in arguments.kind]
     caches = {choice.label: choice for choice in choices if choice.label != "fp32"}
     options = {"context": context, "target": arguments.target}
-    with KernelProgress():
+    with kernel_progress():
         for cache in (None, *caches.values()):
             model.warm_up(cache, arguments.target)
     stopping = "stopping after this window"

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,158 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv import PagedKVCache, targets
-from numkv.cli.compare import Run, summary
-from numkv.cli.live import Live, panel
-from numkv.cli.output import KernelProgress, Progress, UsageError
-from numkv.cli.screen import Screen, Text
+from numkv.cli.output import Progress, UsageError, kernel_progress, load_model, table
+from numkv.cli.screen import Live, Screen, panel
 from numkv.demo.cache import CacheChoice, Sharing
+from numkv.demo.checkpoint import ModelConfig
+from numkv.demo.evaluate import Document
 from numkv.demo.generate import Chooser, Replay, Sampler, generate
 from numkv.demo.model import Batch, Model
 from numkv.demo.network import blas_threads_for
 from numkv.demo.sharded import ShardedChoice
+from numkv.drawing.picture import format_bytes
+
+_HEADER = ("cache", "B/token", "memory", "prefill t/s", "decode t/s", "same top", "logit diff")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One pass over the texts with one kind of cache.
+
+    Attributes
+    ----------
+    choice : CacheChoice
+        The cache.
+    tokens : list of list of int
+        What each text was continued with.
+    logits : sequence of ndarray
+        What the tokens were chosen from, in the order in which they were computed.
+    num_read : int
+        Tokens of the prompts that were computed; others were in the cache already.
+    prefill_s, decode_s : float
+        Seconds.
+    sharing : Sharing or None
+        The blocks in the end; None for a contiguous cache.
+    """
+
+    choice: CacheChoice
+    tokens: list[list[int]]
+    logits: Sequence[NDArray[np.float32]]
+    num_read: int
+    prefill_s: float
+    decode_s: float
+    sharing: Sharing | None
+
+    def bytes_per_token(self, config: ModelConfig) -> int:
+        """Bytes that a token costs in all layers."""
+        return config.num_layers * self.choice.bytes_per_token(config.num_kv_heads, config.head_dim)
+
+
+def summary(
+    config: ModelConfig,
+    runs: Sequence[Run],
+    reference: CacheChoice,
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+) -> str:
+    """Compare runs of the same texts.
+
+    Parameters
+    ----------
+    config : ModelConfig
+        Sizes of the model.
+    runs : sequence of Run
+        The first chose the tokens, the others repeated them.
+    reference : CacheChoice
+        The cache of the run that others are compared with.
+    prompts : sequence of sequence of int
+        The prompts' tokens.
+    limits : sequence of int
+        Tokens that were to be generated at most.
+
+    Returns
+    -------
+    str
+        A table and a few lines about it.
+    """
+    generated = [len(tokens) for tokens in runs[0].tokens]
+    num_slots = sum(map(len, prompts)) + sum(limits)
+    expected = next(run.logits for run in runs if run.choice == reference)
+    rows = []
+    for run in runs:
+        if run.sharing is not None:
+            num_slots = run.sharing.num_blocks * (run.choice.block_size or 1)
+        rows.append(
+            (
+                run.choice.label,
+                f"{run.bytes_per_token(config):,}",
+                format_bytes(run.bytes_per_token(config) * num_slots),
+                _rate(run.num_read, run.prefill_s),
+                _rate(sum(max(n - 1, 0) for n in generated), run.decode_s),
+                *_agreement(run.logits, expected, run.choice == reference),
+            )
+        )
+    lines = [table(_HEADER, rows), _caption(config, runs[0], prompts, limits)]
+    return "\n".join(lines)
+
+
+def _caption(
+    config: ModelConfig, run: Run, prompts: Sequence[Sequence[int]], limits: Sequence[int]
+) -> str:
+    num_prompt = sum(map(len, prompts))
+    lines = [f"{num_prompt:,} tokens read, {sum(map(len, run.tokens)):,} generated"]
+    if run.sharing is None:
+        lines[0] += f", room for {num_prompt + sum(limits):,}"
+    lines[0] += "."
+    full = sum(
+        len(prompt) + len(tokens) == config.max_context
+        for prompt, tokens in zip(prompts, run.tokens, strict=True)
+    )
+    if full:
+        what = "The text" if len(prompts) == 1 else f"{full} of the texts"
+        lines.append(f"{what} reached the end of the model's context, {config.max_context:,}.")
+    if run.sharing is not None:
+        lines.append(_blocks(config, run, run.sharing))
+    lines.append("The last two columns compare every prediction with that of an fp32 cache.")
+    return "\n".join(lines)
+
+
+def _blocks(config: ModelConfig, run: Run, sharing: Sharing) -> str:
+    """What is in the blocks, and what sharing them is worth."""
+    size = run.choice.block_size or 1
+    num_slots = sharing.num_blocks * size
+    blocks = (
+        f"{sharing.num_stored:,} tokens are stored, in {sharing.num_blocks:,} blocks of {size:,}; "
+        f"{num_slots - sharing.num_stored:,} of {num_slots:,} slots are empty."
+    )
+    if len(run.tokens) == 1:
+        return blocks
+    saved = sharing.num_tokens - sharing.num_stored
+    if saved == 0:
+        return f"{blocks}\nThe texts have no block in common."
+    return (
+        f"{blocks}\nThe texts have {sharing.num_tokens:,} tokens: a common beginning is stored once "
+        f"(shared blocks: {sharing.num_shared:,}),\nwhich saves "
+        f"{format_bytes(saved * run.bytes_per_token(config))} with {run.choice.label} "
+        f"({100 * saved / sharing.num_tokens:.0f} %)."
+    )
+
+
+def _rate(num_tokens: int, seconds: float) -> str:
+    return f"{num_tokens / seconds:,.0f}" if num_tokens > 0 else "-"
+
+
+def _agreement(
+    logits: Sequence[NDArray[np.float32]],
+    expected: Sequence[NDArray[np.float32]],
+    is_reference: bool,
+) -> tuple[str, str]:
+    if is_reference:
+        return "reference", "reference"
+    pairs = list(zip(logits, expected, strict=True))
+    same = sum(a.argmax() == b.argmax() for a, b in pairs) / len(pairs)
+    return f"{100 * same:.1f} %", f"{max(np.abs(a - b).max() for a, b in pairs):.1g}"
+
 
 DEFAULT_PROMPT = '''\
 import json
@@ -36,9 +179,6 @@ class Config:
     def __init__(self, path):
         self.path = path
 '''
-DEFAULT_TOKENS = 400
-DEFAULT_TEMPERATURE = 0.7
-DEFAULT_TOP_K = 40
 #: Tokens in a block where several texts share a cache and nothing else is asked for.
 DEFAULT_BLOCK_SIZE = 16
 
@@ -53,9 +193,8 @@ def run(arguments: argparse.Namespace) -> None:
     """
     targets.get(arguments.target)  # where there is no CUDA, say so before anything else
     texts = _texts(arguments)
-    with Progress(f"loading {arguments.model}") as progress:
-        model = Model.load(arguments.model, progress.update)
-    prompts = [model.tokenizer.encode(text.content) for text in texts]
+    model = load_model(arguments.model)
+    prompts = [model.tokenizer.encode(text.text) for text in texts]
     limits = _limits(model, texts, prompts, arguments.tokens)
     blocks = len(texts) > 1 or arguments.shards is not None
     block_size = arguments.block_size or (DEFAULT_BLOCK_SIZE if blocks else None)
@@ -66,11 +205,14 @@ def run(arguments: argparse.Namespace) -> None:
     with blas_threads_for(model.weights):
         _warm_up(model, choices[0])
         samplers = [Sampler(arguments.temperature, arguments.top_k, arguments.seed) for _ in texts]
-        screen = Screen(model.tokenizer, texts)
-        sharded = None
-        if arguments.shards is not None:
+        work = prompts, limits, samplers, Screen(model.tokenizer, texts)
+        capacities = [len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)]
+        if arguments.shards is None:
+            batch = model.batch(capacities, choices[0], arguments.target)
+            runs = [_continue(model, choices[0], batch, *work)]
+        else:
             sharded = ShardedChoice(choices[0], arguments.shards, arguments.by)
-        runs = [_compute(model, choices[0], prompts, limits, samplers, screen, sharded)]
+            runs = [_continue_sharded(model, sharded, capacities, *work)]
         tokens = runs[0].tokens
         if not any(tokens):
             raise UsageError("the model ended the text at once; try another prompt or seed")
@@ -78,19 +220,21 @@ def run(arguments: argparse.Namespace) -> None:
             if choice != choices[0]:
                 _warm_up(model, choice)
                 replays, lengths = [Replay(t) for t in tokens], [len(t) for t in tokens]
-                runs.append(_compute(model, choice, prompts, lengths, replays))
+                capacities = [len(p) + n for p, n in zip(prompts, lengths, strict=True)]
+                batch = model.batch(capacities, choice, arguments.target)
+                runs.append(_continue(model, choice, batch, prompts, lengths, replays))
     print(summary(model.config, runs, reference, prompts, limits))
 
 
-def _texts(arguments: argparse.Namespace) -> list[Text]:
+def _texts(arguments: argparse.Namespace) -> list[Document]:
     if arguments.file is not None:
-        return [Text(str(path), _read(path)) for path in arguments.file]
+        return [Document(str(path), _read(path)) for path in arguments.file]
     prompts = [DEFAULT_PROMPT] if arguments.prompt is None else arguments.prompt
     if any("\ud800" <= character <= "\udfff" for prompt in prompts for character in prompt):
         raise UsageError("--prompt: not UTF-8 text")
     if len(prompts) == 1:
-        return [Text("--prompt", prompts[0])]
-    return [Text(f"prompt {number}", prompt) for number, prompt in enumerate(prompts, 1)]
+        return [Document("--prompt", prompts[0])]
+    return [Document(f"prompt {number}", prompt) for number, prompt in enumerate(prompts, 1)]
 
 
 def _read(path: Path) -> str:
@@ -101,7 +245,7 @@ def _read(path: Path) -> str:
 
 
 def _limits(
-    model: Model, texts: Sequence[Text], prompts: Sequence[Sequence[int]], num_tokens: int
+    model: Model, texts: Sequence[Document], prompts: Sequence[Sequence[int]], num_tokens: int
 ) -> list[int]:
     """How many tokens to generate for each text: as many as asked for, within the context."""
     context = model.config.max_context
@@ -128,38 +272,14 @@ def _headline(model: Model, choice: CacheChoice) -> str:
 
 def _warm_up(model: Model, choice: CacheChoice) -> None:
     """Make kernels ready, so that compiling is not counted as computing."""
-    with KernelProgress():
+    with kernel_progress():
         model.warm_up(choice, choice.target)
 
 
-def _compute(
-    model: Model,
-    choice: CacheChoice,
-    prompts: Sequence[Sequence[int]],
-    limits: Sequence[int],
-    choosers: Sequence[Chooser],
-    screen: Screen | None = None,
-    sharded: ShardedChoice | None = None,
+def _continue_sharded(
+    model: Model, sharded: ShardedChoice, capacities: Sequence[int], *work: Any
 ) -> Run:
-    """Continue the prompts with one kind of cache, on the screen if there is one."""
-    capacities = [len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)]
-    if sharded is not None:
-        return _compute_sharded(model, sharded, capacities, (prompts, limits, choosers, screen))
-    return _continue(
-        model,
-        choice,
-        model.batch(capacities, choice, choice.target),
-        prompts,
-        limits,
-        choosers,
-        screen,
-    )
-
-
-def _compute_sharded(
-    model: Model, sharded: ShardedChoice, capacities: Sequence[int], what: Any
-) -> Run:
-    """The same with shards, and how many messages they got."""
+    """Continue prompts over shards, and say how many messages they got."""
     print(f"starting {sharded.shards} shards by {sharded.by}", file=sys.stderr)
     with (batch := sharded.batch(model, capacities)).cache as cache:
         warm = batch.start()
@@ -167,7 +287,7 @@ def _compute_sharded(
         warm.step(0)
         cache.remove(warm.seq)
         before = cache.messages
-        run = _continue(model, sharded.kinds, batch, *what)
+        run = _continue(model, sharded.kinds, batch, *work)
         steps = sum(map(len, run.tokens)) - len(run.tokens) + run.num_read
         told = [b - a for a, b in zip(before, cache.messages, strict=True)]
     print(
@@ -185,9 +305,9 @@ def _continue(
     prompts: Sequence[Sequence[int]],
     limits: Sequence[int],
     choosers: Sequence[Chooser],
-    screen: Screen | None,
+    screen: Screen | None = None,
 ) -> Run:
-    """Continue the prompts in a batch."""
+    """Continue the prompts with one kind of cache, on the screen if there is one."""
     tokens: list[list[int]] = [[] for _ in prompts]
     logits: list[NDArray[np.float32]] = []
     what = "reading the prompt" if screen else f"the same text with cache {choice.label}"

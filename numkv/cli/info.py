@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import platform
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import numpy as np
 import numkv
 from numkv import targets
 from numkv.cli.cache import warnings_of
+from numkv.cli.output import cpu_name, version_of
 from numkv.drawing.picture import format_bytes
 from numkv.errors import NotSupported
 from numkv.kernels.cpu.attention.vector import attend_few
@@ -24,14 +24,7 @@ from numkv.kernels.cpu.vectors import features
 from numkv.kernels.disk_cache import folder_of, kernel_files, places
 from numkv.kinds import kinds
 
-_PACKAGES = (
-    "numpy",
-    "numba",
-    "llvmlite",
-    "ml_dtypes",
-    "numba-cuda",
-    "tokenizers",
-)
+_PACKAGES = ("numpy", "numba", "llvmlite", "ml_dtypes", "numba-cuda", "tokenizers")
 _VECTOR_BITS = {"avx512f": 512, "avx2": 256, "avx": 256, "sse2": 128, "neon": 128}
 
 
@@ -54,9 +47,9 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
     yield "platform", platform.platform()
     for name in _PACKAGES:
-        yield name, _version(name)
+        yield name, version_of(name) or "not installed"
     yield "blas", _blas()
-    yield "cpu", _cpu()
+    yield "cpu", f"{cpu_name()}, {llvm.get_host_cpu_name()} to LLVM"
     yield "vector width", _vector_width()
     yield "matrix unit", "AMX" if features.has_amx() else "none"
     yield "threads", f"{num_threads()} of {os.cpu_count()} cores"
@@ -72,28 +65,9 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "environment", " ".join(settings) or "no NUMBA_ or NUMKV_ variables"
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
 def _blas() -> str:
     found = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
     return f"{found['name']} {found.get('version', '')}".rstrip()
-
-
-def _cpu() -> str:
-    name = platform.processor() or platform.machine()
-    listing = Path("/proc/cpuinfo")
-    if listing.is_file():
-        for line in listing.read_text(encoding="utf-8", errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                name = value.strip()
-                break
-    return f"{name}, {llvm.get_host_cpu_name()} to LLVM"
 
 
 def _vector_width() -> str:

@@ -1,19 +1,26 @@
-"""What commands print: tables, sizes, progress."""
+"""What commands read and print: options, tables, sizes, progress, pictures."""
 
 from __future__ import annotations
 
+import argparse
+import importlib.metadata
 import logging
 import os
+import platform
 import shutil
 import signal
 import sys
+import textwrap
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TextIO
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
 
+from numkv.demo.model import Model
 from numkv.drawing.picture import format_bytes
+from numkv.errors import NumkvError
 
 
 class Size(int):
@@ -78,6 +85,21 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         for row in (header, rule, *rows)
     ]
     return "\n".join((styled(lines[0], "1", sys.stdout), *lines[1:]))
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The same in Markdown."""
+    rule = ["---", *["--:"] * (len(header) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))
+
+
+def wrapped(text: str, width: int = 120, indent: str = "") -> str:
+    """Lines of a paragraph, the first without `indent`; no percent sign is parted from its number."""
+    bound = text.replace(" %", "\N{NO-BREAK SPACE}%")
+    lines = textwrap.fill(
+        bound, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return lines.replace("\N{NO-BREAK SPACE}", " ")
 
 
 def styled(text: str, style: str, stream: TextIO) -> str:
@@ -175,31 +197,107 @@ class Progress:
             print(f"\r{' ' * self._drawn}\r", end="", file=self._stream, flush=True)
 
 
-class KernelProgress(logging.Handler):
-    """A `Progress` that names the kernel being compiled, as the library logs it.
+@contextmanager
+def listening_to_kernels(tell: Callable[[str], None]) -> Iterator[None]:
+    """In this context a function is told which kernels are compiled; the library then writes no lines of its own."""
+    logger = logging.getLogger("numkv.kernels")
+    handler, level = logging.Handler(logging.INFO), logger.level
+    handler.emit = lambda record: tell(record.getMessage())  # type: ignore[method-assign]
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
-    As this listens to the log, the library writes no lines of its own.
-    """
 
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self._progress = Progress("compiling kernels (first run only)")
-        self._logger = logging.getLogger("numkv.kernels")
+@contextmanager
+def kernel_progress() -> Iterator[Progress]:
+    """A `Progress` that names the kernel being compiled."""
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Show a log record."""
-        verb, _, kernel = record.getMessage().partition(" ")
+    def tell(message: str) -> None:
+        verb, _, kernel = message.partition(" ")
         if verb == "compiling":
-            self._progress.detail = kernel
+            progress.detail = kernel
 
-    def __enter__(self) -> KernelProgress:
-        self._level = self._logger.level
-        self._logger.setLevel(logging.INFO)
-        self._logger.addHandler(self)
-        self._progress.__enter__()
-        return self
+    progress = Progress("compiling kernels (first run only)")
+    with listening_to_kernels(tell), progress:
+        yield progress
 
-    def __exit__(self, *error: object) -> None:
-        self._progress.__exit__(*error)
-        self._logger.removeHandler(self)
-        self._logger.setLevel(self._level)
+
+def load_model(path: Path) -> Model:
+    """Load a checkpoint, and say so where it takes long."""
+    with Progress(f"loading {path}") as progress:
+        return Model.load(path, progress.update)
+
+
+def cpu_name() -> str:
+    """What the system calls the CPU."""
+    with suppress(OSError):
+        listing = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        for line in listing.splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def version_of(package: str) -> str | None:
+    """The version of a package; None if it is not installed."""
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
+
+
+def save_figure(figure: Any, path: Path, **options: Any) -> None:
+    """Write a figure of matplotlib, the same bytes each time; the suffix says in which format."""
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": "numkv", "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, **options)
+
+
+T = TypeVar("T")
+
+
+def checked(convert: Callable[[str], T], what: str) -> Callable[[str], T]:
+    """An argparse type whose error says what was expected."""
+
+    def check(text: str) -> T:
+        try:
+            return convert(text)
+        except NumkvError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected {what}, got {text!r}") from None
+
+    return check
+
+
+def at_least(smallest: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        number = int(text.replace(",", "").replace("_", ""))
+        if number < smallest:
+            raise ValueError(text)
+        return number
+
+    return checked(convert, f"an integer of {smallest} or more")
+
+
+def option(
+    parser: Any, name: str, meaning: str, of: Any = None, metavar: str | None = None, *,
+    default: Any = None, **more: Any,
+) -> None:  # fmt: skip
+    """Add an option, whose help ends with its default if there is one."""
+    if of is not None:
+        more["type"] = of
+    if metavar is not None:
+        more["metavar"] = metavar
+    if default is not None and "(default: " not in meaning:
+        meaning += " (default: %(default)s)"
+    parser.add_argument(name, default=default, help=meaning, **more)
+
+
+def flag(parser: Any, name: str, meaning: str) -> None:
+    """Add an option that is there or not."""
+    parser.add_argument(name, action="store_true", help=meaning)

@@ -8,18 +8,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from numkv import targets
-from numkv.cli.live import Live, panel
-from numkv.cli.output import KernelProgress, Progress, UsageError, table
-from numkv.cli.screen import Screen, Text, show
+from numkv.cli.output import UsageError, kernel_progress, load_model, table
+from numkv.cli.screen import Live, Screen, panel, show
 from numkv.demo.cache import CacheChoice
+from numkv.demo.evaluate import Document
 from numkv.demo.generate import Sampler, generate
 from numkv.demo.model import Batch, Model
 from numkv.demo.network import Network, blas_threads_for
 from numkv.demo.stream import Shift, ShiftingCache
-
-DEFAULT_CONTEXT = 256
-DEFAULT_KEEP = 64
-DEFAULT_TOKENS = 600
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -35,8 +31,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise UsageError(
             f"--keep: expected less than the context of {arguments.context:,}, got {arguments.keep:,}"
         )
-    with Progress(f"loading {arguments.model}") as progress:
-        model = Model.load(arguments.model, progress.update)
+    model = load_model(arguments.model)
     prompt = model.tokenizer.encode(arguments.prompt)
     if not 0 < len(prompt) <= arguments.context:
         raise UsageError(
@@ -47,11 +42,11 @@ def run(arguments: argparse.Namespace) -> None:
     batch = Batch(Network(model.config, model.weights, arguments.context, arguments.target), cache)
     tokens = list(prompt)
     with blas_threads_for(model.weights):
-        with KernelProgress():
+        with kernel_progress():
             session = batch.start()
             session.forward([0])  # one token: more might not fit, and be the first shift
             session.rewind()
-        screen = Screen(model.tokenizer, [Text("--prompt", arguments.prompt)])
+        screen = Screen(model.tokenizer, [Document("--prompt", arguments.prompt)])
         started = time.perf_counter()
         chooser = Sampler(arguments.temperature, arguments.top_k, arguments.seed)
         logits = session.prefill(prompt)

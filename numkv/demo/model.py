@@ -199,10 +199,7 @@ class Session:
         return self.batch.network.logits(self._hidden(np.asarray(tokens)))
 
     def prefill(
-        self,
-        tokens: Tokens,
-        progress: Progress | None = None,
-        chunk: int = PREFILL_CHUNK,
+        self, tokens: Tokens, progress: Progress | None = None, chunk: int = PREFILL_CHUNK
     ) -> Array:
         """Compute a prompt piece by piece, and the logits of the token after it alone.
 

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from numkv.errors import NotSupported, NumkvError
 from numkv.planning.description import LayerNeeds, ModelNeeds, Rows
 from numkv.planning.keys import Keys, open_config
-from numkv.planning.layer_types import FULL, HYBRID, LINEAR, SLIDING, layer_types_of
-from numkv.planning.states import states_of
+from numkv.planning.layer_types import FULL, HYBRID, LINEAR, SLIDING, layer_types_of, states_of
 
 
 class _Family(NamedTuple):

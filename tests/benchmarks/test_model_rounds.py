@@ -4,10 +4,21 @@ from itertools import count
 
 import pytest
 
-from numkv.bench.load import MOST, Load
-from numkv.bench.results import DYNAMIC, FLOOR, STATIC, Agreement, Line
-from numkv.bench.rounds import EVERY, Measured, Round, Spread, take_rounds
-from numkv.cli import bench_page
+from numkv.bench.rounds import (
+    DYNAMIC,
+    EVERY,
+    FLOOR,
+    MOST,
+    STATIC,
+    Agreement,
+    Line,
+    Load,
+    Measured,
+    Round,
+    Spread,
+    take_rounds,
+)
+from numkv.cli import bench
 
 
 class Scripted:
@@ -137,7 +148,7 @@ def test_the_spread_is_the_middle_half():
 
 
 def load(passed, busy, own, thread, monkeypatch, cores=2):
-    monkeypatch.setattr("numkv.bench.load.num_cores", lambda: cores)
+    monkeypatch.setattr("numkv.bench.rounds.num_cores", lambda: cores)
     numbers = [iter((None if x is None else 0.0, x)) for x in (passed, busy, own, thread)]
     return Load(*(one.__next__ for one in numbers)).of_others()
 
@@ -161,7 +172,7 @@ def line(**options):
 
 
 def test_a_table():
-    header, rows = bench_page.rows(line(batch=2))
+    header, rows = bench.rows(line(batch=2))
     cells = dict(zip(header, rows[2], strict=True))
     assert cells == {
         "contestant": "numkv bf16",
@@ -184,30 +195,30 @@ def test_tokens_of_prompts_without_padding():
     assert line().new_tokens == 1
     assert line(prompt=True, batch=2).new_tokens == 8192
     assert line(prompt=True, batch=3, padded=True).new_tokens == 2 * 4096 + 2048
-    header, rows = bench_page.rows(line(prompt=True))
+    header, rows = bench.rows(line(prompt=True))
     assert "s/prompt" in header
     assert "bandwidth" not in header
     assert rows[0][1] == "5,120"
 
 
 def test_what_is_said_below_a_table():
-    said = " ".join(bench_page.terminal(line()).split())
+    said = " ".join(bench.terminal(line()).split())
     assert "3 rounds, 2 left out as something else ran; 0.5 GB/s" in said
     assert "NOISY" not in said
     assert "Absent: x, y: not installed" in said
     noisy = Measured(MEASURED.rounds, 3, noisy=True, all_count=True)
-    assert bench_page.verdict(Line(1, noisy)).startswith("NOISY")
-    late = bench_page.verdict(Line(1, Measured(MEASURED.rounds, wanted=9)))
+    assert bench.verdict(Line(1, noisy)).startswith("NOISY")
+    late = bench.verdict(Line(1, Measured(MEASURED.rounds, wanted=9)))
     assert late.startswith("3 rounds, as time was up before there were 9, 0 left out")
-    assert "3 of them beside something else" in bench_page.verdict(Line(1, noisy))
+    assert "3 of them beside something else" in bench.verdict(Line(1, noisy))
 
 
 def test_a_page(tmp_path):
-    about = bench_page.About("m", "2 layers", "numkv bench transformers", "numkv 1", 2, "fp32")
-    text = bench_page.page([line()], about, tmp_path / "a" / "p.md", tmp_path / "p.svg")
+    about = bench.About("m", "2 layers", "numkv bench transformers", "numkv 1", 2, "fp32")
+    text = bench.page([line()], about, tmp_path / "a" / "p.md", tmp_path / "p.svg")
     assert "](../p.svg)" in text
     assert "`numkv bench transformers`" in text
     assert "## Decode at 4,096 tokens" in text
     assert "| numkv bf16 | 3.1 |" in text
     assert "2 left out" in text
-    assert "](" not in bench_page.page([line()], about, tmp_path / "p.md", None)
+    assert "](" not in bench.page([line()], about, tmp_path / "p.md", None)

@@ -9,7 +9,7 @@ import pytest
 from demo_models import TOKENS, cells, run, write_checkpoint
 
 import numkv
-from numkv.cli import main, picture
+from numkv.cli import accuracy_report, main
 from numkv.demo import accuracy
 from numkv.demo.cache import (
     CacheChoice,
@@ -445,16 +445,19 @@ def test_other_commands_take_kinds_alone(command, capsys):
 def test_picture(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="the picture needs matplotlib, of the extra perf")
     crowd = [(f"codes{n} with a long name", 100.0 + n % 3, 0.1 + n / 1000) for n in range(12)]
-    panels = [picture.Panel("a", "bytes", crowd), picture.Panel("b", "bytes", [("fp32", 4.0, 0.0)])]
+    panels = [
+        accuracy_report.Panel("a", "bytes", crowd),
+        accuracy_report.Panel("b", "bytes", [("fp32", 4.0, 0.0)]),
+    ]
     boxes = []
 
     def noted(offset, point, size, taken, inside):
         boxes.append((point, offset, size, list(taken), inside))
         return cost(offset, point, size, taken, inside)
 
-    cost = picture._cost
-    monkeypatch.setattr(picture, "_cost", noted)
-    picture.draw(panels, tmp_path / "a.svg")
+    cost = accuracy_report._cost
+    monkeypatch.setattr(accuracy_report, "_cost", noted)
+    accuracy_report.draw(panels, tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
     assert all(label in text for label, _, _ in crowd)
     assert "fp32" not in text  # no error to be shown
@@ -470,5 +473,5 @@ def test_picture(tmp_path, monkeypatch):
 )
 def test_labels_keep_off(offset, free):
     taken = [(45, 45, 55, 55), (75, 70, 100, 80)]
-    price = picture._cost(offset, (50, 50), (20, 10), taken, (0, 0, 150, 150))
+    price = accuracy_report._cost(offset, (50, 50), (20, 10), taken, (0, 0, 150, 150))
     assert (price < 10_000) == free

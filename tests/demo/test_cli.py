@@ -17,6 +17,7 @@ import numkv
 from numkv.cli import cache, generate, info, main, screen
 from numkv.cli.output import Progress, styled, table
 from numkv.cli.plan import parse_bytes
+from numkv.demo.evaluate import Document
 from numkv.demo.tokenizer import ByteTokenizer
 from numkv.drawing.picture import format_bytes
 from numkv.kernels import disk_cache
@@ -115,7 +116,7 @@ def test_a_text_at_the_end_of_the_context_leaves_the_others_alone(tiny, capsys):
 
 
 def test_the_screen_shows_one_text_at_a_time(capsys):
-    texts = [screen.Text("a", "A\n"), screen.Text("b", "1\n2\n"), screen.Text("c", "C\n")]
+    texts = [Document("a", "A\n"), Document("b", "1\n2\n"), Document("c", "C\n")]
     shown = screen.Screen(ByteTokenizer(), texts)
 
     def new():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import numkv
-from numkv.cli import live
+from numkv.cli import screen
 from numkv.demo.cache import LayerCache
 
 
@@ -48,38 +48,38 @@ def screen_after(written, rows=24, columns=80):
 
 
 def test_text_goes_on_above_the_panel(monkeypatch, capsys):
-    monkeypatch.setattr(live, "_size", lambda: (80, 24))
-    monkeypatch.setattr(live, "_SECONDS", 0)
+    monkeypatch.setattr(screen, "_size", lambda: (80, 24))
+    monkeypatch.setattr(screen, "_SECONDS", 0)
     print("\n" * 22 + "a prompt ", end="")
-    with live.Live(lambda tokens, seconds, width: [f"{tokens} tokens", "x" * width]) as panel:
+    with screen.Live(lambda tokens, seconds, width: [f"{tokens} tokens", "x" * width]) as panel:
         for i in range(30):
             print(f"line {i}\n", end="")
             panel.token()
         inside = capsys.readouterr().out
         shown, at, margins = screen_after(inside)
-        assert margins == (0, 24 - live._LINES - 1)
+        assert margins == (0, 24 - screen._LINES - 1)
         assert at == (margins[1], 0)
         assert shown[margins[1] - 1].startswith("line 29")
         assert shown[margins[1] + 1].startswith("30 tokens")
         assert shown[margins[1] + 2] == "x" * 79 + " "
     shown, at, margins = screen_after(inside + capsys.readouterr().out)
     assert margins == (0, 23)
-    assert not "".join(shown[24 - live._LINES :]).strip()
-    assert at == (24 - live._LINES - 1, 0)
+    assert not "".join(shown[24 - screen._LINES :]).strip()
+    assert at == (24 - screen._LINES - 1, 0)
 
 
 def test_the_terminal_is_given_back_after_an_error(monkeypatch, capsys):
-    monkeypatch.setattr(live, "_size", lambda: (80, 24))
-    with pytest.raises(KeyboardInterrupt), live.Live(lambda *_: ["x"]):
+    monkeypatch.setattr(screen, "_size", lambda: (80, 24))
+    with pytest.raises(KeyboardInterrupt), screen.Live(lambda *_: ["x"]):
         raise KeyboardInterrupt
     assert screen_after(capsys.readouterr().out)[2] == (0, 23)
 
 
 def test_a_window_that_changes_its_size(monkeypatch, capsys):
     sizes = [(80, 24)]
-    monkeypatch.setattr(live, "_size", lambda: sizes[-1])
-    monkeypatch.setattr(live, "_SECONDS", 0)
-    with live.Live(lambda *_: ["here"]) as panel:
+    monkeypatch.setattr(screen, "_size", lambda: sizes[-1])
+    monkeypatch.setattr(screen, "_SECONDS", 0)
+    with screen.Live(lambda *_: ["here"]) as panel:
         sizes.append((60, 40))
         panel.token()
         assert "\x1b[1;33r" in capsys.readouterr().out
@@ -95,11 +95,11 @@ def test_plain_text_where_no_drawing_is_wanted(name, value, monkeypatch, capsys)
     monkeypatch.delenv("NO_COLOR", raising=False)
     with os.fdopen(slave, "w") as terminal, os.fdopen(master, "rb"):
         monkeypatch.setattr(sys, "stdout", terminal)
-        assert live._size() == (80, 24)
+        assert screen._size() == (80, 24)
         monkeypatch.setenv(name, value)
-        assert live._size() is None
+        assert screen._size() is None
     monkeypatch.undo()
-    with live.Live(lambda *_: ["x"]) as panel:  # stdout is no terminal here
+    with screen.Live(lambda *_: ["x"]) as panel:  # stdout is no terminal here
         panel.token()
     assert capsys.readouterr().out == ""
 
@@ -108,13 +108,13 @@ def test_what_the_panel_says():
     layers = [numkv.ContiguousLayer(40, 2, 8) for _ in range(3)]
     for layer in layers:
         layer.append(*np.ones((2, 10, 2, 8), np.float32))
-    lines = live.panel(LayerCache(layers))(10, 0.5, 60)
+    lines = screen.panel(LayerCache(layers))(10, 0.5, 60)
     assert lines[0].startswith("── 10 tokens generated, 20 a second; cache of 7.50 KiB ─")
     assert lines[1] == "tokens   " + "█" * 10 + "·" * 30 + "  10 of 40"
     assert all(len(line) <= 60 for line in lines)
     paged = numkv.PagedKVCache(1, 2, 8, num_blocks=20, block_size=4)
     for _ in range(9):
         paged.add()
-    lines = live.panel(paged)(1, 1.0, 70)
-    assert len(lines) == live._LINES
+    lines = screen.panel(paged)(1, 1.0, 70)
+    assert len(lines) == screen._LINES
     assert "free" in lines[-1]

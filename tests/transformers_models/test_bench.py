@@ -14,7 +14,7 @@ import decoder_models
 
 from numkv.bench import contestants, decode, models
 from numkv.bench.contestants import Kinds
-from numkv.bench.results import DYNAMIC, FLOOR, STATIC
+from numkv.bench.rounds import DYNAMIC, FLOOR, STATIC
 from numkv.cli import bench, main
 from numkv.demo.cache import CacheChoice
 from numkv.errors import NotSupported
@@ -66,7 +66,7 @@ def test_contestants_agree_with_the_reference(made, batch):
 def test_the_reference_sees_the_rows(made):
     """Agreement says something: without attention the logits are others."""
     one = made(wanted=["floor"], kinds=[])
-    made_by = dict(contestants.candidates(["floor"], [], one.model, 70))
+    made_by = dict(contestants.candidates(["floor"], [], one.model, 70, 80))
     floor = made_by[FLOOR]()
     ids = one._ids(4)
     expected = one._reference(70, ids)
@@ -93,7 +93,7 @@ def test_steps_leave_nothing_behind(made, window):
     one = made(config=sliding if window else {})
     ids = one._ids(1)[0]
     names = (DYNAMIC, STATIC, "numkv fp32", "QuantizedCache fp8 + SDPA")
-    for name, make in contestants.candidates(one.wanted, one.kinds, one.model, 40):
+    for name, make in contestants.candidates(one.wanted, one.kinds, one.model, 40, 48):
         if name not in names or (window and name.startswith("Quantized")):
             continue
         there = make()
@@ -112,7 +112,7 @@ def test_layers_share_what_a_step_is_worked_out_from(made, window, monkeypatch):
     types = ["full_attention", "sliding_attention" if window else "full_attention"] * 2
     config = {"num_hidden_layers": 4, "layer_types": types, "sliding_window": window}
     one = made(config=config)
-    there = dict(contestants.candidates(["numkv"], [FP32], one.model, 40))["numkv fp32"]()
+    there = dict(contestants.candidates(["numkv"], [FP32], one.model, 40, 48))["numkv fp32"]()
     one._fill({"x": there}, 40, {})
     advance, worked_out = Books.advance, []
 
@@ -131,7 +131,7 @@ def test_layers_share_what_a_step_is_worked_out_from(made, window, monkeypatch):
 
 def test_a_growing_cache_is_cut_back(made):
     one = made()
-    there = dict(contestants.candidates(["dynamic"], [], one.model, 256))[DYNAMIC]()
+    there = dict(contestants.candidates(["dynamic"], [], one.model, 256, 272))[DYNAMIC]()
     one._fill({"x": there}, 256, {})
     ids = one._ids(1)[0]
     lengths = []
