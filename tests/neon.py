@@ -58,9 +58,9 @@ def main(folder, kinds):
 
     from numkv.kernels.cpu.attention import state
     from numkv.kernels.cpu.attention.steps import steps_for
-    from numkv.kernels.cpu.vectors import features, levels
+    from numkv.kernels.cpu.vectors import features, stored
 
-    for table in (levels._LOOKUPS, levels._OF_64):
+    for table in (stored._LOOKUPS, stored._OF_64):
         for key, name in table.items():
             table[key] = STAND_INS[name]
             llvm.add_symbol(STAND_INS[name], id(main))  # some address, as nobody calls it

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numkv.kernels.operations import StoredCodes
-from numkv.rows.sequences import WIDTH
+from numkv.rows.address import WIDTH
 
 #: The plan of one sequence.
 NOTHING = np.empty(0, np.int64)
@@ -40,7 +40,7 @@ class Round(NamedTuple):
     parts: int
     #: Query rows times tokens, over all q heads: what it costs.
     pairs: int
-    #: See `numkv.rows.sequences`.
+    #: See `numkv.rows.address`.
     plan: Any
     num_seqs: int
     one: tuple[int, ...]

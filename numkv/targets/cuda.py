@@ -13,9 +13,9 @@ import numpy as np
 from numkv.arrays import Array, HostArray
 from numkv.errors import NotSupported, NumkvError, UnsupportedDType
 from numkv.kernels.cuda import graphs, memory, streams, uploads
-from numkv.kernels.cuda.fixed import DeviceFixed
 from numkv.kernels.cuda.late import Watch
 from numkv.kernels.cuda.launches import Number
+from numkv.kernels.cuda.uploads import DeviceFixed
 from numkv.kernels.dispatch import load
 from numkv.kernels.operations import Operations
 from numkv.kinds import Kind
@@ -216,7 +216,7 @@ class CudaTarget:
 
     def mend_rows(self, k: Any, v: Any, slots: Array, look: int) -> None:
         """Have a kernel look at rows that pools of floats hold, and put zeros in place of those that are not finite."""
-        from numkv.kernels.cuda.mend import mend_rows
+        from numkv.kernels.cuda.finite import mend_rows
 
         mend_rows(k, v, slots, look)  # type: ignore[no-untyped-call]
 

@@ -16,7 +16,7 @@ from numba.cuda.core.errors import NumbaPerformanceWarning
 
 from numkv.kernels.cuda import instructions as ops
 from numkv.kernels.cuda import widen
-from numkv.kernels.cuda.attention import prefill_codes
+from numkv.kernels.cuda.attention import prefill_products
 
 U8, U32, F16, F32, F64 = np.uint8, np.uint32, np.float16, np.float32, np.float64
 BF16 = ml_dtypes.bfloat16
@@ -315,7 +315,7 @@ def test_codes_become_floats_exactly(to):
 def test_chunks_that_prefill_widens():
     """Codes and 8-bit floats as float16, in their order; of INT4, levels times a scale, 2**-9 of that."""
     kinds = ["int8", "fp8_e4m3", "fp8_e5m2", "int4"]
-    int8, e4m3, e5m2, int4 = map(prefill_codes.make_elements, kinds)
+    int8, e4m3, e5m2, int4 = map(prefill_products.make_elements, kinds)
 
     def kernel(source, out):
         t = cuda.threadIdx.x

@@ -5,21 +5,19 @@ import numpy as np
 import pytest
 from walked import each
 
-from numkv.kernels.cpu.attention.llvm.int4 import (
+from numkv.kernels.cpu.attention.llvm.integers import (
     SHORT,
+    interleave_bytes,
     make_accumulate_int4,
+    make_accumulate_int8,
     make_qk_int4,
+    make_qk_int8,
     quantise_group_probs,
+    quantise_probs,
+    quantise_query,
     shares,
     spread_query,
     sum_query_groups,
-)
-from numkv.kernels.cpu.attention.llvm.int8 import (
-    interleave_bytes,
-    make_accumulate_int8,
-    make_qk_int8,
-    quantise_probs,
-    quantise_query,
 )
 from numkv.kernels.cpu.attention.llvm.scales import make_gather_groups
 from numkv.kernels.cpu.attention.records import (

@@ -16,7 +16,7 @@ Queries are rotated once. Scores are sums of levels times ``R q``, looked up in 
 levels up and rotates the sum back at the end. No decoded row is ever written. In a long cache each head's tokens are
 split, at multiples of `SPLIT` tokens from the first, and the parts are merged in order; those before any query's window
 are left out. Query rows of one kv head stand together, query by query, so that they share what is looked up. Several
-sequences are done in one launch (`numkv.rows.sequences`), each as it would be alone.
+sequences are done in one launch (`numkv.rows.address`), each as it would be alone.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from numkv.kernels.cpu.vectors.launch import next_item, on_threads
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Codebook, Operations
 from numkv.kernels.plan_of_codes import NOTHING, Limits, rounds
+from numkv.rows.address import BY_ITEM, BY_QUERY, WIDTH, sequence_at, slot_at
 from numkv.rows.codes import code_at, packed_byte, refined
 from numkv.rows.convert import codec
-from numkv.rows.sequences import BY_ITEM, BY_QUERY, WIDTH, sequence_at, slot_at
 from numkv.rows.softmax import finish, power_of_2
 from numkv.rows.visible import oldest_visible
 

@@ -29,5 +29,5 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     signature : tuple of numba types
         Types of its arguments.
     """
-    for name in (*FILES, "convert", "mend"):
+    for name in (*FILES, "convert"):
         yield from import_module(f"numkv.kernels.cuda.{name}").catalogue()

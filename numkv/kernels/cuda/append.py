@@ -26,16 +26,17 @@ from numkv.kernels.cuda.launches import (
     number_at,
     whole,
 )
-from numkv.kernels.cuda.octet_codes import magnitude, row_putter
 from numkv.kernels.cuda.octets import (
     ELEMENTS,
     address_finder,
     bytes_of,
     copy_row,
     lanes_for,
+    magnitude,
     octet_loader,
     octets_fit,
     report,
+    row_putter,
     rows_aligned,
 )
 from numkv.kernels.cuda.rows import (

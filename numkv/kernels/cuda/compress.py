@@ -11,7 +11,7 @@ levels of its own token up, once for all q rows.
 *Attention.* A block takes a split of a head's tokens, tile by tile: scores as above, the online softmax of Milakov and
 Gimelshein (arXiv:1805.02867), then every thread adds up the weighted levels of its own columns of the values. A second
 kernel merges the splits in order, and multiplies the sums with the transposed rotation. Several sequences are done in
-one launch (`numkv.rows.sequences`), each as it would be alone.
+one launch (`numkv.rows.address`), each as it would be alone.
 
 Query rows of one kv head stand together, query by query. Each knows the tokens that it sees, counted from the first.
 """
@@ -36,9 +36,9 @@ from numkv.kernels.cuda.streams import SIMULATED
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Codebook, Operations, StoredCodes
 from numkv.kernels.plan_of_codes import Limits, rounds
+from numkv.rows.address import BY_ITEM, BY_QUERY, WIDTH, sequence_at, slot_at
 from numkv.rows.codes import code_at, packed_byte, refined
 from numkv.rows.convert import codec
-from numkv.rows.sequences import BY_ITEM, BY_QUERY, WIDTH, sequence_at, slot_at
 from numkv.rows.softmax import finish
 from numkv.rows.visible import oldest_visible
 

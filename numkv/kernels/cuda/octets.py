@@ -7,6 +7,15 @@ are read, turned and written; `numkv.kernels.cuda.octet_codes` stores whole rows
 of these.
 
 The simulator runs none of this, nor do rows that are not aligned: they take the kernels that go element by element.
+
+**Into a pool**, for every kind: what a row has in common, its largest magnitude or the ends of a group, goes between
+its lanes by shuffles.
+
+**Codes without divisions.** A row's scale is inverted once. ``q = x * r`` is then mended by what is left,
+``q + (x - q * scale) * r``, each in one rounding: that is the quotient rounded to nearest wherever a code depends on
+it, by trying all 2**23 significands of a scale with the four floats next to each of its 128 ties, and for the scales of
+INT4, of eight bits, everywhere (Markstein, "Computation of elementary functions on the IBM RISC System/6000
+processor", IBM J. Res. Dev. 34, 1990). Rows of tiny or infinite scales are divided.
 """
 
 from __future__ import annotations
@@ -16,7 +25,10 @@ from numba import cuda
 from numba.extending import register_jitable
 
 from numkv.kernels.cuda.instructions import (
+    fma_between_0_and_1,
+    fma_to_zero,
     global_address,
+    greater_float,
     load_global_8,
     load_global_16,
     load_global_float,
@@ -25,6 +37,10 @@ from numkv.kernels.cuda.instructions import (
     pack_bf16,
     pack_fp16,
     permute_bytes,
+    shuffle_xor,
+    shuffle_xor_float,
+    smaller_float,
+    store_global,
     store_global_8,
     store_global_16,
     unpack_fp16,
@@ -32,8 +48,8 @@ from numkv.kernels.cuda.instructions import (
 from numkv.kernels.cuda.streams import SIMULATED
 from numkv.kinds import kind as kind_of
 from numkv.rows.convert import bf16_to_float32, codec
-from numkv.rows.int4 import lowest_level
-from numkv.rows.quantize import is_finite
+from numkv.rows.int4 import LOWEST, OFFSETS, lowest_level
+from numkv.rows.quantize import int8_code, int8_scale, is_finite
 from numkv.rows.rmsnorm import root_mean_square
 from numkv.rows.rope import rotate_pair
 
@@ -431,3 +447,293 @@ def rows_aligned(array, whole: bool = False) -> bool:
     if whole and array.shape[-1] * array.dtype.itemsize % 16:
         return False
     return SIMULATED or int(array.gpu_data.device_pointer) % 16 == 0
+
+
+_INFINITY = 0x7F800000
+# Scales from here to infinity, without it, are inverted.
+_LEAST = 7.9e-31
+
+
+@register_jitable
+def magnitude(x):
+    """The bits of the largest magnitude among a lane's elements, as a float32; those of NaN are above infinity's."""
+    largest = np.uint32(0)
+    for i in range(ELEMENTS):
+        largest = max(largest, np.uint32(np.float32(x[i]).view(np.uint32) & np.uint32(0x7FFFFFFF)))
+    return largest
+
+
+@register_jitable
+def _of_row(largest, lanes):
+    """The largest word among those of a row's lanes."""
+    step = np.uint32(lanes) >> np.uint32(1)
+    while step > np.uint32(0):
+        largest = max(largest, shuffle_xor(largest, np.uint32(step)))
+        step = np.uint32(np.uint32(step) >> np.uint32(1))
+    return np.uint32(largest)
+
+
+@register_jitable
+def _quotient(x, divisor, inverse):
+    """``x / divisor`` as it is rounded to nearest, from the divisor's inverse; see the head of this file."""
+    q = np.float32(x * inverse)
+    return cuda.fma(cuda.fma(np.float32(-q), divisor, x), inverse, q)
+
+
+@register_jitable
+def _four_codes(x, at, scale, inverse):
+    """Four INT8 codes as a word."""
+    middle = np.float32(
+        12582912.0
+    )  # 1.5 * 2**23: the nearest integer is in the last byte of the sum
+    a = np.float32(_quotient(np.float32(x[at]), scale, inverse) + middle).view(np.uint32)
+    b = np.float32(_quotient(np.float32(x[at + 1]), scale, inverse) + middle).view(np.uint32)
+    c = np.float32(_quotient(np.float32(x[at + 2]), scale, inverse) + middle).view(np.uint32)
+    d = np.float32(_quotient(np.float32(x[at + 3]), scale, inverse) + middle).view(np.uint32)
+    which = np.uint32(0x0040)
+    return permute_bytes(permute_bytes(a, b, which), permute_bytes(c, d, which), np.uint32(0x5410))
+
+
+@register_jitable
+def _four_divided(x, at, scale):
+    word = np.uint32(0)
+    for i in range(4):
+        byte = np.uint32(np.uint8(int8_code(np.float32(x[at + i]), scale)))
+        word = np.uint32(word | np.uint32(byte << np.uint32(8 * i)))
+    return word
+
+
+def row_putter(KIND, COMPUTE="float32"):
+    """The function by which the lanes of a row store it.
+
+    Parameters
+    ----------
+    KIND : str
+        Kind of the pool.
+    COMPUTE : {"float32", "float64"}
+        What the floats of a row are.
+
+    Returns
+    -------
+    function
+        ``put(x, octets, have, lanes, to, largest, look)``: of all lanes of a warp together. A lane has `octets`, a pair
+        of numbers, as floats in ``x``; those that are not there, by the flags `have`, are zeros. `to` are the address
+        of the row's words, that of its scale, or of its head's, and the step between scales of groups. `largest` is
+        what `magnitude` says, or more; with `look` above 0 a row with something not finite is stored as zeros. It
+        returns whether that was so.
+    """
+    if KIND == "int8":
+        return _put_int8
+    if KIND == "int4":
+        return _put_int4
+    SIZE, store, SCALED = bytes_of(KIND), octet_storer(KIND), kind_of(KIND).scales_per == "head"
+
+    @register_jitable
+    def put(x, octets, have, lanes, to, largest, look):
+        scale = np.float32(1)
+        if SCALED and have[0]:
+            scale = load_global_float(to[1])
+        if have[0]:
+            store(x, 0, to[0] + np.int64(octets[0]) * np.int64(SIZE), scale)
+        if have[1]:
+            store(x, 8, to[0] + np.int64(octets[1]) * np.int64(SIZE), scale)
+        return False
+
+    return put
+
+
+@register_jitable
+def _put_int8(x, octets, have, lanes, to, largest, look):
+    if look <= 0 and largest > np.uint32(_INFINITY):  # a NaN counts as 0
+        largest = np.uint32(0)
+        for i in range(ELEMENTS):
+            of = np.uint32(np.float32(x[i]).view(np.uint32) & np.uint32(0x7FFFFFFF))
+            if of <= np.uint32(_INFINITY):
+                largest = max(largest, of)
+    whole = _of_row(largest, lanes)
+    bad = look > 0 and whole >= np.uint32(_INFINITY)
+    scale = np.float32(0) if bad else int8_scale(np.uint32(whole).view(np.float32))
+    inverse = np.float32(1) / scale
+    inverts = scale >= np.float32(_LEAST) and scale < np.float32(np.inf)
+    a, b, c, d = np.uint32(0), np.uint32(0), np.uint32(0), np.uint32(0)
+    if inverts:
+        a, b = _four_codes(x, 0, scale, inverse), _four_codes(x, 4, scale, inverse)
+        c, d = _four_codes(x, 8, scale, inverse), _four_codes(x, 12, scale, inverse)
+    elif not bad:
+        a, b = _four_divided(x, 0, scale), _four_divided(x, 4, scale)
+        c, d = _four_divided(x, 8, scale), _four_divided(x, 12, scale)
+    if have[0]:
+        store_global_8(to[0] + np.int64(octets[0]) * np.int64(8), a, b)
+    if have[1]:
+        store_global_8(to[0] + np.int64(octets[1]) * np.int64(8), c, d)
+    if have[0] and octets[0] == 0:
+        store_global(to[1], scale)
+    return bad
+
+
+# ---------------------------------------------------------------- INT4: see `numkv.rows.int4` for what is computed
+#
+# A group is four octets, which four adjacent lanes have; of two groups, as each of them has two octets. These lanes
+# deal their octets anew, so that a lane has 16 elements of one group: those that share its bytes.
+#
+#     octets of lanes 0 to 3      a0 b0    a1 b1    a2 b2    a3 b3
+#     are after that              a0 a2    a1 a3    b0 b2    b1 b3
+#
+# So each group's scale is looked for by two lanes, and a lane has the low and high nibbles of the 8 bytes that it
+# stores.
+
+# Sixteenths: what is between 0 and 1 is what an instruction cuts off for nothing.
+_SIXTEENTH = 1 / 16
+
+
+@register_jitable
+def _place(x, minus_scale, inverse, shift):
+    """An element in units of the scale, and its code in the last bits of a float, 2**23 above it.
+
+    `shift` is ``(1/2 - lowest) / 16``. That the half is added at once with the lowest level, not after it, changes no
+    code: the sum is rounded by the same unit on both ways, next to every whole number.
+    """
+    q = np.float32(x * inverse)
+    q = cuda.fma(cuda.fma(q, minus_scale, x), inverse, q)
+    place = fma_between_0_and_1(q, np.float32(_SIXTEENTH), shift)
+    place = smaller_float(place, np.float32(15 * _SIXTEENTH))
+    return q, fma_to_zero(place, np.float32(16), np.float32(8388608.0))
+
+
+@register_jitable
+def _shift_of(lowest):
+    return np.float32(np.float32(np.float32(0.5) - lowest) * np.float32(_SIXTEENTH))
+
+
+@register_jitable
+def _group_error(x, at, scale, inverse, lowest):
+    """The squared error of 8 elements, in units of ``(scale / 512)**2``: integers, in any order the same."""
+    total = np.uint32(0)
+    shift, level_of_0 = _shift_of(lowest), np.float32(lowest * np.float32(-512))
+    for i in range(8):
+        q, code = _place(x[at + i], np.float32(-scale), inverse, shift)
+        code = np.float32(code - np.float32(8388608.0))
+        minus_level = cuda.fma(code, np.float32(-512), level_of_0)
+        off = np.float32(abs(cuda.fma(q, np.float32(512), minus_level)))
+        error = fma_to_zero(off, np.float32(1), np.float32(8388608.0)).view(np.uint32)
+        # The bits above the error, 75 * 2**24, only change the first byte of its square.
+        total = np.uint32(total + np.uint32(error * error))
+    return np.uint32(total & np.uint32(0x00FFFFFF))  # at most 8 squares of 1024
+
+
+@register_jitable
+def _word_near(x, offset):
+    bits = np.int32(np.float32(x).view(np.int32) - np.int32(offset * np.int32(1 << 16)))
+    unit = np.int32(OFFSETS << 16)
+    eighths = np.int32(np.int32(bits + np.int32(OFFSETS << 15)) >> np.int32(19))
+    return np.uint16(np.int32(eighths * np.int32(unit >> 16)) + offset)
+
+
+@register_jitable
+def _scale_word(x):
+    """The word of the scale of a finite group, of which this lane and the next one have 16 elements each.
+
+    Elements of tiny groups are multiplied by what it returns as well, so that nothing is lost to underflow.
+    """
+    low = high = x[0]
+    for i in range(1, ELEMENTS):
+        low, high = smaller_float(low, x[i]), greater_float(high, x[i])
+    low = smaller_float(low, shuffle_xor_float(low, np.uint32(1)))
+    high = greater_float(high, shuffle_xor_float(high, np.uint32(1)))
+    span = np.float32(np.float32(high / np.float32(15)) - np.float32(low / np.float32(15)))
+    reach = np.float32(greater_float(high, np.float32(-low)) / np.float32(-LOWEST))
+    widest = greater_float(span, reach)
+    boost = np.float32(2.0**64) if widest < np.float32(2.0**-60) else np.float32(1)
+    for i in range(ELEMENTS):
+        x[i] = np.float32(x[i] * boost)
+    best, least = np.uint16(0), np.float32(np.inf)
+    for i in range(3):
+        step = np.float32(widest * np.float32(np.float32(23 + i) / np.float32(25)))
+        middle = np.float32(np.float32(high / step) + np.float32(low / step))
+        middle = np.float32(middle + np.float32(OFFSETS // 2))
+        offset = np.int32(
+            smaller_float(greater_float(middle, np.float32(0)), np.float32(OFFSETS - 1))
+        )
+        word = _word_near(step, offset)
+        scale, lowest = bf16_to_float32(word), lowest_level(word)
+        unit = np.float32(scale / widest)
+        scaled = np.float32(scale * boost)
+        inverse = np.float32(np.float32(1) / scaled)
+        total = _group_error(x, 0, scaled, inverse, lowest)
+        total = np.uint32(total + _group_error(x, 8, scaled, inverse, lowest))
+        total = np.uint32(total + shuffle_xor(total, np.uint32(1)))
+        error = np.float32(np.float32(np.float32(total) * unit) * unit)
+        if error < least and step >= np.float32(2.0**-123):
+            best, least = word, error
+    return best, boost
+
+
+@register_jitable
+def _four_places(x, at, minus_scale, inverse, shift):
+    """Four INT4 codes as the bytes of a word."""
+    _, a = _place(x[at], minus_scale, inverse, shift)
+    _, b = _place(x[at + 1], minus_scale, inverse, shift)
+    _, c = _place(x[at + 2], minus_scale, inverse, shift)
+    _, d = _place(x[at + 3], minus_scale, inverse, shift)
+    which = np.uint32(0x0040)
+    low = permute_bytes(a.view(np.uint32), b.view(np.uint32), which)
+    high = permute_bytes(c.view(np.uint32), d.view(np.uint32), which)
+    return permute_bytes(low, high, np.uint32(0x5410))
+
+
+@register_jitable
+def _not_finite(x, largest):
+    """Which of a lane's octets have something that is not finite, as bits; those of all four lanes of its groups."""
+    marks = np.uint32(0)
+    if largest >= np.uint32(_INFINITY):
+        for i in range(8):
+            if not is_finite(np.float32(x[i])):
+                marks = np.uint32(marks | np.uint32(1))
+            if not is_finite(np.float32(x[8 + i])):
+                marks = np.uint32(marks | np.uint32(2))
+    marks = np.uint32(marks | shuffle_xor(marks, np.uint32(1)))
+    return np.uint32(marks | shuffle_xor(marks, np.uint32(2)))
+
+
+@register_jitable
+def _put_int4(x, octets, have, lanes, to, largest, look):
+    bad, marks = False, np.uint32(0)
+    if look > 0:  # the same for all
+        bad = _of_row(largest, lanes) >= np.uint32(_INFINITY)
+    else:
+        marks = _not_finite(x, largest)
+    second = (octets[0] & 2) != 0  # whether this lane has the second octets' group
+    y = cuda.local.array(ELEMENTS, np.float32)
+    for i in range(8):
+        a, b = np.float32(x[i]), np.float32(x[8 + i])
+        y[i], given = b if second else a, a if second else b
+        y[8 + i] = shuffle_xor_float(given, np.uint32(2))
+    word, boost = _scale_word(y)
+    if bad:
+        word = np.uint16(0)
+    elif marks & (np.uint32(2) if second else np.uint32(1)):
+        word = np.uint16(0x7FC0)
+    scale = np.float32(bf16_to_float32(word) * boost)
+    inverse, shift = np.float32(np.float32(1) / scale), _shift_of(lowest_level(word))
+    # Chosen, not branched to. Where the scale is 0 or NaN, the last codes give +0.
+    a, b = _four_places(y, 0, -scale, inverse, shift), _four_places(y, 4, -scale, inverse, shift)
+    c, d = _four_places(y, 8, -scale, inverse, shift), _four_places(y, 12, -scale, inverse, shift)
+    four = np.uint32(4)  # of a lane with the second group, the octet that it had before comes last
+    first = np.uint32(
+        np.uint32(c | np.uint32(a << four)) if second else np.uint32(a | np.uint32(c << four))
+    )
+    other = np.uint32(
+        np.uint32(d | np.uint32(b << four)) if second else np.uint32(b | np.uint32(d << four))
+    )
+    is_there = scale > np.float32(0)
+    if have[1] if second else have[0]:
+        octet = octets[1] if second else octets[0]
+        group, part = np.int64(octet >> 2), np.int64(octet & 1)
+        store_global_8(
+            to[0] + group * np.int64(16) + part * np.int64(8),
+            first if is_there else np.uint32(0xFFFFFFFF),
+            other if is_there else np.uint32(0xFFFFFFFF),
+        )  # fmt: skip
+        if part == 0:
+            store_global(to[1] + group * to[2], np.uint16(word))
+    return bad

@@ -26,14 +26,15 @@ from numkv.kernels.cuda.launches import (
     launch,
     number_at,
 )
-from numkv.kernels.cuda.octet_codes import magnitude, row_putter
 from numkv.kernels.cuda.octets import (
     ELEMENTS,
     MAX_DIM,
     lanes_for,
+    magnitude,
     octet_turner,
     octets_fit,
     row_finder,
+    row_putter,
     rows_aligned,
     stored_loader,
 )  # fmt: skip

@@ -28,12 +28,12 @@ from numkv.kernels.cuda.launches import (
     number_at,
     whole,
 )
-from numkv.kernels.cuda.octet_codes import magnitude, row_putter
 from numkv.kernels.cuda.octets import (
     ELEMENTS,
     MAX_DIM,
     bytes_of,
     lanes_for,
+    magnitude,
     octet_loader,
     octet_normaliser,
     octet_storer,
@@ -41,6 +41,7 @@ from numkv.kernels.cuda.octets import (
     octets_fit,
     report,
     row_finder,
+    row_putter,
     rows_aligned,
 )  # fmt: skip
 from numkv.kernels.cuda.rows import V_SIDE, as_it_is, needs_peak, row_store, slot_finder

@@ -9,24 +9,22 @@ The unit of work is an item: one sequence, one or several kv heads, one block of
 groups) and one split of the KV range. Splits are merged afterwards in order, as in Flash-Decoding (Dao et al., 2023).
 Heads do not mix, and split boundaries depend on the sequence's own length and window alone.
 
-=============  ==========================================================================================
+=============  =============================================================================================
 `driver`       the kernel: a loop over items and their tiles, the same for all kinds
 `steps`        the kernels that the driver calls: what depends on kinds, each made when it is first needed
-`state`        what the driver hands over to them, and what a call is
+`state`        what the driver hands over to them, what a call is, what lies where in scratch memory
 `plan`         which items there are
-`scratch`      what lies where in a worker's scratch memory
 `offsets`      where the rows of a tile lie
-`scales`       scales of a tile's tokens
 `bound`        the kernel of bound calls, which writes rows and calls the attention kernel
 `engines`      which engine attends over which kinds
 `vector`       few query rows in vector code; which tokens they see, tokens that masks choose
-`sides`        its sides of K and of V: in floats, in integers or in pairs of bf16
+`sides`        its sides of K and of V: in floats, in integers or in pairs of bf16; scales of a tile's tokens
 `many_rows`    many query rows in vector code
 `amx`          Intel's matrix unit
 `store`        results of an item; the kernel that merges splits
 `llvm`         arithmetic in LLVM
 `records`      sizes and records that these share
-=============  ==========================================================================================
+=============  =============================================================================================
 
 Every engine has the same steps: load queries, scores, softmax, accumulate; then results are stored.
 """

@@ -39,7 +39,6 @@ from numkv.kernels.cpu.attention.plan import (
     plan_of,
 )
 from numkv.kernels.cpu.attention.records import BY_SLOT, KV_TILE, Item, Turn
-from numkv.kernels.cpu.attention.scratch import Scratch, Sizes
 from numkv.kernels.cpu.attention.state import (
     ATTEND,
     ATTEND_MANY,
@@ -73,6 +72,8 @@ from numkv.kernels.cpu.attention.state import (
     V_SCALED,
     WINDOW,
     K,
+    Scratch,
+    Sizes,
     V,
     begin_state,
     put_item,

@@ -36,9 +36,8 @@ from numkv.kernels.cpu.attention.many_rows import (
 )
 from numkv.kernels.cpu.attention.offsets import ask_at_once, locate_next_head, spread
 from numkv.kernels.cpu.attention.records import PAIRS, float_type
-from numkv.kernels.cpu.attention.scales import make_gather_turn
-from numkv.kernels.cpu.attention.scratch import lay_out
-from numkv.kernels.cpu.attention.state import layout_in, offsets_of
+from numkv.kernels.cpu.attention.sides import make_gather_turn
+from numkv.kernels.cpu.attention.state import lay_out, layout_in, offsets_of
 from numkv.kernels.cpu.attention.store import make_store
 from numkv.kernels.cpu.attention.vector import (
     attend_few,

@@ -26,8 +26,7 @@ from numkv.kernels.cpu.attention.engines import in_integers
 from numkv.kernels.cpu.attention.llvm.softmax import make_online_softmax_step, make_soft_cap
 from numkv.kernels.cpu.attention.offsets import TABLE
 from numkv.kernels.cpu.attention.records import KV_TILE, LOG2_E, SoftmaxState, Turn, float_type
-from numkv.kernels.cpu.attention.scales import make_of_head
-from numkv.kernels.cpu.attention.sides import make_keys, make_loader, make_values
+from numkv.kernels.cpu.attention.sides import make_keys, make_loader, make_of_head, make_values
 from numkv.kernels.cpu.attention.state import (
     ADJUST,
     AT_ONCE,

@@ -4,18 +4,18 @@ Numba vectorises plain loops well, but not loops like attention's: a dot product
 middle, half floats to widen. Such steps are written as LLVM vector code, in functions (intrinsics) that a kernel calls
 like any other. What they are made of is here:
 
-============  ==========================================================================================
+============  ================================================================================================
 `features`    which instructions the CPU has, how wide its vectors are
 `emit`        loops and branches while emitting; how an intrinsic is made of what emits its code
 `vectors`     `Vectors`: vectors of floats, loaded from any storage kind, and functions of them
 `words`       `Words`: vectors of 16-bit integers and bytes, and their products
-`levels`      codes of a codebook to their levels, by a look into a table
+`stored`      storage kinds as LLVM sees them; codes of a codebook to their levels, by a look into a table
 `amx`         `Amx`: Intel's matrix unit
 `prefetch`    `PrefetchStream`: memory that is asked for ahead of time, evenly spread among arithmetic
 `arrays`      rows of strided arrays, arrays without reference counts, addresses
 `emitted`     functions of integers, emitted from their source
 `launch`      running a kernel on several threads, and handing out items to them
-============  ==========================================================================================
+============  ================================================================================================
 
 How to read it. `Vectors` emits instructions on vectors of `lanes` floats; LLVM turns them into whatever the CPU has
 (AVX-512, AVX2, NEON, or pairs of narrow ones). What is known when a kernel is built (storage kind, float type) is an

@@ -9,8 +9,14 @@ from numba.core import cgutils
 
 from numkv.kernels.cpu.vectors.emit import DOUBLE, FLOAT, I8, I16, I32, I64
 from numkv.kernels.cpu.vectors.features import ADD_PAIRS, FEATURES, HAS_FMA, LANES
-from numkv.kernels.cpu.vectors.levels import LOOKED_UP, levels_of, pair_of_code6
-from numkv.kernels.cpu.vectors.stored import STORED, loaded_words, widened
+from numkv.kernels.cpu.vectors.stored import (
+    LOOKED_UP,
+    STORED,
+    levels_of,
+    loaded_words,
+    pair_of_code6,
+    widened,
+)
 
 # 2**f for |f| <= 1/2: Chebyshev interpolation (float32), Taylor series of e**(f ln 2) (float64).
 _EXP2_FLOAT = [1.0, 0.6931472067028329, 0.24022650922289554, 0.05550327226669895,

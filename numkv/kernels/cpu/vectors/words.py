@@ -10,8 +10,13 @@ from numba.core import cgutils
 
 from numkv.kernels.cpu.vectors.emit import I8, I16, I32, I64
 from numkv.kernels.cpu.vectors.features import HAS_FOURS, LANES
-from numkv.kernels.cpu.vectors.levels import LOOKED_UP, level_pairs, level_words
-from numkv.kernels.cpu.vectors.stored import in_words, loaded_words
+from numkv.kernels.cpu.vectors.stored import (
+    LOOKED_UP,
+    in_words,
+    level_pairs,
+    level_words,
+    loaded_words,
+)
 from numkv.kernels.cpu.vectors.vectors import Vectors
 
 _LARGEST = 32639.0

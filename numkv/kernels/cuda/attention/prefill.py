@@ -13,7 +13,7 @@ The softmax is online (Milakov and Gimelshein, arXiv:1805.02867), in base 2; fou
 maximum by shuffles. The sum of weights is one more product, with a column of ones.
 
 Codes and 8-bit floats arrive as they are stored, and become float16 in shared memory; then there is one tile of these,
-and two barriers a tile: see `numkv.kernels.cuda.attention.prefill_codes`.
+and two barriers a tile: see `numkv.kernels.cuda.attention.prefill_products`.
 
 Queries that need more than 16 bits have two halves of 16, and take two products; so have their weights, and all of
 bfloat16, whose eight bits would add as much error as the result's own rounding. For a K of float16, rows of other
@@ -36,7 +36,6 @@ import numpy as np
 from numba import cuda
 from numba.extending import register_jitable
 
-from numkv.kernels.cuda.attention.prefill_codes import head_factor, make_terms, make_widen
 from numkv.kernels.cuda.attention.prefill_items import (
     ITEM_FIELDS,
     PrefillBatch,
@@ -50,11 +49,14 @@ from numkv.kernels.cuda.attention.prefill_products import (
     FLOATS,
     MINUS_INF,
     PrefillState,
+    head_factor,
     in_turn,
     make_load_queries,
     make_poison,
     make_scores,
     make_sums,
+    make_terms,
+    make_widen,
 )
 from numkv.kernels.cuda.attention.sizes import OPERANDS, sizes_of_prefill
 from numkv.kernels.cuda.attention.splits import LN_2, LOG2_E

@@ -6,7 +6,7 @@ itself: a thread those of its sequences. The thread that has an item's sequence 
 
 Tiles are copied to shared memory behind the program. Rows of 16-bit floats go where products read them. Others go to
 memory of their own as they are stored, with the scales of their tokens, and are widened from there: see
-`numkv.kernels.cuda.attention.prefill_codes`.
+`numkv.kernels.cuda.attention.prefill_products`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 ===============  =========================================================================================
 `floats`         query rows side by side and their dot products with a tile of K rows; the sum of V rows
 `pairs`          what is special about pairs of bf16
-`int8`, `int4`   the same in integers
+`integers`       the same in integers, over INT8 and INT4
 `scales`         scales of a tile's tokens, side by side
 `softmax`        the soft cap, and the online softmax over a tile
 `many_rows`      all of it for many query rows
