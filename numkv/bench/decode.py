@@ -20,7 +20,6 @@ from numkv.bench.models import num_kv_heads, num_parameters
 from numkv.bench.rounds import DYNAMIC, FLOOR, Agreement, Line, Measured, take_rounds
 from numkv.errors import NotSupported
 
-REFERENCE = "fp32 model and cache"
 #: Steps by which logits are compared; they warm up, too.
 CHECKS = 4
 #: How far scores spread: a query at 32k tokens then attends to some dozens of them, as those of trained models do.

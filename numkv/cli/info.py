@@ -25,7 +25,6 @@ from numkv.kernels.disk_cache import folder_of, kernel_files, places
 from numkv.kinds import kinds
 
 _PACKAGES = ("numpy", "numba", "llvmlite", "ml_dtypes", "numba-cuda", "tokenizers")
-_VECTOR_BITS = {"avx512f": 512, "avx2": 256, "avx": 256, "sse2": 128, "neon": 128}
 
 
 def run(arguments: argparse.Namespace) -> None:

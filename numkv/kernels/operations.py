@@ -682,13 +682,7 @@ class Operations:
 
     @staticmethod
     def key_bounds(
-        k: Array,
-        k_kind: str,
-        k_scale: Array,
-        blocks: Array,
-        counts: Array,
-        low: Array,
-        high: Array,
+        k: Array, k_kind: str, k_scale: Array, blocks: Array, counts: Array, low: Array, high: Array
     ) -> None:
         """Find the smallest and the largest element of each column of some blocks' keys.
 

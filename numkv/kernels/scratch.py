@@ -33,7 +33,6 @@ class Workspace:
     def __init__(self, make: Callable[[int, str], Any]) -> None:
         self._make = make
         self._arrays: dict[str, Any] = {}
-        self._views: dict[str, Any] = {}
         self.nbytes = 0
 
     def take(self, dtype: str, size: int) -> Any:
@@ -43,14 +42,6 @@ class Workspace:
             have = self._arrays[dtype] = self._make(size, dtype)
             self.nbytes = sum(x.size * np.dtype(name).itemsize for name, x in self._arrays.items())
         return have
-
-    def shaped(self, dtype: str, shape: tuple[int, ...]) -> Any:
-        """That memory as an array of a shape. The last view is kept: on CUDA they are slow to make."""
-        view = self._views.get(dtype)
-        if view is None or view.shape != shape:
-            size = math.prod(shape)
-            view = self._views[dtype] = self.take(dtype, size)[:size].reshape(shape)
-        return view
 
 
 class Workspaces:

@@ -285,31 +285,25 @@ CODES = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
 
 @pytest.mark.parametrize("to", ["bf16", "fp16"])
 def test_codes_become_floats_exactly(to):
-    """Every INT8 and INT4 code, and every 8-bit float."""
+    """Every INT8 code, and every 8-bit float."""
     of = BF16 if to == "bf16" else F16
-    int8, int4 = widen.int8_words(to), widen.int4_words(to)
+    int8 = widen.int8_words(to)
     e4m3, e5m2 = (widen.fp8_words(kind, to) for kind in CODES)
 
     def kernel(source, out):
         t = cuda.threadIdx.x
         word = source[t]
-        a, b, c, d = int8(word), int4(word), e4m3(word), e5m2(word)
+        a, b, c = int8(word), e4m3(word), e5m2(word)
         for i in range(2):
-            out[t, i], out[t, 2 + i], out[t, 4 + i] = a[i], c[i], d[i]
-        for i in range(4):
-            out[t, 6 + i] = b[i]
+            out[t, i], out[t, 2 + i], out[t, 4 + i] = a[i], b[i], c[i]
 
     codes = np.random.default_rng(6).permutation(256).astype(U8)
-    got = run(kernel, codes.view(U32), np.zeros((64, 10), U32), threads=64)
+    got = run(kernel, codes.view(U32), np.zeros((64, 6), U32), threads=64)
     groups = codes.reshape(64, 4)
     wanted = [groups.view(np.int8), *(groups.view(of8) for of8 in CODES.values())]
     for i, want in enumerate(wanted):
         found = np.ascontiguousarray(got[:, 2 * i : 2 * i + 2]).view(of).astype(F32)
         np.testing.assert_array_equal(found, want.astype(F32))
-    nibbles = (codes.view(U32)[:, None] >> (4 * np.arange(8, dtype=U32))) & U32(15)
-    pairs = np.stack([nibbles[:, :4], nibbles[:, 4:]], 2)
-    found = np.ascontiguousarray(got[:, 6:]).view(of).reshape(64, 4, 2)
-    np.testing.assert_array_equal(found.astype(F32), pairs.astype(F32))
 
 
 def test_chunks_that_prefill_widens():

@@ -27,9 +27,10 @@ import numkv.kernels.cuda as cuda_kernels
 from numkv import device as row_functions
 from numkv.kernels.builder import compiled
 from numkv.kinds import kinds
+from tools.cuda.catalogue import catalogue
 
 TARGETS = [(8, 0), (9, 0)]
-KERNELS = list(cuda_kernels.catalogue())
+KERNELS = list(catalogue())
 
 
 class NoDevice:

@@ -3,7 +3,7 @@
     NUMBA_ENABLE_CUDASIM=0 python -m tools.cuda.resources [--kernels REGEX] [--keep FILE.json] [--page FILE.md]
 
 What runs is not the PTX that Numba shows: it is linked from optimised IR by nvJitLink, which optimises again. So the
-kernels of `numkv.kernels.cuda.catalogue`, with the signatures and options of a run, are linked for each architecture in
+kernels of `tools.cuda.catalogue`, with the signatures and options of a run, are linked for each architecture in
 the same way, and ptxas says what they take. Not all combinations of kinds are in the catalogue; those that are have all
 branches of the code. A kernel takes seconds: with ``--keep`` each is written down as soon as it is known, and found
 there by later runs with the same sources, and ``--seconds`` ends a run in time. Repeat it until nothing is left.
@@ -167,7 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
     parse.add_argument("--page", type=Path, help="write a Markdown page")
     given = parse.parse_args(arguments)
     stub_driver.load()
-    from numkv.kernels.cuda import catalogue
+    from tools.cuda.catalogue import catalogue
 
     sources, end = digest(), time.monotonic() + given.seconds
     known: dict[str, list[Resources]] = {}

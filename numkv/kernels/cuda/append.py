@@ -6,7 +6,6 @@ A warp takes a row, its lanes adjacent elements. Rows whose slot lies outside th
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -47,7 +46,7 @@ from numkv.kernels.cuda.rows import (
     slot_finder,
     zero_int4_group,
 )
-from numkv.kernels.cuda.simd import LANES, STORED_ONLY, ceil_div, natural
+from numkv.kernels.cuda.simd import LANES, ceil_div, natural
 from numkv.kernels.cuda.streams import SIMULATED
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
@@ -509,28 +508,3 @@ def copy_rows(new, cache, offsets):
 @implements(Operations.copy_both)
 def copy_both(k_new, k_cache, v_new, v_cache, offsets):
     _copy(k_new, k_cache, v_new, v_cache, offsets)
-
-
-def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
-    cases = [
-        ("fp64", "fp64", "fp64", "fp64", False), ("fp32", "fp32", "fp32", "fp64", True),
-        ("fp16", "fp16", "fp32", "fp16", False), ("bf16", "bf16", "fp32", "bf16", True),
-        ("fp32", "int8", "fp32", "int8", False), ("fp16", "int8", "fp16", "int4", True),
-        ("bf16", "int8", "bf16", "int8", True), ("fp32", "int4", "fp32", "int4", False),
-        ("bf16", "int4", "bf16", "int4", True), *(("fp16", kind, "fp16", kind, False) for kind in STORED_ONLY),
-    ]  # fmt: skip
-    for case in cases:
-        k_src, k_kind, v_src, v_kind, by_slot = case
-        name = f"append[K {k_src} to {k_kind}, V {v_src} to {v_kind}, by {'slot' if by_slot else 'table'}]"
-        yield name, *_append(*case).described
-        if case in (
-            cases[1],
-            cases[5],
-            cases[8],
-            cases[-2],
-        ):  # all kinds, and one kernel for both sides
-            yield f"{name[:-1]}, octets]", *_append_octets(*case).described
-    for bytes_, word in _UNSIGNED.items():
-        yield f"copy_rows[{word}]", *_copy_rows(bytes_).described
-    yield f"copy_rows[{word}, octets]", *_copy_rows(bytes_, True).described

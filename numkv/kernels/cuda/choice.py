@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -294,13 +293,3 @@ def choose_blocks(scores, block_table, seq_lens, block_size, first, newest, tabl
 def tables_of_heads(tables, num_kv_heads, out):
     items = tables.shape[0] * tables.shape[1] * tables.shape[2]
     launch(_tables_of_heads(), ceil_div(items, THREADS), THREADS, tables, num_kv_heads, out)
-
-
-def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
-    for name in ("fp64", "bf16", "int8", "int4", "fp8_e4m3"):
-        yield f"key_bounds[{name}]", *_key_bounds(name).described
-    for name in ("fp32", "bf16"):
-        yield f"block_scores[{name}]", *_block_scores(name).described
-    yield "choose_blocks", *_choose_blocks().described
-    yield "tables_of_heads", *_tables_of_heads().described

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -844,17 +843,3 @@ def attend_codes(q, q_kind, book, stored, options, out, lse):
             _finish(), rotated.shape[0], THREADS, parts, (some.num_seqs, *some.one), plan,
             book.back, to, of_lse, shared_bytes=4 * dim,
         )  # fmt: skip
-
-
-def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
-    for kind in ("fp64", "fp32", "bf16"):
-        yield f"encode[{kind}]", *_encode(kind).described
-        yield f"multiply[{kind}]", *_multiply(kind).described
-    for bits, num_rows, columns in ((1, 1, 1), (3, 4, 1), (4, 8, 1), (8, 8, 2), (16, 1, 3)):
-        yield f"decode[{bits} bits]", *_decode(bits).described
-        name = f"[{bits} bits, {num_rows} rows"
-        yield f"score{name}]", *_score(bits, num_rows).described
-        yield f"attend{name}, {columns} columns]", *_attend(bits, bits, num_rows, columns).described
-    yield "attend[4 bits, 3 of values]", *_attend(4, 3, 8, 1).described
-    yield "finish", *_finish().described

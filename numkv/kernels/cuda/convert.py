@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from numba import cuda, types
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda.launches import THREADS, array, jit, launch
 from numkv.kernels.cuda.simd import LANES, ceil_div
-from numkv.kinds import kind, kinds
+from numkv.kinds import kind
 from numkv.rows.codec import element_codec
 
 ROWS = THREADS // LANES  # rows that a block takes at once
@@ -65,11 +64,3 @@ def dequantise(codes, kind, scale, out):
     """
     blocks = ceil_div(codes.shape[0] * codes.shape[1], ROWS)
     launch(_dequantise(kind), blocks, (LANES, ROWS), codes, scale, out)
-
-
-def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
-    for of_pool in kinds():
-        if not of_pool.is_scaled:
-            continue
-        yield f"dequantise[{of_pool}]", *_dequantise(of_pool.name).described

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -205,10 +204,3 @@ def _slots(x: Any) -> int:
 
 def _name(bytes_: int) -> str:
     return str(_UNSIGNED.get(bytes_, "16 bytes"))
-
-
-def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
-    for bytes_ in (1, 8, 16):
-        yield f"copy_blocks[{_name(bytes_)}]", *_copy_blocks(bytes_).described
-        yield f"copy_tokens[{_name(bytes_)}]", *_copy_tokens(bytes_).described

@@ -7,7 +7,6 @@ that are to be quantised later.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -169,11 +168,3 @@ def mend_rows(k, v, slots, look):
     ]
     k, v = v if k is None else k, k if v is None else v
     launch(_mend_rows(), sum(blocks), (LANES, ROWS), k, v, slots, blocks[0], look, *late.flags(look))  # fmt: skip
-
-
-def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
-    for kind in ("fp64", "bf16"):
-        yield f"first_non_finite[{kind}]", *_first_non_finite(kind).described
-    yield f"first_non_finite[{kind}, octets]", *_first_non_finite(kind, True).described
-    yield "mend_rows", *_mend_rows().described

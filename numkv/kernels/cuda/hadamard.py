@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -94,12 +93,3 @@ def rotate_rows(x, x_kind, signs, inverse, out, out_kind):
         _rotate_rows(x_kind, out_kind), ceil_div(x.shape[0] * x.shape[1], at_once), (LANES, at_once),
         x, signs, bool(inverse), out, shared_bytes=at_once * row_bytes,
     )  # fmt: skip
-
-
-def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
-    for src, dst in (
-        ("fp64", "fp64"), ("fp32", "fp32"), ("fp16", "fp32"), ("bf16", "fp32"), ("fp32", "fp16"),
-        ("fp32", "bf16"), ("fp64", "bf16"),
-    ):  # fmt: skip
-        yield f"rotate_rows[{src} to {dst}]", *_rotate_rows(src, dst).described

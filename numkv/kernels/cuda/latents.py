@@ -7,7 +7,6 @@ rows at once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from numkv.kernels.cuda.launches import (
     number_at,
 )
 from numkv.kernels.cuda.rows import as_it_is, needs_peak, row_store
-from numkv.kernels.cuda.simd import LANES, ceil_div, compute_of
+from numkv.kernels.cuda.simd import LANES, ceil_div
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.rows.convert import codec
@@ -146,10 +145,3 @@ def scatter_latents(
         (bool(normalise), bool(rotate), bool(interleaved), float(eps), int(width)), weight, positions, pool, scale,
         slot_mapping, look, *late.flags(look), shared_bytes=at_once * row_bytes,
     )  # fmt: skip
-
-
-def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
-    for src, kind in (("bf16", "bf16"), ("fp32", "int8"), ("bf16", "int4"), ("fp64", "fp64")):
-        compute = compute_of(src, kind)
-        yield f"scatter_latents[{src} to {kind}]", *_scatter(src, kind, compute, compute).described

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -73,9 +72,3 @@ def fill_mask(
             seq_lens, q_starts, ranges, bits, (int(causal), int(window_left), int(first), int(capacity)), sinks, slopes,
             rows, heads,
         )  # fmt: skip
-
-
-def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
-    for compute, ranges in (("float32", "int32"), ("float64", "int64")):
-        yield f"fill_mask[{compute}, ranges {ranges}]", *_fill_mask(compute, ranges).described

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,15 +25,7 @@ from numkv.kernels.cuda.launches import (
     launch,
     number_at,
 )
-from numkv.kernels.cuda.simd import (
-    STORED_ONLY,
-    WIDTH,
-    aligned,
-    ceil_div,
-    column_of,
-    natural,
-    reader,
-)
+from numkv.kernels.cuda.simd import WIDTH, aligned, ceil_div, column_of, natural, reader
 from numkv.kernels.cuda.streams import SIMULATED
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
@@ -265,16 +256,3 @@ def attention_weights(
         (int(by_slot), float(sm_scale), float(logits_soft_cap), int(window_left)), lse, weights,
         shared_bytes=row_bytes * staged,
     )  # fmt: skip
-
-
-def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
-    for q_kind, k_kind, wide in (
-        ("fp64", "fp64", True), ("fp32", "fp32", False), ("fp16", "fp16", True), ("bf16", "bf16", True),
-        ("fp32", "int8", True), ("bf16", "int8", False), ("fp32", "int4", False),
-        *(("bf16", name, True) for name in STORED_ONLY),
-    ):  # fmt: skip
-        name = f"attention_weights[q {q_kind}, K {k_kind}{', wide' if wide else ''}]"
-        yield name, *_attention_weights(q_kind, k_kind, wide).described
-        if q_kind == k_kind:
-            yield f"{name[:-1]}, staged]", *_attention_weights(q_kind, k_kind, True, True).described

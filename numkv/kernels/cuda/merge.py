@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -102,10 +101,3 @@ def merge_states(o_a, lse_a, o_b, lse_b, kind, out, lse):
         return
     blocks = ceil_div(out.shape[0] * out.shape[1], ROWS)
     launch(_merge(kind), blocks, (LANES, ROWS), o_a, lse_a, o_b, lse_b, out, lse)
-
-
-def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
-    for kind in ("fp64", "fp16", "bf16"):
-        yield f"merge[{kind}]", *_merge(kind).described
-    yield f"merge[{kind}, octets]", *_merge(kind, True).described

@@ -7,7 +7,6 @@ in shared memory until that is known. Slots outside the pool are skipped.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -39,7 +38,7 @@ from numkv.kernels.cuda.octets import (
     stored_loader,
 )  # fmt: skip
 from numkv.kernels.cuda.rows import as_it_is, row_store
-from numkv.kernels.cuda.simd import LANES, STORED_ONLY, ceil_div, natural
+from numkv.kernels.cuda.simd import LANES, ceil_div, natural
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.rows.codec import element_codec, elements_in
@@ -230,11 +229,3 @@ def shift_rows(pool, kind, scale, slots, offset, cos, sin, interleaved):
         _shift_rows(kind), ceil_div(slots.shape[0] * pool.shape[1], at_once), (LANES, at_once),
         pool, scale, slots, offset, cos, sin, bool(interleaved), shared_bytes=at_once * row_bytes,
     )  # fmt: skip
-
-
-def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
-    for kind in WORDS:
-        yield f"shift_rows[{kind}]", *_shift_rows(kind).described
-    for kind in ("fp64", "int4", STORED_ONLY[0]):
-        yield f"shift_rows[{kind}, octets]", *_shift_octets(kind).described

@@ -25,8 +25,6 @@ LANES = 4 if SIMULATED else 32
 #: Elements of a kind in 16 bytes, the most that `load_chunk` reads at once; but no more than 16 elements (of INT4 and
 #: CODE4, 8 bytes, of CODE6 12), as more make too many floats.
 WIDTH = {k.name: 16 if k.is_packed else 16 // k.word.itemsize for k in kinds()}
-#: Kinds that only pools have, not queries; catalogues name each of them in one case at least.
-STORED_ONLY = [k.name for k in kinds() if not k.is_query]
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -17,7 +17,6 @@ from numkv.kernels.cuda.instructions import (
     fma_fp16x2,
     pack_fp16,
     permute_bytes,
-    select_bits,
     split_bf16,
     unpack_fp16,
 )
@@ -87,41 +86,6 @@ def int8_words(to: str) -> Any:
         )
 
     return as_fp16 if to == "fp16" else as_bf16
-
-
-def int4_words(to: str) -> Any:
-    """The function that widens a word of eight INT4 codes, 0 to 15.
-
-    Parameters
-    ----------
-    to : {"bf16", "fp16"}
-        The floats wanted.
-
-    Returns
-    -------
-    function
-        ``widen(word)``: four words of two codes each, of nibbles (0, 4), (1, 5), (2, 6) and (3, 7), counted from the
-        lowest. With `numkv.rows.int4`'s order, of bytes j to j + 3: elements j and j + 2, their sixteenth successors,
-        elements j + 1 and j + 3, and their sixteenth successors.
-    """
-    fp16 = to == "fp16"
-    above = 0x64006400 if fp16 else 0x43004300  # 1024, or 128
-    one, minus = (0x3C003C00, 0xE400E400) if fp16 else (0x3F803F80, 0xC300C300)
-    fma = fma_fp16x2 if fp16 else fma_bf16x2
-
-    @register_jitable
-    def widen(word):
-        word = U32(word)
-        a = select_bits(word, U32(0x000F000F), U32(above))
-        b = select_bits(word >> U32(4), U32(0x000F000F), U32(above))
-        c = select_bits(word >> U32(8), U32(0x000F000F), U32(above))
-        d = select_bits(word >> U32(12), U32(0x000F000F), U32(above))
-        return (
-            fma(a, U32(one), U32(minus)), fma(b, U32(one), U32(minus)),
-            fma(c, U32(one), U32(minus)), fma(d, U32(one), U32(minus)),
-        )  # fmt: skip
-
-    return widen
 
 
 def fp8_words(kind: str, to: str) -> Any:

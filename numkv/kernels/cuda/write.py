@@ -7,7 +7,6 @@ where the two elements of a rotated pair meet; a block takes several heads at on
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -45,7 +44,7 @@ from numkv.kernels.cuda.octets import (
     rows_aligned,
 )  # fmt: skip
 from numkv.kernels.cuda.rows import V_SIDE, as_it_is, needs_peak, row_store, slot_finder
-from numkv.kernels.cuda.simd import LANES, STORED_ONLY, ceil_div, natural
+from numkv.kernels.cuda.simd import LANES, ceil_div, natural
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.kinds import kind
@@ -399,22 +398,3 @@ def scatter_write(
 @implements(Operations.small_write)
 def small_write(qkv_kind, k_kind, v_kind, compute, table, by_slot):
     return None  # a launch costs more than what a small call could save
-
-
-def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
-    cases = [
-        ("fp64", "fp64", "fp64", False), ("fp32", "fp32", "fp32", True), ("fp16", "fp16", "bf16", False),
-        ("bf16", "bf16", "fp16", True), ("bf16", "int8", "int8", False), ("fp32", "int8", "int8", True),
-        ("fp16", "fp32", "int8", True), ("fp64", "int8", "fp16", False), ("bf16", "int4", "int4", False),
-        ("fp16", "int8", "int4", True), ("fp64", "int4", "fp32", False),
-        *(("bf16", kind, kind, True) for kind in STORED_ONLY),
-    ]  # fmt: skip
-    for src, k_kind, v_kind, by_slot in cases:
-        compute = "float64" if "fp64" in (src, k_kind, v_kind) else "float32"
-        name = "scatter_write" if by_slot else "write_rows"
-        kernel = _write_rows(src, k_kind, v_kind, compute, by_slot, compute)
-        yield f"{name}[{src} to K {k_kind}, V {v_kind}]", *kernel.described
-        if "int4" in (k_kind, v_kind):  # of one kind, of two, of float64
-            kernel = _write_rows(src, k_kind, v_kind, compute, by_slot, compute, True)
-            yield f"{name}[{src} to K {k_kind}, V {v_kind}, octets]", *kernel.described

@@ -50,12 +50,7 @@ from numkv.kernels.cpu.attention.bound import (
 from numkv.kernels.cpu.attention.driver import driver_kernel, entry, plan_kernel
 from numkv.kernels.cpu.attention.engines import compute_for, use_amx
 from numkv.kernels.cpu.attention.offsets import WORKER_INTS
-from numkv.kernels.cpu.attention.plan import (
-    LEAST_ROWS,
-    MIN_SPLIT,
-    SERIAL_WORK,
-    plan_size,
-)
+from numkv.kernels.cpu.attention.plan import LEAST_ROWS, MIN_SPLIT, SERIAL_WORK, plan_size
 from numkv.kernels.cpu.attention.records import BY_SLOT, KV_TILE, float_type
 from numkv.kernels.cpu.attention.steps import Steps, steps_for
 from numkv.kernels.cpu.attention.store import PART_EXTRA, make_merge_splits

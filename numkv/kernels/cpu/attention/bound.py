@@ -24,12 +24,7 @@ from numkv.kernels.cpu.attention.state import OUT, Q
 from numkv.kernels.cpu.attention.store import PART_EXTRA
 from numkv.kernels.cpu.overlap import lie_well
 from numkv.kernels.cpu.threads import ON_THREADS
-from numkv.kernels.cpu.vectors.arrays import (
-    address_of,
-    by_row,
-    row_of,
-    without_refcount,
-)
+from numkv.kernels.cpu.vectors.arrays import address_of, by_row, row_of, without_refcount
 from numkv.kernels.cpu.vectors.records import (
     TABLE_ROW,
     array_reader,

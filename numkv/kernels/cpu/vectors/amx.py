@@ -218,8 +218,6 @@ def amx_shape(b, rows):
 
 
 @emits()
-def amx_end(
-    b,
-):
+def amx_end(b):
     """Give the matrix unit back: a thread that uses it is slower to switch to."""
     Amx(b).release()

@@ -56,8 +56,7 @@ def on_threads(typing_context, launch, workers):
         inner.ret_void()
 
         launch_type = ir.FunctionType(
-            ir.VoidType(),
-            [pointer, pointer.as_pointer(), numbers, numbers, pointer, I64, I64, I32],
+            ir.VoidType(), [pointer, pointer.as_pointer(), numbers, numbers, pointer, I64, I64, I32]
         )
         # One "array" whose elements are a byte: where a thread's part of it starts is its first worker.
         starts = cgutils.alloca_once_value(b, ir.Constant(pointer, None))

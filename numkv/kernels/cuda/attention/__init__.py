@@ -39,14 +39,12 @@ on the sequence and the head dims alone, so results do not depend on the batch o
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 from numba import types
 
 from numkv.errors import NotSupported
 from numkv.kernels.builder import SCALES, WORDS
-from numkv.kernels.cuda.attention import splits
 from numkv.kernels.cuda.attention.decode import make_decode
 from numkv.kernels.cuda.attention.items import MAX_CAPACITY, shift_of
 from numkv.kernels.cuda.attention.kernel import (
@@ -67,7 +65,7 @@ from numkv.kernels.cuda.attention.sizes import (
 )
 from numkv.kernels.cuda.attention.splits import LOG2_E, merge_splits, parts_of, room_for
 from numkv.kernels.cuda.launches import INDICES, THREADS, Kernel, array, jit, launch
-from numkv.kernels.cuda.simd import STORED_ONLY, WIDTH, aligned, ceil_div, compute_of
+from numkv.kernels.cuda.simd import WIDTH, aligned, ceil_div
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 
@@ -213,44 +211,6 @@ def attend(
         merge_splits(
             parts, room, q_kind, capacity, num_kv_heads, seq_lens, q_starts, ranges, window_left, sinks, out, lse
         )  # fmt: skip
-
-
-def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
-    # Items of the most rows, and of fewer; rows that do not start at multiples of 16 bytes; output rows longer than
-    # a block.
-    cases = [
-        ("fp64", "fp64", "fp64", 8, 1, True), ("fp32", "fp32", "fp32", 8, 1, True),
-        ("fp16", "fp16", "fp16", 8, 1, True), ("bf16", "bf16", "bf16", 8, 1, True),
-        ("fp32", "fp16", "bf16", 8, 1, True),
-        ("fp16", "int8", "fp16", 8, 1, True), ("bf16", "fp32", "int8", 8, 1, True),
-        ("fp64", "int8", "int8", 4, 1, True),
-        ("fp64", "bf16", "fp32", 4, 1, False), ("fp32", "fp32", "fp16", 4, 1, False),
-        ("fp32", "int8", "int8", 4, 1, False), ("fp16", "int8", "int8", 4, 1, True),
-        ("bf16", "bf16", "bf16", 4, 2, True), ("fp32", "int8", "int8", 1, 1, True),
-        ("bf16", "bf16", "bf16", 1, 1, True),
-        ("fp16", "int8", "int4", 4, 1, True), ("fp32", "int4", "fp16", 4, 1, False),
-        ("fp64", "int4", "int4", 4, 1, True), ("fp32", "int4", "int4", 1, 1, True),
-        *(("bf16", kind, kind, 8, 1, True) for kind in STORED_ONLY),
-    ]  # fmt: skip
-    for q_kind, k_kind, v_kind, rows, columns, wide in cases:
-        compute = compute_of(q_kind, k_kind, v_kind)
-        name = f"attention[q {q_kind}, K {k_kind}, V {v_kind}, {rows} rows, {columns} columns"
-        name += "]" if wide else ", strided]"
-        kernel = _attention(q_kind, k_kind, v_kind, compute, rows, columns, wide)
-        yield name, *kernel.described
-    for q_kind, k_kind, v_kind in (("fp32", "fp32", "fp32"), ("bf16", "int8", "int8")):
-        kernel = _attention(q_kind, k_kind, v_kind, "float32", 8, 1, True, True)
-        yield f"attention[q {q_kind}, K {k_kind}, V {v_kind}, 8 rows, masked]", *kernel.described
-    for kinds in (("fp32", "fp16", "bf16"),):
-        kernel = _prefill(*kinds, 40, 64, True)
-        yield f"prefill[q {kinds[0]}, K {kinds[1]}, V {kinds[2]}, capped]", *kernel.described
-    for q_kind, k_kind, v_kind in (
-        ("bf16", "bf16", "bf16"), ("fp32", "int8", "int4"), ("fp16", "fp8_e4m3", "fp8_e5m2"),
-    ):  # fmt: skip
-        kernel = _decode(q_kind, k_kind, v_kind, 64, 64)
-        yield f"attention[q {q_kind}, K {k_kind}, V {v_kind}, decode]", *kernel.described
-    yield from splits.catalogue()
 
 
 @implements(Operations.append_attend)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -442,12 +441,3 @@ def merge_splits(
         parts, (capacity, window_left, heads, room.slots, int(room.by_token), each), seq_lens, q_starts, ranges,
         sinks, out, lse,
     )  # fmt: skip
-
-
-def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
-    for q_kind, compute in (("fp32", "float32"), ("fp16", "float32"), ("bf16", "float64")):
-        yield f"splits[{q_kind}, in {compute}]", *_merge_splits(q_kind, compute, False).described
-    if not SIMULATED:
-        for q_kind in ("fp32", "fp16"):
-            yield f"splits[{q_kind}, few]", *_merge_splits(q_kind, "float32", True).described

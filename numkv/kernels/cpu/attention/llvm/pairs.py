@@ -19,15 +19,7 @@ from numba.core import cgutils
 
 from numkv.kernels.cpu.attention.llvm.floats import WeightedSums
 from numkv.kernels.cpu.attention.records import PAIRS, PANEL
-from numkv.kernels.cpu.vectors.emit import (
-    I16,
-    I32,
-    I64,
-    emits,
-    for_rows,
-    numbers_taken,
-    steps,
-)
+from numkv.kernels.cpu.vectors.emit import I16, I32, I64, emits, for_rows, numbers_taken, steps
 from numkv.kernels.cpu.vectors.features import LANES, ROW_UNROLL
 from numkv.kernels.cpu.vectors.vectors import Vectors
 
@@ -253,10 +245,7 @@ class _PairedSums(WeightedSums):
         """Add the tokens whose neighbours of a pair are outside: an odd first one, and an even last one."""
         b, one = self.b, I64(1)
         last = b.sub(self.end, one)
-        for t, alone in (
-            (self.begin, b.and_(self.begin, one)),
-            (last, b.and_(self.end, one)),
-        ):
+        for t, alone in ((self.begin, b.and_(self.begin, one)), (last, b.and_(self.end, one))):
             with b.if_then(b.icmp_signed("!=", alone, I64(0))):
                 self.add_token(t, count)
 
