@@ -304,8 +304,6 @@ _BY_DTYPE = {dtype: k for dtype, k in _BY_STORED_DTYPE.items() if k.is_query}
 QUERY_DTYPES = tuple(_BY_DTYPE)
 #: Dtypes of float buffers, the widest first.
 STORED_FLOAT_DTYPES = tuple(_BY_STORED_DTYPE)
-#: An older name of `QUERY_DTYPES`.
-FLOAT_DTYPES = QUERY_DTYPES
 
 
 def kinds() -> tuple[Kind, ...]:
