@@ -3,7 +3,7 @@
 A row has a few lanes, a power of two, and each has two of its octets: so 16 threads of a warp read 16 bits an element
 as 256 adjacent bytes, by one instruction of 16 bytes each, and a warp takes several rows at once. What a row has in
 common, its largest magnitude or the ends of a group, goes between lanes by shuffles. Here is how octets
-are read, turned and written; `numkv.kernels.cuda.octet_codes` stores whole rows. `append`, `write` and `shift` are made
+are read, turned and written; `row_putter` stores whole rows. `append`, `write` and `shift` are made
 of these.
 
 The simulator runs none of this, nor do rows that are not aligned: they take the kernels that go element by element.
