@@ -175,7 +175,7 @@ class _Numkv(Contestant):
 
     def store(self, layer: int, k: Any, v: Any) -> None:
         batch, _, tokens, _ = k.shape
-        # One plan for all layers, as in a forward pass: layers of different plans have books of their own, and every
+        # One plan for all layers, as in a forward pass: layers of different plans have metadata of their own, and every
         # later step would be worked out for each of them, where a model's layers share one.
         if self._plan is None:
             self._plan = plan_of_mask(batch, tokens, tokens, mask_function=causal_mask_function)
@@ -185,13 +185,13 @@ class _Numkv(Contestant):
         super().keep()
         self._plan = None
         layer = self.cache.layers[0]
-        self.room = layer.pool.k.shape[0] * layer.block_size // layer.books.batch
+        self.room = layer.pool.k.shape[0] * layer.block_size // layer.metadata.batch
 
     def restore(self, *, exactly: bool = False) -> None:
         if any(self.cache.is_sliding):  # whose layers would have to keep more for a crop
             super().restore(exactly=exactly)
         else:
-            self.cache.crop(int(self._kept[0][1]["books"].columns - self.cache.get_seq_length()))
+            self.cache.crop(int(self._kept[0][1]["metadata"].columns - self.cache.get_seq_length()))
 
     @property
     def nbytes(self) -> int:
@@ -200,8 +200,8 @@ class _Numkv(Contestant):
 
 def _store(layer: NumkvLayer, k: Any, v: Any, plan: Any) -> None:
     """What a forward pass does with new rows, without queries."""
-    books, _ = layer.begin(k, v)
-    step = plan.step(books, keep=False)
+    metadata, _ = layer.begin(k, v)
+    step = plan.step(metadata, keep=False)
     pool = layer.make_room(step)
     rows = (
         array_of(x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]), name)

@@ -256,35 +256,35 @@ def _wrapper(cache: Any) -> Picture:
 
 def _for_transformers(cache: Any) -> Picture:
     """A `NumkvCache`: layers of one history have the same blocks, and are drawn once."""
-    own = [layer for layer in cache.layers if hasattr(layer, "books")]
+    own = [layer for layer in cache.layers if hasattr(layer, "metadata")]
     facts = [own[0].storage, plural(len(own), "layer")]
     if len(own) < len(cache.layers):
         facts.append(f"{len(cache.layers) - len(own)} of transformers")
-    ready = [layer for layer in own if layer.books is not None]
+    ready = [layer for layer in own if layer.metadata is not None]
     strips, lengths = [], np.zeros(0, np.int64)
     if ready:
-        pool, books = ready[0].pool, ready[0].books
+        pool, metadata = ready[0].pool, ready[0].metadata
         dims = {pool.head_dim: None, pool.head_dim_v: None}
         facts.append(f"{plural(int(pool.k.shape[1]), 'kv head')} of {' and '.join(map(str, dims))}")
-        lengths = books.lengths
-        layers = [[layer for layer in ready if layer.books is of] for of in _each(ready)]
-        strips = [_strip_of_books(alike) for alike in layers]
+        lengths = metadata.lengths
+        layers = [[layer for layer in ready if layer.metadata is of] for of in _each(ready)]
+        strips = [_strip_of_blocks(alike) for alike in layers]
     picture_lines = [(str(i), plural(n, "token")) for i, n in enumerate(lengths.tolist())]
     return Picture("NumkvCache", [*facts, "cpu", format_bytes(cache.nbytes)], strips, picture_lines)
 
 
 def _each(layers: list[Any]) -> list[Any]:
-    """The books of layers, each once."""
-    return list({id(layer.books): layer.books for layer in layers}.values())
+    """The metadata of layers, each once."""
+    return list({id(layer.metadata): layer.metadata for layer in layers}.values())
 
 
-def _strip_of_books(layers: list[Any]) -> Strip:
+def _strip_of_blocks(layers: list[Any]) -> Strip:
     """The blocks of layers that have the same ones."""
-    books, reach = layers[0].books, layers[0].reach
-    states = np.zeros(books.num_blocks, np.int64)
-    size = books.block_size
+    metadata, reach = layers[0].metadata, layers[0].reach
+    states = np.zeros(metadata.num_blocks, np.int64)
+    size = metadata.block_size
     for table, stored in zip(
-        books.table, (books.lengths - books.first * size).tolist(), strict=True
+        metadata.table, (metadata.lengths - metadata.first * size).tolist(), strict=True
     ):
         own = table[: -(-stored // size)]
         last = own[stored // size :]  # nothing where all blocks are full
@@ -292,7 +292,7 @@ def _strip_of_books(layers: list[Any]) -> Strip:
         full = own[: stored // size]
         states[full] = np.where(states[full] == 0, 1, 2)
     used = int((states > 0).sum())
-    said = f"blocks: {used:,} of {books.num_blocks:,}, {plural(size, 'token')} each"
+    said = f"blocks: {used:,} of {metadata.num_blocks:,}, {plural(size, 'token')} each"
     if reach >= 0:
         said += f", of {plural(len(layers), 'layer')} that see {plural(reach, 'earlier token')}"
     return Strip.of(said, states, _BLOCKS)

@@ -36,9 +36,8 @@ try:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     from numkv.transformers.attention import attention as _attention
-    from numkv.transformers.cache import NumkvCache
+    from numkv.transformers.cache import NumkvCache, restore, use
     from numkv.transformers.masks import plan_of_mask as _plan_of_mask
-    from numkv.transformers.models import restore, use
 except ImportError as error:
     raise ImportError(
         f"numkv.transformers was made for transformers 5.23, and transformers {_transformers.__version__} lacks what "

@@ -1,20 +1,36 @@
-"""The attention function ``numkv``: over a `NumkvCache` on numkv's kernels, without one as transformers does it."""
+"""The attention function ``numkv``: over a `NumkvCache` on numkv's kernels, without one as transformers does it.
+
+Passes of few tokens without new padding append rows and answer queries by one compiled call, which gets no more than
+addresses (`at_once`). A model's layers differ in their buffers alone. What they share, the plan of a forward pass and
+the memory in which it is computed, is made by the first layer of a pass (`prepared`); a layer's own record stays until
+its buffers, scale, soft cap or sinks are others. What is left for a layer are a few comparisons: in a model, whose
+weights pass through the CPU's caches between two layers, Python code takes about five times as long as in a loop of its
+own. Everything else goes through `append_and_attend`.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 
 from numkv.access import writes
-from numkv.attention.options import check_options
+from numkv.attention.attend import attend, check_queries, check_sinks
+from numkv.attention.options import AttentionOptions, check_options
 from numkv.errors import NotSupported
-from numkv.transformers.append_attend import append_and_attend, at_once
+from numkv.kinds import QUERY_DTYPES, Kind, kind_of_dtype
+from numkv.storage.buffer import source_dtypes
+from numkv.storage.pool import Pool
+from numkv.torch.tensors import array_of, tensor_of
 from numkv.transformers.internals import repeat_kv, sdpa_attention_forward
-from numkv.transformers.latents import LatentRows, attend_absorbed
-from numkv.transformers.layers import NumkvLayer, Rows
+from numkv.transformers.layers import LatentRows, NumkvLayer, Pending, Rows
 from numkv.transformers.masks import Plan
+from numkv.transformers.metadata import Step
+
+_Tensor, _empty, _CPU = torch.Tensor, torch.empty, torch.device("cpu")
+_ALWAYS = np.ones(1, np.int64)  # whoever replaces buffers binds anew
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # which cannot look into the cache
@@ -180,3 +196,380 @@ def _in_full(
         weights = weights[..., :-1]
     weights = functional.dropout(weights, p=dropout, training=module.training)
     return torch.matmul(weights, value).transpose(1, 2).contiguous()
+
+
+# -- by one compiled call
+
+
+def at_once(query: Any, pending: Pending, plan: Any, scaling: Any, softcap: Any, s_aux: Any) -> Any:
+    """`append_and_attend` in one compiled call, as in a pass of one token a sequence.
+
+    Parameters
+    ----------
+    query, pending, plan
+        See `append_and_attend`.
+    scaling, softcap, s_aux : float, float and tensor (num_q_heads,), or None
+        As a model hands them on.
+
+    Returns
+    -------
+    tensor (batch, T, num_q_heads, head_dim_v), or None
+        None where this pass or layer needs more; then nothing has changed.
+    """
+    layer = pending.layer
+    bound = layer.bound
+    if not (
+        bound is not None and (group := bound.group).plan is plan and layer.metadata is group.before
+        and layer.pool is bound.pool and not group.moves
+        and scaling == bound.scaling and softcap == bound.softcap and s_aux is bound.s_aux
+    ):  # fmt: skip
+        bound = prepared(query, pending, plan, scaling, softcap, s_aux)
+        if bound is None:
+            return None
+        group = bound.group
+    k, v = pending.keys, pending.values
+    if not (
+        type(query) is type(k) is type(v) is _Tensor and query.is_cpu and k.is_cpu and v.is_cpu
+        and query.dtype is k.dtype is v.dtype is group.dtype
+        and query.shape == group.shape_q and k.shape == group.shape_k and v.shape == group.shape_v
+        and not (query.is_neg() or k.is_neg() or v.is_neg())
+    ):  # fmt: skip
+        return None
+    shape = group.shape_out
+    if shape[1] > 1:
+        query, k, v = query.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    query, k, v = query.contiguous(), k.contiguous(), v.contiguous()
+    if bound.sinks is not None:
+        bound.sinks.copy_(s_aux.detach())
+    out = _empty(shape, dtype=group.dtype, device=_CPU)  # whatever the default is
+    rows = query.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+    kernel = group.kernel
+    if group.workers == 1:
+        failed = kernel.call(bound.address, group.address, *rows, 0)
+    else:
+        failed = kernel.launched(kernel.call, group.workers, bound.address, group.address, *rows)
+    if failed:  # rows that cannot be quantised
+        return None
+    pending.done = (plan, group.step, bound.pool)
+    if group.moves:
+        layer.finish(group.step, bound.pool)
+    else:
+        layer.metadata = group.after
+    return out
+
+
+class Group:
+    """What layers of the same kinds and sizes share.
+
+    Attributes
+    ----------
+    kernel : BoundKernel
+        Of their kinds, for addresses.
+    plan : Plan
+        The forward pass that it is prepared for.
+    before : BatchMetadata
+        What layers hold that have not been called in this pass.
+    step : Step
+        What the pass does to them.
+    moves : bool
+        Whether it changes or copies buffers.
+    after : BatchMetadata
+        What they hold then.
+    dtype : torch.dtype
+        Of all tensors of a call.
+    shape_q, shape_k, shape_v, shape_out : torch.Size or tuple of int
+        Their shapes in this pass.
+    address, workers : int
+        Of the record of the pass, and how many threads a call takes.
+    """
+
+    __slots__ = (
+        "_memory", "_table", "_tiles", "address", "after", "before", "dtype", "kernel", "moves", "plan", "shape_k",
+        "shape_out", "shape_q", "shape_v", "step", "workers",
+    )  # fmt: skip
+
+    def __init__(self, kernel: Any, dtype: Any) -> None:
+        self.kernel, self.dtype = kernel, dtype
+        self.plan: Any = None
+        self.before: Any = None
+        self._memory: Any = None
+        self._table: Any = None
+        self._tiles: Any = (
+            None  # of each sequence, as the memory is planned for; None if it has to be planned
+        )
+
+    def prepare(self, plan: Any, step: Step, query: Any, keys: Any, values: Any) -> None:
+        """Plan a pass; what is planned for the last one stays as far as it can."""
+        self.plan = None  # until it is done
+        batch, q_heads, columns, dim = query.shape
+        heads, dim_v = keys.shape[1], values.shape[3]
+        extents = (batch, batch * columns, step.table.shape[1], q_heads, heads, dim, dim_v)
+        memory = self._memory
+        if memory is None or memory.extents != extents:
+            memory = self._memory = self.kernel.step(*extents)
+            self._table = self._tiles = None
+        if step.table is not self._table:
+            memory.block_table[:], self._table = step.table, step.table
+        memory.seq_lens[:], memory.slots[:] = step.lengths, step.slots
+        # Splits depend on how many KV tiles there are; with a window, which moves, on more than that.
+        tiles, window = -(-step.lengths // self.kernel.kv_tile), step.seen.window - 1
+        if window >= 0 or self._tiles is None or (tiles != self._tiles).any():
+            self._tiles = None
+            memory.q_starts[:] = step.starts
+            memory.plan(window, step.before.block_size, 0, 0)
+            self._tiles = tiles
+        self.address, self.workers = memory.address, memory.workers
+        self.shape_q, self.shape_k, self.shape_v = query.shape, keys.shape, values.shape
+        self.shape_out = (batch, columns, q_heads, dim_v)
+        self.before, self.after, self.step = step.before, step.after, step
+        grows = step.num_blocks != step.before.num_blocks
+        self.moves = grows or step.copies is not None or step.shrink is not None
+        self.plan = plan
+
+
+class BoundLayer:
+    """A layer with what a model asks of its attention.
+
+    Parameters
+    ----------
+    group : Group
+        Its group.
+    pool : Pool
+        Its buffers.
+    window : int
+        Tokens that one sees, its own included; 0 for all.
+    scaling, softcap, s_aux : float, float and tensor (num_q_heads,), or None
+        As a model hands them on.
+    num_q_heads : int
+        Q heads.
+
+    Attributes
+    ----------
+    address : int
+        Of its record.
+    sinks : tensor (num_q_heads,) or None
+        Memory for sinks, which a model may change between two passes.
+    """
+
+    __slots__ = ("_record", "address", "group", "pool", "s_aux", "scaling", "sinks", "softcap")
+
+    def __init__(
+        self, group: Group, pool: Pool, window: int, scaling: Any, softcap: Any, s_aux: Any, num_q_heads: int
+    ) -> None:  # fmt: skip
+        options = check_options(None if scaling is None else float(scaling), softcap, -1, None)
+        kernel, sinks = group.kernel, None
+        self.sinks = None
+        if s_aux is not None:
+            given = s_aux.detach().float().numpy()
+            compute = np.dtype(kernel.compute)
+            sinks = np.array(check_sinks(pool.target, given, compute, num_q_heads, True))
+            with torch.inference_mode(False):  # such a tensor can be written to in any mode
+                self.sinks = tensor_of(sinks)
+        self._record = kernel.layer(
+            pool.k, pool.k_scale, pool.v, pool.v_scale, np.empty(0, kernel.compute) if sinks is None else sinks,
+            (options.scale(pool.head_dim), options.logits_soft_cap, window - 1), True, None, _ALWAYS,
+        )  # fmt: skip
+        self.address = self._record.address
+        self.group, self.pool = group, pool
+        self.scaling, self.softcap, self.s_aux = scaling, softcap, s_aux
+
+
+def prepared(
+    query: Any, pending: Any, plan: Any, scaling: Any, softcap: Any, s_aux: Any
+) -> BoundLayer | None:
+    """Prepare a pass for a layer and those like it, and bind the layer if it is not bound to this.
+
+    Parameters
+    ----------
+    query, pending, plan
+        See `at_once`.
+    scaling, softcap, s_aux
+        See `BoundLayer`.
+
+    Returns
+    -------
+    BoundLayer or None
+        None where the pass needs more than the compiled call does; then nothing has changed.
+    """
+    layer, keys, values = pending.layer, pending.keys, pending.values
+    metadata, pool = layer.metadata, layer.pool
+    if metadata is None or pending.done is not None or plan.whole is not plan:
+        return None
+    if pool.rotate or layer.ring is not None:
+        return None
+    if not _fits(query, keys, values, metadata.batch, pool):
+        return None
+    step = plan.step(metadata, keep=layer.record_past)
+    if step.new is not None or step.queries is not None or step.ranges is not None:
+        return None
+    bound: BoundLayer | None = layer.bound
+    num_q_heads, window = query.shape[1], step.seen.window
+    key = (
+        query.dtype, pool.k_kind.name, pool.v_kind.name, *keys.shape[1:4:2], values.shape[3], num_q_heads,
+        metadata.block_size, window,
+    )  # fmt: skip
+    groups = layer.options.groups
+    group = groups.get(key)
+    if group is None:
+        kind = kind_of_dtype(array_of(keys[:0], "key_states").dtype)
+        if kind is None or not _can_be_stored(kind.dtype, pool):
+            return None
+        name = kind.name
+        kernel = pool.target.ops.append_attend(
+            name, name, pool.k_kind.name, pool.v_kind.name, by_address=True
+        )
+        group = groups[key] = Group(kernel, query.dtype)
+    if group.plan is not plan or group.before is not metadata:
+        group.prepare(plan, step, query, keys, values)
+    if group.moves:
+        pool = layer.make_room(step)
+    if (
+        bound is None or bound.group is not group or bound.pool is not pool
+        or scaling != bound.scaling or softcap != bound.softcap or s_aux is not bound.s_aux
+    ):  # fmt: skip
+        bound = BoundLayer(group, pool, window, scaling, softcap, s_aux, num_q_heads)
+        layer.bound = bound
+    return bound
+
+
+def _fits(query: Any, keys: Any, values: Any, batch: int, pool: Pool) -> bool:
+    """Whether tensors are those of a pass of few tokens over these buffers."""
+    if not query.ndim == keys.ndim == values.ndim == 4:
+        return False
+    heads, columns, dim = int(pool.k.shape[1]), query.shape[2], pool.head_dim
+    num_q_heads = query.shape[1]
+    of_token = max(num_q_heads, heads) * max(dim, pool.head_dim_v)
+    fits: bool = (
+        query.dtype == keys.dtype == values.dtype
+        and query.shape == (batch, num_q_heads, columns, dim)
+        and keys.shape == (batch, heads, columns, dim)
+        and values.shape == (batch, heads, columns, pool.head_dim_v)
+        and 0 < batch * columns * of_token < pool.target.small_call
+        and num_q_heads % heads == 0
+    )
+    return fits
+
+
+def _can_be_stored(dtype: Any, pool: Pool) -> bool:
+    taken = (QUERY_DTYPES, source_dtypes(pool.k_kind), source_dtypes(pool.v_kind))
+    return all(dtype in dtypes for dtypes in taken)
+
+
+# -- in steps
+
+
+def append_and_attend(query: Any, pending: Pending, plan: Any, options: AttentionOptions) -> Any:
+    """Append pending rows, unless an earlier call has, and attend over their layer.
+
+    Parameters
+    ----------
+    query : tensor (batch, num_q_heads, T, head_dim)
+        Queries of the new columns.
+    pending : Pending
+        From `numkv.transformers.layers.NumkvLayer.update`.
+    plan : Plan
+        Of this forward pass.
+    options : AttentionOptions
+        Scale, soft cap and sinks, checked.
+
+    Returns
+    -------
+    tensor (batch, T, num_q_heads, head_dim_v)
+    """
+    q = _by_token(query, "query")
+    step, pool = _append(q, pending, plan)
+    ring = pending.layer.ring
+    batch, heads, columns, _ = query.shape
+    if ring is not None:
+        found = ring.attend(pool, step, columns, q, options)
+        return tensor_of(found).view(batch, columns, heads, found.shape[2])
+    window = plan.seen.window - 1
+    options = options._replace(window_left=window if step.ranges is None else -1)
+    chosen = q if step.queries is None else q[step.queries]
+    found = attend(pool, step.table, chosen, step.lengths, step.starts, options, ranges=step.ranges)
+    out = tensor_of(found)
+    if step.queries is not None:  # the others are padding, and see nothing
+        whole = out.new_zeros((q.shape[0], *out.shape[1:]))
+        whole[tensor_of(step.queries)] = out
+        out = whole
+    return out.view(batch, columns, heads, out.shape[2])
+
+
+def _append(q: Any, pending: Pending, plan: Any) -> tuple[Step, Pool]:
+    """The step, and the pool that holds its rows; layers that share these rows find them there."""
+    if pending.done is not None:
+        done, step, pool = pending.done
+        if done is not plan.whole:
+            raise NotSupported(
+                "NumkvCache: expected layers that share rows to have the same mask, got another one"
+            )
+        return step if plan.whole is plan else step.of_last(plan.columns), pool
+    if plan.whole is not plan:
+        raise NotSupported(
+            "NumkvCache: expected a mask of all new columns for rows that are to be stored, got a part"
+        )
+    layer = pending.layer
+    metadata, pool = layer.begin(pending.keys, pending.values)
+    check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
+    step = plan.step(metadata, keep=layer.record_past)
+    k = _new_rows(pending.keys, pool.k_kind, "key_states")
+    v = None if pool.is_latent else _new_rows(pending.values, pool.v_kind, "value_states")
+    k, v = pool.check_rows(k, v, check_finite=True)
+    pool = layer.make_room(step)
+    pool.scatter(k, v, step.slots)
+    if layer.ring is not None:
+        layer.ring.write(k, v, step)
+    layer.finish(step, pool)
+    pending.done = (plan, step, pool)
+    return step, pool
+
+
+def _new_rows(x: Any, kind: Kind, name: str) -> Any:
+    """Rows in a dtype that can be stored in a kind."""
+    rows = _by_token(x, name)
+    return rows if rows.dtype in source_dtypes(kind) else _by_token(x.float(), name)
+
+
+def _by_token(x: Any, name: str) -> Any:
+    """Rows ``(batch * T, heads, dim)`` as an array, without a copy where they lie so, as they do in most models."""
+    batch, heads, columns, dim = x.shape
+    rows = x.transpose(1, 2).reshape(batch * columns, heads, dim)
+    if rows.stride(2) != 1:
+        rows = rows.contiguous()
+    return array_of(rows, name)
+
+
+def attend_absorbed(
+    query: Any, value: Any, pending: Pending, plan: Any, options: AttentionOptions
+) -> Any:
+    """Append pending latents and attend over them, with the weight of K and V multiplied to queries and outputs.
+
+    Parameters
+    ----------
+    query : tensor (batch, num_q_heads, T, nope_dim + rotary_dim)
+        Queries of the new columns.
+    value : tensor (batch, num_q_heads, T, head_dim_v)
+        What `expand_kv` has made of latents: its shape counts.
+    pending : Pending
+        From `LatentLayer.update`.
+    plan, options
+        See `append_and_attend`.
+
+    Returns
+    -------
+    tensor (batch, T, num_q_heads, head_dim_v)
+    """
+    weight, rank = pending.weight, pending.values.shape[3]
+    heads, dim_v = query.shape[1], value.shape[3]
+    nope = query.shape[3] - (pending.keys.shape[3] - rank)
+    if weight is None or tuple(weight.shape) != (heads * (nope + dim_v), rank):
+        got = "none" if weight is None else f"one of shape {tuple(weight.shape)}"
+        raise NotSupported(
+            f"NumkvCache: expected a weight {(heads * (nope + dim_v), rank)} that makes K and V of latents, got {got}; "
+            "use another cache for this model"
+        )
+    of_k, of_v = weight.view(heads, nope + dim_v, rank).split([nope, dim_v], 1)
+    absorbed = torch.cat([torch.matmul(query[..., :nope], of_k), query[..., nope:]], -1)
+    out = append_and_attend(absorbed, pending, plan, options)
+    found = torch.matmul(out.transpose(1, 2), of_v.transpose(1, 2))
+    return found.transpose(1, 2)

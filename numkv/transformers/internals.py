@@ -21,7 +21,7 @@ from transformers.cache_utils import (
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from numkv.transformers.books import Seen
+from numkv.transformers.metadata import Seen
 
 __all__ = [
     "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "LinearAttentionLayer", "attention_of",

@@ -1,25 +1,34 @@
-"""Cache layers whose rows are numkv's, and what travels from them to the attention function."""
+"""Cache layers whose rows are numkv's, how they store these, and what travels from them to the attention function."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.compiler import is_dynamo_compiling
+from torch.nn import functional
 
 from numkv import targets
 from numkv.access import Access
+from numkv.caches import FullPrecision
+from numkv.caches.layer_spec import in_full
 from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
 from numkv.interrupts import uninterrupted
 from numkv.kinds import Kind, kind_of_dtype
+from numkv.kinds import kind as kind_of
+from numkv.numbers import check_flag, check_size
+from numkv.storage.latents import LatentPool
 from numkv.storage.pool import Pool
 from numkv.torch.tensors import array_of
-from numkv.transformers.books import Books, Shrink, Step
-from numkv.transformers.bound import BoundLayer
+from numkv.transformers.full_precision import FullPrecisionRing
 from numkv.transformers.internals import CacheLayerMixin, LinearAttentionLayer
-from numkv.transformers.options import Options
+from numkv.transformers.metadata import BatchMetadata, Shrink, Step
 
+# Short blocks are copied fast where beams part, and long ones read as fast as memory without blocks.
+_BLOCK_SIZE = 256
+_SMALLEST = 16
 _Tensor = torch.Tensor
 # What may be asked of rows on their way; everything else would compute with them.
 _ASKED = {
@@ -27,6 +36,54 @@ _ASKED = {
     _Tensor.layout.__get__, _Tensor.requires_grad.__get__, _Tensor.size, _Tensor.dim, _Tensor.__len__,
     _Tensor.is_floating_point, _Tensor.numel, _Tensor.is_contiguous, _Tensor.stride,
 }  # fmt: skip
+# What `expand_kv` of transformers' models does with latents; any other code computes with them.
+_EXPANDING = {
+    _Tensor.view, _Tensor.transpose, torch.split, _Tensor.split, _Tensor.expand, _Tensor.__getitem__,
+    functional.linear, _Tensor.copy_, _Tensor.new_empty,
+}  # fmt: skip
+
+
+class Options:
+    """How a `NumkvCache` stores rows, checked: one object that its layers share.
+
+    Parameters
+    ----------
+    kind, k_kind, v_kind : str, optional
+        Storage kinds; see `numkv.transformers.NumkvCache`.
+    capacity : int, optional
+        Tokens of each sequence to reserve room for.
+    rotate : bool
+        Whether rows are rotated.
+    full_precision : FullPrecision, optional
+        Newest and first tokens of each sequence that are kept in full precision, too.
+    """
+
+    def __init__(
+        self,
+        kind: Any = None,
+        k_kind: Any = None,
+        v_kind: Any = None,
+        capacity: int | None = None,
+        rotate: bool = False,
+        full_precision: FullPrecision | None = None,
+    ) -> None:
+        if kind is not None and k_kind is not None and v_kind is not None:
+            raise ValueError(
+                "`kind`: expected None where k_kind and v_kind are both given, got all three"
+            )
+        asked = (kind if x is None else x for x in (k_kind, v_kind))
+        self.k_kind, self.v_kind = (None if x is None else kind_of(x) for x in asked)
+        self.capacity = 0 if capacity is None else check_size("capacity", capacity)
+        self.rotate = check_flag("rotate", rotate)
+        kinds = self.k_kind, self.v_kind
+        quantises = any(of is not None and of.has_scales for of in kinds)
+        self.full_precision = in_full(full_precision, "floats", quantises)
+        self.access = Access()
+        #: What layers share that attend by compiled calls: see `numkv.transformers.attention`.
+        self.groups: dict[tuple[Any, ...], Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "groups": {}}  # which hold addresses: a copy makes its own
 
 
 class Pending:
@@ -41,7 +98,7 @@ class Pending:
     done : tuple of Plan, Step and Pool, or None
         The step that stored them, and the pool then, for layers that share them.
     weight : tensor or None
-        Of latents, what makes K and V of them; see `numkv.transformers.latents`.
+        Of latents, what makes K and V of them; see `LatentRows`.
     """
 
     __slots__ = ("done", "keys", "layer", "values", "weight")
@@ -82,6 +139,54 @@ class Rows(torch.Tensor):  # type: ignore[misc]
         return f"Rows({tuple(self.shape)}, on their way into {self.pending.layer!r})"
 
 
+class LatentRows(Rows):
+    """New latents on their way from `LatentLayer.update` to the attention function, by way of `expand_kv`.
+
+    transformers multiplies what a cache gives back with the weight that makes K and V of every head (`expand_kv`). Here
+    that product is put off: it is noted with the rows, and what it makes has the shapes of K and V, and no content.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        rows = next((x for x in args if isinstance(x, LatentRows)), None)
+        if rows is None or func not in _EXPANDING:
+            return super().__torch_function__(func, types, args, kwargs)
+        with DisableTorchFunctionSubclass():
+            if func is functional.linear:
+                return rows._multiplied(*args, **kwargs)
+            if func is _Tensor.copy_:
+                return args[0]
+            if func is _Tensor.new_empty:
+                shape = args[1] if len(args) == 2 else args[1:]
+                return rows._tagged(_nothing(rows, shape))
+            found = func(*args, **kwargs)
+            if isinstance(found, tuple | list):
+                return tuple(rows._tagged(x) for x in found)
+            return rows._tagged(found)
+
+    def _multiplied(self, x: Any, weight: Any, bias: Any = None) -> Any:
+        """Note the weight of a product with these latents, in place of the product."""
+        pending = self.pending
+        if x is not self or bias is not None or pending.weight is not None:
+            raise NotSupported(
+                "NumkvCache: expected one product of latents with a weight, without a bias, got another; use another "
+                "cache for this model"
+            )
+        pending.weight = weight
+        return self._tagged(_nothing(self, (*self.shape[:-1], weight.shape[0])))
+
+    def _tagged(self, x: Any) -> Any:
+        made = x.as_subclass(LatentRows)
+        made.pending = self.pending
+        return made
+
+
+def _nothing(like: Any, shape: Any) -> Any:
+    """A tensor of a shape, of one element in memory."""
+    return torch.empty(1, dtype=like.dtype, device=like.device).expand(tuple(shape))
+
+
 class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
     """K and V of one attention layer.
 
@@ -104,11 +209,14 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         self.reach = reach
         self.is_sliding = reach >= 0
         self.record_past = False
-        self.block_size = options.block_size_for(reach)
-        self.books: Books | None = None
+        self.block_size = _BLOCK_SIZE
+        while 0 <= reach < 4 * self.block_size and self.block_size > _SMALLEST:
+            self.block_size //= 2
+        self.metadata: BatchMetadata | None = None
         self.pool: Pool | None = None
-        self.recent = options.recent()
-        self.bound: BoundLayer | None = None
+        self.ring: FullPrecisionRing | None = None
+        #: What a compiled call of the layer needs: see `numkv.transformers.attention`.
+        self.bound: Any = None
         # Of the last pass of one token: shapes, dtype, what is pending, and what comes back for it.
         self._rows: tuple[Any, ...] | None = None
 
@@ -125,18 +233,19 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
     def lazy_initialization(self, key_states: Any, value_states: Any) -> None:
         """Make the buffers for K and V of these shapes."""
         _check_rows(key_states, value_states)
-        batch, heads, _, dim = key_states.shape
-        k_kind, v_kind = self.options.kinds(_kind_of(key_states), _kind_of(value_states))
-        self.books = self.options.empty_books(int(batch), self.block_size, self.reach)
-        shape = (self.books.num_blocks, int(heads), self.block_size)
+        batch, heads, _, dim = map(int, key_states.shape)
+        options, size, tokens = self.options, self.block_size, self.options.capacity
+        own = _own_kind(key_states), _own_kind(value_states)
+        kinds = options.k_kind or own[0], options.v_kind or own[1]
+        if self.reach >= 0:
+            tokens = min(tokens, self.reach + size)
+        num_blocks = max(1, batch * -(-tokens // size))
+        self.metadata = BatchMetadata.empty(batch, size, num_blocks, self.reach)
         self.pool = self.pool_class.allocate(
-            targets.get("cpu"), shape, int(dim), int(value_states.shape[3]), k_kind, v_kind,
-            self.options.rotate,
+            targets.get("cpu"), (num_blocks, heads, size), dim, int(value_states.shape[3]), *kinds, options.rotate
         )  # fmt: skip
-        if self.recent is not None:
-            kinds = _kind_of(key_states), _kind_of(value_states)
-            dims = int(dim), int(value_states.shape[3])
-            self.recent.make(self.pool.target, int(batch), int(heads), dims, kinds)
+        if options.full_precision is not None:
+            self.ring = FullPrecisionRing(self.pool, own, batch, options.full_precision)
         self.is_initialized = True
 
     def update(
@@ -163,8 +272,8 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "bound": None, "_rows": None}
 
-    def begin(self, key_states: Any, value_states: Any) -> tuple[Books, Pool]:
-        """The books and the pool that new rows meet, both checked."""
+    def begin(self, key_states: Any, value_states: Any) -> tuple[BatchMetadata, Pool]:
+        """The metadata and the pool that new rows meet, both checked."""
         batch, heads, _, dim = key_states.shape
         dims = (heads, dim, value_states.shape[3])
         if key_states.shape[:3] != value_states.shape[:3]:
@@ -174,18 +283,18 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
                 expected=tuple(key_states.shape[:3]),
                 actual=tuple(value_states.shape[:3]),
             )
-        if self.books is None or self.pool is None:
+        if self.metadata is None or self.pool is None:
             self.lazy_initialization(key_states, value_states)
-        elif self.books.columns == 0 and (batch, *dims) != (self.books.batch, *self._dims()):
+        elif self.metadata.columns == 0 and (batch, *dims) != (self.metadata.batch, *self._dims()):
             self.lazy_initialization(key_states, value_states)  # after a reset
-        books, pool = self.books, self.pool
-        assert books is not None
+        metadata, pool = self.metadata, self.pool
+        assert metadata is not None
         assert pool is not None
-        if batch != books.batch:
+        if batch != metadata.batch:
             raise DimensionMismatch(
-                f"NumkvCache: expected a batch of {books.batch}, as is in the cache, got {batch}; call reset() "
+                f"NumkvCache: expected a batch of {metadata.batch}, as is in the cache, got {batch}; call reset() "
                 "for another",
-                expected=books.batch,
+                expected=metadata.batch,
                 actual=int(batch),
             )
         if dims != self._dims():
@@ -194,7 +303,7 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
                 expected=self._dims(),
                 actual=tuple(map(int, dims)),
             )
-        return books, pool
+        return metadata, pool
 
     def _dims(self) -> tuple[int, int, int]:
         pool = self.pool
@@ -202,7 +311,7 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         return int(pool.k.shape[1]), pool.head_dim, pool.head_dim_v
 
     def make_room(self, step: Step) -> Pool:
-        """The pool with room for a step's rows; the layer's books stay as they are."""
+        """The pool with room for a step's rows; the layer's metadata stay as they are."""
         pool = self.pool
         assert pool is not None
         bigger = pool
@@ -222,7 +331,7 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_seq_length(self) -> int:
         """Columns so far, padding included."""
-        return 0 if self.books is None else self.books.columns
+        return 0 if self.metadata is None else self.metadata.columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Columns that a mask covers, and where it starts."""
@@ -244,8 +353,8 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers."""
-        recent = 0 if self.recent is None else self.recent.nbytes
-        return recent + (0 if self.pool is None else self.pool.nbytes)
+        pools = self.pool, None if self.ring is None else self.ring.pool
+        return sum(pool.nbytes for pool in pools if pool is not None)
 
     def activate_past_recording(self) -> None:
         """Keep what leaves the reach until the next crop."""
@@ -254,65 +363,50 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
     @uninterrupted
     def reset(self) -> None:
         """Forget all tokens; the buffers stay if the next batch is of the same size."""
-        books = self.books
-        if books is not None:
-            self.books = self.options.empty_books(
-                books.batch, self.block_size, self.reach, books.num_blocks
+        held = self.metadata
+        if held is not None:
+            self.metadata = BatchMetadata.empty(
+                held.batch, held.block_size, held.num_blocks, held.reach
             )
-        if self.recent is not None:
-            self.recent.reset()
+        if self.ring is not None:
+            self.ring.crop(np.zeros_like(self.ring.end))
 
-    def change(self, books: Books, shrink: Shrink | None = None) -> None:
-        """Take new books, and a smaller pool if they say so."""
+    def change(self, metadata: BatchMetadata, shrink: Shrink | None = None) -> None:
+        """Take new metadata, and a smaller pool if they say so."""
         if shrink is not None:
             pool = self.pool
             assert pool is not None
             num_blocks, source, target = shrink
             self.pool = pool.like(num_blocks)
             pool.copy_blocks(source, self.pool, target)
-        self.books = books
+        self.metadata = metadata
 
-    def cropped(self, columns: int) -> tuple[Books, Shrink | None]:
-        """The books without the last columns, and without what is then out of reach."""
-        assert self.books is not None
-        books = self.books.cropped(columns, kept=self.record_past)
-        return books.dropping().shrunk() if self.reach >= 0 else (books, None)
+    def cropped(self, tokens_to_remove: int) -> tuple[BatchMetadata, Shrink | None] | None:
+        """What the layer holds without the last ``-tokens_to_remove`` columns, if it holds anything; checked."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"`crop`: expected minus the number of tokens to remove, got {tokens_to_remove}"
+            )
+        if self.metadata is None:
+            return None
+        return self.metadata.cropped(-int(tokens_to_remove), kept=self.record_past)
 
     @uninterrupted
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` columns."""
-        removed = columns_to_crop(tokens_to_remove)
-        if self.books is not None:
-            self.change(*self.cropped(removed))
-            self.crop_recent()
-
-    def crop_recent(self) -> None:
-        """Forget what the books have no more, among tokens in full precision."""
-        if self.recent is not None and self.books is not None:
-            self.recent.crop(self.books)
+        left = self.cropped(tokens_to_remove)
+        if left is not None:
+            self.change(*left)
+            if self.ring is not None:
+                self.ring.crop(left[0].lengths)
 
     @uninterrupted
     def reorder_cache(self, beam_idx: Any) -> None:
         """Take sequences in another order; those that are taken twice share their blocks."""
-        if self.books is not None:
-            rows = beam_idx.cpu().numpy()
-            self.change(self.books.selected(rows))
-            self.select_recent(rows)
-
-    def select_recent(self, rows: Any) -> None:
-        """Take sequences in another order, among tokens in full precision."""
-        if self.recent is not None:
-            self.recent.select(rows)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Take each sequence so many times."""
-        if self.books is not None:
-            self.reorder_cache(torch.arange(self.books.batch).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Any) -> None:
-        """Take some sequences."""
-        if self.books is not None:
-            self.reorder_cache(torch.arange(self.books.batch)[indices.cpu()])
+        if self.metadata is not None:
+            self.change(self.metadata.selected(tuple(beam_idx.tolist())))
+            if self.ring is not None:
+                self.ring.select(beam_idx.cpu().numpy())
 
     def offload(self) -> None:
         """Not on the CPU."""
@@ -321,6 +415,22 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         )
 
     prefetch = offload
+
+
+class LatentLayer(NumkvLayer):
+    """Latents of one attention layer with their rotary keys, a row for each token."""
+
+    pool_class = LatentPool
+
+    def update(
+        self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Take latents ``(batch, 1, T, rank)`` and rotary keys ``(batch, 1, T, rotary_dim)``."""
+        # V is the first part of a row, and is stored with it.
+        pending = Pending(self, torch.cat([key_states, value_states], -1), key_states)
+        key, value = key_states.as_subclass(LatentRows), value_states.as_subclass(LatentRows)
+        key.pending = value.pending = pending
+        return key, value
 
 
 class HybridLayer(LinearAttentionLayer, NumkvLayer):  # type: ignore[misc]
@@ -352,32 +462,15 @@ class HybridLayer(LinearAttentionLayer, NumkvLayer):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove tokens from both."""
-        self.crop_states(tokens_to_remove)
-        NumkvLayer.crop(self, tokens_to_remove)
-
-    def crop_states(self, tokens_to_remove: int) -> None:
-        """Remove tokens from the linear states."""
         LinearAttentionLayer.crop(self, tokens_to_remove)
+        NumkvLayer.crop(self, tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Take sequences in another order, in both."""
-        self.reorder_states(beam_idx)
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
         NumkvLayer.reorder_cache(self, beam_idx)
 
-    def reorder_states(self, beam_idx: Any) -> None:
-        """Take linear states in another order."""
-        LinearAttentionLayer.reorder_cache(self, beam_idx)
-
     offload = prefetch = NumkvLayer.offload
-
-
-def columns_to_crop(tokens_to_remove: int) -> int:
-    """How many columns a call of `crop` removes."""
-    if tokens_to_remove > 0:
-        raise ValueError(
-            f"`crop`: expected minus the number of tokens to remove, got {tokens_to_remove}"
-        )
-    return -int(tokens_to_remove)
 
 
 def _check_rows(key_states: Any, value_states: Any) -> None:
@@ -394,7 +487,7 @@ def _check_rows(key_states: Any, value_states: Any) -> None:
             )
 
 
-def _kind_of(x: Any) -> Kind:
+def _own_kind(x: Any) -> Kind:
     """The kind that stores a tensor's elements as they are."""
     found = kind_of_dtype(array_of(x.detach()[:0], "key_states").dtype)
     if found is None:

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 import torch
 
 from numkv.errors import NotSupported
-from numkv.transformers.books import Books, Seen, Step
 from numkv.transformers.internals import causal_mask_function, sdpa_mask, seen_by
+from numkv.transformers.metadata import BatchMetadata, Seen, Step
 
 
 class Plan:
@@ -43,19 +43,19 @@ class Plan:
         self.whole = self
         self._arguments = arguments
         self._padding: Any = None
-        self._steps: dict[tuple[int, bool], tuple[Books, Step]] = {}
+        self._steps: dict[tuple[int, bool], tuple[BatchMetadata, Step]] = {}
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """That of the mask."""
         return self._arguments["batch_size"], 1, self.columns, self._arguments["kv_length"]
 
-    def step(self, books: Books, *, keep: bool) -> Step:
-        """What the pass does to layers with these books; worked out once.
+    def step(self, metadata: BatchMetadata, *, keep: bool) -> Step:
+        """What the pass does to layers with these metadata; worked out once.
 
         Parameters
         ----------
-        books : Books
+        metadata : BatchMetadata
             What the layer holds.
         keep : bool
             Whether it keeps tokens out of reach.
@@ -65,29 +65,29 @@ class Plan:
         NotSupported, DimensionMismatch
             If the mask is of another kind, or does not fit what is in the cache.
         """
-        key = (id(books), keep)
+        key = (id(metadata), keep)
         found = self._steps.get(key)
         if found is None:
-            found = self._steps[key] = (books, self._new_step(books, keep))
+            found = self._steps[key] = (metadata, self._new_step(metadata, keep))
         return found[1]
 
-    def _new_step(self, books: Books, keep: bool) -> Step:
+    def _new_step(self, metadata: BatchMetadata, keep: bool) -> Step:
         if self.seen is None:
             raise NotSupported(
                 "NumkvCache: expected a causal mask, with a window, chunks, padding or blocks that see both ways, got "
                 "one with a pattern of its own (packed sequences, or functions that a model adds); run this model "
                 "or input with another cache and attention implementation"
             )
-        if self.offset != books.columns:
+        if self.offset != metadata.columns:
             raise NotSupported(
                 f"NumkvCache: expected a layer with {self.offset} tokens, as the mask is made for, got one with "
-                f"{books.columns}: another thread goes on with this cache, where one thread at a time may, or a pass "
-                "failed or left layers out; then call reset() and start again"
+                f"{metadata.columns}: another thread goes on with this cache, where one thread at a time may, or a "
+                "pass failed or left layers out; then call reset() and start again"
             )
         padding = self._arguments["attention_mask"]
         if padding is not None and self._padding is None:
             self._padding = padding.to("cpu", torch.bool).numpy()
-        return books.advance(self._padding, self.columns, self.seen, keep=keep)
+        return metadata.advance(self._padding, self.columns, self.seen, keep=keep)
 
     def tensor(self, *, explicit: bool = False) -> Any:
         """The mask that transformers' ``sdpa`` would have got; None where that needs none.

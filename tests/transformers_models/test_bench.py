@@ -18,7 +18,7 @@ from numkv.bench.rounds import DYNAMIC, FLOOR, STATIC
 from numkv.cli import bench, main
 from numkv.demo.cache import CacheChoice
 from numkv.errors import NotSupported
-from numkv.transformers.books import Books
+from numkv.transformers.metadata import BatchMetadata
 
 SIZES = {
     "model_type": "qwen2", "vocab_size": 90, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2,
@@ -114,13 +114,13 @@ def test_layers_share_what_a_step_is_worked_out_from(made, window, monkeypatch):
     one = made(config=config)
     there = dict(contestants.candidates(["numkv"], [FP32], one.model, 40, 48))["numkv fp32"]()
     one._fill({"x": there}, 40, {})
-    advance, worked_out = Books.advance, []
+    advance, worked_out = BatchMetadata.advance, []
 
-    def counted(books, *args, **kwargs):
-        worked_out.append(books.columns)
-        return advance(books, *args, **kwargs)
+    def counted(metadata, *args, **kwargs):
+        worked_out.append(metadata.columns)
+        return advance(metadata, *args, **kwargs)
 
-    monkeypatch.setattr(Books, "advance", counted)
+    monkeypatch.setattr(BatchMetadata, "advance", counted)
     there.enter()
     for _ in range(3):
         worked_out.clear()

@@ -13,7 +13,7 @@ from transformers import DynamicCache  # noqa: E402
 
 from numkv.errors import DimensionMismatch, NotSupported  # noqa: E402
 from numkv.transformers import NumkvCache  # noqa: E402
-from numkv.transformers.books import Books, Seen  # noqa: E402
+from numkv.transformers.metadata import BatchMetadata, Seen  # noqa: E402
 
 VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
@@ -123,19 +123,19 @@ def test_an_image_with_pixels():
 
 
 def test_blocks_that_have_no_form():
-    books = Books.empty(1, 4, 4, -1)
+    metadata = BatchMetadata.empty(1, 4, 4, -1)
     with pytest.raises(NotSupported, match="got one in parts"):
-        books.advance(None, 5, Seen(blocks=np.array([[0, 0, -1, 0, -1]])))
+        metadata.advance(None, 5, Seen(blocks=np.array([[0, 0, -1, 0, -1]])))
     with pytest.raises(DimensionMismatch, match="token_type_ids of all tokens"):
-        books.advance(None, 5, Seen(blocks=np.zeros((1, 4), int)))
+        metadata.advance(None, 5, Seen(blocks=np.zeros((1, 4), int)))
     hidden = np.array([[True, True, False, True, True]])  # padding is no token
-    step = books.advance(hidden, 5, Seen(blocks=np.array([[0, 0, -1, 0, -1]])))
+    step = metadata.advance(hidden, 5, Seen(blocks=np.array([[0, 0, -1, 0, -1]])))
     assert step.ranges.tolist()[:2] == [[0, 3], [0, 3]]
     assert step.ranges.tolist()[3:] == [[0, 3], [0, 4]]
 
 
 def test_a_block_whose_beginning_was_dropped():
-    sliding = Books.empty(1, 4, 8, 3).advance(None, 12, Seen(window=4)).after
+    sliding = BatchMetadata.empty(1, 4, 8, 3).advance(None, 12, Seen(window=4)).after
     ids = np.where(np.arange(16) < 2, -1, 0)[None]
     with pytest.raises(NotSupported, match="has dropped"):
         sliding.advance(None, 4, Seen(4, blocks=ids))

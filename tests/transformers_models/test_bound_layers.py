@@ -14,8 +14,7 @@ from transformers import masking_utils as masking  # noqa: E402
 
 from numkv.errors import NonFiniteInput, NotSupported  # noqa: E402
 from numkv.transformers import NumkvCache  # noqa: E402
-from numkv.transformers import append_attend as ways  # noqa: E402
-from numkv.transformers.attention import attention  # noqa: E402
+from numkv.transformers.attention import at_once, attention  # noqa: E402
 from numkv.transformers.masks import plan_of_mask  # noqa: E402
 
 HEADS, Q_HEADS, DIM = 2, 4, 16
@@ -67,13 +66,13 @@ def test_both_ways_give_the_same(generator, monkeypatch, config, kind, dtype):
             sinks += 1  # in place, as an optimiser does
         asked = options[number]
         found = []
-        for cache, way in zip(caches, (ways.at_once, lambda *_: None), strict=True):
+        for cache, way in zip(caches, (at_once, lambda *_: None), strict=True):
             monkeypatch.setattr("numkv.transformers.attention.at_once", way)
             with torch.inference_mode(number < 6):
                 found.append([attend(cache, layer, q, k, v, **asked) for layer in (0, 1)])
             if cache is caches[0] and number:
                 assert cache.layers[1].bound is not None
-                assert cache.layers[1].bound.group.after is cache.layers[1].books
+                assert cache.layers[1].bound.group.after is cache.layers[1].metadata
                 calls += 1
         for a, b in zip(*found, strict=True):
             assert a.dtype == dtype
@@ -158,8 +157,8 @@ def test_decoding_is_bound():
         given = prompts([13, 6])
         model.generate(**given, max_new_tokens=8, do_sample=False, past_key_values=cache, **options)
         last = [layer.bound.group for layer in cache.layers]
-        # After beams are put in order once more the books are new ones.
+        # After beams are put in order once more the metadata are new ones.
         assert options or all(
-            group.after is layer.books for group, layer in zip(last, cache.layers, strict=True)
+            group.after is layer.metadata for group, layer in zip(last, cache.layers, strict=True)
         )
         assert len(set(map(id, last))) == 2  # sliding layers, and full ones

@@ -92,10 +92,10 @@ def test_beams_share_the_blocks_of_their_prompt():
     model.generate(
         **prompts([600]), num_beams=4, past_key_values=cache, max_length=620, do_sample=False
     )
-    books = cache.layers[0].books
-    assert books.batch == 4
-    assert len(set(books.table[:, :2].flat)) == 2  # two full blocks of 256
-    assert (books._used() > 0).sum() <= 2 + 4  # and a last one each
+    metadata = cache.layers[0].metadata
+    assert metadata.batch == 4
+    assert len(set(metadata.table[:, :2].flat)) == 2  # two full blocks of 256
+    assert (metadata._used() > 0).sum() <= 2 + 4  # and a last one each
 
 
 @pytest.mark.nightly

@@ -24,12 +24,14 @@ def model():
 def see(cache):
     found = []
     for layer in cache.layers:
-        books, pool = layer.books, layer.pool
+        metadata, pool = layer.metadata, layer.pool
         tokens = [
             pool.k[block].tobytes()
-            for block in books.table[:, : -(-books.columns // books.block_size)].reshape(-1)
+            for block in metadata.table[:, : -(-metadata.columns // metadata.block_size)].reshape(
+                -1
+            )
         ]
-        found.append([books.columns, books.lengths.tolist(), tokens])
+        found.append([metadata.columns, metadata.lengths.tolist(), tokens])
     return found
 
 

@@ -116,7 +116,7 @@ def test_padding_is_not_stored():
     cache = NumkvCache(model.config, "fp32")
     logits_of(model, cache, prompts([300, 3, 2, 1]))
     assert cache.get_seq_length() == 300
-    assert cache.layers[0].books.num_blocks == 2 + 3  # of 256 tokens
+    assert cache.layers[0].metadata.num_blocks == 2 + 3  # of 256 tokens
     assert cache.nbytes == 4 * 5 * 256 * 2 * 2 * 16 * 4
 
 
@@ -126,10 +126,10 @@ def test_room_grows_by_doubling_and_is_reserved():
     sizes = []
     for cache in (growing, reserved):
         logits_of(model, cache, prompts([240]))
-        sizes.append([cache.layers[0].books.num_blocks])
+        sizes.append([cache.layers[0].metadata.num_blocks])
         for _ in range(3):
             logits_of(model, cache, {"input_ids": torch.full((1, 120), 5)})
-            sizes[-1].append(cache.layers[0].books.num_blocks)
+            sizes[-1].append(cache.layers[0].metadata.num_blocks)
     assert sizes == [[1, 2, 2, 4], [3, 3, 3, 3]]
 
 
@@ -174,7 +174,7 @@ def test_what_is_in_it_is_said_and_drawn(tmp_path):
     assert repr(cache) == said
     text = shown(cache)
     full = next(layer for layer in cache.layers if not layer.is_sliding)
-    assert f"{full.books.num_blocks}, 256 tokens each\n" in text
+    assert f"{full.metadata.num_blocks}, 256 tokens each\n" in text
     assert "earlier tokens" in text
     assert [line.split()[:2] for line in text.splitlines() if line[0] in "012"] == [
         ["0", "20"], ["1", "9"], ["2", "14"],
@@ -211,9 +211,9 @@ def test_sequences_selected_and_repeated():
         found = logits_of(model, part, {"input_ids": token[rows], "attention_mask": mask[rows]})
         assert torch.equal(found, expected)
     part.batch_repeat_interleave(2)
-    assert part.layers[0].books.batch == 6
+    assert part.layers[0].metadata.batch == 6
     part.batch_select_indices(torch.tensor([True, False] * 3))
-    assert part.layers[0].books.batch == 3
+    assert part.layers[0].metadata.batch == 3
 
 
 def test_crop_and_reset():
@@ -265,7 +265,7 @@ def test_use_and_restore():
     assert type(found.past_key_values) is NumkvCache
     full = found.past_key_values.layers[0]
     assert (
-        full.books.num_blocks == 2
+        full.metadata.num_blocks == 2
     )  # one block for each sequence: what generate may make is reserved
     again = model.generate(**given, **GREEDY, use_cache=False)
     assert torch.equal(again, expected)

@@ -1,4 +1,4 @@
-"""The books of a cache layer, against lists of tokens, under random programs."""
+"""The metadata of a cache layer, against lists of tokens, under random programs."""
 
 import numpy as np
 import pytest
@@ -7,14 +7,14 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers", minversion="5.0")
 
 from numkv.errors import DimensionMismatch, NotSupported
-from numkv.transformers.books import Books, Seen
+from numkv.transformers.metadata import BatchMetadata, Seen
 
 
 class Model:
     """A pool of numbers, one a token, and beside it lists of what each sequence holds."""
 
     def __init__(self, batch, block_size, reach, num_blocks=1):
-        self.books = Books.empty(batch, block_size, num_blocks, reach)
+        self.metadata = BatchMetadata.empty(batch, block_size, num_blocks, reach)
         self.pool = np.full((num_blocks, block_size), -1)
         self.tokens = [[] for _ in range(batch)]
         self.columns = [[] for _ in range(batch)]
@@ -32,7 +32,7 @@ class Model:
 
     def advance(self, new, seen, keep):
         mask = np.concatenate([np.array(self.columns, bool).reshape(len(new), -1), new], 1)
-        step = self.books.advance(mask, new.shape[1], seen, keep=keep)
+        step = self.metadata.advance(mask, new.shape[1], seen, keep=keep)
         self.move(step.num_blocks, step.copies)
         numbers = np.arange(self.next, self.next + new.size)
         self.next += new.size
@@ -44,7 +44,7 @@ class Model:
             self.tokens[b] += row[flags].tolist()
             self.columns[b] += flags.tolist()
         self.check_queries(step, new, seen)
-        self.books = step.after
+        self.metadata = step.after
         if step.shrink is not None:
             self.move(step.shrink[0], step.shrink[1:])
 
@@ -54,8 +54,8 @@ class Model:
         answered = set()
         for b in range(len(new)):
             rows = range(step.starts[b], step.starts[b + 1])
-            held = step.table[b].astype(np.int64)[:, None] * self.books.block_size
-            slots = (held + np.arange(self.books.block_size)).reshape(-1)
+            held = step.table[b].astype(np.int64)[:, None] * self.metadata.block_size
+            slots = (held + np.arange(self.metadata.block_size)).reshape(-1)
             for i, row in enumerate(rows):
                 query = int(chosen[row])
                 if step.ranges is not None:
@@ -80,19 +80,16 @@ class Model:
         assert answered == set(np.flatnonzero(new))
 
     def crop(self, n, kept):
-        books = self.books.cropped(n, kept=kept)
-        if books.reach >= 0:
-            books, shrink = books.dropping().shrunk()
-            if shrink is not None:
-                self.move(shrink[0], shrink[1:])
-        self.books = books
+        self.metadata, shrink = self.metadata.cropped(n, kept=kept)
+        if shrink is not None:
+            self.move(shrink[0], shrink[1:])
         for b, flags in enumerate(self.columns):
             gone = sum(flags[len(flags) - n :])
             self.tokens[b] = self.tokens[b][: len(self.tokens[b]) - gone]
             self.columns[b] = flags[: len(flags) - n]
 
     def select(self, rows):
-        self.books = self.books.selected(np.array(rows))
+        self.metadata = self.metadata.selected(tuple(rows))
         self.tokens = [list(self.tokens[b]) for b in rows]
         self.columns = [list(self.columns[b]) for b in rows]
 
@@ -107,7 +104,7 @@ def test_random_programs(seed, seen):
     past = 0
     keep = seed % 2 == 1
     for _ in range(60):
-        batch = model.books.batch
+        batch = model.metadata.batch
         what = rng.integers(0, 6)
         if what < 4:
             columns = int(rng.choice([1, 1, 1, 2, 7, 30]))
@@ -120,25 +117,25 @@ def test_random_programs(seed, seen):
             model.crop(int(rng.integers(0, past + 1)), keep)
             past = 0
         if reach >= 0 and not keep:  # memory is bounded by the window
-            used = np.count_nonzero(model.books._used())
-            assert used <= model.books.batch * 3
-            assert model.books.num_blocks <= 2 * max(1, 4 * 4)
+            used = np.count_nonzero(model.metadata._used())
+            assert used <= model.metadata.batch * 3
+            assert model.metadata.num_blocks <= 2 * max(1, 4 * 4)
 
 
 def test_sequences_that_part_share_blocks_and_copy_one():
     model = Model(batch=1, block_size=4, reach=-1)
     model.advance(np.ones((1, 10), bool), Seen(), keep=False)
     model.select([0, 0, 0])
-    assert np.count_nonzero(model.books._used()) == 3
+    assert np.count_nonzero(model.metadata._used()) == 3
     model.advance(np.ones((3, 1), bool), Seen(), keep=False)
-    assert np.count_nonzero(model.books._used()) == 5  # two full ones, and a last one each
-    step = model.books.advance(np.ones((3, 12), bool), 1, Seen())
+    assert np.count_nonzero(model.metadata._used()) == 5  # two full ones, and a last one each
+    step = model.metadata.advance(np.ones((3, 12), bool), 1, Seen())
     assert step.copies is None
 
 
 def test_a_single_query_of_a_batch_takes_no_ranges():
-    books = Books.empty(2, 4, 4, -1).advance(None, 6, Seen()).after
-    step = books.advance(None, 1, Seen())
+    metadata = BatchMetadata.empty(2, 4, 4, -1).advance(None, 6, Seen()).after
+    step = metadata.advance(None, 1, Seen())
     assert step.ranges is None
     assert step.queries is None
     assert step.lengths.tolist() == [7, 7]
@@ -146,7 +143,7 @@ def test_a_single_query_of_a_batch_takes_no_ranges():
 
 def test_the_last_columns_alone():
     new = np.array([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]], bool)
-    step = Books.empty(2, 4, 4, -1).advance(new, 5, Seen())
+    step = BatchMetadata.empty(2, 4, 4, -1).advance(new, 5, Seen())
     part = step.of_last(1)
     assert part.queries is None
     assert part.lengths.tolist() == [3, 5]
@@ -154,21 +151,23 @@ def test_the_last_columns_alone():
 
 
 def test_masks_that_do_not_fit():
-    books = Books.empty(2, 4, 4, -1).advance(np.array([[0, 1], [1, 1]], bool), 2, Seen()).after
+    metadata = (
+        BatchMetadata.empty(2, 4, 4, -1).advance(np.array([[0, 1], [1, 1]], bool), 2, Seen()).after
+    )
     with pytest.raises(DimensionMismatch, match="`attention_mask`"):
-        books.advance(np.ones((2, 2), bool), 1, Seen())
+        metadata.advance(np.ones((2, 2), bool), 1, Seen())
     with pytest.raises(DimensionMismatch, match="`attention_mask`"):
-        books.advance(np.ones((3, 3), bool), 1, Seen())
+        metadata.advance(np.ones((3, 3), bool), 1, Seen())
     with pytest.raises(NotSupported, match="same zeros"):
-        books.advance(np.ones((2, 3), bool), 1, Seen())
+        metadata.advance(np.ones((2, 3), bool), 1, Seen())
     with pytest.raises(NotSupported, match="got None"):
-        books.advance(None, 1, Seen())
-    assert books.columns == 2
+        metadata.advance(None, 1, Seen())
+    assert metadata.columns == 2
 
 
 def test_tokens_that_are_gone():
-    books = Books.empty(1, 4, 4, 5)
-    after = books.advance(None, 20, Seen(window=6)).after
+    metadata = BatchMetadata.empty(1, 4, 4, 5)
+    after = metadata.advance(None, 20, Seen(window=6)).after
     with pytest.raises(NotSupported, match="dropped"):
         after.advance(None, 1, Seen())
     with pytest.raises(RuntimeError, match="activate_past_recording"):
@@ -177,5 +176,5 @@ def test_tokens_that_are_gone():
         after.cropped(9, kept=True)
     with pytest.raises(DimensionMismatch, match="at most 20"):
         after.cropped(21, kept=True)
-    kept = books.advance(None, 20, Seen(window=6), keep=True).after
-    assert kept.cropped(9, kept=True).lengths.tolist() == [11]
+    kept = metadata.advance(None, 20, Seen(window=6), keep=True).after
+    assert kept.cropped(9, kept=True)[0].lengths.tolist() == [11]

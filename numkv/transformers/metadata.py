@@ -1,7 +1,7 @@
 """Which tokens a cache layer holds, in which blocks, and what a forward pass changes: plain numbers, no tensors.
 
-Books are never changed. A forward pass, a crop or a reordering makes new ones, so layers of one history share one
-object, and what a pass needs is worked out once for all of them. A failed pass leaves the books as they were.
+`BatchMetadata` is never changed. A forward pass, a crop or a reordering makes a new object, so layers of one history
+share one, and what a pass needs is worked out once for all of them. A failed pass leaves a layer's metadata as it was.
 
 A batch has *columns*, which transformers counts, padding included, and each sequence *tokens*, which are stored:
 padding is not. Tokens lie in blocks, as in a paged pool. Sequences that beam search has split share blocks until one
@@ -10,8 +10,10 @@ of them writes to the last.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +24,20 @@ Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 #: Blocks of a smaller pool, and which of this one's go where in it.
 Shrink = tuple[int, NDArray[np.int32], NDArray[np.int32]]
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _once(method: _Method) -> _Method:
+    """Have a method of metadata return one object for the same arguments, as layers that share metadata share that."""
+
+    @functools.wraps(method)
+    def found(self: BatchMetadata, *args: Any, **kwargs: Any) -> Any:
+        key = method, args, *kwargs.values()
+        if key not in self.made:
+            self.made[key] = method(self, *args, **kwargs)
+        return self.made[key]
+
+    return found  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,11 +79,11 @@ class Step:
         Which of the ``batch * T`` queries are computed; None for all.
     table, lengths, starts, ranges : array
         Block table, lengths and where queries start, as attention takes them; ranges of the queries, or None.
-    after : Books
+    after : BatchMetadata
         What holds after the pass.
     shrink : Shrink or None
         Blocks of a smaller pool that is to take what is left after the pass, and copies into it.
-    before, new, seen, columns : Books, bool array (batch, columns) or None, Seen, int
+    before, new, seen, columns : BatchMetadata, bool array (batch, columns) or None, Seen, int
         What it was worked out from.
     blocks : tuple of int64 array (batch, columns), or None
         Positions from which and up to which each new token sees its block.
@@ -81,9 +97,9 @@ class Step:
     lengths: Ints
     starts: Ints
     ranges: Ints | None
-    after: Books
+    after: BatchMetadata
     shrink: Shrink | None
-    before: Books
+    before: BatchMetadata
     new: Flags | None
     seen: Seen
     columns: int
@@ -91,10 +107,10 @@ class Step:
 
     def of_last(self, columns: int) -> Step:
         """The step for the queries of the last columns alone."""
-        books, new = self.before, self.new
+        metadata, new = self.before, self.new
         ordinal = _ordinal(new, self.columns)[:, -columns:]
         new = None if new is None else new[:, -columns:]
-        found = books._queries(new, ordinal, self.lengths, self.seen, self._blocks(columns))
+        found = metadata._queries(new, ordinal, self.lengths, self.seen, self._blocks(columns))
         queries, lengths, starts, ranges = found
         return replace(self, queries=queries, lengths=lengths, starts=starts, ranges=ranges)
 
@@ -115,7 +131,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Books:
+class BatchMetadata:
     """The tokens of a batch, as layers of one history hold them.
 
     Attributes
@@ -138,6 +154,8 @@ class Books:
         Which columns are tokens; None if all are.
     shared : bool
         Whether sequences may share blocks.
+    made : dict
+        What crops and reorderings have made of it.
     """
 
     block_size: int
@@ -149,15 +167,17 @@ class Books:
     table: NDArray[np.int32]
     valid: Flags | None = None
     shared: bool = False
+    made: dict[Any, Any] = field(init=False, default_factory=dict)
 
     @classmethod
-    def empty(cls, batch: int, block_size: int, num_blocks: int, reach: int) -> Books:
-        """Books of sequences without tokens."""
+    @functools.lru_cache(maxsize=64)
+    def empty(cls, batch: int, block_size: int, num_blocks: int, reach: int) -> BatchMetadata:
+        """Sequences without tokens; one object for all layers that ask alike."""
         zeros = np.zeros(batch, np.int64)
         table = np.zeros((batch, 0), np.int32)
         return cls(block_size, num_blocks, reach, 0, zeros, zeros, table)
 
-    def __deepcopy__(self, memo: Any) -> Books:
+    def __deepcopy__(self, memo: Any) -> BatchMetadata:
         return self
 
     @property
@@ -255,9 +275,7 @@ class Books:
             self, num_blocks=num_blocks, columns=self.columns + new_columns,
             lengths=self.lengths + counts, table=table, valid=valid,
         )  # fmt: skip
-        shrink = None
-        if self.reach >= 0 and not keep:
-            after, shrink = after.dropping().shrunk()
+        after, shrink = (after, None) if keep else after._within_reach()
         return Step(
             num_blocks, copies, slots.reshape(-1), queries, table, lengths, starts, ranges, after,
             shrink, self, new, seen, new_columns, blocks,
@@ -419,35 +437,35 @@ class Books:
 
     # -- what drops tokens
 
-    def dropping(self) -> Books:
-        """Without the blocks that no later token sees."""
-        size = self.block_size
+    def _within_reach(self) -> tuple[BatchMetadata, Shrink | None]:
+        """Without the blocks that no later token sees; in a smaller pool, if this one is twice as large as needed."""
+        if self.reach < 0:
+            return self, None
+        metadata, size = self, self.block_size
         first = np.maximum(np.maximum(self.lengths - self.reach, 0) // size, self.first)
         dropped = first - self.first
-        if not dropped.any():
-            return self
-        at = np.arange(self.table.shape[1])[None] + dropped[:, None]
-        table = np.take_along_axis(self.table, np.minimum(at, self.table.shape[1] - 1), 1)
-        held = int((-(-(self.lengths - first * size) // size)).max(initial=0))
-        return replace(self, first=first, table=np.ascontiguousarray(table[:, :held]))
-
-    def shrunk(self) -> tuple[Books, Shrink | None]:
-        """In a pool of as many blocks as the reach needs, where this one has more than twice as many."""
-        enough = max(1, self.batch * (-(-self.reach // self.block_size) + 2))
+        if dropped.any():
+            at = np.arange(self.table.shape[1])[None] + dropped[:, None]
+            table = np.take_along_axis(self.table, np.minimum(at, self.table.shape[1] - 1), 1)
+            held = int((-(-(self.lengths - first * size) // size)).max(initial=0))
+            table = np.ascontiguousarray(table[:, :held])
+            metadata = replace(self, first=first, table=table)
+        enough = max(1, self.batch * (-(-self.reach // size) + 2))
         if self.num_blocks <= 2 * enough:
-            return self, None
-        used = np.flatnonzero(self._used())
+            return metadata, None
+        used = np.flatnonzero(metadata._used())
         enough = max(enough, len(used))
         if enough >= self.num_blocks:
-            return self, None
+            return metadata, None
         renamed = np.zeros(self.num_blocks, np.int32)
         renamed[used] = np.arange(len(used))
-        table = renamed[np.maximum(self.table, 0)]
-        books = replace(self, num_blocks=enough, table=table)
-        return books, (enough, used.astype(np.int32), renamed[used])
+        table = renamed[np.maximum(metadata.table, 0)]
+        shrink = enough, used.astype(np.int32), renamed[used]
+        return replace(metadata, num_blocks=enough, table=table), shrink
 
-    def cropped(self, columns: int, *, kept: bool) -> Books:
-        """Without the last columns.
+    @_once
+    def cropped(self, columns: int, *, kept: bool) -> tuple[BatchMetadata, Shrink | None]:
+        """Without the last columns, and without what is then out of reach.
 
         Parameters
         ----------
@@ -479,24 +497,23 @@ class Books:
         if self.valid is not None:
             valid = self.valid[:, :left]
             lengths = valid.sum(1)
-        if (
-            self.reach >= 0
-            and (
-                (self.first * self.block_size > np.maximum(lengths - self.reach, 0)) & (lengths > 0)
-            ).any()
-        ):
+        gone = self.first * self.block_size > np.maximum(lengths - self.reach, 0)
+        if self.reach >= 0 and (gone & (lengths > 0)).any():
             raise RuntimeError(
                 "`crop`: expected fewer tokens to remove, as those before them are gone"
             )
         first = np.where(lengths > 0, self.first, 0)
-        return replace(self, columns=left, lengths=lengths, first=first, valid=valid)
+        cropped = replace(self, columns=left, lengths=lengths, first=first, valid=valid)
+        return cropped._within_reach()
 
     # -- sequences
 
-    def selected(self, rows: Ints) -> Books:
+    @_once
+    def selected(self, order: tuple[int, ...]) -> BatchMetadata:
         """Sequences of these numbers, in this order; those that come twice share their blocks."""
+        rows = list(order)
         valid = None if self.valid is None else self.valid[rows]
-        shared = self.shared or len(np.unique(rows)) < len(rows)
+        shared = self.shared or len(set(rows)) < len(rows)
         return replace(
             self, lengths=self.lengths[rows], first=self.first[rows], table=self.table[rows],
             valid=valid, shared=shared,

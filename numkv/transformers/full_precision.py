@@ -15,71 +15,58 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.attention.attend import attend
 from numkv.attention.options import AttentionOptions
+from numkv.caches import FullPrecision
+from numkv.caches.parts import Part, attend_to_parts
 from numkv.kinds import Kind
 from numkv.storage.pool import Pool
-from numkv.targets.base import Target
-from numkv.transformers.books import Books, Step
+from numkv.transformers.metadata import Step
 
 Ints = NDArray[np.int64]
 
 
-class Recent:
+class FullPrecisionRing:
     """Rows in full precision of the last and the first tokens of each sequence of a layer.
 
     Parameters
     ----------
-    window : int
-        How many last tokens.
-    first : int
-        How many first tokens. One of the two is at least 1.
+    pool : Pool
+        The quantised rows.
+    kinds : tuple of Kind
+        Of K and V, as the model computes them.
+    batch : int
+        Sequences.
+    kept : FullPrecision
+        How many last and first tokens; one of the two is at least 1.
 
     Attributes
     ----------
-    pool : Pool or None
+    pool : Pool
         A block for each sequence: position p below `first` is in slot p, a later one in slot ``first + p % window``.
     end : int64 array (batch,)
         Position from which on each sequence's tokens are here, beside the first ones.
     """
 
-    def __init__(self, window: int, first: int = 0) -> None:
-        self.window, self.first = window, first
-        self.pool: Pool | None = None
-        self.end: Ints = np.zeros(0, np.int64)
+    def __init__(
+        self, pool: Pool, kinds: tuple[Kind, Kind], batch: int, kept: FullPrecision
+    ) -> None:
+        self.window, self.first = kept.window, kept.num_sink_tokens
+        shape = (batch, int(pool.k.shape[1]), self.first + self.window)
+        self.pool = Pool.allocate(pool.target, shape, pool.head_dim, pool.head_dim_v, *kinds)
+        self.end: Ints = np.zeros(batch, np.int64)
 
-    def make(
-        self, target: Target, batch: int, heads: int, dims: tuple[int, int], kinds: tuple[Kind, Kind]
-    ) -> None:  # fmt: skip
-        """Make buffers for K and V of these dims and kinds, without tokens."""
-        self.pool = Pool.allocate(target, (batch, heads, self.first + self.window), *dims, *kinds)
-        self.reset()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffers."""
-        return 0 if self.pool is None else self.pool.nbytes
-
-    def reset(self) -> None:
-        """Forget all tokens."""
-        if self.pool is not None:
-            self.end = np.zeros(int(self.pool.k.shape[0]), np.int64)
-
-    def crop(self, books: Books) -> None:
-        """Forget tokens past the lengths of `books`; quantised ones stay so."""
-        self.end = np.minimum(self.end, books.lengths)
+    def crop(self, lengths: Ints) -> None:
+        """Forget tokens past these lengths of the sequences; quantised ones stay so."""
+        self.end = np.minimum(self.end, lengths)
 
     def select(self, rows: Ints) -> None:
         """Take sequences of these numbers, in this order."""
-        pool = self.pool
-        if pool is not None:
-            self.pool = pool.like(len(rows))
-            pool.copy_blocks(rows.astype(np.int32), self.pool, np.arange(len(rows), dtype=np.int32))
-            self.end = self.end[rows]
+        pool, self.pool = self.pool, self.pool.like(len(rows))
+        pool.copy_blocks(rows.astype(np.int32), self.pool, np.arange(len(rows), dtype=np.int32))
+        self.end = self.end[rows]
 
     def write(self, k: Any, v: Any, step: Step) -> None:
         """Keep those of a pass's checked rows that are recent after it, or first."""
-        assert self.pool is not None
         self.end = np.maximum(self.end, step.after.lengths - self.window)
         position = step.positions()
         kept = (position >= self.end[:, None]) | (position < self.first)
@@ -107,7 +94,7 @@ class Recent:
             Of the pass.
         columns : int
             Columns of the queries.
-        q : float32 or float64 array (batch * columns, num_q_heads, head_dim)
+        q : array (batch * columns, num_q_heads, head_dim)
             Queries.
         options : AttentionOptions
             Without a window.
@@ -116,46 +103,30 @@ class Recent:
         -------
         array (batch * columns, num_q_heads, head_dim_v)
         """
-        own, lengths = self.pool, step.after.lengths
-        assert own is not None
+        lengths = step.after.lengths
         low, high = step.limits(columns)
         starts = np.arange(len(lengths) + 1) * columns
         base = (step.before.first * step.before.block_size)[:, None]
         # Positions [0, first) and [end, length) are here, one behind the other in the table, the others quantised.
         first = np.minimum(self.first, lengths)[:, None]
         end = np.maximum(self.end[:, None], first)
-        older = _ranges(np.maximum(low, first) - base, np.minimum(high, end) - base)
         gap = end - first
 
         def here(position: Ints) -> Ints:
             """How many tokens that are here come before a position."""
             return position - np.clip(position - first, 0, gap)
 
-        newer = _ranges(here(low), here(high))
         held = (lengths[:, None] - gap)[:, 0]
         at = np.arange(held.max(initial=0))[None]
-        slots = self._slots(np.where(at < first, at, at + gap))
-
-        def of_quantised(options: AttentionOptions) -> Any:
-            return attend(pool, step.table, q, step.lengths, starts, options, ranges=older)
-
-        def of_recent(options: AttentionOptions) -> Any:
-            table = slots.astype(np.int32)
-            return attend(own, table, q, held, starts, options, ranges=newer, by_slot=True)
-
-        if not (older[:, 0] < older[:, 1]).any():
-            return of_recent(options)
-        if not (newer[:, 0] < newer[:, 1]).any():
-            return of_quantised(options)
-        target, asked = pool.target, options._replace(return_lse=True)
-        o_a, lse_a = of_recent(asked)
-        o_b, lse_b = of_quantised(asked._replace(sinks=None))
-        merged, lse = np.empty_like(o_a), np.empty_like(lse_a)
-        target.ops.merge_states(
-            target.words(o_a), lse_a, target.words(o_b), lse_b,
-            "fp64" if q.dtype == np.float64 else "fp32", target.words(merged), lse,
-        )  # fmt: skip
-        return merged
+        table = self._slots(np.where(at < first, at, at + gap)).astype(np.int32)
+        older = _ranges(np.maximum(low, first) - base, np.minimum(high, end) - base)
+        newer = _ranges(here(low), here(high))
+        parts = [
+            Part(self.pool, table, newer, by_slot=True, lens=held),
+            Part(pool, step.table, older),
+        ]
+        seen = [part for part in parts if (part.ranges[:, 0] < part.ranges[:, 1]).any()]
+        return attend_to_parts(seen or parts[:1], q, step.lengths, starts, options)
 
 
 def _ranges(low: Ints, high: Ints) -> Ints:
