@@ -176,7 +176,7 @@ def _optimised_as_modules() -> Iterator[None]:
         return
 
     def lay_out(library: Any, module: Any) -> None:
-        module.data_layout = library._codegen._data_layout
+        module.data_layout = str(library.codegen.target_data)
 
     with global_compiler_lock:
         CPUCodeLibrary._optimize_functions = lay_out

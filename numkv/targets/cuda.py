@@ -298,7 +298,7 @@ class CudaTarget:
     def column(self, pages: Any, start: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """A view of shape ``(rows, *shape)`` on rows of bytes ``(rows, n)``: of each what comes after byte `start`."""
         if self._simulated:
-            return type(pages)(column_of(pages._ary, start, shape, dtype))
+            return type(pages)(column_of(memory.simulated(pages), start, shape, dtype))
         strides = column_strides(int(pages.strides[0]), shape, dtype)
         pointer = memory.pointer_of(pages) + start
         return memory.foreign(pointer, (int(pages.shape[0]), *shape), strides, dtype, pages)

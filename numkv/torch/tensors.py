@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from numkv.errors import NotSupported, UnsupportedDType
 from numkv.targets.base import TORCH_DTYPES, WORD_OF
@@ -96,7 +97,7 @@ def _refusal(x: Any, name: str, error: Exception) -> Exception:
             f"`{name}`: expected a tensor whose memory has its values, got one that is negated or conjugated lazily; "
             f"pass {name}.resolve_neg()"
         )
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if is_functorch_wrapped_tensor(x):
         return NotSupported(
             f"`{name}`: expected a tensor with memory of its own, got one within torch.func.vmap, grad or another "
             "transform; call numkv outside of it, with the batch as it is: its functions take many sequences at once"

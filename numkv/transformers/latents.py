@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunctionSubclass
 from torch.nn import functional
 
 from numkv.attention.options import AttentionOptions
@@ -38,7 +39,7 @@ class LatentRows(Rows):
         rows = next((x for x in args if isinstance(x, LatentRows)), None)
         if rows is None or func not in _ALLOWED:
             return super().__torch_function__(func, types, args, kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if func is functional.linear:
                 return rows._multiplied(*args, **kwargs)
             if func is _Tensor.copy_:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunctionSubclass
 from torch.compiler import is_dynamo_compiling
 
 from numkv import targets
@@ -64,7 +65,7 @@ class Rows(torch.Tensor):  # type: ignore[misc]
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ASKED:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func is _Tensor.to:  # where it changes nothing
             rest = [*args[1:], *(kwargs or {}).values()]

@@ -142,10 +142,19 @@ _SETTINGS = (
 )  # fmt: skip
 
 
+def _started_layer() -> str | None:
+    """The threading layer that Numba has started, if any."""
+    try:
+        name: str = parallel.threading_layer()
+    except ValueError:
+        return None
+    return name
+
+
 def _openmps() -> list[Any]:
     """The OpenMP libraries that Numba may start; none if it does not start one, or has done so already."""
     chosen = str(numba.config.THREADING_LAYER).lower()
-    if parallel._is_initialized or chosen in ("tbb", "workqueue"):
+    if _started_layer() is not None or chosen in ("tbb", "workqueue"):
         return []
     try:
         with _short_waits():
@@ -228,8 +237,7 @@ def _after_fork_in_parent() -> None:
 
 def _after_fork_in_child() -> None:
     """The parent's threads are not there, nor those that hold its locks."""
-    layer = parallel._threading_layer if parallel._is_initialized else None
-    if layer == "omp":
+    if _started_layer() == "omp":
         _state.alone = True
     if _state.turn is not None:
         _state.turn = threading.RLock()

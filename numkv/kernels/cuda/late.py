@@ -92,10 +92,11 @@ class _Device:
 def _page() -> list[_LateWords]:
     """New words."""
     if SIMULATED:
+        from numkv.kernels.cuda.memory import simulated
+
         raised = cuda.to_device(np.zeros(1, np.int64))
-        return [
-            _LateWords(cuda.to_device(np.full(WORDS, NOWHERE, np.int64)), raised, raised._ary)
-        ]  # fmt: skip
+        words = cuda.to_device(np.full(WORDS, NOWHERE, np.int64))
+        return [_LateWords(words, raised, simulated(raised))]
     from numkv.kernels.cuda.memory import foreign, pointer_of
     from numkv.kernels.cuda.uploads import constant
 

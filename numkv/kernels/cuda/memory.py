@@ -119,9 +119,14 @@ if SIMULATED:
 
     buffer = empty
 
+    def simulated(x: Any) -> np.ndarray[Any, Any]:
+        """The NumPy array that the simulator has in place of device memory."""
+        array: np.ndarray[Any, Any] = x._ary
+        return array
+
     def pointer_of(x: Any) -> int:
         """The address of an array's first element."""
-        return int(x._ary.__array_interface__["data"][0])
+        return int(simulated(x).__array_interface__["data"][0])
 
     def _none(*args: Any) -> Any:
         raise NotImplementedError("the simulator's arrays lie in host memory")
