@@ -24,11 +24,15 @@ class Part(NamedTuple):
     """See `attend`."""
     ranges: Array
     """What each query sees along its sequence's row of the table."""
+    lens: Array | None = None
+    """Tokens of each sequence along the table, where they are not those of the call."""
+    by_slot: bool = False
+    """See `attend`."""
 
 
 def attend_to_parts(
-    parts: Sequence[Part], q: Array, lens: Array, starts: Array, options: AttentionOptions, by_slot: bool = False
-) -> Any:  # fmt: skip
+    parts: Sequence[Part], q: Array, lens: Array, starts: Array, options: AttentionOptions
+) -> Any:
     """Attend with checked queries over parts that have no token in common.
 
     A part that nobody sees may be left out, but for the first: that changes no bit, as queries of 16 bits are widened
@@ -38,7 +42,7 @@ def attend_to_parts(
     ----------
     parts : sequence of Part
         One or more; the first one has the sinks of the softmax.
-    q, lens, starts, options, by_slot
+    q, lens, starts, options
         See `attend`.
 
     Returns
@@ -62,8 +66,10 @@ def attend_to_parts(
     asked = options._replace(return_lse=True, out=None, window_left=-1, sight=None)
     words, found = target.words, None
     for part in parts:
-        args = part.pool, part.table, wide, lens, starts, asked
-        o, lse = attend(*args, ranges=part.ranges, by_slot=by_slot)
+        tokens = lens if part.lens is None else part.lens
+        o, lse = attend(
+            part.pool, part.table, wide, tokens, starts, asked, ranges=part.ranges, by_slot=part.by_slot
+        )  # fmt: skip
         if found is not None:
             into = target.empty(shape, exact.dtype), target.empty(shape[:2], np.dtype(np.float32))
             target.ops.merge_states(

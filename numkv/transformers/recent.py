@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.attention.attend import attend
 from numkv.attention.options import AttentionOptions
+from numkv.caches.parts import Part, attend_to_parts
 from numkv.kinds import Kind
 from numkv.storage.pool import Pool
 from numkv.targets.base import Target
@@ -136,26 +136,12 @@ class Recent:
         at = np.arange(held.max(initial=0))[None]
         slots = self._slots(np.where(at < first, at, at + gap))
 
-        def of_quantised(options: AttentionOptions) -> Any:
-            return attend(pool, step.table, q, step.lengths, starts, options, ranges=older)
-
-        def of_recent(options: AttentionOptions) -> Any:
-            table = slots.astype(np.int32)
-            return attend(own, table, q, held, starts, options, ranges=newer, by_slot=True)
-
-        if not (older[:, 0] < older[:, 1]).any():
-            return of_recent(options)
-        if not (newer[:, 0] < newer[:, 1]).any():
-            return of_quantised(options)
-        target, asked = pool.target, options._replace(return_lse=True)
-        o_a, lse_a = of_recent(asked)
-        o_b, lse_b = of_quantised(asked._replace(sinks=None))
-        merged, lse = np.empty_like(o_a), np.empty_like(lse_a)
-        target.ops.merge_states(
-            target.words(o_a), lse_a, target.words(o_b), lse_b,
-            "fp64" if q.dtype == np.float64 else "fp32", target.words(merged), lse,
-        )  # fmt: skip
-        return merged
+        parts = (
+            Part(own, slots.astype(np.int32), newer, held, by_slot=True),
+            Part(pool, step.table, older),
+        )
+        seen = [part for part in parts if (part.ranges[:, 0] < part.ranges[:, 1]).any()]
+        return attend_to_parts(seen or parts[:1], q, step.lengths, starts, options)
 
 
 def _ranges(low: Ints, high: Ints) -> Ints:

@@ -613,8 +613,9 @@ class CausalCache(LayeredCache):
         begun = self._begin_reading(layer)
         table, lens, starts, ranges = now.on_target()
         if self._num_sinks:
-            parts = [Part(pool, table, x) for x in (ranges, now.sinks_on_target()) if x is not None]
-            found = attend_to_parts(parts, q, lens, starts, options, by_slot=True)
+            seen = ranges, now.sinks_on_target()
+            parts = [Part(pool, table, x, by_slot=True) for x in seen if x is not None]
+            found = attend_to_parts(parts, q, lens, starts, options)
         else:
             found = attend(pool, table, q, lens, starts, options, ranges=ranges, by_slot=True)
         self._end_reading(layer, begun)
@@ -629,9 +630,9 @@ class CausalCache(LayeredCache):
         columns, sinks = max(counts, default=0), now.sinks_on_target()
         if sinks is not None and lse is None:
             # With the lse known, the mass of each token is independent of the others.
-            parts = [Part(pool, table, ranges), Part(pool, table, sinks)]
+            parts = [Part(pool, table, x, by_slot=True) for x in (ranges, sinks)]
             asked = options._replace(return_lse=True)
-            lse = attend_to_parts(parts, q, lens, starts, asked, by_slot=True)[1]
+            lse = attend_to_parts(parts, q, lens, starts, asked)[1]
         each = [
             attention_mass(
                 pool, table, q, lens, starts, columns, options, lse=lse, ranges=part, by_slot=True
