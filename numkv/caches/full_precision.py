@@ -28,11 +28,12 @@ from numkv.attention.mass import attention_mass
 from numkv.attention.options import AttentionOptions
 from numkv.attention.sight import seen_by_queries
 from numkv.caches.layer_spec import FullPrecision, in_full
+from numkv.caches.parts import Part, attend_to_parts
 from numkv.checks import check_apart, check_array, check_writable
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import groups_of
 from numkv.errors import NotSupported, NumkvError
-from numkv.kinds import Kind, kind, kind_of_dtype
+from numkv.kinds import Kind, kind_of_dtype
 from numkv.snapshots.snapshot import Tensor
 from numkv.storage.buffer import Buffer
 from numkv.storage.pool import Pool
@@ -405,38 +406,16 @@ class FullPrecisionWindow:
         coded = seen.clip(begin, end)
         plain = np.minimum(seen, begin) + np.maximum(seen - end, 0)
         slots = self._slots(layer, self._kept(begin, end, length), begin)
-
-        def of_codes(q: Array, options: AttentionOptions) -> Any:
-            ranges = target.index(coded, np.int64)
-            return attend(pool, block_table, q, lens, starts, options, ranges=ranges)
-
-        def of_floats(q: Array, options: AttentionOptions) -> Any:
-            table = target.index(slots[None, :], np.int32)
-            ranges = target.index(plain, np.int64)
-            return attend(self._pool, table, q, lens, starts, options, ranges=ranges, by_slot=True)
-
-        if not np.any(coded[:, 0] < coded[:, 1]):
-            return of_floats(q, options)
-        if not np.any(plain[:, 0] < plain[:, 1]):
-            return of_codes(q, options)
-        q_kind = kind_of_dtype(q.dtype)
-        assert q_kind is not None
-        if out is None:
-            out = target.empty(shape, q.dtype)
-        exact = q_kind if q_kind.dtype.itemsize >= 4 else kind("fp32")
-        wide = q if exact is q_kind else converted(target, q, target.empty(q.shape, exact.dtype))
-        parts = options._replace(return_lse=True, out=None)
-        o_a, lse_a = of_floats(wide, parts)
-        o_b, lse_b = of_codes(wide, parts._replace(sinks=None))
-        merged = out if exact is q_kind else target.empty(shape, exact.dtype)
-        lse = target.empty(shape[:2], _FLOAT32)
-        words = target.words
-        target.ops.merge_states(
-            words(o_a), lse_a, words(o_b), lse_b, exact.name, words(merged), lse
-        )
-        if merged is not out:
-            converted(target, merged, out)
-        return (out, lse) if options.return_lse else out
+        floats = Part(
+            self._pool, target.index(slots[None, :], np.int32), target.index(plain, np.int64), by_slot=True
+        )  # fmt: skip
+        codes = Part(pool, block_table, target.index(coded, np.int64))
+        if (plain[:, 0] < plain[:, 1]).any() and (coded[:, 0] < coded[:, 1]).any():
+            return attend_to_parts((floats, codes), q, lens, starts, options)
+        only = codes if (coded[:, 0] < coded[:, 1]).any() else floats
+        return attend(
+            only.pool, only.table, q, lens, starts, options, ranges=only.ranges, by_slot=only.by_slot
+        )  # fmt: skip
 
     def attention_mass(
         self,
