@@ -188,6 +188,8 @@ def _run(
             if layer.spec.full_precision:
                 two = place.asarray(np.ones((2, 1, dim), source.dtype))
                 layer.append(two, two)  # the first of which is quantised at once
+                for heads in _Q_HEADS[place.values_on_host]:  # of tokens in full precision, too
+                    layer.decode_attention(place.asarray(np.ones((1, heads, dim), source.dtype)))
         scales = {"k_scale": paged.k_scale} if k_kind.has_scales else {}
         if v_kind.has_scales:
             scales["v_scale"] = paged.v_scale
