@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from numkv.kernels.dispatch import FILES, NAMES, implements, load, operations_in
-from numkv.kernels.operations import Operations
+from numkv.kernels.operations import FILES, NAMES, Operations, implements, load, operations_in
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGETS = ("cpu", "cuda")

@@ -50,6 +50,15 @@ def _int8_value(words, scales, d, dim):
     return np.float32(words[d]) * scales[0]
 
 
+#: Of kinds whose scales are computed from rows: what stores a row, what loads it, and what gives one of its elements.
+_QUANTISED = {
+    "int8": (_store_int8, _load_int8, _int8_value),
+    "int4": (store_int4, load_int4, int4_value),
+    "code4": (store_code4, load_code4, code4_value),
+    "code6": (store_code6, load_code6, code6_value),
+}
+
+
 def scaled_codec(kind, compute="float32"):
     """The functions that load and store an element of a float kind by its scale; see `numkv.rows.convert.codec`.
 
@@ -107,14 +116,9 @@ def row_codec(kind, compute="float32"):
         into `scales`; ``load_row(words, scales, out)`` puts as many values as `out` has elements there. INT4 takes
         whole groups: the first ones of a row, or all.
     """
-    if kind == "int8":
-        return _store_int8, _load_int8
-    if kind == "int4":
-        return store_int4, load_int4
-    if kind == "code4":
-        return store_code4, load_code4
-    if kind == "code6":
-        return store_code6, load_code6
+    if kind in _QUANTISED:
+        store_quantised, load_quantised, _ = _QUANTISED[kind]
+        return store_quantised, load_quantised
     load, store = scaled_codec(kind, compute)
     SCALED = kind in SCALED_FLOATS
 
@@ -149,14 +153,8 @@ def element_codec(kind, compute="float32"):
         ``value(words, scales, d, dim)``: element `d` of a row of `dim`. ``put(x, words, scales, d)`` stores it; None
         for quantised kinds, whose elements have a scale in common.
     """
-    if kind == "int8":
-        return _int8_value, None
-    if kind == "int4":
-        return int4_value, None
-    if kind == "code4":
-        return code4_value, None
-    if kind == "code6":
-        return code6_value, None
+    if kind in _QUANTISED:
+        return _QUANTISED[kind][2], None
     load, store = scaled_codec(kind, compute)
     SCALED = kind in SCALED_FLOATS
 

@@ -11,8 +11,7 @@ import numpy as np
 from numkv.arrays import Array, HostArray
 from numkv.errors import NotSupported, NumkvError, UnsupportedDType
 from numkv.kernels.cpu.threads import SERIAL_ELEMENTS
-from numkv.kernels.dispatch import load
-from numkv.kernels.operations import Operations
+from numkv.kernels.operations import Operations, load
 from numkv.kernels.scratch import aligned
 from numkv.kinds import Kind
 from numkv.targets.base import TORCH_DTYPES, WORD_OF, check_real, masked, no_array

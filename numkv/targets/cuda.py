@@ -16,8 +16,7 @@ from numkv.kernels.cuda import graphs, memory, streams, uploads
 from numkv.kernels.cuda.late import Watch
 from numkv.kernels.cuda.launches import Number
 from numkv.kernels.cuda.uploads import DeviceFixed
-from numkv.kernels.dispatch import load
-from numkv.kernels.operations import Operations
+from numkv.kernels.operations import Operations, load
 from numkv.kinds import Kind
 from numkv.targets import cuda_calls as calls
 from numkv.targets.base import TORCH_DTYPES, WORD_OF, check_real, masked, no_array

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 import tolerances
 
-from numkv.kernels.dispatch import load
-from numkv.kernels.operations import Codebook, CodesOptions, StoredCodes
+from numkv.kernels.operations import Codebook, CodesOptions, StoredCodes, load
 
 NEAR = 2e-6  # what float32 may get wrong of a coordinate of a unit vector
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import reference
 
-from numkv.kernels.dispatch import NAMES, load
-from numkv.kernels.operations import Codebook, CodesOptions, Operations, StoredCodes
+from numkv.kernels.operations import NAMES, Codebook, CodesOptions, Operations, StoredCodes, load
 
 F32, I32, I64 = np.float32, np.int32, np.int64
 BLOCKS, HEADS, SIZE, DIM, TOKENS = 6, 2, 4, 8, 5

@@ -384,7 +384,7 @@ class Ops:
     """A target's operations, some of them others."""
 
     def __init__(self, **others):
-        from numkv.kernels.dispatch import load
+        from numkv.kernels.operations import load
 
         self._all = load("cpu")
         self.__dict__.update(others)

@@ -11,7 +11,7 @@ Arithmetic is float64, rounded once; what is stored of rows that are only conver
 import contextlib
 import os
 
-from numkv.kernels.dispatch import load, operations_in
+from numkv.kernels.operations import load, operations_in
 from reference import attention, choice, codes, writes
 
 #: Whose memory NumPy sees: on a GPU operations stay what they are.

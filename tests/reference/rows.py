@@ -6,7 +6,7 @@ import ml_dtypes
 import naive
 import numpy as np
 
-from numkv.kernels.dispatch import implements
+from numkv.kernels.operations import implements
 
 FP8 = {"fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "fp8_e5m2": np.dtype(ml_dtypes.float8_e5m2)}
 FLOATS = {**naive.DTYPES, **FP8}

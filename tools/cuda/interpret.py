@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from numkv.kernels.dispatch import FILES
+from numkv.kernels.operations import FILES
 from tools.cuda import pages, ptx_device, resources
 from tools.cuda.ptx_program import Program
 

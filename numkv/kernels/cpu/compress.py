@@ -42,8 +42,7 @@ from numkv.kernels.cpu.threads import ON_THREADS, num_threads, run
 from numkv.kernels.cpu.vectors.arrays import row_of, without_refcount
 from numkv.kernels.cpu.vectors.emitted import inlined
 from numkv.kernels.cpu.vectors.launch import next_item, on_threads
-from numkv.kernels.dispatch import implements
-from numkv.kernels.operations import Codebook, Operations
+from numkv.kernels.operations import Codebook, Operations, implements
 from numkv.kernels.plan_of_codes import NOTHING, Limits, rounds
 from numkv.rows.address import BY_ITEM, BY_QUERY, WIDTH, sequence_at, slot_at
 from numkv.rows.codes import code_at, packed_byte, refined

@@ -16,8 +16,7 @@ from numba import types
 
 from numkv.kernels.builder import array, build
 from numkv.kernels.cpu.vectors.arrays import row_of
-from numkv.kernels.dispatch import implements
-from numkv.kernels.operations import Operations
+from numkv.kernels.operations import Operations, implements
 
 
 @implements(Operations.copy_blocks)

@@ -10,8 +10,7 @@ from numba import types
 
 from numkv.kernels.builder import WORDS, array, build
 from numkv.kernels.cpu.vectors.arrays import row_of
-from numkv.kernels.dispatch import implements
-from numkv.kernels.operations import Operations
+from numkv.kernels.operations import Operations, implements
 from numkv.rows.convert import codec
 from numkv.rows.quantize import is_finite
 

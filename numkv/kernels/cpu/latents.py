@@ -20,8 +20,7 @@ from numkv.kernels.cpu.write import (
     scale_row,
     sum_of_squares,
 )
-from numkv.kernels.dispatch import implements
-from numkv.kernels.operations import Operations
+from numkv.kernels.operations import Operations, implements
 from numkv.rows.codec import row_codec
 from numkv.rows.convert import codec
 from numkv.rows.rmsnorm import root_mean_square

@@ -9,8 +9,7 @@ import numpy as np
 from numba import types
 
 from numkv.kernels.builder import array, build
-from numkv.kernels.dispatch import implements
-from numkv.kernels.operations import Operations
+from numkv.kernels.operations import Operations, implements
 from numkv.rows.mask import fill_row
 
 

@@ -25,8 +25,7 @@ from numkv.kernels.cpu.convert import to_floats
 from numkv.kernels.cpu.threads import ON_THREADS, num_threads, run
 from numkv.kernels.cpu.vectors.arrays import by_row, row_of
 from numkv.kernels.cpu.vectors.launch import on_threads
-from numkv.kernels.dispatch import implements
-from numkv.kernels.operations import Operations
+from numkv.kernels.operations import Operations, implements
 from numkv.rows.address import slot_of
 from numkv.rows.codec import row_codec
 from numkv.rows.visible import visible_range, visible_to_any

@@ -16,8 +16,7 @@ import numpy as np
 from numba import types
 
 from numkv.kernels.builder import WORDS, array, build
-from numkv.kernels.dispatch import implements
-from numkv.kernels.operations import Operations
+from numkv.kernels.operations import Operations, implements
 from numkv.kinds import kind as kind_of
 from numkv.rows.convert import codec
 from numkv.rows.softmax import merge_weights

@@ -14,8 +14,7 @@ from numba import types
 
 from numkv.kernels.builder import SCALES, WORDS, array, build
 from numkv.kernels.cpu.vectors.arrays import by_row, row_of
-from numkv.kernels.dispatch import implements
-from numkv.kernels.operations import Operations
+from numkv.kernels.operations import Operations, implements
 from numkv.kinds import kind
 from numkv.rows.codec import elements_in, row_codec
 from numkv.rows.rope import pair_of, rotate_pair

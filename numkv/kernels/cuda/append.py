@@ -48,8 +48,7 @@ from numkv.kernels.cuda.rows import (
 )
 from numkv.kernels.cuda.simd import LANES, ceil_div, natural
 from numkv.kernels.cuda.streams import SIMULATED
-from numkv.kernels.dispatch import implements
-from numkv.kernels.operations import Operations
+from numkv.kernels.operations import Operations, implements
 from numkv.kinds import kind
 from numkv.rows.convert import codec
 from numkv.rows.int4 import GROUP, store_int4_group

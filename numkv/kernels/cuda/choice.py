@@ -20,8 +20,7 @@ from numkv.kernels.cuda.launches import (
     number_at,
 )
 from numkv.kernels.cuda.simd import ceil_div, column_of, reader
-from numkv.kernels.dispatch import implements
-from numkv.kernels.operations import Operations
+from numkv.kernels.operations import Operations, implements
 from numkv.kinds import kind
 from numkv.rows.choice import DIGIT_BITS, digit_of, order_of, parts_of, whose_digit
 from numkv.rows.convert import codec

@@ -32,8 +32,7 @@ from numkv.kernels.cuda import memory, streams, uploads
 from numkv.kernels.cuda.launches import SHARED_BYTES, THREADS, array, jit, launch
 from numkv.kernels.cuda.simd import LANES, ceil_div, natural
 from numkv.kernels.cuda.streams import SIMULATED
-from numkv.kernels.dispatch import implements
-from numkv.kernels.operations import Codebook, Operations, StoredCodes
+from numkv.kernels.operations import Codebook, Operations, StoredCodes, implements
 from numkv.kernels.plan_of_codes import Limits, rounds
 from numkv.rows.address import BY_ITEM, BY_QUERY, WIDTH, sequence_at, slot_at
 from numkv.rows.codes import code_at, packed_byte, refined

@@ -19,8 +19,7 @@ from numkv.kernels.cuda.launches import INDICES, THREADS, array, jit, launch, nu
 from numkv.kernels.cuda.octets import copy_row, lanes_for, rows_aligned
 from numkv.kernels.cuda.simd import LANES, ceil_div, natural
 from numkv.kernels.cuda.streams import SIMULATED
-from numkv.kernels.dispatch import implements
-from numkv.kernels.operations import Operations
+from numkv.kernels.operations import Operations, implements
 
 PIECE = 8 * THREADS  # words of a cache's block that a block of threads takes at once
 ROWS = THREADS // LANES  # rows of tokens that a block of threads takes at once

@@ -20,8 +20,7 @@ from numkv.kernels.cuda.launches import INDICES, MAX_BLOCKS, THREADS, array, jit
 from numkv.kernels.cuda.octets import bytes_of, lanes_for, octet_loader, octets_fit
 from numkv.kernels.cuda.rows import V_SIDE, as_it_is, first_bad_of
 from numkv.kernels.cuda.simd import LANES, ceil_div, natural
-from numkv.kernels.dispatch import implements
-from numkv.kernels.operations import Operations
+from numkv.kernels.operations import Operations, implements
 from numkv.rows.convert import codec
 from numkv.rows.quantize import is_finite
 

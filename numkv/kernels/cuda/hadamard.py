@@ -16,8 +16,7 @@ from numkv.errors import NotSupported
 from numkv.kernels.builder import WORDS
 from numkv.kernels.cuda.launches import SHARED_BYTES, THREADS, array, jit, launch
 from numkv.kernels.cuda.simd import LANES, ceil_div
-from numkv.kernels.dispatch import implements
-from numkv.kernels.operations import Operations
+from numkv.kernels.operations import Operations, implements
 from numkv.rows.convert import codec
 from numkv.rows.hadamard import block_length, butterfly, lower_of
 

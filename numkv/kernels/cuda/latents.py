@@ -26,8 +26,7 @@ from numkv.kernels.cuda.launches import (
 )
 from numkv.kernels.cuda.rows import as_it_is, needs_peak, row_store
 from numkv.kernels.cuda.simd import LANES, ceil_div
-from numkv.kernels.dispatch import implements
-from numkv.kernels.operations import Operations
+from numkv.kernels.operations import Operations, implements
 from numkv.rows.convert import codec
 from numkv.rows.quantize import is_finite
 from numkv.rows.rmsnorm import root_mean_square

@@ -10,8 +10,7 @@ from numba import cuda, types
 
 from numkv.kernels.cuda.launches import INDICES, THREADS, array, jit, launch, number_at
 from numkv.kernels.cuda.simd import ceil_div
-from numkv.kernels.dispatch import implements
-from numkv.kernels.operations import Operations
+from numkv.kernels.operations import Operations, implements
 from numkv.rows.mask import fill_row
 
 

@@ -27,8 +27,7 @@ from numkv.kernels.cuda.launches import (
 )
 from numkv.kernels.cuda.simd import WIDTH, aligned, ceil_div, column_of, natural, reader
 from numkv.kernels.cuda.streams import SIMULATED
-from numkv.kernels.dispatch import implements
-from numkv.kernels.operations import Operations
+from numkv.kernels.operations import Operations, implements
 from numkv.kinds import kind
 from numkv.rows.convert import codec
 from numkv.rows.visible import is_visible, queries_that_see

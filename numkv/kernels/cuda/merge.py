@@ -13,8 +13,7 @@ from numkv.kernels.cuda.instructions import global_address
 from numkv.kernels.cuda.launches import THREADS, array, jit, launch
 from numkv.kernels.cuda.octets import bytes_of, lanes_for, octet_loader, octet_storer, octets_fit
 from numkv.kernels.cuda.simd import LANES, ceil_div, compute_of, natural
-from numkv.kernels.dispatch import implements
-from numkv.kernels.operations import Operations
+from numkv.kernels.operations import Operations, implements
 from numkv.rows.convert import codec
 from numkv.rows.softmax import merge_weights
 

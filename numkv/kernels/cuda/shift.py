@@ -39,8 +39,7 @@ from numkv.kernels.cuda.octets import (
 )  # fmt: skip
 from numkv.kernels.cuda.rows import as_it_is, row_store
 from numkv.kernels.cuda.simd import LANES, ceil_div, natural
-from numkv.kernels.dispatch import implements
-from numkv.kernels.operations import Operations
+from numkv.kernels.operations import Operations, implements
 from numkv.rows.codec import element_codec, elements_in
 from numkv.rows.rope import pair_of, rotate_pair
 

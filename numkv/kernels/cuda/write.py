@@ -45,8 +45,7 @@ from numkv.kernels.cuda.octets import (
 )  # fmt: skip
 from numkv.kernels.cuda.rows import V_SIDE, as_it_is, needs_peak, row_store, slot_finder
 from numkv.kernels.cuda.simd import LANES, ceil_div, natural
-from numkv.kernels.dispatch import implements
-from numkv.kernels.operations import Operations
+from numkv.kernels.operations import Operations, implements
 from numkv.kinds import kind
 from numkv.rows.codec import elements_in
 from numkv.rows.convert import codec

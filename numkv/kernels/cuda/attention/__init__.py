@@ -66,8 +66,7 @@ from numkv.kernels.cuda.attention.sizes import (
 from numkv.kernels.cuda.attention.splits import LOG2_E, merge_splits, parts_of, room_for
 from numkv.kernels.cuda.launches import INDICES, THREADS, Kernel, array, jit, launch
 from numkv.kernels.cuda.simd import WIDTH, aligned, ceil_div
-from numkv.kernels.dispatch import implements
-from numkv.kernels.operations import Operations
+from numkv.kernels.operations import Operations, implements
 
 __all__ = ["append_attend", "attend", "small_decode"]
 
