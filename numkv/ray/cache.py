@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from numkv import targets
 from numkv.access import Access, whole, writes
-from numkv.attention.attend import check_group
 from numkv.blocks.prefix import block_digests, plain_extra
 from numkv.caches import LayerSpec, PagedKVCache, PagedStats
 from numkv.caches.paged.arguments import (
@@ -34,10 +33,9 @@ from numkv.checks import check_integers, host_array
 from numkv.errors import CacheFull, DimensionMismatch, NotSupported, NumkvError
 from numkv.keywords import explains
 from numkv.numbers import check_index, check_size
-from numkv.ray.metadata import Sequence, after_step, shortened
-from numkv.ray.placing import Run, counts, joined, place, visible
+from numkv.ray.sequences import Run, Sequence, after_step, counts, joined, place, shortened, visible
 from numkv.ray.shards import Shards
-from numkv.ray.step import Partial, ShardedStep, host_rows, merged, side_by_side
+from numkv.ray.step import Attending, Queries, ShardedStep
 from numkv.ray.transport import Transport
 
 
@@ -244,46 +242,24 @@ class ShardedKVCache:
         layer = check_index("layer", layer, self.num_layers)
         seqs = sequence_numbers(sequences, 2**31)
         states = [self._sequence(seq) for seq in seqs]
-        q = host_rows("q", q, (len(seqs), "num_q_heads", self._shards.rows.head_dim))
-        check_group(q.shape[1], self._shards.rows.num_kv_heads)
-        asked: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap}
-        sinks = self._shards.check_options(asked, sinks, q.shape[1])
-        sent = self._shards.for_shards(q)
-        columns = sorted({c for state in states for c in counts(state.runs)})
-        tickets, parts = [], []
-        for column in columns:
+        shards = self._shards
+        queries = Queries(shards, q, len(seqs), (sm_scale, logits_soft_cap, sinks, True))
+        each: list[tuple[Any, Any]] = []
+        for column in sorted({c for state in states for c in counts(state.runs)}):
             rows = np.flatnonzero([column in counts(state.runs) for state in states])
             here, ranges = [seqs[i] for i in rows], None
-            if self._shards.is_split:
-                ends = [np.array([states[i].length - 1]) for i in rows]
-                window = self._shards.windows[layer]
-                ranges = np.concatenate(
-                    [visible(states[i].runs, column, at, window) for i, at in zip(rows, ends, strict=True)]
-                )  # fmt: skip
-            else:
-                asked["return_lse"] = True
-            for part, shard in enumerate(self._shards.layout.shards_of(column)):
-                heads = self._shards.layout.q_heads(part, q.shape[1])
-                own = {**asked}
-                if sinks is not None and not self._shards.is_split:
-                    own["sinks"] = sinks[heads]
-                tickets.append(
-                    self._shards.channels[shard].send(
-                        "look", layer, here, sent[rows][:, heads], ranges, own
-                    )
-                )
-            parts.append(rows)
-        self._shards.gather(tickets)
-        values = [ticket.value for ticket in tickets]
-        each = self._shards.layout.parts
-        found = [
-            Partial(rows, *side_by_side(values[i * each : (i + 1) * each]))
-            for i, rows in enumerate(parts)
-        ]
-        shape = (*q.shape[:2], self._shards.rows.head_dim_v)
-        whole = not self._shards.is_split and bool(found) and len(found[0].out) == len(seqs)
-        out, lse = merged(found, shape, q.dtype, sinks if self._shards.is_split else None, whole)
-        return (out, lse) if return_lse else out
+            if shards.is_split:
+                newest = [(states[i].runs, np.array([states[i].length - 1])) for i in rows]
+                window = shards.windows[layer]
+                ranges = np.concatenate([visible(x, column, at, window) for x, at in newest])
+            tickets = []
+            for part, shard in enumerate(shards.layout.shards_of(column)):
+                own, options = queries.of(part, rows)
+                sent = shards.channels[shard].send("look", layer, here, own, ranges, options)
+                tickets.append(sent)
+            each.append((rows, tickets))
+        found = Attending(shards, queries, each, None).result()
+        return found if return_lse else found[0]
 
     # -- sequences
 
@@ -355,7 +331,7 @@ class ShardedKVCache:
                 if found is None:
                     break
                 column = found[0][0]
-            runs = list(_joined(runs, column, self.block_size))
+            runs = list(joined(runs, [(column, self.block_size)]))
         return tuple(runs)
 
     @whole
@@ -871,9 +847,3 @@ def _check_lengths(states: dict[int, Sequence], expected: NDArray[np.int64]) -> 
                 expected=length,
                 actual=state.length,
             )
-
-
-def _joined(runs: list[Run], column: int, n: int) -> list[Run]:
-    if runs and runs[-1][0] == column:
-        return [*runs[:-1], (column, runs[-1][1] + n)]
-    return [*runs, (column, n)]

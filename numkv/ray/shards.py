@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from numkv.attention import options
 from numkv.caches import PagedKVCache
@@ -15,13 +14,18 @@ from numkv.caches.paged.layers import LayerRows
 from numkv.errors import DimensionMismatch
 from numkv.interrupts import opened
 from numkv.numbers import check_size
-from numkv.ray.channel import Channel, Limits, Ticket, first_error
-from numkv.ray.errors import ShardDown, ShardLost
-from numkv.ray.metadata import Directory, Sequence, kept_after_loss, shortened
-from numkv.ray.placing import columns_of_tokens, counts
+from numkv.ray.messages import ShardDown, ShardLost
+from numkv.ray.sequences import (
+    Directory,
+    Sequence,
+    columns_of_tokens,
+    counts,
+    kept_after_loss,
+    shortened,
+)
 from numkv.ray.shard import ShardSpec
 from numkv.ray.step import ShardedStep
-from numkv.ray.transport import Transport
+from numkv.ray.transport import Channel, Limits, Ticket, Transport, first_error
 
 #: Shards that a cache can have.
 _MOST_SHARDS = 2**16
@@ -137,7 +141,7 @@ class Shards:
         self.arguments, self.store = arguments, None if store is None else dict(store)
         self._limits = Limits() if limits is None else limits
         if transport is None:
-            from numkv.ray.actors import RayShards
+            from numkv.ray.transport import RayShards
 
             transport = RayShards()
         self.transport = transport
@@ -205,12 +209,6 @@ class Shards:
         """The dtype of K or V where that is float64, else float32."""
         wide = any(kind.name == "fp64" for kind in (self.rows.k_kind, self.rows.v_kind))
         return np.dtype(np.float64 if wide else np.float32)
-
-    def for_shards(self, q: NDArray[Any]) -> NDArray[Any]:
-        """Queries as shards get them: partial results are not rounded to 16 bits."""
-        if self.is_split and q.dtype.itemsize < 4:
-            return q.astype(np.float32)
-        return q
 
     # -- answers
 
