@@ -310,11 +310,7 @@ class ShardedKVCache:
             for column in counts(runs):
                 self._shards.later(column, "remove", seq)
             raise
-        found: dict[int, int] = {}
-        for ticket in tickets:
-            column = self._shards.layout.column_of(ticket.shard)
-            found[column] = min(ticket.value, found.get(column, ticket.value))
-        return self._shards.cut_found(seq, wanted, found, tickets)
+        return self._shards.cut_found(seq, wanted, {x.shard: x.value for x in tickets})
 
     def _known(self, names: NDArray[np.uint8]) -> tuple[Run, ...]:
         """Where the blocks of a prompt are, as far as that is known, or may be brought from the store."""
@@ -360,15 +356,10 @@ class ShardedKVCache:
         """Drop a sequence's tokens from position `length` on; see `numkv.PagedKVCache.truncate`."""
         state, number = self._idle(seq), sequence_number(seq)
         length = check_index("length", length, state.length, inclusive=True)
-        if (
-            not self._shards.is_split
-            and length
-            and any(window >= 0 for window in self._shards.windows)
-        ):
-            shards = self._shards.layout.shards_of(0)  # windows may have moved past: ask
-            self._shards.gather(
-                [self._shards.channels[s].send("shorten", number, length) for s in shards]
-            )
+        if length and self._shards.cannot_go_back():  # ask
+            shards = self._shards.layout.shards_of(0)
+            channels = self._shards.channels
+            self._shards.gather([channels[s].send("shorten", number, length) for s in shards])
             self._shards.sequences[number] = shortened(state, length, self.block_size)
         else:
             self._shards.shorten(number, length)
@@ -408,28 +399,25 @@ class ShardedKVCache:
         lens = numbers_of_new_tokens(new_lens, len(seqs))
         if expect is not None:
             _check_lengths(states, numbers_of_new_tokens(expect, len(seqs), "expect"))
-        if len(self._shards.dead) == self._shards.layout.columns:
-            self._shards.revive()
-        placed = self._place(states, lens, self._shards.free_blocks(), certain=True)
+        shards = self._shards
+        if len(shards.dead) == shards.layout.columns:
+            shards.revive()
+        placed = self._place(states, lens, shards.free_blocks(), certain=True)
         asked = placed is None
         if placed is None:
-            self._shards.gather(
-                [channel.send("sync") for channel in self._shards.channels if not channel.down]
-            )
-            placed = self._place(states, lens, self._shards.free_blocks(), certain=False)
+            shards.gather([each.send("sync") for each in shards.channels if not each.down])
+            placed = self._place(states, lens, shards.free_blocks(), certain=False)
         if placed is None:
             raise CacheFull(
                 f"expected room for {int(lens.sum())} new tokens of {len(seqs)} sequences, got shards with "
-                f"{self._shards.free_blocks()} free blocks"
+                f"{shards.free_blocks()} free blocks"
             )
         number = self._steps_made = self._steps_made + 1
-        step = ShardedStep(self._shards, number, placed, lens)
+        step = ShardedStep(shards, number, placed, lens)
         self._start(step)
         if asked:
-            shards = [s for column in step.columns for s in self._shards.layout.shards_of(column)]
-            self._shards.gather(
-                [self._shards.channels[shard].send("sync") for shard in shards], step
-            )
+            theirs = [s for column in step.columns for s in shards.layout.shards_of(column)]
+            shards.gather([shards.channels[s].send("sync") for s in theirs], step)
         return step
 
     def _place(
@@ -446,18 +434,13 @@ class ShardedKVCache:
             else:
                 pieces = [(0, n)] * (n > 0)
             found[seq] = state.runs, pieces
-        if certain:
-            for column, cost in self._costs(found).items():
-                if cost > free[column]:
-                    return None
-        return found
+        short = certain and any(cost > free[c] for c, cost in self._costs(found).items())
+        return None if short else found
 
     def _costs(self, placed: dict[int, tuple[tuple[Run, ...], list[Run]]]) -> dict[int, int]:
         """The most blocks that new tokens can take in each column: with copies of last blocks that are shared."""
-        size, groups = (
-            self.block_size,
-            1 if self._shards.is_split else self._shards.model.num_groups,
-        )
+        size = self.block_size
+        groups = 1 if self._shards.is_split else self._shards.model.num_groups
         costs: dict[int, int] = {}
         for seq, (runs, pieces) in placed.items():
             own, shared = counts(runs), self._shards.sequences[seq].shared
@@ -469,24 +452,20 @@ class ShardedKVCache:
 
     def _start(self, step: ShardedStep) -> None:
         """Have a step begin with its first message."""
-        costs = self._costs(
-            {seq: (self._shards.sequences[seq].runs, p) for seq, p in step.pieces.items()}
-        )
+        sequences, later = self._shards.sequences, self._shards.later
+        costs = self._costs({seq: (sequences[seq].runs, p) for seq, p in step.pieces.items()})
         for part in step.parts:
             for seq in part.seqs:
-                state = self._shards.sequences[seq]
+                state = sequences[seq]
                 if part.column not in state.columns:
-                    self._shards.later(part.column, "add", seq)
-                    self._shards.sequences[seq] = state._replace(
-                        columns=state.columns | {part.column}
-                    )
-            for shard in self._shards.layout.shards_of(part.column):
-                self._shards.channels[shard].later(
-                    "reserve", step.number, part.seqs, part.new_lens, part.starts, part.ranges,
-                    cost=costs.get(part.column, 0),
-                )  # fmt: skip
+                    later(part.column, "add", seq)
+                    sequences[seq] = state._replace(columns=state.columns | {part.column})
+            later(
+                part.column, "reserve", step.number, part.seqs, part.new_lens, part.starts, part.ranges,
+                cost=costs.get(part.column, 0),
+            )  # fmt: skip
         for seq in step.sequences:
-            self._shards.sequences[seq] = self._shards.sequences[seq]._replace(step=step.number)
+            sequences[seq] = sequences[seq]._replace(step=step.number)
         self._shards.open_steps[step.number] = step
 
     @whole
@@ -546,14 +525,8 @@ class ShardedKVCache:
             for column, size in counts(pieces).items():
                 took[column][seq] = size
             own = None if ids is None else ids[begin : begin + n]
-            state, blocks = after_step(
-                seq,
-                self._shards.sequences[seq],
-                pieces,
-                own,
-                self.block_size,
-                self._shards.is_split,
-            )
+            before, is_split = self._shards.sequences[seq], self._shards.is_split
+            state, blocks = after_step(seq, before, pieces, own, self.block_size, is_split)
             self._shards.sequences[seq] = state
             for column, of_column in blocks.items():
                 named[column].append(of_column)
@@ -684,11 +657,7 @@ class ShardedKVCache:
         )
         for channel in self._shards.channels:
             if channel.shard not in self._shards.gone:
-                heads = self._shards.layout.kv_heads(self._shards.layout.part_of(channel.shard))
-                own = [
-                    x if x is None or x.ndim == 0 else x[heads] for x in self._shards.scales[layer]
-                ]
-                channel.later("set_scales", layer, *own)
+                self._shards.tell_scales(channel.shard, [layer])
         self._shards.directory.clear()
 
     @whole
