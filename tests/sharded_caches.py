@@ -7,7 +7,7 @@ from layer_lists import paged_kv_cache
 from paged_caches import DIM, HEADS, Q_HEADS, rows
 
 from numkv.ray import LocalShards, ShardDown, ShardedKVCache
-from numkv.ray.wire import Answer
+from numkv.ray.messages import Answer
 
 #: Parts of heads, columns, tokens in a stripe.
 LAYOUTS = [(1, 1, None), (2, 1, None), (1, 2, 2), (1, 3, 4), (2, 2, 2), (1, 2, 64)]

@@ -5,12 +5,10 @@ Importing this package does not import Ray; making `RayShards`, the default tran
 
 from __future__ import annotations
 
-from numkv.ray.actors import RayShards
 from numkv.ray.cache import ShardedKVCache, ShardedStats
-from numkv.ray.channel import Limits
-from numkv.ray.errors import ShardDown, ShardLost
+from numkv.ray.messages import ShardDown, ShardLost
 from numkv.ray.step import Attending, ShardedStep
-from numkv.ray.transport import Delivery, LocalShards, Transport
+from numkv.ray.transport import Delivery, Limits, LocalShards, RayShards, Transport
 
 __all__ = [
     "Attending",

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from numkv import targets
 from numkv.access import Access, whole, writes
-from numkv.attention.attend import check_group
 from numkv.blocks.prefix import block_digests, plain_extra
 from numkv.caches import LayerSpec, PagedKVCache, PagedStats
 from numkv.caches.paged.arguments import (
@@ -34,10 +33,9 @@ from numkv.checks import check_integers, host_array
 from numkv.errors import CacheFull, DimensionMismatch, NotSupported, NumkvError
 from numkv.keywords import explains
 from numkv.numbers import check_index, check_size
-from numkv.ray.metadata import Sequence, after_step, shortened
-from numkv.ray.placing import Run, counts, joined, place, visible
+from numkv.ray.sequences import Run, Sequence, after_step, counts, joined, place, shortened, visible
 from numkv.ray.shards import Shards
-from numkv.ray.step import Partial, ShardedStep, host_rows, merged, side_by_side
+from numkv.ray.step import Attending, Queries, ShardedStep
 from numkv.ray.transport import Transport
 
 
@@ -244,46 +242,24 @@ class ShardedKVCache:
         layer = check_index("layer", layer, self.num_layers)
         seqs = sequence_numbers(sequences, 2**31)
         states = [self._sequence(seq) for seq in seqs]
-        q = host_rows("q", q, (len(seqs), "num_q_heads", self._shards.rows.head_dim))
-        check_group(q.shape[1], self._shards.rows.num_kv_heads)
-        asked: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap}
-        sinks = self._shards.check_options(asked, sinks, q.shape[1])
-        sent = self._shards.for_shards(q)
-        columns = sorted({c for state in states for c in counts(state.runs)})
-        tickets, parts = [], []
-        for column in columns:
+        shards = self._shards
+        queries = Queries(shards, q, len(seqs), (sm_scale, logits_soft_cap, sinks, True))
+        each: list[tuple[Any, Any]] = []
+        for column in sorted({c for state in states for c in counts(state.runs)}):
             rows = np.flatnonzero([column in counts(state.runs) for state in states])
             here, ranges = [seqs[i] for i in rows], None
-            if self._shards.is_split:
-                ends = [np.array([states[i].length - 1]) for i in rows]
-                window = self._shards.windows[layer]
-                ranges = np.concatenate(
-                    [visible(states[i].runs, column, at, window) for i, at in zip(rows, ends, strict=True)]
-                )  # fmt: skip
-            else:
-                asked["return_lse"] = True
-            for part, shard in enumerate(self._shards.layout.shards_of(column)):
-                heads = self._shards.layout.q_heads(part, q.shape[1])
-                own = {**asked}
-                if sinks is not None and not self._shards.is_split:
-                    own["sinks"] = sinks[heads]
-                tickets.append(
-                    self._shards.channels[shard].send(
-                        "look", layer, here, sent[rows][:, heads], ranges, own
-                    )
-                )
-            parts.append(rows)
-        self._shards.gather(tickets)
-        values = [ticket.value for ticket in tickets]
-        each = self._shards.layout.parts
-        found = [
-            Partial(rows, *side_by_side(values[i * each : (i + 1) * each]))
-            for i, rows in enumerate(parts)
-        ]
-        shape = (*q.shape[:2], self._shards.rows.head_dim_v)
-        whole = not self._shards.is_split and bool(found) and len(found[0].out) == len(seqs)
-        out, lse = merged(found, shape, q.dtype, sinks if self._shards.is_split else None, whole)
-        return (out, lse) if return_lse else out
+            if shards.is_split:
+                newest = [(states[i].runs, np.array([states[i].length - 1])) for i in rows]
+                window = shards.windows[layer]
+                ranges = np.concatenate([visible(x, column, at, window) for x, at in newest])
+            tickets = []
+            for part, shard in enumerate(shards.layout.shards_of(column)):
+                own, options = queries.of(part, rows)
+                sent = shards.channels[shard].send("look", layer, here, own, ranges, options)
+                tickets.append(sent)
+            each.append((rows, tickets))
+        found = Attending(shards, queries, each, None).result()
+        return found if return_lse else found[0]
 
     # -- sequences
 
@@ -334,11 +310,7 @@ class ShardedKVCache:
             for column in counts(runs):
                 self._shards.later(column, "remove", seq)
             raise
-        found: dict[int, int] = {}
-        for ticket in tickets:
-            column = self._shards.layout.column_of(ticket.shard)
-            found[column] = min(ticket.value, found.get(column, ticket.value))
-        return self._shards.cut_found(seq, wanted, found, tickets)
+        return self._shards.cut_found(seq, wanted, {x.shard: x.value for x in tickets})
 
     def _known(self, names: NDArray[np.uint8]) -> tuple[Run, ...]:
         """Where the blocks of a prompt are, as far as that is known, or may be brought from the store."""
@@ -355,7 +327,7 @@ class ShardedKVCache:
                 if found is None:
                     break
                 column = found[0][0]
-            runs = list(_joined(runs, column, self.block_size))
+            runs = list(joined(runs, [(column, self.block_size)]))
         return tuple(runs)
 
     @whole
@@ -384,15 +356,10 @@ class ShardedKVCache:
         """Drop a sequence's tokens from position `length` on; see `numkv.PagedKVCache.truncate`."""
         state, number = self._idle(seq), sequence_number(seq)
         length = check_index("length", length, state.length, inclusive=True)
-        if (
-            not self._shards.is_split
-            and length
-            and any(window >= 0 for window in self._shards.windows)
-        ):
-            shards = self._shards.layout.shards_of(0)  # windows may have moved past: ask
-            self._shards.gather(
-                [self._shards.channels[s].send("shorten", number, length) for s in shards]
-            )
+        if length and self._shards.cannot_go_back():  # ask
+            shards = self._shards.layout.shards_of(0)
+            channels = self._shards.channels
+            self._shards.gather([channels[s].send("shorten", number, length) for s in shards])
             self._shards.sequences[number] = shortened(state, length, self.block_size)
         else:
             self._shards.shorten(number, length)
@@ -432,28 +399,25 @@ class ShardedKVCache:
         lens = numbers_of_new_tokens(new_lens, len(seqs))
         if expect is not None:
             _check_lengths(states, numbers_of_new_tokens(expect, len(seqs), "expect"))
-        if len(self._shards.dead) == self._shards.layout.columns:
-            self._shards.revive()
-        placed = self._place(states, lens, self._shards.free_blocks(), certain=True)
+        shards = self._shards
+        if len(shards.dead) == shards.layout.columns:
+            shards.revive()
+        placed = self._place(states, lens, shards.free_blocks(), certain=True)
         asked = placed is None
         if placed is None:
-            self._shards.gather(
-                [channel.send("sync") for channel in self._shards.channels if not channel.down]
-            )
-            placed = self._place(states, lens, self._shards.free_blocks(), certain=False)
+            shards.gather([each.send("sync") for each in shards.channels if not each.down])
+            placed = self._place(states, lens, shards.free_blocks(), certain=False)
         if placed is None:
             raise CacheFull(
                 f"expected room for {int(lens.sum())} new tokens of {len(seqs)} sequences, got shards with "
-                f"{self._shards.free_blocks()} free blocks"
+                f"{shards.free_blocks()} free blocks"
             )
         number = self._steps_made = self._steps_made + 1
-        step = ShardedStep(self._shards, number, placed, lens)
+        step = ShardedStep(shards, number, placed, lens)
         self._start(step)
         if asked:
-            shards = [s for column in step.columns for s in self._shards.layout.shards_of(column)]
-            self._shards.gather(
-                [self._shards.channels[shard].send("sync") for shard in shards], step
-            )
+            theirs = [s for column in step.columns for s in shards.layout.shards_of(column)]
+            shards.gather([shards.channels[s].send("sync") for s in theirs], step)
         return step
 
     def _place(
@@ -470,18 +434,13 @@ class ShardedKVCache:
             else:
                 pieces = [(0, n)] * (n > 0)
             found[seq] = state.runs, pieces
-        if certain:
-            for column, cost in self._costs(found).items():
-                if cost > free[column]:
-                    return None
-        return found
+        short = certain and any(cost > free[c] for c, cost in self._costs(found).items())
+        return None if short else found
 
     def _costs(self, placed: dict[int, tuple[tuple[Run, ...], list[Run]]]) -> dict[int, int]:
         """The most blocks that new tokens can take in each column: with copies of last blocks that are shared."""
-        size, groups = (
-            self.block_size,
-            1 if self._shards.is_split else self._shards.model.num_groups,
-        )
+        size = self.block_size
+        groups = 1 if self._shards.is_split else self._shards.model.num_groups
         costs: dict[int, int] = {}
         for seq, (runs, pieces) in placed.items():
             own, shared = counts(runs), self._shards.sequences[seq].shared
@@ -493,24 +452,20 @@ class ShardedKVCache:
 
     def _start(self, step: ShardedStep) -> None:
         """Have a step begin with its first message."""
-        costs = self._costs(
-            {seq: (self._shards.sequences[seq].runs, p) for seq, p in step.pieces.items()}
-        )
+        sequences, later = self._shards.sequences, self._shards.later
+        costs = self._costs({seq: (sequences[seq].runs, p) for seq, p in step.pieces.items()})
         for part in step.parts:
             for seq in part.seqs:
-                state = self._shards.sequences[seq]
+                state = sequences[seq]
                 if part.column not in state.columns:
-                    self._shards.later(part.column, "add", seq)
-                    self._shards.sequences[seq] = state._replace(
-                        columns=state.columns | {part.column}
-                    )
-            for shard in self._shards.layout.shards_of(part.column):
-                self._shards.channels[shard].later(
-                    "reserve", step.number, part.seqs, part.new_lens, part.starts, part.ranges,
-                    cost=costs.get(part.column, 0),
-                )  # fmt: skip
+                    later(part.column, "add", seq)
+                    sequences[seq] = state._replace(columns=state.columns | {part.column})
+            later(
+                part.column, "reserve", step.number, part.seqs, part.new_lens, part.starts, part.ranges,
+                cost=costs.get(part.column, 0),
+            )  # fmt: skip
         for seq in step.sequences:
-            self._shards.sequences[seq] = self._shards.sequences[seq]._replace(step=step.number)
+            sequences[seq] = sequences[seq]._replace(step=step.number)
         self._shards.open_steps[step.number] = step
 
     @whole
@@ -570,14 +525,8 @@ class ShardedKVCache:
             for column, size in counts(pieces).items():
                 took[column][seq] = size
             own = None if ids is None else ids[begin : begin + n]
-            state, blocks = after_step(
-                seq,
-                self._shards.sequences[seq],
-                pieces,
-                own,
-                self.block_size,
-                self._shards.is_split,
-            )
+            before, is_split = self._shards.sequences[seq], self._shards.is_split
+            state, blocks = after_step(seq, before, pieces, own, self.block_size, is_split)
             self._shards.sequences[seq] = state
             for column, of_column in blocks.items():
                 named[column].append(of_column)
@@ -708,11 +657,7 @@ class ShardedKVCache:
         )
         for channel in self._shards.channels:
             if channel.shard not in self._shards.gone:
-                heads = self._shards.layout.kv_heads(self._shards.layout.part_of(channel.shard))
-                own = [
-                    x if x is None or x.ndim == 0 else x[heads] for x in self._shards.scales[layer]
-                ]
-                channel.later("set_scales", layer, *own)
+                self._shards.tell_scales(channel.shard, [layer])
         self._shards.directory.clear()
 
     @whole
@@ -871,9 +816,3 @@ def _check_lengths(states: dict[int, Sequence], expected: NDArray[np.int64]) -> 
                 expected=length,
                 actual=state.length,
             )
-
-
-def _joined(runs: list[Run], column: int, n: int) -> list[Run]:
-    if runs and runs[-1][0] == column:
-        return [*runs[:-1], (column, runs[-1][1] + n)]
-    return [*runs, (column, n)]

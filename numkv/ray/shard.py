@@ -18,7 +18,7 @@ from numkv.attention.options import check_options
 from numkv.caches import PagedKVCache, SwappedSequence
 from numkv.caches.paged.step import Step
 from numkv.errors import NumkvError
-from numkv.ray.wire import Answer, Message, Operation, packed, unpacked
+from numkv.ray.messages import Answer, Message, Operation, packed, unpacked
 from numkv.store.prefix_store import PrefixStore
 from numkv.threads import num_threads
 
@@ -72,7 +72,7 @@ class Shard:
         Parameters
         ----------
         message : tuple
-            See `numkv.ray.wire`.
+            See `numkv.ray.messages`.
 
         Returns
         -------

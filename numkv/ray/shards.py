@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from numkv.attention import options
 from numkv.caches import PagedKVCache
@@ -15,13 +14,18 @@ from numkv.caches.paged.layers import LayerRows
 from numkv.errors import DimensionMismatch
 from numkv.interrupts import opened
 from numkv.numbers import check_size
-from numkv.ray.channel import Channel, Limits, Ticket, first_error
-from numkv.ray.errors import ShardDown, ShardLost
-from numkv.ray.metadata import Directory, Sequence, kept_after_loss, shortened
-from numkv.ray.placing import columns_of_tokens, counts
+from numkv.ray.messages import ShardDown, ShardLost
+from numkv.ray.sequences import (
+    Directory,
+    Sequence,
+    columns_of_tokens,
+    counts,
+    kept_after_loss,
+    shortened,
+)
 from numkv.ray.shard import ShardSpec
 from numkv.ray.step import ShardedStep
-from numkv.ray.transport import Transport
+from numkv.ray.transport import Channel, Limits, RayShards, Ticket, Transport, first_error
 
 #: Shards that a cache can have.
 _MOST_SHARDS = 2**16
@@ -136,11 +140,7 @@ class Shards:
         self.is_split = layout.columns > 1
         self.arguments, self.store = arguments, None if store is None else dict(store)
         self._limits = Limits() if limits is None else limits
-        if transport is None:
-            from numkv.ray.actors import RayShards
-
-            transport = RayShards()
-        self.transport = transport
+        self.transport = transport = RayShards() if transport is None else transport
         self.sequences: dict[int, Sequence] = {}
         self.open_steps: dict[int, ShardedStep] = {}
         self.scales: dict[int, tuple[Any, Any]] = {}
@@ -178,10 +178,10 @@ class Shards:
             for c in range(layout.columns)
         ]
 
-    def later(self, column: int, name: str, *arguments: Any) -> None:
-        """Have all shards of a column do something before what they are sent next."""
+    def later(self, column: int, name: str, *arguments: Any, cost: int = 0) -> None:
+        """Have all shards of a column do something before what they are sent next; see `Channel.later`."""
         for shard in self.layout.shards_of(column):
-            self.channels[shard].later(name, *arguments)
+            self.channels[shard].later(name, *arguments, cost=cost)
 
     # -- arguments of attention
 
@@ -205,12 +205,6 @@ class Shards:
         """The dtype of K or V where that is float64, else float32."""
         wide = any(kind.name == "fp64" for kind in (self.rows.k_kind, self.rows.v_kind))
         return np.dtype(np.float64 if wide else np.float32)
-
-    def for_shards(self, q: NDArray[Any]) -> NDArray[Any]:
-        """Queries as shards get them: partial results are not rounded to 16 bits."""
-        if self.is_split and q.dtype.itemsize < 4:
-            return q.astype(np.float32)
-        return q
 
     # -- answers
 
@@ -278,21 +272,35 @@ class Shards:
                     found.append(self.channels[shard].send("find", seq, *sent))
         return found
 
-    def cut_found(
-        self, seq: int, wanted: Sequence, found: dict[int, int], tickets: list[Ticket]
-    ) -> Sequence:
-        """A new sequence with what all shards have found; those that found more drop it."""
+    def cut_found(self, seq: int, wanted: Sequence, each: dict[int, int]) -> Sequence:
+        """A new sequence with what all shards have found, each so much; those that found more drop it."""
+        found = self._least(each)
         kept = kept_after_loss(wanted, found)
-        uneven = len({ticket.value for ticket in tickets}) > 1
-        if uneven and not self.is_split and any(window >= 0 for window in self.windows):
-            kept = 0  # windows may have moved past
+        if len(set(each.values())) > 1 and self.cannot_go_back():
+            kept = 0
         state = shortened(wanted, kept, self.model.block_size)
-        own = counts(state.runs)
-        for ticket in tickets:
-            local = own.get(self.layout.column_of(ticket.shard), 0)
-            if ticket.value > local:
-                self.channels[ticket.shard].later("truncate", seq, local)
+        self._drop_rest(seq, state, each)
         return state._replace(columns=frozenset(found), cached=kept)
+
+    def _least(self, each: dict[int, int]) -> dict[int, int]:
+        """The least number of the shards of each column."""
+        found: dict[int, int] = {}
+        for shard, n in each.items():
+            column = self.layout.column_of(shard)
+            found[column] = min(n, found.get(column, n))
+        return found
+
+    def cannot_go_back(self) -> bool:
+        """Whether windows on shards may have moved past what a shorter sequence sees."""
+        return not self.is_split and any(window >= 0 for window in self.windows)
+
+    def _drop_rest(self, seq: int, state: Sequence, each: dict[int, int]) -> None:
+        """Have shards drop what they hold beyond a sequence's tokens."""
+        own = counts(state.runs)
+        for shard, n in each.items():
+            local = own.get(self.layout.column_of(shard), 0)
+            if n > local:
+                self.channels[shard].later("truncate", seq, local)
 
     def shorten(self, seq: int, length: int, skip: frozenset[int] | set[int] = frozenset()) -> None:
         """Have shards drop a sequence's last tokens, but for some shards."""
@@ -358,14 +366,14 @@ class Shards:
             self.dead.add(self.layout.column_of(shard))
             return False
         self.channels[shard].begin()
-        self._tell_scales(shard)
+        self.tell_scales(shard, self.scales)
         return True
 
-    def _tell_scales(self, shard: int) -> None:
-        """Tell a shard that is new what was set."""
+    def tell_scales(self, shard: int, layers: Iterable[int]) -> None:
+        """Tell a shard the scales that were set in some layers."""
         heads = self.layout.kv_heads(self.layout.part_of(shard))
-        for layer, scales in self.scales.items():
-            own = [x if x is None or np.ndim(x) == 0 else x[heads] for x in scales]
+        for layer in layers:
+            own = [x if x is None or np.ndim(x) == 0 else x[heads] for x in self.scales[layer]]
             self.channels[shard].later("set_scales", layer, *own)
 
     def _restore(self, columns: set[int], fresh: set[int]) -> None:
@@ -396,10 +404,7 @@ class Shards:
             value = ticket.value if ticket.down is None and ticket.error is None else 0
             each.setdefault(seq, {})[ticket.shard] = value
         for seq, of_shard in each.items():
-            by_column: dict[int, list[int]] = {}
-            for shard, value in of_shard.items():
-                by_column.setdefault(self.layout.column_of(shard), []).append(value)
-            found[seq].update({column: min(values) for column, values in by_column.items()})
+            found[seq].update(self._least(of_shard))
         for seq, of_column in found.items():
             self._keep_found(seq, of_column, each.get(seq, {}), fresh)
 
@@ -409,14 +414,10 @@ class Shards:
         """Shorten a sequence to what columns that lost tokens have of it again."""
         state = self.sequences[seq]
         kept = kept_after_loss(state, found)
-        if kept < state.length and any(w >= 0 for w in self.windows) and not self.is_split:
-            kept = 0  # windows have moved past what would be seen again
+        if kept < state.length and self.cannot_go_back():
+            kept = 0
         self.shorten(seq, kept, fresh)
-        has = counts(self.sequences[seq].runs)
-        for shard, value in each.items():
-            local = has.get(self.layout.column_of(shard), 0)
-            if value > local:
-                self.channels[shard].later("truncate", seq, local)
+        self._drop_rest(seq, self.sequences[seq], each)
 
     def revive(self) -> None:
         """Look once more for places for shards that have none.
@@ -434,7 +435,7 @@ class Shards:
                 reason = error.reason
                 continue
             self.channels[shard].begin()
-            self._tell_scales(shard)
+            self.tell_scales(shard, self.scales)
             self.gone.discard(shard)
         self.dead = {self.layout.column_of(shard) for shard in self.gone}
         if len(self.dead) == self.layout.columns:

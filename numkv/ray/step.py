@@ -14,8 +14,8 @@ from numkv.attention.attend import check_group
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError, UnsupportedDType
 from numkv.kinds import QUERY_DTYPES
 from numkv.numbers import check_index
-from numkv.ray.channel import Ticket
-from numkv.ray.placing import Run, columns_of_tokens, counts, joined, visible
+from numkv.ray.sequences import Run, columns_of_tokens, counts, joined, visible
+from numkv.ray.transport import Ticket
 from numkv.writing.fused_write import QKMode
 from numkv.writing.paged import paged_write
 
@@ -30,7 +30,7 @@ class Partial(NamedTuple):
 
 
 def merged(
-    parts: list[Partial], shape: tuple[int, ...], dtype: Any, sinks: Any, whole: bool
+    parts: list[Partial], shape: tuple[int, ...], dtype: Any, sinks: Any, is_split: bool
 ) -> tuple[NDArray[Any], Any]:
     """Merge what columns return, in the order of columns: the result does not depend on which comes first.
 
@@ -44,15 +44,15 @@ def merged(
         Of the result.
     sinks : array (num_q_heads,), optional
         Logits that take part without a value; they are no column's.
-    whole : bool
-        Whether there is one column, whose result stays as it is.
+    is_split : bool
+        Whether tokens are divided among columns; else the result of the one stays as it is.
 
     Returns
     -------
     out : array
     lse : float32 array or None
     """
-    if whole and parts:
+    if not is_split and parts and len(parts[0].out) == shape[0]:
         return np.array(parts[0].out), parts[0].lse
     wide = np.float64 if np.dtype(dtype) == np.float64 else np.float32
     out: Any = np.zeros(shape, wide)
@@ -117,19 +117,53 @@ def host_rows(name: str, x: Any, shape: tuple[int | str, ...]) -> NDArray[Any]:
     return rows
 
 
+class Queries:
+    """Queries of a layer that are checked, and what shards are asked with them.
+
+    Parameters
+    ----------
+    shards : Shards
+        Of the cache.
+    q : array (num_tokens, num_q_heads, head_dim)
+        The queries.
+    num_tokens : int
+        How many there should be.
+    options : tuple
+        `sm_scale`, `logits_soft_cap`, `sinks` and `return_lse`, as attention takes them.
+    """
+
+    def __init__(self, shards: Any, q: Any, num_tokens: int, options: tuple[Any, ...]) -> None:
+        sm_scale, cap, sinks, return_lse = options
+        self.q = q = host_rows("q", q, (num_tokens, "num_q_heads", shards.rows.head_dim))
+        check_group(q.shape[1], shards.rows.num_kv_heads)
+        self.return_lse, self._shards = bool(return_lse), shards
+        self._options: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": cap}
+        self.sinks = shards.check_options(self._options, sinks, q.shape[1])
+        # Partial results are not rounded to 16 bits.
+        self._sent = q.astype(np.float32) if shards.is_split and q.dtype.itemsize < 4 else q
+        if not shards.is_split:
+            self._options["return_lse"] = self.return_lse
+
+    def of(self, part: int, rows: Ints | None) -> tuple[NDArray[Any], dict[str, Any]]:
+        """Queries of a part's heads, all or some, and the options that its shards get."""
+        heads, options = self._shards.layout.q_heads(part, self.q.shape[1]), self._options
+        if self.sinks is not None and not self._shards.is_split:
+            options = {**options, "sinks": self.sinks[heads]}
+        return (self._sent if rows is None else self._sent[rows])[:, heads], options
+
+
 class Attending:
     """Attention of a layer that shards are computing; made by `ShardedStep.submit`."""
 
     def __init__(
         self,
-        step: ShardedStep,
-        tickets: list[list[Ticket]],
-        q: NDArray[Any],
-        asked: tuple[Any, bool],
+        shards: Any,
+        queries: Queries,
+        columns: list[tuple[Ints | None, list[Ticket]]],
+        step: ShardedStep | None,
     ) -> None:
-        self._step, self._tickets = step, tickets
-        self._q, self._asked = q, asked
-        self._found: tuple[tuple[Any, Any], bool] | None = None
+        self._shards, self._queries, self._columns, self._step = shards, queries, columns, step
+        self._found: tuple[Any, Any] | None = None
 
     def result(self) -> Any:
         """Wait for it.
@@ -148,23 +182,21 @@ class Attending:
         NumkvError
             What a shard raised. After both the step is rolled back on all shards.
         """
+        queries, shards = self._queries, self._shards
         if self._found is None:
-            step, sinks, return_lse = self._step, *self._asked
-            step.shards.gather([ticket for column in self._tickets for ticket in column], step)
-            values = [[ticket.value for ticket in column] for column in self._tickets]
+            shards.gather([x for _, tickets in self._columns for x in tickets], self._step)
             parts = [
-                Partial(part.rows, *side_by_side(of_column))
-                for part, of_column in zip(step._attended if values else (), values, strict=True)
+                Partial(rows, *_side_by_side([ticket.value for ticket in tickets]))
+                for rows, tickets in self._columns
             ]
-            whole = not step.shards.is_split
-            shape = (*self._q.shape[:2], step.shards.rows.head_dim_v)
-            self._found = merged(parts, shape, self._q.dtype, sinks, whole), return_lse
-            self._tickets = []
-        (out, lse), return_lse = self._found
-        return (out, lse) if return_lse else out
+            shape = (*queries.q.shape[:2], shards.rows.head_dim_v)
+            sinks = queries.sinks if shards.is_split else None
+            self._found = merged(parts, shape, queries.q.dtype, sinks, shards.is_split)
+            self._columns = []
+        return self._found if queries.return_lse else self._found[0]
 
 
-def side_by_side(values: list[Any]) -> tuple[Any, Any]:
+def _side_by_side(values: list[Any]) -> tuple[Any, Any]:
     """Output and lse of all heads of a column."""
     if isinstance(values[0], tuple):
         outs, lses = zip(*values, strict=True)
@@ -259,8 +291,8 @@ class ShardedStep:
             If they do not fit; nothing is noted.
         """
         number = self._check_layer(layer)
-        k, v = self._check_rows(k, v)
-        self._held[number] = k.copy(), v.copy(), bool(check_finite)
+        k, v, check_finite = self._check_rows(k, v, check_finite)
+        self._held[number] = k.copy(), v.copy(), check_finite
         self._written[number] = True
 
     @writes
@@ -367,7 +399,7 @@ class ShardedStep:
         ShardLost, NumkvError
             See `Attending.result`.
         """
-        rows = (*self._check_rows(k, v), bool(check_finite))
+        rows = self._check_rows(k, v, check_finite)
         options = sm_scale, logits_soft_cap, sinks, return_lse
         return self._submit(self._check_layer(layer), rows, q, options).result()
 
@@ -401,7 +433,7 @@ class ShardedStep:
         -----
         Where as much as may be is on its way to a shard already, this waits for the oldest answer.
         """
-        rows = (*self._check_rows(k, v), bool(check_finite))
+        rows = self._check_rows(k, v, check_finite)
         options = sm_scale, logits_soft_cap, sinks, return_lse
         return self._submit(self._check_layer(layer), rows, q, options)
 
@@ -409,55 +441,29 @@ class ShardedStep:
 
     def _submit(self, layer: int, rows: Any, q: Any, options: tuple[Any, ...]) -> Attending:
         """Send rows and queries of a layer."""
-        shards = self.shards
-        sm_scale, cap, sinks, return_lse = options
-        q = host_rows("q", q, (self.num_tokens, "num_q_heads", shards.rows.head_dim))
-        check_group(q.shape[1], shards.rows.num_kv_heads)
-        asked: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": cap}
-        sinks = shards.check_options(asked, sinks, q.shape[1])
-        sent = shards.for_shards(q)
-        if not shards.is_split:
-            asked["return_lse"] = bool(return_lse)
-        tickets = []
+        queries = Queries(self.shards, q, self.num_tokens, options)
+        columns = []
         if self.num_tokens:
-            tickets = [
-                self._send(part, layer, rows, sent, asked, None if shards.is_split else sinks)
-                for part in self._attended
-            ]
-            self.tickets += [ticket for column in tickets for ticket in column]
+            columns = [(x.rows, self._send(x, layer, rows, queries)) for x in self._attended]
+            self.tickets += [ticket for _, tickets in columns for ticket in tickets]
         self._held.pop(layer, None)
         self._written[layer] |= rows is not None
-        own = sinks if shards.is_split else None
-        return Attending(self, tickets, q, (own, bool(return_lse)))
+        return Attending(self.shards, queries, columns, self)
 
-    def _send(
-        self, part: Part, layer: int, rows: Any, q: Any, asked: dict[str, Any], sinks: Any
-    ) -> list[Ticket]:
+    def _send(self, part: Part, layer: int, rows: Any, queries: Queries | None) -> list[Ticket]:
         """Send one column's share of a layer."""
-        shards = self.shards
+        shards, tickets = self.shards, []
         window = shards.windows[layer]
-        if q is not None and part.rows is not None:
-            q = q[part.rows]
-        if rows is not None:
+        if rows is not None and part.kept is not None:
             k, v, check_finite = rows
-            if part.kept is not None:
-                rows = (k[part.kept], v[part.kept], check_finite)
-        tickets = []
+            rows = k[part.kept], v[part.kept], check_finite
         for index, shard in enumerate(shards.layout.shards_of(part.column)):
-            own, queries, options = rows, None, asked
+            own, heads = rows, shards.layout.kv_heads(index)
             if own is not None:
-                heads = shards.layout.kv_heads(index)
                 own = (own[0][:, heads], own[1][:, heads], own[2])
-            if q is not None:
-                heads = shards.layout.q_heads(index, q.shape[1])
-                queries = q[:, heads]
-                if sinks is not None:
-                    options = {**asked, "sinks": sinks[heads]}
-            tickets.append(
-                shards.channels[shard].send(
-                    "layer", self.number, layer, window, own, queries, options
-                )
-            )
+            q, options = (None, {}) if queries is None else queries.of(index, part.rows)
+            sent = shards.channels[shard].send("layer", self.number, layer, window, own, q, options)
+            tickets.append(sent)
         return tickets
 
     def send_held(self) -> None:
@@ -465,7 +471,7 @@ class ShardedStep:
         for layer, rows in list(self._held.items()):
             for part in self.parts:
                 if part.kept is None or len(part.kept):
-                    self.tickets += self._send(part, layer, rows, None, {}, None)
+                    self.tickets += self._send(part, layer, rows, None)
         self._held.clear()
 
     def end(self) -> None:
@@ -479,11 +485,12 @@ class ShardedStep:
             raise NumkvError("expected an open step, got one that was committed or rolled back")
         return check_index("layer", layer, self.shards.model.num_layers)
 
-    def _check_rows(self, k: Any, v: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+    def _check_rows(self, k: Any, v: Any, check_finite: Any) -> tuple[Any, Any, bool]:
         of, n = self.shards.rows, self.num_tokens
         return (
             host_rows("k", k, (n, of.num_kv_heads, of.head_dim)),
             host_rows("v", v, (n, of.num_kv_heads, of.head_dim_v)),
+            bool(check_finite),
         )
 
 

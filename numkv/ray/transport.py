@@ -1,15 +1,32 @@
-"""What carries messages to shards: `Transport`, and `LocalShards`, where they live in the caller's own process."""
+"""What carries messages to shards: `RayShards`, `LocalShards` or another `Transport`, and a `Channel` to each."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from numkv.ray.errors import ShardDown
-from numkv.ray.shard import Shard, ShardSpec
-from numkv.ray.wire import Answer, Message
+from numkv.errors import NotSupported
+from numkv.ray.messages import (
+    Answer,
+    Message,
+    Operation,
+    ShardDown,
+    each,
+    nbytes,
+    packed,
+    unpacked,
+)
+from numkv.ray.shard import BOOKKEEPING, Shard, ShardSpec
+
+#: Places that are tried for an actor.
+_PLACES = 3
+#: What errors begin with where there was no answer, which may be as there is no place at all.
+_LATE = "no answer in"
+#: Operations that may wait for a message to ride along with.
+_MOST_WAITING = 256
 
 
 class Delivery(Protocol):
@@ -54,7 +71,7 @@ class Transport(Protocol):
         shard : int
             To which shard.
         message : tuple
-            See `numkv.ray.wire`.
+            See `numkv.ray.messages`.
 
         Returns
         -------
@@ -138,12 +155,324 @@ class _Here:
 
 def _copied(x: Any) -> Any:
     """A message as another process sees it: arrays are copies that nobody can write to."""
-    if isinstance(x, np.ndarray):
-        made = x.copy()
-        made.flags.writeable = False
-        return made
-    if type(x) in (tuple, list):
-        return type(x)(_copied(y) for y in x)
-    if type(x) is dict:
-        return {key: _copied(y) for key, y in x.items()}
-    return x
+    if not isinstance(x, np.ndarray):
+        return each(_copied, x)
+    made = x.copy()
+    made.flags.writeable = False
+    return made
+
+
+class RayShards:
+    """A `Transport` whose shards are Ray actors.
+
+    Where this process has not started Ray, it is started: a cluster of its own on this machine, or as part of the one
+    at `address`. Actors end with the process that made them. One that is lost is made anew wherever Ray finds a place
+    for it.
+
+    Parameters
+    ----------
+    address : str
+        ``"local"``: a cluster of its own, whatever else runs on this machine. Others are joined by name: ``"auto"``, or
+        an address as `ray.init` takes it. After a `ray.init` of yours its cluster is used.
+    num_cpus : float
+        CPUs that each actor asks Ray for; with 0 any number of actors finds a place.
+    num_gpus : float
+        GPUs that each actor asks for.
+    spread : bool
+        Whether actors are put on different nodes as far as there are such.
+    threads : int, optional
+        Threads that each actor computes with; None: as many as its machine has cores.
+    start_timeout : float
+        Seconds that actors may take to be there.
+
+    Raises
+    ------
+    NotSupported
+        If Ray is not installed.
+    """
+
+    def __init__(
+        self,
+        address: str = "local",
+        *,
+        num_cpus: float = 0,
+        num_gpus: float = 0,
+        spread: bool = True,
+        threads: int | None = None,
+        start_timeout: float = 120.0,
+    ) -> None:
+        self._ray = _ray()
+        self._started = False
+        if not self._ray.is_initialized():
+            self._ray.init(
+                address=address,
+                log_to_driver=False,
+                include_dashboard=False if address == "local" else None,
+            )
+            self._started = True
+        self._options: dict[str, Any] = {
+            "num_cpus": num_cpus, "num_gpus": num_gpus, "max_restarts": 0, "max_task_retries": 0,
+            "scheduling_strategy": "SPREAD" if spread else "DEFAULT",
+        }  # fmt: skip
+        self._threads, self._timeout = threads, start_timeout
+        self._specs: list[ShardSpec] = []
+        self._actors: list[Any] = []
+
+    def start(self, specs: Sequence[ShardSpec]) -> None:
+        """Make the shards, and wait until they are there; see `Transport.start`."""
+        self._specs = list(specs)
+        self._actors = [self._made(spec) for spec in specs]  # all at once
+        try:
+            for shard in range(len(specs)):
+                try:
+                    self._wait(shard)
+                except ShardDown as down:
+                    if down.reason.startswith(_LATE):
+                        raise
+                    self.replace(shard)
+        except BaseException:
+            self.close()
+            raise
+
+    def _made(self, spec: ShardSpec) -> Any:
+        actor = self._ray.remote(Shard).options(**self._options)
+        return actor.remote(spec, self._threads)
+
+    def _wait(self, shard: int) -> None:
+        """Wait until a shard is there."""
+        ready = self._actors[shard].__ray_ready__.remote()
+        _Coming(self._ray, shard, ready).result(self._timeout)
+
+    def send(self, shard: int, message: Message) -> Delivery:
+        """Send a message; see `Transport.send`."""
+        actor = self._actors[shard]
+        if actor is None:
+            raise ShardDown(shard, "it is gone")
+        try:
+            return _Coming(self._ray, shard, actor.handle.remote(message))
+        except self._ray.exceptions.RayError as error:
+            raise ShardDown(shard, str(error)) from None
+
+    def replace(self, shard: int) -> None:
+        """Make a shard anew; see `Transport.replace`."""
+        for left in range(_PLACES - 1, -1, -1):
+            self._kill(shard)
+            self._actors[shard] = self._made(self._specs[shard])
+            try:
+                self._wait(shard)
+                return
+            except ShardDown as down:  # on a node that is gone, say, which Ray has not noticed yet
+                if not left or down.reason.startswith(_LATE):
+                    self._kill(shard)
+                    raise
+
+    def _kill(self, shard: int) -> None:
+        actor, self._actors[shard] = self._actors[shard], None
+        if actor is not None:
+            self._ray.kill(actor)
+
+    def close(self) -> None:
+        """End the actors, and Ray too where this object has started it; see `Transport.close`."""
+        if self._ray.is_initialized():
+            for shard in range(len(self._actors)):
+                self._kill(shard)
+            if self._started:
+                self._ray.shutdown()
+        self._actors = []
+
+
+class _Coming:
+    """A `Delivery` that Ray makes."""
+
+    def __init__(self, ray: Any, shard: int, reference: Any) -> None:
+        self._ray, self._shard, self._reference = ray, shard, reference
+
+    def result(self, timeout: float | None) -> Answer:
+        """The answer; see `Delivery.result`."""
+        try:
+            found: Answer = self._ray.get(self._reference, timeout=timeout)
+        except self._ray.exceptions.GetTimeoutError:
+            raise ShardDown(self._shard, f"{_LATE} {timeout} s") from None
+        except self._ray.exceptions.RayError as error:
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ShardDown(self._shard, first) from None
+        return found
+
+
+def _ray() -> Any:
+    """Ray, which is an extra."""
+    try:
+        import ray
+
+        ray.init  # noqa: B018 (a folder of this name can be imported too)
+    except (ImportError, AttributeError):
+        raise NotSupported(
+            "expected the package ray for shards on other machines: pip install 'numkv[ray]'"
+        ) from None
+    return ray
+
+
+class Limits(NamedTuple):
+    """How much may be on its way to a shard at once; who sends more waits for the oldest answer."""
+
+    messages: int = 8
+    nbytes: int = 256 << 20
+    timeout: float | None = 60.0
+    """Seconds after which a shard that does not answer counts as lost."""
+
+
+class Ticket:
+    """A message that was sent, and in the end its value, or its error, or that the shard is gone."""
+
+    def __init__(self, channel: Channel, number: int, cost: int, size: int) -> None:
+        self._channel = channel
+        self.number, self.cost, self.size = number, cost, size
+        self.delivery: Delivery | None = None
+        self.shard = channel.shard
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.down: ShardDown | None = None
+
+    def wait(self) -> None:
+        """Wait for the answer, and for those to earlier messages first."""
+        self._channel.wait_for(self)
+
+    def take(self, timeout: float | None) -> None:
+        """Receive the answer."""
+        if self.delivery is None:
+            return
+        try:
+            answer = self.delivery.result(timeout)  # an interrupt leaves it to be received again
+        except ShardDown as down:
+            self.delivery, self.down = None, down
+            return
+        self.delivery = None
+        if answer.error is None:
+            self.value = unpacked(answer.value)
+        elif answer.failed in BOOKKEEPING or answer.failed == "lost":
+            self.down = ShardDown(
+                self.shard, f"its books are wrong, {answer.failed}: {answer.error!r}"
+            )
+        else:
+            self.error = answer.error
+        if self.down is None:
+            self._channel.said_free = answer.free
+
+
+class Channel:
+    """Messages to a shard.
+
+    Parameters
+    ----------
+    transport : Transport
+        What carries them.
+    shard : int
+        To which shard.
+    num_blocks : int
+        Its blocks.
+    limits : Limits
+        What may be on its way at once.
+
+    Attributes
+    ----------
+    sent, sent_nbytes : int
+        Messages, and bytes of their arrays, so far.
+    said_free : int
+        Free blocks, as the shard said last.
+    down : ShardDown or None
+        Why the shard does not answer, if it does not.
+    """
+
+    def __init__(self, transport: Transport, shard: int, num_blocks: int, limits: Limits) -> None:
+        self._transport, self.shard, self._limits = transport, shard, limits
+        self._num_blocks = num_blocks
+        self.sent = self.sent_nbytes = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin anew, with a shard that is empty."""
+        self._number, self.said_free = 0, self._num_blocks
+        self._waiting: list[Operation] = []
+        self._in_flight: deque[Ticket] = deque()
+        self._cost = 0
+        self.down: ShardDown | None = None
+
+    @property
+    def free(self) -> int:
+        """Free blocks that there are for certain: as the shard said last, less what was asked for since."""
+        return self.said_free - self._cost - sum(ticket.cost for ticket in self._in_flight)
+
+    def later(self, name: str, *arguments: Any, cost: int = 0) -> None:
+        """Have something done before anything that is sent from now on; it takes so many blocks at most."""
+        if self.down is not None:
+            return  # what comes in its place is told everything
+        self._waiting.append((name, packed(arguments)))
+        self._cost += cost
+        if len(self._waiting) > _MOST_WAITING:
+            self.send("sync").wait()
+
+    def send(self, name: str, *arguments: Any) -> Ticket:
+        """Send a message, and what waits along with it.
+
+        Parameters
+        ----------
+        name : str
+            What the shard is to do; its value is the message's.
+        *arguments
+            For that.
+
+        Returns
+        -------
+        Ticket
+        """
+        operations = [*self._waiting, (name, packed(arguments))]
+        ticket = Ticket(self, self._number + 1, self._cost, nbytes(operations))
+        while (
+            self.down is None
+            and self._in_flight
+            and (
+                len(self._in_flight) >= self._limits.messages
+                or sum(of.size for of in self._in_flight) + ticket.size > self._limits.nbytes
+            )
+        ):
+            self.wait_for(self._in_flight[0])
+        if self.down is None:
+            self._number += 1
+            self.sent += 1
+            self.sent_nbytes += ticket.size
+            self._waiting, self._cost = [], 0
+            try:
+                ticket.delivery = self._transport.send(self.shard, (self._number, operations))
+                self._in_flight.append(ticket)
+            except ShardDown as down:
+                self._lose(down)
+        ticket.down = self.down
+        return ticket
+
+    def wait_for(self, ticket: Ticket) -> None:
+        """Receive answers up to this one."""
+        while self._in_flight and self._in_flight[0].number <= ticket.number:
+            first = self._in_flight[0]
+            first.take(self._limits.timeout)
+            if first.down is not None:
+                self._lose(first.down)
+                return
+            self._in_flight.popleft()
+
+    def drain(self) -> None:
+        """Receive all answers."""
+        if self._in_flight:
+            self.wait_for(self._in_flight[-1])
+
+    def _lose(self, down: ShardDown) -> None:
+        """The shard is gone: nothing that is on its way will be answered."""
+        self.down = down
+        while self._in_flight:
+            ticket = self._in_flight.popleft()
+            ticket.delivery, ticket.down = None, down
+        self._waiting, self._cost = [], 0
+
+
+def first_error(tickets: list[Ticket]) -> BaseException | None:
+    """The error of the first shard that had one, whichever was first to answer."""
+    return next((ticket.error for ticket in tickets if ticket.error is not None), None)

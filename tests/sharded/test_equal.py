@@ -13,7 +13,7 @@ from sharded_caches import LAYOUTS, grow, make, one, queries, same
 
 import numkv
 import numkv.ray
-from numkv.ray.wire import packed, unpacked
+from numkv.ray.messages import packed, unpacked
 
 LENGTHS = [(5, 3), (11, 9), (12, 10), (13, 10), (14, 11), (33, 31), (34, 32)]
 

@@ -168,7 +168,7 @@ def test_a_shard_that_is_full_by_itself_leaves_the_others_as_they_were():
 
 def test_an_interrupt_while_answers_are_awaited_rolls_the_step_back(monkeypatch):
     cache = started((2, 1, None))
-    from numkv.ray.channel import Ticket
+    from numkv.ray.transport import Ticket
 
     def interrupted(self, timeout):
         raise KeyboardInterrupt

@@ -10,8 +10,16 @@ from paged_caches import check_attention
 from sharded_caches import grow, make, one, same
 
 import numkv
-from numkv.ray.metadata import Sequence, kept_after_loss
-from numkv.ray.placing import columns_of_tokens, counts, cut, joined, place, visible
+from numkv.ray.sequences import (
+    Sequence,
+    columns_of_tokens,
+    counts,
+    cut,
+    joined,
+    kept_after_loss,
+    place,
+    visible,
+)
 
 runs = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=8)
 
