@@ -311,7 +311,7 @@ def find(
     if not easy:
         if streams.recording() is not None:
             return None, None, place, pointers
-        if not streams.ready(place):
+        if not (streams.one_device() and streams.is_ready()):
             replay = None
     return key, replay, place, pointers
 
