@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from numkv.attention.attend import attend
 from numkv.attention.cascade import converted
 from numkv.attention.mass import attention_mass
-from numkv.attention.options import AttentionOptions
+from numkv.attention.options import CheckedOptions
 from numkv.attention.sight import seen_by_queries
 from numkv.caches.layer_spec import FullPrecision, in_full
 from numkv.checks import check_apart, check_array, check_writable
@@ -357,7 +357,7 @@ class FullPrecisionWindow:
         layer: int,
         q: Array,
         length: int,
-        options: AttentionOptions,
+        options: CheckedOptions,
     ) -> Any:
         """Attend with checked queries of a layer's last tokens over both pools.
 
@@ -376,7 +376,7 @@ class FullPrecisionWindow:
             Queries, checked.
         length : int
             Tokens of the layer.
-        options : AttentionOptions
+        options : CheckedOptions
             From `check_options`.
 
         Returns
@@ -406,11 +406,11 @@ class FullPrecisionWindow:
         plain = np.minimum(seen, begin) + np.maximum(seen - end, 0)
         slots = self._slots(layer, self._kept(begin, end, length), begin)
 
-        def of_codes(q: Array, options: AttentionOptions) -> Any:
+        def of_codes(q: Array, options: CheckedOptions) -> Any:
             ranges = target.index(coded, np.int64)
             return attend(pool, block_table, q, lens, starts, options, ranges=ranges)
 
-        def of_floats(q: Array, options: AttentionOptions) -> Any:
+        def of_floats(q: Array, options: CheckedOptions) -> Any:
             table = target.index(slots[None, :], np.int32)
             ranges = target.index(plain, np.int64)
             return attend(self._pool, table, q, lens, starts, options, ranges=ranges, by_slot=True)
@@ -445,7 +445,7 @@ class FullPrecisionWindow:
         layer: int,
         q: Array,
         length: int,
-        options: AttentionOptions,
+        options: CheckedOptions,
         lse: Any,
     ) -> Array:
         """Sum the attention that checked queries of a layer's last tokens give to each token.
@@ -454,7 +454,7 @@ class FullPrecisionWindow:
         ----------
         pool, block_table, layer, q, length
             See `attend`.
-        options : AttentionOptions
+        options : CheckedOptions
             From `check_options`; without sinks and outputs.
         lse
             See `numkv.attention_weights`.

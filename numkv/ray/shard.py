@@ -174,7 +174,7 @@ class Shard:
         if starts is None:
             return self._on_host(step.attention(layer, place.asarray(q), **options))
         pool, group = step._layer(layer)
-        asked = check_options(**options, window_left=-1, return_lse=True)
+        asked = check_options(options, return_lse=True)
         tables, lens = step._tables[group], step._lens
         q = place.asarray(q)
         return self._on_host(attend(pool, tables, q, lens, starts, asked, ranges=ranges[window]))
@@ -188,7 +188,7 @@ class Shard:
         pool, group = cache._store.place(layer)
         states = [cache._settled(seq) for seq in local]
         lens = np.array([state.length for state in states], np.int64)
-        asked = check_options(**options, window_left=-1, return_lse=True)
+        asked = check_options(options, return_lse=True)
         return self._on_host(
             attend(
                 pool, place.index(cache._store.block_table(states, group), np.int32),

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from numkv.attention.attend import attend, check_queries
-from numkv.attention.options import AttentionOptions
+from numkv.attention.options import CheckedOptions
 from numkv.errors import NotSupported
 from numkv.kinds import Kind
 from numkv.storage.buffer import source_dtypes
@@ -78,7 +78,7 @@ def at_once(query: Any, pending: Pending, plan: Any, scaling: Any, softcap: Any,
     return out
 
 
-def append_and_attend(query: Any, pending: Pending, plan: Any, options: AttentionOptions) -> Any:
+def append_and_attend(query: Any, pending: Pending, plan: Any, options: CheckedOptions) -> Any:
     """Append pending rows, unless an earlier call has, and attend over their layer.
 
     Parameters
@@ -89,7 +89,7 @@ def append_and_attend(query: Any, pending: Pending, plan: Any, options: Attentio
         From `numkv.transformers.layers.NumkvLayer.update`.
     plan : Plan
         Of this forward pass.
-    options : AttentionOptions
+    options : CheckedOptions
         Scale, soft cap and sinks, checked.
 
     Returns

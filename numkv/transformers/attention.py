@@ -101,7 +101,8 @@ def _over_cache(
     if out is not None:
         return out
     sinks = None if s_aux is None else s_aux.detach().float().numpy()
-    options = check_options(None if scaling is None else float(scaling), softcap, -1, sinks)
+    scale = None if scaling is None else float(scaling)
+    options = check_options({"sm_scale": scale, "logits_soft_cap": softcap, "sinks": sinks})
     if latent:
         if scaling is None:  # which rows of latents do not say
             options = options._replace(sm_scale=query.shape[3] ** -0.5)

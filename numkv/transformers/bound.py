@@ -134,7 +134,8 @@ class BoundLayer:
     def __init__(
         self, group: Group, pool: Pool, window: int, scaling: Any, softcap: Any, s_aux: Any, num_q_heads: int
     ) -> None:  # fmt: skip
-        options = check_options(None if scaling is None else float(scaling), softcap, -1, None)
+        scale = None if scaling is None else float(scaling)
+        options = check_options({"sm_scale": scale, "logits_soft_cap": softcap})
         kernel, sinks = group.kernel, None
         self.sinks = None
         if s_aux is not None:

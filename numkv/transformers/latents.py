@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from numkv.attention.options import AttentionOptions
+from numkv.attention.options import CheckedOptions
 from numkv.errors import NotSupported
 from numkv.storage.latents import LatentPool
 from numkv.transformers.append_attend import append_and_attend
@@ -93,7 +93,7 @@ class LatentLayer(NumkvLayer):
 
 
 def attend_absorbed(
-    query: Any, value: Any, pending: Pending, plan: Any, options: AttentionOptions
+    query: Any, value: Any, pending: Pending, plan: Any, options: CheckedOptions
 ) -> Any:
     """Append pending latents and attend over them, with the weight of K and V multiplied to queries and outputs.
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.attention.attend import attend
-from numkv.attention.options import AttentionOptions
+from numkv.attention.options import CheckedOptions
 from numkv.kinds import Kind
 from numkv.storage.pool import Pool
 from numkv.targets.base import Target
@@ -94,9 +94,7 @@ class Recent:
         slots: Ints = base + np.where(position < self.first, position, ring)
         return slots
 
-    def attend(
-        self, pool: Pool, step: Step, columns: int, q: Any, options: AttentionOptions
-    ) -> Any:
+    def attend(self, pool: Pool, step: Step, columns: int, q: Any, options: CheckedOptions) -> Any:
         """Attend over both parts with the queries of a pass that has been written.
 
         Parameters
@@ -109,7 +107,7 @@ class Recent:
             Columns of the queries.
         q : float32 or float64 array (batch * columns, num_q_heads, head_dim)
             Queries.
-        options : AttentionOptions
+        options : CheckedOptions
             Without a window.
 
         Returns
@@ -136,10 +134,10 @@ class Recent:
         at = np.arange(held.max(initial=0))[None]
         slots = self._slots(np.where(at < first, at, at + gap))
 
-        def of_quantised(options: AttentionOptions) -> Any:
+        def of_quantised(options: CheckedOptions) -> Any:
             return attend(pool, step.table, q, step.lengths, starts, options, ranges=older)
 
-        def of_recent(options: AttentionOptions) -> Any:
+        def of_recent(options: CheckedOptions) -> Any:
             table = slots.astype(np.int32)
             return attend(own, table, q, held, starts, options, ranges=newer, by_slot=True)
 
