@@ -11,6 +11,7 @@ _gc.disable()
 try:
     from numkv._version import __version__
     from numkv.attention import (
+        AttentionOptions,
         attention_weights,
         cascade_attention,
         decode_attention,
@@ -80,6 +81,7 @@ __all__ = [
     "AppendDescriptor",
     "AppendPlan",
     "AppendSku",
+    "AttentionOptions",
     "AttentionTally",
     "Batch",
     "BoundAttention",

@@ -119,6 +119,9 @@ def _woven(method: Any, template: str) -> Any:
     name, code, of_only = method.__name__.strip("_"), method.__code__, method.__kwdefaults__ or {}
     first, last = code.co_argcount, code.co_argcount + code.co_kwonlyargcount
     names, only = code.co_varnames[1:first], code.co_varnames[first:last]
+    by_name = bool(
+        code.co_flags & inspect.CO_VARKEYWORDS
+    )  # any other name, which the method looks at itself
     assert not code.co_flags & inspect.CO_VARARGS, f"{method.__qualname__} takes *args"
 
     def unusual(self: Any, given: dict[str, Any], rest: dict[str, Any]) -> Any:
@@ -137,13 +140,15 @@ def _woven(method: Any, template: str) -> Any:
     taken = ["self", "/", *(f"{x}=missing" for x in names), *["*"][: len(only)]]
     taken += [*(f"{x}=missing" for x in only), "**rest"]
     given = ", ".join(f"{x}={x}" for x in names + only)
+    odd = [*["rest"][by_name:], *(f"{x} is missing" for x in needed)] or ["False"]
     source = template.format(
         taken=", ".join(taken),
-        call=f"unusual(self, dict({given}), rest) if {' or '.join(['rest', *(f'{x} is missing' for x in needed)])} "
-        f"else quick({', '.join(('self', *names, *only))})",
+        call=f"unusual(self, dict({given}), rest) if {' or '.join(odd)} "
+        f"else quick({', '.join(('self', *names, *only, *['rest'][:by_name]))})",
     )
     # The same code takes all arguments by their places, which saves 10 ns for each name.
-    flat = code.replace(co_argcount=last, co_kwonlyargcount=0)
+    flags = code.co_flags & ~inspect.CO_VARKEYWORDS
+    flat = code.replace(co_argcount=last + by_name, co_kwonlyargcount=0, co_flags=flags)
     scope = {
         "quick": FunctionType(flat, method.__globals__, name, None, method.__closure__), "unusual": unusual,
         "name": name, "missing": _MISSING, "busy": busy, "overtaken": overtaken, "dropping": dropping,

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import re
 import types
+import typing
 from pathlib import Path
 
 import pytest
@@ -42,8 +43,8 @@ def test_the_list_is_sorted_and_complete():
 # Packages with public names; whatever else can be imported is internal.
 PACKAGES = {
     "attention": [
-        "attention_weights", "cascade_attention", "decode_attention", "merge_states", "paged_decode_attention",
-        "paged_prefill_attention", "prefill_attention", "tree_mask",
+        "AttentionOptions", "attention_weights", "cascade_attention", "decode_attention", "merge_states",
+        "paged_decode_attention", "paged_prefill_attention", "prefill_attention", "tree_mask",
     ],
     "blocks": [
         "BlockPool", "BlocksRemoved", "BlocksStored", "MissReason", "PoolStats", "block_digests",
@@ -161,6 +162,9 @@ def test_documented_parameters_are_the_real_ones():
     for name, function, doc in public_callables():
         assert doc, f"{name} is public, but without a docstring"
         names = documented(doc)
+        if typing.is_typeddict(function):
+            assert documented(doc, "Attributes") == list(function.__annotations__)
+            continue
         if dataclasses.is_dataclass(function):
             names = documented(doc, "Attributes")
         elif not names and any(isinstance(x, classmethod) for x in vars(function).values()):
@@ -224,7 +228,7 @@ SIGNATURES = {  # as the contract writes them
     ],
     "merge_states": ["o_a", "lse_a", "o_b", "lse_b"],
 }  # fmt: skip
-OPTIONS = ["sm_scale", "logits_soft_cap", "window_left", "sinks", "return_lse", "out"]
+OPTIONS = set(numkv.AttentionOptions.__annotations__)
 
 
 @each("name", SIGNATURES)
@@ -259,6 +263,8 @@ def test_attention_options_are_the_same_everywhere(name, leading):
         function = getattr(function, part)
     signature = inspect.signature(function).parameters
     assert parameters(function)[: len(leading)] == leading
-    for option, default in zip(OPTIONS, [None, 0.0, -1, None, False, None], strict=True):
+    for option, default in (("return_lse", False), ("out", None)):
         assert signature[option].kind is inspect.Parameter.KEYWORD_ONLY
         assert signature[option].default == default
+    assert signature["options"].annotation == "Unpack[AttentionOptions]"
+    assert {"sm_scale", "logits_soft_cap", "window_left", "sinks"} < OPTIONS

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import numkv
-from numkv.attention.sight import Visible
 from numkv.blocks import BlockPool
 from numkv.keywords import _NAMES, explain, meant
 from numkv.ray import ShardedKVCache
@@ -104,7 +103,7 @@ def test_binding_and_other_rare_calls_do():
             TypeError, match=r"bind\(\) got .*'softmax_scale'; did you mean `sm_scale`"
         ):
             bind(4, softmax_scale=1.0)
-    with pytest.raises(TypeError, match=r"^attention_weights\(\) .*; did you mean `sm_scale`"):
+    with pytest.raises(TypeError, match=r"^`scale`: .*; did you mean `sm_scale`"):
         numkv.attention_weights(Q, K, [5], scale=1.0)
 
 
@@ -122,7 +121,10 @@ def test_calls_that_write_a_token_leave_it_to_python():
         ("softcap", "; did you mean `logits_soft_cap`?"),
         ("attn_mask", "; did you mean `mask`, a bit"),
         ("sinkz", "; did you mean `sinks`?"),
-        ("zzz", "; of what queries see there are alibi_slopes, causal, mask, ranges"),
+        (
+            "zzz",
+            "; options are alibi_slopes, causal, logits_soft_cap, mask, ranges, sinks, sm_scale",
+        ),
         ("sliding_window", "; pass window_left=sliding_window - 1"),
     ],
 )
@@ -163,7 +165,9 @@ def test_every_name_leads_to_an_argument_that_there_is():
         if inspect.isclass(value):
             own = [f for _, f in inspect.getmembers(value, inspect.isfunction)]
         taken |= {p for f in own for p in inspect.signature(f).parameters}
-    taken |= set(inspect.signature(numkv.PagedKVCache).parameters) | set(Visible.__annotations__)
+    taken |= set(inspect.signature(numkv.PagedKVCache).parameters) | set(
+        numkv.AttentionOptions.__annotations__
+    )
     for meanings in _NAMES.values():
         assert meanings.keys() <= taken
     assert meant("dtype", ["sm_scale"]) == ""

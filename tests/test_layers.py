@@ -24,10 +24,10 @@ LADDER = [
     ["kernels"],
     ["targets"],
     ["checks", "threads", "snapshots"],
-    ["blocks", "cells", "storage", "compression"],
+    ["blocks", "cells", "storage"],
     ["compaction", "planning", "store"],
     ["attention", "writing"],
-    ["sparse"],
+    ["sparse", "compression"],
     ["caches"],
     ["files", "compile_ahead"],
     [""],  # the package itself

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from numkv.attention.contiguous import decode_attention, merge_states, prefill_attention
 from numkv.attention.mass import attention_weights
+from numkv.attention.options import AttentionOptions
 from numkv.attention.paged import (
     cascade_attention,
     paged_decode_attention,
@@ -12,6 +13,7 @@ from numkv.attention.paged import (
 from numkv.attention.tree import tree_mask
 
 __all__ = [
+    "AttentionOptions",
     "attention_weights",
     "cascade_attention",
     "decode_attention",

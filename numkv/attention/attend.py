@@ -10,7 +10,7 @@ import numpy as np
 
 from numkv import targets
 from numkv.arrays import Array
-from numkv.attention.options import PLAIN, AttentionOptions
+from numkv.attention.options import PLAIN, CheckedOptions
 from numkv.attention.sight import lay_out
 from numkv.checks import check_apart, check_array, check_writable, is_plain
 from numkv.errors import DimensionMismatch, NotSupported
@@ -30,7 +30,7 @@ def attend(
     q: Array,
     seq_lens: Array,
     q_starts: Array,
-    options: AttentionOptions,
+    options: CheckedOptions,
     *,
     ranges: Array | None = None,
     by_slot: bool = False,
@@ -48,7 +48,7 @@ def attend(
         Queries, checked.
     seq_lens, q_starts : int array (num_seqs,), (num_seqs + 1,)
         Lengths, and where each sequence's queries start; checked.
-    options : AttentionOptions
+    options : CheckedOptions
         From `check_options`; `sinks` and `out` are checked here.
     ranges : int64 array (num_tokens, 2), optional
         Visible range ``[low, high)`` of each query, counted along its sequence's table, in place of causality and

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from numkv.arrays import Array
 from numkv.attention.attend import attend, check_own_memory
-from numkv.attention.options import AttentionOptions
+from numkv.attention.options import CheckedOptions
 from numkv.attention.sight import Sight
 from numkv.checks import check_array, check_writable
 from numkv.errors import NotSupported
@@ -67,7 +67,7 @@ def _least_rows(pool: Pool, q_dtype: Any) -> int:
 
 
 def attend_cascade(
-    pool: Pool, block_table: Array, q: Array, seq_lens: Array, q_starts: Array, options: AttentionOptions,
+    pool: Pool, block_table: Array, q: Array, seq_lens: Array, q_starts: Array, options: CheckedOptions,
     shared_len: int, prefixes: list[Prefix],
 ) -> Any:  # fmt: skip
     """Attend with checked queries over a pool, to the first `shared_len` tokens apart from the rest.
@@ -76,7 +76,7 @@ def attend_cascade(
     ----------
     pool, block_table, q, seq_lens, q_starts
         See `numkv.attention.attend.attend`.
-    options : AttentionOptions
+    options : CheckedOptions
         From `check_options`; without a window and `sight`.
     shared_len : int
         Tokens that prefixes have; all queries are later ones.
@@ -129,7 +129,7 @@ def attend_cascade(
 
 
 def _of_prefixes(
-    pool: Pool, block_table: Array, q: Array, options: AttentionOptions, shared_len: int,
+    pool: Pool, block_table: Array, q: Array, options: CheckedOptions, shared_len: int,
     prefixes: list[Prefix], each: int,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Attention of every query to its prefix alone, and the lse."""

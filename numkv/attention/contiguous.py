@@ -10,8 +10,13 @@ from numkv import targets
 from numkv.arrays import Array
 from numkv.attention import small
 from numkv.attention.attend import attend, check_lengths, check_queries
-from numkv.attention.options import check_options
-from numkv.attention.sight import Visible, is_free, with_sight
+from numkv.attention.options import (
+    PLAIN,
+    AttentionOptions,
+    check_options,
+    is_free,
+    with_options,
+)
 from numkv.checks import check_array, check_integers
 from numkv.errors import DimensionMismatch
 from numkv.kinds import QUERY_DTYPES, kind_of_dtype
@@ -23,9 +28,8 @@ from numkv.targets.base import Target
 from numkv.targets.call import Call
 
 _FLOAT32 = np.dtype(np.float32)
-_OPTIONS = "sm_scale logits_soft_cap window_left return_lse validate"
-_DECODE = Call("q k v seq_lens sinks out k_scale v_scale", _OPTIONS, "out")
-_PREFILL = Call("q k v seq_lens cu_seqlens_q sinks out k_scale v_scale", _OPTIONS, "out")
+_DECODE = Call("q k v seq_lens out k_scale v_scale", "return_lse validate", "out")
+_PREFILL = Call("q k v seq_lens cu_seqlens_q out k_scale v_scale", "return_lse validate", "out")
 _MERGE = Call("o_a lse_a o_b lse_b", "")
 
 
@@ -41,16 +45,12 @@ def decode_attention(
     v: Any,
     seq_lens: Any,
     *,
-    sm_scale: float | None = None,
-    logits_soft_cap: float | None = 0.0,
-    window_left: int | None = -1,
-    sinks: Any = None,
-    return_lse: bool | None = False,
     out: Any = None,
+    return_lse: bool | None = False,
     k_scale: Any = None,
     v_scale: Any = None,
     validate: bool | None = False,
-    **visible: Unpack[Visible],
+    **options: Unpack[AttentionOptions],
 ) -> Any:
     """Attend with one query per sequence over a contiguous cache.
 
@@ -66,18 +66,10 @@ def decode_attention(
         Cached values.
     seq_lens : int32 or int64 array (num_seqs,)
         Tokens in the cache, the query's own included. An empty sequence gives 0 and -inf.
-    sm_scale : float, optional
-        What scores are multiplied by, any finite number; ``1 / sqrt(head_dim)`` if None.
-    logits_soft_cap : float
-        Scores become ``cap * tanh(score / cap)``, after scaling; 0 for no cap.
-    window_left : int
-        Earlier tokens that a query sees beside its own; -1 for all of them.
-    sinks : array (num_q_heads,), optional
-        Extra scores that join the denominator only; -inf is none.
-    return_lse : bool
-        Whether to return the log of the sum of exponentials too.
     out : array (num_seqs, num_q_heads, head_dim_v), optional
         Takes the output; of q's dtype. It may be `q` itself, and else shares no memory with what is read.
+    return_lse : bool
+        Whether to return the log of the sum of exponentials too.
     k_scale, v_scale : array, optional
         Scales of stored elements: of int8 and codes of codebooks float32 ``(num_seqs, num_kv_heads, capacity)``, of
         int4 bfloat16 ``(num_seqs, num_kv_heads, capacity, ceil(head_dim / 32))``; of fp8 float32 ``(num_kv_heads,)``,
@@ -85,13 +77,8 @@ def decode_attention(
     validate : bool
         On CUDA, check the values of `seq_lens` and `sinks` too, which waits for the device. On the CPU they are always
         checked.
-    **visible
-        What queries see, and biases, by name; see docs/visibility.md. `causal`: whether queries see no later tokens (by
-        default they do not; else they need not be cached tokens either). `ranges`, int32 or int64 array (num_tokens,
-        2): tokens ``[begin, end)`` that each query sees in place of that, cut to the sequence. `mask`, uint32 or int32
-        array (num_tokens, words): bits of the sequence's newest tokens, as many as it has queries, see
-        `numkv.tree_mask`. `alibi_slopes`, float32 array (num_q_heads,): a slope times the distance is taken from
-        scores, after the cap.
+    **options
+        How scores are made, and what queries see: see `numkv.AttentionOptions`.
 
     Returns
     -------
@@ -122,20 +109,16 @@ def decode_attention(
     >>> numkv.decode_attention(np.ones((1, 4, 8), np.float32), k, v, [3])[0, 0, 0]  # mean of 0, 1, 2
     np.float32(1.0)
     """
+    checked = check_options(options, return_lse, out)
     if (
-        out is sinks is None and return_lse is validate is False and not visible
-        and type(logits_soft_cap) is float and logits_soft_cap == 0 and type(window_left) is int and window_left == -1
-        and (found := small.decode(q, k, v, seq_lens, k_scale, v_scale, sm_scale)) is not None
+        validate is False and (checked is PLAIN or checked.only_scaled)
+        and (found := small.decode(q, k, v, seq_lens, k_scale, v_scale, checked.sm_scale)) is not None
     ):  # fmt: skip
         return found
     target = targets.of(k)
     if target.chooses_stream:
-        arrays = (q, k, v, seq_lens, sinks, out, k_scale, v_scale)
-        asked = (sm_scale, logits_soft_cap, window_left, return_lse, validate)
-        if visible:
-            call, arrays, asked = with_sight(_DECODE, arrays, asked, visible)
-            return target.run(decode_attention, call, arrays, asked)
-        return target.run(decode_attention, _DECODE, arrays, asked)
+        arrays, asked = (q, k, v, seq_lens, out, k_scale, v_scale), (return_lse, validate)
+        return target.run(decode_attention, *with_options(_DECODE, arrays, asked, options))
     validate = check_flag("validate", validate)
     pool = _contiguous_pool(target, k, v, (k_scale, v_scale))
     num_seqs, num_kv_heads, capacity, _ = pool.k_buffer.words.shape
@@ -151,9 +134,8 @@ def decode_attention(
     lens = target.index(check_integers(target, "seq_lens", seq_lens, (num_seqs,)), np.int64)
     starts = one_query_each(target.device_key, num_seqs)
     check_lengths(target, lens, starts, num_seqs, capacity, validate=validate, decode=True)
-    options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, visible)
     table = one_block_each(target.device_key, num_seqs)
-    return attend(pool, table, q, lens, starts, options, validate=validate)
+    return attend(pool, table, q, lens, starts, checked, validate=validate)
 
 
 def prefill_attention(
@@ -163,16 +145,12 @@ def prefill_attention(
     seq_lens: Any,
     cu_seqlens_q: Any,
     *,
-    sm_scale: float | None = None,
-    logits_soft_cap: float | None = 0.0,
-    window_left: int | None = -1,
-    sinks: Any = None,
-    return_lse: bool | None = False,
     out: Any = None,
+    return_lse: bool | None = False,
     k_scale: Any = None,
     v_scale: Any = None,
     validate: bool | None = False,
-    **visible: Unpack[Visible],
+    **options: Unpack[AttentionOptions],
 ) -> Any:
     """Attend with any number of queries per sequence over a contiguous cache; causal, bottom-right aligned.
 
@@ -189,7 +167,7 @@ def prefill_attention(
         Tokens in the cache, the queries' own included.
     cu_seqlens_q : int32 or int64 array (num_seqs + 1,)
         Prefix sums of the numbers of queries: sequence b has the queries ``[cu_seqlens_q[b], cu_seqlens_q[b + 1])``.
-    sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, k_scale, v_scale, validate, **visible
+    out, return_lse, k_scale, v_scale, validate, **options
         See `decode_attention`.
 
     Returns
@@ -207,14 +185,12 @@ def prefill_attention(
     UnsupportedDType, NotSupported, IndexError
         See `decode_attention`.
     """
+    checked = check_options(options, return_lse, out)
     target = targets.of(k)
     if target.chooses_stream:
-        arrays = (q, k, v, seq_lens, cu_seqlens_q, sinks, out, k_scale, v_scale)
-        asked = (sm_scale, logits_soft_cap, window_left, return_lse, validate)
-        if visible:
-            call, arrays, asked = with_sight(_PREFILL, arrays, asked, visible)
-            return target.run(prefill_attention, call, arrays, asked)
-        return target.run(prefill_attention, _PREFILL, arrays, asked)
+        arrays = (q, k, v, seq_lens, cu_seqlens_q, out, k_scale, v_scale)
+        asked = (return_lse, validate)
+        return target.run(prefill_attention, *with_options(_PREFILL, arrays, asked, options))
     validate = check_flag("validate", validate)
     pool = _contiguous_pool(target, k, v, (k_scale, v_scale))
     num_seqs, num_kv_heads, capacity, _ = pool.k_buffer.words.shape
@@ -223,10 +199,9 @@ def prefill_attention(
     lens = target.index(check_integers(target, "seq_lens", seq_lens, (num_seqs,)), np.int64)
     starts = check_integers(target, "cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,))
     starts = target.index(starts, np.int64)
-    options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, visible)
     check_lengths(
         target, lens, starts, q.shape[0], capacity, validate=validate, decode=False,
-        free=is_free(options),
+        free=is_free(checked),
     )  # fmt: skip
     return attend(
         pool,
@@ -234,7 +209,7 @@ def prefill_attention(
         q,
         lens,
         starts,
-        options,
+        checked,
         validate=validate,
     )
 

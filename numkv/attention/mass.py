@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from numkv import targets
 from numkv.arrays import Array
 from numkv.attention.attend import attend, check_lengths, check_queries, no_ranges
-from numkv.attention.options import AttentionOptions, check_options
+from numkv.attention.options import (
+    IN_A_WINDOW,
+    AttentionOptions,
+    CheckedOptions,
+    check_options,
+    with_options,
+)
 from numkv.checks import check_array, check_integers
 from numkv.errors import DimensionMismatch
-from numkv.keywords import explained
 from numkv.kinds import kind_of_dtype
 from numkv.numbers import check_flag
 from numkv.storage.pool import Pool
@@ -21,9 +26,7 @@ from numkv.storage.user_buffers import stored_pool
 from numkv.targets.call import Call
 
 _FLOAT32 = np.dtype(np.float32)
-_WEIGHTS = Call(
-    "q k seq_lens cu_seqlens_q lse k_scale", "sm_scale logits_soft_cap window_left validate"
-)
+_WEIGHTS = Call("q k seq_lens cu_seqlens_q lse k_scale", "validate")
 
 
 def attention_mass(
@@ -33,7 +36,7 @@ def attention_mass(
     seq_lens: Array,
     q_starts: Array,
     columns: int,
-    options: AttentionOptions,
+    options: CheckedOptions,
     *,
     lse: Any = None,
     ranges: Array | None = None,
@@ -53,7 +56,7 @@ def attention_mass(
         Lengths, and where each sequence's queries start; checked.
     columns : int
         Tokens of each sequence in the result.
-    options : AttentionOptions
+    options : CheckedOptions
         From `check_options`; without sinks and outputs.
     lse
         See `attention_weights`.
@@ -92,7 +95,6 @@ def attention_mass(
     return weights
 
 
-@explained
 def attention_weights(
     q: Any,
     k: Any,
@@ -100,11 +102,9 @@ def attention_weights(
     cu_seqlens_q: Any = None,
     *,
     lse: Any = None,
-    sm_scale: float | None = None,
-    logits_soft_cap: float | None = 0.0,
-    window_left: int | None = -1,
     k_scale: Any = None,
     validate: bool | None = False,
+    **options: Unpack[AttentionOptions],
 ) -> Array:
     """Sum the attention that each token of a contiguous cache gets from given queries.
 
@@ -122,13 +122,13 @@ def attention_weights(
     lse : float32 array (num_tokens, num_q_heads), optional
         What attention returned with ``return_lse=True`` for these queries and options. Computed if None, which costs
         one attention over the keys. Needed if there are sinks, as they take a share of the softmax.
-    sm_scale, logits_soft_cap, window_left
-        See `numkv.decode_attention`.
     k_scale : array, optional
         Scales of stored keys; see `numkv.decode_attention`.
     validate : bool
         On CUDA, check the values of `seq_lens` and `cu_seqlens_q` too, which waits for the device. On the CPU they are
         always checked.
+    **options
+        `sm_scale`, `logits_soft_cap` and `window_left`: see `numkv.AttentionOptions`.
 
     Returns
     -------
@@ -159,11 +159,12 @@ def attention_weights(
         raise TypeError(
             f"`q`: expected an array of queries, got a {name}; call its own method: {name}.attention_weights"
         )
+    checked = check_options(options, takes=IN_A_WINDOW)
     target = targets.of(k)
     if target.chooses_stream:
         arrays = (q, k, seq_lens, cu_seqlens_q, lse, k_scale)
-        asked = (sm_scale, logits_soft_cap, window_left, validate)
-        found: Array = target.run(attention_weights, _WEIGHTS, arrays, asked)
+        call = with_options(_WEIGHTS, arrays, (validate,), options)
+        found: Array = target.run(attention_weights, *call)
         return found
     validate = check_flag("validate", validate)
     shape = ("num_seqs", "num_kv_heads", "capacity", "head_dim")
@@ -186,6 +187,5 @@ def attention_weights(
         starts = check_integers(target, "cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,))
         starts = target.index(starts, np.int64)
     check_lengths(target, lens, starts, num_tokens, capacity, validate=validate, decode=decode)
-    options = check_options(sm_scale, logits_soft_cap, window_left)
     table = one_block_each(target.device_key, num_seqs)
-    return attention_mass(pool, table, q, lens, starts, capacity, options, lse=lse)
+    return attention_mass(pool, table, q, lens, starts, capacity, checked, lse=lse)

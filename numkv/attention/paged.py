@@ -11,8 +11,14 @@ from numkv.arrays import Array
 from numkv.attention import small
 from numkv.attention.attend import attend, check_blocks, check_lengths, check_queries
 from numkv.attention.cascade import Prefix, attend_cascade
-from numkv.attention.options import check_options
-from numkv.attention.sight import Visible, is_free, with_sight
+from numkv.attention.options import (
+    PLAIN,
+    WITH_SINKS,
+    AttentionOptions,
+    check_options,
+    is_free,
+    with_options,
+)
 from numkv.checks import check_integers
 from numkv.numbers import check_flag, check_size
 from numkv.storage.pool import Pool
@@ -24,14 +30,13 @@ from numkv.targets.call import Call
 _POOL = ("num_blocks", "num_kv_heads", "block_size", "head_dim")
 _NAMES = ("k_pool", "v_pool")
 _INT32 = (np.dtype(np.int32),)
-_OPTIONS = "sm_scale logits_soft_cap window_left return_lse validate"
-_DECODE = Call("q k_pool v_pool block_table seq_lens sinks out k_scale v_scale", _OPTIONS, "out")
+_OPTIONS = "return_lse validate"
+_DECODE = Call("q k_pool v_pool block_table seq_lens out k_scale v_scale", _OPTIONS, "out")
 _CASCADE = Call(
-    "q k_pool v_pool block_table seq_lens cu_seqlens_q sinks k_scale v_scale",
-    "shared_len sm_scale logits_soft_cap return_lse",
+    "q k_pool v_pool block_table seq_lens cu_seqlens_q k_scale v_scale", "shared_len return_lse"
 )
 _PREFILL = Call(
-    "q k_pool v_pool block_table seq_lens cu_seqlens_q sinks out k_scale v_scale", _OPTIONS, "out"
+    "q k_pool v_pool block_table seq_lens cu_seqlens_q out k_scale v_scale", _OPTIONS, "out"
 )
 
 
@@ -60,16 +65,12 @@ def paged_decode_attention(
     block_table: Any,
     seq_lens: Any,
     *,
-    sm_scale: float | None = None,
-    logits_soft_cap: float | None = 0.0,
-    window_left: int | None = -1,
-    sinks: Any = None,
-    return_lse: bool | None = False,
     out: Any = None,
+    return_lse: bool | None = False,
     k_scale: Any = None,
     v_scale: Any = None,
     validate: bool | None = False,
-    **visible: Unpack[Visible],
+    **options: Unpack[AttentionOptions],
 ) -> Any:
     """Attend with one query per sequence over paged pools.
 
@@ -84,7 +85,7 @@ def paged_decode_attention(
         Physical block of each logical block; entries past a sequence's length are never read.
     seq_lens : int32 or int64 array (num_seqs,)
         Tokens in the cache, the query's own included.
-    sm_scale, logits_soft_cap, window_left, sinks, return_lse, out
+    out, return_lse, **options
         See `numkv.decode_attention`.
     k_scale, v_scale : array, optional
         Scales of stored elements: of int8, code4 and code6 float32 ``(num_blocks, num_kv_heads, block_size)``, of int4
@@ -92,8 +93,6 @@ def paged_decode_attention(
         number, or None for 1. None for other float kinds.
     validate : bool
         On CUDA, check the lengths and blocks too, which waits for the device. On the CPU they are always checked.
-    **visible
-        See `numkv.decode_attention`.
 
     Returns
     -------
@@ -109,22 +108,19 @@ def paged_decode_attention(
     DimensionMismatch, UnsupportedDType, NotSupported, ValueError
         See `numkv.decode_attention`.
     """
+    checked = check_options(options, return_lse, out)
     if (
-        out is sinks is None and return_lse is validate is False and not visible
-        and type(logits_soft_cap) is float and logits_soft_cap == 0 and type(window_left) is int and window_left == -1
+        validate is False and (checked is PLAIN or checked.only_scaled)
         and (found := small.paged_decode(
-            q, k_pool, v_pool, block_table, seq_lens, k_scale, v_scale, sm_scale
+            q, k_pool, v_pool, block_table, seq_lens, k_scale, v_scale, checked.sm_scale
         )) is not None
     ):  # fmt: skip
         return found
     target = targets.of(k_pool)
     if target.chooses_stream:
-        arrays = (q, k_pool, v_pool, block_table, seq_lens, sinks, out, k_scale, v_scale)
-        asked = (sm_scale, logits_soft_cap, window_left, return_lse, validate)
-        if visible:
-            call, arrays, asked = with_sight(_DECODE, arrays, asked, visible)
-            return target.run(paged_decode_attention, call, arrays, asked)
-        return target.run(paged_decode_attention, _DECODE, arrays, asked)
+        arrays = (q, k_pool, v_pool, block_table, seq_lens, out, k_scale, v_scale)
+        asked = (return_lse, validate)
+        return target.run(paged_decode_attention, *with_options(_DECODE, arrays, asked, options))
     validate = check_flag("validate", validate)
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
     q = check_queries(target, q, int(pool.k.shape[1]), pool.head_dim, "num_seqs", "the pools")
@@ -134,8 +130,7 @@ def paged_decode_attention(
     lens = _check_batch(
         target, pool, table, seq_lens, starts, num_seqs, validate=validate, decode=True
     )
-    options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, visible)
-    return attend(pool, table, q, lens, starts, options, validate=validate)
+    return attend(pool, table, q, lens, starts, checked, validate=validate)
 
 
 def paged_prefill_attention(
@@ -146,16 +141,12 @@ def paged_prefill_attention(
     seq_lens: Any,
     cu_seqlens_q: Any,
     *,
-    sm_scale: float | None = None,
-    logits_soft_cap: float | None = 0.0,
-    window_left: int | None = -1,
-    sinks: Any = None,
-    return_lse: bool | None = False,
     out: Any = None,
+    return_lse: bool | None = False,
     k_scale: Any = None,
     v_scale: Any = None,
     validate: bool | None = False,
-    **visible: Unpack[Visible],
+    **options: Unpack[AttentionOptions],
 ) -> Any:
     """Attend with any number of queries per sequence over paged pools; causal, bottom-right aligned.
 
@@ -167,9 +158,9 @@ def paged_prefill_attention(
         See `paged_decode_attention`.
     cu_seqlens_q : int32 or int64 array (num_seqs + 1,)
         Prefix sums of the numbers of queries.
-    sm_scale, logits_soft_cap, window_left, sinks, return_lse, out
+    out, return_lse, **options
         See `numkv.decode_attention`.
-    k_scale, v_scale, validate, **visible
+    k_scale, v_scale, validate
         See `paged_decode_attention`.
 
     Returns
@@ -187,37 +178,23 @@ def paged_prefill_attention(
     IndexError, UnsupportedDType, NotSupported, ValueError
         See `paged_decode_attention`.
     """
+    checked = check_options(options, return_lse, out)
     target = targets.of(k_pool)
     if target.chooses_stream:
-        arrays = (
-            q,
-            k_pool,
-            v_pool,
-            block_table,
-            seq_lens,
-            cu_seqlens_q,
-            sinks,
-            out,
-            k_scale,
-            v_scale,
-        )
-        asked = (sm_scale, logits_soft_cap, window_left, return_lse, validate)
-        if visible:
-            call, arrays, asked = with_sight(_PREFILL, arrays, asked, visible)
-            return target.run(paged_prefill_attention, call, arrays, asked)
-        return target.run(paged_prefill_attention, _PREFILL, arrays, asked)
+        arrays = (q, k_pool, v_pool, block_table, seq_lens, cu_seqlens_q, out, k_scale, v_scale)
+        asked = (return_lse, validate)
+        return target.run(paged_prefill_attention, *with_options(_PREFILL, arrays, asked, options))
     validate = check_flag("validate", validate)
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
     q = check_queries(target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens", "the pools")
     table = check_integers(target, "block_table", block_table, ("num_seqs", "max_blocks"), _INT32)
     starts = check_integers(target, "cu_seqlens_q", cu_seqlens_q, (int(table.shape[0]) + 1,))
     starts = target.index(starts, np.int64)
-    options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, visible)
     lens = _check_batch(
         target, pool, table, seq_lens, starts, int(q.shape[0]), validate=validate, decode=False,
-        free=is_free(options),
+        free=is_free(checked),
     )  # fmt: skip
-    return attend(pool, table, q, lens, starts, options, validate=validate)
+    return attend(pool, table, q, lens, starts, checked, validate=validate)
 
 
 def cascade_attention(
@@ -229,9 +206,10 @@ def cascade_attention(
     shared_len: int,
     cu_seqlens_q: Any = None,
     *,
+    return_lse: bool | None = False,
     k_scale: Any = None,
     v_scale: Any = None,
-    **options: Any,
+    **options: Unpack[AttentionOptions],
 ) -> Any:
     """Attend over paged pools where all sequences begin with the same tokens, which are read once for all of them.
 
@@ -246,10 +224,10 @@ def cascade_attention(
         How many tokens are shared. All queries are later ones.
     cu_seqlens_q : int32 or int64 array (num_seqs + 1,), optional
         Prefix sums of the numbers of queries; one each if None.
-    k_scale, v_scale
+    return_lse, k_scale, v_scale
         See `paged_decode_attention`.
     **options
-        `sm_scale`, `logits_soft_cap`, `sinks`, `return_lse`: see `decode_attention`. There are no windows.
+        `sm_scale`, `logits_soft_cap` and `sinks`: see `numkv.AttentionOptions`. There are no windows.
 
     Returns
     -------
@@ -273,17 +251,12 @@ def cascade_attention(
     are those of `paged_prefill_attention` to rounding, and for a sequence always the same bits, whichever sequences
     come with it. To share pays from about eight sequences on; see perf/test_cascade.py.
     """
+    checked = check_options(options, return_lse, takes=WITH_SINKS)
     target = targets.of(k_pool)
-    unknown = options.keys() - {"sm_scale", "logits_soft_cap", "sinks", "return_lse"}
-    if unknown:
-        raise TypeError(f"`{min(unknown)}`: expected no such argument")
-    named = (options.get(name) for name in ("sm_scale", "logits_soft_cap"))
-    sm_scale, cap = named
-    sinks, return_lse = options.get("sinks"), options.get("return_lse", False)
     if target.chooses_stream:
-        arrays = (q, k_pool, v_pool, block_table, seq_lens, cu_seqlens_q, sinks, k_scale, v_scale)
-        asked = (shared_len, sm_scale, cap, return_lse)
-        return target.run(cascade_attention, _CASCADE, arrays, asked)
+        arrays = (q, k_pool, v_pool, block_table, seq_lens, cu_seqlens_q, k_scale, v_scale)
+        asked = (shared_len, return_lse)
+        return target.run(cascade_attention, *with_options(_CASCADE, arrays, asked, options))
     shared = check_size("shared_len", shared_len, 0)
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
     q = check_queries(target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens", "the pools")
@@ -300,7 +273,6 @@ def cascade_attention(
     if target.values_on_host and num_tokens:
         _check_shared(table, lens, starts, shared, int(pool.k.shape[2]))
         first = int(np.diff(np.asarray(starts)).argmax()) if num_seqs else 0  # one that has queries
-    checked = check_options(sm_scale, cap, -1, sinks, return_lse)
     prefixes = [Prefix(first, np.arange(num_tokens))] if num_tokens else []
     return attend_cascade(pool, table, q, lens, starts, checked, shared, prefixes)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple, TypedDict
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,26 +13,15 @@ from numkv import targets
 from numkv.arrays import Array
 from numkv.checks import check_apart, check_array, check_integers
 from numkv.errors import DimensionMismatch, NotSupported
-from numkv.keywords import meant
 from numkv.numbers import check_flag
 from numkv.rows.mask import COLUMNS
 from numkv.targets.base import Target
-from numkv.targets.call import Call
 
 _WORDS = (np.dtype(np.uint32), np.dtype(np.int32))
 
 
-class Visible(TypedDict, total=False):
-    """What calls of attention take by name beside the options of `numkv.decode_attention`."""
-
-    causal: bool | None
-    ranges: Any
-    mask: Any
-    alibi_slopes: Any
-
-
 class Sight(NamedTuple):
-    """These options of a call that has any, numbers checked, arrays not.
+    """What the queries of a call see, where causality and a window do not say it all; arrays not checked.
 
     Attributes
     ----------
@@ -59,30 +49,8 @@ class Sight(NamedTuple):
         return self.mask is not None or (self.causal and self.ranges is None)
 
 
-_NAMES = frozenset(Visible.__annotations__)
-#: Those that calls of attention have beside these.
-_KNOWN = (*sorted(_NAMES), "sm_scale", "logits_soft_cap", "sinks", "return_lse", "out")
-_ARRAYS = ("ranges", "mask", "alibi_slopes")
-
-
-def check_sight(given: Visible | None, window_left: int) -> Sight | None:
-    """Take the options that a call was given by name, or None where it was given none that matters."""
-    if not given:
-        return None
-    for name in given:
-        if name in ("window", "sliding_window"):
-            raise TypeError(
-                f"`{name}`: expected `window_left`, earlier tokens that a query sees beside its own; pass "
-                f"window_left={name} - 1, or a LayerSpec with it to a PagedKVCache when it is made"
-            )
-        if name not in _NAMES:
-            raise TypeError(
-                f"`{name}`: expected an argument of this call, got an unknown one"
-                + (
-                    meant(name, _KNOWN)
-                    or f"; of what queries see there are {', '.join(sorted(_NAMES))}"
-                )
-            )
+def check_sight(given: Mapping[str, Any], window_left: int) -> Sight | None:
+    """Take the options of a call that say what queries see; None where there are none that matter."""
     causal = check_flag("causal", given.get("causal"), True)
     made = Sight(causal, given.get("ranges"), given.get("mask"), given.get("alibi_slopes"))
     if made.causal and made.ranges is None and made.mask is None and made.alibi_slopes is None:
@@ -97,26 +65,6 @@ def check_sight(given: Visible | None, window_left: int) -> Sight | None:
             "cut the ranges"
         )
     return made
-
-
-def is_free(options: Any) -> bool:
-    """Whether the queries of a call need not be cached tokens."""
-    return options.sight is not None and not options.sight.counts_tokens
-
-
-def with_sight(
-    call: Call, arrays: tuple[Any, ...], asked: tuple[Any, ...], given: Visible
-) -> tuple[Call, tuple[Any, ...], tuple[Any, ...]]:
-    """A call with the options that it was given by name beside the others, as targets run it."""
-    check_sight(given, -1)
-    own = (given.get("ranges"), given.get("mask"), given.get("alibi_slopes"))
-    return _with_names(call), (*arrays, *own), (*asked, given.get("causal"))
-
-
-@functools.cache
-def _with_names(call: Call) -> Call:
-    written = " ".join(call.arrays[i] for i in call.written)
-    return Call(" ".join((*call.arrays, *_ARRAYS)), " ".join((*call.options, "causal")), written)
 
 
 def lay_out(

@@ -23,7 +23,7 @@ import numpy as np
 
 from numkv.access import Access, writes
 from numkv.attention.attend import check_group, check_own_memory, check_sinks
-from numkv.attention.options import AttentionOptions, check_options
+from numkv.attention.options import CheckedOptions, check_options
 from numkv.checks import check_array, check_writable
 from numkv.compaction.moves import slots_of
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError, UnsupportedDType
@@ -189,7 +189,7 @@ def options_of_layers(
     logits_soft_cap: Any,
     windows: Sequence[Any],
     sinks: Any,
-) -> list[AttentionOptions]:
+) -> list[CheckedOptions]:
     """Check options, of which windows and sinks may be each layer's own, as those of every layer."""
     found = []
     num_q_heads = rows.num_q_heads
@@ -207,7 +207,9 @@ def options_of_layers(
                 )
             of_each = [given[layer] for layer in range(len(pools))]
     for pool, window, of_layer in zip(pools, windows, of_each, strict=True):
-        options = check_options(sm_scale, logits_soft_cap, window, None)
+        options = check_options(
+            {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "window_left": window}
+        )
         if of_layer is not None:
             wide = "fp64" in (rows.kind.name, pool.k_kind.name, pool.v_kind.name)
             compute = np.dtype(np.float64 if wide else np.float32)
@@ -228,7 +230,7 @@ class Bound:
         The layers; None for one that has no calls.
     rows : Rows
         What is bound.
-    options : sequence of AttentionOptions or None
+    options : sequence of CheckedOptions or None
         Of each layer.
     """
 
@@ -568,7 +570,7 @@ class BoundLayer(Bound):
 
     def __init__(
         self, layer: ToBind, access: Access, now: Callable[[], tuple[int, int, Any, int]],
-        two_calls: Callable[..., Any], rows: Rows, options: AttentionOptions,
+        two_calls: Callable[..., Any], rows: Rows, options: CheckedOptions,
     ) -> None:  # fmt: skip
         super().__init__([layer], rows, [options])
         self._access, self._now, self._two_calls = access, now, two_calls

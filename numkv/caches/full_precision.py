@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from numkv.attention.attend import attend
 from numkv.attention.cascade import converted
 from numkv.attention.mass import attention_mass
-from numkv.attention.options import AttentionOptions
+from numkv.attention.options import CheckedOptions
 from numkv.attention.sight import seen_by_queries
 from numkv.caches.layer_spec import FullPrecision, in_full
 from numkv.caches.parts import Part, attend_to_parts
@@ -358,7 +358,7 @@ class FullPrecisionWindow:
         layer: int,
         q: Array,
         length: int,
-        options: AttentionOptions,
+        options: CheckedOptions,
     ) -> Any:
         """Attend with checked queries of a layer's last tokens over both pools.
 
@@ -377,7 +377,7 @@ class FullPrecisionWindow:
             Queries, checked.
         length : int
             Tokens of the layer.
-        options : AttentionOptions
+        options : CheckedOptions
             From `check_options`.
 
         Returns
@@ -424,7 +424,7 @@ class FullPrecisionWindow:
         layer: int,
         q: Array,
         length: int,
-        options: AttentionOptions,
+        options: CheckedOptions,
         lse: Any,
     ) -> Array:
         """Sum the attention that checked queries of a layer's last tokens give to each token.
@@ -433,7 +433,7 @@ class FullPrecisionWindow:
         ----------
         pool, block_table, layer, q, length
             See `attend`.
-        options : AttentionOptions
+        options : CheckedOptions
             From `check_options`; without sinks and outputs.
         lse
             See `numkv.attention_weights`.

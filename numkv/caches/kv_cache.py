@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from numkv import targets
 from numkv.access import drops, reads, writes
 from numkv.arrays import CacheArrays
-from numkv.attention.options import check_options
-from numkv.attention.sight import Visible
+from numkv.attention.options import IN_A_WINDOW, AttentionOptions, CheckedOptions, check_options
 from numkv.caches.bound import (
     BoundAttention,
     BoundStep,
@@ -814,13 +813,9 @@ class KVCache(SingleSequence):
         layer: int,
         q: Any,
         *,
-        sm_scale: float | None = None,
-        logits_soft_cap: float = 0.0,
-        window_left: int = -1,
-        sinks: Any = None,
-        return_lse: bool = False,
         out: Any = None,
-        **visible: Unpack[Visible],
+        return_lse: bool = False,
+        **options: Unpack[AttentionOptions],
     ) -> Any:
         """Attend over all rows appended to a layer; the queries are those of the last ones.
 
@@ -830,7 +825,7 @@ class KVCache(SingleSequence):
             Which layer.
         q : array (num_q_heads, head_dim) or (num_tokens, num_q_heads, head_dim)
             Queries; each sees its own position and earlier ones.
-        sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, **visible
+        out, return_lse, **options
             See `numkv.decode_attention`; `out` has the rank of q.
 
         Returns
@@ -850,37 +845,33 @@ class KVCache(SingleSequence):
             See `numkv.decode_attention`.
         """
         layer = check_index("layer", layer, len(self._lengths))
+        checked = check_options(options, return_lse, out)
         target = self._target
         if target.chooses_stream:
-            asked = sm_scale, logits_soft_cap, window_left, sinks, return_lse
-            return self._attend_on(layer, q, asked, out, visible)
+            return self._attend_on(layer, q, checked, options)
         q = target.accept(q, "q")
         single = len(q.shape) == 2
         if single:
             q = q.reshape((1, *q.shape))
             if out is not None:
                 out = target.accept(out, "out")
-                out = out.reshape((1, *out.shape))
-        options = check_options(
-            sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, visible
-        )
-        result = self._attend(layer, q, options)
+                checked = checked._replace(out=out.reshape((1, *out.shape)))
+        result = self._attend(layer, q, checked)
         if not single:
             return result
         return (result[0][0], result[1][0]) if return_lse else result[0]
 
     def _attend_on(
-        self, layer: int, q: Any, asked: tuple[Any, ...], out: Any, visible: Visible
+        self, layer: int, q: Any, checked: CheckedOptions, options: AttentionOptions
     ) -> Any:
         """Choose the stream and attend, as an earlier call did where there is one like it."""
 
         def attend() -> Any:
-            names = ("sm_scale", "logits_soft_cap", "window_left", "sinks", "return_lse")
-            options = {**dict(zip(names, asked, strict=True)), **visible}
-            return self.decode_attention(layer, q, **options, out=out)
+            out, return_lse = checked.out, checked.return_lse
+            return self.decode_attention(layer, q, out=out, return_lse=return_lse, **options)
 
-        if self._again is not None and not visible:
-            return self._attend_again(layer, q, asked, out, attend)
+        if self._again is not None and checked.sight is None:
+            return self._attend_again(layer, q, checked, attend)
         with self._target.on(q, self._pool.k):
             return attend()
 
@@ -892,9 +883,7 @@ class KVCache(SingleSequence):
         q: Any,
         *,
         lse: Any = None,
-        sm_scale: float | None = None,
-        logits_soft_cap: float = 0.0,
-        window_left: int = -1,
+        **options: Unpack[AttentionOptions],
     ) -> Array:
         """Sum the attention that each row of a layer gets from the queries of the last rows.
 
@@ -907,8 +896,8 @@ class KVCache(SingleSequence):
         lse : float32 array of q's shape without its last axis, optional
             What `decode_attention` returned with ``return_lse=True`` for these queries and options. Computed if None,
             which costs as much as that call.
-        sm_scale, logits_soft_cap, window_left
-            See `numkv.decode_attention`.
+        **options
+            `sm_scale`, `logits_soft_cap` and `window_left`: see `numkv.AttentionOptions`.
 
         Returns
         -------
@@ -926,14 +915,14 @@ class KVCache(SingleSequence):
             See `numkv.decode_attention`.
         """
         layer = check_index("layer", layer, len(self._lengths))
-        target = self._target
+        checked, target = check_options(options, takes=IN_A_WINDOW), self._target
         q = target.accept(q, "q")
         if len(q.shape) == 2:
             q = q.reshape((1, *q.shape))
             if lse is not None:
                 lse = target.accept(lse, "lse")
                 lse = lse.reshape((1, *lse.shape))
-        return self._mass(layer, q, check_options(sm_scale, logits_soft_cap, window_left), lse)
+        return self._mass(layer, q, checked, lse)
 
     @reads
     def key_error(

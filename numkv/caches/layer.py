@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from numkv.access import drops, reads, whole, writes
 from numkv.arrays import CacheArrays
-from numkv.attention.options import check_options
-from numkv.attention.sight import Visible
+from numkv.attention.options import IN_A_WINDOW, AttentionOptions, check_options
 from numkv.caches.bound import BoundLayer, Rows, ToBind, options_of_layers
 from numkv.caches.layer_spec import FullPrecision, LayerSpec
 from numkv.caches.single import SingleSequence
@@ -660,16 +659,20 @@ class Layer(SingleSequence):
 
     @reads
     def decode_attention(
-        self, q: Any, *, sm_scale: float | None = None, logits_soft_cap: float = 0.0, window_left: int = -1,
-        sinks: Any = None, return_lse: bool = False, out: Any = None, **visible: Unpack[Visible],
-    ) -> Any:  # fmt: skip
+        self,
+        q: Any,
+        *,
+        out: Any = None,
+        return_lse: bool = False,
+        **options: Unpack[AttentionOptions],
+    ) -> Any:
         """Attend with the newest tokens' queries: each sees itself and earlier positions.
 
         Parameters
         ----------
         q : array (num_tokens, num_q_heads, head_dim)
             Queries of the last `num_tokens` cached positions.
-        sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, **visible
+        out, return_lse, **options
             See `numkv.decode_attention`.
 
         Returns
@@ -686,19 +689,16 @@ class Layer(SingleSequence):
         UnsupportedDType, NotSupported, ValueError
             See `numkv.decode_attention`.
         """
-        options = check_options(
-            sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, visible
-        )
+        checked = check_options(options, return_lse, out)
         if self._again is not None:
-            return self._attend_with(0, q, options)
-        return self._attend(0, q, options)
+            return self._attend_with(0, q, checked)
+        return self._attend(0, q, checked)
 
     @streamed
     @reads
     def attention_weights(
-        self, q: Any, *, lse: Any = None, sm_scale: float | None = None, logits_soft_cap: float = 0.0,
-        window_left: int = -1,
-    ) -> Array:  # fmt: skip
+        self, q: Any, *, lse: Any = None, **options: Unpack[AttentionOptions]
+    ) -> Array:
         """Sum the attention that each token gets from the newest tokens' queries.
 
         Parameters
@@ -708,8 +708,8 @@ class Layer(SingleSequence):
         lse : float32 array (num_tokens, num_q_heads), optional
             What `decode_attention` returned with ``return_lse=True`` for these queries and options. Computed if None,
             which costs as much as that call.
-        sm_scale, logits_soft_cap, window_left
-            See `numkv.decode_attention`.
+        **options
+            `sm_scale`, `logits_soft_cap` and `window_left`: see `numkv.AttentionOptions`.
 
         Returns
         -------
@@ -723,7 +723,7 @@ class Layer(SingleSequence):
         UnsupportedDType, NotSupported, ValueError
             See `numkv.decode_attention`.
         """
-        return self._mass(0, q, check_options(sm_scale, logits_soft_cap, window_left), lse)
+        return self._mass(0, q, check_options(options, takes=IN_A_WINDOW), lse)
 
     @reads
     def key_error(self, q: Any, *, sm_scale: float | None = None) -> NDArray[np.float64]:

@@ -10,7 +10,7 @@ import numpy as np
 from numkv.arrays import Array
 from numkv.attention.attend import attend, check_own_memory
 from numkv.attention.cascade import converted
-from numkv.attention.options import AttentionOptions
+from numkv.attention.options import CheckedOptions
 from numkv.checks import check_array, check_writable
 from numkv.kinds import kind, kind_of_dtype
 from numkv.storage.pool import Pool
@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 
 def attend_to_parts(
-    parts: Sequence[Part], q: Array, lens: Array, starts: Array, options: AttentionOptions
+    parts: Sequence[Part], q: Array, lens: Array, starts: Array, options: CheckedOptions
 ) -> Any:
     """Attend with checked queries over parts that have no token in common.
 

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from numkv.access import Access, dropping, drops, reads
 from numkv.attention.attend import attend, check_queries, too_many_queries
 from numkv.attention.mass import attention_mass
-from numkv.attention.options import AttentionOptions, check_options
-from numkv.attention.sight import is_free
+from numkv.attention.options import CheckedOptions, check_options, is_free
 from numkv.caches.full_precision import FullPrecisionWindow, Watching
 from numkv.caches.late_reports import SequenceReports
 from numkv.caches.layer_spec import FullPrecision, LayerSpec
@@ -547,7 +546,7 @@ class SingleSequence:
     # -- attention
 
     def _append_attend(
-        self, layer: int, q: Any, k: Any, v: Any, options: AttentionOptions, check_finite: bool
+        self, layer: int, q: Any, k: Any, v: Any, options: CheckedOptions, check_finite: bool
     ) -> Any:
         """Append rows and attend with the queries of their tokens, all checked; for bound calls."""
         start, room = self._stored(layer), self._room
@@ -569,25 +568,12 @@ class SingleSequence:
         return q, length
 
     def _attend_again(
-        self, layer: int, q: Any, asked: tuple[Any, ...], out: Any, function: Callable[[], Any]
-    ) -> Any:  # fmt: skip
-        """Attend as an earlier call did, or by `function`.
-
-        Parameters
-        ----------
-        layer : int
-            Which layer.
-        q, out : object
-            What the caller passed.
-        asked : tuple
-            Scale, cap, window, sinks, and whether the lse is returned too, as the caller passed them.
-        function : function
-            Does the call, on its stream.
-        """
+        self, layer: int, q: Any, options: CheckedOptions, function: Callable[[], Any]
+    ) -> Any:
+        """Attend as an earlier call did, or by `function`, on its stream; `sinks` and `out` are the caller's."""
         length, again = self._stored(layer), self._again  # in this order, beside a writer
-        scale, cap, window, sinks, return_lse = asked
-        kinds = type(scale), type(cap), type(window)
-        what = "attend", layer, kinds, scale, cap, window, return_lse
+        scale, cap, window, sinks, return_lse, out, _ = options
+        what = "attend", layer, scale, cap, window, return_lse
         call = again.find(what, (q, sinks, out), self._pool.k)
         replay, table = call.replay, self._ready_table(layer)
         if replay is not None and table is not None:
@@ -601,15 +587,13 @@ class SingleSequence:
             lambda: 1 if len(q.shape) == 2 else int(q.shape[0]), _OUT,
         )  # fmt: skip
 
-    def _attend_with(self, layer: int, q: Any, options: AttentionOptions) -> Any:
+    def _attend_with(self, layer: int, q: Any, options: CheckedOptions) -> Any:
         """Attend with options that are checked, as an earlier call did where there is one like it."""
         if self._again is None or options.sight is not None:
             return self._attend(layer, q, options)
-        scale, cap, window, sinks, return_lse, out, _ = options
-        asked = scale, cap, window, sinks, return_lse
-        return self._attend_again(layer, q, asked, out, lambda: self._attend(layer, q, options))
+        return self._attend_again(layer, q, options, lambda: self._attend(layer, q, options))
 
-    def _attend(self, layer: int, q: Any, options: AttentionOptions) -> Any:
+    def _attend(self, layer: int, q: Any, options: CheckedOptions) -> Any:
         """Attend with the queries of a layer's last tokens."""
         there = self._target
         if not there.values_on_host:
@@ -624,12 +608,12 @@ class SingleSequence:
         lens, starts = one_length(target, length), one_sequence(target, int(q.shape[0]))
         return attend(pool, table, q, lens, starts, options)
 
-    def _mass(self, layer: int, q: Any, options: AttentionOptions, lse: Any) -> Array:
+    def _mass(self, layer: int, q: Any, options: CheckedOptions, lse: Any) -> Array:
         """The attention mass ``(num_kv_heads, length)`` of a layer's tokens."""
         with self._target.on(q, self._pool.k):
             return self._mass_here(layer, q, options, lse)
 
-    def _mass_here(self, layer: int, q: Any, options: AttentionOptions, lse: Any) -> Array:
+    def _mass_here(self, layer: int, q: Any, options: CheckedOptions, lse: Any) -> Array:
         q, length = self._check_queries(layer, q)
         pool, table, target = self._pools[layer], self._block_table(layer), self._target.key
         if self._full_precision is not None:
@@ -645,7 +629,7 @@ class SingleSequence:
         q = check_queries(self._target, q, self._heads, self._head_dim, "num_queries")
         tokens = np.array(self._quantised(layer), np.int64)
         slots = slots_of(self._tables[layer], tokens, max(1, int(keys.words.shape[2])))
-        scale = check_options(sm_scale, 0.0, -1).scale(self._head_dim)
+        scale = check_options({"sm_scale": sm_scale}).scale(self._head_dim)
         return key_error(keys, slots, length, q, scale)
 
     # -- rows that a kernel has found to be NaN or infinite, after the call was over; never on the CPU

@@ -6,11 +6,12 @@ Operations on the codes are in `numkv.kernels.cpu.compress`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
 from numkv.access import drops, reads, writes
+from numkv.attention.options import AttentionOptions
 from numkv.compression.config import CompressorConfig
 from numkv.compression.encoded import Encoded, Numbers
 from numkv.compression.heads import Heads, Side, Stored
@@ -351,8 +352,7 @@ class HeadCompressor(Compressor):
     @streamed
     @reads
     def attention_scores(
-        self, query: Any, *, sm_scale: float | None = None, logits_soft_cap: float | None = 0.0,
-        window_left: int | None = -1, check_finite: bool = True,
+        self, query: Any, *, check_finite: bool = True, **options: Unpack[AttentionOptions]
     ) -> Array:  # fmt: skip
         """Estimates of ``key . query`` for all tokens, scaled, without softmax.
 
@@ -360,10 +360,10 @@ class HeadCompressor(Compressor):
         ----------
         query : array (head_dim,) or (num_queries, head_dim)
             Of any float dtype; several are those of the newest tokens.
-        sm_scale, logits_soft_cap, window_left : float, float, int
-            See `numkv.decode_attention`.
         check_finite : bool
             Whether the query is checked for NaN and infinity first; on CUDA that waits for the device.
+        **options
+            `sm_scale`, `logits_soft_cap` and `window_left`: see `numkv.AttentionOptions`.
 
         Returns
         -------
@@ -382,17 +382,17 @@ class HeadCompressor(Compressor):
         ValueError, TypeError
             If an option has another value or type.
         """
-        options = self._options(sm_scale, logits_soft_cap, window_left)
+        asked = self._options(options)
         query, several = self._by_query("query", query, ("head_dim",))
-        found = self._scores("query", query, options, check_finite)
+        found = self._scores("query", query, asked, check_finite)
         count, _, tokens = (int(n) for n in found.shape)
         return found.reshape((count, tokens) if several else (tokens,))
 
     @streamed
     @reads
     def attend(
-        self, query: Any, *, sm_scale: float | None = None, logits_soft_cap: float | None = 0.0,
-        window_left: int | None = -1, return_lse: bool | None = False, check_finite: bool = True,
+        self, query: Any, *, return_lse: bool | None = False, check_finite: bool = True,
+        **options: Unpack[AttentionOptions],
     ) -> Any:  # fmt: skip
         """The values, weighted by the softmax of `attention_scores`.
 
@@ -400,12 +400,12 @@ class HeadCompressor(Compressor):
         ----------
         query : array (head_dim,) or (num_queries, head_dim)
             Of any float dtype; several are those of the newest tokens, and see no later ones.
-        sm_scale, logits_soft_cap, window_left : float, float, int
-            See `numkv.decode_attention`.
         return_lse : bool
             Whether to return the log of the sum of exponentials too.
         check_finite
             See `attention_scores`.
+        **options
+            `sm_scale`, `logits_soft_cap` and `window_left`: see `numkv.AttentionOptions`.
 
         Returns
         -------
@@ -419,9 +419,9 @@ class HeadCompressor(Compressor):
         NonFiniteInput, DimensionMismatch, UnsupportedDType, NotSupported, ValueError, TypeError
             See `attention_scores`; a query of another length is refused here when there are no tokens too.
         """
-        options = self._options(sm_scale, logits_soft_cap, window_left)
+        asked = self._options(options)
         query, several = self._by_query("query", query, ("head_dim",))
-        out, lse = self._attend("query", query, options, return_lse, check_finite)
+        out, lse = self._attend("query", query, asked, return_lse, check_finite)
         count, dim = int(out.shape[0]), self._config.head_dim
         out = out.reshape((count, dim) if several else (dim,))
         return (out, lse.reshape((count,))) if return_lse else out
@@ -530,8 +530,7 @@ class MultiHeadCompressor(Compressor):
     @streamed
     @reads
     def attention_scores(
-        self, queries: Any, *, sm_scale: float | None = None, logits_soft_cap: float | None = 0.0,
-        window_left: int | None = -1, check_finite: bool = True,
+        self, queries: Any, *, check_finite: bool = True, **options: Unpack[AttentionOptions]
     ) -> Array:  # fmt: skip
         """Estimates of ``key . query`` for all q heads and tokens, scaled, without softmax.
 
@@ -539,8 +538,10 @@ class MultiHeadCompressor(Compressor):
         ----------
         queries : array (num_q_heads, head_dim) or (num_queries, num_q_heads, head_dim)
             A query for each q head, of any float dtype; several are those of the newest tokens.
-        sm_scale, logits_soft_cap, window_left, check_finite
+        check_finite
             See `HeadCompressor.attention_scores`.
+        **options
+            `sm_scale`, `logits_soft_cap` and `window_left`: see `numkv.AttentionOptions`.
 
         Returns
         -------
@@ -554,16 +555,16 @@ class MultiHeadCompressor(Compressor):
         NonFiniteInput, UnsupportedDType, NotSupported, ValueError, TypeError
             See `HeadCompressor.attention_scores`.
         """
-        options = self._options(sm_scale, logits_soft_cap, window_left)
+        asked = self._options(options)
         queries, several = self._by_query("queries", queries, (self._num_q_heads, "head_dim"))
-        found = self._scores("queries", queries, options, check_finite)
+        found = self._scores("queries", queries, asked, check_finite)
         return found if several else found.reshape(tuple(int(n) for n in found.shape[1:]))
 
     @streamed
     @reads
     def attend(
-        self, queries: Any, *, sm_scale: float | None = None, logits_soft_cap: float | None = 0.0,
-        window_left: int | None = -1, return_lse: bool | None = False, check_finite: bool = True,
+        self, queries: Any, *, return_lse: bool | None = False, check_finite: bool = True,
+        **options: Unpack[AttentionOptions],
     ) -> Any:  # fmt: skip
         """The values of each q head's kv head, weighted by the softmax of `attention_scores`.
 
@@ -571,8 +572,10 @@ class MultiHeadCompressor(Compressor):
         ----------
         queries : array (num_q_heads, head_dim) or (num_queries, num_q_heads, head_dim)
             A query for each q head, of any float dtype; several are those of the newest tokens, and see no later ones.
-        sm_scale, logits_soft_cap, window_left, return_lse, check_finite
+        return_lse, check_finite
             See `HeadCompressor.attend`.
+        **options
+            `sm_scale`, `logits_soft_cap` and `window_left`: see `numkv.AttentionOptions`.
 
         Returns
         -------
@@ -586,9 +589,9 @@ class MultiHeadCompressor(Compressor):
         DimensionMismatch, NonFiniteInput, UnsupportedDType, NotSupported, ValueError, TypeError
             See `attention_scores`; queries of another length are refused here when there are no tokens too.
         """
-        options = self._options(sm_scale, logits_soft_cap, window_left)
+        asked = self._options(options)
         queries, several = self._by_query("queries", queries, (self._num_q_heads, "head_dim"))
-        out, lse = self._attend("queries", queries, options, return_lse, check_finite)
+        out, lse = self._attend("queries", queries, asked, return_lse, check_finite)
         if not several:
             out = out.reshape((self._num_q_heads, self._config.head_dim))
         if not return_lse:

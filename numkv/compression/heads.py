@@ -12,6 +12,7 @@ import numpy as np
 
 from numkv import targets
 from numkv.access import Access, reads
+from numkv.attention.options import IN_A_WINDOW, AttentionOptions, check_options
 from numkv.checks import Shape, check_array
 from numkv.compression.config import CodesKind, CompressorConfig
 from numkv.compression.encoded import Encoded, Numbers
@@ -20,7 +21,7 @@ from numkv.compression.saved import SavedCodes
 from numkv.errors import DimensionMismatch, NonFiniteInput, NumkvError
 from numkv.kernels.operations import CodesOptions, StoredCodes
 from numkv.kinds import QUERY_DTYPES, kind_of_dtype
-from numkv.numbers import check_bytes, check_flag, check_scale, check_soft_cap, check_window
+from numkv.numbers import check_bytes, check_flag
 from numkv.snapshots.fields import expect
 from numkv.snapshots.snapshot import Options, Snapshot, Source, Tensor, fill_all
 from numkv.targets.base import Array, Target
@@ -311,22 +312,13 @@ class Heads:
         self._check_length(names[0], keys)
         self._check_length(names[1], values)
 
-    def _options(self, sm_scale: Any, logits_soft_cap: Any, window_left: Any) -> CodesOptions:
-        """What is asked of scores, checked; see `numkv.decode_attention`."""
-        # Most calls ask for nothing, and small ones notice checks.
-        if (
-            sm_scale is None
-            and type(logits_soft_cap) is float
-            and logits_soft_cap == 0.0
-            and type(window_left) is int
-            and window_left == -1
-        ):
+    def _options(self, given: AttentionOptions) -> CodesOptions:
+        """What is asked of scores, checked; most calls ask for nothing, and small ones notice checks."""
+        if not given:
             return self._plain_options
-        given = check_scale(sm_scale)
-        scale = self._plain_options.sm_scale if given is None else given
-        return CodesOptions(
-            scale, check_soft_cap(logits_soft_cap, given), check_window(window_left)
-        )
+        checked = check_options(given, takes=IN_A_WINDOW)
+        scale = self._plain_options.sm_scale if checked.sm_scale is None else checked.sm_scale
+        return CodesOptions(scale, checked.logits_soft_cap, checked.window_left)
 
     def _query(self, name: str, x: Array, check_finite: bool) -> tuple[Array, str]:
         if check_flag("check_finite", check_finite, True):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from numkv.access import drops, reads, whole, writes
+from numkv.attention.options import AttentionOptions
 from numkv.compression.blocks import (
     BLOCK_SIZE,
     NO_BLOCKS,
@@ -268,8 +269,7 @@ class PagedCompressor(Heads):
     @reads
     def attend(
         self, sequences: Iterable[int], queries: Any, query_lens: Any = 1, *,
-        sm_scale: float | None = None, logits_soft_cap: float | None = 0.0, window_left: int | None = -1,
-        return_lse: bool | None = False, check_finite: bool = True,
+        return_lse: bool | None = False, check_finite: bool = True, **options: Unpack[AttentionOptions],
     ) -> Any:  # fmt: skip
         """The values of each q head's kv head, weighted by softmax: of many sequences in one call.
 
@@ -282,8 +282,10 @@ class PagedCompressor(Heads):
             of its newest tokens, and see no later ones.
         query_lens : int or array-like of int (num_seqs,)
             How many of them each sequence has.
-        sm_scale, logits_soft_cap, window_left, return_lse, check_finite
+        return_lse, check_finite
             See `HeadCompressor.attend`.
+        **options
+            `sm_scale`, `logits_soft_cap` and `window_left`: see `numkv.AttentionOptions`.
 
         Returns
         -------
@@ -300,7 +302,7 @@ class PagedCompressor(Heads):
         NonFiniteInput, IndexError, UnsupportedDType, NotSupported, ValueError, TypeError
             See `extend`.
         """
-        options = self._options(sm_scale, logits_soft_cap, window_left)
+        asked = self._options(options)
         return_lse = check_flag("return_lse", return_lse)
         stored = self._stored
         seqs = self._numbers(sequences, stored)
@@ -327,14 +329,13 @@ class PagedCompressor(Heads):
             )  # fmt: skip
             values = stored.values
             codes = StoredCodes(*stored.keys.arrays(), values.codes, values.scales, 0, 0, batch)
-        out, lse = self._attended(q, q_kind, codes, options, return_lse)
+        out, lse = self._attended(q, q_kind, codes, asked, return_lse)
         return (out, lse) if return_lse else out
 
     @streamed
     @reads
     def attention_scores(
-        self, seq: int, queries: Any, *, sm_scale: float | None = None, logits_soft_cap: float | None = 0.0,
-        window_left: int | None = -1, check_finite: bool = True,
+        self, seq: int, queries: Any, *, check_finite: bool = True, **options: Unpack[AttentionOptions]
     ) -> Array:  # fmt: skip
         """Estimates of ``key . query`` for all q heads and tokens of a sequence, scaled, without softmax.
 
@@ -346,8 +347,10 @@ class PagedCompressor(Heads):
             The sequence.
         queries : array (num_q_heads, head_dim) or (num_queries, num_q_heads, head_dim)
             See `MultiHeadCompressor.attention_scores`.
-        sm_scale, logits_soft_cap, window_left, check_finite
+        check_finite
             See `HeadCompressor.attention_scores`.
+        **options
+            `sm_scale`, `logits_soft_cap` and `window_left`: see `numkv.AttentionOptions`.
 
         Returns
         -------
@@ -359,11 +362,11 @@ class PagedCompressor(Heads):
         DimensionMismatch, NonFiniteInput, IndexError, UnsupportedDType, NotSupported, ValueError, TypeError
             See `extend` and `attend`.
         """
-        options = self._options(sm_scale, logits_soft_cap, window_left)
+        asked = self._options(options)
         found = self._find(seq)[1]
         queries, several = self._by_query("queries", queries, (self._num_q_heads, "head_dim"))
         rows = self._gathered(found)
-        scores = self._scores_of("queries", queries, options, check_finite, rows)
+        scores = self._scores_of("queries", queries, asked, check_finite, rows)
         return scores if several else scores.reshape(tuple(int(n) for n in scores.shape[1:]))
 
     @streamed

@@ -165,7 +165,7 @@ class Shard:
             return None
         if starts is None:
             return self._on_host(step.attention(layer, place.asarray(q), **options))
-        asked = check_options(**options, window_left=-1, return_lse=True)
+        asked = check_options(options, return_lse=True)
         pool, table, lens = step.__rows__(layer)
         q = place.asarray(q)
         return self._on_host(attend(pool, table, q, lens, starts, asked, ranges=ranges[window]))
@@ -176,7 +176,7 @@ class Shard:
         local = [self._seqs[seq] for seq in seqs]
         if ranges is None:
             return self._on_host(cache.decode_attention(layer, local, place.asarray(q), **options))
-        asked = check_options(**options, window_left=-1, return_lse=True)
+        asked = check_options(options, return_lse=True)
         pool, table, lens = self._column.rows(layer, local)
         starts, ranges = (place.index(x, np.int64) for x in (np.arange(len(local) + 1), ranges))
         q = place.asarray(q)

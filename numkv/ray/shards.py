@@ -187,7 +187,7 @@ class Shards:
 
     def check_options(self, asked: dict[str, Any], sinks: Any, num_q_heads: int) -> Any:
         """Check options before anything is sent; sinks as an array."""
-        options.check_options(**asked)
+        options.check_options(asked)
         if sinks is None:
             return None
         wide = np.float64 if self.widest == np.float64 else np.float32

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -16,7 +16,14 @@ from numkv.attention.attend import (
     check_sinks,
 )
 from numkv.attention.cascade import converted, gathered
-from numkv.attention.options import AttentionOptions, check_options
+from numkv.attention.options import (
+    SCORES,
+    WITH_SINKS,
+    AttentionOptions,
+    CheckedOptions,
+    check_options,
+    with_options,
+)
 from numkv.checks import check_array, check_integers, check_writable
 from numkv.errors import DimensionMismatch, NotSupported
 from numkv.kinds import kind, kind_of_dtype
@@ -32,9 +39,9 @@ from numkv.targets.call import Call
 _POOL = ("num_blocks", "num_kv_heads", "block_size", "head_dim")
 _NAMES = ("k_pool", "v_pool")
 _INT32 = (np.dtype(np.int32),)
-_OPTIONS = "sm_scale logits_soft_cap return_lse validate"
+_OPTIONS = "return_lse validate"
 _BLOCKS = Call("q k_pool v_pool tables seq_lens out k_scale v_scale", _OPTIONS, "out")
-_TOKENS = Call("q k_pool v_pool slots counts sinks out k_scale v_scale", _OPTIONS, "out")
+_TOKENS = Call("q k_pool v_pool slots counts out k_scale v_scale", _OPTIONS, "out")
 
 
 def sparse_decode_attention(
@@ -44,13 +51,12 @@ def sparse_decode_attention(
     tables: Any,
     seq_lens: Any,
     *,
-    sm_scale: float | None = None,
-    logits_soft_cap: float | None = 0.0,
-    return_lse: bool | None = False,
     out: Any = None,
+    return_lse: bool | None = False,
     k_scale: Any = None,
     v_scale: Any = None,
     validate: bool | None = False,
+    **options: Unpack[AttentionOptions],
 ) -> Any:
     """Attend with one query per sequence over blocks that each kv head has of its own.
 
@@ -69,10 +75,12 @@ def sparse_decode_attention(
         Blocks of each kv head; entries past its length are never read.
     seq_lens : int32 or int64 array (num_seqs, num_kv_heads)
         Tokens in them: all blocks but the last are full.
-    sm_scale, logits_soft_cap, return_lse, out
+    out, return_lse
         See `numkv.decode_attention`.
     k_scale, v_scale, validate
         See `numkv.paged_decode_attention`.
+    **options
+        `sm_scale` and `logits_soft_cap`: see `numkv.AttentionOptions`.
 
     Returns
     -------
@@ -90,11 +98,12 @@ def sparse_decode_attention(
     DimensionMismatch, UnsupportedDType, ValueError
         See `numkv.decode_attention`.
     """
+    checked = check_options(options, return_lse, out, takes=SCORES)
     target = targets.of(k_pool)
     if target.chooses_stream:
         arrays = (q, k_pool, v_pool, tables, seq_lens, out, k_scale, v_scale)
-        asked = (sm_scale, logits_soft_cap, return_lse, validate)
-        return target.run(sparse_decode_attention, _BLOCKS, arrays, asked)
+        call = with_options(_BLOCKS, arrays, (return_lse, validate), options)
+        return target.run(sparse_decode_attention, *call)
     validate = check_flag("validate", validate)
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is not None and len(getattr(scale, "shape", ())) < 3:
@@ -129,8 +138,7 @@ def sparse_decode_attention(
             target.to_host(tables).reshape(num_seqs * heads, columns),
             target.to_host(lens).astype(np.int64).reshape(-1), size, num_blocks, "tables",
         )  # fmt: skip
-    options = check_options(sm_scale, logits_soft_cap, -1, None, return_lse, out)
-    return attend_to_choice(pool, tables, lens, q, options, validate=validate)
+    return attend_to_choice(pool, tables, lens, q, checked, validate=validate)
 
 
 def token_decode_attention(
@@ -140,14 +148,12 @@ def token_decode_attention(
     slots: Any,
     counts: Any,
     *,
-    sm_scale: float | None = None,
-    logits_soft_cap: float | None = 0.0,
-    sinks: Any = None,
-    return_lse: bool | None = False,
     out: Any = None,
+    return_lse: bool | None = False,
     k_scale: Any = None,
     v_scale: Any = None,
     validate: bool | None = False,
+    **options: Unpack[AttentionOptions],
 ) -> Any:
     """Attend with one query per sequence over chosen tokens, the same for all heads.
 
@@ -164,10 +170,12 @@ def token_decode_attention(
         are never read.
     counts : int32 or int64 array (num_seqs,)
         How many there are.
-    sm_scale, logits_soft_cap, sinks, return_lse, out
+    out, return_lse
         See `numkv.decode_attention`.
     k_scale, v_scale, validate
         See `numkv.paged_decode_attention`.
+    **options
+        `sm_scale`, `logits_soft_cap` and `sinks`: see `numkv.AttentionOptions`.
 
     Returns
     -------
@@ -183,11 +191,12 @@ def token_decode_attention(
     DimensionMismatch, UnsupportedDType, NotSupported, ValueError
         See `numkv.decode_attention`.
     """
+    checked = check_options(options, return_lse, out, takes=WITH_SINKS)
     target = targets.of(k_pool)
     if target.chooses_stream:
-        arrays = (q, k_pool, v_pool, slots, counts, sinks, out, k_scale, v_scale)
-        asked = (sm_scale, logits_soft_cap, return_lse, validate)
-        return target.run(token_decode_attention, _TOKENS, arrays, asked)
+        arrays = (q, k_pool, v_pool, slots, counts, out, k_scale, v_scale)
+        call = with_options(_TOKENS, arrays, (return_lse, validate), options)
+        return target.run(token_decode_attention, *call)
     validate = check_flag("validate", validate)
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
     q = check_queries(target, q, int(pool.k.shape[1]), pool.head_dim, "num_seqs", "the pools")
@@ -203,12 +212,11 @@ def token_decode_attention(
         of_all = target.to_host(slots)
         for b in range(num_seqs):
             check_numbers(targets.get("cpu"), f"slots[{b}]", of_all[b, : int(on_host[b])], most)
-    options = check_options(sm_scale, logits_soft_cap, -1, sinks, return_lse, out)
-    return attend(pool, slots, q, lens, starts, options, by_slot=True, validate=validate)
+    return attend(pool, slots, q, lens, starts, checked, by_slot=True, validate=validate)
 
 
 def attend_to_choice(
-    pool: Pool, tables: Array, lens: Array, q: Array, options: AttentionOptions, *, validate: bool = False
+    pool: Pool, tables: Array, lens: Array, q: Array, options: CheckedOptions, *, validate: bool = False
 ) -> Any:  # fmt: skip
     """Attend with checked queries, each over blocks that its kv heads have of their own.
 
@@ -222,7 +230,7 @@ def attend_to_choice(
         Tokens in them, checked.
     q : array (num_seqs, num_q_heads, head_dim)
         Queries, checked.
-    options : AttentionOptions
+    options : CheckedOptions
         From `check_options`; without a window and `sight`. Sinks are merged afterwards.
     validate : bool
         See `numkv.attention.attend.attend`.
@@ -281,7 +289,7 @@ def are_numbered(pool: Pool) -> bool:
 
 
 def attend_by_head(
-    pool: Pool, tables: Array, lens: Array, q: Array, options: AttentionOptions
+    pool: Pool, tables: Array, lens: Array, q: Array, options: CheckedOptions
 ) -> Any:
     """`attend_to_choice` for pools whose parts have no numbers: a call for each kv head, with the same bits.
 
@@ -346,7 +354,7 @@ def _put_heads(target: Target, whole: Array, part: Array, own: slice) -> None:
 
 
 def _with_sinks(
-    pool: Pool, tables: Array, lens: Array, q: Array, options: AttentionOptions, out: Array, sinks: Array
+    pool: Pool, tables: Array, lens: Array, q: Array, options: CheckedOptions, out: Array, sinks: Array
 ) -> Any:  # fmt: skip
     """Attend without sinks, then merge what they add to the sums: states of nothing, with the sinks as lse."""
     target, float32 = pool.target, np.dtype(np.float32)

@@ -10,7 +10,7 @@ import numpy as np
 from numkv import targets
 from numkv.arrays import Array
 from numkv.attention.attend import check_queries
-from numkv.attention.options import AttentionOptions
+from numkv.attention.options import CheckedOptions
 from numkv.checks import check_array, check_integers
 from numkv.errors import DimensionMismatch
 from numkv.kinds import kind_of_dtype
@@ -214,7 +214,7 @@ def _scores(
 
 
 def scores_of(
-    pool: Pool, q: Array, low: Array, high: Array, table: Array, lens: Array, size: int, options: AttentionOptions
+    pool: Pool, q: Array, low: Array, high: Array, table: Array, lens: Array, size: int, options: CheckedOptions
 ) -> Array:  # fmt: skip
     """Bound the scores of checked queries with the keys of a pool, by bounds of its blocks as they are stored."""
     scale = options.scale(pool.head_dim)

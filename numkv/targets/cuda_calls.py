@@ -311,7 +311,7 @@ def find(
     if not easy:
         if streams.recording() is not None:
             return None, None, place, pointers
-        if not streams.ready(place):
+        if not (streams.one_device() and streams.is_ready()):
             replay = None
     return key, replay, place, pointers
 
@@ -333,7 +333,7 @@ class Calls:
                 raise_late(place)
             with streams.on(place):
                 return function(**_named(call, arrays, options))
-        what = function, options, tuple(map(type, options))
+        what = function, call, options, tuple(map(type, options))
         key, replay, place, pointers = find(self._replays, what, arrays)
         if call.late:
             raise_late(place)

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from numkv.access import writes
 from numkv.attention.attend import attend, check_queries, check_sinks
-from numkv.attention.options import AttentionOptions, check_options
+from numkv.attention.options import CheckedOptions, check_options
 from numkv.errors import NotSupported
 from numkv.kinds import QUERY_DTYPES, Kind, kind_of_dtype
 from numkv.storage.buffer import source_dtypes
@@ -117,7 +117,8 @@ def _over_cache(
     if out is not None:
         return out
     sinks = None if s_aux is None else s_aux.detach().float().numpy()
-    options = check_options(None if scaling is None else float(scaling), softcap, -1, sinks)
+    scale = None if scaling is None else float(scaling)
+    options = check_options({"sm_scale": scale, "logits_soft_cap": softcap, "sinks": sinks})
     if latent:
         if scaling is None:  # which rows of latents do not say
             options = options._replace(sm_scale=query.shape[3] ** -0.5)
@@ -356,7 +357,8 @@ class BoundLayer:
     def __init__(
         self, group: Group, pool: Pool, window: int, scaling: Any, softcap: Any, s_aux: Any, num_q_heads: int
     ) -> None:  # fmt: skip
-        options = check_options(None if scaling is None else float(scaling), softcap, -1, None)
+        scale = None if scaling is None else float(scaling)
+        options = check_options({"sm_scale": scale, "logits_soft_cap": softcap})
         kernel, sinks = group.kernel, None
         self.sinks = None
         if s_aux is not None:
@@ -458,7 +460,7 @@ def _can_be_stored(dtype: Any, pool: Pool) -> bool:
 # -- in steps
 
 
-def append_and_attend(query: Any, pending: Pending, plan: Any, options: AttentionOptions) -> Any:
+def append_and_attend(query: Any, pending: Pending, plan: Any, options: CheckedOptions) -> Any:
     """Append pending rows, unless an earlier call has, and attend over their layer.
 
     Parameters
@@ -469,7 +471,7 @@ def append_and_attend(query: Any, pending: Pending, plan: Any, options: Attentio
         From `numkv.transformers.layers.NumkvLayer.update`.
     plan : Plan
         Of this forward pass.
-    options : AttentionOptions
+    options : CheckedOptions
         Scale, soft cap and sinks, checked.
 
     Returns
@@ -540,7 +542,7 @@ def _by_token(x: Any, name: str) -> Any:
 
 
 def attend_absorbed(
-    query: Any, value: Any, pending: Pending, plan: Any, options: AttentionOptions
+    query: Any, value: Any, pending: Pending, plan: Any, options: CheckedOptions
 ) -> Any:
     """Append pending latents and attend over them, with the weight of K and V multiplied to queries and outputs.
 

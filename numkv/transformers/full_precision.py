@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.attention.options import AttentionOptions
+from numkv.attention.options import CheckedOptions
 from numkv.caches import FullPrecision
 from numkv.caches.parts import Part, attend_to_parts
 from numkv.kinds import Kind
@@ -81,9 +81,7 @@ class FullPrecisionRing:
         slots: Ints = base + np.where(position < self.first, position, ring)
         return slots
 
-    def attend(
-        self, pool: Pool, step: Step, columns: int, q: Any, options: AttentionOptions
-    ) -> Any:
+    def attend(self, pool: Pool, step: Step, columns: int, q: Any, options: CheckedOptions) -> Any:
         """Attend over both parts with the queries of a pass that has been written.
 
         Parameters
@@ -96,7 +94,7 @@ class FullPrecisionRing:
             Columns of the queries.
         q : array (batch * columns, num_q_heads, head_dim)
             Queries.
-        options : AttentionOptions
+        options : CheckedOptions
             Without a window.
 
         Returns

@@ -18,6 +18,7 @@ import numpy as np
 
 from fuzz.hostile import OMIT, REFUSED, SAME, VARIANTS, CallersOwn, Hostile, plain_array
 from fuzz.state import digest, same
+from fuzz.surface import options_of
 from numkv.errors import NumkvError
 
 __all__ = ["Arg", "Defect", "Draw", "Outcome", "Pair", "Row", "Scene", "play"]
@@ -182,6 +183,8 @@ class Signatures:
             except (TypeError, ValueError):
                 parameters = {}
             known = {n: p.default is not p.empty for n, p in parameters.items()}
+            if "options" in known:
+                known |= dict.fromkeys(options_of(function), True)
             self._known[row.name] = known
         return known
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
+import re
 import types
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numkv
 
-__all__ = ["callables", "properties", "resolve"]
+__all__ = ["callables", "options_of", "properties", "resolve"]
 
 #: Packages whose `__all__` is public, as `tests/test_api.py` lists them.
 PACKAGES = [
@@ -54,15 +57,38 @@ def members(cls: type) -> dict[str, Any]:
     return {name: member for base in bases for name, member in vars(base).items()}
 
 
+#: Options of attention that have rows of their own, for the functions that take them.
+_SIGHT = {"causal", "ranges", "mask", "alibi_slopes"}
+
+
+def options_of(function: Any) -> set[str]:
+    """The options of attention that a function takes by name, as its docstring says."""
+    parameters = inspect.signature(function).parameters
+    if (
+        "options" not in parameters
+        or parameters["options"].kind is not inspect.Parameter.VAR_KEYWORD
+    ):
+        return set()
+    lines = inspect.getdoc(inspect.unwrap(function)).splitlines()
+    first = next(i for i, line in enumerate(lines) if line.endswith("**options")) + 1
+    text = " ".join(itertools.takewhile(lambda line: line.startswith(" "), lines[first:]))
+    every = set(numkv.AttentionOptions.__annotations__)
+    named = every & set(re.findall(r"`(\w+)`", text))
+    return every - named if " but " in text else named or every
+
+
 def _arguments(function: Any) -> list[str]:
-    """Names of arguments, but for those that are taken by any name: rows have what these are."""
+    """Names of arguments and options, but for what else is taken by any name: rows have what these are."""
     found = inspect.signature(function).parameters.values()
-    return [p.name for p in found if p.kind is not p.VAR_KEYWORD]
+    own = [p.name for p in found if p.kind is not p.VAR_KEYWORD]
+    return own + sorted(options_of(function) - _SIGHT)
 
 
 def callables() -> Iterator[tuple[str, list[str]]]:
     """Name and arguments of everything that can be called; a property that can be set has the argument ``value``."""
     for name, value in public().items():
+        if typing.is_typeddict(value):
+            continue
         if not inspect.isclass(value):
             yield name, _arguments(value)
             continue

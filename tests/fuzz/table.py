@@ -6,7 +6,7 @@ import inspect
 
 from fuzz import rows_functions, rows_multi, rows_paged, rows_single, rows_sparse
 from fuzz.play import Row, Scene
-from fuzz.surface import members, resolve
+from fuzz.surface import members, options_of, resolve
 
 __all__ = ["SCENES", "fitting", "rows_of"]
 
@@ -28,7 +28,8 @@ def _get(name):
 def _fitting(row: Row) -> Row | None:
     """A row without the arguments that its callable does not have, or nothing where there is no such callable."""
     try:
-        parameters = inspect.signature(resolve(row.name)).parameters
+        function = resolve(row.name)
+        parameters = {*inspect.signature(function).parameters, *options_of(function)}
     except AttributeError:
         return None
     except (TypeError, ValueError):

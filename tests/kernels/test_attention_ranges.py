@@ -74,7 +74,7 @@ class Problem:
         )
         arrays = (self.table, self.q, self.seq_lens, self.q_starts)
         results = attend(
-            pool, *map(to, arrays), check_options(**options, return_lse=True),
+            pool, *map(to, arrays), check_options(options, return_lse=True),
             ranges=to(self.ranges), by_slot=self.by_slot,
         )  # fmt: skip
         return tuple(map(host, results))

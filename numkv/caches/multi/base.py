@@ -13,7 +13,7 @@ Public methods are marked as `numkv.access` says, here and nowhere below, and en
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,13 @@ from numpy.typing import NDArray
 from numkv import targets
 from numkv.access import Access, drops, reads, whole
 from numkv.arrays import CacheArrays
-from numkv.attention.options import AttentionOptions, check_options
+from numkv.attention.options import (
+    SCORES,
+    WITH_SINKS,
+    AttentionOptions,
+    CheckedOptions,
+    check_options,
+)
 from numkv.caches.multi.arguments import (
     MOST_POSITIONS,
     Batch,
@@ -323,11 +329,9 @@ class MultiSequenceCache(ABC):
         layer: int,
         q: Any,
         *,
-        sm_scale: float | None = None,
-        logits_soft_cap: float = 0.0,
-        sinks: Any = None,
-        return_lse: bool = False,
         out: Any = None,
+        return_lse: bool = False,
+        **options: Unpack[AttentionOptions],
     ) -> Any:
         """Attend with queries straight from the stored rows: no mask is made.
 
@@ -337,8 +341,10 @@ class MultiSequenceCache(ABC):
             Which layer.
         q : array (num_tokens, num_q_heads, head_dim)
             A query for each token, in the order of the batch; for an encoder's rows any number of queries.
-        sm_scale, logits_soft_cap, sinks, return_lse, out
+        out, return_lse
             See `numkv.decode_attention`.
+        **options
+            `sm_scale`, `logits_soft_cap` and `sinks`: see `numkv.AttentionOptions`.
 
         Returns
         -------
@@ -360,8 +366,7 @@ class MultiSequenceCache(ABC):
         """
         self._check_ready()
         layer = check_layer("layer", layer)
-        options = check_options(sm_scale, logits_soft_cap, -1, sinks, return_lse, out)
-        return self._attend(layer, q, options)
+        return self._attend(layer, q, check_options(options, return_lse, out, takes=WITH_SINKS))
 
     @streamed
     @reads
@@ -371,8 +376,7 @@ class MultiSequenceCache(ABC):
         q: Any,
         *,
         lse: Any = None,
-        sm_scale: float | None = None,
-        logits_soft_cap: float = 0.0,
+        **options: Unpack[AttentionOptions],
     ) -> dict[int, Array]:
         """How much attention each token of the batch's sequences gets from the batch's queries.
 
@@ -385,8 +389,8 @@ class MultiSequenceCache(ABC):
         lse : float32 array (num_tokens, num_q_heads), optional
             What `decode_attention` returned with ``return_lse=True`` for these queries and options; computed if None,
             which costs as much as that call.
-        sm_scale, logits_soft_cap
-            See `numkv.decode_attention`.
+        **options
+            `sm_scale` and `logits_soft_cap`: see `numkv.AttentionOptions`.
 
         Returns
         -------
@@ -410,7 +414,7 @@ class MultiSequenceCache(ABC):
         """
         self._check_ready()
         layer = check_layer("layer", layer)
-        return self._weights(layer, q, check_options(sm_scale, logits_soft_cap), lse)
+        return self._weights(layer, q, check_options(options, takes=SCORES), lse)
 
     # -- for your own kernels
 
@@ -462,7 +466,7 @@ class MultiSequenceCache(ABC):
     @abstractmethod
     def _get(self, layer: int) -> tuple[Array, Array, Array]: ...
 
-    def _weights(self, layer: int, q: Any, options: AttentionOptions, lse: Any) -> dict[int, Array]:
+    def _weights(self, layer: int, q: Any, options: CheckedOptions, lse: Any) -> dict[int, Array]:
         raise NotSupported(
             f"{type(self).__name__}: expected a cache of tokens, whose weights say which of them to keep; "
             "this one holds rows that stay or go together"
@@ -472,7 +476,7 @@ class MultiSequenceCache(ABC):
     def _set_scales(self, layer: int, k: Any, v: Any) -> None: ...
 
     @abstractmethod
-    def _attend(self, layer: int, q: Any, options: AttentionOptions) -> Any: ...
+    def _attend(self, layer: int, q: Any, options: CheckedOptions) -> Any: ...
 
     @abstractmethod
     def _plan_forward(self, rows: Rows, items: tuple[int, ...], reserve: bool) -> Any: ...

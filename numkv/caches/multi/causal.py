@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from numkv.access import Access, drops, reads
 from numkv.attention.attend import attend, check_queries
 from numkv.attention.mass import attention_mass
-from numkv.attention.options import AttentionOptions
+from numkv.attention.options import CheckedOptions
 from numkv.caches.late_reports import CellReports
 from numkv.caches.layer_spec import LayerSpec
 from numkv.caches.multi.arguments import (
@@ -577,7 +577,7 @@ class CausalCache(LayeredCache):
         self._end_reading(layer, begun)
         return k, v, mask
 
-    def _attend(self, layer: int, q: Any, options: AttentionOptions) -> Any:
+    def _attend(self, layer: int, q: Any, options: CheckedOptions) -> Any:
         now, again = self._current(), self._again
         if again is None or layer not in self._layers or self._num_sinks:
             return self._attend_here(now, layer, q, options)
@@ -606,7 +606,7 @@ class CausalCache(LayeredCache):
         )
 
     def _attend_here(
-        self, now: ForwardPass, layer: int, q: Any, options: AttentionOptions
+        self, now: ForwardPass, layer: int, q: Any, options: CheckedOptions
     ) -> Any:  # fmt: skip
         """Attend on the stream of the call."""
         pool, q = self._queries(now, layer, q)
@@ -621,7 +621,7 @@ class CausalCache(LayeredCache):
         self._end_reading(layer, begun)
         return found
 
-    def _weights(self, layer: int, q: Any, options: AttentionOptions, lse: Any) -> dict[int, Array]:
+    def _weights(self, layer: int, q: Any, options: CheckedOptions, lse: Any) -> dict[int, Array]:
         now = self._current()
         pool, q = self._queries(now, layer, q)
         begun = self._begin_reading(layer)

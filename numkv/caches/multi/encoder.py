@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from numkv.access import Access, reads, whole
 from numkv.attention.attend import attend, check_queries
-from numkv.attention.options import AttentionOptions
+from numkv.attention.options import CheckedOptions
 from numkv.caches.late_reports import LayerReports
 from numkv.caches.multi.arguments import Setup, check_layer, check_sequence
 from numkv.caches.multi.layered import LayeredCache
@@ -367,7 +367,7 @@ class EncoderCache(LayeredCache):
         self._end_reading(layer, begun)
         return k, v, None
 
-    def _attend(self, layer: int, q: Any, options: AttentionOptions) -> Any:
+    def _attend(self, layer: int, q: Any, options: CheckedOptions) -> Any:
         self._begun()
         begun = self._begin_reading(layer)
         pool, target = self._layer(layer), self._target

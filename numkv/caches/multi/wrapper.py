@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from numkv.access import Access, whole
 from numkv.arrays import CacheArrays
-from numkv.attention.options import AttentionOptions
+from numkv.attention.options import CheckedOptions
 from numkv.caches.layer_spec import LayerSpec
 from numkv.caches.multi.arguments import CacheConfig, Setup
 from numkv.caches.multi.base import MultiSequenceCache
@@ -392,10 +392,10 @@ class WrapperCache(MultiSequenceCache):
     def _set_scales(self, layer: int, k: Any, v: Any) -> None:
         self._child(layer)._set_scales(layer, k, v)
 
-    def _attend(self, layer: int, q: Any, options: AttentionOptions) -> Any:
+    def _attend(self, layer: int, q: Any, options: CheckedOptions) -> Any:
         return self._child(layer)._attend(layer, q, options)
 
-    def _weights(self, layer: int, q: Any, options: AttentionOptions, lse: Any) -> dict[int, Array]:
+    def _weights(self, layer: int, q: Any, options: CheckedOptions, lse: Any) -> dict[int, Array]:
         return self._child(layer)._weights(layer, q, options, lse)
 
     def _cache_arrays(self, layer: int) -> CacheArrays:

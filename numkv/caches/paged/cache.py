@@ -34,8 +34,7 @@ from numkv.access import alone, whole, writes
 from numkv.arrays import CacheArrays
 from numkv.attention.attend import attend, check_queries, too_many_queries
 from numkv.attention.mass import attention_mass
-from numkv.attention.options import check_options
-from numkv.attention.sight import Visible
+from numkv.attention.options import OF_A_LAYER, SCORES, AttentionOptions, check_options
 from numkv.blocks.pool import taken_for_now
 from numkv.blocks.prefix import plain_extra
 from numkv.caches.bound import BoundAttention
@@ -1050,12 +1049,9 @@ class PagedKVCache(StoredSequences):
         sequences: Iterable[int],
         q: Any,
         *,
-        sm_scale: float | None = None,
-        logits_soft_cap: float = 0.0,
-        sinks: Any = None,
-        return_lse: bool = False,
         out: Any = None,
-        **visible: Unpack[Visible],
+        return_lse: bool = False,
+        **options: Unpack[AttentionOptions],
     ) -> Any:
         """Attend with the query of the newest committed token of any sequences.
 
@@ -1067,8 +1063,10 @@ class PagedKVCache(StoredSequences):
             Which sequences; one may come more than once.
         q : array (num_seqs, num_q_heads, head_dim)
             A query for each.
-        sm_scale, logits_soft_cap, sinks, return_lse, out, **visible
-            See `numkv.decode_attention`; the window is the layer's.
+        out, return_lse
+            See `numkv.decode_attention`.
+        **options
+            All of `numkv.AttentionOptions` but `window_left`, which is the layer's; the window is the layer's.
 
         Returns
         -------
@@ -1097,15 +1095,16 @@ class PagedKVCache(StoredSequences):
                 actual=int(q.shape[0]),
             )
         lens = np.array([state.length for state in states], np.int64)
-        window = self._groups[group].window
-        options = check_options(sm_scale, logits_soft_cap, window, sinks, return_lse, out, visible)
+        checked = check_options(
+            options, return_lse, out, takes=OF_A_LAYER, window_left=self._groups[group].window
+        )
         if self._store.layers.twin(int(layer)) is not None:
-            result = attend_to_newest(self._store, int(layer), states, q, lens, options)
+            result = attend_to_newest(self._store, int(layer), states, q, lens, checked)
             self._refuse_overtaken("decode_attention", generation, seqs, states)
             return result
         ranges = None
         if self._groups[group].chunk:
-            if options.sight is not None:
+            if checked.sight is not None:
                 self._store.refuse_chunks("causal, ranges, mask and alibi_slopes", layer)
             last = np.maximum(lens - 1, 0)
             ranges = place.index(
@@ -1113,7 +1112,7 @@ class PagedKVCache(StoredSequences):
             )
         result = attend(
             pool, place.index(self._store.block_table(states, group), np.int32), q,
-            place.index(lens, np.int64), place.index(np.arange(len(states) + 1), np.int64), options,
+            place.index(lens, np.int64), place.index(np.arange(len(states) + 1), np.int64), checked,
             ranges=ranges,
         )  # fmt: skip
         self._refuse_overtaken("decode_attention", generation, seqs, states)
@@ -1127,8 +1126,7 @@ class PagedKVCache(StoredSequences):
         q: Any,
         *,
         lse: Any = None,
-        sm_scale: float | None = None,
-        logits_soft_cap: float = 0.0,
+        **options: Unpack[AttentionOptions],
     ) -> Array:
         """How much attention each committed token of a sequence gets from the queries of the last ones.
 
@@ -1144,8 +1142,8 @@ class PagedKVCache(StoredSequences):
             Queries of the last `num_tokens` committed positions.
         lse : float32 array (num_tokens, num_q_heads), optional
             What attention returned with ``return_lse=True`` for these queries and options; computed if None.
-        sm_scale, logits_soft_cap
-            See `numkv.decode_attention`.
+        **options
+            `sm_scale` and `logits_soft_cap`: see `numkv.AttentionOptions`.
 
         Returns
         -------
@@ -1181,7 +1179,7 @@ class PagedKVCache(StoredSequences):
         weights = attention_mass(
             pool, place.index(self._store.block_table([state], group), np.int32), q,
             place.index(np.array([length]), np.int64), place.index(np.array([0, tokens]), np.int64),
-            length, check_options(sm_scale, logits_soft_cap, window), lse=lse,
+            length, check_options(options, takes=SCORES, window_left=window), lse=lse,
         )  # fmt: skip
         self._refuse_overtaken("attention_weights", generation, (number,), (state,))
         return weights.reshape((int(pool.k.shape[1]), length))
@@ -1226,7 +1224,7 @@ class PagedKVCache(StoredSequences):
         slots = slots_of(
             store.block_table([state], group)[0], np.arange(begin, end), self.block_size
         )
-        scale = check_options(sm_scale, 0.0, -1).scale(pool.head_dim)
+        scale = check_options({"sm_scale": sm_scale}).scale(pool.head_dim)
         found = key_error(pool.k_buffer, slots, state.length - first, q, scale)
         self._refuse_overtaken("key_error", generation, (number,), (state,))
         return found

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numkv.arrays import Array
-from numkv.attention.options import AttentionOptions
+from numkv.attention.options import CheckedOptions
 from numkv.attention.sight import Sight
 from numkv.caches.paged.residual import split
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState
@@ -74,7 +74,7 @@ def parts_of(store: BlockStore, layer: int, twin: int, tables: Any, ranges: Rang
 
 
 def attend_to_newest(
-    store: BlockStore, layer: int, states: Sequence[SequenceState], q: Array, lens: Ints, options: AttentionOptions
+    store: BlockStore, layer: int, states: Sequence[SequenceState], q: Array, lens: Ints, options: CheckedOptions
 ) -> Any:  # fmt: skip
     """Attend with a query for the newest token of each sequence, in a layer that has a twin."""
     target = store.target

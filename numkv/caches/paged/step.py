@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Unpack
 
 import numpy as np
@@ -14,8 +14,14 @@ from numkv.arrays import CacheArrays
 from numkv.attention.attend import attend, check_queries
 from numkv.attention.cascade import Prefix, attend_cascade
 from numkv.attention.mass import attention_mass
-from numkv.attention.options import AttentionOptions, check_options
-from numkv.attention.sight import Visible
+from numkv.attention.options import (
+    OF_A_LAYER,
+    SCORES,
+    WITH_SINKS,
+    AttentionOptions,
+    CheckedOptions,
+    check_options,
+)
 from numkv.caches.bound import BoundStep, NewTokens
 from numkv.caches.paged.buffers import Filled, StepTables
 from numkv.caches.paged.column import Rows
@@ -402,12 +408,10 @@ class Step:
         layer: int,
         q: Any,
         *,
-        sm_scale: float | None = None,
-        logits_soft_cap: float = 0.0,
-        sinks: Any = None,
-        return_lse: bool = False,
+        shared_len: int = 0,
         out: Any = None,
-        **visible: Unpack[Visible],
+        return_lse: bool = False,
+        **options: Unpack[AttentionOptions],
     ) -> Any:
         """Attend with the new tokens' queries, each to itself and earlier ones (in a tree its path), as windows say.
 
@@ -417,9 +421,13 @@ class Step:
             Which layer.
         q : array (num_tokens, num_q_heads, head_dim)
             Queries of all sequences, one after another.
-        sm_scale, logits_soft_cap, sinks, return_lse, out, **visible
-            See `numkv.decode_attention`; a tree's mask is the step's. `shared_len`: so many first tokens are read once
-            for all sequences that begin with the same blocks; see `numkv.cascade_attention`.
+        shared_len : int
+            So many first tokens are read once for all sequences that begin with the same blocks; see
+            `numkv.cascade_attention`.
+        out, return_lse
+            See `numkv.decode_attention`.
+        **options
+            All of `numkv.AttentionOptions` but `window_left`, which is the layer's; a tree's mask is the step's.
 
         Returns
         -------
@@ -436,59 +444,70 @@ class Step:
             See `numkv.decode_attention`.
         """
         pool, group = self._layer(layer)
-        asked = sm_scale, logits_soft_cap, sinks, return_lse, out
-        chunk = self._store.groups[group].chunk
+        checked, chunk = (
+            self._asked(group, options, return_lse, out),
+            self._store.groups[group].chunk,
+        )
         if (
-            self._again is None or visible or chunk or self._tree is not None
+            self._again is None or shared_len or checked.sight is not None or chunk
             or not self._has_rows(layer)
         ):  # fmt: skip
             with self._on(q):
-                return self._attend_here(layer, pool, group, q, *asked, visible)
-        return self._attend_again(layer, pool, group, q, asked)
+                return self._attend_here(layer, pool, group, q, checked, shared_len)
+        return self._attend_again(layer, pool, group, q, checked)
+
+    def _asked(
+        self, group: int, options: Mapping[str, Any], return_lse: bool, out: Any
+    ) -> CheckedOptions:
+        """Options of a call, with the window of its layer and the mask of the step's tree."""
+        of = self._store.groups[group]
+        if self._tree is not None:
+            options = self._tree.seen(options)
+        checked = check_options(options, return_lse, out, takes=OF_A_LAYER, window_left=of.window)
+        if of.chunk and checked.sight is not None:
+            raise NotSupported(
+                f"attention: expected a layer with a window or without for trees and other sights, got one whose "
+                f"queries attend within chunks of {of.chunk} tokens"
+            )
+        return checked
 
     def _attend_again(
-        self, layer: int, pool: Pool, group: int, q: Any, asked: tuple[Any, ...]
+        self, layer: int, pool: Pool, group: int, q: Any, options: CheckedOptions
     ) -> Any:
         """Attend as an earlier call did, or in the general way."""
-        sm_scale, logits_soft_cap, sinks, return_lse, out = asked
+        sm_scale, cap, _, sinks, return_lse, out, _ = options
         again, own = self._store.again, (self._tables[group], self._lens, self._starts)
-        kinds, shape = (type(sm_scale), type(logits_soft_cap)), own[0].shape
-        sizes = shape, len(self.positions), self._one_each
-        what = "attend", layer, kinds, sm_scale, logits_soft_cap, return_lse, *sizes
+        sizes = own[0].shape, len(self.positions), self._one_each
+        what = "attend", layer, sm_scale, cap, return_lse, *sizes
         call = again.find(what, (q, sinks, out), pool.k, self._place)
         if call.replay is not None:
             found = call.run([*map(again.pointer, own)])
             if found is not again.missed:
                 return found
         return call.long(
-            lambda: self._attend_here(layer, pool, group, q, *asked), lambda: own, lambda: None,
+            lambda: self._attend_here(layer, pool, group, q, options), lambda: own, lambda: None,
             frozenset({2}), self._place,
         )  # fmt: skip
 
     def _attend_here(
-        self, layer: int, pool: Pool, group: int, q: Any, sm_scale: Any, cap: Any, sinks: Any, return_lse: Any,
-        out: Any, visible: Any = None,
-    ) -> Any:  # fmt: skip
+        self,
+        layer: int,
+        pool: Pool,
+        group: int,
+        q: Any,
+        options: CheckedOptions,
+        shared_len: int = 0,
+    ) -> Any:
         """Attend on the stream of the call."""
         self._captured("attention")
         q = self._check_queries(layer, pool, q)
-        of = self._store.groups[group]
-        if of.chunk and (visible or self._tree is not None):
-            raise NotSupported(
-                f"attention: expected a layer with a window or without for trees and other sights, got one whose "
-                f"queries attend within chunks of {of.chunk} tokens"
-            )
-        visible = dict(visible or {}) if self._tree is None else self._tree.seen(visible)
-        shared = visible.pop("shared_len", None)
-        in_full = self._store.layers.twin(layer) is not None
-        if shared and in_full:
-            self._store.refuse_residual("`shared_len`", "pass 0, or use one without")
-        options = check_options(sm_scale, cap, of.window, sinks, return_lse, out, visible)
-        if in_full:
+        if self._store.layers.twin(layer) is not None:
+            if shared_len:
+                self._store.refuse_residual("`shared_len`", "pass 0, or use one without")
             return self._attend_in_full(layer, q, options)
         args = pool, self._tables[group], q, self._lens, self._starts, options
-        if shared:
-            return attend_cascade(*args, *self._shared(group, shared, options.window_left))
+        if shared_len:
+            return attend_cascade(*args, *self._shared(group, shared_len, options.window_left))
         return attend(*args, ranges=self._ranges.get(group))
 
     def _shared(self, group: int, shared_len: Any, window_left: int) -> tuple[int, list[Prefix]]:
@@ -532,8 +551,7 @@ class Step:
         q: Any,
         *,
         lse: Any = None,
-        sm_scale: float | None = None,
-        logits_soft_cap: float = 0.0,
+        **options: Unpack[AttentionOptions],
     ) -> Array:
         """How much attention each token of the step's sequences gets from the new tokens' queries.
 
@@ -546,8 +564,8 @@ class Step:
         lse : float32 array (num_tokens, num_q_heads), optional
             What `attention` returned with ``return_lse=True`` for these queries and options; computed if None, which
             costs as much as that call.
-        sm_scale, logits_soft_cap
-            See `numkv.decode_attention`.
+        **options
+            `sm_scale` and `logits_soft_cap`: see `numkv.AttentionOptions`.
 
         Returns
         -------
@@ -568,9 +586,10 @@ class Step:
             Tree.refuse(self._tree, "attention_weights")
             self._store.refuse_chunks("attention_weights", layer)
             q = self._check_queries(layer, pool, q)
-            options = check_options(sm_scale, logits_soft_cap, self._store.groups[group].window)
+            window = self._store.groups[group].window
+            checked = check_options(options, takes=SCORES, window_left=window)
             found = attention_mass(
-                pool, self._tables[group], q, self._lens, self._starts, self._longest, options, lse=lse
+                pool, self._tables[group], q, self._lens, self._starts, self._longest, checked, lse=lse
             )  # fmt: skip
             return found if self._buffers is None else found[: self._buffers.num_seqs]
 
@@ -593,7 +612,7 @@ class Step:
         return make(NewTokens(*args, written=self._written, place=self._place))
 
     def _append_attend(
-        self, layer: int, q: Array, k: Any, v: Any, options: AttentionOptions, check_finite: bool
+        self, layer: int, q: Array, k: Any, v: Any, options: CheckedOptions, check_finite: bool
     ) -> Any:
         """Append rows, if the layer has any of its own, and attend, all checked; for bound calls."""
         store, (pool, group) = self._store, self._layer(layer)
@@ -605,11 +624,10 @@ class Step:
                 self._append_here(layer, pool, self._slots[group], k, v, check_finite)
             else:
                 self._append_again(layer, pool, group, k, v, check_finite)
-        asked = options.sm_scale, options.logits_soft_cap, options.sinks, False, options.out
         try:
             if k is None or store.again is None or store.groups[group].chunk:
-                return self._attend_here(layer, pool, group, q, *asked)
-            return self._attend_again(layer, pool, group, q, asked)
+                return self._attend_here(layer, pool, group, q, options)
+            return self._attend_again(layer, pool, group, q, options)
         except BaseException:
             if k is not None:
                 self._written[layer] = False
@@ -854,11 +872,9 @@ class Step:
         most_blocks: int,
         first: int = 1,
         newest: int = 1,
-        sm_scale: float | None = None,
-        logits_soft_cap: float = 0.0,
-        sinks: Any = None,
-        return_lse: bool = False,
         out: Any = None,
+        return_lse: bool = False,
+        **options: Unpack[AttentionOptions],
     ) -> Any:
         """Attend with the new tokens' queries to the blocks in which the most can be, exactly over these.
 
@@ -877,8 +893,10 @@ class Step:
             query a sequence to the bit.
         first, newest : int
             How many of the first and of the newest blocks are read whatever their bounds; of the newest one at least.
-        sm_scale, logits_soft_cap, sinks, return_lse, out
+        out, return_lse
             See `numkv.decode_attention`.
+        **options
+            `sm_scale`, `logits_soft_cap` and `sinks`: see `numkv.AttentionOptions`.
 
         Returns
         -------
@@ -913,11 +931,12 @@ class Step:
             )
         Tree.refuse(self._tree, "sparse_attention")
         counts = check_counts("most_blocks", most_blocks, first, newest)
+        window = store.groups[group].window
+        checked = check_options(options, return_lse, out, takes=WITH_SINKS, window_left=window)
         with self._on(q):
-            asked = sm_scale, logits_soft_cap, sinks, return_lse, out
-            if self._reads_all(group, layer, counts[0], sinks):
-                return self._attend_here(layer, pool, group, q, *asked)
-            return self._attend_sparsely(layer, pool, group, q, counts, asked)
+            if self._reads_all(group, layer, counts[0], checked.sinks):
+                return self._attend_here(layer, pool, group, q, checked)
+            return self._attend_sparsely(layer, pool, group, q, counts, checked)
 
     def _reads_all(self, group: int, layer: int, most: int, sinks: Any) -> bool:
         """Whether `attention` is all there is to do; refuse windows that would have to be cut."""
@@ -937,13 +956,12 @@ class Step:
         return bool(whole and self._store.target.values_on_host)
 
     def _attend_sparsely(
-        self, layer: int, pool: Pool, group: int, q: Any, counts: tuple[int, int, int], asked: Any
+        self, layer: int, pool: Pool, group: int, q: Any, counts: tuple[int, int, int],
+        options: CheckedOptions,
     ) -> Any:  # fmt: skip
         """Bound, choose and attend, on the stream of the call."""
         self._captured("sparse_attention")
         q = self._check_queries(layer, pool, q)
-        sm_scale, cap, sinks, return_lse, out = asked
-        options = check_options(sm_scale, cap, -1, sinks, return_lse, out)
         number, size = int(self._store.layers.sources[layer]), self._store.block_size
         read: _Read = self._read(group)
         bounds = self._store.bounds
@@ -1015,7 +1033,7 @@ class Step:
             pool, slots = twin
             p.scatter(pool, slots, self._positions)
 
-    def _attend_in_full(self, layer: int, q: Array, options: AttentionOptions) -> Any:
+    def _attend_in_full(self, layer: int, q: Array, options: CheckedOptions) -> Any:
         """Attend in a layer that has a twin."""
         store, twin = self._store, self._store.layers.twin(layer)
         assert twin is not None

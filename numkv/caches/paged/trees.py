@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -58,9 +59,8 @@ class Tree:
         """Take the tokens' slots in every group, and put the mask on the target."""
         self._slots, self._mask = slots, target.asarray(self._bits)
 
-    def seen(self, visible: Any) -> dict[str, Any]:
+    def seen(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Options of a call with the tree's mask."""
-        given = dict(visible or {})
         for name in ("mask", "ranges"):
             if given.get(name) is not None:
                 raise NotSupported(

@@ -213,8 +213,6 @@ class naming:  # noqa: N801 - it reads like a function
     It may be entered again, within itself and by other threads. What belongs to the stream lives as long.
     """
 
-    __slots__ = ("_handle", "_owner")
-
     def __init__(self, handle: int | None, owner: Any) -> None:
         self._handle, self._owner = handle, owner
 
@@ -309,16 +307,10 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def ready(place: Place) -> bool:
-    """Whether this thread can launch at a place as it is, without `on`."""
-    return one_device() and is_ready()
-
-
 def as_it_is() -> bool:
     """Whether this thread can launch wherever it likes: one device, nothing chosen, named or written down."""
     here = _here
-    free = here.place is None and here.named is None and here.recording is None
-    return free and here.ready and _counted == [1]
+    return here.place is here.named is here.recording is None and here.ready and _counted == [1]
 
 
 def follow(handle: int) -> None:
