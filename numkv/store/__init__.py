@@ -21,7 +21,7 @@ object, one read brings it back. What is read is compared with all of that befor
 **Names** are those of the prefix cache (`numkv.blocks.prefix`): sha256 chained over token ids and extra keys, another
 one for each layer group. An object lies at ``<identity>/<two digits>/<the other digits of its name>``, where the
 identity is a digest of mark, RoPE, sizes, kinds, windows, rotation, scales of heads and versions
-(`numkv.store.places`). So blocks of another model are never looked at, and one that was moved there by hand is
+(`numkv.store.objects`). So blocks of another model are never looked at, and one that was moved there by hand is
 refused by its header. There is no index beside the folders, so there is none that a kill can damage.
 
 **Publishing** (`numkv.store.folder`). A temporary file in the same folder, then a rename: an object is there as a
@@ -29,9 +29,9 @@ whole or not at all, whatever is killed when. With ``durable=True`` file and fol
 (``fsync``) before a block counts as written; without it a power cut, not a kill, may lose or damage the newest
 objects, which checksums find.
 
-**Bounds** (`numkv.store.bound`). A process that writes counts what it wrote, looks through the folder now and then,
-and deletes what was used longest ago. Reading sets a file's time of modification, as times of access are seldom kept.
-A reader whose object is deleted under it has a miss, nothing else.
+**Bounds** (`numkv.store.folder.Bound`). A process that writes counts what it wrote, looks through the folder now and
+then, and deletes what was used longest ago. Reading sets a file's time of modification, as times of access are seldom
+kept. A reader whose object is deleted under it has a miss, nothing else.
 
 **Forks and threads.** Any number of caches and threads use one store. A forked child begins with an empty queue and
 an empty host tier, and threads of its own: what the parent has not written yet, the parent writes. `close` writes

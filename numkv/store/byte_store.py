@@ -8,16 +8,24 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, NoReturn, Self, TypeVar
 
 from numkv.checks import Mark, check_mark
 from numkv.errors import NotSupported, NumkvError
 from numkv.keywords import explains
-from numkv.store.bound import Bound
-from numkv.store.folder import in_threads
-from numkv.store.objects import DamagedObject, ForeignObject, Layout, OtherSize, crc32_of
-from numkv.store.places import check_bound, folder_of, identity_text, place_of
+from numkv.store.folder import Bound, in_threads
+from numkv.store.objects import (
+    DamagedObject,
+    ForeignObject,
+    Layout,
+    Objects,
+    OtherSize,
+    Section,
+    crc32_of,
+)
+from numkv.store.places import check_bound, place_of
 from numkv.store.records import ByteStats
 from numkv.store.requests import begins
 
@@ -84,8 +92,7 @@ class BlockStore:
                 "`mark`: expected a text, or facts by name, got None; say whose bytes these are"
             )
         self._place = place_of(place, durable, file_system, timeout, local, local_nbytes)
-        self._identity = identity_text(check_mark("mark", mark), None, {"objects": "bytes"})
-        self._folder = folder_of(self._identity)
+        self._empty = Section.of(check_mark("mark", mark), None, {"objects": "bytes"}, 0, 0)
         self._bound = Bound(self._place, check_bound(max_nbytes))
         begins(self._begin)
         self._counts: collections.Counter[str] = collections.Counter()
@@ -142,7 +149,10 @@ class BlockStore:
         list of bool
         """
         names = self._names(keys)
-        return [size is not None for size in self._place.sizes([self._key(name) for name in names])]
+        return [
+            size is not None
+            for size in self._place.sizes([self._empty.key(name) for name in names])
+        ]
 
     def get_into(self, keys: Sequence[str | bytes], buffers: Sequence[Any]) -> list[bool]:
         """Read objects into buffers.
@@ -171,18 +181,16 @@ class BlockStore:
         for i, view in enumerate(views):
             by_size[view.nbytes].append(i)
         for size, chosen in by_size.items():
-            jobs = _Jobs(
-                self._layout(size),
-                [names[i] for i in chosen],
-                [views[i] for i in chosen],
-                self._key,
+            objects = Objects(
+                self._section(size),
+                _Buffers([names[i] for i in chosen], [views[i] for i in chosen]),
             )
-            for i, error in zip(chosen, self._place.read(jobs), strict=True):
+            for i, error in zip(chosen, self._place.read(objects), strict=True):
                 found[i] = error is None
                 if isinstance(error, DamagedObject | ForeignObject) and not isinstance(
                     error, OtherSize
                 ):
-                    self._drop(self._key(names[i]), error)
+                    self._drop(self._empty.key(names[i]), error)
         self._count(found=sum(found), missed=len(found) - sum(found),
                     bytes_read=sum(v.nbytes for v, ok in zip(views, found, strict=True) if ok))  # fmt: skip
         return found
@@ -200,8 +208,8 @@ class BlockStore:
         list of bytearray or None
             The bytes of each; None where there is none.
         """
-        header = self._layout(0).header
-        sizes = self._place.sizes([self._key(name) for name in self._names(keys)])
+        header = self._empty.layout.header
+        sizes = self._place.sizes([self._empty.key(name) for name in self._names(keys)])
         chosen = [i for i, size in enumerate(sizes) if size is not None and size >= header]
         made = {i: bytearray((sizes[i] or 0) - header) for i in chosen}
         good = self.get_into([keys[i] for i in chosen], list(made.values()))
@@ -252,13 +260,15 @@ class BlockStore:
     def remove(self, keys: Sequence[str | bytes]) -> list[bool]:
         """Delete objects; which keys have none now."""
         names = self._names(keys)
-        return [self._place.delete_bad(self._key(name)) for name in names]
+        return [self._place.delete_bad(self._empty.key(name)) for name in names]
 
     def clear(self) -> None:
         """Delete all objects of this mark."""
         try:
             mine = [
-                entry for entry in self._place.entries() if entry.key.startswith(f"{self._folder}/")
+                entry
+                for entry in self._place.entries()
+                if entry.key.startswith(f"{self._empty.folder}/")
             ]
         except Exception as error:
             self._note_error("list", error)
@@ -294,15 +304,11 @@ class BlockStore:
             raise TypeError("`keys`: expected a list of keys, got one; pass [key]")
         return [sha256(_key_bytes(key)).digest() for key in keys]
 
-    def _key(self, name: bytes) -> str:
-        digits = name.hex()
-        return f"{self._folder}/{digits[:2]}/{digits[2:]}"
-
-    def _layout(self, nbytes: int) -> Layout:
-        return Layout(self._identity, 0, nbytes)
+    def _section(self, nbytes: int) -> Section:
+        return self._empty._replace(layout=Layout(self._empty.layout.identity, 0, nbytes))
 
     def _put(self, name: bytes, view: memoryview) -> None:
-        layout, key = self._layout(view.nbytes), self._key(name)
+        layout, key = self._section(view.nbytes).layout, self._empty.key(name)
         header = layout.make_header(name, b"", crc32_of([view]))
         if self._place.holds(key, header, layout.nbytes):
             self._place.touch(key, 0.0)
@@ -327,23 +333,21 @@ class BlockStore:
             self._last_error = f"{type(error).__name__}: {error}"
 
 
-class _Jobs:
-    """Objects of one size that are to be read; see `numkv.store.folder.Jobs`."""
+@dataclass
+class _Buffers:
+    """Objects of one size that are to be read; see `numkv.store.objects.Readings`."""
 
-    def __init__(
-        self, layout: Layout, names: Sequence[bytes], views: Sequence[memoryview], key: Callable[[bytes], str]
-    ) -> None:  # fmt: skip
-        self._layout, self._names, self._views = layout, names, views
-        self.keys: Sequence[str] = [key(name) for name in names]
-        self.nbytes = layout.nbytes
+    names: Sequence[bytes]
+    views: Sequence[memoryview]
 
-    def views(self, i: int) -> list[Any]:
-        return [bytearray(self._layout.header), self._views[i]]
+    def tokens(self, i: int) -> bytes:
+        return b""
 
-    def check(self, i: int, views: Sequence[Any]) -> None:
-        header, content = views
-        if crc32_of([content]) != self._layout.check_header(header, self._names[i], b""):
-            raise DamagedObject("the checksum of the content is wrong")
+    def content(self, i: int) -> list[Any]:
+        return [self.views[i]]
+
+    def sound(self, content: Sequence[Any]) -> bool:
+        return True
 
 
 def _key_bytes(key: Any) -> bytes:

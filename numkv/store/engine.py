@@ -21,8 +21,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.errors import NumkvError
-from numkv.store.bound import Bound
-from numkv.store.objects import DamagedObject, ForeignObject, Layout, crc32_of
+from numkv.store.folder import Bound
+from numkv.store.objects import (
+    DamagedObject,
+    ForeignObject,
+    Objects,
+    Readings,
+    Section,
+    crc32_of,
+)
 from numkv.store.records import BlocksDropped, BlocksWritten, StoreAnswers, StoreSilent, StoreStats
 from numkv.store.requests import begins
 
@@ -55,18 +62,6 @@ class Owner(Protocol):
         """Whether a block is registered under a name."""
 
 
-class Section(NamedTuple):
-    """The objects of one identity."""
-
-    folder: str
-    layout: Layout
-
-    def key(self, name: bytes) -> str:
-        """Where the object of a name lies."""
-        digits = name.hex()
-        return f"{self.folder}/{digits[:2]}/{digits[2:]}"
-
-
 class FullBlock(NamedTuple):
     """A full block of a prompt."""
 
@@ -78,21 +73,11 @@ class FullBlock(NamedTuple):
     """Blocks before it in the prompt."""
 
 
-class Readings(Protocol):
-    """Blocks that are to be read into memory."""
+class DepthReadings(Readings, Protocol):
+    """Blocks of prompts that are to be read into memory."""
 
-    names: Sequence[bytes]
     depths: Sequence[int]
     """Blocks before each in its prompt."""
-
-    def tokens(self, i: int) -> bytes:
-        """Token ids of a block."""
-
-    def content(self, i: int) -> list[Any]:
-        """Buffers for its content."""
-
-    def sound(self, content: Sequence[Any]) -> bool:
-        """Whether what has been read can be what a pool holds."""
 
 
 class _Waiting:
@@ -333,9 +318,9 @@ class Engine:
         with self._changed:
             return self._host(section, name, True)
 
-    def read(self, section: Section, blocks: Readings) -> list[bool]:
+    def read(self, section: Section, blocks: DepthReadings) -> list[bool]:
         """Read blocks from the store, and say of each whether it is there and what it should be."""
-        jobs = _Objects(section, blocks)
+        jobs = Objects(section, blocks)
         errors = self.place.read(jobs)
         with self._changed:
             for key, depth, error in zip(jobs.keys, blocks.depths, errors, strict=True):
@@ -649,26 +634,6 @@ class Engine:
             self._clean.clear()
             self._host_bytes -= kept - sum(x.nbytes for x in self._dirty.values())
         return lost
-
-
-class _Objects:
-    """The objects of blocks that are to be read; see `Jobs`."""
-
-    def __init__(self, section: Section, of: Readings) -> None:
-        self._layout, self._of = section.layout, of
-        self.keys = [section.key(name) for name in of.names]
-        self.nbytes = section.layout.nbytes
-
-    def views(self, i: int) -> list[Any]:
-        return [bytearray(self._layout.header), *self._of.content(i)]
-
-    def check(self, i: int, views: Sequence[Any]) -> None:
-        header, *content = views
-        crc = self._layout.check_header(header, self._of.names[i], self._of.tokens(i))
-        if crc32_of(content) != crc:
-            raise DamagedObject("the checksum of the content is wrong")
-        if not self._of.sound(content):
-            raise DamagedObject("it has scales that are none")
 
 
 def _names(names: Sequence[bytes]) -> NDArray[np.uint8]:

@@ -1,9 +1,10 @@
-"""Objects in a folder of this machine's file systems."""
+"""Objects in a folder of this machine's file systems, and how large a store may become, wherever it is."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import itertools
 import os
 import threading
@@ -29,6 +30,11 @@ _PATIENCE = 10.0
 _LOCK = ".evicting"
 #: Seconds after which the clock of the file system is read again.
 _CLOCK_STAYS = 60.0
+#: A process looks at what there is again when it has written this part of the bound since: so far may each process go
+#: beyond it, as nobody counts for all.
+_SLACK = 1 / 16
+#: What is left after evicting, as a part of the bound.
+_LEFT = 0.9
 
 
 class Jobs(Protocol):
@@ -240,17 +246,10 @@ class Folder:
     def _delete(self, entry: Entry) -> bool:
         if entry.key.endswith(SUFFIX):
             return False
-        path = self._path(entry.key)
-        try:
-            if entry.stamp < os.stat(path).st_mtime <= self._now():
+        with contextlib.suppress(OSError):  # it is gone
+            if entry.stamp < os.stat(self._path(entry.key)).st_mtime <= self._now():
                 return False
-            os.unlink(path)
-        except FileNotFoundError:
-            return True
-        except OSError as error:
-            self.report("delete", error)
-            return False
-        return True
+        return self.delete_bad(entry.key)
 
     def delete_bad(self, key: str) -> bool:
         """Delete an object that is not what it should be; whether it is gone."""
@@ -300,6 +299,63 @@ class Folder:
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
         finally:
             os.close(descriptor)
+
+
+class Bound:
+    """The bound of one process on a folder that others write to as well.
+
+    Parameters
+    ----------
+    place : Folder or RemoteFolder
+        Where objects lie.
+    most : int or None
+        Bytes; None: as many as there is room for.
+    """
+
+    def __init__(self, place: Any, most: int | None) -> None:
+        self._place, self._most = place, most
+        self._known: int | None = None  # bytes there, as far as this process knows
+        self._since = 0  # bytes written since it looked
+
+    def make_room(self, nbytes: int) -> int:
+        """Have room for an object that is to be written; how many were deleted for that.
+
+        Raises
+        ------
+        OSError
+            If it is larger than all of them may be together.
+        """
+        if self._most is None:
+            return 0
+        if nbytes > self._most:
+            raise OSError(
+                errno.EFBIG, f"an object of {nbytes} bytes is larger than the store may be"
+            )
+        evicted = 0
+        look = self._known is None or self._since > self._most * _SLACK
+        if look or (self._known or 0) + nbytes > self._most:
+            evicted = self._evict(nbytes)
+        self._known = (self._known or 0) + nbytes
+        self._since += nbytes
+        return evicted
+
+    def _evict(self, nbytes: int) -> int:
+        assert self._most is not None
+        with self._place.alone():
+            entries = list(self._place.entries())
+            total, evicted = sum(entry.nbytes for entry in entries), 0
+            if total + nbytes > self._most:
+                oldest = collections.deque(sorted(entries, key=lambda x: x.stamp))
+                while oldest and total + nbytes > self._most * _LEFT:
+                    chosen, size = [], 0
+                    while oldest and total + nbytes - size > self._most * _LEFT:
+                        chosen.append(oldest.popleft())
+                        size += chosen[-1].nbytes
+                    for entry, gone in zip(chosen, self._place.delete(chosen), strict=True):
+                        total -= entry.nbytes * gone
+                        evicted += gone
+            self._known, self._since = total, 0
+        return evicted
 
 
 def in_threads(

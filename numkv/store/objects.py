@@ -13,7 +13,7 @@ offset  what
 24      bytes of the identity u32, token ids u32
 32      name of the block, 32 bytes
 64      CRC-32 of the content u32, CRC-32 of the header u32, as if this one were 0
-72      the identity (JSON: see `numkv.store.places`), the token ids int32, zeros
+72      the identity (JSON: see `Section.of`), the token ids int32, zeros
 ======  =============================================================================================
 
 The content of a block is, for each layer of its group in turn, the words of K and of V as they are stored, and the
@@ -26,10 +26,15 @@ CRC-32 finds damage: flipped bits, parts that are missing. It does not find mali
 
 from __future__ import annotations
 
+import json
 import struct
+import sys
 import zlib
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+from typing import Any, NamedTuple, Protocol
+
+from numkv.blocks.prefix import FORMAT_VERSION as NAMES_VERSION
 
 FORMAT_VERSION = 1
 _MAGIC = b"numkvblk"
@@ -55,7 +60,7 @@ class Layout:
     Parameters
     ----------
     identity : bytes
-        From `identity_text`.
+        All that decides the bytes of blocks beside their tokens; see `Section.of`.
     block_size : int
         Tokens in a block.
     content : int
@@ -126,3 +131,79 @@ def crc32_of(pieces: Iterable[Any]) -> int:
     for piece in pieces:
         crc = zlib.crc32(piece, crc)
     return crc
+
+
+class Section(NamedTuple):
+    """The objects of one identity."""
+
+    folder: str
+    layout: Layout
+
+    @classmethod
+    def of(
+        cls, mark: Any, rope: Any, fields: dict[str, Any], block_size: int, content: int
+    ) -> Section:
+        """The objects of blocks of some bytes; the identity is JSON, the same for the same facts.
+
+        Parameters
+        ----------
+        mark, rope : str, dict or None
+            What the user says of the model and of its RoPE.
+        fields : dict
+            Sizes, kinds, windows and scales of the cache, for JSON.
+        block_size, content : int
+            See `Layout`.
+        """
+        facts = {
+            "format": FORMAT_VERSION,
+            "names": NAMES_VERSION,
+            "bytes": sys.byteorder,
+            "mark": mark,
+            "rope": rope,
+            **fields,
+        }
+        text = json.dumps(facts, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        identity = text.encode()
+        return cls(sha256(identity).hexdigest()[:32], Layout(identity, block_size, content))
+
+    def key(self, name: bytes) -> str:
+        """Where the object of a name lies."""
+        digits = name.hex()
+        return f"{self.folder}/{digits[:2]}/{digits[2:]}"
+
+
+class Readings(Protocol):
+    """Blocks that are to be read into memory."""
+
+    names: Sequence[bytes]
+
+    def tokens(self, i: int) -> bytes:
+        """Token ids of a block."""
+
+    def content(self, i: int) -> list[Any]:
+        """Buffers for its content."""
+
+    def sound(self, content: Sequence[Any]) -> bool:
+        """Whether what has been read can be what a pool holds."""
+
+
+class Objects:
+    """The objects of blocks that are to be read; see `numkv.store.folder.Jobs`."""
+
+    def __init__(self, section: Section, of: Readings) -> None:
+        self._layout, self._of = section.layout, of
+        self.keys: Sequence[str] = [section.key(name) for name in of.names]
+        self.nbytes = section.layout.nbytes
+
+    def views(self, i: int) -> list[Any]:
+        """Memory for the header, then that of the content."""
+        return [bytearray(self._layout.header), *self._of.content(i)]
+
+    def check(self, i: int, views: Sequence[Any]) -> None:
+        """Compare the header and the checksum of what has been read."""
+        header, *content = views
+        crc = self._layout.check_header(header, self._of.names[i], self._of.tokens(i))
+        if crc32_of(content) != crc:
+            raise DamagedObject("the checksum of the content is wrong")
+        if not self._of.sound(content):
+            raise DamagedObject("it has scales that are none")

@@ -1,19 +1,170 @@
-"""Where objects lie, checked, and the identity that blocks there have in common."""
+"""Where objects lie: a folder, a place on a network, or that behind a folder with copies.
+
+The folder is a cache of what was read and written last: what it lacks is asked for behind it, and what it cannot take
+is not there. Copies are made by a thread, from bytes that have been checked; a damaged copy is deleted and read anew
+from the network.
+"""
 
 from __future__ import annotations
 
-import json
+import contextlib
+import functools
 import os
-import sys
-from hashlib import sha256
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from numkv.blocks.prefix import FORMAT_VERSION as NAMES_VERSION
 from numkv.numbers import check_flag, check_number, check_size
-from numkv.store.folder import Folder
-from numkv.store.fronted import Fronted
-from numkv.store.objects import FORMAT_VERSION
+from numkv.store.folder import Bound, Entry, Folder, Jobs
 from numkv.store.remote import RemoteFolder, opened
+from numkv.store.requests import Requests, begins
+
+#: Bytes that wait to be copied, at most; others are not copied.
+_MOST_WAITING = 64 << 20
+
+
+class Fronted:
+    """A place behind a folder.
+
+    Parameters
+    ----------
+    near : Folder
+        The folder, which no other kind of store uses.
+    far : RemoteFolder or Folder
+        What all processes share.
+    most : int or None
+        Bytes of the folder; None: as many as there is room for.
+    """
+
+    def __init__(self, near: Folder, far: RemoteFolder | Folder, most: int | None) -> None:
+        self._near, self._far, self._bound = near, far, Bound(near, most)
+        self.few, self.attempts, self.writers = far.few, far.attempts, far.writers
+        #: Called for what goes wrong, and where the place stops or begins to answer; see `RemoteFolder`.
+        self.report: Callable[[str, Exception], None] = lambda asked, error: None
+        self.changed: Callable[[Exception | None], None] = lambda error: None
+        far.report = lambda asked, error: self.report(asked, error)
+        near.report = lambda asked, error: self.report(f"local {asked}", error)
+        if isinstance(far, RemoteFolder):
+            far.changed = lambda error: self.changed(error)
+        self._copies = Requests(1, lambda: None)
+        begins(self._begin)
+
+    def __repr__(self) -> str:
+        return repr(self._far)
+
+    def _begin(self) -> None:
+        self._lock, self._waiting = threading.Lock(), 0  # bytes that are to be copied
+
+    def end(self) -> None:
+        """Ask no more whether the network answers again."""
+        self._far.end()
+
+    @property
+    def answers(self) -> bool:
+        """Whether the network answers, as far as is known; the folder is read all the same."""
+        return self._far.answers
+
+    # -- reading
+
+    def sizes(self, keys: Sequence[str]) -> list[int | None]:
+        """Bytes of objects; None where there is none."""
+        found = self._near.sizes(keys)
+        others = [i for i, size in enumerate(found) if size is None]
+        for i, size in zip(others, self._far.sizes([keys[i] for i in others]), strict=True):
+            found[i] = size
+        return found
+
+    def read(self, jobs: Jobs) -> list[Exception | None]:
+        """Read objects, and what went wrong with each."""
+        errors: list[Exception | None] = [None] * len(jobs.keys)
+        sizes = self._near.sizes(jobs.keys)
+        here = [i for i, size in enumerate(sizes) if size == jobs.nbytes]
+        others = [i for i, size in enumerate(sizes) if size != jobs.nbytes]
+        for i, error in zip(here, self._near.read(_Some(jobs, here)), strict=True):
+            if error is None:
+                self._near.touch(jobs.keys[i], 0.0)
+            else:
+                self._near.delete_bad(jobs.keys[i])
+                others.append(i)
+        for i, error in zip(others, self._far.read(_Some(jobs, others, self._keep)), strict=True):
+            errors[i] = error
+        return errors
+
+    # -- writing
+
+    def holds(self, key: str, header: bytes, nbytes: int) -> bool:
+        """Whether the network has an object, as far as that is asked."""
+        return self._far.holds(key, header, nbytes)
+
+    def write(self, key: str, pieces: Sequence[Any], age: float) -> None:
+        """Make an object on the network, and have a copy made."""
+        self._far.write(key, pieces, age)
+        self._keep(key, pieces)
+
+    def touch(self, key: str, age: float) -> None:
+        """Note that an object was used so many seconds ago."""
+        self._near.touch(key, age)
+        self._far.touch(key, age)
+
+    def _keep(self, key: str, pieces: Sequence[Any]) -> None:
+        """Have a copy made, if not too many wait."""
+        data = b"".join(pieces)
+        with self._lock:
+            if self._waiting + len(data) > _MOST_WAITING:
+                return
+            self._waiting += len(data)
+        self._copies.add([functools.partial(self._copy, key, data)])
+
+    def _copy(self, key: str, data: bytes) -> None:
+        try:
+            self._bound.make_room(len(data))
+            self._near.write(key, [data], 0.0)
+        except Exception as error:  # a full disk: there is no copy then
+            self.report("local write", error)
+        finally:
+            with self._lock:
+                self._waiting -= len(data)
+
+    # -- what the network has
+
+    def entries(self) -> Iterator[Entry]:
+        """All objects that processes share."""
+        return self._far.entries()
+
+    def delete(self, entries: Sequence[Entry]) -> list[bool]:
+        """Delete objects that processes share, and copies of them."""
+        for entry in entries:
+            self._near.delete_bad(entry.key)
+        return self._far.delete(entries)
+
+    def delete_bad(self, key: str) -> bool:
+        """Delete an object that is not what it should be, and its copy."""
+        self._near.delete_bad(key)
+        return self._far.delete_bad(key)
+
+    def alone(self) -> contextlib.AbstractContextManager[None]:
+        """See `Folder.alone`."""
+        return self._far.alone()
+
+
+class _Some:
+    """Some of the objects that are to be read; `copy` gets each that is good."""
+
+    def __init__(
+        self, jobs: Jobs, which: Sequence[int], copy: Callable[[str, Sequence[Any]], None] | None = None
+    ) -> None:  # fmt: skip
+        self._jobs, self._which, self._copy = jobs, which, copy
+        self.keys: Sequence[str] = [jobs.keys[i] for i in which]
+        self.nbytes = jobs.nbytes
+
+    def views(self, i: int) -> list[Any]:
+        return self._jobs.views(self._which[i])
+
+    def check(self, i: int, views: Sequence[Any]) -> None:
+        self._jobs.check(self._which[i], views)
+        if self._copy is not None:
+            self._copy(self.keys[i], views)
+
 
 Place = Folder | RemoteFolder | Fronted
 
@@ -73,29 +224,3 @@ def _path(name: str, given: Any) -> str:
     if "\0" in path or not path:
         raise ValueError(f"`{name}`: expected a path or a URL, got {path!r}")
     return path
-
-
-def identity_text(mark: Any, rope: Any, fields: dict[str, Any]) -> bytes:
-    """The identity of blocks, all that decides their bytes beside the tokens, as JSON: the same for the same facts.
-
-    Parameters
-    ----------
-    mark, rope : str, dict or None
-        What the user says of the model and of its RoPE.
-    fields : dict
-        Sizes, kinds, windows and scales of the cache, for JSON.
-    """
-    facts = {
-        "format": FORMAT_VERSION,
-        "names": NAMES_VERSION,
-        "bytes": sys.byteorder,
-        "mark": mark,
-        "rope": rope,
-        **fields,
-    }
-    return json.dumps(facts, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-
-
-def folder_of(identity: bytes) -> str:
-    """Name of the folder that holds objects of an identity."""
-    return sha256(identity).hexdigest()[:32]

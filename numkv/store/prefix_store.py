@@ -11,9 +11,9 @@ from numkv.checks import Mark, check_mark
 from numkv.errors import NotSupported
 from numkv.keywords import explains
 from numkv.numbers import check_size
-from numkv.store.engine import Engine, Section
-from numkv.store.objects import Layout
-from numkv.store.places import check_bound, check_timeout, folder_of, identity_text, place_of
+from numkv.store.engine import Engine
+from numkv.store.objects import Section
+from numkv.store.places import check_bound, check_timeout, place_of
 from numkv.store.records import Event, StoreStats
 
 #: Bytes of the host tier, if nothing is said.
@@ -243,8 +243,13 @@ class PrefixStore:
         return self._engine, self._section
 
     def _section(self, fields: dict[str, Any], block_size: int, content: int) -> Section:
+<<<<<<< HEAD
         identity = identity_text(self._mark, self._rope, fields)
         return Section(folder_of(identity), Layout(identity, block_size, content))
+=======
+        """The objects of a cache's blocks, of so many bytes."""
+        return Section.of(self._mark, self._rope, fields, block_size, content)
+>>>>>>> w4
 
 
 def _check_unicode(name: str, mark: Any) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 #: Seconds that a thread waits for another request before it ends.
@@ -117,7 +118,7 @@ class Requests:
 
     def _begin(self) -> None:
         self._lock = threading.Condition()
-        self._queue: collections.deque[tuple[_Batch, int]] = collections.deque()
+        self._queue: collections.deque[Callable[[], None]] = collections.deque()
         self._threads = self._idle = 0
 
     def make(
@@ -142,9 +143,23 @@ class Requests:
             What went wrong with each; `Unanswered` for those that were given up.
         """
         batch = _Batch(count, ask, take, self._late)
+
+        def do(i: int) -> None:
+            if not batch.closed:
+                batch.do(i)
+
+        calls = [functools.partial(do, i) for i in range(count)]
+        if not self.add(calls):
+            for call in calls:
+                call()
+        batch.wait(patience)
+        return batch.errors
+
+    def add(self, calls: Sequence[Callable[[], None]]) -> bool:
+        """Have threads make calls, which raise nothing, and do not wait for them; whether there are any threads."""
         with self._lock:
-            self._queue.extend((batch, i) for i in range(count))
-            for _ in range(min(count - self._idle, self._most - self._threads)):
+            self._queue.extend(calls)
+            for _ in range(min(len(calls) - self._idle, self._most - self._threads)):
                 try:
                     threading.Thread(
                         target=self._run, name="numkv store request", daemon=True
@@ -153,12 +168,7 @@ class Requests:
                     break
                 self._threads += 1
             self._lock.notify_all()
-            alone = self._threads == 0
-        if alone:
-            for i in range(count):
-                batch.do(i)
-        batch.wait(patience)
-        return batch.errors
+            return self._threads > 0
 
     def _run(self) -> None:
         while True:
@@ -170,9 +180,8 @@ class Requests:
                     if not self._queue:
                         self._threads -= 1
                         return
-                batch, i = self._queue.popleft()
-            if not batch.closed:
-                batch.do(i)
+                call = self._queue.popleft()
+            call()
 
 
 class Breaker:

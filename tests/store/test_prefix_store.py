@@ -24,9 +24,8 @@ from stored_prefixes import (
 
 import numkv
 from numkv.store import BlocksDropped, BlocksWritten, PrefixFound
-from numkv.store.bound import Bound
 from numkv.store.engine import FullBlock
-from numkv.store.folder import Folder
+from numkv.store.folder import Bound, Folder
 
 
 def objects(folder):

@@ -7,7 +7,7 @@ from stored_prefixes import cache, check_rows, prompt, started
 
 import numkv
 from numkv.store import PrefixStore
-from numkv.store.bound import Bound
+from numkv.store.folder import Bound
 from numkv.store.remote import RemoteFolder
 
 fsspec = pytest.importorskip("fsspec")

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.store.engine import IN_HOST, IN_STORE, NOWHERE, Engine, Section
+from numkv.store.engine import IN_HOST, IN_STORE, NOWHERE, Engine
+from numkv.store.objects import Section
 
 Bytes = NDArray[np.uint8]
 

@@ -17,7 +17,8 @@ from numkv.blocks.pool import BlockPool
 from numkv.caches.paged.block_bytes import BlockBytes, Room
 from numkv.caches.paged.lookup import Contents
 from numkv.interrupts import opened
-from numkv.store.engine import IN_STORE, Engine, FullBlock, Section
+from numkv.store.engine import IN_STORE, Engine, FullBlock
+from numkv.store.objects import Section
 
 #: What gives content: a store, or a lookup that has asked it before.
 Source = Engine | Contents

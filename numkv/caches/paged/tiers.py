@@ -30,7 +30,8 @@ from numkv.caches.paged.store import BlockStore, Extra
 from numkv.caches.paged.stored_parts import Missing, Source, StoredPart
 from numkv.caches.paged.swap import head_scales_of
 from numkv.errors import CacheFull
-from numkv.store.engine import IN_HOST, IN_POOL, NOWHERE, FullBlock, Section
+from numkv.store.engine import IN_HOST, IN_POOL, NOWHERE, FullBlock
+from numkv.store.objects import Section
 from numkv.store.prefix_store import PrefixStore
 from numkv.store.records import PrefixFound
 
