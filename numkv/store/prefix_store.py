@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -240,16 +241,7 @@ class PrefixStore:
 
     def __tier__(self) -> tuple[Engine, Callable[[dict[str, Any], int, int], Section]]:
         """What a cache has of it: the works, and what gives objects of its blocks, of so many bytes, their place."""
-        return self._engine, self._section
-
-    def _section(self, fields: dict[str, Any], block_size: int, content: int) -> Section:
-<<<<<<< HEAD
-        identity = identity_text(self._mark, self._rope, fields)
-        return Section(folder_of(identity), Layout(identity, block_size, content))
-=======
-        """The objects of a cache's blocks, of so many bytes."""
-        return Section.of(self._mark, self._rope, fields, block_size, content)
->>>>>>> w4
+        return self._engine, functools.partial(Section.of, self._mark, self._rope)
 
 
 def _check_unicode(name: str, mark: Any) -> None:
