@@ -399,17 +399,6 @@ class BlockPool:
         made.__setstate__(self.__getstate__())
         return made
 
-    def restore(self, before: BlockPool) -> None:
-        """Be again what a copy was made of, in the same memory; no event says so.
-
-        Parameters
-        ----------
-        before : BlockPool
-            What `copy` gave.
-        """
-        for own, old in zip(self._arrays(), before._arrays(), strict=True):
-            own[:] = old
-
     def __copy__(self) -> Self:
         return self.copy()
 
@@ -428,22 +417,6 @@ class BlockPool:
         self._num_blocks, self._block_size = state["sizes"]
         self.on_event = None
         self._take(state["arrays"])
-
-    def name_of(self, block: int) -> bytes:
-        """The name under which a block was registered last; looked up without waiting for a turn.
-
-        Parameters
-        ----------
-        block : int
-            The block.
-
-        Returns
-        -------
-        bytes
-            32 zeros if it never was.
-        """
-        name: bytes = self._digests[block].tobytes()
-        return name
 
     # -- events
 
@@ -849,3 +822,15 @@ def taken_for_now(pool: BlockPool, n: int) -> tuple[Ids, Callable[[], None]]:
     peak = int(pool._counters[arrays.PEAK_USED])
     ids = pool.allocate(n)
     return ids, functools.partial(pool._undo_allocation, ids, peak)
+
+
+def name_of(pool: BlockPool, block: int) -> bytes:
+    """The name under which a block was registered last, looked up without waiting for a turn; zeros if it never was."""
+    name: bytes = pool._digests[block].tobytes()
+    return name
+
+
+def restore(pool: BlockPool, before: BlockPool) -> None:
+    """Have a pool be again what a copy was made of, in the same memory; no event says so."""
+    for own, old in zip(pool._arrays(), before._arrays(), strict=True):
+        own[:] = old

@@ -28,7 +28,7 @@ from numkv.checks import check_array, check_integers, check_writable
 from numkv.errors import DimensionMismatch, NotSupported
 from numkv.kinds import kind, kind_of_dtype
 from numkv.numbers import check_flag
-from numkv.sparse.blocks import check_numbers, look_at_table, too_many_parts
+from numkv.sparse.choice import check_numbers, look_at_table, too_many_parts
 from numkv.storage.buffer import Buffer
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_query_each

@@ -15,7 +15,7 @@ from numkv.checks import check_array, check_integers
 from numkv.errors import DimensionMismatch
 from numkv.kinds import kind_of_dtype
 from numkv.numbers import check_bytes, check_flag, check_number, check_size
-from numkv.sparse.blocks import check_numbers, check_table
+from numkv.sparse.choice import check_numbers, check_table
 from numkv.storage.pool import Pool
 from numkv.storage.user_buffers import stored_pool
 from numkv.targets.base import Target

@@ -19,8 +19,8 @@ from numkv.kernels.cpu.attention.offsets import (
     spread,
 )
 from numkv.kernels.cpu.attention.records import KV_TILE
+from numkv.kernels.cpu.vectors.arrays import TABLE_ROW, record_of
 from numkv.kernels.cpu.vectors.prefetch import NO_MORE
-from numkv.kernels.cpu.vectors.records import TABLE_ROW, record_of
 
 LINE = 64
 

@@ -210,7 +210,8 @@ def test_what_a_file_holds(tmp_path, monkeypatch):
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     with pytest.warns(RuntimeWarning, match="cannot be used"):
         assert disk_cache.load(path, bytes) is None
-    assert not path.exists()
+    disk_cache.save(path, b"entry\0code")
+    assert disk_cache.load(path, bytes) == b"entry\0code"
 
 
 # ---------------------------------------------------------------- other libraries

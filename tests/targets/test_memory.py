@@ -12,7 +12,7 @@ from numkv import targets
 from numkv.checks import check_writable
 from numkv.errors import NotSupported
 from numkv.kernels.cpu import overlap
-from numkv.kernels.cpu.vectors.records import table_of
+from numkv.kernels.cpu.vectors.arrays import table_of
 from numkv.targets.memory import Memory, may_overlap
 
 ARRAY = types.Array(types.float32, 3, "A")

@@ -35,7 +35,7 @@ from numkv.arrays import CacheArrays
 from numkv.attention.attend import attend, check_queries, too_many_queries
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import OF_A_LAYER, SCORES, AttentionOptions, check_options
-from numkv.blocks.pool import taken_for_now
+from numkv.blocks.pool import restore, taken_for_now
 from numkv.blocks.prefix import plain_extra
 from numkv.caches.bound import BoundAttention
 from numkv.caches.paged.arguments import (
@@ -904,7 +904,7 @@ class PagedKVCache(StoredSequences):
             self._store.reports.clear()
         except Exception:  # memory, say
             if states is not None and slots is not None:
-                states.restore(slots)
+                restore(states, slots)
             self._publish(before)
             raise
 

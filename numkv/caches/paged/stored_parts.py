@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.blocks.pool import BlockPool
+from numkv.blocks.pool import BlockPool, name_of
 from numkv.caches.paged.block_bytes import BlockBytes, Room
 from numkv.caches.paged.lookup import Contents
 from numkv.interrupts import opened
@@ -78,7 +78,7 @@ class StoredPart:
 
     def holds(self, block: int, name: bytes) -> bool:
         """Whether a block is registered under a name; looked up without waiting for a turn."""
-        registered = np.frombuffer(self._books.name_of(block), np.uint8)
+        registered = np.frombuffer(name_of(self._books, block), np.uint8)
         return self._masked(registered).tobytes() == name
 
     def full_blocks(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from numkv.blocks.pool import name_of
 from numkv.caches.paged.block_bytes import BlockBytes
 from numkv.caches.paged.lookup import Contents
 from numkv.caches.paged.prefix_match import (
@@ -214,7 +215,7 @@ class Tiers:
         assert slots is not None
         assert part is not None
         for slot, name, length, tokens in checkpoints:
-            if tokens is not None and slots.books.name_of(slot) == name:
+            if tokens is not None and name_of(slots.books, slot) == name:
                 self._named[slot] = True
                 of_name = np.frombuffer(bytearray(name), np.uint8)[None]
                 depth = np.array([length // self._of.block_size - 1])

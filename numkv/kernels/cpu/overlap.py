@@ -17,7 +17,7 @@ from numba import types
 from numba.extending import register_jitable
 
 from numkv.kernels.builder import build
-from numkv.kernels.cpu.vectors.records import (
+from numkv.kernels.cpu.vectors.arrays import (
     ADDRESS,
     AXES,
     HIGH,

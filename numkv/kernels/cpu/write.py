@@ -21,10 +21,9 @@ from numkv.kernels.builder import SCALES, WORDS, array, build
 from numkv.kernels.cpu import overlap
 from numkv.kernels.cpu.overlap import lie_well
 from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
-from numkv.kernels.cpu.vectors.arrays import by_row, row_of
+from numkv.kernels.cpu.vectors.arrays import by_row, row_of, table_of
 from numkv.kernels.cpu.vectors.emitted import alone
 from numkv.kernels.cpu.vectors.launch import on_threads
-from numkv.kernels.cpu.vectors.records import table_of
 from numkv.kernels.operations import Checks, Operations, implements
 from numkv.kinds import kind
 from numkv.rows.address import slot_of

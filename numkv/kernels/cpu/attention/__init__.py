@@ -56,7 +56,7 @@ from numkv.kernels.cpu.attention.steps import Steps, steps_for
 from numkv.kernels.cpu.attention.store import PART_EXTRA, make_merge_splits
 from numkv.kernels.cpu.convert import converter, from_floats, to_floats
 from numkv.kernels.cpu.threads import launched, num_threads, run
-from numkv.kernels.cpu.vectors.records import kernel_address
+from numkv.kernels.cpu.vectors.arrays import kernel_address
 from numkv.kernels.operations import Operations, implements
 from numkv.kernels.scratch import Workspaces, aligned
 from numkv.kinds import kinds

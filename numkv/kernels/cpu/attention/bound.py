@@ -1,6 +1,6 @@
 """Append and attend of a layer as one call: rows of K and V written, then queries answered, in compiled code.
 
-What all calls have in common stands in two records (`numkv.kernels.cpu.vectors.records`): buffers and options of a
+What all calls have in common stands in two records (`numkv.kernels.cpu.vectors.arrays`): buffers and options of a
 layer, which stay while it is bound, and the plan of a step, which all layers share. The kernel here checks the arrays
 that are new in each call, writes rows as `numkv.kernels.cpu.append` does, and calls attention's driver, which it does
 not contain: that and its steps are there once, whoever calls them, so results are the same bit by bit.
@@ -24,10 +24,11 @@ from numkv.kernels.cpu.attention.state import OUT, Q
 from numkv.kernels.cpu.attention.store import PART_EXTRA
 from numkv.kernels.cpu.overlap import lie_well
 from numkv.kernels.cpu.threads import ON_THREADS
-from numkv.kernels.cpu.vectors.arrays import address_of, by_row, row_of, without_refcount
-from numkv.kernels.cpu.vectors.records import (
+from numkv.kernels.cpu.vectors.arrays import (
     TABLE_ROW,
+    address_of,
     array_reader,
+    by_row,
     copy_ints,
     describe,
     describe_dense,
@@ -37,7 +38,9 @@ from numkv.kernels.cpu.vectors.records import (
     number_at,
     put_number,
     record_of,
+    row_of,
     table_of,
+    without_refcount,
 )
 from numkv.kernels.scratch import aligned
 from numkv.kinds import kind

@@ -83,13 +83,10 @@ from numkv.kernels.cpu.attention.state import (
     sizes_of,
 )
 from numkv.kernels.cpu.threads import ON_THREADS
-from numkv.kernels.cpu.vectors.arrays import address_of
-from numkv.kernels.cpu.vectors.emitted import inlined
-from numkv.kernels.cpu.vectors.launch import next_item, on_threads
-from numkv.kernels.cpu.vectors.prefetch import prefetch_extents
-from numkv.kernels.cpu.vectors.records import (
+from numkv.kernels.cpu.vectors.arrays import (
     SHAPE,
     STRIDES,
+    address_of,
     array_reader,
     int_at,
     kernel_caller,
@@ -97,6 +94,9 @@ from numkv.kernels.cpu.vectors.records import (
     put_int,
     record_of,
 )
+from numkv.kernels.cpu.vectors.emitted import inlined
+from numkv.kernels.cpu.vectors.launch import next_item, on_threads
+from numkv.kernels.cpu.vectors.prefetch import prefetch_extents
 from numkv.rows.mask import BITS, PLAIN_END
 
 # Bytes of K and V rows that a group of heads has at most: those of this group and of the next, which is asked for

@@ -25,10 +25,17 @@ import numpy as np
 from numba.extending import register_jitable
 
 from numkv.kernels.cpu.attention.records import AMX_QUERY_ROWS, KV_TILE
-from numkv.kernels.cpu.vectors.arrays import RAMP, fill_ramp, fill_shifted
+from numkv.kernels.cpu.vectors.arrays import (
+    ITEMSIZE,
+    RAMP,
+    SHAPE,
+    STRIDES,
+    fill_ramp,
+    fill_shifted,
+    int_at,
+)
 from numkv.kernels.cpu.vectors.emitted import inlined
 from numkv.kernels.cpu.vectors.prefetch import NO_MORE, prefetch_extents
-from numkv.kernels.cpu.vectors.records import ITEMSIZE, SHAPE, STRIDES, int_at
 
 #: Numbers of a table.
 TABLE = KV_TILE + RAMP

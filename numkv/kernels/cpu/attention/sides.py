@@ -63,11 +63,10 @@ from numkv.kernels.cpu.attention.state import (
     sizes_of,
     turn_of,
 )
-from numkv.kernels.cpu.vectors.arrays import clear, multiply
+from numkv.kernels.cpu.vectors.arrays import clear, ints_from, multiply
 from numkv.kernels.cpu.vectors.emitted import inlined
 from numkv.kernels.cpu.vectors.features import HAS_FOURS
 from numkv.kernels.cpu.vectors.prefetch import prefetch
-from numkv.kernels.cpu.vectors.records import ints_from
 from numkv.kinds import kind as kind_named
 
 

@@ -3,7 +3,7 @@
 The driver and the steps of engines are kernels of their own, which know nothing of each other's types. What they hand
 over is one address, that of a thread's state::
 
-    record of a call    arrays as `numkv.kernels.cpu.vectors.records` describes them, options, where steps and sizes are
+    record of a call    arrays as `numkv.kernels.cpu.vectors.arrays` describes them, options, where steps and sizes are
     state of a thread   where the record is, then sizes and places of scratch memory, the item, the turn
 
 Who reads a state takes named tuples of numbers out of it, which cost no more than the loads of what is used.
@@ -40,10 +40,7 @@ from numkv.kernels.cpu.attention.records import (
     Visibility,
     float_type,
 )
-from numkv.kernels.cpu.vectors.emit import I64
-from numkv.kernels.cpu.vectors.emitted import inlined
-from numkv.kernels.cpu.vectors.features import AMX_ROWS, LANES, ROW_UNROLL
-from numkv.kernels.cpu.vectors.records import (
+from numkv.kernels.cpu.vectors.arrays import (
     SHAPE,
     TABLE_ROW,
     array_reader,
@@ -54,6 +51,9 @@ from numkv.kernels.cpu.vectors.records import (
     tuple_reader,
     tuple_writer,
 )
+from numkv.kernels.cpu.vectors.emit import I64
+from numkv.kernels.cpu.vectors.emitted import inlined
+from numkv.kernels.cpu.vectors.features import AMX_ROWS, LANES, ROW_UNROLL
 from numkv.kinds import kind
 
 #: Floats in a cache line.

@@ -46,8 +46,8 @@ from numkv.kernels.cpu.attention.vector import (
     make_load,
     make_rows,
 )
+from numkv.kernels.cpu.vectors.arrays import kernel_address
 from numkv.kernels.cpu.vectors.features import row_unroll
-from numkv.kernels.cpu.vectors.records import kernel_address
 from numkv.kinds import kind as kind_named
 
 

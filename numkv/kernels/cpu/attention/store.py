@@ -22,9 +22,8 @@ from numkv.kernels.cpu.attention.state import (
     places_of,
     sizes_of,
 )
-from numkv.kernels.cpu.vectors.arrays import multiply, row_of
+from numkv.kernels.cpu.vectors.arrays import array_reader, int_at, multiply, row_of
 from numkv.kernels.cpu.vectors.launch import next_item, on_threads
-from numkv.kernels.cpu.vectors.records import array_reader, int_at
 from numkv.rows.softmax import finish, power_of_2
 
 #: What a part has before its sums: a maximum in base 2, and a sum of probabilities.

@@ -52,10 +52,17 @@ from numkv.kernels.cpu.attention.state import (
     spare_of,
     turn_of,
 )
-from numkv.kernels.cpu.vectors.arrays import address_of, clear, row_of
+from numkv.kernels.cpu.vectors.arrays import (
+    SHAPE,
+    address_of,
+    array_reader,
+    clear,
+    int_at,
+    ints_from,
+    row_of,
+)
 from numkv.kernels.cpu.vectors.emitted import inlined
 from numkv.kernels.cpu.vectors.features import ROW_UNROLL
-from numkv.kernels.cpu.vectors.records import SHAPE, array_reader, int_at, ints_from
 from numkv.kinds import kind as kind_named
 from numkv.rows.mask import BITS, END, PLAIN_END, POSITION, bits_below, has_bit
 from numkv.rows.visible import visible_to_any

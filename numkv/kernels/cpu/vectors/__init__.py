@@ -12,7 +12,7 @@ like any other. What they are made of is here:
 `stored`      storage kinds as LLVM sees them; codes of a codebook to their levels, by a look into a table
 `amx`         `Amx`: Intel's matrix unit
 `prefetch`    `PrefetchStream`: memory that is asked for ahead of time, evenly spread among arithmetic
-`arrays`      rows of strided arrays, arrays without reference counts, addresses
+`arrays`      rows of strided arrays, arrays without reference counts, addresses; records of where arrays lie
 `emitted`     functions of integers, emitted from their source
 `launch`      running a kernel on several threads, and handing out items to them
 ============  ================================================================================================

@@ -1,10 +1,21 @@
-"""Arrays in kernels: a row of a strided array, an array without reference counts, addresses, scales, loops."""
+"""Arrays in kernels: a row of a strided array, an array without reference counts, addresses, scales, loops.
+
+**Records** are rows of int64 that say once where arrays lie, so that a call hands over one address in their place: what
+a call of one token costs is its arguments. A record has numbers, the bits of floats, and arrays as `TABLE_ROW` numbers:
+where the first element is, the bytes of an element, the number of axes, their sizes and strides in bytes. Whoever makes
+a record keeps alive what it points to.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.errors import TypingError
 from numba.extending import intrinsic, register_jitable
 
 from numkv.kernels.cpu.vectors.emit import DOUBLE, I32, I64, emits, steps
@@ -128,3 +139,245 @@ def _splat(builder, x):
 def _numbers_at(builder, data, at):
     """The address of `RAMP` numbers, the first of which is number `at`."""
     return builder.bitcast(builder.gep(data, [at]), _NUMBERS.as_pointer())
+
+
+#: Axes of an array in a record, at most.
+MOST_AXES = 4
+
+#: What a record says of an array, a row of a table: address, bytes of an element, number of axes, their sizes and
+#: strides in bytes, and room for the first address and the one behind the last.
+ADDRESS, ITEMSIZE, AXES, SHAPE = range(4)
+STRIDES = SHAPE + MOST_AXES
+LOW, HIGH, TABLE_ROW = range(STRIDES + MOST_AXES, STRIDES + MOST_AXES + 3)
+
+
+def describe(record: np.ndarray[Any, Any], at: int, x: np.ndarray[Any, Any]) -> None:
+    """Say in a record where an array lies, from index `at` on."""
+    record[at : at + SHAPE] = x.ctypes.data, x.itemsize, x.ndim
+    for axis in range(x.ndim):
+        record[at + SHAPE + axis] = x.shape[axis]
+        record[at + STRIDES + axis] = x.strides[axis]
+
+
+def describe_dense(
+    record: np.ndarray[Any, Any], at: int, shape: tuple[int, ...], itemsize: int
+) -> None:
+    """Say in a record how an array lies that has no gaps; where, at index `at`, is left to the calls."""
+    stride = itemsize
+    record[at + ITEMSIZE], record[at + AXES] = itemsize, len(shape)
+    for axis in reversed(range(len(shape))):
+        record[at + SHAPE + axis] = shape[axis]
+        record[at + STRIDES + axis] = stride
+        stride *= shape[axis]
+
+
+def _field(b, record, index):
+    """The address of a number of a record."""
+    return b.gep(b.inttoptr(record, I64.as_pointer()), [index])
+
+
+@emits(types.int64)
+def int_at(b, record, index):
+    """A number of the record at an address."""
+    return b.load(_field(b, record, index))
+
+
+@emits(types.float64)
+def float_at(b, record, index):
+    """A float64 whose bits are in the record at an address."""
+    return b.bitcast(b.load(_field(b, record, index)), DOUBLE)
+
+
+def array_reader(dtype, ndim, layout="A"):
+    """The function that takes an array of a Numba dtype and a rank out of a record: ``read(record, index)``."""
+    array_type = types.Array(dtype, ndim, layout)
+
+    @intrinsic
+    def read(typing_context, record, index):
+        def codegen(context, b, sig, args):
+            fields = _field(b, *args)
+
+            def number(i):
+                return b.load(b.gep(fields, [I64(i)]))
+
+            shape, steps = (
+                [number(first + axis) for axis in range(ndim)] for first in (SHAPE, STRIDES)
+            )
+            itemsize = I64(context.get_abi_sizeof(context.get_data_type(dtype)))
+            return array_value(context, b, array_type, number(ADDRESS), shape, steps, itemsize)
+
+        return array_type(types.int64, types.int64), codegen
+
+    return read
+
+
+@emits()
+def put_number(b, address, size, number):
+    """Store a number at an address as an integer of 8 or 4 bytes; nowhere if the size is 0."""
+    for of in (I64, I32):
+        with b.if_then(b.icmp_signed("==", size, I64(of.width // 8))):
+            value = number if of is I64 else b.trunc(number, of)
+            b.store(value, b.inttoptr(address, of.as_pointer()))
+
+
+@emits(types.int64)
+def number_at(b, address, size):
+    """The integer of 8 or 4 bytes at an address."""
+    found = cgutils.alloca_once(b, I64)
+    for of in (I64, I32):
+        with b.if_then(b.icmp_signed("==", size, I64(of.width // 8))):
+            value = b.load(b.inttoptr(address, of.as_pointer()))
+            b.store(value if of is I64 else b.sext(value, I64), found)
+    return b.load(found)
+
+
+@intrinsic
+def table_of(typing_context, arrays):
+    """A table on the stack that says of each array of a tuple where it lies: int64 ``(len(arrays), TABLE_ROW)``.
+
+    Good until the function returns that makes it.
+    """
+    table_type = types.Array(types.int64, 2, "C")
+
+    def codegen(context, b, sig, args):
+        memory = cgutils.alloca_once(b, I64, I64(TABLE_ROW * len(arrays.types)))
+        _put_rows(context, b, memory, arrays, args[0])
+        shape, steps = [I64(len(arrays.types)), I64(TABLE_ROW)], [I64(8 * TABLE_ROW), I64(8)]
+        return array_value(context, b, table_type, memory, shape, steps, I64(8))
+
+    return table_type(arrays), codegen
+
+
+def _put_rows(context, b, memory, arrays, values):
+    """Say of each array of a tuple where it lies, in rows of a table."""
+    values = cgutils.unpack_tuple(b, values)
+    for number, (array_type, x) in enumerate(zip(arrays.types, values, strict=True)):
+        of = context.make_array(array_type)(context, b, x)
+        numbers = {
+            ADDRESS: b.ptrtoint(of.data, I64), ITEMSIZE: of.itemsize, AXES: I64(array_type.ndim)
+        }  # fmt: skip
+        for axis in range(array_type.ndim):
+            numbers[SHAPE + axis] = b.extract_value(of.shape, axis)
+            numbers[STRIDES + axis] = b.extract_value(of.strides, axis)
+        for at, value in numbers.items():
+            b.store(value, b.gep(memory, [I64(TABLE_ROW * number + at)]))
+
+
+@intrinsic
+def record_of(typing_context, arrays, numbers):
+    """The address of a record on the stack: a row of each array of a tuple, then int64 and the bits of float64.
+
+    Good until the function returns that makes it.
+    """
+
+    def codegen(context, b, sig, args):
+        size = TABLE_ROW * len(arrays.types)
+        memory = cgutils.alloca_once(b, I64, I64(size + len(numbers.types)))
+        _put_rows(context, b, memory, arrays, args[0])
+        for i, value in enumerate(cgutils.unpack_tuple(b, args[1])):
+            b.store(b.bitcast(value, I64), b.gep(memory, [I64(size + i)]))
+        return b.ptrtoint(memory, I64)
+
+    return types.int64(arrays, numbers), codegen
+
+
+@emits()
+def put_int(b, record, index, number):
+    """Store a number in the record at an address."""
+    b.store(number, _field(b, record, index))
+
+
+@emits()
+def copy_ints(b, source, target, count):
+    """Copy numbers from one address to another."""
+    with cgutils.for_range(b, count) as loop:
+        b.store(b.load(_field(b, source, loop.index)), _field(b, target, loop.index))
+
+
+@intrinsic
+def ints_from(typing_context, address, size):
+    """The int64 array of some size that begins at an address."""
+    array_type = types.Array(types.int64, 1, "C")
+
+    def codegen(context, b, sig, args):
+        return array_value(
+            context, b, array_type, _field(b, args[0], I64(0)), [args[1]], [I64(8)], I64(8)
+        )
+
+    return array_type(types.int64, types.int64), codegen
+
+
+def tuple_reader(record_type, index):
+    """The function that takes a named tuple of int64 out of a record: ``read(record)``, from number `index` on."""
+    tuple_type = types.NamedUniTuple(types.int64, len(record_type._fields), record_type)
+
+    @intrinsic
+    def read(typing_context, record):
+        def codegen(context, b, sig, args):
+            numbers = [b.load(_field(b, args[0], I64(index + i))) for i in range(tuple_type.count)]
+            return context.make_tuple(b, tuple_type, numbers)
+
+        return tuple_type(types.int64), codegen
+
+    return read
+
+
+def tuple_writer(index):
+    """The function that puts a named tuple of int64 into a record, from `index` on: ``write(record, numbers)``."""
+
+    @emits()
+    def write(b, record, numbers):
+        for i, number in enumerate(vars(numbers).values()):
+            b.store(number, _field(b, record, I64(index + i)))
+
+    return write
+
+
+def kernel_caller(signature, result=types.none, symbol=None):
+    """The function that calls a compiled kernel by its address: ``call(address, arguments)``.
+
+    `signature` are the Numba types that the kernel was built for; `arguments`, a tuple, are of these dtypes and ranks.
+    The kernel is not compiled again, so the results are its own, bit by bit. With a `symbol`, by which the kernel is
+    found when the code is linked (`provide_symbol`), ``call(None, arguments)``.
+    """
+
+    def shape_of(x):
+        return (x.dtype, x.ndim) if isinstance(x, types.Array) else types.unliteral(x)
+
+    @intrinsic
+    def call(typing_context, address, arguments):
+        given = [shape_of(x) for x in arguments.types]
+        wanted = [shape_of(x) for x in signature]
+        if given != wanted:
+            raise TypingError(f"expected arguments {wanted}, got {given}")
+
+        def codegen(context, b, sig, args):
+            convention = context.call_conv
+            function = convention.get_function_type(result, signature)
+            if symbol is None:
+                kernel = b.inttoptr(args[0], function.as_pointer())
+            else:
+                kernel = cgutils.get_or_insert_function(b.module, function, symbol)
+            values = cgutils.unpack_tuple(b, args[1])
+            status, found = convention.call_function(b, kernel, result, signature, values)
+            with cgutils.if_unlikely(b, status.is_error):
+                convention.return_status_propagate(b, status)
+            return context.get_dummy_value() if result is types.none else found
+
+        return result(address, arguments), codegen
+
+    return call
+
+
+def kernel_address(kernel: Any) -> int:
+    """Where the machine code of a kernel is that `numkv.kernels.builder.build` made; the kernel has to be kept."""
+    (build,) = kernel.overloads.values()
+    address: int = build.library.get_pointer_to_function(build.fndesc.llvm_func_name)
+    if not address:
+        raise RuntimeError(f"{build.fndesc.llvm_func_name}: expected machine code, got none")
+    return address
+
+
+def provide_symbol(symbol: str, kernel: Any) -> None:
+    """Have code that is linked from now on find a kernel by a name; the kernel has to be kept."""
+    llvm.add_symbol(symbol, kernel_address(kernel))
