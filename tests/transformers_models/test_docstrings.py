@@ -9,8 +9,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers", minversion="5.0")
 
 
-@pytest.mark.parametrize("module", ["cache", "models"])
-def test_examples(module):
-    found = doctest.testmod(importlib.import_module(f"numkv.transformers.{module}"))
+def test_examples():
+    found = doctest.testmod(importlib.import_module("numkv.transformers.cache"))
     assert found.attempted > 0
     assert found.failed == 0
