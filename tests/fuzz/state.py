@@ -33,7 +33,7 @@ MADE_AGAIN = {
 #: Those of one class, where another has such a field for good.
 MADE_AGAIN_OF = {
     "ForwardPass": {
-        "_slots_on_target", "_shown", "_table", "_lens", "_found", "_visible_ranges", "_device", "_mask",
+        "_slots_on_target", "_shown", "_table", "_lens", "_found", "_visible_ranges", "_sight", "_device", "_mask",
     },
 }  # fmt: skip
 _PLAIN = (int, float, complex, str, bytes, type(None), bool, range, slice)
