@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import numkv
-from numkv.caches.multi import cell_cache
+from numkv.caches.multi import causal as of_cells
 
 CELLS = 32768
 STEPS = 128  # that a cache has room for before it goes back to where it was
@@ -86,7 +86,7 @@ def test_step(host_time, monkeypatch, which):
     make, num_seqs = CACHES[which]
     steps = make(num_seqs)
     calls = []
-    monkeypatch.setattr(cell_cache, "attend", lambda *args, **options: calls.append(options))
+    monkeypatch.setattr(of_cells, "attend", lambda *args, **options: calls.append(options))
     q = np.ones((num_seqs, 1, 8), np.float16)
 
     def run():
