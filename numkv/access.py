@@ -119,9 +119,8 @@ def _woven(method: Any, template: str) -> Any:
     name, code, of_only = method.__name__.strip("_"), method.__code__, method.__kwdefaults__ or {}
     first, last = code.co_argcount, code.co_argcount + code.co_kwonlyargcount
     names, only = code.co_varnames[1:first], code.co_varnames[first:last]
-    by_name = bool(
-        code.co_flags & inspect.CO_VARKEYWORDS
-    )  # any other name, which the method looks at itself
+    # Whether the method takes any other name, too, and looks at it itself.
+    by_name = bool(code.co_flags & inspect.CO_VARKEYWORDS)
     assert not code.co_flags & inspect.CO_VARARGS, f"{method.__qualname__} takes *args"
 
     def unusual(self: Any, given: dict[str, Any], rest: dict[str, Any]) -> Any:
@@ -140,11 +139,11 @@ def _woven(method: Any, template: str) -> Any:
     taken = ["self", "/", *(f"{x}=missing" for x in names), *["*"][: len(only)]]
     taken += [*(f"{x}=missing" for x in only), "**rest"]
     given = ", ".join(f"{x}={x}" for x in names + only)
-    odd = [*["rest"][by_name:], *(f"{x} is missing" for x in needed)] or ["False"]
+    odd = [f"{x} is missing" for x in needed] + ([] if by_name else ["rest"])
     source = template.format(
         taken=", ".join(taken),
-        call=f"unusual(self, dict({given}), rest) if {' or '.join(odd)} "
-        f"else quick({', '.join(('self', *names, *only, *['rest'][:by_name]))})",
+        call=f"unusual(self, dict({given}), rest) if {' or '.join(odd or ['False'])} "
+        f"else quick({', '.join(('self', *names, *only, *(['rest'] if by_name else [])))})",
     )
     # The same code takes all arguments by their places, which saves 10 ns for each name.
     flags = code.co_flags & ~inspect.CO_VARKEYWORDS

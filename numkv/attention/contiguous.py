@@ -11,10 +11,10 @@ from numkv.arrays import Array
 from numkv.attention import small
 from numkv.attention.attend import attend, check_lengths, check_queries
 from numkv.attention.options import (
-    PLAIN,
     AttentionOptions,
     check_options,
     is_free,
+    only_scaled,
     with_options,
 )
 from numkv.checks import check_array, check_integers
@@ -109,12 +109,14 @@ def decode_attention(
     >>> numkv.decode_attention(np.ones((1, 4, 8), np.float32), k, v, [3])[0, 0, 0]  # mean of 0, 1, 2
     np.float32(1.0)
     """
-    checked = check_options(options, return_lse, out)
     if (
-        validate is False and (checked is PLAIN or checked.only_scaled)
-        and (found := small.decode(q, k, v, seq_lens, k_scale, v_scale, checked.sm_scale)) is not None
+        validate is False and only_scaled(options, return_lse, out)
+        and (found := small.decode(
+            q, k, v, seq_lens, k_scale, v_scale, options.get("sm_scale")
+        )) is not None
     ):  # fmt: skip
         return found
+    checked = check_options(options, return_lse, out)
     target = targets.of(k)
     if target.chooses_stream:
         arrays, asked = (q, k, v, seq_lens, out, k_scale, v_scale), (return_lse, validate)

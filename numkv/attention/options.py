@@ -98,15 +98,24 @@ class CheckedOptions(NamedTuple):  # made in a third of the time of a frozen dat
             )
         return 1.0 / math.sqrt(head_dim)
 
-    @property
-    def only_scaled(self) -> bool:
-        """Whether nothing but a scale is asked for."""
-        _, cap, window_left, sinks, return_lse, out, sight = self
-        return cap == 0 and window_left == -1 and sinks is out is sight is None and not return_lse
-
 
 #: Options of a call that asks for none.
 PLAIN = CheckedOptions()
+
+
+def only_scaled(given: Mapping[str, Any], return_lse: Any, out: Any) -> bool:
+    """Whether a call asks for nothing but a scale, which is not checked; other options may say their defaults."""
+    if out is not None or return_lse is not False:
+        return False
+    for name, x in given.items():
+        if not (
+            name == "sm_scale"
+            or (name == "logits_soft_cap" and type(x) is float and x == 0)
+            or (name == "window_left" and type(x) is int and x == -1)
+            or (x is None and name in ALL)
+        ):
+            return False
+    return True
 
 
 def check_options(
@@ -118,10 +127,12 @@ def check_options(
     Arrays are checked by `numkv.attention.attend.attend`, which knows their shapes. Options that the call does not take
     are refused; `window_left` is that of a call that takes none.
     """
-    if not given and out is None and return_lse is False and window_left == -1:
-        return PLAIN  # what most calls of one token ask for
     if not takes.issuperset(given):
         raise _unknown(next(name for name in given if name not in takes), takes)
+    if (
+        window_left == -1 and only_scaled(given, return_lse, out) and given.get("sm_scale") is None
+    ):  # fmt: skip
+        return PLAIN  # what most calls of one token ask for
     sm_scale, cap = given.get("sm_scale"), given.get("logits_soft_cap", 0.0)
     sinks, window_left = given.get("sinks"), given.get("window_left", window_left)
     if sm_scale is not None and not (
@@ -136,8 +147,7 @@ def check_options(
         return_lse = check_flag("return_lse", return_lse)
     sight = None if _SIGHT.isdisjoint(given) else check_sight(given, window_left)
     asked = (sm_scale, cap, window_left, sinks, return_lse, out, sight)
-    made = tuple.__new__(CheckedOptions, asked)  # in half the time of its own `__new__`
-    return PLAIN if sm_scale is None and made.only_scaled else made
+    return tuple.__new__(CheckedOptions, asked)  # in half the time of its own `__new__`
 
 
 def _unknown(name: str, takes: frozenset[str]) -> TypeError:

@@ -12,11 +12,11 @@ from numkv.attention import small
 from numkv.attention.attend import attend, check_blocks, check_lengths, check_queries
 from numkv.attention.cascade import Prefix, attend_cascade
 from numkv.attention.options import (
-    PLAIN,
     WITH_SINKS,
     AttentionOptions,
     check_options,
     is_free,
+    only_scaled,
     with_options,
 )
 from numkv.checks import check_integers
@@ -108,14 +108,14 @@ def paged_decode_attention(
     DimensionMismatch, UnsupportedDType, NotSupported, ValueError
         See `numkv.decode_attention`.
     """
-    checked = check_options(options, return_lse, out)
     if (
-        validate is False and (checked is PLAIN or checked.only_scaled)
+        validate is False and only_scaled(options, return_lse, out)
         and (found := small.paged_decode(
-            q, k_pool, v_pool, block_table, seq_lens, k_scale, v_scale, checked.sm_scale
+            q, k_pool, v_pool, block_table, seq_lens, k_scale, v_scale, options.get("sm_scale")
         )) is not None
     ):  # fmt: skip
         return found
+    checked = check_options(options, return_lse, out)
     target = targets.of(k_pool)
     if target.chooses_stream:
         arrays = (q, k_pool, v_pool, block_table, seq_lens, out, k_scale, v_scale)

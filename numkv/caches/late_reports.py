@@ -240,10 +240,10 @@ class SequenceReports(LateReports):
         """Forget all sequences."""
         self._first, self._histories, self._forks = {}, {}, {}
 
-    def copy(self, target: Target) -> SequenceReports:
+    def copy(self) -> Self:
         """What is known, for a copy of the cache: waits for what has been launched."""
         self.collect(wait=True)
-        made = SequenceReports(target)
+        made = type(self)(self._target)
         made._first = dict(self._first)
         return made
 

@@ -251,7 +251,7 @@ class SingleSequence:
         NumkvError
             If rows are moved or dropped meanwhile.
         """
-        reports = self._reports.copy(self._target)
+        reports = self._reports.copy()
         new = object.__new__(type(self))
         new.__dict__.update(self._state())
         new._access = Access()

@@ -204,10 +204,6 @@ class Shard:
     def _do_sync(self) -> None:
         """Do what was said before, and answer."""
 
-    def _do_echo(self, data: Any) -> Any:
-        """For measuring what messages cost."""
-        return len(data)
-
     def _do_clear(self) -> None:
         self._seqs.clear()
         self.cache.clear()

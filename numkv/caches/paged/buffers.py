@@ -65,11 +65,8 @@ class StepBuffers:
 
     def __init__(self, store: BlockStore, num_seqs: int, num_tokens: int, max_length: int) -> None:
         self._tables = made = StepTables(store, num_seqs, num_tokens, max_length)
-        self.num_seqs, self.num_tokens, self.max_length = (
-            made.num_seqs,
-            made.num_tokens,
-            made.max_length,
-        )
+        self.num_seqs, self.num_tokens = made.num_seqs, made.num_tokens
+        self.max_length = made.max_length
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise NotSupported("StepBuffers cannot be copied or pickled: make others of the copy")

@@ -199,11 +199,7 @@ class PagedKVCache(StoredSequences):
                 cached=length, prompt=ids,
             )  # fmt: skip
             before = last_name(self._store, digests, extra)
-            if (
-                self._store.reports.watch is not None
-            ):  # no later report would reach a row that is copied
-                self._store.reports.collect(wait=True)
-                self._spread_bad()
+            self._spread_bad(wait=True)  # no later report would reach a row that is copied
             others = (x for seq, x in self._sequences.items() if seq not in self._store.reports)
             part = None
             if self._store.states is None:  # between checkpoints there are none to begin with
@@ -1066,7 +1062,7 @@ class PagedKVCache(StoredSequences):
         out, return_lse
             See `numkv.decode_attention`.
         **options
-            All of `numkv.AttentionOptions` but `window_left`, which is the layer's; the window is the layer's.
+            All of `numkv.AttentionOptions` but `window_left`, which is the layer's.
 
         Returns
         -------

@@ -129,7 +129,7 @@ def copied(store: BlockStore) -> BlockStore:
     for old, new in zip(_head_scales(store), _head_scales(made), strict=True):
         new[:] = target.asarray(np.array(target.to_host(old)))
     made.__dict__["continuations"] = store.continuations.copy(blocks)
-    made.__dict__["reports"] = store.reports.copy(target)
+    made.__dict__["reports"] = store.reports.copy()
     return made
 
 

@@ -444,13 +444,10 @@ class Step:
             See `numkv.decode_attention`.
         """
         pool, group = self._layer(layer)
-        checked, chunk = (
-            self._asked(group, options, return_lse, out),
-            self._store.groups[group].chunk,
-        )
+        checked = self._asked(group, options, return_lse, out)
         if (
-            self._again is None or shared_len or checked.sight is not None or chunk
-            or not self._has_rows(layer)
+            self._again is None or shared_len or checked.sight is not None
+            or self._store.groups[group].chunk or not self._has_rows(layer)
         ):  # fmt: skip
             with self._on(q):
                 return self._attend_here(layer, pool, group, q, checked, shared_len)
