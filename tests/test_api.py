@@ -53,7 +53,7 @@ PACKAGES = {
     "caches": [
         "Batch", "BoundAttention", "BoundLayer", "BoundStep", "CacheConfig", "CausalCache",
         "ContiguousLayer", "EncoderCache", "FullPrecision", "KVCache", "LayerSpec", "PagedKVCache", "PagedLayer",
-        "PagedPool", "PagedStats", "StateSlots", "Step", "StepBuffers", "SwappedSequence",
+        "PagedPool", "PagedStats", "Profile", "StateSlots", "Step", "StepBuffers", "SwappedSequence",
         "WrapperCache",
     ],
     "cli": ["main"],

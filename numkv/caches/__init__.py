@@ -17,6 +17,7 @@ from numkv.caches.paged.stored import PagedStats
 from numkv.caches.paged.swap import SwappedSequence
 from numkv.caches.paged_layer import PagedLayer
 from numkv.caches.paged_pool import PagedPool
+from numkv.caches.profile import Profile
 
 __all__ = [
     "Batch",
@@ -34,6 +35,7 @@ __all__ = [
     "PagedLayer",
     "PagedPool",
     "PagedStats",
+    "Profile",
     "StateSlots",
     "Step",
     "StepBuffers",

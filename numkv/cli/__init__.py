@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numkv
-from numkv.cli import accuracy, bench, cache, evaluate, generate, info, plan, show, stream
+from numkv.cli import accuracy, bench, cache, evaluate, fit, generate, info, plan, show, stream
 from numkv.cli.output import UsageError, at_least, checked, flag, option
 from numkv.demo import BUNDLED_MODEL
 from numkv.demo.cache import CacheChoice, parse_cache
+from numkv.demo.fit import K_KINDS, V_KINDS
 from numkv.demo.sharded import WAYS
 from numkv.errors import NotSupported, NumkvError
 from numkv.keywords import meant
@@ -41,6 +42,7 @@ examples:
   numkv stream --context 256 --keep 64    a text that outlives its context
   numkv --model ~/models/Qwen3-0.6B --prompt 'The capital of France is'
   numkv plan ~/models/Qwen3-0.6B --memory 4GiB
+  numkv fit ~/models/Qwen3-0.6B --text mine.txt --out mine.profile
   numkv show prompt.kv                    draw a saved cache
   numkv bench transformers --context 16384    tokens per second of a whole model
 """
@@ -224,6 +226,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", nargs="?", type=Path, metavar="CONFIG", help="a config.json, or the folder it is in")
     option(parser, "--config", "the same", Path, "PATH")
+    option(parser, "--profile", "a profile of `numkv fit`, which says shapes and kinds, in its place", Path, "FILE")
     for name, meaning in (
         ("--layers", "layers that have a KV cache"),
         ("--kv-heads", "key/value heads of a layer"),
@@ -281,6 +284,21 @@ def _add_accuracy(parser: argparse.ArgumentParser) -> None:
             "accuracy.svg", Path, "DIR")
     option(parser, "--add", "show the caches of these accuracy.json too, of reports with the same options but --kind",
             Path, "JSON", nargs="+")
+
+
+def _add_fit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", type=Path, metavar="MODEL",
+                        help="folder of a model that transformers loads (default: the bundled model)")
+    option(parser, "--text", "a text such as the model is to read; half of it chooses, half judges", Path, "FILE")
+    option(parser, "--budget", "bytes of a token in all layers, or a kind that takes as many", metavar="BYTES|KIND",
+            default="int4")
+    for name, default in (("--k-kind", K_KINDS), ("--v-kind", V_KINDS)):
+        option(parser, name, f"kinds to try for {name[2].upper()} (default: {' '.join(default)})",
+                checked(lambda text: numkv.kind(text).name, "a kind"), "KIND", nargs="+")
+    option(parser, "--context", "tokens in a window", at_least(2), "N", default=fit.CONTEXT)
+    option(parser, "--windows", "windows of each text", _count, "N", default=fit.WINDOWS)
+    option(parser, "--out", "write the profile there", Path, "FILE")
+    option(parser, "--picture", "also draw it, with matplotlib", Path, "PATH")
 
 
 def _add_stream(parser: argparse.ArgumentParser) -> None:
@@ -354,6 +372,11 @@ _COMMANDS: dict[str, tuple[Any, Callable[[argparse.ArgumentParser], None], str, 
         "Measure what caches cost in quality: bits per byte, KL divergence and agreement of the model's "
         "predictions at full context, how well it copies names from far back, and the error of attention over random "
         "rows. Takes about a quarter of an hour with the defaults: see --add.",
+    ),
+    "fit": (
+        fit.run, _add_fit, "choose storage kinds for each layer of a checkpoint of yours, under a budget of bytes",
+        "Run a text through a model, store K and V of each layer in each kind, and choose the kinds that change its "
+        "predictions least. What is chosen is a profile: numkv.transformers.use(model, profile=...) takes it.",
     ),
     "stream": (
         stream.run, _add_stream, "a text that outlives its context: keep the first tokens, drop the middle, shift",

@@ -11,7 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from numkv.caches import LayerSpec
+from numkv.caches import LayerSpec, Profile
 from numkv.cli.output import Size, UsageError, table
 from numkv.demo.cache import CacheChoice
 from numkv.drawing.picture import format_bytes
@@ -268,6 +268,9 @@ def run(arguments: argparse.Namespace) -> None:
     arguments : argparse.Namespace
         The options.
     """
+    if arguments.profile is not None:
+        print(plan_profile(arguments))
+        return
     needs = _needs(arguments)
     choices = _choices(arguments, needs)
     if arguments.key_bounds and arguments.block_size is None:
@@ -285,6 +288,44 @@ def run(arguments: argparse.Namespace) -> None:
     print("\n".join(_notes(arguments, needs, choices)))
     choice = choices[0] if arguments.kind else CacheChoice("int8", rotate=True)
     print(f"\nAs a cache:\n\n{cache_code(needs, choice, arguments.memory)}")
+
+
+def plan_profile(arguments: argparse.Namespace) -> str:
+    """What a token costs in a profile of `numkv fit`, and the lines of Python that make a cache of it.
+
+    Parameters
+    ----------
+    arguments : argparse.Namespace
+        The options.
+
+    Returns
+    -------
+    str
+    """
+    if (
+        arguments.path is not None
+        or arguments.config is not None
+        or arguments.kind
+        or arguments.nodes
+    ):
+        raise UsageError(
+            "--profile says shapes and kinds by itself: leave the config, --kind and --nodes out"
+        )
+    found, memory = Profile.load(arguments.profile), arguments.memory
+    counts = Counter(
+        f"{x.num_kv_heads} key/value heads of {x.head_dim} in {x.kind}/{x.v_kind}{', rotated' * x.rotate}"
+        for x in found
+    )
+    cost = found.bytes_per_token
+    lines = [f"{count} layer{'s' * (count > 1)} of {what}" for what, count in counts.items()]
+    lines += [
+        "",
+        f"{found.model or 'a token'}: {cost:,} bytes/token, {memory // cost:,} tokens in {memory.text()}",
+    ]
+    if arguments.tokens is not None:
+        lines[-1] += f", {memory.text(cost * arguments.tokens)} for {arguments.tokens:,} tokens"
+    code = f"numkv.PagedKVCache(layers=numkv.Profile.load({str(arguments.profile)!r}), max_nbytes={int(memory):_})"
+    return "\n".join([*lines, "", f"    cache = {code}"])
 
 
 def cache_code(needs: ModelNeeds, choice: CacheChoice, memory: int) -> str:

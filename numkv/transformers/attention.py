@@ -410,7 +410,7 @@ def prepared(
         query.dtype, pool.k_kind.name, pool.v_kind.name, *keys.shape[1:4:2], values.shape[3], num_q_heads,
         metadata.block_size, window,
     )  # fmt: skip
-    groups = layer.options.groups
+    groups = layer.options.shared.groups
     group = groups.get(key)
     if group is None:
         kind = kind_of_dtype(array_of(keys[:0], "key_states").dtype)

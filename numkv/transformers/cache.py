@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from typing import Any, TypeVar
 
 import torch
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
-from numkv.caches import FullPrecision
+from numkv.caches import FullPrecision, Profile
 from numkv.drawing.page import drawn
-from numkv.errors import NotSupported
+from numkv.errors import DimensionMismatch, NotSupported
 from numkv.interrupts import uninterrupted
 from numkv.transformers.internals import (
     LinearAttentionCacheLayerMixin,
@@ -76,15 +77,19 @@ class NumkvCache(Cache):  # type: ignore[misc]
     full_precision : FullPrecision, optional
         How many of each sequence's newest and first tokens are read in full precision, as the model computes them,
         beside quantised storage. It makes no layer see more of them than it does.
+    profile : Profile or path, optional
+        Kinds of each layer, as `numkv fit` chose them for this checkpoint, in place of other options but `capacity`.
 
     Raises
     ------
     NotSupported
         If the model has layers that would not be right: attention that chooses tokens by an index, ALiBi, cross
         attention. If `full_precision` is given and neither K nor V is quantised. Of models with latent attention, if
-        `rotate`, `full_precision` or a `v_kind` is given, as V is a part of K's rows.
+        `rotate`, `full_precision`, a `v_kind` or a `profile` is given, as V is a part of K's rows.
     UnsupportedDType, DimensionMismatch, ValueError, TypeError
-        If a kind or a number is not one.
+        If a kind or a number is not one, or a profile is of a model of another shape.
+    NumkvError
+        If the profile is damaged.
 
     Notes
     -----
@@ -114,8 +119,10 @@ class NumkvCache(Cache):  # type: ignore[misc]
         capacity: int | None = None,
         rotate: bool = False,
         full_precision: FullPrecision | None = None,
+        profile: Profile | str | os.PathLike[str] | None = None,
     ) -> None:
         options = Options(kind, k_kind, v_kind, capacity, rotate, full_precision)
+        of_layers = _profiled(options, profile)
         if not isinstance(config, PreTrainedConfig):
             raise TypeError(
                 f"`config`: expected a transformers.PreTrainedConfig, got {type(config).__name__}; pass model.config"
@@ -125,16 +132,28 @@ class NumkvCache(Cache):  # type: ignore[misc]
         _check_config(config)
         latent = _is_set(config, "kv_lora_rank")
         kept = full_precision is not None
-        if latent and (rotate or kept or (v_kind is not None and v_kind != k_kind)):
+        other_v = v_kind is not None and v_kind != k_kind
+        if latent and (rotate or kept or other_v or profile is not None):
             raise NotSupported(
-                "NumkvCache: expected no rotate, full_precision or v_kind for latent attention, "
+                "NumkvCache: expected no rotate, full_precision, v_kind or profile for latent attention, "
                 "whose V is a part of K's rows, got one; pass kind alone"
             )
         layers = [
             _layer(number, name, options, given, latent)
             for number, (name, given) in enumerate(_layers_of(config))
         ]
-        if not any(isinstance(layer, NumkvLayer) for layer in layers):
+        own = [layer for layer in layers if isinstance(layer, NumkvLayer)]
+        if of_layers is not None:
+            if len(of_layers) != len(own):
+                raise DimensionMismatch(
+                    f"`profile`: expected a profile of {config.model_type!r} with {len(own)} layers, got one of "
+                    f"{len(of_layers)}; make another with `numkv fit`",
+                    expected=len(own),
+                    actual=len(of_layers),
+                )
+            for layer, of_layer in zip(own, of_layers, strict=True):
+                layer.options = of_layer
+        if not own:
             raise NotSupported(
                 f"NumkvCache: expected a model with layers of attention, got {config.model_type!r}, which has none"
             )
@@ -145,7 +164,7 @@ class NumkvCache(Cache):  # type: ignore[misc]
         length = max(layer.get_seq_length() for layer in own)
         return (
             f"NumkvCache(seq_len={length}, batch={self._batch()}, num_layers={len(self.layers)}, "
-            f"kind={own[0].storage}, nbytes={self.nbytes})"
+            f"kind={', '.join(dict.fromkeys(layer.storage for layer in own))}, nbytes={self.nbytes})"
         )
 
     @property
@@ -217,6 +236,25 @@ class NumkvCache(Cache):  # type: ignore[misc]
         return found[0] if found else 0
 
 
+def _profiled(options: Options, profile: Any) -> list[Options] | None:
+    """The options of each layer of a profile, or of a file that holds one."""
+    if profile is None:
+        return None
+    asked = options.k_kind, options.v_kind, options.full_precision
+    if options.rotate or any(x is not None for x in asked):
+        raise TypeError(
+            "`profile`: expected None beside `kind`, `k_kind`, `v_kind`, `rotate` and `full_precision`, which it says "
+            "for each layer; pass the profile alone"
+        )
+    if isinstance(profile, (str, os.PathLike)):
+        profile = Profile.load(profile)
+    if not isinstance(profile, Profile):
+        raise TypeError(
+            f"`profile`: expected a numkv.Profile or the path of one, got {type(profile).__name__}"
+        )
+    return list(options.of_layers(profile))
+
+
 def _layer(number: int, name: str, options: Options, given: dict[str, Any], latent: bool) -> Any:
     """The cache of one layer."""
     given = dict(given)
@@ -286,6 +324,7 @@ def use(
     capacity: int | None = None,
     rotate: bool = False,
     full_precision: FullPrecision | None = None,
+    profile: Profile | str | os.PathLike[str] | None = None,
 ) -> _Model:
     """Have a model attend by numkv, and ``model.generate`` make a `NumkvCache` where it is given no cache.
 
@@ -296,7 +335,7 @@ def use(
     ----------
     model : transformers.PreTrainedModel
         A decoder on the CPU, or what PEFT or ``torch.compile`` makes of one: then the model within is switched.
-    kind, k_kind, v_kind, rotate, full_precision
+    kind, k_kind, v_kind, rotate, full_precision, profile
         How K and V are stored; see `NumkvCache`.
     capacity : int, optional
         Tokens of each sequence to reserve room for; without it as many as ``generate`` may make.
@@ -331,8 +370,10 @@ def use(
     """
     options = {
         "kind": kind, "k_kind": k_kind, "v_kind": v_kind, "capacity": capacity, "rotate": rotate,
-        "full_precision": full_precision,
+        "full_precision": full_precision, "profile": profile,
     }  # fmt: skip
+    if isinstance(profile, (str, os.PathLike)):
+        options["profile"] = Profile.load(profile)  # once, and not when text is generated
     inner = _inner(model)
     generating = _generating(inner)
     for part in (inner, *generating):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch.nn import functional
 
 from numkv import targets
 from numkv.access import Access
-from numkv.caches import FullPrecision
+from numkv.caches import FullPrecision, Profile
 from numkv.caches.layer_spec import in_full
 from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
 from numkv.interrupts import uninterrupted
@@ -43,8 +44,20 @@ _EXPANDING = {
 }  # fmt: skip
 
 
+class Shared:
+    """What all layers of a cache have in common, whatever they are stored in."""
+
+    def __init__(self) -> None:
+        self.access = Access()
+        #: Of layers that attend by compiled calls: see `numkv.transformers.attention`.
+        self.groups: dict[tuple[Any, ...], Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "groups": {}}  # which hold addresses: a copy makes its own
+
+
 class Options:
-    """How a `NumkvCache` stores rows, checked: one object that its layers share.
+    """How a layer of a `NumkvCache` stores rows, checked; without a profile one object for all of them.
 
     Parameters
     ----------
@@ -57,6 +70,9 @@ class Options:
     full_precision : FullPrecision, optional
         Newest and first tokens of each sequence that are kept in full precision, too.
     """
+
+    #: Kv heads and elements of K and V that rows must have, if a profile says so.
+    shape: tuple[Any, ...] | None = None
 
     def __init__(
         self,
@@ -78,12 +94,17 @@ class Options:
         kinds = self.k_kind, self.v_kind
         quantises = any(of is not None and of.has_scales for of in kinds)
         self.full_precision = in_full(full_precision, "floats", quantises)
-        self.access = Access()
-        #: What layers share that attend by compiled calls: see `numkv.transformers.attention`.
-        self.groups: dict[tuple[Any, ...], Any] = {}
+        self.shared = Shared()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "groups": {}}  # which hold addresses: a copy makes its own
+    def of_layers(self, profile: Profile) -> Iterator[Options]:
+        """The options of each layer of a profile, with what these have in common."""
+        for layer in profile:
+            made = Options(
+                None, layer.kind, layer.v_kind, self.capacity, layer.rotate, layer.full_precision
+            )
+            made.shape = layer.num_kv_heads, layer.head_dim, layer.head_dim_v
+            made.shared = self.shared
+            yield made
 
 
 class Pending:
@@ -193,7 +214,7 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
     Parameters
     ----------
     options : Options
-        How rows are stored; one object for all layers of a cache.
+        How rows are stored.
     reach : int
         Earlier tokens that a token may see, so that older ones are dropped; -1 for all.
     """
@@ -222,7 +243,7 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def _access(self) -> Access:
-        return self.options.access  # a pass goes through all layers
+        return self.options.shared.access  # a pass goes through all layers
 
     def __repr__(self) -> str:
         reach = f", reach={self.reach}" if self.reach >= 0 else ""
@@ -237,12 +258,21 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         options, size, tokens = self.options, self.block_size, self.options.capacity
         own = _own_kind(key_states), _own_kind(value_states)
         kinds = options.k_kind or own[0], options.v_kind or own[1]
+        shape = heads, dim, int(value_states.shape[3])
+        if options.shape is not None and options.shape != shape:
+            raise DimensionMismatch(
+                f"`profile`: expected a profile of this model, whose layer has {heads} kv heads and rows of {dim} and "
+                f"{shape[2]} elements, got one of {options.shape[0]}, {options.shape[1]} and {options.shape[2]}; make "
+                "another with `numkv fit`",
+                expected=shape,
+                actual=options.shape,
+            )
         if self.reach >= 0:
             tokens = min(tokens, self.reach + size)
         num_blocks = max(1, batch * -(-tokens // size))
         self.metadata = BatchMetadata.empty(batch, size, num_blocks, self.reach)
         self.pool = self.pool_class.allocate(
-            targets.get("cpu"), (num_blocks, heads, size), dim, int(value_states.shape[3]), *kinds, options.rotate
+            targets.get("cpu"), (num_blocks, heads, size), dim, shape[2], *kinds, options.rotate
         )  # fmt: skip
         if options.full_precision is not None:
             self.ring = FullPrecisionRing(self.pool, own, batch, options.full_precision)

@@ -1,0 +1,231 @@
+"""``numkv fit``: which storage kinds a checkpoint stands, layer by layer, and a profile that caches take."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from numkv.caches import Profile
+from numkv.cli.output import Progress, UsageError, kernel_progress, load_model, save_figure, table
+from numkv.demo import BUNDLED_MODEL
+from numkv.demo.evaluate import Document, held_out
+from numkv.demo.fit import K_KINDS, V_KINDS, DemoJudge, Fit, Judge, Way, fit, ways
+from numkv.demo.network import blas_threads_for
+from numkv.errors import NumkvError
+from numkv.kinds import kind
+
+#: Tokens of a window, and how many of each text are read.
+CONTEXT, WINDOWS = 512, 2
+#: Above this, a scale that all channels of a row share loses the small ones.
+WIDE = 10.0
+_WEAK = "chosen by Python code that comes with numkv: weak evidence for other uses of the model; pass --text with yours"
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Choose, print, and write the profile and the picture where asked.
+
+    Parameters
+    ----------
+    arguments : argparse.Namespace
+        The options.
+    """
+    if arguments.picture is not None and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--picture: needs matplotlib; pip install matplotlib")
+    texts, notes = _texts(arguments)
+    judge: Judge
+    if arguments.model in (None, BUNDLED_MODEL):
+        model = load_model(BUNDLED_MODEL)
+        context = min(arguments.context, model.config.max_context)
+        judge = DemoJudge(model, texts[:1], texts[1:], context, arguments.windows)
+        threads: contextlib.AbstractContextManager[Any] = blas_threads_for(model.weights)
+    else:
+        judge, more = _of_transformers(arguments, texts)
+        notes, threads = notes + more, contextlib.nullcontext()
+    budget = _budget(arguments.budget, judge)
+    tried = ways(arguments.k_kind or K_KINDS, arguments.v_kind or V_KINDS)
+    try:
+        with kernel_progress(), threads, Progress("trying kinds") as progress:
+            found = fit(judge, budget, tried=tried, progress=progress.update)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from None
+    print(report(found, judge.name))
+    for note in notes:
+        print(note)
+    if arguments.out is not None:
+        found.chosen.profile.save(arguments.out)
+        print(
+            f"{arguments.out}: the profile; numkv.transformers.use(model, profile={str(arguments.out)!r})"
+        )
+    if arguments.picture is not None:
+        draw(found, arguments.picture)
+
+
+def report(found: Fit, name: str) -> str:
+    """The tables: how large channels are and what each side costs, what was chosen, and what that is beside others.
+
+    Parameters
+    ----------
+    found : Fit
+        What was found.
+    name : str
+        The model's.
+
+    Returns
+    -------
+    str
+    """
+    shown = _shown(found)
+    header = ("layer", "K: widest/median channel", "V", *map(str, shown), "chosen")
+    rows = [
+        (
+            str(i), f"{k:.1f}{' !' if k > WIDE else ''}", f"{v:.1f}{' !' if v > WIDE else ''}",
+            *(f"{cost[way]:.1e}" for way in shown), str(way_of_layer),
+        )
+        for i, ((k, v), cost, way_of_layer) in enumerate(zip(found.spreads, found.costs, found.ways, strict=True))
+    ]  # fmt: skip
+    chosen = found.chosen
+    others = sorted(found.uniform, key=lambda x: (x.profile.bytes_per_token, x.divergence))
+    compared = [
+        (x.label, f"{x.profile.bytes_per_token:,}", f"{x.divergence:.2e}")
+        for x in (chosen, *(x for x in others if x.label in set(map(str, shown))))
+    ]
+    wide = sum(k > WIDE for k, _ in found.spreads)
+    advice = (
+        f"{wide} of {len(rows)} layers have outlier channels in their keys (!): a scale for each row loses the others"
+        if wide
+        else "no layer has outlier channels in its keys"
+    )
+    return "\n".join(
+        (
+            f"{name}: KL of each layer stored alone, nats a token",
+            table(header, rows),
+            advice,
+            "",
+            f"the whole, on text that had no part in the choice; at most {found.budget:,} bytes a token",
+            table(("layers", "bytes/token", "KL"), compared),
+        )
+    )
+
+
+def _shown(found: Fit) -> list[Way]:
+    """The ways that tables name: one kind for K and V."""
+    return [way for way in found.costs[0] if way.kind == way.v_kind]
+
+
+def draw(found: Fit, path: Path) -> None:
+    """Draw what each layer's kinds cost, and what was chosen.
+
+    Parameters
+    ----------
+    found : Fit
+        What was found.
+    path : pathlib.Path
+        The picture.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    numbers = range(len(found.costs))
+    for way in _shown(found):
+        axes.semilogy(
+            numbers, [max(cost[way], 1e-8) for cost in found.costs], marker=".", label=str(way)
+        )
+    chosen = [max(cost[way], 1e-8) for cost, way in zip(found.costs, found.ways, strict=True)]
+    axes.semilogy(
+        numbers,
+        chosen,
+        color="black",
+        marker="o",
+        fillstyle="none",
+        linestyle="none",
+        label="chosen",
+    )
+    axes.set(
+        xlabel="layer",
+        ylabel="KL of the layer alone, nats a token",
+        title=found.chosen.profile.model,
+    )
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(fontsize="small")
+    save_figure(figure, path)
+
+
+def _texts(arguments: argparse.Namespace) -> tuple[list[Document], list[str]]:
+    """The text to choose by and the one to measure on, and what is to be said of them."""
+    if arguments.text is None:
+        found = {document.name: document for document in held_out().documents}
+        return [found["calendar.py"], found["csv.py"]], [_WEAK]
+    try:
+        text = arguments.text.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UsageError("--text: not UTF-8 text") from None
+    middle = len(text) // 2
+    name = str(arguments.text)
+    return [Document(name, text[:middle]), Document(name, text[middle:])], []
+
+
+def _budget(text: str, judge: Judge) -> int:
+    """Bytes of a token: a number, or what a kind takes in all layers."""
+    if text.replace(",", "").isdigit():
+        return int(text.replace(",", ""))
+    try:
+        name = kind(text).name
+    except NumkvError as error:
+        raise UsageError(f"--budget: {error}") from None
+    return Profile([Way(name, name).of(layer) for layer in judge.layers]).bytes_per_token
+
+
+def _of_transformers(
+    arguments: argparse.Namespace, texts: Sequence[Document]
+) -> tuple[Judge, list[str]]:
+    """A model that transformers loads, on the texts."""
+    try:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        from numkv.transformers.judge import ModelJudge
+    except ImportError as error:
+        raise UsageError(
+            f"{arguments.model}: needs transformers and torch ({error}); pip install 'numkv[transformers]'"
+        ) from None
+    if not (arguments.model / "config.json").is_file():
+        raise UsageError(
+            f"{arguments.model}: expected a folder with a config.json, as transformers saves models"
+        )
+    notes = []
+    with Progress(f"loading {arguments.model}"):
+        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto").eval()
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+        except (OSError, ValueError, KeyError):
+            tokenizer = None
+        if (
+            tokenizer is not None and not tokenizer("text").input_ids
+        ):  # made of nothing, where there are no files
+            tokenizer = None
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    if tokenizer is None:
+        notes.append(
+            f"{arguments.model} has no tokenizer: bytes of the text are its tokens, which says little"
+        )
+
+    def windows(document: Document) -> list[Any]:
+        if tokenizer is None:
+            ids = [byte % vocabulary for byte in document.text.encode()]
+        else:
+            ids = tokenizer(document.text).input_ids
+        size = min(arguments.context, len(ids))
+        count = max(1, min(arguments.windows, len(ids) // size)) if size > 1 else 0
+        if not count:
+            raise UsageError(f"--text: expected a text of four tokens or more, got {document.name}")
+        begin = [math.floor(i * (len(ids) - size) / max(1, count - 1)) for i in range(count)]
+        return [torch.tensor(ids[x : x + size]) for x in begin]
+
+    judge: Judge = ModelJudge(model, windows(texts[0]), windows(texts[1]), arguments.model.name)
+    return judge, notes

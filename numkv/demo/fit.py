@@ -1,0 +1,384 @@
+"""Choose storage kinds for each layer of a model, K and V apart, by what they change in its predictions.
+
+Each kind of each side of each layer is tried alone, beside a cache that rounds nothing else: the Kullback-Leibler
+divergence of the next token's probabilities, in nats a token, is its cost. Costs are taken to add up. From the fewest
+bytes on, the layer is widened next that saves most divergence for a byte, until the budget is spent. What comes out is
+measured as a whole, beside the same kinds in all layers, on text that had no part in the choice.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+import numkv
+from numkv.caches import LayerSpec, Profile
+from numkv.demo.cache import CacheChoice, LayerCache
+from numkv.demo.checkpoint import ModelConfig
+from numkv.demo.evaluate import Document, evaluate
+from numkv.demo.model import Model
+from numkv.kinds import kind
+
+Layers = Sequence[LayerSpec]
+Progress = Callable[[int, int], None]
+#: Kinds that are tried unless others are asked for.
+K_KINDS, V_KINDS = ("bf16", "int8", "int4"), ("int8", "int4")
+#: Caches that are measured together, as they share the reference.
+_TOGETHER = 8
+
+
+class Judge(Protocol):
+    """A model and its texts: what kinds are tried on."""
+
+    @property
+    def name(self) -> str:
+        """What the model is called."""
+
+    @property
+    def layers(self) -> Layers:
+        """The layers that have rows, stored as the model computes them."""
+
+    def divergences(
+        self, candidates: Sequence[Layers], held_out: bool, progress: Progress | None = None
+    ) -> list[float]:
+        """Mean KL of predictions over each cache from those over `layers`, in nats a token."""
+
+    def rows(self) -> list[tuple[Any, Any]]:
+        """K and V ``(num_tokens, num_kv_heads, head_dim)`` of each layer, of the beginning of a text, in floats."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a layer may be stored.
+
+    Attributes
+    ----------
+    kind, v_kind : str
+        Kinds of K and of V.
+    rotate : bool
+        Whether rows are rotated before.
+    """
+
+    kind: str
+    v_kind: str
+    rotate: bool = False
+
+    def __str__(self) -> str:
+        words = self.kind if self.kind == self.v_kind else f"{self.kind}/{self.v_kind}"
+        return f"{words}+rotate" if self.rotate else words
+
+    def of(self, layer: LayerSpec) -> LayerSpec:
+        """A layer stored in this way."""
+        return replace(layer, kind=self.kind, v_kind=self.v_kind, rotate=self.rotate)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Layers as they were measured together.
+
+    Attributes
+    ----------
+    label : str
+        What they are called.
+    profile : Profile
+        The layers.
+    divergence : float
+        On the text that had no part in the choice, in nats a token.
+    """
+
+    label: str
+    profile: Profile
+    divergence: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What `fit` found.
+
+    Attributes
+    ----------
+    chosen : Measured
+        The best that takes no more bytes than the budget.
+    ways : tuple of Way
+        How it stores each layer.
+    costs : tuple of dict
+        Of each layer, the divergence of each way that was tried, from the fewest bytes to the most.
+    spreads : tuple of (float, float)
+        How wide the channels of K and of V of each layer are: see `spread`.
+    uniform : tuple of Measured
+        One kind for K and V of all layers, for each that was tried.
+    budget : int
+        Bytes that a token may take.
+    """
+
+    chosen: Measured
+    ways: tuple[Way, ...]
+    costs: tuple[dict[Way, float], ...]
+    spreads: tuple[tuple[float, float], ...]
+    uniform: tuple[Measured, ...]
+    budget: int
+
+
+def spread(rows: NDArray[Any]) -> float:
+    """How many times as large the widest channel of rows ``(num_tokens, num_kv_heads, head_dim)`` is as the median one.
+
+    A channel's size is the largest distance from the middle between its smallest and largest element; the head with
+    the largest ratio counts. Rows of 8 bits or fewer whose scale is shared by all channels lose the small ones where it
+    is much above 10.
+    """
+    size = (rows.max(axis=0) - rows.min(axis=0)).astype(np.float64) / 2
+    size = np.maximum(size, np.abs(rows).max(axis=0))
+    middle = np.median(size, axis=-1)
+    return float((size.max(axis=-1) / np.where(middle > 0, middle, 1)).max())
+
+
+def ways(of_k: Sequence[str] = K_KINDS, of_v: Sequence[str] = V_KINDS) -> list[Way]:
+    """What is tried for a layer: kinds of K beside kinds of V, and where both are quantised, rotated too."""
+    found = [Way(k, v) for k in of_k for v in of_v]
+    return found + [
+        replace(x, rotate=True)
+        for x in found
+        if kind(x.kind).has_scales and kind(x.v_kind).has_scales
+    ]
+
+
+def fit(
+    judge: Judge,
+    budget: int,
+    *,
+    tried: Sequence[Way] | None = None,
+    progress: Progress | None = None,
+) -> Fit:
+    """Choose how each layer of a model is stored.
+
+    Parameters
+    ----------
+    judge : Judge
+        The model and its texts.
+    budget : int
+        Bytes that a token's rows may take in all layers, scales included.
+    tried : sequence of Way, optional
+        What each layer may be stored as; `ways` by default.
+    progress : callable, optional
+        Called with the number of measurements done and their total.
+
+    Returns
+    -------
+    Fit
+
+    Raises
+    ------
+    ValueError
+        If nothing that is tried is as small as the budget.
+    """
+    layers = judge.layers
+    tried = ways() if tried is None else tried
+    sides = sorted(
+        {(side, way.rotate) for way in tried for side in ((way.kind, ""), ("", way.v_kind))}
+    )
+    alone = [
+        _with_side(layers, i, k, v, rotate)
+        for i in range(len(layers)) for (k, v), rotate in sides
+    ]  # fmt: skip
+    total = len(alone) + 3 + 2 * sum(way.kind == way.v_kind for way in tried)
+    done = 0
+
+    def measure(candidates: Sequence[Layers], held_out: bool) -> list[float]:
+        nonlocal done
+        found: list[float] = []
+        for begin in range(0, len(candidates), _TOGETHER):
+            found += judge.divergences(candidates[begin : begin + _TOGETHER], held_out)
+            done += len(candidates[begin : begin + _TOGETHER])
+            if progress is not None:
+                progress(done, total)
+        return found
+
+    of_sides = np.array(measure(alone, False)).reshape(len(layers), len(sides))
+    costs = []
+    for each in of_sides:
+        cost = dict(zip(sides, each, strict=True))
+        summed = {
+            way: cost[(way.kind, ""), way.rotate] + cost[("", way.v_kind), way.rotate]
+            for way in tried
+        }
+        costs.append(summed)
+    fitting: list[list[Way]] = []
+    for rotate in (False, True):  # one or the other in all layers, as a `PagedKVCache` has it
+        of_layers = [{way: x for way, x in of.items() if way.rotate == rotate} for of in costs]
+        if least_bytes(layers, of_layers) <= budget:
+            fitting.append(choose(layers, of_layers, budget))
+    if not fitting:
+        least = least_bytes(layers, costs)
+        raise ValueError(
+            f"budget: expected at least {least} bytes a token, which the smallest kinds take, got {budget}"
+        )
+    alike = [way for way in tried if way.kind == way.v_kind]
+    everywhere = [[way.of(layer) for layer in layers] for way in alike]
+    of_uniform = measure(everywhere, False)
+    of_fitting = measure([_all(layers, chosen) for chosen in fitting], False)
+    candidates = [(tuple(chosen), cost) for chosen, cost in zip(fitting, of_fitting, strict=True)]
+    candidates += [
+        ((way,) * len(layers), cost) for way, cost, made in zip(alike, of_uniform, everywhere, strict=True)
+        if Profile(made).bytes_per_token <= budget
+    ]  # fmt: skip
+    best = min(candidates, key=lambda x: x[1])[0]
+    of_held_out = measure([_all(layers, best), *everywhere], True)
+    uniform = tuple(
+        Measured(str(way), Profile(made, judge.name), cost)
+        for way, made, cost in zip(alike, everywhere, of_held_out[1:], strict=True)
+    )
+    profile = Profile(_all(layers, best), judge.name)
+    spreads = tuple((spread(k), spread(v)) for k, v in judge.rows())
+    chosen = Measured("chosen", profile, of_held_out[0])
+    return Fit(chosen, best, tuple(costs), spreads, uniform, budget)
+
+
+def least_bytes(layers: Layers, costs: Sequence[dict[Way, float]]) -> int:
+    """Bytes of a token where each layer takes as few as it may."""
+    return sum(
+        min((Profile([way.of(layer)]).bytes_per_token for way in of), default=2**62)
+        for layer, of in zip(layers, costs, strict=True)
+    )
+
+
+def choose(layers: Layers, costs: Sequence[dict[Way, float]], budget: int) -> list[Way]:
+    """Widen layers from the fewest bytes on, always where a byte saves most.
+
+    Parameters
+    ----------
+    layers : sequence of LayerSpec
+        The layers.
+    costs : sequence of dict
+        What each way costs in each layer.
+    budget : int
+        Bytes of a token, as many as the smallest ways take or more.
+
+    Returns
+    -------
+    list of Way
+        One for each layer.
+    """
+    steps = []
+    for layer, of_layer in zip(layers, costs, strict=True):
+        points = sorted(
+            (Profile([way.of(layer)]).bytes_per_token, cost, str(way), way)
+            for way, cost in of_layer.items()
+        )
+        hull: list[tuple[int, float, Way]] = []
+        for size, cost, _, way in points:
+            if hull and (cost >= hull[-1][1] or size == hull[-1][0]):
+                continue
+            # What saves less for a byte than what comes behind it is left out.
+            while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], (size, cost)):
+                hull.pop()
+            hull.append((size, cost, way))
+        steps.append(hull)
+    at = [0] * len(steps)
+    used = sum(hull[0][0] for hull in steps)
+    heap = [(-_slope(*hull[:2]), i) for i, hull in enumerate(steps) if len(hull) > 1]
+    heapq.heapify(heap)
+    while heap:
+        _, i = heapq.heappop(heap)
+        hull = steps[i]
+        more = hull[at[i] + 1][0] - hull[at[i]][0]
+        if used + more > budget:
+            continue
+        used, at[i] = used + more, at[i] + 1
+        if at[i] + 1 < len(hull):
+            heapq.heappush(heap, (-_slope(*hull[at[i] : at[i] + 2]), i))
+    return [hull[n][2] for hull, n in zip(steps, at, strict=True)]
+
+
+def _slope(a: Sequence[Any], b: Sequence[Any]) -> float:
+    """Divergence that each byte from one point to the next saves."""
+    return float((a[1] - b[1]) / (b[0] - a[0]))
+
+
+def _all(layers: Layers, found: Sequence[Way]) -> list[LayerSpec]:
+    return [way.of(layer) for way, layer in zip(found, layers, strict=True)]
+
+
+def _with_side(layers: Layers, i: int, kind: str, v_kind: str, rotate: bool) -> list[LayerSpec]:
+    """The layers as the model computes them, but for one side of one."""
+    made = [replace(layer, rotate=rotate) for layer in layers]
+    made[i] = replace(made[i], kind=kind or made[i].kind, v_kind=v_kind or made[i].v_kind)
+    return made
+
+
+class DemoJudge:
+    """A model of `numkv.demo` and its texts, as a `Judge`.
+
+    Parameters
+    ----------
+    model : Model
+        The model.
+    texts, held_out : sequence of Document
+        What kinds are chosen by, and what the choice is measured on.
+    context : int
+        Tokens in a window.
+    windows : int, optional
+        At most so many windows of each text.
+    name : str
+        What the model is called.
+    """
+
+    def __init__(
+        self, model: Model, texts: Sequence[Document], held_out: Sequence[Document], context: int,
+        windows: int | None = None, name: str = "bundled",
+    ) -> None:  # fmt: skip
+        self.name = name
+        self._model, self._texts, self._context, self._windows = (
+            model,
+            (texts, held_out),
+            context,
+            windows,
+        )
+        config = model.config
+        self.layers: Layers = [
+            LayerSpec(config.num_kv_heads, config.head_dim, kind="fp32")
+        ] * config.num_layers
+
+    def divergences(
+        self, candidates: Sequence[Layers], held_out: bool, progress: Progress | None = None
+    ) -> list[float]:
+        """See `Judge.divergences`."""
+        caches = {str(i): self._factory(layers) for i, layers in enumerate(candidates)}
+        scores = evaluate(
+            self._model, self._texts[held_out], caches, context=self._context, windows=self._windows, progress=progress
+        )  # fmt: skip
+        return [score.kl_divergence for score in scores[1:]]
+
+    def rows(self) -> list[tuple[Any, Any]]:
+        """See `Judge.rows`; of the first window."""
+        ids = self._model.tokenizer.encode(self._texts[0][0].text)[: self._context]
+        session = self._model.start(len(ids), CacheChoice("fp32"))
+        session.forward(ids)
+        of_layers: Any = session.batch.cache
+        return [
+            (layer.k[0].swapaxes(0, 1)[: len(ids)], layer.v[0].swapaxes(0, 1)[: len(ids)])
+            for layer in of_layers.layers
+        ]
+
+    @staticmethod
+    def _factory(layers: Layers) -> Any:
+        def make(config: ModelConfig, capacities: Sequence[int]) -> LayerCache:
+            return LayerCache(
+                [
+                    numkv.ContiguousLayer(
+                        capacities[0],
+                        config.num_kv_heads,
+                        config.head_dim,
+                        kind=x.kind,
+                        v_kind=x.v_kind,
+                        rotate=x.rotate,
+                    )
+                    for x in layers
+                ]
+            )
+
+        return make
