@@ -5,7 +5,7 @@ A test that needs another one fails, until it has the marker `nightly` or `slow`
 
 from kinds import APART
 
-_SAME = ("fp32", "fp16", "bf16", "fp8_e4m3", "int8", "int4", "code4", "code6")
+_SAME = ("fp32", "fp16", "bf16", "fp8_e4m3", "int8", "int4", "code4")
 
 _ATTENTION = {
     *(f"K {kind}, V {kind}, computing in float32" for kind in _SAME),

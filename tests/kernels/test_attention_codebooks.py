@@ -48,7 +48,7 @@ def test_kinds_apart(target, to, host, rng, k_kind, v_kind, q_kind):
     problem.check(to, host, **options, sinks=rng.standard_normal(4).astype(F32))
 
 
-@each_kind
+@pytest.mark.parametrize("kind", ["code4", pytest.param("code6", marks=pytest.mark.slow)])
 def test_batch_threads_and_layout_do_not_matter(rng, kind):
     """One sequence alone, in a batch, by one thread, in blocks of any size, contiguous: the same bits."""
     rows = rng.standard_normal((2, 2500, 2, 96)).astype(F32)
