@@ -21,7 +21,7 @@ from numkv.interrupts import opened, signals_deferred
 
 #: Functions over a caller's arrays, which own nothing that could be left half done, and files, which are replaced.
 STATEFUL = [name for name, subject in SUBJECTS.items() if subject.of is not None]
-BY_DAY = 3
+BY_DAY = 2
 
 
 @pytest.fixture
