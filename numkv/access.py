@@ -27,7 +27,7 @@ from types import CodeType, FunctionType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from numkv.errors import NumkvError
-from numkv.interrupts import held, uninterrupted
+from numkv.interrupts import signals_deferred, uninterrupted
 from numkv.keywords import explain
 
 _P = ParamSpec("_P")
@@ -186,12 +186,12 @@ class dropping:  # noqa: N801 - as `contextlib.suppress` and its like
         self._access = access
 
     def __enter__(self) -> None:
-        held.__enter__()
+        signals_deferred.__enter__()
         self._access.dropped |= 1
 
     def __exit__(self, *_: object) -> None:
         self._access.dropped = (self._access.dropped | 1) + 1
-        held.__exit__()
+        signals_deferred.__exit__()
 
 
 def drops(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:

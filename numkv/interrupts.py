@@ -4,7 +4,7 @@ Python runs signal handlers in the main thread, between any two of its instructi
 from there: `KeyboardInterrupt` in the middle of a commit would leave half of it. So what changes the books of an object
 runs in a section::
 
-    with held:
+    with signals_deferred:
         ...  # every signal that arrives waits for the end
 
 The handlers of what has arrived run at the end of the outermost section, once for each signal, in the order of arrival;
@@ -13,7 +13,7 @@ a section costs nothing. It holds back no exception that another thread sets (``
 
 What waits for a network is opened again::
 
-    with held:
+    with signals_deferred:
         with opened():
             ...  # signals are handled as they come: what is half made has to be undone where an exception passes
 
@@ -40,7 +40,7 @@ _Handler = Callable[[int, FrameType | None], Any]
 _NUMBERS = sorted(int(number) for number in signal.valid_signals())
 
 
-class _Held:
+class _SignalsDeferred:
     """The section; there is one, which the main thread enters.
 
     Attributes
@@ -139,7 +139,7 @@ class _Held:
             self._give_back()
 
 
-held = _Held()
+signals_deferred = _SignalsDeferred()
 
 
 def uninterrupted(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -147,7 +147,7 @@ def uninterrupted(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with held:
+        with signals_deferred:
             return function(*args, **kwargs)
 
     return run
@@ -157,20 +157,20 @@ class opened:  # noqa: N801 - as `contextlib.suppress` and its like
     """Inside a section: have handlers run as signals come, those that wait first."""
 
     def __enter__(self) -> None:
-        self.before = held.open_at
-        if held.depth and get_ident() == held.main:
-            held.open_at = held.depth
+        self.before = signals_deferred.open_at
+        if signals_deferred.depth and get_ident() == signals_deferred.main:
+            signals_deferred.open_at = signals_deferred.depth
             try:
-                held.deliver()
+                signals_deferred.deliver()
             except BaseException:
                 # Nobody leaves what was never entered; what undoes the change is held, too.
-                held.open_at = self.before
+                signals_deferred.open_at = self.before
                 raise
 
     def __exit__(self, *_: object) -> None:
-        if get_ident() == held.main:
-            held.open_at = self.before
+        if get_ident() == signals_deferred.main:
+            signals_deferred.open_at = self.before
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=held.begin_anew)
+    os.register_at_fork(after_in_child=signals_deferred.begin_anew)

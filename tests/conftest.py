@@ -37,6 +37,9 @@ def has_gpu() -> bool:
 if "NUMBA_ENABLE_CUDASIM" not in os.environ and not has_gpu():
     os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
 
+# NumPy's own products on one thread: matrices of tests are small, and the threads of two workers wait for each other.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 # Programs that tests run say nothing of compilations, which take as long as the machine has else to do.
 os.environ.setdefault("NUMKV_PROGRESS", "0")
 
@@ -228,8 +231,14 @@ def is_of_slow_kind(item) -> bool:
     return params.get("target") == "cpu" and is_like_others(place_of(item), kinds, LEFT_TO_CI)
 
 
+def pytest_collection() -> None:
+    """Have the garbage collector wait while tests are imported and collected: nearly all of it lives to the end."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """Spare the garbage collector the thousands of tests, which live to the end: it went through them all the time."""
+    """Spare it the thousands of tests from now on: it went through them all the time."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

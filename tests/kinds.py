@@ -37,9 +37,11 @@ LIKE_OTHERS = {
 #: day, and otherwise like others.
 LEFT_TO_CI = {
     "fp64": ("kernels",), "code6": ("kernels",),
+    "bf16": ("kernels/test_append", "kernels/test_choice", "kernels/test_hadamard"),
+    "int8": ("kernels/test_choice",),
     "fp16": (
-        "kernels/test_append", "kernels/test_attention_paged", "kernels/test_attention_ranges", "kernels/test_compress",
-        "kernels/test_hadamard", "kernels/test_write",
+        "kernels/test_append", "kernels/test_append_int8", "kernels/test_attention_paged",
+        "kernels/test_attention_ranges", "kernels/test_compress", "kernels/test_hadamard", "kernels/test_write",
     ),
 }  # fmt: skip
 

@@ -63,7 +63,9 @@ def imports(path: Path, within_functions: bool = True):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             yield node
         if within_functions or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            todo += ast.iter_child_nodes(node)
+            # Statements hold statements in these fields alone; expressions hold none.
+            for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+                todo += getattr(node, field, ())
 
 
 @functools.cache

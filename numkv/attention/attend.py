@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -84,40 +85,50 @@ def attend(
         )  # fmt: skip
         if done is not None:
             return done if q_kind.word == out_dtype else target.typed(done, out_dtype)
-    compute: np.dtype[Any] = _FLOAT64 if "fp64" in names else _FLOAT32
+    if options.out is not None or options.sinks is not None:
+        tables = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": q_starts}
+        options = check_call(q, options, (pool,), tables, validate)
+    if options.sight is not None and num_tokens and num_q_heads:
+        capacity = int(block_table.shape[1]) * (1 if by_slot else int(k.words.shape[2]))
+        compute = _compute_dtype(pool, q.dtype)
+        sinks = _no_sinks(target.key, compute) if options.sinks is None else options.sinks
+        ranges, sinks = lay_out(
+            target, options.sight, seq_lens, q_starts, capacity, options.window_left, sinks, num_tokens, num_q_heads,
+            options.out, validate=validate,
+        )  # fmt: skip
+        options = options._replace(sinks=sinks, window_left=-1, sight=None)
+    return run(pool, block_table, q, seq_lens, q_starts, options, ranges=ranges, by_slot=by_slot)
+
+
+def run(
+    pool: Pool,
+    block_table: Array,
+    q: Array,
+    seq_lens: Array,
+    q_starts: Array,
+    options: CheckedOptions,
+    *,
+    ranges: Array | None = None,
+    by_slot: bool = False,
+) -> Any:
+    """Attend as `attend` does, with options from `check_call`: nothing is checked, and no option says who sees what."""
+    k, v = pool.k_buffer, pool.v_buffer
+    target, out_dtype, compute = k.target, q.dtype, _compute_dtype(pool, q.dtype)
+    num_tokens, num_q_heads, head_dim = q.shape
+    q_kind = kind_of_dtype(out_dtype)
+    assert q_kind is not None
     scale = options.scale(head_dim)
-    _, logits_soft_cap, window_left, sinks, return_lse, out, sight = options
+    _, logits_soft_cap, window_left, sinks, return_lse, out, _ = options
     if ranges is None:
         ranges = no_ranges(target.key)
     if sinks is None:
         sinks = _no_sinks(target.key, compute)
-    else:
-        sinks = check_sinks(target, sinks, compute, num_q_heads, validate)
-    dim_v = v.dim
-    out_shape = (num_tokens, num_q_heads, dim_v)
     if out is None:
-        out = target.empty(out_shape, out_dtype)
-    else:
-        if not (
-            type(out) is np.ndarray and out.shape == out_shape and out.dtype == out_dtype
-            and out.flags.carray and target.values_on_host
-        ):  # fmt: skip
-            out = check_array(target, "out", out, (out_dtype,), out_shape)
-            check_writable("out", out)
-        if (
-            not target.values_on_host
-            or (out is not q and _meet(out, q))
-            or _meet(out, k.words) or _meet(out, v.words) or _meet(out, block_table)
-            or _meet(out, seq_lens) or _meet(out, q_starts)
-            or ((k_kind.is_scaled or v_kind.is_scaled) and (_meet(out, k.scales) or _meet(out, v.scales)))
-            or (options.sinks is not None and _meet(out, sinks))
-        ):  # fmt: skip
-            given = {"seq_lens": seq_lens, "cu_seqlens_q": q_starts, "sinks": sinks}
-            check_own_memory(target, out, q, pool, {"block_table": block_table, **given})
+        out = target.empty((num_tokens, num_q_heads, v.dim), out_dtype)
     # With rotated values the result is rotated too; it is rounded only after the inverse rotation.
     result = out
     if v.rotation is not None and out_dtype != compute:
-        result = target.empty(out_shape, compute)
+        result = target.empty(out.shape, compute)
     if k.rotation is not None:
         q, q_kind = k.rotation.forward(target, q, compute), kind_of_dtype(compute)
         assert q_kind is not None
@@ -125,23 +136,88 @@ def attend(
         lse = target.empty((num_tokens, num_q_heads), _FLOAT32)
     else:
         lse = _no_lse(target.key)
-    if not (num_tokens and num_q_heads):
-        return (out, lse) if return_lse else out
-    if sight is not None:
-        capacity = int(block_table.shape[1]) * (1 if by_slot else int(k.words.shape[2]))
-        ranges, sinks = lay_out(
-            target, sight, seq_lens, q_starts, capacity, window_left, sinks, num_tokens, num_q_heads, out,
-            validate=validate,
+    if num_tokens and num_q_heads:
+        target.ops.attend(
+            target.words(q), q_kind.name, k.words, k.kind.name, k.scales, v.words,
+            v.kind.name, v.scales, block_table, seq_lens, q_starts, ranges, int(by_slot),
+            scale, float(logits_soft_cap), int(window_left), sinks, target.words(result), lse,
         )  # fmt: skip
-        window_left = -1
-    target.ops.attend(
-        target.words(q), q_kind.name, k.words, k_kind.name, k.scales, v.words,
-        v_kind.name, v.scales, block_table, seq_lens, q_starts, ranges, int(by_slot),
-        scale, float(logits_soft_cap), int(window_left), sinks, target.words(result), lse,
-    )  # fmt: skip
-    if v.rotation is not None:
-        v.rotation.backward(target, result, out_dtype, out)
+        if v.rotation is not None:
+            v.rotation.backward(target, result, out_dtype, out)
     return (out, lse) if return_lse else out
+
+
+def check_call(
+    q: Array, options: CheckedOptions, pools: Sequence[Pool], tables: dict[str, Array], validate: bool = False
+) -> CheckedOptions:  # fmt: skip
+    """Check the arrays of options, but for what `sight` has, as `run` takes them.
+
+    Parameters
+    ----------
+    q : array (num_tokens, num_q_heads, head_dim)
+        Queries, checked.
+    options : CheckedOptions
+        From `check_options`.
+    pools : sequence of Pool
+        What is read; the first one has the sinks of the softmax.
+    tables : dict of str to array
+        What else is read, by its name.
+    validate : bool
+        Whether the values of sinks are looked at where that waits for the device.
+
+    Returns
+    -------
+    CheckedOptions
+    """
+    target, sinks, out = pools[0].target, options.sinks, options.out
+    if sinks is not None:
+        sinks = check_sinks(
+            target, sinks, _compute_dtype(pools[0], q.dtype), int(q.shape[1]), validate
+        )
+        tables = {**tables, "sinks": sinks}
+    if out is not None:
+        out = check_out(out, q, pools, tables)
+    scale, cap, window_left, _, return_lse, _, sight = options
+    return tuple.__new__(CheckedOptions, (scale, cap, window_left, sinks, return_lse, out, sight))
+
+
+def check_out(out: Any, q: Array, pools: Sequence[Pool], tables: dict[str, Array]) -> Array:
+    """An array for the output that shares no memory with what is read, unless it is the queries themselves."""
+    target, (tokens, heads, _) = pools[0].target, q.shape
+    shape = tokens, heads, pools[0].v_buffer.dim
+    if (
+        type(out) is np.ndarray and out.shape == shape and out.dtype == q.dtype
+        and out.flags.carray and target.values_on_host
+    ):  # fmt: skip
+        near = out is not q and _meet(out, q)
+        for x in tables.values():
+            near = near or _meet(out, x)
+        for pool in pools:
+            for of in (pool.k_buffer, pool.v_buffer):
+                near = near or _meet(out, of.words) or (of.kind.is_scaled and _meet(out, of.scales))
+        if not near:
+            return out
+    checked: Array = check_array(target, "out", out, (q.dtype,), shape)
+    check_writable("out", checked)
+    for pool in pools:
+        read = {"k": pool.k_buffer.words, "v": pool.v_buffer.words}
+        for name, of in (("k_scale", pool.k_buffer), ("v_scale", pool.v_buffer)):
+            if of.kind.is_scaled:
+                read[name] = of.scales
+        check_apart(target, {"out": checked}, {**read, **tables})
+    if checked is not q and target.share_memory(checked, q) and not target.same_memory(checked, q):
+        raise NotSupported(
+            "`out`: expected `q` itself or memory of its own, got a part of the memory of `q`, or its elements in "
+            "another order; pass q, or another array"
+        )
+    return checked
+
+
+def _compute_dtype(pool: Pool, q: np.dtype[Any]) -> np.dtype[Any]:
+    """The float type that attention computes in."""
+    if pool.k_buffer.kind.name == "fp64" or pool.v_buffer.kind.name == "fp64" or q == _FLOAT64:
+        return _FLOAT64
+    return _FLOAT32
 
 
 def check_sinks(
@@ -156,23 +232,6 @@ def check_sinks(
                 f"`sinks`: expected finite numbers, or -inf for no sink, got {largest}"
             )
     return checked
-
-
-def check_own_memory(
-    target: Target, out: Array, q: Array, pool: Pool, tables: dict[str, Array]
-) -> None:
-    """Refuse an `out` that shares memory with what is read, unless it is the queries themselves."""
-    of_k, of_v = pool.k_buffer, pool.v_buffer
-    read = {"k": of_k.words, "v": of_v.words}
-    for name, buffer in (("k_scale", of_k), ("v_scale", of_v)):
-        if buffer.kind.is_scaled:
-            read[name] = buffer.scales
-    check_apart(target, {"out": out}, {**read, **tables})
-    if out is not q and target.share_memory(out, q) and not target.same_memory(out, q):
-        raise NotSupported(
-            "`out`: expected `q` itself or memory of its own, got a part of the memory of `q`, or its elements in "
-            "another order; pass q, or another array"
-        )
 
 
 @functools.cache

@@ -14,14 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.arrays import Array
-from numkv.attention.attend import attend, check_own_memory
+from numkv.attention.attend import attend, check_call
 from numkv.attention.options import CheckedOptions
+from numkv.attention.parts import gathered, merged
 from numkv.attention.sight import Sight
-from numkv.checks import check_array, check_writable
 from numkv.errors import NotSupported
-from numkv.kinds import kind, kind_of_dtype
 from numkv.storage.pool import Pool
-from numkv.targets.base import Target
 
 _FLOAT32 = np.dtype(np.float32)
 # Rows of a kv head that meet a prefix together: at least the first, a multiple of the second, at most the third. All
@@ -88,7 +86,6 @@ def attend_cascade(
     array or tuple of array
         The output, and the lse if asked for.
     """
-    target = pool.target
     if shared_len and (options.window_left >= 0 or options.sight is not None):
         raise NotSupported(
             "`shared_len`: expected 0 beside a window, a mask, ranges or slopes, got another number"
@@ -98,34 +95,19 @@ def attend_cascade(
     each = chunk_tokens(group, _least_rows(pool, q.dtype)) if group else 0
     if not tokens or not shared_len or not each:
         return attend(pool, block_table, q, seq_lens, q_starts, options)
-    shape = (tokens, num_q_heads, pool.head_dim_v)
-    out = options.out
-    if out is None:
-        out = target.empty(shape, q.dtype)
-    else:
-        out = check_array(target, "out", out, (q.dtype,), shape)
-        check_writable("out", out)
-        check_own_memory(target, out, q, pool, {"block_table": block_table, "seq_lens": seq_lens})
-    q_kind = kind_of_dtype(q.dtype)
-    assert q_kind is not None
-    exact = q_kind if q_kind.dtype.itemsize >= 4 else kind("fp32")
-    wide = q if exact is q_kind else converted(target, q, target.empty(q.shape, exact.dtype))
-    parts = options._replace(return_lse=True, out=None)
-    own = attend(
-        pool, block_table, wide, seq_lens, q_starts, parts._replace(sight=Sight(first=shared_len))
-    )
-    shared = _of_prefixes(
-        pool, block_table, wide, parts._replace(sinks=None), shared_len, prefixes, each
-    )
-    merged = out if exact is q_kind else target.empty(shape, exact.dtype)
-    lse = target.empty(shape[:2], _FLOAT32)
-    words = target.words
-    target.ops.merge_states(
-        words(shared[0]), shared[1], words(own[0]), own[1], exact.name, words(merged), lse
-    )
-    if merged is not out:
-        converted(target, merged, out)
-    return (out, lse) if options.return_lse else out
+    tables = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": q_starts}
+    options = check_call(q, options, (pool,), tables)
+    asked = options._replace(return_lse=True, out=None)
+
+    def of_prefixes(wide: Array) -> tuple[Array, Array]:
+        alone = asked._replace(sinks=None)
+        return _of_prefixes(pool, block_table, wide, alone, shared_len, prefixes, each)
+
+    def of_rest(wide: Array) -> Any:
+        later = asked._replace(sight=Sight(first=shared_len))
+        return attend(pool, block_table, wide, seq_lens, q_starts, later)
+
+    return merged(pool, q, options, (of_prefixes, of_rest))
 
 
 def _of_prefixes(
@@ -160,28 +142,3 @@ def _of_prefixes(
     of_heads = lse.reshape((*lse.shape, 1))
     lse = gathered(target, of_heads, back)
     return gathered(target, o, back), lse.reshape(tuple(lse.shape[:2]))
-
-
-def gathered(target: Target, x: Array, numbers: NDArray[np.int64]) -> Array:
-    """Rows ``(num_tokens, num_heads, dim)`` of an array by their numbers."""
-    made = target.empty((len(numbers), *x.shape[1:]), x.dtype)
-    here, there = (
-        target.words(y).reshape((int(y.shape[0]), int(y.shape[1]), 1, int(y.shape[2])))
-        for y in (x, made)
-    )
-    places = target.index(np.arange(len(numbers)), np.int64)
-    target.ops.copy_tokens(here, target.index(numbers, np.int64), there, places)
-    return made
-
-
-def converted(target: Target, x: Array, to: Array) -> Array:
-    """Convert floats ``(num_tokens, num_heads, head_dim)`` into an array of another dtype."""
-    source, dest = kind_of_dtype(x.dtype), kind_of_dtype(to.dtype)
-    assert source is not None
-    assert dest is not None
-    tokens, heads, dim = (int(n) for n in to.shape)
-    rows = target.words(to).reshape((tokens, heads, 1, dim))  # blocks of one token
-    table = target.index(np.arange(tokens), np.int32)
-    no_scale = target.empty((0, 0, 0), _FLOAT32)
-    target.ops.append_rows(target.words(x), source.name, rows, dest.name, no_scale, table, 0)
-    return to

@@ -69,7 +69,7 @@ def check_sight(given: Mapping[str, Any], window_left: int) -> Sight | None:
 
 def lay_out(
     target: Target, sight: Sight, seq_lens: Array, q_starts: Array, capacity: int, window_left: int,
-    sinks: Array, num_tokens: int, num_q_heads: int, out: Array, *, validate: bool,
+    sinks: Array, num_tokens: int, num_q_heads: int, out: Array | None, *, validate: bool,
 ) -> tuple[Array, Array]:  # fmt: skip
     """What queries see as kernels take it, and sinks with slopes.
 
@@ -89,8 +89,8 @@ def lay_out(
         Sinks, in the float type that attention computes in.
     num_tokens, num_q_heads : int
         Queries and their heads.
-    out : array
-        What the call writes to.
+    out : array or None
+        An array of the caller's that the call writes to.
     validate : bool
         Whether values are looked at where that waits for the device.
 
@@ -101,15 +101,15 @@ def lay_out(
     """
     nothing = functools.partial(_nothing, target.key)
     ranges, bits, slopes = nothing("int64", 2), nothing("uint32", 2), nothing(sinks.dtype.name, 1)
-    heads = slopes
+    heads, written = slopes, {} if out is None else {"out": out}
     if sight.ranges is not None:
         given = check_integers(target, "ranges", sight.ranges, (num_tokens, 2))
-        check_apart(target, {"out": out}, {"ranges": given})
+        check_apart(target, written, {"ranges": given})
         ranges = target.index(given, np.int64)  # on CUDA int32 stays what it is
     columns = 2
     if sight.mask is not None:
         given = check_array(target, "mask", sight.mask, _WORDS, (num_tokens, "words"))
-        check_apart(target, {"out": out}, {"mask": given})
+        check_apart(target, written, {"mask": given})
         bits = given if given.dtype == _WORDS[0] else given.view(_WORDS[0])
         columns = COLUMNS + int(bits.shape[1])
         _check_words(target, q_starts, int(bits.shape[1]), validate)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from numkv.errors import NumkvError
-from numkv.interrupts import held
+from numkv.interrupts import signals_deferred
 from numkv.keywords import explain
 
 _P = ParamSpec("_P")
@@ -66,7 +66,7 @@ def changes(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenat
         guard = self._guard
         if _forking:
             time.sleep(_MOMENT)
-        with held, guard.lock:
+        with signals_deferred, guard.lock:
             if guard.inside:
                 if guard.torn:
                     raise _torn(self, name)

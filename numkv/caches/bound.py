@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from numkv.access import Access, writes
-from numkv.attention.attend import check_group, check_own_memory, check_sinks
+from numkv.attention.attend import check_group, check_out, check_sinks
 from numkv.attention.options import CheckedOptions, check_options
-from numkv.checks import check_array, check_writable
+from numkv.checks import check_array
 from numkv.compaction.moves import slots_of
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError, UnsupportedDType
 from numkv.kinds import QUERY_DTYPES, Kind
@@ -316,9 +316,7 @@ class Bound:
         of_q = tokens, heads
         q = check_array(target, "q", q, dtypes, (*of_q, pool.head_dim))
         if out is not None:
-            out = check_array(target, "out", out, dtypes, (*of_q, pool.head_dim_v))
-            check_writable("out", out)
-            check_own_memory(target, out, q, pool, {})
+            out = check_out(out, q, (pool,), {})
         if source is not None:
             return q, None, None, out
         k = check_array(target, "k", k, dtypes, (*rows, pool.head_dim))

@@ -22,14 +22,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.attention.attend import attend
-from numkv.attention.cascade import converted
+from numkv.attention.attend import check_call, run
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import CheckedOptions
+from numkv.attention.parts import Part, converted, run_parts
 from numkv.attention.sight import seen_by_queries
 from numkv.caches.layer_spec import FullPrecision, in_full
-from numkv.caches.parts import Part, attend_to_parts
-from numkv.checks import check_apart, check_array, check_writable
+from numkv.checks import check_array
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import groups_of
 from numkv.errors import NotSupported, NumkvError
@@ -389,17 +388,13 @@ class FullPrecisionWindow:
         tokens = int(q.shape[0])
         lens = target.index(np.array([length]), np.int64)
         starts = target.index(np.array([0, tokens]), np.int64)
-        window_left, out = options.window_left, options.out
-        shape = (tokens, int(q.shape[1]), pool.head_dim_v)
-        if out is not None:  # here, as each part looks at its own pool only
-            out = check_array(target, "out", out, (q.dtype,), shape)
-            check_writable("out", out)
-            for of in (pool, self._pool):
-                check_apart(target, {"out": out}, of.written("k", "v"))
+        tables = {"block_table": block_table, "seq_lens": lens, "cu_seqlens_q": starts}
+        options = check_call(q, options, (self._pool, pool), tables)
+        window_left = options.window_left
         sight = options.sight
         options = options._replace(window_left=-1, sight=None)
         if not tokens or not length:
-            return attend(pool, block_table, q, lens, starts, options)
+            return run(pool, block_table, q, lens, starts, options)
         # The visible range of each query, and its parts in the two pools. Full-precision tokens are counted in order.
         seen = seen_by_queries(target, sight, tokens, length, window_left)
         begin, end = self.quantised(layer, length)
@@ -411,9 +406,9 @@ class FullPrecisionWindow:
         )  # fmt: skip
         codes = Part(pool, block_table, target.index(coded, np.int64))
         if (plain[:, 0] < plain[:, 1]).any() and (coded[:, 0] < coded[:, 1]).any():
-            return attend_to_parts((floats, codes), q, lens, starts, options)
+            return run_parts((floats, codes), q, lens, starts, options)
         only = codes if (coded[:, 0] < coded[:, 1]).any() else floats
-        return attend(
+        return run(
             only.pool, only.table, q, lens, starts, options, ranges=only.ranges, by_slot=only.by_slot
         )  # fmt: skip
 

@@ -18,7 +18,7 @@ from numkv.checks import check_kept
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import slots_of
 from numkv.errors import CacheFull, NotSupported, NumkvError
-from numkv.interrupts import held
+from numkv.interrupts import signals_deferred
 from numkv.keywords import explained
 from numkv.kinds import Kind
 from numkv.numbers import check_flag, check_index, check_size
@@ -489,7 +489,7 @@ class Layer(SingleSequence):
             p.check_finite(pool)
         self._reports.look_for_nothing()
         marker = self._marker(start) if check_finite and not first_look else None
-        with held:
+        with signals_deferred:
             self._write_checked(p, start, first, marker)
         return p.q_out
 

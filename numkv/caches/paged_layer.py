@@ -16,7 +16,7 @@ from numkv.checks import host_array
 from numkv.compaction.moves import slots_of
 from numkv.drawing.page import drawn
 from numkv.errors import CacheFull, DimensionMismatch, NumkvError
-from numkv.interrupts import held
+from numkv.interrupts import signals_deferred
 from numkv.kinds import Kind
 from numkv.numbers import check_flag, check_size
 from numkv.snapshots.snapshot import Options
@@ -246,7 +246,7 @@ class PagedLayer(Layer):
     def _copy_to(self, new: Self) -> Self:
         taken = np.empty(0, np.int32)
         try:
-            with held:
+            with signals_deferred:
                 dropped, length, size = self._access.dropped, self._stored(0), self.block_size
                 tokens, table = np.arange(length), self._ids
                 need = -(-length // size)

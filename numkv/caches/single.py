@@ -25,7 +25,7 @@ from numkv.caches.saved import SavedSequence
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import plan_moves, slots_of
 from numkv.errors import NonFiniteInput, NotSupported, NumkvError
-from numkv.interrupts import held
+from numkv.interrupts import signals_deferred
 from numkv.numbers import check_flag
 from numkv.snapshots.snapshot import Options, Snapshot, Source, Tensor, fill_all
 from numkv.storage.buffer import Buffer, are_scales
@@ -452,7 +452,7 @@ class SingleSequence:
         check_finite = check_flag("check_finite", check_finite, True)
         first = check_finite and pool.looks_first
         k, v = pool.check_rows(k, v, check_finite=first)
-        with held:
+        with signals_deferred:
             self._append_checked(layer, k, v, check_finite and not first)
 
     def _append_checked(self, layer: int, k: Array, v: Array, watched: bool) -> None:

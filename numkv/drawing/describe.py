@@ -222,13 +222,13 @@ def _multi_facts(cache: Any) -> list[str]:
 def _cells(cache: Any) -> Picture:
     if (empty := _before(cache)) is not None:
         return empty
-    (_, books), sequences = cache.__drawn__(), cache.sequences
+    (_, block_pool), sequences = cache.__drawn__(), cache.sequences
     names = [(State.FREE, ""), (State.SHARED, "")]
     index = np.zeros(cache.num_cells, np.int64)
     for seq in sequences:
         names.append((State.FULL, _SIGNS[seq] if seq < len(_SIGNS) else "+"))
-        index[books.owned(seq)] = len(names) - 1
-    index[books.num_sequences > 1] = 1
+        index[block_pool.owned(seq)] = len(names) - 1
+    index[block_pool.num_sequences > 1] = 1
     used = cache.num_cells - cache.num_free
     strip = Strip.of(f"cells: {used:,} of {cache.num_cells:,} in use", index, names)
     lines = []

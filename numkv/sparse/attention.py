@@ -11,11 +11,11 @@ from numkv.arrays import Array
 from numkv.attention.attend import (
     attend,
     check_lengths,
-    check_own_memory,
+    check_out,
     check_queries,
     check_sinks,
+    run,
 )
-from numkv.attention.cascade import converted, gathered
 from numkv.attention.options import (
     SCORES,
     WITH_SINKS,
@@ -24,9 +24,9 @@ from numkv.attention.options import (
     check_options,
     with_options,
 )
-from numkv.checks import check_array, check_integers, check_writable
+from numkv.attention.parts import gathered, merged
+from numkv.checks import check_array, check_integers
 from numkv.errors import DimensionMismatch, NotSupported
-from numkv.kinds import kind, kind_of_dtype
 from numkv.numbers import check_flag
 from numkv.sparse.choice import check_numbers, look_at_table, too_many_parts
 from numkv.storage.buffer import Buffer
@@ -250,10 +250,8 @@ def attend_to_choice(
     if out is None:
         out = target.empty(shape, q.dtype)
     else:
-        out = check_array(target, "out", out, (q.dtype,), shape)
-        check_writable("out", out)
+        out = check_out(out, q, (pool,), read)
         _refuse_strided(target, out, "out")
-        check_own_memory(target, out, q, pool, read)
     if not (num_seqs and num_q_heads):
         none = target.empty((num_seqs, num_q_heads), float32)
         return (out, none) if options.return_lse else out
@@ -262,10 +260,10 @@ def attend_to_choice(
     numbered = target.empty((rows, columns), _INT32[0])
     target.ops.tables_of_heads(tables, int(pool.k.shape[1]), numbered)
     group, whole = num_q_heads // heads, _in_one_piece(out)
-    got = attend(
+    got = run(
         _parts(pool), numbered, _whole(target, q).reshape((rows, group, pool.head_dim)), lens.reshape((rows,)),
         one_query_each(target.device_key, rows),
-        options._replace(out=out.reshape((rows, group, dim_v)) if whole else None), validate=validate,
+        options._replace(out=out.reshape((rows, group, dim_v)) if whole else None),
     )  # fmt: skip
     result, lse = got if options.return_lse else (got, None)
     if not whole:
@@ -310,15 +308,13 @@ def attend_by_head(
     if out is None:
         out = target.empty(shape, q.dtype)
     else:
-        out = check_array(target, "out", out, (q.dtype,), shape)
-        check_writable("out", out)
-        check_own_memory(target, out, q, pool, read)
+        out = check_out(out, q, (pool,), read)
     lse = target.empty((num_seqs, num_q_heads), np.dtype(np.float32))
     if num_seqs and num_q_heads:
         group, starts = num_q_heads // heads, one_query_each(target.device_key, num_seqs)
         for head in range(heads):
             own = slice(head * group, (head + 1) * group)
-            got, of_got = attend(
+            got, of_got = run(
                 _head_of(pool, head), tables[:, head], q[:, own], lens, starts,
                 options._replace(out=None, return_lse=True, sinks=None if sinks is None else sinks[own]),
             )  # fmt: skip
@@ -357,24 +353,18 @@ def _with_sinks(
     pool: Pool, tables: Array, lens: Array, q: Array, options: CheckedOptions, out: Array, sinks: Array
 ) -> Any:  # fmt: skip
     """Attend without sinks, then merge what they add to the sums: states of nothing, with the sinks as lse."""
-    target, float32 = pool.target, np.dtype(np.float32)
-    num_seqs, num_q_heads = int(q.shape[0]), int(q.shape[1])
-    of_q = kind_of_dtype(q.dtype)
-    assert of_q is not None
-    exact = of_q if of_q.dtype.itemsize >= 4 else kind("fp32")  # 16 bits: rounded at the end
-    wide = q if exact is of_q else converted(target, q, target.empty(q.shape, exact.dtype))
-    got, lse = attend_to_choice(
-        pool, tables, lens, wide, options._replace(sinks=None, out=None, return_lse=True)
-    )
-    of_sinks = gathered(target, sinks.reshape((1, num_q_heads, 1)), np.zeros(num_seqs, np.int64))
-    merged = target.empty(got.shape, exact.dtype)
-    total, words = target.empty((num_seqs, num_q_heads), float32), target.words
-    target.ops.merge_states(
-        words(got), lse, words(target.zeros(got.shape, exact.dtype)),
-        of_sinks.reshape((num_seqs, num_q_heads)), exact.name, words(merged), total,
-    )  # fmt: skip
-    converted(target, merged, out)
-    return (out, total) if options.return_lse else out
+    target, num_seqs, num_q_heads = pool.target, int(q.shape[0]), int(q.shape[1])
+
+    def of_blocks(wide: Array) -> Any:
+        asked = options._replace(sinks=None, out=None, return_lse=True)
+        return attend_to_choice(pool, tables, lens, wide, asked)
+
+    def of_sinks(wide: Array) -> tuple[Array, Array]:
+        lse = gathered(target, sinks.reshape((1, num_q_heads, 1)), np.zeros(num_seqs, np.int64))
+        nothing = target.zeros((num_seqs, num_q_heads, pool.head_dim_v), wide.dtype)
+        return nothing, lse.reshape((num_seqs, num_q_heads))
+
+    return merged(pool, q, options._replace(out=out), (of_blocks, of_sinks))
 
 
 def _lengths(target: Target, x: Any, shape: tuple[int, int]) -> Array:

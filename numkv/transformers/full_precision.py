@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.attention.options import CheckedOptions
+from numkv.attention.parts import Part, attend_to_parts
 from numkv.caches import FullPrecision
-from numkv.caches.parts import Part, attend_to_parts
 from numkv.kinds import Kind
 from numkv.storage.pool import Pool
 from numkv.transformers.metadata import Step

@@ -101,6 +101,7 @@ def test_what_pieces_cost():
         assert [x for x in text.splitlines() if "blocks cost" in x] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("pieces", [1, 7])
 @pytest.mark.parametrize("size", [512, 1024, 16384])

@@ -1,5 +1,6 @@
 """The command line: text, tables, and errors that are one line."""
 
+import functools
 import io
 import json
 import os
@@ -21,6 +22,15 @@ from numkv.demo.evaluate import Document
 from numkv.demo.tokenizer import ByteTokenizer
 from numkv.drawing.picture import format_bytes
 from numkv.kernels import disk_cache
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_threading_layer():
+    """Each `numkv info` would compile a loop of its own, to see Numba's threading layer; here the first one does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(info, "_threading_layer", functools.cache(info._threading_layer))
+        yield
+
 
 # ---------------------------------------------------------------- generating
 

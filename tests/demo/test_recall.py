@@ -100,6 +100,7 @@ def test_recall_sums(tmp_path):
     assert one.copied >= 1 / 3
 
 
+@pytest.mark.slow
 def test_a_cache_that_has_lost_the_names_copies_none():
     """The bundled model copies names over an exact cache and over int8, and guesses over one without them."""
     model, documents = Model.load(), held_out().documents

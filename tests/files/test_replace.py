@@ -84,6 +84,7 @@ def script(body, *arguments, **more):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_processes_that_save_to_one_path_leave_one_whole_file(tmp_path):
     """This one and another."""
     path, cache = tmp_path / "file", cache_of(4)
@@ -172,6 +173,7 @@ for limit in (0, 100, 70_000, 1_000_000):
 """
 
 
+@pytest.mark.slow
 def test_a_file_that_may_not_grow_leaves_the_old_one(tmp_path):
     path = tmp_path / "file"
     numkv.save(path, cache_of(1))

@@ -63,6 +63,8 @@ CUDA = [
     Shape(3, 1, 13, (40,), new=(5,), head_dim_v=5),
     Shape(1, 1, 1, (4,)),
 ]
+#: There too, split as few query rows are.
+SPLIT = Shape(2, 1, 8, (60, 30), new=(3, 1))
 
 
 def both_targets(cpu, cuda):
@@ -75,8 +77,19 @@ def both_targets(cpu, cuda):
     )
 
 
-@both_targets(DECODE + PREFILL + SMALL, SMALL + CUDA)
-@pytest.mark.parametrize("kind", STORED)
+#: On CUDA, which reads an element at a time in the simulator, shapes are those of one kind; the others have some.
+EVERY_SHAPE = [
+    *(("cpu", shape, kind) for kind in STORED for shape in DECODE + PREFILL + SMALL),
+    *(("cuda", shape, "fp32") for shape in SMALL + CUDA),
+    *(
+        ("cuda", shape, kind)
+        for kind in ("fp16", "bf16")
+        for shape in (SMALL[0], SMALL[3], CUDA[6])
+    ),
+]
+
+
+@pytest.mark.parametrize(("target", "shape", "kind"), EVERY_SHAPE, indirect=["target"], ids=str)
 def test_every_shape(target, to, host, rng, shape, kind):
     problems.make(rng, shape, kind).check(to, host)
 
@@ -116,7 +129,7 @@ OPTIONS = [
 ]
 
 
-@both_targets([DECODE[2], PREFILL[1], PREFILL[7]], [SMALL[1], SMALL[3], CUDA[1]])
+@both_targets([DECODE[2], PREFILL[1], PREFILL[7]], [SMALL[1], SMALL[3], SPLIT])
 @pytest.mark.parametrize(
     "options", OPTIONS, ids=lambda o: "-".join(f"{n}{'' if v is True else v}" for n, v in o.items())
 )

@@ -69,14 +69,14 @@ ON_CPU = [
     *CASES, ((8, 2), tuple(range(1, 20)), (1,) * 19, 1100), ((12, 1), (9, 70, 3), (9, 1, 2), 130),
     ((7, 1), (3, 4), (3, 1), 64), ((17, 1), (3, 4), (3, 1), 64), ((10, 2), (1, 2, 3), (1, 1, 1), 2100),
 ]  # fmt: skip
+ALL_ON_CPU = [("cpu", case, kind) for case in ON_CPU for kind in ("fp32", "int8")]
 
 
 @pytest.mark.parametrize(
-    ("target", "case"),
-    [("cpu", case) for case in ON_CPU] + [("cuda", case) for case in CASES],
+    ("target", "case", "kind"),
+    [*ALL_ON_CPU, *(("cuda", case, "fp32") for case in CASES), ("cuda", CASES[0], "int8")],
     indirect=["target"],
 )
-@pytest.mark.parametrize("kind", ["fp32", "int8"])
 def test_it_is_attention_to_all_tokens(target, to, host, rng, case, kind):
     problem = Problem(rng, *case, kind)
     bound = tolerances.attention(kind, "fp32")
@@ -87,11 +87,10 @@ def test_it_is_attention_to_all_tokens(target, to, host, rng, case, kind):
 
 
 @pytest.mark.parametrize(
-    ("target", "case"),
-    [("cpu", case) for case in ON_CPU] + [("cuda", case) for case in CASES],
+    ("target", "case", "kind"),
+    [*ALL_ON_CPU, ("cuda", CASES[2], "fp32"), ("cuda", CASES[0], "int8")],
     indirect=["target"],
 )
-@pytest.mark.parametrize("kind", ["fp32", "int8"])
 def test_who_shares_does_not_matter(target, to, host, rng, case, kind):
     """Bit for bit: each alone, in other orders, in pairs."""
     problem = Problem(rng, *case, kind)

@@ -22,6 +22,9 @@ from numkv.kernels.cpu.attention.records import KV_TILE
 from numkv.kernels.cpu.vectors.arrays import TABLE_ROW, record_of
 from numkv.kernels.cpu.vectors.prefetch import NO_MORE
 
+#: A function of this file is compiled for each of what it calls.
+pytestmark = pytest.mark.slow
+
 LINE = 64
 
 

@@ -33,6 +33,10 @@ shapes = pytest.mark.parametrize(
     ids=str,
 )
 kinds = pytest.mark.parametrize("kind", ["int4", "code4", "code6"])
+#: Of tests on the CPU alone; CI compiles the last one.
+kinds_on_the_cpu = pytest.mark.parametrize(
+    "kind", ["int4", "code4", pytest.param("code6", marks=pytest.mark.slow)]
+)
 
 
 def made(rng, shape, kind, *args, **options):
@@ -51,7 +55,7 @@ def test_every_shape(target, to, host, rng, kind, shape, block_size):
     made(rng, shape, kind, block_size=block_size).check(to, host)
 
 
-@kinds
+@kinds_on_the_cpu
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8, 17])
 @pytest.mark.parametrize("q_kind", ["fp32", pytest.param("fp64", marks=pytest.mark.nightly)])
 def test_groups(rng, kind, group, q_kind):

@@ -225,10 +225,16 @@ KINDS = [
 ]  # fmt: skip
 
 
-@both_targets([LARGE[0], SMALL[1], LARGE[3]], [SMALL[1], SMALL[3], SPLIT[1]])
+@both_targets([LARGE[0], SMALL[1], LARGE[3]], [SMALL[1], SMALL[3]])
 @pytest.mark.parametrize(("q_kind", "k_kind", "v_kind"), attending(KINDS, "qkv"))
 def test_every_kind(target, to, host, rng, shape, q_kind, k_kind, v_kind):
     make(rng, shape, q_kind, k_kind, v_kind).check(target, to, host)
+
+
+@pytest.mark.parametrize("target", ["cuda"], indirect=True)
+def test_splits_in_float64(target, to, host, rng):
+    """On CUDA; splits in float32 are among the shapes."""
+    make(rng, SPLIT[1], "fp64", "fp64", "fp64").check(target, to, host)
 
 
 @both_targets([LARGE[0], LARGE[2], SMALL[2]], [SMALL[1], SMALL[2], SPLIT[0]])
@@ -279,10 +285,18 @@ def test_ranges_end_where_the_table_does(target, to, host, rng):
     assert np.all(out[3:] == 0)
 
 
-@both_targets(
-    [SMALL[0], Shape(((5000, ((0, 4000), (700, 5000))),), 4, 2, 16, 16, 16)], [SMALL[3], SPLIT[1]]
-)
-@pytest.mark.parametrize("kind", ["fp32", "int8"])
+LONG = Shape(((5000, ((0, 4000), (700, 5000))),), 4, 2, 16, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("target", "shape", "kind"),
+    [
+        *(("cpu", shape, kind) for shape in (SMALL[0], LONG) for kind in ("fp32", "int8")),
+        ("cuda", SMALL[3], "fp32"), ("cuda", SMALL[3], "int8"), ("cuda", SPLIT[1], "fp32"),
+    ],
+    indirect=["target"],
+    ids=str,
+)  # fmt: skip
 def test_a_nan_reaches_only_the_rows_that_see_it(target, to, host, rng, shape, kind):
     """Rows of one item read the same tiles; a weight of 0 would not hide a NaN."""
     problem = make(rng, shape, "fp32", kind)

@@ -195,6 +195,7 @@ def test_a_forked_child_finds_sound_books(monkeypatch):
 # -- copies
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["copy", "copy.copy", "copy.deepcopy", "pickle"])
 def test_copies_share_nothing(how):
     events = []

@@ -204,6 +204,7 @@ def test_a_paged_cache_gives_what_two_calls_give(rng, kind, of_rows, windows):
     a.check()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_child_goes_on_alone():
     """What was planned for two threads runs on one after a fork, where GNU OpenMP has none."""

@@ -174,6 +174,7 @@ def test_a_cache_of_all_layers(rng, kind):
     assert not step(cache.jit, k, v)  # layer 0 is full
 
 
+@pytest.mark.slow
 def test_a_cache_that_grew_has_new_buffers():
     cache, rows = numkv.KVCache(1, 1, 2), np.ones((200, 1, 2), np.float32)
     cache.append(0, rows[:1], rows[:1])
@@ -197,6 +198,7 @@ def test_a_copy_leaves_the_structure_of_the_original_in_use():
     assert twin.k(0)[:, 0, 0].tolist() == [1, 3]
 
 
+@pytest.mark.slow
 def test_on_cuda_it_holds_the_host_side():
     """Block table and lengths; the device buffers lie beside it, on the object."""
     from numkv import targets

@@ -289,7 +289,7 @@ class CudaModel(CacheModel):
 
 
 TestCausal = machine(CausalModel)
-TestSliding = machine(SlidingModel)
-TestChunked = machine(ChunkedModel)
+TestSliding = machine(SlidingModel, share=0.7)
+TestChunked = machine(ChunkedModel, share=0.7)
 TestWrapper = machine(WrapperModel)
 TestCuda = machine(CudaModel, share=0.4)

@@ -6,7 +6,7 @@ from paged_caches import check_attention, fill, grow, make, started, write
 
 import numkv
 from numkv.caches.paged.prefix_match import split_at_window
-from numkv.caches.paged.store import held
+from numkv.caches.paged.store import blocks_in
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_the_longest_prefix_that_every_group_has(cpu, monkeypatch, window):
         for table, gone in zip(state.tables, lost, strict=True):
             cache.blocks.forget(table[:blocks][gone])
         tables, behind = split_at_window(cache._store, state.tables, state.length)
-        cache._exchange({0: state._replace(tables=tables)}, held(behind))
+        cache._exchange({0: state._replace(tables=tables)}, blocks_in(behind))
         want = max(
             n
             for n in range(blocks + 1)

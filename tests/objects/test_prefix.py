@@ -93,6 +93,7 @@ def test_extra_keys_in_the_format():
     assert as_bytes(got) == chain(root(4, keys), [5, 6, 7, 8], 4)
 
 
+@pytest.mark.slow
 def test_another_process_gives_the_same():
     """Whatever the seed of Python's own hashes is."""
     script = (

@@ -24,7 +24,7 @@ VARIATIONS = {
 #: More allocations than any method makes.
 MOST = 400
 #: By day every so many allocations fail, from another one on for each method; nightly all of them.
-BY_DAY = 9
+BY_DAY = 16
 
 
 @pytest.fixture

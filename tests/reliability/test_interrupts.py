@@ -17,11 +17,11 @@ from fault_subjects import SUBJECTS
 from interrupts import Interrupt, raising_signals, walk
 
 import numkv
-from numkv.interrupts import held, opened
+from numkv.interrupts import opened, signals_deferred
 
 #: Functions over a caller's arrays, which own nothing that could be left half done, and files, which are replaced.
 STATEFUL = [name for name, subject in SUBJECTS.items() if subject.of is not None]
-BY_DAY = 3
+BY_DAY = 2
 
 
 @pytest.fixture
@@ -133,8 +133,8 @@ def test_real_signals_leave_nothing_broken(signals):
 
 def test_a_signal_waits_for_the_end_of_the_outermost_section(raising):
     done = []
-    with pytest.raises(Interrupt), held:
-        with held:
+    with pytest.raises(Interrupt), signals_deferred:
+        with signals_deferred:
             signal.raise_signal(signal.SIGUSR1)
             done.append("inner")
         done.append("outer")
@@ -152,7 +152,7 @@ def test_every_handler_runs_once_in_order_and_none_is_lost(raising):
 
     before = [signal.signal(number, handler) for number in numbers]
     try:
-        with pytest.raises(KeyError), held:
+        with pytest.raises(KeyError), signals_deferred:
             for number in (*numbers, signal.SIGUSR2):
                 signal.raise_signal(number)
             assert seen == []
@@ -166,7 +166,7 @@ def test_every_handler_runs_once_in_order_and_none_is_lost(raising):
 
 
 def test_an_error_inside_is_the_context_of_what_a_handler_raises(raising):
-    with pytest.raises(Interrupt) as found, held:
+    with pytest.raises(Interrupt) as found, signals_deferred:
         signal.raise_signal(signal.SIGUSR1)
         raise KeyError("inside")
     assert isinstance(found.value.__context__, KeyError)
@@ -174,23 +174,23 @@ def test_an_error_inside_is_the_context_of_what_a_handler_raises(raising):
 
 def test_a_section_that_is_opened_again(raising):
     done = []
-    with pytest.raises(Interrupt), held:
+    with pytest.raises(Interrupt), signals_deferred:
         signal.raise_signal(signal.SIGUSR1)
         done.append("held")
         with opened():
             done.append("opened")
     assert done == ["held"]
-    with pytest.raises(Interrupt), held, opened():
-        with held:
+    with pytest.raises(Interrupt), signals_deferred, opened():
+        with signals_deferred:
             signal.raise_signal(signal.SIGUSR1)
             done.append("held again")
         done.append("opened")
     assert done == ["held", "held again"]
-    with held, opened():
+    with signals_deferred, opened():
         pass
     with opened():
         pass
-    with pytest.raises(Interrupt), held:
+    with pytest.raises(Interrupt), signals_deferred:
         signal.raise_signal(signal.SIGUSR1)
         try:
             with opened():
@@ -205,7 +205,7 @@ def test_a_handler_that_the_section_itself_sets_stays(raising):
     def other(number, frame):
         pass
 
-    with held:
+    with signals_deferred:
         signal.signal(signal.SIGUSR1, other)
     assert signal.getsignal(signal.SIGUSR1) is other
     signal.signal(signal.SIGUSR1, raising)
@@ -215,7 +215,7 @@ def test_other_threads_hold_nothing_back(raising):
     inside, done = threading.Event(), threading.Event()
 
     def work():
-        with held:
+        with signals_deferred:
             inside.set()
             done.wait(20)
 
@@ -235,7 +235,7 @@ def test_other_threads_hold_nothing_back(raising):
 def test_a_child_of_another_thread_is_not_in_the_section_of_the_main_one():
     code = """
 import os, signal, threading
-from numkv.interrupts import held
+from numkv.interrupts import signals_deferred
 seen = []
 signal.signal(signal.SIGUSR1, lambda *_: seen.append(1))
 def fork():
@@ -246,7 +246,7 @@ def fork():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     result.append("sound")
 result = []
-with held:
+with signals_deferred:
     thread = threading.Thread(target=fork)
     thread.start()
     thread.join()

@@ -78,8 +78,9 @@ def ends_of(chunk, tokens, least=1):
 
 EVERYDAY = [
     ("fp32", 1, 0, {}), ("fp32", 4, 70, {"window_left": 30}), ("int8", 4, 0, {}),
-    ("fp16", 4, 0, {}), ("bf16", 7, 0, {"q_kind": "bf16", "logits_soft_cap": 5.0}),
+    ("bf16", 7, 0, {"q_kind": "bf16", "logits_soft_cap": 5.0}),
 ]  # fmt: skip
+SLOW = [("fp16", 4, 0, {})]
 NIGHTLY = [
     ("int4", 3, 5, {}), ("bf16", 2, 1, {"logits_soft_cap": 5.0}),
     ("fp64", 4, 0, {}), ("fp8_e4m3", 4, 0, {}), ("code6", 4, 0, {}), ("code4", 3, 0, {}),
@@ -89,6 +90,7 @@ ON_CUDA = [EVERYDAY[1], ("int8", 8, 30, {})]  # the simulator is slow
 every_case = pytest.mark.parametrize(
     ("target", "kind", "group", "before", "options"),
     [("cpu", *case) for case in EVERYDAY]
+    + [pytest.param("cpu", *case, marks=pytest.mark.slow) for case in SLOW]
     + [pytest.param("cpu", *case, marks=pytest.mark.nightly) for case in NIGHTLY]
     + [pytest.param("cuda", *case, marks=pytest.mark.slow) for case in ON_CUDA],
     indirect=["target"],

@@ -52,6 +52,7 @@ def views(rng, room):
             return as_strided(room[first:], shape, tuple(4 * int(s) for s in steps))
 
 
+@pytest.mark.slow
 def test_what_shares_memory_is_never_said_to_lie_apart(rng):
     room = np.zeros(100, np.float32)
     told_apart = shared = 0

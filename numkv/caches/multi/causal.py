@@ -26,6 +26,7 @@ from numkv.access import Access, drops, reads
 from numkv.attention.attend import attend, check_queries
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import CheckedOptions
+from numkv.attention.parts import Part, attend_to_parts
 from numkv.caches.late_reports import CellReports
 from numkv.caches.layer_spec import LayerSpec
 from numkv.caches.multi.arguments import (
@@ -38,7 +39,6 @@ from numkv.caches.multi.arguments import (
 from numkv.caches.multi.forward_pass import UNLIMITED, ForwardPass, View, as_table
 from numkv.caches.multi.layered import LayeredCache, check_picklable
 from numkv.caches.multi.saved import SavedCells, saved_config
-from numkv.caches.parts import Part, attend_to_parts
 from numkv.cells.cells import Cells, Compaction, Copy, Forward, Removal, Rows
 from numkv.checks import check_array
 from numkv.compaction.key_shift import Shift, plan_shift, turns_of

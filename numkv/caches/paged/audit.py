@@ -1,4 +1,4 @@
-"""The audit of a `PagedKVCache`: what is wrong with its books or its scales, in words."""
+"""The audit of a `PagedKVCache`: what is wrong with its metadata or its scales, in words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from numkv.caches.paged.store import BlockStore, Ints, SequenceState, held
+from numkv.caches.paged.store import BlockStore, Ints, SequenceState, blocks_in
 from numkv.storage.buffer import Buffer, are_scales
 
 
@@ -31,7 +31,7 @@ def check_books(store: BlockStore, states: Mapping[int, SequenceState]) -> str:
         entries = state.blocks()
         if len(np.unique(entries)) != len(entries) or (entries >= num_blocks).any():
             return f"sequence {seq}: expected each of {num_blocks} blocks once at most, got the tables {state.tables}"
-    entries = held(table for state in states.values() for table in state.tables)
+    entries = blocks_in(table for state in states.values() for table in state.tables)
     wanted = np.bincount(entries, minlength=num_blocks)
     counts = store.blocks.ref_count(np.arange(num_blocks))
     wrong = np.flatnonzero(wanted != counts)
@@ -54,14 +54,14 @@ def _check_states(store: BlockStore, states: Mapping[int, SequenceState]) -> str
     """Check that sequences with tokens have states, and that slots have as many references."""
     if store.states is None:
         return ""
-    books = store.states.books
-    books.check()
+    block_pool = store.states.block_pool
+    block_pool.check()
     for seq, state in states.items():
-        if (state.slot < 0) != (state.length == 0) or state.slot >= books.num_blocks:
+        if (state.slot < 0) != (state.length == 0) or state.slot >= block_pool.num_blocks:
             return f"sequence {seq}: expected a slot with states of {state.length} tokens, got {state.slot}"
     slots = np.array([x.slot for x in states.values() if x.slot >= 0], np.int64)
-    wanted = np.bincount(slots, minlength=books.num_blocks)
-    counts = books.ref_count(np.arange(books.num_blocks))
+    wanted = np.bincount(slots, minlength=block_pool.num_blocks)
+    counts = block_pool.ref_count(np.arange(block_pool.num_blocks))
     # Open steps have a slot for each of their sequences, with one reference.
     extra = counts - wanted
     open_ones = sum(state.reserved is not None for state in states.values())

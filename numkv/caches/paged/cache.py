@@ -69,8 +69,8 @@ from numkv.caches.paged.saved import (
     put_states,
     store_tensors,
 )
-from numkv.caches.paged.step import Step, StepBooks
-from numkv.caches.paged.store import Extra, SequenceState, held
+from numkv.caches.paged.step import Step, StepMetadata
+from numkv.caches.paged.store import Extra, SequenceState, blocks_in
 from numkv.caches.paged.stored import StoredSequences
 from numkv.caches.paged.swap import SwappedSequence, check_swapped, copy_in, copy_out
 from numkv.caches.paged.tiers import longest_found
@@ -335,10 +335,10 @@ class PagedKVCache(StoredSequences):
             marks=marks,
             prompt=None,
         )
-        before, taken, released = state.slots(), after.slots(), held(dropped)
+        before, taken, released = state.slots(), after.slots(), blocks_in(dropped)
         self._spread_bad()
         if slots is not None:
-            slots.books.acquire(taken)
+            slots.block_pool.acquire(taken)
         try:
             self._exchange({sequence_number(seq): after}, released)
         except BaseException:
@@ -496,9 +496,9 @@ class PagedKVCache(StoredSequences):
             if room.slots is not None:
                 self._release_slots(room.slots)
             raise
-        self._open_steps[room.step] = room.books
+        self._open_steps[room.step] = room.metadata
         if tables is not None:
-            tables.take(room.step, np.cumsum(lens), room.books.kept)
+            tables.take(room.step, np.cumsum(lens), room.metadata.kept)
         return room.step
 
     @whole
@@ -530,15 +530,15 @@ class PagedKVCache(StoredSequences):
         NotSupported
             If layers keep states, and a sequence keeps some of its tokens, but not all.
         """
-        books = self._books_of(step)
-        alone(step, lambda: self._end(step, books, accepted, token_ids, paths))
+        metadata = self._metadata_of(step)
+        alone(step, lambda: self._end(step, metadata, accepted, token_ids, paths))
 
     def _end(
-        self, step: Step, books: StepBooks, accepted: Any, given_ids: Any, paths: Any = None
+        self, step: Step, metadata: StepMetadata, accepted: Any, given_ids: Any, paths: Any = None
     ) -> None:
         """End a step that nobody else uses."""
         self._check_open(step)
-        keep, order = kept_tokens(step, books.tree, accepted, paths)
+        keep, order = kept_tokens(step, metadata.tree, accepted, paths)
         ids = None if given_ids is None else ids_of_step(given_ids, step, self._sequences)
         missing = step.unwritten_layers
         if missing and keep.any():
@@ -558,9 +558,9 @@ class PagedKVCache(StoredSequences):
             for (seq, state), n in zip(states.items(), looked_at.tolist(), strict=True):
                 self._store.reports.refuse(seq, state.length + n)
         ids = ids if ids is None or order is None else ids[order]
-        ending = end_step(self._store, states, step, books.state_slots, keep, ids)
-        if order is not None and books.tree is not None:
-            books.tree.move(self._store, order, books.written)
+        ending = end_step(self._store, states, step, metadata.state_slots, keep, ids)
+        if order is not None and metadata.tree is not None:
+            metadata.tree.move(self._store, order, metadata.written)
         slots = self._store.states
         if slots is not None:
             slots.register(ending.checkpoints)
@@ -569,14 +569,14 @@ class PagedKVCache(StoredSequences):
         except BaseException:
             if slots is not None:
                 slots.forget(ending.checkpoints)
-            books.written[:] &= order is None  # rows of a tree have moved
+            metadata.written[:] &= order is None  # rows of a tree have moved
             raise
         step._end(keep)
         try:
             self._exchange(ending.states, ending.released)
         except BaseException:
-            books.kept.clear()
-            books.written[:] &= order is None
+            metadata.kept.clear()
+            metadata.written[:] &= order is None
             step.open = any(self._sequences[seq].reserved is not None for seq in step.sequences)
             raise
         self._open_steps.pop(step, None)
@@ -596,8 +596,8 @@ class PagedKVCache(StoredSequences):
         NumkvError
             If the step has ended already.
         """
-        books, none = self._books_of(step), np.zeros(len(step.sequences), np.int64)
-        alone(step, lambda: self._end(step, books, none, None))
+        metadata, none = self._metadata_of(step), np.zeros(len(step.sequences), np.int64)
+        alone(step, lambda: self._end(step, metadata, none, None))
 
     # -- from the host
 
@@ -670,11 +670,11 @@ class PagedKVCache(StoredSequences):
 
     def _insert(self, state: SequenceState, shared: NDArray[np.int32]) -> int:
         """Give a sequence its number, and references to blocks that others have or have had."""
-        seq, books = self._next, self.states
+        seq, of_states = self._next, self.states
         self.blocks.acquire(shared)
         try:
-            if books is not None:
-                books.acquire(state.slots())
+            if of_states is not None:
+                of_states.acquire(state.slots())
             self._publish({seq: state})
         except BaseException:
             self.blocks.release(shared)
@@ -687,7 +687,7 @@ class PagedKVCache(StoredSequences):
         none, slots = np.empty(0, np.int32), self._store.states
         if slots is None or not states:
             return self._insert(state, shared=none)
-        taken = slots.books.allocate(1)
+        taken = slots.block_pool.allocate(1)
         slot = int(taken[0])
         try:
             slots.put(slot, states)
@@ -972,7 +972,7 @@ class PagedKVCache(StoredSequences):
         states = put_states(store, saved, states, source)
         source.verify()  # before anything can be found by its tokens
         with claims("the sequences"):
-            counts = np.bincount(held([x.blocks() for x in states]), minlength=len(ids))
+            counts = np.bincount(blocks_in([x.blocks() for x in states]), minlength=len(ids))
             expect(bool((counts > 0).all()), "a block belongs to no sequence")
             self.blocks.acquire(np.repeat(ids, counts - 1))  # which it has once already
             places = np.append(ids, np.int32(-1))  # -1 stays what it is
@@ -982,16 +982,18 @@ class PagedKVCache(StoredSequences):
             self._next = saved.next
             self.check()
 
-    def _books_of(self, step: Any) -> StepBooks:
-        books: StepBooks | None = self._open_steps.get(step) if isinstance(step, Step) else None
-        if books is None:
+    def _metadata_of(self, step: Any) -> StepMetadata:
+        metadata: StepMetadata | None = (
+            self._open_steps.get(step) if isinstance(step, Step) else None
+        )
+        if metadata is None:
             if isinstance(step, Step):
                 self._check_open(step)
             raise NumkvError(
                 "`step`: expected an open step of this cache, got "
                 f"{'one of another' if isinstance(step, Step) else type(step).__name__}"
             )
-        return books
+        return metadata
 
     def _check_open(self, step: Any) -> None:
         if not step.open:

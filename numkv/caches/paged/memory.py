@@ -49,7 +49,7 @@ def new_store(
     groups : list of LayerGroup
         From `groups_of`.
     blocks : BlockPool
-        The books.
+        The block pool.
     rotate : bool
         Whether rows are rotated before they are stored.
     states : StateMemory, optional
@@ -116,7 +116,7 @@ def _head_scales(store: BlockStore) -> list[Array]:
 
 
 def copied(store: BlockStore) -> BlockStore:
-    """The same buffers and books once more, in memory of their own."""
+    """The same buffers and metadata once more, in memory of their own."""
     target, blocks = store.target, store.blocks.copy()
     every = np.arange(blocks.num_blocks)
     in_use = every[(blocks.ref_count(every) > 0) | blocks.is_cached(every)]
@@ -141,13 +141,13 @@ def _arrays(store: BlockStore) -> list[Array]:
 
 
 def state_of(store: BlockStore) -> dict[str, Any]:
-    """What a pickle holds of buffers and books on the CPU, in memory of its own."""
+    """What a pickle holds of buffers and metadata on the CPU, in memory of its own."""
     own = copied(store)
     slots = own.states
     return {
         "target": own.target.name, "layers": own.layers, "groups": own.groups, "blocks": own.blocks,
         "rotate": own.parts[0].pool.rotate, "key_bounds": own.bounds is not None, "continuations": own.continuations,
-        "slots": None if slots is None else (slots.every, slots.books), "arrays": _arrays(own),
+        "slots": None if slots is None else (slots.every, slots.block_pool), "arrays": _arrays(own),
     }  # fmt: skip
 
 
@@ -155,8 +155,8 @@ def store_of(state: dict[str, Any]) -> BlockStore:
     """What `state_of` was given, in buffers that lie where kernels like them."""
     layers, target, slots = state["layers"], targets.get(state["target"]), None
     if state["slots"] is not None:
-        every, books = state["slots"]
-        slots = StateMemory(target, layers.with_states, books.num_blocks, every, books)
+        every, block_pool = state["slots"]
+        slots = StateMemory(target, layers.with_states, block_pool.num_blocks, every, block_pool)
     args = state["groups"], state["blocks"], state["rotate"], slots, state["key_bounds"]
     made = new_store(target, layers, *args)
     for x, content in zip(_arrays(made), state["arrays"], strict=True):

@@ -16,8 +16,8 @@ from numkv.blocks.pool import taken_for_now
 from numkv.caches.paged.buffers import StepTables
 from numkv.caches.paged.prefix_match import NewNames, name_blocks, split_at_window
 from numkv.caches.paged.states import Checkpoint, StateMemory
-from numkv.caches.paged.step import Step, StepBooks
-from numkv.caches.paged.store import BlockStore, Ints, SequenceState, held
+from numkv.caches.paged.step import Step, StepMetadata
+from numkv.caches.paged.store import BlockStore, Ints, SequenceState, blocks_in
 from numkv.caches.paged.trees import Tree
 from numkv.checks import check_integers, host_array
 from numkv.errors import CacheFull, NotSupported
@@ -27,7 +27,7 @@ class Reservation(NamedTuple):
     """A step whose blocks are taken; made by `reserve_room`."""
 
     step: Step
-    books: StepBooks
+    metadata: StepMetadata
     states: dict[int, SequenceState]
     """The sequences with room for it."""
     taken: NDArray[np.int32]
@@ -75,7 +75,7 @@ def reserve_room(
     slots = None
     try:
         if store.states is not None:
-            slots = store.states.books.allocate(len(states))
+            slots = store.states.block_pool.allocate(len(states))
             fresh = np.array([state.slot < 0 for state in states.values()], np.bool_)
             store.states.clear(slots[fresh])
         copy_from: list[int] = []
@@ -96,18 +96,18 @@ def reserve_room(
                 tables.append(np.concatenate([table, taken[begin:end]]) if end > begin else table)
                 part += 1
             new_states[seq] = state.in_step(state.length, tables, state.tokens, n, dropped)
-        books = StepBooks(store.reading_only.copy(), [], tree, slots)
-        step = Step(store, new_states, new_lens, books, into)
+        metadata = StepMetadata(store.reading_only.copy(), [], tree, slots)
+        step = Step(store, new_states, new_lens, metadata, into)
         store.clear(taken)
         if copy_from:
             store.copy_blocks(copy_from, copy_to, copy_group)
         return Reservation(
-            step, books, new_states, taken, np.array(copy_from, np.int32), undo, slots
+            step, metadata, new_states, taken, np.array(copy_from, np.int32), undo, slots
         )
     except BaseException:  # memory, say
         undo()
         if store.states is not None and slots is not None:
-            store.states.books.release(slots)
+            store.states.block_pool.release(slots)
         raise
 
 
@@ -139,7 +139,7 @@ def _plan_tables(
 
 def refuse_without_slots(slots: StateMemory, wanted: int) -> None:
     """Refuse sequences for whose states there is no room, before blocks are taken, which may be those of prefixes."""
-    free = slots.books.num_free
+    free = slots.block_pool.num_free
     if wanted > free:
         raise CacheFull(
             f"`sequences`: expected at most {free}, for whose states there are slots, got {wanted}; remove or swap out "
@@ -248,7 +248,7 @@ def end_step(
         names += parts
         released += rejected + behind
     given_up = np.array([slot for slot in slots if slot >= 0], np.int32)
-    return Ending(new_states, names, held(released), given_up, checkpoints)
+    return Ending(new_states, names, blocks_in(released), given_up, checkpoints)
 
 
 def _with_states(

@@ -1,6 +1,6 @@
 """Attention of a `PagedKVCache` over tokens in full precision and codes: parts that are merged exactly.
 
-Each part is attention over ranges of one block table; see `numkv.caches.parts`. Which token a query reads where
+Each part is attention over ranges of one block table; see `numkv.attention.parts`. Which token a query reads where
 follows from positions alone (`residual.split`), so that no result depends on the batch.
 """
 
@@ -13,10 +13,10 @@ import numpy as np
 
 from numkv.arrays import Array
 from numkv.attention.options import CheckedOptions
+from numkv.attention.parts import Part, attend_to_parts
 from numkv.attention.sight import Sight
 from numkv.caches.paged.residual import split
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState
-from numkv.caches.parts import Part, attend_to_parts
 from numkv.checks import check_integers
 from numkv.errors import NotSupported
 

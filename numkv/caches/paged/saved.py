@@ -16,7 +16,7 @@ from numkv.caches.layer_spec import StateSlots
 from numkv.caches.paged.key_bounds import bounds_nbytes
 from numkv.caches.paged.memory import block_nbytes
 from numkv.caches.paged.states import StateMemory
-from numkv.caches.paged.store import BlockStore, SequenceState, held
+from numkv.caches.paged.store import BlockStore, SequenceState, blocks_in
 from numkv.caches.paged.swap import Geometry, SwappedSequence, check_sequence, check_table
 from numkv.errors import NumkvError
 from numkv.snapshots.fields import Fields, claims, expect
@@ -224,7 +224,8 @@ def cache_snapshot(
     saved = SavedPagedCache(
         geometry=store.geometry, num_blocks=store.blocks.num_blocks, blocks=len(ids),
         blocks_of_parts=list(map(len, parts)), next=following, key_bounds=int(store.bounds is not None),
-        num_states=0 if slots is None else slots.books.num_blocks, checkpoint_every=0 if slots is None else slots.every,
+        num_states=0 if slots is None else slots.block_pool.num_blocks,
+        checkpoint_every=0 if slots is None else slots.every,
         sequences=[
             SavedSequence(
                 sequence=seq, length=x.length, cached=x.cached, tokens=len(x.tokens), extra=x.extra,
@@ -250,7 +251,9 @@ def own_blocks(
     """Which of some blocks belong to groups that have rows in each part."""
     every = list(states)
     return [
-        np.searchsorted(ids, np.unique(held([x.tables[group] for x in every for group in groups])))
+        np.searchsorted(
+            ids, np.unique(blocks_in([x.tables[group] for x in every for group in groups]))
+        )
         for _, groups in store.parts
     ]
 
@@ -308,9 +311,9 @@ def put_states(
         if slots is not None and x.length:
             content = saved.states(f"{i}.", x.length, source)
             if x.slot in seen:
-                slots.books.acquire([seen[x.slot]])
+                slots.block_pool.acquire([seen[x.slot]])
             else:
-                seen[x.slot] = int(slots.books.allocate(1)[0])
+                seen[x.slot] = int(slots.block_pool.allocate(1)[0])
                 slots.put(seen[x.slot], content)
             state = state._replace(slot=seen[x.slot])
         found.append(state)

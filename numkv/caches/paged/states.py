@@ -37,7 +37,7 @@ class Checkpoint(NamedTuple):
 
 
 class StateMemory:
-    """Slots for the states of all layers, and their books.
+    """Slots for the states of all layers, and their block_pool.
 
     Parameters
     ----------
@@ -49,12 +49,12 @@ class StateMemory:
         Slots.
     every : int
         Tokens from one checkpoint to the next; a multiple of the block size.
-    books : BlockPool, optional
+    block_pool : BlockPool, optional
         Of slots that there are already.
 
     Attributes
     ----------
-    books : BlockPool
+    block_pool : BlockPool
         References to slots, and the checkpoints in them.
     arrays : dict of int to tuple of array
         Of each layer the states in all slots, ``(num_slots, *shape)``.
@@ -62,10 +62,10 @@ class StateMemory:
 
     def __init__(
         self, target: Target, shapes: Mapping[int, tuple[StateShape, ...]], num_slots: int, every: int,
-        books: BlockPool | None = None,
+        block_pool: BlockPool | None = None,
     ) -> None:  # fmt: skip
         self.target, self.shapes, self.every = target, dict(shapes), every
-        self.books = BlockPool(num_slots, 1) if books is None else books
+        self.block_pool = BlockPool(num_slots, 1) if block_pool is None else block_pool
         check_bytes({"num_slots": num_slots, "states": self.slot_nbytes(shapes)}, 1)
         self._bytes = [
             target.zeros((num_slots, shape.nbytes), np.uint8) for _, shape in self._each()
@@ -96,7 +96,7 @@ class StateMemory:
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""
-        return self.books.num_blocks * self.slot_nbytes(self.shapes)
+        return self.block_pool.num_blocks * self.slot_nbytes(self.shapes)
 
     # -- slots
 
@@ -158,11 +158,11 @@ class StateMemory:
             self.target.ops.copy_blocks(new, source, x, to)
 
     def copy(self) -> StateMemory:
-        """The same slots and books once more, in memory of their own."""
+        """The same slots and block_pool once more, in memory of their own."""
         made = StateMemory(
-            self.target, self.shapes, self.books.num_blocks, self.every, self.books.copy()
+            self.target, self.shapes, self.block_pool.num_blocks, self.every, self.block_pool.copy()
         )
-        every = np.arange(self.books.num_blocks, dtype=np.int32)
+        every = np.arange(self.block_pool.num_blocks, dtype=np.int32)
         if len(every):
             made.scatter(self._bytes, made._bytes, every)
         return made
@@ -178,25 +178,25 @@ class StateMemory:
 
         A copy counts from 0 again, but slots have been taken since.
         """
-        taken = self.books.stats().allocations
+        taken = self.block_pool.stats().allocations
         return sha256(f"state {next(self._unnamed)} {taken}".encode()).digest()
 
     def register(self, checkpoints: Sequence[Checkpoint]) -> None:
         """Have slots found by names, but for names that other slots have."""
         if checkpoints:
             slots, names, lengths, _ = zip(*checkpoints, strict=True)
-            self.books.register(slots, _names(names), np.array(lengths).reshape(-1, 1))
+            self.block_pool.register(slots, _names(names), np.array(lengths).reshape(-1, 1))
 
     def forget(self, checkpoints: Sequence[Checkpoint]) -> None:
         """Undo `register`."""
         if checkpoints:
-            self.books.forget([each.slot for each in checkpoints])
+            self.block_pool.forget([each.slot for each in checkpoints])
 
     def find(self, names: Sequence[bytes], lengths: Sequence[int]) -> NDArray[np.int32]:
         """The slots of checkpoints, negative numbers where they are gone."""
         if not names:
             return np.empty(0, np.int32)
-        return self.books.find_each(_names(names), np.array(lengths, np.int32).reshape(-1, 1))
+        return self.block_pool.find_each(_names(names), np.array(lengths, np.int32).reshape(-1, 1))
 
     def present(self, chain: NDArray[np.uint8], block_size: int) -> NDArray[np.bool_]:
         """After which numbers of blocks of a prompt, from 0 on, there is a checkpoint; 0 needs none.
@@ -214,7 +214,9 @@ class StateMemory:
         numbers = np.arange(step, len(chain) + 1, step)
         if len(numbers):
             lengths = (numbers * block_size).astype(np.int32)
-            fits[numbers] = self.books.find_each(chain[numbers - 1], lengths.reshape(-1, 1)) >= 0
+            fits[numbers] = (
+                self.block_pool.find_each(chain[numbers - 1], lengths.reshape(-1, 1)) >= 0
+            )
         return fits
 
     def restore(self, marks: Sequence[tuple[int, bytes]], length: int, present: int) -> int:

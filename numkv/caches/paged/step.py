@@ -22,6 +22,7 @@ from numkv.attention.options import (
     CheckedOptions,
     check_options,
 )
+from numkv.attention.parts import attend_to_parts
 from numkv.caches.bound import BoundStep, NewTokens
 from numkv.caches.paged.buffers import Filled, StepTables
 from numkv.caches.paged.column import Rows
@@ -30,7 +31,6 @@ from numkv.caches.paged.residual_attention import Queries, Ranges, parts_of, ran
 from numkv.caches.paged.states import StateMemory, StepState
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState, widened
 from numkv.caches.paged.trees import Tree
-from numkv.caches.parts import attend_to_parts
 from numkv.checks import check_array
 from numkv.errors import DimensionMismatch, NonFiniteInput, NotSupported, NumkvError
 from numkv.numbers import check_flag, check_index, check_size
@@ -64,7 +64,7 @@ class _Read(NamedTuple):
     """The same on the host."""
 
 
-class StepBooks(NamedTuple):
+class StepMetadata(NamedTuple):
     """What a cache and a step of it both know, which users do not see."""
 
     written: NDArray[np.bool_]  #: which layers have rows of the new tokens
@@ -84,7 +84,7 @@ class Step:
         The sequences, in order; their block tables have room for the new tokens.
     new_lens : int64 array (num_seqs,)
         How many tokens each of them gets.
-    books : StepBooks
+    metadata : StepMetadata
         What the cache keeps of it.
     into : StepTables, optional
         Where its tables lie; else in memory of their own.
@@ -110,11 +110,11 @@ class Step:
         store: BlockStore,
         sequences: dict[int, SequenceState],
         new_lens: Ints,
-        books: StepBooks,
+        metadata: StepMetadata,
         into: StepTables | None = None,
     ) -> None:
         self._store, self._buffers = store, into
-        self._written, self._kept, self._tree, state_slots = books
+        self._written, self._kept, self._tree, state_slots = metadata
         tree = self._tree
         self.sequences, self.new_lens = tuple(sequences), new_lens
         self.open, self._access = True, Access()

@@ -77,13 +77,13 @@ class SequenceState(NamedTuple):
 
     def blocks(self) -> NDArray[np.int32]:
         """Its blocks, of one group after another."""
-        return held(self.tables)
+        return blocks_in(self.tables)
 
     def by_depth(self) -> NDArray[np.int32]:
         """Its blocks in the order of its tokens: of those that are released, the last ones are evicted first."""
         if len(self.tables) == 1:
             return self.blocks()
-        return held([np.stack(self.tables, 1).reshape(-1)])
+        return blocks_in([np.stack(self.tables, 1).reshape(-1)])
 
     def slots(self) -> NDArray[np.int32]:
         """Its slot of states, if it has one."""
@@ -104,7 +104,7 @@ class SequenceState(NamedTuple):
         return (self.dropped | 1) + 1
 
 
-def held(tables: Iterable[NDArray[np.int32]]) -> NDArray[np.int32]:
+def blocks_in(tables: Iterable[NDArray[np.int32]]) -> NDArray[np.int32]:
     """The blocks in some tables, or parts of tables: what is not -1."""
     parts = list(tables)
     if not parts:
@@ -132,7 +132,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockStore:
-    """Buffers, the books of their blocks, and the layers that use them.
+    """Buffers, the bookkeeping of their blocks, and the layers that use them.
 
     Attributes
     ----------

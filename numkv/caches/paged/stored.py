@@ -59,7 +59,7 @@ class PagedStats:
 
 
 class StoredSequences:
-    """What a `PagedKVCache` consists of: buffers, books, sequences, counts."""
+    """What a `PagedKVCache` consists of: buffers, metadata, sequences, counts."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class StoredSequences:
     @property
     def states(self) -> BlockPool | None:
         """The bookkeeping of slots for states, a `BlockPool` whose blocks are slots; None where no layer keeps any."""
-        return None if self._store.states is None else self._store.states.books
+        return None if self._store.states is None else self._store.states.block_pool
 
     def length(self, seq: int) -> int:
         """Tokens of a sequence that are committed.
@@ -349,7 +349,7 @@ class StoredSequences:
             return
         try:
             self.blocks.release(released)
-        except Exception:  # the books are not what tables say, or busy in this very thread
+        except Exception:  # the metadata are not what tables say, or busy in this very thread
             if len(old) > len(before):
                 before.clear()  # so that the order stays
             before.update(old)
@@ -359,7 +359,7 @@ class StoredSequences:
     def _release_slots(self, slots: NDArray[np.int32]) -> None:
         """Release slots of states."""
         if self._store.states is not None:
-            self._store.states.books.release(slots)
+            self._store.states.block_pool.release(slots)
 
 
 def _check_store(store: Any) -> None:

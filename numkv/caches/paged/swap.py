@@ -14,7 +14,7 @@ from numkv.blocks.prefix import block_digests, token_ids
 from numkv.caches.paged.groups import LayerGroup, groups_of
 from numkv.caches.paged.layers import LayerRows, Layers
 from numkv.caches.paged.states import check_content
-from numkv.caches.paged.store import BlockStore, Extra, SequenceState, held
+from numkv.caches.paged.store import BlockStore, Extra, SequenceState, blocks_in
 from numkv.drawing.page import drawn
 from numkv.errors import DimensionMismatch, NumkvError
 from numkv.kinds import Kind
@@ -72,7 +72,7 @@ def copy_out(store: BlockStore, state: SequenceState) -> SwappedSequence:
     logical = [np.flatnonzero(table >= 0) for table in state.tables]
     buffers = []
     for pool, groups in store.parts:
-        ids = held([state.tables[group] for group in groups])
+        ids = blocks_in([state.tables[group] for group in groups])
         words, scales = [], []
         for _, side in pool.stored:
             found = [blocks_of(store.target, x, ids) for x in side.by_token()]

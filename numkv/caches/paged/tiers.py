@@ -28,7 +28,7 @@ from numkv.caches.paged.prefix_match import (
 )
 from numkv.caches.paged.states import Checkpoint
 from numkv.caches.paged.store import BlockStore, Extra
-from numkv.caches.paged.stored_parts import Missing, Source, StoredPart
+from numkv.caches.paged.stored_blocks import Missing, Source, StoredBlocks
 from numkv.caches.paged.swap import head_scales_of
 from numkv.errors import CacheFull
 from numkv.store.engine import IN_HOST, IN_POOL, NOWHERE, FullBlock
@@ -49,7 +49,7 @@ Where = NDArray[np.int8]
 def with_tiers(
     store: BlockStore, prefixes: PrefixStore | None, like: Tiers | None = None
 ) -> BlockStore:
-    """The same buffers and books, with a place for prefixes beyond them; `like` is that of which they are a copy."""
+    """The same buffers and metadata, with a place for prefixes beyond them; `like` is that of which they are a copy."""
     if prefixes is None:
         return store
     made = Tiers(store, prefixes)
@@ -123,7 +123,7 @@ class Brought:
         if blocks:
             store.blocks.release(np.concatenate(blocks))
         if slots and store.states is not None:
-            store.states.books.release(np.concatenate(slots))
+            store.states.block_pool.release(np.concatenate(slots))
 
 
 class Tiers:
@@ -132,7 +132,7 @@ class Tiers:
     Parameters
     ----------
     of : BlockStore
-        The cache's buffers and books.
+        The cache's buffers and metadata.
     store : PrefixStore
         The store, which others may use too.
     """
@@ -151,27 +151,28 @@ class Tiers:
         make, blocks = self._section_maker(), of.blocks
         #: Of blocks, of one group after another; one for all of them where layers are alike.
         self.parts = [
-            StoredPart(self.engine, blocks, content, make(content.content)) for content in contents
+            StoredBlocks(self.engine, blocks, content, make(content.content))
+            for content in contents
         ]
         #: Which of them each block that is registered belongs to; -1 for what others have registered.
         self._nobody = -1 if len(self.parts) > 1 else 0
         self._part_of = np.full(blocks.num_blocks, self._nobody, np.int32)
-        self.of_states: StoredPart | None = None
+        self.of_states: StoredBlocks | None = None
         if of.states is not None:
             content = BlockBytes.of_slots(of.states)
-            self.of_states = StoredPart(
-                self.engine, of.states.books, content, make(content.content), group_mask(len(of.groups))
+            self.of_states = StoredBlocks(
+                self.engine, of.states.block_pool, content, make(content.content), group_mask(len(of.groups))
             )  # fmt: skip
-            self._named = np.zeros(of.states.books.num_blocks, np.bool_)
-            of.states.books._watcher = _OfStates(self.of_states, self._named)
+            self._named = np.zeros(of.states.block_pool.num_blocks, np.bool_)
+            of.states.block_pool._watcher = _OfStates(self.of_states, self._named)
         blocks._watcher = self
 
     def belongs_to(self, of: BlockStore) -> None:
-        """Look at these buffers and books from now on: the same, which know of this object."""
+        """Look at these buffers and metadata from now on: the same, which know of this object."""
         self._of = of
 
     def take(self, like: Tiers) -> None:
-        """Know of blocks and slots what another one does, of whose books these are a copy."""
+        """Know of blocks and slots what another one does, of whose block_pool these are a copy."""
         self._part_of[:] = like._part_of
         if self.of_states is not None:
             self._named[:] = like._named
@@ -195,7 +196,7 @@ class Tiers:
         for part in (*self.parts, *([] if self.of_states is None else [self.of_states])):
             part.section = make(part.content.content)
 
-    def _part(self, group: int) -> StoredPart:
+    def _part(self, group: int) -> StoredBlocks:
         return self.parts[group if len(self.parts) > 1 else 0]
 
     # -- out
@@ -215,14 +216,14 @@ class Tiers:
         assert slots is not None
         assert part is not None
         for slot, name, length, tokens in checkpoints:
-            if tokens is not None and name_of(slots.books, slot) == name:
+            if tokens is not None and name_of(slots.block_pool, slot) == name:
                 self._named[slot] = True
                 of_name = np.frombuffer(bytearray(name), np.uint8)[None]
                 depth = np.array([length // self._of.block_size - 1])
                 blocks += part.full_blocks(np.array([slot], np.int32), of_name, tokens[None], depth)
         self._write(part, blocks)
 
-    def _write(self, part: StoredPart, blocks: list[FullBlock]) -> None:
+    def _write(self, part: StoredBlocks, blocks: list[FullBlock]) -> None:
         if not blocks:
             return
         if part.content.seen_by_host:
@@ -352,26 +353,26 @@ class Tiers:
         self, ids: NDArray[np.int32], names: list[NDArray[np.uint8]], blocks: int, kept: Brought
     ) -> list[Missing]:
         """What the pool lacks of so many blocks; a reference to each of the others is taken, and put into `kept`."""
-        size, books = self._of.block_size, self._of.blocks
+        size, block_pool = self._of.block_size, self._of.blocks
         by_block = ids.reshape(-1, size)
         missing = []
         there = []
         for group, of_group in enumerate(names):
             first = self._of.first_needed(group, blocks * size)
-            found = books.find_each(of_group[first:blocks], by_block[first:blocks])
+            found = block_pool.find_each(of_group[first:blocks], by_block[first:blocks])
             there.append(found[found >= 0])
             for i in (first + np.flatnonzero(found < 0)).tolist():
                 in_host = kept.where[group][i] == IN_HOST
                 missing.append(Missing(group, i, of_group[i], by_block[i], in_host))
         new = np.setdiff1d(np.concatenate(there), np.concatenate([_NONE, *kept.blocks]))
-        books.acquire(new.astype(np.int32))
+        block_pool.acquire(new.astype(np.int32))
         kept.blocks.append(new.astype(np.int32))
         return missing
 
     def _fetch(self, missing: list[Missing], kept: Brought, source: Source) -> NDArray[np.bool_]:
         """Bring blocks into the pool and register them; which of them there were."""
-        books = self._of.blocks
-        taken = books.allocate(len(missing))
+        block_pool = self._of.blocks
+        taken = block_pool.allocate(len(missing))
         self._of.forget_bounds(taken)
         groups = np.array([of.group for of in missing], np.int32)
         part_of = groups if len(self.parts) > 1 else np.zeros_like(groups)
@@ -387,13 +388,13 @@ class Tiers:
             if good.any():
                 chosen = [missing[i] for i in np.flatnonzero(good)]
                 tokens = np.stack([of.tokens for of in chosen])
-                books.register(taken[good], np.stack([of.name for of in chosen]), tokens)
+                block_pool.register(taken[good], np.stack([of.name for of in chosen]), tokens)
                 self._part_of[taken[good]] = part_of[good]
         except BaseException:
-            books.release(taken)
+            block_pool.release(taken)
             raise
         kept.blocks.append(taken[good])
-        books.release(taken[~good])
+        block_pool.release(taken[~good])
         return good
 
     # -- states
@@ -405,7 +406,7 @@ class Tiers:
             return None
         there = slots.present(chain, self._of.block_size)
         ends = np.where(there, IN_POOL, NOWHERE).astype(np.int8)
-        if slots.books.num_free:
+        if slots.block_pool.num_free:
             at = slice(slots.every // self._of.block_size, None, slots.every // self._of.block_size)
             ends[at][~there[at]] = _UNKNOWN
         return ends
@@ -416,9 +417,9 @@ class Tiers:
         if slots is not None and blocks and kept.ends is not None:
             found = slots.find([chain[blocks - 1].tobytes()], [blocks * self._of.block_size])
             if found[0] >= 0:
-                slots.books.acquire(found)
+                slots.block_pool.acquire(found)
                 kept.slots.append(found)
-            if not slots.books.num_free:
+            if not slots.block_pool.num_free:
                 kept.ends[kept.ends == _UNKNOWN] = NOWHERE
 
     def _look_for_states(
@@ -441,21 +442,21 @@ class Tiers:
         length = blocks * size
         if slots.find([name.tobytes()], [length])[0] >= 0:  # of a turn before
             return True
-        if not slots.books.num_free:
+        if not slots.block_pool.num_free:
             ends[blocks] = NOWHERE
             return False
         missing = Missing(0, blocks - 1, name, ids[length - size : length], ends[blocks] == IN_HOST)
-        taken = slots.books.allocate(1)
+        taken = slots.block_pool.allocate(1)
         try:
             good, tiers = part.fill([missing], taken, source)
             if good[0]:
                 slots.register([Checkpoint(int(taken[0]), name.tobytes(), length, None)])
                 self._named[taken] = True
         except BaseException:
-            slots.books.release(taken)
+            slots.block_pool.release(taken)
             raise
         if not good[0]:
-            slots.books.release(taken)
+            slots.block_pool.release(taken)
             ends[blocks] = NOWHERE
             return False
         kept.slots.append(taken)
@@ -481,17 +482,17 @@ class Tiers:
 
 
 class _OfStates:
-    """What the books of states tell; see `numkv.blocks.pool`.
+    """What the metadata of states tell; see `numkv.blocks.pool`.
 
     Parameters
     ----------
-    part : StoredPart
+    part : StoredBlocks
         The states.
     named : bool array (num_slots,)
         Which slots have names that others know.
     """
 
-    def __init__(self, part: StoredPart, named: NDArray[np.bool_]) -> None:
+    def __init__(self, part: StoredBlocks, named: NDArray[np.bool_]) -> None:
         self._part, self._named = part, named
 
     def evicted(

@@ -38,32 +38,32 @@ class Missing(NamedTuple):
     """Whether the host tier had it when it was looked for."""
 
 
-class StoredPart:
+class StoredBlocks:
     """Blocks of one form, or slots of states, on their way to a store and back.
 
     Parameters
     ----------
     engine : Engine
         The store's.
-    books : BlockPool
+    block_pool : BlockPool
         Which of them are cached, and under which names.
     content : BlockBytes
         Their bytes.
     section : Section
         Their objects.
     mask : numpy.uint64
-        What the first word of an object's name differs by from that in `books`.
+        What the first word of an object's name differs by from that in `block_pool`.
     """
 
     def __init__(
-        self, engine: Engine, books: BlockPool, content: BlockBytes, section: Section,
+        self, engine: Engine, block_pool: BlockPool, content: BlockBytes, section: Section,
         mask: np.uint64 | None = None,
     ) -> None:  # fmt: skip
-        self._engine, self._books, self._mask = engine, books, mask
+        self._engine, self._block_pool, self._mask = engine, block_pool, mask
         self.content, self.section = content, section
 
     def _masked(self, names: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Names of objects for those in the books, or the other way round."""
+        """Names of objects for those in the metadata, or the other way round."""
         if self._mask is None:
             return names
         found = np.array(names)
@@ -78,7 +78,7 @@ class StoredPart:
 
     def holds(self, block: int, name: bytes) -> bool:
         """Whether a block is registered under a name; looked up without waiting for a turn."""
-        registered = np.frombuffer(name_of(self._books, block), np.uint8)
+        registered = np.frombuffer(name_of(self._block_pool, block), np.uint8)
         return self._masked(registered).tobytes() == name
 
     def full_blocks(
@@ -102,19 +102,19 @@ class StoredPart:
         self._engine.add_data(self.section, zip(blocks, copies, strict=True))
 
     def rescue(self, ids: NDArray[np.int32], names: NDArray[np.uint64]) -> None:
-        """Take what the books evict into the host tier."""
+        """Take what the metadata evict into the host tier."""
         named = self._masked(np.ascontiguousarray(names).view(np.uint8).reshape(len(ids), -1))
         each = zip(ids.tolist(), (name.tobytes() for name in named), strict=True)
         self._engine.rescue(self.section, self, each)
 
     def rescue_waiting(self, ids: Iterable[int]) -> None:
-        """Take what is still to be written, and the books forget, into the host tier."""
+        """Take what is still to be written, and the metadata forget, into the host tier."""
         self._engine.rescue(None, self, ((block, b"") for block in ids))
 
     # -- in
 
     def where(self, names: NDArray[np.uint8], source: Source) -> NDArray[np.int8]:
-        """In which tier each is, by its name in the books."""
+        """In which tier each is, by its name in the metadata."""
         each = [name.tobytes() for name in self._masked(names)]
         with opened():  # it may be on the other side of a network
             return np.array(source.where(self.section, each), np.int8)
