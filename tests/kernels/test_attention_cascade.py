@@ -174,4 +174,7 @@ def test_steps_share_what_their_sequences_have_in_common(target, to, host, rng):
         tolerances.assert_rows_close(host(step.attention(layer, to(q), shared_len=12)), want, 2e-5)
     with pytest.raises(IndexError, match="shared_len"):
         step.attention(0, to(q), shared_len=15)
+    for wrong in (np.array([4, 8]), 1.5, None, "4"):
+        with pytest.raises(TypeError, match="`shared_len`"):
+            step.attention(0, to(q), shared_len=wrong)
     cache.rollback(step)

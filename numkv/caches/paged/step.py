@@ -445,6 +445,8 @@ class Step:
         """
         pool, group = self._layer(layer)
         checked = self._asked(group, options, return_lse, out)
+        if type(shared_len) is not int:
+            shared_len = check_size("shared_len", shared_len, 0)
         if (
             self._again is None or shared_len or checked.sight is not None
             or self._store.groups[group].chunk or not self._has_rows(layer)
