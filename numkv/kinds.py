@@ -220,6 +220,21 @@ class Kind:
             return (*rows[:-1], rows[-1] // some, 2 * head_dim)
         return (*rows, self.scales_per_row(head_dim)) if self.scales_per == "group" else rows
 
+    def whole_groups(self, tokens: int) -> int:
+        """Tokens rounded up to whole token groups, where such share scales.
+
+        Parameters
+        ----------
+        tokens : int
+            How many are wanted.
+
+        Returns
+        -------
+        int
+        """
+        some = max(1, self.group_tokens)
+        return -(-check_size("tokens", tokens) // some) * some
+
     def row_bytes(self, head_dim: int) -> int:
         """Bytes of one stored row, its scales included; of those of channels its share, rounded up.
 
@@ -457,6 +472,6 @@ def refuse_channels(name: str, of: Kind) -> None:
     if of.group_tokens:
         raise NotSupported(
             f"{name}: expected a kind whose rows are stored one by one, got {of}, whose scales belong to the channels "
-            f"of {of.group_tokens} tokens; keep such keys in a PagedKVCache, or take "
+            f"of {of.group_tokens} tokens; keep such keys in a KVCache or a PagedKVCache, or take "
             f"{of.name.removesuffix('_channel')}"
         )

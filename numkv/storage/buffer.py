@@ -252,8 +252,18 @@ class Buffer:
                 self.target.ops.copy_blocks(source, source_ids, target, to_ids)
 
     def copy_tokens(self, source_slots: Array, to: Buffer, to_slots: Array) -> None:
-        """Copy the rows of tokens to a buffer of the same kind and heads; slots are on the target."""
+        """Copy the rows of tokens to a buffer of the same kind and heads; slots are on the target.
+
+        Scales of channels go where the first token of their group does: groups stay whole, but for the last.
+        """
+        some = self.kind.group_tokens
         for source, target in zip(self.by_token(), to.by_token(), strict=True):
+            if some and source is self.scales:
+                here, there = (np.asarray(self.target.to_host(x)) for x in (source_slots, to_slots))
+                begins = here % some == 0
+                source_slots, to_slots = (
+                    self.target.index(x[begins] // some, np.int64) for x in (here, there)
+                )
             if source.size:
                 self.target.ops.copy_tokens(source, source_slots, target, to_slots)
 

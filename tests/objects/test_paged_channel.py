@@ -345,8 +345,8 @@ def refusals():
     ):
         layers = [of(2, 32, kind="int8_channel", **options)]
         yield (lambda x=layers: numkv.PagedKVCache(layers=x, num_blocks=9, block_size=64)), said
-    yield (lambda: numkv.ContiguousLayer(64, 2, 32, kind="int8_channel")), r"PagedKVCache"
-    yield (lambda: numkv.KVCache(1, 2, 32, k_kind="int4_channel")), r"PagedKVCache, or take int4"
+    call = numkv.CausalCache().init
+    yield (lambda: call("int4_channel", 1, 1, 1)), r"PagedKVCache, or take int4"
     yield (lambda: cache().bind(4)), r"bind: .*by channel"
     yield (lambda: cache().step_buffers(1)), r"step_buffers: .*by channel"
     yield (lambda: cache().arrays(0)), r"arrays: .*by channel"
