@@ -224,7 +224,9 @@ def test_table_of_kinds():
                 continue
             assert layer.k_scale.size == count
             assert not count or str(layer.k_scale.dtype) in scales
-    assert names == [kind.name for kind in kinds(by_channel=True) if "fp8" not in kind.name]
+    assert names == [
+        kind.name for kind in numkv.kinds.kinds(by_channel=True) if "fp8" not in kind.name
+    ]
 
 
 def test_int8():

@@ -31,7 +31,7 @@ from numkv.caches.paged.states import StateMemory, StepState
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState, widened
 from numkv.caches.paged.trees import Tree
 from numkv.caches.parts import attend_to_parts
-from numkv.checks import check_array
+from numkv.checks import check_apart, check_array
 from numkv.compaction.moves import slots_of
 from numkv.errors import DimensionMismatch, NonFiniteInput, NotSupported, NumkvError
 from numkv.numbers import check_flag, check_index, check_size
@@ -400,6 +400,9 @@ class Step:
         captured = self._captured("write")
         self._refuse_bad()
         p = Projection.check(pool, *given)
+        if (twin := self._twin_of(layer)) is not None:
+            of_call = {"qkv": p.qkv, "q_out": p.q_out}
+            check_apart(pool.target, twin[0].written("k_full", "v_full"), of_call)
         self._put("qkv", pool, slots, p, check_finite, captured)
         self._write_in_full(layer, p)
         self._quantise_groups(layer, pool)
@@ -1033,7 +1036,8 @@ class Step:
                 continue
             groups = tuple(store.place(x)[1] for x in (twin, layer))
             if groups not in made:
-                places: tuple[list[Any], ...] = ([], [])
+                none = np.empty(0, np.int64)
+                places: tuple[list[Any], ...] = ([none], [none])
                 for state, end, n in zip(states, self._ends, self.new_lens.tolist(), strict=True):
                     first = np.arange((end - n) // some, end // some) * some
                     for found, group in zip(places, groups, strict=True):
@@ -1054,6 +1058,7 @@ class Step:
         twin = self._twin_of(layer)
         if twin is not None:
             pool, slots = twin
+            check_apart(pool.target, pool.written("k_full", "v_full"), {"k": k, "v": v})
             pool.scatter(k, v, slots)
 
     def _write_in_full(self, layer: int, p: Projection) -> None:
