@@ -15,7 +15,7 @@ from numkv.caches.layer_spec import FullPrecision
 from numkv.caches.paged_layer import PagedLayer
 from numkv.errors import UnsupportedDType
 from numkv.kernels.builder import cache_stats
-from numkv.kinds import Kind, kind
+from numkv.kinds import Kind, kind, kinds_of
 from numkv.numbers import check_flag, check_size
 from numkv.storage.buffer import source_dtypes
 from numkv.targets import get
@@ -151,12 +151,12 @@ def _listed(name: str, given: Any) -> list[Any]:
 def _pair(choice: Any) -> tuple[Kind, Kind]:
     """The kinds of K and of V."""
     if not isinstance(choice, tuple):
-        return kind(choice), kind(choice)
+        return kinds_of(choice, None, None)
     if len(choice) != 2:
         raise ValueError(
             f"`kinds`: expected pairs, the kinds of K and of V, got {len(choice)} of them"
         )
-    return kind(choice[0]), kind(choice[1])
+    return kinds_of(choice[0], None, choice[1])
 
 
 def _run(

@@ -35,7 +35,7 @@ import numpy as np
 from numba.extending import register_jitable
 
 from numkv.arrays import CacheArrays
-from numkv.kinds import Kind
+from numkv.kinds import Kind, refuse_channels
 from numkv.kinds import kind as named
 from numkv.rows import address
 from numkv.rows.codec import element_codec, elements_in, row_codec
@@ -157,7 +157,10 @@ def store_row(kind: str | Kind) -> Callable[..., bool]:
     ------
     UnsupportedDType
         If there is no such kind.
+    NotSupported
+        If a row cannot be stored by itself: scales of channels belong to many tokens.
     """
+    refuse_channels("`kind`", named(kind))
     return _store_row(named(kind).name)
 
 
@@ -261,9 +264,11 @@ def _at(of: Kind, function: Callable[..., Any]) -> Callable[..., Any]:
             return function(words[block, head, offset], row, more)
 
     else:
+        SHARING = max(1, of.group_tokens)  # tokens that share scales
 
         @register_jitable
         def at(words, scales, block, head, offset, more):  # type: ignore[no-untyped-def]
-            return function(words[block, head, offset], scales[block, head, offset], more)
+            row = scales[block, head, offset // SHARING]
+            return function(words[block, head, offset], row, more)
 
     return at  # type: ignore[no-any-return]

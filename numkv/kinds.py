@@ -15,7 +15,7 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
-from numkv.errors import DimensionMismatch, UnsupportedDType
+from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
 from numkv.numbers import check_size
 
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
@@ -30,7 +30,7 @@ class Kind:
     ----------
     name : str
         Canonical name: ``"fp64"``, ``"fp32"``, ``"fp16"``, ``"bf16"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, ``"int8"``,
-        ``"code6"``, ``"int4"`` or ``"code4"``.
+        ``"code6"``, ``"int4"``, ``"code4"``, ``"int8_channel"`` or ``"int4_channel"``.
     dtype : numpy.dtype
         The dtype a user sees.
     word : numpy.dtype
@@ -39,16 +39,19 @@ class Kind:
         The dtype that attention over this kind accumulates in (float64 if the query is float64).
     is_query : bool
         Whether queries, new rows, fused projections and masks may have this dtype.
-    scales_per : {"none", "head", "row", "group"}
+    scales_per : {"none", "head", "row", "group", "channel"}
         What shares a scale: nothing, as there are none; a kv head of the whole buffer, by scales that are set once; a
         row (one token and kv head), or a group of `group_size` elements of a row, by scales that are computed from
-        the row.
+        the row; a channel (one element of the rows of `group_tokens` tokens), by a scale and a zero point that are
+        computed from these tokens.
     scale_dtype : numpy.dtype
         The dtype of scales that a user sees; of kinds without scales that of their empty arrays.
     scale_word : numpy.dtype
         The dtype of scales inside kernels.
     group_size : int
         Elements that share a scale if ``scales_per`` is ``"group"``, else 0.
+    group_tokens : int
+        Tokens that share scales if ``scales_per`` is ``"channel"``, else 0. They lie in one block.
     unit : tuple of int
         The fewest elements that fill whole words of the buffers, and how many words that is: ``(1, 1)``, or what
         several elements share.
@@ -61,10 +64,11 @@ class Kind:
     word: np.dtype[Any]
     compute: np.dtype[Any] = _FLOAT32
     is_query: bool = False
-    scales_per: Literal["none", "head", "row", "group"] = "none"
+    scales_per: Literal["none", "head", "row", "group", "channel"] = "none"
     scale_dtype: np.dtype[Any] = _FLOAT32
     scale_word: np.dtype[Any] = _FLOAT32
     group_size: int = 0
+    group_tokens: int = 0
     unit: tuple[int, int] = (1, 1)
     codes_dtype: np.dtype[Any] | None = None
 
@@ -82,11 +86,11 @@ class Kind:
 
     @property
     def has_scales(self) -> bool:
-        """Whether rows carry scales beside their codes, computed from them: whether the kind is quantised.
+        """Whether there are scales beside codes, computed from rows: whether the kind is quantised.
 
         fp8 kinds say False: their scales belong to heads, not to rows, and are set by the user.
         """
-        return self.scales_per in ("row", "group")
+        return self.scales_per in ("row", "group", "channel")
 
     @property
     def is_float(self) -> bool:
@@ -95,7 +99,7 @@ class Kind:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether a value is more than its stored element: its product with a scale of a head, a row or a group."""
+        """Whether a value is more than its stored element: its product with a scale, perhaps by a zero point."""
         return self.scales_per != "none"
 
     @property
@@ -106,10 +110,10 @@ class Kind:
     @property
     def scale_ndim(self) -> int:
         """Axes of the array of scales; where there are none it is empty and has three."""
-        return {"none": 3, "head": 1, "row": 3, "group": 4}[self.scales_per]
+        return {"none": 3, "head": 1, "row": 3, "group": 4, "channel": 4}[self.scales_per]
 
     def scales_per_row(self, head_dim: int) -> int:
-        """Scales that one row brings along: none, one, or one for each of its groups.
+        """Scales that one row brings along: none, one, or one for each of its groups. Those of channels are no row's.
 
         Parameters
         ----------
@@ -183,8 +187,14 @@ class Kind:
         Returns
         -------
         tuple of int
-            `rows` where a row has one scale, with an axis more where its groups have one each; ``(num_kv_heads,)``
-            where heads have one each, and ``(0, 0, 0)`` where there are none.
+            `rows` where a row has one scale, with an axis more where its groups have one each; where channels have,
+            groups of tokens in place of tokens, and of each the scales of its channels, then their zero points;
+            ``(num_kv_heads,)`` where heads have one each, and ``(0, 0, 0)`` where there are none.
+
+        Raises
+        ------
+        DimensionMismatch
+            If tokens do not make whole groups.
         """
         if not isinstance(rows, tuple):
             raise TypeError(f"`rows`: expected a tuple of sizes, got {type(rows).__name__}")
@@ -198,10 +208,35 @@ class Kind:
                     f"`rows`: expected the sizes of a buffer, kv heads second, got {rows}"
                 )
             return (rows[1],)
+        if self.scales_per == "channel":
+            some = self.group_tokens
+            if rows[-1] % some:
+                raise DimensionMismatch(
+                    f"`block_size`: expected a multiple of {some} for {self} storage, whose scales belong "
+                    f"to as many tokens, got {rows[-1]}; choose {-(-rows[-1] // some) * some}",
+                    expected=some,
+                    actual=rows[-1],
+                )
+            return (*rows[:-1], rows[-1] // some, 2 * head_dim)
         return (*rows, self.scales_per_row(head_dim)) if self.scales_per == "group" else rows
 
+    def whole_groups(self, tokens: int) -> int:
+        """Tokens rounded up to whole token groups, where such share scales.
+
+        Parameters
+        ----------
+        tokens : int
+            How many are wanted.
+
+        Returns
+        -------
+        int
+        """
+        some = max(1, self.group_tokens)
+        return -(-check_size("tokens", tokens) // some) * some
+
     def row_bytes(self, head_dim: int) -> int:
-        """Bytes of one stored row, the scales that it brings along included.
+        """Bytes of one stored row, its scales included; of those of channels its share, rounded up.
 
         Parameters
         ----------
@@ -212,8 +247,12 @@ class Kind:
         -------
         int
         """
-        scales = self.scales_per_row(head_dim) * self.scale_word.itemsize
-        return self.words_per_row(head_dim) * self.word.itemsize + scales
+        scales, rows = self.scales_per_row(head_dim), 1
+        if self.scales_per == "channel":
+            scales, rows = 2 * head_dim, self.group_tokens
+        return self.words_per_row(head_dim) * self.word.itemsize - (
+            -scales * self.scale_word.itemsize // rows
+        )
 
     def bytes_per_token(
         self, num_kv_heads: int, head_dim: int, head_dim_v: int | None = None
@@ -255,6 +294,13 @@ def _fp8(name: str, dtype: Any) -> Kind:
     return Kind(name, np.dtype(dtype), np.dtype(np.uint8), scales_per="head")
 
 
+def _by_channel(name: str, word: Any, unit: tuple[int, int]) -> Kind:
+    of_scales: dict[str, Any] = {"scale_dtype": _BF16, "scale_word": np.dtype(np.uint16)}
+    return Kind(
+        name, _FLOAT32, np.dtype(word), scales_per="channel", group_tokens=64, unit=unit, **of_scales
+    )  # fmt: skip
+
+
 _KINDS = {
     k.name: k
     for k in (
@@ -284,6 +330,8 @@ _KINDS = {
             unit=(2, 1),
         ),
         Kind("code4", _FLOAT32, np.dtype(np.uint8), scales_per="row", unit=(2, 1)),
+        _by_channel("int8_channel", np.int8, (1, 1)),
+        _by_channel("int4_channel", np.uint8, (2, 1)),
     )
 }
 _ALIASES = {
@@ -306,14 +354,19 @@ QUERY_DTYPES = tuple(_BY_DTYPE)
 STORED_FLOAT_DTYPES = tuple(_BY_STORED_DTYPE)
 
 
-def kinds() -> tuple[Kind, ...]:
-    """All storage kinds, the widest first.
+def kinds(by_channel: bool = False) -> tuple[Kind, ...]:
+    """The storage kinds whose rows are stored one by one, the widest first.
+
+    Parameters
+    ----------
+    by_channel : bool
+        Whether those come after them whose scales belong to channels: which caches take for keys, functions do not.
 
     Returns
     -------
     tuple of Kind
     """
-    return tuple(_KINDS.values())
+    return tuple(kind for kind in _KINDS.values() if by_channel or not kind.group_tokens)
 
 
 def kind(name: str | Kind) -> Kind:
@@ -378,7 +431,47 @@ def kind_of_stored_dtype(dtype: Any) -> Kind | None:
 
 
 def kinds_of(
-    both: str | Kind, k_kind: str | Kind | None, v_kind: str | Kind | None
+    both: str | Kind, k_kind: str | Kind | None, v_kind: str | Kind | None, by_channel: bool = False
 ) -> tuple[Kind, Kind]:
-    """The kinds of K and of V from the three arguments that every object takes."""
-    return kind(both if k_kind is None else k_kind), kind(both if v_kind is None else v_kind)
+    """The kinds of K and of V from the three arguments that every object takes.
+
+    Parameters
+    ----------
+    both, k_kind, v_kind : str or Kind
+        See there.
+    by_channel : bool
+        Whether the object takes keys whose scales belong to channels. With `both` of such a kind V has rows as wide.
+
+    Raises
+    ------
+    NotSupported
+        If V should have scales by channel, or K has them and the object does not take such.
+    """
+    of_k, of_v = kind(both if k_kind is None else k_kind), kind(both if v_kind is None else v_kind)
+    if not by_channel:
+        refuse_channels("`kind`", of_k)
+    if not of_v.group_tokens:
+        return of_k, of_v
+    beside = of_v.name.removesuffix("_channel")
+    if v_kind is not None:
+        raise NotSupported(
+            f"`v_kind`: expected a kind whose rows have scales of their own, got {of_v}, which is for keys; "
+            f"leave it out, or take {beside}"
+        )
+    return of_k, kind(beside)
+
+
+def refuse_channels(name: str, of: Kind) -> None:
+    """Refuse a kind of keys whose scales belong to channels, where rows are stored one by one.
+
+    Raises
+    ------
+    NotSupported
+        If it is such a kind.
+    """
+    if of.group_tokens:
+        raise NotSupported(
+            f"{name}: expected a kind whose rows are stored one by one, got {of}, whose scales belong to the channels "
+            f"of {of.group_tokens} tokens; keep such keys in a KVCache or a PagedKVCache, or take "
+            f"{of.name.removesuffix('_channel')}"
+        )

@@ -28,7 +28,7 @@ def specs(
     **alike
         What all have.
     """
-    alike |= {"kind": k_kind or kind, "v_kind": v_kind or kind}
+    alike |= {"kind": k_kind or kind, "v_kind": v_kind or (kind if k_kind else None)}
     found = []
     for layer in range(num_layers):
         own = {"states": (states or {}).get(layer, ())}

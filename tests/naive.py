@@ -200,6 +200,60 @@ def code6_dequantise(codes, scale):
     return levels[code6_unpack(codes)] * np.asarray(scale).astype(np.float64)[..., None]
 
 
+CHANNEL_TOKENS = 64
+
+
+def channel_quantise(x, bits):
+    """Codes, scales and zero points of token groups ``(..., 64, d)``: bfloat16 ``(..., d)`` each; of 4 bits unpacked.
+
+    Zero points lie between a channel's extremes, scales are rounded up, and all levels are at half steps.
+    """
+    f32, bf16 = np.float32, DTYPES["bf16"]
+    x = np.asarray(x).astype(f32)
+    with np.errstate(all="ignore"):
+        low, high = x.min(axis=-2), x.max(axis=-2)
+        zero = (low / f32(2) + high / f32(2) + f32(0)).astype(bf16)
+        at = zero.astype(f32)
+        half = np.maximum(high - at, at - low) + f32(0)
+        lost = ~(half <= f32(3.0e38)) | ~np.isfinite(x).all(axis=-2)
+        exact = half / f32(2 ** (bits - 1) - 0.5)
+        bits_of = np.where(lost, f32(0), exact).view(np.uint32).astype(np.uint64)
+        scale = ((bits_of + 0xFFFF) >> 16).astype(np.uint16).view(bf16)
+        scale, zero = np.where(lost, bf16.type(np.nan), scale), np.where(lost, bf16.type(0), zero)
+        step = scale.astype(f32)[..., None, :]
+        place = np.floor((x - zero.astype(f32)[..., None, :]) / step)
+        codes = np.clip(place, -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    return np.where(step > 0, codes, 0).astype(np.int8), scale, zero
+
+
+def channel_dequantise(codes, scale, zero):
+    """Float64 values of unpacked codes ``(..., 64, d)``."""
+    scale, zero = (x.astype(np.float64)[..., None, :] for x in (scale, zero))
+    return zero + scale * (codes.astype(np.float64) + 0.5)
+
+
+def channel_words(codes, kind):
+    """Codes as they are stored: of 4 bits two to a byte, neighbours together, each 8 more."""
+    if kind == "int8_channel":
+        return codes
+    codes = (codes + 8).astype(np.uint8)
+    return codes[..., ::2] | codes[..., 1::2] << 4
+
+
+def channel_codes(words, kind):
+    """The inverse of `channel_words`."""
+    if kind == "int8_channel":
+        return words
+    both = np.stack([words & 15, words >> 4], axis=-1)
+    both = both.reshape(*words.shape[:-1], 2 * words.shape[-1])
+    return both.astype(np.int8) - np.int8(8)
+
+
+def channel_bits(kind):
+    """Bits of a code."""
+    return 8 if kind == "int8_channel" else 4
+
+
 def rotation(signs):
     """The matrix that a row is multiplied by before it is stored, as a column: signs, then Walsh-Hadamard in blocks."""
     block = len(signs) & -len(signs)

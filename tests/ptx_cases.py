@@ -15,6 +15,7 @@ import numpy as np
 import operands
 import paged_problems
 import problems
+import ptx_channel
 import ptx_choice
 import ptx_latents
 import ptx_prefill
@@ -444,6 +445,7 @@ def cases():
         case(dequantise, kind)
     _attention(case)
     ptx_prefill.add_cases(case)
+    ptx_channel.add_cases(case)
     ptx_choice.add_cases(case)
     ptx_latents.add_cases(case)
     for shape, kind in (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import numkv
-from numkv.kinds import kinds
+from numkv.kinds import kinds, kinds_of
 
 TABLE = [  # name, bytes, scales, dtype, word
     ("fp64", 8, False, np.float64, np.float64),
@@ -22,6 +22,8 @@ TABLE = [  # name, bytes, scales, dtype, word
     ("code6", 0.75, True, np.float32, np.uint8),
     ("int4", 0.5, True, np.float32, np.uint8),
     ("code4", 0.5, True, np.float32, np.uint8),
+    ("int8_channel", 1, True, np.float32, np.int8),
+    ("int4_channel", 0.5, True, np.float32, np.uint8),
 ]
 ALIASES = {
     "fp64": ["f64", "float64", "FP64"],
@@ -60,7 +62,8 @@ def test_a_kind_is_its_own_name():
 
 
 def test_registry_is_what_the_table_says():
-    assert [kind.name for kind in kinds()] == [row[0] for row in TABLE]
+    assert [kind.name for kind in kinds(by_channel=True)] == [row[0] for row in TABLE]
+    assert [kind.name for kind in kinds()] == [row[0] for row in TABLE if "channel" not in row[0]]
 
 
 @pytest.mark.parametrize("bad", ["", "fp12", "int3", "float128", "x", None, 16, np.float32])
@@ -87,6 +90,9 @@ def test_unknown_names(bad):
         ("code6", 1, 40, 8, 30 + 4 + 6 + 4),
         ("code4", 8, 128, None, 1088),  # 4.25 bits an element
         ("code4", 1, 34, 2, 17 + 4 + 1 + 4),
+        ("int8_channel", 8, 128, None, 8 * 2 * (128 + 8)),  # 8.5 bits an element
+        ("int4_channel", 8, 128, None, 8 * 2 * (64 + 8)),
+        ("int4_channel", 1, 34, 2, 17 + 3 + 1 + 1),
     ],
 )
 def test_bytes_per_token(name, num_kv_heads, head_dim, head_dim_v, expected):
@@ -102,6 +108,7 @@ def test_bytes_per_token(name, num_kv_heads, head_dim, head_dim_v, expected):
         ("int8", 66, np.float32, (3, 2, 5)),
         ("int4", 33, ml_dtypes.bfloat16, (3, 2, 5, 3)),
         ("code4", 33, np.float32, (3, 2, 5)),
+        ("int4_channel", 33, ml_dtypes.bfloat16, None),
     ],
 )
 def test_rows_of_66_elements(name, words, dtype, shape):
@@ -110,7 +117,33 @@ def test_rows_of_66_elements(name, words, dtype, shape):
     assert kind.elements_of(words) == 66
     assert kind.scale_dtype == np.dtype(dtype)
     assert kind.scale_word.itemsize == kind.scale_dtype.itemsize
-    assert kind.scale_shape((3, 2, 5), 66) == shape
+    if shape is not None:
+        assert kind.scale_shape((3, 2, 5), 66) == shape
+
+
+def test_scales_of_channels_belong_to_whole_groups_of_tokens():
+    for name in ("int8_channel", "int4_channel"):
+        kind = numkv.kind(name)
+        assert (kind.group_tokens, kind.scales_per, kind.scales_per_row(66)) == (64, "channel", 0)
+        assert kind.scale_shape((3, 2, 128), 66) == (3, 2, 2, 132)
+        with pytest.raises(
+            numkv.DimensionMismatch, match=r"`block_size`: expected a multiple of 64 .*choose 128"
+        ):
+            kind.scale_shape((3, 2, 65), 66)
+
+
+def test_channels_are_for_keys_of_objects_that_take_them():
+    int8, int4, by_8, by_4 = map(numkv.kind, ("int8", "int4", "int8_channel", "int4_channel"))
+    assert kinds_of("int4_channel", None, None, by_channel=True) == (by_4, int4)
+    assert kinds_of("fp16", "int8_channel", "int4", by_channel=True) == (by_8, int4)
+    assert kinds_of("int8_channel", "int8", None) == (int8, int8)
+    with pytest.raises(numkv.NotSupported, match=r"`v_kind`: .*int4_channel.*, or take int4"):
+        kinds_of("fp16", None, "int4_channel", by_channel=True)
+    with pytest.raises(
+        numkv.NotSupported,
+        match=r"`kind`: .* got int8_channel.* PagedKVCache, or take int8",
+    ):
+        kinds_of("int8_channel", None, None)
 
 
 def test_rows_of_six_bits():

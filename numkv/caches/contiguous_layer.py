@@ -24,7 +24,8 @@ class ContiguousLayer(Layer):
     Parameters
     ----------
     capacity : int
-        Tokens that it can hold; the buffers are allocated once.
+        Tokens that it can hold; the buffers are allocated once. For keys by channel it is rounded up to whole groups
+        of 64.
     num_kv_heads : int
         Kv heads.
     head_dim : int
@@ -88,8 +89,8 @@ class ContiguousLayer(Layer):
         head_dim_v: int | None = None,
     ) -> None:
         place = targets.get(target)
-        make, of_k, of_v = pool_and_kinds(kind, k_kind, v_kind)
-        size = check_size("capacity", capacity)
+        make, of_k, of_v = pool_and_kinds(kind, k_kind, v_kind, by_channel=True)
+        size = of_k.whole_groups(check_size("capacity", capacity))
         heads = check_size("num_kv_heads", num_kv_heads, 1)
         dim = check_size("head_dim", head_dim, 1)
         dim_v = dim if head_dim_v is None else check_size("head_dim_v", head_dim_v, 1)

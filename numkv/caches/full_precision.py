@@ -77,7 +77,7 @@ class FullPrecisionWindow:
         self._first = first if capacity is None else min(first, capacity)
         self._ring = ring if capacity is None else min(ring, capacity)
         self._size = self._first + self._ring
-        self._pool = _float_pool(pool, num_layers, self._size)
+        self._pool = float_pool(pool, num_layers, self._size)
         self._sinks = np.zeros(num_layers, np.int64)
         self._end = np.zeros(num_layers, np.int64)
 
@@ -221,21 +221,11 @@ class FullPrecisionWindow:
 
     def staging(self, tokens: int) -> Pool:
         """A block of float rows for new tokens, which `append` then takes: see `staged`."""
-        target, shape = self._pool.target, (1, int(self._pool.k.shape[1]), max(1, tokens))
-        sides = []
-        for side in (
-            self._pool.k_buffer,
-            self._pool.v_buffer,
-        ):  # not zeros, for which CUDA waits: each row that is read is written
-            words = target.empty((*shape, side.dim), side.kind.word)
-            sides.append(Buffer(target, words, side.scales, side.kind))
-        return Pool(*sides)
+        return staging(self._pool, tokens)
 
     def staged(self, block: Pool, tokens: int) -> tuple[Array, Array]:
         """The first rows ``(tokens, num_kv_heads, head_dim)`` of K and of V in such a block."""
-        target = block.target
-        k, v = (target.token_major(block.values(x)[0, :, :tokens]) for x in "kv")
-        return k, v
+        return staged(block, tokens)
 
     def truncate(self, length: int) -> None:
         """Drop the tokens of all layers from position `length` on; quantised ones before it stay quantised.
@@ -478,7 +468,24 @@ class FullPrecisionWindow:
         return weights
 
 
-def _float_pool(pool: Pool, num_blocks: int, block_size: int) -> Pool:
+def staging(like: Pool, tokens: int) -> Pool:
+    """A block for new tokens of the kinds and sizes of a pool of floats."""
+    target, shape = like.target, (1, int(like.k.shape[1]), max(1, tokens))
+    sides = []
+    for side in (like.k_buffer, like.v_buffer):
+        # Not zeros, for which CUDA waits: each row that is read is written.
+        words = target.empty((*shape, side.dim), side.kind.word)
+        sides.append(Buffer(target, words, side.scales, side.kind))
+    return Pool(*sides)
+
+
+def staged(block: Pool, tokens: int) -> tuple[Array, Array]:
+    """The first rows ``(tokens, num_kv_heads, head_dim)`` of K and of V in such a block."""
+    k, v = (block.target.token_major(block.values(x)[0, :, :tokens]) for x in "kv")
+    return k, v
+
+
+def float_pool(pool: Pool, num_blocks: int, block_size: int) -> Pool:
     """Blocks for the rows of a pool before they are quantised."""
     shape = (num_blocks, int(pool.k.shape[1]), block_size)
     k_kind, v_kind = _float_kind(pool.k_kind), _float_kind(pool.v_kind)

@@ -118,14 +118,14 @@ class KVCache(SingleSequence):
         rotate: bool = False,
         full_precision: FullPrecision | None = None,
     ) -> None:
-        of_k, of_v = kinds_of(kind, k_kind, v_kind)
+        of_k, of_v = kinds_of(kind, k_kind, v_kind, by_channel=True)
         layers = check_size("num_layers", num_layers, 0, _MOST_LAYERS)
         heads = check_size("num_kv_heads", num_kv_heads, 1)
         dim = check_size("head_dim", head_dim, 1)
         dim_v = dim if head_dim_v is None else check_size("head_dim_v", head_dim_v, 1)
         self._bound = None if max_seq_len is None else check_size("max_seq_len", max_seq_len)
         # Layer i has block i, of as many tokens as the buffers hold.
-        shape = (layers, heads, 0 if self._bound is None else self._bound)
+        shape = (layers, heads, of_k.whole_groups(self._bound or 0))
         pool = _with_scales_of_layers(
             Pool.allocate(
                 targets.get(target), shape, dim, dim_v, of_k, of_v, check_flag("rotate", rotate)
@@ -279,7 +279,7 @@ class KVCache(SingleSequence):
     # -- writing
 
     def _make_room(self, layer: int, start: int, tokens: int) -> None:
-        if start + tokens <= self.capacity:
+        if start + tokens <= (self.capacity if self._bound is None else self._bound):
             return
         if self._bound is not None:
             raise CacheFull(
@@ -287,7 +287,8 @@ class KVCache(SingleSequence):
                 f"{self._bound - start} of max_seq_len {self._bound}; truncate, or make the "
                 "cache larger"
             )
-        self._move(max(start + tokens, 2 * self.capacity, _FIRST_CAPACITY))
+        room = max(start + tokens, 2 * self.capacity, _FIRST_CAPACITY)
+        self._move(self._pool.k_kind.whole_groups(room))
 
     @streamed
     @writes
@@ -782,6 +783,8 @@ class KVCache(SingleSequence):
         if kind.scales_per == "head":
             return self._pools[check_index("layer", layer, len(self._lengths))].scales(which)
         layer = self._check_quantised(which, layer)
+        if which == "k":
+            self._refuse_groups("k_scales")
         length = self._stored(layer)  # before the pool
         scale = self._pool.scales(which)
         rows = self._target.token_major(by_row(scale)[layer, :, :length])

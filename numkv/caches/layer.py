@@ -514,7 +514,8 @@ class Layer(SingleSequence):
                         else p.watch_rows(pool, k, v, marker._replace(skipped=skipped))
                     )
 
-                self._store(0, *self._full_precision.staged(staging, tokens), start, watch)
+                k, v = self._full_precision.staged(staging, tokens)
+                self._store(0, k, v, start, watch)
         except BaseException:
             self._unmake_room(0, start, room)
             raise

@@ -14,6 +14,7 @@ from numkv.kinds import Kind, kind
 from numkv.numbers import check_flag, check_size
 from numkv.planning import LayerNeeds, ModelNeeds
 from numkv.planning.layer_types import CHUNKED
+from numkv.storage.buffer import refuse_rotated_channels
 from numkv.storage.latents import LATENT, LatentPool, pool_and_kinds
 
 #: Kinds that rows in full precision may have: those of models.
@@ -219,8 +220,9 @@ class LayerSpec:
                     f"`{said[-1]}`: expected both `num_kv_heads` and `head_dim` with it, or no sizes where there are "
                     f"no rows, got {', '.join(said)} alone"
                 )
-        make, of_k, of_v = pool_and_kinds(self.kind, None, self.v_kind)
+        make, of_k, of_v = pool_and_kinds(self.kind, None, self.v_kind, by_channel=True)
         _set(self, kind=of_k)
+        refuse_rotated_channels(of_k, check_flag("rotate", self.rotate))
         dim_v = None if self.head_dim_v is None else check_size("head_dim_v", self.head_dim_v, 1)
         if heads is not None:
             dim = check_size("head_dim", dim, 1)

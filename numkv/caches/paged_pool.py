@@ -89,7 +89,7 @@ class PagedPool:
         )
         dim = check_size("head_dim", head_dim, 1)
         dim_v = dim if head_dim_v is None else check_size("head_dim_v", head_dim_v, 1)
-        make, of_k, of_v = pool_and_kinds(kind, k_kind, v_kind)
+        make, of_k, of_v = pool_and_kinds(kind, k_kind, v_kind, by_channel=True)
         self._access = Access()
         self._pool = make.allocate(
             targets.get(target), shape, dim, dim_v, of_k, of_v, check_flag("rotate", rotate)

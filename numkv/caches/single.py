@@ -18,9 +18,10 @@ from numkv.access import Access, dropping, drops, reads
 from numkv.attention.attend import attend, check_queries, too_many_queries
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import CheckedOptions, check_options, is_free
-from numkv.caches.full_precision import FullPrecisionWindow, Watching
+from numkv.caches.full_precision import Watching
 from numkv.caches.late_reports import SequenceReports
 from numkv.caches.layer_spec import FullPrecision, LayerSpec
+from numkv.caches.newest_groups import kept_in_full
 from numkv.caches.saved import SavedSequence
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import plan_moves, slots_of
@@ -69,9 +70,7 @@ class SingleSequence:
         self._pool = pool
         self._lengths = lengths
         self._heads, self._head_dim = int(pool.k.shape[1]), pool.head_dim
-        self._full_precision = FullPrecisionWindow.make(
-            pool, len(lengths), full_precision, capacity
-        )
+        self._full_precision = kept_in_full(pool, len(lengths), full_precision, capacity)
         self._begin()
 
     #: Which tokens' rows were NaN or infinite; those of all layers are one sequence, 0.
@@ -179,7 +178,7 @@ class SingleSequence:
         described = str(k_kind) + ("" if k_kind.name == v_storage else f"/{v_storage}")
         if self._pool.rotate:
             described += ", rotate=True"
-        if self._full_precision is not None:
+        if self._full_precision is not None and self._full_precision.kept is not None:
             described += f", full_precision={self._full_precision.kept}"
         return described
 
@@ -210,9 +209,18 @@ class SingleSequence:
                 "`jit`: expected a cache of K and V, got one of latents, whose V is a part of K; take `arrays`"
             )
         if self._full_precision is not None:
+            what = self._full_precision.kept or f"those of the newest group of {self._pool.k_kind}"
             raise NotSupported(
-                f"`{name}`: expected a cache without full-precision tokens, got {self._full_precision.kept}; they lie "
+                f"`{name}`: expected a cache without full-precision tokens, got {what}; they lie "
                 "outside of the buffers that compiled code would see"
+            )
+
+    def _refuse_groups(self, name: str) -> None:
+        """Refuse what goes by rows, where scales belong to token groups."""
+        if self._pool.by_channel:
+            raise NotSupported(
+                f"{name}: expected rows that are stored one by one, got keys in {self._pool.k_kind}, whose scales are "
+                "those of groups of tokens; keep keys in int8 or int4, or in a PagedKVCache"
             )
 
     def _view(self, make: Callable[[], Any]) -> Any:
@@ -287,7 +295,11 @@ class SingleSequence:
     def _values(self) -> dict[str, Any]:
         """What a snapshot holds, but for numbers of rows."""
         pool, full = self._pool, self._full_precision
-        kept = (0, 0) if full is None else (full.kept.window, full.kept.num_sink_tokens)
+        kept = (
+            (0, 0)
+            if full is None or full.kept is None
+            else (full.kept.window, full.kept.num_sink_tokens)
+        )
         return {
             "num_layers": len(self._lengths), "num_kv_heads": self._heads, "head_dim": self._head_dim,
             "head_dim_v": pool.head_dim_v, "k_kind": pool.k_kind, "v_kind": pool.v_storage, "rotation": seed_of(pool),
@@ -296,6 +308,7 @@ class SingleSequence:
 
     def __snapshot__(self) -> Snapshot:
         """See `numkv.snapshots.snapshot`."""
+        self._refuse_groups("save")
         self._refuse_reported()
         # Lengths first: whoever appends meanwhile moves rows to where there are as many, and more.
         values, full = self._values(), self._full_precision
@@ -391,7 +404,7 @@ class SingleSequence:
             for layer, slots in enumerate(self._slots(every)):
                 of = self._quantised(layer)
                 block, offset = np.divmod(slots[of.start : of.stop], size)
-                of_rows = np.isfinite(scales[block, :, offset])
+                of_rows = np.isfinite(scales[block, :, offset // max(1, kind.group_tokens)])
                 finite = of_rows.all(axis=tuple(range(1, of_rows.ndim)))
                 if not finite.all():
                     raise NumkvError(
@@ -491,6 +504,7 @@ class SingleSequence:
 
     def _compact(self, kept: NDArray[np.int64], shift: RopeShift | None) -> None:
         """Keep tokens ``(num_layers, n)``, checked, and move them to the front."""
+        self._refuse_groups("compact")
         new = np.broadcast_to(np.arange(kept.shape[1]), kept.shape)
         moved = kept != new
         if self._full_precision is not None:

@@ -54,7 +54,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "threads", f"{num_threads()} of {os.cpu_count()} cores"
     yield "threading layer", _threading_layer()
     yield "targets", _targets()
-    yield "kinds", " ".join(kind.name for kind in kinds())
+    yield "kinds", " ".join(kind.name for kind in kinds(by_channel=True))
     yield "kernel cache", _kernel_cache()
     for line in warnings_of([folder for folder in places() if folder.is_dir()]):
         yield "warning", line

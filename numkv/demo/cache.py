@@ -13,6 +13,7 @@ import numkv
 from numkv import targets
 from numkv.caches.layer import Layer
 from numkv.demo.checkpoint import ModelConfig
+from numkv.kinds import kinds_of
 
 
 class Step(Protocol):
@@ -218,8 +219,8 @@ class CacheChoice:
         """
         kinds, *words = text.split("+")
         k, slash, v = kinds.partition("/")
-        kind = numkv.kind(k).name
-        v_kind = numkv.kind(v).name if slash else kind
+        of_k, of_v = kinds_of(k, None, v if slash else None, by_channel=True)
+        kind, v_kind = of_k.name, of_v.name
         options: dict[str, Any] = {}
         for word in words:
             found = _OPTION.fullmatch(word)

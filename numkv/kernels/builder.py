@@ -35,9 +35,11 @@ from numkv.kinds import kinds
 log = logging.getLogger("numkv.kernels")
 
 #: Numba types of the words that storage kinds lie in.
-WORDS = {kind.name: from_dtype(kind.word) for kind in kinds()}
+WORDS = {kind.name: from_dtype(kind.word) for kind in kinds(by_channel=True)}
 #: Numba types and ranks of their scales: of heads, of rows or of rows' groups. Kinds without come with an empty array.
-SCALES = {kind.name: (from_dtype(kind.scale_word), kind.scale_ndim) for kind in kinds()}
+SCALES = {
+    kind.name: (from_dtype(kind.scale_word), kind.scale_ndim) for kind in kinds(by_channel=True)
+}
 
 #: Environment variable: 1 tells of every compilation on stderr, 0 of none; otherwise of each where somebody sits there,
 #: and elsewhere once that they take long.

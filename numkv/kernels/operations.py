@@ -286,6 +286,37 @@ class Operations:
         raise NotImplementedError
 
     @staticmethod
+    def quantise_groups(
+        rows: Array,
+        rows_kind: str,
+        groups: Array,
+        pool: Array,
+        pool_kind: str,
+        scale: Array,
+        to_groups: Array,
+    ) -> None:
+        """Quantise token groups of 64 tokens by channel: see `numkv.rows.channel`.
+
+        Parameters
+        ----------
+        rows : array (num_blocks, num_kv_heads, block_size, head_dim)
+            Blocks of rows, in the words of `rows_kind`; their block size is a multiple of 64.
+        rows_kind : str
+            Their kind, a float kind.
+        groups : int64 array (n,)
+            Which token groups: ``block * (block_size // 64) + number`` of each.
+        pool : array (num_blocks, num_kv_heads, block_size, words)
+            Takes the codes, in the words of `pool_kind`.
+        pool_kind : str
+            Its kind, one whose scales belong to channels.
+        scale : array (num_blocks, num_kv_heads, block_size // 64, 2 * head_dim)
+            Takes scales and zero points, in words.
+        to_groups : int64 array (n,)
+            Where each goes, counted as `groups`; none comes twice. On CUDA groups outside of either are skipped.
+        """
+        raise NotImplementedError
+
+    @staticmethod
     def first_non_finite(rows: Array, kind: str) -> int:
         """Find the first element that is NaN or infinite; on CUDA this waits for the device.
 
@@ -1004,8 +1035,8 @@ Spec = TypeVar("Spec", bound=Callable[..., Any])
 
 #: Files of kernels that every target has.
 FILES = (
-    "append", "attention", "choice", "compress", "copy", "finite", "hadamard", "latents", "mask", "mass", "merge",
-    "shift", "write",
+    "append", "attention", "channel", "choice", "compress", "copy", "finite", "hadamard", "latents", "mask", "mass",
+    "merge", "shift", "write",
 )  # fmt: skip
 
 #: Names of all operations.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from numkv.kinds import Kind, kind
+from numkv.kinds import Kind, kinds_of
 from numkv.numbers import check_flag, check_size
 
 _BYTES = {
@@ -352,7 +352,7 @@ class ModelNeeds:
         count: Callable[[Rows], int],
     ) -> int:
         """Bytes of some rows, each as often as `count` says."""
-        k, v = kind(k_kind), kind(k_kind if v_kind is None else v_kind)
+        k, v = kinds_of(k_kind, None, v_kind, by_channel=True)
         shared: dict[int, int] = {}  # by the number of tokens that share a row
         for one in rows:
             cost = one.row_bytes(k, v) * count(one)

@@ -11,7 +11,8 @@ The functions for a kind are chosen when a kernel is built, and take the same ar
 
 `scales` is the row of the scales that a token's row has in one kv head, whoever shares them: one for INT8 and for codes
 of a codebook, one for each group for INT4, and for 8-bit floats the one of the head, which is read, never written.
-`scales_at` finds it. Kinds without scales look at none.
+Where channels have scales, they are those of the token's group, and rows are loaded only. `scales_at` finds it. Kinds
+without scales look at none.
 """
 
 from __future__ import annotations
@@ -19,6 +20,12 @@ from __future__ import annotations
 import numpy as np
 from numba.extending import register_jitable
 
+from numkv.rows.channel import (
+    int4_channel_value,
+    int8_channel_value,
+    load_int4_channel,
+    load_int8_channel,
+)
 from numkv.rows.code4 import code4_value, load_code4, store_code4
 from numkv.rows.code6 import code6_value, load_code6, store_code6
 from numkv.rows.convert import codec
@@ -56,6 +63,9 @@ _QUANTISED = {
     "int4": (store_int4, load_int4, int4_value),
     "code4": (store_code4, load_code4, code4_value),
     "code6": (store_code6, load_code6, code6_value),
+    # Tokens are stored in groups: see `numkv.rows.channel`.
+    "int8_channel": (None, load_int8_channel, int8_channel_value),
+    "int4_channel": (None, load_int4_channel, int4_channel_value),
 }
 
 

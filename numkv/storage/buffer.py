@@ -72,6 +72,7 @@ class Buffer:
             If this machine's does not.
         """
         of_row = kind.words_per_row(dim)
+        refuse_rotated_channels(kind, rotate)
         sizes = dict(zip(("num_blocks", "num_kv_heads", "block_size"), shape, strict=True))
         check_bytes(sizes | {"head_dim": dim}, kind.bytes_per_element)
         words = target.zeros((*shape, of_row), kind.word)
@@ -170,6 +171,10 @@ class Buffer:
         if self.kind.scales_per == "head":
             scales = self.scales.reshape((int(self.scales.shape[0]), 1))
             found = self.target.dequantise(self.kind, self.words[block, :, part], scales)
+        elif self.kind.group_tokens:
+            first, stop, _ = part.indices(int(self.words.shape[2]))
+            slots = np.arange(first, stop) + block * int(self.words.shape[2])
+            return self.target.token_major(self.gather(self.target.index(slots, np.int64)))
         elif self.kind.has_scales:
             scales = self.scales[block, :, part]
             found = self.target.dequantise(self.kind, self.words[block, :, part], scales)
@@ -200,9 +205,13 @@ class Buffer:
         if kind.scales_per == "head":
             found = target.dequantise(kind, copied, self.scales.reshape((1, heads)))
         elif kind.has_scales:
-            scales = target.empty(kind.scale_shape((n, heads, 1), self.dim), kind.scale_word)
+            some = max(1, kind.group_tokens)
+            if some > 1:  # as many tokens have one place in the array of scales
+                slots = target.index(np.asarray(target.to_host(slots)) // some, np.int64)
+            shape = kind.scale_shape((n, heads, some), self.dim)
+            scales = target.empty(shape, kind.scale_word)
             target.ops.copy_tokens(self.scales, slots, scales, numbers)
-            scales = scales.reshape(kind.scale_shape((n, heads), self.dim))
+            scales = scales.reshape((*shape[:2], *shape[3:]))
             found = target.dequantise(kind, copied, scales)
         else:
             found = target.typed(copied, kind.dtype)
@@ -243,8 +252,18 @@ class Buffer:
                 self.target.ops.copy_blocks(source, source_ids, target, to_ids)
 
     def copy_tokens(self, source_slots: Array, to: Buffer, to_slots: Array) -> None:
-        """Copy the rows of tokens to a buffer of the same kind and heads; slots are on the target."""
+        """Copy the rows of tokens to a buffer of the same kind and heads; slots are on the target.
+
+        Scales of channels go where the first token of their group does: groups stay whole, but for the last.
+        """
+        some = self.kind.group_tokens
         for source, target in zip(self.by_token(), to.by_token(), strict=True):
+            if some and source is self.scales:
+                here, there = (np.asarray(self.target.to_host(x)) for x in (source_slots, to_slots))
+                begins = here % some == 0
+                source_slots, to_slots = (
+                    self.target.index(x[begins] // some, np.int64) for x in (here, there)
+                )
             if source.size:
                 self.target.ops.copy_tokens(source, source_slots, target, to_slots)
 
@@ -296,10 +315,24 @@ def head_scales(name: str, scales: Any, heads: int) -> np.ndarray[Any, Any]:
     return found
 
 
+def refuse_rotated_channels(kind: Kind, rotate: bool) -> None:
+    """Refuse to rotate keys whose scales belong to channels."""
+    if rotate and kind.group_tokens:
+        raise NotSupported(
+            f"`rotate`: expected False for keys in {kind}, got True: a rotation mixes the channels, which have scales "
+            "of their own instead; leave it out"
+        )
+
+
 def are_scales(kind: Kind, words: np.ndarray[Any, Any]) -> bool:
-    """Whether words in host memory can be scales of a kind: finite, and from 0 up; of heads above 0."""
+    """Whether words in host memory can be scales of a kind: finite, and from 0 up; of heads above 0.
+
+    Of channels those in the first half of the last axis are scales, the others zero points.
+    """
     scales = words.view(kind.scale_dtype).astype(_FLOAT32)
     signs = scales > 0 if kind.scales_per == "head" else scales >= 0
+    if kind.group_tokens and scales.ndim:
+        signs[..., scales.shape[-1] // 2 :] = True
     return bool((signs & np.isfinite(scales)).all())
 
 
@@ -355,4 +388,4 @@ def _sources(kind: Kind) -> tuple[np.dtype[Any], ...]:
 
 
 # By name, as the hash of a kind takes longer than all the rest of a look-up.
-_SOURCE_DTYPES = {kind.name: _sources(kind) for kind in kinds()}
+_SOURCE_DTYPES = {kind.name: _sources(kind) for kind in kinds(by_channel=True)}

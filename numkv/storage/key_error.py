@@ -67,10 +67,17 @@ def key_error(
     if buffer.rotation is not None:
         q = buffer.rotation.forward(target, q, np.float32)
     squares: Floats = np.asarray(target.to_host(q), np.float64) ** 2
-    starts: Sequence[int] = range(0, squares.shape[2], kind.group_size or squares.shape[2])
+    each = 1 if kind.group_tokens else kind.group_size or squares.shape[2]
+    starts: Sequence[int] = range(0, squares.shape[2], each)
     heads, size = (int(n) for n in buffer.words.shape[1:3])
     # These are the whole pool's, of which only the sequence's become float64.
     every = target.to_host(buffer.typed_scales())
+    if kind.group_tokens:  # zero points come after the scales
+        every, slots, size = (
+            every[..., : len(starts)],
+            slots // kind.group_tokens,
+            size // kind.group_tokens,
+        )
     every = every.reshape(*every.shape[:3], len(starts))
     scales = np.asarray(every[slots // size, :, slots % size], np.float64)
     mean: Floats = (scales**2).sum(0) / max(num_tokens, 1)  # (num_kv_heads, groups)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self
 
 from numkv.checks import check_apart
 from numkv.errors import DimensionMismatch, NotSupported
-from numkv.kinds import Kind, kind, kinds_of
+from numkv.kinds import Kind, kind, kinds_of, refuse_channels
 from numkv.numbers import check_flag
 from numkv.storage.buffer import Buffer
 from numkv.storage.pool import Pool
@@ -29,13 +29,14 @@ LATENT = "latent"
 
 
 def pool_and_kinds(
-    both: str | Kind, k_kind: str | Kind | None, v_kind: str | Kind | None
+    both: str | Kind, k_kind: str | Kind | None, v_kind: str | Kind | None, by_channel: bool = False
 ) -> tuple[type[Pool], Kind, Kind]:
-    """The class of pool that an object's three arguments ask for, and the kinds of K and of V."""
+    """The class of pool that an object's three arguments ask for, and the kinds of K and of V; see `kinds_of`."""
     if isinstance(v_kind, str) and v_kind.strip().lower() == LATENT:
         of_k = kind(both if k_kind is None else k_kind)
+        refuse_channels("`kind`", of_k)
         return LatentPool, of_k, of_k
-    return Pool, *kinds_of(both, k_kind, v_kind)
+    return Pool, *kinds_of(both, k_kind, v_kind, by_channel)
 
 
 def first_part(rows: Buffer, dim: int) -> Buffer:

@@ -147,6 +147,11 @@ class Pool:
         """How V is stored, as `v_kind` of a cache says it: the name of a kind, or ``"latent"``."""
         return self.v_buffer.kind.name
 
+    @property
+    def by_channel(self) -> bool:
+        """Whether scales of K belong to channels: then rows of K come by `quantise`, whole groups of tokens."""
+        return self.k_buffer.kind.group_tokens > 0
+
     def buffer(self, which: str) -> Buffer:
         """The buffer of ``"k"`` or ``"v"``."""
         return self.k_buffer if which == "k" else self.v_buffer
@@ -270,19 +275,43 @@ class Pool:
         return self.buffer(which).typed_scales()
 
     def append(self, k: Array, v: Array, block_table: Array, start: int, look: int = 0) -> None:
-        """Write checked rows of one sequence, by its block table; `look` is what `watch` gave."""
+        """Write checked rows of one sequence, by its block table; `look` is what `watch` gave.
+
+        Of K nothing is written where its scales belong to channels.
+        """
+        if self.by_channel:
+            self.v_buffer.append(v, block_table, start)
+            return
         of_k, of_v = self.k_buffer.with_rows(k), self.v_buffer.with_rows(v)
         self.target.ops.append_both(of_k, of_v, block_table, start, look)
 
     def scatter(self, k: Array, v: Array, slot_mapping: Array, look: int = 0) -> None:
-        """Write checked rows into slots; `look` is what `watch` gave."""
+        """Write checked rows into slots; `look` is what `watch` gave. For K by channel see `append`."""
+        if self.by_channel:
+            self.v_buffer.scatter(v, slot_mapping)
+            return
         of_k, of_v = self.k_buffer.with_rows(k), self.v_buffer.with_rows(v)
         self.target.ops.scatter_both(of_k, of_v, slot_mapping, look)
+
+    def quantise(self, floats: Pool, groups: Array, to_groups: Array) -> None:
+        """Quantise token groups of K by channel.
+
+        Parameters
+        ----------
+        floats : Pool
+            Where their rows are, in a float kind.
+        groups, to_groups : int64 array (n,)
+            Which they are there, and where they go here; see `Operations.quantise_groups`.
+        """
+        source, to = floats.k_buffer, self.k_buffer
+        self.target.ops.quantise_groups(
+            source.words, source.kind.name, groups, to.words, to.kind.name, to.scales, to_groups
+        )
 
     @property
     def looks_first(self) -> bool:
         """Whether rows are looked at before they are written, not by the kernel that writes them."""
-        return self.target.values_on_host
+        return self.target.values_on_host or self.by_channel
 
     def watch(self, k: Array, v: Array, marker: Marker | None = None) -> int:
         """Have the kernel that writes rows look for NaN and infinity in those that are quantised.
@@ -300,7 +329,7 @@ class Pool:
             What `append` and `scatter` take; 0 where there is nothing to look for, or the host has looked.
         """
         kinds = self.k_kind, self.v_kind
-        if self.target.values_on_host or not any(kind.has_scales for kind in kinds):
+        if self.looks_first or not any(kind.has_scales for kind in kinds):
             return 0
         # Rotation spreads what is not finite over its row: there the row is told, not the element.
         axes = 2 if self.rotate else 3

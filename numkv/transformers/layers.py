@@ -17,7 +17,7 @@ from numkv.caches import FullPrecision, Profile
 from numkv.caches.layer_spec import in_full
 from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
 from numkv.interrupts import uninterrupted
-from numkv.kinds import Kind, kind_of_dtype
+from numkv.kinds import Kind, kind_of_dtype, refuse_channels
 from numkv.kinds import kind as kind_of
 from numkv.numbers import check_flag, check_size
 from numkv.storage.latents import LatentPool
@@ -92,6 +92,9 @@ class Options:
         self.capacity = 0 if capacity is None else check_size("capacity", capacity)
         self.rotate = check_flag("rotate", rotate)
         kinds = self.k_kind, self.v_kind
+        for of in kinds:
+            if of is not None:
+                refuse_channels("`kind`", of)
         quantises = any(of is not None and of.has_scales for of in kinds)
         self.full_precision = in_full(full_precision, "floats", quantises)
         self.shared = Shared()

@@ -256,7 +256,7 @@ class Projection(Rotating):
             What `watch` gave.
         """
         ops, target = pool.target.ops, pool.target
-        if not pool.rotate:
+        if not pool.rotate and not pool.by_channel:
             self._run(ops.scatter_write, positions, pool, slot_mapping, look=look)
         elif self.num_tokens:
             aside = self._aside(pool)

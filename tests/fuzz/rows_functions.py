@@ -498,6 +498,7 @@ Books.rows = [
     ),
     Row("Kind.row_bytes", {"head_dim": integer(2, 64, "size")}, "kind"),
     Row("Kind.scale_shape", {"rows": ROWS_SHAPE, "head_dim": integer(2, 64, "size")}, "kind"),
+    Row("Kind.whole_groups", {"tokens": integer(0, 200, "size")}, "kind"),
     Row("Kind.scales_per_row", {"head_dim": integer(2, 64, "size")}, "kind"),
     Row("Kind.words_per_row", {"head_dim": integer(2, 64, "size")}, "kind"),
     Row("Kind.elements_of", {"words": integer(2, 64, "size")}, "kind"),

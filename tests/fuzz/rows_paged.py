@@ -62,6 +62,10 @@ class Paged(Single):
         quantised = not self.latent and self.kind in ("int8", "int4")
         if quantised and not options["key_bounds"] and "chunks" not in options and d.randrange(2):
             options["full_precision"] = numkv.FullPrecision(d.choice([1, 3]), d.choice([0, 2]))
+        self.take(options)
+
+    def take(self, options) -> None:
+        """Begin with caches of these options."""
         made = [paged_kv_cache(self.layers, self.heads, self.dim, **options) for _ in "ab"]
         self.cache = made[0]
         self.objects["PagedKVCache"] = Pair(*made)
@@ -400,6 +404,16 @@ Paged.rows = [
 # ---------------------------------------------------------------- blocks alone
 
 
+class ByChannel(Paged):
+    """A `PagedKVCache` whose keys are stored by channel, in blocks of whole token groups."""
+
+    def take(self, options) -> None:
+        self.kind, self.latent = self.d.choice(["int8_channel", "int4_channel"]), False
+        self.rotate = False
+        own = {"num_blocks": 24, "block_size": 64, "kind": self.kind, "head_dim_v": self.dim_v}
+        super().take(own)
+
+
 class Blocks(Single):
     """A `BlockPool`: ids, references, pins and names."""
 
@@ -471,4 +485,4 @@ Blocks.rows = [
     ),
 ]
 
-SCENES = [(5, Paged), (1.5, Blocks)]
+SCENES = [(5, Paged), (1, ByChannel), (1.5, Blocks)]

@@ -155,6 +155,10 @@ CALLS = {
                             np.zeros((BLOCKS, HEADS, DIM), F32), np.zeros((BLOCKS, HEADS, DIM), F32)]],
     "merge_states": [lambda: [normal(5, 4, DIM), normal(5, 4), normal(5, 4, DIM, seed=1), normal(5, 4, seed=1), "fp32",
                               np.zeros((5, 4, DIM), F32), np.zeros((5, 4), F32)]],
+    "quantise_groups": [
+        lambda: [normal(2, HEADS, 128, DIM), "fp32", np.array([3, 0]), np.zeros((3, HEADS, 64, DIM // 2), np.uint8),
+                 "int4_channel", np.zeros((3, HEADS, 1, 2 * DIM), np.uint16), np.array([0, 2])],
+    ],
     "rotate_rows": [lambda: [normal(5, HEADS, DIM), "fp32", np.sign(normal(DIM)), False, np.zeros((5, HEADS, DIM), F32),
                              "fp32"]],
     "scatter_both": [lambda: [side(), side("int8", 1), SLOTS]],

@@ -1,9 +1,10 @@
 """Attention: masks, results, weights of tokens, merged states; and small calls, of which there are none."""
 
+import naive
 import numpy as np
 
 from numkv.kernels.operations import Operations
-from reference.rows import CODES, floats, operation, places, stored, values
+from reference.rows import CHANNELS, CODES, floats, operation, places, stored, values
 
 
 @operation(Operations.fill_mask)
@@ -102,6 +103,8 @@ def slots_in(pool, table, tokens, by_slot):
 def gathered(pool, kind, scale, slots):
     """Rows ``(heads, n, dim)`` of some slots."""
     at = places(pool, slots)
+    if kind in CHANNELS:
+        scale = scale[places(scale, slots // naive.CHANNEL_TOKENS)]
     return values(pool[at], kind, scale[at] if kind in CODES else scale).swapaxes(0, 1)
 
 

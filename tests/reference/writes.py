@@ -116,6 +116,18 @@ def copy_tokens(source, source_slots, to, to_slots):
         )  # fmt: skip
 
 
+@operation(Operations.quantise_groups)
+def quantise_groups(rows, rows_kind, groups, pool, pool_kind, scale, to_groups):
+    tokens = naive.CHANNEL_TOKENS
+    for here, there in zip(groups.tolist(), to_groups.tolist(), strict=True):
+        a, first = here // (rows.shape[2] // tokens), here % (rows.shape[2] // tokens) * tokens
+        b, to = there // (pool.shape[2] // tokens), there % (pool.shape[2] // tokens)
+        x = floats(rows[a, :, first : first + tokens], rows_kind, np.float32)
+        codes, *scales = naive.channel_quantise(x, naive.channel_bits(pool_kind))
+        pool[b, :, to * tokens : (to + 1) * tokens] = naive.channel_words(codes, pool_kind)
+        scale[b, :, to] = naive.words(np.concatenate(scales, axis=-1))
+
+
 @operation(Operations.first_non_finite)
 def first_non_finite(rows, kind):
     bad = np.flatnonzero(~np.isfinite(floats(rows, kind, np.float32)))

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from numkv.kernels.builder import WORDS
 from numkv.kernels.cuda import (
     append,
     attention,
+    channel,
     choice,
     compress,
     convert,
@@ -33,6 +33,7 @@ from numkv.kinds import kinds
 Built = Iterator[tuple[str, Any]]
 #: Kinds that only pools have, not queries: each is named in one case at least.
 STORED_ONLY = [k.name for k in kinds() if not k.is_query]
+BY_CHANNEL = [k.name for k in kinds(by_channel=True) if k.group_tokens]
 
 
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
@@ -41,6 +42,7 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         _append,
         _attention,
         _splits,
+        _channel,
         _choice,
         _compress,
         _copy,
@@ -98,6 +100,7 @@ def _attention() -> Built:
         ("fp16", "int8", "int4", 4, 1, True), ("fp32", "int4", "fp16", 4, 1, False),
         ("fp64", "int4", "int4", 4, 1, True), ("fp32", "int4", "int4", 1, 1, True),
         *(("bf16", kind, kind, 8, 1, True) for kind in STORED_ONLY),
+        ("bf16", "int8_channel", "int8", 8, 1, True), ("fp32", "int4_channel", "int4", 4, 1, False),
     ]  # fmt: skip
     for q_kind, k_kind, v_kind, rows, columns, wide in cases:
         compute = compute_of(q_kind, k_kind, v_kind)
@@ -123,6 +126,11 @@ def _splits() -> Built:
     if not SIMULATED:
         for q_kind in ("fp32", "fp16"):
             yield f"splits[{q_kind}, few]", splits._merge_splits(q_kind, "float32", True)
+
+
+def _channel() -> Built:
+    for kind, src in zip(BY_CHANNEL, ("fp32", "bf16"), strict=True):
+        yield f"quantise_groups[{src} to {kind}]", channel._quantise_groups(src, kind)
 
 
 def _choice() -> Built:
@@ -183,7 +191,7 @@ def _mass() -> Built:
     for q_kind, k_kind, wide in (
         ("fp64", "fp64", True), ("fp32", "fp32", False), ("fp16", "fp16", True), ("bf16", "bf16", True),
         ("fp32", "int8", True), ("bf16", "int8", False), ("fp32", "int4", False),
-        *(("bf16", name, True) for name in STORED_ONLY),
+        *(("bf16", name, True) for name in (*STORED_ONLY, *BY_CHANNEL)),
     ):  # fmt: skip
         name = f"attention_weights[q {q_kind}, K {k_kind}{', wide' if wide else ''}]"
         yield name, mass._attention_weights(q_kind, k_kind, wide)
@@ -198,7 +206,7 @@ def _merge() -> Built:
 
 
 def _shift() -> Built:
-    for kind in WORDS:
+    for kind in map(str, kinds()):
         yield f"shift_rows[{kind}]", shift._shift_rows(kind)
     for kind in ("fp64", "int4", STORED_ONLY[0]):
         yield f"shift_rows[{kind}, octets]", shift._shift_octets(kind)
@@ -223,7 +231,7 @@ def _write() -> Built:
 
 
 def _convert() -> Built:
-    for of_pool in kinds():
+    for of_pool in kinds(by_channel=True):
         if not of_pool.is_scaled:
             continue
         yield f"dequantise[{of_pool}]", convert._dequantise(of_pool.name)

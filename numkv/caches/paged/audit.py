@@ -155,5 +155,5 @@ def _places(store: BlockStore, states: Iterable[SequenceState], group: int) -> t
 def _finite(side: Buffer, blocks: Ints, offsets: Ints) -> bool:
     scales = side.target.to_host(side.typed_scales())
     if side.kind.scales_per != "head":
-        scales = scales[blocks, :, offsets]
+        scales = scales[blocks, :, offsets // max(1, side.kind.group_tokens)]
     return are_scales(side.kind, scales)

@@ -397,6 +397,7 @@ class PagedKVCache(StoredSequences):
             raise NotSupported(
                 "compact: expected layers without states, as states are of all tokens, got some that keep them"
             )
+        self._store.refuse_groups("compact", "truncate, or take int8 or int4")
         kept = check_kept("keep", keep, state.length)
         number = sequence_number(seq)
         plan = plan_compaction(self._store, state, kept, shift)
@@ -869,6 +870,9 @@ class PagedKVCache(StoredSequences):
         ...     out = step.attention(0, q)
         ...     cache.commit(step)
         """
+        self._store.refuse_groups(
+            "step_buffers", "reserve steps without buffers, or take int8 or int4"
+        )
         tokens = num_seqs if num_tokens is None else num_tokens
         most = self.blocks.num_blocks * self.block_size if max_length is None else max_length
         with self._target.on(self._pools[0].k):
@@ -1218,7 +1222,9 @@ class PagedKVCache(StoredSequences):
         first, end = self._groups[group].first_visible(state.length), state.length
         begin, residual = first, store.layers.residual
         if residual is not None and store.layers.twin(layer) is not None:
-            begin, end = max(first, residual.sinks), end - residual.window
+            some = store.layers.groups[store.layers.sources[layer]]
+            end = max(end - 1, 0) // some * some if some else end - residual.window
+            begin = max(first, residual.sinks)
         slots = slots_of(
             store.block_table([state], group)[0], np.arange(begin, end), self.block_size
         )
@@ -1297,6 +1303,7 @@ class PagedKVCache(StoredSequences):
             again after a change. The buffers are never replaced.
         """
         pool, group = self._store.place(check_index("layer", layer, self.num_layers))
+        self._store.refuse_groups("arrays", "call `attention`, or take int8 or int4")
         generation = self._generation
         found = self._tables_given.get(group)
         if found is None or found[0] != generation:

@@ -121,28 +121,44 @@ class Layers(NamedTuple):
         found = self.residual.layers + self.sources[layer]
         return None if self.rows[found] is None else found
 
+    @property
+    def groups(self) -> list[int]:
+        """Tokens of a token group in layers whose keys are stored by channel; 0 in others."""
+        return [0 if rows is None else rows.k_kind.group_tokens for rows in self.rows]
+
     def keeps(self, layer: int) -> int:
         """First tokens whose rows stay in a layer, whatever its window: in twins of layers that have none."""
         of = self.residual
         twin = of is not None and layer >= of.layers
         return of.sinks if of is not None and twin and self.windows[layer - of.layers] < 0 else 0
 
-    def _with_twins(self, residual: Residual | None) -> Layers:
-        """These layers and those that have their tokens in full precision."""
-        if residual is None:
+    def _with_twins(self, kept: FullPrecision | None) -> Layers:
+        """These layers and those that have their tokens in full precision, if there are any."""
+        groups, n = self.groups, len(self.rows)
+        if kept is None and not any(groups):
             return self
+        residual = Residual(kept, n)
         if any(self.chunks):
+            what = "`kind`" if kept is None else "`full_precision`"
             raise NotSupported(
-                "`full_precision`: expected no layers whose queries attend within chunks, got some; leave it out"
+                f"{what}: expected no layers whose queries attend within chunks, got some, for which no tokens can be "
+                "in full precision; leave it out, or choose a kind whose rows are stored one by one"
             )
         twins: list[LayerRows | None] = []
-        for rows, window in zip(self.rows, self.windows, strict=True):
+        windows = [*map(residual.twin_window, self.windows)]
+        for layer, (rows, window) in enumerate(zip(self.rows, self.windows, strict=True)):
+            if rows is not None and groups[layer]:
+                _check_groups(groups[layer], window, residual.window, rows.k_kind)
+                twins.append(rows._replace(k_kind=residual.kind, v_kind=residual.kind))
+                windows[layer] = -1
+                continue
             quantised = rows is not None and (rows.k_kind.has_scales or rows.v_kind.has_scales)
             if rows is not None and quantised and rows.is_latent:
                 raise NotSupported(
                     "`full_precision`: expected None for latents, got some tokens; leave it out"
                 )
-            if rows is None or not quantised or (window >= 0 and not residual.window):
+            alone = kept is None or (window >= 0 and not residual.window)
+            if rows is None or not quantised or alone:
                 twins.append(None)
             else:
                 twins.append(rows._replace(k_kind=residual.kind, v_kind=residual.kind))
@@ -152,10 +168,9 @@ class Layers(NamedTuple):
                 f"window for layers with windows alone, which keep newest tokens only, got {residual.kept}; leave it "
                 "out, or choose int8 or int4"
             )
-        n = len(self.rows)
         return Layers(
-            (*self.rows, *twins), (*self.windows, *map(residual.twin_window, self.windows)),
-            self.chunks * 2, (*self.sources, *range(n, 2 * n)), (*self.states, *((),) * n), residual,
+            (*self.rows, *twins), (*self.windows, *windows), (*self.chunks, *groups),
+            (*self.sources, *range(n, 2 * n)), (*self.states, *((),) * n), residual,
         )  # fmt: skip
 
     @property
@@ -208,7 +223,8 @@ class Layers(NamedTuple):
         rows = tuple(None if x is None else x.plain() for x in self.rows[:own])
         states = tuple(tuple(map(tuple, of_layer)) for of_layer in self.states[:own])
         found = (rows, self.chunks[:own], self.sources[:own], states)
-        return found if self.residual is None else (*found, self.residual.plain())
+        alone = self.residual is None or self.residual.kept is None
+        return found if alone or self.residual is None else (*found, self.residual.plain())
 
     @classmethod
     def of(cls, specs: Sequence[LayerSpec]) -> Layers:
@@ -229,10 +245,7 @@ class Layers(NamedTuple):
             )
         found._refuse_mixed_latents()
         full: FullPrecision | None = same_in_all("full_precision", specs)
-        if full is None:
-            return found
-        kept = replace(full, kind=kind(full.kind or "fp32"))
-        return found._with_twins(Residual(kept, len(specs)))
+        return found._with_twins(full and replace(full, kind=kind(full.kind or "fp32")))
 
     def _refuse_mixed_latents(self) -> None:
         """Refuse latents beside other rows: pages have room for a V of its own."""
@@ -248,7 +261,8 @@ class Layers(NamedTuple):
         n = len(windows)
         if more is None:
             of_all = LayerRows.read(first)
-            return cls((of_all,) * n, windows, (0,) * n, tuple(range(n)), ((),) * n)
+            found = cls((of_all,) * n, windows, (0,) * n, tuple(range(n)), ((),) * n)
+            return found._with_twins(None)
         rows, chunks, sources, states, *in_full = more
         named = (("rows", rows), ("chunks", chunks), ("sources", sources), ("states", states))
         for name, x in named:
@@ -266,7 +280,21 @@ class Layers(NamedTuple):
             if source != layer and (found.rows[layer] is not None or found.rows[source] is None):
                 raise ValueError(f"`geometry`: expected rows to read for layer {layer}, got none")
         found._refuse_mixed_latents()
-        return found._with_twins(Residual.read(in_full[0], n) if in_full else None)
+        return found._with_twins(FullPrecision(*in_full[0]) if in_full else None)
+
+
+def _check_groups(group: int, window_left: int, kept: int, of: Kind) -> None:
+    """Refuse layers of keys by channel that would have no codes, and more tokens in full than a token group."""
+    if 0 <= window_left < group:
+        raise NotSupported(
+            f"`kind`: expected layers that see more than {group} tokens for keys in {of}, got a window of "
+            f"{window_left + 1}: all of them would be in full precision; store such layers in bf16"
+        )
+    if kept > group:
+        raise NotSupported(
+            f"`full_precision`: expected a window of at most {group} tokens, those that {of} keeps in full anyway, got "
+            f"{kept}; choose a kind whose rows are stored one by one for more"
+        )
 
 
 def _rows(of: LayerSpec) -> LayerRows | None:

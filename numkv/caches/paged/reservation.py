@@ -20,6 +20,7 @@ from numkv.caches.paged.step import Step, StepMetadata
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState, blocks_in
 from numkv.caches.paged.trees import Tree
 from numkv.checks import check_integers, host_array
+from numkv.compaction.moves import slots_of
 from numkv.errors import CacheFull, NotSupported
 
 
@@ -96,11 +97,12 @@ def reserve_room(
                 tables.append(np.concatenate([table, taken[begin:end]]) if end > begin else table)
                 part += 1
             new_states[seq] = state.in_step(state.length, tables, state.tokens, n, dropped)
-        metadata = StepMetadata(store.reading_only.copy(), [], tree, slots)
-        step = Step(store, new_states, new_lens, metadata, into)
         store.clear(taken)
         if copy_from:
             store.copy_blocks(copy_from, copy_to, copy_group)
+        new_states = _with_whole_groups(store, new_states)
+        metadata = StepMetadata(store.reading_only.copy(), [], tree, slots)
+        step = Step(store, new_states, new_lens, metadata, into)
         return Reservation(
             step, metadata, new_states, taken, np.array(copy_from, np.int32), undo, slots
         )
@@ -109,6 +111,37 @@ def reserve_room(
         if store.states is not None and slots is not None:
             store.states.block_pool.release(slots)
         raise
+
+
+def _with_whole_groups(
+    store: BlockStore, states: dict[int, SequenceState]
+) -> dict[int, SequenceState]:
+    """Sequences whose newest token group has all of its rows in full, where keys are stored by channel.
+
+    Of what a truncation has cut into a group that was quantised, rows are decoded: to be quantised with the new ones.
+    """
+    found, target, size = dict(states), store.target, store.block_size
+    for layer, some in enumerate(store.layers.groups):
+        if not some:
+            continue
+        (codes, of_codes), (floats, number) = (
+            store.place(x) for x in (layer, layer + store.num_layers)
+        )
+        for seq, state in states.items():
+            begin = state.length // some * some
+            first = min(store.first_stored(state, number), state.length)
+            if not state.reserved or begin >= first:
+                continue
+            lost = np.arange(begin, first)
+            here, there = (
+                target.index(slots_of(state.tables[group], lost, size), np.int64)
+                for group in (of_codes, number)
+            )
+            floats.scatter(codes.k_buffer.gather(here), codes.v_buffer.gather(here), there)
+            starts = list(found[seq].starts)
+            starts[number] = min(starts[number], begin)
+            found[seq] = found[seq]._replace(starts=starts)
+    return found
 
 
 def _plan_tables(

@@ -6,12 +6,17 @@ memory, files) is done with them too. All tokens are stored as codes at once. A 
 tokens that are newer than ``p - window`` and the first ``num_sink_tokens``, and the others as codes, so that a
 result depends neither on the steps in which a prompt came, nor on whether it was found.
 
+Keys by channel have no scales before their token group is complete, so the group of the newest token is there in full:
+their twin is a layer whose queries attend within chunks of a group. A query reads its own group in full, and those
+before as codes, in a prompt as in decode. Codes are made of the twin's rows when a group is complete; should it be cut
+and filled again, of the twin's rows again.
+
 Sources: see `numkv.caches.full_precision`.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,30 +34,30 @@ class Residual(NamedTuple):
 
     Attributes
     ----------
-    kept : FullPrecision
-        Newest tokens, a query's own included, first ones, and what they are stored in.
+    kept : FullPrecision or None
+        Newest tokens, a query's own included, first ones, and what they are stored in. None: the token groups of
+        newest tokens alone, where keys are stored by channel, in fp32.
     layers : int
         Layers of the model; the twin of layer i is layer ``layers + i``.
     """
 
-    kept: FullPrecision
+    kept: FullPrecision | None
     layers: int
 
     @property
     def window(self) -> int:
         """Newest tokens, a query's own included."""
-        return self.kept.window
+        return 0 if self.kept is None else self.kept.window
 
     @property
     def sinks(self) -> int:
         """First tokens."""
-        return self.kept.num_sink_tokens
+        return 0 if self.kept is None else self.kept.num_sink_tokens
 
     @property
     def kind(self) -> Kind:
         """What they are stored in."""
-        assert self.kept.kind is not None
-        return kind(self.kept.kind)
+        return kind("fp32" if self.kept is None or self.kept.kind is None else self.kept.kind)
 
     def plain(self) -> tuple[int, int, str]:
         """The same in numbers and names, for geometries and headers of files."""
@@ -63,27 +68,23 @@ class Residual(NamedTuple):
         own = max(0, self.window - 1)
         return own if window < 0 else min(own, window)
 
-    @classmethod
-    def read(cls, given: Any, layers: int) -> Residual:
-        """What `plain` gave, checked."""
-        return cls(FullPrecision(*given), layers)
-
     def refuse(self, name: str, remedy: str) -> None:
         """Refuse what knows one kind of rows in a layer."""
+        what = "keys by channel, whose newest ones are" if self.kept is None else self.kept
         raise NotSupported(
-            f"{name}: expected a cache without tokens in full precision, got one with {self.kept}; {remedy}"
+            f"{name}: expected a cache without tokens in full precision, got one with {what}; {remedy}"
         )
 
 
 def split(
-    residual: Residual, keeps: int, seen: Ints, positions: Ints, first: Ints
+    window: int, group: int, keeps: int, seen: Ints, positions: Ints, first: Ints
 ) -> tuple[Ints, Ints, Ints]:
     """The parts of what queries see: newest tokens in full, first tokens in full, and codes between.
 
     Parameters
     ----------
-    residual : Residual
-        What is kept.
+    window, group : int
+        What is kept: newest tokens, a query's own included; or its own token group of so many, 0 if it is a window.
     keeps : int
         First tokens that the layer has in full.
     seen : int64 array (n, 2)
@@ -99,7 +100,8 @@ def split(
         Ranges; ``[0, 0)`` for nothing.
     """
     low, high = seen[:, 0], seen[:, 1]
-    begin = np.maximum(np.maximum(positions + 1 - residual.window, first), keeps)
+    newest_from = positions // group * group if group else positions + 1 - window
+    begin = np.maximum(np.maximum(newest_from, first), keeps)
     parts = (
         (np.maximum(low, begin), high),
         (low, np.minimum(high, keeps)),

@@ -57,7 +57,8 @@ def ranges_of(store: BlockStore, twin: int, queries: Queries, seen: Ints) -> Ran
     residual = store.layers.residual
     assert residual is not None
     keeps = store.layers.keeps(twin)
-    newest, *others = split(residual, keeps, seen, queries.positions, queries.first)
+    group = store.groups[store.place(twin)[1]].chunk
+    newest, *others = split(residual.window, group, keeps, seen, queries.positions, queries.first)
     index = store.target.index
     sinks, codes = (index(x, np.int64) if (x[:, 0] < x[:, 1]).any() else None for x in others)
     return index(newest, np.int64), sinks, codes

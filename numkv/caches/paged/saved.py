@@ -289,6 +289,7 @@ def store_tensors(
             found.append(block_tensor(store.target, f"{side}.{slot}", x.words, *where))
             if x.kind.has_scales:
                 name = f"{side}_scale.{slot}"
+                where = ids[own], fills[own] // max(1, x.kind.group_tokens)
                 found.append(block_tensor(store.target, name, x.scales, *where, x.kind))
     for layer in store.layers.storing:
         for side, x in store.place(layer)[0].stored:

@@ -31,7 +31,8 @@ from numkv.caches.paged.residual_attention import Queries, Ranges, parts_of, ran
 from numkv.caches.paged.states import StateMemory, StepState
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState, widened
 from numkv.caches.paged.trees import Tree
-from numkv.checks import check_array
+from numkv.checks import check_apart, check_array
+from numkv.compaction.moves import slots_of
 from numkv.errors import DimensionMismatch, NonFiniteInput, NotSupported, NumkvError
 from numkv.numbers import check_flag, check_index, check_size
 from numkv.sparse.attention import are_numbered, attend_by_head, attend_to_choice
@@ -203,6 +204,7 @@ class Step:
             If there is no such layer.
         """
         pool, group = self._layer(layer)
+        self._store.refuse_groups("arrays", "call `attention`, or take int8 or int4")
         copies = self._copies.get(group)
         if copies is None or pool.target.values_on_host:
             to_host, index = pool.target.to_host, pool.target.index
@@ -299,6 +301,7 @@ class Step:
         look = pool.watch(k, v, self._marker(captured)) if check_finite and not first else 0
         self._append_in_full(layer, k, v)
         pool.scatter(k, v, slots, look)
+        self._quantise_groups(layer, pool)
         self._written[layer] |= not captured
 
     @writes
@@ -397,8 +400,12 @@ class Step:
         captured = self._captured("write")
         self._refuse_bad()
         p = Projection.check(pool, *given)
+        if (twin := self._twin_of(layer)) is not None:
+            of_call = {"qkv": p.qkv, "q_out": p.q_out}
+            check_apart(pool.target, twin[0].written("k_full", "v_full"), of_call)
         self._put("qkv", pool, slots, p, check_finite, captured)
         self._write_in_full(layer, p)
+        self._quantise_groups(layer, pool)
         self._written[layer] |= not captured
         return p
 
@@ -988,6 +995,7 @@ class Step:
             for group in range(len(store.groups))
         ]
         self._first_in_full = np.array(first, np.int64).reshape(len(store.groups), len(states))
+        self._find_groups(states)
         # Now, as the step's tables: calls on any stream come after them.
         made: dict[Any, Ranges] = {}
         for layer in store.layers.storing:
@@ -1018,12 +1026,42 @@ class Step:
         pool, group = self._store.place(twin)
         return pool, self._slots[group]
 
+    def _find_groups(self, states: Sequence[SequenceState]) -> None:
+        """Note which token groups are complete with the step's tokens, and where they lie: see `Pool.quantise`."""
+        self._groups_of: dict[int, tuple[Array, Array]] = {}
+        store, index = self._store, self._store.target.index
+        made: dict[Any, tuple[Array, Array]] = {}
+        by_layer = store.layers.groups
+        for layer in store.layers.storing:
+            some, twin = by_layer[layer], layer + store.num_layers
+            if not some:
+                continue
+            groups = tuple(store.place(x)[1] for x in (twin, layer))
+            if groups not in made:
+                none = np.empty(0, np.int64)
+                places: tuple[list[Any], ...] = ([none], [none])
+                for state, end, n in zip(states, self._ends, self.new_lens.tolist(), strict=True):
+                    first = np.arange((end - n) // some, end // some) * some
+                    for found, group in zip(places, groups, strict=True):
+                        slots = slots_of(state.tables[group], first, store.block_size)
+                        found.append(slots // some)
+                here, there = (index(np.concatenate(found), np.int64) for found in places)
+                made[groups] = here, there
+            self._groups_of[layer] = made[groups]
+
+    def _quantise_groups(self, layer: int, pool: Pool) -> None:
+        """Quantise the token groups that are complete, where keys are stored by channel."""
+        twin = self._twin_of(layer)
+        if pool.by_channel and twin is not None:
+            pool.quantise(twin[0], *self._groups_of[int(layer)])
+
     def _append_in_full(self, layer: int, k: Array, v: Array) -> None:
         """Write checked rows in full precision too."""
         twin = self._twin_of(layer)
         if twin is not None:
             pool, slots = twin
-            pool.scatter(*pool.check_rows(k, v, check_finite=False), slots)
+            check_apart(pool.target, pool.written("k_full", "v_full"), {"k": k, "v": v})
+            pool.scatter(k, v, slots)
 
     def _write_in_full(self, layer: int, p: Projection) -> None:
         """Write what checked projections give in full precision too; q comes out as it did."""

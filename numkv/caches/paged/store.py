@@ -278,6 +278,14 @@ class BlockStore:
         if self.layers.residual is not None:
             self.layers.residual.refuse(name, remedy)
 
+    def refuse_groups(self, name: str, remedy: str) -> None:
+        """Refuse what takes rows for stored one by one."""
+        if any(self.layers.groups):
+            raise NotSupported(
+                f"{name}: expected keys that are stored row by row, got some by channel, whose newest tokens lie "
+                f"apart until their token group is complete; {remedy}"
+            )
+
     def blocks_for(self, length: int) -> int:
         """Blocks that `length` tokens take in one group."""
         return -(-length // self.block_size)

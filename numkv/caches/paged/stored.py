@@ -240,7 +240,8 @@ class StoredSequences:
         kinds += "" if rows.v_storage == rows.k_kind.name else f"/{rows.v_storage}"
         kinds += ", rotate=True" if self._pools[0].rotate else ""
         residual = self._store.layers.residual
-        kinds += "" if residual is None else f", full_precision={residual.kept}"
+        kept = None if residual is None else residual.kept
+        kinds += "" if kept is None else f", full_precision={kept}"
         return (
             f"PagedKVCache(sequences={len(self)}, num_layers={self.num_layers}, "
             f"blocks={self.num_blocks - self.num_free}/{self.num_blocks}, block_size={self.block_size}, "

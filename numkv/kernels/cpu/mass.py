@@ -26,6 +26,7 @@ from numkv.kernels.cpu.threads import ON_THREADS, num_threads, run
 from numkv.kernels.cpu.vectors.arrays import by_row, row_of
 from numkv.kernels.cpu.vectors.launch import on_threads
 from numkv.kernels.operations import Operations, implements
+from numkv.kinds import kind
 from numkv.rows.address import slot_of
 from numkv.rows.codec import row_codec
 from numkv.rows.visible import visible_range, visible_to_any
@@ -60,6 +61,7 @@ def _score(x, tile, scores):
 def make_attention_weights(K_KIND):
     """The kernel for a kind of K."""
     _, load_row = row_codec(K_KIND)
+    SHARING = max(1, kind(K_KIND).group_tokens)  # tokens that share scales
 
     def kernel(
         q, k, k_scale, block_table, seq_lens, q_starts, ranges, by_slot, lse, sm_scale, soft_cap,
@@ -98,7 +100,8 @@ def make_attention_weights(K_KIND):
                             slot = slot_of(block_table[b], j, block_size)
                         block, place = slot // block_size, slot % block_size
                         at = (np.int64(block), np.int64(g), np.int64(place))
-                        load_row(row_of(k, at), row_of(k_scales, at), row)
+                        of = (np.int64(block), np.int64(g), np.int64(place // SHARING))
+                        load_row(row_of(k, at), row_of(k_scales, of), row)
                         for d in range(dim):
                             tile[d * TILE + j - start] = row[d]
                     # Without ranges, those before see nothing of the tile.

@@ -20,7 +20,7 @@ ROWS = THREADS // LANES  # rows that a block takes at once
 def make_dequantise(KIND):
     """The kernel that turns stored rows of a kind with scales into float32."""
     value, _ = element_codec(KIND)
-    HEAD, GROUPS = (kind(KIND).scales_per == per for per in ("head", "group"))
+    HEAD, ROW = (kind(KIND).scales_per == per for per in ("head", "row"))
 
     def kernel(codes, scale, out):
         num_heads, num_tokens, dim = out.shape
@@ -31,10 +31,10 @@ def make_dequantise(KIND):
             if HEAD:  # one of the axes is 1
                 g = t % np.int64(scale.shape[1])
                 scales = scale[h % np.int64(scale.shape[0]), g : g + 1]
-            elif GROUPS:
-                scales = scale[h, t]
-            else:
+            elif ROW:
                 scales = scale[h, t : t + 1]
+            else:
+                scales = scale[h, t]
             for d in range(cuda.threadIdx.x, dim, LANES):
                 out[h, t, d] = value(words, scales, d, dim)
 

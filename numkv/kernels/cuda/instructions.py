@@ -794,7 +794,7 @@ transpose = operation(
 
 
 #: Kinds of which several elements share words: INT4, CODE4 and CODE6.
-PACKED = frozenset(k.name for k in kinds() if k.is_packed)
+PACKED = frozenset(k.name for k in kinds(by_channel=True) if k.is_packed)
 
 
 @functools.cache

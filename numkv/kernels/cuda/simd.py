@@ -15,6 +15,7 @@ from numkv.kernels.cuda.instructions import load_chunk, loader
 from numkv.kernels.cuda.streams import SIMULATED
 from numkv.kinds import kind as kind_of
 from numkv.kinds import kinds
+from numkv.rows.channel import TOKENS, int4_channel_value, int8_channel_value
 from numkv.rows.code4 import code4_level
 from numkv.rows.code6 import code6_level
 from numkv.rows.convert import bf16_to_float32
@@ -24,7 +25,7 @@ from numkv.rows.int4 import GROUP, int4_column, lowest_level
 LANES = 4 if SIMULATED else 32
 #: Elements of a kind in 16 bytes, the most that `load_chunk` reads at once; but no more than 16 elements (of INT4 and
 #: CODE4, 8 bytes, of CODE6 12), as more make too many floats.
-WIDTH = {k.name: 16 if k.is_packed else 16 // k.word.itemsize for k in kinds()}
+WIDTH = {k.name: 16 if k.is_packed else 16 // k.word.itemsize for k in kinds(by_channel=True)}
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -85,16 +86,26 @@ def reader(KIND, COMPUTE, STEP, WIDE):
     function
         ``read(array, scale, a, b, c, chunk, floats, at)`` puts chunk number `chunk` of the row ``array[a, b, c]`` at
         ``floats[at:]``; elements past the end of the row are 0. Those of INT4 are scaled, as a row has several
-        scales, and in the order that `column_of` says; scales of rows or of heads are left to the caller.
+        scales, and in the order that `column_of` says, and so are those of kinds whose scales belong to channels;
+        scales of rows or of heads are left to the caller.
     """
     load = loader(KIND, COMPUTE)
     F = np.float32 if COMPUTE == "float32" else np.float64
     CODE4, CODE6, BY_GROUP = KIND == "code4", KIND == "code6", kind_of(KIND).scales_per == "group"
     BYTES, GROUP_BYTES = STEP // 2, GROUP // 2
+    BY_CHANNEL, EACH = kind_of(KIND).scales_per == "channel", kind_of(KIND).unit[0]
+    value = int4_channel_value if EACH == 2 else int8_channel_value
 
     @register_jitable
     def read(array, scale, a, b, c, chunk, floats, at):
-        if BY_GROUP:
+        if BY_CHANNEL:
+            dim = array.shape[3] * EACH
+            for i in range(STEP):
+                d, x = chunk * STEP + i, np.float32(0)
+                if d < dim:
+                    x = value(array[a, b, c], scale[a, b, c // TOKENS], d, dim)
+                floats[at + i] = F(x)
+        elif BY_GROUP:
             first = chunk * BYTES
             word = scale[a, b, c, first // GROUP_BYTES]
             factor = F(bf16_to_float32(word))

@@ -72,5 +72,5 @@ def in_integers(kind: str, compute: str) -> bool:
     """Whether vector code multiplies rows of a kind as integers."""
     found = kind_named(kind)
     return (
-        compute == "float32" and found.has_scales and (INT4_INTEGERS or found.scales_per == "row")
+        compute == "float32" and found.has_scales and (INT4_INTEGERS or found.scales_per != "group")
     )

@@ -83,7 +83,7 @@ class TileLayout(NamedTuple):
     v_base: int
     v_words: int
     v_size: int
-    #: 1 if tokens have scales.
+    #: How many tokens share scales, a whole tile or each has its own; 0 if they have none.
     k_scaled: int
     v_scaled: int
     #: Where V's tables begin: 0 if they are those of K, as V and its scales lie as K does.
@@ -102,6 +102,7 @@ def layout_of(record, k, k_scale, v, v_scale, k_scaled, v_scaled, unit):
 
     Steps of scales that tokens do not have are 0. `unit` are the tokens that an entry of the block table stands for.
     """
+    k_some, v_some = min(k_scaled, np.int64(1)), min(v_scaled, np.int64(1))
     k_block, k_head, k_token = _step(record, k, 0), _step(record, k, 1), _step(record, k, 2)
     v_block, v_head, v_token = _step(record, v, 0), _step(record, v, 1), _step(record, v, 2)
     ks_block = _step(record, k_scale, 0)
@@ -109,11 +110,11 @@ def layout_of(record, k, k_scale, v, v_scale, k_scaled, v_scaled, unit):
     vs_block = _step(record, v_scale, 0)
     vs_head, vs_token = _step(record, v_scale, 1), _step(record, v_scale, 2)
     differ = (k_block ^ v_block) | (k_head ^ v_head) | (k_token ^ v_token) | (k_scaled ^ v_scaled)
-    differ |= k_scaled * ((ks_block ^ vs_block) | (ks_head ^ vs_head) | (ks_token ^ vs_token))
+    differ |= k_some * ((ks_block ^ vs_block) | (ks_head ^ vs_head) | (ks_token ^ vs_token))
     return TileLayout(
         unit, int_at(record, k + SHAPE + 2), k_block, k_head, k_token, v_block, v_head, v_token,
-        ks_block * k_scaled, ks_head * k_scaled, ks_token * k_scaled,
-        vs_block * v_scaled, vs_head * v_scaled, vs_token * v_scaled,
+        ks_block * k_some, ks_head * k_some, ks_token * k_some,
+        vs_block * v_some, vs_head * v_some, vs_token * v_some,
         int_at(record, k), int_at(record, k + SHAPE + 3), int_at(record, k + ITEMSIZE),
         int_at(record, v), int_at(record, v + SHAPE + 3), int_at(record, v + ITEMSIZE),
         k_scaled, v_scaled, np.int64(0) if differ == 0 else np.int64(TABLE),
@@ -192,12 +193,13 @@ def locate(offsets, tile, begin, end, entries, head, layout):
         if apart:
             fill_ramp(offsets, TABLE + at, run, v_at, layout.v_token)
         if layout.k_scaled:
-            s_at = (
-                block * layout.k_scale_block
-                + head * layout.k_scale_head
-                + offset * layout.k_scale_token
-            )
-            fill_ramp(offsets, 2 * TABLE + at, run, s_at, layout.k_scale_token)
+            s_at = block * layout.k_scale_block + head * layout.k_scale_head
+            if layout.k_scaled > 1:
+                s_at += offset // layout.k_scaled * layout.k_scale_token
+                fill_ramp(offsets, 2 * TABLE + at, run, s_at, np.int64(0))
+            else:
+                s_at += offset * layout.k_scale_token
+                fill_ramp(offsets, 2 * TABLE + at, run, s_at, layout.k_scale_token)
         if layout.v_scaled and apart:
             s_at = (
                 block * layout.v_scale_block

@@ -16,7 +16,8 @@ pairs of neighbours and add them up in float32, in the time that float32 takes f
 keys are exact; a weight's rounding costs 2**-8 of it at most, as in FlashAttention (Dao et al., 2022) on a GPU, and
 results are rounded to bf16 all the same. The softmax scale is left for the scores.
 
-**Scales** of a tile's tokens are put side by side; those of a head join queries and outputs.
+**Scales** of a tile's tokens are put side by side; those of a head join queries and outputs. Where channels of K have
+scales, a tile's join the query rows for as long as it takes; see `numkv.kernels.cpu.attention.llvm.channels`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ from typing import Any
 import numpy as np
 
 from numkv.kernels.cpu.attention.engines import in_integers
+from numkv.kernels.cpu.attention.llvm.channels import (
+    make_add_to_scores,
+    make_gather_channels,
+    make_scale_query,
+)
 from numkv.kernels.cpu.attention.llvm.floats import (
     make_accumulate_pv,
     make_interleave_queries,
@@ -124,6 +130,8 @@ def make_of_head(kind: str, compute: str) -> Callable[..., Any]:
 
 def make_gather_turn(K_KIND, V_KIND, COMPUTE):
     """The step `GATHER`: the scales of a turn's tokens, and those of the next turn ahead of time."""
+    BY_CHANNEL = kind_named(K_KIND).group_tokens > 0
+    gather_channels = make_gather_channels(float_type(COMPUTE), kind_named(K_KIND).is_packed)
     gather_k = make_gather(K_KIND, float_type(COMPUTE), in_integers(K_KIND, COMPUTE))
     gather_v = make_gather(V_KIND, float_type(COMPUTE))
     floats_of, scales_of = floats_reader(COMPUTE), make_scales_of(K_KIND, V_KIND)
@@ -132,10 +140,15 @@ def make_gather_turn(K_KIND, V_KIND, COMPUTE):
         floats, at = floats_of(state), places_of(state)
         sizes, turn = sizes_of(state), turn_of(state)
         k_scale, v_scale = scales_of(state)
-        gather_k(
-            floats, at.key_scales, k_scale, _scales_by(turn.keys_at), _scales_by(turn.next_keys_at),
-            sizes.k_groups,
-        )  # fmt: skip
+        if BY_CHANNEL:
+            gather_channels(
+                floats, at.key_scales, k_scale, _scales_by(turn.keys_at), sizes.dim, sizes.pad_dim
+            )  # fmt: skip
+        else:
+            gather_k(
+                floats, at.key_scales, k_scale, _scales_by(turn.keys_at), _scales_by(turn.next_keys_at),
+                sizes.k_groups,
+            )  # fmt: skip
         gather_v(
             floats, at.value_scales, v_scale, _scales_by(turn.values_at), _scales_by(turn.next_values_at),
             sizes.v_groups,
@@ -184,6 +197,8 @@ def make_loader(kind: str, compute: str) -> Callable[..., Any]:
         floats[at.query_scales + row] = quantise_query(floats, start, sizes.dim, sizes.pad_dim)
         sum_query_groups(floats, start, sizes.dim, at.query_sums + row * 16 * sizes.k_spans)
 
+    if kind_named(kind).group_tokens:
+        return load_floats
     if in_integers(kind, compute):
         return load_int4 if kind == "int4" else load_int8
     return load_pairs if compute == PAIRS else load_floats
@@ -195,6 +210,10 @@ def make_keys(
 ) -> tuple[Callable[..., Any], ...]:
     """``interleave, scores`` for a storage kind of K; `next_kind` is V's."""
     integers, COUNT = in_integers(kind, compute), np.int64(count)
+    by_channel, real = kind_named(kind).group_tokens > 0, float_type(compute)
+    scale_query, add_to_scores = make_scale_query(real), make_add_to_scores(real)
+    # Codes of 8 bits are those of INT8, for which scales of rows stand that are 1.
+    kind = "int8" if kind == "int8_channel" else kind
     of_int4 = integers and kind == "int4"
     # Query rows are bytes by now, numbers of 16 bits, of which two take the place of a float, or floats.
     if integers and (of_int4 or HAS_FOURS):
@@ -227,7 +246,36 @@ def make_keys(
         )  # fmt: skip
         qk(COUNT, floats, queries, keys, end, at.scores, extents)
 
+    @inlined
+    def put_scaled(floats, at, sizes, row, place):
+        for r in range(COUNT):
+            to = at.channel_queries + r * sizes.pad_dim
+            floats[at.channel_addends + r] = scale_query(
+                floats, at.queries + (row + r) * sizes.pad_dim, at.key_scales + KV_TILE, to, sizes.pad_dim
+            )  # fmt: skip
+            if integers:
+                floats[at.query_scales + row + r] = quantise_query(
+                    floats, to, sizes.dim, sizes.pad_dim
+                )
+        put(
+            COUNT, floats, at.channel_queries, sizes.pad_dim, sizes.pad_dim // halves,
+            at.interleaved + place * sizes.pad_dim,
+        )  # fmt: skip
+
+    @inlined
+    def scores_of_channels(floats, at, sizes, row, place, keys, end, extents):
+        put_scaled(floats, at, sizes, row, place)
+        scores(floats, at, sizes, row, place, keys, end, extents)
+        add_to_scores(COUNT, floats, at.scores, at.channel_addends, end)
+
+    if by_channel:
+        return nothing_to_interleave, scores_of_channels
     return put_each if of_int4 else interleave, scores
+
+
+@inlined
+def nothing_to_interleave(floats, at, sizes, row, place):
+    """Where channels have scales, query rows are others in every tile."""
 
 
 @functools.cache

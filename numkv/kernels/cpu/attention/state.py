@@ -97,9 +97,12 @@ class Scratch(NamedTuple):
     sums: int
     query_scales: int
     scores: int
-    #: Scales of the tile's tokens, and of INT4 their groups' minima too.
+    #: Scales of the tile's tokens, and of INT4 their groups' minima too; behind them what `gather_channels` puts down.
     key_scales: int
     value_scales: int
+    #: Where channels of K have scales: query rows times those of a tile, and what is added to the scores of each.
+    channel_queries: int
+    channel_addends: int
     #: What rescales earlier sums, and scales of weights as integers.
     rescale: int
     prob_scales: int
@@ -148,7 +151,7 @@ def lay_out(
     dim, dim_v, group = extents
     rows_at_most = AMX_QUERY_ROWS if use_amx else MANY_QUERY_ROWS if by_panels else QUERY_ROWS
     k_group, v_group = kind(k_kind).group_size, kind(v_kind).group_size
-    k_packed = k_in_integers and k_group > 0
+    k_packed, by_channel = k_in_integers and k_group > 0, kind(k_kind).group_tokens > 0
     pad_k = KV_TILE if use_amx else INT4_SPAN if k_packed else 4 * LANES if k_in_integers else LANES
     pad_v = KV_TILE if use_amx else LANES
     if in_pairs:  # two elements to a lane
@@ -181,8 +184,10 @@ def lay_out(
         sums=rows,
         query_scales=rows,
         scores=AMX_ROWS * KV_TILE,
-        key_scales=2 * KV_TILE * k_scales,
+        key_scales=2 * KV_TILE * k_scales + (2 * _up(sizes.pad_dim, LINE) if by_channel else 0),
         value_scales=2 * KV_TILE * v_scales,
+        channel_queries=_UNROLL * _up(sizes.pad_dim, LINE) if by_channel else 0,
+        channel_addends=LINE if by_channel else 0,
         rescale=rows,
         prob_scales=rows,
         query_sums=rows * 16 * sizes.k_spans,
@@ -227,7 +232,7 @@ FLOATS_EACH = len(Sizes._fields) + len(Scratch._fields)
 STEPS = FLOATS_EACH + 1
 
 # The table of steps has numbers first: query rows that vector code takes at once, and those of an item at most; from
-# how many on `ATTEND_MANY` takes them; whether tokens of K and of V have scales.
+# how many on `ATTEND_MANY` takes them; how many tokens of K and of V share scales, 0 if they have none.
 AT_ONCE, MOST_ROWS, MANY_FROM, K_SCALED, V_SCALED = range(5)
 #: Steps of a thread, of an item, of a turn. Each takes the state's address; `steps` says what they do.
 LOAD, LOAD_MANY, GATHER, ATTEND, ATTEND_MANY, PICK, LEAVE, STORE, END = range(5, 14)

@@ -100,9 +100,10 @@ class Steps:
         self._table[state.MANY_FROM] = (
             panels_from(k_kind, v_kind, compute) if self._panels else _NEVER
         )
-        self._table[state.K_SCALED] = kind_named(k_kind).has_scales
-        self._table[state.V_SCALED] = kind_named(v_kind).has_scales
-        if not (kind_named(k_kind).has_scales or kind_named(v_kind).has_scales):
+        of_k, of_v = kind_named(k_kind), kind_named(v_kind)
+        self._table[state.K_SCALED] = of_k.group_tokens or of_k.has_scales
+        self._table[state.V_SCALED] = of_v.has_scales
+        if not (of_k.has_scales or of_v.has_scales):
             self._table[state.GATHER] = state.NOTHING
         if not with_amx:
             self._table[[state.LEAVE, state.END]] = state.NOTHING

@@ -20,11 +20,14 @@ from numkv.kinds import kinds
 from numkv.rows import code4, code6
 
 #: Kinds whose codes are looked up.
-LOOKED_UP = ("code4", "code6")
+LOOKED_UP = ("code4", "code6", "int4_channel")
+# Of these the ones with two codes to a byte.
+_NIBBLES = ("code4", "int4_channel")
 # Levels by codes.
 _TABLES = {
     "code4": [*code4.LEVELS, *(-level for level in code4.LEVELS)],
     "code6": [*code6.LEVELS, *(-level for level in code6.LEVELS)],
+    "int4_channel": range(-15, 16, 2),  # twice the code, and one
 }
 _ON_ARM = "neon" in FEATURES and platform.machine() in ("aarch64", "arm64")
 # By bytes of a vector, the instruction that takes bytes of each 16 by the numbers in as many others.
@@ -53,7 +56,7 @@ _SHIFTS = "llvm.x86.avx512.pmultishift.qb.512"
 
 def spread_size(kind, elements):
     """Bytes of the vector that so many packed elements are loaded into: a power of 2."""
-    return elements // 2 if kind == "code4" else elements
+    return elements // 2 if kind in _NIBBLES else elements
 
 
 def levels_of(builder, kind, packed, without_sign=False):
@@ -217,16 +220,19 @@ def _chosen(b, codes, table):
 
 _WORDS = {"float64": DOUBLE, "float32": FLOAT, "uint16": I16, "uint8": I8, "int8": I8}
 #: Type of a word in memory, by kind.
-STORED = {kind.name: _WORDS[kind.word.name] for kind in kinds()}
+STORED = {kind.name: _WORDS[kind.word.name] for kind in kinds(by_channel=True)}
 #: Elements in a cache line, rounded down to a power of 2.
-ON_LINE = {kind.name: 1 << int(64 / kind.bytes_per_element).bit_length() - 1 for kind in kinds()}
+ON_LINE = {
+    kind.name: 1 << int(64 / kind.bytes_per_element).bit_length() - 1
+    for kind in kinds(by_channel=True)
+}
 
 
 def in_words(builder, kind, elements):
     """How many words so many elements of a row take, or where in a row they begin: an LLVM integer."""
     if kind == "code6":
         return builder.ashr(builder.mul(elements, I64(3)), I64(2))
-    return builder.ashr(elements, I64(1)) if kind in ("int4", "code4") else elements
+    return builder.ashr(elements, I64(1)) if kind == "int4" or kind in _NIBBLES else elements
 
 
 def loaded_words(kind, elements):

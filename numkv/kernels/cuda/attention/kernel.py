@@ -215,8 +215,8 @@ class VTeam(NamedTuple):
 
 
 def by_address(name, wide):
-    """Whether rows of a kind are read by address: not those of which a word is several elements."""
-    return wide and not kind(name).is_packed
+    """Whether rows of a kind are read by address: not those of which a word is several elements, or a channel's."""
+    return wide and not kind(name).is_packed and not kind(name).group_tokens
 
 
 def _float(COMPUTE):

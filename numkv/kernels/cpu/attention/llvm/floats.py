@@ -109,7 +109,7 @@ class _Scores:
         self.floats, self.queries, self.keys, self.count, self.s_at = (
             floats, queries, keys, count, s_at
         )  # fmt: skip
-        self.by_row = kind_named(self.kind).scales_per == "row"
+        self.by_row = kind_named(self.kind).scales_per in ("row", "channel")
         self.integers = self.by_row and compute == "float32"
         self.pairs = compute == PAIRS
         self.own = self.kind if self.pairs else "fp64" if self.v.double else "fp32"

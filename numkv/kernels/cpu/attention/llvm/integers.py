@@ -262,8 +262,8 @@ def quantise_query(b, q, q_at, head_dim, padded_dim):
         b.store(b.fadd(b.load(faults), b.fsub(x, x)), faults)  # 0 unless x is not finite
     largest = v.fold(b.load(peak), v.larger)
     fault = v.fold(b.load(faults), b.fadd)
-    # As large as codes may be for head_dim products with 127 to stay below 2**31.
-    limit = b.sdiv(I64((2**31 - 1) // 127), head_dim)
+    # As large as integers may be for head_dim products with -128 to stay within 32 bits.
+    limit = b.sdiv(I64((2**31 - 1) // 128), head_dim)
     limit = b.select(b.icmp_signed("<", limit, I64(32639)), limit, I64(32639))
     limit = b.sitofp(limit, v.float)
     usable = b.and_(

@@ -1,0 +1,224 @@
+"""Keys by channel in a cache of one sequence: rows that are in full, and which of them.
+
+Keys by channel have scales when a group of 64 tokens is complete, so the group of the newest token is kept in full. A
+query at position p reads the groups before its own as codes and its own in full, in a prompt as in decode: so the rows
+of the tokens that came last are kept until the next ones come, and results do not depend on how a prompt was cut.
+
+- Codes of a group are made of its rows in full when it is complete, those of V at once.
+- A truncation into a group whose rows in full are gone leaves its codes. They are decoded when tokens follow, and
+  quantised with these when the group is complete again.
+
+Liu et al., "KIVI" (arXiv:2402.02750), section 3.3.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv.attention.attend import check_call, run
+from numkv.attention.options import CheckedOptions
+from numkv.attention.parts import Part, converted, run_parts
+from numkv.attention.sight import seen_by_queries
+from numkv.caches.full_precision import FullPrecisionWindow, Watching, float_pool, staged, staging
+from numkv.caches.layer_spec import FullPrecision
+from numkv.compaction.moves import slots_of
+from numkv.errors import NotSupported, NumkvError
+from numkv.storage.pool import Pool
+from numkv.storage.tables import one_block_each
+from numkv.targets.base import Array
+
+Ints = NDArray[np.int64]
+
+
+class _Newest(NamedTuple):
+    """Rows of a layer in full; replaced, never changed, but for rows that follow."""
+
+    block: Pool
+    """One block, of whole groups."""
+    base: int
+    """The token in its first slot, which begins a group."""
+    first: int
+    """The first token whose row is there; those before it, if there are any, are there as codes alone."""
+
+
+class NewestGroups:
+    """The rows in full of a cache of one sequence whose keys are stored by channel.
+
+    Parameters
+    ----------
+    pool : Pool
+        The quantised pool, which says the kinds, the sizes and the target.
+    num_layers : int
+        Layers.
+    """
+
+    #: No tokens that a user has asked for.
+    kept: FullPrecision | None = None
+
+    def __init__(self, pool: Pool, num_layers: int) -> None:
+        self._group = pool.k_kind.group_tokens
+        self._layers = [_Newest(float_pool(pool, 1, self._group), 0, 0) for _ in range(num_layers)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows in full."""
+        return sum(of.block.nbytes for of in self._layers)
+
+    def quantised(self, layer: int, length: int) -> tuple[int, int]:
+        """The positions ``[0, end)`` that the newest of a layer's tokens reads as codes."""
+        newest = max(0, length - 1) // self._group * self._group
+        return 0, max(newest, min(self._layers[layer].first, length))
+
+    def copy(self) -> NewestGroups:
+        """A deep copy that shares no memory."""
+        new = object.__new__(NewestGroups)
+        new._group = self._group
+        new._layers = [of._replace(block=of.block.copy()) for of in self._layers]
+        return new
+
+    def check(self, lengths: NDArray[Any]) -> None:
+        """Prove that the newest rows of layers of these lengths are in full, or codes.
+
+        Raises
+        ------
+        NumkvError
+            If some are not; the message says of which layer.
+        """
+        for layer, (of, length) in enumerate(zip(self._layers, lengths.tolist(), strict=True)):
+            size = int(of.block.k.shape[2])
+            there = of.base <= of.first and length <= of.base + size
+            if of.first > length or (of.first < length and not there):
+                raise NumkvError(
+                    f"check: expected rows in full up to token {length} of layer {layer}, got [{of.first}, "
+                    f"{of.base + size})"
+                )
+
+    # -- writing
+
+    def append(
+        self, pool: Pool, layer: int, k: Array, v: Array, block_table: Array, start: int,
+        watch: Watching | None = None,
+    ) -> None:  # fmt: skip
+        """Take checked rows of new tokens, and quantise the token groups that are complete then.
+
+        Parameters
+        ----------
+        pool, layer, k, v, block_table, start
+            See `FullPrecisionWindow.append`.
+        watch
+            Not asked: such rows are looked at before they are written.
+        """
+        tokens, some, target = int(k.shape[0]), self._group, pool.target
+        if not tokens:
+            return
+        end, begin, of = start + tokens, start // some * some, self._layers[layer]
+        size = int(pool.k.shape[2])
+        table = np.asarray(target.to_host(block_table))
+
+        def index(slots: Ints) -> Array:
+            return target.index(slots, np.int64)
+
+        now = of
+        if of.base != begin or of.base + int(of.block.k.shape[2]) < end:
+            now = _Newest(float_pool(pool, 1, -(-(end - begin) // some) * some), begin, begin)
+            kept = np.arange(max(begin, min(of.first, start)), start)
+            if len(kept):
+                of.block.copy_tokens(kept - of.base, now.block, kept - begin)
+        lost = np.arange(begin, min(of.first, start))
+        if len(lost):
+            here = index(slots_of(table, lost, size))
+            of_k, of_v = pool.k_buffer.gather(here), pool.v_buffer.gather(here)
+            now.block.scatter(of_k, of_v, index(lost - begin))
+        now.block.scatter(k, v, index(np.arange(start, end) - begin))
+        pool.append(k, v, block_table, start)
+        whole = np.arange(begin, end // some * some, some)
+        if len(whole):
+            to = slots_of(table, whole, size) // some
+            pool.quantise(now.block, index((whole - begin) // some), index(to))
+        self._layers[layer] = now._replace(first=begin)
+
+    def staging(self, tokens: int) -> Pool:
+        """A block of float rows for new tokens, which `append` then takes: see `staged`."""
+        return staging(self._layers[0].block, tokens)
+
+    def staged(self, block: Pool, tokens: int) -> tuple[Array, Array]:
+        """The first rows ``(tokens, num_kv_heads, head_dim)`` of K and of V in such a block."""
+        return staged(block, tokens)
+
+    def truncate(self, length: int) -> None:
+        """Drop the tokens of all layers from position `length` on. It needs no memory worth a name."""
+        for layer, of in enumerate(self._layers):
+            if of.first > length:
+                self._layers[layer] = of._replace(first=length)
+
+    # -- reading
+
+    def overlay(self, pool: Pool, which: str, layer: int, rows: Array, length: int) -> Array:
+        """Rows of a contiguous layer with those in full in their places; see `FullPrecisionWindow.overlay`."""
+        target, of = pool.target, self._layers[layer]
+        mixed = target.empty(tuple(map(int, rows.shape)), pool.buffer(which).kind.compute)
+        mixed = converted(target, rows, mixed)
+        if not length:
+            return mixed
+        begin, end = self.quantised(layer, length)[1], length
+        there = np.arange(begin, end)
+        target.ops.copy_tokens(
+            of.block.buffer(which).words, target.index(there - of.base, np.int64), mixed.reshape((1, *mixed.shape)),
+            target.index(there, np.int64),
+        )  # fmt: skip
+        return mixed
+
+    def attend(
+        self, pool: Pool, block_table: Array, layer: int, q: Array, length: int, options: CheckedOptions
+    ) -> Any:  # fmt: skip
+        """Attend with checked queries of a layer's last tokens: each to its own group in full, to others as codes.
+
+        See `FullPrecisionWindow.attend`.
+        """
+        target, of, some = pool.target, self._layers[layer], self._group
+        tokens = int(q.shape[0])
+        lens = target.index(np.array([length]), np.int64)
+        starts = target.index(np.array([0, tokens]), np.int64)
+        tables = {"block_table": block_table, "seq_lens": lens, "cu_seqlens_q": starts}
+        options = check_call(q, options, (of.block, pool), tables)
+        seen = seen_by_queries(target, options.sight, tokens, length, options.window_left)
+        options = options._replace(window_left=-1, sight=None)
+        if not tokens or not length:
+            return run(pool, block_table, q, lens, starts, options)
+        own = np.maximum(np.arange(length - tokens, length) // some * some, of.first)
+        own = own.clip(0, length)[:, None]
+        coded, full = np.minimum(seen, own), (np.maximum(seen, own) - of.base).clip(0)
+        table = one_block_each(target.device_key, 1)
+        parts = [
+            Part(where, of_tokens, target.index(ranges, np.int64))
+            for where, of_tokens, ranges in ((of.block, table, full), (pool, block_table, coded))
+            if (ranges[:, 0] < ranges[:, 1]).any()
+        ]
+        if len(parts) > 1:
+            return run_parts(parts, q, lens, starts, options)
+        part = parts[0] if parts else Part(of.block, table, target.index(0 * full, np.int64))
+        return run(part.pool, part.table, q, lens, starts, options, ranges=part.ranges)
+
+    def attention_mass(
+        self, pool: Pool, block_table: Array, layer: int, q: Array, length: int, options: CheckedOptions, lse: Any
+    ) -> Array:  # fmt: skip
+        """Refused: queries read the same token in full and as codes."""
+        raise NotSupported(
+            f"attention_weights: expected keys that are stored row by row, got {pool.k_kind}, of which a query reads "
+            "its own token group in full; keep keys in int8 or int4"
+        )
+
+
+def kept_in_full(pool: Pool, num_layers: int, full_precision: Any, capacity: int | None) -> Any:
+    """Check a cache's argument; what keeps tokens in full, as asked for or by the kind of its keys, or None."""
+    if not pool.by_channel:
+        return FullPrecisionWindow.make(pool, num_layers, full_precision, capacity)
+    if full_precision is not None:
+        raise NotSupported(
+            f"`full_precision`: expected None for keys in {pool.k_kind}, whose newest tokens are in full anyway, until "
+            f"their token group is complete, got {full_precision}; leave it out, or keep them in a PagedKVCache"
+        )
+    return NewestGroups(pool, num_layers)

@@ -1,0 +1,58 @@
+"""Quantise token groups by channel, on CUDA: a block of threads takes a group of a head, a thread its channels."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from numkv.kernels.builder import SCALES, WORDS
+from numkv.kernels.cuda.launches import INDICES, THREADS, array, jit, launch, number_at
+from numkv.kernels.operations import Operations, implements
+from numkv.kinds import kind
+from numkv.rows.channel import TOKENS, channel_storer
+from numkv.rows.convert import codec
+
+
+def make_quantise_groups(SRC, DST):
+    """The kernel that takes rows of kind `SRC` and gives codes of kind `DST`."""
+    load, _ = codec(SRC)
+    EACH = kind(DST).unit[0]
+    store = channel_storer(8 // EACH, load)
+
+    def kernel(rows, groups, pool, scale, to_groups):
+        heads, dim = rows.shape[1], rows.shape[3]
+        each, to_each = rows.shape[2] // TOKENS, pool.shape[2] // TOKENS
+        for item in range(
+            np.int64(cuda.blockIdx.x), groups.shape[0] * heads, np.int64(cuda.gridDim.x)
+        ):
+            i, h = item // heads, item % heads
+            a, b = number_at(groups, i), number_at(to_groups, i)
+            if a < 0 or a >= rows.shape[0] * each or b < 0 or b >= pool.shape[0] * to_each:
+                continue
+            at, to = a % each * TOKENS, b % to_each
+            source = rows[a // each, h, at : at + TOKENS]
+            codes = pool[b // to_each, h, to * TOKENS : (to + 1) * TOKENS]
+            for d in range(EACH * cuda.threadIdx.x, dim, EACH * THREADS):
+                store(source, codes, scale[b // to_each, h, to], d)
+
+    return kernel
+
+
+@functools.cache
+def _quantise_groups(src: str, dst: str) -> Any:
+    signature = (
+        array(WORDS[src], 4), INDICES, array(WORDS[dst], 4), array(*SCALES[dst]), INDICES
+    )  # fmt: skip
+    return jit(make_quantise_groups, (src, dst), signature, 8)
+
+
+@implements(Operations.quantise_groups)
+def quantise_groups(rows, rows_kind, groups, pool, pool_kind, scale, to_groups):
+    blocks = groups.shape[0] * rows.shape[1]
+    if blocks:
+        launch(
+            _quantise_groups(rows_kind, pool_kind), blocks, THREADS, rows, groups, pool, scale, to_groups
+        )  # fmt: skip

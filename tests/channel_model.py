@@ -1,0 +1,65 @@
+"""What caches with keys by channel must hold, in plain NumPy: rows in full, of which all codes follow."""
+
+import naive
+import numpy as np
+
+TOKENS = naive.CHANNEL_TOKENS
+
+
+class Sequence:
+    """Rows of a sequence ``(n, heads, dim)``, of which codes are made, and what is read where they are in full."""
+
+    def __init__(self, k, v, kind, full_v=None, full_from=0):
+        self.k, self.v, self.kind, self.full_from = k, v, kind, full_from
+        self.full_v = v if full_v is None else full_v
+
+    @classmethod
+    def empty(cls, heads, dim, kind):
+        return cls(*np.zeros((2, 0, heads, dim), np.float32), kind)
+
+    def __len__(self):
+        return len(self.k)
+
+    def extended(self, k, v):
+        k, of_v, full_v = (np.concatenate(x) for x in ((self.k, k), (self.v, v), (self.full_v, v)))
+        return Sequence(k, of_v, self.kind, full_v, self.full_from)
+
+    def coded(self):
+        """K and V as their codes say, in float64: of whole groups alone."""
+        n = len(self) // TOKENS * TOKENS
+        of = self.k[:n].reshape(-1, TOKENS, *self.k.shape[1:]).swapaxes(1, 2)
+        k = naive.channel_dequantise(*naive.channel_quantise(of, naive.channel_bits(self.kind)))
+        v = naive.dequantise(*naive.quantise(self.v, self.kind.removesuffix("_channel")))
+        return k.swapaxes(1, 2).reshape(n, *self.k.shape[1:]), v
+
+    def truncated(self, length):
+        """The first tokens, of a group whose rows in full are gone as its codes say: until it is complete again."""
+        kept, gone = length // TOKENS * TOKENS, (len(self) - 1) // TOKENS * TOKENS
+        k, v, full_v = self.k[:length].copy(), self.v[:length], self.full_v[:length].copy()
+        full_from = min(self.full_from, length)
+        if max(length - 1, 0) < gone:
+            full_from = kept
+            of_k, of_v = self.coded()
+            k[kept:], full_v[kept:] = of_k[kept:length], of_v[kept:length]
+        return Sequence(k, v, self.kind, full_v, full_from)
+
+    def seen(self, position, window=-1):
+        """K and V that a query at a position sees: its own group in full, those before as codes."""
+        of_k, of_v = self.coded()
+        own, first = position // TOKENS * TOKENS, max(0, position - window) if window >= 0 else 0
+        own = max(own, min(self.full_from, len(of_k)))
+        rows = zip((of_k, of_v), (self.k, self.full_v), strict=True)
+        return [np.concatenate([x[:own], y[own:]])[first : position + 1] for x, y in rows]
+
+    def attended(self, q, positions, window=-1):
+        """Attention of queries ``(n, q heads, dim)``."""
+        out = np.zeros((*q.shape[:2], self.v.shape[2]))
+        group = q.shape[1] // self.k.shape[1]
+        for i, position in enumerate(positions):
+            k, v = self.seen(position, window)
+            for h in range(q.shape[1]):
+                g = h // group
+                out[i, h], _ = naive.attention_row(
+                    q[i, h].astype(float), k[:, g], v[:, g], q.shape[2] ** -0.5, 0.0, None
+                )
+        return out

@@ -1,0 +1,201 @@
+"""Keys by channel in caches of one sequence, against a plain model of what they must hold."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+from channel_model import Sequence
+
+import numkv
+
+KINDS = ["int8_channel", "int4_channel"]
+HEADS, Q_HEADS, DIM = 2, 4, 32
+
+
+def layers(kind, target):
+    """Objects of one layer."""
+    yield numkv.ContiguousLayer(600, HEADS, DIM, kind=kind, target=target)
+    yield numkv.PagedLayer(10, 64, HEADS, DIM, kind=kind, target=target)
+    yield numkv.PagedLayer(5, 128, HEADS, DIM, kind=kind, target=target)
+
+
+def rows(rng, n):
+    k, v = rng.standard_normal((2, n, HEADS, DIM)).astype(np.float32)
+    k[:, :, 3] += 50
+    return k, v
+
+
+def queries(rng, n):
+    q = rng.standard_normal((n, Q_HEADS, DIM)).astype(np.float32)
+    q[:, :, 3] /= 50
+    return q
+
+
+def close(found, wanted):
+    assert np.linalg.norm(found - wanted) < 2e-4 * max(np.linalg.norm(wanted), 1e-3)
+
+
+class Played:
+    """A layer and its model."""
+
+    def __init__(self, layer, kind, rng, to, host):
+        self.layer, self.rng, self.to, self.host = layer, rng, to, host
+        self.model = Sequence.empty(HEADS, DIM, kind)
+
+    def append(self, n, write=False):
+        k, v = rows(self.rng, n)
+        q = queries(self.rng, n)
+        if write:
+            qkv = np.concatenate([x.reshape(n, -1) for x in (q, k, v)], axis=1)
+            self.layer.write(self.to(qkv), num_q_heads=Q_HEADS, qk_mode=numkv.QKMode.COPY)
+        else:
+            self.layer.append(self.to(k), self.to(v))
+        self.model = self.model.extended(k, v)
+        self.look(n)
+
+    def look(self, n=1, window=-1):
+        length = len(self.model)
+        assert self.layer.seq_len == length
+        q = queries(self.rng, n)
+        found = self.host(self.layer.decode_attention(self.to(q), window_left=window))
+        close(found, self.model.attended(q, range(length - n, length), window))
+        self.layer.check()
+
+    def truncate(self, length):
+        """What is cut out of a group before that of the last append is decoded."""
+        self.layer.truncate(length)
+        self.model = self.model.truncated(length)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_appends(target, to, host, rng, kind):
+    """Prompts in parts, and tokens, over ends of groups; windows."""
+    for layer in layers(kind, target):
+        p = Played(layer, kind, rng, to, host)
+        p.append(100, write=True)
+        p.append(1)
+        p.append(27)
+        p.append(1)
+        p.append(130)
+        p.look(5, window=70)
+        p.append(3, write=True)
+
+
+@pytest.mark.kernels
+def test_appends_on_kernels(target, to, host, rng):
+    kind = "int8_channel"
+    layer = numkv.ContiguousLayer(150, HEADS, DIM, kind=kind, target=target)
+    p = Played(layer, kind, rng, to, host)
+    p.append(70)
+    p.append(1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_truncate_and_copies(target, to, host, rng, kind):
+    for layer in layers(kind, target):
+        p = Played(layer, kind, rng, to, host)
+        p.append(150)
+        p.append(1)
+        p.truncate(140)
+        p.look()
+        p.truncate(100)  # rows in full are gone
+        p.look()
+        cut = p.model
+        others = [layer.copy(), copy.deepcopy(layer)]
+        if target == "cpu":
+            others.append(pickle.loads(pickle.dumps(layer)))
+        p.append(50)
+        p.append(20)
+        for other in others:
+            again = Played(other, kind, rng, to, host)
+            again.model = cut
+            again.look()
+            again.append(40)
+        p.truncate(0)
+        p.append(70)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_of_several_layers(target, to, host, rng, kind):
+    """Growth, reads, and copies of what grows."""
+    cache = numkv.KVCache(2, HEADS, DIM, kind=kind, target=target)
+    model = Sequence.empty(HEADS, DIM, kind)
+    for n in (70, 1, 100, 1):
+        k, v = rows(rng, n)
+        for layer in range(2):
+            cache.append(layer, to(k), to(v))
+        cache.advance(n)
+        model = model.extended(k, v)
+        q = queries(rng, n)
+        places = range(len(model) - n, len(model))
+        for of in (cache, cache.copy()):
+            close(host(of.decode_attention(1, to(q))), model.attended(q, places))
+    length = len(model)
+    end = (length - 1) // 64 * 64
+    of_k, of_v = model.coded()
+    np.testing.assert_allclose(host(cache.k(0))[:end], of_k[:end], rtol=1e-6)
+    np.testing.assert_array_equal(host(cache.k(0))[end:], model.k[end:])
+    np.testing.assert_allclose(host(cache.v(1))[:end], of_v[:end], rtol=1e-6)
+    assert cache.quantised_tokens(0) == range(end)
+    errors = cache.key_error(0, to(queries(rng, 2)))
+    assert errors.shape == (2, Q_HEADS)
+    assert (errors > 0).all()
+
+
+def test_results_do_not_depend_on_how_a_prompt_was_cut(rng):
+    k, v = rows(rng, 200)
+    q, found = queries(rng, 200), []
+    for parts in ([200], [130, 70], [63, 1, 136]):
+        layer = numkv.ContiguousLayer(200, HEADS, DIM, kind="int4_channel")
+        first, outs = 0, []
+        for n in parts:
+            part = slice(first, first + n)
+            layer.append(k[part], v[part])
+            outs.append(layer.decode_attention(q[part]))
+            first += n
+        found.append(np.concatenate(outs))
+    assert layer.capacity == 256
+    np.testing.assert_allclose(found[0], found[1], atol=2e-6)
+    np.testing.assert_allclose(found[0], found[2], atol=2e-6)
+
+
+def test_a_bound_cache(rng):
+    """Two calls a layer so far."""
+    cache = numkv.KVCache(1, HEADS, DIM, kind="int8_channel")
+    model, bound = Sequence.empty(HEADS, DIM, "int8_channel"), cache.bind(Q_HEADS)
+    for n in (64, 1, 1):
+        (k, v), q = rows(rng, n), queries(rng, n)
+        out = bound.begin(n)(0, q, k, v)
+        cache.advance(n)
+        model = model.extended(k, v)
+        close(out, model.attended(q, range(len(model) - n, len(model))))
+
+
+def test_what_is_refused(tmp_path, rng):
+    layer = numkv.ContiguousLayer(100, HEADS, DIM, kind="int8_channel")
+    cache = numkv.KVCache(1, HEADS, DIM, k_kind="int4_channel", v_kind="int8")
+    layer.append(*rows(rng, 70))
+    cache.append(0, *rows(rng, 70))
+    cache.advance(70)
+    full = numkv.FullPrecision(window=8)
+    for call, said in (
+        (lambda: layer.jit, r"`jit`: .*int8_channel"),
+        (lambda: cache.arrays(0), r"`arrays`: .*int4_channel"),
+        (lambda: layer.compact([1, 2]), "compact: .*one by one"),
+        (lambda: cache.compact([1, 2]), "compact: .*one by one"),
+        (lambda: cache.k_scales(0), "k_scales: .*one by one"),
+        (lambda: numkv.save(tmp_path / "x", layer), "save: .*PagedKVCache"),
+        (lambda: layer.attention_weights(queries(rng, 1)), "attention_weights: .*int8_channel"),
+        (
+            lambda: numkv.KVCache(1, HEADS, DIM, kind="int8_channel", full_precision=full),
+            "`full_precision`: expected None .*int8_channel",
+        ),
+        (
+            lambda: numkv.KVCache(1, HEADS, DIM, kind="int8_channel", rotate=True),
+            "`rotate`: .*channels",
+        ),
+        (lambda: numkv.PagedLayer(4, 16, HEADS, DIM, kind="int8_channel"), "multiple of 64"),
+    ):
+        with pytest.raises(numkv.NumkvError, match=said):
+            call()

@@ -1,0 +1,402 @@
+"""Keys by channel in a `PagedKVCache`, against a plain model of what it must hold."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+from channel_model import Sequence
+
+import numkv
+
+KINDS = ["int8_channel", "int4_channel"]
+HEADS, Q_HEADS, DIM = 2, 4, 32
+
+
+def make(kind="int8_channel", target="cpu", **options):
+    options = {"num_blocks": 64, "block_size": 64} | options
+    return numkv.PagedKVCache(2, HEADS, DIM, kind=kind, target=target, **options)
+
+
+def rows(rng, n, outlier=True):
+    k, v = rng.standard_normal((2, n, HEADS, DIM)).astype(np.float32)
+    if outlier:
+        k[:, :, 3] += 50
+    return k, v
+
+
+def queries(rng, n):
+    q = rng.standard_normal((n, Q_HEADS, DIM)).astype(np.float32)
+    q[:, :, 3] /= 50
+    return q
+
+
+class Played:
+    """A cache and its model."""
+
+    def __init__(self, cache, rng, to, host, kind):
+        self.cache, self.rng, self.to, self.host, self.kind = cache, rng, to, host, kind
+        self.model = {}
+
+    def add(self):
+        seq = self.cache.add()
+        self.model[seq] = Sequence.empty(HEADS, DIM, self.kind)
+        return seq
+
+    def step(self, seqs, lens, accepted=None, write=False, ids=None):
+        """Append to both layers, attend with every new token, and keep what is accepted."""
+        new = [rows(self.rng, n) for n in lens]
+        k, v = (np.concatenate(x) for x in zip(*new, strict=True))
+        q = queries(self.rng, sum(lens))
+        step = self.cache.reserve(seqs, lens)
+        for layer in range(2):
+            if write and layer:
+                qkv = np.concatenate([x.reshape(len(x), -1) for x in (q, k, v)], axis=1)
+                step.write(layer, self.to(qkv), num_q_heads=Q_HEADS, qk_mode=numkv.QKMode.COPY)
+            else:
+                step.append(layer, self.to(k), self.to(v))
+            out, first = self.host(step.attention(layer, self.to(q))), 0
+            for seq, (of_k, of_v) in zip(seqs, new, strict=True):
+                longer, n = self.model[seq].extended(of_k, of_v), len(of_k)
+                places = range(len(longer) - n, len(longer))
+                close(out[first : first + n], longer.attended(q[first : first + n], places))
+                first += n
+        if accepted is None:
+            self.cache.commit(step, token_ids=ids)
+        elif any(accepted):
+            self.cache.commit(step, np.array(accepted))
+        else:
+            self.cache.rollback(step)
+        for i, (seq, (of_k, of_v)) in enumerate(zip(seqs, new, strict=True)):
+            n = len(of_k) if accepted is None else accepted[i]
+            self.model[seq] = self.model[seq].extended(of_k[:n], of_v[:n])
+
+    def truncate(self, seq, length):
+        self.cache.truncate(seq, length)
+        self.model[seq] = self.model[seq].truncated(length)
+
+    def look(self):
+        """At the newest token of every sequence."""
+        seqs = [seq for seq, of in self.model.items() if len(of)]
+        q = queries(self.rng, len(seqs))
+        for layer in range(2):
+            out = self.host(self.cache.decode_attention(layer, seqs, self.to(q)))
+            for i, seq in enumerate(seqs):
+                of = self.model[seq]
+                close(out[i : i + 1], of.attended(q[i : i + 1], [len(of) - 1]))
+        self.cache.check()
+
+
+def close(found, wanted):
+    assert np.linalg.norm(found - wanted) < 2e-4 * max(np.linalg.norm(wanted), 1e-3)
+
+
+@pytest.fixture
+def play(target, rng, to, host):
+    def begin(kind, **options):
+        return Played(make(kind, target, **options), rng, to, host, kind)
+
+    return begin
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_steps(play, kind, block_size):
+    """Prompts that end in a group, at its end and past it; then token by token over that."""
+    p = play(kind, block_size=block_size)
+    a, b = p.add(), p.add()
+    p.step([a, b], [200, 62], write=True)
+    for _ in range(3):
+        p.step([a, b], [1, 1])
+        p.look()
+    p.step([b, a], [64, 130])
+    p.look()
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    "kind", ["int8_channel", pytest.param("int4_channel", marks=pytest.mark.nightly)]
+)
+def test_steps_on_kernels(play, kind):
+    p = play(kind)
+    a, b = p.add(), p.add()
+    p.step([a, b], [70, 63], write=True)
+    p.step([a, b], [1, 2])
+    p.look()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_in_parts_makes_the_same_codes(play, kind):
+    """Whatever the steps; results are those of one step."""
+    p = play(kind)
+    k, v = rows(p.rng, 200)
+    found = []
+    for parts in ([200], [63, 1, 70, 66], [130, 70]):
+        seq, first = p.cache.add(), 0
+        for n in parts:
+            step = p.cache.reserve([seq], [n])
+            for layer in range(2):
+                step.append(layer, p.to(k[first : first + n]), p.to(v[first : first + n]))
+            p.cache.commit(step)
+            first += n
+        of = p.cache.swap_out(seq)
+        whole = [x[:3] for buffers in of.buffers for x in buffers[2:3] if x.shape[0] >= 3]
+        found.append([x.tobytes() for x in whole])
+    assert found[0]
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rollback_and_accepted_drafts_are_exact(play, kind):
+    """A step that fills a group, and is taken back in it: its rows in full are there."""
+    p = play(kind)
+    a = p.add()
+    p.step([a], [60])
+    p.step([a], [10], accepted=[0])
+    p.look()
+    p.step([a], [80], accepted=[2])
+    p.look()
+    p.step([a], [1])
+    p.step([a], [70], accepted=[1])  # at the end of the group
+    p.look()
+    p.step([a], [66])
+    p.look()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_truncate(play, kind, block_size):
+    """Into the newest group, whose rows are there; into one that was quantised, which fills again."""
+    p = play(kind, block_size=block_size)
+    a = p.add()
+    p.step([a], [190])
+    p.truncate(a, 170)
+    p.look()
+    if block_size == 64:
+        p.truncate(a, 100)
+        p.look()
+        p.step([a], [90], accepted=[0])
+        p.look()
+        p.step([a], [90], accepted=[20])
+        p.look()
+        p.step([a], [40])
+        p.look()
+    p.truncate(a, 64)
+    p.step([a], [5])
+    p.look()
+    p.truncate(a, 0)
+    p.step([a], [70])
+    p.look()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_forks(play, kind, block_size):
+    """In the middle of a group, each goes on alone; in one that one of them has cut."""
+    p = play(kind, block_size=block_size)
+    a = p.add()
+    p.step([a], [150])
+    b = p.cache.fork(a)
+    p.model[b] = p.model[a]
+    p.step([a, b], [30, 50])
+    p.look()
+    c = p.cache.fork(b)
+    p.model[c] = p.model[b]
+    if block_size == 64:
+        p.truncate(b, 100)
+    p.step([b, c], [40, 3])
+    p.look()
+    p.cache.remove(a)
+    del p.model[a]
+    p.step([c], [60])
+    p.look()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefixes(play, kind):
+    """Codes follow from tokens: who finds a prefix reads what others have quantised."""
+    p = play(kind)
+    ids = np.arange(200, dtype=np.int32)
+    a = p.cache.add(ids)
+    p.model[a] = Sequence.empty(HEADS, DIM, kind)
+    p.step([a], [200], ids=ids)
+    other = np.concatenate([ids[:150], ids[:60] + 900])
+    b = p.cache.add(other)
+    found = p.cache.cached_len(b)
+    assert found == 150  # the rest of the block is copied, and its twin's
+    p.model[b] = Sequence(p.model[a].k[:found], p.model[a].v[:found], kind)
+    p.step([b], [70])
+    p.look()
+    p.cache.remove(a)
+    del p.model[a]
+    p.step([p.add()], [p.cache.num_free // 3 * 64])  # evicts what nobody has, rows in full as well
+    c = p.cache.add(other)
+    assert p.cache.cached_len(c) == 128
+    p.model[c] = Sequence(p.model[b].k[:128], p.model[b].v[:128], kind)
+    p.step([c], [9])
+    p.look()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_swaps_files_and_pickles(play, kind, tmp_path, target):
+    p = play(kind)
+    a, b = p.add(), p.add()
+    p.step([a, b], [140, 64])
+    swapped = p.cache.swap_out(a)
+    again = p.cache.swap_in(swapped)
+    p.model[again] = p.model[a]
+    numkv.save(tmp_path / "x.numkv", p.cache)
+    made = [p.cache.copy(), numkv.load(tmp_path / "x.numkv", target=target)]
+    if target == "cpu":
+        made += [pickle.loads(pickle.dumps(p.cache)), copy.deepcopy(p.cache)]
+    for cache in made:
+        other = Played(cache, p.rng, p.to, p.host, kind)
+        other.model = dict(p.model)
+        other.look()
+        other.step([a, b, again], [70, 1, 60])
+        other.look()
+    p.look()
+    with pytest.raises(numkv.DimensionMismatch, match="geometry"):
+        make("int8", target).swap_in(swapped)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_windows_mixed_layers_and_sinks(target, rng, to, host, kind):
+    """Keys by channel beside others; a sliding layer; first tokens in full."""
+    spec = numkv.LayerSpec(
+        HEADS, DIM, kind=kind, full_precision=numkv.FullPrecision(num_sink_tokens=4)
+    )
+    sliding = numkv.LayerSpec(
+        HEADS, DIM, kind=kind, full_precision=spec.full_precision, window_left=99
+    )
+    plain = numkv.LayerSpec(HEADS, DIM, kind="fp16", full_precision=spec.full_precision)
+    cache = numkv.PagedKVCache(
+        layers=[spec, sliding, plain], num_blocks=64, block_size=64, target=target
+    )
+    assert cache.layers[:2] == (spec, sliding) or cache.layers[0].kind.name == kind
+    seq, model = cache.add(), Sequence.empty(HEADS, DIM, kind)
+    for n in (100, 1, 130, 1):
+        (k, v), q = rows(rng, n), queries(rng, n)
+        step, model = cache.reserve([seq], [n]), model.extended(k, v)
+        for layer in range(3):
+            x = (k, v) if layer < 2 else (k.astype(np.float16), v.astype(np.float16))
+            step.append(layer, *map(to, x))
+        places = range(len(model) - n, len(model))
+        found = host(step.attention(1, to(q)))
+        close(found, model.attended(q, places, window=99))
+        exact = Sequence(model.k, model.v, kind)
+        of_k, of_v = exact.coded()
+        of_k[:4], of_v[:4] = model.k[: len(of_k)][:4], model.v[:4]
+        exact.coded = lambda of_k=of_k, of_v=of_v: (of_k, of_v)
+        close(host(step.attention(0, to(q))), exact.attended(q, places))
+        cache.commit(step)
+    cache.check()
+
+
+def test_rows_of_16_bits(rng):
+    """In a twin of 16 bits codes are made of its rows."""
+    kept = numkv.FullPrecision(window=64, kind="bf16")
+    cache = numkv.PagedKVCache(
+        layers=[numkv.LayerSpec(HEADS, DIM, kind="int8_channel", full_precision=kept)], num_blocks=9, block_size=64
+    )  # fmt: skip
+    seq, (k, v) = cache.add(), rows(rng, 100)
+    bf16 = numkv.kind("bf16").dtype
+    step = cache.reserve([seq], [100])
+    step.append(0, k.astype(bf16), v.astype(bf16))
+    model = Sequence(*(x.astype(bf16).astype(np.float32) for x in (k, v)), "int8_channel")
+    q = queries(rng, 100)
+    close(step.attention(0, q), model.attended(q, range(100)))
+
+
+def test_bad_rows(target, to, rng):
+    cache = make(target=target)
+    step = cache.reserve([cache.add()], [80])
+    k, v = rows(rng, 80)
+    k[3, 1, 2] = np.nan
+    with pytest.raises(numkv.NonFiniteInput, match=r"`k`.*int8_channel.*\(3, 1, 2\)"):
+        step.append(0, to(k), to(v))
+
+
+def test_bytes():
+    """8.5 and 4.5 bits an element, whatever D; V as rows of the same width."""
+    assert make("int8_channel").layers[0].v_kind.name == "int8"
+    assert make("int4_channel").layers[0].v_kind.name == "int4"
+
+
+def refusals():
+    """What to do, and what the error says."""
+    of = numkv.LayerSpec
+
+    def cache(**options):
+        return make(**options)
+
+    yield (lambda: cache(block_size=16)), r"`block_size`: .*multiple of 64.*choose 64"
+    yield (lambda: cache(rotate=True)), r"`rotate`: .*mixes the channels"
+    yield (lambda: of(2, 32, v_kind="int8_channel")), r"`v_kind`: .*take int8"
+    yield (
+        (lambda: of(2, 32, kind="int8_channel", v_kind="latent", head_dim_v=8)),
+        r"`kind`: .*PagedKVCache",
+    )
+    full = numkv.FullPrecision(window=65)
+    for options, said in (
+        ({"window_left": 40}, r"window of 41.*bf16"),
+        ({"chunk_size": 128}, r"`kind`: .*chunks"),
+        ({"full_precision": full}, r"`full_precision`: .*at most 64 tokens"),
+    ):
+        layers = [of(2, 32, kind="int8_channel", **options)]
+        yield (lambda x=layers: numkv.PagedKVCache(layers=x, num_blocks=9, block_size=64)), said
+    call = numkv.CausalCache().init
+    yield (lambda: call("int4_channel", 1, 1, 1)), r"PagedKVCache, or take int4"
+    yield (lambda: cache().bind(4)), r"bind: .*by channel"
+    yield (lambda: cache().step_buffers(1)), r"step_buffers: .*by channel"
+    yield (lambda: cache().arrays(0)), r"arrays: .*by channel"
+    c = cache()
+    seq = c.add()
+    yield (lambda: c.reserve([seq], [2], parents=[-1, 0])), r"parents: .*by channel"
+    yield (lambda: c.compact(seq, [])), r"compact: .*by channel"
+    yield (
+        (lambda: c.attention_weights(0, seq, np.zeros((1, 4, 32), np.float32))),
+        r"attention_weights",
+    )
+
+
+def test_what_is_refused_says_what_to_do_instead():
+    for number, (call, said) in enumerate(refusals()):
+        with pytest.raises(numkv.NumkvError, match=said):
+            call()
+            raise AssertionError(number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_lives(kind, seed):
+    """Steps, drafts, forks, cuts and swaps of a few sequences, one after another."""
+    rng = np.random.default_rng([seed, 7])
+    p = Played(make(kind, num_blocks=96), rng, lambda x: x, np.asarray, kind)
+    p.add()
+    for _ in range(40):
+        live = list(p.model)
+        seq = int(rng.choice(live))
+        what = rng.integers(0, 6)
+        if what <= 1:
+            p.step([seq], [int(rng.integers(1, 90))], write=bool(rng.integers(2)))
+        elif what == 2:
+            n = int(rng.integers(1, 80))
+            p.step([seq], [n], accepted=[int(rng.integers(0, n + 1))])
+        elif what == 3 and len(live) < 5:
+            made = p.cache.fork(seq)
+            p.model[made] = p.model[seq]
+        elif what == 4 and len(p.model[seq]):
+            p.truncate(seq, int(rng.integers(0, len(p.model[seq]) + 1)))
+        elif what == 5:
+            made = p.cache.swap_in(p.cache.swap_out(seq))
+            p.model[made] = p.model.pop(seq)
+            p.cache.remove(seq)
+        if len(p.model[min(p.model)]) > 500:
+            first = min(p.model)
+            p.cache.remove(first)
+            del p.model[first]
+        if not p.model:
+            p.add()
+        p.look()
