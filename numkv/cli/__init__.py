@@ -18,7 +18,7 @@ from numkv.cli import accuracy, bench, cache, evaluate, fit, generate, info, pla
 from numkv.cli.output import UsageError, at_least, checked, flag, option
 from numkv.demo import BUNDLED_MODEL
 from numkv.demo.cache import CacheChoice, parse_cache
-from numkv.demo.fit import K_KINDS, V_KINDS
+from numkv.demo.fit import CHANNEL_KINDS, K_KINDS, V_KINDS
 from numkv.demo.sharded import WAYS
 from numkv.errors import NotSupported, NumkvError
 from numkv.keywords import meant
@@ -292,8 +292,9 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
     option(parser, "--text", "a text such as the model is to read; half of it chooses, half judges", Path, "FILE")
     option(parser, "--budget", "bytes of a token in all layers, or a kind that takes as many", metavar="BYTES|KIND",
             default="int4")
-    for name, default in (("--k-kind", K_KINDS), ("--v-kind", V_KINDS)):
-        option(parser, name, f"kinds to try for {name[2].upper()} (default: {' '.join(default)})",
+    more = f", and on the bundled model {' '.join(CHANNEL_KINDS)}"
+    for name, default in (("--k-kind", " ".join(K_KINDS) + more), ("--v-kind", " ".join(V_KINDS))):
+        option(parser, name, f"kinds to try for {name[2].upper()} (default: {default})",
                 checked(lambda text: numkv.kind(text).name, "a kind"), "KIND", nargs="+")
     option(parser, "--context", "tokens in a window", at_least(2), "N", default=fit.CONTEXT)
     option(parser, "--windows", "windows of each text", _count, "N", default=fit.WINDOWS)

@@ -14,7 +14,7 @@ from numkv.caches import Profile
 from numkv.cli.output import Progress, UsageError, kernel_progress, load_model, save_figure, table
 from numkv.demo import BUNDLED_MODEL
 from numkv.demo.evaluate import Document, held_out
-from numkv.demo.fit import K_KINDS, V_KINDS, DemoJudge, Fit, Judge, Way, fit, ways
+from numkv.demo.fit import CHANNEL_KINDS, K_KINDS, V_KINDS, DemoJudge, Fit, Judge, Way, fit, ways
 from numkv.demo.network import blas_threads_for
 from numkv.errors import NumkvError
 from numkv.kinds import kind
@@ -38,8 +38,10 @@ def run(arguments: argparse.Namespace) -> None:
         raise UsageError("--picture: needs matplotlib; pip install matplotlib")
     texts, notes = _texts(arguments)
     judge: Judge
+    of_k: tuple[str, ...] = K_KINDS
     if arguments.model in (None, BUNDLED_MODEL):
         model = load_model(BUNDLED_MODEL)
+        of_k += CHANNEL_KINDS
         context = min(arguments.context, model.config.max_context)
         judge = DemoJudge(model, texts[:1], texts[1:], context, arguments.windows)
         threads: contextlib.AbstractContextManager[Any] = blas_threads_for(model.weights)
@@ -47,7 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
         judge, more = _of_transformers(arguments, texts)
         notes, threads = notes + more, contextlib.nullcontext()
     budget = _budget(arguments.budget, judge)
-    tried = ways(arguments.k_kind or K_KINDS, arguments.v_kind or V_KINDS)
+    tried = ways(arguments.k_kind or of_k, arguments.v_kind or V_KINDS)
     try:
         with kernel_progress(), threads, Progress("trying kinds") as progress:
             found = fit(judge, budget, tried=tried, progress=progress.update)
@@ -113,8 +115,8 @@ def report(found: Fit, name: str) -> str:
 
 
 def _shown(found: Fit) -> list[Way]:
-    """The ways that tables name: one kind for K and V."""
-    return [way for way in found.costs[0] if way.kind == way.v_kind]
+    """The ways that tables name: K and V in as many bits."""
+    return [way for way in found.costs[0] if way.is_even]
 
 
 def draw(found: Fit, path: Path) -> None:

@@ -16,7 +16,7 @@ from numkv.cli.output import Size, UsageError, table
 from numkv.demo.cache import CacheChoice
 from numkv.drawing.picture import format_bytes
 from numkv.errors import NumkvError
-from numkv.kinds import kinds
+from numkv.kinds import Kind, kinds
 from numkv.planning import LayerNeeds, ModelNeeds, Rows, needs_of
 from numkv.planning.scale import Load, Network, Sharding, best_sharding, cost_of
 
@@ -324,7 +324,14 @@ def plan_profile(arguments: argparse.Namespace) -> str:
     ]
     if arguments.tokens is not None:
         lines[-1] += f", {memory.text(cost * arguments.tokens)} for {arguments.tokens:,} tokens"
-    code = f"numkv.PagedKVCache(layers=numkv.Profile.load({str(arguments.profile)!r}), max_nbytes={int(memory):_})"
+    given = [
+        f"layers=numkv.Profile.load({str(arguments.profile)!r})",
+        f"max_nbytes={int(memory):_}",
+    ]
+    given += ["block_size=64"] * any(
+        isinstance(x.kind, Kind) and x.kind.group_tokens > 0 for x in found
+    )
+    code = f"numkv.PagedKVCache({', '.join(given)})"
     return "\n".join([*lines, "", f"    cache = {code}"])
 
 

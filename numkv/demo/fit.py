@@ -26,8 +26,9 @@ from numkv.kinds import kind
 
 Layers = Sequence[LayerSpec]
 Progress = Callable[[int, int], None]
-#: Kinds that are tried unless others are asked for.
+#: Kinds that are tried unless others are asked for; and those of keys by channel, where caches take them.
 K_KINDS, V_KINDS = ("bf16", "int8", "int4"), ("int8", "int4")
+CHANNEL_KINDS = ("int8_channel", "int4_channel")
 #: Caches that are measured together, as they share the reference.
 _TOGETHER = 8
 
@@ -72,6 +73,11 @@ class Way:
         words = self.kind if self.kind == self.v_kind else f"{self.kind}/{self.v_kind}"
         return f"{words}+rotate" if self.rotate else words
 
+    @property
+    def is_even(self) -> bool:
+        """Whether K and V have as many bits."""
+        return self.kind.removesuffix("_channel") == self.v_kind
+
     def of(self, layer: LayerSpec) -> LayerSpec:
         """A layer stored in this way."""
         return replace(layer, kind=self.kind, v_kind=self.v_kind, rotate=self.rotate)
@@ -111,7 +117,7 @@ class Fit:
     spreads : tuple of (float, float)
         How wide the channels of K and of V of each layer are: see `spread`.
     uniform : tuple of Measured
-        One kind for K and V of all layers, for each that was tried.
+        One way for all layers, for each that gives K and V as many bits.
     budget : int
         Bytes that a token may take.
     """
@@ -140,11 +146,8 @@ def spread(rows: NDArray[Any]) -> float:
 def ways(of_k: Sequence[str] = K_KINDS, of_v: Sequence[str] = V_KINDS) -> list[Way]:
     """What is tried for a layer: kinds of K beside kinds of V, and where both are quantised, rotated too."""
     found = [Way(k, v) for k in of_k for v in of_v]
-    return found + [
-        replace(x, rotate=True)
-        for x in found
-        if kind(x.kind).has_scales and kind(x.v_kind).has_scales
-    ]
+    both = [way for way in found if kind(way.kind).has_scales and kind(way.v_kind).has_scales]
+    return found + [replace(way, rotate=True) for way in both if not kind(way.kind).group_tokens]
 
 
 def fit(
@@ -161,7 +164,8 @@ def fit(
     judge : Judge
         The model and its texts.
     budget : int
-        Bytes that a token's rows may take in all layers, scales included.
+        Bytes that a token's rows may take in all layers, scales included; newest tokens that keys by channel have in
+        full are not counted.
     tried : sequence of Way, optional
         What each layer may be stored as; `ways` by default.
     progress : callable, optional
@@ -185,7 +189,7 @@ def fit(
         _with_side(layers, i, k, v, rotate)
         for i in range(len(layers)) for (k, v), rotate in sides
     ]  # fmt: skip
-    total = len(alone) + 3 + 2 * sum(way.kind == way.v_kind for way in tried)
+    total = len(alone) + 3 + 2 * sum(way.is_even for way in tried)
     done = 0
 
     def measure(candidates: Sequence[Layers], held_out: bool) -> list[float]:
@@ -217,7 +221,7 @@ def fit(
         raise ValueError(
             f"budget: expected at least {least} bytes a token, which the smallest kinds take, got {budget}"
         )
-    alike = [way for way in tried if way.kind == way.v_kind]
+    alike = [way for way in tried if way.is_even]
     everywhere = [[way.of(layer) for layer in layers] for way in alike]
     of_uniform = measure(everywhere, False)
     of_fitting = measure([_all(layers, chosen) for chosen in fitting], False)
