@@ -479,7 +479,7 @@ def append_and_attend(query: Any, pending: Pending, plan: Any, options: CheckedO
     tensor (batch, T, num_q_heads, head_dim_v)
     """
     q = _by_token(query, "query")
-    step, pool = _append(q, pending, plan)
+    step, pool = _append(q, pending, plan, options.scale(query.shape[3]))
     ring = pending.layer.ring
     batch, heads, columns, _ = query.shape
     if ring is not None:
@@ -497,7 +497,7 @@ def append_and_attend(query: Any, pending: Pending, plan: Any, options: CheckedO
     return out.view(batch, columns, heads, out.shape[2])
 
 
-def _append(q: Any, pending: Pending, plan: Any) -> tuple[Step, Pool]:
+def _append(q: Any, pending: Pending, plan: Any, sm_scale: float) -> tuple[Step, Pool]:
     """The step, and the pool that holds its rows; layers that share these rows find them there."""
     if pending.done is not None:
         done, step, pool = pending.done
@@ -522,6 +522,8 @@ def _append(q: Any, pending: Pending, plan: Any) -> tuple[Step, Pool]:
     if layer.ring is not None:
         layer.ring.write(k, v, step)
     layer.finish(step, pool)
+    if layer.options.shared.tolerance is not None:
+        layer.options.shared.tolerance.look(layer, q, k, pool, step, sm_scale)
     pending.done = (plan, step, pool)
     return step, pool
 

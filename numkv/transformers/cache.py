@@ -27,6 +27,7 @@ from numkv.transformers.internals import (
     transformers_makes_cache,
 )
 from numkv.transformers.layers import HybridLayer, LatentLayer, NumkvLayer, Options
+from numkv.transformers.tolerance import Tolerance
 
 _Model = TypeVar("_Model")
 _BEFORE = "_numkv_before"  # on a model: the attention implementation that it had
@@ -325,6 +326,7 @@ def use(
     rotate: bool = False,
     full_precision: FullPrecision | None = None,
     profile: Profile | str | os.PathLike[str] | None = None,
+    tolerance: float | None = None,
 ) -> _Model:
     """Have a model attend by numkv, and ``model.generate`` make a `NumkvCache` where it is given no cache.
 
@@ -339,6 +341,10 @@ def use(
         How K and V are stored; see `NumkvCache`.
     capacity : int, optional
         Tokens of each sequence to reserve room for; without it as many as ``generate`` may make.
+    tolerance : float, optional
+        How far quantised keys may move scores, as `numkv.KVCache.key_error` estimates it: 0.1 is little, 1 changes
+        which token is attended to. The first prompt that `generate` reads is looked at: where keys are off further, a
+        warning names the layers and the kind that would do.
 
     Returns
     -------
@@ -376,8 +382,11 @@ def use(
         options["profile"] = Profile.load(profile)  # once, and not when text is generated
     inner = _inner(model)
     generating = _generating(inner)
+    watching = None if tolerance is None else Tolerance(tolerance)
     for part in (inner, *generating):
-        NumkvCache(part.config, **options)
+        cache = NumkvCache(part.config, **options)
+        if watching is not None:
+            watching.watch(cache)
         if not can_choose_attention(part):
             raise NotSupported(
                 f"numkv.transformers: expected a model whose attention can be chosen, got {type(part).__name__}, which "
@@ -392,7 +401,7 @@ def use(
     inner.set_attn_implementation("numkv")
     setattr(inner, _BEFORE, before)
     for part in generating:  # by what copies and pickles with the model, as a bound method does not
-        set_cache_maker(part, functools.partial(_make_cache, part, options))
+        set_cache_maker(part, functools.partial(_make_cache, part, options, watching))
     return model
 
 
@@ -446,7 +455,8 @@ def _generating(model: Any) -> list[Any]:
 
 
 def _make_cache(
-    model: Any, options: dict[str, Any], settings: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    model: Any, options: dict[str, Any], tolerance: Tolerance | None, settings: Any,
+    model_kwargs: dict[str, Any], *args: Any, **kwargs: Any,
 ) -> None:  # fmt: skip
     """Make a `NumkvCache` where `generate` would make a `DynamicCache`."""
     wanted = (
@@ -468,6 +478,8 @@ def _make_cache(
     if options["capacity"] is None and isinstance(longest, int):
         options = options | {"capacity": longest}
     cache = NumkvCache(model.config, **options)
+    if tolerance is not None:
+        tolerance.watch(cache)
     if settings.is_assistant:
         cache.activate_past_recording()
     model_kwargs["past_key_values"] = cache

@@ -51,9 +51,15 @@ class Shared:
         self.access = Access()
         #: Of layers that attend by compiled calls: see `numkv.transformers.attention`.
         self.groups: dict[tuple[Any, ...], Any] = {}
+        #: What asks about the keys of a first prompt: a `numkv.transformers.tolerance.Tolerance`, or None.
+        self.tolerance: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "groups": {}}  # which hold addresses: a copy makes its own
+        return {
+            **self.__dict__,
+            "groups": {},
+            "tolerance": None,
+        }  # which hold addresses: a copy makes its own
 
 
 class Options:

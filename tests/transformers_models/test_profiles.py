@@ -136,3 +136,98 @@ def test_fit_sees_biases_of_keys(tmp_path, capsys):
         transformers.AutoModelForCausalLM.from_pretrained(folder), profile=profile
     )
     assert fitted.generate(IDS, max_new_tokens=2, do_sample=False).shape == (1, 31)
+
+
+def with_biases(layers=2, size=30.0):
+    model = model_of()
+    with torch.no_grad():
+        for layer in model.model.layers[:layers]:
+            layer.self_attn.k_proj.bias[[5, 13]] = size
+            layer.self_attn.q_proj.weight *= 20
+    return model
+
+
+def test_a_broken_tolerance_is_told_once():
+    """The layers are named, and the kind that keeps it; another text, a copy and a fresh cache say nothing more."""
+    model = numkv.transformers.use(with_biases(), kind="int4", tolerance=0.2)
+    said = r"keys in int4 move scores by .*, more than tolerance=0.2, in layers 0, 1 of 3; with kind='int8'.* it is"
+    with pytest.warns(UserWarning, match=said):
+        model.generate(IDS, max_new_tokens=3, do_sample=False)
+    model.generate(IDS, max_new_tokens=3, do_sample=False)  # warnings are errors in tests
+    copy.deepcopy(model).generate(IDS, max_new_tokens=3, do_sample=False)
+
+
+def test_the_estimate_is_that_of_a_layer():
+    """What is told is `key_error` of the same keys and queries, of a batch's first text, without its padding."""
+    model = numkv.transformers.use(with_biases(3), kind="int8", tolerance=1e-9)
+    ids = torch.cat([torch.zeros(1, 4, dtype=torch.long), IDS[:, :20]], 1).repeat(2, 1)
+    mask = (torch.arange(24) >= 4).long().repeat(2, 1)
+    with pytest.warns(UserWarning, match="move scores by") as found:
+        out = model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=1,
+            do_sample=False,
+            return_dict_in_generate=True,
+        )
+    said = float(str(found[0].message).split("move scores by ")[1].split(",")[0])
+    worst = 0.0
+    layers = out.past_key_values.layers
+    alone = numkv.transformers.use(with_biases(3), kind="fp32")
+    cache = NumkvCache(alone.config, kind="fp32")
+    taken = []
+
+    def keep(module, args, kwargs, result):
+        taken.append(result)
+
+    hooks = [
+        x.self_attn.q_proj.register_forward_hook(keep, with_kwargs=True) for x in alone.model.layers
+    ]
+    with torch.no_grad():
+        alone(IDS[:, :20], past_key_values=cache)
+    for hook in hooks:
+        hook.remove()
+    for layer, q, exact in zip(layers, taken, cache.layers, strict=True):
+        # RoPE keeps the length of a pair, and of int8 all elements of a row share a scale: the queries' norms count.
+        keys = exact.pool.k.swapaxes(0, 1).reshape(2, -1, 16)[:, :20]
+        scale = abs(keys).max(-1) / 127
+        norms = q[0, -8:].reshape(8, 2, 2, 16).double().norm(dim=-1).numpy()
+        error = norms * ((scale.astype(float) ** 2).mean(-1) / 12)[:, None] ** 0.5 * 16**-0.5
+        worst = max(worst, float(error.max()))
+        assert layer.storage == "int8"
+    assert said == pytest.approx(worst, rel=0.05)
+
+
+def test_a_tolerance_that_is_kept_is_silent():
+    model = numkv.transformers.use(model_of(), kind="int8", rotate=True, tolerance=1.0)
+    model.generate(IDS, max_new_tokens=3, do_sample=False)
+
+
+def test_where_no_kind_of_8_bits_keeps_it():
+    model = numkv.transformers.use(with_biases(), kind="int8", tolerance=1e-6)
+    with pytest.warns(UserWarning, match=r"8 bits do not keep it there either: pass k_kind='bf16'"):
+        model.generate(IDS, max_new_tokens=1, do_sample=False)
+
+
+WRONG = [
+    (0, ValueError),
+    (-1.0, ValueError),
+    (float("nan"), ValueError),
+    (float("inf"), ValueError),
+]
+
+
+@pytest.mark.parametrize(("tolerance", "error"), [*WRONG, ("1", TypeError), (True, TypeError)])
+def test_what_a_tolerance_is(tolerance, error):
+    with pytest.raises(error, match="`tolerance`"):
+        numkv.transformers.use(model_of(), kind="int8", tolerance=tolerance)
+
+
+def test_a_tolerance_needs_quantised_keys():
+    for options in ({}, {"kind": "bf16"}, {"k_kind": "bf16", "v_kind": "int8"}, {"profile": MIXED}):
+        model = model_of()
+        with pytest.raises(
+            NotSupported, match="`tolerance`: expected None where keys are not quantised"
+        ):
+            numkv.transformers.use(model, tolerance=0.5, **options)
+        assert model.config._attn_implementation == "sdpa"

@@ -1,0 +1,130 @@
+"""A warning where quantised keys move a model's scores too far: `use(model, tolerance=…)`."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import numpy as np
+
+from numkv.caches import ContiguousLayer
+from numkv.errors import NotSupported
+from numkv.storage.key_error import key_error
+from numkv.storage.pool import Pool
+from numkv.transformers.layers import NumkvLayer
+from numkv.transformers.metadata import Step
+
+#: Newest queries of a prompt that are asked about.
+_QUERIES = 8
+#: What is tried for the layers that break it, and what it is called.
+_OTHERS = (("int8", False, "kind='int8'"), ("int8", True, "kind='int8', rotate=True"))
+_LAST = "k_kind='bf16'"
+
+
+class Tolerance:
+    """Looks at the first prompt of a model, and warns once.
+
+    Parameters
+    ----------
+    most : float
+        How far scores may be off: see `numkv.KVCache.key_error`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If it is no number above 0.
+    """
+
+    def __init__(self, most: float) -> None:
+        if isinstance(most, bool) or not isinstance(most, (int, float)):
+            raise TypeError(f"`tolerance`: expected a number or None, got {type(most).__name__}")
+        if not 0 < most < math.inf:
+            raise ValueError(f"`tolerance`: expected a number above 0, got {most}")
+        self.most = float(most)
+        self.has_looked = False
+        self._layers: list[NumkvLayer] = []
+        #: Of each layer that was looked at, its error and those of what is tried, if it breaks the tolerance.
+        self._found: dict[int, tuple[float, list[float]]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_layers": [], "_found": {}}
+
+    def watch(self, cache: Any) -> None:
+        """Have the layers of a new `NumkvCache` show their first prompt, unless one has been seen."""
+        layers = [layer for layer in cache.layers if isinstance(layer, NumkvLayer)]
+        if self.has_looked:
+            return
+        if not all(
+            layer.options.k_kind is not None and layer.options.k_kind.has_scales for layer in layers
+        ):
+            raise NotSupported(
+                "`tolerance`: expected None where keys are not quantised, whose error no scale tells; leave it out, or "
+                "choose kind='int8'"
+            )
+        self._layers, self._found = layers, {}
+        for layer in layers:
+            layer.options.shared.tolerance = self
+
+    def look(
+        self, layer: NumkvLayer, q: Any, k: Any, pool: Pool, step: Step, sm_scale: float
+    ) -> None:
+        """Estimate the error of a layer's keys, and warn where it is the last one.
+
+        Parameters
+        ----------
+        layer : NumkvLayer
+            The layer.
+        q, k : array (batch * T, num_heads, head_dim)
+            Queries and keys of the pass, of which the first sequence's are asked about.
+        pool, step
+            Where they are.
+        sm_scale : float
+            Scale of the scores.
+        """
+        number = next((i for i, x in enumerate(self._layers) if x is layer), None)
+        new = int(step.lengths[0])
+        if self.has_looked or number is None or number in self._found or new < 2:
+            return
+        slots = np.asarray(step.slots[: len(step.slots) // len(step.lengths)])
+        columns, is_token = len(slots), slots >= 0
+        slots = slots[is_token]
+        queries = np.asarray(q)[:columns][is_token][-_QUERIES:].astype(np.float32)
+        error = float(key_error(pool.k_buffer, slots, len(slots), queries, sm_scale).max())
+        others = []
+        if error > self.most:
+            rows = np.asarray(k)[:columns][is_token].astype(np.float32)
+            others = [
+                _error_in(kind, rotate, rows, queries, sm_scale) for kind, rotate, _ in _OTHERS
+            ]
+        self._found[number] = error, others
+        if len(self._found) == len(self._layers):
+            self._warn()
+
+    def _warn(self) -> None:
+        broken = {i: found for i, found in sorted(self._found.items()) if found[0] > self.most}
+        kinds = ", ".join(dict.fromkeys(layer.storage for layer in self._layers))
+        count = len(self._layers)
+        self.has_looked, self._layers, self._found = True, [], {}
+        if not broken:
+            return
+        worst = max(error for error, _ in broken.values())
+        remedy = f"8 bits do not keep it there either: pass {_LAST}"
+        for i, (_, _, name) in enumerate(_OTHERS):
+            least = max(others[i] for _, others in broken.values())
+            if least <= self.most:
+                remedy = f"with {name} it is {least:.2g} there"
+                break
+        warnings.warn(
+            f"numkv.transformers: keys in {kinds} move scores by {worst:.2g}, more than tolerance={self.most:g}, in "
+            f"layers {', '.join(map(str, broken))} of {count}; {remedy}. `numkv fit` chooses kinds by layer",
+            stacklevel=2,
+        )
+
+
+def _error_in(kind: str, rotate: bool, k: Any, q: Any, sm_scale: float) -> float:
+    """The error of the head that is off furthest, of the same keys in another kind."""
+    tokens, heads, dim = (int(n) for n in k.shape)
+    layer = ContiguousLayer(tokens, heads, dim, kind=kind, rotate=rotate)
+    layer.append(k, k)
+    return float(layer.key_error(q, sm_scale=sm_scale).max())
