@@ -32,6 +32,7 @@ LEFT_OUT = {
     "AppendSku": "holds what a plan says of itself",
     "PrecisionGuarantee": "holds what a plan says of itself",
     "PagedStats": "holds what `stats` counts",
+    "Profile": "holds layers, reads and writes files; tests/objects/test_profile.py",
     "blocks.PoolStats": "holds what `stats` counts",
     "blocks.BlocksStored": "holds what listeners are told",
     "blocks.BlocksRemoved": "holds what listeners are told",
