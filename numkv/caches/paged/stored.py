@@ -274,7 +274,8 @@ class StoredSequences:
         -------
         PagedStats
         """
-        lengths = [s.length for s in self._sequences.values()]
+        # One call of the interpreter, so that a writer beside it changes nothing meanwhile.
+        lengths = [state.length for state in list(self._sequences.values())]
         unused = sum(-n % self.block_size for n in lengths)
         full = sum(group.window < 0 for group in self._groups)
         return PagedStats(len(lengths), sum(lengths), unused * full, self.blocks.stats())
