@@ -131,7 +131,7 @@ class StoredSequences:
             if layer in store.layer_pools:
                 layers.setdefault(store.place(layer)[1], []).append(layer)
         beside = [i for i, group in enumerate(store.groups) if group.beside]
-        each = self._sequences.items()
+        each = list(self._sequences.items())
         return list(layers.values()), {seq: [x.tables[i] for i in beside] for seq, x in each}
 
     @property
