@@ -75,6 +75,22 @@ def run_parts(
     return merged(parts[0].pool, q, options, [of(part) for part in parts])
 
 
+def run_seen(
+    parts: Sequence[Part], q: Array, lens: Array, starts: Array, options: CheckedOptions
+) -> Any:
+    """Attend as `run_parts` does, to the parts that some query sees, by their ranges on the host.
+
+    One alone is attended to without widening queries; where nobody sees anything, that is the first.
+    """
+    seen = [x for x in parts if (x.ranges[:, 0] < x.ranges[:, 1]).any()] or parts[:1]
+    index = parts[0].pool.target.index
+    seen = [x._replace(ranges=index(x.ranges, np.int64)) for x in seen]
+    if len(seen) > 1:
+        return run_parts(seen, q, lens, starts, options)
+    pool, table, ranges, by_slot, _ = seen[0]
+    return run(pool, table, q, lens, starts, options, ranges=ranges, by_slot=by_slot)
+
+
 def merged(
     pool: Pool, q: Array, options: CheckedOptions, parts: Sequence[Callable[[Array], Any]]
 ) -> Any:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from numkv.attention.attend import check_call, run
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import CheckedOptions
-from numkv.attention.parts import Part, converted, run_parts
+from numkv.attention.parts import Part, converted, run_seen
 from numkv.attention.sight import seen_by_queries
 from numkv.caches.layer_spec import FullPrecision, in_full
 from numkv.checks import check_array
@@ -223,10 +223,6 @@ class FullPrecisionWindow:
         """A block of float rows for new tokens, which `append` then takes: see `staged`."""
         return staging(self._pool, tokens)
 
-    def staged(self, block: Pool, tokens: int) -> tuple[Array, Array]:
-        """The first rows ``(tokens, num_kv_heads, head_dim)`` of K and of V in such a block."""
-        return staged(block, tokens)
-
     def truncate(self, length: int) -> None:
         """Drop the tokens of all layers from position `length` on; quantised ones before it stay quantised.
 
@@ -391,16 +387,9 @@ class FullPrecisionWindow:
         coded = seen.clip(begin, end)
         plain = np.minimum(seen, begin) + np.maximum(seen - end, 0)
         slots = self._slots(layer, self._kept(begin, end, length), begin)
-        floats = Part(
-            self._pool, target.index(slots[None, :], np.int32), target.index(plain, np.int64), by_slot=True
-        )  # fmt: skip
-        codes = Part(pool, block_table, target.index(coded, np.int64))
-        if (plain[:, 0] < plain[:, 1]).any() and (coded[:, 0] < coded[:, 1]).any():
-            return run_parts((floats, codes), q, lens, starts, options)
-        only = codes if (coded[:, 0] < coded[:, 1]).any() else floats
-        return run(
-            only.pool, only.table, q, lens, starts, options, ranges=only.ranges, by_slot=only.by_slot
-        )  # fmt: skip
+        floats = Part(self._pool, target.index(slots[None, :], np.int32), plain, by_slot=True)
+        codes = Part(pool, block_table, coded)
+        return run_seen((floats, codes), q, lens, starts, options)
 
     def attention_mass(
         self,

@@ -12,6 +12,7 @@ from numkv.access import drops, reads, whole, writes
 from numkv.arrays import CacheArrays
 from numkv.attention.options import IN_A_WINDOW, AttentionOptions, check_options
 from numkv.caches.bound import BoundLayer, Rows, ToBind, options_of_layers
+from numkv.caches.full_precision import staged
 from numkv.caches.layer_spec import FullPrecision, LayerSpec
 from numkv.caches.single import SingleSequence
 from numkv.checks import check_kept
@@ -514,7 +515,7 @@ class Layer(SingleSequence):
                         else p.watch_rows(pool, k, v, marker._replace(skipped=skipped))
                     )
 
-                k, v = self._full_precision.staged(staging, tokens)
+                k, v = staged(staging, tokens)
                 self._store(0, k, v, start, watch)
         except BaseException:
             self._unmake_room(0, start, room)

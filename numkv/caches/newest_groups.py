@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from numkv.attention.attend import check_call, run
 from numkv.attention.options import CheckedOptions
-from numkv.attention.parts import Part, converted, run_parts
+from numkv.attention.parts import Part, converted, run_seen
 from numkv.attention.sight import seen_by_queries
-from numkv.caches.full_precision import FullPrecisionWindow, Watching, float_pool, staged, staging
+from numkv.caches.full_precision import FullPrecisionWindow, Watching, float_pool, staging
 from numkv.caches.layer_spec import FullPrecision
 from numkv.compaction.moves import slots_of
 from numkv.errors import NotSupported, NumkvError
@@ -144,10 +144,6 @@ class NewestGroups:
         """A block of float rows for new tokens, which `append` then takes: see `staged`."""
         return staging(self._layers[0].block, tokens)
 
-    def staged(self, block: Pool, tokens: int) -> tuple[Array, Array]:
-        """The first rows ``(tokens, num_kv_heads, head_dim)`` of K and of V in such a block."""
-        return staged(block, tokens)
-
     def truncate(self, length: int) -> None:
         """Drop the tokens of all layers from position `length` on. It needs no memory worth a name."""
         for layer, of in enumerate(self._layers):
@@ -192,15 +188,8 @@ class NewestGroups:
         own = own.clip(0, length)[:, None]
         coded, full = np.minimum(seen, own), (np.maximum(seen, own) - of.base).clip(0)
         table = one_block_each(target.device_key, 1)
-        parts = [
-            Part(where, of_tokens, target.index(ranges, np.int64))
-            for where, of_tokens, ranges in ((of.block, table, full), (pool, block_table, coded))
-            if (ranges[:, 0] < ranges[:, 1]).any()
-        ]
-        if len(parts) > 1:
-            return run_parts(parts, q, lens, starts, options)
-        part = parts[0] if parts else Part(of.block, table, target.index(0 * full, np.int64))
-        return run(part.pool, part.table, q, lens, starts, options, ranges=part.ranges)
+        parts = Part(of.block, table, full), Part(pool, block_table, coded)
+        return run_seen(parts, q, lens, starts, options)
 
     def attention_mass(
         self, pool: Pool, block_table: Array, layer: int, q: Array, length: int, options: CheckedOptions, lse: Any

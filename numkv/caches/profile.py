@@ -12,7 +12,7 @@ from typing import Any
 from numkv.caches.layer_spec import FullPrecision, LayerSpec
 from numkv.errors import NumkvError
 from numkv.kinds import Kind
-from numkv.replace import replacing
+from numkv.replace import replacing, write_all
 
 _FORMAT, _VERSION = "numkv profile", 1
 _MOST_BYTES = 16 * 2**20
@@ -114,7 +114,7 @@ class Profile:
         head = {"format": _FORMAT, "version": _VERSION, "sha256": _digest(content)}
         text = json.dumps({**head, **content}, indent=1) + "\n"
         with replacing(path) as file:
-            os.write(file, text.encode())
+            write_all(file, [memoryview(text.encode())])
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:

@@ -44,9 +44,7 @@ class Judge(Protocol):
     def layers(self) -> Layers:
         """The layers that have rows, stored as the model computes them."""
 
-    def divergences(
-        self, candidates: Sequence[Layers], held_out: bool, progress: Progress | None = None
-    ) -> list[float]:
+    def divergences(self, candidates: Sequence[Layers], held_out: bool) -> list[float]:
         """Mean KL of predictions over each cache from those over `layers`, in nats a token."""
 
     def rows(self) -> list[tuple[Any, Any]]:
@@ -84,7 +82,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Judged:
     """Layers as they were measured together.
 
     Attributes
@@ -108,37 +106,35 @@ class Fit:
 
     Attributes
     ----------
-    chosen : Measured
+    chosen : Judged
         The best that takes no more bytes than the budget.
     ways : tuple of Way
         How it stores each layer.
     costs : tuple of dict
-        Of each layer, the divergence of each way that was tried, from the fewest bytes to the most.
+        Of each layer, the divergence of each way that was tried.
     spreads : tuple of (float, float)
         How wide the channels of K and of V of each layer are: see `spread`.
-    uniform : tuple of Measured
+    uniform : tuple of Judged
         One way for all layers, for each that gives K and V as many bits.
     budget : int
         Bytes that a token may take.
     """
 
-    chosen: Measured
+    chosen: Judged
     ways: tuple[Way, ...]
     costs: tuple[dict[Way, float], ...]
     spreads: tuple[tuple[float, float], ...]
-    uniform: tuple[Measured, ...]
+    uniform: tuple[Judged, ...]
     budget: int
 
 
 def spread(rows: NDArray[Any]) -> float:
     """How many times as large the widest channel of rows ``(num_tokens, num_kv_heads, head_dim)`` is as the median one.
 
-    A channel's size is the largest distance from the middle between its smallest and largest element; the head with
-    the largest ratio counts. Rows of 8 bits or fewer whose scale is shared by all channels lose the small ones where it
-    is much above 10.
+    A channel is as wide as its largest element; the head with the largest ratio counts. Rows of 8 bits or fewer whose
+    scale is shared by all channels lose the small ones where it is much above 10.
     """
-    size = (rows.max(axis=0) - rows.min(axis=0)).astype(np.float64) / 2
-    size = np.maximum(size, np.abs(rows).max(axis=0))
+    size = np.abs(rows).max(axis=0).astype(np.float64)
     middle = np.median(size, axis=-1)
     return float((size.max(axis=-1) / np.where(middle > 0, middle, 1)).max())
 
@@ -233,12 +229,12 @@ def fit(
     best = min(candidates, key=lambda x: x[1])[0]
     of_held_out = measure([_all(layers, best), *everywhere], True)
     uniform = tuple(
-        Measured(str(way), Profile(made, judge.name), cost)
+        Judged(str(way), Profile(made, judge.name), cost)
         for way, made, cost in zip(alike, everywhere, of_held_out[1:], strict=True)
     )
     profile = Profile(_all(layers, best), judge.name)
     spreads = tuple((spread(k), spread(v)) for k, v in judge.rows())
-    chosen = Measured("chosen", profile, of_held_out[0])
+    chosen = Judged("chosen", profile, of_held_out[0])
     return Fit(chosen, best, tuple(costs), spreads, uniform, budget)
 
 
@@ -347,13 +343,11 @@ class DemoJudge:
             LayerSpec(config.num_kv_heads, config.head_dim, kind="fp32")
         ] * config.num_layers
 
-    def divergences(
-        self, candidates: Sequence[Layers], held_out: bool, progress: Progress | None = None
-    ) -> list[float]:
+    def divergences(self, candidates: Sequence[Layers], held_out: bool) -> list[float]:
         """See `Judge.divergences`."""
         caches = {str(i): self._factory(layers) for i, layers in enumerate(candidates)}
         scores = evaluate(
-            self._model, self._texts[held_out], caches, context=self._context, windows=self._windows, progress=progress
+            self._model, self._texts[held_out], caches, context=self._context, windows=self._windows
         )  # fmt: skip
         return [score.kl_divergence for score in scores[1:]]
 

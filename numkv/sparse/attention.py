@@ -10,6 +10,7 @@ from numkv import targets
 from numkv.arrays import Array
 from numkv.attention.attend import (
     attend,
+    check_call,
     check_lengths,
     check_out,
     check_queries,
@@ -300,15 +301,10 @@ def attend_by_head(
     """
     target, (num_seqs, num_q_heads, _) = pool.target, (int(n) for n in q.shape)
     heads, shape = int(tables.shape[1]), (num_seqs, num_q_heads, pool.head_dim_v)
-    out, sinks, read = options.out, options.sinks, {"tables": tables, "seq_lens": lens}
-    if sinks is not None:
-        wide = "fp64" in (pool.k_kind.name, pool.v_kind.name) or q.dtype == np.float64
-        compute = np.dtype(np.float64 if wide else np.float32)
-        sinks = read["sinks"] = check_sinks(target, sinks, compute, num_q_heads, False)
+    options = check_call(q, options, (pool,), {"tables": tables, "seq_lens": lens})
+    out, sinks = options.out, options.sinks
     if out is None:
         out = target.empty(shape, q.dtype)
-    else:
-        out = check_out(out, q, (pool,), read)
     lse = target.empty((num_seqs, num_q_heads), np.dtype(np.float32))
     if num_seqs and num_q_heads:
         group, starts = num_q_heads // heads, one_query_each(target.device_key, num_seqs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,12 +64,7 @@ class ModelJudge:
             for pool in (layer.pool for layer in own) if pool is not None
         ]  # fmt: skip
 
-    def divergences(
-        self,
-        candidates: Sequence[Sequence[LayerSpec]],
-        held_out: bool,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> list[float]:
+    def divergences(self, candidates: Sequence[Sequence[LayerSpec]], held_out: bool) -> list[float]:
         """See `numkv.demo.fit.Judge.divergences`."""
         texts, found = self._texts[held_out], []
         expected = self._expected[held_out]
@@ -78,14 +73,12 @@ class ModelJudge:
                 _log_softmax(self._logits(ids, NumkvCache(self._model.config))) for ids in texts
             ]
             self._expected[held_out] = expected
-        for i, layers in enumerate(candidates):
+        for layers in candidates:
             total = 0.0
             for ids, known in zip(texts, expected, strict=True):
                 cache = NumkvCache(self._model.config, profile=Profile(layers))
                 total += _divergence(known, self._logits(ids, cache))
             found.append(total / sum(len(ids) for ids in texts))
-            if progress is not None:
-                progress(i + 1, len(candidates))
         return found
 
     def rows(self) -> list[tuple[Any, Any]]:

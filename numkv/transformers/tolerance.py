@@ -82,9 +82,11 @@ class Tolerance:
         sm_scale : float
             Scale of the scores.
         """
+        if self.has_looked:
+            return
         number = next((i for i, x in enumerate(self._layers) if x is layer), None)
         new = int(step.lengths[0])
-        if self.has_looked or number is None or number in self._found or new < 2:
+        if number is None or number in self._found or new < 2:
             return
         slots = np.asarray(step.slots[: len(step.slots) // len(step.lengths)])
         columns, is_token = len(slots), slots >= 0

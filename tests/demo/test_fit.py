@@ -36,7 +36,7 @@ class Additive:
         }
         self.calls = 0
 
-    def divergences(self, candidates, held_out, progress=None):
+    def divergences(self, candidates, held_out):
         self.calls += len(candidates)
         return [
             float(sum(self.cost[str(x)][i, s, int(of.rotate)] for i, of in enumerate(layers)
@@ -166,7 +166,7 @@ def test_the_command(tmp_path, capsys):
 def test_what_is_refused(capsys, monkeypatch, options, said):
     monkeypatch.setattr(
         "numkv.demo.fit.DemoJudge.divergences",
-        lambda self, x, held_out, progress=None: [1.0] * len(x),
+        lambda self, x, held_out: [1.0] * len(x),
     )
     assert main(["fit", *options]) == 2
     assert said in capsys.readouterr().err

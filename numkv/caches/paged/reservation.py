@@ -120,6 +120,8 @@ def _with_whole_groups(
 
     Of what a truncation has cut into a group that was quantised, rows are decoded: to be quantised with the new ones.
     """
+    if store.layers.residual is None:
+        return states
     found, target, size = dict(states), store.target, store.block_size
     for layer, some in enumerate(store.layers.groups):
         if not some:

@@ -37,7 +37,7 @@ class Checkpoint(NamedTuple):
 
 
 class StateMemory:
-    """Slots for the states of all layers, and their block_pool.
+    """Slots for the states of all layers, and their block pool.
 
     Parameters
     ----------
@@ -158,7 +158,7 @@ class StateMemory:
             self.target.ops.copy_blocks(new, source, x, to)
 
     def copy(self) -> StateMemory:
-        """The same slots and block_pool once more, in memory of their own."""
+        """The same slots and block pool once more, in memory of their own."""
         made = StateMemory(
             self.target, self.shapes, self.block_pool.num_blocks, self.every, self.block_pool.copy()
         )

@@ -1051,8 +1051,7 @@ class Step:
 
     def _quantise_groups(self, layer: int, pool: Pool) -> None:
         """Quantise the token groups that are complete, where keys are stored by channel."""
-        twin = self._twin_of(layer)
-        if pool.by_channel and twin is not None:
+        if pool.by_channel and (twin := self._twin_of(layer)) is not None:
             pool.quantise(twin[0], *self._groups_of[int(layer)])
 
     def _append_in_full(self, layer: int, k: Array, v: Array) -> None:

@@ -172,7 +172,7 @@ class Tiers:
         self._of = of
 
     def take(self, like: Tiers) -> None:
-        """Know of blocks and slots what another one does, of whose block_pool these are a copy."""
+        """Know of blocks and slots what another one does, of whose block pool these are a copy."""
         self._part_of[:] = like._part_of
         if self.of_states is not None:
             self._named[:] = like._named
