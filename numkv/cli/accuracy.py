@@ -28,10 +28,11 @@ from numkv.demo.network import blas_threads_for
 from numkv.demo.recall import Haystack, Recall, haystacks, recall
 from numkv.kinds import kinds
 
-#: Every kind but the widest, and what else can be done with them: values in fewer bits than keys, tokens in full
-#: precision beside, compressed heads, and tokens that are dropped.
+#: Every kind but the widest, and what else can be done with them: keys by channel, values in fewer bits than keys,
+#: tokens in full precision beside, compressed heads, and tokens that are dropped.
 DEFAULT_CACHES = [
     *(kind.name for kind in kinds()[1:]),
+    "int8_channel", "int8_channel/int4", "int4_channel",
     *(f"int8/{kind.name}" for kind in kinds() if kind.bytes_per_element < 1),
     "int8/int4+rotate", "int8/code4+rotate", "int4+rotate", "code4+rotate", "code6+rotate",
     "int4+window128+sinks4", "int4+rotate+window128+sinks4",

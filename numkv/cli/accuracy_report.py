@@ -438,7 +438,9 @@ class Report:
     def about_caches(self) -> str:
         """What labels mean."""
         return (
-            "int4 has a scale and an offset for each 32 elements; rotate: rows are rotated before they are quantised; "
+            "int4 has a scale and an offset for each 32 elements; channel: keys have a scale and a zero point for each "
+            "channel of 64 tokens, of which the newest are in full precision, counted in bytes per token, and values "
+            "are rows; rotate: rows are rotated before they are quantised; "
             "window and sinks: so many newest and first tokens in full precision, counted in bytes per token; codesN: "
             "heads compressed to N bits an element; sketch: a sign for each element of a key on top; lastN: fp16 "
             "rows of the newest N tokens alone."

@@ -32,7 +32,7 @@ from numkv.kernels.cpu.attention.engines import in_integers
 from numkv.kernels.cpu.attention.llvm.channels import (
     make_add_to_scores,
     make_gather_channels,
-    make_scale_query,
+    make_scale_queries,
 )
 from numkv.kernels.cpu.attention.llvm.floats import (
     make_accumulate_pv,
@@ -144,6 +144,9 @@ def make_gather_turn(K_KIND, V_KIND, COMPUTE):
             gather_channels(
                 floats, at.key_scales, k_scale, _scales_by(turn.keys_at), sizes.dim, sizes.pad_dim
             )  # fmt: skip
+            next_at = _scales_by(turn.next_keys_at)[0]
+            for i in range(0, 2 * sizes.dim, 64 // k_scale.itemsize):
+                prefetch(k_scale, next_at + i)
         else:
             gather_k(
                 floats, at.key_scales, k_scale, _scales_by(turn.keys_at), _scales_by(turn.next_keys_at),
@@ -211,7 +214,7 @@ def make_keys(
     """``interleave, scores`` for a storage kind of K; `next_kind` is V's."""
     integers, COUNT = in_integers(kind, compute), np.int64(count)
     by_channel, real = kind_named(kind).group_tokens > 0, float_type(compute)
-    scale_query, add_to_scores = make_scale_query(real), make_add_to_scores(real)
+    scale_queries, add_to_scores = make_scale_queries(real, integers), make_add_to_scores(real)
     # Codes of 8 bits are those of INT8, for which scales of rows stand that are 1.
     kind = "int8" if kind == "int8_channel" else kind
     of_int4 = integers and kind == "int4"
@@ -247,24 +250,12 @@ def make_keys(
         qk(COUNT, floats, queries, keys, end, at.scores, extents)
 
     @inlined
-    def put_scaled(floats, at, sizes, row, place):
-        for r in range(COUNT):
-            to = at.channel_queries + r * sizes.pad_dim
-            floats[at.channel_addends + r] = scale_query(
-                floats, at.queries + (row + r) * sizes.pad_dim, at.key_scales + KV_TILE, to, sizes.pad_dim
-            )  # fmt: skip
-            if integers:
-                floats[at.query_scales + row + r] = quantise_query(
-                    floats, to, sizes.dim, sizes.pad_dim
-                )
-        put(
-            COUNT, floats, at.channel_queries, sizes.pad_dim, sizes.pad_dim // halves,
-            at.interleaved + place * sizes.pad_dim,
-        )  # fmt: skip
-
-    @inlined
     def scores_of_channels(floats, at, sizes, row, place, keys, end, extents):
-        put_scaled(floats, at, sizes, row, place)
+        scale_queries(
+            COUNT, floats, at.queries + row * sizes.pad_dim, at.key_scales + KV_TILE,
+            at.interleaved + place * sizes.pad_dim, at.query_scales + row, at.channel_addends, sizes.dim,
+            sizes.pad_dim,
+        )  # fmt: skip
         scores(floats, at, sizes, row, place, keys, end, extents)
         add_to_scores(COUNT, floats, at.scores, at.channel_addends, end)
 

@@ -100,8 +100,7 @@ class Scratch(NamedTuple):
     #: Scales of the tile's tokens, and of INT4 their groups' minima too; behind them what `gather_channels` puts down.
     key_scales: int
     value_scales: int
-    #: Where channels of K have scales: query rows times those of a tile, and what is added to the scores of each.
-    channel_queries: int
+    #: Where channels of K have scales: what is added to the scores of each query row.
     channel_addends: int
     #: What rescales earlier sums, and scales of weights as integers.
     rescale: int
@@ -186,7 +185,6 @@ def lay_out(
         scores=AMX_ROWS * KV_TILE,
         key_scales=2 * KV_TILE * k_scales + (2 * _up(sizes.pad_dim, LINE) if by_channel else 0),
         value_scales=2 * KV_TILE * v_scales,
-        channel_queries=_UNROLL * _up(sizes.pad_dim, LINE) if by_channel else 0,
         channel_addends=LINE if by_channel else 0,
         rescale=rows,
         prob_scales=rows,

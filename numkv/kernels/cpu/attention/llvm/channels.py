@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
 
+from numkv.kernels.cpu.attention.llvm.integers import query_quantiser
 from numkv.kernels.cpu.attention.records import KV_TILE
 from numkv.kernels.cpu.vectors.emit import I16, I32, I64, emits, for_rows, steps
 from numkv.kernels.cpu.vectors.features import row_unroll
 from numkv.kernels.cpu.vectors.vectors import Vectors
+from numkv.kernels.cpu.vectors.words import Words
 
 
 @functools.cache
@@ -60,27 +61,114 @@ def _floats(v, words):
 
 
 @functools.cache
-def make_scale_query(compute):
-    """`scale_query` for a float type."""
+def make_scale_queries(compute, integers):
+    """`scale_queries` for a float type; `integers` says whether it makes integers of float32."""
 
-    @emits(types.float64 if compute == "float64" else types.float32)
-    def scale_query(b, data, q_at, factors_at, to_at, padded_dim):
-        """Multiply a query row by what `gather_channels` has put at `factors_at`; return its product with the addends.
+    @emits()
+    def scale_queries(
+        b, rows, data, q_at, factors_at, to_at, scales_at, addends_at, dim, padded_dim
+    ):
+        """Multiply `rows` query rows by what `gather_channels` has put at `factors_at`, and interleave them; put down
+        their products with its addends, from `addends_at` on.
 
-        All are floats of `data`; the row goes to `to_at`.
+        All are floats of `data`. Rows go to `to_at` and on, as `interleave_queries` puts floats. Integers are those of
+        `quantise_query`, whose scales go to `scales_at` and on; they are put as `interleave_bytes` does where bytes are
+        added by fours, else as `interleave_queries` puts words.
         """
-        v = Vectors(b, compute)
-        total = cgutils.alloca_once_value(b, v.splat(0.0))
-        addends_at = b.add(factors_at, padded_dim)
-        with steps(b, I64(0), padded_dim, v.lanes) as (d, _):
-            q, factor, addend = (
-                v.load_floats(data, b.add(at, d)) for at in (q_at, factors_at, addends_at)
-            )
-            v.store(b.fmul(q, factor), data, b.add(to_at, d))
-            b.store(v.fma(q, addend, b.load(total)), total)
-        return v.fold(b.load(total), b.fadd)
 
-    return scale_query
+        def emit(rows):
+            v = Words(b) if integers else Vectors(b, compute)
+            queries = [b.add(q_at, b.mul(I64(r), padded_dim)) for r in range(rows)]
+            totals = [cgutils.alloca_once_value(b, v.splat(0.0)) for _ in range(rows)]
+            peaks = [cgutils.alloca_once_value(b, v.splat_int(0)) for _ in range(rows)]
+            units = _Units(v, rows, 4 if not integers else 1 if v.has_fours else 2)
+            with steps(b, I64(0), padded_dim, v.lanes) as (d, _):
+                factor, addend = (
+                    v.load_floats(data, b.add(at, d)) for at in (factors_at, b.add(factors_at, padded_dim))
+                )  # fmt: skip
+                for r, (at, total, peak) in enumerate(zip(queries, totals, peaks, strict=True)):
+                    q = v.load_floats(data, b.add(at, d))
+                    b.store(v.fma_to(b.load(total), q, addend), total)
+                    q = b.fmul(q, factor)
+                    if integers:
+                        b.store(v.larger_size(q, b.load(peak)), peak)
+                    else:
+                        units.put(q, data, to_at, r, d)
+            _put_numbers(v, [v.fold(b.load(x), b.fadd) for x in totals], data, addends_at)
+            if not integers:
+                return
+            multipliers, scales = zip(
+                *(query_quantiser(v, b.load(x), dim) for x in peaks), strict=True
+            )
+            _put_numbers(v, scales, data, scales_at)
+            with steps(b, I64(0), padded_dim, units.step) as (d, _):
+                for i in range(0, units.step, v.lanes):
+                    here = b.add(d, I64(i))
+                    factor = v.load_floats(data, b.add(factors_at, here))
+                    for r, (at, multiplier) in enumerate(zip(queries, multipliers, strict=True)):
+                        q = b.fmul(v.load_floats(data, b.add(at, here)), factor)
+                        units.put(v.nearest(b.fmul(q, multiplier)), data, to_at, r, d, i)
+
+        for_rows(b, rows, emit, row_unroll(compute))
+
+    return scale_queries
+
+
+def _put_numbers(v, numbers, data, at):
+    """Store floats side by side, at once: what reads them all would wait for one after another."""
+    vector = ir.Constant(ir.VectorType(v.float, len(numbers)), ir.Undefined)
+    for i, x in enumerate(numbers):
+        vector = v.b.insert_element(vector, x, I32(i))
+    v.store(vector, data, at)
+
+
+class _Units:
+    """Where columns of interleaved query rows go: vectors with as many elements of each row, one row behind another.
+
+    Parameters
+    ----------
+    v : Vectors
+        What emits.
+    rows : int
+        Query rows.
+    size : int
+        Bytes of an element: 4 of floats, 2, or 1 of a half of 16 bits, of which two vectors, the high and the low
+        ones, are a unit.
+    """
+
+    def __init__(self, v, rows, size):
+        self.v, self.rows, self.size = v, rows, size
+        itemsize = 8 if v.double else 4
+        self.columns = v.lanes * min(itemsize, 4) // (rows * size) if size < 4 else v.lanes // rows
+        self.step = max(self.columns, v.lanes)
+
+    def put(self, x, data, to_at, row, d, i=0):
+        """Put a vector of a row's columns from ``d + i`` on; `d` is a multiple of `step`."""
+        v, b = self.v, self.v.b
+        parts, each = [x], v.lanes // self.rows
+        if self.size < 4:
+            to = ir.VectorType(ir.IntType(8 * self.size), v.lanes)
+            if self.size == 1:
+                high = b.ashr(b.add(x, v.splat_int(128)), v.splat_int(8))
+                parts = [high, x]
+            parts = [b.trunc(part, to) for part in parts]
+        size = min(self.columns, v.lanes)
+        # A unit begins where its first column times rows does, or at half of it.
+        unit_at = b.add(
+            to_at,
+            b.mul(d, I64(self.rows))
+            if self.size == 4
+            else b.ashr(b.mul(d, I64(self.rows)), I64(1)),
+        )
+        for number, part in enumerate(parts):
+            for j in range(0, v.lanes, size):
+                unit, column = divmod(i + j, self.columns)
+                offset = (
+                    (unit * len(parts) + number) * v.lanes + row * each + column * self.size // 4
+                )
+                piece = v.shuffle(part, part, range(j, j + size)) if size < v.lanes else part
+                pointer = v.pointer(data, b.add(unit_at, I64(offset)), v.float)
+                b.store(piece, b.bitcast(pointer, piece.type.as_pointer()), align=4)
 
 
 @functools.cache

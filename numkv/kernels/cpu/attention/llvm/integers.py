@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 
 from llvmlite import ir
 from numba import types
@@ -38,6 +39,7 @@ from numkv.kernels.cpu.attention.records import INT4_SPAN, KV_TILE
 from numkv.kernels.cpu.vectors.emit import (
     I8,
     I16,
+    I32,
     I64,
     emits,
     for_rows,
@@ -48,7 +50,6 @@ from numkv.kernels.cpu.vectors.emit import (
 from numkv.kernels.cpu.vectors.features import FEATURES, row_unroll
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.stored import LOOKED_UP, in_words, levels_of
-from numkv.kernels.cpu.vectors.vectors import Vectors
 from numkv.kernels.cpu.vectors.words import Words
 from numkv.rows.int4 import GROUP
 
@@ -252,35 +253,35 @@ def quantise_query(b, q, q_at, head_dim, padded_dim):
     less that sums of `head_dim` products with codes of 8 bits fit into 32 bits. 15 bits of a query lose nothing beside
     the 7 bits of what it meets. A row with NaN or infinity gets the scale NaN.
     """
-    v = Vectors(b, "float32")
-    peak, faults = (cgutils.alloca_once_value(b, v.splat(0.0)) for _ in range(2))
-    magnitude = v.splat_int(0x7FFFFFFF)
+    v = Words(b)
+    peak = cgutils.alloca_once_value(b, v.splat_int(0))
     with steps(b, I64(0), padded_dim, v.lanes) as (d, _):
-        x = v.load_floats(q, b.add(q_at, d))
-        size = b.bitcast(b.and_(b.bitcast(x, v.int_type), magnitude), v.type)
-        b.store(v.larger(size, b.load(peak)), peak)
-        b.store(b.fadd(b.load(faults), b.fsub(x, x)), faults)  # 0 unless x is not finite
-    largest = v.fold(b.load(peak), v.larger)
-    fault = v.fold(b.load(faults), b.fadd)
+        b.store(v.larger_size(v.load_floats(q, b.add(q_at, d)), b.load(peak)), peak)
+    factor, scale = query_quantiser(v, b.load(peak), head_dim)
+    with steps(b, I64(0), padded_dim, v.lanes) as (d, _):
+        x = b.fmul(v.load_floats(q, b.add(q_at, d)), factor)
+        x = b.select(b.fcmp_ordered("ord", x, x), x, v.splat(0.0))  # infinity times 0
+        codes = b.trunc(v.nearest(x), ir.VectorType(I16, v.lanes))
+        at = b.add(q_at, b.ashr(d, I64(1)))  # behind what is read, from the second step on
+        pointer = v.pointer(q, at, v.float)
+        b.store(codes, b.bitcast(pointer, codes.type.as_pointer()), align=2)
+    return scale
+
+
+def query_quantiser(v, peak, head_dim):
+    """What makes 16-bit integers of a query row, and their scale; `peak` is of `larger_size`, by lanes."""
+    b = v.b
+    bits = v.fold(peak, v.larger_int)
+    largest = b.bitcast(bits, v.float)
     # As large as integers may be for head_dim products with -128 to stay within 32 bits.
     limit = b.sdiv(I64((2**31 - 1) // 128), head_dim)
     limit = b.select(b.icmp_signed("<", limit, I64(32639)), limit, I64(32639))
     limit = b.sitofp(limit, v.float)
-    usable = b.and_(
-        b.fcmp_ordered(">", largest, v.float(1e-30)), b.fcmp_ordered("==", fault, v.float(0.0))
-    )
-    factor = v.splat(b.select(usable, b.fdiv(limit, largest), v.float(0.0)))
-    halves = ir.VectorType(I16, v.lanes)
-    with steps(b, I64(0), padded_dim, v.lanes) as (d, _):
-        x = b.fmul(v.load_floats(q, b.add(q_at, d)), factor)
-        x = b.select(b.fcmp_ordered("ord", x, x), x, v.splat(0.0))  # infinity times 0
-        magic = v.splat(12582912.0)  # 1.5 * 2**23: its sum's low bits hold the nearest integer
-        codes = b.trunc(b.bitcast(b.fadd(x, magic), v.int_type), halves)
-        at = b.add(q_at, b.ashr(d, I64(1)))  # behind what is read, from the second step on
-        pointer = v.pointer(q, at, v.float)
-        b.store(codes, b.bitcast(pointer, halves.as_pointer()), align=2)
-    scale = b.select(usable, b.fdiv(largest, limit), v.float(0.0))
-    return b.fadd(scale, fault)
+    finite = b.icmp_signed("<", bits, I32(0x7F800000))
+    usable = b.and_(b.fcmp_ordered(">", largest, v.float(1e-30)), finite)
+    factor = b.select(usable, b.fdiv(limit, largest), v.float(0.0))
+    nothing = b.select(finite, v.float(0.0), v.float(math.nan))
+    return v.splat(factor), b.select(usable, b.fdiv(largest, limit), nothing)
 
 
 @emits()
