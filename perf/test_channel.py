@@ -1,9 +1,13 @@
-"""Keys by channel: token groups are read twice and written once."""
+"""Keys by channel: token groups are read twice and written once; attention and prompts beside kinds with row scales."""
+
+import itertools
 
 import numpy as np
 import pytest
 
 import numkv
+from perf import traffic
+from perf.shapes import SHAPES, cold_layers
 
 HEADS, DIM, TOKENS = 8, 128, 64
 
@@ -27,3 +31,50 @@ def test_quantise_groups(measure, target, to, rng, kind, source):
     steps = target.to_host(scale)[..., :DIM].view(numkv.kind("bf16").dtype).astype(np.float32)
     assert 0 < steps.max() <= half / (7.5 if of.is_packed else 127.5) * 1.01
     measure(run, x.nbytes + pool.nbytes, "copy")
+
+
+def filled(rng, shape, kind):
+    """A cache of one sequence with a shape's tokens in separate layers, and rows of a token group."""
+    _, _, kv_heads, dim, length, *_ = SHAPES[shape]
+    layers = cold_layers(length * numkv.kind(kind).bytes_per_token(kv_heads, dim))
+    cache = numkv.KVCache(layers, kv_heads, dim, kind=kind, max_seq_len=length)
+    rows = rng.standard_normal((2, length, kv_heads, dim), np.float32)
+    for layer in range(layers):
+        cache.append(layer, *rows)
+    return cache, rows
+
+
+KINDS = ["int8", "int8_channel", "int4", "int4_channel"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", ["A", "C", "E"])
+def test_decode(measure, rng, shape, kind):
+    """One token's query in a `KVCache`: what keys by channel add is their kind's time over that of int8 or int4."""
+    _, q_heads, kv_heads, dim, length, *_ = SHAPES[shape]
+    cache, (_, v) = filled(rng, shape, kind)
+    q = np.zeros((q_heads, dim), np.float32)
+    group = q_heads // kv_heads
+    means = cache.decode_attention(0, q)
+    assert np.allclose(means, np.repeat(v.mean(0), group, axis=0), atol=0.1)
+    q = rng.standard_normal((q_heads, dim), np.float32)
+    layer = itertools.cycle(range(cache.num_layers))
+    moved = traffic.decode_attention(1, q_heads, kv_heads, dim, length, kind)
+    measure(lambda: cache.decode_attention(next(layer), q), moved, "read")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", ["A", "C", "E"])
+def test_prompt(measure, rng, shape, kind):
+    """2,048 tokens into an empty `KVCache`."""
+    _, _, kv_heads, dim, *_ = SHAPES[shape]
+    cache = numkv.KVCache(1, kv_heads, dim, kind=kind, max_seq_len=2048)
+    k, v = rng.standard_normal((2, 2048, kv_heads, dim), np.float32)
+
+    def run():
+        cache.truncate(0)
+        cache.append(0, k, v)
+
+    run()
+    assert cache.lengths.tolist() == [2048]
+    measure(run, traffic.append(2048, kv_heads, dim, kind, 4), "copy")

@@ -123,11 +123,15 @@ class Tile(NamedTuple):
 
 
 class QueryPlaces(NamedTuple):
-    """Where query rows are in scratch memory: interleaved, with scales and sums of groups if they are integers."""
+    """Where query rows are in scratch memory: interleaved, with scales and sums of groups if they are integers.
+
+    Where K has scales by channel, there is a number for each row that is added to its scores.
+    """
 
     at: int
     scales_at: int
     sums_at: int
+    addends_at: int
 
 
 class WeightPlaces(NamedTuple):

@@ -30,7 +30,6 @@ import numpy as np
 
 from numkv.kernels.cpu.attention.engines import in_integers
 from numkv.kernels.cpu.attention.llvm.channels import (
-    make_add_to_scores,
     make_gather_channels,
     make_scale_queries,
 )
@@ -214,17 +213,17 @@ def make_keys(
     """``interleave, scores`` for a storage kind of K; `next_kind` is V's."""
     integers, COUNT = in_integers(kind, compute), np.int64(count)
     by_channel, real = kind_named(kind).group_tokens > 0, float_type(compute)
-    scale_queries, add_to_scores = make_scale_queries(real, integers), make_add_to_scores(real)
+    scale_queries = make_scale_queries(real, integers)
     # Codes of 8 bits are those of INT8, for which scales of rows stand that are 1.
     kind = "int8" if kind == "int8_channel" else kind
     of_int4 = integers and kind == "int4"
     # Query rows are bytes by now, numbers of 16 bits, of which two take the place of a float, or floats.
     if integers and (of_int4 or HAS_FOURS):
         put, halves = interleave_bytes, 1
-        qk = make_qk_int4(next_kind) if of_int4 else make_qk_int8(next_kind, kind)
+        qk = make_qk_int4(next_kind) if of_int4 else make_qk_int8(next_kind, kind, by_channel)
     else:
         put, halves = make_interleave_queries(compute), 2 if integers or compute == PAIRS else 1
-        qk = make_qk_tile(kind, compute, next_kind)
+        qk = make_qk_tile(kind, compute, next_kind, by_channel)
 
     @inlined
     def interleave(floats, at, sizes, row, place):
@@ -245,19 +244,18 @@ def make_keys(
     def scores(floats, at, sizes, row, place, keys, end, extents):
         queries = QueryPlaces(
             at.interleaved + place * sizes.pad_dim, at.query_scales + row,
-            at.query_sums + row * 16 * sizes.k_spans,
+            at.query_sums + row * 16 * sizes.k_spans, at.channel_addends,
         )  # fmt: skip
         qk(COUNT, floats, queries, keys, end, at.scores, extents)
 
     @inlined
     def scores_of_channels(floats, at, sizes, row, place, keys, end, extents):
         scale_queries(
-            COUNT, floats, at.queries + row * sizes.pad_dim, at.key_scales + KV_TILE,
+            COUNT, floats, at.queries + row * sizes.pad_dim, at.key_scales,
             at.interleaved + place * sizes.pad_dim, at.query_scales + row, at.channel_addends, sizes.dim,
             sizes.pad_dim,
         )  # fmt: skip
         scores(floats, at, sizes, row, place, keys, end, extents)
-        add_to_scores(COUNT, floats, at.scores, at.channel_addends, end)
 
     if by_channel:
         return nothing_to_interleave, scores_of_channels

@@ -97,7 +97,7 @@ class Scratch(NamedTuple):
     sums: int
     query_scales: int
     scores: int
-    #: Scales of the tile's tokens, and of INT4 their groups' minima too; behind them what `gather_channels` puts down.
+    #: Scales of the tile's tokens, and of INT4 their groups' minima too; or what `gather_channels` puts down.
     key_scales: int
     value_scales: int
     #: Where channels of K have scales: what is added to the scores of each query row.
@@ -183,7 +183,7 @@ def lay_out(
         sums=rows,
         query_scales=rows,
         scores=AMX_ROWS * KV_TILE,
-        key_scales=2 * KV_TILE * k_scales + (2 * _up(sizes.pad_dim, LINE) if by_channel else 0),
+        key_scales=2 * (_up(sizes.pad_dim, LINE) if by_channel else KV_TILE * k_scales),
         value_scales=2 * KV_TILE * v_scales,
         channel_addends=LINE if by_channel else 0,
         rescale=rows,

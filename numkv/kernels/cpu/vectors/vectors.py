@@ -332,6 +332,22 @@ class Vectors:
             vector = combine(vector, other)
         return self.b.extract_element(vector, I32(0))
 
+    def folds(self, vectors, combine):
+        """The lanes of 1, 2, 4 … vectors combined as by `fold`: a vector with an element for each.
+
+        Vectors are merged pairwise, half of their lanes each time, as in `sums_by_row`.
+        """
+        each = self.lanes
+        while each > 1:
+            each //= 2
+            several = len(vectors) > 1
+            pairs = zip(vectors[::2], vectors[1::2], strict=True) if several else [vectors * 2]
+            elements = (1 + several) * vectors[0].type.count
+            low = [start + i for start in range(0, elements, 2 * each) for i in range(each)]
+            high = [i + each for i in low]
+            vectors = [combine(self.shuffle(*x, low), self.shuffle(*x, high)) for x in pairs]
+        return vectors[0]
+
     def sums_by_row(self, vectors, rows):
         """Vectors of scores out of vectors of products: ``out[t, r] = sum(vectors[t].reshape(rows, -1)[r])``.
 

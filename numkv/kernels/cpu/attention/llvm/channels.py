@@ -12,8 +12,7 @@ import functools
 from llvmlite import ir
 from numba.core import cgutils
 
-from numkv.kernels.cpu.attention.llvm.integers import query_quantiser
-from numkv.kernels.cpu.attention.records import KV_TILE
+from numkv.kernels.cpu.attention.llvm.integers import query_quantisers
 from numkv.kernels.cpu.vectors.emit import I16, I32, I64, emits, for_rows, steps
 from numkv.kernels.cpu.vectors.features import row_unroll
 from numkv.kernels.cpu.vectors.vectors import Vectors
@@ -28,15 +27,12 @@ def make_gather_channels(compute, odd_levels):
     def gather_channels(b, to, to_at, scales, offsets, dim, padded_dim):
         """Put down what a tile's query rows are multiplied by, and what is added to its scores.
 
-        From `to_at` on: 1 for each of `KV_TILE` tokens, as scales of rows; `padded_dim` factors, as many addends. Those
-        of elements past `dim` are 0. The group's words are at ``scales[offsets[0]]``: `dim` scales, then zero points.
+        From `to_at` on: `padded_dim` factors, as many addends. Those of elements past `dim` are 0. The group's words
+        are at ``scales[offsets[0]]``: `dim` scales, then zero points.
         """
         v = Vectors(b, compute)
         half = v.splat(0.5)
         first = b.load(offsets)
-        with steps(b, I64(0), I64(KV_TILE), v.lanes) as (t, _):
-            v.store(v.splat(1.0), to, b.add(to_at, t))
-        factors_at = b.add(to_at, I64(KV_TILE))
         with steps(b, I64(0), padded_dim, v.lanes) as (d, _):
             mask = v.lanes_below(b.sub(dim, d))
             words = b.gep(scales, [b.add(first, d)])
@@ -45,9 +41,9 @@ def make_gather_channels(compute, odd_levels):
                 for x in (words, b.gep(words, [dim]))
             )
             step = b.fmul(scale, half)
-            v.store(step if odd_levels else scale, to, b.add(factors_at, d))
+            v.store(step if odd_levels else scale, to, b.add(to_at, d))
             addend = zero if odd_levels else b.fadd(zero, step)
-            v.store(addend, to, b.add(b.add(factors_at, padded_dim), d))
+            v.store(addend, to, b.add(b.add(to_at, padded_dim), d))
 
     return gather_channels
 
@@ -94,13 +90,12 @@ def make_scale_queries(compute, integers):
                         b.store(v.larger_size(q, b.load(peak)), peak)
                     else:
                         units.put(q, data, to_at, r, d)
-            _put_numbers(v, [v.fold(b.load(x), b.fadd) for x in totals], data, addends_at)
+            v.store(v.folds([b.load(x) for x in totals], b.fadd), data, addends_at)
             if not integers:
                 return
-            multipliers, scales = zip(
-                *(query_quantiser(v, b.load(x), dim) for x in peaks), strict=True
-            )
-            _put_numbers(v, scales, data, scales_at)
+            factors, scales = query_quantisers(v, [b.load(x) for x in peaks], dim)
+            v.store(scales, data, scales_at)
+            multipliers = [v.splat(b.extract_element(factors, I32(r))) for r in range(rows)]
             with steps(b, I64(0), padded_dim, units.step) as (d, _):
                 for i in range(0, units.step, v.lanes):
                     here = b.add(d, I64(i))
@@ -112,14 +107,6 @@ def make_scale_queries(compute, integers):
         for_rows(b, rows, emit, row_unroll(compute))
 
     return scale_queries
-
-
-def _put_numbers(v, numbers, data, at):
-    """Store floats side by side, at once: what reads them all would wait for one after another."""
-    vector = ir.Constant(ir.VectorType(v.float, len(numbers)), ir.Undefined)
-    for i, x in enumerate(numbers):
-        vector = v.b.insert_element(vector, x, I32(i))
-    v.store(vector, data, at)
 
 
 class _Units:
@@ -169,26 +156,3 @@ class _Units:
                 piece = v.shuffle(part, part, range(j, j + size)) if size < v.lanes else part
                 pointer = v.pointer(data, b.add(unit_at, I64(offset)), v.float)
                 b.store(piece, b.bitcast(pointer, piece.type.as_pointer()), align=4)
-
-
-@functools.cache
-def make_add_to_scores(compute):
-    """`add_to_scores` for a float type."""
-
-    @emits()
-    def add_to_scores(b, rows, data, scores_at, addends_at, count):
-        """Add to the scores of `count` tokens and `rows` query rows a number of each row, from `addends_at` on.
-
-        `count` is rounded up to whole vectors.
-        """
-
-        def emit(rows):
-            v = Vectors(b, compute)
-            addends = v.repeated(data, addends_at, rows)
-            with steps(b, I64(0), b.mul(count, I64(rows)), v.lanes) as (i, _):
-                at = b.add(scores_at, i)
-                v.store(b.fadd(v.load_floats(data, at), addends), data, at)
-
-        for_rows(b, rows, emit, row_unroll(compute))
-
-    return add_to_scores

@@ -65,8 +65,11 @@ def make_interleave_queries(compute):
 
 
 @functools.cache
-def make_qk_tile(kind, compute, next_kind):
-    """`qk_tile` for a storage kind of K and a float type, or `PAIRS`; `next_kind` is that of the prefetched rows."""
+def make_qk_tile(kind, compute, next_kind, by_channel=False):
+    """`qk_tile` for a storage kind of K and a float type, or `PAIRS`; `next_kind` is that of the prefetched rows.
+
+    `by_channel` says that INT8 stands for INT8_CHANNEL.
+    """
 
     @emits()
     def qk_tile(b, rows, floats, queries, keys, count, s_at, extents):
@@ -76,8 +79,9 @@ def make_qk_tile(kind, compute, next_kind):
         to whole groups of tokens, so the offsets of `keys` must be valid up to `KV_TILE`. Scores go to
         ``s_at + t * rows + r``.
 
-        Where K is INT8, CODE4 or CODE6, scores are multiplied by the tokens' scales. Then, with float32, query rows are
-        integers that `quantise_query` made, and so are sums, and scores are multiplied by the scales of query rows too.
+        Where K is INT8, CODE4 or CODE6, scores are multiplied by the tokens' scales; with scales by channel there is a
+        number for each query row that is added to its scores. Then, with float32, query rows are integers that
+        `quantise_query` made, and so are sums, and scores are multiplied by the scales of query rows too.
         With `PAIRS`, query rows are those of `pair_row`; scores are multiplied by their scales.
         Where K is INT4, K rows are dequantised by what `gather_groups` put down.
 
@@ -92,7 +96,7 @@ def make_qk_tile(kind, compute, next_kind):
         in `extents` (the tile's V rows) is prefetched.
         """
         emitter = _Scores(
-            b, (kind, compute, next_kind), floats, queries, keys, count, s_at, extents
+            b, (kind, compute, next_kind), by_channel, floats, queries, keys, count, s_at, extents
         )
         for_rows(b, rows, emitter.emit, row_unroll(compute))
 
@@ -102,8 +106,9 @@ def make_qk_tile(kind, compute, next_kind):
 class _Scores:
     """Emits `qk_tile`."""
 
-    def __init__(self, b, kinds, floats, queries, keys, count, s_at, extents):
+    def __init__(self, b, kinds, by_channel, floats, queries, keys, count, s_at, extents):
         self.kind, compute, next_kind = kinds
+        self.by_channel = by_channel
         self.b, self.v = b, Vectors(b, compute)
         self.stream = PrefetchStream(b, next_kind, extents)
         self.floats, self.queries, self.keys, self.count, self.s_at = (
@@ -161,7 +166,9 @@ class _Scores:
                     scores = b.sitofp(scores, v.type)
                 if row_scales is not None:
                     scores = b.fmul(scores, row_scales)
-                if self.by_row:
+                if self.by_channel:
+                    scores = b.fadd(scores, v.repeated(self.floats, self.queries.addends_at, rows))
+                elif self.by_row:
                     factors = v.stretched(self.floats, b.add(self.keys.scales_at, token), each)
                     scores = b.fmul(scores, factors)
                 v.store(scores, self.floats, b.add(self.s_at, b.mul(token, I64(rows))))

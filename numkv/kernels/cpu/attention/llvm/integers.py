@@ -104,8 +104,11 @@ def add_queries(v, floats, at, sums, codes):
 
 
 @functools.cache
-def make_qk_int8(next_kind, kind="int8"):
-    """`qk_int8`; `next_kind` is the storage kind of the rows that are prefetched, `kind` INT8, CODE4 or CODE6."""
+def make_qk_int8(next_kind, kind="int8", by_channel=False):
+    """`qk_int8`; `next_kind` is the storage kind of the rows that are prefetched, `kind` INT8 or one that is looked up.
+
+    `by_channel` says that INT8 stands for INT8_CHANNEL.
+    """
 
     @emits()
     def qk_int8(b, rows, floats, queries, keys, count, s_at, extents):
@@ -114,7 +117,9 @@ def make_qk_int8(next_kind, kind="int8"):
         In NumPy, of integers q of `quantise_query`: ``s = q_scale * k_scale[:, None] * (codes @ q.T)``. Query rows are
         those of `interleave_bytes`, with zeros up to 64 columns. For the rest see `qk_tile`.
         """
-        emitter = _ScoresOfInt8(b, (kind, next_kind), floats, queries, keys, count, s_at, extents)
+        emitter = _ScoresOfInt8(
+            b, (kind, next_kind), by_channel, floats, queries, keys, count, s_at, extents
+        )
         for_rows(b, rows, emitter.emit)
 
     return qk_int8
@@ -123,8 +128,8 @@ def make_qk_int8(next_kind, kind="int8"):
 class _ScoresOfInt8:
     """Emits `qk_int8`."""
 
-    def __init__(self, b, kinds, floats, queries, keys, count, s_at, extents):
-        self.b, self.v = b, Words(b)
+    def __init__(self, b, kinds, by_channel, floats, queries, keys, count, s_at, extents):
+        self.b, self.v, self.by_channel = b, Words(b), by_channel
         self.kind, next_kind = kinds
         self.stream = PrefetchStream(b, next_kind, extents)
         self.floats, self.queries, self.keys, self.count, self.s_at = (
@@ -152,9 +157,12 @@ class _ScoresOfInt8:
             for i, scores in enumerate(v.sums_by_row(totals, rows)):
                 token = b.add(t0, I64(i * self.each))
                 scores = b.fmul(b.sitofp(scores, v.type), row_scales)
-                factors = v.stretched(self.floats, b.add(self.keys.scales_at, token), self.each)
-                at = b.add(self.s_at, b.mul(token, I64(rows)))
-                v.store(b.fmul(scores, factors), self.floats, at)
+                if self.by_channel:
+                    scores = b.fadd(scores, v.repeated(self.floats, self.queries.addends_at, rows))
+                else:
+                    factors = v.stretched(self.floats, b.add(self.keys.scales_at, token), self.each)
+                    scores = b.fmul(scores, factors)
+                v.store(scores, self.floats, b.add(self.s_at, b.mul(token, I64(rows))))
 
     def unit_at(self, d):
         """Where the query's bytes are for columns from d on."""
@@ -257,7 +265,10 @@ def quantise_query(b, q, q_at, head_dim, padded_dim):
     peak = cgutils.alloca_once_value(b, v.splat_int(0))
     with steps(b, I64(0), padded_dim, v.lanes) as (d, _):
         b.store(v.larger_size(v.load_floats(q, b.add(q_at, d)), b.load(peak)), peak)
-    factor, scale = query_quantiser(v, b.load(peak), head_dim)
+    factor, scale = (
+        b.extract_element(x, I32(0)) for x in query_quantisers(v, [b.load(peak)], head_dim)
+    )
+    factor = v.splat(factor)
     with steps(b, I64(0), padded_dim, v.lanes) as (d, _):
         x = b.fmul(v.load_floats(q, b.add(q_at, d)), factor)
         x = b.select(b.fcmp_ordered("ord", x, x), x, v.splat(0.0))  # infinity times 0
@@ -268,20 +279,28 @@ def quantise_query(b, q, q_at, head_dim, padded_dim):
     return scale
 
 
-def query_quantiser(v, peak, head_dim):
-    """What makes 16-bit integers of a query row, and their scale; `peak` is of `larger_size`, by lanes."""
+def query_quantisers(v, peaks, head_dim):
+    """What makes 16-bit integers of query rows, and their scales: vectors with an element for each row.
+
+    `peaks` are of `larger_size`, by lanes.
+    """
     b = v.b
-    bits = v.fold(peak, v.larger_int)
-    largest = b.bitcast(bits, v.float)
+    bits = v.folds(peaks, v.larger_int)
+    largest = b.bitcast(bits, ir.VectorType(v.float, len(peaks)))
+
+    def all_rows(x):
+        return ir.Constant(largest.type, [v.float(x)] * len(peaks))
+
     # As large as integers may be for head_dim products with -128 to stay within 32 bits.
     limit = b.sdiv(I64((2**31 - 1) // 128), head_dim)
     limit = b.select(b.icmp_signed("<", limit, I64(32639)), limit, I64(32639))
-    limit = b.sitofp(limit, v.float)
-    finite = b.icmp_signed("<", bits, I32(0x7F800000))
-    usable = b.and_(b.fcmp_ordered(">", largest, v.float(1e-30)), finite)
-    factor = b.select(usable, b.fdiv(limit, largest), v.float(0.0))
-    nothing = b.select(finite, v.float(0.0), v.float(math.nan))
-    return v.splat(factor), b.select(usable, b.fdiv(largest, limit), nothing)
+    limit = b.insert_element(all_rows(0.0), b.sitofp(limit, v.float), I32(0))
+    limit = v.shuffle(limit, limit, [0] * len(peaks))
+    finite = b.icmp_signed("<", bits, ir.Constant(bits.type, [I32(0x7F800000)] * len(peaks)))
+    usable = b.and_(b.fcmp_ordered(">", largest, all_rows(1e-30)), finite)
+    nothing = b.select(finite, all_rows(0.0), all_rows(math.nan))
+    factors = b.select(usable, b.fdiv(limit, largest), all_rows(0.0))
+    return factors, b.select(usable, b.fdiv(largest, limit), nothing)
 
 
 @emits()
