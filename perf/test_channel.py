@@ -66,15 +66,15 @@ def test_decode(measure, rng, shape, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", ["A", "C", "E"])
 def test_prompt(measure, rng, shape, kind):
-    """2,048 tokens into an empty `KVCache`."""
+    """2,048 tokens into an empty layer."""
     _, _, kv_heads, dim, *_ = SHAPES[shape]
-    cache = numkv.KVCache(1, kv_heads, dim, kind=kind, max_seq_len=2048)
+    layer = numkv.ContiguousLayer(2048, kv_heads, dim, kind=kind)
     k, v = rng.standard_normal((2, 2048, kv_heads, dim), np.float32)
 
     def run():
-        cache.truncate(0)
-        cache.append(0, k, v)
+        layer.truncate(0)
+        layer.append(k, v)
 
     run()
-    assert cache.lengths.tolist() == [2048]
+    assert len(layer) == 2048
     measure(run, traffic.append(2048, kv_heads, dim, kind, 4), "copy")
