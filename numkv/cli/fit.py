@@ -130,6 +130,7 @@ def draw(found: Fit, path: Path) -> None:
         The picture.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
@@ -153,7 +154,7 @@ def draw(found: Fit, path: Path) -> None:
         ylabel="KL of the layer alone, nats a token",
         title=found.chosen.profile.model,
     )
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(fontsize="small")
     save_figure(figure, path)
 
