@@ -42,7 +42,6 @@ CHECKED = "C/bf16,C/int8,P/fp32"
 #: Modules of other commands.
 COMMANDS = {
     "against": "against",
-    "amx": "amx",
     "compile": "compile",
     "files": "files",
     "install": "envs",

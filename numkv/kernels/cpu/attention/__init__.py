@@ -66,7 +66,7 @@ __all__ = ["append_attend", "attend", "small_decode"]
 
 def _steps(k_kind: str, v_kind: str, compute: str, masked: bool = False) -> Steps:
     """The engine's steps; a matrix unit knows nothing of masks."""
-    return steps_for(k_kind, v_kind, compute, 0 if masked else _use_amx(k_kind, v_kind, compute))
+    return steps_for(k_kind, v_kind, compute, not masked and _use_amx(k_kind, v_kind, compute))
 
 
 @functools.cache

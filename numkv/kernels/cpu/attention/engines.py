@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from numkv.kernels.cpu.attention.records import (
     AMX_QUERY_ROWS,
     MANY_QUERY_ROWS,
@@ -11,25 +9,13 @@ from numkv.kernels.cpu.attention.records import (
     QUERY_ROWS,
     float_type,
 )
-from numkv.kernels.cpu.vectors.features import FEATURES, HAS_BF16_PAIRS, INT4_INTEGERS, has_amx
+from numkv.kernels.cpu.vectors.features import HAS_BF16_PAIRS, INT4_INTEGERS, has_amx
 from numkv.kinds import kind as kind_named
 
-#: Environment variable: 0 leaves few query rows to vector code where there is a matrix unit, too.
-AMX_DECODE = "NUMKV_AMX_DECODE"
-#: What a matrix unit is used for: many query rows, or few as well.
-MANY_ROWS, ROWS_OF_ALL_SIZES = 1, 2
 
-
-def use_amx(k_kind: str, v_kind: str, compute: str) -> int:
-    """What a matrix unit is used for with these kinds: 0 for nothing, `MANY_ROWS` or `ROWS_OF_ALL_SIZES`.
-
-    This is where it is decided who decodes. Nobody has timed this code on such a unit yet; ``python -m perf amx`` does,
-    beside vector code.
-    """
-    if not ({k_kind, v_kind} <= {"bf16", "int8"} and compute == "float32" and has_amx()):
-        return 0
-    few = {k_kind, v_kind} == {"bf16"} and "avx512bf16" in FEATURES
-    return ROWS_OF_ALL_SIZES if few and os.environ.get(AMX_DECODE) != "0" else MANY_ROWS
+def use_amx(k_kind: str, v_kind: str, compute: str) -> bool:
+    """Whether many query rows are taken by a matrix unit with these kinds."""
+    return {k_kind, v_kind} <= {"bf16", "int8"} and compute == "float32" and has_amx()
 
 
 def compute_for(q_kind: str, k_kind: str, v_kind: str, masked: bool = False) -> str:

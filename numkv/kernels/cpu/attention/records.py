@@ -22,8 +22,6 @@ MANY_QUERY_ROWS = 256
 PANEL = MANY_VECTORS * LANES
 #: Query rows of a sequence up to which vector code is as fast as a matrix unit, or faster.
 FEW_ROWS = 8
-#: The least and the most query rows of an item that the matrix unit takes as few: see `amx_few`.
-AMX_FEW = (4, 16)
 #: Bits of the kernel's `flags`: blocks of one token, whose block table names slots.
 BY_SLOT = 1
 #: What attention computes in where queries, K and V are bf16 and the CPU multiplies pairs of them: float32, but weights
@@ -165,27 +163,3 @@ class AmxScales(NamedTuple):
     keys_at: int
     values_at: int
     weights_at: int
-
-
-class AmxFew(NamedTuple):
-    """Few query rows on a matrix unit: sizes, and where things are in scratch memory."""
-
-    #: Query rows with those that fill them up: 4, 8 or 16.
-    rows: int
-    #: Rows of tiles of sums and of weights, lanes of those of queries and of scores: 8 or 16.
-    tile_rows: int
-    #: Pieces of 64 bytes of a K row and of a V row, the last perhaps not full.
-    lines: int
-    v_lines: int
-    #: Tokens that are taken at once: 32 or 64.
-    block: int
-    #: Packed query rows, and sums, of a kv head.
-    queries_at: int
-    sums_at: int
-    #: Scores of the tile's tokens as they come; those of a query row side by side; weights in two parts; V rows in
-    #: pairs; room for 48 floats.
-    scores_at: int
-    turned_at: int
-    weights_at: int
-    values_at: int
-    spare_at: int

@@ -138,7 +138,7 @@ def lay_out(
     k_kind: str,
     v_kind: str,
     k_in_integers: bool,
-    use_amx: int,
+    use_amx: bool,
     by_panels: bool,
     in_pairs: bool,
     extents: tuple[int, int, int],

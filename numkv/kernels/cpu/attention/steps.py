@@ -1,7 +1,7 @@
 """The steps of an engine: kernels of their own, which the driver calls by addresses in a table.
 
 A step is compiled when a call first needs it. A table belongs to storage kinds of K and of V, to what attention
-computes in and to what a matrix unit is used for; most steps know less than that, and serve several tables. Addresses
+computes in and to whether a matrix unit is used; most steps know less than that, and serve several tables. Addresses
 are those of this process: they stand in no code, which outlives it on disk.
 """
 
@@ -17,14 +17,8 @@ from numba import types
 
 from numkv.kernels.builder import build
 from numkv.kernels.cpu.attention import state
-from numkv.kernels.cpu.attention.amx import end_amx, make_amx_attend, make_amx_leave, make_amx_load
-from numkv.kernels.cpu.attention.engines import (
-    ROWS_OF_ALL_SIZES,
-    by_panels,
-    in_integers,
-    panels_from,
-    query_rows,
-)
+from numkv.kernels.cpu.attention.amx import end_amx, leave_amx, make_amx_attend, make_amx_load
+from numkv.kernels.cpu.attention.engines import by_panels, in_integers, panels_from, query_rows
 from numkv.kernels.cpu.attention.many_rows import (
     attend_many,
     make_adjust_many,
@@ -88,7 +82,7 @@ class Steps:
         Query rows of an item at most.
     """
 
-    def __init__(self, k_kind: str, v_kind: str, compute: str, with_amx: int) -> None:
+    def __init__(self, k_kind: str, v_kind: str, compute: str, with_amx: bool) -> None:
         self._kinds, self._with_amx = (k_kind, v_kind, compute), with_amx
         self._panels = not with_amx and by_panels(k_kind, v_kind, compute, True)
         self.max_rows = query_rows(k_kind, v_kind, compute, not with_amx)
@@ -154,8 +148,7 @@ class Steps:
         of_both = f"K {k_kind}, V {v_kind}, computing in {compute}"
         if self._with_amx and step in _OF_AMX:
             label = f"attention on a matrix unit, {of_both}"
-            few = self._with_amx == ROWS_OF_ALL_SIZES
-            return _compiled(_OF_AMX[step], step, label, (k_kind, v_kind, few))
+            return _compiled(_OF_AMX[step], step, label, (k_kind, v_kind))
         if step in _ROWS:
             rows = _ROWS[step]
             label = f"attention of {rows} query rows, {of_both}"
@@ -182,6 +175,7 @@ class Steps:
             state.WEIGH: (make_weigh, (compute,), f"sums of many query rows in {compute}"),
             state.NEXT_HEAD: (find_next_head, None, "heads of a group"),
             state.SPREAD: (spread_group, None, "memory of a group of heads"),
+            state.LEAVE: (leave_amx, None, "the rows that a matrix unit leaves"),
             state.END: (end_amx, None, "the end of a matrix unit's use"),
         }[step]  # fmt: skip
         return _compiled(maker, step, label, args)
@@ -190,7 +184,6 @@ class Steps:
 _ROWS = {state.OF_1: 1, state.OF_2: 2, state.OF_4: 4, state.OF_8: 8}
 _OF_AMX: dict[int, Callable[..., Any]] = {
     state.LOAD: make_amx_load, state.ATTEND: make_amx_attend, state.ATTEND_MANY: make_amx_attend,
-    state.LEAVE: make_amx_leave,
 }  # fmt: skip
 
 
@@ -205,6 +198,6 @@ def _build(maker: Callable[..., Any], count: int, label: str, args: Any) -> Any:
 
 
 @functools.cache
-def steps_for(k_kind: str, v_kind: str, compute: str, with_amx: int) -> Steps:
+def steps_for(k_kind: str, v_kind: str, compute: str, with_amx: bool) -> Steps:
     """The steps of an engine, of which there is one table in a process."""
     return Steps(k_kind, v_kind, compute, with_amx)

@@ -157,63 +157,13 @@ class AmxWords(Words):
         convert = ir.InlineAsm(signature, "vcvtne2ps2bf16 $2, $1, $0", "=v,v,v")
         return self.b.call(convert, [high, low])
 
-    def halves_of_pairs(self, pairs):
-        """The two vectors of floats that `bf16_pairs` stands for."""
-        words = self.words(pairs)
-        sixteen = self.splat_int(16)
-        found = []
-        for first in (0, 16):
-            part = self.shuffle(words, words, [*range(first, first + 16)])
-            found.append(
-                self.b.bitcast(self.b.shl(self.b.zext(part, self.int_type), sixteen), self.type)
-            )
-        return found
-
-    def two_parts(self, low, high):
-        """Two vectors of floats as bf16 side by side, and what is left of them, likewise: 16 bits of each number."""
-        first = self.bf16_pairs(low, high)
-        rest = [
-            self.b.fsub(x, y) for x, y in zip((low, high), self.halves_of_pairs(first), strict=True)
-        ]
-        return first, self.bf16_pairs(*rest)
-
-    def turned(self, vectors):
-        """Eight vectors of two tokens of eight columns each as eight columns of sixteen tokens.
-
-        Three passes as in `transposed` leave even tokens before odd ones; the last one puts them in order, too.
-        """
-        vectors = list(vectors)
-        in_order = [(token >> 1) + 8 * (token & 1) for token in range(16)]
-        for step in (1, 2, 4):
-            low = [i if not i & step else 16 + i - step for i in range(16)]
-            high = [i + step if not i & step else 16 + i for i in range(16)]
-            if step == 4:
-                low, high = ([lanes[i] for i in in_order] for lanes in (low, high))
-            for i in range(8):
-                if not i & step:
-                    a, c = vectors[i], vectors[i + step]
-                    vectors[i], vectors[i + step] = (
-                        self.shuffle(a, c, low),
-                        self.shuffle(a, c, high),
-                    )
-        return vectors
-
 
 @emits()
-def amx_shape(b, rows):
-    """Set up the matrix unit for this thread: tiles of 16 rows of 64 bytes, or narrower ones.
-
-    Where `rows` is 16, all eight tiles have 16 rows of 64 bytes. With fewer, a multiple of 4, tiles 0 to 3 and 7 have
-    so many rows, and tiles 4 and 5 so many lanes of 32 bits a row: sums, weights, queries and scores of few query rows.
-    """
+def amx_shape(b):
+    """Set up the matrix unit for this thread: eight tiles of 16 rows of 64 bytes."""
     layout = [1] + [0] * 15 + [64, 0] * 8 + [0] * 16 + [AMX_ROWS] * 8 + [0] * 8
     place = cgutils.alloca_once(b, ir.ArrayType(I8, 64))
     b.store(ir.Constant(place.type.pointee, bytearray(layout)), place)
-    rows = b.trunc(rows, I8)
-    for at, value in [(48 + tile, rows) for tile in (0, 1, 2, 3, 7)] + [
-        (16 + 2 * tile, b.shl(rows, I8(2))) for tile in (4, 5)
-    ]:
-        b.store(value, b.gep(place, [I32(0), I32(at)]))
     Amx(b).configure(as_bytes(b, place))
 
 

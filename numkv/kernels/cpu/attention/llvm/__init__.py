@@ -8,7 +8,6 @@
 `softmax`        the soft cap, and the online softmax over a tile
 `many_rows`      all of it for many query rows
 `amx`            the same on Intel's matrix unit
-`amx_few`        the same there, for few query rows
 ===============  =========================================================================================
 
 A function whose code depends on storage kinds or on the float type is made by a factory ``make_...``. All floats are in
