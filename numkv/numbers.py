@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 import operator
 import os
+import re
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -239,3 +241,35 @@ def check_bytes(sizes: Mapping[str, int], itemsize: float = 1) -> int:
             actual=product,
         )
     return math.ceil(product * itemsize)
+
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgtp])(i?))?b?", re.IGNORECASE)
+
+
+def parse_size(text: str) -> tuple[int, bool]:
+    """Read a size: ``8GiB`` is 8 · 1024³ bytes, ``8GB`` 8 · 1000³, a bare number bytes.
+
+    Parameters
+    ----------
+    text : str
+        A number and a unit, in any case.
+
+    Returns
+    -------
+    int
+        Bytes.
+    bool
+        Whether the unit is a power of 1000.
+
+    Raises
+    ------
+    ValueError
+        If it is no size.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size such as 8GiB")
+    number, prefix, binary = match.groups()
+    power = " kmgtp".index((prefix or " ").lower())
+    size = int(Fraction(number) * (1024 if binary else 1000) ** power)
+    return size, bool(prefix) and not binary

@@ -7,7 +7,6 @@ import itertools
 import re
 from collections import Counter
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from numkv.demo.cache import CacheChoice
 from numkv.drawing.picture import format_bytes
 from numkv.errors import NumkvError
 from numkv.kinds import Kind, kinds
+from numkv.numbers import parse_size
 from numkv.planning import LayerNeeds, ModelNeeds, Rows, needs_of
 from numkv.planning.scale import Load, Network, Sharding, best_sharding, cost_of
 
@@ -231,7 +231,6 @@ def _draw(path: Path, ways: list[Any]) -> None:
 DEFAULT_MEMORY = Size(8 * 1024**3)
 
 _CONTEXTS = (4096, 32768)
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgtp])(i?))?b?", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> Size:
@@ -252,12 +251,7 @@ def parse_bytes(text: str) -> Size:
     ValueError
         If it is no size.
     """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(f"{text!r} is not a size such as 8GiB")
-    number, prefix, binary = match.groups()
-    power = " kmgtp".index((prefix or " ").lower())
-    return Size(Fraction(number) * (1024 if binary else 1000) ** power, bool(prefix) and not binary)
+    return Size(*parse_size(text))
 
 
 def run(arguments: argparse.Namespace) -> None:

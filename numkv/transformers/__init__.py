@@ -5,6 +5,8 @@
     model.set_attn_implementation("numkv")
     model.generate(**inputs, past_key_values=NumkvCache(model.config, kind="int8"))
 
+Many requests at once, in one pool of blocks, are a `ContinuousBatch`.
+
 Importing this registers the attention function and the mask function ``numkv``. docs/transformers.md says what goes
 with it, and what is refused.
 
@@ -36,15 +38,19 @@ try:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     from numkv.transformers.attention import attention as _attention
+    from numkv.transformers.batch import BatchStats, ContinuousBatch
     from numkv.transformers.cache import NumkvCache, restore, use
     from numkv.transformers.masks import plan_of_mask as _plan_of_mask
+    from numkv.transformers.request import BatchEvent, BatchRequest
 except ImportError as error:
     raise ImportError(
         f"numkv.transformers was made for transformers 5.23, and transformers {_transformers.__version__} lacks what "
         f"it needs: {error}"
     ) from error
 
-__all__ = ["NumkvCache", "restore", "use"]
+__all__ = [
+    "BatchEvent", "BatchRequest", "BatchStats", "ContinuousBatch", "NumkvCache", "restore", "use",
+]  # fmt: skip
 
 AttentionInterface.register("numkv", _attention)
 AttentionMaskInterface.register("numkv", _plan_of_mask)

@@ -24,6 +24,7 @@ from numkv.kinds import QUERY_DTYPES, Kind, kind_of_dtype
 from numkv.storage.buffer import source_dtypes
 from numkv.storage.pool import Pool
 from numkv.torch.tensors import array_of, tensor_of
+from numkv.transformers.forward_pass import PASS
 from numkv.transformers.internals import repeat_kv, sdpa_attention_forward
 from numkv.transformers.layers import LatentRows, NumkvLayer, Pending, Rows
 from numkv.transformers.masks import Plan
@@ -76,6 +77,9 @@ def attention(
     NotSupported
         If something is asked for that would not be right.
     """
+    of_batch = others.get(PASS)
+    if of_batch is not None:
+        return of_batch.attend(module, query, key, value, scaling, softcap, s_aux), None
     if isinstance(key, Rows):
         return _over_cache(
             key.pending.layer, query, key, value, attention_mask, dropout, scaling, softcap, s_aux, others

@@ -14,6 +14,7 @@ from numkv.caches import FullPrecision, Profile
 from numkv.drawing.page import drawn
 from numkv.errors import DimensionMismatch, NotSupported
 from numkv.interrupts import uninterrupted
+from numkv.transformers.families import check_config, has_latents, types_of_layers
 from numkv.transformers.internals import (
     LinearAttentionCacheLayerMixin,
     attention_of,
@@ -21,7 +22,6 @@ from numkv.transformers.internals import (
     forget_cache_maker,
     has_own_cache,
     layer_of_transformers,
-    layers_of,
     makes_caches,
     set_cache_maker,
     transformers_makes_cache,
@@ -35,25 +35,6 @@ _MOST_WRAPPERS = 8
 _OF_NUMKV = {"full_attention", "sliding_attention", "chunked_attention"}
 _HYBRID = {"hybrid", "hybrid_sliding"}
 _OF_TRANSFORMERS = {"linear_attention", "conv", "dummy"}
-# Encoders, unless their config says that they are decoders.
-_BOTH_WAYS = {
-    "bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "roberta", "roberta-prelayernorm",
-    "roc_bert", "xlm-roberta", "xlm-roberta-xl", "xmod",
-}  # fmt: skip
-# Models with latent attention whose `expand_kv` makes K and V of all latents by one weight, and that choose no tokens.
-_LATENT = {
-    "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "longcat_flash",
-    "minicpm3", "youtu",
-}  # fmt: skip
-# Models that do with K and V what no config says.
-_OWN_WAYS = {
-    **dict.fromkeys(
-        ("diffllama", "doge", "falcon", "jetmoe"), "code of its own that reads K and V"
-    ),
-    **dict.fromkeys(("inkling_text", "inkling2_text"), "a position bias, which adds to scores"),
-    "moshi": "windows that its masks do not show",
-    "mllama_text_model": "cross attention to images, and reads its K and V from the cache itself",
-}
 
 
 @drawn
@@ -128,10 +109,10 @@ class NumkvCache(Cache):  # type: ignore[misc]
             raise TypeError(
                 f"`config`: expected a transformers.PreTrainedConfig, got {type(config).__name__}; pass model.config"
             )
-        _check_config(config)
+        check_config(config, "NumkvCache")
         config = config.get_text_config(decoder=True)
-        _check_config(config)
-        latent = _is_set(config, "kv_lora_rank")
+        check_config(config, "NumkvCache")
+        latent = has_latents(config)
         kept = full_precision is not None
         other_v = v_kind is not None and v_kind != k_kind
         if latent and (rotate or kept or other_v or profile is not None):
@@ -141,7 +122,7 @@ class NumkvCache(Cache):  # type: ignore[misc]
             )
         layers = [
             _layer(number, name, options, given, latent)
-            for number, (name, given) in enumerate(_layers_of(config))
+            for number, (name, given) in enumerate(types_of_layers(config, "NumkvCache"))
         ]
         own = [layer for layer in layers if isinstance(layer, NumkvLayer)]
         if of_layers is not None:
@@ -273,46 +254,6 @@ def _layer(number: int, name: str, options: Options, given: dict[str, Any], late
     return (LatentLayer if latent else NumkvLayer)(options, reach)
 
 
-def _layers_of(config: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Types of layers and what they are made with, if transformers can tell."""
-    try:
-        return layers_of(config)
-    except (AttributeError, ValueError, KeyError) as error:
-        raise NotSupported(
-            f"NumkvCache: expected a config that says what layers there are, got one of {config.model_type!r} "
-            f"({error}); use another cache"
-        ) from error
-
-
-def _check_config(config: Any) -> None:
-    """Refuse models whose attention would not be right."""
-    model = getattr(config, "model_type", type(config).__name__)
-    reason = _OWN_WAYS.get(model)
-    if getattr(config, "is_encoder_decoder", False):
-        reason = "encoder and decoder, with cross attention between them"
-    elif _is_set(config, "kv_lora_rank") and model not in _LATENT:
-        reason = "latent attention of its own way"
-    elif _is_set(config, "alibi") or model in ("bloom", "mpt"):
-        reason = "ALiBi, which adds to scores within the model"
-    elif not getattr(config, "is_causal", True):
-        reason = "attention that is not causal"
-    elif model in _BOTH_WAYS and not getattr(config, "is_decoder", False):
-        reason = "attention that sees both ways, as its config does not say is_decoder=True"
-    if reason is not None:
-        raise NotSupported(
-            f"NumkvCache: expected a model with causal attention over K and V, got {model!r}, which has {reason}; use "
-            "another cache"
-        )
-
-
-def _is_set(config: Any, name: str) -> bool:
-    """Whether a config, or that of one of its layers, has an option."""
-    try:
-        return bool(getattr(config, name, None))
-    except Exception:  # transformers' own, for what differs from layer to layer
-        return True
-
-
 # -- models
 
 
@@ -380,7 +321,7 @@ def use(
     }  # fmt: skip
     if isinstance(profile, (str, os.PathLike)):
         options["profile"] = Profile.load(profile)  # once, and not when text is generated
-    inner = _inner(model)
+    inner = inner_model(model)
     generating = _generating(inner)
     watching = None if tolerance is None else Tolerance(tolerance)
     for part in (inner, *generating):
@@ -423,7 +364,7 @@ def restore(model: _Model) -> _Model:
     TypeError
         If it is no model.
     """
-    inner = _inner(model)
+    inner = inner_model(model)
     before = inner.__dict__.pop(_BEFORE, None)
     if before is not None:
         for part in _generating(inner):
@@ -432,7 +373,7 @@ def restore(model: _Model) -> _Model:
     return model
 
 
-def _inner(model: Any) -> Any:
+def inner_model(model: Any) -> Any:
     """The model of transformers whose `generate` a wrapper calls; a model itself."""
     inner = model
     for _ in range(_MOST_WRAPPERS):

@@ -25,8 +25,10 @@ from numkv.transformers.metadata import Seen
 
 __all__ = [
     "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "LinearAttentionLayer", "attention_of",
-    "can_choose_attention", "causal_mask_function", "forget_cache_maker", "has_own_cache", "layer_of_transformers",
-    "layers_of", "makes_caches", "repeat_kv", "sdpa_attention_forward", "sdpa_mask", "seen_by", "set_cache_maker",
+    "can_choose_attention", "causal_mask_function", "forget_cache_maker", "generation_settings", "has_own_cache",
+    "layer_of_transformers",
+    "layers_of", "logits_processors", "makes_caches", "repeat_kv", "sdpa_attention_forward", "sdpa_mask", "seen_by",
+    "set_cache_maker", "stopping_criteria",
     "transformers_makes_cache",
 ]  # fmt: skip
 
@@ -139,3 +141,30 @@ def _inside(function: Any, maker: str) -> dict[str, Any]:
         return {}
     cells = function.__closure__ or ()
     return {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
+
+
+# -- generation
+
+
+def generation_settings(
+    model: Any, config: Any, options: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """A `GenerationConfig` of a model's defaults, a user's and options, and options that are none of it."""
+    found, others = model._prepare_generation_config(config, **options)
+    model._prepare_special_tokens(found, True, device="cpu")
+    return found, others
+
+
+def logits_processors(model: Any, settings: Any, ids: Any, given: Any) -> Any:
+    """What changes the logits of a text, by its settings and as given."""
+    return model._get_logits_processor(
+        generation_config=settings, input_ids_seq_length=ids.shape[1], encoder_input_ids=ids,
+        logits_processor=given, device="cpu", model_kwargs={},
+    )  # fmt: skip
+
+
+def stopping_criteria(model: Any, settings: Any, given: Any, tokenizer: Any) -> Any:
+    """What ends a text, by its settings and as given."""
+    return model._get_stopping_criteria(
+        generation_config=settings, stopping_criteria=given, tokenizer=tokenizer
+    )

@@ -1,0 +1,576 @@
+"""Continuous batching: many requests through one model and one pool of blocks.
+
+A pass of the model takes the next token of each running request, and prompts in pieces beside them, all in one row of
+tokens. `numkv.PagedKVCache` keeps their K and V: what prompts begin with is computed once and found again, and where
+the pool is full the newest request gives its blocks back and is computed again later, as far as it is not found.
+
+The life of a request: *waiting* until there is room, *running* while it has a sequence in the cache, *done*.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+
+from numkv.caches import FullPrecision, Profile
+from numkv.errors import CacheFull, NonFiniteInput, NotSupported, NumkvError
+from numkv.interrupts import signals_deferred
+from numkv.numbers import check_size, parse_size
+from numkv.store import PrefixStore
+from numkv.torch import PagedKVCache
+from numkv.transformers.cache import inner_model
+from numkv.transformers.families import check_config
+from numkv.transformers.forward_pass import Pass, layers_of_model, run_model
+from numkv.transformers.internals import attention_of, can_choose_attention, makes_caches
+from numkv.transformers.request import BatchEvent, BatchRequest, prompt_of
+
+# How often somebody who waits for a pass of another thread looks whether it has ended, in seconds.
+_LOOK = 0.05
+
+
+class BatchStats(NamedTuple):
+    """Counts of a `ContinuousBatch`."""
+
+    waiting: int
+    """Requests that wait for room."""
+    running: int
+    """Requests that have a sequence in the cache."""
+    passes: int
+    """Passes of the model."""
+    prompt_tokens: int
+    """Tokens of prompts that were computed, again after a preemption."""
+    found_tokens: int
+    """Tokens of prompts that were found in the cache or the store."""
+    new_tokens: int
+    """Tokens that were made."""
+    preemptions: int
+    """How often a request has given its blocks back."""
+
+
+class _Part(NamedTuple):
+    """What a pass takes of a request: tokens from `start` on."""
+
+    request: BatchRequest
+    seq: int
+    start: int
+    count: int
+
+
+class ContinuousBatch:
+    """Many requests at once through a model of transformers, each with the tokens that it would get alone.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A decoder on the CPU, in eval mode. Its attention implementation becomes ``numkv``; `close` undoes it.
+    kind, v_kind : str, optional
+        Storage kinds of K and of V; as the model computes them if None. Kinds by channel are taken, too.
+    rotate, full_precision
+        See `numkv.LayerSpec`.
+    profile : Profile or path, optional
+        Kinds of each layer, from `numkv fit`, in place of these.
+    max_nbytes : int or str
+        Bytes of the pool, such as ``"4GiB"``: all that the requests keep.
+    store : PrefixStore, optional
+        Where prefixes are found that the pool has not, and kept past this process. Its mark has to name the model.
+    block_size : int
+        Tokens of a block.
+    tokens_per_pass : int
+        Tokens that a pass of the model takes at most, of prompts and of running requests together.
+    max_running : int
+        Requests that run at once.
+
+    Raises
+    ------
+    NotSupported
+        If the model keeps more than K and V, or its results for a text would depend on the texts beside it.
+    CacheFull, DimensionMismatch, UnsupportedDType, ValueError, TypeError
+        If an argument is no such thing.
+
+    Notes
+    -----
+    One thread at a time drives the batch: `step`, `run`, `result`, and iteration over the batch or a request. Meanwhile
+    others may `submit`, `cancel` and ask for `stats`.
+
+    Results do not depend on the other requests but for the rounding of the model's own linear layers, whose sums depend
+    on how many rows they are given.
+
+    Examples
+    --------
+    >>> import transformers
+    >>> from numkv.transformers import ContinuousBatch
+    >>> config = transformers.LlamaConfig(
+    ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    ...     num_key_value_heads=2, eos_token_id=None, pad_token_id=0)
+    >>> model = transformers.LlamaForCausalLM(config).eval()
+    >>> with ContinuousBatch(model, kind="int8", max_nbytes="1MiB") as batch:
+    ...     requests = [batch.submit(range(1, n), max_new_tokens=4) for n in (5, 9, 30)]
+    ...     [len(request.result()) for request in requests]
+    [4, 4, 4]
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        kind: Any = None,
+        *,
+        v_kind: Any = None,
+        rotate: bool = False,
+        full_precision: FullPrecision | None = None,
+        profile: Profile | str | os.PathLike[str] | None = None,
+        max_nbytes: int | str = "4GiB",
+        store: PrefixStore | None = None,
+        block_size: int = 64,
+        tokens_per_pass: int = 512,
+        max_running: int = 64,
+    ) -> None:
+        name = "ContinuousBatch"
+        self._model = inner = inner_model(model)
+        given = {
+            "kind": kind,
+            "v_kind": v_kind,
+            "rotate": rotate or None,
+            "full_precision": full_precision,
+        }
+        given = {key: x for key, x in given.items() if x is not None}
+        if profile is not None and given:
+            raise TypeError(
+                f"`profile`: expected None beside {', '.join(given)}, which it says for each layer; pass the profile "
+                "alone"
+            )
+        if isinstance(profile, (str, os.PathLike)):
+            profile = Profile.load(profile)
+        self._tokens_per_pass = check_size("tokens_per_pass", tokens_per_pass, 1)
+        self._max_running = check_size("max_running", max_running, 1)
+        nbytes = parse_size(max_nbytes)[0] if isinstance(max_nbytes, str) else max_nbytes
+        check_config(inner.config, name)
+        if not (makes_caches(inner) and can_choose_attention(inner)):
+            raise NotSupported(
+                f"{name}: expected a model that generates text and whose attention can be chosen, got "
+                f"{type(inner).__name__}"
+            )
+        self._before = attention_of(inner)
+        inner.set_attn_implementation("numkv")
+        try:
+            self._is_as_it_was()
+            specs, self._widen = layers_of_model(inner, given, profile, name)
+            self.cache = PagedKVCache(
+                layers=specs, max_nbytes=nbytes, block_size=block_size, store=store
+            )
+        except BaseException:
+            inner.set_attn_implementation(self._before)
+            raise
+        config = inner.config.get_text_config(decoder=True)
+        self._vocabulary = int(config.vocab_size)
+        self._positions = getattr(config, "max_position_embeddings", None)
+        self._dtype = inner.dtype
+        self._driving, self._submitting = threading.Lock(), threading.RLock()
+        self._new: deque[BatchRequest] = deque()
+        self._waiting: list[BatchRequest] = []
+        self._running: dict[
+            BatchRequest, int
+        ] = {}  # and the sequence of each, in the order in which they began
+        self._number, self._is_closed = 0, False
+        self._counts = dict.fromkeys(BatchStats._fields[2:], 0)
+
+    def __repr__(self) -> str:
+        stats = self.stats()
+        return f"ContinuousBatch(waiting={stats.waiting}, running={stats.running}, cache={self.cache!r})"
+
+    # -- requests
+
+    def submit(
+        self,
+        input_ids: Any,
+        max_new_tokens: int | None = None,
+        *,
+        generation_config: Any = None,
+        seed: int | None = None,
+        tokenizer: Any = None,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        **options: Any,
+    ) -> BatchRequest:
+        """Add a request; it begins with one of the next passes. Any thread may call this.
+
+        Parameters
+        ----------
+        input_ids : tensor, array or sequence of int
+            Token ids of the prompt.
+        max_new_tokens : int, optional
+            Tokens to make at most; if None as the generation config says, else 20.
+        generation_config : transformers.GenerationConfig, optional
+            The model's own if None.
+        seed : int, optional
+            What sampling begins with: the same seed gives the same tokens, whatever else runs. Anything if None.
+        tokenizer : transformers.PreTrainedTokenizerBase, optional
+            For `stop_strings`.
+        logits_processor, stopping_criteria : list, optional
+            Of transformers' classes, beside those that the generation config asks for. Where one raises, this request
+            alone fails.
+        **options
+            Of a generation config: `do_sample`, `temperature`, `top_p`, `repetition_penalty`, `stop_strings`, …
+
+        Returns
+        -------
+        BatchRequest
+
+        Raises
+        ------
+        CacheFull
+            If the whole text could never fit into the pool.
+        DimensionMismatch
+            If the prompt is empty or longer than the model's positions.
+        NotSupported
+            If several sequences or beams are asked for, or the model has changed.
+        NumkvError
+            If the batch is closed.
+        TypeError, ValueError
+            If an argument is no such thing.
+        """
+        self._refuse_closed("submit")
+        self._is_as_it_was()
+        ids = prompt_of(input_ids, self._vocabulary, self._positions)
+        if max_new_tokens is not None:
+            options["max_new_tokens"] = check_size("max_new_tokens", max_new_tokens, 1)
+        more = {
+            "seed": seed, "tokenizer": tokenizer, "logits_processor": logits_processor,
+            "stopping_criteria": stopping_criteria,
+        }  # fmt: skip
+        with self._submitting:
+            number, self._number = self._number, self._number + 1
+        made = BatchRequest(self, number, self._model, ids, generation_config, options, more)
+        needed = self._blocks_for(made.most_tokens)
+        if needed > self.cache.num_blocks:
+            raise CacheFull(
+                f"submit: expected a text that fits into the pool's {self.cache.num_blocks} blocks, got one of up to "
+                f"{made.most_tokens} tokens, which take {needed}; make fewer tokens, or the batch with more max_nbytes"
+            )
+        with self._submitting:
+            self._refuse_closed("submit")
+            self._new.append(made)
+        return made
+
+    def cancel(self, request: BatchRequest) -> None:
+        """End a request; any thread may call this. Nothing happens to one that has ended."""
+        if not request.done:
+            request.finish_reason = "cancelled"
+        if self._driving.acquire(blocking=False):
+            try:
+                self._drop_ended()
+            finally:
+                self._driving.release()
+
+    @property
+    def pending(self) -> int:
+        """Requests that have not ended."""
+        each = [*self._new, *self._waiting, *list(self._running)]
+        return sum(not request.done for request in each)
+
+    def stats(self) -> BatchStats:
+        """Counts of this moment.
+
+        Returns
+        -------
+        BatchStats
+        """
+        return BatchStats(len(self._new) + len(self._waiting), len(self._running), **self._counts)
+
+    # -- driving
+
+    def step(self) -> list[BatchEvent]:
+        """Run one pass of the model over what is next.
+
+        Returns
+        -------
+        list of BatchEvent
+            New tokens, and requests that have ended.
+
+        Raises
+        ------
+        NumkvError
+            If another thread drives the batch, or it is closed.
+        NotSupported
+            If the model has changed. The requests stay as they are.
+        """
+        if not self._driving.acquire(blocking=False):
+            raise NumkvError(
+                "step: this batch is driven by another call, of another thread or of one that this call is inside of; "
+                "let one thread drive it, while others submit"
+            )
+        try:
+            self._refuse_closed("step")
+            self._is_as_it_was()
+            events = self._drop_ended()
+            parts = self._next_parts(events)
+            if parts:
+                self._run(parts, events)
+            return events
+        finally:
+            self._driving.release()
+
+    def advance(self) -> None:
+        """Run one pass, or wait for that of another thread."""
+        if self._driving.acquire(timeout=_LOOK):
+            self._driving.release()
+            with contextlib.suppress(_Driven):
+                self._step_unless_driven()
+
+    def _step_unless_driven(self) -> None:
+        try:
+            self.step()
+        except NumkvError:
+            if self._driving.locked():
+                raise _Driven from None
+            raise
+
+    def run(self) -> None:
+        """Run until every request has ended, those that are submitted meanwhile included."""
+        while self.pending:
+            self.step()
+
+    def __iter__(self) -> Iterator[BatchEvent]:
+        """Events until every request has ended."""
+        while self.pending:
+            yield from self.step()
+
+    async def __aiter__(self) -> AsyncIterator[BatchEvent]:
+        """Events until every request has ended; passes run in a thread, while the event loop goes on."""
+        while self.pending:
+            for event in await asyncio.to_thread(self.step):
+                yield event
+
+    def close(self) -> None:
+        """Cancel what has not ended, and give the model its attention implementation back; more calls do nothing."""
+        with self._driving, self._submitting:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            for request in [*self._new, *self._waiting, *self._running]:
+                if not request.done:
+                    request.finish_reason = "cancelled"
+            self._drop_ended()
+            if attention_of(self._model) == "numkv":
+                self._model.set_attn_implementation(self._before)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _refuse_closed(self, name: str) -> None:
+        if self._is_closed:
+            raise NumkvError(
+                f"{name}: expected an open batch, got one that was closed; make another"
+            )
+
+    def _is_as_it_was(self) -> None:
+        """Refuse a model that the cache's rows are not of, or that does not attend by numkv."""
+        model, problem = self._model, None
+        if attention_of(model) != "numkv":
+            problem = f"attention implementation 'numkv', got {attention_of(model)!r}"
+        elif model.training:
+            problem = "a model in eval mode, got one in train mode; call model.eval()"
+        elif model.device.type != "cpu":
+            problem = f"a model on the CPU, got one on {model.device}"
+        elif model.dtype != getattr(self, "_dtype", model.dtype):
+            problem = f"weights in {self._dtype} as before, got {model.dtype}"
+        if problem is not None:
+            raise NotSupported(f"ContinuousBatch: expected {problem}")
+
+    # -- what is next
+
+    def _blocks_for(self, tokens: int) -> int:
+        """Blocks that so many tokens of a text take at least: those of layers that see everything."""
+        full = sum(of.window_left < 0 and of.chunk_size is None for of in self.cache.layers)
+        groups = -(-full // self.cache.layers_per_block)
+        return groups * -(-tokens // self.cache.block_size)
+
+    def _drop_ended(self) -> list[BatchEvent]:
+        """Give back what requests keep that have ended outside of a pass; their events."""
+        with self._submitting:
+            while self._new:
+                self._waiting.append(self._new.popleft())
+        ended = [x for x in (*self._waiting, *self._running) if x.done]
+        with signals_deferred:
+            self._waiting = [x for x in self._waiting if not x.done]
+            for request in ended:
+                seq = self._running.pop(request, None)
+                if seq is not None:
+                    self.cache.remove(seq)
+        return [BatchEvent(request, None, True) for request in ended]
+
+    def _next_parts(self, events: list[BatchEvent]) -> list[_Part]:
+        """What the next pass takes: a token of each request that makes some, then pieces of prompts."""
+        left = self._tokens_per_pass
+        parts: list[_Part] = []
+        for is_prompt in (False, True):
+            for request, seq in self._running.items():
+                start = self.cache.length(seq)
+                todo = len(request.ids()) - start
+                if (todo > 1) == is_prompt and left:
+                    parts.append(_Part(request, seq, start, min(todo, left)))
+                    left -= parts[-1].count
+        for request in list(self._waiting):
+            if not left or len(self._running) >= self._max_running:
+                break
+            if self._waits_for_prefix(request):
+                continue
+            if not self._has_room(request):
+                break
+            start = self._begin(request, events)
+            if start is not None:
+                count = min(len(request.ids()) - start, left)
+                parts.append(_Part(request, self._running[request], start, count))
+                left -= count
+        return parts
+
+    def _waits_for_prefix(self, request: BatchRequest) -> bool:
+        """Whether a running request is about to compute blocks that this one begins with."""
+        for other, seq in self._running.items():
+            shared = min(request.shared_len(other), len(request.ids()) - 1)
+            if shared - self.cache.length(seq) >= self.cache.block_size:
+                return True
+        return False
+
+    def _has_room(self, request: BatchRequest) -> bool:
+        """Whether a request may begin: alone it may try, beside others it leaves them room to go on."""
+        if not self._running:
+            return True
+        groups = self._blocks_for(1)
+        needed = self._blocks_for(len(request.ids())) + groups * (1 + len(self._running))
+        return needed <= self.cache.num_free
+
+    def _begin(self, request: BatchRequest, events: list[BatchEvent]) -> int | None:
+        """Give a request a sequence; the tokens that it has then, or None if it failed."""
+        try:
+            with signals_deferred:
+                seq = self.cache.add(np.array(request.ids(), np.int64))
+                self._waiting.remove(request)
+                self._running[request] = seq
+        except CacheFull as error:
+            self._end(request, "error", events, error)
+            return None
+        found = self.cache.cached_len(seq)
+        if len(request.ids()) == request.prompt_len:
+            request.cached_len = found
+        self._counts["found_tokens"] += found
+        return found
+
+    # -- a pass
+
+    def _run(self, parts: list[_Part], events: list[BatchEvent]) -> None:
+        """A pass; where rows of one request cannot be stored, it alone fails."""
+        try:
+            parts, step = self._reserve(parts, events)
+            if parts:
+                self._pass(parts, step, events)
+        except NonFiniteInput as error:
+            if len(parts) == 1:
+                self._end(parts[0].request, "error", events, error)
+                return
+            middle = len(parts) // 2
+            for some in (parts[:middle], parts[middle:]):
+                self._run([part for part in some if part.request in self._running], events)
+
+    def _reserve(self, parts: list[_Part], events: list[BatchEvent]) -> tuple[list[_Part], Any]:
+        """Room for the new tokens, of which the newest requests make some where there is none."""
+        while parts:
+            try:
+                step = self.cache.reserve([x.seq for x in parts], [x.count for x in parts])
+                return parts, step
+            except CacheFull as error:
+                newest = list(self._running)[-1]
+                if len(self._running) == 1:
+                    self._end(newest, "error", events, error)
+                else:
+                    with signals_deferred:
+                        self.cache.remove(self._running.pop(newest))
+                        self._waiting.insert(0, newest)
+                    self._counts["preemptions"] += 1
+                parts = [x for x in parts if x.request is not newest]
+        return [], None
+
+    def _pass(self, parts: list[_Part], step: Any, events: list[BatchEvent]) -> None:
+        """Run the model and choose tokens; nothing has changed where that raises."""
+        before = [part.request.generator_state() for part in parts]
+        chosen: list[tuple[BatchRequest, int | None, str | None, Exception | None]] = []
+        try:
+            ids = [x.request.ids()[x.start : x.start + x.count] for x in parts]
+            rows = np.concatenate([np.array(x, np.int64) for x in ids])
+            places = np.concatenate([np.arange(x.start, x.start + x.count) for x in parts])
+            last = np.cumsum([x.count for x in parts]) - 1
+            whole = [x.start + x.count == len(x.request.ids()) for x in parts]
+            ends = torch.from_numpy(last[whole])
+            logits = run_model(
+                self._model,
+                torch.from_numpy(rows),
+                torch.from_numpy(places),
+                ends,
+                Pass(step, self._widen),
+            )
+            makers = [part.request for part, ended in zip(parts, whole, strict=True) if ended]
+            for request, row in zip(makers, logits, strict=True):
+                chosen.append((request, *_chosen(request, row)))
+            with signals_deferred:
+                self.cache.commit(step, token_ids=rows)
+                self._note(parts, chosen, events)
+        except BaseException:
+            if step in self.cache.open_steps:
+                self.cache.rollback(step)
+                for part, state in zip(parts, before, strict=True):
+                    part.request.set_generator_state(state)
+            raise
+
+    def _note(self, parts: list[_Part], chosen: list[Any], events: list[BatchEvent]) -> None:
+        """Record a pass that has been committed."""
+        self._counts["passes"] += 1
+        self._counts["prompt_tokens"] += sum(
+            min(x.start + x.count, x.request.prompt_len) - min(x.start, x.request.prompt_len) for x in parts
+        )  # fmt: skip
+        for request, token, reason, error in chosen:
+            if request.done:  # cancelled meanwhile
+                continue
+            if token is not None:
+                request.ids().append(token)
+                self._counts["new_tokens"] += 1
+            if reason is not None:
+                self._end(request, reason, None, error)
+            events.append(BatchEvent(request, token, reason is not None))
+
+    def _end(
+        self, request: BatchRequest, reason: str, events: list[BatchEvent] | None, error: Exception | None = None
+    ) -> None:  # fmt: skip
+        """End a request, and give back what it keeps."""
+        with signals_deferred:
+            request.error, request.finish_reason = error, reason
+            seq = self._running.pop(request, None)
+            if seq is not None:
+                self.cache.remove(seq)
+            elif request in self._waiting:
+                self._waiting.remove(request)
+        if events is not None:
+            events.append(BatchEvent(request, None, True))
+
+
+class _Driven(Exception):
+    """Another thread drives the batch."""
+
+
+def _chosen(request: BatchRequest, logits: Any) -> tuple[int | None, str | None, Exception | None]:
+    """A request's next token, why it ends with that, if it does, and what a function of its own has raised."""
+    try:
+        with torch.inference_mode():
+            token = request.choose(logits)
+            return token, request.ended_by(token), None
+    except Exception as error:
+        return None, "error", error

@@ -1,0 +1,81 @@
+"""Which models numkv can be right for, by their configs: `NumkvCache` and `ContinuousBatch` ask alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numkv.errors import NotSupported
+from numkv.transformers.internals import layers_of
+
+# Encoders, unless their config says that they are decoders.
+_BOTH_WAYS = {
+    "bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "roberta", "roberta-prelayernorm",
+    "roc_bert", "xlm-roberta", "xlm-roberta-xl", "xmod",
+}  # fmt: skip
+# Models with latent attention whose `expand_kv` makes K and V of all latents by one weight, and that choose no tokens.
+_LATENT = {
+    "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "longcat_flash",
+    "minicpm3", "youtu",
+}  # fmt: skip
+# Models that do with K and V what no config says.
+_OWN_WAYS = {
+    **dict.fromkeys(
+        ("diffllama", "doge", "falcon", "jetmoe"), "code of its own that reads K and V"
+    ),
+    **dict.fromkeys(("inkling_text", "inkling2_text"), "a position bias, which adds to scores"),
+    "moshi": "windows that its masks do not show",
+    "mllama_text_model": "cross attention to images, and reads its K and V from the cache itself",
+}
+
+
+def check_config(config: Any, name: str) -> None:
+    """Refuse models whose attention would not be right.
+
+    Parameters
+    ----------
+    config : transformers.PreTrainedConfig
+        The model's, or that of its text part.
+    name : str
+        What errors begin with.
+    """
+    model = getattr(config, "model_type", type(config).__name__)
+    reason = _OWN_WAYS.get(model)
+    if getattr(config, "is_encoder_decoder", False):
+        reason = "encoder and decoder, with cross attention between them"
+    elif has_latents(config) and model not in _LATENT:
+        reason = "latent attention of its own way"
+    elif is_set(config, "alibi") or model in ("bloom", "mpt"):
+        reason = "ALiBi, which adds to scores within the model"
+    elif not getattr(config, "is_causal", True):
+        reason = "attention that is not causal"
+    elif model in _BOTH_WAYS and not getattr(config, "is_decoder", False):
+        reason = "attention that sees both ways, as its config does not say is_decoder=True"
+    if reason is not None:
+        raise NotSupported(
+            f"{name}: expected a model with causal attention over K and V, got {model!r}, which has {reason}; use "
+            "another cache"
+        )
+
+
+def has_latents(config: Any) -> bool:
+    """Whether a model's attention is over latents."""
+    return is_set(config, "kv_lora_rank")
+
+
+def is_set(config: Any, name: str) -> bool:
+    """Whether a config, or that of one of its layers, has an option."""
+    try:
+        return bool(getattr(config, name, None))
+    except Exception:  # transformers' own, for what differs from layer to layer
+        return True
+
+
+def types_of_layers(config: Any, name: str) -> list[tuple[str, dict[str, Any]]]:
+    """Types of layers and what caches of each are made with, if transformers can tell."""
+    try:
+        return layers_of(config)
+    except (AttributeError, ValueError, KeyError) as error:
+        raise NotSupported(
+            f"{name}: expected a config that says what layers there are, got one of {config.model_type!r} "
+            f"({error}); use another cache"
+        ) from error

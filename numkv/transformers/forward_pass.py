@@ -1,0 +1,226 @@
+"""A model's forward pass over the new tokens of several requests: what its attention function does then.
+
+The tokens lie in one row, one request after another. The attention function ``numkv`` finds the pass among the keyword
+arguments of the model's call, `PASS`, which transformers hands on to every layer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from numkv.caches import LayerSpec
+from numkv.errors import DimensionMismatch, NotSupported
+from numkv.kinds import kind, kind_of_dtype
+from numkv.storage.buffer import source_dtypes
+from numkv.torch.tensors import array_of
+from numkv.transformers.families import has_latents, is_set, types_of_layers
+
+#: The keyword argument of a model's call.
+PASS = "numkv_pass"
+# Layers whose rows a `PagedKVCache` keeps, and the argument that says how far each of them sees.
+_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+# RoPE whose angles depend on how long the longest text of a call is.
+_OF_LENGTH = {"dynamic", "longrope"}
+
+
+class Pass:
+    """New tokens of several requests on their way through a model.
+
+    Parameters
+    ----------
+    step : numkv.torch.Step
+        Where their rows go, and what they see.
+    widen : sequence of bool
+        Of each layer, whether its rows are converted to float32 before they are stored.
+    """
+
+    def __init__(self, step: Any, widen: list[bool]) -> None:
+        self._step, self._widen = step, widen
+
+    def attend(
+        self, module: Any, query: Any, key: Any, value: Any, scaling: float | None, softcap: float | None, sinks: Any
+    ) -> Any:  # fmt: skip
+        """Store a layer's rows and answer its queries; all are ``(1, heads, tokens, dim)``, the result
+        ``(1, tokens, heads, dim)``.
+        """
+        layer = module.layer_idx
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        if self._widen[layer]:
+            k, v = k.float(), v.float()
+        self._step.append(layer, k.contiguous(), v.contiguous())
+        sinks = None if sinks is None else sinks.detach().float()
+        found = self._step.attention(
+            layer, q.contiguous(), sm_scale=scaling, logits_soft_cap=softcap, sinks=sinks
+        )
+        return found[None]
+
+
+class Rows(NamedTuple):
+    """What a layer's attention was called with."""
+
+    heads: int
+    dim: int
+    dim_v: int
+    dtype: Any
+
+
+class _Probe:
+    """Notes what each layer is called with, and answers zeros."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, Rows] = {}
+
+    def attend(self, module: Any, query: Any, key: Any, value: Any, *_: Any) -> Any:
+        dtype = array_of(key[:0], "key").dtype
+        self.found[module.layer_idx] = Rows(key.shape[1], key.shape[3], value.shape[3], dtype)
+        return query.new_zeros((1, query.shape[2], query.shape[1], value.shape[3]))
+
+
+def layers_of_model(
+    model: Any, given: dict[str, Any], profile: Any, name: str
+) -> tuple[list[LayerSpec], list[bool]]:
+    """Describe a model's layers by its config and by a pass of one token.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        With the attention implementation ``numkv``.
+    given : dict
+        Arguments of `LayerSpec` that say how rows are stored; without a kind as the model computes them.
+    profile : Profile or None
+        In their place, what each layer's are.
+    name : str
+        What errors begin with.
+
+    Returns
+    -------
+    list of LayerSpec
+    list of bool
+        See `Pass`.
+    """
+    config = model.config.get_text_config(decoder=True)
+    _refuse_what_batches_change(config, name)
+    types = types_of_layers(config, name)
+    for number, (of, _) in enumerate(types):
+        if of not in _TYPES:
+            raise NotSupported(
+                f"{name}: expected layers of full, sliding or chunked attention, got {of!r} for layer {number}; run "
+                "this model by `generate`, with numkv.transformers.use"
+            )
+    probe = _Probe()
+    run_model(
+        model, torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long), None, probe
+    )
+    if sorted(probe.found) != list(range(len(types))):
+        raise NotSupported(
+            f"{name}: expected a model whose {len(types)} layers hand keyword arguments on to the attention function, "
+            f"got calls of {sorted(probe.found)}; run {config.model_type!r} by `generate`, with numkv.transformers.use"
+        )
+    if profile is not None and len(profile) != len(types):
+        raise DimensionMismatch(
+            f"`profile`: expected a profile of {config.model_type!r} with {len(types)} layers, got one of "
+            f"{len(profile)}; make another with `numkv fit`",
+            expected=len(types),
+            actual=len(profile),
+        )
+    specs, widen = [], []
+    for number, (of, arguments) in enumerate(types):
+        rows = probe.found[number]
+        spec = _spec(rows, given) if profile is None else _profiled(rows, number, profile[number])
+        reach = arguments.get("sliding_window")
+        if reach is not None:
+            sees = (
+                {"chunk_size": int(reach)}
+                if of == "chunked_attention"
+                else {"window_left": int(reach) - 1}
+            )
+            spec = replace(spec, **sees)  # type: ignore[arg-type]
+        specs.append(spec)
+        stored = (kind(x) for x in (spec.kind, spec.v_kind) if x is not None)
+        widen.append(any(rows.dtype not in source_dtypes(x) for x in stored))
+    return specs, widen
+
+
+def _spec(rows: Rows, given: dict[str, Any]) -> LayerSpec:
+    own = kind_of_dtype(rows.dtype)
+    assert own is not None
+    return LayerSpec(rows.heads, rows.dim, head_dim_v=rows.dim_v, **{"kind": own, **given})
+
+
+def _profiled(rows: Rows, number: int, of: LayerSpec) -> LayerSpec:
+    """A profile's layer, whose shape must be the model's."""
+    wanted, got = rows[:3], (of.num_kv_heads, of.head_dim, of.head_dim_v)
+    if wanted != got:
+        raise DimensionMismatch(
+            f"`profile`: expected kv heads and elements of K and V {wanted} in layer {number}, got {got}; make another "
+            "with `numkv fit`",
+            expected=wanted,
+            actual=got,
+        )
+    return of
+
+
+def _refuse_what_batches_change(config: Any, name: str) -> None:
+    """Refuse models whose results for a text would depend on the texts beside it, or that keep more than K and V."""
+    reason = None
+    if has_latents(config):
+        reason = "latent attention, whose K and V would be kept in full"
+    elif is_set(config, "num_kv_shared_layers"):
+        reason = "layers that read the rows of others"
+    elif _OF_LENGTH & _rope_types(getattr(config, "rope_parameters", None)):
+        reason = "RoPE that depends on the longest text in a pass"
+    if reason is not None:
+        raise NotSupported(
+            f"{name}: expected a model whose tokens do not depend on the texts beside them, and that keeps K and V "
+            f"alone, got {config.model_type!r}, which has {reason}; run it by `generate`, with numkv.transformers.use"
+        )
+
+
+def _rope_types(parameters: Any) -> set[Any]:
+    """Types of RoPE in a config's parameters, which may be those of each type of layer."""
+    if not isinstance(parameters, dict):
+        return set()
+    each = [x for x in parameters.values() if isinstance(x, dict)]
+    return {x.get("rope_type") for x in (parameters, *each)}
+
+
+def run_model(model: Any, ids: Any, positions: Any, ends: Any, on: Any) -> Any:
+    """Call a model with one row of tokens; its logits at the tokens `ends`, as float32, or at all of them.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        The model.
+    ids, positions : int64 tensor (num_tokens,)
+        Tokens, and where each stands in its text.
+    ends : int64 tensor (num_ends,) or None
+        The tokens whose logits are wanted.
+    on : Pass
+        What its attention function calls.
+
+    Returns
+    -------
+    float32 tensor (num_ends, vocabulary)
+    """
+    options = (
+        {} if ends is None or not _keeps_some_logits(type(model)) else {"logits_to_keep": ends}
+    )
+    with torch.inference_mode():
+        found = model(
+            input_ids=ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            **{PASS: on},
+            **options,
+        ).logits[0]
+        if ends is not None and not options:
+            found = found[ends]
+        return found.float()
+
+
+def _keeps_some_logits(cls: type) -> bool:
+    return "logits_to_keep" in inspect.signature(cls.forward).parameters  # type: ignore[attr-defined]

@@ -1,0 +1,261 @@
+"""One text of a `ContinuousBatch`: its tokens, how the next one is chosen, and what ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+from numkv.errors import DimensionMismatch, NotSupported
+from numkv.numbers import check_size
+from numkv.transformers.internals import generation_settings, logits_processors, stopping_criteria
+
+if TYPE_CHECKING:
+    from numkv.transformers.batch import ContinuousBatch
+
+_MODES = {"greedy_search", "sample"}
+# Tokens that are made where neither a call nor the model says how many, as in `generate`.
+_NEW_TOKENS = 20
+
+
+class BatchEvent(NamedTuple):
+    """A new token of a request, or its end."""
+
+    request: BatchRequest
+    token: int | None
+    """The token; None where a request ended without one, as it failed or was cancelled."""
+    done: bool
+    """Whether the request has ended."""
+
+
+class BatchRequest:
+    """A text that a `ContinuousBatch` goes on with; `ContinuousBatch.submit` makes it.
+
+    Attributes
+    ----------
+    number : int
+        Of its batch's requests, from 0 on.
+    prompt_len : int
+        Tokens of the prompt.
+    cached_len : int
+        Tokens that were found when it first began, and not computed.
+    finish_reason : str or None
+        ``"stop"`` at an end token, a stop string or a criterion, ``"length"``, ``"cancelled"``, ``"error"``; None
+        before it has ended.
+    error : Exception or None
+        What it failed with.
+    """
+
+    def __init__(
+        self, batch: ContinuousBatch, number: int, model: Any, ids: NDArray[np.int64], config: Any,
+        options: dict[str, Any], more: dict[str, Any],
+    ) -> None:  # fmt: skip
+        settings, others = generation_settings(model, config, options)
+        if others:
+            raise TypeError(
+                f"submit: expected options of a transformers.GenerationConfig, got {', '.join(map(repr, others))}"
+            )
+        self.number, self.prompt_len, self.cached_len = number, len(ids), 0
+        self.finish_reason: str | None = None
+        self.error: Exception | None = None
+        self._batch, self._ids = batch, [int(x) for x in ids]
+        self._prompt = ids
+        self._most = _new_tokens(settings, len(ids))
+        settings.max_new_tokens, settings.max_length = self._most, len(ids) + self._most
+        _refuse_modes(settings)
+        row = torch.from_numpy(ids)[None]
+        self._processors = logits_processors(
+            model, settings, row, more["logits_processor"] or LogitsProcessorList()
+        )
+        self._criteria = stopping_criteria(
+            model, settings, more["stopping_criteria"] or StoppingCriteriaList(), more["tokenizer"]
+        )
+        self._generator = None
+        if settings.do_sample:
+            self._generator = torch.Generator()
+            seed = more["seed"]
+            if seed is None:
+                self._generator.seed()
+            else:
+                self._generator.manual_seed(check_size("seed", seed, 0, 2**63 - 1))
+        elif more["seed"] is not None:
+            raise TypeError(
+                "`seed`: expected None without do_sample=True, as the most probable token is taken"
+            )
+
+    def __repr__(self) -> str:
+        state = self.finish_reason or "unfinished"
+        made = len(self._ids) - self.prompt_len
+        return (
+            f"BatchRequest({self.number}, prompt_len={self.prompt_len}, new_tokens={made}, {state})"
+        )
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self.finish_reason is not None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Its new token ids so far."""
+        return self._ids[self.prompt_len :]
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that its text may have in the end, the prompt's included."""
+        return self.prompt_len + self._most
+
+    def result(self) -> list[int]:
+        """Run the batch until this request has ended.
+
+        Returns
+        -------
+        list of int
+            Its new token ids; of a cancelled one those that it had by then.
+
+        Raises
+        ------
+        Exception
+            What it failed with.
+        """
+        while not self.done:
+            self._batch.advance()
+        if self.error is not None:
+            raise self.error
+        return self.tokens
+
+    def __iter__(self) -> Iterator[int]:
+        """New token ids as they come; runs the batch."""
+        given = self.prompt_len
+        while True:
+            while given < len(self._ids):
+                yield self._ids[given]
+                given += 1
+            if self.done:
+                break
+            self._batch.advance()
+        if self.error is not None:
+            raise self.error
+
+    def cancel(self) -> None:
+        """End it; from any thread. What it keeps is given back when no pass is running."""
+        self._batch.cancel(self)
+
+    # -- for the batch
+
+    def ids(self) -> list[int]:
+        """All ids: the prompt's, and new ones. It is the request's own list."""
+        return self._ids
+
+    def shared_len(self, other: BatchRequest) -> int:
+        """Tokens with which both prompts begin."""
+        most = min(self.prompt_len, other.prompt_len)
+        differ = self._prompt[:most] != other._prompt[:most]
+        return int(differ.argmax()) if differ.any() else most
+
+    def choose(self, logits: Any) -> int:
+        """Choose the next token by its logits ``(vocabulary,)``, as `generate` does."""
+        row = torch.tensor(self._ids)[None]
+        scores = self._processors(row, logits[None].clone())
+        if self._generator is None:
+            return int(scores[0].argmax())
+        probabilities = torch.softmax(scores[0], -1)
+        return int(torch.multinomial(probabilities, 1, generator=self._generator))
+
+    def ended_by(self, token: int) -> str | None:
+        """The reason for which a next token would be the last one, or None."""
+        row = torch.tensor([*self._ids, token])[None]
+        if not bool(self._criteria(row, None).all()):
+            return None
+        return "length" if row.shape[1] == self.most_tokens and not self._stops(row) else "stop"
+
+    def _stops(self, row: Any) -> bool:
+        """Whether something else than the length ends a text."""
+        return any(
+            bool(x(row, None).all())
+            for x in self._criteria
+            if type(x).__name__ != "MaxLengthCriteria"
+        )
+
+    def generator_state(self) -> Any:
+        """The state of what it is sampled by, for `set_generator_state`."""
+        return None if self._generator is None else self._generator.get_state()
+
+    def set_generator_state(self, state: Any) -> None:
+        """Go back to a state, where a pass has failed after tokens had been chosen."""
+        if self._generator is not None:
+            self._generator.set_state(state)
+
+
+def prompt_of(given: Any, vocabulary: int, positions: int | None) -> NDArray[np.int64]:
+    """Check a prompt: a row of token ids that the model has.
+
+    Parameters
+    ----------
+    given : tensor, array or sequence of int
+        The ids.
+    vocabulary : int
+        How many ids there are.
+    positions : int or None
+        Tokens that a text may have, if there is a limit.
+    """
+    if isinstance(given, torch.Tensor):
+        given = given.detach().cpu().numpy()
+    ids = np.asarray(given)
+    if ids.ndim == 2 and len(ids) == 1:
+        ids = ids[0]
+    if ids.ndim != 1:
+        raise DimensionMismatch(
+            f"`input_ids`: expected the token ids of one text, got shape {ids.shape}; submit each text by itself",
+            actual=ids.shape,
+        )
+    if not len(ids):
+        raise DimensionMismatch("`input_ids`: expected at least one token id, got none")
+    if ids.dtype.kind not in "iu":
+        raise TypeError(
+            f"`input_ids`: expected integers, got {ids.dtype}; pass what a tokenizer gives"
+        )
+    if ids.min() < 0 or ids.max() >= vocabulary:
+        raise ValueError(
+            f"`input_ids`: expected ids from 0 to {vocabulary - 1}, got {ids.min()} to {ids.max()}; use this model's "
+            "tokenizer"
+        )
+    if positions is not None and len(ids) >= positions:
+        raise DimensionMismatch(
+            f"`input_ids`: expected fewer than the model's {positions} positions, got {len(ids)} tokens",
+            expected=positions,
+            actual=len(ids),
+        )
+    return ids.astype(np.int64)
+
+
+def _new_tokens(settings: Any, prompt_len: int) -> int:
+    """Tokens that are to be made at most."""
+    most = settings.max_new_tokens
+    if most is None:
+        most = _NEW_TOKENS if settings.max_length is None else settings.max_length - prompt_len
+    most = int(most)
+    if most < 1:
+        raise DimensionMismatch(
+            f"`max_new_tokens`: expected at least 1, got {most} after a prompt of {prompt_len} tokens",
+            actual=most,
+        )
+    return most
+
+
+def _refuse_modes(settings: Any) -> None:
+    """Refuse what needs more than one row of logits for each token."""
+    mode = getattr(settings.get_generation_mode(), "value", None)
+    if mode not in _MODES or (settings.num_return_sequences or 1) > 1:
+        raise NotSupported(
+            f"submit: expected greedy search or sampling of one text, got {mode} of {settings.num_return_sequences}; "
+            "submit several requests, or call model.generate"
+        )
+    if settings.guidance_scale not in (None, 1):
+        raise NotSupported(
+            f"submit: expected no guidance_scale, which runs the model twice, got {settings.guidance_scale}"
+        )
