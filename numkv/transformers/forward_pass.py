@@ -111,6 +111,11 @@ def layers_of_model(
                 f"{name}: expected layers of full, sliding or chunked attention, got {of!r} for layer {number}; run "
                 "this model by `generate`, with numkv.transformers.use"
             )
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+        raise NotSupported(
+            f"{name}: expected a model that takes position_ids, got {config.model_type!r}, which counts tokens itself; "
+            "run it by `generate`, with numkv.transformers.use"
+        )
     probe = _Probe()
     run_model(
         model, torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long), None, probe

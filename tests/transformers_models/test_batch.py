@@ -1,0 +1,481 @@
+"""`ContinuousBatch`: each request gets the tokens that it would get alone, whatever runs and fails beside it."""
+
+import asyncio
+import random
+import string
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="5.19")
+
+import numpy as np  # noqa: E402
+from decoder_models import FAMILIES, VOCABULARY, make  # noqa: E402
+
+import numkv  # noqa: E402
+from numkv.errors import CacheFull, DimensionMismatch, NonFiniteInput, NotSupported, NumkvError  # noqa: E402
+from numkv.store import PrefixStore  # noqa: E402
+from numkv.transformers import ContinuousBatch, use  # noqa: E402
+
+NEW = 10
+BLOCK = 16
+#: Of the tiny models in fp32: four layers of K and V, two heads of 16.
+BLOCK_NBYTES = 4 * 2 * 2 * 16 * BLOCK * 4
+#: Bytes of a row of them.
+ROW = {"fp32": 64, "int8": 20}
+BY_DAY = ["llama", "qwen2", "qwen3", "gemma3", "mixtral", "gpt_oss"]
+REFUSED = {
+    "stablelm": "hand keyword arguments on", "bart": "position_ids", "gemma4": "rows of others", "lfm2": "'conv'",
+    "deepseek_v3": "latent attention", "falcon_h1": "'hybrid'",
+}  # fmt: skip
+
+
+def texts(count, seed=0, longest=130):
+    """Prompts of lengths around those of blocks; a third of them begin alike."""
+    rng = random.Random(seed)
+    lengths = [1, 15, 16, 17, 40, 63, 64, 65, longest]
+    made = [
+        [rng.randrange(2, VOCABULARY) for _ in range(rng.choice(lengths))] for _ in range(count)
+    ]
+    begin = [rng.randrange(2, VOCABULARY) for _ in range(70)]
+    return [begin + x if i % 3 == 0 else x for i, x in enumerate(made)]
+
+
+def generated(model, ids, **options):
+    """What transformers makes of a text alone."""
+    options = {"do_sample": False, "max_new_tokens": NEW} | options
+    return model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist()
+
+
+def batch_of(model, kind="fp32", blocks=64, **options):
+    options = {
+        "block_size": BLOCK,
+        "tokens_per_pass": 48,
+        "max_nbytes": blocks * BLOCK_NBYTES,
+    } | options
+    return ContinuousBatch(model, kind, **options)
+
+
+def at_random_times(batch, prompts, seed=0, **options):
+    """Submit texts between passes, until all have ended."""
+    rng, waiting, requests = random.Random(seed), list(prompts), []
+    while waiting or batch.pending:
+        while waiting and rng.random() < 0.5:
+            requests.append(batch.submit(waiting.pop(0), NEW, **options))
+        batch.step()
+    return requests
+
+
+def nothing_is_left(batch):
+    batch.cache.check()
+    assert len(batch.cache) == 0
+    assert batch.cache.num_free == batch.cache.num_blocks
+    stats = batch.stats()
+    assert (stats.waiting, stats.running) == (0, 0)
+
+
+# -- the tokens that each gets alone
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(x, marks=() if x in BY_DAY else pytest.mark.nightly)
+        for x in FAMILIES
+        if x not in REFUSED
+    ],
+)
+def test_each_gets_what_it_gets_alone(family):
+    model, prompts = make(family), texts(8)
+    try:
+        batch = batch_of(model, blocks=100)
+    except NotSupported:
+        assert family not in BY_DAY
+        pytest.skip("refused by name")
+    expected = [generated(model, x) for x in prompts]
+    with batch:
+        requests = at_random_times(batch, prompts)
+        assert [x.result() for x in requests] == expected
+        nothing_is_left(batch)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "int8"])
+def test_forty_requests_in_a_pool_too_small_for_all(kind):
+    model, prompts = make("llama"), texts(40)
+    if kind == "fp32":
+        expected = [generated(model, x) for x in prompts]
+    else:
+        with batch_of(model, kind) as batch:
+            expected = [batch.submit(x, NEW).result() for x in prompts]  # one after another
+    with batch_of(model, kind, max_nbytes=14 * BLOCK_NBYTES * ROW[kind] // ROW["fp32"]) as batch:
+        requests = at_random_times(batch, prompts)
+        assert [x.result() for x in requests] == expected
+        assert batch.stats().preemptions > 0
+        nothing_is_left(batch)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8_channel", "int4_channel"])
+def test_other_kinds(kind):
+    model, prompts = make("qwen3"), texts(6)
+    with batch_of(model, kind, block_size=64) as batch:
+        alone = [batch.submit(x, NEW).result() for x in prompts]
+    with batch_of(model, kind, block_size=64, tokens_per_pass=1000) as batch:
+        together = [batch.submit(x, NEW) for x in prompts]
+        batch.run()
+        assert [x.result() for x in together] == alone
+        nothing_is_left(batch)
+
+
+def test_kinds_of_a_profile(tmp_path):
+    model, prompts = make("llama"), texts(3)
+    layers = [numkv.LayerSpec(2, 16, kind=kind) for kind in ("int8", "fp32", "bf16", "int8")]
+    numkv.Profile(layers, "llama").save(tmp_path / "profile")
+    with batch_of(model, None, profile=tmp_path / "profile") as batch:
+        assert [str(x.kind) for x in batch.cache.layers] == ["int8", "fp32", "bf16", "int8"]
+        assert all(len(batch.submit(x, NEW).result()) == NEW for x in prompts)
+    with pytest.raises(DimensionMismatch, match="3"):
+        batch_of(model, None, profile=numkv.Profile(layers[:3], "llama"))
+    with pytest.raises(TypeError, match="beside kind"):
+        batch_of(model, "int8", profile=numkv.Profile(layers, "llama"))
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_16_bit_weights():
+    """Rows are stored as the model computes them, or widened."""
+    model = make("llama", torch.bfloat16)
+    for kind in (None, "fp16", "int8", "fp32"):
+        with batch_of(model, kind) as batch:
+            assert str(batch.cache.layers[0].kind) == (kind or "bf16")
+            assert len(batch.submit([3, 4, 5], 4).result()) == 4
+
+
+def test_a_common_beginning_is_computed_once():
+    model = make("llama")
+    begin = list(range(2, 62)) * 2
+    with batch_of(model, blocks=100) as batch:
+        requests = [batch.submit([*begin, 3 + i, 9], NEW) for i in range(6)]  # all at once
+        batch.run()
+        assert [x.result() for x in requests] == [
+            generated(model, [*begin, 3 + i, 9]) for i in range(6)
+        ]
+        stats = batch.stats()
+        assert stats.prompt_tokens <= 120 + 6 * (BLOCK + 2)
+        assert stats.found_tokens >= 5 * 112
+        assert [x.cached_len > 0 for x in requests] == [False] + [True] * 5
+
+
+def test_a_store_outlives_the_batch(tmp_path):
+    model, prompts = make("llama"), texts(4, longest=120)
+    expected = [generated(model, x) for x in prompts]
+    found = []
+    for _ in range(2):
+        with (
+            PrefixStore(tmp_path, mark="tiny llama") as store,
+            batch_of(model, store=store) as batch,
+        ):
+            assert [batch.submit(x, NEW).result() for x in prompts] == expected
+            found.append(batch.stats().found_tokens)
+            store.flush()
+    assert found[1] > found[0]
+
+
+# -- how tokens are chosen, and what ends a text
+
+
+def test_sampling_depends_on_the_seed_alone():
+    model, prompts = make("llama"), texts(6)
+    sampled = {"do_sample": True, "temperature": 0.9, "top_k": 20}
+    with batch_of(model) as batch:
+        alone = [batch.submit(x, NEW, seed=7, **sampled).result() for x in prompts]
+        other = [batch.submit(x, NEW, seed=8, **sampled).result() for x in prompts]
+        requests = at_random_times(batch, prompts, seed=3, **sampled)
+    assert alone != other
+    with batch_of(model, blocks=30) as batch:
+        together = [batch.submit(x, NEW, seed=7, **sampled) for x in prompts]
+        batch.run()
+        assert [x.result() for x in together] == alone
+    assert all(len(x.tokens) == NEW for x in requests)
+
+
+def test_options_of_generation():
+    model, ids = make("llama"), texts(1)[0]
+    config = transformers.GenerationConfig(max_new_tokens=7, repetition_penalty=1.5, pad_token_id=0)
+    expected = generated(model, ids, max_new_tokens=7, repetition_penalty=1.5)
+    assert expected != generated(model, ids, max_new_tokens=7)
+    least = generated(model, ids, max_new_tokens=6, min_new_tokens=6, eos_token_id=expected[2])
+    with batch_of(model) as batch:
+        request = batch.submit(torch.tensor([ids]), generation_config=config)
+        assert (request.result(), request.finish_reason) == (expected, "length")
+        request = batch.submit(np.array(ids), 7, repetition_penalty=1.5, eos_token_id=expected[2])
+        first = expected.index(expected[2]) + 1
+        assert (request.result(), request.finish_reason) == (expected[:first], "stop")
+        request = batch.submit(ids, 6, min_new_tokens=6, eos_token_id=expected[2])
+        assert request.result() == least
+        assert config.max_length is None  # the caller's own stays as it is
+
+
+def test_stop_strings():
+    tokenizers = pytest.importorskip("tokenizers")
+    letters = {x: i for i, x in enumerate(string.ascii_letters + string.digits + " _")}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
+    made.decoder = tokenizers.decoders.Fuse()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made)
+    model = make("llama")
+    tokens = generated(model, [3, 4, 5])
+    stop = tokenizer.decode(tokens[2:4])
+    with batch_of(model) as batch:
+        request = batch.submit([3, 4, 5], NEW, stop_strings=[stop], tokenizer=tokenizer)
+        assert request.result() == tokens[:4]
+        assert request.finish_reason == "stop"
+        with pytest.raises(ValueError, match="tokenizer"):
+            batch.submit([3], NEW, stop_strings=[stop])
+
+
+# -- what goes wrong is one request's own
+
+
+class Failing(transformers.LogitsProcessor):
+    """Raises at its `last` call, once."""
+
+    def __init__(self, error, last=3):
+        self.error, self.left = error, last
+
+    def __call__(self, input_ids, scores):
+        self.left -= 1
+        if not self.left:
+            raise self.error
+        return scores
+
+
+def test_a_processor_that_raises():
+    model, prompts = make("llama"), texts(4)
+    expected = [generated(model, x) for x in prompts]
+    with batch_of(model) as batch:
+        bad = batch.submit(prompts[0], NEW, logits_processor=[Failing(ValueError("mine"))])
+        requests = [batch.submit(x, NEW) for x in prompts]
+        ends = [x for x in batch if x.done]
+        assert [x.result() for x in requests] == expected
+        with pytest.raises(ValueError, match="mine"):
+            bad.result()
+        assert (bad.finish_reason, bad.tokens) == ("error", expected[0][:2])
+        assert len(ends) == 5
+        nothing_is_left(batch)
+
+
+def test_an_interrupt_changes_nothing():
+    model, prompts = make("llama"), texts(3)
+    sampled = {"do_sample": True, "seed": 3}
+    with batch_of(model) as batch:
+        expected = [batch.submit(x, NEW, **sampled).result() for x in prompts]
+        requests = [batch.submit(x, NEW, **sampled) for x in prompts[:2]]
+        requests.append(
+            batch.submit(
+                prompts[2], NEW, logits_processor=[Failing(KeyboardInterrupt())], **sampled
+            )
+        )
+        with pytest.raises(KeyboardInterrupt):
+            batch.run()
+        batch.run()
+        assert [x.result() for x in requests] == expected
+        nothing_is_left(batch)
+
+
+def test_rows_that_cannot_be_stored():
+    model, prompts = make("llama"), texts(5)
+    with batch_of(model, "int8") as batch:
+        expected = [batch.submit(x, NEW).result() for x in prompts]
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = torch.nan  # of an id that no other text has
+    with batch_of(model, "int8", tokens_per_pass=500) as batch:
+        bad = batch.submit([5, 0, 7], NEW)
+        requests = [batch.submit(x, NEW) for x in prompts]
+        batch.run()
+        assert [x.result() for x in requests] == expected
+        with pytest.raises(NonFiniteInput):
+            bad.result()
+        nothing_is_left(batch)
+
+
+def test_random_cancellations():
+    model, prompts = make("llama"), texts(60)
+    rng = random.Random(5)
+    with batch_of(model, blocks=20) as batch:
+        requests, done = [], 0
+        for turn in range(200):
+            requests.append(batch.submit(prompts[turn % 60], NEW))
+            rng.choice(requests).cancel()
+            if rng.random() < 0.6:
+                batch.step()
+        batch.run()
+        for request in requests:
+            done += request.finish_reason == "length"
+            assert len(request.result()) == NEW or request.finish_reason == "cancelled"
+        assert 10 < done < 190
+        nothing_is_left(batch)
+
+
+def test_what_is_refused_at_submit():
+    model = make("llama")
+    with batch_of(model, blocks=6) as batch:
+        running = batch.submit([3, 4, 5], NEW)
+        for ids, error, words in [
+            ([], DimensionMismatch, "at least one"), ([[1, 2], [3, 4]], DimensionMismatch, "one text"),
+            ([1.5], TypeError, "integers"), ([VOCABULARY], ValueError, f"0 to {VOCABULARY - 1}"),
+            ([-1], ValueError, "0 to"),
+            (list(range(2, 60)) * 9, DimensionMismatch, "512 positions"), ([3] * 200, CacheFull, "max_nbytes"),
+            ("text", DimensionMismatch, "one text"),
+        ]:  # fmt: skip
+            with pytest.raises(error, match=words):
+                batch.submit(ids, NEW)
+        for options, error, words in [
+            ({"num_beams": 2}, NotSupported, "greedy search or sampling"),
+            ({"guidance_scale": 2.0}, NotSupported, "twice"),
+            ({"do_sample": True, "num_return_sequences": 2}, NotSupported, "one text"),
+            ({"mine": 1}, TypeError, "'mine'"), ({"seed": 1}, TypeError, "do_sample"),
+            ({"max_new_tokens": 0}, DimensionMismatch, "max_new_tokens"),
+        ]:  # fmt: skip
+            with pytest.raises(error, match=words):
+                batch.submit([3], **{"max_new_tokens": NEW, **options})
+        model.train()
+        with pytest.raises(NotSupported, match="eval"):
+            batch.submit([3], NEW)
+        with pytest.raises(NotSupported, match="eval"):
+            batch.step()
+        model.eval()
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(NotSupported, match="'sdpa'"):
+            batch.step()
+        model.set_attn_implementation("numkv")
+        assert running.result() == generated(model, [3, 4, 5])
+        nothing_is_left(batch)
+    for call in (lambda: batch.submit([3], NEW), batch.step):
+        with pytest.raises(NumkvError, match="closed"):
+            call()
+    batch.close()
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_models_that_are_refused(family):
+    model = make(family)
+    before = model.config._attn_implementation
+    with pytest.raises(NotSupported, match=REFUSED[family]):
+        batch_of(model)
+    assert model.config._attn_implementation == before
+
+
+def test_rope_that_depends_on_the_batch():
+    model = make(
+        "llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    )
+    with pytest.raises(NotSupported, match="longest text"):
+        batch_of(model)
+
+
+# -- who drives it
+
+
+def test_requests_drive_the_batch():
+    model, prompts = make("llama"), texts(3)
+    expected = [generated(model, x) for x in prompts]
+    with batch_of(model) as batch:
+        requests = [batch.submit(x, NEW) for x in prompts]
+        assert list(requests[1]) == expected[1]
+        found = {x: [] for x in requests}
+        for event in batch:
+            found[event.request].append(event.token)
+            assert event.done == (event.request.finish_reason is not None)
+        assert [x.tokens for x in requests] == expected
+        assert found[requests[1]] == []
+
+
+def test_another_thread_may_submit_but_not_drive():
+    model, prompts = make("llama"), texts(12)
+    expected = [generated(model, x) for x in prompts]
+    errors, requests, inside = [], [None] * len(prompts), threading.Event()
+
+    class Driving(transformers.LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            inside.set()
+            with pytest.raises(NumkvError, match="driven by another call"):
+                batch.step()
+            return scores
+
+    def submit():
+        try:
+            inside.wait(30)
+            for i, ids in enumerate(prompts):
+                requests[i] = batch.submit(ids, NEW)
+        except Exception as error:
+            errors.append(error)
+
+    with batch_of(model) as batch:
+        first = batch.submit(prompts[0], 40, logits_processor=[Driving()])
+        thread = threading.Thread(target=submit)
+        thread.start()
+        while thread.is_alive() or batch.pending:
+            batch.step()
+        thread.join()
+        assert not errors
+        assert first.result()[:NEW] == expected[0]
+        assert [x.result() for x in requests] == expected
+        nothing_is_left(batch)
+
+
+def test_two_threads_wait_for_results():
+    model, prompts = make("llama"), texts(6)
+    expected = [generated(model, x) for x in prompts]
+    found = {}
+    with batch_of(model) as batch:
+        requests = [batch.submit(x, NEW) for x in prompts]
+
+        def wait(numbers):
+            for i in numbers:
+                found[i] = requests[i].result()
+
+        threads = [threading.Thread(target=wait, args=(range(i, 6, 2),)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert [found[i] for i in range(6)] == expected
+
+
+def test_an_event_loop():
+    model, prompts = make("llama"), texts(3)
+    expected = [generated(model, x) for x in prompts]
+
+    async def main(batch):
+        requests, found = [batch.submit(prompts[0], NEW)], {}
+        async for event in batch:
+            found.setdefault(event.request.number, []).append(event.token)
+            if len(requests) < 3:
+                requests.append(batch.submit(prompts[len(requests)], NEW))
+        return [found[x.number] for x in requests]
+
+    with batch_of(model) as batch:
+        assert asyncio.run(main(batch)) == expected
+
+
+def test_a_model_in_use_stays_so():
+    model = use(make("llama"), "int8")
+    expected = generated(model, [3, 4, 5, 6])
+    with batch_of(model) as batch:
+        request = batch.submit([3, 4, 5, 6], NEW)
+        batch.step()
+        assert generated(model, [3, 4, 5, 6]) == expected  # meanwhile
+        assert len(request.result()) == NEW
+    assert generated(model, [3, 4, 5, 6]) == expected
+    assert model.config._attn_implementation == "numkv"
+
+
+def test_closing_cancels():
+    model = make("llama")
+    with batch_of(model) as batch:
+        requests = [batch.submit(x, NEW) for x in texts(3)]
+        batch.step()
+    assert [x.finish_reason for x in requests] == ["cancelled"] * 3
+    assert all(len(x.result()) < NEW for x in requests)
+    assert len(batch.cache) == 0
+    assert model.config._attn_implementation == "sdpa"
+    assert "cancelled" in repr(requests[0])
