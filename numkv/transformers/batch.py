@@ -10,16 +10,16 @@ The life of a request: *waiting* until there is room, *running* while it has a s
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import threading
-from collections import deque
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 
+from numkv.access import Access, busy, writes
 from numkv.caches import FullPrecision, Profile
 from numkv.errors import CacheFull, NonFiniteInput, NotSupported, NumkvError
 from numkv.interrupts import signals_deferred
@@ -61,7 +61,7 @@ class _Part(NamedTuple):
     request: BatchRequest
     seq: int
     start: int
-    count: int
+    tokens: int
 
 
 class ContinuousBatch:
@@ -97,8 +97,8 @@ class ContinuousBatch:
 
     Notes
     -----
-    One thread at a time drives the batch: `step`, `run`, `result`, and iteration over the batch or a request. Meanwhile
-    others may `submit`, `cancel` and ask for `stats`.
+    One thread at a time drives the batch: `step`, `run`, and iteration over the batch. Meanwhile others may `submit`,
+    cancel requests, ask for `stats`, and wait for results.
 
     Results do not depend on the other requests but for the rounding of the model's own linear layers, whose sums depend
     on how many rows they are given.
@@ -172,8 +172,9 @@ class ContinuousBatch:
         self._vocabulary = int(config.vocab_size)
         self._positions = getattr(config, "max_position_embeddings", None)
         self._dtype = inner.dtype
-        self._driving, self._submitting = threading.Lock(), threading.RLock()
-        self._new: deque[BatchRequest] = deque()
+        self._access, self._submitting = Access(), threading.Lock()
+        self._driver = 0  # the thread of the last pass
+        self._new: list[BatchRequest] = []
         self._waiting: list[BatchRequest] = []
         self._running: dict[
             BatchRequest, int
@@ -259,21 +260,15 @@ class ContinuousBatch:
             self._new.append(made)
         return made
 
-    def cancel(self, request: BatchRequest) -> None:
-        """End a request; any thread may call this. Nothing happens to one that has ended."""
-        if not request.done:
-            request.finish_reason = "cancelled"
-        if self._driving.acquire(blocking=False):
-            try:
-                self._drop_ended()
-            finally:
-                self._driving.release()
-
     @property
     def pending(self) -> int:
         """Requests that have not ended."""
-        each = [*self._new, *self._waiting, *list(self._running)]
-        return sum(not request.done for request in each)
+        return len(self._unfinished())
+
+    def _unfinished(self) -> list[BatchRequest]:
+        with self._submitting:
+            each = [*self._new, *self._waiting, *list(self._running)]
+        return [request for request in each if not request.done]
 
     def stats(self) -> BatchStats:
         """Counts of this moment.
@@ -286,13 +281,14 @@ class ContinuousBatch:
 
     # -- driving
 
+    @writes
     def step(self) -> list[BatchEvent]:
         """Run one pass of the model over what is next.
 
         Returns
         -------
         list of BatchEvent
-            New tokens, and requests that have ended.
+            New tokens, and requests that have ended in this pass. Those that were cancelled have no event.
 
         Raises
         ------
@@ -301,36 +297,29 @@ class ContinuousBatch:
         NotSupported
             If the model has changed. The requests stay as they are.
         """
-        if not self._driving.acquire(blocking=False):
-            raise NumkvError(
-                "step: this batch is driven by another call, of another thread or of one that this call is inside of; "
-                "let one thread drive it, while others submit"
-            )
-        try:
-            self._refuse_closed("step")
-            self._is_as_it_was()
-            events = self._drop_ended()
-            parts = self._next_parts(events)
-            if parts:
-                self._run(parts, events)
-            return events
-        finally:
-            self._driving.release()
+        self._refuse_closed("step")
+        self._is_as_it_was()
+        self._driver = threading.get_ident()
+        events: list[BatchEvent] = []
+        self._drop_ended()
+        parts = self._next_parts(events)
+        if parts:
+            self._run(parts, events)
+        self._drop_ended()
+        return events
 
     def advance(self) -> None:
-        """Run one pass, or wait for that of another thread."""
-        if self._driving.acquire(timeout=_LOOK):
-            self._driving.release()
-            with contextlib.suppress(_Driven):
-                self._step_unless_driven()
-
-    def _step_unless_driven(self) -> None:
-        try:
-            self.step()
-        except NumkvError:
-            if self._driving.locked():
-                raise _Driven from None
-            raise
+        """Run one pass, or wait a moment for that of another thread."""
+        if not self._access.writer:
+            try:
+                self.step()
+            except NumkvError as error:
+                if type(error) is not NumkvError or not self._access.writer:
+                    raise
+        elif self._driver == threading.get_ident():
+            raise busy(self, "advance")  # it would wait for itself
+        else:
+            time.sleep(_LOOK)
 
     def run(self) -> None:
         """Run until every request has ended, those that are submitted meanwhile included."""
@@ -348,18 +337,18 @@ class ContinuousBatch:
             for event in await asyncio.to_thread(self.step):
                 yield event
 
+    @writes
     def close(self) -> None:
         """Cancel what has not ended, and give the model its attention implementation back; more calls do nothing."""
-        with self._driving, self._submitting:
+        with self._submitting:
             if self._is_closed:
                 return
             self._is_closed = True
-            for request in [*self._new, *self._waiting, *self._running]:
-                if not request.done:
-                    request.finish_reason = "cancelled"
-            self._drop_ended()
-            if attention_of(self._model) == "numkv":
-                self._model.set_attn_implementation(self._before)
+        for request in self._unfinished():
+            request.finish_reason = "cancelled"
+        self._drop_ended()
+        if attention_of(self._model) == "numkv":
+            self._model.set_attn_implementation(self._before)
 
     def __enter__(self) -> Self:
         return self
@@ -395,19 +384,14 @@ class ContinuousBatch:
         groups = -(-full // self.cache.layers_per_block)
         return groups * -(-tokens // self.cache.block_size)
 
-    def _drop_ended(self) -> list[BatchEvent]:
-        """Give back what requests keep that have ended outside of a pass; their events."""
-        with self._submitting:
-            while self._new:
-                self._waiting.append(self._new.popleft())
-        ended = [x for x in (*self._waiting, *self._running) if x.done]
+    def _drop_ended(self) -> None:
+        """Give back what requests keep that were cancelled."""
         with signals_deferred:
-            self._waiting = [x for x in self._waiting if not x.done]
-            for request in ended:
-                seq = self._running.pop(request, None)
-                if seq is not None:
-                    self.cache.remove(seq)
-        return [BatchEvent(request, None, True) for request in ended]
+            with self._submitting:
+                self._waiting = [x for x in (*self._waiting, *self._new) if not x.done]
+                self._new.clear()
+            for request in [x for x in self._running if x.done]:
+                self.cache.remove(self._running.pop(request))
 
     def _next_parts(self, events: list[BatchEvent]) -> list[_Part]:
         """What the next pass takes: a token of each request that makes some, then pieces of prompts."""
@@ -419,7 +403,7 @@ class ContinuousBatch:
                 todo = len(request.ids()) - start
                 if (todo > 1) == is_prompt and left:
                     parts.append(_Part(request, seq, start, min(todo, left)))
-                    left -= parts[-1].count
+                    left -= parts[-1].tokens
         for request in list(self._waiting):
             if not left or len(self._running) >= self._max_running:
                 break
@@ -427,10 +411,10 @@ class ContinuousBatch:
                 continue
             if not self._has_room(request):
                 break
-            start = self._begin(request, events)
-            if start is not None:
-                count = min(len(request.ids()) - start, left)
-                parts.append(_Part(request, self._running[request], start, count))
+            found = self._begin(request, events)
+            if found is not None:
+                count = min(len(request.ids()) - found, left)
+                parts.append(_Part(request, self._running[request], found, count))
                 left -= count
         return parts
 
@@ -455,8 +439,9 @@ class ContinuousBatch:
         try:
             with signals_deferred:
                 seq = self.cache.add(np.array(request.ids(), np.int64))
-                self._waiting.remove(request)
-                self._running[request] = seq
+                with self._submitting:
+                    self._waiting.remove(request)
+                    self._running[request] = seq
         except CacheFull as error:
             self._end(request, "error", events, error)
             return None
@@ -486,7 +471,7 @@ class ContinuousBatch:
         """Room for the new tokens, of which the newest requests make some where there is none."""
         while parts:
             try:
-                step = self.cache.reserve([x.seq for x in parts], [x.count for x in parts])
+                step = self.cache.reserve([x.seq for x in parts], [x.tokens for x in parts])
                 return parts, step
             except CacheFull as error:
                 newest = list(self._running)[-1]
@@ -505,11 +490,11 @@ class ContinuousBatch:
         before = [part.request.generator_state() for part in parts]
         chosen: list[tuple[BatchRequest, int | None, str | None, Exception | None]] = []
         try:
-            ids = [x.request.ids()[x.start : x.start + x.count] for x in parts]
+            ids = [x.request.ids()[x.start : x.start + x.tokens] for x in parts]
             rows = np.concatenate([np.array(x, np.int64) for x in ids])
-            places = np.concatenate([np.arange(x.start, x.start + x.count) for x in parts])
-            last = np.cumsum([x.count for x in parts]) - 1
-            whole = [x.start + x.count == len(x.request.ids()) for x in parts]
+            places = np.concatenate([np.arange(x.start, x.start + x.tokens) for x in parts])
+            last = np.cumsum([x.tokens for x in parts]) - 1
+            whole = [x.start + x.tokens == len(x.request.ids()) for x in parts]
             ends = torch.from_numpy(last[whole])
             logits = run_model(
                 self._model,
@@ -535,7 +520,7 @@ class ContinuousBatch:
         """Record a pass that has been committed."""
         self._counts["passes"] += 1
         self._counts["prompt_tokens"] += sum(
-            min(x.start + x.count, x.request.prompt_len) - min(x.start, x.request.prompt_len) for x in parts
+            min(x.start + x.tokens, x.request.prompt_len) - min(x.start, x.request.prompt_len) for x in parts
         )  # fmt: skip
         for request, token, reason, error in chosen:
             if request.done:  # cancelled meanwhile
@@ -560,10 +545,6 @@ class ContinuousBatch:
                 self._waiting.remove(request)
         if events is not None:
             events.append(BatchEvent(request, None, True))
-
-
-class _Driven(Exception):
-    """Another thread drives the batch."""
 
 
 def _chosen(request: BatchRequest, logits: Any) -> tuple[int | None, str | None, Exception | None]:

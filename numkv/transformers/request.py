@@ -142,8 +142,9 @@ class BatchRequest:
             raise self.error
 
     def cancel(self) -> None:
-        """End it; from any thread. What it keeps is given back when no pass is running."""
-        self._batch.cancel(self)
+        """End it; any thread may call this. The next pass gives its blocks back."""
+        if not self.done:
+            self.finish_reason = "cancelled"
 
     # -- for the batch
 

@@ -397,7 +397,7 @@ def test_another_thread_may_submit_but_not_drive():
     class Driving(transformers.LogitsProcessor):
         def __call__(self, input_ids, scores):
             inside.set()
-            with pytest.raises(NumkvError, match="driven by another call"):
+            with pytest.raises(NumkvError, match="another call"):
                 batch.step()
             return scores
 
@@ -419,6 +419,23 @@ def test_another_thread_may_submit_but_not_drive():
         assert not errors
         assert first.result()[:NEW] == expected[0]
         assert [x.result() for x in requests] == expected
+        nothing_is_left(batch)
+
+
+def test_a_request_cannot_wait_for_itself():
+    model = make("llama")
+
+    class Waiting(transformers.LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            request.cancel()
+            return scores + 0 * len(other.result())
+
+    with batch_of(model) as batch:
+        other = batch.submit([3, 4], NEW)
+        request = batch.submit([3], NEW, logits_processor=[Waiting()])
+        batch.run()
+        assert (request.finish_reason, request.tokens) == ("cancelled", [])
+        assert other.result() == generated(model, [3, 4])
         nothing_is_left(batch)
 
 
