@@ -16,7 +16,7 @@ from numkv.demo.model import Model
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-LINES = {"server.py": 150, "decoder.py": 100}
+LINES = {"server.py": 150, "decoder.py": 100, "openai_server.py": 275}
 
 
 def run(name, **options):
@@ -149,6 +149,12 @@ def test_transformers_on_cpu():
     out, printed = run("transformers_on_cpu", context=32, new_tokens=4)
     assert out.shape == (1, 36)
     assert "numkv, int8" in printed
+
+
+def test_openai_server():
+    """Its tests need a client: tests/transformers_models/test_openai_server.py."""
+    tests = ROOT / "tests" / "transformers_models" / "test_openai_server.py"
+    assert '"openai_server.py"' in tests.read_text()
 
 
 # ---------------------------------------------------------------- the notebook
