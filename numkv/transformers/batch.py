@@ -248,7 +248,9 @@ class ContinuousBatch:
         }  # fmt: skip
         with self._submitting:
             number, self._number = self._number, self._number + 1
-        made = BatchRequest(self, number, self._model, ids, generation_config, options, more)
+        made = BatchRequest(
+            self.advance, number, self._model, ids, generation_config, options, more
+        )
         needed = self._blocks_for(made.most_tokens)
         if needed > self.cache.num_blocks:
             raise CacheFull(

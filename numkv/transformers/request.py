@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,9 +13,6 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from numkv.errors import DimensionMismatch, NotSupported
 from numkv.numbers import check_size
 from numkv.transformers.internals import generation_settings, logits_processors, stopping_criteria
-
-if TYPE_CHECKING:
-    from numkv.transformers.batch import ContinuousBatch
 
 _MODES = {"greedy_search", "sample"}
 # Tokens that are made where neither a call nor the model says how many, as in `generate`.
@@ -51,7 +48,7 @@ class BatchRequest:
     """
 
     def __init__(
-        self, batch: ContinuousBatch, number: int, model: Any, ids: NDArray[np.int64], config: Any,
+        self, advance: Callable[[], None], number: int, model: Any, ids: NDArray[np.int64], config: Any,
         options: dict[str, Any], more: dict[str, Any],
     ) -> None:  # fmt: skip
         settings, others = generation_settings(model, config, options)
@@ -62,7 +59,7 @@ class BatchRequest:
         self.number, self.prompt_len, self.cached_len = number, len(ids), 0
         self.finish_reason: str | None = None
         self.error: Exception | None = None
-        self._batch, self._ids = batch, [int(x) for x in ids]
+        self._advance, self._ids = advance, [int(x) for x in ids]
         self._prompt = ids
         self._most = _new_tokens(settings, len(ids))
         settings.max_new_tokens, settings.max_length = self._most, len(ids) + self._most
@@ -123,7 +120,7 @@ class BatchRequest:
             What it failed with.
         """
         while not self.done:
-            self._batch.advance()
+            self._advance()
         if self.error is not None:
             raise self.error
         return self.tokens
@@ -137,7 +134,7 @@ class BatchRequest:
                 given += 1
             if self.done:
                 break
-            self._batch.advance()
+            self._advance()
         if self.error is not None:
             raise self.error
 
