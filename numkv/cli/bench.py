@@ -20,6 +20,7 @@ import llvmlite.binding as llvm
 
 import numkv
 from numkv.bench.rounds import DYNAMIC, FLOOR, STATIC, Line, Spread, num_cores
+from numkv.cli import bench_requests
 from numkv.cli.output import (
     UsageError,
     at_least,
@@ -369,6 +370,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
            "N", nargs="*")
     option(parser, "--prefill", "time prompts of N tokens too, in batches with padding as well", count, "N", nargs="+")
     flag(parser, "--no-padding", "prompts without padding only")
+    option(parser, "--requests", "in place of steps, serve N requests at once by ContinuousBatch (in the first of the "
+           "kinds), by generate, one after another and padded, and by generate_batch", count, "N", nargs="+")
+    option(parser, "--shared", "tokens that all requests begin with (default: 0 4096)", at_least(0), "N", nargs="+",
+           default=[0, 4096])
+    option(parser, "--longest", "tokens of a request's own part, from 64 on", count, "N", default=4096)
+    option(parser, "--new", "tokens that each request makes", count, "N", default=64)
     option(parser, "--contestants", f"of {', '.join(CONTESTANTS)} (default: {' '.join(_USUAL)})", metavar="NAME",
            default=_USUAL, nargs="+", choices=CONTESTANTS)
     option(parser, "--kind", "storage kinds of numkv, or K/V such as int8/fp16; behind it +rotate (default: "
@@ -378,7 +385,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--threads", "of PyTorch and numkv (default: theirs)", count, "N")
     option(parser, "--rounds", f"rounds that count, for each context; three times as many up to {_SHORT:,} tokens, a "
            "quarter for prompts", count, "N", default=30)
-    option(parser, "--minutes", "when to give up and print what there is (default: 10)", _minutes, "M", default=10.0)
+    option(parser, "--minutes", "when to give up and print what there is, of requests each way (default: 10)", _minutes,
+           "M", default=10.0)
     option(parser, "--seed", "of all random numbers (default: 0)", int, "N", default=0)
     option(parser, "--picture", "draw it: .png or .svg; needs matplotlib", Path, "FILE")
     option(parser, "--markdown", "write a page", Path, "FILE")
@@ -424,6 +432,10 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         with listening_to_kernels(bar.say):
             bench, about, probe = _prepare(arguments, bar)
+            if arguments.requests:
+                _serve(arguments, bench.model, about, bar)
+                probe.close()
+                return
             jobs = _jobs(arguments)
             deadline = started + 60 * arguments.minutes
             lines = []
@@ -447,6 +459,24 @@ def run(arguments: argparse.Namespace) -> None:
     written = [str(path) for path in (arguments.markdown, picture) if path is not None]
     if written:
         print(f"\nwritten: {', '.join(written)}")
+
+
+def _serve(arguments: argparse.Namespace, model: Any, about: About, bar: Bar) -> None:
+    """Serve requests in place of steps."""
+    parts = bench_requests.measure(arguments, model, bar.say)
+    bar.close()
+    print(f"\n{about.foot([])}")
+    where, picture = arguments.markdown, arguments.picture
+    for path in (where, picture):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+    if picture is not None:
+        bench_requests.draw(parts, picture)
+    if where is not None:
+        beside = (
+            None if picture is None else os.path.relpath(picture, where.parent).replace(os.sep, "/")
+        )
+        where.write_text(bench_requests.page(parts, about, beside), "utf-8")
 
 
 def _is_there(name: str) -> bool:

@@ -12,7 +12,7 @@ pytest.importorskip("transformers", minversion="5.0")
 
 import decoder_models
 
-from numkv.bench import contestants, decode, models
+from numkv.bench import contestants, decode, models, requests
 from numkv.bench.contestants import Kinds
 from numkv.bench.rounds import DYNAMIC, FLOOR, STATIC
 from numkv.cli import bench, main
@@ -298,3 +298,37 @@ def test_the_bar():
     assert "64 tokens: filling caches…" in stream.getvalue()
     assert f"[{'#' * 12}{'.' * 12}] 3 of 6 rounds, 1 left out" in stream.getvalue()
     assert stream.getvalue().endswith("\r")
+
+
+def test_requests(config_file, tmp_path, capsys):
+    """Every way makes the same tokens; what would take too long is left out by name."""
+    pytest.importorskip("matplotlib")
+    page, picture = tmp_path / "page.md", tmp_path / "picture.svg"
+    words = f"--model {config_file} --dtype fp32 --kind fp32 --requests 1 4 --shared 0 70 --longest 100 --new 5"
+    arguments = [
+        *words.split(),
+        "--minutes",
+        "0.2",
+        "--markdown",
+        str(page),
+        "--picture",
+        str(picture),
+    ]
+    assert main(["bench", "transformers", *arguments]) == 0
+    printed = capsys.readouterr().out
+    for count, each in ((1, 2), (4, 3)):
+        lines = [x.split() for x in printed.splitlines() if x.endswith(f" {count}/{count}")]
+        assert 2 * each <= len(lines) <= 2 * (each + 1)  # `generate_batch` may not be done
+    assert printed.count("numkv, ContinuousBatch") == 4
+    text = page.read_text()
+    assert "4 requests, 70 tokens in common and up to 100 tokens of their own" in text
+    assert "picture.svg" in text
+    assert picture.stat().st_size > 1000
+
+
+def test_requests_that_take_too_long(made):
+    load = requests.Load(3, 0, 80, 4)
+    found = dict(requests.serve(made().model, load, "fp32", 0, 1e-9, lambda _: None))
+    assert all(isinstance(x, requests.LeftOut) for x in found.values())
+    assert [len(x) for x in load.prompts(90, 0)] == [len(x) for x in load.prompts(90, 0)]
+    assert all(64 <= len(x) <= 80 for x in load.prompts(90, 1))

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("transformers", minversion="5.19")
-openai = pytest.importorskip("openai", reason="the client of OpenAI is no extra: pip install openai")
+openai = pytest.importorskip(
+    "openai", reason="the client of OpenAI is no extra: pip install openai"
+)
 uvicorn = pytest.importorskip("uvicorn", reason="the server is in the extra server")
 pytest.importorskip("fastapi", reason="the server is in the extra server")
 import httpx  # noqa: E402

@@ -1,0 +1,283 @@
+"""Many requests to one model: `ContinuousBatch` beside `generate`, one after another and padded, and `generate_batch`.
+
+Requests come all at once. Each has a part of its own, whose length is log-uniform, perhaps behind a beginning that all
+have in common, and makes so many tokens. Random weights name no end, so each makes all of them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from numkv.bench.models import build
+from numkv.errors import NumkvError
+from numkv.transformers import ContinuousBatch
+
+BATCH, ALONE, PADDED, OWN = (
+    "numkv, ContinuousBatch", "generate, one after another", "generate, padded batch", "generate_batch",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked of a model.
+
+    Attributes
+    ----------
+    requests, shared, longest, new : int
+        How many, tokens that all begin with, tokens of an own part at most, tokens that each makes.
+    """
+
+    requests: int
+    shared: int
+    longest: int
+    new: int
+
+    def prompts(self, vocabulary: int, seed: int) -> list[list[int]]:
+        """The same each time for a seed."""
+        rng = np.random.default_rng(seed)
+        least = min(64, self.longest)
+        lengths = (
+            np.exp(rng.uniform(np.log(least), np.log(self.longest), self.requests))
+            .round()
+            .astype(int)
+        )
+        begin = rng.integers(1, vocabulary, self.shared).tolist()
+        return [begin + rng.integers(1, vocabulary, n).tolist() for n in lengths]
+
+
+@dataclass(frozen=True)
+class Served:
+    """How a load went.
+
+    Attributes
+    ----------
+    seconds : float
+        From the first request to the last token.
+    first : float
+        Seconds from then to a request's first token, the median.
+    nbytes : int
+        Of the cache, at its peak; 0 where it is not known.
+    tokens : list of list of int
+        What each request made.
+    """
+
+    seconds: float
+    first: float
+    nbytes: int
+    tokens: list[list[int]]
+
+    @property
+    def rate(self) -> float:
+        """New tokens a second."""
+        return sum(map(len, self.tokens)) / self.seconds
+
+
+class LeftOut(Exception):
+    """A way that is not measured; says why."""
+
+
+class _Late(Exception):
+    """Time is up."""
+
+
+def serve(
+    model: Any, load: Load, kind: str | None, seed: int, seconds: float, say: Callable[[str], None]
+) -> Iterator[tuple[str, Served | LeftOut]]:
+    """Serve a load in every way.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        The model.
+    load : Load
+        What is asked of it.
+    kind : str or None
+        Storage kind of numkv; the weights' if None.
+    seed : int
+        Of the prompts.
+    seconds : float
+        What takes longer is left out.
+    say : callable
+        Is told what begins.
+
+    Yields
+    ------
+    str
+        The way.
+    Served or LeftOut
+        How it went, or why it was left out.
+    """
+    prompts = load.prompts(model.config.vocab_size, seed)
+    ways = {
+        BATCH: lambda: _batch(model, prompts, load, kind, seconds),
+        ALONE: lambda: _alone(model, prompts, load, seconds),
+    }
+    if load.requests > 1:
+        ways[PADDED] = lambda: _padded(model, prompts, load, seconds)
+        ways[OWN] = lambda: _own(model, prompts, load, seed, seconds)
+    for name, way in ways.items():
+        say(f"{load.requests} requests, {name}")
+        try:
+            yield name, way()
+        except LeftOut as why:
+            yield name, why
+
+
+def _batch(
+    model: Any, prompts: list[list[int]], load: Load, kind: str | None, seconds: float
+) -> Served:
+    tokens = max(load.shared + load.longest, 512) + sum(len(x) + load.new for x in prompts)
+    nbytes = min(_token_nbytes(model) * (tokens + 64 * 2 * len(prompts)), _memory() // 2)
+    try:
+        with ContinuousBatch(model, kind, max_nbytes=nbytes, max_running=len(prompts)) as batch:
+            begin = time.perf_counter()
+            requests = [batch.submit(x, load.new) for x in prompts]
+            firsts: dict[Any, float] = {}
+            peak = 0
+            for event in batch:
+                now = time.perf_counter() - begin
+                firsts.setdefault(event.request, now)
+                used = batch.cache.num_blocks - batch.cache.num_free
+                peak = max(peak, used * batch.cache.nbytes // batch.cache.num_blocks)
+                if now > seconds:
+                    raise LeftOut(f"not done in {seconds:.0f} s")
+            took = time.perf_counter() - begin
+            return Served(took, median(firsts.values()), peak, [x.result() for x in requests])
+    except NumkvError as error:
+        raise LeftOut(str(error)) from error
+
+
+class _Watch(transformers.StoppingCriteria):  # type: ignore[misc]
+    """Notes when the first token is there, and ends what takes too long."""
+
+    def __init__(self, until: float) -> None:
+        self.until, self.first = until, 0.0
+
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        now = time.perf_counter()
+        self.first = self.first or now
+        if now > self.until:
+            raise _Late
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def _generated(
+    model: Any, ids: Any, mask: Any, load: Load, until: float
+) -> tuple[list[list[int]], float, int]:
+    """New tokens of a batch, when the first ones were there, and bytes of the cache."""
+    watch = _Watch(until)
+    try:
+        found = model.generate(
+            input_ids=ids, attention_mask=mask, max_new_tokens=load.new, min_new_tokens=load.new, do_sample=False,
+            pad_token_id=0, eos_token_id=None, return_dict_in_generate=True, stopping_criteria=[watch],
+        )  # fmt: skip
+    except _Late:
+        raise LeftOut("not done in time") from None
+    made = found.sequences[:, ids.shape[1] :].tolist()
+    nbytes = sum(
+        x.nbytes for layer in found.past_key_values.layers for x in (layer.keys, layer.values)
+    )
+    return made, watch.first, nbytes
+
+
+def _alone(model: Any, prompts: list[list[int]], load: Load, seconds: float) -> Served:
+    begin, firsts, peak, made = time.perf_counter(), [], 0, []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        tokens, first, nbytes = _generated(model, ids, torch.ones_like(ids), load, begin + seconds)
+        made += tokens
+        firsts.append(first - begin)
+        peak = max(peak, nbytes)
+    return Served(time.perf_counter() - begin, median(firsts), peak, made)
+
+
+def _padded(model: Any, prompts: list[list[int]], load: Load, seconds: float) -> Served:
+    width = max(map(len, prompts))
+    nbytes = len(prompts) * (width + load.new) * _token_nbytes(model)
+    if 2 * nbytes > _memory() // 2:  # of which growing keeps two
+        raise LeftOut(f"its cache would take {nbytes / 1e9:.1f} GB")
+    ids, mask = torch.zeros(2, len(prompts), width, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    begin = time.perf_counter()
+    made, first, nbytes = _generated(model, ids, mask, load, begin + seconds)
+    return Served(time.perf_counter() - begin, first - begin, nbytes, made)
+
+
+def _own(model: Any, prompts: list[list[int]], load: Load, seed: int, seconds: float) -> Served:
+    """In a process of its own, which can be ended."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(model.dtype, "fp32")
+    arguments = (
+        theirs,
+        model.config.to_dict(),
+        dtype,
+        torch.get_num_threads(),
+        prompts,
+        load.new,
+        seed,
+    )
+    child = context.Process(target=_serve_own, args=arguments, daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        if not ours.poll(60):
+            raise LeftOut("its process did not begin in 60 s")
+        ours.recv()
+        if not ours.poll(seconds):
+            raise LeftOut(f"not done in {seconds:.0f} s")
+        took, made = ours.recv()
+    except EOFError:
+        raise LeftOut("its process ended with an error") from None
+    finally:
+        child.kill()
+        child.join()
+    if isinstance(made, str):
+        raise LeftOut(made)
+    return Served(took, float("nan"), 0, made)
+
+
+def _serve_own(
+    pipe: Any, config: dict[str, Any], dtype: str, threads: int, prompts: Any, new: int, seed: int
+) -> None:
+    """Serve by `generate_batch` of transformers; sends a word when it begins, and what it took."""
+    torch.set_num_threads(threads)
+    model = build(transformers.AutoConfig.for_model(**config), dtype, seed)
+    settings = transformers.GenerationConfig(
+        max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    pipe.send("ready")
+    begin = time.perf_counter()
+    try:
+        found = model.generate_batch(inputs=prompts, generation_config=settings, progress_bar=False)
+        made: Any = [x.generated_tokens for x in found.values()]
+        if len(made) < len(prompts):
+            made = f"answered {len(made)} of {len(prompts)} requests"
+    except Exception as error:
+        made = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    pipe.send((time.perf_counter() - begin, made))
+
+
+def _token_nbytes(model: Any) -> int:
+    """Bytes of a token's K and V, as the model computes them."""
+    config = model.config.get_text_config(decoder=True)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * dim * model.dtype.itemsize)
+
+
+def _memory() -> int:
+    """Bytes of the machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,151 @@
+"""``numkv bench transformers --requests``: what many requests at once take, by table, page and picture."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from numkv.cli.output import markdown_table, save_figure, table, wrapped
+
+_HOW = """\
+All requests come at once. Own parts of prompts are log-uniform in length. Tokens a second are new tokens over the time
+from the first request to the last token, prompts included; the first token is the median over the requests; the cache
+is what it holds at its peak. Same tokens: as generate alone makes, which the rounding of 16-bit weights may part.
+"""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One load, and how it went in each way."""
+
+    title: str
+    found: list[tuple[str, Any]]
+
+    def rows(self) -> tuple[list[str], list[list[str]]]:
+        """Header and cells of a table."""
+        header = [
+            "way",
+            "new tok/s",
+            "× one after another",
+            "first token, s",
+            "cache",
+            "same tokens",
+        ]
+        served = {name: x for name, x in self.found if not isinstance(x, Exception)}
+        alone = next((x for name, x in served.items() if "one after" in name), None)
+        cells = []
+        for name, x in self.found:
+            if name not in served:
+                cells.append([name, *["–"] * 5])
+                continue
+            same = (
+                None
+                if alone is None
+                else sum(a == b for a, b in zip(x.tokens, alone.tokens, strict=True))
+            )
+            cells.append(
+                [
+                    name, f"{x.rate:,.1f}", "–" if alone is None else f"{x.rate / alone.rate:.2f}",
+                    "–" if math.isnan(x.first) else f"{x.first:.2f}",
+                    f"{x.nbytes / 1e6:,.1f} MB" if x.nbytes else "–",
+                    "–" if same is None else f"{same}/{len(x.tokens)}",
+                ]
+            )  # fmt: skip
+        return header, cells
+
+    def left_out(self) -> list[str]:
+        """A line for each way that was left out."""
+        return [f"Left out: {name}: {x}." for name, x in self.found if isinstance(x, Exception)]
+
+
+def measure(arguments: argparse.Namespace, model: Any, say: Any) -> list[Part]:
+    """Measure each load, and print its table when it is done.
+
+    Parameters
+    ----------
+    arguments : argparse.Namespace
+        The options.
+    model : transformers.PreTrainedModel
+        The model.
+    say : callable
+        Is told what begins.
+
+    Returns
+    -------
+    list of Part
+    """
+    from numkv.bench.requests import Load, serve
+
+    parts = []
+    for shared in arguments.shared:
+        for count in arguments.requests:
+            load = Load(count, shared, arguments.longest, arguments.new)
+            common = f"{shared:,} tokens in common and " if shared else ""
+            title = f"{count:,} requests, {common}up to {load.longest:,} tokens of their own"
+            ways = serve(
+                model, load, arguments.kind[0], arguments.seed, 60 * arguments.minutes, say
+            )
+            parts.append(Part(title, list(ways)))
+            print(
+                "\n".join(["", title, table(*parts[-1].rows()), *parts[-1].left_out()]), flush=True
+            )
+    return parts
+
+
+def page(parts: Sequence[Part], about: Any, picture: str | None) -> str:
+    """A page in Markdown.
+
+    Parameters
+    ----------
+    parts : sequence of Part
+        What was measured.
+    about : About
+        What else to say.
+    picture : str or None
+        The picture's place beside the page.
+
+    Returns
+    -------
+    str
+    """
+    lines = [
+        f"# {datetime.date.today().isoformat()}: many requests to {about.model} in transformers",
+        wrapped(f"`{about.command}`: {about.foot([])}".replace("\n", " ")),
+        wrapped(" ".join(_HOW.split())),
+    ]
+    if picture is not None:
+        lines.append(f"![New tokens a second by way]({picture})")
+    for part in parts:
+        lines += [f"## {part.title}", markdown_table(*part.rows()), *map(wrapped, part.left_out())]
+    return "\n\n".join(lines) + "\n"
+
+
+def draw(parts: Sequence[Part], path: Path) -> None:
+    """Draw new tokens a second: a group of bars for each load.
+
+    Parameters
+    ----------
+    parts : sequence of Part
+        What was measured.
+    path : pathlib.Path
+        Where the picture goes.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.2 + 1.1 * len(parts)), layout="constrained")
+    axes = figure.subplots(len(parts), 1, squeeze=False)[:, 0]
+    for part, ax in zip(parts, axes, strict=True):
+        served = [(name, x) for name, x in part.found if not isinstance(x, Exception)][::-1]
+        rates = [x.rate for _, x in served]
+        colours = ["#4c78a8" if name.startswith("numkv") else "#b0b0b0" for name, _ in served]
+        ax.barh(range(len(served)), rates, color=colours)
+        ax.set_yticks(range(len(served)), [name for name, _ in served], fontsize=8)
+        ax.set_title(part.title, fontsize=9, loc="left")
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[-1].set_xlabel("new tokens a second", fontsize=8)
+    save_figure(figure, path)
