@@ -340,7 +340,7 @@ def test_a_lookup_brings_prefixes_by_channel(play, tmp_path):
 def test_first_tokens_in_full_have_no_place_in_a_store(tmp_path):
     kept = numkv.FullPrecision(num_sink_tokens=4)
     layer = numkv.LayerSpec(2, 32, kind="int8_channel", full_precision=kept)
-    with pytest.raises(numkv.NotSupported, match="`store`: .*full precision"):
+    with pytest.raises(numkv.NotSupported, match=r"`store`: .*full precision"):
         numkv.PagedKVCache(layers=[layer], num_blocks=9, block_size=64, store=stored_in(tmp_path))
 
 
