@@ -52,7 +52,7 @@ def attend_to_parts(
     array or tuple of array
         As `attend` gives them.
     """
-    tables = {f"block_table {i}": part.table for i, part in enumerate(parts)}
+    tables = {f"block_table of part {i} ({x.pool.k_kind})": x.table for i, x in enumerate(parts)}
     tables |= {"seq_lens": lens, "cu_seqlens_q": starts}
     return run_parts(
         parts, q, lens, starts, check_call(q, options, [part.pool for part in parts], tables)

@@ -118,7 +118,7 @@ def serve(
         How it went, or why it was left out.
     """
     prompts = load.prompts(model.config.vocab_size, seed)
-    ways = {
+    ways: dict[str, Callable[[], Served]] = {
         BATCH: lambda: _batch(model, prompts, load, kind, seconds),
         ALONE: lambda: _alone(model, prompts, load, seconds),
     }

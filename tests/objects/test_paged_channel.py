@@ -8,6 +8,7 @@ import pytest
 from channel_model import Sequence
 
 import numkv
+from numkv.caches.paged.block_bytes import BlockBytes
 
 KINDS = ["int8_channel", "int4_channel"]
 HEADS, Q_HEADS, DIM = 2, 4, 32
@@ -235,6 +236,125 @@ def test_prefixes(play, kind):
     p.model[c] = Sequence(p.model[b].k[:128], p.model[b].v[:128], kind)
     p.step([c], [9])
     p.look()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_nobody_finds_what_was_made_of_decoded_rows(play, kind, block_size):
+    """A group that was cut and filled again has other codes than its tokens' name says."""
+    p = play(kind, num_blocks=24, block_size=block_size)
+    ids = np.arange(192, dtype=np.int32)
+    a = p.cache.add(ids)
+    p.model[a] = Sequence.empty(HEADS, DIM, kind)
+    p.step([a], [192], ids=ids)
+    p.truncate(a, 30)
+    p.step([a], [30], ids=ids[30:60])
+    others = []
+    while p.cache.num_free >= 3:  # evict what was named before
+        others.append(p.add())
+        p.step(others[-1:], [block_size])
+    for seq in others:
+        p.cache.remove(seq)
+        del p.model[seq]
+    p.step([a], [100], ids=ids[60:160])
+    p.look()
+    other = np.concatenate([ids[:160], ids[:9]])
+    assert p.cache.cached_len(p.cache.add(other)) == 0
+    p.truncate(a, 0)  # from the beginning its tokens are known again
+    p.step([a], [block_size + 1], ids=ids[: block_size + 1])
+    assert p.cache.cached_len(p.cache.add(other)) >= block_size
+
+
+def stored_in(folder):
+    return numkv.store.PrefixStore(folder, mark="a model", host_nbytes=2**24)
+
+
+def played_prompt(p, ids, k, v, parts):
+    """A sequence with these tokens, in steps of so many at most; its outputs, and how much of it was found."""
+    seq, found, q = p.cache.add(ids), [], queries(np.random.default_rng(5), len(ids))
+    begin = first = p.cache.cached_len(seq)
+    while begin < len(ids):
+        end = min(len(ids), begin + parts)
+        step = p.cache.reserve([seq], [end - begin])
+        for layer in range(2):
+            step.append(layer, p.to(k[begin:end]), p.to(v[begin:end]))
+            found.append(p.host(step.attention(layer, p.to(q[begin:end])))[-1])
+        p.cache.commit(step, token_ids=ids[begin:end])
+        begin = end
+    return seq, found[-2:], first
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_a_store_gives_what_was_computed_alone(play, kind, block_size, tmp_path):
+    """After a restart, to the bit: codes, scales and zero points; and what follows from them."""
+    n = 3 * block_size + 7
+    ids, (k, v) = np.arange(n, dtype=np.int32), rows(np.random.default_rng(3), n)
+    alone = play(kind, block_size=block_size)
+    seq, wanted, _ = played_prompt(alone, ids, k, v, 50)
+    for turn, parts in enumerate((n, 33)):
+        p = play(kind, block_size=block_size, store=stored_in(tmp_path))
+        made, found, first = played_prompt(p, ids, k, v, parts)
+        assert first == 3 * block_size * turn
+        for x, y in zip(found, wanted, strict=True):
+            close(x, y)
+        each, q = ((p, made), (alone, seq)), p.to(queries(np.random.default_rng(6), 1))
+        whole = [
+            [x[:3].tobytes() for part in of.cache.swap_out(i).buffers for x in part if len(x) > 3]
+            for of, i in each
+        ]
+        assert whole[0]
+        assert whole[0] == whole[1]
+        outs = [
+            [p.host(of.cache.decode_attention(layer, [i], q)).tobytes() for layer in range(2)]
+            for of, i in each
+        ]
+        assert outs[0] == outs[1]
+        p.model[made] = Sequence(k, v, kind)
+        p.step([made], [block_size])
+        p.look()
+        assert p.cache.store.flush() == 0
+        assert p.cache.store.stats().written == 3 * (1 - turn)  # codes alone: no rows in full
+        p.cache.store.close()
+
+
+def test_a_lookup_brings_prefixes_by_channel(play, tmp_path):
+    """Beside steps; blocks that the pool has evicted come back from host memory."""
+    ids, (k, v) = np.arange(200, dtype=np.int32), rows(np.random.default_rng(3), 200)
+    p = play("int4_channel", num_blocks=16, store=stored_in(tmp_path))
+    seq, wanted, _ = played_prompt(p, ids, k, v, 200)
+    p.cache.remove(seq)
+    p.step([p.add()], [p.cache.num_free // 3 * 64])
+    p.cache.remove(p.model.popitem()[0])
+    lookup = p.cache.lookup(ids)
+    assert lookup.future.result() == 192
+    again = p.cache.add(ids, lookup=lookup)
+    assert p.cache.cached_len(again) == 192
+    p.cache.check()
+    p.model[again] = Sequence(k[:192], v[:192], "int4_channel")
+    p.step([again], [60])
+    p.look()
+    p.cache.store.close()
+
+
+def test_first_tokens_in_full_have_no_place_in_a_store(tmp_path):
+    kept = numkv.FullPrecision(num_sink_tokens=4)
+    layer = numkv.LayerSpec(2, 32, kind="int8_channel", full_precision=kept)
+    with pytest.raises(numkv.NotSupported, match=r"`store`: .*full precision"):
+        numkv.PagedKVCache(layers=[layer], num_blocks=9, block_size=64, store=stored_in(tmp_path))
+
+
+def test_damaged_scales_are_not_taken():
+    """Zero points may be negative, scales not."""
+    cache = make()
+    content = BlockBytes.of_pools(cache._target, [cache._store.place(0)[0]])
+    for sign, sound in ((1, True), (-1, False)):
+        block = [np.zeros(x[:1].nbytes, np.uint8) for x in content._arrays]
+        at = next(i for i, of in enumerate(content._kinds) if of is not None and of.group_tokens)
+        x = block[at].view(content._arrays[at].dtype).reshape(content._arrays[at].shape[1:])
+        words = np.array([sign, -1], np.float32).astype(content._kinds[at].scale_dtype)
+        x[..., :DIM], x[..., DIM:] = words.view(x.dtype)
+        assert content.sound(block) is sound
 
 
 @pytest.mark.parametrize("kind", KINDS)

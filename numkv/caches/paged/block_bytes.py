@@ -108,7 +108,7 @@ class BlockBytes:
     def sound(self, rows: Sequence[Bytes]) -> bool:
         """Whether a block has scales where it should have such."""
         return all(
-            kind is None or are_scales(kind, row.view(x.dtype))
+            kind is None or are_scales(kind, row.view(x.dtype).reshape(x.shape[1:]))
             for row, x, kind in zip(rows, self._arrays, self._kinds, strict=False)
         )
 

@@ -194,8 +194,12 @@ class PagedKVCache(StoredSequences):
         with longest_found(self._store, full, names, extra, contents) as match:
             blocks, length = match.blocks, match.blocks * size
             digests = [of_group[:blocks] for of_group in names]
+            starts = [
+                length if group.begins_anew and (table[-1:] < 0).any() else 0
+                for group, table in zip(self._groups, match.tables, strict=True)
+            ]
             state = SequenceState(
-                length, match.tables, extra, ids[:length].copy(), digests, blocks, [0] * self.num_groups,
+                length, match.tables, extra, ids[:length].copy(), digests, blocks, starts,
                 cached=length, prompt=ids,
             )  # fmt: skip
             before = last_name(self._store, digests, extra)
@@ -306,7 +310,7 @@ class PagedKVCache(StoredSequences):
         """
         state = self._idle(seq)
         length = check_index("length", length, state.length, inclusive=True)
-        starts = [min(start, length) for start in state.starts]
+        starts, known = [min(start, length) for start in state.starts], length
         for number, group in enumerate(self._groups):
             stored = self._store.first_stored(state, number)
             if length and group.first_visible(length) < stored and not group.beside:
@@ -316,6 +320,13 @@ class PagedKVCache(StoredSequences):
                 )
             if group.beside:  # what is not there in full is read as codes from now on
                 starts[number] = min(stored, length)
+            if (
+                group.begins_anew
+                and (begin := length // group.chunk * group.chunk) < starts[number]
+            ):
+                known = min(
+                    known, begin
+                )  # codes will be made of decoded rows: no name stands for these
         slots, slot, marks = self._store.states, state.slot, state.marks
         if slots is not None and length < state.length:
             slot = slots.restore(marks, length, state.length) if length else -1
@@ -326,7 +337,7 @@ class PagedKVCache(StoredSequences):
             length=length,
             tables=tables,
             cached=min(state.cached, length),
-            tokens=state.tokens[:length],
+            tokens=state.tokens[:known],
             digests=[names[:full] for names in state.digests],
             registered=min(state.registered, full),
             starts=starts,

@@ -35,6 +35,11 @@ class LayerGroup(NamedTuple):
         return -(-self.keeps // block_size)
 
     @property
+    def begins_anew(self) -> bool:
+        """Whether what comes after whole blocks needs none of their rows: token groups of newest tokens do."""
+        return self.beside and self.chunk > 0 and not self.keeps
+
+    @property
     def is_full(self) -> bool:
         """Whether queries attend to all earlier tokens."""
         return self.window < 0 and not self.chunk

@@ -96,9 +96,7 @@ def longest_prefix(
         np.ones(blocks + 1, np.bool_) if with_states is None else with_states[: blocks + 1].copy()
     )
     for group, there in zip(store.groups, present, strict=True):
-        if group.beside and group.chunk and not group.keeps:
-            continue  # token groups of newest tokens: what comes after whole blocks begins one
-        if not group.is_full:
+        if not group.is_full and not group.begins_anew:
             numbers = np.arange(1, blocks + 1)
             last_hole = np.maximum.accumulate(np.where(there[:blocks], 0, numbers))
             newest = numbers * store.block_size - 1

@@ -86,7 +86,7 @@ class StoredSequences:
         place = targets.get(target)
         size = check_size("block_size", block_size, 1)
         _check_store(store)
-        if store is not None and of.residual is not None:
+        if store is not None and of.residual is not None and of.residual.kept is not None:
             of.residual.refuse("`store`", "share prefixes within the cache")
         groups = groups_of(of, size)
         num_slots, every = _state_sizes(of, state_slots, size)

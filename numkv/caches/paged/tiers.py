@@ -205,6 +205,8 @@ class Tiers:
         """Have blocks written that have been registered, but for those whose content another block has already."""
         own = holders == new.ids
         for number, part in enumerate(self.parts):
+            if self._of.groups[number].begins_anew:  # nobody will ask for them
+                continue
             mine = np.flatnonzero(own & (groups == number) if len(self.parts) > 1 else own)
             self._part_of[new.ids[mine]] = number
             columns = new.ids[mine], new.names[mine], new.tokens[mine], new.depths[mine]
@@ -336,7 +338,11 @@ class Tiers:
         """Look for blocks in the other tiers, and note in `where` what is there."""
         limit = len(where[0])
         full = [g for g, group in enumerate(self._of.groups) if group.is_full]
-        others = [g for g, group in enumerate(self._of.groups) if not group.is_full]
+        others = [
+            g
+            for g, group in enumerate(self._of.groups)
+            if not group.is_full and not group.begins_anew
+        ]
         for group in full:
             missing = np.flatnonzero(where[group][:limit] == NOWHERE)
             found = self._part(group).leading(names[group][missing], source)
@@ -361,6 +367,8 @@ class Tiers:
             first = self._of.first_needed(group, blocks * size)
             found = block_pool.find_each(of_group[first:blocks], by_block[first:blocks])
             there.append(found[found >= 0])
+            if self._of.groups[group].begins_anew:
+                continue
             for i in (first + np.flatnonzero(found < 0)).tolist():
                 in_host = kept.where[group][i] == IN_HOST
                 missing.append(Missing(group, i, of_group[i], by_block[i], in_host))
