@@ -302,18 +302,11 @@ def test_the_bar():
 
 def test_requests(config_file, tmp_path, capsys):
     """Every way makes the same tokens; what would take too long is left out by name."""
-    pytest.importorskip("matplotlib")
     page, picture = tmp_path / "page.md", tmp_path / "picture.svg"
+    draws = importlib.util.find_spec("matplotlib") is not None
     words = f"--model {config_file} --dtype fp32 --kind fp32 --requests 1 4 --shared 0 70 --longest 100 --new 5"
-    arguments = [
-        *words.split(),
-        "--minutes",
-        "0.2",
-        "--markdown",
-        str(page),
-        "--picture",
-        str(picture),
-    ]
+    arguments = [*words.split(), "--minutes", "0.2", "--markdown", str(page)]
+    arguments += ["--picture", str(picture)] if draws else []
     assert main(["bench", "transformers", *arguments]) == 0
     printed = capsys.readouterr().out
     for count, each in ((1, 2), (4, 3)):
@@ -322,8 +315,7 @@ def test_requests(config_file, tmp_path, capsys):
     assert printed.count("numkv, ContinuousBatch") == 4
     text = page.read_text()
     assert "4 requests, 70 tokens in common and up to 100 tokens of their own" in text
-    assert "picture.svg" in text
-    assert picture.stat().st_size > 1000
+    assert ("picture.svg" in text) == draws == picture.exists()
 
 
 def test_requests_that_take_too_long(made):
