@@ -135,6 +135,9 @@ class NumkvCache(Cache):  # type: ignore[misc]
                 )
             for layer, of_layer in zip(own, of_layers, strict=True):
                 layer.options = of_layer
+        for number, layer in enumerate(layers):
+            if isinstance(layer, NumkvLayer):
+                layer.options.check_layer(number, layer)
         if not own:
             raise NotSupported(
                 f"NumkvCache: expected a model with layers of attention, got {config.model_type!r}, which has none"
