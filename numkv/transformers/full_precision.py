@@ -162,8 +162,8 @@ class NewestTokenGroups:
         self._group = pool.k_kind.group_tokens
         shape = (batch * self._BLOCKS, int(pool.k.shape[1]), self._group)
         taken = source_dtypes(pool.k_kind)
-        floats = [of if of.dtype in taken else kind("fp32") for of in kinds]
-        self.pool = Pool.allocate(pool.target, shape, pool.head_dim, pool.head_dim_v, *floats)
+        of_k, of_v = (of if of.dtype in taken else kind("fp32") for of in kinds)
+        self.pool = Pool.allocate(pool.target, shape, pool.head_dim, pool.head_dim_v, of_k, of_v)
         self.end: Ints = np.zeros(batch, np.int64)
 
     def crop(self, lengths: Ints) -> None:
@@ -239,7 +239,10 @@ class NewestTokenGroups:
         table = (self._slots(np.arange(len(lengths))[:, None], at) // some).astype(np.int32)
         newer = _ranges(np.maximum(low, own) - begin, high - begin)
         older = _ranges(low - base, np.minimum(high, own) - base)
-        parts = [Part(self.pool, table, newer, lens=lengths - begin[:, 0]), Part(pool, step.table, older)]
+        parts = [
+            Part(self.pool, table, newer, lens=lengths - begin[:, 0]),
+            Part(pool, step.table, older),
+        ]
         seen = [part for part in parts if (part.ranges[:, 0] < part.ranges[:, 1]).any()]
         return attend_to_parts(seen or parts[:1], q, step.lengths, starts, options)
 

@@ -31,6 +31,7 @@ from numkv.transformers.metadata import BatchMetadata, Shrink, Step
 # Short blocks are copied fast where beams part, and long ones read as fast as memory without blocks.
 _BLOCK_SIZE = 256
 _SMALLEST = 16
+_GROUP = kind_of("int8_channel").group_tokens
 _Tensor = torch.Tensor
 # What may be asked of rows on their way; everything else would compute with them.
 _ASKED = {
@@ -100,7 +101,7 @@ class Options:
         self.rotate = check_flag("rotate", rotate)
         if self.v_kind is not None:
             _, self.v_kind = kinds_of(self.v_kind, None, v_kind, by_channel=True)
-        if self.group_tokens:
+        if self.k_kind is not None and self.group_tokens:
             refuse_rotated_channels(self.k_kind, self.rotate)
             if full_precision is not None:
                 raise NotSupported(
@@ -123,10 +124,10 @@ class Options:
             return
         if layer.pool_class is not Pool:
             refuse_channels("`kind`", self.k_kind)
-        if 0 <= layer.reach < self.group_tokens:
+        if not layer.takes_channels:
             raise NotSupported(
-                f"NumkvCache: expected windows of more than {self.group_tokens} tokens for keys in {self.k_kind}, whose "
-                f"newest {self.group_tokens} are in full, got one of {layer.reach + 1} in layer {number}; take "
+                f"NumkvCache: expected windows of more than {self.group_tokens} tokens for keys in {self.k_kind}, "
+                f"whose newest {self.group_tokens} are in full, got one of {layer.reach + 1} in layer {number}; take "
                 f"{self.k_kind.name.removesuffix('_channel')}, or a profile in which this layer has another kind"
             )
 
@@ -274,6 +275,11 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         self.bound: Any = None
         # Of the last pass of one token: shapes, dtype, what is pending, and what comes back for it.
         self._rows: tuple[Any, ...] | None = None
+
+    @property
+    def takes_channels(self) -> bool:
+        """Whether it sees more tokens than keys by channel keep in full."""
+        return not 0 <= self.reach < _GROUP
 
     @property
     def _access(self) -> Access:

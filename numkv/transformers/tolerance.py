@@ -94,7 +94,10 @@ class Tolerance:
         coded = slice(None)
         if some := pool.k_kind.group_tokens:  # the newest group has no scales yet
             start = int(step.before.lengths[0])
-            coded = slice(-(-start // some) * some - start, max(0, (start + len(slots)) // some * some - start))
+            coded = slice(
+                -(-start // some) * some - start,
+                max(0, (start + len(slots)) // some * some - start),
+            )
             if not len(slots[coded]):
                 return
         queries = np.asarray(q)[:columns][is_token][-_QUERIES:].astype(np.float32)

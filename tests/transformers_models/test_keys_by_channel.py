@@ -12,6 +12,7 @@ import numkv
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
+from channel_model import TOKENS, Sequence  # noqa: E402
 from decoder_models import make, prompts  # noqa: E402
 from transformers import masking_utils as masking  # noqa: E402
 
@@ -19,7 +20,6 @@ from numkv.errors import NotSupported  # noqa: E402
 from numkv.transformers import NumkvCache, use  # noqa: E402
 from numkv.transformers.attention import attention  # noqa: E402
 from numkv.transformers.masks import plan_of_mask  # noqa: E402
-from channel_model import TOKENS, Sequence  # noqa: E402
 
 HEADS, Q_HEADS, DIM, WINDOW = 2, 4, 32, 100
 KINDS = ["int8_channel", "int4_channel"]
@@ -49,7 +49,11 @@ class Kept:
     def cropped(self, length):
         """What is cut out of a group whose rows in full are gone is what its codes say."""
         old, end = self.rows, min(self.end, length)
-        k, full_v, kept = old.k[:length].copy(), old.full_v[:length].copy(), length // TOKENS * TOKENS
+        k, full_v, kept = (
+            old.k[:length].copy(),
+            old.full_v[:length].copy(),
+            length // TOKENS * TOKENS,
+        )
         if kept < end:
             of_k, of_v = old.coded()
             k[kept:end], full_v[kept:end] = of_k[kept:end], of_v[kept:end]
@@ -97,7 +101,9 @@ class Played:
         self.cache.crop(-columns)
         left = self.mask.shape[1] - columns
         self.mask = self.mask[:, :left]
-        self.models = [x.cropped(int(n)) for x, n in zip(self.models, self.mask.sum(1), strict=True)]
+        self.models = [
+            x.cropped(int(n)) for x, n in zip(self.models, self.mask.sum(1), strict=True)
+        ]
         self.cache.activate_past_recording()
 
     def select(self, order):
@@ -219,9 +225,9 @@ def test_what_is_refused():
     ):
         with pytest.raises(NotSupported, match=said):
             NumkvCache(config, **options)
-    with pytest.raises(NotSupported, match="windows of more than 64 .* got one of 64 in layer 0"):
+    with pytest.raises(NotSupported, match=r"windows of more than 64 .* got one of 64 in layer 0"):
         NumkvCache(small, "int4_channel")
     latent = transformers.DeepseekV3Config(num_hidden_layers=1)
-    with pytest.raises(NotSupported, match="`kind`: .*int8_channel"):
+    with pytest.raises(NotSupported, match=r"`kind`: .*int8_channel"):
         NumkvCache(latent, "int8_channel")
     assert "int4_channel/int4" in repr(NumkvCache(config, "int4_channel"))
