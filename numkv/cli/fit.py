@@ -8,7 +8,7 @@ import importlib.util
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from numkv.caches import Profile
 from numkv.cli.output import Progress, UsageError, kernel_progress, load_model, save_figure, table
@@ -18,9 +18,6 @@ from numkv.demo.fit import CHANNEL_KINDS, K_KINDS, V_KINDS, DemoJudge, Fit, Judg
 from numkv.demo.network import blas_threads_for
 from numkv.errors import NumkvError
 from numkv.kinds import kinds_of
-
-if TYPE_CHECKING:
-    from numkv.transformers.judge import ModelJudge
 
 #: Tokens of a window, and how many of each text are read.
 CONTEXT, WINDOWS = 512, 2
@@ -48,8 +45,8 @@ def run(arguments: argparse.Namespace) -> None:
         judge = DemoJudge(model, texts[:1], texts[1:], context, arguments.windows)
         threads: contextlib.AbstractContextManager[Any] = blas_threads_for(model.weights)
     else:
-        judge, more = _of_transformers(arguments, texts)
-        if not judge.takes_channels:
+        judge, takes_channels, more = _of_transformers(arguments, texts)
+        if not takes_channels:
             of_k = K_KINDS
             more.append(
                 "a layer sees 64 tokens or fewer, which keys by channel keep in full: they were not tried"
@@ -193,8 +190,8 @@ def _budget(text: str, judge: Judge) -> int:
 
 def _of_transformers(
     arguments: argparse.Namespace, texts: Sequence[Document]
-) -> tuple[ModelJudge, list[str]]:
-    """A model that transformers loads, on the texts."""
+) -> tuple[Judge, bool, list[str]]:
+    """A model that transformers loads, on the texts, and whether its layers take keys by channel."""
     try:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -237,4 +234,5 @@ def _of_transformers(
         begin = [math.floor(i * (len(ids) - size) / max(1, count - 1)) for i in range(count)]
         return [torch.tensor(ids[x : x + size]) for x in begin]
 
-    return ModelJudge(model, windows(texts[0]), windows(texts[1]), arguments.model.name), notes
+    judge = ModelJudge(model, windows(texts[0]), windows(texts[1]), arguments.model.name)
+    return judge, judge.takes_channels, notes
