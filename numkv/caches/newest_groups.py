@@ -230,9 +230,9 @@ class NewestGroups:
         starts = target.index(np.array([0, tokens]), np.int64)
 
         def mass(of: Pool, table: Array, ranges: Ints, columns: int) -> NDArray[Any]:
-            lens, ranges = (target.index(x, np.int64) for x in (np.array([columns]), ranges))
+            lens, shown = (target.index(x, np.int64) for x in (np.array([columns]), ranges))
             found = attention_mass(
-                of, table, q, lens, starts, columns, plain, lse=lse, ranges=ranges
+                of, table, q, lens, starts, columns, plain, lse=lse, ranges=shown
             )
             return np.asarray(target.to_host(found))
 

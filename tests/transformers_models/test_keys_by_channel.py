@@ -210,9 +210,40 @@ def test_generation(name):
     use(model, "int8_channel")
     assert torch.equal(model.generate(**given, do_sample=False, max_new_tokens=40), wanted)
     given = prompts([80, 61, 130])
-    for more in ({}, {"num_beams": 3}):
+    for more in ({}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}):
         found = model.generate(**given, do_sample=False, max_new_tokens=20, **more)
         assert found.shape[1] > 130
+
+
+def test_assisted_generation():
+    """Drafts are cropped, over ends of groups."""
+    model, helper = (use(make("llama"), kind) for kind in ("int8_channel", "int4_channel"))
+    ids = prompts([100])["input_ids"]
+    for more in ({"assistant_model": helper}, {"prompt_lookup_num_tokens": 4}):
+        found = model.generate(ids, do_sample=False, max_new_tokens=70, **more)
+        assert found.shape == (1, 170)
+
+
+def test_a_tolerance():
+    """It is asked about whole groups, as the newest rows have no error."""
+    model = use(make("llama"), "int4_channel", tolerance=1e-6)
+    model.generate(prompts([40])["input_ids"], do_sample=False, max_new_tokens=2)
+    with pytest.warns(UserWarning, match="keys in int4_channel/int4 move scores"):
+        model.generate(prompts([140])["input_ids"], do_sample=False, max_new_tokens=2)
+
+
+def test_profiles():
+    spec = {"head_dim": 16, "num_kv_heads": 2}
+    layers = [numkv.LayerSpec(**spec, kind=k, v_kind="int8") for k in ("int8_channel", "bf16")]
+    model = make("qwen2")
+    layers = [layers[i % 2] for i in range(model.config.num_hidden_layers)]
+    given = prompts([80, 70])
+    found = use(model, profile=numkv.Profile(layers)).generate(
+        **given, do_sample=False, max_new_tokens=70, return_dict_in_generate=True
+    )
+    said = [layer.storage for layer in found.past_key_values.layers]
+    assert said == [("int8_channel/int8", "bf16/int8")[i % 2] for i in range(len(layers))]
+    assert found.sequences.shape[1] == 150
 
 
 def test_what_is_refused():
