@@ -210,7 +210,7 @@ def test_generation(name):
     use(model, "int8_channel")
     assert torch.equal(model.generate(**given, do_sample=False, max_new_tokens=40), wanted)
     given = prompts([80, 61, 130])
-    for more in ({}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}):
+    for more in ({}, {"num_beams": 3}):
         found = model.generate(**given, do_sample=False, max_new_tokens=20, **more)
         assert found.shape[1] > 130
 
@@ -232,6 +232,7 @@ def test_a_tolerance():
         model.generate(prompts([140])["input_ids"], do_sample=False, max_new_tokens=2)
 
 
+@pytest.mark.kernels
 def test_profiles():
     spec = {"head_dim": 16, "num_kv_heads": 2}
     layers = [numkv.LayerSpec(**spec, kind=k, v_kind="int8") for k in ("int8_channel", "bf16")]
