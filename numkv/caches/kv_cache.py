@@ -623,7 +623,7 @@ class KVCache(SingleSequence):
 
     def _take_room(self, length: int) -> None:
         if length > self.capacity:
-            self._move(length)
+            self._move(self._pool.k_kind.whole_groups(length))
 
     def _take_lengths(self, saved: Any) -> None:
         super()._take_lengths(saved)

@@ -19,18 +19,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.attention.attend import check_call, run
+from numkv.attention.mass import attention_mass
 from numkv.attention.options import CheckedOptions
 from numkv.attention.parts import Part, converted, run_seen
 from numkv.attention.sight import seen_by_queries
 from numkv.caches.full_precision import FullPrecisionWindow, Watching, float_pool, staging
 from numkv.caches.layer_spec import FullPrecision
+from numkv.checks import check_array
 from numkv.compaction.moves import slots_of
 from numkv.errors import NotSupported, NumkvError
+from numkv.snapshots.snapshot import Tensor
 from numkv.storage.pool import Pool
+from numkv.storage.saved import row_tensors
 from numkv.storage.tables import one_block_each
 from numkv.targets.base import Array
 
 Ints = NDArray[np.int64]
+_FLOAT32 = np.dtype(np.float32)
 
 
 class _Newest(NamedTuple):
@@ -78,6 +83,17 @@ class NewestGroups:
         new._group = self._group
         new._layers = [of._replace(block=of.block.copy()) for of in self._layers]
         return new
+
+    def resume(self, begins: list[int], ends: list[int]) -> None:
+        """Take the positions that are codes in each layer of an empty cache."""
+        for layer, end in enumerate(ends):
+            base = end // self._group * self._group
+            self._layers[layer] = self._layers[layer]._replace(base=base, first=end)
+
+    def tensors(self, layer: int, begin: int, end: int, length: int) -> list[Tensor]:
+        """The rows of a layer's tokens from `end` on, for a snapshot."""
+        of = self._layers[layer]
+        return row_tensors(of.block, layer, np.arange(end, length) - of.base, "full_")
 
     def check(self, lengths: NDArray[Any]) -> None:
         """Prove that the newest rows of layers of these lengths are in full, or codes.
@@ -174,7 +190,7 @@ class NewestGroups:
 
         See `FullPrecisionWindow.attend`.
         """
-        target, of, some = pool.target, self._layers[layer], self._group
+        target, of = pool.target, self._layers[layer]
         tokens = int(q.shape[0])
         lens = target.index(np.array([length]), np.int64)
         starts = target.index(np.array([0, tokens]), np.int64)
@@ -184,21 +200,49 @@ class NewestGroups:
         options = options._replace(window_left=-1, sight=None)
         if not tokens or not length:
             return run(pool, block_table, q, lens, starts, options)
-        own = np.maximum(np.arange(length - tokens, length) // some * some, of.first)
-        own = own.clip(0, length)[:, None]
-        coded, full = np.minimum(seen, own), (np.maximum(seen, own) - of.base).clip(0)
+        coded, full = self._split(of, seen, length)
         table = one_block_each(target.device_key, 1)
         parts = Part(of.block, table, full), Part(pool, block_table, coded)
         return run_seen(parts, q, lens, starts, options)
 
+    def _split(self, of: _Newest, seen: Ints, length: int) -> tuple[Ints, Ints]:
+        """What the last queries read as codes of what they see, and what in full, counted from the block's base."""
+        some, tokens = self._group, len(seen)
+        own = np.maximum(np.arange(length - tokens, length) // some * some, of.first)
+        own = own.clip(0, length)[:, None]
+        return np.minimum(seen, own), (np.maximum(seen, own) - of.base).clip(0)
+
     def attention_mass(
         self, pool: Pool, block_table: Array, layer: int, q: Array, length: int, options: CheckedOptions, lse: Any
     ) -> Array:  # fmt: skip
-        """Refused: queries read the same token in full and as codes."""
-        raise NotSupported(
-            f"attention_weights: expected keys that are stored row by row, got {pool.k_kind}, of which a query reads "
-            "its own token group in full; keep keys in int8 or int4"
-        )
+        """Sum the attention that checked queries of a layer's last tokens give to each token.
+
+        See `FullPrecisionWindow.attention_mass`.
+        """
+        target, of, tokens = pool.target, self._layers[layer], int(q.shape[0])
+        if lse is None:
+            asked = options._replace(return_lse=True)
+            _, lse = self.attend(pool, block_table, layer, q, length, asked)
+        else:
+            lse = check_array(target, "lse", lse, (_FLOAT32,), (tokens, int(q.shape[1])))
+        seen = seen_by_queries(target, options.sight, tokens, length, options.window_left)
+        plain = options._replace(window_left=-1, sight=None)
+        starts = target.index(np.array([0, tokens]), np.int64)
+
+        def mass(of: Pool, table: Array, ranges: Ints, columns: int) -> NDArray[Any]:
+            lens, shown = (target.index(x, np.int64) for x in (np.array([columns]), ranges))
+            found = attention_mass(
+                of, table, q, lens, starts, columns, plain, lse=lse, ranges=shown
+            )
+            return np.asarray(target.to_host(found))
+
+        # With the lse known, what one query gives to a token is independent of all else.
+        coded, full = self._split(of, seen, length)
+        weights = np.array(mass(pool, block_table, coded, length))
+        if of.base < length:
+            table = one_block_each(target.device_key, 1)
+            weights[:, :, of.base :] += mass(of.block, table, full, length - of.base)
+        return target.asarray(weights)
 
 
 def kept_in_full(pool: Pool, num_layers: int, full_precision: Any, capacity: int | None) -> Any:

@@ -13,6 +13,19 @@ from numkv.storage.latents import LATENT
 from numkv.storage.saved import Side, rotation, row_bytes, row_specs, v_storage
 
 
+def coded_rows(
+    k_kind: Kind, begin: int, end: int, rows: int
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Which rows of K and of V a file has in their kinds, where those outside of ``[begin, end)`` are in full.
+
+    By channel V has codes of all rows, and K those of whole groups.
+    """
+    some = k_kind.group_tokens
+    if not some:
+        return (begin, end), (begin, end)
+    return (0, max(end, rows // some * some)), (0, rows)
+
+
 @dataclass(kw_only=True)
 class SavedSequence(Saved):
     """The sequence of a cache: of each layer how many rows there are, and which of them are stored in its kind."""
@@ -55,7 +68,19 @@ class SavedSequence(Saved):
         scaled = any(of.has_scales for _, of, _ in self.sides)
         windowed = self.residual_window or self.num_sink_tokens
         expect(scaled or not windowed, f"{self.k_kind} has no full-precision tokens")
-        first, ring = (min(n, self._bound) for n in (self.num_sink_tokens, self.residual_window))
+        if some := self.k_kind.group_tokens:
+            expect(
+                not latent and not windowed and self.rotation is None,
+                f"{self.k_kind} beside latents, a window or a rotation",
+            )
+            for end, rows in zip(self.ends, self.rows, strict=True):
+                expect(
+                    rows <= end // some * some + some,
+                    f"rows [{end}, {rows}) in full, of more than a group",
+                )
+        first, ring = (
+            min(n, self._bound) for n in (self.num_sink_tokens, self.residual_window or some)
+        )
         for begin, end, rows in zip(self.begins, self.ends, self.rows, strict=True):
             expect(
                 begin <= end <= rows and begin <= first and rows - end <= ring,
@@ -69,7 +94,10 @@ class SavedSequence(Saved):
     @property
     def _kept(self) -> int:
         """Tokens of a layer that are kept in full precision at most."""
-        return min(self.num_sink_tokens, self._bound) + min(self.residual_window, self._bound)
+        group = self.k_kind.group_tokens
+        return (
+            group + min(self.num_sink_tokens, self._bound) + min(self.residual_window, self._bound)
+        )
 
     @property
     def sides(self) -> list[Side]:
@@ -94,8 +122,10 @@ class SavedSequence(Saved):
         for layer, (begin, end, rows) in enumerate(
             zip(self.begins, self.ends, self.rows, strict=True)
         ):
-            found |= row_specs(self.sides, layer, self.num_kv_heads, end - begin)
-            if self.residual_window or self.num_sink_tokens:
+            coded = coded_rows(self.k_kind, begin, end, rows)
+            for side, (low, high) in zip(self.sides, coded, strict=False):
+                found |= row_specs([side], layer, self.num_kv_heads, high - low)
+            if self._kept:
                 full = rows - (end - begin)
                 found |= row_specs(self._full_sides, layer, self.num_kv_heads, full, "full_")
         return found

@@ -22,7 +22,7 @@ from numkv.caches.full_precision import Watching
 from numkv.caches.late_reports import SequenceReports
 from numkv.caches.layer_spec import FullPrecision, LayerSpec
 from numkv.caches.newest_groups import kept_in_full
-from numkv.caches.saved import SavedSequence
+from numkv.caches.saved import SavedSequence, coded_rows
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import plan_moves, slots_of
 from numkv.errors import NonFiniteInput, NotSupported, NumkvError
@@ -308,7 +308,6 @@ class SingleSequence:
 
     def __snapshot__(self) -> Snapshot:
         """See `numkv.snapshots.snapshot`."""
-        self._refuse_groups("save")
         self._refuse_reported()
         # Lengths first: whoever appends meanwhile moves rows to where there are as many, and more.
         values, full = self._values(), self._full_precision
@@ -324,9 +323,12 @@ class SingleSequence:
         for layer, (begin, end, rows) in enumerate(
             zip(saved.begins, saved.ends, saved.rows, strict=True)
         ):
-            pool, tokens = self._pools[layer], np.arange(begin, end)
-            slots = slots_of(self._tables[layer], tokens, max(1, int(pool.k.shape[2])))
-            found += row_tensors(pool, layer, slots, set_scales=self._take_scales)
+            pool, table = self._pools[layer], self._tables[layer]
+            slots, v_slots = (
+                slots_of(table, np.arange(*part), max(1, int(pool.k.shape[2])))
+                for part in coded_rows(pool.k_kind, begin, end, rows)
+            )
+            found += row_tensors(pool, layer, slots, "", self._take_scales, v_slots)
             if self._full_precision is not None:
                 found += self._full_precision.tensors(layer, begin, end, rows)
         return found

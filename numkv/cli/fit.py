@@ -17,7 +17,7 @@ from numkv.demo.evaluate import Document, held_out
 from numkv.demo.fit import CHANNEL_KINDS, K_KINDS, V_KINDS, DemoJudge, Fit, Judge, Way, fit, ways
 from numkv.demo.network import blas_threads_for
 from numkv.errors import NumkvError
-from numkv.kinds import kind
+from numkv.kinds import kinds_of
 
 #: Tokens of a window, and how many of each text are read.
 CONTEXT, WINDOWS = 512, 2
@@ -38,15 +38,19 @@ def run(arguments: argparse.Namespace) -> None:
         raise UsageError("--picture: needs matplotlib; pip install matplotlib")
     texts, notes = _texts(arguments)
     judge: Judge
-    of_k: tuple[str, ...] = K_KINDS
+    of_k: tuple[str, ...] = (*K_KINDS, *CHANNEL_KINDS)
     if arguments.model in (None, BUNDLED_MODEL):
         model = load_model(BUNDLED_MODEL)
-        of_k += CHANNEL_KINDS
         context = min(arguments.context, model.config.max_context)
         judge = DemoJudge(model, texts[:1], texts[1:], context, arguments.windows)
         threads: contextlib.AbstractContextManager[Any] = blas_threads_for(model.weights)
     else:
-        judge, more = _of_transformers(arguments, texts)
+        judge, takes_channels, more = _of_transformers(arguments, texts)
+        if not takes_channels:
+            of_k = K_KINDS
+            more.append(
+                "a layer sees 64 tokens or fewer, which keys by channel keep in full: they were not tried"
+            )
         notes, threads = notes + more, contextlib.nullcontext()
     budget = _budget(arguments.budget, judge)
     tried = ways(arguments.k_kind or of_k, arguments.v_kind or V_KINDS)
@@ -178,16 +182,16 @@ def _budget(text: str, judge: Judge) -> int:
     if text.replace(",", "").isdigit():
         return int(text.replace(",", ""))
     try:
-        name = kind(text).name
+        k, v = kinds_of(text, None, None, by_channel=True)
     except NumkvError as error:
         raise UsageError(f"--budget: {error}") from None
-    return Profile([Way(name, name).of(layer) for layer in judge.layers]).bytes_per_token
+    return Profile([Way(k.name, v.name).of(layer) for layer in judge.layers]).bytes_per_token
 
 
 def _of_transformers(
     arguments: argparse.Namespace, texts: Sequence[Document]
-) -> tuple[Judge, list[str]]:
-    """A model that transformers loads, on the texts."""
+) -> tuple[Judge, bool, list[str]]:
+    """A model that transformers loads, on the texts, and whether its layers take keys by channel."""
     try:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -230,5 +234,5 @@ def _of_transformers(
         begin = [math.floor(i * (len(ids) - size) / max(1, count - 1)) for i in range(count)]
         return [torch.tensor(ids[x : x + size]) for x in begin]
 
-    judge: Judge = ModelJudge(model, windows(texts[0]), windows(texts[1]), arguments.model.name)
-    return judge, notes
+    judge = ModelJudge(model, windows(texts[0]), windows(texts[1]), arguments.model.name)
+    return judge, judge.takes_channels, notes

@@ -68,7 +68,7 @@ def row_specs(
             words = kind.words_per_row(dim)
         specs[f"{prefix}{side}.{layer}"] = Spec(kind.word, (heads, tokens, words))
         if kind.is_scaled:
-            shape = kind.scale_shape((1, heads, tokens), dim)
+            shape = kind.scale_shape((1, heads, kind.whole_groups(tokens)), dim)
             shape = shape if kind.scales_per == "head" else shape[1:]
             specs[f"{prefix}{side}_scale.{layer}"] = Spec(kind.scale_word, shape)
     return specs
@@ -82,7 +82,7 @@ def row_bytes(sides: Sequence[Side], heads: int) -> int:
 
 def row_tensors(
     pool: Pool, layer: int, slots: Ints, prefix: str = "",
-    set_scales: Callable[[str, Buffer, Any], None] | None = None,
+    set_scales: Callable[[str, Buffer, Any], None] | None = None, v_slots: Ints | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """The rows of a layer's K and V, and their scales; their specs are those of `row_specs`.
 
@@ -98,9 +98,13 @@ def row_tensors(
         What names begin with.
     set_scales : function, optional
         Takes scales of heads that have been read, with their side and buffer; without it the buffer gets them.
+    v_slots : int64 array (n,), optional
+        Where rows of V lie, if there are others of these.
     """
     found = []
+    of_k = slots
     for side, buffer in pool.stored:
+        slots = of_k if side == "k" or v_slots is None else v_slots
         kind, heads = buffer.kind, int(buffer.words.shape[1])
         of_words, *of_scales = row_specs(
             [(side, kind, buffer.dim)], layer, heads, len(slots), prefix
@@ -111,7 +115,8 @@ def row_tensors(
             if kind.scales_per == "head":
                 found.append(head_scales_tensor(name, side, buffer, set_scales))
                 continue
-            rows = Rows(pool.target, buffer.scales, slots)
+            some = max(1, kind.group_tokens)
+            rows = Rows(pool.target, buffer.scales, slots[::some] // some)
             bad = f"{_NOT_FINITE} in {prefix}{side}_scale of layer {layer}, {_UNCHECKED}; drop these tokens"
             tensor = Tensor(name, spec, rows.pieces, rows.fill)
             found.append(checked(tensor, partial(are_scales, kind), bad))

@@ -255,7 +255,7 @@ def at_once(query: Any, pending: Pending, plan: Any, scaling: Any, softcap: Any,
         failed = kernel.launched(kernel.call, group.workers, bound.address, group.address, *rows)
     if failed:  # rows that cannot be quantised
         return None
-    pending.done = (plan, group.step, bound.pool)
+    pending.done = (plan, group.step, bound.pool, None)
     if group.moves:
         layer.finish(group.step, bound.pool)
     else:
@@ -483,8 +483,7 @@ def append_and_attend(query: Any, pending: Pending, plan: Any, options: CheckedO
     tensor (batch, T, num_q_heads, head_dim_v)
     """
     q = _by_token(query, "query")
-    step, pool = _append(q, pending, plan, options.scale(query.shape[3]))
-    ring = pending.layer.ring
+    step, pool, ring = _append(q, pending, plan, options.scale(query.shape[3]))
     batch, heads, columns, _ = query.shape
     if ring is not None:
         found = ring.attend(pool, step, columns, q, options)
@@ -501,15 +500,18 @@ def append_and_attend(query: Any, pending: Pending, plan: Any, options: CheckedO
     return out.view(batch, columns, heads, out.shape[2])
 
 
-def _append(q: Any, pending: Pending, plan: Any, sm_scale: float) -> tuple[Step, Pool]:
-    """The step, and the pool that holds its rows; layers that share these rows find them there."""
+def _append(q: Any, pending: Pending, plan: Any, sm_scale: float) -> tuple[Step, Pool, Any]:
+    """The step, the pool that holds its rows, and what else of them is in full, or None.
+
+    Layers that share these rows find them there.
+    """
     if pending.done is not None:
-        done, step, pool = pending.done
+        done, step, pool, in_full = pending.done
         if done is not plan.whole:
             raise NotSupported(
                 "NumkvCache: expected layers that share rows to have the same mask, got another one"
             )
-        return step if plan.whole is plan else step.of_last(plan.columns), pool
+        return step if plan.whole is plan else step.of_last(plan.columns), pool, in_full
     if plan.whole is not plan:
         raise NotSupported(
             "NumkvCache: expected a mask of all new columns for rows that are to be stored, got a part"
@@ -523,13 +525,12 @@ def _append(q: Any, pending: Pending, plan: Any, sm_scale: float) -> tuple[Step,
     k, v = pool.check_rows(k, v, check_finite=True)
     pool = layer.make_room(step)
     pool.scatter(k, v, step.slots)
-    if layer.ring is not None:
-        layer.ring.write(k, v, step)
+    in_full = None if layer.ring is None else layer.ring.write(k, v, step, pool)
     layer.finish(step, pool)
     if layer.options.shared.tolerance is not None:
         layer.options.shared.tolerance.look(layer, q, k, pool, step, sm_scale)
-    pending.done = (plan, step, pool)
-    return step, pool
+    pending.done = (plan, step, pool, in_full)
+    return step, pool, in_full
 
 
 def _new_rows(x: Any, kind: Kind, name: str) -> Any:

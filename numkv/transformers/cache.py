@@ -49,7 +49,8 @@ class NumkvCache(Cache):  # type: ignore[misc]
         The model's.
     kind : str, optional
         How K and V are stored: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, ``"int8"``,
-        ``"code6"``, ``"int4"``, …; as the model computes them if None.
+        ``"code6"``, ``"int4"``, …; as the model computes them if None. With ``"int8_channel"`` or ``"int4_channel"``,
+        which are for keys, values are int8 or int4, and the newest tokens are in full until 64 of them have scales.
     k_kind, v_kind : str, optional
         Another kind for K or for V.
     capacity : int, optional
@@ -66,7 +67,8 @@ class NumkvCache(Cache):  # type: ignore[misc]
     ------
     NotSupported
         If the model has layers that would not be right: attention that chooses tokens by an index, ALiBi, cross
-        attention. If `full_precision` is given and neither K nor V is quantised. Of models with latent attention, if
+        attention. If `full_precision` is given and neither K nor V is quantised, or beside keys by channel, which
+        take no `rotate` either, and no layers that see 64 tokens or fewer. Of models with latent attention, if
         `rotate`, `full_precision`, a `v_kind` or a `profile` is given, as V is a part of K's rows.
     UnsupportedDType, DimensionMismatch, ValueError, TypeError
         If a kind or a number is not one, or a profile is of a model of another shape.
@@ -135,6 +137,9 @@ class NumkvCache(Cache):  # type: ignore[misc]
                 )
             for layer, of_layer in zip(own, of_layers, strict=True):
                 layer.options = of_layer
+        for number, layer in enumerate(layers):
+            if isinstance(layer, NumkvLayer):
+                layer.options.check_layer(number, layer)
         if not own:
             raise NotSupported(
                 f"NumkvCache: expected a model with layers of attention, got {config.model_type!r}, which has none"

@@ -6,10 +6,14 @@ Models with Attention Sinks", arXiv:2309.17453, section 3). As in
 `numkv.KVCache`, a token is quantised once, and read so from the pass in which it leaves the window. Here that is done
 when it comes: the copy in full precision, a ring for each sequence, is what leaves. The first tokens stay as they are
 beside it, though a sliding layer may no longer see them. Attention over both parts is merged.
+
+Keys by channel have no scales before their token group is complete. There the newest groups of each sequence are kept
+in full: a query reads its own group so, and those before as codes, in a prompt as in decode.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -18,7 +22,8 @@ from numpy.typing import NDArray
 from numkv.attention.options import CheckedOptions
 from numkv.attention.parts import Part, attend_to_parts
 from numkv.caches import FullPrecision
-from numkv.kinds import Kind
+from numkv.kinds import Kind, kind
+from numkv.storage.buffer import source_dtypes
 from numkv.storage.pool import Pool
 from numkv.transformers.metadata import Step
 
@@ -65,14 +70,15 @@ class FullPrecisionRing:
         pool.copy_blocks(rows.astype(np.int32), self.pool, np.arange(len(rows), dtype=np.int32))
         self.end = self.end[rows]
 
-    def write(self, k: Any, v: Any, step: Step) -> None:
-        """Keep those of a pass's checked rows that are recent after it, or first."""
+    def write(self, k: Any, v: Any, step: Step, pool: Pool) -> FullPrecisionRing:
+        """Keep those of a pass's checked rows that are recent after it, or first; what its queries read: this."""
         self.end = np.maximum(self.end, step.after.lengths - self.window)
         position = step.positions()
         kept = (position >= self.end[:, None]) | (position < self.first)
         if step.new is not None:
             kept &= step.new
         self.pool.scatter(k, v, np.where(kept, self._slots(position), -1).reshape(-1))
+        return self
 
     def _slots(self, position: Ints) -> Ints:
         """Slots of positions ``(batch, n)`` that are here."""
@@ -125,6 +131,136 @@ class FullPrecisionRing:
         ]
         seen = [part for part in parts if (part.ranges[:, 0] < part.ranges[:, 1]).any()]
         return attend_to_parts(seen or parts[:1], q, step.lengths, starts, options)
+
+
+class NewestTokenGroups:
+    """Rows in full of the newest token groups of each sequence of a layer whose keys are stored by channel.
+
+    Two groups stay, so that the last tokens, up to a group of them, can be cropped without a trace. Of those before,
+    codes are decoded where a crop has made one of them the newest.
+
+    Parameters
+    ----------
+    pool : Pool
+        The quantised rows.
+    kinds : tuple of Kind
+        Of K and V, as the model computes them.
+    batch : int
+        Sequences.
+
+    Attributes
+    ----------
+    pool : Pool
+        Blocks of a group, as many for each sequence: its group g is in block ``g % blocks`` of these.
+    end : int64 array (batch,)
+        Position from which on each sequence's tokens are here.
+    """
+
+    _BLOCKS = 2
+
+    def __init__(self, pool: Pool, kinds: tuple[Kind, Kind], batch: int) -> None:
+        self._group = pool.k_kind.group_tokens
+        shape = (batch * self._BLOCKS, int(pool.k.shape[1]), self._group)
+        taken = source_dtypes(pool.k_kind)
+        of_k, of_v = (of if of.dtype in taken else kind("fp32") for of in kinds)
+        self.pool = Pool.allocate(pool.target, shape, pool.head_dim, pool.head_dim_v, of_k, of_v)
+        self.end: Ints = np.zeros(batch, np.int64)
+
+    def crop(self, lengths: Ints) -> None:
+        """Forget tokens past these lengths of the sequences."""
+        self.end = np.minimum(self.end, lengths)
+
+    def select(self, rows: Ints) -> None:
+        """Take sequences of these numbers, in this order."""
+        some = np.arange(self._BLOCKS)
+        source, to = (
+            (x[:, None] * self._BLOCKS + some).reshape(-1).astype(np.int32)
+            for x in (rows, np.arange(len(rows)))
+        )
+        pool, self.pool = self.pool, self.pool.like(len(to))
+        pool.copy_blocks(source, self.pool, to)
+        self.end = self.end[rows]
+
+    def write(self, k: Any, v: Any, step: Step, pool: Pool) -> NewestTokenGroups:
+        """Keep a pass's checked rows, and quantise the groups that are complete; what its queries read in full."""
+        some, start, stop = self._group, step.before.lengths, step.after.lengths
+        begin = start // some * some
+        last = np.maximum(-(-stop // some) - self._BLOCKS, 0) * some  # from there on tokens stay
+        now, blocks = self, int((-(-(stop - begin) // some)).max(initial=0))
+        if blocks > self._BLOCKS:  # for this pass alone
+            now = copy.copy(self)
+            now.pool = self.pool.like(len(start) * blocks)
+            held = _tokens(np.maximum(begin, self.end), start)
+            self.pool.copy_tokens(self._slots(*held), now.pool, now._slots(*held))
+        else:
+            self.end = np.maximum(self.end, last)  # others' places are written to
+        of, at = _tokens(begin, np.minimum(self.end, start))
+        if len(of):  # cropped into: all that is left are codes
+            slots = _slots_of(step, of, at)
+            rows = pool.k_buffer.gather(slots), pool.v_buffer.gather(slots)
+            now.pool.scatter(*rows, now._slots(of, at))
+        position = step.positions()
+        slots = now._slots(np.arange(len(position))[:, None], position)
+        if step.new is not None:
+            slots = np.where(step.new, slots, -1)
+        now.pool.scatter(k, v, slots.reshape(-1))
+        of, group = _tokens(start // some, stop // some)
+        if len(of):
+            to = _slots_of(step, of, group * some) // some
+            pool.quantise(now.pool, now._slots(of, group * some) // some, to)
+        now.end = np.minimum(now.end, begin)
+        if now is not self:
+            kept = np.maximum(begin, last)
+            held = _tokens(kept, stop)
+            now.pool.copy_tokens(now._slots(*held), self.pool, self._slots(*held))
+            self.end = kept
+        return now
+
+    def _slots(self, of: Ints, position: Ints) -> Ints:
+        """Slots of positions of sequences `of` that are here."""
+        blocks = int(self.pool.k.shape[0]) // len(self.end)
+        group, offset = np.divmod(position, self._group)
+        slots: Ints = (of * blocks + group % blocks) * self._group + offset
+        return slots
+
+    def attend(self, pool: Pool, step: Step, columns: int, q: Any, options: CheckedOptions) -> Any:
+        """Attend with the queries of a pass: each to its own group in full, to others as codes.
+
+        See `FullPrecisionRing.attend`.
+        """
+        some, lengths = self._group, step.after.lengths
+        low, high = step.limits(columns)
+        starts = np.arange(len(lengths) + 1) * columns
+        base = (step.before.first * step.before.block_size)[:, None]
+        begin = (step.before.lengths // some * some)[:, None]
+        own = np.maximum(step.positions()[:, -columns:] // some * some, begin)
+        groups = int((-(-(lengths - begin[:, 0]) // some)).max(initial=0))
+        at = begin + some * np.arange(max(1, groups))[None]
+        table = (self._slots(np.arange(len(lengths))[:, None], at) // some).astype(np.int32)
+        newer = _ranges(np.maximum(low, own) - begin, high - begin)
+        older = _ranges(low - base, np.minimum(high, own) - base)
+        parts = [
+            Part(self.pool, table, newer, lens=lengths - begin[:, 0]),
+            Part(pool, step.table, older),
+        ]
+        seen = [part for part in parts if (part.ranges[:, 0] < part.ranges[:, 1]).any()]
+        return attend_to_parts(seen or parts[:1], q, step.lengths, starts, options)
+
+
+def _tokens(low: Ints, high: Ints) -> tuple[Ints, Ints]:
+    """The numbers from `low` up to `high` of each sequence, one after another: whose they are, and which."""
+    counts = np.maximum(high - low, 0)
+    of = np.repeat(np.arange(len(low)), counts)
+    before = np.cumsum(counts) - counts
+    return of, np.arange(len(of)) - before[of] + low[of]
+
+
+def _slots_of(step: Step, of: Ints, position: Ints) -> Ints:
+    """Slots of positions of sequences `of` in a layer's pool."""
+    size = step.before.block_size
+    block, offset = np.divmod(position - step.before.first[of] * size, size)
+    slots: Ints = step.table[of, block].astype(np.int64) * size + offset
+    return slots
 
 
 def _ranges(low: Ints, high: Ints) -> Ints:

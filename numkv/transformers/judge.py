@@ -57,6 +57,8 @@ class ModelJudge:
                 "numkv fit: expected a model with rows of K and of V, got one with latent attention, whose one kind "
                 "`numkv.transformers.use(model, kind=…)` takes"
             )
+        #: Whether all layers see more tokens than keys by channel keep in full.
+        self.takes_channels = all(layer.takes_channels for layer in own)
         self.layers = [
             LayerSpec(
                 int(pool.k.shape[1]), pool.head_dim, head_dim_v=pool.head_dim_v, kind=pool.k_kind, v_kind=pool.v_kind

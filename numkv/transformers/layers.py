@@ -17,19 +17,21 @@ from numkv.caches import FullPrecision, Profile
 from numkv.caches.layer_spec import in_full
 from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
 from numkv.interrupts import uninterrupted
-from numkv.kinds import Kind, kind_of_dtype, refuse_channels
+from numkv.kinds import Kind, kind_of_dtype, kinds_of, refuse_channels
 from numkv.kinds import kind as kind_of
 from numkv.numbers import check_flag, check_size
+from numkv.storage.buffer import refuse_rotated_channels
 from numkv.storage.latents import LatentPool
 from numkv.storage.pool import Pool
 from numkv.torch.tensors import array_of
-from numkv.transformers.full_precision import FullPrecisionRing
+from numkv.transformers.full_precision import FullPrecisionRing, NewestTokenGroups
 from numkv.transformers.internals import CacheLayerMixin, LinearAttentionLayer
 from numkv.transformers.metadata import BatchMetadata, Shrink, Step
 
 # Short blocks are copied fast where beams part, and long ones read as fast as memory without blocks.
 _BLOCK_SIZE = 256
 _SMALLEST = 16
+_GROUP = kind_of("int8_channel").group_tokens
 _Tensor = torch.Tensor
 # What may be asked of rows on their way; everything else would compute with them.
 _ASKED = {
@@ -97,13 +99,37 @@ class Options:
         self.k_kind, self.v_kind = (None if x is None else kind_of(x) for x in asked)
         self.capacity = 0 if capacity is None else check_size("capacity", capacity)
         self.rotate = check_flag("rotate", rotate)
+        if self.v_kind is not None:
+            _, self.v_kind = kinds_of(self.v_kind, None, v_kind, by_channel=True)
+        if self.k_kind is not None and self.group_tokens:
+            refuse_rotated_channels(self.k_kind, self.rotate)
+            if full_precision is not None:
+                raise NotSupported(
+                    f"`full_precision`: expected None for keys in {self.k_kind}, whose newest tokens are in full "
+                    f"anyway, until their token group is complete, got {full_precision}; leave it out"
+                )
         kinds = self.k_kind, self.v_kind
-        for of in kinds:
-            if of is not None:
-                refuse_channels("`kind`", of)
         quantises = any(of is not None and of.has_scales for of in kinds)
         self.full_precision = in_full(full_precision, "floats", quantises)
         self.shared = Shared()
+
+    @property
+    def group_tokens(self) -> int:
+        """Tokens of a token group where keys are stored by channel, else 0."""
+        return 0 if self.k_kind is None else self.k_kind.group_tokens
+
+    def check_layer(self, number: int, layer: NumkvLayer) -> None:
+        """Refuse keys by channel where no token would be read as a code, and for latents."""
+        if self.k_kind is None or not self.group_tokens:
+            return
+        if layer.pool_class is not Pool:
+            refuse_channels("`kind`", self.k_kind)
+        if not layer.takes_channels:
+            raise NotSupported(
+                f"NumkvCache: expected windows of more than {self.group_tokens} tokens for keys in {self.k_kind}, "
+                f"whose newest {self.group_tokens} are in full, got one of {layer.reach + 1} in layer {number}; take "
+                f"{self.k_kind.name.removesuffix('_channel')}, or a profile in which this layer has another kind"
+            )
 
     def of_layers(self, profile: Profile) -> Iterator[Options]:
         """The options of each layer of a profile, with what these have in common."""
@@ -125,8 +151,8 @@ class Pending:
         Where they go.
     keys, values : tensor (batch, num_kv_heads, T, head_dim)
         The rows.
-    done : tuple of Plan, Step and Pool, or None
-        The step that stored them, and the pool then, for layers that share them.
+    done : tuple of Plan, Step, Pool and rows in full, or None
+        The step that stored them, the pool then, and what is in full beside it, for layers that share them.
     weight : tensor or None
         Of latents, what makes K and V of them; see `LatentRows`.
     """
@@ -137,7 +163,7 @@ class Pending:
         self.layer = layer
         self.keys = keys
         self.values = values
-        self.done: tuple[Any, Step, Pool] | None = None
+        self.done: tuple[Any, Step, Pool, Any] | None = None
         self.weight: Any = None
 
 
@@ -244,11 +270,16 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
             self.block_size //= 2
         self.metadata: BatchMetadata | None = None
         self.pool: Pool | None = None
-        self.ring: FullPrecisionRing | None = None
+        self.ring: FullPrecisionRing | NewestTokenGroups | None = None
         #: What a compiled call of the layer needs: see `numkv.transformers.attention`.
         self.bound: Any = None
         # Of the last pass of one token: shapes, dtype, what is pending, and what comes back for it.
         self._rows: tuple[Any, ...] | None = None
+
+    @property
+    def takes_channels(self) -> bool:
+        """Whether it sees more tokens than keys by channel keep in full."""
+        return not 0 <= self.reach < _GROUP
 
     @property
     def _access(self) -> Access:
@@ -264,7 +295,8 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         """Make the buffers for K and V of these shapes."""
         _check_rows(key_states, value_states)
         batch, heads, _, dim = map(int, key_states.shape)
-        options, size, tokens = self.options, self.block_size, self.options.capacity
+        options, tokens = self.options, self.options.capacity
+        size = self.block_size = max(self.block_size, options.group_tokens)
         own = _own_kind(key_states), _own_kind(value_states)
         kinds = options.k_kind or own[0], options.v_kind or own[1]
         shape = heads, dim, int(value_states.shape[3])
@@ -283,7 +315,10 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         self.pool = self.pool_class.allocate(
             targets.get("cpu"), (num_blocks, heads, size), dim, shape[2], *kinds, options.rotate
         )  # fmt: skip
-        if options.full_precision is not None:
+        self.ring = None
+        if options.group_tokens:
+            self.ring = NewestTokenGroups(self.pool, own, batch)
+        elif options.full_precision is not None:
             self.ring = FullPrecisionRing(self.pool, own, batch, options.full_precision)
         self.is_initialized = True
 

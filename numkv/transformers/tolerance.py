@@ -91,8 +91,17 @@ class Tolerance:
         slots = np.asarray(step.slots[: len(step.slots) // len(step.lengths)])
         columns, is_token = len(slots), slots >= 0
         slots = slots[is_token]
+        coded = slice(None)
+        if some := pool.k_kind.group_tokens:  # the newest group has no scales yet
+            start = int(step.before.lengths[0])
+            coded = slice(
+                -(-start // some) * some - start,
+                max(0, (start + len(slots)) // some * some - start),
+            )
+            if not len(slots[coded]):
+                return
         queries = np.asarray(q)[:columns][is_token][-_QUERIES:].astype(np.float32)
-        error = float(key_error(pool.k_buffer, slots, len(slots), queries, sm_scale).max())
+        error = float(key_error(pool.k_buffer, slots[coded], len(slots), queries, sm_scale).max())
         others = []
         if error > self.most:
             rows = np.asarray(k)[:columns][is_token].astype(np.float32)

@@ -117,6 +117,25 @@ def test_another_model(tmp_path):
         NumkvCache(latent, profile=MIXED)
 
 
+@pytest.mark.parametrize("budget", ["int8_channel", "int4_channel"])
+def test_fit_chooses_keys_by_channel(tmp_path, capsys, budget):
+    """Where biases in `k_proj` make outlier channels, by default; the budget holds all layers in that kind."""
+    model, folder, profile = model_of(), tmp_path / "model", tmp_path / "p"
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight *= 20
+            layer.self_attn.k_proj.weight *= 20
+            layer.self_attn.k_proj.bias[[5, 13]] = 400.0
+    model.save_pretrained(folder)
+    options = ["--context", "256", "--windows", "1", "--out", str(profile), "--budget", budget]
+    assert main(["fit", str(folder), *options]) == 0
+    assert "3 of 3 layers have outlier channels" in capsys.readouterr().out
+    found = numkv.Profile.load(profile)
+    assert [layer.kind.scales_per for layer in found] == ["channel"] * 3
+    fitted = numkv.transformers.use(model, profile=profile)
+    assert fitted.generate(IDS, max_new_tokens=50, do_sample=False).shape == (1, 79)
+
+
 def test_fit_sees_biases_of_keys(tmp_path, capsys):
     """Random weights with biases in `k_proj` of two layers: named as outliers, and the choice fits the budget."""
     model, folder, profile = model_of(), tmp_path / "model", tmp_path / "p"
