@@ -50,6 +50,8 @@ class Bench:
         Is told what is being done.
     told : callable
         Is told of rounds: counted, left out, wanted.
+    enough : callable
+        Asked after each round whether to give up.
     """
 
     model: Any
@@ -61,6 +63,7 @@ class Bench:
     probe: Callable[[], float]
     say: Callable[[str], None] = lambda what: None
     told: Callable[[int, int, int], None] = lambda done, left_out, wanted: None
+    enough: Callable[[], bool] = lambda: False
     _spread: list[float] = field(default_factory=list)
 
     # -- decode
@@ -219,6 +222,7 @@ class Bench:
             deadline,
             shuffled=lambda names: order.sample(names, len(names)),
             told=lambda done, left_out: self.told(done, left_out, self.rounds),
+            enough=self.enough,
             **more,
         )
 

@@ -207,6 +207,7 @@ def take_rounds(
     load: Callable[[], Load] = Load,
     clock: Callable[[], float] = time.monotonic,
     told: Callable[[int, int], None] = lambda done, left_out: None,
+    enough: Callable[[], bool] = lambda: False,
 ) -> Measured:
     """Let contestants take turns until enough rounds count, or time is up.
 
@@ -229,6 +230,8 @@ def take_rounds(
         Make a `Load`, and tell the time.
     told : callable
         Is told of each round: how many count, how many are left out.
+    enough : callable
+        Asked after each round whether to give up, even before `fewest` rounds.
 
     Returns
     -------
@@ -241,7 +244,8 @@ def take_rounds(
     fewest = min(fewest, count)
     first, before, gave_up = next(iter(turns), None), probe(), False
     while len(quiet) < count:
-        if len(quiet) + len(disturbed) >= fewest and clock() > deadline:
+        num_done = len(quiet) + len(disturbed)
+        if (num_done >= fewest and clock() > deadline) or (num_done and enough()):
             gave_up = True
             break
         number, watched = len(quiet), load()
@@ -258,9 +262,9 @@ def take_rounds(
         (quiet if others <= MOST else disturbed).append(one)
         before = after
         told(len(quiet), len(disturbed))
-    left_out, enough = len(disturbed), len(quiet) >= fewest
-    rounds = quiet if enough else quiet + disturbed
-    all_count = not enough and left_out > 0
+    left_out, some = len(disturbed), len(quiet) >= fewest
+    rounds = quiet if some else quiet + disturbed
+    all_count = not some and left_out > 0
     noisy = all_count or (gave_up and len(quiet) + left_out >= count)  # else there was no time
     return Measured(rounds, left_out, noisy, all_count, lost, count)
 

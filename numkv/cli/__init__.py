@@ -108,7 +108,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         print(f"numkv: {_one_line(error)}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        if interrupt.args:  # what was measured so far
+            print(*interrupt.args, "partial: interrupted before everything was measured", sep="\n")
+            sys.stdout.flush()
         print("\nnumkv: interrupted", file=sys.stderr)
         return 130
     return 0

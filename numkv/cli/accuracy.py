@@ -11,7 +11,7 @@ from typing import Any
 
 from numkv.cli.accuracy_report import Measured, Report, RowErrors, write
 from numkv.cli.evaluate import check_context, documents_of
-from numkv.cli.output import Progress, UsageError, kernel_progress, load_model
+from numkv.cli.output import Progress, SoFar, UsageError, kernel_progress, load_model, stoppable
 from numkv.demo import BUNDLED_MODEL, accuracy
 from numkv.demo.cache import AnyChoice, CacheChoice
 from numkv.demo.evaluate import (
@@ -44,6 +44,11 @@ DEFAULT_MODULES = ["csv", "calendar", "fractions", "graphlib", "shlex", "textwra
 CHUNK = 64
 #: Fewer tokens than that are no text that queries of several tokens could attend to.
 LEAST_ROWS = 2 * accuracy.NUM_QUERIES
+_KL, _COPIED = "KL, nats/token", "names copied"
+
+
+def _wide(factor: float) -> str:
+    return f"KL, channels × {factor}"
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -84,12 +89,15 @@ def run(arguments: argparse.Namespace) -> None:
     with kernel_progress():
         for cache in (None, *caches.values()):
             model.warm_up(cache, arguments.target)
-    with Progress("random rows") as progress:
-        rows, baselines = _row_errors(
-            list(caches.values()), arguments.rows, arguments.target, progress
-        )
-    with blas_threads_for(model.weights):
-        measured, without = _measure(model, documents, texts, caches, rows, arguments, context)
+    with SoFar("cache", *accuracy.ROWS, _KL, _COPIED, *map(_wide, OUTLIER_FACTORS)) as so_far:
+        with Progress("random rows") as progress:
+            rows, baselines = _row_errors(
+                list(caches.values()), arguments.rows, arguments.target, progress, so_far
+            )
+        with blas_threads_for(model.weights):
+            measured, without = _measure(
+                model, documents, texts, caches, rows, arguments, context, so_far
+            )
     by_label = {x.label: x for part in (*(x for x, _ in earlier), measured) for x in part}
     report = Report(
         sorted(by_label.values(), key=lambda x: (x.label != "fp32", -x.num_bytes)),
@@ -120,20 +128,32 @@ def _texts(
 def _measure(
     model: Model, documents: Sequence[Document], texts: tuple[list[Haystack], list[Haystack]],
     caches: dict[str, AnyChoice], rows: dict[str, RowErrors], arguments: argparse.Namespace, context: int,
+    so_far: SoFar,
 ) -> tuple[list[Measured], Recall]:  # fmt: skip
     """The caches on the model, fp32 first, and what of the needles can be guessed without them."""
     compared: dict[str, Any] = {label: x for label, x in caches.items() if label != "fp32"}
     reference = CacheChoice(target=arguments.target)
     options: dict[str, Any] = {"target": arguments.target, "chunk": CHUNK}
-    with Progress("evaluating") as progress:
+    with Progress("evaluating") as progress, stoppable("stopping after this window") as asked:
         scores = evaluate(
             model, documents, compared, context=context, windows=arguments.windows or None,
-            progress=progress.update, **options,
+            progress=progress.update, enough=lambda: bool(asked), **options,
         )  # fmt: skip
+    for score in scores[1:]:
+        so_far.note(score.label, _KL, f"{score.kl_divergence:.2e}")
+    if asked:
+        raise KeyboardInterrupt
     everything = {"fp32": reference, **compared}
     with Progress("needles") as progress:
         (without,) = recall(model, texts[1], {"no needle": reference}, **options)
-        found = recall(model, texts[0], everything, progress=progress.update, **options)
+        found = []
+        for i, (label, choice) in enumerate(everything.items()):
+
+            def update(done: int, total: int, before: int = i) -> None:
+                progress.update(before * total + done, len(everything) * total)
+
+            found += recall(model, texts[0], {label: choice}, progress=update, **options)
+            so_far.note(label, _COPIED, f"{100 * found[-1].copied:.1f} %")
     scores[0] = replace(scores[0], label="fp32")
     text, of_factors = [beginning(documents[0])], []
     for factor in OUTLIER_FACTORS:
@@ -144,6 +164,8 @@ def _measure(
                     progress=progress.update, **options,
                 )
             )  # fmt: skip
+        for score in of_factors[-1][1:]:
+            so_far.note(score.label, _wide(factor), f"{score.kl_divergence:.2e}")
     outliers = zip(*of_factors, strict=True)
     measured = [
         Measured(label, choice.bytes_at(model.config, context), score, one, rows.get(label), wide)
@@ -155,7 +177,7 @@ def _measure(
 
 
 def _row_errors(
-    choices: Sequence[AnyChoice], num_tokens: int, target: str, progress: Progress
+    choices: Sequence[AnyChoice], num_tokens: int, target: str, progress: Progress, so_far: SoFar
 ) -> tuple[dict[str, RowErrors], list[RowErrors]]:
     """Errors of caches by their label, and those of the baselines."""
     errors: dict[str, dict[str, float]] = {}
@@ -167,7 +189,8 @@ def _row_errors(
         def note(
             label: str, out: accuracy.Array, name: str = name, expected: accuracy.Array = expected
         ) -> None:
-            errors.setdefault(label, {})[name] = accuracy.relative_error(out, expected)
+            error = errors.setdefault(label, {})[name] = accuracy.relative_error(out, expected)
+            so_far.note(label, name, f"{error:.2e}")
 
         for choice in choices:
             note(choice.label, accuracy.attended(choice, rows, target))

@@ -30,6 +30,7 @@ from numkv.cli.output import (
     markdown_table,
     option,
     save_figure,
+    stoppable,
     table,
     version_of,
     wrapped,
@@ -439,12 +440,16 @@ def run(arguments: argparse.Namespace) -> None:
             jobs = _jobs(arguments)
             deadline = started + 60 * arguments.minutes
             lines = []
-            for i, job in enumerate(jobs):
-                now = time.monotonic()
-                until = now + max(0.0, deadline - now) / (len(jobs) - i)
-                lines.append(_measured(bench, job, until, arguments.rounds))
-                bar.close()
-                print(terminal(lines[-1]) + "\n", flush=True)
+            with stoppable("stopping after this round") as asked:
+                bench.enough = lambda: bool(asked)
+                for i, job in enumerate(jobs):
+                    now = time.monotonic()
+                    until = now + max(0.0, deadline - now) / (len(jobs) - i)
+                    lines.append(_measured(bench, job, until, arguments.rounds))
+                    bar.close()
+                    print(terminal(lines[-1]) + "\n", flush=True)
+                    if asked:
+                        raise KeyboardInterrupt(about.foot(lines))
     finally:
         bar.close()
     probe.close()

@@ -6,12 +6,20 @@ import argparse
 import contextlib
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from numkv.caches import Profile
-from numkv.cli.output import Progress, UsageError, kernel_progress, load_model, save_figure, table
+from numkv.cli.output import (
+    Progress,
+    SoFar,
+    UsageError,
+    kernel_progress,
+    load_model,
+    save_figure,
+    table,
+)
 from numkv.demo import BUNDLED_MODEL
 from numkv.demo.evaluate import Document, held_out
 from numkv.demo.fit import CHANNEL_KINDS, K_KINDS, V_KINDS, DemoJudge, Fit, Judge, Way, fit, ways
@@ -54,9 +62,20 @@ def run(arguments: argparse.Namespace) -> None:
         notes, threads = notes + more, contextlib.nullcontext()
     budget = _budget(arguments.budget, judge)
     tried = ways(arguments.k_kind or of_k, arguments.v_kind or V_KINDS)
+    shown = [way for way in tried if way.is_even]
+
+    def told(layer: int, costs: Mapping[Way, float]) -> None:
+        for way in shown:
+            so_far.note(str(layer), str(way), f"{costs[way]:.1e}")
+
     try:
-        with kernel_progress(), threads, Progress("trying kinds") as progress:
-            found = fit(judge, budget, tried=tried, progress=progress.update)
+        with (
+            kernel_progress(),
+            threads,
+            SoFar("layer alone, KL", *map(str, shown)) as so_far,
+            Progress("trying kinds") as progress,
+        ):
+            found = fit(judge, budget, tried=tried, progress=progress.update, told=told)
     except ValueError as error:
         raise UsageError(f"--{error}") from None
     print(report(found, judge.name))

@@ -132,6 +132,40 @@ def stoppable(what: str) -> Iterator[list[bool]]:
         signal.signal(signal.SIGINT, before)
 
 
+class SoFar:
+    """A table that fills while a command measures; an interrupt in this context carries it, for ``main`` to print.
+
+    Parameters
+    ----------
+    *header : str
+        The columns; the first one names the rows.
+    """
+
+    def __init__(self, *header: str) -> None:
+        self._header = header
+        self._rows: dict[str, dict[str, str]] = {}
+
+    def note(self, row: str, column: str, text: str) -> None:
+        """Fill a cell.
+
+        Parameters
+        ----------
+        row, column : str
+            Where.
+        text : str
+            The cell's text.
+        """
+        self._rows.setdefault(row, dict.fromkeys(self._header[1:], ""))[column] = text
+
+    def __enter__(self) -> SoFar:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is KeyboardInterrupt and self._rows:
+            cells = [(name, *row.values()) for name, row in self._rows.items()]
+            raise KeyboardInterrupt(table(self._header, cells)) from None
+
+
 class Progress:
     """A line on stderr that says what takes so long; work of less than a second shows none.
 

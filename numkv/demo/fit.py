@@ -9,7 +9,7 @@ measured as a whole, beside the same kinds in all layers, on text that had no pa
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -152,6 +152,7 @@ def fit(
     *,
     tried: Sequence[Way] | None = None,
     progress: Progress | None = None,
+    told: Callable[[int, Mapping[Way, float]], None] = lambda layer, costs: None,
 ) -> Fit:
     """Choose how each layer of a model is stored.
 
@@ -166,6 +167,8 @@ def fit(
         What each layer may be stored as; `ways` by default.
     progress : callable, optional
         Called with the number of measurements done and their total.
+    told : callable, optional
+        Called with the number of each layer and what each way costs in it, as soon as that is measured.
 
     Returns
     -------
@@ -188,25 +191,35 @@ def fit(
     total = len(alone) + 3 + 2 * sum(way.is_even for way in tried)
     done = 0
 
-    def measure(candidates: Sequence[Layers], held_out: bool) -> list[float]:
+    costs: list[dict[Way, float]] = []
+
+    def add_layers(found: list[float]) -> None:
+        while len(found) >= (len(costs) + 1) * len(sides):
+            each = found[len(costs) * len(sides) :]
+            cost = dict(zip(sides, each, strict=False))
+            summed = {
+                way: cost[(way.kind, ""), way.rotate] + cost[("", way.v_kind), way.rotate]
+                for way in tried
+            }
+            told(len(costs), summed)
+            costs.append(summed)
+
+    def measure(
+        candidates: Sequence[Layers],
+        held_out: bool,
+        seen: Callable[[list[float]], None] = lambda found: None,
+    ) -> list[float]:
         nonlocal done
         found: list[float] = []
         for begin in range(0, len(candidates), _TOGETHER):
             found += judge.divergences(candidates[begin : begin + _TOGETHER], held_out)
             done += len(candidates[begin : begin + _TOGETHER])
+            seen(found)
             if progress is not None:
                 progress(done, total)
         return found
 
-    of_sides = np.array(measure(alone, False)).reshape(len(layers), len(sides))
-    costs = []
-    for each in of_sides:
-        cost = dict(zip(sides, each, strict=True))
-        summed = {
-            way: cost[(way.kind, ""), way.rotate] + cost[("", way.v_kind), way.rotate]
-            for way in tried
-        }
-        costs.append(summed)
+    measure(alone, False, add_layers)
     fitting: list[list[Way]] = []
     for rotate in (False, True):  # one or the other in all layers, as a `PagedKVCache` has it
         of_layers = [{way: x for way, x in of.items() if way.rotate == rotate} for of in costs]

@@ -1,6 +1,7 @@
 """The accuracy report: errors against formulas written anew, caches of compressed heads, the command and its files."""
 
 import math
+import signal
 import sys
 
 import naive
@@ -10,6 +11,7 @@ from demo_models import TOKENS, cells, run, write_checkpoint
 
 import numkv
 from numkv.cli import accuracy_report, main
+from numkv.cli.output import Progress
 from numkv.demo import accuracy
 from numkv.demo.cache import (
     CacheChoice,
@@ -475,3 +477,31 @@ def test_labels_keep_off(offset, free):
     taken = [(45, 45, 55, 55), (75, 70, 100, 80)]
     price = accuracy_report._cost(offset, (50, 50), (20, 10), taken, (0, 0, 150, 150))
     assert (price < 10_000) == free
+
+
+@pytest.mark.parametrize(
+    ("stage", "columns"),
+    [("random rows", 1), ("evaluating", 4), ("needles", 5), ("keys with channels of 64 times their size", 6)],
+)  # fmt: skip
+def test_an_interrupt_shows_what_was_measured(
+    stage, columns, options, tmp_path, capsys, monkeypatch
+):
+    """At the first news of a stage: the table has the columns before it, is marked, and nothing is written."""
+    update = Progress.update
+
+    def once(progress, done, total):
+        if progress.what == stage and done == total:
+            signal.raise_signal(signal.SIGINT)
+        update(progress, done, total)
+
+    monkeypatch.setattr(Progress, "update", once)
+    before = signal.getsignal(signal.SIGINT)
+    assert main([str(x) for x in (*options, "--out", tmp_path / "report")]) == 130
+    captured = capsys.readouterr()
+    assert "partial: interrupted before everything was measured" in captured.out
+    assert "numkv: interrupted" in captured.err
+    filled = len(cells(captured.out, "bf16")) - 1
+    assert filled >= columns, captured.out
+    assert ("%" in captured.out) == (columns >= 5)
+    assert not list((tmp_path / "report").iterdir())
+    assert signal.getsignal(signal.SIGINT) is before

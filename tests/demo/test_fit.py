@@ -8,6 +8,7 @@ import pytest
 
 import numkv
 from numkv.caches import LayerSpec, Profile
+from numkv.cli import fit as command
 from numkv.cli import main
 from numkv.demo.evaluate import Document, held_out, with_outliers
 from numkv.demo.fit import DemoJudge, Way, choose, fit, least_bytes, spread, ways
@@ -176,3 +177,34 @@ def test_a_plan_takes_no_kind_beside_a_profile(tmp_path, capsys):
     Profile(LAYERS).save(tmp_path / "p")
     assert main(["plan", "--profile", str(tmp_path / "p"), "--kind", "int8"]) == 2
     assert "--profile says shapes and kinds" in capsys.readouterr().err
+
+
+def test_an_interrupt_shows_the_layers_that_were_measured(tmp_path, capsys, monkeypatch):
+    """Every layer whose ways were all measured is in the table; no profile is written."""
+
+    def stopped(judge, budget, *, tried, progress, told):
+        for layer in range(2):
+            told(layer, dict.fromkeys(tried, 0.5 + layer))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "fit", stopped)
+    options = ["--budget", "900", "--out", str(tmp_path / "p"), "--k-kind", "int8", "int4"]
+    assert main(["fit", *options]) == 130
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    assert lines[0].split()[:3] == ["layer", "alone,", "KL"]
+    assert [line.split()[:2] for line in lines[-3:-1]] == [["0", "5.0e-01"], ["1", "1.5e+00"]]
+    assert lines[-1] == "partial: interrupted before everything was measured"
+    assert not (tmp_path / "p").exists()
+
+
+def test_layers_are_told_as_they_are_measured():
+    """What is told is what the result has, in order, before the whole is measured."""
+    judge, seen = Additive(np.random.default_rng(0)), []
+    found = fit(
+        judge,
+        10**6,
+        tried=ways(KINDS, KINDS),
+        told=lambda layer, costs: seen.append((layer, dict(costs))),
+    )
+    assert seen == list(enumerate(found.costs))

@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import json
+import signal
 import time
 
 import pytest
@@ -260,6 +261,31 @@ def test_the_command(config_file, tmp_path, capsys):
     assert "`numkv bench transformers --model" in page.read_text()
     assert "40 tokens: 6 rounds" in printed.err
     assert "prompts of 12 tokens: 2 rounds" in printed.err
+
+
+def test_an_interrupt_shows_the_rounds_so_far(config_file, tmp_path, capsys, monkeypatch):
+    """Ctrl-C in the first round: its table is shown as partial, later ones are not measured, and no page is written."""
+    page, told = tmp_path / "page.md", bench.Bar.told
+
+    def once(bar, done, left_out, wanted):
+        told(bar, done, left_out, wanted)
+        if done + left_out == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(bench.Bar, "told", once)
+    options = [
+        "bench", "transformers", "--model", str(config_file), "--context", "40", "50", "--rounds", "9",
+        "--contestants", "dynamic", "numkv", "--kind", "fp32", "--dtype", "fp32", "--threads", "1",
+        "--markdown", str(page),
+    ]  # fmt: skip
+    assert main(options) == 130
+    printed = capsys.readouterr()
+    assert "stopping after this round" in printed.err
+    assert "Decode at 40 tokens" in printed.out
+    assert "numkv fp32" in printed.out
+    assert "50 tokens" not in printed.out
+    assert "partial: interrupted before everything was measured" in printed.out
+    assert not page.exists()
 
 
 def test_the_picture(config_file, tmp_path, capsys):
