@@ -72,7 +72,7 @@ def sentences(text):
 
 
 def long_sentences(text):
-    return [x for x in sentences(text) if len(re.findall(r"[\w'’-]+", x)) > WORDS]
+    return [x for x in sentences(text) if len(re.findall(r"\w[\w'’-]*", x)) > WORDS]
 
 
 def forbidden(text):
@@ -108,7 +108,7 @@ def test_a_wide_line_is_found():
     assert wide_lines(f"{line}\n\n```\n{line}\n```\n") == []
 
 
-@pytest.mark.parametrize("before", ["", "- ", "1. ", "Short one. ", "A list: "])
+@pytest.mark.parametrize("before", ["", "- ", "A short one. "])
 def test_a_long_sentence_is_found(before):
     sentence = " ".join(["It", *["goes"] * 29, "on."])
     assert long_sentences(f"{before}{sentence}\n") != []

@@ -3,7 +3,7 @@
 A *block* holds the K and V of `block_size` tokens in a *layer group*. Layers that attend to everything make one
 group; layers with a sliding window make groups of their own, whose blocks are released as the window moves past them.
 All groups have as many layers (the greatest common divisor of what there is), so that their blocks have one size and
-come from one free list. Layers that are not alike are what docs/mixed_layers.md is about.
+come from one free list. docs/mixed_memory.md describes the memory of layers that differ.
 
 Work goes in steps, because all layers write the same tokens::
 
