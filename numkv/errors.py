@@ -35,7 +35,7 @@ class DimensionMismatch(NumkvError, ValueError):
 
 
 class NonFiniteInput(NumkvError, ValueError):
-    """An input that is to be quantised holds NaN or infinity.
+    """An input to quantise contains NaN or infinity.
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ class NonFiniteInput(NumkvError, ValueError):
 
 
 class UnsupportedDType(NumkvError, TypeError):
-    """An array's dtype, or a storage kind, is not one that the operation takes."""
+    """The operation does not accept an array's dtype, or a storage kind."""
 
 
 class CacheFull(NumkvError):

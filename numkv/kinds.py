@@ -370,7 +370,7 @@ def kinds(by_channel: bool = False) -> tuple[Kind, ...]:
 
 
 def kind(name: str | Kind) -> Kind:
-    """Look a storage kind up.
+    """Return a storage kind by name.
 
     Parameters
     ----------

@@ -328,11 +328,11 @@ class Bound:
 class BoundAttention(Bound):
     """A cache's layers bound to the arrays and options of a model; made by the caches' `bind`.
 
-    `begin` begins a step and gives the object that is called for each layer. Whatever happens to the cache between
-    steps, a growth included, the next `begin` finds it; the cache does not know of what is bound to it.
+    `begin` begins a step and returns the object to call for each layer. Whatever happens to the cache between
+    steps, a growth included, the next `begin` adapts to it.
 
     Layers in the same blocks with as many q heads and the same window share a plan in a step. Layers whose queries
-    attend within chunks, and those that read another one's rows, go the ordinary way.
+    attend within chunks, and those that read another one's rows, use the unbound path.
 
     Parameters
     ----------
@@ -545,7 +545,7 @@ class BoundStep:
 class BoundLayer(Bound):
     """A layer bound to the arrays and options of a model; made by the layers' `bind`.
 
-    Calling it is a step of its own: room is made, rows are appended, and queries answered.
+    Each call is a step: it makes room, appends the rows and attends.
 
     Parameters
     ----------

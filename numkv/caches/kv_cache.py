@@ -162,7 +162,7 @@ class KVCache(SingleSequence):
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """What each layer keeps: sizes and kinds of rows, rotation, tokens in full precision; all are alike."""
+        """The description of each layer: sizes and kinds of rows, rotation, tokens in full precision; all are equal."""
         return (self._spec(),) * len(self._lengths)
 
     @property
@@ -252,7 +252,7 @@ class KVCache(SingleSequence):
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens advanced past, an array of one element that is shared with `jit`: ``len(cache)`` says what is there.
+        """The number of tokens advanced past, in an array of one element that `jit` shares; see ``len(cache)``.
 
         Your own compiled code moves it as `advance` does, once all layers have the rows. It is checked when it is
         read next.
@@ -645,7 +645,7 @@ class KVCache(SingleSequence):
     # -- what a user reads
 
     def quantised_tokens(self, layer: int) -> range:
-        """Positions of a layer's tokens that are quantised: all of a quantised kind, but for those in full precision.
+        """Positions of a layer's quantised tokens: none in float kinds, else all but those in full precision.
 
         Parameters
         ----------
@@ -931,7 +931,7 @@ class KVCache(SingleSequence):
     def key_error(
         self, layer: int, q: Any, *, sm_scale: float | None = None
     ) -> NDArray[np.float64]:
-        """Estimate how far quantising the keys moves the scores of queries: no exact keys are needed for it.
+        """Estimate how far quantising the keys moves the scores of queries, without the exact keys.
 
         Parameters
         ----------

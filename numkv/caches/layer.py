@@ -729,7 +729,7 @@ class Layer(SingleSequence):
 
     @reads
     def key_error(self, q: Any, *, sm_scale: float | None = None) -> NDArray[np.float64]:
-        """Estimate how far quantising the keys moves the scores of queries: no exact keys are needed for it.
+        """Estimate how far quantising the keys moves the scores of queries, without the exact keys.
 
         Parameters
         ----------

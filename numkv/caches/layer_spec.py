@@ -56,7 +56,7 @@ def _shown(self: Any) -> str:
 
 @dataclass(frozen=True, repr=False)
 class FullPrecision:
-    """Tokens that a cache keeps in full precision beside quantised storage; see docs/accuracy.md.
+    """Which tokens a quantised cache stores in full precision; see docs/accuracy.md.
 
     Attributes
     ----------
@@ -148,7 +148,7 @@ class StateSlots:
 
 @dataclass(frozen=True, repr=False)
 class LayerSpec:
-    """What one layer keeps of each sequence: rows, how they are stored, and which of them it sees; states; or nothing.
+    """A description of one layer: the rows it stores, their kind, and the tokens it sees; states; or nothing.
 
     Attributes
     ----------
@@ -250,7 +250,7 @@ class LayerSpec:
 
     @classmethod
     def for_model(cls, needs: ModelNeeds, **storage: Any) -> list[LayerSpec]:
-        """Describe the layers of a model, by what its config says that they keep.
+        """Describe the layers of a model from its config.
 
         Parameters
         ----------

@@ -26,7 +26,7 @@ from numkv.storage.latents import LATENT, LatentPool, pool_and_kinds
 
 @drawn
 class PagedLayer(Layer):
-    """One sequence's K and V in one layer, in blocks that it takes from a pool as it grows.
+    """One sequence's K and V in one layer, in blocks allocated from a pool as it grows.
 
     Parameters
     ----------
@@ -196,7 +196,7 @@ class PagedLayer(Layer):
 
     @whole
     def take_blocks(self, ids: Any) -> None:
-        """Take blocks of your choice for the tokens to come, in this order.
+        """Allocate these blocks for the next tokens, in this order.
 
         They follow those that the layer has, and stay until `truncate`, `free` or a new `seq_len` gives them back.
         Tokens beyond them get blocks of the pool's choice.
@@ -228,7 +228,7 @@ class PagedLayer(Layer):
 
     @drops
     def free(self) -> None:
-        """Give all blocks back to the pool; the layer is empty then and can be used again.
+        """Return all blocks to the pool; the layer is then empty and can be used again.
 
         `clear` drops the tokens and keeps the blocks.
         """

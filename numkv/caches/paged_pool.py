@@ -106,7 +106,7 @@ class PagedPool:
 
     @property
     def spec(self) -> LayerSpec:
-        """What layers over the pool keep: sizes and kinds of rows, and rotation."""
+        """The description of layers over the pool: sizes and kinds of rows, and rotation."""
         pool = self._pool
         return LayerSpec(
             int(pool.k.shape[1]), pool.head_dim, head_dim_v=pool.head_dim_v, kind=pool.k_kind, v_kind=pool.v_storage,
@@ -189,7 +189,7 @@ class PagedPool:
 
     @streamed
     def copy(self) -> Self:
-        """Copy the blocks and their books; the copy shares no memory.
+        """Copy the blocks and their bookkeeping; the copy shares no memory.
 
         Blocks that are in use here are in use there under the same ids, with the same references, prefixes and pins:
         they belong to whoever goes by ids. Layers are not copied, and stay with this pool: `PagedLayer.copy` copies
@@ -212,7 +212,7 @@ class PagedPool:
         return self.copy()
 
     def check(self) -> None:
-        """Prove the accounting of blocks, and that scales of heads are finite.
+        """Verify the bookkeeping of blocks, and that scales of heads are finite.
 
         Raises
         ------

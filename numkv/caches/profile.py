@@ -89,7 +89,7 @@ class Profile:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of a token's rows in all layers, scales included, where they are not kept in full precision."""
+        """Bytes of a token's rows in all layers in their storage kinds, scales included."""
         total = 0
         for layer in self.layers:
             if layer.num_kv_heads is not None:
@@ -118,7 +118,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
-        """Read what `save` wrote.
+        """Read a profile that `save` wrote.
 
         Parameters
         ----------

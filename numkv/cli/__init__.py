@@ -28,10 +28,10 @@ from numkv.planning.scale import Network
 __all__ = ["main"]
 
 _DESCRIPTION = """\
-Generate text with a small language model whose KV cache is numkv's, and say what the cache cost.
+Generate text with a small language model over a numkv cache, and print the cache's memory and time.
 
-Without arguments the bundled model, which has read the Python standard library, continues a few
-lines of Python. The text and the table go to stdout, progress to stderr.
+Without arguments, the bundled model continues a few lines of Python. It was trained on the
+Python standard library. The text and the table go to stdout, progress to stderr.
 """
 _EPILOG = """\
 examples:
@@ -229,7 +229,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", nargs="?", type=Path, metavar="CONFIG", help="a config.json, or the folder it is in")
     option(parser, "--config", "the same", Path, "PATH")
-    option(parser, "--profile", "a profile of `numkv fit`, which says shapes and kinds, in its place", Path, "FILE")
+    option(parser, "--profile", "a profile of `numkv fit` instead, which has shapes and kinds", Path, "FILE")
     for name, meaning in (
         ("--layers", "layers that have a KV cache"),
         ("--kv-heads", "key/value heads of a layer"),
@@ -239,7 +239,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         option(parser, name, meaning, _count, "N")
     option(parser, "--memory", "memory for the cache: 8GiB, 500MB, … (default: 8GiB)", _size, "SIZE",
             default=plan.DEFAULT_MEMORY)
-    option(parser, "--tokens", "also say what N tokens need", _count, "N")
+    option(parser, "--tokens", "also print the memory of N tokens", _count, "N")
     option(parser, "--context", "lengths of sequences to list (default: 4,096, 32,768 and the model's)", _count, "N",
             nargs="+")
     option(parser, "--block-size", "round up to blocks of N tokens", _count, "N")
@@ -322,11 +322,11 @@ def _add_stream(parser: argparse.ArgumentParser) -> None:
 
 def _add_warmup(parser: argparse.ArgumentParser) -> None:
     _add_kind_option(parser, ["fp16"], "storage kinds of caches")
-    option(parser, "--dtype", "float kinds of new rows and queries, beside the cache's own (default: fp32)",
+    option(parser, "--dtype", "float kinds of new rows and queries, in addition to the cache's own (default: fp32)",
             checked(_row_kind, "a kind"), "KIND", default=["fp32"], nargs="+")
     _add_target(parser, "where kernels run")
     flag(parser, "--rotate", "also kernels of caches with rotate=True")
-    flag(parser, "--residual", "also kernels of quantised caches that keep some tokens in full precision")
+    flag(parser, "--residual", "also kernels of quantised caches with some tokens in full precision")
     parser.add_argument("--processes", type=int, default=1, help="how many processes compile (default: 1)")
 
 

@@ -36,7 +36,7 @@ from numkv.targets.streamed import streamed
 class PagedCompressor(Heads):
     """The compressed keys and values of several heads of many sequences.
 
-    What a sequence gives is what a `MultiHeadCompressor` of the same config with its tokens gives, bit for bit,
+    The results of a sequence are those of a `MultiHeadCompressor` of the same config with its tokens, bit for bit,
     whatever other sequences there are.
 
     Parameters
@@ -112,7 +112,7 @@ class PagedCompressor(Heads):
         return len(self._stored.sequences)
 
     def length(self, seq: int) -> int:
-        """How many tokens a sequence has.
+        """The number of tokens of a sequence.
 
         Parameters
         ----------
@@ -414,7 +414,7 @@ class PagedCompressor(Heads):
     @streamed
     @reads
     def key_codes(self, seq: int) -> Codes:
-        """What is stored of a sequence's keys, by head: codes, scales and the sketch.
+        """The stored form of a sequence's keys, by head: codes, scales and the sketch.
 
         Parameters
         ----------
@@ -436,7 +436,7 @@ class PagedCompressor(Heads):
     @streamed
     @reads
     def value_codes(self, seq: int) -> Codes:
-        """What is stored of a sequence's values, by head.
+        """The stored form of a sequence's values, by head.
 
         Parameters
         ----------
@@ -460,7 +460,7 @@ class PagedCompressor(Heads):
     @streamed
     @reads
     def check(self) -> None:
-        """Look for a contradiction: tables, lengths, shapes of buffers, and scales, which are finite.
+        """Verify tables, lengths, buffer shapes and that scales are finite.
 
         They are not where vectors with NaN were appended with ``check_finite=False``. On CUDA it waits for the device.
 

@@ -17,7 +17,7 @@ _MOST_SEQUENCES = 12
 
 
 def show(cache: Any, *, file: TextIO | None = None) -> None:
-    """Print what is in a cache: its blocks, cells or tokens, the sequences, and what they cost.
+    """Draw a cache: its blocks, cells or tokens, its sequences and its memory.
 
     Every sign stands for a block, a cell or a token; in caches too large for that, for several of them, and the drawing
     says how many. Where the stream cannot print block graphics, there are letters.

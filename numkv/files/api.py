@@ -42,7 +42,7 @@ _CLASSES = {x.__name__: x for x in _CACHES} | {_ONE: Sequences, _MANY: Sequences
 
 
 def save(path: str | os.PathLike[str], cache: Any, *, mark: Mark | None = None) -> None:
-    """Save a cache, or sequences, to a file, which `load` brings back bit for bit.
+    """Save a cache or sequences to a file; `load` restores them bit for bit.
 
     The file is safetensors with a checksum of each tensor: see docs/files.md. Tokens are saved,
     not the room for more. A file that is there is replaced when the new one is complete and on the disk, so that a
@@ -127,7 +127,7 @@ def load(
     pool: PagedPool | None = None,
     max_nbytes: int | None = None,
 ) -> Any:
-    """Load what `save` saved.
+    """Load a file that `save` wrote.
 
     The file is not trusted: sizes are compared with the file, and bounded, before anything is allocated, and all is
     compared with its checksum. Checksums find damage; they do not say who wrote the file.

@@ -68,7 +68,7 @@ class _Change(NamedTuple):
 class CausalCache(LayeredCache):
     """A cache of many sequences over cells: a token attends to its sequence up to itself, a window of it, or its chunk.
 
-    With a window older tokens are evicted, for all sequences, at the next `start_forward`. With chunks nothing is.
+    With a window, the next `start_forward` evicts older tokens of all sequences. With chunks it evicts none.
 
     Parameters
     ----------
@@ -157,7 +157,7 @@ class CausalCache(LayeredCache):
 
     @property
     def num_cells(self) -> int:
-        """Tokens that the cache has room for, of all sequences; the batch's own included."""
+        """Capacity in tokens, of all sequences, the current batch included."""
         self._check_ready()
         return self._cells.num_cells
 

@@ -205,7 +205,7 @@ class WrapperCache(MultiSequenceCache):
 
     @property
     def layers(self) -> dict[int, LayerSpec]:
-        """What each layer keeps, of those that have been put, by number; in whichever child."""
+        """The description of each layer that was put, by number, in whichever child."""
         return {
             layer: of
             for layers in self._each(lambda child: child.layers)

@@ -161,7 +161,7 @@ class PagedKVCache(StoredSequences):
     def add(
         self, tokens: Any = None, *, extra: Extra | None = None, lookup: PrefixLookup | None = None
     ) -> int:  # fmt: skip
-        """Add a sequence; with its token ids, begin with what the prefix cache has of them.
+        """Add a sequence; given token ids, reuse the blocks of the prefix cache that match them.
 
         At least the last token is left to compute, as its logits are needed to go on. Full blocks are shared. Where
         the common prefix ends inside a block, that block is copied, if there are free ones for it.
@@ -216,7 +216,7 @@ class PagedKVCache(StoredSequences):
 
     @explained
     def lookup(self, tokens: Any, *, extra: Extra | None = None) -> PrefixLookup:
-        """Begin to look for a prompt's prefix in the store; returns at once, and `add` takes over what was found.
+        """Start to search the store for a prompt's prefix; returns at once, and `add` reuses what was found.
 
         Nothing of the cache is changed, and nobody waits: steps of other sequences, and all other calls, go on
         meanwhile. What is found lies in the store's host tier, within its `host_nbytes`, until the lookup is closed or
@@ -786,7 +786,7 @@ class PagedKVCache(StoredSequences):
 
     @whole
     def unpin(self, seq: int) -> None:
-        """Undo the last `pin` of a sequence, whatever has become of the sequence since.
+        """Undo the last `pin` of a sequence, even if it was removed.
 
         Parameters
         ----------
@@ -922,7 +922,7 @@ class PagedKVCache(StoredSequences):
     @streamed
     @writes
     def copy(self) -> Self:
-        """The same cache once more, in memory of its own: rows, sequences by the same numbers, cached prefixes, pins.
+        """Copy rows, sequences by the same numbers, cached prefixes and pins; the copy shares no memory.
 
         Returns
         -------
@@ -1141,7 +1141,7 @@ class PagedKVCache(StoredSequences):
         lse: Any = None,
         **options: Unpack[AttentionOptions],
     ) -> Array:
-        """How much attention each committed token of a sequence gets from the queries of the last ones.
+        """Sum the attention that each committed token of a sequence gets from the queries of the last ones.
 
         `Step.attention_weights` gives those of a step's queries, for all of its sequences.
 

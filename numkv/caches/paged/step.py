@@ -420,7 +420,7 @@ class Step:
         return_lse: bool = False,
         **options: Unpack[AttentionOptions],
     ) -> Any:
-        """Attend with the new tokens' queries, each to itself and earlier ones (in a tree its path), as windows say.
+        """Attend with the new tokens' queries, each to itself and earlier tokens (in a tree: its path) in its window.
 
         Parameters
         ----------
@@ -559,7 +559,7 @@ class Step:
         lse: Any = None,
         **options: Unpack[AttentionOptions],
     ) -> Array:
-        """How much attention each token of the step's sequences gets from the new tokens' queries.
+        """Sum the attention that each token of the step's sequences gets from the new tokens' queries.
 
         Parameters
         ----------
@@ -751,7 +751,7 @@ class Step:
 
     @whole
     def mark_written(self, layer: int | None = None) -> None:
-        """Say that all rows and states of new tokens have been written: by a kernel of your own, or by a CUDA graph.
+        """Mark all rows and states of the new tokens as written, by your own kernel or a CUDA graph.
 
         Parameters
         ----------
@@ -882,7 +882,7 @@ class Step:
         return_lse: bool = False,
         **options: Unpack[AttentionOptions],
     ) -> Any:
-        """Attend with the new tokens' queries to the blocks in which the most can be, exactly over these.
+        """Attend with the new tokens' queries to the blocks with the highest bounds, exactly within these.
 
         For a cache that was made with ``key_bounds=True``. Each kv head chooses for each query, by Quest's bound; see
         `numkv.sparse`. Blocks are bounded here, as far as they have changed since.
