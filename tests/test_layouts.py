@@ -84,7 +84,7 @@ def test_names_are_public():
 
 
 def test_it_is_short_and_can_be_found():
-    assert len(PAGE.splitlines()) <= 510
+    assert len(PAGE.splitlines()) <= 560  # of code that is 84 columns wide
     assert "docs/layouts.md" in (ROOT / "README.md").read_text()
     assert "layouts.md" in (ROOT / "docs" / "architecture.md").read_text()
 

@@ -105,7 +105,7 @@ def report(found: Fit, name: str) -> str:
     str
     """
     shown = _shown(found)
-    header = ("layer", "K: widest/median channel", "V", *map(str, shown), "chosen")
+    header = ("layer", "K widest/median", "V", *map(str, shown), "chosen")
     rows = [
         (
             str(i), f"{k:.1f}{' !' if k > WIDE else ''}", f"{v:.1f}{' !' if v > WIDE else ''}",

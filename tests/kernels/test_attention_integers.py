@@ -89,7 +89,7 @@ def run_score4(
         sum_query_groups(f, r * q_step, dim, sums_at + r * 16 * blocks)
     for r in range(at_once):
         interleave_bytes(1, f, r * q_step, q_step, q_step, rows_at + r * q_step // 2)
-    queries = QueryPlaces(rows_at, q_scales_at, sums_at)
+    queries = QueryPlaces(rows_at, q_scales_at, sums_at, 0)
     qk_int4(
         at_once, f, queries, TileRows(codes, offsets, dim, scales_at, groups), count, s_at, NOTHING
     )
@@ -143,7 +143,7 @@ def run_score8(
         f[scales_at + r] = quantise_query(f, r * q_step, dim, q_step)
     interleave_bytes(at_once, f, 0, q_step, q_step, rows_at)
     keys = TileRows(codes, offsets, dim, factors_at, 1)
-    qk_int8(at_once, f, QueryPlaces(rows_at, scales_at, 0), keys, count, s_at, NOTHING)
+    qk_int8(at_once, f, QueryPlaces(rows_at, scales_at, 0, 0), keys, count, s_at, NOTHING)
 
 
 @pytest.mark.skipif(not HAS_FOURS, reason="no instruction adds products of bytes by fours")
