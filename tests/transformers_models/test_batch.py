@@ -315,6 +315,40 @@ def test_random_cancellations():
         nothing_is_left(batch)
 
 
+def test_cancelled_ones_give_their_blocks_back_where_nothing_else_runs():
+    model = make("llama")
+    with batch_of(model) as batch:
+        requests = [batch.submit([3, 4, 5], NEW) for _ in range(2)]
+        batch.step()
+        for request in requests:
+            request.cancel()
+        assert (batch.pending, batch.has_requests) == (0, True)
+        model.train()
+        with pytest.raises(NotSupported, match="train mode"):
+            batch.step()  # gives them back first
+        model.eval()
+        nothing_is_left(batch)
+        request = batch.submit([3, 4, 5], NEW)
+        batch.step()
+        request.cancel()
+        batch.run()
+        nothing_is_left(batch)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_text_may_fill_the_models_positions(family):
+    """Past them a model with learned positions would fail, and with it all that runs beside."""
+    model, ids = make(family), [3] * 509
+    assert model.config.max_position_embeddings == 512
+    with batch_of(model, blocks=200) as batch:
+        assert batch.submit(ids, 4).result() == generated(model, ids, max_new_tokens=4)
+        with pytest.raises(
+            DimensionMismatch, match=r"512 positions, got a prompt of 509 .* 5 more"
+        ):
+            batch.submit(ids, 5)
+        assert len(batch.submit([3] * 512, 1).result()) == 1
+
+
 def test_what_is_refused_at_submit():
     model = make("llama")
     with batch_of(model, blocks=6) as batch:
