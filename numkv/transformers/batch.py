@@ -21,7 +21,7 @@ import torch
 
 from numkv.access import Access, busy, writes
 from numkv.caches import FullPrecision, Profile
-from numkv.errors import CacheFull, NonFiniteInput, NotSupported, NumkvError
+from numkv.errors import CacheFull, DimensionMismatch, NonFiniteInput, NotSupported, NumkvError
 from numkv.interrupts import signals_deferred
 from numkv.numbers import check_size, parse_size
 from numkv.store import PrefixStore
@@ -229,7 +229,7 @@ class ContinuousBatch:
         CacheFull
             If the whole text could never fit into the pool.
         DimensionMismatch
-            If the prompt is empty or longer than the model's positions.
+            If the prompt is empty, or the whole text longer than the model's positions.
         NotSupported
             If several sequences or beams are asked for, or the model has changed.
         NumkvError
@@ -239,7 +239,7 @@ class ContinuousBatch:
         """
         self._refuse_closed("submit")
         self._is_as_it_was()
-        ids = prompt_of(input_ids, self._vocabulary, self._positions)
+        ids = prompt_of(input_ids, self._vocabulary)
         if max_new_tokens is not None:
             options["max_new_tokens"] = check_size("max_new_tokens", max_new_tokens, 1)
         more = {
@@ -251,6 +251,14 @@ class ContinuousBatch:
         made = BatchRequest(
             self.advance, number, self._model, ids, generation_config, options, more
         )
+        placed = made.most_tokens - 1  # the last token is not read
+        if self._positions is not None and placed > self._positions:
+            raise DimensionMismatch(
+                f"submit: expected a text within the model's {self._positions} positions, got a prompt of {len(ids)} "
+                f"tokens and up to {made.most_tokens - len(ids)} more; make fewer, or shorten the prompt",
+                expected=self._positions,
+                actual=placed,
+            )
         needed = self._blocks_for(made.most_tokens)
         if needed > self.cache.num_blocks:
             raise CacheFull(
@@ -268,9 +276,16 @@ class ContinuousBatch:
         return len(self._unfinished())
 
     def _unfinished(self) -> list[BatchRequest]:
+        return [request for request in self._requests() if not request.done]
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether there is something for `step` to do: requests that have not ended, or blocks of cancelled ones."""
+        return bool(self._requests())
+
+    def _requests(self) -> list[BatchRequest]:
         with self._submitting:
-            each = [*self._new, *self._waiting, *list(self._running)]
-        return [request for request in each if not request.done]
+            return [*self._new, *self._waiting, *list(self._running)]
 
     def stats(self) -> BatchStats:
         """Counts of this moment.
@@ -300,10 +315,10 @@ class ContinuousBatch:
             If the model has changed. The requests stay as they are.
         """
         self._refuse_closed("step")
-        self._is_as_it_was()
         self._driver = threading.get_ident()
         events: list[BatchEvent] = []
         self._drop_ended()
+        self._is_as_it_was()
         parts = self._next_parts(events)
         if parts:
             self._run(parts, events)
@@ -325,17 +340,17 @@ class ContinuousBatch:
 
     def run(self) -> None:
         """Run until every request has ended, those that are submitted meanwhile included."""
-        while self.pending:
+        while self.has_requests:
             self.step()
 
     def __iter__(self) -> Iterator[BatchEvent]:
         """Events until every request has ended."""
-        while self.pending:
+        while self.has_requests:
             yield from self.step()
 
     async def __aiter__(self) -> AsyncIterator[BatchEvent]:
         """Events until every request has ended; passes run in a thread, while the event loop goes on."""
-        while self.pending:
+        while self.has_requests:
             for event in await asyncio.to_thread(self.step):
                 yield event
 

@@ -189,7 +189,7 @@ class BatchRequest:
             self._generator.set_state(state)
 
 
-def prompt_of(given: Any, vocabulary: int, positions: int | None) -> NDArray[np.int64]:
+def prompt_of(given: Any, vocabulary: int) -> NDArray[np.int64]:
     """Check a prompt: a row of token ids that the model has.
 
     Parameters
@@ -198,8 +198,6 @@ def prompt_of(given: Any, vocabulary: int, positions: int | None) -> NDArray[np.
         The ids.
     vocabulary : int
         How many ids there are.
-    positions : int or None
-        Tokens that a text may have, if there is a limit.
     """
     if isinstance(given, torch.Tensor):
         given = given.detach().cpu().numpy()
@@ -221,12 +219,6 @@ def prompt_of(given: Any, vocabulary: int, positions: int | None) -> NDArray[np.
         raise ValueError(
             f"`input_ids`: expected ids from 0 to {vocabulary - 1}, got {ids.min()} to {ids.max()}; use this model's "
             "tokenizer"
-        )
-    if positions is not None and len(ids) >= positions:
-        raise DimensionMismatch(
-            f"`input_ids`: expected fewer than the model's {positions} positions, got {len(ids)} tokens",
-            expected=positions,
-            actual=len(ids),
         )
     return ids.astype(np.int64)
 

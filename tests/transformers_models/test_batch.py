@@ -101,8 +101,11 @@ def test_each_gets_what_it_gets_alone(family):
 
 
 @pytest.mark.parametrize("kind", ["fp32", "int8"])
-def test_forty_requests_in_a_pool_too_small_for_all(kind):
-    model, prompts = make("llama"), texts(40)
+@pytest.mark.parametrize(
+    "family", [pytest.param(x, marks=() if x == "llama" else pytest.mark.nightly) for x in BY_DAY]
+)
+def test_forty_requests_in_a_pool_too_small_for_all(family, kind):
+    model, prompts = make(family), texts(40)
     if kind == "fp32":
         expected = [generated(model, x) for x in prompts]
     else:
@@ -313,6 +316,40 @@ def test_random_cancellations():
             assert len(request.result()) == NEW or request.finish_reason == "cancelled"
         assert 10 < done < 190
         nothing_is_left(batch)
+
+
+def test_cancelled_ones_give_their_blocks_back_where_nothing_else_runs():
+    model = make("llama")
+    with batch_of(model) as batch:
+        requests = [batch.submit([3, 4, 5], NEW) for _ in range(2)]
+        batch.step()
+        for request in requests:
+            request.cancel()
+        assert (batch.pending, batch.has_requests) == (0, True)
+        model.train()
+        with pytest.raises(NotSupported, match="train mode"):
+            batch.step()  # gives them back first
+        model.eval()
+        nothing_is_left(batch)
+        request = batch.submit([3, 4, 5], NEW)
+        batch.step()
+        request.cancel()
+        batch.run()
+        nothing_is_left(batch)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_text_may_fill_the_models_positions(family):
+    """Past them a model with learned positions would fail, and with it all that runs beside."""
+    model, ids = make(family), [3] * 509
+    assert model.config.max_position_embeddings == 512
+    with batch_of(model, blocks=200) as batch:
+        assert batch.submit(ids, 4).result() == generated(model, ids, max_new_tokens=4)
+        with pytest.raises(
+            DimensionMismatch, match=r"512 positions, got a prompt of 509 .* 5 more"
+        ):
+            batch.submit(ids, 5)
+        assert len(batch.submit([3] * 512, 1).result()) == 1
 
 
 def test_what_is_refused_at_submit():
