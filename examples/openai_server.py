@@ -17,8 +17,9 @@ from typing import Annotated
 import transformers
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from numkv.demo import BUNDLED_MODEL
 from numkv.errors import NumkvError
@@ -28,9 +29,10 @@ MOST_BYTES, MOST_WAITING = 1 << 20, 256
 TEMPLATE = "# {role}: {content}\n"  # of the bundled model, which has read code
 
 
-class Options(BaseModel):
+class Options(BaseModel, extra="forbid"):  # rather than do something else than what was asked
     model: str | None = None
-    max_tokens: int = Field(128, ge=1)
+    user: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, ge=0, le=1)
@@ -38,6 +40,14 @@ class Options(BaseModel):
     seed: int | None = Field(None, ge=0)
     stop: str | Annotated[list[str], Field(max_length=4)] = []
     stream: bool = False
+    stream_options: dict[str, bool] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_nulls(cls, given):
+        """OpenAI's null is the same as nothing."""
+        is_dict = isinstance(given, dict)
+        return {key: x for key, x in given.items() if x is not None} if is_dict else given
 
 
 class Completion(Options):
@@ -73,7 +83,12 @@ class Text:
             return self.encode("".join(TEMPLATE.format(**x) for x in messages))
         if not self.own.chat_template:
             raise HTTPException(400, "this model has no chat template; use /v1/completions")
-        return self.own.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        try:
+            return self.own.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False
+            )
+        except Exception as error:  # templates raise what they like
+            raise HTTPException(400, f"the chat template refuses this: {error}") from error
 
 
 class Engine(threading.Thread):
@@ -92,9 +107,9 @@ class Engine(threading.Thread):
                 with self.lock:
                     for event in events:
                         self.send(self.queues.get(event.request), event)
-            except Exception:  # of the model: nobody gets anything
+            except Exception as error:  # of the model: nobody gets anything
                 traceback.print_exc()
-                self.drop()
+                self.drop(HTTPException(500, f"{type(error).__name__}: {error}"))
             if not self.batch.pending:
                 self.wake.wait()
                 self.wake.clear()
@@ -103,17 +118,17 @@ class Engine(threading.Thread):
         if queue is not None:
             self.loop.call_soon_threadsafe(queue.put_nowait, event)
 
-    def drop(self):
+    def drop(self, why):
         with self.lock:
             for request, queue in self.queues.items():
                 request.cancel()
-                self.send(queue, None)
+                self.send(queue, why)
 
     def end(self):
         self.ends = True
         self.wake.set()
         self.join()
-        self.drop()
+        self.drop(HTTPException(503, "the server ends"))
 
     def submit(self, *args, **options):
         with self.lock:  # before its first token
@@ -129,10 +144,12 @@ class Engine(threading.Thread):
         try:
             while reason is None:
                 event = await queue.get()
-                if event is None:  # the client is gone, or the server ends
+                if event is None:  # the client is gone
                     return
+                if isinstance(event, HTTPException):
+                    raise event
                 if request.error is not None:
-                    raise RuntimeError(str(request.error)) from request.error
+                    raise HTTPException(500, str(request.error)) from request.error
                 reason = request.finish_reason if event.done else None
                 found = text.decode(request.tokens)
                 cut = min((x for x in map(found.find, stops) if x >= 0), default=None)
@@ -176,9 +193,14 @@ def make(folder=BUNDLED_MODEL, kind=None, max_nbytes="1GiB", **options):
         return await call(http)
 
     async def refuse(http: Request, error: Exception):
-        return JSONResponse({"error": {"message": str(error)}}, 400)
+        status, message = getattr(error, "status_code", 400), getattr(error, "detail", str(error))
+        if isinstance(error, RequestValidationError):
+            each = (f"{'.'.join(map(str, x['loc']))}: {x['msg']}" for x in error.errors())
+            status, message = 422, "; ".join(each)
+        return JSONResponse({"error": {"message": message}}, status)
 
-    for kind_of_error in (NumkvError, ValueError, TypeError):
+    kinds_of_errors = (HTTPException, RequestValidationError, NumkvError, ValueError, TypeError)
+    for kind_of_error in kinds_of_errors:
         app.add_exception_handler(kind_of_error, refuse)
 
     @app.post("/v1/completions")
@@ -200,7 +222,9 @@ def make(folder=BUNDLED_MODEL, kind=None, max_nbytes="1GiB", **options):
         given = {"do_sample": body.temperature > 0}
         if body.temperature > 0:
             given |= {"temperature": body.temperature, "top_p": body.top_p, "seed": body.seed}
-        request, queue = engine.submit(ids, body.max_completion_tokens or body.max_tokens, **given)
+        usual = max(1, min(128, model.config.get_text_config().max_position_embeddings - len(ids)))
+        most = body.max_completion_tokens or body.max_tokens or usual
+        request, queue = engine.submit(ids, most, **given)
         kind = "chat.completion" if is_chat else "text_completion"
         head = {
             "id": f"cmpl-{request.number}",
@@ -211,8 +235,9 @@ def make(folder=BUNDLED_MODEL, kind=None, max_nbytes="1GiB", **options):
         pieces = engine.texts(text, stops, request, queue)
         if body.stream:
             head["object"] += ".chunk" * is_chat
+            use = request if body.stream_options.get("include_usage") else None
             return StreamingResponse(
-                streamed(pieces, head, is_chat), media_type="text/event-stream"
+                streamed(pieces, head, is_chat, use), media_type="text/event-stream"
             )
 
         async def end_if_gone():
@@ -225,18 +250,26 @@ def make(folder=BUNDLED_MODEL, kind=None, max_nbytes="1GiB", **options):
         watch.cancel()
         said, reason = "".join(x for x, _ in found), found[-1][1] if found else "cancelled"
         choice = {"message": {"role": "assistant", "content": said}} if is_chat else {"text": said}
-        used = {"prompt_tokens": request.prompt_len, "completion_tokens": len(request.tokens)}
-        used["total_tokens"] = sum(used.values())
-        return head | {"choices": [{"index": 0, "finish_reason": reason, **choice}], "usage": used}
+        choice |= {"index": 0, "finish_reason": reason}
+        return head | {"choices": [choice], "usage": used(request)}
 
-    async def streamed(pieces, head, is_chat):
-        async with contextlib.aclosing(pieces):
-            async for said, reason in pieces:
-                choice = (
-                    {"delta": {"role": "assistant", "content": said}} if is_chat else {"text": said}
-                )
-                choice = {"index": 0, "finish_reason": reason, **choice}
-                yield f"data: {json.dumps(head | {'choices': [choice]})}\n\n"
+    def used(request):
+        made = len(request.tokens)
+        used = {"prompt_tokens": request.prompt_len, "completion_tokens": made}
+        return used | {"total_tokens": request.prompt_len + made}
+
+    async def streamed(pieces, head, is_chat, use):
+        try:
+            async with contextlib.aclosing(pieces):
+                async for said, reason in pieces:
+                    delta = {"role": "assistant", "content": said}
+                    choice = {"delta": delta} if is_chat else {"text": said}
+                    choice |= {"index": 0, "finish_reason": reason}
+                    yield f"data: {json.dumps(head | {'choices': [choice]})}\n\n"
+            if use is not None:
+                yield f"data: {json.dumps(head | {'choices': [], 'usage': used(use)})}\n\n"
+        except HTTPException as error:
+            yield f"data: {json.dumps({'error': {'message': error.detail}})}\n\n"
         yield "data: [DONE]\n\n"
 
     @app.get("/v1/models")

@@ -123,14 +123,39 @@ def test_a_client_that_hangs_up(server, stream):
         (422, "x"), (422, []), (422, {}), (422, {"prompt": 3}), (422, {"prompt": "a", "max_tokens": 0}),
         (422, {"prompt": "a", "n": 2}), (422, {"prompt": "a", "stream": 3}), (422, {"prompt": "a", "stop": ["b"] * 5}),
         (404, {"prompt": "a", "model": "other"}), (400, {"prompt": [999]}), (400, {"prompt": []}),
-        (400, {"prompt": "a" * 3000}), (413, {"prompt": "a" * (1 << 20)}),
+        (422, {"prompt": "a", "tools": []}), (422, {"prompt": "a", "logprobs": 3}),
+        (400, {"prompt": "a", "max_tokens": 2048}), (400, {"prompt": "a" * 3000}), (413, {"prompt": "a" * (1 << 20)}),
     ],
 )  # fmt: skip
 def test_wrong_bodies(server, status, body):
     answer = httpx.post(server[1] + "/v1/completions", json=body)
     assert answer.status_code == status
-    assert len(answer.text) > 20
+    assert len(answer.json()["error"]["message"]) > 15
     nothing_runs(server)
+
+
+def test_what_clients_send_that_says_nothing(server, client):
+    nulls = dict.fromkeys(("stop", "n", "top_p", "seed", "stream_options", "max_completion_tokens"))
+    answer = httpx.post(server[1] + "/v1/completions", json=GREEDY | nulls)
+    assert answer.json()["choices"][0]["text"] == text_of(client)
+    found = httpx.post(server[1] + "/v1/completions", json={"prompt": "a" * 2000}).json()
+    assert found["usage"]["total_tokens"] <= 2048  # fewer than usual, as there is room for
+
+
+def test_the_client_sees_the_reason(client):
+    with pytest.raises(openai.NotFoundError, match="has the model 'model'"):
+        text_of(client, model="other")
+    with pytest.raises(openai.UnprocessableEntityError, match="max_tokens: Input should be"):
+        text_of(client, max_tokens=0)
+
+
+def test_usage_of_a_stream(client):
+    *parts, last = client.completions.create(
+        **GREEDY, stream=True, stream_options={"include_usage": True}
+    )
+    assert (last.choices, last.usage.completion_tokens) == ([], 24)
+    assert last.usage.total_tokens == 24 + 1 + len(PROMPT)
+    assert all(x.usage is None for x in parts)
 
 
 def test_metrics(server, client):
@@ -148,7 +173,9 @@ def test_a_model_that_fails(server, client, monkeypatch):
     batch = server[0].state.batch
     with monkeypatch.context() as patch:
         patch.setattr(type(batch), "_next_parts", lambda *_: 1 / 0)
-        found = client.completions.create(**GREEDY)
-        assert found.choices[0].finish_reason == "cancelled"
+        with pytest.raises(openai.InternalServerError, match="ZeroDivisionError"):
+            client.completions.create(**GREEDY)
+        with pytest.raises(openai.APIError, match="ZeroDivisionError"):
+            list(client.completions.create(**GREEDY, stream=True))
     assert len(text_of(client)) == 24
     nothing_runs(server)
