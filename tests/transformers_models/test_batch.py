@@ -101,8 +101,11 @@ def test_each_gets_what_it_gets_alone(family):
 
 
 @pytest.mark.parametrize("kind", ["fp32", "int8"])
-def test_forty_requests_in_a_pool_too_small_for_all(kind):
-    model, prompts = make("llama"), texts(40)
+@pytest.mark.parametrize(
+    "family", [pytest.param(x, marks=() if x == "llama" else pytest.mark.nightly) for x in BY_DAY]
+)
+def test_forty_requests_in_a_pool_too_small_for_all(family, kind):
+    model, prompts = make(family), texts(40)
     if kind == "fp32":
         expected = [generated(model, x) for x in prompts]
     else:
