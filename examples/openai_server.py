@@ -107,6 +107,8 @@ class Engine(threading.Thread):
                 with self.lock:
                     for event in events:
                         self.send(self.queues.get(event.request), event)
+                        if event.done:  # also where the client left before its stream began
+                            self.queues.pop(event.request, None)
             except Exception as error:  # of the model: nobody gets anything
                 traceback.print_exc()
                 self.drop(HTTPException(500, f"{type(error).__name__}: {error}"))
