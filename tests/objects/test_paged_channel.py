@@ -44,9 +44,9 @@ class Played:
         self.model[seq] = Sequence.empty(HEADS, DIM, self.kind)
         return seq
 
-    def step(self, seqs, lens, accepted=None, write=False, ids=None):
+    def step(self, seqs, lens, accepted=None, write=False, ids=None, new=None):
         """Append to both layers, attend with every new token, and keep what is accepted."""
-        new = [rows(self.rng, n) for n in lens]
+        new = [rows(self.rng, n) for n in lens] if new is None else new
         k, v = (np.concatenate(x) for x in zip(*new, strict=True))
         q = queries(self.rng, sum(lens))
         step = self.cache.reserve(seqs, lens)
@@ -520,3 +520,70 @@ def test_random_lives(kind, seed):
         if not p.model:
             p.add()
         p.look()
+
+
+def rows_of(ids, start):
+    """The rows of tokens from a position on: what an id and a position make, whatever was before."""
+    made = [rows(np.random.default_rng([int(x), start + i]), 1) for i, x in enumerate(ids)]
+    if not made:
+        return rows(np.random.default_rng(0), 0)
+    return tuple(np.concatenate(x) for x in zip(*made, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_lives_of_prompts(kind, seed, tmp_path):
+    """Prompts that begin alike, found in the pool and, after restarts, in a store; forks, drafts, cuts and swaps."""
+    rng = np.random.default_rng([seed, 11])
+    begin = rng.integers(0, 9, 200)
+    found = 0
+
+    def opened():
+        store = stored_in(tmp_path)
+        return Played(make(kind, num_blocks=64, store=store), rng, lambda x: x, np.asarray, kind)
+
+    def go_on(seq, ids, **options):
+        start = len(p.model[seq])
+        p.step([seq], [len(ids)], new=[rows_of(ids, start)], ids=ids, **options)
+
+    p = opened()
+    for _ in range(40):
+        live = list(p.model)
+        what = rng.integers(0, 8) if live else 0
+        seq = int(rng.choice(live)) if live else -1
+        if what <= 1 and len(live) < 4:
+            ids = np.concatenate(
+                [begin[: rng.integers(1, 200)], rng.integers(0, 9, rng.integers(1, 90))]
+            )
+            made = p.cache.add(ids)
+            start = p.cache.cached_len(made)
+            found += start
+            p.model[made] = Sequence.empty(HEADS, DIM, kind).extended(*rows_of(ids[:start], 0))
+            while start < len(ids):  # in pieces, as a prompt may come
+                count = min(int(rng.integers(1, 150)), len(ids) - start)
+                go_on(made, ids[start : start + count], write=bool(rng.integers(2)))
+                start += count
+        elif what == 2 and live:
+            go_on(seq, rng.integers(0, 9, rng.integers(1, 70)))
+        elif what == 3 and live:
+            n = int(rng.integers(1, 64))
+            go_on(seq, rng.integers(0, 9, n), accepted=[int(rng.integers(0, n + 1))])
+        elif what == 4 and live and len(live) < 4:
+            p.model[p.cache.fork(seq)] = p.model[seq]
+        elif what == 5 and live:
+            p.truncate(seq, int(rng.integers(1, len(p.model[seq]) + 1)))
+            go_on(seq, rng.integers(0, 9, 1))
+        elif what == 6 and live:
+            p.cache.remove(seq)
+            del p.model[seq]
+        elif what == 7 and rng.random() < 0.4:  # a restart
+            p.cache.store.flush()
+            p.cache.store.close()
+            p = opened()
+        for long in [x for x, of in p.model.items() if len(of) > 450]:
+            p.cache.remove(long)
+            del p.model[long]
+        p.cache.check()
+    assert found > 50
+    p.cache.store.close()
