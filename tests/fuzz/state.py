@@ -32,7 +32,7 @@ MADE_AGAIN = {
 }
 #: Those of one class, where another has such a field for good.
 MADE_AGAIN_OF = {
-    "Step": {"_prefixes", "_reads", "_seen_in_full"},
+    "Step": {"_prefixes", "_reads"},  # by what was asked
     "ForwardPass": {
         "_slots_on_target", "_shown", "_table", "_lens", "_found", "_visible_ranges", "_sight", "_device", "_mask",
     },
