@@ -63,3 +63,16 @@ class Sequence:
                     q[i, h].astype(float), k[:, g], v[:, g], q.shape[2] ** -0.5, 0.0, None
                 )
         return out
+
+    def mass(self, q, window=-1):
+        """Attention ``(heads, n)`` that tokens get from the queries of the last ones, in float64."""
+        n, heads, dim = self.k.shape
+        found = np.zeros((heads, n))
+        for i, position in enumerate(range(n - len(q), n)):
+            k, _ = self.seen(position, window)
+            for h in range(q.shape[1]):
+                g = h // (q.shape[1] // heads)
+                scores = k[:, g] @ q[i, h].astype(float) * dim**-0.5
+                p = np.exp(scores - scores.max())
+                found[g, position + 1 - len(k) : position + 1] += p / p.sum()
+        return found

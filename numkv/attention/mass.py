@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 import numpy as np
@@ -16,6 +17,7 @@ from numkv.attention.options import (
     check_options,
     with_options,
 )
+from numkv.attention.parts import Part, attend_to_parts
 from numkv.checks import check_array, check_integers
 from numkv.errors import DimensionMismatch
 from numkv.kinds import kind_of_dtype
@@ -93,6 +95,35 @@ def attention_mass(
         int(options.window_left), weights,
     )  # fmt: skip
     return weights
+
+
+def mass_of_parts(
+    parts: Sequence[Part], q: Array, seq_lens: Array, q_starts: Array, columns: int, options: CheckedOptions, lse: Any
+) -> Array:  # fmt: skip
+    """Sum attention as `attention_mass` does, over parts whose tables lie along the same tokens; waits for the device.
+
+    With the lse known, what a query gives to a token is independent of all others: each part has its own tokens.
+    """
+    target = parts[0].pool.target
+    if lse is None:
+        asked = options._replace(return_lse=True)
+        _, lse = attend_to_parts(parts, q, seq_lens, q_starts, asked)
+    plain = options._replace(window_left=-1)
+    found = [
+        attention_mass(
+            part.pool,
+            part.table,
+            q,
+            seq_lens,
+            q_starts,
+            columns,
+            plain,
+            lse=lse,
+            ranges=part.ranges,
+        )
+        for part in parts
+    ]
+    return target.asarray(sum(np.asarray(target.to_host(x)) for x in found))
 
 
 def attention_weights(

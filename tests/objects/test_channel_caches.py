@@ -227,19 +227,6 @@ def test_files_of_several_layers(rng, tmp_path):
         np.testing.assert_array_equal(again.k(layer), cache.k(layer))
 
 
-def weights_of(model, q, window=-1):
-    """Attention mass ``(heads, n)`` of the queries of the last tokens, in float64."""
-    n, group = len(model), Q_HEADS // HEADS
-    found = np.zeros((HEADS, n))
-    for i, position in enumerate(range(n - len(q), n)):
-        k, _ = model.seen(position, window)
-        for h in range(Q_HEADS):
-            scores = k[:, h // group] @ q[i, h].astype(float) * DIM**-0.5
-            p = np.exp(scores - scores.max())
-            found[h // group, position + 1 - len(k) : position + 1] += p / p.sum()
-    return found
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_weights(target, to, host, rng, kind):
     """Queries of several groups read the same token in full and as codes."""
@@ -250,12 +237,10 @@ def test_attention_weights(target, to, host, rng, kind):
             for window in (-1, 70):
                 q = queries(rng, n)
                 found = host(layer.attention_weights(to(q), window_left=window))
-                np.testing.assert_allclose(found, weights_of(p.model, q, window), atol=2e-4)
+                np.testing.assert_allclose(found, p.model.mass(q, window), atol=2e-4)
         p.truncate(100)
         q = queries(rng, 3)
-        np.testing.assert_allclose(
-            host(layer.attention_weights(to(q))), weights_of(p.model, q), atol=2e-4
-        )
+        np.testing.assert_allclose(host(layer.attention_weights(to(q))), p.model.mass(q), atol=2e-4)
 
 
 def test_what_is_refused(rng):

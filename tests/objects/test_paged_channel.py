@@ -474,10 +474,6 @@ def refusals():
     seq = c.add()
     yield (lambda: c.reserve([seq], [2], parents=[-1, 0])), r"parents: .*by channel"
     yield (lambda: c.compact(seq, [])), r"compact: .*by channel"
-    yield (
-        (lambda: c.attention_weights(0, seq, np.zeros((1, 4, 32), np.float32))),
-        r"attention_weights",
-    )
 
 
 def test_what_is_refused_says_what_to_do_instead():
@@ -485,6 +481,38 @@ def test_what_is_refused_says_what_to_do_instead():
         with pytest.raises(numkv.NumkvError, match=said):
             call()
             raise AssertionError(number)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_weights(play, kind):
+    """Of the queries of a step, for its sequences, and of a sequence's newest ones."""
+    p = play(kind)
+    a, b = p.add(), p.add()
+    p.step([a, b], [100, 63])
+    lens = [70, 2]
+    new = [rows(p.rng, n) for n in lens]
+    k, v = (np.concatenate(x) for x in zip(*new, strict=True))
+    q = queries(p.rng, sum(lens))
+    step = p.cache.reserve([a, b], lens)
+    with pytest.raises(numkv.NumkvError, match="without"):
+        step.attention_weights(0, p.to(q))
+    for layer in range(2):
+        step.append(layer, p.to(k), p.to(v))
+        _, lse = step.attention(layer, p.to(q), return_lse=True)
+        found = [p.host(step.attention_weights(layer, p.to(q), lse=x)) for x in (None, lse)]
+        for weights in found:
+            for i, (seq, some) in enumerate(zip((a, b), new, strict=True)):
+                longer = p.model[seq].extended(*some)
+                of = q[:70] if i == 0 else q[70:]
+                np.testing.assert_allclose(weights[i, :, : len(longer)], longer.mass(of), atol=2e-4)
+                assert not weights[i, :, len(longer) :].any()
+    p.cache.commit(step)
+    for seq, some in zip((a, b), new, strict=True):
+        p.model[seq] = p.model[seq].extended(*some)
+    for seq, n in ((a, 1), (b, 1), (a, 20)):
+        q = queries(p.rng, n)
+        found = p.host(p.cache.attention_weights(0, seq, p.to(q)))
+        np.testing.assert_allclose(found, p.model[seq].mass(q), atol=2e-4)
 
 
 @pytest.mark.slow

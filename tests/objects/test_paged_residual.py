@@ -471,6 +471,29 @@ def test_a_step_of_no_sequences():
     cache.check()
 
 
+def test_attention_weights(rng):
+    """Of values that are exact, weighted sums are the output: in full, as codes and first tokens alike."""
+    kept = numkv.FullPrecision(16, 4, kind="fp32")
+    layers = [numkv.LayerSpec(HEADS, DIM, kind="int4", v_kind="fp32", full_precision=kept)] * 2
+    cache = numkv.PagedKVCache(layers=layers, num_blocks=64, block_size=8)
+    seq = cache.add()
+    v, q = np.zeros((0, HEADS, DIM), F32), None
+    for n in (50, 1, 30):
+        k, of_v = rng.standard_normal((2, n, HEADS, DIM), F32)
+        v, q = np.concatenate([v, of_v]), queries(n)
+        step = cache.reserve([seq], n)
+        for layer in range(2):
+            step.append(layer, k, of_v)
+            out = step.attention(layer, q)
+            weights = step.attention_weights(layer, q)[0]
+            wanted = out.reshape(n, HEADS, -1, DIM).sum((0, 2))
+            np.testing.assert_allclose(np.einsum("ht,thd->hd", weights, v), wanted, atol=1e-3)
+        cache.commit(step)
+    newest = cache.decode_attention(0, [seq], q[-1:])[0].reshape(HEADS, -1, DIM).sum(1)
+    weights = cache.attention_weights(0, seq, q[-1:])
+    np.testing.assert_allclose(np.einsum("ht,thd->hd", weights, v), newest, atol=1e-3)
+
+
 def test_what_is_not_built_is_refused(tmp_path):
     cache = make()
     seq = cache.add()
@@ -481,10 +504,8 @@ def test_what_is_not_built_is_refused(tmp_path):
     calls = [
         lambda: cache.bind(4),
         lambda: cache.step_buffers(1),
-        lambda: cache.attention_weights(0, seq, queries(1)),
         lambda: cache.reserve([cache.add()], 2, parents=[-1, 0]),
         lambda: step.mark_written(),
-        lambda: step.attention_weights(0, queries(2)),
         lambda: make(store=numkv.store.PrefixStore(tmp_path / "store", mark="m")),
     ]
     for call in calls:

@@ -108,6 +108,7 @@ class StepTables:
                 actual=self.max_length,
             )
         for layer in range(store.num_layers):
+            store.refuse_residual("step_buffers", "use one without")
             store.refuse_chunks("step_buffers", layer)
         blocks = store.blocks_for(self.max_length)
         check_bytes({"num_tokens": self.num_tokens}, 8 * (1 + len(store.groups)))

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from numkv.access import alone, whole, writes
 from numkv.arrays import CacheArrays
 from numkv.attention.attend import attend, check_queries, too_many_queries
-from numkv.attention.mass import attention_mass
+from numkv.attention.mass import attention_mass, mass_of_parts
 from numkv.attention.options import OF_A_LAYER, SCORES, AttentionOptions, check_options
 from numkv.blocks.pool import restore, taken_for_now
 from numkv.blocks.prefix import plain_extra
@@ -61,7 +61,7 @@ from numkv.caches.paged.prefix_match import (
     with_checkpoint,
 )
 from numkv.caches.paged.reservation import end_step, kept_tokens, refuse_without_slots, reserve_room
-from numkv.caches.paged.residual_attention import attend_to_newest
+from numkv.caches.paged.residual_attention import attend_to_newest, parts_of_queries
 from numkv.caches.paged.saved import (
     SavedPagedCache,
     cache_snapshot,
@@ -1189,11 +1189,17 @@ class PagedKVCache(StoredSequences):
                 f"which sees token {first}, and layer {layer} holds those from "
                 f"{first_stored} on; pass fewer, or ask the step that wrote them"
             )
-        weights = attention_mass(
-            pool, place.index(self._store.block_table([state], group), np.int32), q,
-            place.index(np.array([length]), np.int64), place.index(np.array([0, tokens]), np.int64),
-            length, check_options(options, takes=SCORES, window_left=window), lse=lse,
-        )  # fmt: skip
+        lens, starts = (place.index(np.array(x), np.int64) for x in ([length], [0, tokens]))
+        checked = check_options(options, takes=SCORES, window_left=window)
+        if self._store.layers.twin(layer) is None:
+            table = place.index(self._store.block_table([state], group), np.int32)
+            weights = attention_mass(pool, table, q, lens, starts, length, checked, lse=lse)
+        else:
+            of = np.zeros(tokens, np.int64)
+            parts = parts_of_queries(
+                self._store, layer, [state], of, length - tokens + np.arange(tokens), checked
+            )
+            weights = mass_of_parts(parts, q, lens, starts, length, checked, lse)
         self._refuse_overtaken("attention_weights", generation, (number,), (state,))
         return weights.reshape((int(pool.k.shape[1]), length))
 

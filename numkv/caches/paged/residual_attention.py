@@ -74,21 +74,29 @@ def parts_of(store: BlockStore, layer: int, twin: int, tables: Any, ranges: Rang
     ]
 
 
-def attend_to_newest(
-    store: BlockStore, layer: int, states: Sequence[SequenceState], q: Array, lens: Ints, options: CheckedOptions
-) -> Any:  # fmt: skip
-    """Attend with a query for the newest token of each sequence, in a layer that has a twin."""
-    target = store.target
+def parts_of_queries(
+    store: BlockStore, layer: int, states: Sequence[SequenceState], of: Ints, positions: Ints, options: CheckedOptions
+) -> list[Part]:  # fmt: skip
+    """What queries see in a layer that has a twin: each is of a sequence, by number, and stands at a position."""
     twin = store.layers.twin(layer)
     assert twin is not None
     group = store.place(twin)[1]
     first = np.array([store.first_stored(state, group) for state in states], np.int64)
-    queries = Queries(lens - 1, lens, first)
-    seen = queries.seen(options.sight, options.window_left, target)
+    lens = np.array([state.length for state in states], np.int64)
+    queries = Queries(positions, lens[of], first[of])
+    seen = queries.seen(options.sight, options.window_left, store.target)
 
     def table(group: int) -> Array:
-        return target.index(store.block_table(states, group), np.int32)
+        return store.target.index(store.block_table(states, group), np.int32)
 
+    return parts_of(store, layer, twin, table, ranges_of(store, twin, queries, seen))
+
+
+def attend_to_newest(
+    store: BlockStore, layer: int, states: Sequence[SequenceState], q: Array, lens: Ints, options: CheckedOptions
+) -> Any:  # fmt: skip
+    """Attend with a query for the newest token of each sequence, in a layer that has a twin."""
+    target, of = store.target, np.arange(len(states))
     starts = target.index(np.arange(len(states) + 1), np.int64)
-    parts = parts_of(store, layer, twin, table, ranges_of(store, twin, queries, seen))
+    parts = parts_of_queries(store, layer, states, of, lens - 1, options)
     return attend_to_parts(parts, q, target.index(lens, np.int64), starts, options)

@@ -13,7 +13,7 @@ from numkv.access import Access, whole, writes
 from numkv.arrays import CacheArrays
 from numkv.attention.attend import attend, check_queries
 from numkv.attention.cascade import Prefix, attend_cascade
-from numkv.attention.mass import attention_mass
+from numkv.attention.mass import attention_mass, mass_of_parts
 from numkv.attention.options import (
     OF_A_LAYER,
     SCORES,
@@ -22,7 +22,7 @@ from numkv.attention.options import (
     CheckedOptions,
     check_options,
 )
-from numkv.attention.parts import attend_to_parts
+from numkv.attention.parts import Part, attend_to_parts
 from numkv.caches.bound import BoundStep, NewTokens
 from numkv.caches.paged.buffers import Filled, StepTables
 from numkv.caches.paged.column import Rows
@@ -594,6 +594,11 @@ class Step:
             q = self._check_queries(layer, pool, q)
             window = self._store.groups[group].window
             checked = check_options(options, takes=SCORES, window_left=window)
+            if self._store.layers.twin(layer) is not None:
+                parts = self._parts_in_full(layer, checked)
+                return mass_of_parts(
+                    parts, q, self._lens, self._starts, self._longest, checked, lse
+                )
             found = attention_mass(
                 pool, self._tables[group], q, self._lens, self._starts, self._longest, checked, lse=lse
             )  # fmt: skip
@@ -1071,6 +1076,11 @@ class Step:
 
     def _attend_in_full(self, layer: int, q: Array, options: CheckedOptions) -> Any:
         """Attend in a layer that has a twin."""
+        parts = self._parts_in_full(layer, options)
+        return attend_to_parts(parts, q, self._lens, self._starts, options)
+
+    def _parts_in_full(self, layer: int, options: CheckedOptions) -> list[Part]:
+        """What the step's queries see of a layer that has a twin."""
         store, twin = self._store, self._store.layers.twin(layer)
         assert twin is not None
         if options.sight is None:
@@ -1079,8 +1089,7 @@ class Step:
             queries = self._queries_in_full(twin)
             seen = queries.seen(options.sight, options.window_left, store.target)
             ranges = ranges_of(store, twin, queries, seen)
-        parts = parts_of(store, layer, twin, self._tables.__getitem__, ranges)
-        return attend_to_parts(parts, q, self._lens, self._starts, options)
+        return parts_of(store, layer, twin, self._tables.__getitem__, ranges)
 
     def _look(self, looked_at: Any) -> int:
         """A number for a call that is made again."""

@@ -265,8 +265,7 @@ class BlockStore:
             )
 
     def refuse_chunks(self, name: str, layer: int) -> None:
-        """Refuse what goes by windows only, and by one kind of rows in a layer."""
-        self.refuse_residual(name, "use one without")
+        """Refuse what goes by windows only."""
         if self.layers.chunks[layer]:
             raise NotSupported(
                 f"{name}: expected a layer with a window or without, got layer {layer}, whose queries attend within "
