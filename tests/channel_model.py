@@ -43,6 +43,24 @@ class Sequence:
             k[kept:], full_v[kept:] = of_k[kept:length], of_v[kept:length]
         return Sequence(k, v, self.kind, full_v, full_from)
 
+    def compacted(self, keep, turn=None):
+        """The tokens of some positions: groups before the first that moves stay, rows of others are taken as they read.
+
+        ``turn(k, offsets)`` moves keys.
+        """
+        keep = np.asarray(keep, np.int64)
+        moved = np.flatnonzero(keep != np.arange(len(keep)))
+        begin = (int(moved[0]) if len(moved) else len(keep)) // TOKENS * TOKENS
+        edge = max((len(self) - 1) // TOKENS * TOKENS, min(self.full_from, len(self)))
+        of_k, of_v = self.coded()
+        k, v = (
+            np.concatenate([x[:edge], y[edge:]])[keep[begin:]].astype(np.float32)
+            for x, y in ((of_k, self.k), (of_v, self.full_v))
+        )
+        if turn is not None:
+            k = turn(k, np.arange(begin, len(keep)) - keep[begin:])
+        return self.truncated(begin).extended(k, v)
+
     def seen(self, position, window=-1):
         """K and V that a query at a position sees: its own group in full, those before as codes."""
         of_k, of_v = self.coded()

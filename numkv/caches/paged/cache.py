@@ -48,7 +48,7 @@ from numkv.caches.paged.arguments import (
 from numkv.caches.paged.bound import bind_paged
 from numkv.caches.paged.buffers import StepBuffers, tables_of
 from numkv.caches.paged.column import Column
-from numkv.caches.paged.compact import plan_compaction
+from numkv.caches.paged.compact import kept_rows, plan_compaction, whole_groups_before
 from numkv.caches.paged.lookup import Contents, PrefixLookup, contents_of
 from numkv.caches.paged.memory import state_of, store_of
 from numkv.caches.paged.prefix_match import (
@@ -70,7 +70,7 @@ from numkv.caches.paged.saved import (
     store_tensors,
 )
 from numkv.caches.paged.step import Step, StepMetadata
-from numkv.caches.paged.store import Extra, SequenceState, blocks_in
+from numkv.caches.paged.store import Extra, Ints, SequenceState, blocks_in
 from numkv.caches.paged.stored import StoredSequences
 from numkv.caches.paged.swap import SwappedSequence, check_swapped, copy_in, copy_out
 from numkv.caches.paged.tiers import longest_found
@@ -310,6 +310,25 @@ class PagedKVCache(StoredSequences):
         """
         state = self._idle(seq)
         length = check_index("length", length, state.length, inclusive=True)
+        after, dropped = self._cut(state, length)
+        slots = self._store.states
+        before, taken, released = state.slots(), after.slots(), blocks_in(dropped)
+        self._spread_bad()
+        if slots is not None:
+            slots.block_pool.acquire(taken)
+        try:
+            self._exchange({sequence_number(seq): after}, released)
+        except BaseException:
+            self._release_slots(taken)
+            raise
+        self._release_slots(before)
+        if length < state.length:
+            self._store.reports.keep(sequence_number(seq), length)
+
+    def _cut(
+        self, state: SequenceState, length: int
+    ) -> tuple[SequenceState, list[NDArray[np.int32]]]:
+        """A sequence without its tokens from a position on, and the blocks that it then has no more."""
         starts, known = [min(start, length) for start in state.starts], length
         for number, group in enumerate(self._groups):
             stored = self._store.first_stored(state, number)
@@ -346,18 +365,7 @@ class PagedKVCache(StoredSequences):
             marks=marks,
             prompt=None,
         )
-        before, taken, released = state.slots(), after.slots(), blocks_in(dropped)
-        self._spread_bad()
-        if slots is not None:
-            slots.block_pool.acquire(taken)
-        try:
-            self._exchange({sequence_number(seq): after}, released)
-        except BaseException:
-            self._release_slots(taken)
-            raise
-        self._release_slots(before)
-        if length < state.length:
-            self._store.reports.keep(sequence_number(seq), length)
+        return after, dropped
 
     @streamed
     @whole
@@ -365,7 +373,9 @@ class PagedKVCache(StoredSequences):
         """Keep some tokens of a sequence only, and move them to the front: token ``keep[i]`` becomes token i.
 
         Rows move as they are stored, bit for bit. With `shift`, the keys of tokens that move are shifted to their new
-        positions; quantised ones are quantised once more. Blocks that are not needed any more are released.
+        positions; quantised ones are quantised once more. Blocks that are not needed any more are released. Where keys
+        are stored by channel, token groups before the first token that moves stay; the rows of others are decoded, and
+        quantised once more in their new groups. That takes blocks for the new tokens while it runs.
 
         Shared and pinned blocks stay as they are: the sequence gets copies of those whose tokens move. From the first
         changed block on, nothing of the sequence can be found as a prefix any more, as the rows are not what the model
@@ -408,9 +418,11 @@ class PagedKVCache(StoredSequences):
             raise NotSupported(
                 "compact: expected layers without states, as states are of all tokens, got some that keep them"
             )
-        self._store.refuse_groups("compact", "truncate, or take int8 or int4")
         kept = check_kept("keep", keep, state.length)
         number = sequence_number(seq)
+        if any(self._store.layers.groups):
+            self._compact_groups(number, state, kept, shift)
+            return
         plan = plan_compaction(self._store, state, kept, shift)
         try:
             self._publish({number: state._replace(dropped=state.dropped | 1)})
@@ -426,6 +438,40 @@ class PagedKVCache(StoredSequences):
             self._exchange({number: None}, np.append(state.blocks(), plan.taken))
             raise
         self._exchange({number: plan.state}, plan.released)
+        self._store.reports.keep(number, kept[None])
+
+    def _compact_groups(
+        self, number: int, state: SequenceState, kept: Ints, shift: RopeShift | None
+    ) -> None:
+        """Compact where keys are stored by channel: groups before the first token that moves stay, and others' rows are
+        appended anew to a sequence that takes this one's place.
+        """
+        begin = whole_groups_before(self._store, kept)
+        moved, n = kept[begin:], len(kept)
+        rows = {
+            layer: kept_rows(self._store, state, layer, moved, shift, np.arange(begin, n) - moved)
+            for layer in self._store.layers.storing
+            if layer < self.num_layers
+        }
+        after, _ = self._cut(
+            state._replace(cached=min(state.cached, begin), pins=(), prompt=None), begin
+        )
+        made = self._insert(after, shared=after.blocks())
+        try:
+            if len(moved):
+                step = self._reserve([made], [len(moved)], None, None)
+                try:
+                    for layer, (k, v) in rows.items():
+                        step.append(layer, k, v, check_finite=False)
+                except BaseException:
+                    self._end(step, self._metadata_of(step), [0], None)
+                    raise
+                self._end(step, self._metadata_of(step), None, None)
+        except BaseException:
+            self._exchange({made: None}, self._sequences[made].by_depth())
+            raise
+        after = self._sequences[made]._replace(pins=state.pins, dropped=state.rows_dropped())
+        self._exchange({made: None, number: after}, state.by_depth())
         self._store.reports.keep(number, kept[None])
 
     # -- steps

@@ -13,6 +13,7 @@ from numkv.caches.paged.residual import relocate_beside
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import Relocation, fresh_blocks, plan_moves, slots_of
+from numkv.errors import NotSupported
 from numkv.storage.buffer import Buffer
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array
@@ -222,3 +223,53 @@ def _known_prefix(store: BlockStore, state: SequenceState, kept: Ints) -> Sequen
         digests=[names[: same // size] for names in state.digests],
         registered=min(state.registered, same // size),
     )
+
+
+# -- keys by channel
+
+
+def whole_groups_before(store: BlockStore, kept: Ints) -> int:
+    """Tokens in the token groups before the first token that moves."""
+    some = max(store.layers.groups)
+    moved = np.flatnonzero(kept != np.arange(len(kept)))
+    same = int(moved[0]) if len(moved) else len(kept)
+    return same // some * some
+
+
+def kept_rows(
+    store: BlockStore, state: SequenceState, layer: int, positions: Ints, shift: RopeShift | None, offsets: Ints
+) -> tuple[Array, Array]:  # fmt: skip
+    """K and V of some tokens of a layer as floats: those of the newest token group in full, others decoded.
+
+    With a shift, keys are moved by offsets. It waits for the device.
+    """
+    (pool, group), twin, target = store.place(layer), store.layers.twin(layer), store.target
+    size, some = store.block_size, store.layers.groups[layer]
+    edge = state.length
+    if twin is not None and some:
+        in_full = store.place(twin)
+        newest = (state.length - 1) // some * some
+        edge = max(newest, store.first_stored(state, in_full[1]))
+    older, newer = positions[positions < edge], positions[positions >= edge]
+    first = store.first_stored(state, group)
+    if len(older) and older[0] < first:
+        raise NotSupported(
+            f"compact: expected tokens whose rows are all there, got token {older[0]}, and layer {layer} holds those "
+            f"from {first} on; keep fewer tokens, or take kinds that store keys row by row in layers with a window"
+        )
+    parts = [(pool, slots_of(state.tables[group], older, size))]
+    if len(newer):
+        parts.append((in_full[0], slots_of(state.tables[in_full[1]], newer, size)))
+    k, v = (
+        np.concatenate(
+            [
+                np.asarray(target.to_host(of.buffer(which).gather(target.index(slots, np.int64))), np.float32)
+                for of, slots in parts
+            ]
+        )
+        for which in "kv"
+    )  # fmt: skip
+    keys = target.asarray(k)
+    if shift is not None and offsets.any():
+        keys = shift(layer, keys, target.index(offsets, np.int64))
+    return keys, target.asarray(v)
