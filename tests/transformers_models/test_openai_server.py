@@ -14,7 +14,7 @@ openai = pytest.importorskip(
 )
 uvicorn = pytest.importorskip("uvicorn", reason="the server is in the extra server")
 pytest.importorskip("fastapi", reason="the server is in the extra server")
-import httpx  # noqa: E402
+httpx = pytest.importorskip("httpx", reason="what raw requests are made with: pip install httpx")
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "def mean(values):\n"
