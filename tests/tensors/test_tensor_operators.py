@@ -112,7 +112,9 @@ def test_a_compiled_call_refuses_gradients_as_a_plain_one_does():
         compiled(q.clone().requires_grad_())
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:torch", "ignore:`torch.jit.trace` is deprecated:FutureWarning"
+)
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_a_traced_call_is_no_constant():
     q, k, v, lens = operands()
