@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import numkv
 from numkv.cli import accuracy, bench, cache, evaluate, fit, generate, info, plan, show, stream
-from numkv.cli.output import UsageError, at_least, checked, flag, option
+from numkv.cli.output import Size, UsageError, at_least, checked, flag, option
 from numkv.demo import BUNDLED_MODEL
 from numkv.demo.cache import CacheChoice, parse_cache
 from numkv.demo.fit import CHANNEL_KINDS, K_KINDS, V_KINDS
@@ -144,7 +144,7 @@ def _temperature(text: str) -> float:
 
 _count, _some = at_least(1), at_least(0)
 _temperature_of = checked(_temperature, "0 or more")
-_size = checked(plan.parse_bytes, "a size such as 8GiB or 500MB")
+_size = checked(Size.parse, "a size such as 8GiB or 500MB")
 _seconds = checked(plan.parse_seconds, "a time such as 300us")
 
 

@@ -21,6 +21,7 @@ from typing import Any, TextIO, TypeVar
 from numkv.demo.model import Model
 from numkv.drawing.picture import format_bytes
 from numkv.errors import NumkvError
+from numkv.numbers import parse_size
 
 
 class Size(int):
@@ -40,6 +41,11 @@ class Size(int):
         made = super().__new__(cls, size)
         made.decimal = decimal
         return made
+
+    @classmethod
+    def parse(cls, text: str) -> Size:
+        """Read a size; see `numkv.numbers.parse_size`. It is written in the same units again."""
+        return cls(*parse_size(text))
 
     def text(self, size: int | None = None) -> str:
         """Write a size, this one if none is given.

@@ -16,7 +16,6 @@ from numkv.demo.cache import CacheChoice
 from numkv.drawing.picture import format_bytes
 from numkv.errors import NumkvError
 from numkv.kinds import Kind, kinds
-from numkv.numbers import parse_size
 from numkv.planning import LayerNeeds, ModelNeeds, Rows, needs_of
 from numkv.planning.scale import Load, Network, Sharding, best_sharding, cost_of
 
@@ -231,27 +230,6 @@ def _draw(path: Path, ways: list[Any]) -> None:
 DEFAULT_MEMORY = Size(8 * 1024**3)
 
 _CONTEXTS = (4096, 32768)
-
-
-def parse_bytes(text: str) -> Size:
-    """Read a size: ``8GiB`` is 8 · 1024³ bytes, ``8GB`` 8 · 1000³, a bare number bytes.
-
-    Parameters
-    ----------
-    text : str
-        A number and a unit, in any case.
-
-    Returns
-    -------
-    Size
-        It is written in the same units again.
-
-    Raises
-    ------
-    ValueError
-        If it is no size.
-    """
-    return Size(*parse_size(text))
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -16,8 +16,7 @@ from demo_models import SIZES, cells, run, write_checkpoint
 
 import numkv
 from numkv.cli import cache, generate, info, main, screen
-from numkv.cli.output import Progress, styled, table
-from numkv.cli.plan import parse_bytes
+from numkv.cli.output import Progress, Size, styled, table
 from numkv.demo.evaluate import Document
 from numkv.demo.tokenizer import ByteTokenizer
 from numkv.drawing.picture import format_bytes
@@ -514,13 +513,13 @@ def test_interrupt(capsys, monkeypatch):
     ],
 )  # fmt: skip
 def test_parse_bytes(text, size):
-    assert parse_bytes(text) == size
+    assert Size.parse(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "8 XB", "1e9"])
 def test_what_is_no_size(text):
     with pytest.raises(ValueError, match="not a size"):
-        parse_bytes(text)
+        Size.parse(text)
 
 
 @pytest.mark.parametrize(
