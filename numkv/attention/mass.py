@@ -98,32 +98,27 @@ def attention_mass(
 
 
 def mass_of_parts(
-    parts: Sequence[Part], q: Array, seq_lens: Array, q_starts: Array, columns: int, options: CheckedOptions, lse: Any
+    parts: Sequence[Part], q: Array, seq_lens: Array, q_starts: Array, columns: int, options: CheckedOptions, lse: Any,
+    begins: Sequence[int] = (),
 ) -> Array:  # fmt: skip
-    """Sum attention as `attention_mass` does, over parts whose tables lie along the same tokens; waits for the device.
+    """Sum attention as `attention_mass` does over parts that have no token in common; it waits for the device.
 
-    With the lse known, what a query gives to a token is independent of all others: each part has its own tokens.
+    With the lse known, what a query gives to a token is independent of all others. `begins` has the token with which
+    each part's table begins, where that is not the first.
     """
     target = parts[0].pool.target
     if lse is None:
         asked = options._replace(return_lse=True)
         _, lse = attend_to_parts(parts, q, seq_lens, q_starts, asked)
-    plain = options._replace(window_left=-1)
-    found = [
-        attention_mass(
-            part.pool,
-            part.table,
-            q,
-            seq_lens,
-            q_starts,
-            columns,
-            plain,
-            lse=lse,
-            ranges=part.ranges,
-        )
-        for part in parts
-    ]
-    return target.asarray(sum(np.asarray(target.to_host(x)) for x in found))
+    plain = options._replace(window_left=-1, sight=None)
+    weights = np.zeros((int(seq_lens.shape[0]), int(parts[0].pool.k.shape[1]), columns), np.float32)
+    for part, begin in zip(parts, begins or [0] * len(parts), strict=True):
+        lens = seq_lens if part.lens is None else part.lens
+        found = attention_mass(
+            part.pool, part.table, q, lens, q_starts, columns - begin, plain, lse=lse, ranges=part.ranges
+        )  # fmt: skip
+        weights[:, :, begin:] += np.asarray(target.to_host(found))
+    return target.asarray(weights)
 
 
 def attention_weights(

@@ -19,13 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.attention.attend import check_call, run
-from numkv.attention.mass import attention_mass
+from numkv.attention.mass import mass_of_parts
 from numkv.attention.options import CheckedOptions
 from numkv.attention.parts import Part, converted, run_seen
 from numkv.attention.sight import seen_by_queries
 from numkv.caches.full_precision import FullPrecisionWindow, Watching, float_pool, staging
 from numkv.caches.layer_spec import FullPrecision
-from numkv.checks import check_array
 from numkv.compaction.moves import slots_of
 from numkv.errors import NotSupported, NumkvError
 from numkv.snapshots.snapshot import Tensor
@@ -35,7 +34,6 @@ from numkv.storage.tables import one_block_each
 from numkv.targets.base import Array
 
 Ints = NDArray[np.int64]
-_FLOAT32 = np.dtype(np.float32)
 
 
 class _Newest(NamedTuple):
@@ -220,29 +218,19 @@ class NewestGroups:
         See `FullPrecisionWindow.attention_mass`.
         """
         target, of, tokens = pool.target, self._layers[layer], int(q.shape[0])
-        if lse is None:
-            asked = options._replace(return_lse=True)
-            _, lse = self.attend(pool, block_table, layer, q, length, asked)
-        else:
-            lse = check_array(target, "lse", lse, (_FLOAT32,), (tokens, int(q.shape[1])))
         seen = seen_by_queries(target, options.sight, tokens, length, options.window_left)
-        plain = options._replace(window_left=-1, sight=None)
-        starts = target.index(np.array([0, tokens]), np.int64)
-
-        def mass(of: Pool, table: Array, ranges: Ints, columns: int) -> NDArray[Any]:
-            lens, shown = (target.index(x, np.int64) for x in (np.array([columns]), ranges))
-            found = attention_mass(
-                of, table, q, lens, starts, columns, plain, lse=lse, ranges=shown
+        lens, starts, newest, coded, full = (
+            target.index(x, np.int64)
+            for x in (
+                np.array([length]), np.array([0, tokens]), np.array([length - of.base]),
+                *self._split(of, seen, length),
             )
-            return np.asarray(target.to_host(found))
-
-        # With the lse known, what one query gives to a token is independent of all else.
-        coded, full = self._split(of, seen, length)
-        weights = np.array(mass(pool, block_table, coded, length))
+        )  # fmt: skip
+        parts, begins = [Part(pool, block_table, coded)], [0]
         if of.base < length:
-            table = one_block_each(target.device_key, 1)
-            weights[:, :, of.base :] += mass(of.block, table, full, length - of.base)
-        return target.asarray(weights)
+            parts.append(Part(of.block, one_block_each(target.device_key, 1), full, lens=newest))
+            begins.append(of.base)
+        return mass_of_parts(parts, q, lens, starts, length, options, lse, begins)
 
 
 def kept_in_full(pool: Pool, num_layers: int, full_precision: Any, capacity: int | None) -> Any:

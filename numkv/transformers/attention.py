@@ -79,6 +79,7 @@ def attention(
     """
     of_batch = others.get(PASS)
     if of_batch is not None:
+        _refuse_more(dropout, others)
         return of_batch.attend(module, query, key, value, scaling, softcap, s_aux), None
     if isinstance(key, Rows):
         return _over_cache(
@@ -102,8 +103,7 @@ def _over_cache(
         )
     if type(mask) is not Plan:
         _refuse_mask(mask)
-    if dropout or others.get("position_bias") is not None or others.get("output_attentions"):
-        _refuse(dropout, others)
+    _refuse_more(dropout, others)
     keys, values = pending.keys, pending.values
     if not (query.dtype is keys.dtype is values.dtype) and torch.is_autocast_enabled("cpu"):
         # RoPE leaves queries and K in float32; PyTorch's own attention casts them, too.
@@ -139,17 +139,19 @@ def _refuse_mask(mask: Any) -> None:
     )
 
 
-def _refuse(dropout: float, others: dict[str, Any]) -> None:
+def _refuse_more(dropout: float, others: dict[str, Any]) -> None:
+    """Refuse what kernels over a cache do not compute."""
     if dropout:
         raise NotSupported(
             f"NumkvCache: expected no dropout, got {dropout}; call model.eval(), or train without this cache"
         )
     if others.get("position_bias") is not None:
         raise NotSupported("NumkvCache: expected scores without a position bias, got one")
-    raise NotSupported(
-        "NumkvCache: expected output_attentions=False, as weights are never made, got True; use "
-        "attn_implementation='eager' and another cache"
-    )
+    if others.get("output_attentions"):
+        raise NotSupported(
+            "NumkvCache: expected output_attentions=False, as weights are never made, got True; use "
+            "attn_implementation='eager' and another cache"
+        )
 
 
 def _without_cache(

@@ -26,6 +26,7 @@ from numkv.interrupts import signals_deferred
 from numkv.numbers import check_size, parse_size
 from numkv.store import PrefixStore
 from numkv.torch import PagedKVCache
+from numkv.transformers.cache import read_profile
 from numkv.transformers.families import check_config
 from numkv.transformers.forward_pass import Pass, layers_of_model, run_model
 from numkv.transformers.internals import (
@@ -145,23 +146,19 @@ class ContinuousBatch:
             "full_precision": full_precision,
         }
         given = {key: x for key, x in given.items() if x is not None}
-        if profile is not None and given:
-            raise TypeError(
-                f"`profile`: expected None beside {', '.join(given)}, which it says for each layer; pass the profile "
-                "alone"
-            )
-        if isinstance(profile, (str, os.PathLike)):
-            profile = Profile.load(profile)
+        profile = read_profile(profile, given)
         self._tokens_per_pass = check_size("tokens_per_pass", tokens_per_pass, 1)
         self._max_running = check_size("max_running", max_running, 1)
         nbytes = parse_size(max_nbytes)[0] if isinstance(max_nbytes, str) else max_nbytes
-        check_config(inner.config, name)
+        config = inner.config.get_text_config(decoder=True)
+        for part in (inner.config, config):
+            check_config(part, name)
         if not (makes_caches(inner) and can_choose_attention(inner)):
             raise NotSupported(
                 f"{name}: expected a model that generates text and whose attention can be chosen, got "
                 f"{type(inner).__name__}"
             )
-        self._before = attention_of(inner)
+        self._before, self._dtype = attention_of(inner), inner.dtype
         inner.set_attn_implementation("numkv")
         try:
             self._is_as_it_was()
@@ -172,17 +169,14 @@ class ContinuousBatch:
         except BaseException:
             inner.set_attn_implementation(self._before)
             raise
-        config = inner.config.get_text_config(decoder=True)
         self._vocabulary = int(config.vocab_size)
         self._positions = getattr(config, "max_position_embeddings", None)
-        self._dtype = inner.dtype
         self._access, self._submitting = Access(), threading.Lock()
         self._driver = 0  # the thread of the last pass
         self._new: list[BatchRequest] = []
         self._waiting: list[BatchRequest] = []
-        self._running: dict[
-            BatchRequest, int
-        ] = {}  # and the sequence of each, in the order in which they began
+        # And the sequence of each, in the order in which they began.
+        self._running: dict[BatchRequest, int] = {}
         self._number, self._is_closed = 0, False
         self._counts = dict.fromkeys(BatchStats._fields[2:], 0)
 
@@ -392,7 +386,7 @@ class ContinuousBatch:
             problem = "a model in eval mode, got one in train mode; call model.eval()"
         elif model.device.type != "cpu":
             problem = f"a model on the CPU, got one on {model.device}"
-        elif model.dtype != getattr(self, "_dtype", model.dtype):
+        elif model.dtype != self._dtype:
             problem = f"weights in {self._dtype} as before, got {model.dtype}"
         if problem is not None:
             raise NotSupported(f"ContinuousBatch: expected {problem}")
@@ -412,7 +406,11 @@ class ContinuousBatch:
                 self._waiting = [x for x in (*self._waiting, *self._new) if not x.done]
                 self._new.clear()
             for request in [x for x in self._running if x.done]:
-                self.cache.remove(self._running.pop(request))
+                self._give_back(request)
+
+    def _give_back(self, request: BatchRequest) -> None:
+        """Remove a running request's sequence, with signals held back."""
+        self.cache.remove(self._running.pop(request))
 
     def _next_parts(self, events: list[BatchEvent]) -> list[_Part]:
         """What the next pass takes: a token of each request that makes some, then pieces of prompts."""
@@ -500,8 +498,9 @@ class ContinuousBatch:
                     self._end(newest, "error", events, error)
                 else:
                     with signals_deferred:
-                        self.cache.remove(self._running.pop(newest))
-                        self._waiting.insert(0, newest)
+                        with self._submitting:  # it is always among the requests
+                            self._waiting.insert(0, newest)
+                        self._give_back(newest)
                     self._counts["preemptions"] += 1
                 parts = [x for x in parts if x.request is not newest]
         return [], None
@@ -559,9 +558,8 @@ class ContinuousBatch:
         """End a request, and give back what it keeps."""
         with signals_deferred:
             request.error, request.finish_reason = error, reason
-            seq = self._running.pop(request, None)
-            if seq is not None:
-                self.cache.remove(seq)
+            if request in self._running:
+                self._give_back(request)
             elif request in self._waiting:
                 self._waiting.remove(request)
         if events is not None:

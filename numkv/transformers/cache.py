@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from collections.abc import Mapping
 from typing import Any, Self, TypeVar
 
 import torch
@@ -111,7 +112,14 @@ class NumkvCache(Cache):  # type: ignore[misc]
         profile: Profile | str | os.PathLike[str] | None = None,
     ) -> None:
         options = Options(kind, k_kind, v_kind, capacity, rotate, full_precision)
-        of_layers = _profiled(options, profile)
+        asked = {
+            "kind": kind,
+            "k_kind": k_kind,
+            "v_kind": v_kind,
+            "rotate": rotate or None,
+            "full_precision": full_precision,
+        }
+        kinds = read_profile(profile, asked)
         if not isinstance(config, PreTrainedConfig):
             raise TypeError(
                 f"`config`: expected a transformers.PreTrainedConfig, got {type(config).__name__}; pass model.config"
@@ -128,19 +136,13 @@ class NumkvCache(Cache):  # type: ignore[misc]
                 "whose V is a part of K's rows, got one; pass kind alone"
             )
         layers = [
-            _layer(number, name, options, given, latent)
-            for number, (name, given) in enumerate(types_of_layers(config, "NumkvCache"))
+            _layer(number, name, options, of_type, latent)
+            for number, (name, of_type) in enumerate(types_of_layers(config, "NumkvCache"))
         ]
         own = [layer for layer in layers if isinstance(layer, NumkvLayer)]
-        if of_layers is not None:
-            if len(of_layers) != len(own):
-                raise DimensionMismatch(
-                    f"`profile`: expected a profile of {config.model_type!r} with {len(own)} layers, got one of "
-                    f"{len(of_layers)}; make another with `numkv fit`",
-                    expected=len(own),
-                    actual=len(of_layers),
-                )
-            for layer, of_layer in zip(own, of_layers, strict=True):
+        if kinds is not None:
+            check_profile(kinds, len(own), config)
+            for layer, of_layer in zip(own, options.of_layers(kinds), strict=True):
                 layer.options = of_layer
         for number, layer in enumerate(layers):
             if isinstance(layer, NumkvLayer):
@@ -248,15 +250,14 @@ class NumkvCache(Cache):  # type: ignore[misc]
         return found[0] if found else 0
 
 
-def _profiled(options: Options, profile: Any) -> list[Options] | None:
-    """The options of each layer of a profile, or of a file that holds one."""
+def read_profile(profile: Any, asked: Mapping[str, Any]) -> Profile | None:
+    """Check a profile, or the path of a file that holds one; nothing that was `asked` may be given beside it."""
     if profile is None:
         return None
-    asked = options.k_kind, options.v_kind, options.full_precision
-    if options.rotate or any(x is not None for x in asked):
+    given = [name for name, x in asked.items() if x is not None]
+    if given:
         raise TypeError(
-            "`profile`: expected None beside `kind`, `k_kind`, `v_kind`, `rotate` and `full_precision`, which it says "
-            "for each layer; pass the profile alone"
+            f"`profile`: expected None beside {', '.join(given)}, which it says for each layer; pass the profile alone"
         )
     if isinstance(profile, (str, os.PathLike)):
         profile = Profile.load(profile)
@@ -264,7 +265,18 @@ def _profiled(options: Options, profile: Any) -> list[Options] | None:
         raise TypeError(
             f"`profile`: expected a numkv.Profile or the path of one, got {type(profile).__name__}"
         )
-    return list(options.of_layers(profile))
+    return profile
+
+
+def check_profile(profile: Profile, num_layers: int, config: Any) -> None:
+    """Refuse a profile of a model with another number of layers."""
+    if len(profile) != num_layers:
+        raise DimensionMismatch(
+            f"`profile`: expected a profile of {config.model_type!r} with {num_layers} layers, got one of "
+            f"{len(profile)}; make another with `numkv fit`",
+            expected=num_layers,
+            actual=len(profile),
+        )
 
 
 def _layer(number: int, name: str, options: Options, given: dict[str, Any], latent: bool) -> Any:

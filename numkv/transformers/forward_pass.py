@@ -6,6 +6,7 @@ arguments of the model's call, `PASS`, which transformers hands on to every laye
 
 from __future__ import annotations
 
+import functools
 import inspect
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from numkv.errors import DimensionMismatch, NotSupported
 from numkv.kinds import kind, kind_of_dtype
 from numkv.storage.buffer import source_dtypes
 from numkv.torch.tensors import array_of
+from numkv.transformers.cache import check_profile
 from numkv.transformers.families import has_latents, is_set, types_of_layers
 
 #: The keyword argument of a model's call.
@@ -125,13 +127,8 @@ def layers_of_model(
             f"{name}: expected a model whose {len(types)} layers hand keyword arguments on to the attention function, "
             f"got calls of {sorted(probe.found)}; run {config.model_type!r} by `generate`, with numkv.transformers.use"
         )
-    if profile is not None and len(profile) != len(types):
-        raise DimensionMismatch(
-            f"`profile`: expected a profile of {config.model_type!r} with {len(types)} layers, got one of "
-            f"{len(profile)}; make another with `numkv fit`",
-            expected=len(types),
-            actual=len(profile),
-        )
+    if profile is not None:
+        check_profile(profile, len(types), config)
     specs, widen = [], []
     for number, (of, arguments) in enumerate(types):
         rows = probe.found[number]
@@ -211,9 +208,8 @@ def run_model(model: Any, ids: Any, positions: Any, ends: Any, on: Any) -> Any:
     -------
     float32 tensor (num_ends, vocabulary)
     """
-    options = (
-        {} if ends is None or not _keeps_some_logits(type(model)) else {"logits_to_keep": ends}
-    )
+    of: Any = type(model)
+    options = {} if ends is None or not _keeps_some_logits(of) else {"logits_to_keep": ends}
     with torch.inference_mode():
         found = model(
             input_ids=ids[None],
@@ -227,5 +223,6 @@ def run_model(model: Any, ids: Any, positions: Any, ends: Any, on: Any) -> Any:
         return found.float()
 
 
-def _keeps_some_logits(cls: type) -> bool:
-    return "logits_to_keep" in inspect.signature(cls.forward).parameters  # type: ignore[attr-defined]
+@functools.cache
+def _keeps_some_logits(cls: Any) -> bool:
+    return "logits_to_keep" in inspect.signature(cls.forward).parameters

@@ -129,8 +129,7 @@ class FullPrecisionRing:
             Part(self.pool, table, newer, by_slot=True, lens=held),
             Part(pool, step.table, older),
         ]
-        seen = [part for part in parts if (part.ranges[:, 0] < part.ranges[:, 1]).any()]
-        return attend_to_parts(seen or parts[:1], q, step.lengths, starts, options)
+        return _attend_to_seen(parts, q, step, starts, options)
 
 
 class NewestTokenGroups:
@@ -244,8 +243,15 @@ class NewestTokenGroups:
             Part(self.pool, table, newer, lens=lengths - begin[:, 0]),
             Part(pool, step.table, older),
         ]
-        seen = [part for part in parts if (part.ranges[:, 0] < part.ranges[:, 1]).any()]
-        return attend_to_parts(seen or parts[:1], q, step.lengths, starts, options)
+        return _attend_to_seen(parts, q, step, starts, options)
+
+
+def _attend_to_seen(
+    parts: list[Part], q: Any, step: Step, starts: Ints, options: CheckedOptions
+) -> Any:
+    """Attend to the parts that some query sees; where nobody sees anything, to the first."""
+    seen = [part for part in parts if (part.ranges[:, 0] < part.ranges[:, 1]).any()]
+    return attend_to_parts(seen or parts[:1], q, step.lengths, starts, options)
 
 
 def _tokens(low: Ints, high: Ints) -> tuple[Ints, Ints]:

@@ -210,11 +210,17 @@ def _choose_blocks(store: BlockStore, plans: list[Relocation]) -> _Blocks:
     return _Blocks(old, fresh, given_up, given_up[alone])
 
 
+def _unmoved(kept: Ints) -> int:
+    """Tokens before the first that moves."""
+    moved = np.flatnonzero(kept != np.arange(len(kept)))
+    return int(moved[0]) if len(moved) else len(kept)
+
+
 def _known_prefix(store: BlockStore, state: SequenceState, kept: Ints) -> SequenceState:
     """The sequence with token ids and digests of the blocks before the first that the compaction changes."""
     n, size = len(kept), store.block_size
-    moved = np.flatnonzero(kept != np.arange(n))
-    same = int(moved[0]) // size * size if len(moved) else n
+    same = _unmoved(kept)
+    same = same if same == n else same // size * size
     return state._replace(
         length=n,
         cached=int(np.searchsorted(kept, state.cached)),
@@ -231,9 +237,7 @@ def _known_prefix(store: BlockStore, state: SequenceState, kept: Ints) -> Sequen
 def whole_groups_before(store: BlockStore, kept: Ints) -> int:
     """Tokens in the token groups before the first token that moves."""
     some = max(store.layers.groups)
-    moved = np.flatnonzero(kept != np.arange(len(kept)))
-    same = int(moved[0]) if len(moved) else len(kept)
-    return same // some * some
+    return _unmoved(kept) // some * some
 
 
 def kept_rows(
