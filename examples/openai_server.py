@@ -8,7 +8,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import threading
 import time
 import traceback
 from pathlib import Path
@@ -20,6 +19,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from pydantic import BaseModel, Field, model_validator
+from starlette.datastructures import Headers
 
 from numkv.demo import BUNDLED_MODEL
 from numkv.errors import NumkvError
@@ -67,82 +67,88 @@ class Text:
     """A folder's tokenizer, or bytes."""
 
     def __init__(self, folder):
-        self.of_bytes = folder == BUNDLED_MODEL
-        self.own = None if self.of_bytes else transformers.AutoTokenizer.from_pretrained(folder)
+        self.own = None
+        if folder != BUNDLED_MODEL:
+            self.own = transformers.AutoTokenizer.from_pretrained(folder)
 
     def encode(self, text):
-        return [0, *text.encode()] if self.of_bytes else self.own.encode(text)
+        return [0, *text.encode()] if self.own is None else self.own.encode(text)
 
     def decode(self, ids):
-        if self.of_bytes:
+        if self.own is None:
             return bytes(x for x in ids if x).decode(errors="replace")
         return self.own.decode(ids, skip_special_tokens=True)
 
     def chat(self, messages):
-        if self.of_bytes:
+        if self.own is None:
             return self.encode("".join(TEMPLATE.format(**x) for x in messages))
         if not self.own.chat_template:
             raise HTTPException(400, "this model has no chat template; use /v1/completions")
         try:
-            return self.own.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=False
-            )
+            options = {"add_generation_prompt": True, "return_dict": False}
+            return self.own.apply_chat_template(messages, **options)
         except Exception as error:  # templates raise what they like
             raise HTTPException(400, f"the chat template refuses this: {error}") from error
 
 
-class Engine(threading.Thread):
-    """The thread that drives the batch, and hands tokens to the event loop."""
+class Limit:
+    """Refuses large bodies. It hands on `receive` itself, by which clients that hang up are noticed."""
+
+    def __init__(self, app):
+        self.app = app
+
+    async def __call__(self, scope, receive, send):
+        answer = self.app
+        if scope["type"] == "http" and scope["method"] == "POST":
+            size = int(Headers(scope=scope).get("content-length", MOST_BYTES + 1))
+            if size > MOST_BYTES:
+                said = {"message": f"expected at most {MOST_BYTES} bytes"}
+                answer = JSONResponse({"error": said}, 413)
+        await answer(scope, receive, send)
+
+
+class Engine:
+    """Drives the batch in a thread, one pass after another, and hands tokens to those who wait."""
 
     def __init__(self, batch):
-        super().__init__(name="batch", daemon=True)
-        self.batch, self.loop = batch, asyncio.get_running_loop()
-        self.queues, self.lock = {}, threading.Lock()
-        self.wake, self.ends = threading.Event(), False
+        self.batch, self.queues, self.ends = batch, {}, False
+        self.wake = asyncio.Event()
+        self.task = asyncio.create_task(self.run())
 
-    def run(self):
+    async def run(self):
         while not self.ends:
             try:
-                events = self.batch.step()
-                with self.lock:
-                    for event in events:
-                        self.send(self.queues.get(event.request), event)
-                        if event.done:  # also where the client left before its stream began
-                            self.queues.pop(event.request, None)
+                for event in await asyncio.to_thread(self.batch.step):
+                    take = self.queues.pop if event.done else self.queues.get
+                    if (queue := take(event.request, None)) is not None:
+                        queue.put_nowait(event)
             except Exception as error:  # of the model: nobody gets anything
                 traceback.print_exc()
                 self.drop(HTTPException(500, f"{type(error).__name__}: {error}"))
-            if not self.batch.pending:
-                self.wake.wait()
+            if not self.batch.has_requests:
+                await self.wake.wait()
                 self.wake.clear()
 
-    def send(self, queue, event):
-        if queue is not None:
-            self.loop.call_soon_threadsafe(queue.put_nowait, event)
-
     def drop(self, why):
-        with self.lock:
-            for request, queue in self.queues.items():
-                request.cancel()
-                self.send(queue, why)
+        for request, queue in self.queues.items():
+            request.cancel()
+            queue.put_nowait(why)
 
-    def end(self):
+    async def end(self):
         self.ends = True
         self.wake.set()
-        self.join()
+        await self.task
         self.drop(HTTPException(503, "the server ends"))
 
     def submit(self, *args, **options):
-        with self.lock:  # before its first token
-            request = self.batch.submit(*args, **options)
-            queue = self.queues[request] = asyncio.Queue()
+        request = self.batch.submit(*args, **options)
+        queue = self.queues[request] = asyncio.Queue()
         self.wake.set()
         return request, queue
 
     async def texts(self, text, stops, request, queue):
         """Pieces of text as they come, without stop strings; the last one has the reason why it ends."""
-        given, reason = 0, None
-        hold = max(map(len, stops), default=1) - 1
+        ids, begin, read, held, reason = [], 0, 0, "", None
         try:
             while reason is None:
                 event = await queue.get()
@@ -153,20 +159,21 @@ class Engine(threading.Thread):
                 if request.error is not None:
                     raise HTTPException(500, str(request.error)) from request.error
                 reason = request.finish_reason if event.done else None
-                found = text.decode(request.tokens)
-                cut = min((x for x in map(found.find, stops) if x >= 0), default=None)
-                if cut is not None:
-                    found, reason = found[:cut], "stop"
-                elif reason is None:  # half a character may come, or the beginning of a stop string
-                    found = found.rstrip("\ufffd")
-                    found = found[: len(found) - hold] if hold else found
-                if found[given:] or reason:
-                    yield found[given:], reason
-                    given = max(given, len(found))
+                ids += [] if event.token is None else [event.token]
+                found = text.decode(ids[begin:])  # of the newest tokens and those before them
+                if reason or not found.endswith("\ufffd"):  # which is half a character
+                    held += found[len(text.decode(ids[begin:read])) :]
+                    begin, read = read, len(ids)
+                cut = min((x for x in map(held.find, stops) if x >= 0), default=len(held))
+                reason = "stop" if cut < len(held) else reason
+                if reason is None:  # the beginning of a stop string may be there
+                    cut = max(0, cut - max(map(len, stops), default=1) + 1)
+                if cut or reason:
+                    yield held[:cut], reason
+                    held = held[cut:]
         finally:
             request.cancel()
-            with self.lock:
-                self.queues.pop(request, None)
+            self.queues.pop(request, None)
             self.wake.set()
 
 
@@ -179,20 +186,11 @@ def make(folder=BUNDLED_MODEL, kind=None, max_nbytes="1GiB", **options):
     async def lifespan(app):
         with ContinuousBatch(model, kind, max_nbytes=max_nbytes, **options) as batch:
             app.state.batch, app.state.engine = batch, Engine(batch)
-            app.state.engine.start()
             yield
-            await asyncio.to_thread(app.state.engine.end)
+            await app.state.engine.end()
 
     app = FastAPI(lifespan=lifespan)
-
-    @app.middleware("http")
-    async def limit(http: Request, call):
-        if (
-            http.method == "POST"
-            and int(http.headers.get("content-length", MOST_BYTES + 1)) > MOST_BYTES
-        ):
-            return JSONResponse({"error": {"message": f"expected at most {MOST_BYTES} bytes"}}, 413)
-        return await call(http)
+    app.add_middleware(Limit)
 
     async def refuse(http: Request, error: Exception):
         status, message = getattr(error, "status_code", 400), getattr(error, "detail", str(error))
@@ -201,9 +199,8 @@ def make(folder=BUNDLED_MODEL, kind=None, max_nbytes="1GiB", **options):
             status, message = 422, "; ".join(each)
         return JSONResponse({"error": {"message": message}}, status)
 
-    kinds_of_errors = (HTTPException, RequestValidationError, NumkvError, ValueError, TypeError)
-    for kind_of_error in kinds_of_errors:
-        app.add_exception_handler(kind_of_error, refuse)
+    for kind_of in (HTTPException, RequestValidationError, NumkvError, ValueError, TypeError):
+        app.add_exception_handler(kind_of, refuse)
 
     @app.post("/v1/completions")
     async def completions(body: Completion, http: Request):
@@ -228,19 +225,13 @@ def make(folder=BUNDLED_MODEL, kind=None, max_nbytes="1GiB", **options):
         most = body.max_completion_tokens or body.max_tokens or usual
         request, queue = engine.submit(ids, most, **given)
         kind = "chat.completion" if is_chat else "text_completion"
-        head = {
-            "id": f"cmpl-{request.number}",
-            "created": int(time.time()),
-            "model": name,
-            "object": kind,
-        }
+        head = {"id": f"cmpl-{request.number}", "created": int(time.time()), "model": name}
+        head["object"] = kind + ".chunk" * (is_chat and body.stream)
         pieces = engine.texts(text, stops, request, queue)
         if body.stream:
-            head["object"] += ".chunk" * is_chat
             use = request if body.stream_options.get("include_usage") else None
-            return StreamingResponse(
-                streamed(pieces, head, is_chat, use), media_type="text/event-stream"
-            )
+            found = streamed(pieces, head, is_chat, use)
+            return StreamingResponse(found, media_type="text/event-stream")
 
         async def end_if_gone():
             while not await http.is_disconnected():
@@ -250,29 +241,32 @@ def make(folder=BUNDLED_MODEL, kind=None, max_nbytes="1GiB", **options):
         watch = asyncio.create_task(end_if_gone())
         found = [x async for x in pieces]
         watch.cancel()
-        said, reason = "".join(x for x, _ in found), found[-1][1] if found else "cancelled"
-        choice = {"message": {"role": "assistant", "content": said}} if is_chat else {"text": said}
-        choice |= {"index": 0, "finish_reason": reason}
-        return head | {"choices": [choice], "usage": used(request)}
+        reason = found[-1][1] if found else "cancelled"
+        choice = choices("".join(x for x, _ in found), reason, "message" if is_chat else None)
+        return head | {"choices": choice, "usage": used(request)}
+
+    def choices(said, reason, name):
+        found = {"text": said} if name is None else {name: {"role": "assistant", "content": said}}
+        return [found | {"index": 0, "finish_reason": reason}]
 
     def used(request):
-        made = len(request.tokens)
-        used = {"prompt_tokens": request.prompt_len, "completion_tokens": made}
-        return used | {"total_tokens": request.prompt_len + made}
+        asked, made = request.prompt_len, len(request.tokens)
+        return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
 
     async def streamed(pieces, head, is_chat, use):
+        name = "delta" if is_chat else None
         try:
             async with contextlib.aclosing(pieces):
                 async for said, reason in pieces:
-                    delta = {"role": "assistant", "content": said}
-                    choice = {"delta": delta} if is_chat else {"text": said}
-                    choice |= {"index": 0, "finish_reason": reason}
-                    yield f"data: {json.dumps(head | {'choices': [choice]})}\n\n"
+                    yield line(head | {"choices": choices(said, reason, name)})
             if use is not None:
-                yield f"data: {json.dumps(head | {'choices': [], 'usage': used(use)})}\n\n"
+                yield line(head | {"choices": [], "usage": used(use)})
         except HTTPException as error:
-            yield f"data: {json.dumps({'error': {'message': error.detail}})}\n\n"
+            yield line({"error": {"message": error.detail}})
         yield "data: [DONE]\n\n"
+
+    def line(x):
+        return f"data: {json.dumps(x)}\n\n"
 
     @app.get("/v1/models")
     async def models():
@@ -280,15 +274,12 @@ def make(folder=BUNDLED_MODEL, kind=None, max_nbytes="1GiB", **options):
 
     @app.get("/metrics")
     async def metrics():
-        cache = app.state.batch.cache
-        found = app.state.batch.stats()._asdict() | {
-            "blocks": cache.num_blocks,
-            "blocks_free": cache.num_free,
-        }
-        types = dict.fromkeys(("waiting", "running", "blocks", "blocks_free"), "gauge")
-        lines = (
-            f"# TYPE numkv_{x} {types.get(x, 'counter')}\nnumkv_{x} {y}\n" for x, y in found.items()
-        )
+        batch = app.state.batch
+        gauges = {"blocks": batch.cache.num_blocks, "blocks_free": batch.cache.num_free}
+        lines = []
+        for x, y in (batch.stats()._asdict() | gauges).items():
+            type_of = "gauge" if x in ("waiting", "running", *gauges) else "counter"
+            lines.append(f"# TYPE numkv_{x} {type_of}\nnumkv_{x} {y}\n")
         return PlainTextResponse("".join(lines), media_type="text/plain; version=0.0.4")
 
     return app
