@@ -80,7 +80,8 @@ PACKAGES = {
 EXTRAS = {  # that may be missing
     "torch": None,
     "transformers": [
-        "BatchEvent", "BatchRequest", "BatchStats", "ContinuousBatch", "NumkvCache", "restore", "use",
+        "BatchEvent", "BatchRequest", "BatchStats", "ContinuousBatch", "NumkvCache", "mark_of", "restore",
+        "use",
     ],
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ import torch
 from transformers import DynamicCache
 
 from numkv.bench.contestants import ROOM, Contestant, Kinds, candidates, queries_of
-from numkv.bench.models import num_kv_heads, num_parameters
+from numkv.bench.models import head_dim, num_kv_heads, num_parameters
 from numkv.bench.rounds import DYNAMIC, FLOOR, Agreement, Line, Measured, take_rounds
 from numkv.errors import NotSupported
 
@@ -148,7 +148,7 @@ class Bench:
     def _rows(self, context: int) -> Iterator[tuple[int, Any, Any]]:
         """Random keys and values of each layer that has attention."""
         config = self.model.config
-        heads, dim = num_kv_heads(config), _head_dim(config)
+        heads, dim = num_kv_heads(config), head_dim(config)
         if not self._spread:
             self._spread = queries_of(self.model, self._ids(1)[0].expand(self.batch, 4))
         if len(self._spread) != config.num_hidden_layers:
@@ -272,11 +272,6 @@ class Bench:
         line = Line(tokens, measured, batch, prompt=True, padded=padded, sizes=sizes)
         line.agreement, line.absent = agreement, absent | measured.lost
         return line
-
-
-def _head_dim(config: Any) -> int:
-    found = getattr(config, "head_dim", None)
-    return int(found or config.hidden_size // config.num_attention_heads)
 
 
 def _agreement(found: list[Any], expected: list[Any]) -> Agreement:

@@ -84,3 +84,9 @@ def num_parameters(model: Any) -> int:
 def num_kv_heads(config: Any) -> int:
     """Heads of K and V; as many as those of queries where a config does not say."""
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+def head_dim(config: Any) -> int:
+    """Elements of a row of K; of the hidden size's part where a config does not say."""
+    found = getattr(config, "head_dim", None)
+    return int(found or config.hidden_size // config.num_attention_heads)

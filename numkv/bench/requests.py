@@ -7,9 +7,9 @@ have in common, and makes so many tokens. Random weights name no end, so each ma
 from __future__ import annotations
 
 import multiprocessing
-import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -18,8 +18,10 @@ import numpy as np
 import torch
 import transformers
 
-from numkv.bench.models import build
+from numkv.bench.contestants import Kinds
+from numkv.bench.models import build, head_dim, num_kv_heads
 from numkv.errors import NumkvError
+from numkv.numbers import memory_of_machine
 from numkv.transformers import ContinuousBatch
 
 BATCH, ALONE, PADDED, OWN = (
@@ -91,7 +93,7 @@ class _Late(Exception):
 
 
 def serve(
-    model: Any, load: Load, kind: str | None, seed: int, seconds: float, say: Callable[[str], None]
+    model: Any, load: Load, kinds: Kinds, seed: int, seconds: float, say: Callable[[str], None]
 ) -> Iterator[tuple[str, Served | LeftOut]]:
     """Serve a load in every way.
 
@@ -101,8 +103,8 @@ def serve(
         The model.
     load : Load
         What is asked of it.
-    kind : str or None
-        Storage kind of numkv; the weights' if None.
+    kinds : Kinds
+        How numkv stores rows.
     seed : int
         Of the prompts.
     seconds : float
@@ -119,7 +121,7 @@ def serve(
     """
     prompts = load.prompts(model.config.vocab_size, seed)
     ways: dict[str, Callable[[], Served]] = {
-        BATCH: lambda: _batch(model, prompts, load, kind, seconds),
+        BATCH: lambda: _batch(model, prompts, load, kinds, seconds),
         ALONE: lambda: _alone(model, prompts, load, seconds),
     }
     if load.requests > 1:
@@ -134,12 +136,14 @@ def serve(
 
 
 def _batch(
-    model: Any, prompts: list[list[int]], load: Load, kind: str | None, seconds: float
+    model: Any, prompts: list[list[int]], load: Load, kinds: Kinds, seconds: float
 ) -> Served:
     tokens = max(load.shared + load.longest, 512) + sum(len(x) + load.new for x in prompts)
-    nbytes = min(_token_nbytes(model) * (tokens + 64 * 2 * len(prompts)), _memory() // 2)
+    nbytes = min(_token_nbytes(model) * (tokens + 64 * 2 * len(prompts)), memory_of_machine() // 2)
     try:
-        with ContinuousBatch(model, kind, max_nbytes=nbytes, max_running=len(prompts)) as batch:
+        with ContinuousBatch(
+            model, kinds.k_kind, v_kind=kinds.v_kind, rotate=kinds.rotate, max_nbytes=nbytes, max_running=len(prompts)
+        ) as batch:  # fmt: skip
             begin = time.perf_counter()
             requests = [batch.submit(x, load.new) for x in prompts]
             firsts: dict[Any, float] = {}
@@ -157,32 +161,40 @@ def _batch(
         raise LeftOut(str(error)) from error
 
 
-class _Watch(transformers.StoppingCriteria):  # type: ignore[misc]
-    """Notes when the first token is there, and ends what takes too long."""
+@contextmanager
+def _until(time_is_up: float, seconds: float) -> Iterator[None]:
+    """End what takes too long before the next module of a model, within a prompt too."""
 
-    def __init__(self, until: float) -> None:
-        self.until, self.first = until, 0.0
+    def look(*_: Any) -> None:
+        if time.perf_counter() > time_is_up:
+            raise _Late
+
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(look)
+    try:
+        yield
+    except _Late:
+        raise LeftOut(f"not done in {seconds:.0f} s") from None
+    finally:
+        hook.remove()
+
+
+class _Watch(transformers.StoppingCriteria):  # type: ignore[misc]
+    """Notes when the first token is there."""
+
+    first = 0.0
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        now = time.perf_counter()
-        self.first = self.first or now
-        if now > self.until:
-            raise _Late
+        self.first = self.first or time.perf_counter()
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-def _generated(
-    model: Any, ids: Any, mask: Any, load: Load, until: float
-) -> tuple[list[list[int]], float, int]:
+def _generated(model: Any, ids: Any, mask: Any, load: Load) -> tuple[list[list[int]], float, int]:
     """New tokens of a batch, when the first ones were there, and bytes of the cache."""
-    watch = _Watch(until)
-    try:
-        found = model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=load.new, min_new_tokens=load.new, do_sample=False,
-            pad_token_id=0, eos_token_id=None, return_dict_in_generate=True, stopping_criteria=[watch],
-        )  # fmt: skip
-    except _Late:
-        raise LeftOut("not done in time") from None
+    watch = _Watch()
+    found = model.generate(
+        input_ids=ids, attention_mask=mask, max_new_tokens=load.new, min_new_tokens=load.new, do_sample=False,
+        pad_token_id=0, eos_token_id=None, return_dict_in_generate=True, stopping_criteria=[watch],
+    )  # fmt: skip
     made = found.sequences[:, ids.shape[1] :].tolist()
     nbytes = sum(
         x.nbytes for layer in found.past_key_values.layers for x in (layer.keys, layer.values)
@@ -192,26 +204,28 @@ def _generated(
 
 def _alone(model: Any, prompts: list[list[int]], load: Load, seconds: float) -> Served:
     begin, firsts, peak, made = time.perf_counter(), [], 0, []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        tokens, first, nbytes = _generated(model, ids, torch.ones_like(ids), load, begin + seconds)
-        made += tokens
-        firsts.append(first - begin)
-        peak = max(peak, nbytes)
+    with _until(begin + seconds, seconds):
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            tokens, first, nbytes = _generated(model, ids, torch.ones_like(ids), load)
+            made += tokens
+            firsts.append(first - begin)
+            peak = max(peak, nbytes)
     return Served(time.perf_counter() - begin, median(firsts), peak, made)
 
 
 def _padded(model: Any, prompts: list[list[int]], load: Load, seconds: float) -> Served:
     width = max(map(len, prompts))
     nbytes = len(prompts) * (width + load.new) * _token_nbytes(model)
-    if 2 * nbytes > _memory() // 2:  # of which growing keeps two
+    if 2 * nbytes > memory_of_machine() // 2:  # of which growing keeps two
         raise LeftOut(f"its cache would take {nbytes / 1e9:.1f} GB")
     ids, mask = torch.zeros(2, len(prompts), width, dtype=torch.long)
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = torch.tensor(prompt)
         mask[row, width - len(prompt) :] = 1
     begin = time.perf_counter()
-    made, first, nbytes = _generated(model, ids, mask, load, begin + seconds)
+    with _until(begin + seconds, seconds):
+        made, first, nbytes = _generated(model, ids, mask, load)
     return Served(time.perf_counter() - begin, first - begin, nbytes, made)
 
 
@@ -273,11 +287,5 @@ def _serve_own(
 def _token_nbytes(model: Any) -> int:
     """Bytes of a token's K and V, as the model computes them."""
     config = model.config.get_text_config(decoder=True)
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * dim * model.dtype.itemsize)
-
-
-def _memory() -> int:
-    """Bytes of the machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    of_layer = 2 * num_kv_heads(config) * head_dim(config) * model.dtype.itemsize
+    return int(config.num_hidden_layers * of_layer)

@@ -432,56 +432,57 @@ def run(arguments: argparse.Namespace) -> None:
     bar = Bar()
     try:
         with listening_to_kernels(bar.say):
-            bench, about, probe = _prepare(arguments, bar)
+            model, kinds, about = _prepare(arguments, bar)
             if arguments.requests:
-                _serve(arguments, bench.model, about, bar)
-                probe.close()
-                return
-            jobs = _jobs(arguments)
-            deadline = started + 60 * arguments.minutes
-            lines = []
-            with stoppable("stopping after this round") as asked:
-                bench.enough = lambda: bool(asked)
-                for i, job in enumerate(jobs):
-                    now = time.monotonic()
-                    until = now + max(0.0, deadline - now) / (len(jobs) - i)
-                    lines.append(_measured(bench, job, until, arguments.rounds))
-                    bar.close()
-                    print(terminal(lines[-1]) + "\n", flush=True)
-                    if asked:
-                        raise KeyboardInterrupt(about.foot(lines))
+                found: Any = bench_requests.measure(arguments, model, kinds[0], about, bar.say)
+            else:
+                found = _steps(arguments, model, kinds, about, bar, started)
     finally:
         bar.close()
-    probe.close()
-    print(about.foot(lines))
-    picture = arguments.picture
+    requests = bool(arguments.requests)
+    print(f"\n{about.foot([])}" if requests else about.foot(found))
+    picture, where = arguments.picture, arguments.markdown
+    written = [path for path in (where, picture) if path is not None]
+    for path in written:
+        path.parent.mkdir(parents=True, exist_ok=True)
     if picture is not None:
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        draw(lines, about.model, picture)
-    if arguments.markdown is not None:
-        arguments.markdown.parent.mkdir(parents=True, exist_ok=True)
-        arguments.markdown.write_text(page(lines, about, arguments.markdown, picture), "utf-8")
-    written = [str(path) for path in (arguments.markdown, picture) if path is not None]
-    if written:
-        print(f"\nwritten: {', '.join(written)}")
-
-
-def _serve(arguments: argparse.Namespace, model: Any, about: About, bar: Bar) -> None:
-    """Serve requests in place of steps."""
-    parts = bench_requests.measure(arguments, model, bar.say)
-    bar.close()
-    print(f"\n{about.foot([])}")
-    where, picture = arguments.markdown, arguments.picture
-    for path in (where, picture):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-    if picture is not None:
-        bench_requests.draw(parts, picture)
+        (bench_requests.draw if requests else draw)(found, about.model, picture)
     if where is not None:
-        beside = (
-            None if picture is None else os.path.relpath(picture, where.parent).replace(os.sep, "/")
-        )
-        where.write_text(bench_requests.page(parts, about, beside), "utf-8")
+        text = (bench_requests.page if requests else page)(found, about, where, picture)
+        where.write_text(text, "utf-8")
+    if written:
+        print(f"\nwritten: {', '.join(map(str, written))}")
+
+
+def _steps(
+    arguments: argparse.Namespace, model: Any, kinds: Any, about: About, bar: Bar, started: float
+) -> list[Line]:
+    """Measure steps and prompts, and print each table when it is done."""
+    from numkv.bench.decode import Bench
+    from numkv.bench.rounds import Probe
+
+    probe = Probe(arguments.threads or numkv.get_num_threads())
+    try:
+        bench = Bench(
+            model, list(arguments.contestants), kinds, arguments.batch, arguments.seed, arguments.rounds, probe,
+            bar.say, bar.told,
+        )  # fmt: skip
+        jobs = _jobs(arguments)
+        deadline = started + 60 * arguments.minutes
+        lines: list[Line] = []
+        with stoppable("stopping after this round") as asked:
+            bench.enough = lambda: bool(asked)
+            for i, job in enumerate(jobs):
+                now = time.monotonic()
+                until = now + max(0.0, deadline - now) / (len(jobs) - i)
+                lines.append(_measured(bench, job, until, arguments.rounds))
+                bar.close()
+                print(terminal(lines[-1]) + "\n", flush=True)
+                if asked:
+                    raise KeyboardInterrupt(about.foot(lines))
+        return lines
+    finally:
+        probe.close()
 
 
 def _is_there(name: str) -> bool:
@@ -510,30 +511,23 @@ def _measured(bench: Any, job: _Job, until: float, rounds: int) -> Any:
     return bench.decode(job.tokens, until)
 
 
-def _prepare(arguments: argparse.Namespace, bar: Bar) -> tuple[Any, About, Any]:
-    """The model, and what is said about it."""
+def _prepare(arguments: argparse.Namespace, bar: Bar) -> tuple[Any, list[Any], About]:
+    """The model, how numkv stores rows, and what is said about it."""
     import torch  # before any of numkv's threads start
     import transformers
 
     from numkv.bench.contestants import Kinds
-    from numkv.bench.decode import Bench
     from numkv.bench.models import build, config_of, num_kv_heads, num_parameters
-    from numkv.bench.rounds import Probe
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
         numkv.set_num_threads(arguments.threads)
-    kinds = [_kinds(CacheChoice.parse(text)) for text in arguments.kind]
+    kinds = [Kinds(*_kinds(CacheChoice.parse(text))) for text in arguments.kind]
     config = config_of(arguments.model, arguments.layers)
     bar.say(f"{arguments.model}: building the model")
     model = build(config, arguments.dtype, arguments.seed)
-    probe = Probe(arguments.threads or numkv.get_num_threads())
-    bench = Bench(
-        model, list(arguments.contestants), [Kinds(*of) for of in kinds], arguments.batch, arguments.seed,
-        arguments.rounds, probe, bar.say, bar.told,
-    )  # fmt: skip
     heads = f"{config.num_attention_heads} q and {num_kv_heads(config)} kv heads"
     described = (
         f"{config.num_hidden_layers} layers, hidden {config.hidden_size:,}, {heads}, vocabulary "
@@ -547,7 +541,7 @@ def _prepare(arguments: argparse.Namespace, bar: Bar) -> tuple[Any, About, Any]:
         threads=int(torch.get_num_threads()),
         reference="the same model and rows in fp32, or DynamicCache's where that would be too large",
     )
-    return bench, about, probe
+    return model, kinds, about
 
 
 def _kinds(choice: CacheChoice) -> tuple[str, str, str, bool]:

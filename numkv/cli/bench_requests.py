@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,9 +63,15 @@ class Part:
         """A line for each way that was left out."""
         return [f"Left out: {name}: {x}." for name, x in self.found if isinstance(x, Exception)]
 
+    def text(self) -> str:
+        """The table on a terminal."""
+        return "\n".join(["", self.title, table(*self.rows()), *self.left_out()])
 
-def measure(arguments: argparse.Namespace, model: Any, say: Any) -> list[Part]:
-    """Measure each load, and print its table when it is done.
+
+def measure(
+    arguments: argparse.Namespace, model: Any, kinds: Any, about: Any, say: Any
+) -> list[Part]:
+    """Measure each load, and print its table when it is done; an interrupt carries what is there of one.
 
     Parameters
     ----------
@@ -72,6 +79,10 @@ def measure(arguments: argparse.Namespace, model: Any, say: Any) -> list[Part]:
         The options.
     model : transformers.PreTrainedModel
         The model.
+    kinds : Kinds
+        How numkv stores rows.
+    about : About
+        What else to say.
     say : callable
         Is told what begins.
 
@@ -87,17 +98,18 @@ def measure(arguments: argparse.Namespace, model: Any, say: Any) -> list[Part]:
             load = Load(count, shared, arguments.longest, arguments.new)
             common = f"{shared:,} tokens in common and " if shared else ""
             title = f"{count:,} requests, {common}up to {load.longest:,} tokens of their own"
-            ways = serve(
-                model, load, arguments.kind[0], arguments.seed, 60 * arguments.minutes, say
-            )
-            parts.append(Part(title, list(ways)))
-            print(
-                "\n".join(["", title, table(*parts[-1].rows()), *parts[-1].left_out()]), flush=True
-            )
+            part = Part(title, [])
+            try:
+                for way in serve(model, load, kinds, arguments.seed, 60 * arguments.minutes, say):
+                    part.found.append(way)
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt(part.text(), about.foot([])) from None
+            print(part.text(), flush=True)
+            parts.append(part)
     return parts
 
 
-def page(parts: Sequence[Part], about: Any, picture: str | None) -> str:
+def page(parts: Sequence[Part], about: Any, path: Path, picture: Path | None) -> str:
     """A page in Markdown.
 
     Parameters
@@ -106,8 +118,8 @@ def page(parts: Sequence[Part], about: Any, picture: str | None) -> str:
         What was measured.
     about : About
         What else to say.
-    picture : str or None
-        The picture's place beside the page.
+    path, picture : pathlib.Path
+        Where the page goes, and the picture, if there is one.
 
     Returns
     -------
@@ -119,19 +131,22 @@ def page(parts: Sequence[Part], about: Any, picture: str | None) -> str:
         wrapped(" ".join(_HOW.split())),
     ]
     if picture is not None:
-        lines.append(f"![New tokens a second by way]({picture})")
+        relative = os.path.relpath(picture, path.parent).replace(os.sep, "/")
+        lines.append(f"![New tokens a second by way]({relative})")
     for part in parts:
         lines += [f"## {part.title}", markdown_table(*part.rows()), *map(wrapped, part.left_out())]
     return "\n\n".join(lines) + "\n"
 
 
-def draw(parts: Sequence[Part], path: Path) -> None:
+def draw(parts: Sequence[Part], model: str, path: Path) -> None:
     """Draw new tokens a second: a group of bars for each load.
 
     Parameters
     ----------
     parts : sequence of Part
         What was measured.
+    model : str
+        Name of the model.
     path : pathlib.Path
         Where the picture goes.
     """
@@ -148,4 +163,5 @@ def draw(parts: Sequence[Part], path: Path) -> None:
         ax.set_title(part.title, fontsize=9, loc="left")
         ax.spines[["top", "right"]].set_visible(False)
     axes[-1].set_xlabel("new tokens a second", fontsize=8)
+    figure.suptitle(model, fontsize=10)
     save_figure(figure, path)

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from numkv import targets
 from numkv._version import __version__
@@ -39,6 +39,18 @@ _CACHES: tuple[Any, ...] = (
 )  # fmt: skip
 #: What a file can hold, by the name of its class; see `numkv.snapshots.snapshot`.
 _CLASSES = {x.__name__: x for x in _CACHES} | {_ONE: Sequences, _MANY: Sequences}
+#: Of rooms above, which put their classes there when they are imported.
+_ELSEWHERE = {"NumkvCache": "numkv.transformers"}
+_Class = TypeVar("_Class", bound=type)
+
+
+def savable(cls: _Class) -> _Class:
+    """Have `save` and `load` take a class, which has what `numkv.snapshots.snapshot` says.
+
+    Where it has a true ``needs_mark``, both ask for a mark.
+    """
+    _CLASSES[cls.__name__] = cls
+    return cls
 
 
 def save(path: str | os.PathLike[str], cache: Any, *, mark: Mark | None = None) -> None:
@@ -53,13 +65,14 @@ def save(path: str | os.PathLike[str], cache: Any, *, mark: Mark | None = None) 
     path : path-like
         The file.
     cache : KVCache, ContiguousLayer, PagedLayer, PagedKVCache, CausalCache, \
-EncoderCache, WrapperCache, HeadCompressor, MultiHeadCompressor, PagedCompressor, SwappedSequence or sequence of \
-SwappedSequence
+EncoderCache, WrapperCache, HeadCompressor, MultiHeadCompressor, PagedCompressor, NumkvCache, SwappedSequence or \
+sequence of SwappedSequence
         What is saved; it does not change. Of a `PagedKVCache` the sequences are saved, not the prefixes of removed
         ones, and not pins. Of a multi-sequence cache its cells are saved, not the pass that has begun.
     mark : str or mapping, optional
         What `load` can compare: the model, its revision, its RoPE, or whatever else makes these rows useless to
-        others; a text, or texts, numbers and None by name.
+        others; a text, or texts, numbers and None by name. A `numkv.transformers.NumkvCache` needs one, such as
+        `numkv.transformers.mark_of` makes.
 
     Raises
     ------
@@ -70,7 +83,7 @@ SwappedSequence
     OSError
         If the file cannot be written, as the system gave it; the old file is untouched.
     NotSupported
-        If `path` is something else than a file.
+        If `path` is something else than a file, or a `NumkvCache` has layers with states of transformers' own.
     TypeError
         If `cache` is something else, or `mark` no such mark.
 
@@ -106,12 +119,11 @@ def _save(path: str, checked: Any, cache: Any) -> None:
     elif isinstance(cache, Sequence):
         cache, name = Sequences(cache), _MANY
     elif _CLASSES.get(name) is not type(cache):
-        remedy = (
-            "pickle it: pickle.dump(cache, file)" if name == "NumkvCache" else "pass one of these"
-        )
         raise TypeError(
-            f"`cache`: expected one of numkv's caches or sequences of PagedKVCache.swap_out, got {name}; {remedy}"
+            f"`cache`: expected one of numkv's caches or sequences of PagedKVCache.swap_out, got {name}; pass one of "
+            "these"
         )
+    _check_marked(type(cache), checked)
     snapshot: Snapshot = cache.__snapshot__()
     header = {"class": name, "numkv": __version__, "mark": checked}
     with unchanged(snapshot.held):
@@ -139,7 +151,7 @@ def load(
     target : {"cpu", "cuda"}, optional
         Where the cache goes; ``"cpu"``, or where `pool` is. A file knows no target.
     mark : str or mapping, optional
-        What the file must have been marked with; None takes any.
+        What the file must have been marked with; None takes any, but not of a `NumkvCache`.
     shift : callable, optional
         How keys are shifted, for a cache of cells; see `CausalCache`. It is not in the file, but of a `rope_shift` the
         file knows the angles. For a `WrapperCache` one for all children, or a sequence with one for each.
@@ -156,7 +168,8 @@ def load(
     Raises
     ------
     NotSupported
-        If it is no such file, damaged, of another version, marked otherwise, too large, or contradicts itself; the
+        If it is no such file, damaged, of another version, marked otherwise, too large, or contradicts itself, or its
+        class is of `numkv.transformers`, which is not imported; the
         message says what is wrong. Nothing has been taken from `pool` then. Also if an option does not suit the class.
     CacheFull
         If `pool` has too few blocks.
@@ -196,8 +209,13 @@ def _load(
                 f"`path`: expected sequences, got a {name} in {path}; use numkv.load"
             )
         cls = _CLASSES.get(name)
+        if cls is None and name in _ELSEWHERE:
+            raise NotSupported(
+                f"`path`: expected a class that is imported, got a {name} in {path}; import {_ELSEWHERE[name]} before"
+            )
         if cls is None:
             raise Damaged(f"it holds a {name}, which is no cache")
+        _check_marked(cls, checked)
         if cls is not PagedLayer:
             _refuse(name, pool=pool)
         if cls not in _WITH_SHIFT:
@@ -315,6 +333,15 @@ def _compare_marks(path: str, file: Container, mark: Any) -> None:
         f"`mark`: expected a file marked {mark!r}, got one marked {found!r} in {path}{what}; "
         "it is of another model"
     )
+
+
+def _check_marked(cls: Any, mark: Any) -> None:
+    """Refuse to save and to load K and V of a model that is not named."""
+    if mark is None and getattr(cls, "needs_mark", False):
+        raise TypeError(
+            f"`mark`: expected the mark of a model, without which a {cls.__name__} would go to any of the same shapes, "
+            "got None; pass numkv.transformers.mark_of(model)"
+        )
 
 
 def _check_bytes(max_nbytes: Any) -> int:

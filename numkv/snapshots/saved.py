@@ -66,9 +66,9 @@ def text(among: Sequence[str] = ()) -> Any:
     return entry(lambda f, name, x: f.text(name, among))
 
 
-def storage_kind() -> Any:
-    """A storage kind, by its name."""
-    return entry(lambda f, name, x: f.kind(name))
+def storage_kind(optional: bool = False) -> Any:
+    """A storage kind, by its name, or None."""
+    return entry(lambda f, name, x: None if optional and f.get(name) is None else f.kind(name))
 
 
 def part(of: type[Saved], optional: bool = False) -> Any:

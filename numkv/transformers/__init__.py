@@ -42,6 +42,7 @@ try:
     from numkv.transformers.cache import NumkvCache, restore, use
     from numkv.transformers.masks import plan_of_mask as _plan_of_mask
     from numkv.transformers.request import BatchEvent, BatchRequest
+    from numkv.transformers.saved import mark_of
 except ImportError as error:
     raise ImportError(
         f"numkv.transformers was made for transformers 5.23, and transformers {_transformers.__version__} lacks what "
@@ -49,7 +50,7 @@ except ImportError as error:
     ) from error
 
 __all__ = [
-    "BatchEvent", "BatchRequest", "BatchStats", "ContinuousBatch", "NumkvCache", "restore", "use",
+    "BatchEvent", "BatchRequest", "BatchStats", "ContinuousBatch", "NumkvCache", "mark_of", "restore", "use",
 ]  # fmt: skip
 
 AttentionInterface.register("numkv", _attention)

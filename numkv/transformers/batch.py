@@ -26,10 +26,15 @@ from numkv.interrupts import signals_deferred
 from numkv.numbers import check_size, parse_size
 from numkv.store import PrefixStore
 from numkv.torch import PagedKVCache
-from numkv.transformers.cache import inner_model, read_profile
+from numkv.transformers.cache import read_profile
 from numkv.transformers.families import check_config
 from numkv.transformers.forward_pass import Pass, layers_of_model, run_model
-from numkv.transformers.internals import attention_of, can_choose_attention, makes_caches
+from numkv.transformers.internals import (
+    attention_of,
+    can_choose_attention,
+    inner_model,
+    makes_caches,
+)
 from numkv.transformers.request import BatchEvent, BatchRequest, prompt_of
 
 # How often somebody who waits for a pass of another thread looks whether it has ended, in seconds.

@@ -6,15 +6,18 @@ import functools
 import os
 import warnings
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
+from numkv.access import Access
 from numkv.caches import FullPrecision, Profile
 from numkv.drawing.page import drawn
 from numkv.errors import DimensionMismatch, NotSupported
+from numkv.files.api import savable
 from numkv.interrupts import uninterrupted
+from numkv.snapshots.snapshot import Snapshot, Source
 from numkv.transformers.families import check_config, has_latents, types_of_layers
 from numkv.transformers.internals import (
     LinearAttentionCacheLayerMixin,
@@ -22,23 +25,25 @@ from numkv.transformers.internals import (
     can_choose_attention,
     forget_cache_maker,
     has_own_cache,
+    inner_model,
     layer_of_transformers,
     makes_caches,
     set_cache_maker,
     transformers_makes_cache,
 )
 from numkv.transformers.layers import HybridLayer, LatentLayer, NumkvLayer, Options
+from numkv.transformers.saved import SavedCache, snapshot
 from numkv.transformers.tolerance import Tolerance
 
 _Model = TypeVar("_Model")
 _BEFORE = "_numkv_before"  # on a model: the attention implementation that it had
-_MOST_WRAPPERS = 8
 _OF_NUMKV = {"full_attention", "sliding_attention", "chunked_attention"}
 _HYBRID = {"hybrid", "hybrid_sliding"}
 _OF_TRANSFORMERS = {"linear_attention", "conv", "dummy"}
 
 
 @drawn
+@savable
 class NumkvCache(Cache):  # type: ignore[misc]
     """A cache for ``model.generate`` and ``model(…)``, with K and V in any of numkv's kinds.
 
@@ -147,6 +152,26 @@ class NumkvCache(Cache):  # type: ignore[misc]
                 f"NumkvCache: expected a model with layers of attention, got {config.model_type!r}, which has none"
             )
         super().__init__(layers=layers)
+
+    #: Of files: a mark has to say whose K and V it holds.
+    needs_mark = True
+    __saved__ = SavedCache
+
+    def __snapshot__(self) -> Snapshot:
+        """See `numkv.snapshots.snapshot`."""
+        return snapshot(self.layers, self)
+
+    @classmethod
+    def __restore__(cls, saved: SavedCache, source: Source, _: Any) -> Self:
+        """See `numkv.snapshots.snapshot`."""
+        made = cls.__new__(cls)
+        Cache.__init__(made, layers=saved.restored(source))
+        return made
+
+    @property
+    def _access(self) -> Access:
+        own = next(layer for layer in self.layers if isinstance(layer, NumkvLayer))
+        return own.options.shared.access
 
     def __repr__(self) -> str:
         own = [layer for layer in self.layers if isinstance(layer, NumkvLayer)]
@@ -388,23 +413,6 @@ def restore(model: _Model) -> _Model:
             forget_cache_maker(part)
         inner.set_attn_implementation(before)
     return model
-
-
-def inner_model(model: Any) -> Any:
-    """The model of transformers whose `generate` a wrapper calls; a model itself."""
-    inner = model
-    for _ in range(_MOST_WRAPPERS):
-        if isinstance(inner, PreTrainedModel):
-            return inner
-        owner = getattr(getattr(inner, "generate", None), "__self__", inner)
-        if owner is inner and not isinstance(inner, type):  # PEFT's have a `generate` of their own
-            owner = getattr(inner, "get_base_model", lambda: None)()
-        inner = owner
-    raise TypeError(
-        "numkv.transformers: expected a transformers.PreTrainedModel, such as AutoModelForCausalLM.from_pretrained "
-        "gives, or what PEFT or torch.compile makes of one, got "
-        f"{model.__name__ if isinstance(model, type) else type(model).__name__}; pass the model itself"
-    )
 
 
 def _generating(model: Any) -> list[Any]:

@@ -155,11 +155,12 @@ class NewestTokenGroups:
         Position from which on each sequence's tokens are here.
     """
 
-    _BLOCKS = 2
+    #: Token groups of each sequence.
+    BLOCKS = 2
 
     def __init__(self, pool: Pool, kinds: tuple[Kind, Kind], batch: int) -> None:
         self._group = pool.k_kind.group_tokens
-        shape = (batch * self._BLOCKS, int(pool.k.shape[1]), self._group)
+        shape = (batch * self.BLOCKS, int(pool.k.shape[1]), self._group)
         taken = source_dtypes(pool.k_kind)
         of_k, of_v = (of if of.dtype in taken else kind("fp32") for of in kinds)
         self.pool = Pool.allocate(pool.target, shape, pool.head_dim, pool.head_dim_v, of_k, of_v)
@@ -171,9 +172,9 @@ class NewestTokenGroups:
 
     def select(self, rows: Ints) -> None:
         """Take sequences of these numbers, in this order."""
-        some = np.arange(self._BLOCKS)
+        some = np.arange(self.BLOCKS)
         source, to = (
-            (x[:, None] * self._BLOCKS + some).reshape(-1).astype(np.int32)
+            (x[:, None] * self.BLOCKS + some).reshape(-1).astype(np.int32)
             for x in (rows, np.arange(len(rows)))
         )
         pool, self.pool = self.pool, self.pool.like(len(to))
@@ -184,9 +185,9 @@ class NewestTokenGroups:
         """Keep a pass's checked rows, and quantise the groups that are complete; what its queries read in full."""
         some, start, stop = self._group, step.before.lengths, step.after.lengths
         begin = start // some * some
-        last = np.maximum(-(-stop // some) - self._BLOCKS, 0) * some  # from there on tokens stay
+        last = np.maximum(-(-stop // some) - self.BLOCKS, 0) * some  # from there on tokens stay
         now, blocks = self, int((-(-(stop - begin) // some)).max(initial=0))
-        if blocks > self._BLOCKS:  # for this pass alone
+        if blocks > self.BLOCKS:  # for this pass alone
             now = copy.copy(self)
             now.pool = self.pool.like(len(start) * blocks)
             held = _tokens(np.maximum(begin, self.end), start)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from transformers import PreTrainedModel
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     CacheLayerMixin,
@@ -26,7 +27,7 @@ from numkv.transformers.metadata import Seen
 __all__ = [
     "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "LinearAttentionLayer", "attention_of",
     "can_choose_attention", "causal_mask_function", "forget_cache_maker", "generation_settings", "has_own_cache",
-    "layer_of_transformers",
+    "inner_model", "layer_of_transformers",
     "layers_of", "logits_processors", "makes_caches", "repeat_kv", "sdpa_attention_forward", "sdpa_mask", "seen_by",
     "set_cache_maker", "stopping_criteria",
     "transformers_makes_cache",
@@ -34,11 +35,29 @@ __all__ = [
 
 # The method by which `generate` makes a cache if it is given none.
 _MAKE_CACHE = "_prepare_cache_for_generation"
+_MOST_WRAPPERS = 8
 # What makes a mask of each size.
 _OVERLAYS = {"sliding_window": "sliding_window_overlay", "chunk_size": "chunked_overlay"}
 
 
 # -- models
+
+
+def inner_model(model: Any) -> Any:
+    """The model of transformers whose `generate` a wrapper calls; a model itself."""
+    inner = model
+    for _ in range(_MOST_WRAPPERS):
+        if isinstance(inner, PreTrainedModel):
+            return inner
+        owner = getattr(getattr(inner, "generate", None), "__self__", inner)
+        if owner is inner and not isinstance(inner, type):  # PEFT's have a `generate` of their own
+            owner = getattr(inner, "get_base_model", lambda: None)()
+        inner = owner
+    raise TypeError(
+        "numkv.transformers: expected a transformers.PreTrainedModel, such as AutoModelForCausalLM.from_pretrained "
+        "gives, or what PEFT or torch.compile makes of one, got "
+        f"{model.__name__ if isinstance(model, type) else type(model).__name__}; pass the model itself"
+    )
 
 
 def attention_of(model: Any) -> str:

@@ -296,7 +296,7 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         _check_rows(key_states, value_states)
         batch, heads, _, dim = map(int, key_states.shape)
         options, tokens = self.options, self.options.capacity
-        size = self.block_size = max(self.block_size, options.group_tokens)
+        size = max(self.block_size, options.group_tokens)
         own = _own_kind(key_states), _own_kind(value_states)
         kinds = options.k_kind or own[0], options.v_kind or own[1]
         shape = heads, dim, int(value_states.shape[3])
@@ -310,10 +310,27 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
             )
         if self.reach >= 0:
             tokens = min(tokens, self.reach + size)
-        num_blocks = max(1, batch * -(-tokens // size))
+        self.allocate(batch, max(1, batch * -(-tokens // size)), shape, kinds, own)
+
+    def allocate(
+        self, batch: int, num_blocks: int, shape: tuple[int, int, int], kinds: tuple[Kind, Kind], own: tuple[Any, Any]
+    ) -> None:  # fmt: skip
+        """Make buffers without tokens.
+
+        Parameters
+        ----------
+        batch, num_blocks : int
+            Sequences, and blocks for all of them.
+        shape : tuple of int
+            Kv heads, and elements of K and of V.
+        kinds, own : tuple of Kind
+            Of K and V: what they are stored in, and what newest and first tokens are kept in beside that, if they are.
+        """
+        options = self.options
+        size = self.block_size = max(self.block_size, options.group_tokens)
         self.metadata = BatchMetadata.empty(batch, size, num_blocks, self.reach)
         self.pool = self.pool_class.allocate(
-            targets.get("cpu"), (num_blocks, heads, size), dim, shape[2], *kinds, options.rotate
+            targets.get("cpu"), (num_blocks, shape[0], size), *shape[1:], *kinds, options.rotate
         )  # fmt: skip
         self.ring = None
         if options.group_tokens:

@@ -333,9 +333,23 @@ class BatchMetadata:
 
     def _used(self) -> Ints:
         """How many sequences hold each block."""
-        held = -(-(self.lengths - self.first * self.block_size) // self.block_size)
-        live = np.arange(self.table.shape[1])[None] < held[:, None]
-        return np.bincount(self.table[live], minlength=self.num_blocks)
+        return np.bincount(self.table[self.held()], minlength=self.num_blocks)
+
+    def held(self) -> Flags:
+        """Which entries of the table are blocks."""
+        return self._in_block(np.arange(self.table.shape[1])) > 0
+
+    def fills(self) -> Ints:
+        """Tokens in each block of the pool, of the sequence that has most in it."""
+        found, held = np.zeros(self.num_blocks, np.int64), self.held()
+        np.maximum.at(found, self.table[held], self._in_block(np.arange(self.table.shape[1]))[held])
+        return found
+
+    def _in_block(self, places: Ints) -> Ints:
+        """Tokens of each sequence in its blocks at these places of the table, (batch, n)."""
+        size = self.block_size
+        left: Ints = (self.lengths - self.first * size)[:, None] - places[None] * size
+        return np.clip(left, 0, size)
 
     def _joined(self, new: Flags | None, new_columns: int) -> Flags | None:
         """Which columns are tokens, with the new ones."""
@@ -453,15 +467,31 @@ class BatchMetadata:
         enough = max(1, self.batch * (-(-self.reach // size) + 2))
         if self.num_blocks <= 2 * enough:
             return metadata, None
-        used = np.flatnonzero(metadata._used())
-        enough = max(enough, len(used))
-        if enough >= self.num_blocks:
+        less, used = metadata.packed(enough)
+        if less.num_blocks >= self.num_blocks:
             return metadata, None
+        return less, (less.num_blocks, used, np.arange(len(used), dtype=np.int32))
+
+    def packed(self, num_blocks: int = 1) -> tuple[BatchMetadata, NDArray[np.int32]]:
+        """The same tokens in the first blocks of a smaller pool.
+
+        Parameters
+        ----------
+        num_blocks : int
+            Blocks that it has at least.
+
+        Returns
+        -------
+        BatchMetadata
+        int32 array (n,)
+            The blocks of this pool that are the first ones there; one at least.
+        """
+        used = np.flatnonzero(self._used()).astype(np.int32)
+        used = used if len(used) else np.zeros(1, np.int32)
         renamed = np.zeros(self.num_blocks, np.int32)
         renamed[used] = np.arange(len(used))
-        table = renamed[np.maximum(metadata.table, 0)]
-        shrink = enough, used.astype(np.int32), renamed[used]
-        return replace(metadata, num_blocks=enough, table=table), shrink
+        table = renamed[np.maximum(self.table, 0)]
+        return replace(self, num_blocks=max(num_blocks, len(used)), table=table), used
 
     @_once
     def cropped(self, columns: int, *, kept: bool) -> tuple[BatchMetadata, Shrink | None]:

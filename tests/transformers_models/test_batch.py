@@ -14,16 +14,17 @@ import numpy as np  # noqa: E402
 from decoder_models import FAMILIES, VOCABULARY, make  # noqa: E402
 
 import numkv  # noqa: E402
+import numkv.torch  # noqa: E402
 from numkv.errors import CacheFull, DimensionMismatch, NonFiniteInput, NotSupported, NumkvError  # noqa: E402
 from numkv.store import PrefixStore  # noqa: E402
-from numkv.transformers import ContinuousBatch, use  # noqa: E402
+from numkv.transformers import ContinuousBatch, forward_pass, use  # noqa: E402
 
 NEW = 10
 BLOCK = 16
 #: Of the tiny models in fp32: four layers of K and V, two heads of 16.
 BLOCK_NBYTES = 4 * 2 * 2 * 16 * BLOCK * 4
 #: Bytes of a row of them.
-ROW = {"fp32": 64, "int8": 20}
+ROW = {"fp32": 64, "bf16": 32, "int8": 20}
 BY_DAY = ["llama", "qwen2", "qwen3", "gemma3", "mixtral", "gpt_oss"]
 REFUSED = {
     "stablelm": "hand keyword arguments on", "bart": "position_ids", "gemma4": "rows of others", "lfm2": "'conv'",
@@ -116,6 +117,107 @@ def test_forty_requests_in_a_pool_too_small_for_all(family, kind):
         assert [x.result() for x in requests] == expected
         assert batch.stats().preemptions > 0
         nothing_is_left(batch)
+
+
+def own_rows(module, query, key, value, *_, **__):
+    """In place of attention: each token sees itself alone, so a model is its linear layers, row by row."""
+    return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
+
+
+def difference_of_linear_layers(model, rows):
+    """How far logits of the same rows are apart at most where these go through linear layers alone and together."""
+    transformers.AttentionInterface.register("own_rows", own_rows)
+    before = model.config._attn_implementation
+    model.set_attn_implementation("own_rows")
+    try:
+        with torch.no_grad():
+            together = model(rows[None]).logits[0].float()
+            alone = torch.cat([model(row[None, None]).logits[0].float() for row in rows])
+    finally:
+        model.set_attn_implementation(before)
+    return float((together - alone).abs().max())
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+def test_forty_requests_with_16_bit_weights(kind):
+    """The same tokens up to one whose two best logits are closer than what linear layers differ by."""
+    model, prompts = make("llama", torch.bfloat16), texts(40)
+    logits: dict[int, list] = {}
+
+    def noting(number, ids, scores):
+        logits[number].append(scores[0].clone())
+        return scores
+
+    alone = []
+    with batch_of(model, kind) as batch:
+        for i, ids in enumerate(prompts):
+            logits[i] = []
+            processors = [lambda x, scores, i=i: noting(i, x, scores)]
+            alone.append(batch.submit(ids, NEW, logits_processor=processors).result())
+    with batch_of(model, kind, max_nbytes=7 * BLOCK_NBYTES) as batch:
+        together = [x.result() for x in at_random_times(batch, prompts)]
+    rows = torch.tensor([token for x in prompts for token in x][:48])
+    apart = difference_of_linear_layers(model, rows)
+    parted = []
+    for i, (a, b) in enumerate(zip(alone, together, strict=True)):
+        first = next((j for j in range(NEW) if a[j] != b[j]), None)
+        if first is not None:
+            best = logits[i][first].topk(2).values
+            parted.append(float(best[0] - best[1]))
+    print(
+        f"{kind}: {len(parted)} of 40 part, at gaps up to {max(parted, default=0):.4f}; linear layers: {apart:.4f}"
+    )
+    assert apart > 0 or not parted
+    assert all(gap <= 2 * apart for gap in parted)  # as both logits may move
+    assert len(parted) < 20
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int8", "int8_channel"])
+def test_outputs_of_a_replay_are_equal_to_the_bit(kind, monkeypatch):
+    """Recorded q, k, v of each request of a batch, in a cache where it is alone."""
+    model, passes = make("llama", torch.bfloat16), []
+    attend, run = forward_pass.Pass.attend, ContinuousBatch._pass
+
+    def recorded(self, module, query, key, value, *options):
+        found = attend(self, module, query, key, value, *options)
+        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+        passes[-1][1].append((module.layer_idx, q, k, v, options, found[0]))
+        return found
+
+    def noted(self, parts, step, events):
+        passes.append((parts, []))
+        run(self, parts, step, events)
+
+    monkeypatch.setattr(forward_pass.Pass, "attend", recorded)
+    monkeypatch.setattr(ContinuousBatch, "_pass", noted)
+    prompts = [[i + 2, *x] for i, x in enumerate(texts(12))]  # which share nothing
+    size = 64 if kind == "int8_channel" else BLOCK
+    room = 14 * BLOCK_NBYTES * ROW.get(kind, 4 * 64) // ROW["fp32"]
+    with batch_of(model, kind, block_size=size, max_nbytes=room) as batch:
+        passes.clear()
+        requests = at_random_times(batch, prompts)
+        layers = batch.cache.layers
+    compared = 0
+    for request in requests:
+        alone = numkv.torch.PagedKVCache(layers=layers, num_blocks=16, block_size=size)
+        seq = alone.add()
+        for parts, calls in passes:
+            place = next((i for i, x in enumerate(parts) if x.request is request), None)
+            if place is None:
+                continue
+            part, begin = parts[place], sum(x.tokens for x in parts[:place])
+            alone.truncate(seq, part.start)  # what it had lost and is computed again
+            rows = slice(begin, begin + part.tokens)
+            step = alone.reserve([seq], [part.tokens])
+            for layer, q, k, v, (scale, cap, sinks), expected in calls:
+                step.append(layer, k[rows], v[rows])
+                found = step.attention(
+                    layer, q[rows], sm_scale=scale, logits_soft_cap=cap, sinks=sinks
+                )
+                assert torch.equal(found, expected[rows])
+                compared += 1
+            alone.commit(step)
+    assert compared > 400
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8_channel", "int4_channel"])

@@ -330,8 +330,8 @@ def test_requests(config_file, tmp_path, capsys):
     """Every way makes the same tokens; what would take too long is left out by name."""
     page, picture = tmp_path / "page.md", tmp_path / "picture.svg"
     draws = importlib.util.find_spec("matplotlib") is not None
-    words = f"--model {config_file} --dtype fp32 --kind fp32 --requests 1 4 --shared 0 70 --longest 100 --new 5"
-    arguments = [*words.split(), "--minutes", "0.2", "--markdown", str(page)]
+    words = f"--model {config_file} --dtype fp32 --kind fp32/fp32+rotate --requests 1 4 --shared 0 70 --longest 100"
+    arguments = [*words.split(), "--new", "5", "--minutes", "0.2", "--markdown", str(page)]
     arguments += ["--picture", str(picture)] if draws else []
     assert main(["bench", "transformers", *arguments]) == 0
     printed = capsys.readouterr().out
@@ -339,14 +339,33 @@ def test_requests(config_file, tmp_path, capsys):
         lines = [x.split() for x in printed.splitlines() if x.endswith(f" {count}/{count}")]
         assert 2 * each <= len(lines) <= 2 * (each + 1)  # `generate_batch` may not be done
     assert printed.count("numkv, ContinuousBatch") == 4
+    assert printed.splitlines()[-1].startswith(f"written: {page}")
     text = page.read_text()
     assert "4 requests, 70 tokens in common and up to 100 tokens of their own" in text
     assert ("picture.svg" in text) == draws == picture.exists()
 
 
 def test_requests_that_take_too_long(made):
-    load = requests.Load(3, 0, 80, 4)
-    found = dict(requests.serve(made().model, load, "fp32", 0, 1e-9, lambda _: None))
+    """They end within a prompt, and leave no hook behind."""
+    model, load, kinds = made().model, requests.Load(3, 0, 80, 4), FP32
+    found = dict(requests.serve(model, load, kinds, 0, 1e-9, lambda _: None))
     assert all(isinstance(x, requests.LeftOut) for x in found.values())
+    assert str(found[requests.PADDED]) == "not done in 0 s"
+    assert not requests.torch.nn.modules.module._global_forward_pre_hooks
     assert [len(x) for x in load.prompts(90, 0)] == [len(x) for x in load.prompts(90, 0)]
     assert all(64 <= len(x) <= 80 for x in load.prompts(90, 1))
+
+
+def test_requests_that_are_interrupted(config_file, monkeypatch, capsys):
+    """What there is of the table is printed."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(requests, "_alone", interrupted)
+    words = f"--model {config_file} --dtype fp32 --kind int8 --requests 2 --shared 0 --longest 64 --new 3"
+    assert main(["bench", "transformers", *words.split()]) == 130
+    printed = capsys.readouterr().out
+    assert "2 requests, up to 64 tokens" in printed
+    assert "numkv, ContinuousBatch" in printed
+    assert "partial: interrupted" in printed

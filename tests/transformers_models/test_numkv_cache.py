@@ -159,7 +159,7 @@ def test_copies_go_their_own_way():
     assert torch.equal(*found)
 
 
-def test_what_is_in_it_is_said_and_drawn(tmp_path):
+def test_what_is_in_it_is_said_and_drawn():
     """By `repr`, `numkv.show` and notebooks; blocks that sequences share are drawn so."""
     model, given = on_numkv("gemma3"), prompts([20, 9, 14])
     cache = NumkvCache(model.config, "fp32", capacity=600)
@@ -183,8 +183,6 @@ def test_what_is_in_it_is_said_and_drawn(tmp_path):
     cache.batch_select_indices(torch.tensor([0, 0]))
     assert "▓···" in shown(cache)
     assert cache._repr_html_().count("shared") > 1
-    with pytest.raises(TypeError, match=r"got NumkvCache; pickle it: pickle\.dump\(cache, file\)$"):
-        numkv.save(tmp_path / "cache", cache)
     mixed = NumkvCache(model.config, k_kind="int8", v_kind="bf16", rotate=True)
     assert "kind=int8/bf16, rotated, " in repr(mixed)
     with pytest.raises(TypeError, match=r"^NumkvCache\(\) .*'dtype'; did you mean `kind`"):
