@@ -233,9 +233,9 @@ class NewestTokenGroups:
         some, start, stop = self._group, step.before.lengths, step.after.lengths
         begin = start // some * some
         blocks = int((-(-(stop - begin) // some)).max(initial=0))
-        if blocks > self._BLOCKS or (begin < np.minimum(self.end, start)).any():
+        if blocks > self.BLOCKS or (begin < np.minimum(self.end, start)).any():
             return None
-        last = np.maximum(-(-stop // some) - self._BLOCKS, 0) * some
+        last = np.maximum(-(-stop // some) - self.BLOCKS, 0) * some
         found: Ints = np.minimum(np.maximum(self.end, last), begin)
         return found
 
