@@ -21,6 +21,7 @@ BY_DAY = {
     "append_attend": {
         *(f"rows fp32, q fp32, K {kind}, V {kind}" for kind in ("fp32", "fp16", "bf16", "int8", "int4")),
         "rows bf16, q bf16, K bf16, V bf16",
+        "rows fp32, q fp32, K int8_channel, V int8, newest fp32 and fp32",
     },
     "write_rows": {
         *(f"fp32 to K {kind}, V {kind}" for kind in ("fp32", "fp8_e4m3", "int8", "int4")),

@@ -10,8 +10,9 @@ left for a layer is one compiled function, which looks at the four arrays that a
         out = step(layer, q, k, v)              # as append and attention, bit by bit
     cache.advance()                             # or cache.commit(...), as ever
 
-What the compiled function does not take (a rotated cache, tokens in full precision, long prompts, CUDA, an array that
-is not as it was bound) goes the ordinary ways, which append and attend, or say what is wrong.
+What the compiled function does not take (a rotated cache, tokens that were asked for in full precision, the first of a
+token group, long prompts, CUDA, an array that is not as it was bound) goes the ordinary ways, which append and attend,
+or say what is wrong.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class ToBind(NamedTuple):
     at_once: bool = True  #: whether the compiled function does its calls, if there is one
     source: int | None = None  #: the layer whose rows it reads, if it has none of its own
     mark: Any = None  #: its length, which calls count up; None where the cache counts
+    in_full: Any = None  #: kinds of the newest tokens' K and V where keys are stored by channel
     lives: Any = _ALWAYS  #: whether these buffers are still the cache's, in an array of one element
 
 
@@ -101,6 +103,7 @@ class NewTokens(NamedTuple):
     lengths: tuple[int, int] = (0, 0)  #: of each layer's mark, before and after
     written: Any = None  #: takes which layers have been called, if the cache wants to know
     place: Any = None
+    in_full: Any = None  #: a `numkv.caches.newest_groups.NewestGroups`, if the cache has one
 
 
 class PreparedCall(NamedTuple):
@@ -262,7 +265,9 @@ class Bound:
         of, pool = self._layers[layer], self._layers[layer].pool
         kernel, kind = None, self.kind.name
         if of.at_once and pool.target.values_on_host and not pool.rotate:
-            kernel = pool.target.ops.append_attend(kind, kind, pool.k_kind.name, pool.v_kind.name)
+            kernel = pool.target.ops.append_attend(
+                kind, kind, pool.k_kind.name, pool.v_kind.name, in_full=of.in_full
+            )
         sizes = of.num_q_heads, int(pool.k.shape[1]), pool.head_dim, pool.head_dim_v
         most = (
             0
@@ -414,13 +419,22 @@ class BoundAttention(Bound):
                 made = plan.memory(last, len(table), tokens, table.shape[1])
                 made.block_table[:], made.seq_lens[:] = table, new.lens
                 made.q_starts[:], made.slots[:] = new.starts, new.slots[plan.group]
+                if new.in_full is not None:
+                    start = new.lengths[0]
+                    new.in_full.plan_bound(
+                        made, table[0], new.block_size, start, tokens, plan.window
+                    )
                 made.plan(plan.window, new.block_size, *new.lengths)
             memory.append(made)
             common.append(made and plan.call(kind, made))
         ready: dict[int, PreparedCall | None] = dict.fromkeys(self._records)
         for layer, (record, number) in self._records.items():
             made = memory[number]
-            if record is not None and made is not None:
+            if (
+                record is not None
+                and made is not None
+                and _goes_on(new.in_full, record, layer, new.lengths[0], tokens)
+            ):
                 args = *common[number], record.address, (record, made)
                 ready[layer] = PreparedCall._make(args)
         self._begun[:] = [(ready, memory)]
@@ -444,6 +458,16 @@ class BoundAttention(Bound):
             options = self._options[layer]._replace(out=checked)
             found = new.two_calls(layer, q, k, v, options, self._rows.check_finite)
         return found if out is None else out
+
+
+def _goes_on(in_full: Any, record: Any, layer: int, start: int, tokens: int) -> bool:
+    """Whether a prepared call has all that it needs of the tokens in full, if there are any; its record is told."""
+    if in_full is None:
+        return True
+    block = in_full.goes_on(layer, start, tokens)
+    if block is not None and record.in_full is not block:
+        record.keep_in_full(block)
+    return block is not None
 
 
 class BoundStep:
@@ -555,7 +579,7 @@ class BoundLayer(Bound):
         Of the layer.
     now : function
         Gives how many tokens it has, how many it has memory for, its blocks ``(max_blocks,)`` and the version of these.
-    two_calls : function
+    two_calls, in_full
         See `NewTokens`.
     rows, options
         See `Bound`.
@@ -568,9 +592,10 @@ class BoundLayer(Bound):
 
     def __init__(
         self, layer: ToBind, access: Access, now: Callable[[], tuple[int, int, Any, int]],
-        two_calls: Callable[..., Any], rows: Rows, options: CheckedOptions,
+        two_calls: Callable[..., Any], rows: Rows, options: CheckedOptions, in_full: Any = None,
     ) -> None:  # fmt: skip
         super().__init__([layer], rows, [options])
+        self._in_full = in_full
         self._access, self._now, self._two_calls = access, now, two_calls
         self._of = self._plan(0)
         self._of_layer = self._record(0, self._of.kernel)
@@ -617,7 +642,10 @@ class BoundLayer(Bound):
         start, room, ids, version = self._now()
         if type(q) is _array and q.ndim == 3:
             tokens = len(q)
-            if start + tokens <= room and 0 < tokens <= self._of.most_tokens:
+            if (
+                start + tokens <= room and 0 < tokens <= self._of.most_tokens
+                and _goes_on(self._in_full, self._of_layer, 0, start, tokens)
+            ):  # fmt: skip
                 found = self._prepared(start, tokens, ids, version).run(q, k, v, out)
                 if found is not None:
                     return found
@@ -644,6 +672,8 @@ class BoundLayer(Bound):
             step.slots[0] = int(ids[block]) * self._block_size + offset
         else:
             step.slots[:] = slots_of(ids, np.arange(start, end), self._block_size)
+        if self._in_full is not None:
+            self._in_full.plan_bound(step, ids, self._block_size, start, tokens, plan.window)
         if wanted == self._planned:
             step.move(start, end)
         else:

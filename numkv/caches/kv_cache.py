@@ -421,7 +421,9 @@ class KVCache(SingleSequence):
 
     def _to_bind(self, num_q_heads: int) -> list[ToBind]:
         """The layers for bound calls: each with the buffers of its block."""
-        in_full, found = self._full_precision is not None, []
+        newest, found = self._newest_groups, []
+        at_once = self._full_precision is newest
+        kinds = None if newest is None else newest.kinds
         for layer, pool in enumerate(self._pools):
             arrays: list[Array] = []
             for side in (pool.k_buffer, pool.v_buffer):
@@ -430,7 +432,13 @@ class KVCache(SingleSequence):
             mark = self._lengths[layer : layer + 1]
             found.append(
                 ToBind(
-                    pool, num_q_heads, arrays, at_once=not in_full, mark=mark, lives=self._current
+                    pool,
+                    num_q_heads,
+                    arrays,
+                    at_once=at_once,
+                    mark=mark,
+                    in_full=kinds,
+                    lives=self._current,
                 )
             )
         return found
@@ -462,7 +470,9 @@ class KVCache(SingleSequence):
         starts, slots = one_sequence(self._target.key, tokens), np.arange(length, after)
         of_step = [_ONE_BLOCK], after, starts, [slots], self._room
         marks = length, after
-        made = NewTokens(self._access, tokens, self._pools, *of_step, two_calls, ended, [], marks)
+        made = NewTokens(
+            self._access, tokens, self._pools, *of_step, two_calls, ended, [], marks, in_full=self._newest_groups
+        )  # fmt: skip
         return make(made)
 
     @streamed

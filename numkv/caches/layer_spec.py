@@ -257,7 +257,8 @@ class LayerSpec:
         needs : numkv.planning.ModelNeeds
             What `numkv.planning.needs_of` made of a config.
         **storage
-            How rows are stored, in all layers: `kind`, `v_kind`, `rotate`, `full_precision`, `key_bounds`.
+            How rows are stored, in all layers: `kind`, `v_kind`, `rotate`, `full_precision`, `key_bounds`. The `v_kind`
+            of latents is ``"latent"``.
 
         Returns
         -------
@@ -267,8 +268,7 @@ class LayerSpec:
         Raises
         ------
         NotSupported
-            If the model keeps something that a `LayerSpec` does not say: latents, whose V a config's rows do not tell
-            apart, rows of another text, rows that several tokens share.
+            If a `LayerSpec` cannot describe a layer: index keys, rows of another text, rows that several tokens share.
         """
         if not isinstance(needs, ModelNeeds):
             raise TypeError(
@@ -285,7 +285,7 @@ def _of_layer(needs: ModelNeeds, layer: LayerNeeds, storage: dict[str, Any]) -> 
     if not layer.rows:
         return LayerSpec(states=states)
     rows, *more = layer.rows
-    if more or rows.of_source or rows.tokens_per_row > 1 or not rows.dim_v:
+    if more or rows.of_source or rows.tokens_per_row > 1 or not (rows.dim_v or rows.latent_dim):
         raise NotSupported(
             f"LayerSpec.for_model: expected a row of K and one of V for each token, got {layer.type} layers that keep "
             f"{' and '.join(x.what for x in layer.rows)}; describe these by hand"
@@ -294,7 +294,10 @@ def _of_layer(needs: ModelNeeds, layer: LayerNeeds, storage: dict[str, Any]) -> 
     if rows.limit is not None:
         chunked = layer.type == CHUNKED
         sees = {"chunk_size": rows.limit} if chunked else {"window_left": rows.limit - 1}
-    return LayerSpec(rows.heads, rows.dim, head_dim_v=rows.dim_v, states=states, **storage, **sees)
+    if rows.latent_dim:
+        storage = {**storage, "v_kind": LATENT}
+    dim_v = rows.latent_dim or rows.dim_v
+    return LayerSpec(rows.heads, rows.dim, head_dim_v=dim_v, states=states, **storage, **sees)
 
 
 def check_states(states: Any) -> tuple[StateShape, ...]:

@@ -66,6 +66,12 @@ class NewestGroups:
         self._layers = [_Newest(float_pool(pool, 1, self._group), 0, 0) for _ in range(num_layers)]
 
     @property
+    def kinds(self) -> tuple[str, str]:
+        """The kinds that rows of K and V in full lie in."""
+        block = self._layers[0].block
+        return block.k_kind.name, block.v_kind.name
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the rows in full."""
         return sum(of.block.nbytes for of in self._layers)
@@ -154,6 +160,51 @@ class NewestGroups:
             pool.quantise(now.block, index((whole - begin) // some), index(to))
         self._layers[layer] = now._replace(first=begin)
 
+    # -- bound calls
+
+    def goes_on(self, layer: int, start: int, tokens: int) -> Pool | None:
+        """The block that new tokens of a layer are written to by a bound call; None where another one is needed."""
+        of, some = self._layers[layer], self._group
+        begin = start // some * some
+        if start == begin or start + tokens > begin + some or not of.base == of.first == begin:
+            return None
+        return of.block
+
+    def plan_bound(
+        self,
+        step: Any,
+        table: NDArray[np.int32],
+        size: int,
+        start: int,
+        tokens: int,
+        window_left: int,
+    ) -> None:
+        """Plan a bound call of new tokens that `goes_on` says yes to.
+
+        Parameters
+        ----------
+        step : StepRecord
+            What is to be planned.
+        table, size
+            The layer's blocks ``(max_blocks,)`` on the host, and their tokens.
+        start, tokens
+            Where new tokens begin, and how many there are.
+        window_left
+            Earlier tokens that each sees, or -1.
+        """
+        some, end = self._group, start + tokens
+        begin = start // some * some
+        target = self._layers[0].block.target
+        seen = seen_by_queries(target, None, tokens, end, window_left)
+        coded, full = self._split(begin, begin, seen, end)
+        part = step.part_in_full(1)
+        part.block_table[:], part.seq_lens[:], part.q_starts[:] = 0, end - begin, (0, tokens)
+        part.slots[:], part.ranges[:], step.ranges[:] = np.arange(start, end) - begin, full, coded
+        part.plan(-1, some, 0, 0)
+        whole = np.arange(begin, end // some * some, some)
+        to = slots_of(table, whole, size) // some
+        step.quantise((whole - begin) // some, to, bool((coded[:, 0] < coded[:, 1]).any()))
+
     def staging(self, tokens: int) -> Pool:
         """A block of float rows for new tokens, which `append` then takes: see `staged`."""
         return staging(self._layers[0].block, tokens)
@@ -198,17 +249,17 @@ class NewestGroups:
         options = options._replace(window_left=-1, sight=None)
         if not tokens or not length:
             return run(pool, block_table, q, lens, starts, options)
-        coded, full = self._split(of, seen, length)
+        coded, full = self._split(of.base, of.first, seen, length)
         table = one_block_each(target.device_key, 1)
         parts = Part(of.block, table, full), Part(pool, block_table, coded)
         return run_seen(parts, q, lens, starts, options)
 
-    def _split(self, of: _Newest, seen: Ints, length: int) -> tuple[Ints, Ints]:
-        """What the last queries read as codes of what they see, and what in full, counted from the block's base."""
+    def _split(self, base: int, first: int, seen: Ints, length: int) -> tuple[Ints, Ints]:
+        """What the last queries read as codes of what they see, and what in full, counted from a block's base."""
         some, tokens = self._group, len(seen)
-        own = np.maximum(np.arange(length - tokens, length) // some * some, of.first)
+        own = np.maximum(np.arange(length - tokens, length) // some * some, first)
         own = own.clip(0, length)[:, None]
-        return np.minimum(seen, own), (np.maximum(seen, own) - of.base).clip(0)
+        return np.minimum(seen, own), (np.maximum(seen, own) - base).clip(0)
 
     def attention_mass(
         self, pool: Pool, block_table: Array, layer: int, q: Array, length: int, options: CheckedOptions, lse: Any
@@ -223,7 +274,7 @@ class NewestGroups:
             target.index(x, np.int64)
             for x in (
                 np.array([length]), np.array([0, tokens]), np.array([length - of.base]),
-                *self._split(of, seen, length),
+                *self._split(of.base, of.first, seen, length),
             )
         )  # fmt: skip
         parts, begins = [Part(pool, block_table, coded)], [0]

@@ -21,7 +21,7 @@ from numkv.attention.options import CheckedOptions, check_options, is_free
 from numkv.caches.full_precision import Watching
 from numkv.caches.late_reports import SequenceReports
 from numkv.caches.layer_spec import FullPrecision, LayerSpec
-from numkv.caches.newest_groups import kept_in_full
+from numkv.caches.newest_groups import NewestGroups, kept_in_full
 from numkv.caches.saved import SavedSequence, coded_rows
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import plan_moves, slots_of
@@ -191,6 +191,11 @@ class SingleSequence:
 
     def _longest(self) -> int | None:
         return int(self._lengths.argmax()) if len(self._lengths) else None
+
+    @property
+    def _newest_groups(self) -> NewestGroups | None:
+        """The rows in full of keys by channel, if these are."""
+        return self._full_precision if self._pool.by_channel else None
 
     def _quantised(self, layer: int) -> range:
         """Positions of a layer's tokens that are quantised."""

@@ -46,7 +46,7 @@ examples:
   numkv show prompt.kv                    draw a saved cache
   numkv bench transformers --context 16384    tokens per second of a whole model
 """
-_COMMANDS_TITLE = "other commands"
+_COMMANDS_TITLE = "commands"
 # What may follow a kind.
 _MORE = "; behind it +rotate, +windowN, +sinksN"
 
@@ -157,6 +157,13 @@ def _plain_kind(text: str) -> CacheChoice:
     return choice
 
 
+def _planned_kind(text: str) -> CacheChoice:
+    choice = CacheChoice.parse(text)
+    if choice.window or choice.sinks:
+        raise NotSupported(f"expected a kind, or one with +rotate, got {text!r}")
+    return choice
+
+
 def _row_kind(text: str) -> str:
     kind = numkv.kind(text)
     if not kind.is_query:
@@ -247,7 +254,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     option(parser, "--source-tokens", "tokens of the text that a decoder with cross attention reads", _some, "N",
             default=0)
     flag(parser, "--expanded", "count latent attention with K and V of every head, not its latents")
-    _add_kind_option(parser, [], "kinds to list")
+    _add_kind_option(parser, [], "kinds to list", _planned_kind, "; behind it +rotate")
     nodes = parser.add_argument_group("a cache that is sharded over nodes")
     option(nodes, "--nodes", "model decode steps on N nodes instead: 8 64 1024; --memory is a node's, --context the "
             "sequences' length", _count, "N", nargs="+")

@@ -258,7 +258,9 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.path is not None or arguments.config is not None or arguments.context:
         print("\n" + _per_sequence(arguments, needs, choices))
     print("\n".join(_notes(arguments, needs, choices)))
-    choice = choices[0] if arguments.kind else CacheChoice("int8", rotate=True)
+    latents = any(rows.latent_dim for rows in needs.rows)
+    safe = CacheChoice("bf16") if latents else CacheChoice("int8", rotate=True)
+    choice = choices[0] if arguments.kind else safe
     print(f"\nAs a cache:\n\n{cache_code(needs, choice, arguments.memory)}")
 
 

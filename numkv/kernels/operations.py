@@ -697,8 +697,9 @@ class Operations:
 
     @staticmethod
     def append_attend(
-        q_kind: str, rows_kind: str, k_kind: str, v_kind: str, by_address: bool = False
-    ) -> Any:
+        q_kind: str, rows_kind: str, k_kind: str, v_kind: str, by_address: bool = False,
+        in_full: tuple[str, str] | None = None,
+    ) -> Any:  # fmt: skip
         """The function that writes new rows of K and V and attends with the queries of their tokens, checks included.
 
         Parameters
@@ -709,6 +710,8 @@ class Operations:
             Kinds of pools.
         by_address : bool
             Whether calls bring addresses in place of arrays: of rows without gaps, of the sizes that the step has.
+        in_full : tuple of str, optional
+            Of keys by channel the kinds in which K and V of the newest tokens are in full.
 
         Returns
         -------

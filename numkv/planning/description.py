@@ -36,6 +36,8 @@ class Rows:
         Tokens that share a row: 1, or more where the model compresses them.
     of_source : bool
         Whether there is a row for each token of the text that is read, such as an encoder's, and none for new tokens.
+    latent_dim : int
+        The first elements of a row of K that are V, in latent attention; else 0.
     """
 
     what: str
@@ -45,6 +47,7 @@ class Rows:
     limit: int | None = None
     tokens_per_row: int = 1
     of_source: bool = False
+    latent_dim: int = 0
 
     def row_bytes(self, k_kind: Kind, v_kind: Kind) -> int:
         """Bytes of one row of all heads, scales included.

@@ -362,7 +362,7 @@ def _attention(keys: Keys, limit: int | None, expanded: bool) -> tuple[Rows, ...
     if rank:
         rope = int(keys.get("qk_rope_head_dim", 64))
         if not expanded:
-            return (Rows("latents", 1, int(rank) + rope, 0, limit),)
+            return (Rows("latents", 1, int(rank) + rope, 0, limit, latent_dim=int(rank)),)
         heads, plain = keys.size("num_attention_heads"), int(keys.get("qk_nope_head_dim", 128))
         return (Rows(_K_AND_V, heads, plain + rope, keys.size("v_head_dim", 128), limit),)
     heads, dim = _kv_heads(keys), _head_dim(keys)

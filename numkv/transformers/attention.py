@@ -25,6 +25,7 @@ from numkv.storage.buffer import source_dtypes
 from numkv.storage.pool import Pool
 from numkv.torch.tensors import array_of, tensor_of
 from numkv.transformers.forward_pass import PASS
+from numkv.transformers.full_precision import GroupsOfStep, NewestTokenGroups
 from numkv.transformers.internals import repeat_kv, sdpa_attention_forward
 from numkv.transformers.layers import LatentRows, NumkvLayer, Pending, Rows
 from numkv.transformers.masks import Plan
@@ -224,10 +225,11 @@ def at_once(query: Any, pending: Pending, plan: Any, scaling: Any, softcap: Any,
         None where this pass or layer needs more; then nothing has changed.
     """
     layer = pending.layer
-    bound = layer.bound
+    bound, ring = layer.bound, layer.ring
     if not (
         bound is not None and (group := bound.group).plan is plan and layer.metadata is group.before
         and layer.pool is bound.pool and not group.moves
+        and (ring is None or (ring.pool is bound.in_full and ring.end is group.end))
         and scaling == bound.scaling and softcap == bound.softcap and s_aux is bound.s_aux
     ):  # fmt: skip
         bound = prepared(query, pending, plan, scaling, softcap, s_aux)
@@ -257,7 +259,9 @@ def at_once(query: Any, pending: Pending, plan: Any, scaling: Any, softcap: Any,
         failed = kernel.launched(kernel.call, group.workers, bound.address, group.address, *rows)
     if failed:  # rows that cannot be quantised
         return None
-    pending.done = (plan, group.step, bound.pool, None)
+    pending.done = (plan, group.step, bound.pool, ring)
+    if ring is not None:
+        ring.end = group.end_after
     if group.moves:
         layer.finish(group.step, bound.pool)
     else:
@@ -288,25 +292,34 @@ class Group:
         Their shapes in this pass.
     address, workers : int
         Of the record of the pass, and how many threads a call takes.
+    end, end_after : int64 array (batch,)
+        Of keys by channel, from which position on tokens are in full before and after it: one object for all layers.
     """
 
     __slots__ = (
-        "_memory", "_table", "_tiles", "address", "after", "before", "dtype", "kernel", "moves", "plan", "shape_k",
-        "shape_out", "shape_q", "shape_v", "step", "workers",
+        "_memory", "_table", "_tiles", "address", "after", "before", "dtype", "end", "end_after", "kernel", "moves",
+        "plan", "shape_k", "shape_out", "shape_q", "shape_v", "step", "workers",
     )  # fmt: skip
 
     def __init__(self, kernel: Any, dtype: Any) -> None:
         self.kernel, self.dtype = kernel, dtype
         self.plan: Any = None
         self.before: Any = None
+        self.end: Any = None
+        self.end_after: Any = None
         self._memory: Any = None
         self._table: Any = None
         self._tiles: Any = (
             None  # of each sequence, as the memory is planned for; None if it has to be planned
         )
 
-    def prepare(self, plan: Any, step: Step, query: Any, keys: Any, values: Any) -> None:
-        """Plan a pass; what is planned for the last one stays as far as it can."""
+    def prepare(
+        self, plan: Any, step: Step, query: Any, keys: Any, values: Any, ring: Any, end_after: Any
+    ) -> None:
+        """Plan a pass; what is planned for the last one stays as far as it can.
+
+        `ring` and `end_after` are a layer's `NewestTokenGroups` and what its `end` will be, or None.
+        """
         self.plan = None  # until it is done
         batch, q_heads, columns, dim = query.shape
         heads, dim_v = keys.shape[1], values.shape[3]
@@ -320,6 +333,9 @@ class Group:
         memory.seq_lens[:], memory.slots[:] = step.lengths, step.slots
         # Splits depend on how many KV tiles there are; with a window, which moves, on more than that.
         tiles, window = -(-step.lengths // self.kernel.kv_tile), step.seen.window - 1
+        if ring is not None:
+            self._plan_in_full(step, ring.of_step(step, columns), ring)
+            self.end, self.end_after = ring.end, end_after
         if window >= 0 or self._tiles is None or (tiles != self._tiles).any():
             self._tiles = None
             memory.q_starts[:] = step.starts
@@ -332,6 +348,19 @@ class Group:
         grows = step.num_blocks != step.before.num_blocks
         self.moves = grows or step.copies is not None or step.shrink is not None
         self.plan = plan
+
+    def _plan_in_full(self, step: Step, places: GroupsOfStep, ring: NewestTokenGroups) -> None:
+        """Plan the part of a pass that is in full, and what is quantised."""
+        memory, older = self._memory, places.older
+        part = memory.part_in_full(places.table.shape[1])
+        part.block_table[:], part.seq_lens[:], part.q_starts[:] = (
+            places.table,
+            places.lengths,
+            step.starts,
+        )
+        part.slots[:], part.ranges[:], memory.ranges[:] = places.slots, places.newer, older
+        part.plan(-1, int(ring.pool.k.shape[2]), 0, 0)
+        memory.quantise(places.groups, places.to_groups, bool((older[:, 0] < older[:, 1]).any()))
 
 
 class BoundLayer:
@@ -349,6 +378,8 @@ class BoundLayer:
         As a model hands them on.
     num_q_heads : int
         Q heads.
+    in_full : Pool or None
+        Of keys by channel, where the newest groups are in full.
 
     Attributes
     ----------
@@ -358,10 +389,13 @@ class BoundLayer:
         Memory for sinks, which a model may change between two passes.
     """
 
-    __slots__ = ("_record", "address", "group", "pool", "s_aux", "scaling", "sinks", "softcap")
+    __slots__ = (
+        "_record", "address", "group", "in_full", "pool", "s_aux", "scaling", "sinks", "softcap"
+    )  # fmt: skip
 
     def __init__(
-        self, group: Group, pool: Pool, window: int, scaling: Any, softcap: Any, s_aux: Any, num_q_heads: int
+        self, group: Group, pool: Pool, window: int, scaling: Any, softcap: Any, s_aux: Any, num_q_heads: int,
+        in_full: Any,
     ) -> None:  # fmt: skip
         scale = None if scaling is None else float(scaling)
         options = check_options({"sm_scale": scale, "logits_soft_cap": softcap})
@@ -377,7 +411,9 @@ class BoundLayer:
             pool.k, pool.k_scale, pool.v, pool.v_scale, np.empty(0, kernel.compute) if sinks is None else sinks,
             (options.scale(pool.head_dim), options.logits_soft_cap, window - 1), True, None, _ALWAYS,
         )  # fmt: skip
-        self.address = self._record.address
+        if in_full is not None:
+            self._record.keep_in_full(in_full)
+        self.address, self.in_full = self._record.address, in_full
         self.group, self.pool = group, pool
         self.scaling, self.softcap, self.s_aux = scaling, softcap, s_aux
 
@@ -403,18 +439,25 @@ def prepared(
     metadata, pool = layer.metadata, layer.pool
     if metadata is None or pending.done is not None or plan.whole is not plan:
         return None
-    if pool.rotate or layer.ring is not None:
+    ring = layer.ring
+    if pool.rotate or (ring is not None and not pool.by_channel):
         return None
     if not _fits(query, keys, values, metadata.batch, pool):
         return None
     step = plan.step(metadata, keep=layer.record_past)
     if step.new is not None or step.queries is not None or step.ranges is not None:
         return None
+    end_after = in_full = kinds = None
+    if ring is not None:
+        end_after, in_full = ring.after(step), ring.pool
+        if end_after is None:
+            return None
+        kinds = in_full.k_kind.name, in_full.v_kind.name
     bound: BoundLayer | None = layer.bound
     num_q_heads, window = query.shape[1], step.seen.window
     key = (
         query.dtype, pool.k_kind.name, pool.v_kind.name, *keys.shape[1:4:2], values.shape[3], num_q_heads,
-        metadata.block_size, window,
+        metadata.block_size, window, kinds,
     )  # fmt: skip
     groups = layer.options.shared.groups
     group = groups.get(key)
@@ -424,18 +467,24 @@ def prepared(
             return None
         name = kind.name
         kernel = pool.target.ops.append_attend(
-            name, name, pool.k_kind.name, pool.v_kind.name, by_address=True
+            name, name, pool.k_kind.name, pool.v_kind.name, by_address=True, in_full=kinds
         )
+        if kernel is None:
+            return None
         group = groups[key] = Group(kernel, query.dtype)
     if group.plan is not plan or group.before is not metadata:
-        group.prepare(plan, step, query, keys, values)
+        group.prepare(plan, step, query, keys, values, ring, end_after)
+    if ring is not None and ring.end is not group.end:
+        if not np.array_equal(ring.end, group.end):
+            return None
+        ring.end = group.end
     if group.moves:
         pool = layer.make_room(step)
     if (
-        bound is None or bound.group is not group or bound.pool is not pool
+        bound is None or bound.group is not group or bound.pool is not pool or bound.in_full is not in_full
         or scaling != bound.scaling or softcap != bound.softcap or s_aux is not bound.s_aux
     ):  # fmt: skip
-        bound = BoundLayer(group, pool, window, scaling, softcap, s_aux, num_q_heads)
+        bound = BoundLayer(group, pool, window, scaling, softcap, s_aux, num_q_heads, in_full)
         layer.bound = bound
     return bound
 

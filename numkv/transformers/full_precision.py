@@ -14,7 +14,7 @@ in full: a query reads its own group so, and those before as codes, in a prompt 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -132,6 +132,23 @@ class FullPrecisionRing:
         return _attend_to_seen(parts, q, step, starts, options)
 
 
+class GroupsOfStep(NamedTuple):
+    """What a pass writes in full, quantises and reads, of keys by channel."""
+
+    slots: Ints
+    """Where new rows go ``(batch * T,)``, -1 for padding."""
+    groups: Ints
+    """The groups that are complete then, numbers of those in full."""
+    to_groups: Ints
+    """Where their codes go."""
+    table: NDArray[np.int32]
+    """Blocks in full of each sequence, and from `lengths` how many tokens are there."""
+    lengths: Ints
+    newer: Ints
+    """What each query sees of these, and of the codes."""
+    older: Ints
+
+
 class NewestTokenGroups:
     """Rows in full of the newest token groups of each sequence of a layer whose keys are stored by channel.
 
@@ -199,15 +216,10 @@ class NewestTokenGroups:
             slots = _slots_of(step, of, at)
             rows = pool.k_buffer.gather(slots), pool.v_buffer.gather(slots)
             now.pool.scatter(*rows, now._slots(of, at))
-        position = step.positions()
-        slots = now._slots(np.arange(len(position))[:, None], position)
-        if step.new is not None:
-            slots = np.where(step.new, slots, -1)
-        now.pool.scatter(k, v, slots.reshape(-1))
-        of, group = _tokens(start // some, stop // some)
-        if len(of):
-            to = _slots_of(step, of, group * some) // some
-            pool.quantise(now.pool, now._slots(of, group * some) // some, to)
+        places = now.of_step(step, step.columns)
+        now.pool.scatter(k, v, places.slots)
+        if len(places.groups):
+            pool.quantise(now.pool, places.groups, places.to_groups)
         now.end = np.minimum(now.end, begin)
         if now is not self:
             kept = np.maximum(begin, last)
@@ -215,6 +227,38 @@ class NewestTokenGroups:
             now.pool.copy_tokens(now._slots(*held), self.pool, self._slots(*held))
             self.end = kept
         return now
+
+    def after(self, step: Step) -> Ints | None:
+        """What `end` is after a pass for which rows have but to be written; None where others move first, or come."""
+        some, start, stop = self._group, step.before.lengths, step.after.lengths
+        begin = start // some * some
+        blocks = int((-(-(stop - begin) // some)).max(initial=0))
+        if blocks > self.BLOCKS or (begin < np.minimum(self.end, start)).any():
+            return None
+        last = np.maximum(-(-stop // some) - self.BLOCKS, 0) * some
+        found: Ints = np.minimum(np.maximum(self.end, last), begin)
+        return found
+
+    def of_step(self, step: Step, columns: int) -> GroupsOfStep:
+        """Where the rows of a pass go, and what the queries of its last columns read."""
+        some, start, lengths = self._group, step.before.lengths, step.after.lengths
+        position, sequences = step.positions(), np.arange(len(lengths))[:, None]
+        slots = self._slots(sequences, position)
+        if step.new is not None:
+            slots = np.where(step.new, slots, -1)
+        of, group = _tokens(start // some, lengths // some)
+        to_groups = _slots_of(step, of, group * some) // some if len(of) else of
+        low, high = step.limits(columns)
+        base = (step.before.first * step.before.block_size)[:, None]
+        begin = (start // some * some)[:, None]
+        own = np.maximum(position[:, -columns:] // some * some, begin)
+        groups = int((-(-(lengths - begin[:, 0]) // some)).max(initial=0))
+        at = begin + some * np.arange(max(1, groups))[None]
+        return GroupsOfStep(
+            slots.reshape(-1), self._slots(of, group * some) // some, to_groups,
+            (self._slots(sequences, at) // some).astype(np.int32), lengths - begin[:, 0],
+            _ranges(np.maximum(low, own) - begin, high - begin), _ranges(low - base, np.minimum(high, own) - base),
+        )  # fmt: skip
 
     def _slots(self, of: Ints, position: Ints) -> Ints:
         """Slots of positions of sequences `of` that are here."""
@@ -228,20 +272,13 @@ class NewestTokenGroups:
 
         See `FullPrecisionRing.attend`.
         """
-        some, lengths = self._group, step.after.lengths
-        low, high = step.limits(columns)
-        starts = np.arange(len(lengths) + 1) * columns
-        base = (step.before.first * step.before.block_size)[:, None]
-        begin = (step.before.lengths // some * some)[:, None]
-        own = np.maximum(step.positions()[:, -columns:] // some * some, begin)
-        groups = int((-(-(lengths - begin[:, 0]) // some)).max(initial=0))
-        at = begin + some * np.arange(max(1, groups))[None]
-        table = (self._slots(np.arange(len(lengths))[:, None], at) // some).astype(np.int32)
-        newer = _ranges(np.maximum(low, own) - begin, high - begin)
-        older = _ranges(low - base, np.minimum(high, own) - base)
+        places, starts = (
+            self.of_step(step, columns),
+            np.arange(len(step.after.lengths) + 1) * columns,
+        )
         parts = [
-            Part(self.pool, table, newer, lens=lengths - begin[:, 0]),
-            Part(pool, step.table, older),
+            Part(self.pool, places.table, places.newer, lens=places.lengths),
+            Part(pool, step.table, places.older),
         ]
         return _attend_to_seen(parts, q, step, starts, options)
 

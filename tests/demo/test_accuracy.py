@@ -435,7 +435,7 @@ def test_errors_are_one_line(arguments, message, capsys):
     assert message in captured.err
 
 
-@pytest.mark.parametrize("command", [[], ["plan"], ["warmup"], ["stream"]])
+@pytest.mark.parametrize("command", [[], ["warmup"], ["stream"]])
 def test_other_commands_take_kinds_alone(command, capsys):
     assert main([*command, "--kind", "int4+rotate"]) == 2
     assert "expected a kind alone, got 'int4+rotate'" in capsys.readouterr().err

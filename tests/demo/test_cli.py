@@ -594,7 +594,7 @@ def test_help_begins_with_commands(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     text = capsys.readouterr().out
-    assert text.index("usage:") < text.index("other commands:") < text.index("options:")
+    assert text.index("usage:") < text.index("\ncommands:") < text.index("options:")
     assert text.index("options:") < text.index("examples:")
 
 

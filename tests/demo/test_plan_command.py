@@ -206,7 +206,27 @@ def test_plan_prints_the_lines_that_make_the_cache(config, layers, tmp_path, cap
 
 def test_plan_says_why_there_is_no_line(tmp_path, capsys):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "deepseek_v3", "num_hidden_layers": 3}))
-    assert "got full_attention layers that keep latents; describe these by hand" in run(
-        capsys, "plan", path
-    )
+    path.write_text(json.dumps({"model_type": "deepseek_v32", "num_hidden_layers": 3}))
+    assert "that keep latents and index keys; describe these by hand" in run(capsys, "plan", path)
+
+
+@pytest.mark.parametrize("kind", [(), ("--kind", "int8")])
+def test_plan_prints_the_lines_of_latents(kind, tmp_path, capsys):
+    path = tmp_path / "config.json"
+    config = {"model_type": "deepseek_v3", "num_hidden_layers": 3, "kv_lora_rank": 48}
+    path.write_text(json.dumps(config))
+    printed = run(capsys, "plan", path, *kind, "--memory", "3MB")
+    names = {"numkv": numkv}
+    exec(textwrap.dedent(printed.partition("As a cache:\n\n")[2]), names)
+    stored = kind[1] if kind else "bf16"
+    expected = numkv.LayerSpec(1, 48 + 64, head_dim_v=48, kind=stored, v_kind="latent")
+    assert names["cache"].layers == (expected,) * 3
+
+
+def test_plan_takes_rotated_kinds(capsys):
+    options = ("--layers", 2, "--kv-heads", 2, "--head-dim", 64, "--kind")
+    printed = run(capsys, "plan", *options, "int4+rotate", "int4")
+    assert cells(printed, "int4+rotate")[1:] == cells(printed, "int4")[1:]
+    assert 'numkv.LayerSpec(2, 64, kind="int4", rotate=True)' in printed
+    assert main(["plan", *map(str, options), "int4+window64"]) == 2
+    assert "expected a kind, or one with +rotate, got 'int4+window64'" in capsys.readouterr().err

@@ -160,16 +160,99 @@ def test_results_do_not_depend_on_how_a_prompt_was_cut(rng):
     np.testing.assert_allclose(found[0], found[2], atol=2e-6)
 
 
-def test_a_bound_cache(rng):
-    """Two calls a layer so far."""
-    cache = numkv.KVCache(1, HEADS, DIM, kind="int8_channel")
-    model, bound = Sequence.empty(HEADS, DIM, "int8_channel"), cache.bind(Q_HEADS)
-    for n in (64, 1, 1):
-        (k, v), q = rows(rng, n), queries(rng, n)
-        out = bound.begin(n)(0, q, k, v)
-        cache.advance(n)
-        model = model.extended(k, v)
-        close(out, model.attended(q, range(len(model) - n, len(model))))
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("kind", "of_rows", "window", "cap"),
+    [
+        ("int8_channel", "fp32", -1, 0.0),
+        ("int8_channel", "fp32", 20, 5.0),
+        pytest.param("int4_channel", "bf16", 70, 0.0, marks=pytest.mark.nightly),
+        pytest.param("int8_channel", "fp16", -1, 5.0, marks=pytest.mark.nightly),
+    ],
+)
+def test_bound_calls(rng, kind, of_rows, window, cap):
+    """As append and attention, bit by bit, over ends of groups; all but the first of a group in one compiled call."""
+    dtype = numkv.kind(of_rows).dtype
+    sinks = rng.standard_normal(Q_HEADS).astype(np.float32)
+    options = {"window_left": window, "logits_soft_cap": cap, "sinks": sinks}
+    makers = (
+        lambda: numkv.ContiguousLayer(400, HEADS, DIM, kind=kind),
+        lambda: numkv.PagedLayer(8, 64, HEADS, DIM, kind=kind),
+        lambda: numkv.KVCache(1, HEADS, DIM, kind=kind),
+    )
+    for make in makers:
+        a, b = make(), make()
+        bound, ordinary = a.bind(Q_HEADS, of_rows, **options), []
+        append_attend = a._append_attend
+
+        def counted(*args, append_attend=append_attend, ordinary=ordinary):
+            ordinary.append(1)
+            return append_attend(*args)
+
+        a._append_attend = counted
+        if isinstance(a, numkv.ContiguousLayer | numkv.PagedLayer):
+            bound = a.bind(Q_HEADS, of_rows, **options)
+        length = a_first = compiled = 0
+        for n in (50, 1, 13, *[1] * 70, 3, 100, *[2] * 40):
+            q, k, v = (x.astype(dtype) for x in (queries(rng, n), *rows(rng, n)))
+            ordinary.clear()
+            if isinstance(a, numkv.KVCache):
+                out = bound.begin(n)(0, q, k, v)
+                b.append(0, k, v)
+                wanted = b.decode_attention(0, q, **options)
+                a.advance(n)
+                b.advance(n)
+            else:
+                out = bound(q, k, v)
+                b.append(k, v)
+                wanted = b.decode_attention(q, **options)
+            assert out.tobytes() == wanted.tobytes()
+            first, last = length // 64, (length + n - 1) // 64
+            another = length % 64 == 0 or first != last or a_first == length
+            assert ordinary or not another
+            compiled += bool(ordinary) and not another
+            if first != last:
+                a_first = length + n  # its group lies behind another in the block
+            length += n
+            a.check()
+        assert compiled <= 2  # steps of caps are made when they are first needed
+        for which in "kv":
+            x, y = ((of.k if which == "k" else of.v) for of in (a, b))
+            x, y = (x(0), y(0)) if isinstance(a, numkv.KVCache) else (x, y)
+            assert np.array_equal(x, y)
+
+
+@pytest.mark.kernels
+def test_bound_calls_that_fail(rng):
+    """Nothing changes by rows that are not finite, the last of a group too; truncation into and before the group."""
+    a, b = (numkv.ContiguousLayer(400, HEADS, DIM, kind="int8_channel") for _ in "ab")
+    bound = a.bind(Q_HEADS)
+
+    def step(n):
+        q, (k, v) = queries(rng, n), rows(rng, n)
+        b.append(k, v)
+        np.testing.assert_array_equal(bound(q, k, v), b.decode_attention(q))
+
+    for n in [100, *[1] * 27]:
+        step(n)
+    q, (k, v) = queries(rng, 1), rows(rng, 1)
+    for wrong in (k, v):
+        x = wrong[0, 1, 3]
+        wrong[0, 1, 3] = np.nan
+        with pytest.raises(numkv.NonFiniteInput):
+            bound(q, k, v)
+        wrong[0, 1, 3] = x
+        assert a.seq_len == 127
+        a.check()
+    step(1)
+    other = a.copy()
+    for length in (127, 100, 64, 30):
+        for of in (a, b):
+            of.truncate(length)
+        for n in (1, 1, 2):
+            step(n)
+    assert other.seq_len == 128
+    other.check()
 
 
 @pytest.mark.parametrize("kind", KINDS)

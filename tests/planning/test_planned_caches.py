@@ -102,7 +102,7 @@ def test_a_budget_holds_as_many_tokens_as_the_plan_says():
 @pytest.mark.parametrize(
     "config",
     [
-        {"model_type": "deepseek_v3", "num_hidden_layers": 4},
+        {"model_type": "deepseek_v32", "num_hidden_layers": 4},
         {"model_type": "deepseek_v4", "num_hidden_layers": 8},
         {"model_type": "t5", "num_layers": 2, "num_decoder_layers": 2, "d_kv": 16, "num_heads": 4},
     ],
@@ -110,3 +110,10 @@ def test_a_budget_holds_as_many_tokens_as_the_plan_says():
 def test_what_a_spec_does_not_say_is_refused(config):
     with pytest.raises(numkv.NotSupported, match="expected a row of K and one of V for each token"):
         numkv.LayerSpec.for_model(needs_of(config))
+
+
+def test_latents_are_described():
+    found = numkv.LayerSpec.for_model(
+        needs_of({"model_type": "deepseek_v3", "num_hidden_layers": 2})
+    )
+    assert found == [numkv.LayerSpec(1, 576, head_dim_v=512, v_kind="latent")] * 2

@@ -220,5 +220,5 @@ def small_decode(q_kind, k_kind, v_kind):
 
 
 @operation(Operations.append_attend)
-def append_attend(q_kind, rows_kind, k_kind, v_kind, by_address=False):
+def append_attend(q_kind, rows_kind, k_kind, v_kind, by_address=False, in_full=None):
     return None

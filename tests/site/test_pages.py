@@ -28,7 +28,11 @@ BLOCK = re.compile(
     r"^```python(?P<info>[^\n]*)\n(?P<code>.*?)^```\n(?:\n```text\n(?P<said>.*?)^```$)?",
     re.M | re.S,
 )
-NEEDS = {"torch.md": ["torch"], "transformers.md": ["torch", "transformers"]}
+NEEDS = {
+    "torch.md": ["torch"],
+    "transformers.md": ["torch", "transformers"],
+    "tutorial_transformers.md": ["torch", "transformers"],
+}
 
 
 def named(path):

@@ -209,7 +209,7 @@ def test_nobody_left(made, monkeypatch):
 def test_presets():
     small, big = (models.config_of(name) for name in models.PRESETS)
     assert (small.num_hidden_layers, small.vocab_size, small.tie_word_embeddings) == (24, 151_936, True)  # fmt: skip
-    assert (big.num_attention_heads, big.num_key_value_heads, decode._head_dim(big)) == (32, 8, 128)
+    assert (big.num_attention_heads, big.num_key_value_heads, models.head_dim(big)) == (32, 8, 128)
     assert models.config_of("8b", layers=2).num_hidden_layers == 2
 
 

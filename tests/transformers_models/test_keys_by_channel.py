@@ -170,6 +170,50 @@ def test_models_of_16_bits(rng, dtype):
     p.forward(60)
 
 
+@pytest.mark.parametrize("seen", CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_short_passes_are_one_compiled_call(rng, kind, dtype, seen, monkeypatch):
+    """A layer's, over ends of groups; bit by bit what the ordinary way gives, for two layers of one history."""
+    from numkv.transformers import attention as of_module
+
+    config = copy.deepcopy(CONFIGS[seen])
+    config.num_hidden_layers = 2
+    caches, at_once, taken = [NumkvCache(config, kind) for _ in range(2)], of_module.at_once, []
+
+    def counted(*args):
+        found = at_once(*args)
+        taken.append(found is not None)
+        return found
+
+    module, past = types.SimpleNamespace(training=False, layer_idx=0), 0
+    for columns in (100, *[1] * 40, 2, *[1] * 100):
+        plans = [
+            plan_of_mask(2, columns, past + columns, past, mask_function=MASKS[seen])
+            for _ in caches
+        ]
+        for layer in range(2):
+            shapes = (Q_HEADS, columns, DIM), (HEADS, columns, DIM), (HEADS, columns, DIM)
+            q, k, v = (
+                torch.from_numpy(rng.standard_normal((2, *x), np.float32)).to(dtype) for x in shapes
+            )
+            found = []
+            for cache, plan, way in zip(caches, plans, (counted, lambda *_: None), strict=True):
+                monkeypatch.setattr(of_module, "at_once", way)
+                found.append(attention(module, q, *cache.update(k, v, layer), plan)[0])
+            assert torch.equal(*found)
+            if columns == 1 and past != 100:
+                assert taken[-1]
+        past += columns
+        if past == 150:
+            for cache in caches:
+                cache.reorder_cache(torch.tensor([1, 0]))
+        if past == 230 and seen == "full":
+            for cache in caches:
+                cache.crop(-3)
+            past -= 3
+
+
 def test_random_passes(rng):
     for _ in range(6):
         p = Played(rng, KINDS[rng.integers(2)], list(CONFIGS)[rng.integers(2)], batch=3)

@@ -87,13 +87,19 @@ def make_quantise_groups(SRC, DST):
     return kernel
 
 
-@functools.cache
-def _quantise_groups(src: str, dst: str) -> Any:
+def signature_of_groups(src: str, dst: str) -> tuple[Any, ...]:
+    """Types of the arguments of the kernel that quantises groups."""
     groups = array(types.int64, 1)
-    signature = (
+    return (
         array(WORDS[src], 4), groups, array(WORDS[dst], 4, out=True), array(*SCALES[dst], out=True),
         groups, *ON_THREADS,
     )  # fmt: skip
+
+
+@functools.cache
+def groups_kernel(src: str, dst: str) -> Any:
+    """The kernel that quantises groups of rows of kind `src`."""
+    signature = signature_of_groups(src, dst)
     label = f"quantise_groups, {src} to {dst}"
     return build(make_quantise_groups, signature, args=(src, dst), label=label)
 
@@ -102,5 +108,5 @@ def _quantise_groups(src: str, dst: str) -> Any:
 def quantise_groups(rows, rows_kind, groups, pool, pool_kind, scale, to_groups):
     size = len(groups) * rows.shape[1] * TOKENS * rows.shape[3]
     run(
-        _quantise_groups(rows_kind, pool_kind), workers_for(size), rows, groups, pool, scale, to_groups
+        groups_kernel(rows_kind, pool_kind), workers_for(size), rows, groups, pool, scale, to_groups
     )  # fmt: skip

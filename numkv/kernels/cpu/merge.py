@@ -41,18 +41,21 @@ def make_merge(KIND, COMPUTE):
     return kernel
 
 
-@functools.cache
-def _merge(kind: str) -> Any:
+def signature_of_states(kind: str) -> tuple[Any, ...]:
+    """Types of the arguments of the kernel that merges outputs of a kind."""
     o, lse = array(WORDS[kind], 3), array(types.float32, 2)
-    signature = (
-        o, lse, o, lse, array(WORDS[kind], 3, out=True), array(types.float32, 2, out=True),
-    )  # fmt: skip
+    return o, lse, o, lse, array(WORDS[kind], 3, out=True), array(types.float32, 2, out=True)
+
+
+@functools.cache
+def states_kernel(kind: str) -> Any:
+    """The kernel that merges outputs of a kind."""
     compute = kind_of(kind).compute.name
     return build(
-        make_merge, signature, args=(kind, compute), label=f"merge, {kind}", emit=types.none
-    )
+        make_merge, signature_of_states(kind), args=(kind, compute), label=f"merge, {kind}", emit=types.none,
+    )  # fmt: skip
 
 
 @implements(Operations.merge_states)
 def merge_states(o_a, lse_a, o_b, lse_b, kind, out, lse):
-    _merge(kind)(o_a, lse_a, o_b, lse_b, out, lse)
+    states_kernel(kind)(o_a, lse_a, o_b, lse_b, out, lse)

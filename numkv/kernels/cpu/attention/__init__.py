@@ -54,12 +54,14 @@ from numkv.kernels.cpu.attention.plan import LEAST_ROWS, MIN_SPLIT, SERIAL_WORK,
 from numkv.kernels.cpu.attention.records import BY_SLOT, KV_TILE, float_type
 from numkv.kernels.cpu.attention.steps import Steps, steps_for
 from numkv.kernels.cpu.attention.store import PART_EXTRA, make_merge_splits
+from numkv.kernels.cpu.channel import groups_kernel
 from numkv.kernels.cpu.convert import converter, from_floats, to_floats
+from numkv.kernels.cpu.merge import states_kernel
 from numkv.kernels.cpu.threads import launched, num_threads, run
 from numkv.kernels.cpu.vectors.arrays import kernel_address
 from numkv.kernels.operations import Operations, implements
 from numkv.kernels.scratch import Workspaces, aligned
-from numkv.kinds import kinds
+from numkv.kinds import kind, kinds
 
 __all__ = ["append_attend", "attend", "small_decode"]
 
@@ -87,7 +89,7 @@ _compute_for = functools.cache(compute_for)
 
 _workspaces = Workspaces(lambda size, dtype: aligned(np.empty, (size,), dtype))
 # What a kernel computes with where the words of queries are that.
-_WORD_OF = {kind.name: kind.word.name for kind in kinds() if kind.word.kind == "f"}
+_WORD_OF = {x.name: x.word.name for x in kinds() if x.word.kind == "f"}
 
 
 @implements(Operations.attend)
@@ -217,11 +219,13 @@ _MOST_SIZES = 64
 
 @implements(Operations.append_attend)
 @functools.cache
-def append_attend(q_kind, rows_kind, k_kind, v_kind, by_address=False):
-    compute = _compute_for(q_kind, k_kind, v_kind)
+def append_attend(q_kind, rows_kind, k_kind, v_kind, by_address=False, in_full=None):
+    by_channel = kind(k_kind).group_tokens > 0
+    compute = _compute_for("fp32" if by_channel else q_kind, k_kind, v_kind)
+    if by_channel and (in_full is None or "fp64" in (q_kind, rows_kind, v_kind, *in_full)):
+        return None  # parts of which are merged in their own precision
     real = float_type(compute)
     driver_kernel()
-    steps = _steps(k_kind, v_kind, compute)
     words = [WORDS[name] for name in (q_kind, rows_kind, rows_kind)]
     arrays = [array(word, 3) for word in words] + [array(words[0], 3, out=True)]
     if by_address:
@@ -229,13 +233,29 @@ def append_attend(q_kind, rows_kind, k_kind, v_kind, by_address=False):
     else:
         maker = make_append_attend
     overlap.provide()
+    label = f"append_attend, rows {rows_kind}, q {q_kind}, K {k_kind}, V {v_kind}"
+    part = addresses = None
+    if by_channel:
+        label += ", newest {} and {}".format(*in_full)
+        part = _bound(None, q_kind, rows_kind, *in_full, compute, True)
+
+        def addresses():
+            made = groups_kernel(in_full[0], k_kind), states_kernel("fp32")
+            return tuple(map(kernel_address, made))
+
     call = build(
         maker, (types.int64, types.int64, *arrays, types.int64),
-        args=(q_kind, rows_kind, k_kind, v_kind, real),
-        label=f"append_attend, rows {rows_kind}, q {q_kind}, K {k_kind}, V {v_kind}", emit=types.int64,
+        args=(q_kind, rows_kind, k_kind, v_kind, real, *(in_full if by_channel else (k_kind, v_kind))),
+        label=label, emit=types.int64,
     )  # fmt: skip
+    made = _bound(call, q_kind, rows_kind, k_kind, v_kind, compute, by_channel)
+    return made._replace(in_full=part, addresses=addresses)
+
+
+def _bound(call, q_kind, rows_kind, k_kind, v_kind, compute, by_ranges):
+    """What makes records for a compiled function, or for a part of its attention over these kinds."""
+    real, steps = float_type(compute), _steps(k_kind, v_kind, compute)
     most_threads = numba.config.NUMBA_NUM_THREADS
-    no_ranges = np.empty((0, 2), np.int64)
 
     def plan(step: StepRecord, window_left: int, block_size: int) -> tuple[int, int]:
         of = step.extents
@@ -243,7 +263,7 @@ def append_attend(q_kind, rows_kind, k_kind, v_kind, by_address=False):
             int(np.diff(step.q_starts).max(initial=0)) * (of.num_q_heads // of.num_kv_heads)
         )
         workers, parts = plan_kernel()(
-            step.seq_lens, step.q_starts, no_ranges, window_left, of.max_blocks * block_size, block_size,
+            step.seq_lens, step.q_starts, step.ranges, window_left, of.max_blocks * block_size, block_size,
             of.num_kv_heads, of.num_q_heads // of.num_kv_heads, steps.max_rows, of.dim + of.dim_v, most_threads,
             step.ints(),
         )  # fmt: skip
@@ -253,5 +273,5 @@ def append_attend(q_kind, rows_kind, k_kind, v_kind, by_address=False):
     return BoundKernel(
         call, itemsizes, real, _WORD_OF.get(q_kind) == real, most_threads, steps.sizes, plan,
         functools.cache(lambda: kernel_address(_merge_kernel(real))),
-        KV_TILE, launched,
+        KV_TILE, launched, by_ranges,
     )  # fmt: skip

@@ -4,6 +4,10 @@ What all calls have in common stands in two records (`numkv.kernels.cpu.vectors.
 layer, which stay while it is bound, and the plan of a step, which all layers share. The kernel here checks the arrays
 that are new in each call, writes rows as `numkv.kernels.cpu.append` does, and calls attention's driver, which it does
 not contain: that and its steps are there once, whoever calls them, so results are the same bit by bit.
+
+Keys by channel have their newest token groups in full, in another pool: rows are written there, groups that are then
+complete are quantised, and attention over both parts is merged, by the kernels that do so elsewhere. The part in full
+has records of its own, which those of the layer and of the step point to.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ from numkv.kernels.cpu.attention.offsets import WORKER_INTS
 from numkv.kernels.cpu.attention.plan import plan_of, plan_size
 from numkv.kernels.cpu.attention.state import OUT, Q
 from numkv.kernels.cpu.attention.store import PART_EXTRA
+from numkv.kernels.cpu.channel import signature_of_groups
+from numkv.kernels.cpu.merge import signature_of_states
 from numkv.kernels.cpu.overlap import lie_well
 from numkv.kernels.cpu.threads import ON_THREADS
 from numkv.kernels.cpu.vectors.arrays import (
@@ -49,17 +55,20 @@ from numkv.rows.convert import codec
 from numkv.rows.quantize import is_finite
 
 # Numbers of a layer's record, and where its arrays are.
-_SCALE, _CAP, _WINDOW, _LOOK, _MARK, _MARK_SIZE, _LIVES = range(7)
-_K, _K_SCALE, _V, _V_SCALE, _SINKS = (7 + TABLE_ROW * i for i in range(5))
-_LAYER_SIZE = 7 + TABLE_ROW * 5
+_SCALE, _CAP, _WINDOW, _LOOK, _MARK, _MARK_SIZE, _LIVES, _LAYER_IN_FULL = range(8)
+_K, _K_SCALE, _V, _V_SCALE, _SINKS = (8 + TABLE_ROW * i for i in range(5))
+_LAYER_SIZE = 8 + TABLE_ROW * 5
 # The same of a step's.
-_TOKENS, _Q_HEADS, _WORKERS, _PARTS, _PARTS_AT, _MERGE, _BEFORE, _AFTER, _SIZES = range(9)
-_TABLE, _LENS, _STARTS, _SLOTS, _RANGES, _LSE, _FLOATS, _INTS, _QUERIES, _RESULTS = (
-    9 + TABLE_ROW * i for i in range(10)
-)
+(
+    _TOKENS, _Q_HEADS, _WORKERS, _PARTS, _PARTS_AT, _MERGE, _BEFORE, _AFTER, _SIZES, _STEP_IN_FULL, _READS_CODES,
+    _QUANTISE, _MERGE_STATES,
+) = range(13)  # fmt: skip
+(
+    _TABLE, _LENS, _STARTS, _SLOTS, _RANGES, _LSE, _FLOATS, _INTS, _QUERIES, _RESULTS, _GROUPS, _TO_GROUPS,
+) = (13 + TABLE_ROW * i for i in range(12))  # fmt: skip
 # What a call brings, where it comes as addresses.
-_Q_GIVEN, _K_GIVEN, _V_GIVEN, _OUT_GIVEN = (9 + TABLE_ROW * i for i in range(10, 14))
-_STEP_SIZE = 9 + TABLE_ROW * 14
+_Q_GIVEN, _K_GIVEN, _V_GIVEN, _OUT_GIVEN = (13 + TABLE_ROW * i for i in range(12, 16))
+_STEP_SIZE = 13 + TABLE_ROW * 16
 
 
 def signature_of_merge(compute: str) -> tuple[Any, ...]:
@@ -90,13 +99,13 @@ def _is_dense(rows):
     )  # fmt: skip
 
 
-def make_append_attend_at(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE):
+def make_append_attend_at(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE, FULL_K, FULL_V):
     """`make_append_attend` for arrays that come as addresses: rows without gaps, in the sizes that the step says.
 
     A tensor's address takes less time to ask for than an array on its memory to make. Whoever calls answers for it.
     """
     kernel_of_arrays = register_jitable(
-        make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE)
+        make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE, FULL_K, FULL_V)
     )
     queries_at, rows_at = array_reader(WORDS[Q_KIND], 3), array_reader(WORDS[ROWS_KIND], 3)
 
@@ -113,20 +122,23 @@ def make_append_attend_at(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE):
     return kernel
 
 
-def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE):
+def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE, FULL_K, FULL_V):
     """The kernel that checks and writes rows of K and V, and has queries attend to them.
 
     ``kernel(layer, step, q, k, v, out, launch) -> int``: 0, or -1 where an array is not as it was bound, and -2 where
     the layer has another length or other buffers; then nothing has been done. It is -3 where a step of attention has
     to be compiled first: rows have been written then, where the general way will write the same, and nothing else.
-    `layer` and `step` are addresses of records.
+    `layer` and `step` are addresses of records. `FULL_K` and `FULL_V` are the kinds of the newest tokens' K and V where
+    keys are stored by channel, else those of K and V.
     """
     load_row, _ = codec(ROWS_KIND)
     load_query, store_result = codec(Q_KIND, COMPUTE)
-    put_k, put_v = row_writer(ROWS_KIND, K_KIND), row_writer(ROWS_KIND, V_KIND)
+    put_k, put_v = row_writer(ROWS_KIND, FULL_K), row_writer(ROWS_KIND, V_KIND)
+    put_full_v = row_writer(ROWS_KIND, FULL_V)
     OF_K, OF_V = kind(K_KIND), kind(V_KIND)
     K_CODES, V_CODES = OF_K.has_scales, OF_V.has_scales
     elements_k, elements_v = elements_in(OF_K), elements_in(OF_V)
+    BY_CHANNEL = OF_K.group_tokens > 0
     AS_IT_IS = kind(Q_KIND).word.name == COMPUTE
     real = getattr(types, COMPUTE)
     k_at, v_at = array_reader(WORDS[K_KIND], 4), array_reader(WORDS[V_KIND], 4)
@@ -134,7 +146,11 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE):
     reals_at, floats_at = array_reader(real, 1), array_reader(types.float32, 2)
     ints_at, pairs_at = array_reader(types.int64, 1), array_reader(types.int64, 2)
     table_at, rows_at = array_reader(types.int32, 2), array_reader(real, 3)
+    full_k_at, full_v_at = array_reader(WORDS[FULL_K], 4), array_reader(WORDS[FULL_V], 4)
+    full_k_scale_at, full_v_scale_at = (array_reader(*SCALES[x]) for x in (FULL_K, FULL_V))
     merge = kernel_caller(signature_of_merge(COMPUTE))
+    quantise = kernel_caller(signature_of_groups(FULL_K, K_KIND)) if BY_CHANNEL else None
+    merge_states = kernel_caller(signature_of_states("fp32"))
 
     @register_jitable
     def has_bad(rows):
@@ -168,6 +184,45 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE):
                 for d in range(len(row)):
                     queries[t, h, d] = load_query(row[d])
 
+    @register_jitable
+    def attended(layer, step, asking, k, k_scale, v, v_scale, given, launch):
+        """Attend over a part with the queries of a step, or with those of `given`, and whether all steps were there.
+
+        Results are those of the part's step; `given` may be the address of a record of other queries and results.
+        """
+        ranges, ints, workers = (
+            pairs_at(step, _RANGES),
+            ints_at(step, _INTS),
+            int_at(step, _WORKERS),
+        )
+        lens, starts, sinks = ints_at(step, _LENS), ints_at(step, _STARTS), reals_at(layer, _SINKS)
+        floats, lse, parts_at = (
+            reals_at(step, _FLOATS),
+            floats_at(step, _LSE),
+            int_at(step, _PARTS_AT),
+        )
+        plan = plan_of(ints, len(lens))
+        plan.next_item[0] = plan.next_row[0] = 0
+        plan.missing[0] = 0
+        call = record_of(
+            (rows_at(asking, _QUERIES), k, k_scale, v, v_scale, table_at(step, _TABLE), lens, starts, ranges, ranges,
+             sinks, rows_at(step, _RESULTS), lse, floats, ints),
+            (np.int64(0), float_at(layer, _SCALE), float_at(layer, _CAP), int_at(layer, _WINDOW), parts_at,
+             int_at(step, _SIZES)),
+        )  # fmt: skip
+        if given != 0:
+            copy_ints(given, call + 8 * Q, np.int64(TABLE_ROW))
+            copy_ints(given + 8 * TABLE_ROW, call + 8 * OUT, np.int64(TABLE_ROW))
+        attend_to(None, (call, launch, np.int64(0), workers))
+        if plan.missing[0] != 0:
+            return False
+        if int_at(step, _PARTS):
+            merge(
+                int_at(step, _MERGE),
+                (starts, sinks, rows_at(call, OUT), lse, parts_at, floats, ints, launch, np.int64(0), workers),
+            )  # fmt: skip
+        return True
+
     def kernel(layer, step, q, k, v, out, launch):
         q, out = without_refcount(q), without_refcount(out)
         k, v = without_refcount(k), without_refcount(v)
@@ -197,39 +252,45 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE):
 
         slots = ints_at(step, _SLOTS)
         x = np.empty(max(dim, dim_v), np.float32)
-        write(k, k_pool, k_scale, slots, put_k, x[:dim])
         write(v, v_pool, v_scale, slots, put_v, x[:dim_v])
-
-        sinks, lse = reals_at(layer, _SINKS), floats_at(step, _LSE)
-        lens, starts, ints = ints_at(step, _LENS), ints_at(step, _STARTS), ints_at(step, _INTS)
-        floats, workers = reals_at(step, _FLOATS), int_at(step, _WORKERS)
-        parts_at, plan = int_at(step, _PARTS_AT), plan_of(ints, len(lens))
-        plan.next_item[0] = plan.next_row[0] = 0
-        plan.missing[0] = 0
-        queries, ranges = rows_at(step, _QUERIES), pairs_at(step, _RANGES)
-        call = record_of(
-            (queries, k_pool, k_scale, v_pool, v_scale, table_at(step, _TABLE), lens, starts, ranges, ranges, sinks,
-             rows_at(step, _RESULTS), lse, floats, ints),
-            (np.int64(0), float_at(layer, _SCALE), float_at(layer, _CAP), int_at(layer, _WINDOW), parts_at,
-             int_at(step, _SIZES)),
-        )  # fmt: skip
         # Results in the place of queries would leave none for a call that has to be begun again.
-        apart = not AS_IT_IS or address_of(out) == address_of(q)
+        apart = BY_CHANNEL or not AS_IT_IS or address_of(out) == address_of(q)
+        given = np.int64(0)
         if apart:
-            take(q, queries)
+            take(q, rows_at(step, _QUERIES))
         else:
             given = record_of((q, out), ())
-            copy_ints(given, call + 8 * Q, np.int64(TABLE_ROW))
-            copy_ints(given + 8 * TABLE_ROW, call + 8 * OUT, np.int64(TABLE_ROW))
-        attend_to(None, (call, launch, np.int64(0), workers))
-        if plan.missing[0] != 0:
-            return -3
-        results = rows_at(call, OUT)
-        if int_at(step, _PARTS):
-            merge(
-                int_at(step, _MERGE),
-                (starts, sinks, results, lse, parts_at, floats, ints, launch, np.int64(0), workers),
-            )  # fmt: skip
+        results = rows_at(step, _RESULTS)
+        if BY_CHANNEL:
+            other, also = int_at(layer, _LAYER_IN_FULL), int_at(step, _STEP_IN_FULL)
+            full_k, full_k_scale = full_k_at(other, _K), full_k_scale_at(other, _K_SCALE)
+            full_v, full_v_scale = full_v_at(other, _V), full_v_scale_at(other, _V_SCALE)
+            full_slots, groups = ints_at(also, _SLOTS), ints_at(step, _GROUPS)
+            write(k, full_k, full_k_scale, full_slots, put_k, x[:dim])
+            write(v, full_v, full_v_scale, full_slots, put_full_v, x[:dim_v])
+            if len(groups):
+                quantise(
+                    int_at(step, _QUANTISE),
+                    (full_k, groups, k_pool, k_scale, ints_at(step, _TO_GROUPS), np.int64(0), np.int64(0), np.int64(1)),
+                )  # fmt: skip
+            if not attended(
+                other, also, step, full_k, full_k_scale, full_v, full_v_scale, np.int64(0), np.int64(0)
+            ):  # fmt: skip
+                return -3
+            coded, of_codes = results, floats_at(step, _LSE)
+            results, lse = rows_at(also, _RESULTS), floats_at(also, _LSE)
+            if int_at(step, _READS_CODES):
+                if not attended(
+                    layer, step, step, k_pool, k_scale, v_pool, v_scale, np.int64(0), launch
+                ):  # fmt: skip
+                    return -3
+                merge_states(
+                    int_at(step, _MERGE_STATES), (results, lse, coded, of_codes, results, lse)
+                )
+        else:
+            write(k, k_pool, k_scale, slots, put_k, x[:dim])
+            if not attended(layer, step, step, k_pool, k_scale, v_pool, v_scale, given, launch):
+                return -3
         if apart:
             for t in range(tokens):
                 for h in range(q_heads):
@@ -263,6 +324,12 @@ class BoundKernel(NamedTuple):
     kv_tile: int
     #: ``launched(call, workers, *args)``: what `call` returns, with its `launch`.
     launched: Callable[..., int]
+    #: Whether what queries see is said by ranges, as it lies in parts.
+    by_ranges: bool = False
+    #: Of keys by channel what it takes to make records of the part in full, and where the kernels are that quantise
+    #: token groups and merge parts; else None.
+    in_full: BoundKernel | None = None
+    addresses: Callable[[], tuple[int, int]] | None = None
 
     def layer(self, *of_layer: Any) -> LayerRecord:
         """The record of a layer; see there."""
@@ -294,7 +361,7 @@ class LayerRecord:
         0 when the buffers are no longer the cache's.
     """
 
-    __slots__ = ("_arrays", "address")
+    __slots__ = ("_arrays", "_in_full", "_kernel", "_of_part", "address", "in_full")
 
     def __init__(
         self, kernel: BoundKernel, k: Any, k_scale: Any, v: Any, v_scale: Any, sinks: Any,
@@ -306,10 +373,25 @@ class LayerRecord:
         if mark is not None:
             record[_MARK], record[_MARK_SIZE] = mark.ctypes.data, mark.itemsize
         record[_LIVES] = lives.ctypes.data
+        self._of_part = sinks, (*options[:2], -1), lives
+        if kernel.in_full is not None:  # the part in full is the first one: it has the sinks
+            sinks, record[_WINDOW] = np.empty(0, kernel.compute), -1
         for at, x in ((_K, k), (_K_SCALE, k_scale), (_V, v), (_V_SCALE, v_scale), (_SINKS, sinks)):
             describe(record, at, x)
-        self._arrays = (record, k, k_scale, v, v_scale, sinks, mark, lives)
+        self._kernel, self._arrays = kernel, (record, k, k_scale, v, v_scale, sinks, mark, lives)
         self.address: int = record.ctypes.data
+        #: The pool that the newest tokens of keys by channel are in, from `keep_in_full`.
+        self.in_full: Any = None
+
+    def keep_in_full(self, pool: Any) -> None:
+        """Have calls write and read the newest tokens of keys by channel in a `numkv.storage.pool.Pool`."""
+        sinks, options, lives = self._of_part
+        arrays = pool.k, pool.k_scale, pool.v, pool.v_scale
+        of = self._kernel.in_full
+        assert of is not None
+        self._in_full = LayerRecord(of, *arrays, sinks, options, False, None, lives)
+        self._arrays[0][_LAYER_IN_FULL] = self._in_full.address
+        self.in_full = pool
 
 
 class Extents(NamedTuple):
@@ -329,8 +411,10 @@ class StepRecord:
 
     Attributes
     ----------
-    block_table, seq_lens, q_starts, slots : array
-        To be filled before `plan`.
+    block_table, seq_lens, q_starts, slots, ranges : array
+        To be filled before `plan`; ``ranges`` ``(num_tokens, 2)`` of keys by channel, else ``(0, 2)``.
+    in_full : StepRecord or None
+        Of keys by channel the part of it that is in full; see `part_in_full`.
     address : int
         Of its record.
     workers : int
@@ -338,8 +422,8 @@ class StepRecord:
     """
 
     __slots__ = (
-        "_kernel", "_memory", "_record", "_scratch", "_sizes", "address", "block_table", "extents", "q_starts",
-        "seq_lens", "slots", "workers",
+        "_kernel", "_memory", "_record", "_scratch", "_sizes", "address", "block_table", "extents", "in_full",
+        "q_starts", "ranges", "seq_lens", "slots", "workers",
     )  # fmt: skip
 
     def __init__(self, kernel: BoundKernel, extents: Extents) -> None:
@@ -351,7 +435,8 @@ class StepRecord:
         self.block_table = np.empty((num_seqs, max_blocks), np.int32)
         self.seq_lens, self.slots = np.empty(num_seqs, np.int64), np.empty(num_tokens, np.int64)
         self.q_starts = np.empty(num_seqs + 1, np.int64)
-        lse, ranges = np.empty((num_tokens, q_heads), np.float32), np.empty((0, 2), np.int64)
+        lse = np.empty((num_tokens, q_heads), np.float32)
+        ranges = self.ranges = np.empty((num_tokens if kernel.by_ranges else 0, 2), np.int64)
         record = self._record = np.zeros(_STEP_SIZE, np.int64)
         record[_TOKENS], record[_Q_HEADS] = num_tokens, q_heads
         self._memory = {
@@ -373,10 +458,31 @@ class StepRecord:
             describe(record, at, rows)
         record[_SIZES], self._scratch, self._sizes = kernel.sizes(dim, dim_v, q_heads // heads)
         self.address: int = record.ctypes.data
+        self.in_full: StepRecord | None = None
+        if kernel.addresses is not None:
+            record[_QUANTISE], record[_MERGE_STATES] = kernel.addresses()
+
+    def part_in_full(self, max_blocks: int) -> StepRecord:
+        """The record of the part that is in full, in so many blocks a sequence; its arrays are to be filled, too."""
+        if self.in_full is None or self.in_full.extents.max_blocks != max_blocks:
+            of = self._kernel.in_full
+            assert of is not None
+            self.in_full = StepRecord(of, self.extents._replace(max_blocks=max_blocks))
+            self._record[_STEP_IN_FULL] = self.in_full.address
+        return self.in_full
+
+    def quantise(self, groups: Any, to_groups: Any, reads_codes: bool) -> None:
+        """Say which token groups calls quantise once rows are written, and whether queries read any as codes."""
+        for at, x in ((_GROUPS, groups), (_TO_GROUPS, to_groups)):
+            self._memory[at] = x
+            describe(self._record, at, x)
+        self._record[_READS_CODES] = reads_codes
 
     def plan(self, window_left: int, block_size: int, before: int, after: int) -> None:
         """Plan the attention of a step, whose lengths and tables are here; and see `LayerRecord` for the mark."""
         record, kernel = self._record, self._kernel
+        if kernel.by_ranges:
+            window_left = -1
         self.workers, parts = kernel.plan(self, window_left, block_size)
         parts_at = self.workers * self._scratch
         size = parts_at + parts * (self.extents.dim_v + PART_EXTRA)

@@ -129,12 +129,13 @@ FEATURES = _cpu_features()
 LOCALITY = 0 if _cpu_name() == "znver5" else 2
 #: Float32 lanes of a vector: the CPU's full width (float64 vectors have half as many).
 LANES = 16 if "avx512f" in FEATURES else 8 if "avx2" in FEATURES or "avx" in FEATURES else 4
-_REGISTERS = 32 if LANES == 16 or platform.machine() in ("aarch64", "arm64") else 16
+#: Vector registers.
+REGISTERS = 32 if LANES == 16 or platform.machine() in ("aarch64", "arm64") else 16
 #: Vector registers that accumulators may take: about half of what there is.
 ACCUMULATORS = 16 if LANES == 16 else 8
 #: Sums of many query rows that stay in registers, beside what is multiplied: rows of numbers that are repeated in all
 #: lanes, by vectors. AVX-512 and NEON have 32 registers, AVX2 and SSE 16.
-MANY_ROWS, MANY_VECTORS = 8 if _REGISTERS == 32 else 4, 2
+MANY_ROWS, MANY_VECTORS = 8 if REGISTERS == 32 else 4, 2
 #: Products of 16-bit integers, added in pairs: by lanes of the sums, the instruction where there is one.
 ADD_PAIRS = {
     lanes: name
@@ -145,6 +146,9 @@ ADD_PAIRS = {
     )
     if feature in FEATURES
 }
+#: Whether query rows of 16-bit integers meet codes by whole vectors of one row. With 16 registers, codes of two tokens
+#: and sums of four rows stay in them; else a vector has parts of all rows, whose sums have fewer lanes to be added.
+WHOLE_VECTORS = REGISTERS == 16
 #: Whether INT4 rows are multiplied as integers: bytes fill vectors of 512 bits.
 INT4_INTEGERS = LANES == 16 and "avx512bw" in FEATURES
 #: Whether products are added to sums by an instruction, rounded once; without it they are rounded by themselves.

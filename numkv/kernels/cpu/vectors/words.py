@@ -59,6 +59,22 @@ class Words(Vectors):
         eight = self.splat_word(8)
         return [self.b.ashr(self.b.shl(words, eight), eight), self.b.ashr(words, eight)]
 
+    def load_pairs(self, base, places, count):
+        """Load `count` codes of INT8 of two tokens, at most ``2 * lanes``: a lane has a column of both, as words.
+
+        Two vectors, in order; past `count` codes are 0, and memory is not touched::
+
+            t0c0 t1c0 | t0c1 t1c1 | ...
+        """
+        size = 2 * self.lanes
+        first, second = (self.load_bytes(base, at, count, size) for at in places)
+        found = []
+        for start in range(0, size, self.lanes):
+            lanes = [x for i in range(start, start + self.lanes) for x in (i, size + i)]
+            pairs = self.b.sext(self.shuffle(first, second, lanes), self.word_type)
+            found.append(self.b.bitcast(pairs, self.int_type))
+        return found
+
     def load_level_pairs(self, base, places, count):
         """Load `count` levels of CODE4 of two tokens, at most ``2 * lanes``: those of even columns, and of odd ones.
 

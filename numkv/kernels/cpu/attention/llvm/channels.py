@@ -14,7 +14,7 @@ from numba.core import cgutils
 
 from numkv.kernels.cpu.attention.llvm.integers import query_quantisers
 from numkv.kernels.cpu.vectors.emit import I16, I32, I64, emits, for_rows, steps
-from numkv.kernels.cpu.vectors.features import row_unroll
+from numkv.kernels.cpu.vectors.features import WHOLE_VECTORS, row_unroll
 from numkv.kernels.cpu.vectors.vectors import Vectors
 from numkv.kernels.cpu.vectors.words import Words
 
@@ -126,13 +126,16 @@ class _Units:
     def __init__(self, v, rows, size):
         self.v, self.rows, self.size = v, rows, size
         itemsize = 8 if v.double else 4
-        self.columns = v.lanes * min(itemsize, 4) // (rows * size) if size < 4 else v.lanes // rows
+        self.each = v.lanes if size == 2 and WHOLE_VECTORS else v.lanes // rows
+        # Vectors that a unit takes for each of its parts.
+        self.vectors = rows if self.each > v.lanes // rows else 1
+        self.columns = self.each * min(itemsize, 4) // size if size < 4 else self.each
         self.step = max(self.columns, v.lanes)
 
     def put(self, x, data, to_at, row, d, i=0):
         """Put a vector of a row's columns from ``d + i`` on; `d` is a multiple of `step`."""
         v, b = self.v, self.v.b
-        parts, each = [x], v.lanes // self.rows
+        parts = [x]
         if self.size < 4:
             to = ir.VectorType(ir.IntType(8 * self.size), v.lanes)
             if self.size == 1:
@@ -151,7 +154,9 @@ class _Units:
             for j in range(0, v.lanes, size):
                 unit, column = divmod(i + j, self.columns)
                 offset = (
-                    (unit * len(parts) + number) * v.lanes + row * each + column * self.size // 4
+                    (unit * self.vectors * len(parts) + number) * v.lanes
+                    + row * self.each
+                    + column * self.size // 4
                 )
                 piece = v.shuffle(part, part, range(j, j + size)) if size < v.lanes else part
                 pointer = v.pointer(data, b.add(unit_at, I64(offset)), v.float)

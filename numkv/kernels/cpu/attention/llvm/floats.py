@@ -18,7 +18,7 @@ from numkv.kernels.cpu.vectors.emit import (
     scratch_floats,
     steps,
 )
-from numkv.kernels.cpu.vectors.features import ACCUMULATORS, row_unroll
+from numkv.kernels.cpu.vectors.features import ACCUMULATORS, WHOLE_VECTORS, row_unroll
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.stored import ON_LINE, in_words, loaded_words
 from numkv.kernels.cpu.vectors.vectors import Vectors
@@ -34,8 +34,8 @@ _PAIRS = GROUP // 2
 
 
 @functools.cache
-def make_interleave_queries(compute):
-    """`interleave_queries` for a float type."""
+def make_interleave_queries(compute, whole=False):
+    """`interleave_queries` for a float type; `whole` says that a vector has elements of one row (`WHOLE_VECTORS`)."""
 
     @emits()
     def interleave_queries(b, rows, q, q_at, q_step, size, to_at):
@@ -47,12 +47,12 @@ def make_interleave_queries(compute):
             a4 a5 a6 a7 | b4 b5 ...                                      second vector
 
         Row r is at ``q_at + r * q_step`` of the floats `q`. `size` floats of each are taken, a multiple of the lanes,
-        or for more than one row of half of them; they go to ``q[to_at]`` and on.
+        or for more than one row of half of them; they go to ``q[to_at]`` and on. By whole vectors, n is all lanes.
         """
 
         def emit(rows):
             v = Vectors(b, compute)
-            each = v.lanes // rows
+            each = v.lanes if whole else v.lanes // rows
             with steps(b, I64(0), size, each) as (i, _):
                 to = b.add(to_at, b.mul(i, I64(rows)))
                 for r in range(rows):
@@ -92,8 +92,9 @@ def make_qk_tile(kind, compute, next_kind, by_channel=False):
             k[t], repeated    k0 k1 k2 k3 | k0 k1 k2 k3 | k0 k1 k2 k3 | k0 k1 k2 k3
             sum of products   of row a    | of row b    | of row c    | of row d
 
-        K rows that have to be widened are put into scratch memory first, once for all query rows. Meanwhile the memory
-        in `extents` (the tile's V rows) is prefetched.
+        K rows that have to be widened are put into scratch memory first, once for all query rows. Where integers are
+        taken by whole vectors (`WHOLE_VECTORS`), a vector has products of one token with one row, and what is widened
+        stays in registers for all rows. Meanwhile the memory in `extents` (the tile's V rows) is prefetched.
         """
         emitter = _Scores(
             b, (kind, compute, next_kind), by_channel, floats, queries, keys, count, s_at, extents
@@ -116,6 +117,7 @@ class _Scores:
         )  # fmt: skip
         self.by_row = kind_named(self.kind).scales_per in ("row", "channel")
         self.integers = self.by_row and compute == "float32"
+        self.whole = self.integers and WHOLE_VECTORS
         self.pairs = compute == PAIRS
         self.own = self.kind if self.pairs else "fp64" if self.v.double else "fp32"
         self.in_unit = 2 if self.integers or self.pairs else 1  # columns in a lane
@@ -131,18 +133,28 @@ class _Scores:
     def emit(self, rows):
         """The code for a number of query rows."""
         b, v = self.b, self.v
-        each = v.lanes // rows
+        each = v.lanes // rows  # tokens in a vector of scores
         type_ = v.int_type if self.integers else v.type
-        directly = self.kind != "int4" and (rows == 1 or self.kind == self.own)
-        taken = max(8, each) if directly else self.tokens
-        sums = [cgutils.alloca_once(b, type_) for _ in range(taken)]
+        directly = self.kind != "int4" and (rows == 1 or self.kind == self.own or self.whole)
+        whole = self.whole and rows > 1
+        own_sums = rows if whole else 1  # of a token
+        taken = each if whole else max(8, each) if directly else self.tokens
+        sums = [cgutils.alloca_once(b, type_) for _ in range(taken * own_sums)]
         row_scales = (
             v.repeated(self.floats, self.queries.scales_at, rows) if self.in_unit > 1 else None
         )
 
         def add(unit, values):
             """Add the products of some lanes of each row, from number `unit` on."""
-            q_lanes = v.load_floats(self.floats, b.add(self.queries.at, b.mul(unit, I64(rows))))
+            q_at = b.add(self.queries.at, b.mul(unit, I64(rows)))
+            if whole:
+                codes = [values(t) for t in range(taken)]
+                for r in range(rows):
+                    q_lanes = v.load_floats(self.floats, b.add(q_at, I64(r * v.lanes)))
+                    for slot, k_lanes in zip(sums[r::rows], codes, strict=True):
+                        b.store(v.add_pairs(b.load(slot), q_lanes, k_lanes), slot)
+                return
+            q_lanes = v.load_floats(self.floats, q_at)
             for t, slot in enumerate(sums):
                 total, k_lanes = b.load(slot), values(t)
                 if self.integers:
@@ -157,10 +169,11 @@ class _Scores:
             for slot in sums:
                 b.store(ir.Constant(type_, None), slot)
             if directly:
-                self.add_directly(t0, rows, sums, add)
+                self.add_directly(t0, rows, taken, sums, add)
             else:
                 self.add_widened(t0, rows, add)
-            for i, scores in enumerate(v.sums_by_row([b.load(slot) for slot in sums], rows)):
+            of_vector = 1 if whole else rows
+            for i, scores in enumerate(v.sums_by_row([b.load(slot) for slot in sums], of_vector)):
                 token = b.add(t0, I64(i * each))
                 if self.integers:
                     scores = b.sitofp(scores, v.type)
@@ -182,10 +195,10 @@ class _Scores:
 
     # -- rows as they are
 
-    def add_directly(self, t0, rows, sums, add):
+    def add_directly(self, t0, rows, tokens, sums, add):
         """Add products where elements are read from K rows as they are, or whole vectors of one query row."""
         b, v = self.b, self.v
-        each, tokens = v.lanes // rows, len(sums)
+        each = v.lanes if self.whole else v.lanes // rows
         k_at = [b.load(b.gep(self.keys.offsets, [b.add(t0, I64(t))])) for t in range(tokens)]
         columns = each * self.in_unit
 

@@ -47,7 +47,7 @@ from numkv.kernels.cpu.vectors.emit import (
     scratch_floats,
     steps,
 )
-from numkv.kernels.cpu.vectors.features import FEATURES, row_unroll
+from numkv.kernels.cpu.vectors.features import FEATURES, REGISTERS, row_unroll
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.stored import LOOKED_UP, in_words, levels_of
 from numkv.kernels.cpu.vectors.words import Words
@@ -380,8 +380,9 @@ def make_accumulate_int8(next_kind, kind="int8"):
             even columns   t0c0 t1c0 | t0c2 t1c2 | ...        weights   t0 t1 | t0 t1 | ...
             odd columns    t0c1 t1c1 | t0c3 t1c3 | ...        sums      c0 | c2 | ...   and   c1 | c3 | ...
 
-        `Words.in_order` brings sums back into the order of columns. Of CODE4, more than four rows take half as many
-        columns at a time (`Words.load_level_pairs`): its levels are looked up once for all of them.
+        `Words.in_order` brings sums back into the order of columns. With 16 registers half as many columns are taken at
+        a time, so that sums stay in registers, in order (`Words.load_pairs`). Of CODE4, more than four rows take half
+        as many columns at a time (`Words.load_level_pairs`): its levels are looked up once for all of them.
 
         Meanwhile the memory in `extents` (the next tile's K rows) is prefetched.
         """
@@ -411,7 +412,10 @@ class _SumsOfInt8:
         self.narrow = (
             self.kind == "code4" and rows > _ROWS and self.v.lanes == 16 and "avx512bw" in FEATURES
         )
-        self.vectors, self.at_once = (2, _MORE_ROWS) if self.narrow else (4, _ROWS)
+        # In 16 registers, sums of four rows leave room for two vectors of columns.
+        self.in_bytes = self.kind not in LOOKED_UP and REGISTERS == 16 and rows > 2
+        few = self.narrow or self.in_bytes
+        self.vectors, self.at_once = 2 if few else 4, _MORE_ROWS if self.narrow else _ROWS
         self.columns = self.vectors * self.v.lanes
         num_blocks = b.sdiv(b.add(self.values.dim, I64(self.columns - 1)), I64(self.columns))
         with steps(b, I64(0), num_blocks, 1) as (block, _):
@@ -439,6 +443,8 @@ class _SumsOfInt8:
                 places.append(b.add(row_at, in_words(b, self.kind, at)))
             if self.narrow:
                 mixed = v.load_level_pairs(self.values.words, places, left)
+            elif self.in_bytes:
+                mixed = v.load_pairs(self.values.words, places, left)
             else:
                 codes = [v.load_int8(self.values.words, x, left, self.kind) for x in places]
                 mixed = [x for pair in zip(*codes, strict=True) for x in v.interleave(*pair)]
@@ -456,6 +462,8 @@ class _SumsOfInt8:
         b, v = self.b, self.v
         if self.narrow:
             columns = v.by_turns(totals)
+        elif self.in_bytes:
+            columns = totals
         else:
             pairs = zip(totals[:2], totals[2:], strict=True)
             columns = v.in_order([x for pair in pairs for x in v.interleave(*pair)])
