@@ -162,11 +162,12 @@ def _batch(
 
 
 @contextmanager
-def _until(time_is_up: float, seconds: float) -> Iterator[None]:
-    """End what takes too long before the next module of a model, within a prompt too."""
+def _within(seconds: float) -> Iterator[None]:
+    """End what takes longer before the next module of a model, within a prompt too."""
+    end = time.perf_counter() + seconds
 
     def look(*_: Any) -> None:
-        if time.perf_counter() > time_is_up:
+        if time.perf_counter() > end:
             raise _Late
 
     hook = torch.nn.modules.module.register_module_forward_pre_hook(look)
@@ -204,7 +205,7 @@ def _generated(model: Any, ids: Any, mask: Any, load: Load) -> tuple[list[list[i
 
 def _alone(model: Any, prompts: list[list[int]], load: Load, seconds: float) -> Served:
     begin, firsts, peak, made = time.perf_counter(), [], 0, []
-    with _until(begin + seconds, seconds):
+    with _within(seconds):
         for prompt in prompts:
             ids = torch.tensor([prompt])
             tokens, first, nbytes = _generated(model, ids, torch.ones_like(ids), load)
@@ -224,7 +225,7 @@ def _padded(model: Any, prompts: list[list[int]], load: Load, seconds: float) ->
         ids[row, width - len(prompt) :] = torch.tensor(prompt)
         mask[row, width - len(prompt) :] = 1
     begin = time.perf_counter()
-    with _until(begin + seconds, seconds):
+    with _within(seconds):
         made, first, nbytes = _generated(model, ids, mask, load)
     return Served(time.perf_counter() - begin, first - begin, nbytes, made)
 

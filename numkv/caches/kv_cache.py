@@ -421,9 +421,7 @@ class KVCache(SingleSequence):
 
     def _to_bind(self, num_q_heads: int) -> list[ToBind]:
         """The layers for bound calls: each with the buffers of its block."""
-        newest, found = self._newest_groups, []
-        at_once = self._full_precision is newest
-        kinds = None if newest is None else newest.kinds
+        found = []
         for layer, pool in enumerate(self._pools):
             arrays: list[Array] = []
             for side in (pool.k_buffer, pool.v_buffer):
@@ -432,13 +430,7 @@ class KVCache(SingleSequence):
             mark = self._lengths[layer : layer + 1]
             found.append(
                 ToBind(
-                    pool,
-                    num_q_heads,
-                    arrays,
-                    at_once=at_once,
-                    mark=mark,
-                    in_full=kinds,
-                    lives=self._current,
+                    pool, num_q_heads, arrays, mark=mark, lives=self._current, **self._bound_in_full
                 )
             )
         return found

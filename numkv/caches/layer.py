@@ -318,18 +318,14 @@ class Layer(SingleSequence):
         DimensionMismatch, UnsupportedDType, NotSupported, ValueError, TypeError
             If an argument does not fit the layer.
         """
-        pool, in_full = self._pool, self._newest_groups
-        at_once = self._full_precision is in_full
-        kinds = None if in_full is None else in_full.kinds
+        pool = self._pool
         rows = Rows.check(pool, num_q_heads, kind, check_finite)
         asked = sm_scale, logits_soft_cap, [window_left], sinks
         (options,) = options_of_layers([pool], rows, *asked)
         arrays = pool.k, pool.k_scale, pool.v, pool.v_scale
-        layer = ToBind(
-            pool, rows.num_q_heads, arrays, at_once=at_once, mark=self._lengths, in_full=kinds
-        )
+        layer = ToBind(pool, rows.num_q_heads, arrays, mark=self._lengths, **self._bound_in_full)
         return BoundLayer(
-            layer, self._access, self._now, self._append_attend, rows, options, in_full
+            layer, self._access, self._now, self._append_attend, rows, options, self._newest_groups
         )
 
     def _now(self) -> tuple[int, int, NDArray[np.int32], int]:

@@ -197,6 +197,13 @@ class SingleSequence:
         """The rows in full of keys by channel, if these are."""
         return self._full_precision if self._pool.by_channel else None
 
+    @property
+    def _bound_in_full(self) -> dict[str, Any]:
+        """What `numkv.caches.bound.ToBind` takes of tokens in full: only those of keys by channel are bound, too."""
+        newest = self._newest_groups
+        kinds = None if newest is None else newest.kinds
+        return {"at_once": self._full_precision is newest, "in_full": kinds}
+
     def _quantised(self, layer: int) -> range:
         """Positions of a layer's tokens that are quantised."""
         length = self._stored(layer)

@@ -80,7 +80,7 @@ def attention(
     """
     of_batch = others.get(PASS)
     if of_batch is not None:
-        _refuse_more(dropout, others)
+        _refuse_more("ContinuousBatch", dropout, others)
         return of_batch.attend(module, query, key, value, scaling, softcap, s_aux), None
     if isinstance(key, Rows):
         return _over_cache(
@@ -104,7 +104,7 @@ def _over_cache(
         )
     if type(mask) is not Plan:
         _refuse_mask(mask)
-    _refuse_more(dropout, others)
+    _refuse_more("NumkvCache", dropout, others)
     keys, values = pending.keys, pending.values
     if not (query.dtype is keys.dtype is values.dtype) and torch.is_autocast_enabled("cpu"):
         # RoPE leaves queries and K in float32; PyTorch's own attention casts them, too.
@@ -140,17 +140,17 @@ def _refuse_mask(mask: Any) -> None:
     )
 
 
-def _refuse_more(dropout: float, others: dict[str, Any]) -> None:
+def _refuse_more(name: str, dropout: float, others: dict[str, Any]) -> None:
     """Refuse what kernels over a cache do not compute."""
     if dropout:
         raise NotSupported(
-            f"NumkvCache: expected no dropout, got {dropout}; call model.eval(), or train without this cache"
+            f"{name}: expected no dropout, got {dropout}; call model.eval(), or train without this cache"
         )
     if others.get("position_bias") is not None:
-        raise NotSupported("NumkvCache: expected scores without a position bias, got one")
+        raise NotSupported(f"{name}: expected scores without a position bias, got one")
     if others.get("output_attentions"):
         raise NotSupported(
-            "NumkvCache: expected output_attentions=False, as weights are never made, got True; use "
+            f"{name}: expected output_attentions=False, as weights are never made, got True; use "
             "attn_implementation='eager' and another cache"
         )
 
