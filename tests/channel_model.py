@@ -1,5 +1,7 @@
 """What caches with keys by channel must hold, in plain NumPy: rows in full, of which all codes follow."""
 
+import functools
+
 import naive
 import numpy as np
 
@@ -9,21 +11,34 @@ TOKENS = naive.CHANNEL_TOKENS
 class Sequence:
     """Rows of a sequence ``(n, heads, dim)``, of which codes are made, and what is read where they are in full."""
 
-    def __init__(self, k, v, kind, full_v=None, full_from=0):
-        self.k, self.v, self.kind, self.full_from = k, v, kind, full_from
+    def __init__(self, k, v, kind, full_v=None, full_from=0, sinks=0):
+        self.k, self.v, self.kind, self.full_from, self.sinks = k, v, kind, full_from, sinks
         self.full_v = v if full_v is None else full_v
 
     @classmethod
-    def empty(cls, heads, dim, kind):
-        return cls(*np.zeros((2, 0, heads, dim), np.float32), kind)
+    def empty(cls, heads, dim, kind, sinks=0):
+        return cls(*np.zeros((2, 0, heads, dim), np.float32), kind, sinks=sinks)
 
     def __len__(self):
         return len(self.k)
 
     def extended(self, k, v):
         k, of_v, full_v = (np.concatenate(x) for x in ((self.k, k), (self.v, v), (self.full_v, v)))
-        return Sequence(k, of_v, self.kind, full_v, self.full_from)
+        return self._replaced(k, of_v, full_v)
 
+    def _replaced(self, k, v, full_v, full_from=None):
+        full_from = self.full_from if full_from is None else full_from
+        return Sequence(k, v, self.kind, full_v, full_from, self.sinks)
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019
+    def read(self):
+        """K and V where they are not read in full: codes, but for first tokens that are kept in full."""
+        of_k, of_v = (x.copy() for x in self.coded())
+        n = min(self.sinks, len(self))
+        of_k[: min(n, len(of_k))], of_v[:n] = self.k[: min(n, len(of_k))], self.full_v[:n]
+        return of_k, of_v
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019 - a sequence never changes, and every query reads it
     def coded(self):
         """K and V as their codes say, in float64: of whole groups alone."""
         n = len(self) // TOKENS * TOKENS
@@ -39,9 +54,9 @@ class Sequence:
         full_from = min(self.full_from, length)
         if max(length - 1, 0) < gone:
             full_from = kept
-            of_k, of_v = self.coded()
+            of_k, of_v = self.read()
             k[kept:], full_v[kept:] = of_k[kept:length], of_v[kept:length]
-        return Sequence(k, v, self.kind, full_v, full_from)
+        return self._replaced(k, v, full_v, full_from)
 
     def compacted(self, keep, turn=None):
         """The tokens of some positions: groups before the first that moves stay, rows of others are taken as they read.
@@ -52,7 +67,7 @@ class Sequence:
         moved = np.flatnonzero(keep != np.arange(len(keep)))
         begin = (int(moved[0]) if len(moved) else len(keep)) // TOKENS * TOKENS
         edge = max((len(self) - 1) // TOKENS * TOKENS, min(self.full_from, len(self)))
-        of_k, of_v = self.coded()
+        of_k, of_v = self.read()
         k, v = (
             np.concatenate([x[:edge], y[edge:]])[keep[begin:]].astype(np.float32)
             for x, y in ((of_k, self.k), (of_v, self.full_v))
@@ -63,7 +78,7 @@ class Sequence:
 
     def seen(self, position, window=-1):
         """K and V that a query at a position sees: its own group in full, those before as codes."""
-        of_k, of_v = self.coded()
+        of_k, of_v = self.read()
         own, first = position // TOKENS * TOKENS, max(0, position - window) if window >= 0 else 0
         own = max(own, min(self.full_from, len(of_k)))
         rows = zip((of_k, of_v), (self.k, self.full_v), strict=True)
@@ -94,3 +109,33 @@ class Sequence:
                 p = np.exp(scores - scores.max())
                 found[g, position + 1 - len(k) : position + 1] += p / p.sum()
         return found
+
+
+def _angles(offsets, dim):
+    angles = np.asarray(offsets)[:, None] * 10000.0 ** (-np.arange(dim // 2) / (dim // 2))
+    return np.cos(angles), np.sin(angles)
+
+
+def turned(k, offsets):
+    """Keys at other positions: half-split pairs."""
+    half = k.shape[-1] // 2
+    cos, sin = (x[:, None] for x in _angles(offsets, 2 * half))
+    a, b = k[..., :half], k[..., half:]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(np.float32)
+
+
+def shift_tables(dim, positions=400):
+    """Cosines and sines of so many positions, for `numkv.rope_shift`."""
+    return _angles(np.arange(positions), dim)
+
+
+#: What a compaction may keep of so many tokens.
+KEEPS = {
+    "nothing": lambda n: [],
+    "all": range,
+    "the first ones": lambda n: range(n // 2),
+    "first and recent": lambda n: sorted({*range(4), *range(n - 30, n)}),
+    "all but one": lambda n: [*range(70), *range(71, n)] if n > 70 else [0, 2],
+    "every second": lambda n: range(0, n, 2),
+    "the newest": lambda n: [n - 1],
+}

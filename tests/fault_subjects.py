@@ -8,6 +8,7 @@ import dataclasses
 import functools
 
 import fault_bound
+import fault_channels
 import fault_compressors
 import fault_latents
 import fault_sparse
@@ -571,4 +572,4 @@ def _subjects():
 
 
 #: By name: what is tried.
-SUBJECTS = _subjects() | fault_latents.SUBJECTS | fault_sparse.SUBJECTS
+SUBJECTS = _subjects() | fault_channels.SUBJECTS | fault_latents.SUBJECTS | fault_sparse.SUBJECTS

@@ -123,6 +123,15 @@ def in_full(given: Any, storage: str, quantises: bool) -> FullPrecision | None:
     return found
 
 
+def refuse_longer_than_group(window: int, of: Kind) -> None:
+    """Refuse more newest tokens in full than the token group that keys by channel keep."""
+    if window > of.group_tokens:
+        raise NotSupported(
+            f"`full_precision`: expected a window of at most {of.group_tokens} tokens, those that {of} keeps in full "
+            f"anyway, got {window}; choose a kind whose rows are stored one by one for more"
+        )
+
+
 @dataclass(frozen=True)
 class StateSlots:
     """Room for the states of sequences in a `PagedKVCache`; see `LayerSpec.states`.

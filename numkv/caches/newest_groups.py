@@ -7,12 +7,17 @@ of the tokens that came last are kept until the next ones come, and results do n
 - Codes of a group are made of its rows in full when it is complete, those of V at once.
 - A truncation into a group whose rows in full are gone leaves its codes. They are decoded when tokens follow, and
   quantised with these when the group is complete again.
+- `compact` leaves the groups before the first token that moves. The rows of other tokens are taken as the newest query
+  reads them, and quantised in their new groups.
+- With `FullPrecision.num_sink_tokens` the first tokens are kept in full for good. They have codes, too, as a part of
+  their group.
 
 Liu et al., "KIVI" (arXiv:2402.02750), section 3.3.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,9 +29,10 @@ from numkv.attention.options import CheckedOptions
 from numkv.attention.parts import Part, converted, run_seen
 from numkv.attention.sight import seen_by_queries
 from numkv.caches.full_precision import FullPrecisionWindow, Watching, float_pool, staging
-from numkv.caches.layer_spec import FullPrecision
+from numkv.caches.layer_spec import FullPrecision, in_full, refuse_longer_than_group
+from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import slots_of
-from numkv.errors import NotSupported, NumkvError
+from numkv.errors import NumkvError
 from numkv.snapshots.snapshot import Tensor
 from numkv.storage.pool import Pool
 from numkv.storage.saved import row_tensors
@@ -45,6 +51,8 @@ class _Newest(NamedTuple):
     """The token in its first slot, which begins a group."""
     first: int
     """The first token whose row is there; those before it, if there are any, are there as codes alone."""
+    sinks: int = 0
+    """The layer's first tokens that are kept in full for good."""
 
 
 class NewestGroups:
@@ -56,14 +64,25 @@ class NewestGroups:
         The quantised pool, which says the kinds, the sizes and the target.
     num_layers : int
         Layers.
+    kept : FullPrecision, optional
+        Tokens that a user has asked for; the newest ones are here anyway.
+    capacity : int, optional
+        Tokens that a layer can ever have, if that is known.
     """
 
-    #: No tokens that a user has asked for.
-    kept: FullPrecision | None = None
-
-    def __init__(self, pool: Pool, num_layers: int) -> None:
-        self._group = pool.k_kind.group_tokens
+    def __init__(
+        self,
+        pool: Pool,
+        num_layers: int,
+        kept: FullPrecision | None = None,
+        capacity: int | None = None,
+    ) -> None:
+        self.kept, self._group = kept, pool.k_kind.group_tokens
         self._layers = [_Newest(float_pool(pool, 1, self._group), 0, 0) for _ in range(num_layers)]
+        first = 0 if kept is None else kept.num_sink_tokens
+        self._first = first if capacity is None else min(first, capacity)
+        #: A block for each layer's first tokens.
+        self._sinks = float_pool(pool, num_layers, self._first) if self._first else None
 
     @property
     def kinds(self) -> tuple[str, str]:
@@ -74,30 +93,37 @@ class NewestGroups:
     @property
     def nbytes(self) -> int:
         """Bytes of the rows in full."""
-        return sum(of.block.nbytes for of in self._layers)
+        sinks = 0 if self._sinks is None else self._sinks.nbytes
+        return sinks + sum(of.block.nbytes for of in self._layers)
 
     def quantised(self, layer: int, length: int) -> tuple[int, int]:
-        """The positions ``[0, end)`` that the newest of a layer's tokens reads as codes."""
-        newest = max(0, length - 1) // self._group * self._group
-        return 0, max(newest, min(self._layers[layer].first, length))
+        """The positions ``[begin, end)`` that the newest of a layer's tokens reads as codes."""
+        of = self._layers[layer]
+        newest, begin = max(0, length - 1) // self._group * self._group, min(of.sinks, length)
+        return begin, max(begin, newest, min(of.first, length))
 
     def copy(self) -> NewestGroups:
         """A deep copy that shares no memory."""
         new = object.__new__(NewestGroups)
-        new._group = self._group
+        new.__dict__.update(self.__dict__)
         new._layers = [of._replace(block=of.block.copy()) for of in self._layers]
+        new._sinks = None if self._sinks is None else self._sinks.copy()
         return new
 
     def resume(self, begins: list[int], ends: list[int]) -> None:
         """Take the positions that are codes in each layer of an empty cache."""
-        for layer, end in enumerate(ends):
+        for layer, (begin, end) in enumerate(zip(begins, ends, strict=True)):
             base = end // self._group * self._group
-            self._layers[layer] = self._layers[layer]._replace(base=base, first=end)
+            self._layers[layer] = self._layers[layer]._replace(base=base, first=end, sinks=begin)
 
     def tensors(self, layer: int, begin: int, end: int, length: int) -> list[Tensor]:
-        """The rows of a layer's tokens from `end` on, for a snapshot."""
+        """The rows of a layer's tokens outside of ``[begin, end)``, for a snapshot."""
         of = self._layers[layer]
-        return row_tensors(of.block, layer, np.arange(end, length) - of.base, "full_")
+        found = row_tensors(of.block, layer, np.arange(end, length) - of.base, "full_")
+        if self._sinks is not None and begin:
+            first = layer * self._first + np.arange(begin)
+            found += row_tensors(self._sinks, layer, first, "first_")
+        return found
 
     def check(self, lengths: NDArray[Any]) -> None:
         """Prove that the newest rows of layers of these lengths are in full, or codes.
@@ -110,6 +136,11 @@ class NewestGroups:
         for layer, (of, length) in enumerate(zip(self._layers, lengths.tolist(), strict=True)):
             size = int(of.block.k.shape[2])
             there = of.base <= of.first and length <= of.base + size
+            if of.sinks > min(length, self._first):
+                raise NumkvError(
+                    f"check: expected at most {min(length, self._first)} first tokens in full in layer {layer}, got "
+                    f"{of.sinks}"
+                )
             if of.first > length or (of.first < length and not there):
                 raise NumkvError(
                     f"check: expected rows in full up to token {length} of layer {layer}, got [{of.first}, "
@@ -152,13 +183,24 @@ class NewestGroups:
             here = index(slots_of(table, lost, size))
             of_k, of_v = pool.k_buffer.gather(here), pool.v_buffer.gather(here)
             now.block.scatter(of_k, of_v, index(lost - begin))
+        sinks = of.sinks
+        if self._sinks is not None:
+            in_full = lost[lost < sinks]
+            at = layer * self._first
+            if len(in_full):
+                self._sinks.copy_tokens(at + in_full, now.block, in_full - begin)
+            if sinks == start < self._first:
+                sinks = min(end, self._first)
+                kept = np.full(tokens, -1)  # which a scatter leaves out
+                kept[: sinks - start] = at + np.arange(start, sinks)
+                self._sinks.scatter(k, v, index(kept))
         now.block.scatter(k, v, index(np.arange(start, end) - begin))
         pool.append(k, v, block_table, start)
         whole = np.arange(begin, end // some * some, some)
         if len(whole):
             to = slots_of(table, whole, size) // some
             pool.quantise(now.block, index((whole - begin) // some), index(to))
-        self._layers[layer] = now._replace(first=begin)
+        self._layers[layer] = now._replace(first=begin, sinks=sinks)
 
     # -- bound calls
 
@@ -196,7 +238,7 @@ class NewestGroups:
         begin = start // some * some
         target = self._layers[0].block.target
         seen = seen_by_queries(target, None, tokens, end, window_left)
-        coded, full = self._split(begin, begin, seen, end)
+        _, coded, full = self._split(_Newest(self._layers[0].block, begin, begin), seen, end)
         part = step.part_in_full(1)
         part.block_table[:], part.seq_lens[:], part.q_starts[:] = 0, end - begin, (0, tokens)
         part.slots[:], part.ranges[:], step.ranges[:] = np.arange(start, end) - begin, full, coded
@@ -212,8 +254,120 @@ class NewestGroups:
     def truncate(self, length: int) -> None:
         """Drop the tokens of all layers from position `length` on. It needs no memory worth a name."""
         for layer, of in enumerate(self._layers):
-            if of.first > length:
-                self._layers[layer] = of._replace(first=length)
+            if of.first > length or of.sinks > length:
+                first, sinks = min(of.first, length), min(of.sinks, length)
+                self._layers[layer] = of._replace(first=first, sinks=sinks)
+
+    # -- compaction
+
+    def plan_moves(
+        self, pools: list[Pool], tables: list[NDArray[np.int32]], lengths: NDArray[Any], kept: Ints,
+        shift: RopeShift | None,
+    ) -> list[Callable[[], object]]:  # fmt: skip
+        """Check that tokens can move to the front, and return what moves their keys and rows in full.
+
+        Parameters
+        ----------
+        pools : list of Pool
+            The quantised pool, as each layer has it.
+        tables : list of int32 array (max_blocks,)
+            The blocks of each layer, on the host.
+        lengths : int array (num_layers,)
+            Tokens of each layer.
+        kept : int64 array (num_layers, n)
+            Tokens that are kept, which rise.
+        shift : RopeShift or None
+            What shifts their keys.
+
+        Returns
+        -------
+        list of callable
+            To be called in this order; none of them fails, or needs memory.
+        """
+        new = [*self._layers]
+        sinks = None if self._sinks is None else self._sinks.copy()
+        moves: list[Callable[[], object]] = []
+        for layer, (of, pool, table, length) in enumerate(
+            zip(self._layers, pools, tables, lengths.tolist(), strict=True)
+        ):
+            positions, n = kept[layer], kept.shape[1]
+            elsewhere = np.flatnonzero(positions != np.arange(n))
+            if not len(elsewhere):
+                new[layer] = of._replace(first=min(of.first, n), sinks=min(of.sinks, n))
+                continue
+            begin = int(elsewhere[0]) // self._group * self._group
+            block = self._read(pool, table, layer, positions[begin:], length, begin, shift)
+            moves += self._quantising(pool, table, block, begin, n)
+            held = of.sinks
+            if sinks is not None and begin < self._first:
+                held = min(n, self._first)
+                block.copy_tokens(
+                    np.arange(held - begin), sinks, layer * self._first + np.arange(begin, held)
+                )
+            newest = (n - 1) // self._group * self._group
+            newest_block = float_pool(pool, 1, self._group)
+            there = np.arange(newest, n)
+            block.copy_tokens(there - begin, newest_block, there - newest)
+            new[layer] = _Newest(newest_block, newest, newest, held)
+
+        def commit() -> None:
+            self._layers, self._sinks = new, sinks
+
+        return [*moves, commit]
+
+    def _read(
+        self, pool: Pool, table: NDArray[np.int32], layer: int, positions: Ints, length: int, begin: int,
+        shift: RopeShift | None,
+    ) -> Pool:  # fmt: skip
+        """A block of rows as the newest query reads them, with keys shifted to the positions from `begin` on."""
+        target, of, some = pool.target, self._layers[layer], self._group
+        block = float_pool(pool, 1, -(-len(positions) // some) * some)
+        sinks, edge = self.quantised(layer, length)
+        size = int(pool.k.shape[2])
+        first, last = positions < sinks, positions >= edge
+        codes = ~(first | last)
+        places = [
+            (pool, slots_of(table, positions[codes], size), codes),
+            (of.block, positions[last] - of.base, last),
+        ]
+        if self._sinks is not None:
+            places.append((self._sinks, layer * self._first + positions[first], first))
+        offsets = begin + np.arange(len(positions)) - positions
+        for source, slots, which in places:
+            if not len(slots):
+                continue
+            here = target.index(slots, np.int64)
+            k, v = source.k_buffer.gather(here), source.v_buffer.gather(here)
+            if shift is not None:
+                k = shift(layer, k, target.index(offsets[which], np.int64))
+            block.scatter(k, v, target.index(np.flatnonzero(which), np.int64))
+        return block
+
+    def _quantising(
+        self, pool: Pool, table: NDArray[np.int32], block: Pool, begin: int, end: int
+    ) -> list[Callable[[], object]]:
+        """Quantise the whole groups of a block aside, and return what copies their codes to positions from `begin`."""
+        some, ops = self._group, pool.target.ops
+        keys, whole = pool.k_buffer, (end - begin) // some
+        if not whole:
+            return []
+        aside = keys.like(whole, some)
+        groups = pool.target.index(np.arange(whole), np.int64)
+        source, kind = block.k_buffer, keys.kind.name
+        ops.quantise_groups(
+            source.words, source.kind.name, groups, aside.words, kind, aside.scales, groups
+        )
+        staged = np.arange(whole * some)
+        to = slots_of(table, begin + staged, int(pool.k.shape[2]))
+        here, there, to_groups = (
+            pool.target.index(x, np.int64) for x in (staged, to, to[::some] // some)
+        )
+
+        def copy() -> None:
+            ops.copy_tokens(aside.words, here, keys.words, there)
+            ops.copy_tokens(aside.scales, groups, keys.scales, to_groups)
+
+        return [copy]
 
     # -- reading
 
@@ -224,12 +378,15 @@ class NewestGroups:
         mixed = converted(target, rows, mixed)
         if not length:
             return mixed
-        begin, end = self.quantised(layer, length)[1], length
-        there = np.arange(begin, end)
-        target.ops.copy_tokens(
-            of.block.buffer(which).words, target.index(there - of.base, np.int64), mixed.reshape((1, *mixed.shape)),
-            target.index(there, np.int64),
-        )  # fmt: skip
+        begin, end = self.quantised(layer, length)
+        places = [(of.block, np.arange(end, length), of.base)]
+        if self._sinks is not None:
+            places.append((self._sinks, np.arange(begin), -layer * self._first))
+        for source, there, base in places:
+            target.ops.copy_tokens(
+                source.buffer(which).words, target.index(there - base, np.int64), mixed.reshape((1, *mixed.shape)),
+                target.index(there, np.int64),
+            )  # fmt: skip
         return mixed
 
     def attend(
@@ -239,27 +396,39 @@ class NewestGroups:
 
         See `FullPrecisionWindow.attend`.
         """
-        target, of = pool.target, self._layers[layer]
-        tokens = int(q.shape[0])
+        target, tokens = pool.target, int(q.shape[0])
         lens = target.index(np.array([length]), np.int64)
         starts = target.index(np.array([0, tokens]), np.int64)
         tables = {"block_table": block_table, "seq_lens": lens, "cu_seqlens_q": starts}
-        options = check_call(q, options, (of.block, pool), tables)
+        options = check_call(q, options, (self._layers[layer].block, pool), tables)
         seen = seen_by_queries(target, options.sight, tokens, length, options.window_left)
         options = options._replace(window_left=-1, sight=None)
         if not tokens or not length:
             return run(pool, block_table, q, lens, starts, options)
-        coded, full = self._split(of.base, of.first, seen, length)
-        table = one_block_each(target.device_key, 1)
-        parts = Part(of.block, table, full), Part(pool, block_table, coded)
+        parts = [part for part, _ in self._parts(pool, block_table, layer, seen, length)]
         return run_seen(parts, q, lens, starts, options)
 
-    def _split(self, base: int, first: int, seen: Ints, length: int) -> tuple[Ints, Ints]:
-        """What the last queries read as codes of what they see, and what in full, counted from a block's base."""
+    def _parts(
+        self, pool: Pool, block_table: Array, layer: int, seen: Ints, length: int
+    ) -> list[tuple[Part, int]]:
+        """What the last queries read, with ranges on the host, and the token that each table begins with."""
+        target, of = pool.target, self._layers[layer]
+        sinks, coded, full = self._split(of, seen, length)
+        table = one_block_each(target.device_key, 1)
+        parts = [(Part(of.block, table, full), of.base), (Part(pool, block_table, coded), 0)]
+        if self._sinks is not None and of.sinks:
+            own = target.index(np.array([[layer]]), np.int32)
+            parts.append((Part(self._sinks, own, sinks), 0))
+        return parts
+
+    def _split(self, of: _Newest, seen: Ints, length: int) -> tuple[Ints, Ints, Ints]:
+        """What the last queries see: first tokens in full, codes, and newest ones in full, from the block's base."""
         some, tokens = self._group, len(seen)
-        own = np.maximum(np.arange(length - tokens, length) // some * some, first)
+        own = np.maximum(np.arange(length - tokens, length) // some * some, of.first)
         own = own.clip(0, length)[:, None]
-        return np.minimum(seen, own), (np.maximum(seen, own) - base).clip(0)
+        coded = np.minimum(seen, own)
+        full = (np.maximum(seen, own) - of.base).clip(0)
+        return np.minimum(coded, of.sinks), np.maximum(coded, of.sinks), full
 
     def attention_mass(
         self, pool: Pool, block_table: Array, layer: int, q: Array, length: int, options: CheckedOptions, lse: Any
@@ -270,17 +439,19 @@ class NewestGroups:
         """
         target, of, tokens = pool.target, self._layers[layer], int(q.shape[0])
         seen = seen_by_queries(target, options.sight, tokens, length, options.window_left)
-        lens, starts, newest, coded, full = (
-            target.index(x, np.int64)
-            for x in (
-                np.array([length]), np.array([0, tokens]), np.array([length - of.base]),
-                *self._split(of.base, of.first, seen, length),
-            )
-        )  # fmt: skip
-        parts, begins = [Part(pool, block_table, coded)], [0]
-        if of.base < length:
-            parts.append(Part(of.block, one_block_each(target.device_key, 1), full, lens=newest))
-            begins.append(of.base)
+        lens, starts = (
+            target.index(x, np.int64) for x in (np.array([length]), np.array([0, tokens]))
+        )
+        parts, begins = [], []
+        ends = length, length, of.sinks
+        for (part, begin), end in zip(
+            self._parts(pool, block_table, layer, seen, length), ends, strict=False
+        ):
+            if begin < end:  # else all that is there are codes
+                of_table = target.index(np.array([end - begin]), np.int64)
+                ranges = target.index(part.ranges, np.int64)
+                parts.append(part._replace(ranges=ranges, lens=of_table))
+                begins.append(begin)
         return mass_of_parts(parts, q, lens, starts, length, options, lse, begins)
 
 
@@ -288,9 +459,7 @@ def kept_in_full(pool: Pool, num_layers: int, full_precision: Any, capacity: int
     """Check a cache's argument; what keeps tokens in full, as asked for or by the kind of its keys, or None."""
     if not pool.by_channel:
         return FullPrecisionWindow.make(pool, num_layers, full_precision, capacity)
-    if full_precision is not None:
-        raise NotSupported(
-            f"`full_precision`: expected None for keys in {pool.k_kind}, whose newest tokens are in full anyway, until "
-            f"their token group is complete, got {full_precision}; leave it out, or keep them in a PagedKVCache"
-        )
-    return NewestGroups(pool, num_layers)
+    kept = in_full(full_precision, str(pool.k_kind), True)
+    if kept is not None:
+        refuse_longer_than_group(kept.window, pool.k_kind)
+    return NewestGroups(pool, num_layers, kept, capacity)

@@ -23,7 +23,7 @@ def coded_rows(
     some = k_kind.group_tokens
     if not some:
         return (begin, end), (begin, end)
-    return (0, max(end, rows // some * some)), (0, rows)
+    return (0, max(end if begin < end else 0, rows // some * some)), (0, rows)
 
 
 @dataclass(kw_only=True)
@@ -70,8 +70,8 @@ class SavedSequence(Saved):
         expect(scaled or not windowed, f"{self.k_kind} has no full-precision tokens")
         if some := self.k_kind.group_tokens:
             expect(
-                not latent and not windowed and self.rotation is None,
-                f"{self.k_kind} beside latents, a window or a rotation",
+                not latent and self.residual_window <= some and self.rotation is None,
+                f"{self.k_kind} beside latents, a window of more than {some} tokens or a rotation",
             )
             for end, rows in zip(self.ends, self.rows, strict=True):
                 expect(
@@ -79,7 +79,7 @@ class SavedSequence(Saved):
                     f"rows [{end}, {rows}) in full, of more than a group",
                 )
         first, ring = (
-            min(n, self._bound) for n in (self.num_sink_tokens, self.residual_window or some)
+            min(n, self._bound) for n in (self.num_sink_tokens, some or self.residual_window)
         )
         for begin, end, rows in zip(self.begins, self.ends, self.rows, strict=True):
             expect(
@@ -125,9 +125,14 @@ class SavedSequence(Saved):
             coded = coded_rows(self.k_kind, begin, end, rows)
             for side, (low, high) in zip(self.sides, coded, strict=False):
                 found |= row_specs([side], layer, self.num_kv_heads, high - low)
-            if self._kept:
-                full = rows - (end - begin)
-                found |= row_specs(self._full_sides, layer, self.num_kv_heads, full, "full_")
+            if not self._kept:
+                continue
+            full, first = rows - (end - begin), 0
+            if self.k_kind.group_tokens:
+                full, first = rows - end, begin
+            found |= row_specs(self._full_sides, layer, self.num_kv_heads, full, "full_")
+            if first:
+                found |= row_specs(self._full_sides, layer, self.num_kv_heads, first, "first_")
         return found
 
     @property

@@ -24,7 +24,7 @@ from numkv.caches.layer_spec import FullPrecision, LayerSpec
 from numkv.caches.newest_groups import NewestGroups, kept_in_full
 from numkv.caches.saved import SavedSequence, coded_rows
 from numkv.compaction.key_shift import RopeShift
-from numkv.compaction.moves import plan_moves, slots_of
+from numkv.compaction.moves import check_shift, plan_moves, slots_of
 from numkv.errors import NonFiniteInput, NotSupported, NumkvError
 from numkv.interrupts import signals_deferred
 from numkv.numbers import check_flag
@@ -199,10 +199,10 @@ class SingleSequence:
 
     @property
     def _bound_in_full(self) -> dict[str, Any]:
-        """What `numkv.caches.bound.ToBind` takes of tokens in full: only those of keys by channel are bound, too."""
-        newest = self._newest_groups
+        """What `numkv.caches.bound.ToBind` takes of tokens in full: only newest groups of keys by channel are bound."""
+        newest, full = self._newest_groups, self._full_precision
         kinds = None if newest is None else newest.kinds
-        return {"at_once": self._full_precision is newest, "in_full": kinds}
+        return {"at_once": full is newest and (full is None or full.kept is None), "in_full": kinds}
 
     def _quantised(self, layer: int) -> range:
         """Positions of a layer's tokens that are quantised."""
@@ -232,7 +232,7 @@ class SingleSequence:
         if self._pool.by_channel:
             raise NotSupported(
                 f"{name}: expected rows that are stored one by one, got keys in {self._pool.k_kind}, whose scales are "
-                "those of groups of tokens; keep keys in int8 or int4, or in a PagedKVCache"
+                "those of groups of tokens; keep keys in int8 or int4"
             )
 
     def _view(self, make: Callable[[], Any]) -> Any:
@@ -518,7 +518,33 @@ class SingleSequence:
 
     def _compact(self, kept: NDArray[np.int64], shift: RopeShift | None) -> None:
         """Keep tokens ``(num_layers, n)``, checked, and move them to the front."""
-        self._refuse_groups("compact")
+        check_shift(shift)
+        newest = self._newest_groups
+        moves = (
+            self._moves_of_rows(kept, shift)
+            if newest is None
+            else self._moves_of_groups(newest, kept, shift)
+        )
+        for move in moves:
+            move()
+        self._reports.keep(0, kept)
+        self._cut(kept.shape[1])
+
+    def _moves_of_groups(
+        self, newest: NewestGroups, kept: NDArray[np.int64], shift: RopeShift | None
+    ) -> list[Callable[[], object]]:
+        """Check that tokens can move whose keys are stored by channel, and return the moves."""
+        moves = newest.plan_moves(self._pools, self._tables, self._lengths, kept, shift)
+        new = np.broadcast_to(np.arange(kept.shape[1]), kept.shape)
+        moved = kept != new
+        source, to = (self._target.index(self._slots(x)[moved], np.int64) for x in (kept, new))
+        values = self._pool.v_buffer
+        return [lambda: values.copy_tokens(source, values, to), *moves]
+
+    def _moves_of_rows(
+        self, kept: NDArray[np.int64], shift: RopeShift | None
+    ) -> list[Callable[[], object]]:
+        """Check that tokens can move whose rows are stored one by one, and return the moves."""
         new = np.broadcast_to(np.arange(kept.shape[1]), kept.shape)
         moved = kept != new
         if self._full_precision is not None:
@@ -535,10 +561,7 @@ class SingleSequence:
                 )
         if self._full_precision is not None:
             moves += self._full_precision.plan_moves(kept, shift)
-        for move in moves:
-            move()
-        self._reports.keep(0, kept)
-        self._cut(kept.shape[1])
+        return moves
 
     def _moves(
         self, pool: Pool, shift: RopeShift | None, source: NDArray[np.int64], to: NDArray[np.int64],

@@ -41,11 +41,7 @@ def plan_moves(
     list of callable
         To be called in this order; none of them fails.
     """
-    if shift is not None and not isinstance(shift, RopeShift):
-        raise TypeError(
-            "`shift`: expected what numkv.rope_shift(cos, sin) returns, or None for keys that stay as "
-            f"they are, got {type(shift).__name__}"
-        )
+    check_shift(shift)
     moved = np.flatnonzero(source_slots != to_slots)
     moves: list[Callable[[], object]] = []
     if len(moved):
@@ -57,6 +53,15 @@ def plan_moves(
                 slots = pool.target.index(to_slots[part], np.int64)
                 moves.append(shift.plan(pool, slots, offset))
     return moves
+
+
+def check_shift(shift: Any) -> None:
+    """Refuse what is no key shift."""
+    if shift is not None and not isinstance(shift, RopeShift):
+        raise TypeError(
+            "`shift`: expected what numkv.rope_shift(cos, sin) returns, or None for keys that stay as "
+            f"they are, got {type(shift).__name__}"
+        )
 
 
 def groups_of(offsets: Ints) -> list[Ints]:

@@ -5,7 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
-from channel_model import Sequence
+from channel_model import KEEPS, Sequence, shift_tables, turned
 
 import numkv
 from numkv.caches.paged.block_bytes import BlockBytes
@@ -407,10 +407,7 @@ def test_windows_mixed_layers_and_sinks(target, rng, to, host, kind):
         places = range(len(model) - n, len(model))
         found = host(step.attention(1, to(q)))
         close(found, model.attended(q, places, window=99))
-        exact = Sequence(model.k, model.v, kind)
-        of_k, of_v = exact.coded()
-        of_k[:4], of_v[:4] = model.k[: len(of_k)][:4], model.v[:4]
-        exact.coded = lambda of_k=of_k, of_v=of_v: (of_k, of_v)
+        exact = Sequence(model.k, model.v, kind, sinks=4)
         close(host(step.attention(0, to(q))), exact.attended(q, places))
         cache.commit(step)
     cache.check()
@@ -485,36 +482,12 @@ def test_what_is_refused_says_what_to_do_instead():
             raise AssertionError(number)
 
 
-def turned(k, offsets):
-    """Keys at other positions, in plain NumPy: half-split pairs."""
-    angles = offsets[:, None] * 10000.0 ** (-np.arange(DIM // 2) / (DIM // 2))
-    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
-    a, b = k[..., : DIM // 2], k[..., DIM // 2 :]
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(np.float32)
-
-
-def a_shift():
-    angles = np.arange(400)[:, None] * 10000.0 ** (-np.arange(DIM // 2) / (DIM // 2))
-    return numkv.rope_shift(np.cos(angles), np.sin(angles))
-
-
-KEEPS = {
-    "nothing": lambda n: [],
-    "all": range,
-    "the first ones": lambda n: range(n // 2),
-    "first and recent": lambda n: sorted({*range(4), *range(n - 30, n)}),
-    "all but one": lambda n: [*range(70), *range(71, n)],
-    "every second": lambda n: range(0, n, 2),
-    "the newest": lambda n: [n - 1],
-}
-
-
 @pytest.mark.parametrize("shifts", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_compaction(play, kind, shifts):
     """Whole groups before the first token that moves stay as they are; the rest is quantised anew, and goes on."""
     for block_size, length in ((64, 200), (128, 192), (64, 40)):
-        for name, keep in KEEPS.items():
+        for keep in KEEPS.values():
             p = play(kind, block_size=block_size)
             if shifts:  # in float32, so that a code may be its neighbour
                 p.limit = 2e-3 if kind == "int8_channel" else 2e-2
@@ -522,8 +495,8 @@ def test_compaction(play, kind, shifts):
             p.step([a], [length])
             b = p.cache.fork(a)
             p.model[b] = p.model[a]
-            kept = list(keep(length)) if length > 70 or name != "all but one" else [0, 2]
-            p.cache.compact(a, kept, a_shift() if shifts else None)
+            kept = list(keep(length))
+            p.cache.compact(a, kept, numkv.rope_shift(*shift_tables(DIM)) if shifts else None)
             p.model[a] = p.model[a].compacted(kept, turned if shifts else None)
             assert p.cache.length(a) == len(kept)
             p.look()  # of the other one, too

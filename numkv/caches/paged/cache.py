@@ -467,11 +467,11 @@ class PagedKVCache(StoredSequences):
                     self._end(step, self._metadata_of(step), [0], None)
                     raise
                 self._end(step, self._metadata_of(step), None, None)
+            after = self._sequences[made]._replace(pins=state.pins, dropped=state.rows_dropped())
+            self._exchange({made: None, number: after}, state.by_depth())
         except BaseException:
             self._exchange({made: None}, self._sequences[made].by_depth())
             raise
-        after = self._sequences[made]._replace(pins=state.pins, dropped=state.rows_dropped())
-        self._exchange({made: None, number: after}, state.by_depth())
         self._store.reports.keep(number, kept[None])
 
     # -- steps

@@ -6,7 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from numkv.caches.layer_spec import FullPrecision, LayerSpec, StateShape, check_states
+from numkv.caches.layer_spec import (
+    FullPrecision,
+    LayerSpec,
+    StateShape,
+    check_states,
+    refuse_longer_than_group,
+)
 from numkv.caches.paged.residual import Residual
 from numkv.errors import NotSupported
 from numkv.kinds import Kind, kind
@@ -290,11 +296,7 @@ def _check_groups(group: int, window_left: int, kept: int, of: Kind) -> None:
             f"`kind`: expected layers that see more than {group} tokens for keys in {of}, got a window of "
             f"{window_left + 1}: all of them would be in full precision; store such layers in bf16"
         )
-    if kept > group:
-        raise NotSupported(
-            f"`full_precision`: expected a window of at most {group} tokens, those that {of} keeps in full anyway, got "
-            f"{kept}; choose a kind whose rows are stored one by one for more"
-        )
+    refuse_longer_than_group(kept, of)
 
 
 def _rows(of: LayerSpec) -> LayerRows | None:
