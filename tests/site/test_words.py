@@ -11,8 +11,6 @@ from walked import each
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-#: Pages whose sentences may be longer yet.
-LATER = {"transformers.md", "storage_kinds.md"}
 COLUMNS, WORDS = 84, 30
 
 FENCE = re.compile(r"^```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```[^\n]*$", re.M | re.S)
@@ -81,7 +79,7 @@ def test_code_fits_a_narrow_window(page):
     assert wide_lines(page.read_text()) == [], page
 
 
-@each("page", [page for page in PAGES if page.name not in LATER])
+@each("page", PAGES)
 def test_sentences_are_short(page):
     assert long_sentences(page.read_text()) == [], page
 
