@@ -99,7 +99,7 @@ class PagedCompressor(Heads):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that the buffers hold now."""
+        """Number of blocks in the buffers now."""
         return self.capacity // BLOCK_SIZE
 
     @property
@@ -467,7 +467,7 @@ class PagedCompressor(Heads):
         Raises
         ------
         NumkvError
-            If there is one; it says which.
+            If it is inconsistent; the message names the contradiction.
         """
         stored = self._stored
         most = stored.capacity // BLOCK_SIZE

@@ -61,7 +61,7 @@ class ShardedKVCache:
     Parameters
     ----------
     num_layers, num_kv_heads, head_dim, layers
-        See `numkv.PagedKVCache`; all layers have rows of their own, which are alike.
+        See `numkv.PagedKVCache`; all layers have rows of their own, of one shape and kind.
     num_blocks : int
         Blocks of each shard.
     heads : int
@@ -486,7 +486,7 @@ class ShardedKVCache:
 
         Notes
         -----
-        Shards are told with the next message that they get. What is lost with a shard until then is found out then.
+        Shards are notified with their next message. What is lost with a shard until then is found out then.
         """
         self._check_open(step)
         keep = step.new_lens
@@ -738,7 +738,7 @@ class ShardedKVCache:
         self._shards.sequences[seq] = state._replace(runs=runs, columns=columns)
 
     def balance(self, most: int = 1) -> int:
-        """Move sequences from the fullest column to the emptiest, as long as that makes the two more alike.
+        """Move sequences from the fullest column to the emptiest, as long as that reduces their difference.
 
         Parameters
         ----------

@@ -47,7 +47,7 @@ class Delivery(Protocol):
         Raises
         ------
         ShardDown
-            If the shard is gone, or does not answer in time.
+            If the shard has ended, or does not reply in time.
         """
 
 
@@ -313,7 +313,7 @@ def _ray() -> Any:
 
 
 class Limits(NamedTuple):
-    """How much may be on its way to a shard at once; who sends more waits for the oldest answer."""
+    """Bounds of the messages on their way to a shard; sends beyond them block until the oldest reply."""
 
     messages: int = 8
     nbytes: int = 256 << 20

@@ -167,7 +167,7 @@ def _profiled(rows: Rows, number: int, of: LayerSpec) -> LayerSpec:
 
 
 def _refuse_what_batches_change(config: Any, name: str) -> None:
-    """Refuse models whose results for a text would depend on the texts beside it, or that keep more than K and V."""
+    """Refuse models whose results for a text would depend on the other texts, or that store more than K and V."""
     reason = None
     if has_latents(config):
         reason = "latent attention, whose K and V would be kept in full"
