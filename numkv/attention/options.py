@@ -154,7 +154,7 @@ def _unknown(name: str, takes: frozenset[str]) -> TypeError:
     """The error for an option that a call does not take."""
     if name in ("window", "sliding_window"):
         return TypeError(
-            f"`{name}`: expected `window_left`, earlier tokens that a query sees beside its own; pass "
+            f"`{name}`: expected `window_left`, earlier tokens that a query sees before its own; pass "
             f"window_left={name} - 1, or a LayerSpec with it to a PagedKVCache when it is made"
         )
     what = "that this call does not take" if name in ALL else "an unknown one"

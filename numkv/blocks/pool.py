@@ -433,7 +433,7 @@ class BlockPool:
         try:
             self.on_event(event)
         except Exception:
-            log.exception("on_event failed; the change that it was told of stands")
+            log.exception("on_event failed; the change that it reports has happened")
 
     # -- references
 

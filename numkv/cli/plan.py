@@ -105,7 +105,7 @@ def _load(
         if any(x.what == "latents" for x in needs.rows):
             found = "latents; --expanded plans with K and V of every head"
         raise UsageError(
-            "plan --nodes: expected layers of keys and values that are alike but for windows, as "
+            "plan --nodes: expected layers of keys and values that differ only in windows, as "
             f"numkv.ray.ShardedKVCache keeps them, got {found}; without --nodes each is counted"
         )
     heads = arguments.q_heads or needs.q_heads
@@ -548,6 +548,6 @@ def _needs(arguments: argparse.Namespace) -> ModelNeeds:
         found = tuple(replace(one, rows=tuple(map(changed, one.rows))) for one in found)
     if layers:
         if len(set(found)) != 1:
-            raise UsageError(f"{path}: --layers is for models whose layers are all alike")
+            raise UsageError(f"{path}: --layers is for models whose layers are all equal")
         found = found[:1] * layers
     return replace(needs, layers=found, parameters=None)

@@ -121,8 +121,8 @@ class ShardedKVCache:
         column = model.__column__()
         if not column.takes_parts:
             raise NotSupported(
-                "ShardedKVCache: expected rows of K and V that are alike in all layers, without chunks, shares and "
-                "states, got latents or layers that are not alike; keep such a cache in one process"
+                "ShardedKVCache: expected rows of K and V of one shape and kind in all layers, without chunks, shares "
+                "and states, got latents or different layers; make such a cache in one process"
             )
         self._access = Access()
         blocks = check_size("num_blocks", num_blocks)

@@ -149,7 +149,7 @@ class _Here:
     def result(self, timeout: float | None) -> Answer:
         """The answer; see `Delivery.result`."""
         if self._answer is None:
-            raise ShardDown(self._shard, "it is gone")
+            raise ShardDown(self._shard, "it has ended")
         return self._answer
 
 
@@ -247,7 +247,7 @@ class RayShards:
         """Send a message; see `Transport.send`."""
         actor = self._actors[shard]
         if actor is None:
-            raise ShardDown(shard, "it is gone")
+            raise ShardDown(shard, "it has ended")
         try:
             return _Coming(self._ray, shard, actor.handle.remote(message))
         except self._ray.exceptions.RayError as error:

@@ -257,7 +257,7 @@ def read_profile(profile: Any, asked: Mapping[str, Any]) -> Profile | None:
     given = [name for name, x in asked.items() if x is not None]
     if given:
         raise TypeError(
-            f"`profile`: expected None beside {', '.join(given)}, which it says for each layer; pass the profile alone"
+            f"`profile`: expected None with {', '.join(given)}, which it sets for each layer; pass the profile alone"
         )
     if isinstance(profile, (str, os.PathLike)):
         profile = Profile.load(profile)

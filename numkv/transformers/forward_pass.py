@@ -177,7 +177,7 @@ def _refuse_what_batches_change(config: Any, name: str) -> None:
         reason = "RoPE that depends on the longest text in a pass"
     if reason is not None:
         raise NotSupported(
-            f"{name}: expected a model whose tokens do not depend on the texts beside them, and that keeps K and V "
+            f"{name}: expected a model whose tokens do not depend on the other texts, and that stores K and V "
             f"alone, got {config.model_type!r}, which has {reason}; run it by `generate`, with numkv.transformers.use"
         )
 

@@ -93,7 +93,7 @@ def test_plan_of_layers_that_differ(tmp_path, capsys):
     assert "States take 320 B" in output
     assert "NOT KNOWN" not in output
     assert main(["plan", str(path), "--layers", "3"]) == 2
-    assert "--layers is for models whose layers are all alike" in capsys.readouterr().err
+    assert "--layers is for models whose layers are all equal" in capsys.readouterr().err
     changed = run(capsys, "plan", path, "--kind", "bf16", "--kv-heads", 4)
     assert cells(changed, "bf16")[1] == "384"
 

@@ -335,7 +335,7 @@ class PagedKVCache(StoredSequences):
             if length and group.first_visible(length) < stored and not group.beside:
                 raise NotSupported(
                     f"`length`: expected one that the sliding window of {group.window} tokens still covers, "
-                    f"got {length} of {state.length}; its blocks are gone"
+                    f"got {length} of {state.length}; its blocks were freed"
                 )
             if group.beside:  # what is not there in full is read as codes from now on
                 starts[number] = min(stored, length)
@@ -1097,8 +1097,8 @@ class PagedKVCache(StoredSequences):
     @staticmethod
     def _overtaken(name: str, seq: int) -> NumkvError:
         return NumkvError(
-            f"{name}: rows of sequence {seq} were moved or dropped while they were read, so there is no result; let "
-            "nobody truncate, compact or remove a sequence that others read, or move its window on"
+            f"{name}: rows of sequence {seq} were moved or dropped while they were read, so there is no result; "
+            "do not truncate, compact or remove a sequence that others read, or move its window"
         )
 
     # -- attention over what is committed
