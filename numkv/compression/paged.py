@@ -52,8 +52,8 @@ class PagedCompressor(Heads):
     Notes
     -----
     Threads: one at a time may write, a second one gets `NumkvError` and changes nothing. Several may read at the same
-    time, and beside `extend`, `add` and `fork`: they see the tokens from before. Beside `remove`, `truncate` and
-    `clear`, of whichever sequence, a reader gets `NumkvError`.
+    time, also during `extend`, `add` and `fork`: they see the earlier tokens. During `remove`, `truncate` and `clear`
+    of any sequence, a reader gets `NumkvError`.
 
     Examples
     --------
