@@ -79,7 +79,7 @@ def overtaken(obj: object, name: str) -> NumkvError:
     """The error of a reader whose rows were moved or dropped meanwhile."""
     return NumkvError(
         f"{name}: rows of this {type(obj).__name__} were moved or dropped while they were read, so there is no "
-        "result; let nobody truncate, compact, clear or remove while others read"
+        "result; do not truncate, compact, clear or remove while others read"
     )
 
 
@@ -252,6 +252,6 @@ def unchanged(objects: Sequence[tuple[HasAccess, bool]]) -> Iterator[None]:
 
 def _changed(x: object) -> NumkvError:
     return NumkvError(
-        f"`cache`: expected a {type(x).__name__} that nobody changes while it is saved, got a change by another "
+        f"`cache`: expected a {type(x).__name__} that no thread changes while it is saved, got a change by another "
         "call; let one writer at a time use it"
     )

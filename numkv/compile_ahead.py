@@ -47,7 +47,7 @@ def warmup(
     kinds : iterable of str, Kind or pair of them
         Storage kinds; a pair, as a tuple, is the kind of K and that of V. A single name or kind will do.
     dtypes : iterable of str or Kind
-        Float kinds of new rows and queries, beside the cache's own. A single one will do.
+        Float kinds of new rows and queries, in addition to the cache's own. A single one will do.
     target : str
         Where the kernels run. On CUDA for the device that is current, whose compute capability they are made for;
         kernels for more query rows of an item are included.

@@ -1,4 +1,4 @@
-"""For your own kernels: where a row lies, and how to load and store it, in ``@njit`` and in ``@cuda.jit`` alike.
+"""For your own kernels: where a row lies, and how to load and store it, in ``@njit`` and in ``@cuda.jit``.
 
 The functions here take the arrays of a `CacheArrays`, which ``.arrays`` of a layer or a cache gives::
 
@@ -147,11 +147,11 @@ def store_row(kind: str | Kind) -> Callable[..., bool]:
     Returns
     -------
     function
-        ``store(x, words, scales, slot, head) -> bool`` puts the float array `x` ``(dim,)`` into the buffer, rounded to
-        nearest or quantised as `append` does it, in float32 (of fp64 in float64), and writes the scales that are
-        computed from it. Scales of heads, of fp8 kinds, are read. False, and nothing is written, if there is no such
-        slot or head, `x` has not as many elements as a row, or, for a quantised kind, an element is not finite: see
-        `is_finite`.
+        ``store(x, words, scales, slot, head) -> bool`` writes the float array `x` ``(dim,)`` to the buffer, and the
+        scales computed from it. It rounds to nearest or quantises as `append` does, in float32 (in float64 for fp64).
+        Scales of heads, of fp8 kinds, are read. It returns False and writes nothing if there is no such slot or head,
+        or if `x` has another length than a row. For a quantised kind it does so, too, if an element is not finite:
+        see `is_finite`.
 
     Raises
     ------

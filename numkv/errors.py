@@ -20,7 +20,7 @@ class NumkvError(Exception):
 
 
 class DimensionMismatch(NumkvError, ValueError):
-    """A shape, a length or a count is not what the operation needs.
+    """A shape, a length or a count differs from the one expected.
 
     Attributes
     ----------

@@ -19,7 +19,7 @@ _OF_CALLS = "`window_left` of `decode_attention`: sliding_window - 1"
 #: What others call an argument; and numkv's names, with how a message writes each.
 _MEANINGS: list[tuple[str, dict[str, str]]] = [
     ("window window_size sliding_window", {
-        "window_left": "`window_left`, earlier tokens that a query sees beside its own: sliding_window - 1",
+        "window_left": "`window_left`, earlier tokens that a query sees before its own: sliding_window - 1",
         "layers": "`layers`, a numkv.LayerSpec for each: `window_left` there is sliding_window - 1",
         "max_seq_len": _OF_CALLS,
         "capacity": _OF_CALLS,

@@ -40,9 +40,9 @@ class Kind:
     is_query : bool
         Whether queries, new rows, fused projections and masks may have this dtype.
     scales_per : {"none", "head", "row", "group", "channel"}
-        What shares a scale: nothing, as there are none; a kv head of the whole buffer, by scales that are set once; a
-        row (one token and kv head), or a group of `group_size` elements of a row, by scales that are computed from
-        the row; a channel (one element of the rows of `group_tokens` tokens), by a scale and a zero point that are
+        The unit that shares a scale. It is none, or a kv head of the whole buffer, whose scales are set once. It may
+        be a row (one token and kv head) or a group of `group_size` elements of a row, with scales computed from the
+        row. Or it is a channel (one element of the rows of `group_tokens` tokens), with a scale and a zero point
         computed from these tokens.
     scale_dtype : numpy.dtype
         The dtype of scales that a user sees; of kinds without scales that of their empty arrays.
@@ -86,9 +86,9 @@ class Kind:
 
     @property
     def has_scales(self) -> bool:
-        """Whether there are scales beside codes, computed from rows: whether the kind is quantised.
+        """Whether codes have scales that are computed from rows: whether the kind is quantised.
 
-        fp8 kinds say False: their scales belong to heads, not to rows, and are set by the user.
+        False for fp8 kinds: their scales belong to heads, not to rows, and are set by the user.
         """
         return self.scales_per in ("row", "group", "channel")
 
@@ -187,9 +187,9 @@ class Kind:
         Returns
         -------
         tuple of int
-            `rows` where a row has one scale, with an axis more where its groups have one each; where channels have,
-            groups of tokens in place of tokens, and of each the scales of its channels, then their zero points;
-            ``(num_kv_heads,)`` where heads have one each, and ``(0, 0, 0)`` where there are none.
+            `rows` if a row has one scale, with one more axis if its groups have one each. If channels have scales,
+            groups of tokens replace tokens, each with the scales of its channels, then their zero points.
+            ``(num_kv_heads,)`` if heads have one each, and ``(0, 0, 0)`` if there are none.
 
         Raises
         ------

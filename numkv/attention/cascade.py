@@ -88,7 +88,7 @@ def attend_cascade(
     """
     if shared_len and (options.window_left >= 0 or options.sight is not None):
         raise NotSupported(
-            "`shared_len`: expected 0 beside a window, a mask, ranges or slopes, got another number"
+            "`shared_len`: expected 0 with a window, a mask, ranges or slopes, got another number"
         )
     tokens, num_q_heads = int(q.shape[0]), int(q.shape[1])
     group = num_q_heads // int(pool.k.shape[1])

@@ -241,8 +241,8 @@ def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Array, Arr
     Notes
     -----
     A sink belongs into one of the parts only. A part whose lse is infinite outweighs one whose lse is not, and two of
-    them count alike; NaN stays NaN. Source: Ye et al., "Cascade Inference" (FlashInfer, 2024), but with
-    natural logs.
+    them count equally; NaN stays NaN. Source: Ye et al., "Cascade Inference" (FlashInfer, 2024), but with natural
+    logs.
     """
     target = targets.of(o_a)
     if target.chooses_stream:

@@ -15,7 +15,7 @@ from numkv.targets.call import Call
 
 
 class AttentionOptions(TypedDict, total=False):
-    """The options that functions and methods of attention take by name; each says which ones.
+    """Options that attention functions and methods accept by name; each documents its own.
 
     Attributes
     ----------
@@ -24,7 +24,7 @@ class AttentionOptions(TypedDict, total=False):
     logits_soft_cap : float
         Scores become ``cap * tanh(score / cap)``, after scaling; 0 for no cap.
     window_left : int
-        Earlier tokens that a query sees beside its own; -1 for all of them.
+        Earlier tokens that a query sees in addition to its own; -1 for all of them.
     sinks : array (num_q_heads,), optional
         Extra scores that join the denominator only; -inf is none.
     causal : bool
@@ -154,7 +154,7 @@ def _unknown(name: str, takes: frozenset[str]) -> TypeError:
     """The error for an option that a call does not take."""
     if name in ("window", "sliding_window"):
         return TypeError(
-            f"`{name}`: expected `window_left`, earlier tokens that a query sees beside its own; pass "
+            f"`{name}`: expected `window_left`, earlier tokens that a query sees before its own; pass "
             f"window_left={name} - 1, or a LayerSpec with it to a PagedKVCache when it is made"
         )
     what = "that this call does not take" if name in ALL else "an unknown one"

@@ -218,8 +218,8 @@ def cascade_attention(
     q : array (num_tokens, num_q_heads, head_dim)
         The queries of all sequences, one after another.
     k_pool, v_pool, block_table, seq_lens
-        See `paged_decode_attention`. Rows of the table begin with the same blocks: of the shared tokens those of the
-        first row are looked at.
+        See `paged_decode_attention`. Rows of the table begin with the same blocks; only the first row's blocks are
+        read for the shared tokens.
     shared_len : int
         How many tokens are shared. All queries are later ones.
     cu_seqlens_q : int32 or int64 array (num_seqs + 1,), optional

@@ -56,12 +56,10 @@ def check_sight(given: Mapping[str, Any], window_left: int) -> Sight | None:
     if made.causal and made.ranges is None and made.mask is None and made.alibi_slopes is None:
         return None
     if made.ranges is not None and made.mask is not None:
-        raise NotSupported(
-            "`mask`: expected None beside `ranges`, which say what queries see by themselves"
-        )
+        raise NotSupported("`mask`: expected None with `ranges`, which define what queries see")
     if made.ranges is not None and window_left >= 0:
         raise NotSupported(
-            f"`window_left`: expected -1 beside `ranges`, which say what queries see by themselves, got {window_left}; "
+            f"`window_left`: expected -1 with `ranges`, which define what queries see, got {window_left}; "
             "cut the ranges"
         )
     return made

@@ -176,7 +176,7 @@ class BlockPool:
         Tokens in a block.
     on_event : callable, optional
         Called with a `BlocksStored` or `BlocksRemoved` after each change of the prefix cache. Its exceptions are
-        logged and not raised: the change has happened. It may look at the pool, not change it.
+        logged and not raised: the change has happened. It may read the pool, not change it.
 
     Notes
     -----
@@ -257,8 +257,8 @@ class BlockPool:
         """The jitclass instance over the pool's own arrays, for a user's own ``@njit`` functions.
 
         Its methods are those of the pool, for arrays of exact types and without messages: see
-        `numkv.blocks.compiled.pool_struct`. They report no events, and wait for nobody: no other thread may use the
-        pool meanwhile.
+        `numkv.blocks.compiled.pool_struct`. They report no events and take no lock: no other thread may use the pool
+        meanwhile.
         """
         if self._struct is None:
             self._struct = compiled.pool_struct()(*self._arrays())
@@ -433,7 +433,7 @@ class BlockPool:
         try:
             self.on_event(event)
         except Exception:
-            log.exception("on_event failed; the change that it was told of stands")
+            log.exception("on_event failed; the change that it reports has happened")
 
     # -- references
 

@@ -24,8 +24,8 @@ class ContiguousLayer(Layer):
     Parameters
     ----------
     capacity : int
-        Tokens that it can hold; the buffers are allocated once. For keys by channel it is rounded up to whole groups
-        of 64.
+        Number of tokens for which there is room; the buffers are allocated once. For keys by channel it is rounded up
+        to whole groups of 64.
     num_kv_heads : int
         Kv heads.
     head_dim : int
@@ -40,11 +40,10 @@ class ContiguousLayer(Layer):
         Storage kind of V, where it differs from `kind`. With ``"latent"`` V is the first `head_dim_v` elements of
         each row of K, and no memory of its own: see docs/latent.md.
     rotate : bool
-        Whether rows are rotated before they are stored, which spreads large elements over the row and makes
-        quantisation more accurate: random signs, then a Hadamard transform; undone in all that is read. See
-        `numkv.storage.hadamard`.
+        Whether rows are rotated before they are stored, by random signs and a Hadamard transform. This spreads large
+        elements over the row and makes quantisation more accurate; all reads invert it. See `numkv.storage.hadamard`.
     full_precision : FullPrecision, optional
-        Newest and first tokens that are kept in full precision, beside a quantised kind.
+        Newest and first tokens that are stored in full precision, in addition to a quantised kind.
     head_dim_v : int, optional
         Elements of a V row.
 
@@ -57,10 +56,10 @@ class ContiguousLayer(Layer):
 
     Notes
     -----
-    Threads may share a layer. One writer at a time: a second one gets `NumkvError`, and nothing has changed. Readers
-    beside a writer that appends see whole tokens; beside one that drops or moves tokens (`truncate`, `clear`,
-    `compact`, a new `seq_len`; with full-precision tokens every append) they get `NumkvError` or a right result. Code
-    that works on `jit` or `arrays` is not seen by these rules: let nobody write meanwhile.
+    Threads may share a layer. One writer at a time: a second one gets `NumkvError`, and nothing has changed.
+    Concurrent readers of an append see whole tokens. If the writer drops or moves tokens (`truncate`, `clear`,
+    `compact`, a new `seq_len`; with full-precision tokens every append), a reader gets `NumkvError` or a right
+    result. Code that works on `jit` or `arrays` is not covered by these rules: no other thread may write meanwhile.
 
     Examples
     --------

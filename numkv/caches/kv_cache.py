@@ -77,7 +77,7 @@ class KVCache(SingleSequence):
     rotate : bool
         Whether rows are rotated before they are stored, and back when they are read; see `numkv.ContiguousLayer`.
     full_precision : FullPrecision, optional
-        Newest and first tokens that are kept in full precision, beside a quantised kind.
+        Newest and first tokens that are stored in full precision, in addition to a quantised kind.
 
     Raises
     ------
@@ -88,10 +88,10 @@ class KVCache(SingleSequence):
 
     Notes
     -----
-    Threads may share a cache. One writer at a time: a second one gets `NumkvError`, and nothing has changed. Readers
-    beside a writer that appends, a growth included, see whole tokens; beside one that drops or moves tokens
-    (`truncate`, `clear`, `compact`; with full-precision tokens every append) they get `NumkvError` or a right result.
-    Code that works on `jit` or `arrays` is not seen by these rules: let nobody write meanwhile.
+    Threads may share a cache. One writer at a time: a second one gets `NumkvError`, and nothing has changed.
+    Concurrent readers of an append, a growth included, see whole tokens. If the writer drops or moves tokens
+    (`truncate`, `clear`, `compact`; with full-precision tokens every append), a reader gets `NumkvError` or a right
+    result. Code that works on `jit` or `arrays` is not covered by these rules: no other thread may write meanwhile.
 
     Examples
     --------
@@ -182,7 +182,7 @@ class KVCache(SingleSequence):
 
     @property
     def capacity(self) -> int:
-        """Tokens that the buffers hold now."""
+        """Number of tokens for which the buffers have room now."""
         return int(self._pool.k.shape[2])
 
     @property
@@ -386,7 +386,8 @@ class KVCache(SingleSequence):
         sm_scale, logits_soft_cap
             See `numkv.decode_attention`.
         window_left : int or sequence of int (num_layers,)
-            Earlier tokens that a query sees beside its own, -1 for all: in all layers, or in each.
+            Earlier tokens that a query sees in addition to its own, -1 for all: one number for all layers, or one for
+            each.
         sinks : array (num_q_heads,) or (num_layers, num_q_heads), optional
             Sink logits of all layers, or of each; copied.
         check_finite : bool
@@ -472,8 +473,8 @@ class KVCache(SingleSequence):
     def set_scales(self, layer: int, k: Any = None, v: Any = None) -> None:
         """Set the scales of a layer in fp8; they are 1 at first.
 
-        A stored element is the row's element divided by the scale of its kv head, and rounded: a scale of
-        ``max(|x|) / 448`` (for fp8_e5m2 57,344) uses the range of the kind.
+        A stored element is the row's element divided by the scale of its kv head, and rounded. A scale of ``max(|x|)
+        / 448`` (for fp8_e5m2 57,344) uses the range of the kind.
 
         Parameters
         ----------
@@ -679,9 +680,9 @@ class KVCache(SingleSequence):
         Returns
         -------
         array (tokens, num_kv_heads, head_dim)
-            For float kinds without scales a view in the kind's dtype, valid until the cache grows; for others a float32
-            copy, and with ``rotate=True`` too (of fp64 float64). With full-precision tokens always such a copy, with
-            these tokens as they were appended.
+            Float kinds without scales return a view in the kind's dtype, valid until the cache grows. Other kinds and
+            ``rotate=True`` return a float32 copy (float64 for fp64). So do caches with full-precision tokens; these
+            are returned as appended.
 
         Raises
         ------
@@ -702,10 +703,9 @@ class KVCache(SingleSequence):
         Returns
         -------
         array (tokens, num_kv_heads, head_dim)
-            A view, valid until the cache grows: of int8 the codes, of int4 and code4 two of them to a byte
-            ``(tokens, num_kv_heads, head_dim / 2)``, of code6 eight in three int16, in the order that
-            `numkv.rows.int4`, `numkv.rows.code4` and `numkv.rows.code6` say. Only those of `quantised_tokens` mean
-            anything.
+            A view, valid until the cache grows. int8 stores one code an element, int4 and code4 two a byte,
+            ``(tokens, num_kv_heads, head_dim / 2)``, code6 eight in three int16. `numkv.rows.int4`,
+            `numkv.rows.code4` and `numkv.rows.code6` define the order. Only codes of `quantised_tokens` are valid.
 
         Raises
         ------
@@ -728,9 +728,9 @@ class KVCache(SingleSequence):
         Returns
         -------
         array
-            A view, valid until the cache grows: of int8 and codes of codebooks float32
-            ``(tokens, num_kv_heads)``, of int4 bfloat16 ``(tokens, num_kv_heads, groups)`` for groups of 32
-            elements, of fp8 float32 ``(num_kv_heads,)``.
+            A view, valid until the cache grows: float32 ``(tokens, num_kv_heads)`` for int8, code4 and code6,
+            bfloat16 ``(tokens, num_kv_heads, groups)`` for int4 with groups of 32 elements, float32
+            ``(num_kv_heads,)`` for fp8.
 
         Raises
         ------

@@ -64,7 +64,7 @@ class Layer(SingleSequence):
 
     @property
     def spec(self) -> LayerSpec:
-        """What the layer keeps: sizes and kinds of rows, rotation, tokens in full precision."""
+        """The layer's description: sizes and kinds of rows, rotation, tokens in full precision."""
         return self._spec()
 
     @property
@@ -79,14 +79,14 @@ class Layer(SingleSequence):
 
     @property
     def capacity(self) -> int:
-        """Tokens that the layer can hold."""
+        """Number of tokens for which there is room."""
         return self._capacity
 
     @property
     def seq_len(self) -> int:
         """Tokens in the layer. Setting it moves the length only; it must stay in ``[0, capacity]``.
 
-        A paged layer takes and gives back blocks with it. With full-precision tokens the length cannot grow this way:
+        A paged layer allocates and frees blocks with it. With full-precision tokens the length cannot grow this way:
         they are not in the buffers.
         """
         return self._stored(0)
@@ -226,9 +226,9 @@ class Layer(SingleSequence):
     def reserve(self, n: int) -> None:
         """Have memory for more tokens, without appending them.
 
-        A paged layer takes blocks for them now and keeps them until `truncate`, `free` or a new `seq_len` gives them
-        back: then code of yours that stores rows can move the length past them. A contiguous layer has all of its
-        memory from the beginning.
+        A paged layer allocates blocks for them now and keeps them until `truncate`, `free` or a new `seq_len`. So
+        your own code can store rows there and increase the length. A contiguous layer has all of its memory from the
+        beginning.
 
         Parameters
         ----------
@@ -274,8 +274,8 @@ class Layer(SingleSequence):
             New rows, in the kind's own dtype or in float32 (rounded to nearest, ties to even); for kinds of codes in
             fp32, fp16 or bf16. No `v` where V is a part of K (``v_kind="latent"``).
         check_finite : bool
-            Whether to look for NaN and infinity in rows to be quantised: on the CPU first; on CUDA while they are
-            written, as zeros: later calls raise until these tokens are truncated.
+            Whether rows to be quantised are checked for NaN and infinity. The CPU checks before it writes. CUDA
+            checks while it writes, and stores zeros; later calls raise until these tokens are truncated.
 
         Raises
         ------
@@ -337,8 +337,8 @@ class Layer(SingleSequence):
     def set_scales(self, k: Any = None, v: Any = None) -> None:
         """Set the scales of a layer in fp8; they are 1 at first.
 
-        A stored element is the row's element divided by the scale of its kv head, and rounded: a scale of
-        ``max(|x|) / 448`` (for fp8_e5m2 57,344) uses the range of the kind.
+        A stored element is the row's element divided by the scale of its kv head, and rounded. A scale of ``max(|x|)
+        / 448`` (for fp8_e5m2 57,344) uses the range of the kind.
 
         Parameters
         ----------

@@ -174,7 +174,7 @@ class LayerSpec:
     rotate : bool
         Whether rows are rotated before they are stored; see `numkv.ContiguousLayer`.
     full_precision : FullPrecision, optional
-        Tokens that are kept in full precision, too, beside a quantised kind.
+        Tokens that are stored in full precision, in addition to a quantised kind.
     window_left : int
         Earlier tokens that a query sees; -1 for all.
     chunk_size : int, optional
@@ -182,9 +182,9 @@ class LayerSpec:
     shares : int, optional
         The layer whose rows this one reads, having none of its own: it sees as much of them.
     states : sequence of (shape, dtype)
-        Arrays that the layer keeps for each sequence, beside rows or instead of them; see `Step.state`.
+        Arrays that the layer keeps for each sequence, in addition to rows or instead of them; see `Step.state`.
     key_bounds : bool
-        Whether bounds of keys are kept beside blocks, for `Step.sparse_attention`.
+        Whether bounds of keys are stored next to blocks, for `Step.sparse_attention`.
 
     Raises
     ------

@@ -52,7 +52,7 @@ class PagedLayer(Layer):
     rotate : bool, optional
         Whether rows are rotated before they are stored (see `numkv.ContiguousLayer`): False, or as the pool does.
     full_precision : FullPrecision, optional
-        Newest and first tokens that are kept in full precision, beside a quantised kind.
+        Newest and first tokens that are stored in full precision, in addition to a quantised kind.
     head_dim_v : int, optional
         Elements of a V row: as many as of a K row, or as the pool has.
 
@@ -68,9 +68,9 @@ class PagedLayer(Layer):
     Full-precision tokens lie in buffers of the layer's own. Their slots in blocks are taken all the same, so that
     there always is room to quantise them.
 
-    Threads may share a layer as they may share a `numkv.ContiguousLayer`: one writer at a time, readers beside it.
-    Layers over one pool are apart from each other, whatever threads they are used from; blocks that one of them gives
-    back are another's at once.
+    Threads may share a layer as they may share a `numkv.ContiguousLayer`: one writer at a time, and concurrent
+    readers. Layers over one pool are independent in all threads; a freed block can be reused by another layer at
+    once.
 
     In a pickle a layer takes its pool along, and all that is in it; layers of one pickle share it afterwards too.
 

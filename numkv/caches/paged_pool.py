@@ -58,7 +58,7 @@ class PagedPool:
     Notes
     -----
     Layers over one pool may be used from several threads at once, a layer from one writer at a time. `copy`,
-    `set_scales` and `clear` are for times when nobody writes to a layer.
+    `set_scales` and `clear` require that no thread writes to a layer.
 
     Examples
     --------
@@ -192,8 +192,8 @@ class PagedPool:
         """Copy the blocks and their bookkeeping; the copy shares no memory.
 
         Blocks that are in use here are in use there under the same ids, with the same references, prefixes and pins:
-        they belong to whoever goes by ids. Layers are not copied, and stay with this pool: `PagedLayer.copy` copies
-        one. ``on_event`` is not copied.
+        they belong to the users of these ids. Layers are not copied, and stay with this pool: `PagedLayer.copy`
+        copies one. ``on_event`` is not copied.
 
         Returns
         -------
@@ -217,7 +217,7 @@ class PagedPool:
         Raises
         ------
         NumkvError
-            If something does not agree; the message says what.
+            If it is inconsistent; the message names the contradiction.
         """
         self.blocks.check()
         num_blocks, _, size = (int(n) for n in self._pool.k.shape[:3])

@@ -247,9 +247,9 @@ class SingleSequence:
 
     @drops
     def clear(self) -> None:
-        """Drop all tokens; memory stays, blocks that a paged layer has taken included.
+        """Drop all tokens; the memory stays allocated, blocks of a paged layer included.
 
-        It also mends a length that compiled code has spoilt.
+        It also repairs a length that compiled code has made invalid.
         """
         self._cut(0)
 
@@ -261,8 +261,8 @@ class SingleSequence:
         Returns
         -------
         object
-            Of the same class. A `numkv.PagedLayer` over a pool that it was given takes blocks of that pool for its
-            copy; one that made its own pool has its copy make another.
+            Of the same class. The copy of a `numkv.PagedLayer` over a shared pool allocates blocks of that pool; that
+            of a layer with its own pool makes another.
 
         Raises
         ------
@@ -384,13 +384,13 @@ class SingleSequence:
     def check(self) -> None:
         """Prove the books: lengths within the memory, tables in agreement with the pool, scales that are finite.
 
-        It looks at every stored scale; on CUDA they are copied to the host for that.
+        It reads every stored scale; on CUDA they are copied to the host.
 
         Raises
         ------
         NumkvError
-            If something does not agree; the message says what. Scales that are not finite are those of rows that were
-            stored with ``check_finite=False``.
+            If it is inconsistent; the message names the contradiction. Scales that are not finite are those of rows
+            that were stored with ``check_finite=False``.
         """
         self._refuse_reported()
         for layer in range(len(self._lengths)):

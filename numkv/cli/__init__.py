@@ -39,7 +39,7 @@ examples:
   numkv --kind int8 fp16                  compare kinds on the same text
   numkv --file a.py --file b.py           a batch; a common beginning is stored once
   numkv --shards 2 --by context           the cache divided among two processes
-  numkv stream --context 256 --keep 64    a text that outlives its context
+  numkv stream --context 256 --keep 64    a text longer than its context
   numkv --model ~/models/Qwen3-0.6B --prompt 'The capital of France is'
   numkv plan ~/models/Qwen3-0.6B --memory 4GiB
   numkv fit ~/models/Qwen3-0.6B --text mine.txt --out mine.profile
@@ -48,7 +48,7 @@ examples:
 """
 _COMMANDS_TITLE = "commands"
 # What may follow a kind.
-_MORE = "; behind it +rotate, +windowN, +sinksN"
+_MORE = ", with +rotate, +windowN, +sinksN added"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -175,7 +175,7 @@ def _row_kind(text: str) -> str:
 def _add_model_options(parser: Any) -> None:
     option(parser, "--model", "folder of a Qwen3 or Llama checkpoint in Hugging Face format (default: bundled)", Path,
             "DIR", default=BUNDLED_MODEL)
-    _add_target(parser, "where the cache lives")
+    _add_target(parser, "device of the cache")
 
 
 def _add_target(parser: Any, meaning: str) -> None:
@@ -216,11 +216,11 @@ def _parser() -> argparse.ArgumentParser:
     option(parser, "--tokens", "tokens to generate at most; the bundled model's are bytes", _count, "N",
             default=400)
     _add_kind_option(parser, ["fp16"], "storage kind of the cache; with several, the others repeat the text")
-    option(parser, "--block-size", "keep the cache in blocks of N tokens (default: contiguous for one text, blocks of "
-            f"{generate.DEFAULT_BLOCK_SIZE} for several, which share those of a common beginning)", _count, "N")
+    option(parser, "--block-size", "store the cache in blocks of N tokens (default: contiguous for one text, blocks of "
+            f"{generate.DEFAULT_BLOCK_SIZE} for several, which share common prefixes)", _count, "N")
     option(parser, "--shards", "divide the cache among N actors of Ray, which needs the extra ray; other kinds stay "
             "in one process", _count, "N")
-    option(parser, "--by", "what --shards divides", choices=WAYS, default=WAYS[0])
+    option(parser, "--by", "the axis that --shards divides", choices=WAYS, default=WAYS[0])
     _add_model_options(parser)
     _add_sampling_options(parser)
     parser.set_defaults(run=generate.run)
@@ -254,7 +254,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     option(parser, "--source-tokens", "tokens of the text that a decoder with cross attention reads", _some, "N",
             default=0)
     flag(parser, "--expanded", "count latent attention with K and V of every head, not its latents")
-    _add_kind_option(parser, [], "kinds to list", _planned_kind, "; behind it +rotate")
+    _add_kind_option(parser, [], "kinds to list", _planned_kind, ", with +rotate added")
     nodes = parser.add_argument_group("a cache that is sharded over nodes")
     option(nodes, "--nodes", "model decode steps on N nodes instead: 8 64 1024; --memory is a node's, --context the "
             "sequences' length", _count, "N", nargs="+")
@@ -334,12 +334,12 @@ def _add_warmup(parser: argparse.ArgumentParser) -> None:
     _add_target(parser, "where kernels run")
     flag(parser, "--rotate", "also kernels of caches with rotate=True")
     flag(parser, "--residual", "also kernels of quantised caches with some tokens in full precision")
-    parser.add_argument("--processes", type=int, default=1, help="how many processes compile (default: 1)")
+    parser.add_argument("--processes", type=int, default=1, help="number of processes that compile (default: 1)")
 
 
 def _add_cache(parser: argparse.ArgumentParser) -> None:
     flag(parser, "--clear", "remove the files of kernels, those of other versions too, and nothing else")
-    flag(parser, "--stale", "with --clear: only those that were made of other sources than these")
+    flag(parser, "--stale", "with --clear: remove only kernels of other versions of numkv's sources")
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
@@ -362,58 +362,56 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 #: By name: what runs it, what adds its options, a line on it, and its description.
 _COMMANDS: dict[str, tuple[Any, Callable[[argparse.ArgumentParser], None], str, str]] = {
     "info": (
-        info.run, lambda parser: None, "versions, targets, threads, kernel cache: what to paste into a bug report",
-        "Print what a bug report needs to know about this machine.",
+        info.run, lambda parser: None, "versions, targets, threads, kernel cache, for a bug report",
+        "Print the facts about this machine for a bug report.",
     ),
     "plan": (
-        plan.run, _add_plan, "what a model keeps of a token and of a sequence, and how many fit in a given memory",
-        "Say how many bytes a token and a sequence cost in each kind of cache, and how many fit in a "
-        "given memory. Give a model's config.json, or its sizes. Windows, chunks, latents, layers that share "
-        "another's rows, states and cross attention are counted as they are; entries that are not understood "
-        "are named as NOT KNOWN.",
+        plan.run, _add_plan, "bytes of a token and a sequence of a model, and how many fit into memory",
+        "Print the bytes of a token and a sequence in each kind of cache, and how many fit into a given "
+        "memory. Pass a model's config.json, or its sizes. Windows, chunks, latents, shared rows, states and "
+        "cross attention are counted; entries that are not understood are listed as NOT KNOWN.",
     ),
     "eval": (
         evaluate.run, _add_eval, "bits per byte, KL divergence and agreement of cache kinds on held-out text",
-        "Measure what cache kinds cost in quality against an fp32 cache, at full "
+        "Measure the quality of cache kinds against an fp32 cache, at full "
         "context, on modules of the standard library that the bundled model never saw.",
     ),
     "accuracy": (
         accuracy.run, _add_accuracy,
         "error, recall and bytes of storage kinds and compressed heads, as tables and a picture",
-        "Measure what caches cost in quality: bits per byte, KL divergence and agreement of the model's "
-        "predictions at full context, how well it copies names from far back, and the error of attention over random "
+        "Measure the quality of caches: bits per byte, KL divergence and agreement of the model's "
+        "predictions at full context, recall of names from far back, and the error of attention over random "
         "rows. Takes about a quarter of an hour with the defaults: see --add.",
     ),
     "fit": (
-        fit.run, _add_fit, "choose storage kinds for each layer of a checkpoint of yours, under a budget of bytes",
+        fit.run, _add_fit, "choose storage kinds for each layer of your checkpoint, under a budget of bytes",
         "Run a text through a model, store K and V of each layer in each kind, and choose the kinds that change its "
-        "predictions least. What is chosen is a profile: numkv.transformers.use(model, profile=...) takes it.",
+        "predictions least. The result is a profile, for numkv.transformers.use(model, profile=...).",
     ),
     "stream": (
-        stream.run, _add_stream, "a text that outlives its context: keep the first tokens, drop the middle, shift",
-        "Continue a text for longer than the cache has room for. Whenever it is full, the first "
-        "tokens stay, half of the others are dropped, and the keys behind the gap are shifted, so that nothing "
-        "is computed again.",
+        stream.run, _add_stream, "continue a text beyond its context: keep the first tokens, drop the middle, shift",
+        "Continue a text beyond the room of its cache. When the cache is full, the first tokens stay, half of "
+        "the others are dropped, and the later keys are shifted. No token is computed again.",
     ),
     "warmup": (
         cache.warm_up, _add_warmup, "compile the kernels of some storage kinds ahead of time",
-        "Fill the kernel cache on disk, so that no program has to wait for the compiler. Kernels "
+        "Compile kernels to the cache on disk, so that programs need not wait for the compiler. Kernels "
         "serve every head dim, group of query heads and block size: only kinds matter.",
     ),
     "cache": (
         cache.run, _add_cache,
-        "where compiled kernels lie on disk, how many bytes they take, and how to clear them away",
-        "Name the folders of compiled kernels, with the number of files and of bytes. Kernels are machine "
-        "code that numkv runs: it says so where others can write there. What is cleared is compiled again when it "
-        "is needed.",
+        "list compiled kernels on disk with their bytes, and remove them",
+        "List the folders of compiled kernels, with the number of files and of bytes. Kernels are machine "
+        "code that numkv runs: a warning names folders that others can write to. Cleared kernels are compiled "
+        "anew when they are needed.",
     ),
     "show": (
-        show.run, _add_show, "draw what is in a file that `numkv.save` wrote: blocks, sequences, bytes",
-        "Draw saved caches: their blocks, cells or tokens, the sequences, and how many bytes they take. A "
+        show.run, _add_show, "draw the contents of a file of `numkv.save`: blocks, sequences, bytes",
+        "Draw saved caches: their blocks, cells or tokens, their sequences and bytes. A "
         "damaged file is refused with the reason.",
     ),
     "bench": (
-        None, _add_bench, "tokens per second of a whole model in transformers, numkv beside transformers' own caches",
+        None, _add_bench, "tokens per second of a whole model in transformers, numkv and transformers' own caches",
         "Time models.",
     ),
 }

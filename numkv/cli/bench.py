@@ -1,4 +1,4 @@
-"""``numkv bench transformers``: decode and prompts of a whole model, numkv beside transformers' own caches."""
+"""``numkv bench transformers``: decode and prompts of a whole model, numkv and transformers' own caches."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def page(lines: Sequence[Line], about: About, path: Path, picture: Path | None) 
     """
     today = datetime.date.today().isoformat()
     parts = [
-        f"# {today}: {about.model} in transformers, numkv beside its own caches, {num_cores()} cores",
+        f"# {today}: {about.model} in transformers, numkv and transformers' own caches, {num_cores()} cores",
         wrapped(f"`{about.command}`: {about.foot(lines)}".replace("\n", " ")),
         wrapped(" ".join(_HOW.split())),
     ]
@@ -379,7 +379,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--new", "tokens that each request makes", count, "N", default=64)
     option(parser, "--contestants", f"of {', '.join(CONTESTANTS)} (default: {' '.join(_USUAL)})", metavar="NAME",
            default=_USUAL, nargs="+", choices=CONTESTANTS)
-    option(parser, "--kind", "storage kinds of numkv, or K/V such as int8/fp16; behind it +rotate (default: "
+    option(parser, "--kind", "storage kinds of numkv, or K/V such as int8/fp16, with +rotate added (default: "
            f"{' '.join(DEFAULT_KINDS)})", metavar="KIND", default=list(DEFAULT_KINDS), nargs="+")
     option(parser, "--dtype", "of weights", default="bf16", choices=("bf16", "fp16", "fp32"))
     option(parser, "--batch", "sequences", count, "N", default=1)

@@ -60,7 +60,7 @@ def warm_up(arguments: argparse.Namespace) -> None:
 def _show(folders: dict[Path, list[Path]]) -> None:
     if not folders:
         print(
-            "no kernels on disk: neither in NUMBA_CACHE_DIR, nor beside the sources, nor among the user's files"
+            "no kernels on disk: neither in NUMBA_CACHE_DIR, nor next to the sources, nor among the user's files"
         )
         return
     rows, stale = [], []

@@ -6,6 +6,7 @@ import argparse
 import itertools
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from numkv.cli.output import Size, UsageError, table
 from numkv.demo.cache import CacheChoice
 from numkv.drawing.picture import format_bytes
 from numkv.errors import NumkvError
-from numkv.kinds import Kind, kinds
+from numkv.kinds import Kind, kind, kinds
 from numkv.planning import LayerNeeds, ModelNeeds, Rows, needs_of
 from numkv.planning.scale import Load, Network, Sharding, best_sharding, cost_of
 
@@ -105,7 +106,7 @@ def _load(
         if any(x.what == "latents" for x in needs.rows):
             found = "latents; --expanded plans with K and V of every head"
         raise UsageError(
-            "plan --nodes: expected layers of keys and values that are alike but for windows, as "
+            "plan --nodes: expected layers of keys and values that differ only in windows, as "
             f"numkv.ray.ShardedKVCache keeps them, got {found}; without --nodes each is counted"
         )
     heads = arguments.q_heads or needs.q_heads
@@ -258,10 +259,19 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.path is not None or arguments.config is not None or arguments.context:
         print("\n" + _per_sequence(arguments, needs, choices))
     print("\n".join(_notes(arguments, needs, choices)))
-    latents = any(rows.latent_dim for rows in needs.rows)
-    safe = CacheChoice("bf16") if latents else CacheChoice("int8", rotate=True)
-    choice = choices[0] if arguments.kind else safe
+    choice = choices[0] if arguments.kind else _safe_choice(needs)
     print(f"\nAs a cache:\n\n{cache_code(needs, choice, arguments.memory)}")
+
+
+def _safe_choice(needs: ModelNeeds) -> CacheChoice:
+    """The smallest kind that keys with outlier channels do not spoil."""
+    if any(rows.latent_dim for rows in needs.rows):
+        return CacheChoice("bf16")
+    by_channel = CacheChoice("int8_channel")
+    least = kind(by_channel.kinds[0]).group_tokens
+    if any(rows.limit is not None and rows.limit <= least for rows in needs.rows):
+        return CacheChoice("int8", rotate=True)
+    return by_channel
 
 
 def plan_profile(arguments: argparse.Namespace) -> str:
@@ -302,10 +312,7 @@ def plan_profile(arguments: argparse.Namespace) -> str:
         f"layers=numkv.Profile.load({str(arguments.profile)!r})",
         f"max_nbytes={int(memory):_}",
     ]
-    given += ["block_size=64"] * any(
-        isinstance(x.kind, Kind) and x.kind.group_tokens > 0 for x in found
-    )
-    code = f"numkv.PagedKVCache({', '.join(given)})"
+    code = f"numkv.PagedKVCache({', '.join(given + _block_size_code(found))})"
     return "\n".join([*lines, "", f"    cache = {code}"])
 
 
@@ -343,12 +350,19 @@ def cache_code(needs: ModelNeeds, choice: CacheChoice, memory: int) -> str:
             name += "_"
         names.append(name)
     lines = [f"{name} = {code}" for name, code in said.items()]
-    slots = ", state_slots=numkv.StateSlots(64)" if any(of.states for of in layers) else ""
+    given = ["layers=layers", f"max_nbytes={int(memory):_}", *_block_size_code(layers)]
+    given += ["state_slots=numkv.StateSlots(64)"] * any(of.states for of in layers)
     lines += [
         f"layers = {_repeated(names)}",
-        f"cache = numkv.PagedKVCache(layers=layers, max_nbytes={int(memory):_}{slots})",
+        f"cache = numkv.PagedKVCache({', '.join(given)})",
     ]
     return "\n".join(f"    {line}" for line in lines)
+
+
+def _block_size_code(layers: Iterable[LayerSpec]) -> list[str]:
+    """The argument `block_size` where keys are stored by channel, which needs whole groups of tokens."""
+    groups = [x.kind.group_tokens for x in layers if isinstance(x.kind, Kind)]
+    return [f"block_size={max(groups)}"] * any(groups)
 
 
 def _spec_code(of: LayerSpec) -> str:
@@ -548,6 +562,6 @@ def _needs(arguments: argparse.Namespace) -> ModelNeeds:
         found = tuple(replace(one, rows=tuple(map(changed, one.rows))) for one in found)
     if layers:
         if len(set(found)) != 1:
-            raise UsageError(f"{path}: --layers is for models whose layers are all alike")
+            raise UsageError(f"{path}: --layers is for models whose layers are all equal")
         found = found[:1] * layers
     return replace(needs, layers=found, parameters=None)

@@ -72,7 +72,7 @@ def first_and_recent(length: int, num_first: int, num_recent: int) -> Indices:
 
 
 def heavy_hitters(weights: Any, num_keep: int, num_first: int = 0, num_recent: int = 0) -> Indices:
-    """Keep the tokens that received the most attention, beside the first and the newest ones.
+    """Choose the tokens that received the most attention, in addition to the first and the newest ones.
 
     Parameters
     ----------
@@ -129,7 +129,7 @@ def heavy_hitters(weights: Any, num_keep: int, num_first: int = 0, num_recent: i
 def seen_by_recent(
     weights: Any, num_keep: int, num_recent: int, kernel_size: int = 1, num_first: int = 0
 ) -> Indices:
-    """Keep the tokens that the newest queries attend to, with their neighbours, beside the newest tokens.
+    """Choose the tokens that the newest queries attend to, with their neighbours, in addition to the newest tokens.
 
     Parameters
     ----------

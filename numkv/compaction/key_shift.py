@@ -84,7 +84,7 @@ class RopeShift:
         with np.errstate(over="ignore", invalid="ignore"):
             length = np.hypot(*tables)
         if not np.all((length > 0) & np.isfinite(length)):
-            raise ValueError("`cos`: expected cosines beside their sines, got a pair of no length")
+            raise ValueError("`cos`: expected a pair of cosines and sines, got a pair of no length")
         self._tables = tuple((x / length).astype(np.float32) for x in tables)
         self._interleaved = check_flag("interleaved", interleaved)
         self._on_target: dict[str, tuple[Array, ...]] = {}

@@ -167,7 +167,7 @@ class Compressor(Heads):
         Raises
         ------
         NumkvError
-            If there is one; it says which.
+            If it is inconsistent; the message names the contradiction.
         """
         keys, values, begin, end = stored = self._stored
         if not 0 <= begin <= end <= stored.capacity:
@@ -275,9 +275,9 @@ class HeadCompressor(Compressor):
 
     Notes
     -----
-    Several threads may read at the same time, and beside one that pushes: they see the tokens from before, whole. One
-    thread at a time may write; a second one gets `NumkvError` and changes nothing. Beside `clear`,
-    `truncate` and `evict_outside_window` a reader gets `NumkvError`.
+    Several threads may read at the same time, also while one pushes: they see the earlier tokens, whole. One thread
+    at a time may write; a second one gets `NumkvError` and changes nothing. During `clear`, `truncate` and
+    `evict_outside_window` a reader gets `NumkvError`.
 
     Examples
     --------

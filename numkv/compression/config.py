@@ -33,9 +33,9 @@ class CompressorConfig:
     seed : int
         Seed of the rotations and the sketch, from 0 up.
     v_bits : int, optional
-        Bits of an element of a value, where they are not `bits`, which is then of keys alone: an error of keys moves
-        weights, one of values only their sum, so that values often bear fewer. None for as many as of keys, and what
-        an equal number becomes.
+        Bits of an element of a value; `bits` then applies to keys alone. An error in a key moves weights, one in a
+        value only changes the sum, so values often need fewer bits. None means `bits`; a number equal to `bits`
+        becomes None.
 
     Raises
     ------

@@ -128,7 +128,7 @@ class Heads:
 
     @property
     def capacity(self) -> int:
-        """Tokens that the buffers hold now."""
+        """Number of tokens for which the buffers have room now."""
         return int(self._stored.capacity)
 
     @property

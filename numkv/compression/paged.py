@@ -52,8 +52,8 @@ class PagedCompressor(Heads):
     Notes
     -----
     Threads: one at a time may write, a second one gets `NumkvError` and changes nothing. Several may read at the same
-    time, and beside `extend`, `add` and `fork`: they see the tokens from before. Beside `remove`, `truncate` and
-    `clear`, of whichever sequence, a reader gets `NumkvError`.
+    time, also during `extend`, `add` and `fork`: they see the earlier tokens. During `remove`, `truncate` and `clear`
+    of any sequence, a reader gets `NumkvError`.
 
     Examples
     --------
@@ -99,7 +99,7 @@ class PagedCompressor(Heads):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that the buffers hold now."""
+        """Number of blocks in the buffers now."""
         return self.capacity // BLOCK_SIZE
 
     @property
@@ -467,7 +467,7 @@ class PagedCompressor(Heads):
         Raises
         ------
         NumkvError
-            If there is one; it says which.
+            If it is inconsistent; the message names the contradiction.
         """
         stored = self._stored
         most = stored.capacity // BLOCK_SIZE

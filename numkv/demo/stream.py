@@ -118,7 +118,7 @@ class ShiftingCache:
             )
             if self.keep + gone > self._length:
                 raise numkv.CacheFull(
-                    f"expected at most {self.context - self.keep} new tokens at once beside the "
+                    f"expected at most {self.context - self.keep} new tokens at once in addition to the "
                     f"{self.keep} that are kept, got {count}"
                 )
             self.cells.remove(0, self.keep, self.keep + gone)

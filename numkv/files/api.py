@@ -57,8 +57,8 @@ def save(path: str | os.PathLike[str], cache: Any, *, mark: Mark | None = None) 
     """Save a cache or sequences to a file; `load` restores them bit for bit.
 
     The file is safetensors with a checksum of each tensor: see docs/files.md. Tokens are saved,
-    not the room for more. A file that is there is replaced when the new one is complete and on the disk, so that a
-    crash or a full disk leaves the old one.
+    not the room for more. An existing file is replaced when the new one is complete and fsynced. So a crash or a full
+    disk leaves the old file.
 
     Parameters
     ----------
@@ -70,8 +70,8 @@ sequence of SwappedSequence
         What is saved; it does not change. Of a `PagedKVCache` the sequences are saved, not the prefixes of removed
         ones, and not pins. Of a multi-sequence cache its cells are saved, not the pass that has begun.
     mark : str or mapping, optional
-        What `load` can compare: the model, its revision, its RoPE, or whatever else makes these rows useless to
-        others; a text, or texts, numbers and None by name. A `numkv.transformers.NumkvCache` needs one, such as
+        Compared by `load`: the model, its revision, its RoPE, and everything else that decides these rows; a text, or
+        texts, numbers and None by name. A `numkv.transformers.NumkvCache` needs one, such as
         `numkv.transformers.mark_of` makes.
 
     Raises
@@ -89,9 +89,9 @@ sequence of SwappedSequence
 
     Notes
     -----
-    While a cache is saved, others may attend to it. They may also append to a `KVCache`, a layer or a compressor, and
-    the new tokens are not in the file; what would change saved rows (any change of the other caches, and of caches that
-    keep tokens in full precision) is an error for the one or the other.
+    While a cache is saved, other threads may attend to it. They may also append to a `KVCache`, a layer or a
+    compressor; the new tokens are not in the file. A change of saved rows is an error in one of the two threads. This
+    includes any change of the other caches, and of caches with tokens in full precision.
 
     Examples
     --------

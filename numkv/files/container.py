@@ -320,7 +320,7 @@ class Container:
     def all_taken(self) -> None:
         """Expect that there is no other tensor than those which were taken."""
         rest = sorted(self.names - self._taken)
-        expect(not rest, f"there are {len(rest)} tensors that nobody asks for, {rest[:1]} first")
+        expect(not rest, f"there are {len(rest)} unexpected tensors, {rest[:1]} first")
 
     def fill(self, name: str, pieces: Iterable[NDArray[Any]]) -> None:
         """Read the next bytes of a tensor into contiguous arrays."""

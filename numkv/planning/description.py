@@ -267,7 +267,7 @@ class ModelNeeds:
         source_tokens : int
             Tokens of the text that it reads by cross attention.
         key_bounds : bool
-            Whether bounds of keys are kept beside the blocks, as by ``LayerSpec(key_bounds=True)``. It needs a
+            Whether bounds of keys are stored next to the blocks, as by ``LayerSpec(key_bounds=True)``. It needs a
             `block_size`.
 
         Returns

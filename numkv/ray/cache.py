@@ -61,7 +61,7 @@ class ShardedKVCache:
     Parameters
     ----------
     num_layers, num_kv_heads, head_dim, layers
-        See `numkv.PagedKVCache`; all layers have rows of their own, which are alike.
+        See `numkv.PagedKVCache`; all layers have rows of their own, of one shape and kind.
     num_blocks : int
         Blocks of each shard.
     heads : int
@@ -121,8 +121,8 @@ class ShardedKVCache:
         column = model.__column__()
         if not column.takes_parts:
             raise NotSupported(
-                "ShardedKVCache: expected rows of K and V that are alike in all layers, without chunks, shares and "
-                "states, got latents or layers that are not alike; keep such a cache in one process"
+                "ShardedKVCache: expected rows of K and V of one shape and kind in all layers, without chunks, shares "
+                "and states, got latents or different layers; make such a cache in one process"
             )
         self._access = Access()
         blocks = check_size("num_blocks", num_blocks)
@@ -486,7 +486,7 @@ class ShardedKVCache:
 
         Notes
         -----
-        Shards are told with the next message that they get. What is lost with a shard until then is found out then.
+        Shards are notified with their next message. What is lost with a shard until then is found out then.
         """
         self._check_open(step)
         keep = step.new_lens
@@ -738,7 +738,7 @@ class ShardedKVCache:
         self._shards.sequences[seq] = state._replace(runs=runs, columns=columns)
 
     def balance(self, most: int = 1) -> int:
-        """Move sequences from the fullest column to the emptiest, as long as that makes the two more alike.
+        """Move sequences from the fullest column to the emptiest, as long as that reduces their difference.
 
         Parameters
         ----------

@@ -81,7 +81,7 @@ def nbytes(x: Any) -> int:
 
 
 class ShardDown(NumkvError):
-    """A shard does not answer any more: what a transport raises, and nobody else sees.
+    """A shard does not reply any more. Transports raise it; callers get `ShardLost`.
 
     Attributes
     ----------

@@ -47,7 +47,7 @@ class Delivery(Protocol):
         Raises
         ------
         ShardDown
-            If the shard is gone, or does not answer in time.
+            If the shard has ended, or does not reply in time.
         """
 
 
@@ -149,7 +149,7 @@ class _Here:
     def result(self, timeout: float | None) -> Answer:
         """The answer; see `Delivery.result`."""
         if self._answer is None:
-            raise ShardDown(self._shard, "it is gone")
+            raise ShardDown(self._shard, "it has ended")
         return self._answer
 
 
@@ -247,7 +247,7 @@ class RayShards:
         """Send a message; see `Transport.send`."""
         actor = self._actors[shard]
         if actor is None:
-            raise ShardDown(shard, "it is gone")
+            raise ShardDown(shard, "it has ended")
         try:
             return _Coming(self._ray, shard, actor.handle.remote(message))
         except self._ray.exceptions.RayError as error:
@@ -313,7 +313,7 @@ def _ray() -> Any:
 
 
 class Limits(NamedTuple):
-    """How much may be on its way to a shard at once; who sends more waits for the oldest answer."""
+    """Bounds of the messages on their way to a shard; sends beyond them block until the oldest reply."""
 
     messages: int = 8
     nbytes: int = 256 << 20

@@ -1,9 +1,9 @@
 """Sparse reading: attention over some blocks or tokens of a paged cache, chosen by the query.
 
-Where a context is long, a token attends to little of it. `KeyBounds` keeps the smallest and the largest key of each
-block, which bound the score that a query can have there; `choose_blocks` chooses the best for each kv head, and
-`sparse_decode_attention` attends to these alone, exactly. `token_decode_attention` attends to tokens that a model has
-chosen itself. docs/sparse.md shows them at work.
+In a long context, a token attends to a small part of it. `KeyBounds` stores the smallest and the largest key of each
+block, which bound the score of any query there. `choose_blocks` chooses the best blocks for each kv head, and
+`sparse_decode_attention` attends to these alone, exactly. `token_decode_attention` attends to tokens chosen by the
+model. See docs/sparse.md.
 """
 
 from numkv.sparse.attention import sparse_decode_attention, token_decode_attention

@@ -48,7 +48,7 @@ class KeyBounds:
     Attributes
     ----------
     low, high : float32 array (num_blocks, num_kv_heads, head_dim)
-        The bounds; of blocks that have never been updated inf and -inf, so that nothing speaks for them.
+        The bounds; inf and -inf for blocks that were never updated, so that they are not chosen.
 
     Raises
     ------

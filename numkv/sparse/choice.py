@@ -94,7 +94,7 @@ def choose_blocks(
     Parameters
     ----------
     scores : float32 array (num_seqs, num_kv_heads, max_blocks)
-        What speaks for each block: of `KeyBounds.scores`, or a model's own. NaN counts as inf.
+        Scores of each block: those of `KeyBounds.scores`, or a model's own. NaN counts as inf.
     block_table : int32 array (num_seqs, max_blocks)
         Blocks of each sequence.
     seq_lens : int32 or int64 array (num_seqs,)
@@ -104,8 +104,8 @@ def choose_blocks(
     top : int
         Blocks to choose; all of a sequence that has no more.
     first, newest : int
-        How many of the first and of the newest blocks are among them whatever their scores; of the newest one at least,
-        as it may be part full.
+        Numbers of first and of newest blocks that are always included. At least one newest block is, as it may be
+        part full.
     validate
         See `numkv.paged_decode_attention`.
 

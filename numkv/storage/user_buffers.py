@@ -124,7 +124,7 @@ def _buffer(target: Target, names: tuple[str, str], x: Array, scale: Any) -> Buf
         if scale is None:
             raise DimensionMismatch(
                 f"`{name}`: expected {found.scale_dtype} {shape} for {found} storage, got None; "
-                f"pass the scales that paged_append wrote beside the codes, or attend to rows of a float dtype",
+                f"pass the scales that paged_append wrote with the codes, or attend to rows of a float dtype",
                 expected=shape,
             )
         scales = target.words(check_array(target, name, scale, (found.scale_dtype,), shape))

@@ -1,6 +1,6 @@
 """Prefixes past one process: full blocks under their content names, on a disk or in any fsspec file system.
 
-Three tiers hold the blocks of a `PagedKVCache` that was made with ``store=``::
+Three tiers store the blocks of a `PagedKVCache` that was made with ``store=``::
 
     pool          blocks of the cache itself; found and shared by `add`
       | evicted                                   ^ copied
@@ -8,34 +8,33 @@ Three tiers hold the blocks of a `PagedKVCache` that was made with ``store=``::
       | not written yet                           ^ read, by several threads, straight into the pool's memory
     store         one object for each block, in a folder that processes and machines share
 
-**Write-behind.** `commit` only notes which blocks are full. A thread of the store copies each one out of the pool,
-adds a header and writes it; the loop that decodes does not wait. A block that the pool evicts before its turn came is
-copied to the host tier at that moment; where that is full of blocks which wait too, it is given up and counted, as
-memory has a bound and decoding does not stop for a disk. On a target whose memory the host does not see, blocks are
-copied to the host tier by `commit`. `PrefixStore.flush` waits for all that was committed before.
+**Write-behind.** `commit` only records full blocks. A thread of the store copies each one out of the pool, adds a
+header and writes it; the decode loop does not wait. A block that the pool evicts earlier is copied to the host tier.
+If that is full of waiting blocks, the block is dropped and counted, as memory is bounded and decoding never waits for
+a disk. If the host cannot read the target's memory, `commit` copies blocks to the host tier. `PrefixStore.flush`
+waits for all earlier commits.
 
-**Objects** (`numkv.store.objects`). All layers of a block, K, V and scales, behind a header that says what they are:
-format, the identity below, the block's name and token ids, and CRC-32 of header and content. One write makes an
-object, one read brings it back. What is read is compared with all of that before anybody can find it.
+**Objects** (`numkv.store.objects`). A header, then all layers of a block with K, V and scales. The header has the
+format, the identity below, the block's hash and token ids, and CRC-32 of header and content. An object is written and
+read in one request. All of the header is verified before a block can be found.
 
 **Names** are those of the prefix cache (`numkv.blocks.prefix`): sha256 chained over token ids and extra keys, another
 one for each layer group. An object lies at ``<identity>/<two digits>/<the other digits of its name>``, where the
 identity is a digest of mark, RoPE, sizes, kinds, windows, rotation, scales of heads and versions
-(`numkv.store.objects`). So blocks of another model are never looked at, and one that was moved there by hand is
-refused by its header. There is no index beside the folders, so there is none that a kill can damage.
+(`numkv.store.objects`). So blocks of another model are never read, and one that was moved there by hand is refused by
+its header. There is no index that a kill could damage.
 
-**Publishing** (`numkv.store.folder`). A temporary file in the same folder, then a rename: an object is there as a
-whole or not at all, whatever is killed when. With ``durable=True`` file and folder are brought to the disk
-(``fsync``) before a block counts as written; without it a power cut, not a kill, may lose or damage the newest
-objects, which checksums find.
+**Publishing** (`numkv.store.folder`). A temporary file in the same folder, then a rename: a crash never leaves a
+partial object. With ``durable=True`` file and folder are fsynced before a block counts as written. Without it a power
+cut, not a kill, may lose or damage the newest objects; checksums find damage.
 
-**Bounds** (`numkv.store.folder.Bound`). A process that writes counts what it wrote, looks through the folder now and
-then, and deletes what was used longest ago. Reading sets a file's time of modification, as times of access are seldom
-kept. A reader whose object is deleted under it has a miss, nothing else.
+**Bounds** (`numkv.store.folder.Bound`). A writing process counts its bytes, scans the folder from time to time, and
+deletes the least recently used objects. A read sets a file's time of modification, as times of access are seldom
+stored. A reader whose object is deleted meanwhile has a miss.
 
-**Forks and threads.** Any number of caches and threads use one store. A forked child begins with an empty queue and
-an empty host tier, and threads of its own: what the parent has not written yet, the parent writes. `close` writes
-what waits, and so does the end of the process unless it is killed.
+**Forks and threads.** Any number of caches and threads use one store. A forked child begins with an empty queue, an
+empty host tier and its own threads; the parent writes its own queue. `close` writes all waiting blocks, and so does
+the end of the process unless it is killed.
 """
 
 from __future__ import annotations

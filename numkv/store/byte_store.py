@@ -37,17 +37,17 @@ _T = TypeVar("_T")
 class BlockStore:
     """Blocks of bytes under keys of the caller's, in a folder or any fsspec file system that others share.
 
-    What a `PrefixStore` promises of its objects holds here: an object is there as a whole or not at all, a checksum and
-    its identity are compared before anybody sees it, `max_nbytes` bounds all of them, and a network that does not
-    answer is left alone for a while. Calls are made for many keys at once, on a network beside each other.
+    The guarantees are those of a `PrefixStore`. There are no partial objects. A checksum and the identity are
+    verified before an object is returned, and `max_nbytes` bounds all objects. A network that does not reply is not
+    used for a while. A call accepts many keys; on a network its requests run concurrently.
 
     Parameters
     ----------
     place, max_nbytes, durable, file_system, timeout, local, local_nbytes
         See `PrefixStore`.
     mark : str or mapping
-        What the bytes depend on beside the keys: the engine, the model and its revision, the layout. Objects of another
-        mark are not found.
+        Everything that decides the bytes in addition to the keys: the engine, the model and its revision, the layout.
+        Objects of another mark are not found.
 
     Raises
     ------
@@ -137,7 +137,7 @@ class BlockStore:
     # -- calls
 
     def exists(self, keys: Sequence[str | bytes]) -> list[bool]:
-        """Whether there is an object under each key; its bytes are not looked at.
+        """Whether there is an object under each key; its bytes are not checked.
 
         Parameters
         ----------

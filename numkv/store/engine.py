@@ -380,7 +380,7 @@ class Engine:
             try:
                 self._on_event(event)
             except Exception:
-                log.exception("on_event failed; what it was told of has happened")
+                log.exception("on_event failed; the event has happened")
 
     def stats(self) -> StoreStats:
         """Counts of this moment."""

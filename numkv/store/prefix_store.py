@@ -27,11 +27,11 @@ _PATIENCE = 0.3
 class PrefixStore:
     """Full blocks under their content names, in a folder or any fsspec file system, for ``PagedKVCache(store=…)``.
 
-    `PagedKVCache.add` looks for a prompt's blocks in the cache's own pool, then in the host memory of this object, then
-    here; `PagedKVCache.commit` has full blocks written, by a thread of its own. Any number of caches, processes and
-    machines may use one place. What is found is what was computed for the same tokens, extra keys, mark, RoPE and
-    layers (sizes, kinds, windows, chunks, sources, states), to the bit; anything else is not found. States of layers
-    that keep some are written where they are checkpoints at the end of full blocks; a prefix ends at one of these.
+    `PagedKVCache.add` searches a prompt's blocks in the cache's own pool, then in the host memory of this object,
+    then in the place. `PagedKVCache.commit` makes a thread write full blocks. Any number of caches, processes and
+    machines may use one place. A block is found only for the same tokens, extra keys, mark, RoPE and layers (sizes,
+    kinds, windows, chunks, sources, states), and equals the stored one to the bit. States are written if they are
+    checkpoints at the end of full blocks; a prefix ends at one of these.
 
     Parameters
     ----------
@@ -39,8 +39,8 @@ class PrefixStore:
         A folder, which is made when something is written; a URL such as ``"s3://bucket/prefixes"``, which needs the
         extra ``store``; or a path within `file_system`.
     mark : str or mapping
-        What rows depend on beside tokens: the model and its revision, as a text, or texts, numbers and None by name.
-        A model with other weights needs another mark.
+        Everything that decides rows in addition to tokens: the model and its revision, as a text, or texts, numbers
+        and None by name. A model with other weights needs another mark.
     rope : str or mapping, optional
         The same of RoPE, if `mark` does not say it: its base and scaling.
     max_nbytes : int, optional

@@ -103,7 +103,7 @@ class BlocksWritten:
 
 @dataclass(frozen=True, slots=True)
 class BlocksDropped:
-    """Blocks will not be written, or objects are gone because they were not as they should be."""
+    """Blocks will not be written, or damaged objects were deleted."""
 
     block_hashes: NDArray[np.uint8]
     """Names ``(n, 32)``."""

@@ -101,8 +101,8 @@ def of(x: Any) -> Target:
 def on_stream(stream: Any) -> contextlib.AbstractContextManager[None]:
     """A context in which this thread's CUDA calls run on a stream.
 
-    Outside of it a call runs on the stream that torch or CuPy has current for the first of its arrays that is theirs,
-    else on the legacy default stream. Calls on the CPU are done when they return, here as elsewhere.
+    Outside of it, a call with arrays of torch or CuPy runs on the library's current stream. Other calls run on the
+    legacy default stream. Calls on the CPU are done when they return, here as elsewhere.
 
     Parameters
     ----------

@@ -1,14 +1,14 @@
 """numkv on PyTorch's tensors: the same functions and caches, tensors in and tensors out.
 
-``numkv.torch`` has the names of `numkv` that take or give arrays. Tensors on the CPU, and on a CUDA device where that
-is the target, are taken without a copy, of every float dtype that there is a kind for (bfloat16 and 8-bit floats too),
-contiguous or strided, under ``no_grad`` and ``inference_mode``. What comes back is a tensor; with `out` it is `out`
-itself. Everything else is as `numkv` says.
+``numkv.torch`` has the names of `numkv` that accept or return arrays. Tensors on the CPU, and on CUDA devices for
+that target, are used without a copy. They may have every float dtype with a kind (bfloat16 and 8-bit floats included)
+and strides, under ``no_grad`` and ``inference_mode``. Results are tensors; with `out` the result is `out` itself. All
+else is as in `numkv`.
 
 - **Functions** run at once, past PyTorch's dispatcher. Under ``torch.compile`` they become operators,
-  ``torch.ops.numkv``, which have fake implementations and say what they change; see `numkv.torch.operators`.
-- **Caches** are subclasses of numkv's own: an object of ``numkv.torch.KVCache`` is a `numkv.KVCache`. What their
-  ``arrays`` and ``jit`` give is for kernels, and stays as it is.
+  ``torch.ops.numkv``, with fake implementations and schemas of mutated arguments; see `numkv.torch.operators`.
+- **Caches** are subclasses of numkv's own: an object of ``numkv.torch.KVCache`` is a `numkv.KVCache`. Their
+  ``arrays`` and ``jit`` are for kernels, and are not converted.
 - **Gradients** are not computed. A tensor that requires them is refused where they are recorded; pass
   ``x.detach()``, or call under ``torch.no_grad()``.
 

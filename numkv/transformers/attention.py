@@ -169,13 +169,13 @@ def _without_cache(
         return out
     if others.get("position_bias") is not None:
         raise NotSupported(
-            "attention implementation 'numkv': expected no position bias beside a soft cap or sinks"
+            "attention implementation 'numkv': expected no position bias with a soft cap or sinks"
         )
     if type(mask) is Plan:
         mask = mask.tensor(explicit=True)
     elif mask is None and query.shape[2] > 1:
         raise NotSupported(
-            "attention implementation 'numkv': expected a mask beside a soft cap or sinks"
+            "attention implementation 'numkv': expected a mask with a soft cap or sinks"
         )
     return _in_full(module, query, key, value, mask, dropout, scaling, softcap, sinks)
 

@@ -96,7 +96,7 @@ class ContinuousBatch:
     Raises
     ------
     NotSupported
-        If the model keeps more than K and V, or its results for a text would depend on the texts beside it.
+        If the model stores more than K and V, or its results for a text would depend on the other texts.
     CacheFull, DimensionMismatch, UnsupportedDType, ValueError, TypeError
         If an argument is no such thing.
 
@@ -213,8 +213,8 @@ class ContinuousBatch:
         tokenizer : transformers.PreTrainedTokenizerBase, optional
             For `stop_strings`.
         logits_processor, stopping_criteria : list, optional
-            Of transformers' classes, beside those that the generation config asks for. Where one raises, this request
-            alone fails.
+            Objects of transformers' classes, in addition to those of the generation config. Where one raises, this
+            request alone fails.
         **options
             Of a generation config: `do_sample`, `temperature`, `top_p`, `repetition_penalty`, `stop_strings`, …
 

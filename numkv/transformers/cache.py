@@ -257,7 +257,7 @@ def read_profile(profile: Any, asked: Mapping[str, Any]) -> Profile | None:
     given = [name for name, x in asked.items() if x is not None]
     if given:
         raise TypeError(
-            f"`profile`: expected None beside {', '.join(given)}, which it says for each layer; pass the profile alone"
+            f"`profile`: expected None with {', '.join(given)}, which it sets for each layer; pass the profile alone"
         )
     if isinstance(profile, (str, os.PathLike)):
         profile = Profile.load(profile)
@@ -319,15 +319,15 @@ def use(
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        A decoder on the CPU, or what PEFT or ``torch.compile`` makes of one: then the model within is switched.
+        A decoder on the CPU, or one wrapped by PEFT or ``torch.compile``; then the inner model is switched.
     kind, k_kind, v_kind, rotate, full_precision, profile
         How K and V are stored; see `NumkvCache`.
     capacity : int, optional
         Tokens of each sequence to reserve room for; without it as many as ``generate`` may make.
     tolerance : float, optional
         How far quantised keys may move scores, as `numkv.KVCache.key_error` estimates it: 0.1 is little, 1 changes
-        which token is attended to. The first prompt that `generate` reads is looked at: where keys are off further, a
-        warning names the layers and the kind that would do.
+        which token is attended to. The first prompt of `generate` is checked: if scores change by more, a warning
+        names the layers and a sufficient kind.
 
     Returns
     -------

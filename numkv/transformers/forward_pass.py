@@ -167,7 +167,7 @@ def _profiled(rows: Rows, number: int, of: LayerSpec) -> LayerSpec:
 
 
 def _refuse_what_batches_change(config: Any, name: str) -> None:
-    """Refuse models whose results for a text would depend on the texts beside it, or that keep more than K and V."""
+    """Refuse models whose results for a text would depend on the other texts, or that store more than K and V."""
     reason = None
     if has_latents(config):
         reason = "latent attention, whose K and V would be kept in full"
@@ -177,7 +177,7 @@ def _refuse_what_batches_change(config: Any, name: str) -> None:
         reason = "RoPE that depends on the longest text in a pass"
     if reason is not None:
         raise NotSupported(
-            f"{name}: expected a model whose tokens do not depend on the texts beside them, and that keeps K and V "
+            f"{name}: expected a model whose tokens do not depend on the other texts, and that stores K and V "
             f"alone, got {config.model_type!r}, which has {reason}; run it by `generate`, with numkv.transformers.use"
         )
 

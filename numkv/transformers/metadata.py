@@ -530,7 +530,7 @@ class BatchMetadata:
         gone = self.first * self.block_size > np.maximum(lengths - self.reach, 0)
         if self.reach >= 0 and (gone & (lengths > 0)).any():
             raise RuntimeError(
-                "`crop`: expected fewer tokens to remove, as those before them are gone"
+                "`crop`: expected fewer tokens to remove, as those before them were evicted"
             )
         first = np.where(lengths > 0, self.first, 0)
         cropped = replace(self, columns=left, lengths=lengths, first=first, valid=valid)

@@ -84,8 +84,8 @@ def paged_append(
         ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``. Of fp8 pools what elements are
         divided by before they are stored, a number or float32 ``(num_kv_heads,)``, 1 if None, always the same.
     check_finite : bool
-        Whether rows that are to be quantised are looked at: on the CPU first; on CUDA, without `validate`, by the
-        kernel that writes them. A row with NaN or infinity is then stored as zeros, and a later call raises.
+        Whether rows to be quantised are checked: on the CPU first; on CUDA, without `validate`, by the kernel that
+        writes them. A row with NaN or infinity is then stored as zeros, and a later call raises.
     validate : bool
         On CUDA, check slots and finiteness first, which waits for the device; else a slot outside the pool is skipped
         there. On the CPU they are always checked.

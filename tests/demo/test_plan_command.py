@@ -93,7 +93,7 @@ def test_plan_of_layers_that_differ(tmp_path, capsys):
     assert "States take 320 B" in output
     assert "NOT KNOWN" not in output
     assert main(["plan", str(path), "--layers", "3"]) == 2
-    assert "--layers is for models whose layers are all alike" in capsys.readouterr().err
+    assert "--layers is for models whose layers are all equal" in capsys.readouterr().err
     changed = run(capsys, "plan", path, "--kind", "bf16", "--kv-heads", 4)
     assert cells(changed, "bf16")[1] == "384"
 
@@ -202,6 +202,31 @@ def test_plan_prints_the_lines_that_make_the_cache(config, layers, tmp_path, cap
         needs_of(json.loads(path.read_text())), kind="int8", v_kind="fp16"
     )
     assert names["cache"].layers == tuple(expected)
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ({"model_type": "llama"}, "int8_channel"),
+        ({"model_type": "gemma3_text", "sliding_window": 65}, "int8_channel"),
+        ({"model_type": "gemma3_text", "sliding_window": 64}, "int8"),
+    ],
+)
+def test_plan_prints_the_lines_of_the_safe_kind(config, kind, tmp_path, capsys):
+    """Keys by channel, but for layers whose window is no longer than a group of tokens; the lines run."""
+    path = tmp_path / "config.json"
+    sizes = {
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "hidden_size": 256,
+    }
+    path.write_text(json.dumps(sizes | config))
+    names = {"numkv": numkv}
+    printed = run(capsys, "plan", path, "--memory", "3MB")
+    exec(textwrap.dedent(printed.partition("As a cache:\n\n")[2]), names)
+    assert {str(of.kind) for of in names["cache"].layers} == {kind}
+    assert all(of.rotate == (kind == "int8") for of in names["cache"].layers)
 
 
 def test_plan_says_why_there_is_no_line(tmp_path, capsys):

@@ -262,7 +262,7 @@ def test_a_cache_that_loses_rows_meanwhile_is_not_saved(tmp_path, monkeypatch):
     numkv.save(tmp_path / "file", cache)
     before = (tmp_path / "file").read_bytes()
     during(monkeypatch, lambda: setattr(cache._access, "dropped", cache._access.dropped + 2))
-    with pytest.raises(numkv.NumkvError, match="nobody changes while it is saved"):
+    with pytest.raises(numkv.NumkvError, match="no thread changes while it is saved"):
         numkv.save(tmp_path / "file", cache)
     assert (tmp_path / "file").read_bytes() == before
     assert [x.name for x in tmp_path.iterdir()] == ["file"]
@@ -287,7 +287,7 @@ def test_saving_is_a_writer_where_new_tokens_would_change_rows(tmp_path, monkeyp
     assert seen == [True]
     assert not access.writer
     access.writer["call"] = object()
-    with pytest.raises(numkv.NumkvError, match="nobody changes while it is saved"):
+    with pytest.raises(numkv.NumkvError, match="no thread changes while it is saved"):
         numkv.save(tmp_path / "other", cache)
     assert len(access.writer) == 1  # it is the other's
     assert not (tmp_path / "other").exists()

@@ -113,5 +113,5 @@ def test_chunks_states_and_layers_that_read_others(tmp_path, rng, kind):
 @pytest.mark.parametrize("other", [{"head_dim": 48}, {"v_kind": None}, {"head_dim_v": 30}])
 def test_latents_beside_other_rows_are_refused(other):
     latent = numkv.LayerSpec(1, DIM, kind="fp32", **LATENT)
-    with pytest.raises(numkv.NotSupported, match="latents beside other rows"):
+    with pytest.raises(numkv.NotSupported, match="latents and other rows"):
         numkv.PagedKVCache(layers=[latent, replace(latent, **other)], num_blocks=4)

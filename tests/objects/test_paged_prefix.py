@@ -280,8 +280,8 @@ def test_a_prompt_that_is_passed_once_more_is_refused():
     cache, seq = found_of(prompt, prompt[:9])
     assert cache.cached_len(seq) == 9
     said = passed(cache, seq, prompt, 20)
-    assert "the 9 tokens that `add` has found for sequence 1" in said
-    assert said.endswith("commit what is left, prompt[cache.cached_len(seq):]")
+    assert "the tokens after the 9 that `add` has found for sequence 1" in said
+    assert said.endswith("commit the rest, prompt[cache.cached_len(seq):]")
     assert "has found for sequence 1" in passed(cache, seq, prompt[:10], 10)  # a first part of it
     said = passed(cache, seq, prompt, 11)
     assert said.endswith(

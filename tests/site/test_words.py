@@ -3,16 +3,18 @@
 The rules are those of CONTRIBUTING.md under "Words". Each is proved by a line that breaks it.
 """
 
+import importlib
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 from walked import each
 
+import numkv
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-#: Pages whose sentences may be longer yet.
-LATER = {"transformers.md", "storage_kinds.md"}
 COLUMNS, WORDS = 84, 30
 
 FENCE = re.compile(r"^```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```[^\n]*$", re.M | re.S)
@@ -81,7 +83,7 @@ def test_code_fits_a_narrow_window(page):
     assert wide_lines(page.read_text()) == [], page
 
 
-@each("page", [page for page in PAGES if page.name not in LATER])
+@each("page", PAGES)
 def test_sentences_are_short(page):
     assert long_sentences(page.read_text()) == [], page
 
@@ -89,6 +91,28 @@ def test_sentences_are_short(page):
 @each("page", PAGES)
 def test_words_are_the_fields(page):
     assert forbidden(page.read_text()) == [], page
+
+
+def docstrings():
+    """Those of the public names, by name; inherited ones once."""
+    found, rooms = {}, ["blocks", "compaction", "device", "files", "planning", "sparse", "store"]
+    for module in [numkv, *(importlib.import_module(f"numkv.{room}") for room in rooms)]:
+        found[module.__name__] = module.__doc__
+        for name in getattr(module, "__all__", ()):
+            value = getattr(module, name)
+            found.setdefault(f"{module.__name__}.{name}", inspect.getdoc(value))
+            if isinstance(value, type):
+                for key in (key for key in dir(value) if not key.startswith("_")):
+                    of = getattr(value, key)
+                    if inspect.isroutine(of) or isinstance(of, property):
+                        found[f"{module.__name__}.{name}.{key}"] = inspect.getdoc(of)
+    return {name: text for name, text in found.items() if text}
+
+
+def test_words_of_public_docstrings_are_the_fields():
+    texts = docstrings()
+    assert len(texts) > 400
+    assert {n: bad for n, text in texts.items() if (bad := forbidden(text))} == {}
 
 
 def test_a_wide_line_is_found():

@@ -241,7 +241,7 @@ def test_kinds_of_a_profile(tmp_path):
         assert all(len(batch.submit(x, NEW).result()) == NEW for x in prompts)
     with pytest.raises(DimensionMismatch, match="3"):
         batch_of(model, None, profile=numkv.Profile(layers[:3], "llama"))
-    with pytest.raises(TypeError, match="beside kind"):
+    with pytest.raises(TypeError, match="None with kind"):
         batch_of(model, "int8", profile=numkv.Profile(layers, "llama"))
     assert model.config._attn_implementation == "sdpa"
 

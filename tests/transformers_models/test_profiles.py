@@ -90,7 +90,7 @@ def test_text_is_generated_by_one(tmp_path):
 @pytest.mark.parametrize("other", [{"kind": "int8"}, {"v_kind": "int8"}, {"rotate": True},
                                    {"kind": "int8", "full_precision": numkv.FullPrecision(4)}])  # fmt: skip
 def test_nothing_else_is_said_beside_it(other):
-    with pytest.raises(TypeError, match="`profile`: expected None beside"):
+    with pytest.raises(TypeError, match="`profile`: expected None with"):
         NumkvCache(model_of().config, profile=MIXED, **other)
 
 

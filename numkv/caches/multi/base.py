@@ -76,8 +76,8 @@ class MultiSequenceCache(ABC):
         batch : Batch
             The tokens, in the order in which `put` and `decode_attention` take their rows.
         reserve : bool
-            Whether the pass only allocates the memory that a pass takes: `put` allocates the layers' buffers and writes
-            nothing, `get` shows all cells, and no token gets a cell.
+            Whether the pass only allocates memory: `put` allocates the layers' buffers and writes nothing. `get`
+            shows all cells, and no token gets a cell.
 
         Raises
         ------
@@ -149,7 +149,7 @@ class MultiSequenceCache(ABC):
             The sequence.
         keep : array-like of int (n,)
             Positions to keep, in order. A position that a sliding window has evicted counts in the order, so that the
-            caches of a `WrapperCache` stay in step; any other that the sequence does not have is an error.
+            caches of a `WrapperCache` agree. Any other position that the sequence lacks is an error.
 
         Raises
         ------
@@ -271,8 +271,9 @@ class MultiSequenceCache(ABC):
         v : array (num_tokens, num_kv_heads, head_dim_v)
             Values of the same tokens.
         check_finite : bool
-            Whether to look for NaN and infinity in rows to be quantised: on the CPU first; on CUDA while they are
-            written, as zeros: later calls with these sequences raise until the tokens are removed.
+            Whether rows to be quantised are checked for NaN and infinity. The CPU checks before it writes. CUDA
+            checks while it writes, and stores zeros; later calls with these sequences raise until the tokens are
+            removed.
 
         Raises
         ------
@@ -305,8 +306,8 @@ class MultiSequenceCache(ABC):
         Returns
         -------
         k : array (n, num_kv_heads, head_dim)
-            Keys of adjacent cells, of other sequences too; for float kinds a view in the kind's dtype, which shows
-            later changes, for quantised ones a float32 copy, and with ``rotate=True`` too (of fp64 float64).
+            Keys of adjacent cells, those of other sequences included. Float kinds return a view in the kind's dtype,
+            which shows later changes. Quantised kinds and ``rotate=True`` return a float32 copy (float64 for fp64).
         v : array (n, num_kv_heads, head_dim_v), with ``permuted_v`` (num_kv_heads, head_dim_v, n)
             Values, likewise.
         mask : array (num_tokens, n)
@@ -395,8 +396,8 @@ class MultiSequenceCache(ABC):
         Returns
         -------
         dict of int to float32 array (num_kv_heads, n)
-            For each sequence of the batch, a column for each token that is stored, in the order of ``positions(seq)``,
-            which `compact` takes: sums over the sequence's queries and the q heads of a group. See
+            For each sequence of the batch, a column for each stored token, in the order of ``positions(seq)``, which
+            `compact` accepts. The numbers are sums over the sequence's queries and the q heads of a group. See
             `numkv.attention_weights`.
 
         Raises
@@ -699,16 +700,16 @@ class MultiSequenceCache(ABC):
     @streamed
     @reads
     def check(self) -> None:
-        """Look for a contradiction in what the cache knows of itself.
+        """Verify the cache's bookkeeping.
 
-        Which cell has which position for which sequences, how often it is owned, the shapes of the buffers, and that
-        scales of stored rows are finite: they may not be where NaN or infinity was put with ``check_finite=False``.
-        On CUDA it waits for the device.
+        Verifies positions, sequences and owners of cells, shapes of buffers, and that scales of stored rows are
+        finite. They may not be finite where NaN or infinity was put with ``check_finite=False``. On CUDA it waits for
+        the device.
 
         Raises
         ------
         NumkvError
-            If there is one; it says which.
+            If it is inconsistent; the message names the contradiction.
         NonFiniteInput
             On CUDA, if rows that were quantised held NaN or infinity, and are still stored.
         """

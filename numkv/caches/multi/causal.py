@@ -81,8 +81,8 @@ class CausalCache(LayeredCache):
     memory : int, optional
         Positions that are kept before a sequence's next token, to resume from; `window_left` if None.
     num_sink_tokens : int
-        Positions from 0 on that are never evicted, and that every later token attends to beside its window: attention
-        sinks (Xiao et al., arXiv:2309.17453). Positions stay those that tokens were given.
+        Positions from 0 on that are never evicted. Every later token attends to them in addition to its window:
+        attention sinks (Xiao et al., arXiv:2309.17453). Tokens keep their positions.
     chunk_size : int, optional
         Positions of a chunk, within which tokens attend to each other; the first begins at 0. A cache has a window or
         chunks.
@@ -90,8 +90,8 @@ class CausalCache(LayeredCache):
     Raises
     ------
     ValueError
-        If `window_left` is below -1, `memory` negative, or `chunk_size` below 1; or there are chunks beside a window,
-        a memory or sinks. A memory below the window is refused by `init`.
+        If `window_left` is below -1, `memory` negative, or `chunk_size` below 1; or chunks are combined with a
+        window, a memory or sinks. A memory below the window is refused by `init`.
     DimensionMismatch
         If `num_sink_tokens` is negative.
     TypeError
@@ -99,9 +99,9 @@ class CausalCache(LayeredCache):
 
     Notes
     -----
-    Threads: several may read at the same time, and beside a `put` of another layer. One at a time may `put`, begin a
-    pass or change the cache; a second one, and a shift function that calls its own cache, gets `NumkvError`. So does a
-    reader that was overtaken by a change, or by a `put` of its layer.
+    Threads: several may read at the same time, also during a `put` of another layer. One at a time may `put`, begin a
+    pass or change the cache; a second one, and a shift function that calls its own cache, gets `NumkvError`. So does
+    a reader that was overtaken by a change, or by a `put` of its layer.
 
     Examples
     --------

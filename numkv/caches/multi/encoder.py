@@ -252,8 +252,9 @@ class EncoderCache(LayeredCache):
         v : array (num_rows, num_kv_heads, head_dim_v), or of one row (num_kv_heads, head_dim_v)
             Values.
         check_finite : bool
-            Whether to look for NaN and infinity in rows to be quantised: on the CPU first; on CUDA while they are
-            written, as zeros: later calls raise until the layer has been put anew, or the item removed.
+            Whether rows to be quantised are checked for NaN and infinity. The CPU checks before it writes. CUDA
+            checks while it writes, and stores zeros; later calls raise until the layer has been put anew, or the item
+            removed.
 
         Raises
         ------
@@ -338,8 +339,8 @@ class EncoderCache(LayeredCache):
         Returns
         -------
         k : array (num_rows, num_kv_heads, head_dim) or None
-            For float kinds a view in the kind's dtype, for quantised ones a float32 copy, and with ``rotate=True`` too
-            (of fp64 float64); None if the layer was never put. Rows stay after `remove`: ask `encoder_cached`.
+            Float kinds return a view in the kind's dtype. Quantised kinds and ``rotate=True`` return a float32 copy
+            (float64 for fp64). None if the layer was never put. Rows stay after `remove`: ask `encoder_cached`.
         v : array (num_rows, num_kv_heads, head_dim_v) or None
             Likewise; with ``permuted_v`` ``(num_kv_heads, head_dim_v, num_rows)``.
         mask : None

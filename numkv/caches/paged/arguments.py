@@ -116,9 +116,9 @@ def ids_of_step(
     for seq, end, n in zip(step.sequences, ends, step.new_lens.tolist(), strict=True):
         if seq in found and _begins_anew(ids[end - n : end], found[seq]):
             raise ValueError(
-                f"`token_ids`: expected what comes behind the {found[seq].length} tokens that `add` has found for "
+                f"`token_ids`: expected the tokens after the {found[seq].length} that `add` has found for "
                 f"sequence {seq}, got its prompt from the beginning; roll the step back, then reserve, compute and "
-                f"commit what is left, {_REST}"
+                f"commit the rest, {_REST}"
             )
     return ids
 

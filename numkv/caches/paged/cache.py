@@ -98,14 +98,14 @@ class PagedKVCache(StoredSequences):
     Parameters
     ----------
     num_layers : int, optional
-        How many layers there are, where they are all alike.
+        Number of layers, if all have the same shape and storage.
     num_kv_heads : int, optional
         Heads of K and V in each.
     head_dim : int, optional
         Elements of a row.
     layers : iterable of LayerSpec, optional
-        Instead of these three, `kind` and `rotate`: what each layer keeps, where there is more to say of it: windows,
-        chunks, K and V of different kinds, rows of other layers, states, tokens in full precision, bounds of keys.
+        Descriptions of all layers, in place of these three, `kind` and `rotate`. They set windows, chunks, different
+        kinds of K and V, shared rows, states, tokens in full precision and bounds of keys for each layer.
     num_blocks : int, optional
         Blocks in the pool; a block serves `layers_per_block` layers. Either this or `max_nbytes`.
     max_nbytes : int, optional
@@ -121,7 +121,7 @@ class PagedKVCache(StoredSequences):
     store : PrefixStore, optional
         Where `add` looks for blocks that the pool has not, and where `commit` has full ones written; see `numkv.store`.
     state_slots : StateSlots, optional
-        Room for the states of sequences, where layers keep some.
+        Room for the states of sequences, for layers with states.
 
     Attributes
     ----------
@@ -173,7 +173,7 @@ class PagedKVCache(StoredSequences):
         extra : mapping, optional
             What else the content depends on, such as ``{"adapter": 7}``; see `numkv.blocks.prefix.block_digests`.
         lookup : PrefixLookup, optional
-            From `lookup`: what it has brought so far is taken over, and the store is not asked.
+            From `lookup`: the blocks read so far are reused, and no request goes to the store.
 
         Returns
         -------
@@ -216,11 +216,11 @@ class PagedKVCache(StoredSequences):
 
     @explained
     def lookup(self, tokens: Any, *, extra: Extra | None = None) -> PrefixLookup:
-        """Start to search the store for a prompt's prefix; returns at once, and `add` reuses what was found.
+        """Start a search of the store for a prompt's prefix; returns at once, and `add` reuses what was found.
 
-        Nothing of the cache is changed, and nobody waits: steps of other sequences, and all other calls, go on
-        meanwhile. What is found lies in the store's host tier, within its `host_nbytes`, until the lookup is closed or
-        gone.
+        The cache is not changed, and no call waits: steps of other sequences, and all other calls, continue
+        meanwhile. What is found lies in the store's host tier, within its `host_nbytes`, until the lookup is closed
+        or gone.
 
         Parameters
         ----------
@@ -304,9 +304,9 @@ class PagedKVCache(StoredSequences):
         IndexError
             If `length` is negative or above the sequence's.
         NotSupported
-            If a sliding layer's window has moved past tokens that would be visible again, or layers keep states and
-            there is no checkpoint of them at this length: the error says where the nearest ones are. Checkpoints are
-            at multiples of `checkpoint_every` at which a step has ended, until they are evicted.
+            If a sliding layer's window has moved past tokens that would be visible again, or layers with states have
+            no checkpoint at this length. The error lists the nearest ones. Checkpoints are at multiples of
+            `checkpoint_every` at which a step has ended, until they are evicted.
         """
         state = self._idle(seq)
         length = check_index("length", length, state.length, inclusive=True)
@@ -335,7 +335,7 @@ class PagedKVCache(StoredSequences):
             if length and group.first_visible(length) < stored and not group.beside:
                 raise NotSupported(
                     f"`length`: expected one that the sliding window of {group.window} tokens still covers, "
-                    f"got {length} of {state.length}; its blocks are gone"
+                    f"got {length} of {state.length}; its blocks were freed"
                 )
             if group.beside:  # what is not there in full is read as codes from now on
                 starts[number] = min(stored, length)
@@ -570,12 +570,13 @@ class PagedKVCache(StoredSequences):
         step : Step
             The step.
         accepted : int array (num_seqs,), optional
-            How many of its tokens each sequence keeps; all if None. The others are rolled back.
+            Number of the step's tokens that each sequence keeps; all if None. The others are rolled back.
         token_ids : array-like of int (num_tokens,), optional
             Ids of the step's tokens, accepted or not. Other sequences can then find full blocks of them.
         paths : sequence of sequence of int (num_seqs,), optional
-            Of a step of trees, which of its tokens each sequence keeps, by their numbers in `parents`: from a token
-            without parent on, each the parent of the next; or none. Their rows become neighbours.
+            For a step of trees: the path of tokens that each sequence keeps, as indices into `parents`. It begins
+            with a token without parent, and each token is the parent of the next; it may be empty. Their rows become
+            adjacent.
 
         Raises
         ------
@@ -780,7 +781,8 @@ class PagedKVCache(StoredSequences):
 
         Notes
         -----
-        The prefix cache forgets what it has, as it is stored by the former scales. Nothing has changed after an error.
+        The prefix cache is cleared, as its blocks are stored with the former scales. Nothing has changed after an
+        error.
         """
         number = check_index("layer", layer, self.num_layers)
         self._store.refuse_sharing("set_scales", number)
@@ -1095,8 +1097,8 @@ class PagedKVCache(StoredSequences):
     @staticmethod
     def _overtaken(name: str, seq: int) -> NumkvError:
         return NumkvError(
-            f"{name}: rows of sequence {seq} were moved or dropped while they were read, so there is no result; let "
-            "nobody truncate, compact or remove a sequence that others read, or move its window on"
+            f"{name}: rows of sequence {seq} were moved or dropped while they were read, so there is no result; "
+            "do not truncate, compact or remove a sequence that others read, or move its window"
         )
 
     # -- attention over what is committed
@@ -1361,9 +1363,9 @@ class PagedKVCache(StoredSequences):
         -------
         CacheArrays
             Arrays of the target. Row i of `block_table` and of `context_lens`, int32, is the i-th of `sequences` at
-            that moment; -1 in a table stands for a block that was released behind the layer's window, and for what is
-            past its end. `slots` has length 0: a step has those of its tokens. The tables are copies: ask
-            again after a change. The buffers are never replaced.
+            that moment. In a table -1 marks a block that was released behind the layer's window, and entries past its
+            end. `slots` has length 0: a step has those of its tokens. The tables are copies: ask again after a
+            change. The buffers are never replaced.
         """
         pool, group = self._store.place(check_index("layer", layer, self.num_layers))
         self._store.refuse_groups("arrays", "call `attention`, or take int8 or int4")

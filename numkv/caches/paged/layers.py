@@ -258,7 +258,7 @@ class Layers(NamedTuple):
         if not self.alike and any(rows is not None and rows.is_latent for rows in self.rows):
             raise NotSupported(
                 "`v_kind`: expected rows of one shape and kind in all layers that have some, where V is a part of K, "
-                "got latents beside other rows; keep a PagedKVCache for each"
+                "got latents and other rows; make a PagedKVCache for each"
             )
 
     @classmethod

@@ -429,7 +429,7 @@ class Step:
         q : array (num_tokens, num_q_heads, head_dim)
             Queries of all sequences, one after another.
         shared_len : int
-            So many first tokens are read once for all sequences that begin with the same blocks; see
+            Number of first tokens that are read once for all sequences that begin with the same blocks; see
             `numkv.cascade_attention`.
         out, return_lse
             See `numkv.decode_attention`.
@@ -770,7 +770,7 @@ class Step:
         IndexError
             If there is no such layer.
         NotSupported
-            If the cache keeps tokens in full precision, whose rows are written beside others.
+            If the cache stores tokens in full precision, whose rows are written separately.
         """
         self._store.refuse_residual("mark_written", "write by `append` or `write`")
         every = slice(None)

@@ -284,8 +284,8 @@ class StoredSequences:
     def check(self) -> None:
         """Prove the accounting: references, tables, lengths, the prefix cache, scales.
 
-        Every block has as many references as tables name it; tables have what the lengths need; blocks are found under
-        the names that their sequences know them by; the scales of committed tokens are finite.
+        Verifies that reference counts agree with the tables, that tables cover the lengths, that blocks are found by
+        their hashes, and that the scales of committed tokens are finite.
 
         Raises
         ------

@@ -36,12 +36,12 @@ class SwappedSequence:
     extra : mapping or None
         What else the content depends on.
     geometry : tuple
-        What a cache must agree with to take it: sizes, kinds, windows, and the seed of its rotation or None; where
-        layers are not alike, the rows, chunk and source of each come last.
+        Properties that a cache must share to accept it: sizes, kinds, windows, and the seed of its rotation or None.
+        If layers differ, the rows, chunk and source of each come last.
     logical : list of int64 array
         Which blocks of each group's table are stored.
     buffers : list of tuple of array
-        K, V and their scales, of each layer of a group; where layers are not alike, of each layer with rows.
+        K, V and their scales, of each layer of a group; if layers differ, of each layer with rows.
     starts : tuple of int
         First token of each group that has rows, where a compaction moved it into a block; empty for 0.
     head_scales : tuple of tuple of array
