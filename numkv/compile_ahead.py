@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from numkv.attention.contiguous import merge_states
-from numkv.attention.paged import paged_decode_attention
+from numkv.attention.paged import paged_decode_attention, paged_prefill_attention
 from numkv.caches.contiguous_layer import ContiguousLayer
 from numkv.caches.layer_spec import FullPrecision
 from numkv.caches.paged_layer import PagedLayer
-from numkv.errors import UnsupportedDType
+from numkv.errors import DimensionMismatch, UnsupportedDType
 from numkv.kernels.builder import cache_stats
 from numkv.kinds import Kind, kind, kinds_of
 from numkv.numbers import check_flag, check_size
@@ -26,7 +27,58 @@ from numkv.writing.paged import paged_append
 #: number is one of many rows.
 _Q_HEADS = {True: (2, 4, 8, 32), False: (4, 8)}
 
+#: Query rows that take attention on tensor cores to its kernel for many.
+_PROMPT = 192
+
 Kinds = str | Kind | tuple[str | Kind, str | Kind]
+
+
+class _Plan(NamedTuple):
+    """What is to be compiled, checked."""
+
+    kinds: list[tuple[Kind, Kind]]
+    sources: list[Kind]
+    head_dim: int
+    rotate: bool
+    residual: bool
+
+    @classmethod
+    def of(
+        cls, kinds: Any, dtypes: Any = ("fp32",), head_dim: int = 128, rotate: Any = False, residual: Any = False
+    ) -> _Plan:  # fmt: skip
+        """What `warmup` is given."""
+        rotate, residual = check_flag("rotate", rotate), check_flag("residual", residual)
+        head_dim = check_size("head_dim", head_dim, 2)
+        if head_dim % 2:
+            raise DimensionMismatch(f"`head_dim`: expected an even number, got {head_dim}")
+        sources = [kind(name) for name in _listed("dtypes", dtypes)]
+        for source in sources:
+            if not source.is_query:
+                raise UnsupportedDType(
+                    f"`dtypes`: expected kinds that queries can be of (fp64, fp32, fp16, bf16), got {source}"
+                )
+        chosen = [_pair(choice) for choice in _listed("kinds", kinds)]
+        return cls(chosen, sources, head_dim, rotate, residual)
+
+    def parts(self) -> list[str]:
+        """It in parts that can be compiled apart, as arguments in Python."""
+        rest = f"head_dim={self.head_dim}, rotate={self.rotate}, residual={self.residual}"
+        return [
+            f"[{(of_k.name, of_v.name)!r}], dtypes=[{source.name!r}], {rest}"
+            for of_k, of_v in self.kinds
+            for source in self.sources
+        ]
+
+    def run(self, target: str) -> None:
+        """Call what needs the kernels."""
+        for of_k, of_v in self.kinds:
+            options: list[dict[str, Any]] = [{}]
+            if self.rotate:
+                options.append({"rotate": True})
+            if self.residual and (of_k.has_scales or of_v.has_scales):
+                options.append({"rotate": self.rotate, "full_precision": FullPrecision(1)})
+            for more in options:
+                _run(of_k, of_v, self.sources, target, self.head_dim, more)
 
 
 def warmup(
@@ -34,13 +86,14 @@ def warmup(
     *,
     dtypes: Iterable[str | Kind] = ("fp32",),
     target: str = "cpu",
+    head_dim: int = 128,
     rotate: bool | None = False,
     residual: bool | None = False,
     processes: int = 1,
 ) -> dict[str, int]:
     """Load or compile the kernels that write to caches of some kinds and attend to them.
 
-    Kernels serve every head dim, GQA group and block size, so kinds are all that matters.
+    Kernels serve every GQA group and block size, those of the CPU every head dim, too.
 
     Parameters
     ----------
@@ -50,7 +103,9 @@ def warmup(
         Float kinds of new rows and queries, in addition to the cache's own. A single one will do.
     target : str
         Where the kernels run. On CUDA for the device that is current, whose compute capability they are made for;
-        kernels for more query rows of an item are included.
+        kernels for more query rows of an item, and for prompts, are included.
+    head_dim : int
+        Elements of a row of K and of V. On CUDA attention on tensor cores has a kernel for each.
     rotate : bool
         Whether caches with ``rotate=True`` are included.
     residual : bool
@@ -71,7 +126,7 @@ def warmup(
     TypeError
         If an argument is nothing of what it should be.
     DimensionMismatch
-        If `processes` is below 1.
+        If `processes` is below 1, or `head_dim` not a positive even number.
     NotSupported
         If the target is not available here.
 
@@ -81,37 +136,58 @@ def warmup(
     >>> sorted(numkv.warmup(["fp16"]))
     ['hits', 'misses']
     """
-    rotate, residual = check_flag("rotate", rotate), check_flag("residual", residual)
+    plan = _Plan.of(kinds, dtypes, head_dim, rotate, residual)
     processes = check_size("processes", processes, 1, _MOST_PROCESSES)
     get(target)
-    sources = [kind(name) for name in _listed("dtypes", dtypes)]
-    for source in sources:
-        if not source.is_query:
-            raise UnsupportedDType(
-                f"`dtypes`: expected kinds that queries can be of (fp64, fp32, fp16, bf16), got {source}"
-            )
-    chosen = [_pair(choice) for choice in _listed("kinds", kinds)]
     if processes > 1:
-        rest = f"target={target!r}, rotate={rotate}, residual={residual}"
-        compile_apart(
-            (
-                f"import numkv; numkv.warmup([{(of_k.name, of_v.name)!r}], dtypes=[{source.name!r}], {rest})"
-                for of_k, of_v in chosen
-                for source in sources
-            ),
-            processes,
-        )  # fmt: skip
+        calls = (f"numkv.warmup({part}, target={target!r})" for part in plan.parts())
+        compile_apart((f"import numkv; {call}" for call in calls), processes)
     before = cache_stats()
-    for of_k, of_v in chosen:
-        options: list[dict[str, Any]] = [{}]
-        if rotate:
-            options.append({"rotate": True})
-        if residual and (of_k.has_scales or of_v.has_scales):
-            options.append({"rotate": rotate, "full_precision": FullPrecision(1)})
-        for more in options:
-            _run(of_k, of_v, sources, target, more)
+    plan.run(target)
     after = cache_stats()
     return {name: after[name] - before[name] for name in after}
+
+
+def export(
+    path: Path, architecture: str, kinds: Iterable[Kinds], *, processes: int = 1, **options: Any
+) -> int:
+    """Write the machine code of kernels for CUDA to a file, for another machine; this one needs no GPU.
+
+    It makes this process one that can use CUDA for nothing else. `numkv.kernels.cuda.carried.take` reads such files.
+
+    Parameters
+    ----------
+    path : Path or None
+        The file; None only keeps kernels on this machine's disk, where a later export finds them.
+    architecture : str
+        What the other machine's GPU is, such as ``"sm_90"``.
+    kinds, **options
+        As `warmup` takes them.
+    processes : int
+        How many processes compile.
+
+    Returns
+    -------
+    int
+        How many kernels the file holds.
+
+    Raises
+    ------
+    NumkvError
+        As `warmup`; or if there is no such architecture, or this process has used CUDA.
+    OSError
+        If the file cannot be written.
+    """
+    from numkv.kernels.cuda import carried
+
+    plan, cc = _Plan.of(kinds, **options), carried.capability(architecture)
+    processes = check_size("processes", processes, 1, _MOST_PROCESSES)
+    if processes > 1:
+        code = f"from numkv.compile_ahead import export; export(None, {architecture!r}, "
+        compile_apart((f"{code}{part})" for part in plan.parts()), processes)
+    with carried.elsewhere(cc) as kernels:
+        plan.run("cuda")
+    return carried.write(path, kernels, cc)
 
 
 _MOST_PROCESSES = 1024
@@ -160,11 +236,10 @@ def _pair(choice: Any) -> tuple[Kind, Kind]:
 
 
 def _run(
-    k_kind: Kind, v_kind: Kind, sources: list[Kind], target: str, options: dict[str, Any]
+    k_kind: Kind, v_kind: Kind, sources: list[Kind], target: str, dim: int, options: dict[str, Any]
 ) -> None:
     """Call every operation once, on one token; on two where one of them leaves the window."""
     place = get(target)
-    dim = 32
     kinds: dict[str, Any] = {"kind": k_kind, "v_kind": v_kind, "target": target, **options}
     table, weight = (place.asarray(np.ones(shape, np.float32)) for shape in ((4, dim // 2), dim))
     accepted = set(source_dtypes(k_kind)) & set(source_dtypes(v_kind))
@@ -217,3 +292,15 @@ def _run(
             paged_decode_attention(
                 q, paged.k, paged.v, place.asarray(blocks), place.asarray(lens), logits_soft_cap=cap, **scales
             )  # fmt: skip
+        if (
+            place.values_on_host or not place.repeats()
+        ):  # on the CPU one kernel does all, in the simulator too
+            continue
+        prompt, starts = (
+            place.asarray(np.ones((_PROMPT, 1, dim), source.dtype)),
+            np.array([0, _PROMPT]),
+        )
+        paged_prefill_attention(
+            prompt, paged.k, paged.v, place.asarray(blocks[:1]), place.asarray(starts[1:]), place.asarray(starts),
+            **scales,
+        )  # fmt: skip

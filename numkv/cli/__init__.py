@@ -332,9 +332,13 @@ def _add_warmup(parser: argparse.ArgumentParser) -> None:
     option(parser, "--dtype", "float kinds of new rows and queries, in addition to the cache's own (default: fp32)",
             checked(_row_kind, "a kind"), "KIND", default=["fp32"], nargs="+")
     _add_target(parser, "where kernels run")
+    option(parser, "--head-dim", "elements of a row of K and of V (default: 128)", at_least(2), "N", default=128)
     flag(parser, "--rotate", "also kernels of caches with rotate=True")
     flag(parser, "--residual", "also kernels of quantised caches with some tokens in full precision")
     parser.add_argument("--processes", type=int, default=1, help="number of processes that compile (default: 1)")
+    option(parser, "--export", "write CUDA kernels to FILE, for another machine; this one needs no GPU", Path, "FILE")
+    option(parser, "--arch", "with --export: the other machine's GPU: sm_80, sm_90", metavar="NAME")
+    option(parser, "--load", "take the CUDA kernels that --export has written", Path, "FILE", nargs="+")
 
 
 def _add_cache(parser: argparse.ArgumentParser) -> None:

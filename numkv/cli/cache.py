@@ -7,11 +7,13 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from pathlib import Path
 
 import numkv
 from numkv.cli.output import UsageError, kernel_progress, table
 from numkv.drawing.picture import format_bytes
+from numkv.errors import NotSupported
 from numkv.kernels.disk_cache import is_stale, kernel_files, places
 
 
@@ -44,17 +46,61 @@ def warm_up(arguments: argparse.Namespace) -> None:
     ----------
     arguments : argparse.Namespace
         The options.
+
+    Raises
+    ------
+    UsageError
+        For ``--arch`` without ``--export``, or the other way round.
+    NumkvError
+        If a file to load is refused, or nothing can be compiled.
     """
     started = time.perf_counter()
+    if (arguments.export is None) != (arguments.arch is None):
+        raise UsageError(
+            "--export FILE and --arch NAME go together, as in --export kernels.zip --arch sm_90"
+        )
+    if arguments.load is not None:
+        return _load(arguments.load)
+    if arguments.export is not None:
+        from numkv.compile_ahead import export
+
+        with kernel_progress():
+            count = export(
+                arguments.export, arguments.arch, [choice.kinds for choice in arguments.kind], dtypes=arguments.dtype,
+                head_dim=arguments.head_dim, rotate=arguments.rotate, residual=arguments.residual,
+                processes=arguments.processes,
+            )  # fmt: skip
+        size = format_bytes(arguments.export.stat().st_size)
+        print(
+            f"{arguments.export}: {count} kernels for {arguments.arch}, {size}, {time.perf_counter() - started:.1f} s"
+        )
+        return None
     with kernel_progress():
         found = numkv.warmup(
             [choice.kinds for choice in arguments.kind], dtypes=arguments.dtype, target=arguments.target,
-            rotate=arguments.rotate, residual=arguments.residual, processes=arguments.processes,
+            head_dim=arguments.head_dim, rotate=arguments.rotate, residual=arguments.residual,
+            processes=arguments.processes,
         )  # fmt: skip
     print(
         f"{found['misses']} kernels compiled, {found['hits']} there already, "
         f"{time.perf_counter() - started:.1f} s"
     )
+    return None
+
+
+def _load(files: list[Path]) -> None:
+    """Put exported kernels where this machine looks for them, refusing those for another GPU if it has one."""
+    try:
+        numkv.targets.get("cuda")
+    except (
+        NotSupported
+    ):  # without a GPU they can be put there, without Numba's package for CUDA not
+        if find_spec("numba_cuda") is None:
+            raise
+    from numkv.kernels.cuda.carried import device, take
+
+    for file in files:
+        print(f"{file}: {take(file, device())} kernels")
 
 
 def _show(folders: dict[Path, list[Path]]) -> None:

@@ -355,7 +355,7 @@ def test_other_things_than_descriptors_arguments_and_streams(target):
         ({"kinds": 3}, "kinds"), ({"kinds": [("fp16", "fp16", "fp16")]}, "kinds"), ({"kinds": [None]}, "kind"),
         ({"kinds": ["fp16", "fp99"]}, "kind"), ({"dtypes": "int8"}, "dtypes"), ({"dtypes": 3}, "dtypes"),
         ({"dtypes": ["fp8"]}, "dtypes"), ({"target": "tpu"}, "target"), ({"rotate": "no"}, "rotate"),
-        ({"residual": 2}, "residual"),
+        ({"residual": 2}, "residual"), ({"head_dim": 5}, "head_dim"), ({"head_dim": 0}, "head_dim"),
     ],
 )  # fmt: skip
 def test_arguments_of_warmup(arguments, name):

@@ -14,12 +14,13 @@ Arrays of indices (`INDICES`) may be int32 or int64, known when the kernel runs:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.metadata
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -237,38 +238,47 @@ class Kernel:
         with self._lock:
             found = self._loaded.get(device)
             if found is None:
-                name, code = self._machine_code()
+                of = architecture(cuda.get_current_device().compute_capability)
+                name, code = self.machine_code(of)
                 found = ObjectCode.from_cubin(code).get_kernel(name)
                 self._loaded[device] = found
         return found
 
-    def _machine_code(self) -> tuple[str, bytes]:
-        """The name of the entry and the cubin for this thread's device: from disk, or compiled."""
-        of = architecture(cuda.get_current_device().compute_capability)
-        path = self._path(of)
+    def machine_code(self, of: tuple[int, int, str]) -> tuple[str, bytes]:
+        """The name of the entry and the cubin for an `architecture`: from disk, or compiled."""
+        path = kept_as(self._factory, self.parts(of))
         found = None if path is None else disk_cache.load(path, _unpack)
         note(found is not None)
         if found is not None:
             return found
         with compiled(self.label):
+            from numba.cuda.dispatcher import _Kernel
+
             options = {} if self.launch_bounds is None else {"launch_bounds": self.launch_bounds}
-            overload = cuda.jit(self.py_func, **options).compile(self.signature)
-            entry = overload.entry_name
-            code = overload._codelibrary.get_cubin(cc=of).code
+            options = cuda.jit(self.py_func, **options).targetoptions
+            # The dispatcher's `compile` would load it on the device too, for launches of Numba's own.
+            made = _Kernel(self.py_func, self.signature, **options)
+            entry, code = made.entry_name, made._codelibrary.get_cubin(cc=of).code
         if path is not None:
             disk_cache.save(path, entry.encode() + b"\0" + code)
         return entry, code
 
-    def _path(self, of: tuple[int, int, str]) -> Any:
-        """The file on disk; None where there is no place for files."""
-        identity = (self._factory.__module__, self._factory.__qualname__, repr(self._args))
-        parts = (
-            *identity,
-            repr(self.launch_bounds),
-            str(self.signature),
-            "sm_" + "".join(map(str, of)),
-        )
-        return disk_cache.path_of(self.py_func, self._factory.__qualname__, (*parts, *_toolchain()))
+    def parts(self, of: tuple[int, int, str]) -> list[str]:
+        """What the kernel is made from for an architecture, beside the sources and the toolchain."""
+        return [
+            self._factory.__module__, self._factory.__qualname__, repr(self._args), repr(self.launch_bounds),
+            str(self.signature), named(of),
+        ]  # fmt: skip
+
+
+def kept_as(factory: Callable[..., Any], parts: list[str]) -> Any:
+    """The file on disk of a kernel, by its `Kernel.parts`; None where there is no place for files."""
+    return disk_cache.path_of(factory, factory.__qualname__, (*parts, *_toolchain()))
+
+
+def named(of: tuple[int, int, str]) -> str:
+    """The name of an `architecture`, such as sm_90a."""
+    return "sm_" + "".join(map(str, of))
 
 
 def architecture(cc: tuple[int, int]) -> tuple[int, int, str]:
@@ -358,6 +368,21 @@ def jit(
 THREADS = 8 if SIMULATED else 128
 
 
+#: What `noted` writes down.
+_noted: list[dict[Kernel, None]] = []
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[dict[Kernel, None]]:
+    """Write down which kernels are launched meanwhile, by any thread, in their order; none of them runs."""
+    found: dict[Kernel, None] = {}
+    _noted.append(found)
+    try:
+        yield found
+    finally:
+        _noted.remove(found)
+
+
 def launch(kernel: Kernel, blocks: int, threads: Any, *args: Any, shared_bytes: int = 0) -> None:
     """Launch a kernel over at most `MAX_BLOCKS` blocks, on `streams.current`; nothing happens where there are none.
 
@@ -379,6 +404,10 @@ def launch(kernel: Kernel, blocks: int, threads: Any, *args: Any, shared_bytes: 
     blocks = min(blocks, MAX_BLOCKS)
     if SIMULATED:
         _simulate(kernel, (blocks, threads, 0, shared_bytes), args)
+        return
+    if _noted:
+        streams.spoil()  # nothing is to be repeated
+        _noted[-1].setdefault(kernel)
         return
     threads = threads if type(threads) is tuple else (threads,)
     recording = streams.recording()

@@ -132,7 +132,7 @@ def _q_dtype(line: Line) -> Any:
 
 
 def numkv_calls(line: Line, cold: int = COLD) -> Job:
-    """numkv's calls of a line, over paged pools."""
+    """Numkv's calls of a line, over paged pools."""
     makers = {
         "decode": _attend,
         "prefill": _attend,

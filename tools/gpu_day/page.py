@@ -1,0 +1,84 @@
+"""A page of what `tools.gpu_day.day` has written down: ``python -m tools.gpu_day.page FOLDER > page.md``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = ["page", "read"]
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """The results of all calls; a line that was cut in its middle is left out."""
+    found = []
+    for file in sorted(folder.glob("*.jsonl")):
+        for line in file.read_text().splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+    return found
+
+
+def _time(what: Any) -> str:
+    """A median with the middle half of the times, or why there is none."""
+    return (
+        f"{what[1]:,.1f} ({what[0]:,.1f} to {what[2]:,.1f})"
+        if isinstance(what, list)
+        else str(what or "")
+    )
+
+
+def _row(line: str, who: str, what: dict[str, Any], copy: float) -> list[str]:
+    graph, eager = what.get("graph"), what.get("eager")
+    best = graph if isinstance(graph, list) else eager
+    seconds = 1e-6 * best[1] if isinstance(best, list) else 0.0
+    part = what.get("bytes", 0) / seconds / copy if seconds and copy else 0.0
+    rate = what.get("flops", 0) / seconds / 1e12 if seconds else 0.0
+    shares = [f"{part:.0%}" if part else "", f"{rate:.0f}" if rate else ""]
+    return [line, who, _time(eager), _time(graph), *shares]
+
+
+def page(results: list[dict[str, Any]]) -> str:
+    """The page, as Markdown."""
+    first: dict[str, Any] = {}
+    for x in results:  # a call that was repeated: what came last
+        first[f"{x['call']}/{x['worker']}/{x['name']}"] = x
+    results = list(first.values())
+    probe = {x["name"]: x["what"] for x in results if x["call"] == "probe"}
+    device = probe.get("device") if isinstance(probe.get("device"), dict) else {}
+    versions = probe.get("versions") if isinstance(probe.get("versions"), dict) else {}
+    lines = [f"# numkv on {device.get('name', 'a device')}", ""]
+    lines += [", ".join(f"{name} {version}" for name, version in versions.items()) + "."]
+    lines += ["", "## Right", "", "| call | worker | right | not |", "| --- | --- | --: | --: |"]
+    timed = [x for x in results if x["ok"] and isinstance(x["what"], dict) and "eager" in x["what"]]
+    checks = [x for x in results if x not in timed]
+    for call, worker in dict.fromkeys((x["call"], x["worker"]) for x in checks):
+        of = [x["ok"] for x in checks if (x["call"], x["worker"]) == (call, worker)]
+        lines.append(f"| {call} | {worker} | {sum(of)} | {len(of) - sum(of)} |")
+    wrong = [x for x in checks if not x["ok"]]
+    if wrong:
+        said = [" ".join(str(x["what"]).split()) for x in wrong]
+        lines += [
+            "",
+            *(f"- {x['worker']}, {x['name']}: {text}" for x, text in zip(wrong, said, strict=True)),
+        ]
+    copies = [x["what"]["bytes_per_second"] for x in results if x["name"] == "copy" and x["ok"]]
+    copy = copies[0] if copies else 0.0
+    if timed:
+        lines += [
+            "", "## Times", "",
+            f"A copy within the device's memory reads and writes {copy / 1e9:,.0f} GB/s; shares are of that. TFLOP/s "
+            "are given where arithmetic bounds a line. Microseconds of a call are by device events: median and middle "
+            "half, over buffers that do not fit into L2. Shares are of calls that are replayed from a graph.", "",
+            "| line | who | as called | graph | of copy | TFLOP/s |", "| --- | --- | --: | --: | --: | --: |",
+        ]  # fmt: skip
+        rows = sorted(timed, key=lambda x: [y["name"] for y in timed].index(x["name"]))
+        lines += ["| " + " | ".join(_row(x["name"], x["worker"], x["what"], copy)) + " |" for x in rows]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page(read(Path(sys.argv[1]))))
