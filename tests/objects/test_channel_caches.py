@@ -223,6 +223,26 @@ def test_bound_calls(rng, kind, of_rows, window, cap):
             assert np.array_equal(x, y)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_bound_calls_over_splits(rng, kind):
+    """Several workers share a long sequence and merge what they find: the same bits, whatever their number."""
+    layers = [numkv.ContiguousLayer(9100, HEADS, DIM, kind=kind) for _ in range(3)]
+    first = rows(rng, 3000), rows(rng, 6001)
+    bound = [layer.bind(Q_HEADS) for layer in layers[:2]]
+    for prompt in first:
+        for layer in layers:
+            layer.append(*prompt)
+        for _ in range(3):
+            q, new = queries(rng, 1), rows(rng, 1)
+            with numkv.num_threads(2):
+                out = bound[0](q, *new)
+            with numkv.num_threads(1):
+                alone = bound[1](q, *new)
+            layers[2].append(*new)
+            wanted = layers[2].decode_attention(q)
+            assert out.tobytes() == alone.tobytes() == wanted.tobytes()
+
+
 @pytest.mark.kernels
 def test_bound_calls_that_fail(rng):
     """Nothing changes by rows that are not finite, the last of a group too; truncation into and before the group."""

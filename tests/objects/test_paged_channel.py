@@ -559,18 +559,15 @@ def test_attention_weights(play, kind):
         np.testing.assert_allclose(found, p.model[seq].mass(q), atol=2e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("kind", KINDS)
-def test_random_lives(kind, seed):
-    """Steps, drafts, forks, cuts and swaps of a few sequences, one after another."""
+def live(kind, seed):
+    """Steps, drafts, forks, cuts, compactions and swaps of a few sequences, one after another."""
     rng = np.random.default_rng([seed, 7])
     p = Played(make(kind, num_blocks=96), rng, lambda x: x, np.asarray, kind)
     p.add()
     for _ in range(40):
         live = list(p.model)
         seq = int(rng.choice(live))
-        what = rng.integers(0, 6)
+        what = rng.integers(0, 7)
         if what <= 1:
             p.step([seq], [int(rng.integers(1, 90))], write=bool(rng.integers(2)))
         elif what == 2:
@@ -585,6 +582,10 @@ def test_random_lives(kind, seed):
             made = p.cache.swap_in(p.cache.swap_out(seq))
             p.model[made] = p.model.pop(seq)
             p.cache.remove(seq)
+        elif what == 6:
+            kept = np.flatnonzero(rng.random(len(p.model[seq])) < rng.choice([0.3, 0.98]))
+            p.cache.compact(seq, kept)
+            p.model[seq] = p.model[seq].compacted(kept)
         if len(p.model[min(p.model)]) > 500:
             first = min(p.model)
             p.cache.remove(first)
@@ -592,6 +593,20 @@ def test_random_lives(kind, seed):
         if not p.model:
             p.add()
         p.look()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_lives(kind, seed):
+    live(kind, seed)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_random_lives(kind):
+    for seed in range(8, 500):
+        live(kind, seed)
 
 
 def rows_of(ids, start):
