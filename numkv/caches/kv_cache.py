@@ -61,7 +61,7 @@ class KVCache(SingleSequence):
     num_kv_heads : int
         Kv heads of each layer.
     head_dim : int
-        Elements of a K row, and of a V row unless `head_dim_v` says otherwise.
+        Elements of a K row, and of a V row unless `head_dim_v` is given.
     max_seq_len : int, optional
         Tokens that buffers are made for; more raise `CacheFull`. Without it they grow, and views show old memory.
     kind : str or Kind

@@ -168,7 +168,7 @@ class LayerSpec:
     head_dim_v : int, optional
         Elements of a V row; `head_dim` if None.
     kind : str or Kind
-        Storage kind of K, and of V unless `v_kind` says otherwise.
+        Storage kind of K, and of V unless `v_kind` is given.
     v_kind : str or Kind, optional
         Storage kind of V. With ``"latent"`` V is the first `head_dim_v` elements of each row of K; see docs/latent.md.
     rotate : bool

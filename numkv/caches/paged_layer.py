@@ -37,7 +37,7 @@ class PagedLayer(Layer):
     num_kv_heads : int
         Kv heads.
     head_dim : int
-        Elements of a K row, and of a V row unless `head_dim_v` says otherwise.
+        Elements of a K row, and of a V row unless `head_dim_v` is given.
     kind : str or Kind, optional
         Storage kind; ``"fp16"``, or the pool's.
     target : {"cpu", "cuda"}, optional

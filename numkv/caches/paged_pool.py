@@ -36,7 +36,7 @@ class PagedPool:
     num_kv_heads : int
         Kv heads.
     head_dim : int
-        Elements of a K row, and of a V row unless `head_dim_v` says otherwise.
+        Elements of a K row, and of a V row unless `head_dim_v` is given.
     kind : str or Kind
         Storage kind.
     target : {"cpu", "cuda"}
