@@ -52,7 +52,7 @@ class Sequence:
         kept, gone = length // TOKENS * TOKENS, (len(self) - 1) // TOKENS * TOKENS
         k, v, full_v = self.k[:length].copy(), self.v[:length], self.full_v[:length].copy()
         full_from = min(self.full_from, length)
-        if max(length - 1, 0) < gone:
+        if max(length - 1, 0) < gone or self.full_from > kept:
             full_from = kept
             of_k, of_v = self.read()
             k[kept:], full_v[kept:] = of_k[kept:length], of_v[kept:length]
