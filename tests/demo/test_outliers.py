@@ -142,8 +142,12 @@ def check_channels(kind, rows, target="cpu", tokens=2048, every=1, **options):
     cache.commit(step)
     step = cache.reserve([seq], [len(q)])
     step.append(0, *(place.asarray(x[: len(q)]) for x in (k, v)))
-    out = step.attention(0, place.asarray(q), ranges=place.asarray(np.array([[0, tokens]] * len(q))))
-    found = outlier_keys.error(place.to_host(out), outlier_keys.attention(*map(np.float64, (k, v, q))))
+    out = step.attention(
+        0, place.asarray(q), ranges=place.asarray(np.array([[0, tokens]] * len(q)))
+    )
+    found = outlier_keys.error(
+        place.to_host(out), outlier_keys.attention(*map(np.float64, (k, v, q)))
+    )
     assert found < BELOW[kind][rows]
 
 
