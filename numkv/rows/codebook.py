@@ -22,7 +22,9 @@ import math
 import numpy as np
 from numba.extending import register_jitable
 
-_TINY, _NOT_FINITE = 1e-30, 0x7F800000
+#: Rows whose largest magnitude is below are stored as zeros.
+TINY = 1e-30
+_NOT_FINITE = 0x7F800000
 
 
 @register_jitable
@@ -105,7 +107,7 @@ def scale_finder(load, nearest, TOP, OF_NORMAL):
         if most >= np.int32(_NOT_FINITE):
             return np.float32(np.nan)
         largest = np.int32(most).view(np.float32)
-        if largest < np.float32(_TINY):
+        if largest < np.float32(TINY):
             return np.float32(0)
         root = np.float32(math.sqrt(mean_square(x, largest)))
         of_normal = np.float32(np.float32(largest * root) * np.float32(OF_NORMAL))

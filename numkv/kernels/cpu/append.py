@@ -28,11 +28,12 @@ from numkv.kernels.cpu import overlap
 from numkv.kernels.cpu.overlap import lie_well
 from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
 from numkv.kernels.cpu.vectors.arrays import by_row, row_of, table_of
+from numkv.kernels.cpu.vectors.coding import row_storer
 from numkv.kernels.cpu.vectors.launch import on_threads
 from numkv.kernels.operations import Operations, implements
 from numkv.kinds import kind
 from numkv.rows.address import slot_of
-from numkv.rows.codec import elements_in, row_codec
+from numkv.rows.codec import elements_in
 from numkv.rows.convert import codec
 from numkv.rows.quantize import is_finite
 
@@ -43,7 +44,7 @@ def row_writer(SRC, DST):
     ``put(source, words, scales, x)``; `x` is a row of float32 to work in.
     """
     load, _ = codec(SRC)
-    store_row, _ = row_codec(DST)
+    store_row = row_storer(DST)
 
     @register_jitable
     def put(source, words, scales, x):

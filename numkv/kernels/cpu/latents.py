@@ -12,6 +12,7 @@ from numba.np.numpy_support import from_dtype
 from numkv.kernels.builder import SCALES, WORDS, array, build
 from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
 from numkv.kernels.cpu.vectors.arrays import by_row, row_of
+from numkv.kernels.cpu.vectors.coding import row_storer
 from numkv.kernels.cpu.vectors.launch import on_threads
 from numkv.kernels.cpu.write import (
     convert_row,
@@ -21,7 +22,6 @@ from numkv.kernels.cpu.write import (
     sum_of_squares,
 )
 from numkv.kernels.operations import Operations, implements
-from numkv.rows.codec import row_codec
 from numkv.rows.convert import codec
 from numkv.rows.rmsnorm import root_mean_square
 
@@ -30,7 +30,7 @@ def make_scatter_latents(SRC, KIND, COMPUTE):
     """The kernel for rows of kind `SRC` and a pool of kind `KIND`, computing in `COMPUTE`."""
     F = np.float32 if COMPUTE == "float32" else np.float64
     load, _ = codec(SRC, COMPUTE)
-    store, _ = row_codec(KIND, COMPUTE)
+    store = row_storer(KIND, COMPUTE)
 
     def kernel(rows, cos, sin, how, weight, angles, pool, scale, slots, launch, worker, workers):
         if launch != 0:

@@ -14,6 +14,7 @@ from numba import types
 
 from numkv.kernels.builder import SCALES, WORDS, array, build
 from numkv.kernels.cpu.vectors.arrays import by_row, row_of
+from numkv.kernels.cpu.vectors.coding import row_storer
 from numkv.kernels.operations import Operations, implements
 from numkv.kinds import kind
 from numkv.rows.codec import elements_in, row_codec
@@ -24,7 +25,8 @@ def make_shift_rows(KIND, INTERLEAVED):
     """The kernel for a pool of kind `KIND`; `INTERLEAVED` says which elements are a pair."""
     COMPUTE = "float64" if KIND == "fp64" else "float32"
     F = np.float64 if KIND == "fp64" else np.float32
-    store_row, load_row = row_codec(KIND, COMPUTE)
+    _, load_row = row_codec(KIND, COMPUTE)
+    store_row = row_storer(KIND, COMPUTE)
     OF_POOL = kind(KIND)
     WHOLE_ROW, GROUP = OF_POOL.scales_per == "row", OF_POOL.group_size
     elements = elements_in(OF_POOL)

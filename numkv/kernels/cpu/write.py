@@ -22,12 +22,13 @@ from numkv.kernels.cpu import overlap
 from numkv.kernels.cpu.overlap import lie_well
 from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
 from numkv.kernels.cpu.vectors.arrays import by_row, row_of, table_of
+from numkv.kernels.cpu.vectors.coding import row_storer
 from numkv.kernels.cpu.vectors.emitted import alone
 from numkv.kernels.cpu.vectors.launch import on_threads
 from numkv.kernels.operations import Checks, Operations, implements
 from numkv.kinds import kind
 from numkv.rows.address import slot_of
-from numkv.rows.codec import elements_in, row_codec
+from numkv.rows.codec import elements_in
 from numkv.rows.convert import codec
 from numkv.rows.quantize import is_finite
 from numkv.rows.rmsnorm import root_mean_square
@@ -120,8 +121,8 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
     """
     F = np.float32 if COMPUTE == "float32" else np.float64
     load, store_q = codec(SRC, COMPUTE)
-    store_k, _ = row_codec(K_KIND, COMPUTE)
-    store_v, _ = row_codec(V_KIND, COMPUTE)
+    store_k = row_storer(K_KIND, COMPUTE)
+    store_v = row_storer(V_KIND, COMPUTE)
     OF_K, OF_V = kind(K_KIND), kind(V_KIND)
     elements_k, elements_v = elements_in(OF_K), elements_in(OF_V)
     K_CODES, V_CODES = OF_K.has_scales, OF_V.has_scales

@@ -10,6 +10,7 @@ like any other. What they are made of is here:
 `vectors`     `Vectors`: vectors of floats, loaded from any storage kind, and functions of them
 `words`       `Words`: vectors of 16-bit integers and bytes, and their products
 `stored`      storage kinds as LLVM sees them; codes of a codebook to their levels, by a look into a table
+`coding`      rows of floats to codes of INT4, CODE4 and CODE6, bit for bit as `numkv.rows` defines them
 `amx`         `Amx`: Intel's matrix unit
 `prefetch`    `PrefetchStream`: memory that is asked for ahead of time, evenly spread among arithmetic
 `arrays`      rows of strided arrays, arrays without reference counts, addresses; records of where arrays lie

@@ -83,7 +83,7 @@ def levels_of(builder, kind, packed, without_sign=False):
     wide = b.or_(wide, b.shl(wide, ir.Constant(wide.type, [I16(4)] * count)))
     codes = b.bitcast(wide, ir.VectorType(I8, 2 * count))
     codes = b.and_(codes, ir.Constant(codes.type, [I8(15)] * codes.type.count))
-    return _looked_up(b, codes, table)
+    return looked_up(b, codes, table)
 
 
 def pair_of_code6(builder, word):
@@ -163,7 +163,7 @@ def _of_64(b, codes, table):
         ]
         return _joined(b, found)
     low = b.and_(codes, ir.Constant(codes.type, [I8(15)] * count))
-    found = [_looked_up(b, low, table[i : i + 16]) for i in range(0, 64, 16)]
+    found = [looked_up(b, low, table[i : i + 16]) for i in range(0, 64, 16)]
     zero = ir.Constant(codes.type, None)
     for shift in (3, 2):  # bit 4, and then bit 5, to where the sign is
         bit = b.shl(codes, ir.Constant(codes.type, [I8(shift)] * count))
@@ -172,7 +172,12 @@ def _of_64(b, codes, table):
     return found[0]
 
 
-def _looked_up(b, codes, table):
+def has_lookups():
+    """Whether there is an instruction for `looked_up`."""
+    return bool(_LOOKUPS)
+
+
+def looked_up(b, codes, table):
     """``table[codes]`` of numbers below 16."""
     count = codes.type.count
     sizes = [size for size in _LOOKUPS if size <= max(16, count)]
@@ -210,7 +215,7 @@ def _pick(b, x, y, lanes):
 
 
 def _chosen(b, codes, table):
-    """`_looked_up` without such an instruction: one number after another."""
+    """`looked_up` without such an instruction: one number after another."""
     found = ir.Constant(codes.type, [I8(table[0])] * codes.type.count)
     for i, level in enumerate(table[1:], 1):
         here = b.icmp_unsigned("==", codes, ir.Constant(codes.type, [I8(i)] * codes.type.count))

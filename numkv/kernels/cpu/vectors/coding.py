@@ -1,0 +1,502 @@
+"""Rows of floats to codes of a few bits, in vector code: INT4, CODE4 and CODE6.
+
+The words and scales are those of `numkv.rows.int4` and `numkv.rows.codebook`, bit for bit: the same operations on the
+same floats, and sums of integers, whose order makes no difference. What differs is how they are found:
+
+*Groups of INT4.* The elements of a group stay in registers. The three scales that are tried are lanes of one vector.
+
+*Codebooks.* A row is read once for its largest element, once for its mean square, once for the errors under all three
+scales, once for the fitted scale and once for its codes. Levels are found for bytes, four vectors of floats at a time::
+
+    y = min(2 * size, 254)                          an integer; twice the edges are integers, too
+    number = first[y // 16] + sum over j of (y >= edges[j][y // 16])
+
+As at most three edges lie among 16 neighbours, looks into tables of 16 bytes take the place of a search.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import register_jitable
+
+from numkv.kernels.cpu.vectors.emit import (
+    DOUBLE,
+    FLOAT,
+    I8,
+    I16,
+    I32,
+    I64,
+    emits,
+    scratch_floats,
+    steps,
+)
+from numkv.kernels.cpu.vectors.stored import has_lookups, looked_up
+from numkv.kernels.cpu.vectors.words import Words
+from numkv.rows import code4, code6, codebook, int4
+from numkv.rows.codec import row_codec
+
+_CODEBOOKS = {"code4": code4, "code6": code6}
+_NOT_FINITE = 0x7F800000
+# Scales that are tried for a group or a row.
+_TRIED = 3
+
+
+def row_storer(kind, compute="float32"):
+    """The function that stores a row of a kind, as `numkv.rows.codec.row_codec` has it.
+
+    Rows, words and scales lie one after another in memory.
+    """
+    if kind == "int4":
+
+        @register_jitable
+        def store_int4(x, words, scales):
+            whole = len(x) // int4.GROUP
+            store_int4_groups(x, words, scales, whole)
+            first = whole * int4.GROUP
+            if first < len(x):
+                scales[whole] = int4.store_int4_group(x, first, len(x) - first, words, first // 2)
+
+        return store_int4
+    if kind in _CODEBOOKS:
+        store_codes = _make_store_codes(kind)
+
+        @register_jitable
+        def store_coded(x, words, scales):
+            scales[0] = store_codes(x, words, len(x))
+
+        return store_coded
+    store_row, _ = row_codec(kind, compute)
+    return store_row
+
+
+class _Rows(Words):
+    """Vectors of rows of float32, or of float64 that are rounded to it."""
+
+    def load_row(self, pointer, at):
+        """A vector of elements, from one on."""
+        element = pointer.type.pointee
+        of = ir.VectorType(element, self.lanes)
+        place = self.b.bitcast(self.b.gep(pointer, [at]), of.as_pointer())
+        value = self.b.load(place, align=8 if element == DOUBLE else 4)
+        return self.b.fptrunc(value, self.type) if element == DOUBLE else value
+
+    def size_of(self, x):
+        """Absolute values."""
+        bits = self.b.and_(self.b.bitcast(x, self.int_type), self.splat_int(0x7FFFFFFF))
+        return self.b.bitcast(bits, self.type)
+
+    def smaller(self, a, b):
+        """Lane by lane the smaller."""
+        return self.b.select(self.b.fcmp_ordered("<", a, b), a, b)
+
+    def joined(self, vectors, of=I8):
+        """The low bits of integers, vectors one after another, as one vector of narrower ones."""
+        b = self.b
+        while len(vectors) > 1:
+            width = 2 * vectors[0].type.count
+            pairs = zip(vectors[::2], vectors[1::2], strict=True)
+            vectors = [self.shuffle(x, y, range(width)) for x, y in pairs]
+        return b.trunc(vectors[0], ir.VectorType(of, vectors[0].type.count))
+
+    def low_byte(self, x):
+        """Integers without what is above their low byte: so LLVM packs them by instructions that saturate."""
+        return self.b.and_(x, self.splat_int(255))
+
+
+def _same(value, like, element=None):
+    """A constant of the type of a vector, or of another element, whose lanes are all a number."""
+    of = ir.VectorType(element or like.type.element, like.type.count)
+    return ir.Constant(of, [ir.Constant(of.element, value)] * of.count)
+
+
+# -- INT4
+
+# Groups that are taken at once: lanes of a vector.
+_TOGETHER = 4
+
+
+@emits()
+def store_int4_groups(b, x, words, scales, count):
+    """Put the first `count` whole groups of a row into their words and scales."""
+    coder = _Int4Groups(b, x, words, scales)
+    last = b.sub(count, I64(1))
+    with steps(b, I64(0), count, _TOGETHER) as (first, _):
+        groups = []
+        for i in range(_TOGETHER):  # past the last one, that one again
+            group = b.add(first, I64(i))
+            groups.append(b.select(b.icmp_signed("<", group, last), group, last))
+        coder.store(groups)
+
+
+class _Int4Groups:
+    """Emits `store_int4_groups`."""
+
+    def __init__(self, b, x, words, scales):
+        self.b, self.v, self.x, self.words, self.scales = b, _Rows(b), x, words, scales
+        self.floats, self.ints = (ir.VectorType(x, _TOGETHER) for x in (FLOAT, I32))
+        self.codes = scratch_floats(b, FLOAT, _TRIED * _TOGETHER * int4.GROUP)
+
+    def load(self, group):
+        """The elements of a group."""
+        first = self.b.mul(group, I64(int4.GROUP))
+        starts = range(0, int4.GROUP, self.v.lanes)
+        return [self.v.load_row(self.x, self.b.add(first, I64(i))) for i in starts]
+
+    def store(self, groups):
+        """The words and scales of some groups."""
+        b = self.b
+        high, minus_low, finite = self.ends([self.load(group) for group in groups])
+        best, word = self.best(groups, high, minus_low)
+        word = b.select(finite, word, _same(0x7FC0, word))
+        scale = b.bitcast(b.shl(word, _same(16, word)), self.floats)
+        usable = b.fcmp_ordered(">", scale, _same(0.0, scale))
+        for j, group in enumerate(groups):
+            lane = I32(j)
+            of_group = b.trunc(b.extract_element(word, lane), I16)
+            b.store(of_group, b.gep(self.scales, [group]))
+            tried = b.zext(b.extract_element(best, lane), I64)
+            at = b.add(b.mul(tried, I64(_TOGETHER * int4.GROUP)), I64(j * int4.GROUP))
+            packed = self.packed(at)
+            packed = b.select(b.extract_element(usable, lane), packed, _same(0xFF, packed))
+            place = b.gep(self.words, [b.mul(group, I64(int4.GROUP // 2))])
+            b.store(packed, b.bitcast(place, packed.type.as_pointer()), align=1)
+
+    def ends(self, groups):
+        """Of groups of vectors: the largest element, minus the smallest one, and whether all are finite."""
+        b, v = self.b, self.v
+        found = []
+        for xs in groups:
+            peak, high, low = v.splat_int(0), xs[0], xs[0]
+            for x in xs:
+                peak = v.larger_size(x, peak)
+                high, low = v.larger(x, high), v.smaller(x, low)
+            found.append((high, b.fsub(v.splat(-0.0), low), peak))
+        high, minus_low, peak = zip(*found, strict=True)
+        peak = v.folds(peak, v.larger_int)
+        finite = b.icmp_signed("<", peak, _same(_NOT_FINITE, peak))
+        return v.folds(high, v.larger), v.folds(minus_low, v.larger), finite
+
+    def best(self, groups, high, minus_low):
+        """Which of the scales that are tried is the best, and its word; see `numkv.rows.int4.int4_scale`."""
+        b, v = self.b, self.v
+        span = b.fadd(*(b.fdiv(x, _same(15.0, x)) for x in (high, minus_low)))
+        reach = b.fdiv(v.larger(high, minus_low), _same(-int4.LOWEST, high))
+        widest = v.larger(span, reach)
+        tried = [self.tried(i, high, minus_low, widest) for i in range(_TRIED)]
+        best, word, least = _same(0, high, I32), _same(0, high, I32), _same(math.inf, high)
+        for i, (step, this, scale, lowest) in enumerate(tried):
+            totals = []
+            for j, group in enumerate(groups):
+                numbers = (v.splat(b.extract_element(x, I32(j))) for x in (scale, lowest))
+                totals.append(self.squared_error(self.load(group), i * _TOGETHER + j, *numbers))
+            unit = b.fdiv(scale, widest)
+            error = b.sitofp(v.folds(totals, b.add), self.floats)
+            error = b.fmul(b.fmul(error, unit), unit)
+            tiny = b.fcmp_ordered("<", step, _same(2.0**-123, step))
+            error = b.select(tiny, _same(math.inf, step), error)
+            less = b.fcmp_ordered("<", error, least)
+            best = b.select(less, _same(i, best), best)
+            word, least = b.select(less, this, word), b.select(less, error, least)
+        return best, word
+
+    def tried(self, i, high, minus_low, widest):
+        """Of scale number `i` that is tried: before it is rounded, its word, itself, and its lowest level."""
+        b, v = self.b, self.v
+        factor = float(np.float32(23 + i) / np.float32(25))
+        step = b.fmul(widest, _same(factor, widest))
+        middle = b.fsub(b.fdiv(high, step), b.fdiv(minus_low, step))
+        middle = b.fadd(middle, _same(float(int4.OFFSETS // 2), step))
+        middle = v.larger(middle, _same(0.0, step))
+        offset = b.fptosi(v.smaller(middle, _same(int4.OFFSETS - 1.0, step)), self.ints)
+        word = self.word_near(step, offset)
+        scale = b.bitcast(b.shl(word, _same(16, word)), self.floats)
+        lowest = b.fmul(b.sitofp(offset, self.floats), _same(0.5, step))
+        return step, word, scale, b.fadd(lowest, _same(int4.LOWEST, step))
+
+    def word_near(self, step, offset):
+        """The nearest words that end with the bits of offsets; see `numkv.rows.int4`."""
+        b = self.b
+        bits = b.sub(b.bitcast(step, self.ints), b.shl(offset, _same(16, offset)))
+        unit = int4.OFFSETS << 16
+        near = b.ashr(b.add(bits, _same(unit // 2, bits)), _same(unit.bit_length() - 1, bits))
+        return b.add(b.mul(near, _same(int4.OFFSETS, near)), offset)
+
+    def squared_error(self, xs, at, scale, lowest):
+        """The squared error of a group, by lanes, under a scale and a lowest level; its codes are kept at `at`."""
+        b, v = self.b, self.v
+        total = v.splat_int(0)
+        for i, x in enumerate(xs):
+            place = b.fdiv(x, scale)
+            code = b.fadd(b.fsub(place, lowest), v.splat(0.5))
+            code = v.smaller(v.larger(code, v.splat(0.0)), v.splat(15.0))
+            code = b.fptosi(code, v.int_type)
+            v.store(b.bitcast(code, v.type), self.codes, I64(at * int4.GROUP + i * v.lanes))
+            off = b.fsub(place, b.fadd(b.sitofp(code, v.type), lowest))
+            off = b.fptosi(v.size_of(b.fmul(off, v.splat(512.0))), v.int_type)  # 16 bits
+            total = v.add_pairs(total, off, off)
+        return total
+
+    def packed(self, at):
+        """The bytes of a group whose codes were kept at `at`."""
+        b, v = self.b, self.v
+        pairs = []
+        for i in range(0, int4.GROUP // 2, v.lanes):
+            low, high = (
+                b.bitcast(v.load_floats(self.codes, b.add(at, I64(j))), v.int_type)
+                for j in (i, i + int4.GROUP // 2)
+            )
+            pairs.append(v.low_byte(b.or_(low, b.shl(high, v.splat_int(4)))))
+        return v.joined(pairs)
+
+
+# -- codebooks
+
+
+def _make_store_codes(kind):
+    """`store_codes` for a kind of codes of a codebook."""
+
+    @emits(types.float32)
+    def store_codes(b, x, words, count):
+        """Put a row of `count` floats into its words, and return its scale."""
+        return _CodebookRow(b, kind, x, words, count).store()
+
+    return store_codes
+
+
+class _CodebookRow:
+    """Emits `store_codes`."""
+
+    def __init__(self, b, kind, x, words, count):
+        self.b, self.v, self.kind, self.words = b, _Rows(b), kind, words
+        book = _CODEBOOKS[kind]
+        self.levels, self.of_normal = book.LEVELS, book.OF_NORMAL
+        self.sign = len(self.levels)
+        self.edges = [int(2 * edge) for edge in book.EDGES]
+        self.bytes_of = {"code4": (1, 2), "code6": (3, 4)}[kind]  # bytes of so many elements
+        self.count, self.chunk = count, 4 * self.v.lanes
+        self.chunks = b.sdiv(b.add(count, I64(self.chunk - 1)), I64(self.chunk))
+        self.whole = b.sdiv(count, I64(self.chunk))
+        # What is left over after whole chunks is padded with zeros.
+        self.left = b.sub(count, b.mul(self.whole, I64(self.chunk)))
+        self.x, element = x, x.type.pointee
+        self.last = cgutils.alloca_once(b, element, I64(self.chunk))
+        self.pads = b.sub(b.mul(self.chunks, I64(self.chunk)), count)
+        size = I64(8 if element == DOUBLE else 4)
+        with b.if_then(b.icmp_signed(">", self.left, I64(0))):
+            cgutils.memset(b, self.last, b.mul(I64(self.chunk), size), 0)
+            start = b.gep(x, [b.sub(count, self.left)])
+            cgutils.raw_memcpy(b, self.last, start, self.left, size)
+
+    def store(self):
+        """All of it; the scale, a float."""
+        b = self.b
+        most, largest = self.largest()
+        fitted = self.scale_of(largest)
+        small = b.fcmp_ordered("<", largest, FLOAT(float(np.float32(codebook.TINY))))
+        scale = b.select(small, FLOAT(0.0), fitted)
+        odd = b.icmp_signed(">=", most, I32(_NOT_FINITE))
+        scale = b.select(odd, FLOAT(math.nan), scale)
+        self.put_codes(scale)
+        return scale
+
+    def each(self):
+        """A loop over chunks: gives the number of one."""
+        return steps(self.b, I64(0), self.chunks, 1)
+
+    def load(self, i):
+        """The vectors of chunk `i`."""
+        b, v = self.b, self.v
+        inside = b.icmp_signed("<", i, self.whole)
+        base = b.select(inside, b.gep(self.x, [b.mul(i, I64(self.chunk))]), self.last)
+        return [v.load_row(base, I64(j * v.lanes)) for j in range(4)]
+
+    def sums(self):
+        """A place for sums of 32 bits without a sign, by lanes: their lower and upper halves are added apart."""
+        return [cgutils.alloca_once_value(self.b, self.v.splat_int(0)) for _ in range(2)]
+
+    def add(self, sums, numbers):
+        """Add integers without a sign."""
+        b, v = self.b, self.v
+        low, high = b.and_(numbers, v.splat_int(0xFFFF)), b.lshr(numbers, v.splat_int(16))
+        for slot, part in zip(sums, (low, high), strict=True):
+            b.store(b.add(b.load(slot), part), slot)
+
+    def total(self, sums):
+        """The sum of all lanes, i64."""
+        b, v = self.b, self.v
+        low, high = (b.zext(b.load(slot), ir.VectorType(I64, v.lanes)) for slot in sums)
+        return v.fold(b.add(low, b.shl(high, _same(16, high))), b.add)
+
+    def squares(self, numbers):
+        """The sum of the squares of four vectors of 15 bits, by lanes."""
+        total = self.v.splat_int(0)
+        for x in numbers:
+            total = self.v.add_pairs(total, x, x)
+        return total
+
+    def largest(self):
+        """The largest magnitude: its bits, and itself."""
+        b, v = self.b, self.v
+        peak = cgutils.alloca_once_value(b, v.splat_int(0))
+        with self.each() as (i, _):
+            found = b.load(peak)
+            for x in self.load(i):
+                found = v.larger_size(x, found)
+            b.store(found, peak)
+        most = v.fold(b.load(peak), v.larger_int)
+        return most, b.bitcast(most, FLOAT)
+
+    def sizes(self, xs, scale):
+        """Magnitudes in units of a scale."""
+        return [self.b.fdiv(self.v.size_of(x), scale) for x in xs]
+
+    def mean_square(self, largest):
+        """The mean square of the row, in units of the largest magnitude's square."""
+        b, v = self.b, self.v
+        divisor, sums = v.splat(largest), self.sums()
+        with self.each() as (i, _):
+            sizes = self.sizes(self.load(i), divisor)
+            parts = [b.fptosi(b.fmul(x, v.splat(32767.0)), v.int_type) for x in sizes]
+            self.add(sums, self.squares(parts))
+        total = b.sitofp(self.total(sums), FLOAT)
+        square = FLOAT(float(np.float32(32767.0**2)))
+        return b.fdiv(total, b.fmul(b.sitofp(self.count, FLOAT), square))
+
+    def scale_of(self, largest):
+        """The scale; see `numkv.rows.codebook.scale_finder`."""
+        b = self.b
+        signature = ir.FunctionType(FLOAT, [FLOAT])
+        root = cgutils.get_or_insert_function(b.module, signature, "llvm.sqrt.f32")
+        root = b.call(root, [self.mean_square(largest)])
+        of_normal = b.fmul(b.fmul(largest, root), FLOAT(float(np.float32(self.of_normal))))
+        of_largest = b.fdiv(largest, FLOAT(float(self.levels[-1])))
+        between = b.fmul(b.fadd(of_normal, of_largest), FLOAT(0.5))
+        scales = of_normal, between, of_largest
+        best, least = FLOAT(0.0), FLOAT(math.inf)
+        for scale, error in zip(scales, self.squared_errors(scales), strict=True):
+            # Relative to one of them, so that tiny errors do not vanish when they are squared.
+            unit = b.fdiv(scale, of_largest)
+            error = b.fmul(b.fmul(b.sitofp(error, FLOAT), unit), unit)
+            less = b.fcmp_ordered("<", error, least)
+            best, least = b.select(less, scale, best), b.select(less, error, least)
+        return self.fitted(best)
+
+    def squared_errors(self, scales):
+        """The squared errors of the row under scales, i64."""
+        b, v = self.b, self.v
+        divisors, sums = [v.splat(x) for x in scales], [self.sums() for _ in scales]
+        with self.each() as (i, _):
+            xs = self.load(i)
+            for divisor, slots in zip(divisors, sums, strict=True):
+                sizes, errors = self.sizes(xs, divisor), []
+                for size, level in zip(sizes, self.levels_of(sizes), strict=True):
+                    off = b.fmul(b.fsub(size, b.sitofp(level, v.type)), v.splat(8.0))
+                    off = v.smaller(v.size_of(off), v.splat(32767.0))
+                    errors.append(b.fptosi(off, v.int_type))
+                self.add(slots, self.squares(errors))
+        of_pads = b.mul(self.pads, I64((8 * self.levels[0]) ** 2))
+        return [b.sub(self.total(slots), of_pads) for slots in sums]
+
+    def fitted(self, scale):
+        """The best scale for the levels that a scale has chosen, by least squares."""
+        b, v = self.b, self.v
+        divisor, along = v.splat(scale), self.sums()
+        squares = self.sums()
+        with self.each() as (i, _):
+            sizes = self.sizes(self.load(i), divisor)
+            levels, products = self.levels_of(sizes), v.splat_int(0)
+            for size, level in zip(sizes, levels, strict=True):
+                most = v.smaller(b.fmul(size, v.splat(16.0)), v.splat(float(1 << 20)))
+                products = b.add(products, b.mul(b.fptosi(most, v.int_type), level))
+            self.add(along, products)
+            self.add(squares, self.squares(levels))
+        of_pads = b.mul(self.pads, I64(self.levels[0] ** 2))
+        below = b.sitofp(b.sub(self.total(squares), of_pads), FLOAT)
+        factor = b.fdiv(b.sitofp(self.total(along), FLOAT), b.fmul(below, FLOAT(16.0)))
+        return b.fmul(scale, factor)
+
+    def numbers_of(self, sizes):
+        """The numbers of the levels nearest to magnitudes in units of the scale, of a chunk, as bytes."""
+        b, v = self.b, self.v
+        twice = [v.smaller(b.fadd(x, x), v.splat(254.0)) for x in sizes]
+        twice = v.joined([v.low_byte(b.fptosi(x, v.int_type)) for x in twice])
+
+        def reached(edges):
+            return b.sext(b.icmp_unsigned(">=", twice, edges), twice.type)
+
+        if not has_lookups():
+            found = _same(0, twice)
+            for edge in self.edges:
+                found = b.sub(found, reached(_same(edge, twice)))
+            return found
+        words = b.lshr(v.words(twice), v.splat_word(4))
+        place = b.and_(b.bitcast(words, twice.type), _same(15, twice))
+        found = looked_up(b, place, [sum(x <= 16 * i for x in self.edges) for i in range(16)])
+        inside = [[x for x in self.edges if 16 * i < x < 16 * i + 16] for i in range(16)]
+        for j in range(max(map(len, inside))):
+            edges = [some[j] if j < len(some) else 255 for some in inside]
+            found = b.sub(found, reached(looked_up(b, place, edges)))
+        return found
+
+    def levels_of(self, sizes):
+        """The levels nearest to magnitudes, as integers."""
+        b, v = self.b, self.v
+        numbers = self.numbers_of(sizes)
+        low = b.and_(numbers, _same(15, numbers)) if self.sign > 16 else numbers
+        tables = [self.levels[i : i + 16] for i in range(0, self.sign, 16)]
+        found = [looked_up(b, low, [*table, *[0] * (16 - len(table))]) for table in tables]
+        if len(found) > 1:
+            upper = b.icmp_unsigned(">", numbers, _same(15, numbers))
+            found = [b.select(upper, found[1], found[0])]
+        levels = found[0]
+        starts = range(0, self.chunk, v.lanes)
+        parts = [v.shuffle(levels, levels, range(i, i + v.lanes)) for i in starts]
+        return [b.zext(x, v.int_type) for x in parts]
+
+    def put_codes(self, scale):
+        """Put the codes down; zeros where the scale is 0 or NaN."""
+        b, v = self.b, self.v
+        usable, divisor = b.fcmp_ordered(">", scale, FLOAT(0.0)), v.splat(scale)
+        each, of = self.bytes_of
+        size = self.chunk * each // of
+        rest = cgutils.alloca_once(b, I8, I64(size))
+        with self.each() as (i, _):
+            places = [b.fdiv(x, divisor) for x in self.load(i)]
+            numbers = self.numbers_of([v.size_of(x) for x in places])
+            below = [b.fcmp_ordered("<", x, v.splat(0.0)) for x in places]
+            below = v.joined([b.sext(x, v.int_type) for x in below])
+            codes = b.or_(numbers, b.and_(below, _same(self.sign, below)))
+            inside = b.icmp_signed("<", i, self.whole)
+            base = b.select(inside, b.gep(self.words, [b.mul(i, I64(size))]), rest)
+            at = 0
+            for part in self.packed(codes):
+                part = b.select(usable, part, _same(0, part))
+                place = b.bitcast(b.gep(base, [I64(at)]), part.type.as_pointer())
+                b.store(part, place, align=1)
+                at += part.type.count
+        with b.if_then(b.icmp_signed(">", self.left, I64(0))):
+            left = b.sdiv(b.mul(self.left, I64(each)), I64(of))
+            start = b.gep(self.words, [b.mul(self.whole, I64(size))])
+            cgutils.raw_memcpy(b, start, rest, left, I64(1))
+
+    def packed(self, codes):
+        """Codes as they lie in memory: vectors of bytes."""
+        b, v = self.b, self.v
+        if self.kind == "code4":
+            words = v.words(codes)
+            words = b.or_(words, b.lshr(words, v.splat_word(4)))
+            words = b.and_(words, v.splat_word(255))
+            return [b.trunc(words, ir.VectorType(I8, words.type.count))]
+        x = b.bitcast(codes, v.int_type)
+        low, high = v.splat_int(0x003F003F), v.splat_int(0x0FC00FC0)
+        x = b.or_(b.and_(x, low), b.and_(b.lshr(x, v.splat_int(2)), high))
+        low, high = v.splat_int(0x00000FFF), v.splat_int(0x00FFF000)
+        x = b.or_(b.and_(x, low), b.and_(b.lshr(x, v.splat_int(4)), high))
+        x = b.bitcast(x, codes.type)
+        lanes = [4 * (i // 3) + i % 3 for i in range(3 * v.lanes)]
+        return [v.shuffle(x, x, lanes[: 2 * v.lanes]), v.shuffle(x, x, lanes[2 * v.lanes :])]
