@@ -222,7 +222,7 @@ def call(folder, work, tmp_path, capsys):
         }  # fmt: skip
         given = {
             "work": work, "processes": 2, "patience": 20, "cases": CASES, "lines": LINES, "profiled": "^append 1/int8$",
-            "split": "^append 1/int8$", "seconds": 0.01, "cold": 1, "scale": 1e-5, **options,
+            "seconds": 0.01, "cold": 1, "scale": 1e-5, **options,
         }  # fmt: skip
         command = [sys.executable, str(folder / "day.py"), name]
         for option, value in given.items():
@@ -300,8 +300,6 @@ def test_why(call, others):
     assert found["ncu", "append 1/int8" if others == "answer" else "its start"]["ok"] == (
         others == "answer"
     )
-    for least in (256, 512, 1024):
-        assert found[f"splits {least}", "append 1/int8"]["ok"]
 
 
 @pytest.mark.slow

@@ -152,9 +152,11 @@ def workers(call: str, given: argparse.Namespace) -> list[list[Worker]]:
     python = [sys.executable, "-m", "tools.gpu_day.steps"]
     lines = ["--lines", given.lines, "--seconds", str(given.seconds), "--cold", str(given.cold)]
     if call == "probe":
-        return [[Worker("probe", [*python, "probe"])]]
+        return [[Worker("probe", [*python, "probe"], given.patience)]]
     if call == "interop":
-        return [[Worker("interop", [*python, "interop", "--scale", str(given.scale)])]]
+        return [
+            [Worker("interop", [*python, "interop", "--scale", str(given.scale)], given.patience)]
+        ]
     if call == "right":
         n = given.processes
         shares = [
@@ -195,20 +197,7 @@ def workers(call: str, given: argparse.Namespace) -> list[list[Worker]]:
     ]
     lines[1] = given.profiled
     profile = Worker("ncu", [*prefix, *python, "profile", *lines], 3 * given.patience)
-    # Kernels with splits of other lengths are compiled there, and must not be found as numkv's own later.
-    env = ["env", f"NUMBA_CACHE_DIR={given.work / 'splits'}"]
-    lines[1] = given.split
-    splits = [
-        [
-            Worker(
-                f"splits {n}",
-                [*env, *python, "time", *lines, "--least", str(n)],
-                2 * given.patience,
-            )
-        ]
-        for n in (256, 512, 1024)
-    ]
-    return [[profile], *splits]
+    return [[profile]]
 
 
 def prepare(work: Path, write) -> None:
@@ -321,9 +310,6 @@ def main() -> int:
     parse.add_argument("--cases", default="", help="a regular expression: those only")
     parse.add_argument("--lines", default="", help="what is timed")
     parse.add_argument("--profiled", default=PROFILED, help="what is profiled")
-    parse.add_argument(
-        "--split", default=r"^decode (T1|A)/bf16$", help="what is timed with other splits"
-    )
     parse.add_argument("--seconds", type=float, default=0.3, help="for a line")
     parse.add_argument(
         "--cold", type=int, default=512 << 20, help="bytes of a line's buffers, above the L2"

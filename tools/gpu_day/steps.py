@@ -408,13 +408,6 @@ def _once(line: of_lines.Line, cold: int) -> int:
     return len(calls[:2])
 
 
-def set_least(tokens: int) -> None:
-    """Have splits of a sequence hold at least so many tokens; before kernels are built, on a cache of their own."""
-    from numkv.kernels.cuda.attention import items
-
-    items.LEAST_SPLIT = tokens
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Do a group's steps."""
     parse = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -428,12 +421,7 @@ def main(arguments: list[str] | None = None) -> None:
     parse.add_argument("--lines", default="")
     parse.add_argument("--seconds", type=float, default=0.3)
     parse.add_argument("--cold", type=int, default=of_lines.COLD)
-    parse.add_argument(
-        "--least", type=int, help="tokens of a split, in place of numkv's own choice"
-    )
     given = parse.parse_args(arguments)
-    if given.least:
-        set_least(given.least)
     groups: dict[str, Callable[[], Steps]] = {
         "probe": probe,
         "cases": lambda: of_cases(given.only, given.share, given.families),
