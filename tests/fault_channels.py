@@ -36,7 +36,7 @@ _KV_CACHE = {
 
 
 def _layer():
-    layer = numkv.PagedLayer(12, 64, HEADS, DIM, kind="int4_channel")
+    layer = numkv.PagedLayer(12, 64, HEADS, DIM, kind="int8_channel")
     layer.append(*rows(130))
     return layer
 
@@ -90,6 +90,6 @@ _PAGED_CACHE = {
 #: By name; the methods that are not here are tried on caches of other kinds.
 SUBJECTS = {
     "KVCache int8_channel, first tokens": Subject(_kv_cache, _see_kv_cache, _KV_CACHE, None),
-    "PagedLayer int4_channel": Subject(_layer, _see_layer, _LAYER, None),
+    "PagedLayer int8_channel": Subject(_layer, _see_layer, _LAYER, None),
     "PagedKVCache int8_channel": Subject(_paged_cache, _see_paged_cache, _PAGED_CACHE, None),
 }
