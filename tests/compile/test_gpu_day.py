@@ -175,6 +175,8 @@ def test_a_program_that_is_not_there():
 CASES = r"^(append\[fp32, fp32, False, 96\]|merge\[fp32, dim=72\])$"
 LINES = r"^(append 1/int8|decode T1/bf16)$"
 KERNELS = f"{CASES[:-2]}|append 1/int8|decode T1/bf16)$"
+#: What peers and tools do; waiting for those that hang is for the night, as a busy machine is slower than patience.
+OTHERS = ["answer", *(pytest.param(x, marks=pytest.mark.nightly) for x in ("fail", "hang"))]
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +245,7 @@ def call(folder, work, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_probe(call, work):
-    printed, found = call("probe", driver="interpreter")
+    printed, found = call("probe", driver="interpreter", patience=150)
     assert found["machine", "pip"]["ok"], found["machine", "pip"]
     assert (work / "site" / "carried_double.py").exists()
     assert found["machine", "kernels"]["ok"], found["machine", "kernels"]
@@ -255,9 +257,9 @@ def test_the_probe(call, work):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("others", ["answer", "fail", "hang"])
+@pytest.mark.parametrize("others", OTHERS)
 def test_right(call, others):
-    _, found = call("right", others, "interpreter", patience=20 if others == "answer" else 6)
+    _, found = call("right", others, "interpreter", patience=150 if others == "answer" else 6)
     cases = {key: x["ok"] for key, x in found.items() if key[0].startswith("cases")}
     assert len(cases) == 2
     assert all(cases.values()), found
@@ -269,7 +271,7 @@ def test_right(call, others):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("others", ["answer", "fail", "hang"])
+@pytest.mark.parametrize("others", OTHERS)
 def test_interop(call, others):
     """Flow alone: each step is begun, and its end or silence is written down."""
     _, found = call("interop", others, patience=5)
@@ -278,10 +280,10 @@ def test_interop(call, others):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("others", ["answer", "fail", "hang"])
+@pytest.mark.parametrize("others", OTHERS)
 def test_fast(call, work, others):
     kept = set((work / "cache").rglob("*.kernel"))
-    _, found = call("fast", others, patience=8)
+    _, found = call("fast", others, patience=150 if others == "answer" else 8)
     assert set((work / "cache").rglob("*.kernel")) == kept  # nothing was compiled
     for name in ("append 1/int8", "decode T1/bf16"):
         what = found["numkv", name]["what"]
@@ -294,15 +296,16 @@ def test_fast(call, work, others):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("others", ["answer", "fail", "hang"])
+@pytest.mark.parametrize("others", OTHERS)
 def test_why(call, others):
-    _, found = call("why", others, patience=60 if others == "answer" else 15)
+    _, found = call("why", others, patience=150 if others == "answer" else 15)
     assert found["ncu", "append 1/int8" if others == "answer" else "its start"]["ok"] == (
         others == "answer"
     )
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_call_that_is_cut_has_written_what_it_has(call):
     printed, found = call("fast", "hang", limit=40)
     assert found["numkv", "append 1/int8"]["ok"]
