@@ -115,7 +115,8 @@ def mass_of_parts(
     for part, begin in zip(parts, begins or [0] * len(parts), strict=True):
         lens = seq_lens if part.lens is None else part.lens
         found = attention_mass(
-            part.pool, part.table, q, lens, q_starts, columns - begin, plain, lse=lse, ranges=part.ranges
+            part.pool, part.table, q, lens, q_starts, columns - begin, plain, lse=lse, ranges=part.ranges,
+            by_slot=part.by_slot,
         )  # fmt: skip
         weights[:, :, begin:] += np.asarray(target.to_host(found))
     return target.asarray(weights)

@@ -23,12 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.attention.attend import check_call, run
-from numkv.attention.mass import attention_mass
+from numkv.attention.mass import mass_of_parts
 from numkv.attention.options import CheckedOptions
 from numkv.attention.parts import Part, converted, run_seen
 from numkv.attention.sight import seen_by_queries
 from numkv.caches.layer_spec import FullPrecision, in_full
-from numkv.checks import check_array
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import groups_of
 from numkv.errors import NotSupported, NumkvError
@@ -42,8 +41,6 @@ from numkv.targets.base import Array
 Ints = NDArray[np.int64]
 #: See `FullPrecisionWindow.append`.
 Watching = Callable[[Array, Array, int], int]
-
-_FLOAT32 = np.dtype(np.float32)
 
 
 class FullPrecisionWindow:
@@ -416,45 +413,23 @@ class FullPrecisionWindow:
         -------
         float32 array (1, num_kv_heads, length)
         """
-        target, own = pool.target, self._pool
-        tokens, num_q_heads = int(q.shape[0]), int(q.shape[1])
-        if lse is None:
-            asked = options._replace(return_lse=True)
-            _, lse = self.attend(pool, block_table, layer, q, length, asked)
-        else:
-            lse = check_array(target, "lse", lse, (_FLOAT32,), (tokens, num_q_heads))
-
-        def of(pool: Pool, table: Array, tokens: int, length: int, columns: int) -> Array:
-            """Mass of the first tokens, from the last queries over a sequence that ends with them."""
-            last = slice(int(q.shape[0]) - tokens, int(q.shape[0]))
-            return attention_mass(
-                pool, table, q[last], target.index(np.array([length]), np.int64),
-                target.index(np.array([0, tokens]), np.int64), columns, options, lse=lse[last],
-            )  # fmt: skip
-
-        def put(columns: Array, positions: Ints) -> None:
-            places = target.index(np.arange(len(positions)), np.int64)
-            target.ops.copy_tokens(columns, places, weights, target.index(positions, np.int64))
-
-        # With the lse known, the mass of each token is independent of the others. Full-precision tokens first get
-        # that of their unused slots in the quantised pool, which is then replaced.
-        weights = of(pool, block_table, tokens, length, length)
+        target, tokens = pool.target, int(q.shape[0])
+        seen = seen_by_queries(target, options.sight, tokens, length, options.window_left)
         begin, end = self.quantised(layer, length)
-        if begin:
-            # The table covers the whole sequence, as kernels read some tokens past those they are asked for.
-            table: Any = np.full((1, -(-length // self._size)), layer)
-            first = of(own, target.index(table, np.int32), tokens, length, begin)
-            put(first, np.arange(begin))
-        if end < length:
-            recent = np.arange(end, length)
-            block = self.staging(len(recent))
-            slots = target.index(self._slots(layer, recent, begin), np.int64)
-            places = target.index(np.arange(len(recent)), np.int64)
-            target.ops.copy_tokens(own.k, slots, block.k, places)
-            table = target.index(np.zeros((1, 1)), np.int32)
-            seeing = min(tokens, len(recent))  # earlier queries see none of these
-            put(of(block, table, seeing, len(recent), len(recent)), recent)
-        return weights
+
+        def index(x: Any) -> Array:
+            return target.index(np.array(x), np.int64)
+
+        parts, begins = [Part(pool, block_table, index(seen.clip(begin, end)))], [0]
+        for first, stop in ((0, begin), (end, length)):
+            if first < stop:
+                slots = self._slots(layer, np.arange(first, stop), begin)
+                table = target.index(slots[None, :], np.int32)
+                ranges = index(seen.clip(first, stop) - first)
+                parts.append(Part(self._pool, table, ranges, True, index([stop - first])))
+                begins.append(first)
+        lens, starts = index([length]), index([0, tokens])
+        return mass_of_parts(parts, q, lens, starts, length, options, lse, begins)
 
 
 def staging(like: Pool, tokens: int) -> Pool:
