@@ -61,7 +61,7 @@ class FullPrecision:
     Attributes
     ----------
     window : int
-        Newest tokens.
+        Newest tokens; at most 64 where keys are stored by channel, which keep those of the newest token group anyway.
     num_sink_tokens : int
         First tokens.
     kind : str or Kind, optional
