@@ -413,6 +413,9 @@ class FullPrecisionWindow:
         -------
         float32 array (1, num_kv_heads, length)
         """
+        if lse is None:  # to the last bit that of attention, where tokens in full are one part
+            asked = options._replace(return_lse=True)
+            _, lse = self.attend(pool, block_table, layer, q, length, asked)
         target, tokens = pool.target, int(q.shape[0])
         seen = seen_by_queries(target, options.sight, tokens, length, options.window_left)
         begin, end = self.quantised(layer, length)
