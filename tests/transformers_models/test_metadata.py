@@ -172,7 +172,7 @@ def test_tokens_that_are_gone():
         after.advance(None, 1, Seen())
     with pytest.raises(RuntimeError, match="activate_past_recording"):
         after.cropped(1, kept=False)
-    with pytest.raises(RuntimeError, match="gone"):
+    with pytest.raises(RuntimeError, match="evicted"):
         after.cropped(9, kept=True)
     with pytest.raises(DimensionMismatch, match="at most 20"):
         after.cropped(21, kept=True)
