@@ -52,13 +52,18 @@ class Queries(NamedTuple):
 Ranges = tuple[Array | None, Array | None, Array | None]
 
 
-def ranges_of(store: BlockStore, twin: int, queries: Queries, seen: Ints) -> Ranges:
-    """The parts of what queries see in the layer that has this twin, as kernels take them."""
+def split_of(store: BlockStore, twin: int, queries: Queries, seen: Ints) -> tuple[Ints, Ints, Ints]:
+    """The parts of what queries see in the layer that has this twin: see `residual.split`."""
     residual = store.layers.residual
     assert residual is not None
     keeps = store.layers.keeps(twin)
     group = store.groups[store.place(twin)[1]].chunk
-    newest, *others = split(residual.window, group, keeps, seen, queries.positions, queries.first)
+    return split(residual.window, group, keeps, seen, queries.positions, queries.first)
+
+
+def ranges_of(store: BlockStore, twin: int, queries: Queries, seen: Ints) -> Ranges:
+    """The same as kernels take it."""
+    newest, *others = split_of(store, twin, queries, seen)
     index = store.target.index
     sinks, codes = (index(x, np.int64) if (x[:, 0] < x[:, 1]).any() else None for x in others)
     return index(newest, np.int64), sinks, codes
