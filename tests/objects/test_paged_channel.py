@@ -615,7 +615,8 @@ def test_attention_weights(play, kind):
 def live(kind, seed):
     """Steps, drafts, forks, cuts, compactions and swaps of a few sequences, one after another."""
     rng = np.random.default_rng([seed, 7])
-    p = Played(make(kind, num_blocks=96, key_bounds=True), rng, lambda x: x, np.asarray, kind)
+    bounds = {"key_bounds": seed % 4 == 0}  # whose reference takes most of the time
+    p = Played(make(kind, num_blocks=96, **bounds), rng, lambda x: x, np.asarray, kind)
     p.add()
     for _ in range(40):
         live = list(p.model)
