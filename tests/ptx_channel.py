@@ -18,6 +18,10 @@ def mass_by_channel(rng, kind):
     channel.test_attention_weights("cuda", to, host, rng, kind)
 
 
+def bounds_by_channel(rng, kind):
+    channel.test_bounds("cuda", to, host, rng, kind)
+
+
 def dequantise_by_channel(rng, kind):
     channel.test_rows_decoded("cuda", to, host, rng, kind)
 
@@ -29,4 +33,5 @@ def add_cases(case):
         case(quantise_groups, kind, dim, "bf16")
         case(attention_by_channel, kind, everyday=everyday)
         case(mass_by_channel, kind)
+        case(bounds_by_channel, kind)
         case(dequantise_by_channel, kind)

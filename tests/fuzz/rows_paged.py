@@ -60,7 +60,7 @@ class Paged(Single):
         bounded = not self.latent and self.kind in ("fp32", "bf16", "int8", "int4")
         options["key_bounds"] = bounded and d.randrange(3) == 0
         quantised = not self.latent and self.kind in ("int8", "int4")
-        if quantised and not options["key_bounds"] and "chunks" not in options and d.randrange(2):
+        if quantised and "chunks" not in options and d.randrange(2):
             options["full_precision"] = numkv.FullPrecision(d.choice([1, 3]), d.choice([0, 2]))
         self.take(options)
 

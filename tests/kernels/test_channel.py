@@ -138,6 +138,27 @@ def test_attention_weights(target, to, host, rng, kind):
     np.testing.assert_allclose(host(weights), want, atol=2e-5)
 
 
+@pytest.mark.boundscheck
+@pytest.mark.parametrize("kind", ["int8_channel", "int4_channel"])
+def test_bounds(target, to, host, rng, kind):
+    """Of the rows that count, in each column; where a scale of theirs is NaN nothing passes."""
+    where, dim = targets.get(target), 18
+    stored, k, _ = problem(rng, kind, dim, 4)
+    stored[1][2, 1, 1, 5] = 0x7FC0
+    low, high = (to(np.full((4, HEADS, dim), x, np.float32)) for x in (7, 8))
+    blocks, counts = np.array([2, 0, 3]), np.array([128, 70, 64])
+    where.ops.key_bounds(
+        to(stored[0]), kind, to(stored[1]), where.index(blocks, np.int64), where.index(counts, np.int64), low, high
+    )  # fmt: skip
+    below, above = np.full((4, HEADS, dim), 7.0), np.full((4, HEADS, dim), 8.0)
+    for block, count in zip(blocks, counts, strict=True):
+        rows = k[block, :, :count]
+        below[block], above[block] = rows.min(1), rows.max(1)
+    below[2, 1, 5], above[2, 1, 5] = -np.inf, np.inf
+    np.testing.assert_allclose(host(low), below, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(host(high), above, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["int8_channel", "int4_channel"])
 def test_rows_decoded(target, to, host, rng, kind):
     where = targets.get(target)
