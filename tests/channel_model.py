@@ -101,7 +101,9 @@ class Sequence:
         for x, position in zip(q, positions, strict=True):
             end = min(self.own(position), position + 1)
             coded = self.coded()[0][:end], min(self.sinks, end)
-            found.append(naive_sparse.attention(x, *self.seen(position), size, most, coded=coded)[0])
+            found.append(
+                naive_sparse.attention(x, *self.seen(position), size, most, coded=coded)[0]
+            )
         return np.stack(found)
 
     def attended(self, q, positions, window=-1):

@@ -101,13 +101,13 @@ class Options:
         self.rotate = check_flag("rotate", rotate)
         if self.v_kind is not None:
             _, self.v_kind = kinds_of(self.v_kind, None, v_kind, by_channel=True)
-        if self.k_kind is not None and self.group_tokens:
-            refuse_rotated_channels(self.k_kind, self.rotate)
         kinds = self.k_kind, self.v_kind
         quantises = any(of is not None and of.has_scales for of in kinds)
         self.full_precision = in_full(full_precision, "floats", quantises)
-        if self.k_kind is not None and self.group_tokens and self.full_precision is not None:
-            refuse_longer_than_group(self.full_precision.window, self.k_kind)
+        if self.k_kind is not None and self.group_tokens:
+            refuse_rotated_channels(self.k_kind, self.rotate)
+            if self.full_precision is not None:
+                refuse_longer_than_group(self.full_precision.window, self.k_kind)
         self.shared = Shared()
 
     @property

@@ -227,7 +227,10 @@ class AllCodes:
 
     def __init__(self, config, capacity, kind):
         sizes = config.num_kv_heads, config.head_dim
-        self._layer, self._bits = numkv.ContiguousLayer(capacity, *sizes, kind="fp32"), naive.channel_bits(kind)
+        self._layer, self._bits = (
+            numkv.ContiguousLayer(capacity, *sizes, kind="fp32"),
+            naive.channel_bits(kind),
+        )
         self.truncate, self.decode_attention = self._layer.truncate, self._layer.decode_attention
 
     @property

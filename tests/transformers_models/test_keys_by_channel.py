@@ -217,7 +217,11 @@ def test_short_passes_are_one_compiled_call(rng, kind, dtype, seen, monkeypatch)
 
 def test_random_passes(rng):
     for _ in range(6):
-        kind, seen, first = KINDS[rng.integers(2)], rng.choice(list(CONFIGS)), rng.choice([0, 3, 90])
+        kind, seen, first = (
+            KINDS[rng.integers(2)],
+            rng.choice(list(CONFIGS)),
+            rng.choice([0, 3, 90]),
+        )
         p = Played(rng, kind, seen, 3, first=int(first))
         p.forward(int(rng.integers(1, 150)), rng.integers(0, 2, 3))
         for _ in range(12):

@@ -63,8 +63,8 @@ class _Read(NamedTuple):
     """The end of what each query sees."""
     on_host: Ints
     """The same on the host."""
-    begins: Ints | None
-    """Where it begins, if not with the first token."""
+    begins: Ints
+    """Where it begins."""
 
 
 class StepMetadata(NamedTuple):
@@ -864,11 +864,9 @@ class Step:
         found = self._reads.get(key)
         if found is not None:
             return found
-        table, lens, size, index = (
-            self._host_tables[group], self._host_lens, store.block_size, store.target.index
-        )  # fmt: skip
+        table, lens, size = self._host_tables[group], self._host_lens, store.block_size
         of_token = np.arange(len(lens)).repeat(self.new_lens)
-        seen, begins = self._places + 1, None
+        seen, begins = self._places + 1, np.zeros_like(self._places)
         if twin is not None:
             queries = self._queries_in_full(twin)
             begins, seen = split_of(store, twin, queries, queries.seen(None, -1, store.target))[2].T
@@ -880,10 +878,9 @@ class Step:
         rows = np.minimum(ends[seq] - logical * size, size)
         written = logical >= ((lens - self.new_lens) // size)[seq]
         on_target: tuple[Array, Array] = self._tables[group], self._lens
-        if not self._one_each:
+        if not self._one_each or twin is not None:
+            index = store.target.index
             on_target = index(table[of_token], np.int32), index(seen, np.int64)
-        elif twin is not None:
-            on_target = on_target[0], index(seen, np.int64)
         found = _Read(table[seq, logical], rows, written, *on_target, seen, begins)
         self._reads[key] = found
         return found
@@ -991,12 +988,9 @@ class Step:
         self._captured("sparse_attention")
         store, (pool, group), size = self._store, self._layer(layer), self._store.block_size
         q = self._check_queries(layer, pool, q)
-        number, read = int(store.layers.sources[layer]), self._read(group, twin)
-        bounds = store.bounds
-        assert bounds is not None
-        low, high = bounds.update(
-            store.places[number][0], pool, read.blocks, read.counts, read.written
-        )
+        read, part = self._read(group, twin), store.places[store.layers.sources[layer]][0]
+        assert store.bounds is not None
+        low, high = store.bounds.update(part, pool, read.blocks, read.counts, read.written)
         scores = scores_of(pool, q, low, high, read.table, read.lens, size, options)
         tables, lens = chosen(pool.target, scores, read.table, read.lens, size, counts)
         if twin is None and are_numbered(pool):
@@ -1010,8 +1004,7 @@ class Step:
         ranges = pool.target.index(np.stack([read.begins, tokens], 1), np.int64)
         newest, first, _ = self._seen_in_full[store.place(twin)[1], -1]
         in_full = parts_of(store, layer, twin, self._tables.__getitem__, (newest, first, None))
-        own = {"block_table": self._tables[group], "seq_lens": self._lens}
-        options = check_call(q, options, [in_full[0].pool, pool], own)
+        options = check_call(q, options, [in_full[0].pool, pool], {})
         return run_parts(
             in_full, q, self._lens, self._starts, options,
             lambda wide, asked: attend_by_head(pool, tables, lens, wide, asked, ranges),
