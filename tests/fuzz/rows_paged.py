@@ -411,6 +411,7 @@ class ByChannel(Paged):
         self.kind, self.latent = self.d.choice(["int8_channel", "int4_channel"]), False
         self.rotate = False
         own = {"num_blocks": 24, "block_size": 64, "kind": self.kind, "head_dim_v": self.dim_v}
+        own["key_bounds"] = self.d.randrange(2) == 0
         super().take(own)
 
 
