@@ -272,7 +272,7 @@ def test_forks(play, kind, block_size):
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefixes(play, kind):
     """Codes follow from tokens: who finds a prefix reads what others have quantised."""
-    p = play(kind)
+    p = play(kind, key_bounds=True)
     ids = np.arange(200, dtype=np.int32)
     a = p.cache.add(ids)
     p.model[a] = Sequence.empty(HEADS, DIM, kind)
@@ -377,7 +377,7 @@ def test_a_store_gives_what_was_computed_alone(play, kind, block_size, tmp_path)
 def test_a_lookup_brings_prefixes_by_channel(play, tmp_path):
     """Beside steps; blocks that the pool has evicted come back from host memory."""
     ids, (k, v) = np.arange(200, dtype=np.int32), rows(np.random.default_rng(3), 200)
-    p = play("int4_channel", num_blocks=16, store=stored_in(tmp_path))
+    p = play("int4_channel", num_blocks=16, store=stored_in(tmp_path), key_bounds=True)
     seq, wanted, _ = played_prompt(p, ids, k, v, 200)
     p.cache.remove(seq)
     p.step([p.add()], [p.cache.num_free // 3 * 64])
@@ -415,7 +415,7 @@ def test_damaged_scales_are_not_taken():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_copies_swaps_files_and_pickles(play, kind, tmp_path, target):
-    p = play(kind)
+    p = play(kind, key_bounds=True)
     a, b = p.add(), p.add()
     p.step([a, b], [140, 64])
     swapped = p.cache.swap_out(a)
@@ -682,7 +682,8 @@ def test_random_lives_of_prompts(kind, seed, tmp_path):
 
     def opened():
         store = stored_in(tmp_path)
-        return Played(make(kind, num_blocks=64, store=store), rng, lambda x: x, np.asarray, kind)
+        cache = make(kind, num_blocks=64, store=store, key_bounds=seed % 3 == 0)
+        return Played(cache, rng, lambda x: x, np.asarray, kind)
 
     def go_on(seq, ids, **options):
         start = len(p.model[seq])
