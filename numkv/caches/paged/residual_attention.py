@@ -48,25 +48,27 @@ class Queries(NamedTuple):
         return np.stack([low, high], 1)
 
 
-#: What queries see: newest tokens in full, first ones, codes; None for what nobody sees, but for the first.
-Ranges = tuple[Array | None, Array | None, Array | None]
+class Ranges(NamedTuple):
+    """What queries see, as kernels take it; None for what nobody sees, but for the newest tokens."""
+
+    newest: Array
+    """Newest tokens in full."""
+    first: Array | None
+    codes: Array | None
+    on_host: Ints
+    """The codes, on the host."""
 
 
-def split_of(store: BlockStore, twin: int, queries: Queries, seen: Ints) -> tuple[Ints, Ints, Ints]:
-    """The parts of what queries see in the layer that has this twin: see `residual.split`."""
+def ranges_of(store: BlockStore, twin: int, queries: Queries, seen: Ints) -> Ranges:
+    """The parts of what queries see in the layer that has this twin."""
     residual = store.layers.residual
     assert residual is not None
     keeps = store.layers.keeps(twin)
     group = store.groups[store.place(twin)[1]].chunk
-    return split(residual.window, group, keeps, seen, queries.positions, queries.first)
-
-
-def ranges_of(store: BlockStore, twin: int, queries: Queries, seen: Ints) -> Ranges:
-    """The same as kernels take it."""
-    newest, *others = split_of(store, twin, queries, seen)
+    newest, *others = split(residual.window, group, keeps, seen, queries.positions, queries.first)
     index = store.target.index
     sinks, codes = (index(x, np.int64) if (x[:, 0] < x[:, 1]).any() else None for x in others)
-    return index(newest, np.int64), sinks, codes
+    return Ranges(index(newest, np.int64), sinks, codes, others[1])
 
 
 def parts_of(store: BlockStore, layer: int, twin: int, tables: Any, ranges: Ranges) -> list[Part]:
@@ -74,7 +76,7 @@ def parts_of(store: BlockStore, layer: int, twin: int, tables: Any, ranges: Rang
     codes, floats = store.place(layer), store.place(twin)
     return [
         Part(pool, tables(group), of)
-        for (pool, group), of in zip((floats, floats, codes), ranges, strict=True)
+        for (pool, group), of in zip((floats, floats, codes), ranges[:3], strict=True)
         if of is not None
     ]
 

@@ -27,7 +27,7 @@ from numkv.caches.bound import BoundStep, NewTokens
 from numkv.caches.paged.buffers import Filled, StepTables
 from numkv.caches.paged.column import Rows
 from numkv.caches.paged.key_bounds import BlockBounds
-from numkv.caches.paged.residual_attention import Queries, Ranges, parts_of, ranges_of, split_of
+from numkv.caches.paged.residual_attention import Queries, Ranges, parts_of, ranges_of
 from numkv.caches.paged.states import StateMemory, StepState
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState, widened
 from numkv.caches.paged.trees import Tree
@@ -868,8 +868,7 @@ class Step:
         of_token = np.arange(len(lens)).repeat(self.new_lens)
         seen, begins = self._places + 1, np.zeros_like(self._places)
         if twin is not None:
-            queries = self._queries_in_full(twin)
-            begins, seen = split_of(store, twin, queries, queries.seen(None, -1, store.target))[2].T
+            begins, seen = self._seen_in_full[store.place(twin)[1], -1].on_host.T
         ends = np.zeros_like(lens)
         np.maximum.at(ends, of_token, seen)
         counts = -(-ends // size)
@@ -1002,8 +1001,8 @@ class Step:
         if twin is None:
             return attend_by_head(pool, tables, lens, q, options)
         ranges = pool.target.index(np.stack([read.begins, tokens], 1), np.int64)
-        newest, first, _ = self._seen_in_full[store.place(twin)[1], -1]
-        in_full = parts_of(store, layer, twin, self._tables.__getitem__, (newest, first, None))
+        seen = self._seen_in_full[store.place(twin)[1], -1]._replace(codes=None)
+        in_full = parts_of(store, layer, twin, self._tables.__getitem__, seen)
         options = check_call(q, options, [in_full[0].pool, pool], {})
         return run_parts(
             in_full, q, self._lens, self._starts, options,
