@@ -233,6 +233,19 @@ def attention_in_a_wider_table(rng, shape, kind, q_kind, columns, block_size=16,
         assert np.array_equal(host(a).view(np.uint8), host(b).view(np.uint8))
 
 
+def attention_alone(rng, count, kind, q_kind, **options):
+    """Two split sequences among so many, and each alone: results are the same to the last bit."""
+    lengths = rng.integers(0, 4, count)
+    lengths[0], lengths[-1] = 1100, 600
+    shape = Shape(8, 2, 64, tuple(map(int, lengths)), spare=0)
+    problem = paged_problems.make(rng, shape, kind, q_kind, block_size=16)
+    together = problem.run(to, return_lse=True, **options)
+    for s in (0, count - 1):
+        alone = problem.only(s).run(to, return_lse=True, **options)
+        for a, b in zip(alone, together, strict=True):
+            assert np.array_equal(host(a).view(np.uint8), host(b)[s : s + 1].view(np.uint8))
+
+
 def attention_of_heads(rng, shape, k_kind, v_kind, q_kind, mass=False, **options):
     """Over 8-bit floats and others, contiguous; and the attention that each token gets."""
     problem = problems.make(rng, shape, "fp32", q_kind)
@@ -558,6 +571,10 @@ def _decode(case):
     case(attention, Shape(4, 2, 64, (90, 70), new=(3, 17)), "int8", "fp16", **options)
     for count in (40, 140):
         case(attention_of_many, count, "bf16", "bf16")
+    for count in (2, 5, 40, 140):
+        case(attention_alone, count, "bf16", "bf16", everyday=count == 5)
+    case(attention_alone, 5, "int8", "fp16")
+    case(attention_alone, 5, "fp32", "fp32")
     # More splits than a block of the merging kernel takes at once, for several heads.
     case(attention, Shape(8, 1, 16, (17500,)), "fp32", "fp32")
     # A block merges several sequences, and the first of them is not split.
