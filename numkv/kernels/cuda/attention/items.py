@@ -47,8 +47,8 @@ SPLIT_STEP = 16 if SIMULATED else 64
 LEAST_SPLIT = 8 * SPLIT_STEP
 # The most splits of a sequence, where a cache has one kv head.
 MAX_SPLITS = 512
-# Query rows that count as one item there, and the most that a sequence has which is split. More of them are items
-# enough.
+# Query rows that count as one item of a long sequence, and the most that a sequence has which is split. More of them
+# are items enough.
 ROWS_TOGETHER = 64
 MAX_SPLIT_ROWS = 128
 # A split has at least so many tokens for each query row. So its parts take a small share of the memory of its tokens,
@@ -78,11 +78,10 @@ class Splitting(NamedTuple):
 def splitting(multiprocessors: int) -> Splitting:
     """How a device of so many multiprocessors splits sequences.
 
-    The items are a power of two, for shifts in place of divisions. From 91 to 181 multiprocessors it is the same one,
-    and so are results.
+    A long sequence has about two items for each of them, and a power of two in all, for shifts in place of divisions.
+    From 91 to 181 multiprocessors that is 256, so results are the same.
     """
-    items = min(2 * multiprocessors, MAX_SPLITS)
-    return Splitting(LEAST_SPLIT, round(math.log2(items)))
+    return Splitting(LEAST_SPLIT, round(math.log2(min(2 * multiprocessors, MAX_SPLITS))))
 
 
 class AttentionBatch(NamedTuple):
