@@ -14,7 +14,7 @@ def batch_of(lengths, tokens, heads, group, window_left, capacity, room, ranges=
     starts = np.concatenate([[0], np.cumsum(tokens)]).astype(np.int32)
     return items.AttentionBatch(
         np.array(lengths, np.int32), starts, ranges, int(starts[-1]), capacity, window_left, group, heads,
-        room.slots, room.by_token, int(starts[-1]), *room.how,
+        room.slots, room.by_token, int(starts[-1]), room.how,
     )  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def test_every_token_is_in_one_split():
     for how in map(items.splitting, (4, 60, 132)):
         for span in range(2 * STEP, 3000, 37):
             for rows in (1, 8, 100):
-                length = int(items.split_length(span, rows, 2, *how))
+                length = int(items.split_length(span, rows, 2, how))
                 assert length % STEP == 0
                 assert length >= max(rows * items.TOKENS_PER_ROW, items.LEAST_SPLIT)
                 assert -(-span // length) <= splits.most_splits(span, rows, 2, how)
@@ -127,7 +127,7 @@ def test_a_long_sequence_has_about_two_items_for_each_multiprocessor(multiproces
     assert 1 << how.log_items == expected
     for heads in (1, 2, 8):
         span = 1 << 20
-        length = int(items.split_length(span, 4, heads, *how))
+        length = int(items.split_length(span, 4, heads, how))
         assert heads * -(-span // length) == max(heads, expected)
 
 
@@ -135,7 +135,7 @@ def test_a_sequence_of_eight_heads_uses_the_device():
     """Of 8,192 tokens 128 of the 132 multiprocessors of an H200 have work; longer ones have no more than 32 splits."""
     for pieces, expected in ((8, 8), (16, 16), (32, 32), (64, 32), (256, 32)):
         span = pieces * items.LEAST_SPLIT
-        assert -(-span // int(items.split_length(span, 4, 8, *H200))) == expected
+        assert -(-span // int(items.split_length(span, 4, 8, H200))) == expected
 
 
 def test_memory_of_parts_is_a_small_share_of_the_cache():

@@ -100,8 +100,7 @@ class AttentionBatch(NamedTuple):
     slots: Any  #: parts that a token or a sequence has room for; see `numkv.kernels.cuda.attention.splits.RoomForParts`
     by_token: Any  #: whether it is a token
     most_tokens: Any  #: sequences with more queries than that are left to another kernel
-    least_split: Any  #: see `Splitting`
-    log_items: Any
+    how: Any  #: a `Splitting`
 
 
 class Extent(NamedTuple):
@@ -170,17 +169,16 @@ def shift_of(block_size: int) -> int:
 def batch_of(q, k, block_table, seq_lens, q_starts, ranges, options):
     """The `AttentionBatch` of a call."""
     by_slot, _, window_left, slots, by_token, most_tokens, least, log_items, _, _ = options
-    heads, capacity = natural(k.shape[1]), np.int64(block_table.shape[1])
-    if not by_slot:
-        capacity *= k.shape[2]
+    heads = natural(k.shape[1])
+    capacity = np.int64(block_table.shape[1]) * (1 if by_slot else k.shape[2])
     return AttentionBatch(
         seq_lens, q_starts, ranges, q.shape[0], capacity, window_left, natural(q.shape[1]) // heads,
-        heads, slots, by_token, most_tokens, least, log_items,
+        heads, slots, by_token, most_tokens, Splitting(least, log_items),
     )  # fmt: skip
 
 
 @register_jitable
-def split_length(span, rows, heads, least, log_items):
+def split_length(span, rows, heads, how):
     """Length of the splits of a sequence.
 
     Parameters
@@ -191,12 +189,13 @@ def split_length(span, rows, heads, least, log_items):
         Its query rows: queries times q heads of a kv head.
     heads : int
         kv heads.
-    least, log_items : int
-        See `Splitting`.
+    how : Splitting
+        The device's.
     """
     units = heads * (((rows + ROWS_TOGETHER - 1) & LARGEST) // ROWS_TOGETHER)
     # Of what is not negative, as the compiler then knows, a quotient is a shift.
-    wanted = max(least, rows * TOKENS_PER_ROW, (span * units + (1 << log_items) - 1) >> log_items)
+    whole = (span * units + (1 << how.log_items) - 1) >> how.log_items
+    wanted = max(how.least, rows * TOKENS_PER_ROW, whole)
     return ((wanted + SPLIT_STEP - 1) & LARGEST) // SPLIT_STEP * SPLIT_STEP
 
 
@@ -222,9 +221,7 @@ def extent(batch, b):
         first -= first % SPLIT_STEP
         span = natural(max(end - first, np.int64(0)))
         if span > SPLIT_STEP:
-            split_len = natural(
-                split_length(span, rows, batch.heads, batch.least_split, batch.log_items)
-            )
+            split_len = natural(split_length(span, rows, batch.heads, batch.how))
             splits = (span + split_len - 1) // split_len
             taken = splits * batch.heads * (batch.group if batch.by_token else rows)
             if taken > batch.slots:  # not with starts that go from 0 to the number of tokens

@@ -80,7 +80,7 @@ def most_splits(reach: int, rows: int, heads: int, how: Splitting) -> int:
     units = heads * ceil_div(rows, ROWS_TOGETHER)
     if rows > MAX_SPLIT_ROWS or reach <= SPLIT_STEP:
         return 1
-    shortest = split_length(0, rows, heads, *how)
+    shortest = split_length(0, rows, heads, how)
     return max(1, min(ceil_div(reach, shortest), ceil_div(1 << how.log_items, units)))
 
 
@@ -138,8 +138,8 @@ def batch_of(options, seq_lens, q_starts, ranges, out):
     capacity, window_left, heads, slots, by_token, least, log_items, _ = options
     return AttentionBatch(
         seq_lens, q_starts, ranges, out.shape[0], np.int64(capacity), window_left,
-        natural(out.shape[1]) // natural(heads), natural(heads), np.int64(slots), by_token, out.shape[0], least,
-        log_items,
+        natural(out.shape[1]) // natural(heads), natural(heads), np.int64(slots), by_token, out.shape[0],
+        Splitting(least, log_items),
     )  # fmt: skip
 
 
