@@ -220,7 +220,8 @@ def test_keys_by_channel_on_the_bundled_model():
             assert score.kl_divergence < kl
             assert abs(score.bits_per_byte - reference.bits_per_byte) < bits
             first = found.setdefault(score.label, score.kl_divergence)
-            assert score.kl_divergence == pytest.approx(first, rel=0.05)
+            if not numkv.kind(score.label).fine_channels:  # which channels are widest depends on the factor
+                assert score.kl_divergence == pytest.approx(first, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["slow bias", "fast bias", "heavy tails"])
