@@ -108,7 +108,7 @@ class Kind:
 
     @property
     def of_rows(self) -> str:
-        """The name of the kind with codes as wide and a scale for each row: that of V where keys are stored by channel."""
+        """The name of the kind with codes as wide and a scale for each row: V has it where keys are by channel."""
         return self.name.partition("_channel")[0]
 
     @property
