@@ -52,8 +52,9 @@ class Sequence:
         """K and V as their codes say, in float64: of whole groups alone."""
         n = len(self) // TOKENS * TOKENS
         of = self.k[:n].reshape(-1, TOKENS, *self.k.shape[1:]).swapaxes(1, 2)
-        k = naive.channel_dequantise(*naive.channel_quantise(of, naive.channel_bits(self.kind)))
-        v = naive.dequantise(*naive.quantise(self.v, self.kind.removesuffix("_channel")))
+        words, shared = naive.channel_group(of, self.kind)
+        k = naive.channel_values(words, shared[..., None, :], self.kind)
+        v = naive.dequantise(*naive.quantise(self.v, self.kind.partition("_")[0]))
         return k.swapaxes(1, 2).reshape(n, *self.k.shape[1:]), v
 
     def truncated(self, length):

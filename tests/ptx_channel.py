@@ -27,7 +27,7 @@ def dequantise_by_channel(rng, kind):
 
 
 def add_cases(case):
-    for kind, dim in (("int8_channel", 5), ("int4_channel", 34)):
+    for kind, dim in (("int8_channel", 5), ("int4_channel_fine", 34), ("int4_channel", 34)):
         everyday = kind == "int4_channel"
         case(quantise_groups, kind, dim, "fp32", everyday=everyday)
         case(quantise_groups, kind, dim, "bf16")

@@ -70,7 +70,7 @@ def run_parts(
     asked = options._replace(return_lse=True, out=None, window_left=-1, sight=None)
 
     def of(part: Part) -> Callable[[Array], Any]:
-        own = asked if part is parts[0] else asked._replace(sinks=None)
+        own = asked if part is parts[0] or asked.sinks is None else asked._replace(sinks=None)
         its = lens if part.lens is None else part.lens
         return lambda wide: run(
             part.pool, part.table, wide, its, starts, own, ranges=part.ranges, by_slot=part.by_slot
@@ -91,7 +91,10 @@ def run_seen(
     """
     seen = [x for x in parts if (x.ranges[:, 0] < x.ranges[:, 1]).any()] or parts[:1]
     index = parts[0].pool.target.index
-    seen = [x._replace(ranges=index(x.ranges, np.int64)) for x in seen]
+    seen = [
+        Part(pool, table, index(ranges, np.int64), by_slot, own)
+        for pool, table, ranges, by_slot, own in seen
+    ]
     if len(seen) > 1:
         return run_parts(seen, q, lens, starts, options)
     pool, table, ranges, by_slot, _ = seen[0]

@@ -140,10 +140,10 @@ def seen_by_queries(
     if sight.ranges is not None:
         given = check_integers(target, "ranges", sight.ranges, (tokens, 2))
         return target.to_host(given).astype(np.int64).clip(0, length)
-    position = length - tokens + np.arange(tokens)
-    high = position + 1 if sight.causal else np.full_like(position, length)
-    low = np.maximum(0, position - window_left) if window_left >= 0 else np.zeros_like(position)
-    seen: NDArray[np.int64] = np.stack([low, high], axis=1)
+    position, seen = np.arange(length - tokens, length), np.zeros((tokens, 2), np.int64)
+    seen[:, 1] = position + 1 if sight.causal else length
+    if window_left >= 0:
+        np.maximum(position - window_left, 0, out=seen[:, 0])
     return seen
 
 

@@ -425,9 +425,9 @@ class NewestGroups:
         """What the last queries see: first tokens in full, codes, and newest ones in full, from the block's base."""
         some, tokens = self._group, len(seen)
         own = np.maximum(np.arange(length - tokens, length) // some * some, of.first)
-        own = own.clip(0, length)[:, None]
+        own = np.minimum(own, length)[:, None]
         coded = np.minimum(seen, own)
-        full = (np.maximum(seen, own) - of.base).clip(0)
+        full = np.maximum(np.maximum(seen, own) - of.base, 0)
         return np.minimum(coded, of.sinks), np.maximum(coded, of.sinks), full
 
     def attention_mass(

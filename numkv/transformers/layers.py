@@ -130,7 +130,7 @@ class Options:
             raise NotSupported(
                 f"NumkvCache: expected windows of more than {self.group_tokens} tokens for keys in {self.k_kind}, "
                 f"whose newest {self.group_tokens} are in full, got one of {layer.reach + 1} in layer {number}; take "
-                f"{self.k_kind.name.removesuffix('_channel')}, or a profile in which this layer has another kind"
+                f"{self.k_kind.of_rows}, or a profile in which this layer has another kind"
             )
 
     def of_layers(self, profile: Profile) -> Iterator[Options]:

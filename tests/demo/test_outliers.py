@@ -120,6 +120,9 @@ BELOW = {
     "int8_channel": {
         "none": 0.016, "low": 0.016, "random": 0.026, "high": 0.046, "student": 0.012, "growing": 0.017,
     },
+    "int4_channel_fine": {
+        "none": 0.20, "low": 0.20, "random": 0.13, "high": 0.13, "student": 0.09, "growing": 0.22,
+    },
     "int4_channel": {"none": 0.21, "low": 0.21, "random": 0.40, "high": 0.60, "student": 0.11, "growing": 0.23},
 }  # fmt: skip
 
@@ -200,7 +203,8 @@ def check_on_the_bundled_model(make, most, chunk):
             assert score.kl_divergence < kl
             assert abs(score.bits_per_byte - reference.bits_per_byte) < bits
             first = found.setdefault(score.label, score.kl_divergence)
-            assert score.kl_divergence == pytest.approx(first, rel=0.05)
+            if not numkv.kind(score.label).fine_channels:  # which channels are widest depends on the factor
+                assert score.kl_divergence == pytest.approx(first, rel=0.05)
 
 
 @pytest.mark.slow
@@ -218,7 +222,11 @@ def test_keys_by_channel_on_the_bundled_model():
 
         return make
 
-    most = {"int8_channel": (1.6e-5, 0.002), "int4_channel": (1.8e-3, 0.006)}
+    most = {
+        "int8_channel": (1.6e-5, 0.002),
+        "int4_channel_fine": (1.1e-3, 0.008),
+        "int4_channel": (1.8e-3, 0.006),
+    }
     check_on_the_bundled_model(paged, most, 64)
 
 

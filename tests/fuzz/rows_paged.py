@@ -408,7 +408,10 @@ class ByChannel(Paged):
     """A `PagedKVCache` whose keys are stored by channel, in blocks of whole token groups."""
 
     def take(self, options) -> None:
-        self.kind, self.latent = self.d.choice(["int8_channel", "int4_channel"]), False
+        self.kind, self.latent = (
+            self.d.choice(["int8_channel", "int4_channel_fine", "int4_channel"]),
+            False,
+        )
         self.rotate = False
         own = {"num_blocks": 24, "block_size": 64, "kind": self.kind, "head_dim_v": self.dim_v}
         own["key_bounds"] = self.d.randrange(2) == 0

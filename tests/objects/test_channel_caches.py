@@ -9,7 +9,7 @@ from channel_model import KEEPS, Sequence, close, shift_tables, turned
 
 import numkv
 
-KINDS = ["int8_channel", "int4_channel"]
+KINDS = ["int8_channel", "int4_channel_fine", "int4_channel"]
 HEADS, Q_HEADS, DIM = 2, 4, 32
 
 

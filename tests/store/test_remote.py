@@ -52,8 +52,9 @@ def new_place(request, tmp_path):
     return {"place": f"{bucket}/prefixes", "file_system": file_system}
 
 
-def over(place, **options):
-    MADE.append(PrefixStore(mark="a model", **place, **options))
+def over(place, timeout=30, **options):
+    """A cache over the place; it waits long, as a busy machine's answers may come late."""
+    MADE.append(PrefixStore(mark="a model", timeout=timeout, **place, **options))
     return cache(MADE[-1])
 
 

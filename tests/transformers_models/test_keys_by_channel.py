@@ -22,7 +22,7 @@ from numkv.transformers.attention import attention  # noqa: E402
 from numkv.transformers.masks import plan_of_mask  # noqa: E402
 
 HEADS, Q_HEADS, DIM, WINDOW = 2, 4, 32, 100
-KINDS = ["int8_channel", "int4_channel"]
+KINDS = ["int8_channel", "int4_channel_fine", "int4_channel"]
 CONFIGS = {
     "full": transformers.LlamaConfig(num_hidden_layers=1),
     "sliding": transformers.MistralConfig(num_hidden_layers=1, sliding_window=WINDOW),

@@ -3,6 +3,9 @@
 A score is ``sum of q * (zero + scale * (code + 1/2))``. A tile is a token group, for which each query row is multiplied
 by the scales once, and what codes have nothing to do with, ``sum of q * (zero + scale / 2)``, is added to its scores.
 Codes of 4 bits are looked up as odd levels, twice the code and one: then it is half of the scale, and the zero point.
+
+Second codes are further elements of a row, with the same levels. Such an element meets the query's element of its
+channel once more, with a factor that is a sixteenth of that channel's.
 """
 
 from __future__ import annotations
@@ -17,18 +20,23 @@ from numkv.kernels.cpu.vectors.emit import I16, I32, I64, emits, for_rows, steps
 from numkv.kernels.cpu.vectors.features import WHOLE_VECTORS, row_unroll
 from numkv.kernels.cpu.vectors.vectors import Vectors
 from numkv.kernels.cpu.vectors.words import Words
+from numkv.rows.channel import FINE
 
 
 @functools.cache
-def make_gather_channels(compute, odd_levels):
-    """`gather_channels` for scratch memory of a float type; `odd_levels` says whether codes become such."""
+def make_gather_channels(compute, odd_levels, fine):
+    """`gather_channels` for scratch memory of a float type.
+
+    `odd_levels` says whether codes become such, `fine` is the number of channels with a second code.
+    """
 
     @emits()
     def gather_channels(b, to, to_at, scales, offsets, dim, padded_dim):
         """Put down what a tile's query rows are multiplied by, and what is added to its scores.
 
-        From `to_at` on: `padded_dim` factors, as many addends. Those of elements past `dim` are 0. The group's words
-        are at ``scales[offsets[0]]``: `dim` scales, then zero points.
+        From `to_at` on: `padded_dim` factors, as many addends. Those of elements past `dim` are 0, but for factors of
+        second codes, whose channels come after the addends. The group's words are at ``scales[offsets[0]]``: `dim`
+        scales, then zero points, then these channels.
         """
         v = Vectors(b, compute)
         half = v.splat(0.5)
@@ -44,6 +52,17 @@ def make_gather_channels(compute, odd_levels):
             v.store(step if odd_levels else scale, to, b.add(to_at, d))
             addend = zero if odd_levels else b.fadd(zero, step)
             v.store(addend, to, b.add(b.add(to_at, padded_dim), d))
+        if not fine:
+            return
+        channels_at = b.add(to_at, b.shl(padded_dim, I64(1)))
+        for f in range(fine):
+            place = b.gep(scales, [b.add(first, b.add(b.shl(dim, I64(1)), I64(f)))])
+            channel = b.zext(b.load(place, align=2), I64)
+            # A damaged number leads to no memory of others.
+            channel = b.select(b.icmp_signed("<", channel, dim), channel, I64(0))
+            b.store(b.sitofp(channel, v.float), b.gep(to, [b.add(channels_at, I64(f))]))
+            part = b.fmul(b.load(b.gep(to, [b.add(to_at, channel)])), v.float(1 / FINE))
+            b.store(part, b.gep(to, [b.add(b.add(to_at, dim), I64(f))]))
 
     return gather_channels
 
@@ -57,8 +76,11 @@ def _floats(v, words):
 
 
 @functools.cache
-def make_scale_queries(compute, integers):
-    """`scale_queries` for a float type; `integers` says whether it makes integers of float32."""
+def make_scale_queries(compute, integers, fine):
+    """`scale_queries` for a float type.
+
+    `integers` says whether it makes integers of float32, `fine` is the number of channels with a second code.
+    """
 
     @emits()
     def scale_queries(
@@ -69,7 +91,7 @@ def make_scale_queries(compute, integers):
 
         All are floats of `data`. Rows go to `to_at` and on, as `interleave_queries` puts floats. Integers are those of
         `quantise_query`, whose scales go to `scales_at` and on; they are put as `interleave_bytes` does where bytes are
-        added by fours, else as `interleave_queries` puts words.
+        added by fours, else as `interleave_queries` puts words. `dim` counts second codes too.
         """
 
         def emit(rows):
@@ -78,6 +100,13 @@ def make_scale_queries(compute, integers):
             totals = [cgutils.alloca_once_value(b, v.splat(0.0)) for _ in range(rows)]
             peaks = [cgutils.alloca_once_value(b, v.splat_int(0)) for _ in range(rows)]
             units = _Units(v, rows, 4 if not integers else 1 if v.has_fours else 2)
+            for f in range(fine):
+                place = b.add(factors_at, b.add(b.shl(padded_dim, I64(1)), I64(f)))
+                channel = b.fptosi(b.load(b.gep(data, [place])), I64)
+                to = b.add(b.sub(dim, I64(fine)), I64(f))
+                for at in queries:
+                    x = b.load(b.gep(data, [b.add(at, channel)]))
+                    b.store(x, b.gep(data, [b.add(at, to)]))
             with steps(b, I64(0), padded_dim, v.lanes) as (d, _):
                 factor, addend = (
                     v.load_floats(data, b.add(at, d)) for at in (factors_at, b.add(factors_at, padded_dim))
