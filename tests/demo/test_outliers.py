@@ -203,7 +203,9 @@ def check_on_the_bundled_model(make, most, chunk):
             assert score.kl_divergence < kl
             assert abs(score.bits_per_byte - reference.bits_per_byte) < bits
             first = found.setdefault(score.label, score.kl_divergence)
-            if not numkv.kind(score.label).fine_channels:  # which channels are widest depends on the factor
+            if not numkv.kind(
+                score.label
+            ).fine_channels:  # which channels are widest depends on the factor
                 assert score.kl_divergence == pytest.approx(first, rel=0.05)
 
 
