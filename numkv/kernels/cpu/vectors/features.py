@@ -149,8 +149,17 @@ ADD_PAIRS = {
 #: Whether query rows of 16-bit integers meet codes by whole vectors of one row. With 16 registers, codes of two tokens
 #: and sums of four rows stay in them; else a vector has parts of all rows, whose sums have fewer lanes to be added.
 WHOLE_VECTORS = REGISTERS == 16
-#: Whether INT4 rows are multiplied as integers: bytes fill vectors of 512 bits.
-INT4_INTEGERS = LANES == 16 and "avx512bw" in FEATURES
+#: Products of bytes, one without a sign and one with it, neighbours added to 16 bits: by lanes of 32 bits, likewise.
+ADD_BYTES = {
+    lanes: name
+    for lanes, feature, name in (
+        (16, "avx512bw", "llvm.x86.avx512.pmaddubs.w.512"),
+        (8, "avx2", "llvm.x86.avx2.pmadd.ub.sw"),
+    )
+    if feature in FEATURES
+}
+#: Whether INT4 rows are multiplied as integers.
+INT4_INTEGERS = LANES in ADD_BYTES
 #: Whether products are added to sums by an instruction, rounded once; without it they are rounded by themselves.
 HAS_FMA = bool({"fma", "avx512f", "neon"} & FEATURES)
 #: Whether products of bytes are added by fours at once.

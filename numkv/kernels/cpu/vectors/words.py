@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from numkv.kernels.cpu.vectors.emit import I8, I16, I32, I64
-from numkv.kernels.cpu.vectors.features import HAS_FOURS, LANES
+from numkv.kernels.cpu.vectors.features import ADD_BYTES, HAS_FOURS, LANES
 from numkv.kernels.cpu.vectors.stored import (
     LOOKED_UP,
     in_words,
@@ -132,21 +132,21 @@ class Words(Vectors):
     def add_fours(self, total, codes, weights):
         """``total + codes * weights`` of bytes, without a sign and with one; four neighbouring products are added.
 
-        Products of two neighbours stay below 2**15, unless there is an instruction for four (see `has_fours`).
+        For `has_fours`.
         """
         codes, weights = (self.b.bitcast(x, total.type) for x in (codes, weights))
-        if self.has_fours:
-            signature = ir.FunctionType(total.type, [total.type] * 3)
-            add = ir.InlineAsm(signature, "vpdpbusd $2, $1, $0", "=v,v,v,0")
-            return self.b.call(add, [codes, weights, total])
+        signature = ir.FunctionType(total.type, [total.type] * 3)
+        add = ir.InlineAsm(signature, "vpdpbusd $2, $1, $0", "=v,v,v,0")
+        return self.b.call(add, [codes, weights, total])
+
+    def add_twos(self, total, codes, weights):
+        """The same in 16 bits, two neighbouring products added: products of nibbles may be added eight times."""
+        codes, weights = (self.b.bitcast(x, self.bytes_type) for x in (codes, weights))
         signature = ir.FunctionType(self.word_type, [self.bytes_type] * 2)
         function = cgutils.get_or_insert_function(
-            self.b.module, signature, "llvm.x86.avx512.pmaddubs.w.512"
+            self.b.module, signature, ADD_BYTES[self.lanes]
         )
-        pairs = self.b.call(
-            function, [self.b.bitcast(x, self.bytes_type) for x in (codes, weights)]
-        )
-        return self.add_pairs(total, pairs, self.splat_word(1))
+        return self.b.add(total, self.b.call(function, [codes, weights]))
 
     def interleave(self, a, b):
         """Elements of two vectors by turns, within each 128 bits: of their lower halves, and of their upper ones.

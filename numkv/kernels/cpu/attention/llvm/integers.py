@@ -500,19 +500,24 @@ def spread_query(to, row, scale):
 def sum_query_groups(b, q, q_at, head_dim, sums_at):
     """Sums of a query row's integers, group by group: ``sums = q.reshape(-1, 32).sum(1)``.
 
-    Of each span of 128 elements there are four numbers and zeros, 16 in all, at ``q[sums_at + 16 * span]``.
+    Of each span of 128 elements there are four numbers, and zeros up to a vector, at ``q[sums_at + 16 * span]``.
     """
     v = Words(b)
     spans = b.sdiv(b.add(head_dim, I64(INT4_SPAN - 1)), I64(INT4_SPAN))
     with steps(b, I64(0), spans, 1) as (span, _):
         sums = v.splat_int(0)
         for i in range(4):
-            at = b.add(b.add(q_at, b.mul(span, I64(INT4_SPAN // 2))), I64(i * v.lanes))
-            group = v.add_pairs(v.splat_int(0), v.load_words(q, at), v.splat_word(1))
-            for width in (8, 4, 2, 1):
-                other = v.shuffle(group, group, [lane ^ width for lane in range(16)])
+            group = v.splat_int(0)
+            for j in range(0, _BYTES, v.lanes):
+                at = b.add(b.add(q_at, b.mul(span, I64(INT4_SPAN // 2))), I64(i * _BYTES + j))
+                group = v.add_pairs(group, v.load_words(q, at), v.splat_word(1))
+            width = v.lanes
+            while width > 1:
+                width //= 2
+                other = v.shuffle(group, group, [lane ^ width for lane in range(v.lanes)])
                 group = b.add(group, other)
-            sums = v.shuffle(sums, group, [16 if lane == i else lane for lane in range(16)])
+            lanes = [v.lanes if lane == i else lane for lane in range(v.lanes)]
+            sums = v.shuffle(sums, group, lanes)
         at = b.add(sums_at, b.mul(span, I64(16)))
         v.store(b.sitofp(sums, v.type), q, at)
 
@@ -600,16 +605,17 @@ class _ScoresOfInt4:
         at = b.add(b.add(self.keys.scales_at, b.mul(group, I64(KV_TILE))), t0)
         scale = v.load_floats(self.floats, at)
         minimum = v.load_floats(self.floats, b.add(at, self.minimum_at))
-        # Two groups make a unit of `interleave_bytes`.
-        odd = b.and_(group, I64(1))
-        q_at = b.add(b.mul(b.sub(group, odd), I64(v.lanes)), b.mul(odd, I64(GROUP // 4)))
+        # One or two groups make a unit of `interleave_bytes`.
+        in_unit = b.and_(group, I64(v.lanes // 8 - 1))
+        q_at = b.add(b.mul(b.sub(group, in_unit), I64(16)), b.mul(in_unit, I64(8)))
         q_at = b.add(self.queries.at, q_at)
         four = b.and_(group, I64(3))
         sum_at = b.add(b.mul(b.sub(group, four), I64(4)), four)
         sum_at = b.add(self.queries.sums_at, sum_at)
         for first in range(0, len(sums), _ROWS):
             some = range(first, min(len(sums), first + _ROWS))
-            totals = {(r, half): v.splat_int(0) for r in some for half in range(2)}
+            zero, add = (v.splat_int(0), v.add_fours) if v.has_fours else (v.splat_word(0), v.add_twos)
+            totals = {(r, half): zero for r in some for half in range(2)}
             for i, x in enumerate(vectors):
                 if i % 2 == 0 and first == 0:
                     self.stream.issue(v.lanes * GROUP // 4)
@@ -617,22 +623,30 @@ class _ScoresOfInt4:
                     at = b.add(q_at, b.mul(self.row_step, I64(r)))
                     at = b.add(at, I64(half * v.lanes + i))
                     q = v.splat(v.load_one(self.floats, at))
-                    totals[r, half] = v.add_fours(totals[r, half], x, q)
+                    totals[r, half] = add(totals[r, half], x, q)
             for r in some:
                 q_sum = b.add(sum_at, b.mul(self.sums_step, I64(r)))
                 q_sum = v.splat(v.load_one(self.floats, q_sum))
-                total = b.add(b.shl(totals[r, 0], v.splat_int(8)), totals[r, 1])
+                total = self.joined(totals[r, 0], totals[r, 1])
                 value = v.fma(q_sum, minimum, b.load(sums[r]))
                 b.store(v.fma(b.sitofp(total, v.type), scale, value), sums[r])
 
+    def joined(self, high, low):
+        """Sums of 32 bits of those of high and of low bytes."""
+        b, v = self.b, self.v
+        if v.has_fours:
+            return b.add(b.shl(high, v.splat_int(8)), low)
+        total = v.add_pairs(v.splat_int(0), low, v.splat_word(1))
+        return v.add_pairs(total, high, v.splat_word(256))
+
     def codes(self, t0, group):
-        """A group of 16 tokens, four bytes of each in a vector: low nibbles, then high ones."""
+        """A group of as many tokens as lanes, four bytes of each in a vector: low nibbles, then high ones."""
         b, v = self.b, self.v
         at = b.mul(group, I64(_BYTES))
         left = b.sub(self.row_bytes, at)
         some = []
         for i in range(4):
-            tokens = [b.add(t0, I64(i + j)) for j in range(0, 16, 4)]
+            tokens = [b.add(t0, I64(i + j)) for j in range(0, v.lanes, 4)]
             places = [b.add(b.load(b.gep(self.keys.offsets, [t])), at) for t in tokens]
             some.append(b.bitcast(load_groups(v, self.keys.words, places, left), v.int_type))
         # The square of four tokens and four lanes in each 128 bits, exchanged.
