@@ -479,6 +479,8 @@ class _SumsOfInt8:
 SHORT = 64
 # Query rows whose sums, of low and of high bytes, stay in registers beside the codes of a group.
 _ROWS = 4
+# Tokens whose scores are added up at once.
+_TOKENS = 16
 _BYTES = GROUP // 2
 
 
@@ -574,6 +576,8 @@ class _ScoresOfInt4:
         self.floats, self.queries, self.keys, self.count, self.s_at = (
             floats, queries, keys, count, s_at
         )  # fmt: skip
+        # Of 16 tokens each lane has one or two: what is repeated in all lanes is loaded once.
+        self.sets = range(_TOKENS // self.v.lanes)
         self.row_bytes = b.ashr(keys.dim, I64(1))
         spans = b.sdiv(b.add(keys.dim, I64(INT4_SPAN - 1)), I64(INT4_SPAN))
         self.minimum_at = b.mul(spans, I64(4 * KV_TILE))
@@ -583,28 +587,34 @@ class _ScoresOfInt4:
     def emit(self, rows):
         """The code for a number of query rows."""
         b, v = self.b, self.v
-        sums = [cgutils.alloca_once(b, v.type) for _ in range(rows)]
+        sums = [[cgutils.alloca_once(b, v.type) for _ in self.sets] for _ in range(rows)]
         groups = b.sdiv(b.add(self.keys.dim, I64(GROUP - 1)), I64(GROUP))
-        with steps(b, I64(0), self.count, v.lanes) as (t0, _):
-            for slot in sums:
+        with steps(b, I64(0), self.count, _TOKENS) as (t0, _):
+            for slot in itertools.chain(*sums):
                 b.store(v.splat(0.0), slot)
             with steps(b, I64(0), groups, 1) as (group, _):
                 self.add_group(t0, group, sums)
-            scores = []
-            for r, slot in enumerate(sums):
+            factors = []
+            for r in range(rows):
                 at = b.add(self.queries.scales_at, I64(r))
-                scores.append(b.fmul(b.load(slot), v.splat(v.load_one(self.floats, at))))
+                factors.append(v.splat(v.load_one(self.floats, at)))
             at = b.add(self.s_at, b.mul(t0, I64(rows)))
-            for i, x in enumerate(v.by_turns(scores)):
-                v.store(x, self.floats, b.add(at, I64(i * v.lanes)))
+            for slots in zip(*sums, strict=True):
+                scores = [b.fmul(b.load(x), y) for x, y in zip(slots, factors, strict=True)]
+                for x in v.by_turns(scores):
+                    v.store(x, self.floats, at)
+                    at = b.add(at, I64(v.lanes))
 
     def add_group(self, t0, group, sums):
         """Add what a group of some tokens gives to their scores."""
-        b, v = self.b, self.v
-        vectors = self.codes(t0, group)
+        b, v, sets = self.b, self.v, self.sets
+        vectors = [self.codes(b.add(t0, I64(i * v.lanes)), group) for i in sets]
         at = b.add(b.add(self.keys.scales_at, b.mul(group, I64(KV_TILE))), t0)
-        scale = v.load_floats(self.floats, at)
-        minimum = v.load_floats(self.floats, b.add(at, self.minimum_at))
+        places = [b.add(at, I64(i * v.lanes)) for i in sets]
+        scales, minima = (
+            [v.load_floats(self.floats, b.add(x, start)) for x in places]
+            for start in (I64(0), self.minimum_at)
+        )
         # One or two groups make a unit of `interleave_bytes`.
         in_unit = b.and_(group, I64(v.lanes // 8 - 1))
         q_at = b.add(b.mul(b.sub(group, in_unit), I64(16)), b.mul(in_unit, I64(8)))
@@ -612,24 +622,27 @@ class _ScoresOfInt4:
         four = b.and_(group, I64(3))
         sum_at = b.add(b.mul(b.sub(group, four), I64(4)), four)
         sum_at = b.add(self.queries.sums_at, sum_at)
-        for first in range(0, len(sums), _ROWS):
-            some = range(first, min(len(sums), first + _ROWS))
-            zero, add = (v.splat_int(0), v.add_fours) if v.has_fours else (v.splat_word(0), v.add_twos)
-            totals = {(r, half): zero for r in some for half in range(2)}
-            for i, x in enumerate(vectors):
+        zero, add = (v.splat_int(0), v.add_fours) if v.has_fours else (v.splat_word(0), v.add_twos)
+        at_once = _ROWS // len(sets)
+        for first in range(0, len(sums), at_once):
+            some = range(first, min(len(sums), first + at_once))
+            totals = {(r, half): [zero for _ in sets] for r in some for half in range(2)}
+            for i, codes in enumerate(zip(*vectors, strict=True)):
                 if i % 2 == 0 and first == 0:
-                    self.stream.issue(v.lanes * GROUP // 4)
+                    self.stream.issue(_TOKENS * GROUP // 4)
                 for r, half in totals:
                     at = b.add(q_at, b.mul(self.row_step, I64(r)))
                     at = b.add(at, I64(half * v.lanes + i))
                     q = v.splat(v.load_one(self.floats, at))
-                    totals[r, half] = add(totals[r, half], x, q)
+                    both = zip(totals[r, half], codes, strict=True)
+                    totals[r, half] = [add(total, x, q) for total, x in both]
             for r in some:
                 q_sum = b.add(sum_at, b.mul(self.sums_step, I64(r)))
                 q_sum = v.splat(v.load_one(self.floats, q_sum))
-                total = self.joined(totals[r, 0], totals[r, 1])
-                value = v.fma(q_sum, minimum, b.load(sums[r]))
-                b.store(v.fma(b.sitofp(total, v.type), scale, value), sums[r])
+                for i in sets:
+                    total = self.joined(totals[r, 0][i], totals[r, 1][i])
+                    value = v.fma(q_sum, minima[i], b.load(sums[r][i]))
+                    b.store(v.fma(b.sitofp(total, v.type), scales[i], value), sums[r][i])
 
     def joined(self, high, low):
         """Sums of 32 bits of those of high and of low bytes."""
