@@ -243,6 +243,23 @@ class Words(Vectors):
         high = self.b.or_(self.b.and_(self.b.lshr(first, eight), even), self.b.and_(last, odd))
         return self.b.xor(low, self.splat_int(0x80808080 - 2**32)), high
 
+    def pairs_of(self, weights, factor):
+        """Four vectors of weights, times a factor, as integers of 16 bits: of the first two, and of the last two."""
+        magic = self.splat(12582912.0)
+        a, b, c, d = (self.b.bitcast(self.fma(x, factor, magic), self.int_type) for x in weights)
+        return self.pairs(a, b), self.pairs(c, d)
+
+    def mixed_pairs(self, parts):
+        """Bytes of the halves of a vector side by side, as words: as many vectors as it takes."""
+        size, each = parts.type.count // 2, self.lanes
+        mixed = []
+        for start in range(0, size, each):
+            lanes = [x for i in range(start, start + each) for x in (i, size + i)]
+            words = self.b.zext(self.shuffle(parts, parts, lanes), self.word_type)
+            # Else LLVM takes nibbles apart before they are widened, and widens both.
+            mixed.append(self.opaque(words))
+        return mixed
+
     def mixed_fours(self, parts):
         """Bytes of the quarters of a vector side by side, in the order of `bytes_of`."""
         size = parts.type.count // 4

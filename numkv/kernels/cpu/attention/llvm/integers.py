@@ -47,7 +47,7 @@ from numkv.kernels.cpu.vectors.emit import (
     scratch_floats,
     steps,
 )
-from numkv.kernels.cpu.vectors.features import FEATURES, REGISTERS, row_unroll
+from numkv.kernels.cpu.vectors.features import FEATURES, HAS_FOURS, LANES, REGISTERS, row_unroll
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.stored import LOOKED_UP, in_words, levels_of
 from numkv.kernels.cpu.vectors.words import Words
@@ -479,6 +479,8 @@ class _SumsOfInt8:
 SHORT = 64
 # Query rows whose sums, of low and of high bytes, stay in registers beside the codes of a group.
 _ROWS = 4
+# Tokens whose weights meet codes at once: fours of bytes, or pairs of words.
+_PACKED = 4 if HAS_FOURS else 2
 # Tokens whose scores are added up at once.
 _TOKENS = 16
 _BYTES = GROUP // 2
@@ -524,12 +526,12 @@ def sum_query_groups(b, q, q_at, head_dim, sums_at):
         v.store(b.sitofp(sums, v.type), q, at)
 
 
-def load_groups(v, base, places, count):
-    """Four groups of `count` bytes, at most 16, side by side in a vector of bytes; the others are 0."""
+def load_groups(v, base, places, count, size=_BYTES):
+    """Groups of `count` bytes, at most `size`, side by side in a vector of bytes; the others are 0."""
     b = v.b
-    type_ = ir.VectorType(I8, _BYTES)
+    type_ = ir.VectorType(I8, size)
     slots = [cgutils.alloca_once(b, type_) for _ in places]
-    whole = b.icmp_signed(">=", count, I64(_BYTES))
+    whole = b.icmp_signed(">=", count, I64(size))
     with b.if_else(whole, likely=True) as (of_whole, of_rest):
         with of_whole:
             for slot, at in zip(slots, places, strict=True):
@@ -537,7 +539,7 @@ def load_groups(v, base, places, count):
                 b.store(b.load(pointer, align=1), slot)
         with of_rest:
             for slot, at in zip(slots, places, strict=True):
-                b.store(v.load_bytes(base, at, count, _BYTES), slot)
+                b.store(v.load_bytes(base, at, count, size), slot)
     parts = [b.load(slot) for slot in slots]
     while len(parts) > 1:
         both = [*range(2 * parts[0].type.count)]
@@ -680,8 +682,8 @@ def shares(rows, short):
     Lanes are those of groups, of which short rows have two. Of several tokens, those of a vector follow each other.
     """
     width = 2 if short else 4
-    together = min(rows, 16 // width)
-    return width, together, 16 // (width * together)
+    together = min(rows, LANES // width)
+    return width, together, LANES // (width * together)
 
 
 @emits()
@@ -771,7 +773,7 @@ class _GroupProbs:
     def quantise(self, span, scales, part):
         """The weights of some rows."""
         b, v, width, together, tokens = self.b, self.v, self.width, self.together, self.tokens
-        of_scales = [i // (width * together) * width + i % width for i in range(16)]
+        of_scales = [i // (width * together) * width + i % width for i in range(v.lanes)]
         first = b.add(self.s_at, b.mul(part, I64(together)))
         totals = [cgutils.alloca_once_value(b, v.splat(0.0)) for _ in range(4)]
         peaks = [cgutils.alloca_once_value(b, v.splat_int(0)) for _ in range(4)]
@@ -793,16 +795,17 @@ class _GroupProbs:
 
         factor, scale = v.quantiser(self.merged(peaks, v.larger_int))
         place = b.add(b.mul(part, self.spans), span)
-        at = b.add(self.sums_at, b.mul(place, I64(32)))
+        at = b.add(self.sums_at, b.mul(place, I64(2 * v.lanes)))
         v.store(self.merged(totals, b.fadd), self.data, at)
-        v.store(scale, self.data, b.add(at, I64(16)))
-        w_here = b.add(self.w_at, b.mul(place, I64(512)))
+        v.store(scale, self.data, b.add(at, I64(v.lanes)))
+        w_here = b.add(self.w_at, b.mul(place, I64(32 * v.lanes)))
         with steps(b, I64(0), I64(turns), 1) as (turn, _):
             at = b.mul(turn, I64(4 * v.lanes))
             weights = [v.load_floats(self.scratch, b.add(at, I64(j * v.lanes))) for j in range(4)]
-            at = b.add(w_here, b.mul(turn, I64(v.lanes)))
-            for j, x in enumerate(v.bytes_of(weights, factor)):
-                v.store(b.bitcast(x, v.type), self.data, b.add(at, I64(256 * j)))
+            at = b.add(w_here, b.mul(turn, I64(4 // _PACKED * v.lanes)))
+            made, step = (v.bytes_of, 256) if _PACKED == 4 else (v.pairs_of, v.lanes)
+            for j, x in enumerate(made(weights, factor)):
+                v.store(b.bitcast(x, v.type), self.data, b.add(at, I64(step * j)))
 
     def merged(self, slots, combine):
         """Four vectors combined, and then the tokens of a vector."""
@@ -856,20 +859,22 @@ class _SumsOfInt4:
         self.values, self.outputs = values, outputs
         self.row_bytes = b.ashr(values.dim, I64(1))
         self.spans = b.sdiv(b.add(values.dim, I64(INT4_SPAN - 1)), I64(INT4_SPAN))
-        # What `shares` says, and lanes of four tokens.
+        # What `shares` says, and lanes of tokens that are packed.
         short = b.icmp_signed("<=", values.dim, I64(SHORT))
-        self.width = b.select(short, I64(2), I64(4))
-        self.most = b.select(short, I64(8), I64(4))
+        self.width, self.most = (
+            b.select(short, I64(n), I64(m)) for n, m in ((2, 4), (LANES // 2, LANES // 4))
+        )
         few = b.icmp_signed("<", rows, self.most)
-        self.in_four = b.select(few, b.mul(rows, self.width), I64(16))
-        self.tokens = b.sdiv(I64(16), self.in_four)
-        # Turns of four tokens that lie between each other's are all taken.
-        in_span = b.mul(self.tokens, I64(4))
+        self.in_turn = b.select(few, b.mul(rows, self.width), I64(LANES))
+        self.tokens = b.sdiv(I64(LANES), self.in_turn)
+        # Turns of packed tokens that lie between each other's are all taken.
+        in_span = b.mul(self.tokens, I64(_PACKED))
         self.first_turn = b.mul(b.sdiv(begin, in_span), self.tokens)
         turns = b.sdiv(b.add(end, b.sub(in_span, I64(1))), in_span)
         self.turns = b.mul(turns, self.tokens)
-        # In a turn a line is prefetched, by many rows not in all turns.
-        self.seldom = b.select(b.icmp_signed(">", count, I64(_ROWS)), I64(1), I64(0))
+        # Turns that take a line of codes, which many rows take twice.
+        twice = b.icmp_signed(">", count, I64(_ROWS))
+        self.in_line = b.select(twice, I64(8 // _PACKED), I64(4 // _PACKED))
 
     def emit(self):
         """The code for all numbers of query rows."""
@@ -889,64 +894,94 @@ class _SumsOfInt4:
 
     def add_rows(self, group, first, rows):
         """A group's columns, for some rows."""
-        b, v, floats = self.b, self.v, self.floats
+        b, v = self.b, self.v
         span, in_span = b.ashr(group, I64(2)), b.and_(group, I64(3))
-        in_part = b.and_(first, b.sub(self.most, I64(1)))
-        part = b.sdiv(first, self.most)
-        place = b.add(b.mul(part, self.spans), span)
-        lanes = [b.add(b.mul(b.add(in_part, I64(r)), self.width), in_span) for r in range(rows)]
-        w_here = b.add(self.weights.at, b.mul(place, I64(512)))
-        # By low and high bytes of weights, and what the codes are.
-        keys = [*itertools.product(range(rows), range(2), range(2))]
-        sums = {key: cgutils.alloca_once(b, v.int_type) for key in keys}
-        for slot in sums.values():
-            b.store(v.splat_int(0), slot)
+        places, weights = [], []
+        for r in range(rows):
+            row = b.add(first, I64(r))
+            in_part = b.and_(row, b.sub(self.most, I64(1)))
+            place = b.add(b.mul(b.sdiv(row, self.most), self.spans), span)
+            lane = b.add(b.mul(in_part, self.width), in_span)
+            for to, start, step in (
+                (weights, self.weights.at, 32), (places, self.weights.scales_at, 2)
+            ):  # fmt: skip
+                to.append(b.add(b.add(start, lane), b.mul(place, I64(step * v.lanes))))
+        # Bytes of a token whose sums stay in registers.
+        size = _BYTES if REGISTERS > 16 or rows <= _ROWS // 2 else _BYTES // 2
+        with steps(b, I64(0), I64(_BYTES), size) as (byte, _):
+            for r, totals in enumerate(self.sums(group, byte, size, weights)):
+                self.finish(group, byte, b.add(first, I64(r)), totals, places[r])
+
+    def sums(self, group, byte, size, weights):
+        """Sums of some of a group's columns for each row, in the order of `codes`."""
+        b, v = self.b, self.v
+        add, halves = (v.add_fours, 2) if v.has_fours else (v.add_pairs, 1)
+        # By halves of weights, and by what the codes are.
+        rows, number = len(weights), 2 * size // v.lanes
+        keys = [*itertools.product(range(rows), range(halves), range(number))]
+        sums = {key: cgutils.alloca_once_value(b, v.splat_int(0)) for key in keys}
+        in_line = b.mul(self.in_line, I64(_BYTES // size))
         with steps(b, self.first_turn, self.turns, 1) as (turn, _):
-            with b.if_then(b.icmp_signed("==", b.and_(turn, self.seldom), I64(0))):
+            first = b.icmp_signed("==", b.and_(turn, b.sub(in_line, I64(1))), I64(0))
+            with b.if_then(first):
                 self.stream.issue(INT4_SPAN)
-            codes = self.codes(turn, group)
-            at = b.add(w_here, b.mul(turn, self.in_four))
-            for r, i in itertools.product(range(rows), range(2)):
-                weight = v.load_one(floats, b.add(b.add(at, lanes[r]), I64(256 * i)))
-                weight = v.splat(weight)
+            codes = self.codes(turn, group, byte, size)
+            at = b.mul(turn, self.in_turn)
+            for r, i in itertools.product(range(rows), range(halves)):
+                here = b.add(b.add(at, weights[r]), I64(256 * i))
+                weight = v.splat(v.load_one(self.floats, here))
                 for k, x in enumerate(codes):
                     slot = sums[r, i, k]
-                    b.store(v.add_fours(b.load(slot), x, weight), slot)
-        at = b.add(self.weights.scales_at, b.mul(place, I64(32)))
+                    b.store(add(b.load(slot), x, weight), slot)
+        found = {key: b.load(slot) for key, slot in sums.items()}
         for r in range(rows):
-            totals = [
-                b.add(b.load(sums[r, 0, k]), b.shl(b.load(sums[r, 1, k]), v.splat_int(8)))
-                for k in range(2)
-            ]
-            self.finish(group, b.add(first, I64(r)), totals, b.add(at, lanes[r]))
+            parts = [[found[r, i, k] for i in range(halves)] for k in range(number)]
+            if halves == 1:
+                yield [part for part, in parts]
+            else:
+                yield [b.add(low, b.shl(high, v.splat_int(8))) for low, high in parts]
 
-    def codes(self, turn, group):
-        """A turn's codes of a group: low nibbles, and bytes as they are, or where that is too much high nibbles."""
+    def codes(self, turn, group, byte, size):
+        """A turn's codes of `size` bytes of a group, from a byte on: of each vector low nibbles, then high ones.
+
+        Of fours, where from sums of whole bytes can be taken what is too much, bytes stand for high nibbles.
+        """
         b, v = self.b, self.v
-        at = b.mul(group, I64(GROUP // 2))
+        at = b.add(b.mul(group, I64(GROUP // 2)), byte)
         in_vector = b.and_(turn, b.sub(self.tokens, I64(1)))
-        token = b.add(b.mul(b.sub(turn, in_vector), I64(4)), in_vector)
+        token = b.add(b.mul(b.sub(turn, in_vector), I64(_PACKED)), in_vector)
         places = []
-        for _ in range(4):
+        for _ in range(_PACKED):
             places.append(b.add(b.load(b.gep(self.values.offsets, [token])), at))
             token = b.add(token, self.tokens)
-        x = load_groups(v, self.values.words, places, b.sub(self.row_bytes, at))
-        x = b.bitcast(v.mixed_fours(x), v.int_type)
-        low = v.splat_int(0x0F0F0F0F)
-        high = x if v.has_fours else b.and_(b.lshr(x, v.splat_int(4)), low)
-        return b.and_(x, low), high
+        x = load_groups(v, self.values.words, places, b.sub(self.row_bytes, at), size)
+        if v.has_fours:
+            x = b.bitcast(v.mixed_fours(x), v.int_type)
+            return b.and_(x, v.splat_int(0x0F0F0F0F)), x
+        found = []
+        for x in v.mixed_pairs(x):
+            found += [b.and_(x, v.splat_word(15)), b.lshr(x, v.splat_word(4))]
+        return found
 
-    def finish(self, group, row, totals, at):
-        """Add a group's sums to the output row."""
+    def finish(self, group, byte, row, totals, at):
+        """Add a group's sums to the output row, of the columns of `codes`."""
         b, v = self.b, self.v
-        minimum, scale = (v.splat(v.load_one(self.floats, b.add(at, I64(i)))) for i in (0, 16))
-        low, high = totals
+        minimum, scale = (v.splat(v.load_one(self.floats, b.add(at, I64(i)))) for i in (0, v.lanes))
         if v.has_fours:  # of whole bytes: high nibbles count 16 times
-            high = b.ashr(b.sub(high, low), v.splat_int(4))
+            low, high = totals
+            totals = low, b.ashr(b.sub(high, low), v.splat_int(4))
         column = b.mul(group, I64(GROUP))
         left = b.ashr(b.sub(self.values.dim, column), I64(1))
-        half = b.select(b.icmp_signed("<", left, I64(16)), left, I64(16))
-        for x, start in ((low, column), (high, b.add(column, half))):
+        half = b.select(b.icmp_signed("<", left, I64(_BYTES)), left, I64(_BYTES))
+        for i, x in enumerate(totals):
+            first = b.add(byte, I64(i // 2 * v.lanes))
+            start = b.add(b.add(column, half) if i % 2 else column, first)
             value = v.fma(b.sitofp(x, v.type), scale, minimum)
-            mask = v.lanes_below(half)
-            add_to_output(v, self.floats, self.outputs, row, value, start, mask)
+            here = b.sub(half, first)
+            # AVX2 has masks of its own, which take their time.
+            masks = None, v.lanes_below(here)
+            whole = b.icmp_signed(">=", here, I64(v.lanes))
+            with b.if_else(whole, likely=True) as places:
+                for place, mask in zip(places, masks, strict=True):
+                    with place:
+                        add_to_output(v, self.floats, self.outputs, row, value, start, mask)
