@@ -44,6 +44,7 @@ from numkv.kernels.cpu.vectors.emit import (
     emits,
     for_rows,
     keep_in_memory,
+    opaque_number,
     scratch_floats,
     steps,
 )
@@ -578,6 +579,9 @@ class _ScoresOfInt4:
         self.floats, self.queries, self.keys, self.count, self.s_at = (
             floats, queries, keys, count, s_at
         )  # fmt: skip
+        if REGISTERS == 16:
+            self.scratch = scratch_floats(b, self.v.float, 4 * _TOKENS)
+            self.number = opaque_number(b, 4)
         # Of 16 tokens each lane has one or two: what is repeated in all lanes is loaded once.
         self.sets = range(_TOKENS // self.v.lanes)
         self.row_bytes = b.ashr(keys.dim, I64(1))
@@ -611,6 +615,9 @@ class _ScoresOfInt4:
         """Add what a group of some tokens gives to their scores."""
         b, v, sets = self.b, self.v, self.sets
         vectors = [self.codes(b.add(t0, I64(i * v.lanes)), group) for i in sets]
+        if REGISTERS == 16:
+            for i, x in enumerate(itertools.chain(*vectors)):
+                v.store(b.bitcast(x, v.type), self.scratch, I64(i * v.lanes))
         at = b.add(b.add(self.keys.scales_at, b.mul(group, I64(KV_TILE))), t0)
         places = [b.add(at, I64(i * v.lanes)) for i in sets]
         scales, minima = (
@@ -628,23 +635,46 @@ class _ScoresOfInt4:
         at_once = _ROWS // len(sets)
         for first in range(0, len(sums), at_once):
             some = range(first, min(len(sums), first + at_once))
-            totals = {(r, half): [zero for _ in sets] for r in some for half in range(2)}
-            for i, codes in enumerate(zip(*vectors, strict=True)):
-                if i % 2 == 0 and first == 0:
+            totals = {
+                (r, half): [cgutils.alloca_once_value(b, zero) for _ in sets]
+                for r in some
+                for half in range(2)
+            }
+
+            def add_words(i, words, totals=totals, first=first):
+                """Add products of a word of each token with four bytes of each query row, and four more."""
+                if first == 0:
                     self.stream.issue(_TOKENS * GROUP // 4)
-                for r, half in totals:
-                    at = b.add(q_at, b.mul(self.row_step, I64(r)))
-                    at = b.add(at, I64(half * v.lanes + i))
-                    q = v.splat(v.load_one(self.floats, at))
-                    both = zip(totals[r, half], codes, strict=True)
-                    totals[r, half] = [add(total, x, q) for total, x in both]
+                for upper in range(2):
+                    codes = [b.lshr(x, v.splat_int(4)) for x in words] if upper else words
+                    codes = [b.and_(x, v.splat_int(0x0F0F0F0F)) for x in codes]
+                    for (r, half), slots in totals.items():
+                        at = b.add(b.add(q_at, i), b.mul(self.row_step, I64(r)))
+                        at = b.add(at, I64(half * v.lanes + 4 * upper))
+                        q = v.splat(v.load_one(self.floats, at))
+                        for slot, x in zip(slots, codes, strict=True):
+                            b.store(add(b.load(slot), x, q), slot)
+
+            self.for_words(vectors, add_words)
             for r in some:
                 q_sum = b.add(sum_at, b.mul(self.sums_step, I64(r)))
                 q_sum = v.splat(v.load_one(self.floats, q_sum))
                 for i in sets:
-                    total = self.joined(totals[r, 0][i], totals[r, 1][i])
+                    total = self.joined(*(b.load(totals[r, half][i]) for half in range(2)))
                     value = v.fma(q_sum, minima[i], b.load(sums[r][i]))
                     b.store(v.fma(b.sitofp(total, v.type), scales[i], value), sums[r][i])
+
+    def for_words(self, vectors, emit):
+        """Emit ``emit(i, words)`` for the vectors i of each set, which stay in registers where there are many."""
+        b, v = self.b, self.v
+        if REGISTERS > 16:
+            for i, words in enumerate(zip(*vectors, strict=True)):
+                emit(I64(i), words)
+            return
+        # A loop that stays one: taken apart, more would be on its way than 16 registers hold.
+        with steps(b, I64(0), self.number, 1) as (i, _):
+            at = [b.mul(b.add(i, I64(4 * k)), I64(v.lanes)) for k in self.sets]
+            emit(i, [b.bitcast(v.load_floats(self.scratch, x), v.int_type) for x in at])
 
     def joined(self, high, low):
         """Sums of 32 bits of those of high and of low bytes."""
@@ -655,7 +685,7 @@ class _ScoresOfInt4:
         return v.add_pairs(total, high, v.splat_word(256))
 
     def codes(self, t0, group):
-        """A group of as many tokens as lanes, four bytes of each in a vector: low nibbles, then high ones."""
+        """A group of as many tokens as lanes, four bytes of each in a vector."""
         b, v = self.b, self.v
         at = b.mul(group, I64(_BYTES))
         left = b.sub(self.row_bytes, at)
@@ -671,9 +701,7 @@ class _ScoresOfInt4:
         ]
         turned = [x for pair in zip(*halves, strict=True) for x in v.interleave(*pair)]
         turned = [b.bitcast(x, v.int_type) for x in turned]
-        low = v.splat_int(0x0F0F0F0F)
-        shifted = [b.lshr(x, v.splat_int(4)) for x in turned]
-        return [b.and_(x, low) for x in turned + shifted]
+        return turned
 
 
 def shares(rows, short):
