@@ -953,7 +953,7 @@ class _SumsOfInt4:
             first = b.icmp_signed("==", b.and_(turn, b.sub(in_line, I64(1))), I64(0))
             with b.if_then(first):
                 self.stream.issue(INT4_SPAN)
-            codes = self.codes(turn, group, byte, size)
+            codes = [*self.codes(turn, group, byte, size)]
             at = b.mul(turn, self.in_turn)
             for r, i in itertools.product(range(rows), range(halves)):
                 here = b.add(b.add(at, weights[r]), I64(256 * i))
@@ -972,7 +972,7 @@ class _SumsOfInt4:
     def codes(self, turn, group, byte, size):
         """A turn's codes of `size` bytes of a group, from a byte on: of each vector low nibbles, then high ones.
 
-        Of fours, where from sums of whole bytes can be taken what is too much, bytes stand for high nibbles.
+        Bytes as they are stand for high nibbles.
         """
         b, v = self.b, self.v
         at = b.add(b.mul(group, I64(GROUP // 2)), byte)
@@ -983,25 +983,22 @@ class _SumsOfInt4:
             places.append(b.add(b.load(b.gep(self.values.offsets, [token])), at))
             token = b.add(token, self.tokens)
         x = load_groups(v, self.values.words, places, b.sub(self.row_bytes, at), size)
-        if v.has_fours:
-            x = b.bitcast(v.mixed_fours(x), v.int_type)
-            return b.and_(x, v.splat_int(0x0F0F0F0F)), x
-        found = []
-        for x in v.mixed_pairs(x):
-            found += [b.and_(x, v.splat_word(15)), b.lshr(x, v.splat_word(4))]
-        return found
+        mixed = [v.mixed_fours(x)] if v.has_fours else v.mixed_pairs(x)
+        low = v.splat_int(0x0F0F0F0F)
+        for x in mixed:
+            whole = b.bitcast(x, v.int_type)
+            yield from (b.and_(whole, low), whole)
 
     def finish(self, group, byte, row, totals, at):
         """Add a group's sums to the output row, of the columns of `codes`."""
         b, v = self.b, self.v
         minimum, scale = (v.splat(v.load_one(self.floats, b.add(at, I64(i)))) for i in (0, v.lanes))
-        if v.has_fours:  # of whole bytes: high nibbles count 16 times
-            low, high = totals
-            totals = low, b.ashr(b.sub(high, low), v.splat_int(4))
         column = b.mul(group, I64(GROUP))
         left = b.ashr(b.sub(self.values.dim, column), I64(1))
         half = b.select(b.icmp_signed("<", left, I64(_BYTES)), left, I64(_BYTES))
         for i, x in enumerate(totals):
+            if i % 2:  # of whole bytes: high nibbles count 16 times
+                x = b.ashr(b.sub(x, totals[i - 1]), v.splat_int(4))
             first = b.add(byte, I64(i // 2 * v.lanes))
             start = b.add(b.add(column, half) if i % 2 else column, first)
             value = v.fma(b.sitofp(x, v.type), scale, minimum)
