@@ -162,8 +162,17 @@ ADD_BYTES = {
 INT4_INTEGERS = LANES in ADD_BYTES
 #: Whether products are added to sums by an instruction, rounded once; without it they are rounded by themselves.
 HAS_FMA = bool({"fma", "avx512f", "neon"} & FEATURES)
-#: Whether products of bytes are added by fours at once.
-HAS_FOURS = LANES == 16 and "avx512vnni" in FEATURES
+#: Instructions that multiply integers and add products to sums of 32 bits, of bytes by fours and of words in pairs, as
+#: LLVM's text: AVX-512 VNNI, or AVX-VNNI, whose code has no masks. None where there are none.
+DOT_PRODUCTS = (
+    "vpdp{} $2, $1, $0"
+    if LANES == 16 and "avx512vnni" in FEATURES
+    else "{{vex}} vpdp{} $2, $1, $0"
+    if LANES == 8 and "avxvnni" in FEATURES
+    else None
+)
+#: Whether products of bytes are added by fours at once, with registers for sums of low and of high bytes.
+HAS_FOURS = LANES == 16 and DOT_PRODUCTS is not None
 #: Whether products of bf16 are added in pairs by an instruction, which takes as long as one of float32.
 HAS_BF16_PAIRS = LANES == 16 and "avx512bf16" in FEATURES
 #: Whether half floats are widened by an instruction.

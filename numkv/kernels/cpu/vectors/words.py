@@ -132,12 +132,9 @@ class Words(Vectors):
     def add_fours(self, total, codes, weights):
         """``total + codes * weights`` of bytes, without a sign and with one; four neighbouring products are added.
 
-        For `has_fours`.
+        Where there are `DOT_PRODUCTS`.
         """
-        codes, weights = (self.b.bitcast(x, total.type) for x in (codes, weights))
-        signature = ir.FunctionType(total.type, [total.type] * 3)
-        add = ir.InlineAsm(signature, "vpdpbusd $2, $1, $0", "=v,v,v,0")
-        return self.b.call(add, [codes, weights, total])
+        return self.add_products("busd", total, codes, weights)
 
     def add_twos(self, total, codes, weights):
         """The same in 16 bits, two neighbouring products added: products of nibbles may be added eight times."""

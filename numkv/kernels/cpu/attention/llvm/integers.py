@@ -48,7 +48,7 @@ from numkv.kernels.cpu.vectors.emit import (
     scratch_floats,
     steps,
 )
-from numkv.kernels.cpu.vectors.features import FEATURES, HAS_FOURS, LANES, REGISTERS, row_unroll
+from numkv.kernels.cpu.vectors.features import DOT_PRODUCTS, FEATURES, HAS_FOURS, LANES, REGISTERS, row_unroll
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.stored import LOOKED_UP, in_words, levels_of
 from numkv.kernels.cpu.vectors.words import Words
@@ -631,7 +631,7 @@ class _ScoresOfInt4:
         four = b.and_(group, I64(3))
         sum_at = b.add(b.mul(b.sub(group, four), I64(4)), four)
         sum_at = b.add(self.queries.sums_at, sum_at)
-        zero, add = (v.splat_int(0), v.add_fours) if v.has_fours else (v.splat_word(0), v.add_twos)
+        zero, add = (v.splat_int(0), v.add_fours) if DOT_PRODUCTS else (v.splat_word(0), v.add_twos)
         at_once = _ROWS // len(sets)
         for first in range(0, len(sums), at_once):
             some = range(first, min(len(sums), first + at_once))
@@ -679,7 +679,7 @@ class _ScoresOfInt4:
     def joined(self, high, low):
         """Sums of 32 bits of those of high and of low bytes."""
         b, v = self.b, self.v
-        if v.has_fours:
+        if DOT_PRODUCTS:
             return b.add(b.shl(high, v.splat_int(8)), low)
         total = v.add_pairs(v.splat_int(0), low, v.splat_word(1))
         return v.add_pairs(total, high, v.splat_word(256))
