@@ -146,9 +146,9 @@ ADD_PAIRS = {
     )
     if feature in FEATURES
 }
-#: Whether query rows of 16-bit integers meet codes by whole vectors of one row. With 16 registers, codes of two tokens
-#: and sums of four rows stay in them; else a vector has parts of all rows, whose sums have fewer lanes to be added.
-WHOLE_VECTORS = REGISTERS == 16
+#: How many query rows of 16-bit integers meet codes by whole vectors of one row, at most. In 16 registers, codes of two
+#: tokens and sums of four rows stay; else a vector has parts of all rows, whose sums have fewer lanes to be added.
+WHOLE_ROWS = 4 if REGISTERS == 16 else 0
 #: Products of bytes, one without a sign and one with it, neighbours added to 16 bits: by lanes of 32 bits, likewise.
 ADD_BYTES = {
     lanes: name
