@@ -140,9 +140,7 @@ class Words(Vectors):
         """The same in 16 bits, two neighbouring products added: products of nibbles may be added eight times."""
         codes, weights = (self.b.bitcast(x, self.bytes_type) for x in (codes, weights))
         signature = ir.FunctionType(self.word_type, [self.bytes_type] * 2)
-        function = cgutils.get_or_insert_function(
-            self.b.module, signature, ADD_BYTES[self.lanes]
-        )
+        function = cgutils.get_or_insert_function(self.b.module, signature, ADD_BYTES[self.lanes])
         return self.b.add(total, self.b.call(function, [codes, weights]))
 
     def interleave(self, a, b):

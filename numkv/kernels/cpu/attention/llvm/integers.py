@@ -48,7 +48,14 @@ from numkv.kernels.cpu.vectors.emit import (
     scratch_floats,
     steps,
 )
-from numkv.kernels.cpu.vectors.features import DOT_PRODUCTS, FEATURES, HAS_FOURS, LANES, REGISTERS, row_unroll
+from numkv.kernels.cpu.vectors.features import (
+    DOT_PRODUCTS,
+    FEATURES,
+    HAS_FOURS,
+    LANES,
+    REGISTERS,
+    row_unroll,
+)
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.stored import LOOKED_UP, in_words, levels_of
 from numkv.kernels.cpu.vectors.words import Words
@@ -965,7 +972,7 @@ class _SumsOfInt4:
         for r in range(rows):
             parts = [[found[r, i, k] for i in range(halves)] for k in range(number)]
             if halves == 1:
-                yield [part for part, in parts]
+                yield [part for (part,) in parts]
             else:
                 yield [b.add(low, b.shl(high, v.splat_int(8))) for low, high in parts]
 
