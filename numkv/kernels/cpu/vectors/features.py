@@ -39,6 +39,11 @@ _PROBES = {
         "%r = shufflevector <64 x i8> %a, <64 x i8> %b, <64 x i32> <"
         + ", ".join(f"i32 {37 * i % 64}" for i in range(64)) + ">", r"vperm(b|[it]2b)\b",
     ),
+    "ssse3": (
+        "<16 x i8>", "<16 x i8>",
+        "%r = shufflevector <16 x i8> %a, <16 x i8> %a, <16 x i32> <"
+        + ", ".join(f"i32 {7 * i % 16}" for i in range(16)) + ">", r"pshufb\b",
+    ),
     "avx512vbmi2": (
         "<32 x i16>", "<32 x i16>",
         "%r = call <32 x i16> @llvm.fshl.v32i16(<32 x i16> %a, <32 x i16> %b, <32 x i16> %b)", r"vpshldvw\b",
