@@ -356,7 +356,7 @@ def weigh4(rng, v, rows, begin, end, p=None, spoil=()):
         w_at, sums_at, v.bytes, v.dim, o_at, o_step, rescale_at,
     )  # fmt: skip
     result = f[o_at : o_at + out.size].reshape(out.shape)
-    # For rows that share a vector, and for each block, a vector of sums and one of scales of rows, in each those of groups.
+    # For rows that share a vector, and for each block, sums and then scales of rows, in each those of groups.
     width, together, _ = shares(n, v.dim <= SHORT)
     scales = f[sums_at:rescale_at].reshape(-1, 2, LANES)[: n // together * v.blocks, 1]
     scales = scales[:, : width * together].reshape(-1, v.blocks, together, width)

@@ -1,7 +1,7 @@
 """Attention on CPUs with narrower vectors: Numba is told of another CPU, in a process of its own.
 
-Vectors of 256 bits take INT8 as integers and INT4 as floats; those of 128 bits know no half floats and no products of
-16-bit integers. Most of the processes' time goes to the compiler, so they run at the same time; CI compiles for one of
+Vectors of 256 bits add products of bytes in pairs; those of 128 bits know no half floats, and take INT4 as floats.
+Most of the processes' time goes to the compiler, so they run at the same time; CI compiles for one of
 these CPUs, nightly runs for all.
 """
 

@@ -9,7 +9,7 @@ prefetched.
 
 **Integers.** Quantised rows meet queries and probabilities of 16 bits. The error, 1e-4 of a result or so, is a
 hundredth of what INT8 costs. INT8 goes this way with float32, and CODE4 and CODE6, whose levels are INT8, after a look
-into a table; INT4 too where vectors have 512 bits.
+into a table; INT4 too where products of bytes are added in pairs.
 
 **Pairs.** K and V in bf16 meet queries in bf16, and weights that are rounded to bf16. CPUs that multiply bf16 do so in
 pairs of neighbours and add them up in float32, in the time that float32 takes for half as many. Products of queries and

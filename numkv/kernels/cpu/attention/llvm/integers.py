@@ -8,7 +8,7 @@ taken apart into low and high bytes, and each half meets 64 codes at a time, whi
 these products has no sign: codes get 128 more, which flips their highest bit, and sums start with 128 times the sum of
 the query's bytes less. All that is exact in integers.
 
-**INT4.** Vectors have 512 bits here: 16 lanes of 32 bits.
+**INT4.**
 
 *Scores.* A lane is a token: 16 bytes of each of 16 tokens, one quantisation group, are transposed, so that no sums
 across lanes are left and a group's scales are vectors too. Low nibbles make vectors of bytes, high ones others, and a
@@ -18,10 +18,13 @@ query's integers are taken apart into low and high bytes, as for INT8, four of w
     transposed    t0: b0 b1 b2 b3 | t1: b0 b1 b2 b3 | t2: b0 b1 b2 b3 | ...     b4 ... b7: a second vector, and so on
     products      s[t0] += b0 * q0 + ... + b3 * q3 | s[t1] ...                  for each query row
 
-*Sums.* Codes are not widened: weights are taken apart into low and high bytes, and one instruction multiplies and adds
-fours of bytes. A lane holds a column's bytes of four tokens, and a vector those of one quantisation group, for which a
-tile's tokens pass once: sums of four query rows stay in registers. A byte is both of its nibbles at once: from sums of
-whole bytes, the sums of low nibbles leave 16 times those of high ones.
+Without an instruction for four bytes, pairs of products are added in 16 bits, which hold those of a group.
+
+*Sums.* With an instruction for four bytes and 32 registers, codes are not widened: weights are taken apart into low and
+high bytes. A lane holds a column's bytes of four tokens, and a vector those of one quantisation group, for which a
+tile's tokens pass once: sums of four query rows stay in registers. Else codes are widened to words, and a lane holds a
+column of two tokens. A byte is both of its nibbles at once: from sums of whole bytes, the sums of low nibbles leave 16
+times those of high ones.
 """
 
 from __future__ import annotations
@@ -707,8 +710,7 @@ class _ScoresOfInt4:
             [b.bitcast(x, wide) for x in v.interleave(*some[i : i + 2])] for i in range(0, 4, 2)
         ]
         turned = [x for pair in zip(*halves, strict=True) for x in v.interleave(*pair)]
-        turned = [b.bitcast(x, v.int_type) for x in turned]
-        return turned
+        return [b.bitcast(x, v.int_type) for x in turned]
 
 
 def shares(rows, short):
@@ -723,24 +725,26 @@ def shares(rows, short):
 
 @emits()
 def quantise_group_probs(b, rows, s, s_at, scales_at, head_dim, begin, end, w_at, sums_at):
-    """Probabilities of some rows and a tile times the scales of tokens' groups, as 16-bit integers in two bytes.
+    """Probabilities of some rows and a tile times the scales of tokens' groups, as 16-bit integers.
 
     In NumPy, of probabilities p (KV_TILE, rows), scales and minima (KV_TILE, groups), with 0 for tokens outside
     ``[begin, end)``::
 
         x = p[:, :, None] * scales[:, None];  sums = (p[:, :, None] * minima[:, None]).sum(0)
-        unit = abs(x).max(0) / 32639;  w = rint(x / unit);  low, high = w.astype(int8), (w - low) / 256
+        unit = abs(x).max(0) / 32639;  w = rint(x / unit)
 
     All floats are in the array `s`: p[t, r] at ``s_at + t * rows + r``, scales and minima where `gather_groups` put
-    them. Results come by span (128 elements) and by rows that are taken together (see `shares`). The two kinds of bytes
-    are at `w_at`, the high ones 256 floats further on; a lane has those of four tokens for a row and a group. Of one
-    row and four groups, with n = 4 tokens in a vector of weights::
+    them. Results come by span (128 elements) and by rows that are taken together (see `shares`), from `w_at` on. Where
+    bytes are multiplied by fours, ``low, high = w.astype(int8), (w - low) / 256``, high bytes 256 floats further on, and
+    a lane has those of four tokens for a row and a group. Of one row and four groups, with 16 lanes and so n = 4
+    tokens in a vector of weights::
 
         lane      0    1    2    3  | 4    5    6    7  | ...         r0 in all
         group     g0   g1   g2   g3 | g0   g1   g2   g3 | ...
         tokens    0, n, 2n, 3n      | 1, n+1, 2n+1, 3n+1 | ...        in the order 0, 2, 1, 3 of `Words.bytes_of`
 
-    At `sums_at` are as often a vector of sums and, 16 floats further on, one of units, by groups and by rows.
+    Else a lane has two tokens, as words. At `sums_at` are as often a vector of sums, and one of units, by groups and by
+    rows.
     """
     probs = _GroupProbs(b, s, s_at, scales_at, head_dim, begin, end, w_at, sums_at)
     short = b.icmp_signed("<=", probs.head_dim, I64(SHORT))
@@ -865,9 +869,9 @@ def make_accumulate_int4(next_kind):
         In NumPy, for a quantisation group, with what `quantise_group_probs` made of p, put at ``weights.at`` and at
         ``weights.scales_at``::
 
-            o = rescale * o + unit * ((low @ codes) + 256 * (high @ codes)) + sums
+            o = rescale * o + unit * (w @ codes) + sums
 
-        Codes of four tokens are put side by side::
+        Codes of four tokens are put side by side, or of two that are widened to words::
 
             bytes of tokens   t0: c0 c1 c2 ...   t1: c0 c1 c2 ...   t2: ...   t3: ...
             lanes             t0c0 t2c0 t1c0 t3c0 | t0c1 t2c1 t1c1 t3c1 | ...
