@@ -11,7 +11,8 @@ import llvmlite.binding as llvm
 import other_cpus
 import pytest
 
-HAS_AVX512 = llvm.get_host_cpu_features().get("avx512f", False)
+# What this CPU may lack that kernels for another one take.
+NEEDS = {"skylake-avx512": "avx512f", "alderlake": "avxvnni"}
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +36,9 @@ def processes(request, tmp_path_factory):
 )
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="names x86 CPUs")
 def test_other_cpus(processes, cpu):
-    if cpu == "skylake-avx512" and not HAS_AVX512:
-        pytest.skip("this CPU cannot run AVX-512, which kernels for that one take")
+    feature = NEEDS.get(cpu)
+    if feature and not llvm.get_host_cpu_features().get(feature, False):
+        pytest.skip(f"this CPU cannot run {feature}, which kernels for that one take")
     printed, errors = processes[cpu].communicate()
     assert processes[cpu].returncode == 0, errors
     assert printed.strip() == "right"

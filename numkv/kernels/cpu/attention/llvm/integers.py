@@ -735,8 +735,8 @@ def quantise_group_probs(b, rows, s, s_at, scales_at, head_dim, begin, end, w_at
 
     All floats are in the array `s`: p[t, r] at ``s_at + t * rows + r``, scales and minima where `gather_groups` put
     them. Results come by span (128 elements) and by rows that are taken together (see `shares`), from `w_at` on. Where
-    bytes are multiplied by fours, ``low, high = w.astype(int8), (w - low) / 256``, high bytes 256 floats further on, and
-    a lane has those of four tokens for a row and a group. Of one row and four groups, with 16 lanes and so n = 4
+    bytes are multiplied by fours, ``low, high = w.astype(int8), (w - low) / 256``, high ones 256 floats further on; a
+    lane has those of four tokens for a row and a group. Of one row and four groups, with 16 lanes and so n = 4
     tokens in a vector of weights::
 
         lane      0    1    2    3  | 4    5    6    7  | ...         r0 in all
