@@ -9,7 +9,7 @@ prefetched.
 
 **Integers.** Quantised rows meet queries and probabilities of 16 bits. The error, 1e-4 of a result or so, is a
 hundredth of what INT8 costs. INT8 goes this way with float32, and CODE4 and CODE6, whose levels are INT8, after a look
-into a table; INT4 too where vectors have 512 bits.
+into a table; INT4 too where products of bytes are added in pairs.
 
 **Pairs.** K and V in bf16 meet queries in bf16, and weights that are rounded to bf16. CPUs that multiply bf16 do so in
 pairs of neighbours and add them up in float32, in the time that float32 takes for half as many. Products of queries and
@@ -70,7 +70,7 @@ from numkv.kernels.cpu.attention.state import (
 )
 from numkv.kernels.cpu.vectors.arrays import clear, ints_from, multiply
 from numkv.kernels.cpu.vectors.emitted import inlined
-from numkv.kernels.cpu.vectors.features import HAS_FOURS, WHOLE_VECTORS
+from numkv.kernels.cpu.vectors.features import HAS_FOURS, WHOLE_ROWS
 from numkv.kernels.cpu.vectors.prefetch import prefetch
 from numkv.kinds import kind as kind_named
 
@@ -225,7 +225,7 @@ def make_keys(
         put, halves = interleave_bytes, 1
         qk = make_qk_int4(next_kind) if of_int4 else make_qk_int8(next_kind, kind, by_channel)
     else:
-        put = make_interleave_queries(compute, integers and WHOLE_VECTORS)
+        put = make_interleave_queries(compute, integers and count <= WHOLE_ROWS)
         halves = 2 if integers or compute == PAIRS else 1
         qk = make_qk_tile(kind, compute, next_kind, by_channel)
 

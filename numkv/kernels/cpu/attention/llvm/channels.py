@@ -17,7 +17,7 @@ from numba.core import cgutils
 
 from numkv.kernels.cpu.attention.llvm.integers import query_quantisers
 from numkv.kernels.cpu.vectors.emit import I16, I32, I64, emits, for_rows, steps
-from numkv.kernels.cpu.vectors.features import WHOLE_VECTORS, row_unroll
+from numkv.kernels.cpu.vectors.features import WHOLE_ROWS, row_unroll
 from numkv.kernels.cpu.vectors.vectors import Vectors
 from numkv.kernels.cpu.vectors.words import Words
 from numkv.rows.channel import FINE
@@ -155,7 +155,7 @@ class _Units:
     def __init__(self, v, rows, size):
         self.v, self.rows, self.size = v, rows, size
         itemsize = 8 if v.double else 4
-        self.each = v.lanes if size == 2 and WHOLE_VECTORS else v.lanes // rows
+        self.each = v.lanes if size == 2 and rows <= WHOLE_ROWS else v.lanes // rows
         # Vectors that a unit takes for each of its parts.
         self.vectors = rows if self.each > v.lanes // rows else 1
         self.columns = self.each * min(itemsize, 4) // size if size < 4 else self.each
