@@ -20,7 +20,6 @@ from __future__ import annotations
 import numpy as np
 from numba.extending import register_jitable
 
-from numkv.kinds import kinds
 from numkv.rows.channel import channel_loader
 from numkv.rows.code4 import code4_value, load_code4, store_code4
 from numkv.rows.code6 import code6_value, load_code6, store_code6
@@ -60,11 +59,9 @@ _QUANTISED = {
     "code4": (store_code4, load_code4, code4_value),
     "code6": (store_code6, load_code6, code6_value),
     # Tokens are stored in groups: see `numkv.rows.channel`.
-    **{
-        of.name: (None, *channel_loader(8 // of.unit[0], of.fine_channels))
-        for of in kinds(by_channel=True)
-        if of.group_tokens
-    },
+    "int8_channel": (None, *channel_loader(8, 0)),
+    "int4_channel_fine": (None, *channel_loader(4, 8)),
+    "int4_channel": (None, *channel_loader(4, 0)),
 }
 
 

@@ -214,7 +214,7 @@ def make_keys(
     """``interleave, scores`` for a storage kind of K; `next_kind` is V's."""
     integers, COUNT = in_integers(kind, compute), np.int64(count)
     by_channel, real = kind_named(kind).group_tokens > 0, float_type(compute)
-    scale_queries = make_scale_queries(real, integers, kind_named(kind).fine_channels)
+    scale_queries = make_scale_queries(real, integers, kind_named(kind).fine_channels, next_kind)
     if (
         by_channel
     ):  # codes of 8 bits are those of INT8, and second codes are further elements of a row
@@ -257,7 +257,7 @@ def make_keys(
         scale_queries(
             COUNT, floats, at.queries + row * sizes.pad_dim, at.key_scales,
             at.interleaved + place * sizes.pad_dim, at.query_scales + row, at.channel_addends, sizes.k_dim,
-            sizes.pad_dim,
+            sizes.pad_dim, extents,
         )  # fmt: skip
         scores(floats, at, sizes, row, place, keys, end, extents)
 

@@ -59,6 +59,12 @@ class PrefetchStream:
         with self.b.if_then(ended, likely=False):
             self._begin_extent()
 
+    def leave(self):
+        """Let the stream that comes next over these extents begin where this one is, if that is in the first extent."""
+        first = self.b.icmp_signed("==", self.b.load(self.next), I64(2))
+        with self.b.if_then(first):
+            self.b.store(self.b.load(self.at), self.extents)
+
     def issue(self, elements, turn=0):
         """Prefetch as many lines as hold `elements` elements; where that is less than one, in some turns only."""
         if elements >= self.on_line:

@@ -18,9 +18,13 @@ from numba.core import cgutils
 from numkv.kernels.cpu.attention.llvm.integers import query_quantisers
 from numkv.kernels.cpu.vectors.emit import I16, I32, I64, emits, for_rows, steps
 from numkv.kernels.cpu.vectors.features import WHOLE_ROWS, row_unroll
+from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.vectors import Vectors
 from numkv.kernels.cpu.vectors.words import Words
 from numkv.rows.channel import FINE
+
+# Cache lines that are prefetched for each vector of a query row.
+_LINES = 2
 
 
 @functools.cache
@@ -76,15 +80,16 @@ def _floats(v, words):
 
 
 @functools.cache
-def make_scale_queries(compute, integers, fine):
+def make_scale_queries(compute, integers, fine, next_kind):
     """`scale_queries` for a float type.
 
-    `integers` says whether it makes integers of float32, `fine` is the number of channels with a second code.
+    `integers` says whether it makes integers of float32, `fine` is the number of channels with a second code, and
+    `next_kind` is the storage kind of the rows that are prefetched.
     """
 
     @emits()
     def scale_queries(
-        b, rows, data, q_at, factors_at, to_at, scales_at, addends_at, dim, padded_dim
+        b, rows, data, q_at, factors_at, to_at, scales_at, addends_at, dim, padded_dim, extents
     ):
         """Multiply `rows` query rows by what `gather_channels` has put at `factors_at`, and interleave them; put down
         their products with its addends, from `addends_at` on.
@@ -92,7 +97,10 @@ def make_scale_queries(compute, integers, fine):
         All are floats of `data`. Rows go to `to_at` and on, as `interleave_queries` puts floats. Integers are those of
         `quantise_query`, whose scales go to `scales_at` and on; they are put as `interleave_bytes` does where bytes are
         added by fours, else as `interleave_queries` puts words. `dim` counts second codes too.
+
+        Meanwhile the first lines of `extents` are prefetched, as memory would be idle; the scores go on from there.
         """
+        stream = PrefetchStream(b, next_kind, extents)
 
         def emit(rows):
             v = Words(b) if integers else Vectors(b, compute)
@@ -111,6 +119,7 @@ def make_scale_queries(compute, integers, fine):
                 factor, addend = (
                     v.load_floats(data, b.add(at, d)) for at in (factors_at, b.add(factors_at, padded_dim))
                 )  # fmt: skip
+                stream.issue(_LINES * stream.on_line)
                 for r, (at, total, peak) in enumerate(zip(queries, totals, peaks, strict=True)):
                     q = v.load_floats(data, b.add(at, d))
                     b.store(v.fma_to(b.load(total), q, addend), total)
@@ -121,17 +130,20 @@ def make_scale_queries(compute, integers, fine):
                         units.put(q, data, to_at, r, d)
             v.store(v.folds([b.load(x) for x in totals], b.fadd), data, addends_at)
             if not integers:
+                stream.leave()
                 return
             factors, scales = query_quantisers(v, [b.load(x) for x in peaks], dim)
             v.store(scales, data, scales_at)
             multipliers = [v.splat(b.extract_element(factors, I32(r))) for r in range(rows)]
             with steps(b, I64(0), padded_dim, units.step) as (d, _):
                 for i in range(0, units.step, v.lanes):
+                    stream.issue(_LINES * stream.on_line)
                     here = b.add(d, I64(i))
                     factor = v.load_floats(data, b.add(factors_at, here))
                     for r, (at, multiplier) in enumerate(zip(queries, multipliers, strict=True)):
                         q = b.fmul(v.load_floats(data, b.add(at, here)), factor)
                         units.put(v.nearest(b.fmul(q, multiplier)), data, to_at, r, d, i)
+            stream.leave()
 
         for_rows(b, rows, emit, row_unroll(compute))
 
