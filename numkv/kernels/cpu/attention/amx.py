@@ -4,8 +4,8 @@ Scores, softmax and sums are each done for all query rows of an item before the 
 columns until the item ends. Queries and weights are split into parts, which together are exact or good to 16 bits. So
 results meet the same bounds as those of vector code.
 
-Vector code does the rest: items of few query rows (such as decoding), and tiles with NaN or infinity in which query
-rows see different tokens.
+Vector code does the rest: items of few query rows, and tiles with NaN or infinity in which query rows see different
+tokens.
 """
 
 from __future__ import annotations

@@ -38,12 +38,14 @@ def by_panels(k_kind: str, v_kind: str, compute: str, masked: bool = False) -> b
 def panels_from(k_kind: str, v_kind: str, compute: str) -> int:
     """Return the fewest query rows of an item that vector code computes by panels.
 
-    Widening rows of 16 bits or less pays from half a panel on. Measured on 2 cores of a Zen 4:
+    Widening rows of 16 bits or less pays from half a panel on. Panels compared with the other way, on 2 cores of a Zen
+    4:
 
-    - 32 rows (8 query tokens in groups of 4, 8 sequences of 4,096 tokens): panels are 1.14x faster in bf16 and fp32,
-      and 1.08x in pairs of bf16.
-    - 16 rows (one kv head, 32,768 tokens): panels are equal in bf16, 8 % slower in fp32 and 18 % slower in pairs, which
-      need no widening.
+    - 32 rows (8 sequences of 4,096 tokens, 8 query tokens in groups of 4): 1.14x faster in bf16 and fp32, 1.08x in
+      pairs.
+    - 16 rows (one kv head, 32,768 tokens): equal in bf16, 8 % slower in fp32, 18 % slower in pairs.
+
+      Pairs of bf16 need no widening.
     """
     narrow = all(kind_named(x).word.itemsize <= 2 for x in (k_kind, v_kind))
     return 13 if narrow and compute != PAIRS else 25

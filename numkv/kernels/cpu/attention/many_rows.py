@@ -124,7 +124,7 @@ def make_put_keys(K_KIND, V_KIND, COMPUTE):
 
 
 def make_put_values(K_KIND, V_KIND, COMPUTE):
-    """The step `PUT_VALUES`: ``put_values(state, begin, end)`` copies a tile's V rows; returns whether all are finite."""
+    """The step `PUT_VALUES`: ``put_values(state, begin, end)`` copies V rows; whether all are finite."""
     tile_of = make_tile_of(K_KIND, V_KIND)
     put_rows = pair_rows if COMPUTE == PAIRS else make_widen_rows(V_KIND)
 
