@@ -68,7 +68,7 @@ _Self = TypeVar("_Self", bound=HasAccess)
 
 
 def busy(obj: object, name: str) -> NumkvError:
-    """The error of a second writer."""
+    """Return the error of a second writer."""
     return NumkvError(
         f"{name}: this {type(obj).__name__} is being changed by another call, of another thread or of one that "
         "this call is inside of (a finaliser, a signal handler, a shift function); let one writer at a time use it"
@@ -76,7 +76,7 @@ def busy(obj: object, name: str) -> NumkvError:
 
 
 def overtaken(obj: object, name: str) -> NumkvError:
-    """The error of a reader whose rows were moved or dropped meanwhile."""
+    """Return the error of a reader whose rows were moved or dropped meanwhile."""
     return NumkvError(
         f"{name}: rows of this {type(obj).__name__} were moved or dropped while they were read, so there is no "
         "result; do not truncate, compact, clear or remove while others read"

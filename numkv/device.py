@@ -72,7 +72,7 @@ def slot_of(block_table, position, block_size):  # type: ignore[no-untyped-def]
 
 @register_jitable
 def is_finite(row):  # type: ignore[no-untyped-def]
-    """Whether all elements of a row are finite as float32, so that a quantised kind can store it.
+    """Return whether all elements of a row are finite as float32, so that a quantised kind can store it.
 
     Parameters
     ----------
@@ -237,7 +237,7 @@ def _store_row(name: str) -> Callable[..., bool]:
 
 @register_jitable
 def _holds(words, slot, head):  # type: ignore[no-untyped-def]
-    """Whether a buffer has a slot and a head."""
+    """Return whether a buffer has a slot and a head."""
     slots = words.shape[0] * np.int64(words.shape[2])
     return slot >= 0 and slot < slots and head >= 0 and head < words.shape[1]
 

@@ -433,7 +433,7 @@ def kind_of_stored_dtype(dtype: Any) -> Kind | None:
 def kinds_of(
     both: str | Kind, k_kind: str | Kind | None, v_kind: str | Kind | None, by_channel: bool = False
 ) -> tuple[Kind, Kind]:
-    """The kinds of K and of V from the three arguments that every object takes.
+    """Return the kinds of K and of V from the three arguments that every object takes.
 
     Parameters
     ----------

@@ -39,7 +39,7 @@ def set_num_threads(n: int | None) -> None:
 
 
 def get_num_threads() -> int:
-    """The number of threads that calls of this Python thread may use on the CPU.
+    """Return the number of threads that calls of this Python thread may use on the CPU.
 
     Returns
     -------

@@ -351,7 +351,7 @@ def check_blocks(
 
 
 def too_many_queries(queries: int, length: int, where: str = "") -> DimensionMismatch:
-    """The error for more queries than tokens: each query is one of the cached tokens."""
+    """Return the error for more queries than tokens: each query is one of the cached tokens."""
     return DimensionMismatch(
         f"`q`: expected at most as many queries as cached tokens{where}, {length}, got {queries}; "
         "append the queries' own tokens first",

@@ -151,7 +151,7 @@ def check_options(
 
 
 def _unknown(name: str, takes: frozenset[str]) -> TypeError:
-    """The error for an option that a call does not take."""
+    """Return the error for an option that a call does not take."""
     if name in ("window", "sliding_window"):
         return TypeError(
             f"`{name}`: expected `window_left`, earlier tokens that a query sees before its own; pass "
@@ -168,7 +168,7 @@ def _unknown(name: str, takes: frozenset[str]) -> TypeError:
 
 
 def is_free(options: CheckedOptions) -> bool:
-    """Whether the queries of a call need not be cached tokens."""
+    """Return whether the queries of a call need not be cached tokens."""
     return options.sight is not None and not options.sight.counts_tokens
 
 

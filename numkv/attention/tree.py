@@ -60,7 +60,7 @@ def tree_mask(parents: Any, cu_seqlens_q: Any = None) -> NDArray[np.uint32]:
 
 
 def depths_of(parents: Any, cu_seqlens_q: Any = None) -> NDArray[np.int64]:
-    """How many tokens of the tree come before each; see `tree_mask`."""
+    """Return how many tokens of the tree come before each; see `tree_mask`."""
     of, starts = _check(parents, cu_seqlens_q)
     depths: NDArray[np.int64] = np.zeros(len(of), np.int64)
     for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):

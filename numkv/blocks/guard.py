@@ -108,7 +108,7 @@ def looks(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[
 
 
 def _torn(obj: object, name: str) -> NumkvError:
-    """The error in a child that was forked in the middle of a change."""
+    """Return the error in a child that was forked in the middle of a change."""
     return NumkvError(
         f"{name}: another thread was changing this {type(obj).__name__} when the process forked, for longer than the "
         f"fork could wait ({_LONGEST_WAIT:g} s); fork while no thread uses it, or make another one in the child"

@@ -308,7 +308,7 @@ class BlockPool:
 
     @looks
     def is_cached(self, ids: Any) -> NDArray[np.bool_]:
-        """Whether each block holds cached content.
+        """Return whether each block holds cached content.
 
         Parameters
         ----------

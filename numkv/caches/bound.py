@@ -164,7 +164,7 @@ _MOST_SEEN = 1024
 
 
 def is_number(x: Any) -> bool:
-    """Whether something stands for all layers, as it has no entries of its own."""
+    """Return whether something stands for all layers, as it has no entries of its own."""
     return not (isinstance(x, (list, tuple)) or getattr(x, "ndim", 0) == 1)
 
 

@@ -102,7 +102,7 @@ class FullPrecisionWindow:
         return self._pool.nbytes
 
     def quantised(self, layer: int, length: int) -> tuple[int, int]:
-        """The positions ``[sinks, end)`` that are quantised, of a layer of `length` tokens."""
+        """Return the positions ``[sinks, end)`` that are quantised, of a layer of `length` tokens."""
         sinks = min(int(self._sinks[layer]), length)
         return sinks, max(sinks, min(int(self._end[layer]), length))
 
@@ -119,7 +119,7 @@ class FullPrecisionWindow:
         self._sinks[:], self._end[:] = sinks, ends
 
     def tensors(self, layer: int, begin: int, end: int, length: int) -> list[Tensor]:
-        """The rows of a layer's tokens outside of ``[begin, end)``, for a snapshot."""
+        """Return the rows of a layer's tokens outside of ``[begin, end)``, for a snapshot."""
         slots = self._slots(layer, self._kept(begin, end, length), begin)
         return row_tensors(self._pool, layer, slots, "full_")
 
@@ -231,7 +231,7 @@ class FullPrecisionWindow:
     # -- compaction
 
     def is_quantised(self, tokens: Ints) -> NDArray[np.bool_]:
-        """Whether tokens ``(num_layers, n)`` are in the quantised pool."""
+        """Return whether tokens ``(num_layers, n)`` are in the quantised pool."""
         found: NDArray[np.bool_] = (tokens >= self._sinks[:, None]) & (tokens < self._end[:, None])
         return found
 
@@ -328,7 +328,7 @@ class FullPrecisionWindow:
 
     @staticmethod
     def _kept(begin: int, end: int, length: int) -> Ints:
-        """The positions that are not in ``[begin, end)``."""
+        """Return the positions that are not in ``[begin, end)``."""
         return np.concatenate([np.arange(begin), np.arange(end, length)])
 
     # -- attention
@@ -447,7 +447,7 @@ def staging(like: Pool, tokens: int) -> Pool:
 
 
 def staged(block: Pool, tokens: int) -> tuple[Array, Array]:
-    """The first rows ``(tokens, num_kv_heads, head_dim)`` of K and of V in such a block."""
+    """Return the first rows ``(tokens, num_kv_heads, head_dim)`` of K and of V in such a block."""
     k, v = (block.target.token_major(block.values(x)[0, :, :tokens]) for x in "kv")
     return k, v
 

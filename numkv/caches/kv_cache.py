@@ -421,7 +421,7 @@ class KVCache(SingleSequence):
         return BoundAttention(layers, self._begin_bound, rows, options)
 
     def _to_bind(self, num_q_heads: int) -> list[ToBind]:
-        """The layers for bound calls: each with the buffers of its block."""
+        """Return the layers for bound calls: each with the buffers of its block."""
         found = []
         for layer, pool in enumerate(self._pools):
             arrays: list[Array] = []
@@ -602,7 +602,7 @@ class KVCache(SingleSequence):
         return np.arange(self.num_layers)[:, None] * self.capacity + tokens
 
     def _rows(self) -> NDArray[np.int64]:
-        """The rows of each layer, as they are now; compiled code may have written them, so they are checked."""
+        """Return the rows of each layer, as they are now; compiled code may have written them, so they are checked."""
         rows, most = self._lengths.copy(), self._room
         if rows.min(initial=0) < 0 or rows.max(initial=0) > most:
             layer = int(np.flatnonzero((rows < 0) | (rows > most))[0])
@@ -1016,7 +1016,7 @@ def _with_scales(buffer: Buffer, source: Buffer | None) -> Buffer:
 
 
 def _pools_of_layers(pool: Pool) -> list[Pool]:
-    """The pool as each layer sees it: with its own scales of heads, where there are such."""
+    """Return the pool as each layer sees it: with its own scales of heads, where there are such."""
     if "head" not in (pool.k_kind.scales_per, pool.v_kind.scales_per):
         return [pool] * int(pool.k.shape[0])
     return [

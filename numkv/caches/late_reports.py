@@ -70,7 +70,7 @@ class LateReports:
         return Marker(self.watch, mark, first)
 
     def look_again(self, looked_at: Any, marker: Marker | None = None, first: int = 0) -> int:
-        """The number of a look for a call that repeats one of which `latest` was this.
+        """Return the number of a look for a call that repeats one of which `latest` was this.
 
         Parameters
         ----------
@@ -130,7 +130,7 @@ class _History:
 
 
 def _first_kept(position: int, kept: int | NDArray[np.int64]) -> int | None:
-    """Where the first token from a position on is, once these have been kept; None if there is none."""
+    """Return where the first token from a position on is, once these have been kept; None if there is none."""
     if isinstance(kept, int):
         return position if position < kept else None
     found = [int(np.searchsorted(of_layer, position)) for of_layer in kept]
@@ -157,11 +157,11 @@ class SequenceReports(LateReports):
         self._forks: dict[int, tuple[_Fork, ...]] = {}
 
     def __bool__(self) -> bool:
-        """Whether any sequence has such rows, as far as has been reported."""
+        """Return whether any sequence has such rows, as far as has been reported."""
         return bool(self._first)
 
     def __contains__(self, seq: int) -> bool:
-        """Whether a sequence has such rows, as far as has been reported."""
+        """Return whether a sequence has such rows, as far as has been reported."""
         return seq in self._first
 
     def tell(self, seq: int, position: int, error: NonFiniteInput, call: int) -> None:
@@ -177,7 +177,7 @@ class SequenceReports(LateReports):
             self._note(seq, now, error)
 
     def first(self, seq: int) -> tuple[int, NonFiniteInput] | None:
-        """The first position of a sequence with such a row, as far as has been reported, and the error."""
+        """Return the first position of a sequence with such a row, as far as has been reported, and the error."""
         return self._first.get(seq)
 
     def _note(self, seq: int, position: int, error: NonFiniteInput) -> None:

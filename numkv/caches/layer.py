@@ -115,7 +115,7 @@ class Layer(SingleSequence):
         return length
 
     def _is_table_sound(self) -> bool:
-        """Whether the table that compiled code can reach is as it should be."""
+        """Return whether the table that compiled code can reach is as it should be."""
         return bool((self._table == self._ids).all())
 
     def _bad_length(self, layer: int, length: int, most: int) -> str:

@@ -109,11 +109,11 @@ class SingleSequence:
         raise NotImplementedError
 
     def _block_table(self, layer: int) -> Array:
-        """The blocks of a layer on the target, ``(1, max_blocks)``."""
+        """Return the blocks of a layer on the target, ``(1, max_blocks)``."""
         raise NotImplementedError
 
     def _slots(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where tokens ``(num_layers, n)`` lie, on the host."""
+        """Return where tokens ``(num_layers, n)`` lie, on the host."""
         raise NotImplementedError
 
     def _bad_length(self, layer: int, length: int, most: int) -> str:
@@ -330,7 +330,7 @@ class SingleSequence:
         return Snapshot(saved, self._tensors(saved), [(self, full is not None)])
 
     def _tensors(self, saved: SavedSequence) -> list[Tensor]:
-        """Where rows lie: those in ``[begin, end)`` as codes, and the others in full precision."""
+        """Return where rows lie: those in ``[begin, end)`` as codes, and the others in full precision."""
         found = []
         for layer, (begin, end, rows) in enumerate(
             zip(saved.begins, saved.ends, saved.rows, strict=True)

@@ -144,7 +144,7 @@ def move(positions, cells, offset):
 
 @register_jitable
 def _bisect(positions, owned, length, position):
-    """How many of the first `length` cells come before a position."""
+    """Return how many of the first `length` cells come before a position."""
     low, high = 0, length
     while low < high:
         middle = (low + high) // 2
@@ -156,7 +156,7 @@ def _bisect(positions, owned, length, position):
 
 
 def bisect(positions, owned, position):
-    """How many cells come before a position."""
+    """Return how many cells come before a position."""
     return _bisect(positions, owned, len(owned), position)
 
 

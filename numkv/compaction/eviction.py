@@ -179,7 +179,7 @@ def seen_by_recent(
 
 
 def max_pool(weights: Any, kernel_size: int) -> Weights:
-    """The largest weight among each token's neighbours, itself in the middle.
+    """Return the largest weight among each token's neighbours, itself in the middle.
 
     Parameters
     ----------

@@ -454,7 +454,7 @@ AnyChoice = CacheChoice | CompressorChoice | NewestChoice
 
 
 def _capacity(choice: AnyChoice, capacities: Sequence[int]) -> int:
-    """The tokens of the one text that a cache is for."""
+    """Return the tokens of the one text that a cache is for."""
     if len(capacities) != 1:
         raise numkv.NotSupported(f"{choice.label}: expected one text, got {len(capacities)}")
     return capacities[0]

@@ -356,6 +356,6 @@ def _scaled(config: ModelConfig, layer: LayerWeights, scale: np.ndarray) -> Laye
 
 
 def beginning(document: Document) -> Document:
-    """The first bytes of a text, on which that is measured: kinds differ by far more than texts."""
+    """Return the first bytes of a text, on which that is measured: kinds differ by far more than texts."""
     text = document.text.encode()[:OUTLIER_BYTES].decode(errors="ignore")
     return Document(document.name, text)

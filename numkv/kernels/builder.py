@@ -58,7 +58,7 @@ def array(dtype: Any, ndim: int, *, out: bool = False) -> types.Array:
 
 
 def cache_stats() -> dict[str, int]:
-    """How many kernels this process loaded from the disk cache (hits) and compiled (misses).
+    """Return how many kernels this process loaded from the disk cache (hits) and compiled (misses).
 
     Returns
     -------
@@ -106,7 +106,7 @@ def _tell_once(label: str) -> None:
 
 
 def _is_watched() -> bool:
-    """Whether lines on stderr are wanted."""
+    """Return whether lines on stderr are wanted."""
     choice = os.environ.get(PROGRESS)
     if choice in ("0", "1"):
         return choice == "1"

@@ -105,7 +105,7 @@ def _sources() -> list[Path]:
 
 
 def sources_changed() -> bool:
-    """Whether a source file has been changed, or is gone, since this process began."""
+    """Return whether a source file has been changed, or is gone, since this process began."""
     try:
         return any(path.stat().st_ctime > _BEGUN for path in _sources())
     except OSError:
@@ -126,7 +126,7 @@ def _warn(message: str) -> None:
 
 
 def folder_of(function: Callable[..., Any]) -> Path:
-    """Where kernels of the module that defines `function` lie; ``RuntimeError`` if there is no such place."""
+    """Return where kernels of the module that defines `function` lie; ``RuntimeError`` if there is no such place."""
     return Path(CompileResultCacheImpl(function).locator.get_cache_path())
 
 
@@ -157,7 +157,7 @@ def kernel_files(folder: Path) -> list[Path]:
 
 
 def _is_file(path: Path) -> bool:
-    """Whether it is a file itself, and still there: another process may have renamed it since it was listed."""
+    """Return whether it is a file itself, and still there: another process may have renamed it since it was listed."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except FileNotFoundError:
@@ -165,7 +165,7 @@ def _is_file(path: Path) -> bool:
 
 
 def is_stale(path: Path) -> bool:
-    """Whether a file was made of other sources than today's, or is none that can be read."""
+    """Return whether a file was made of other sources than today's, or is none that can be read."""
     stamp = _MAGIC + source_digest().encode()
     try:
         with path.open("rb") as file:
@@ -206,7 +206,7 @@ class Turn:
 
     @classmethod
     def _opened(cls) -> int:
-        """The file of turns. It is closed only with the process: whoever closes a file gives its locks back."""
+        """Return the file of turns. It is closed only with the process: whoever closes a file gives its locks back."""
         if Turn._file is None:
             name = Path(tempfile.gettempdir()) / f"numkv-turns-{os.getuid()}"
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -268,7 +268,7 @@ class KernelCache(_Cache):  # type: ignore[misc]
         """Do nothing: files are replaced when they are out of date."""
 
     def path(self, signature: Any, codegen: Any) -> Path:
-        """The file of a build.
+        """Return the file of a build.
 
         Parameters
         ----------
@@ -311,7 +311,7 @@ def _unpacked(impl: Any, target_context: Any, content: bytes) -> Any:
 
 
 def _named(folder: Path, name: str, parts: tuple[str, ...]) -> Path:
-    """The file of what is made from `parts`, under these versions and settings."""
+    """Return the file of what is made from `parts`, under these versions and settings."""
     parts = (
         *parts, sys.version, numba.__version__, np.__version__,
         *(f"{setting}={getattr(config, setting, None)}" for setting in _SETTINGS),
@@ -321,7 +321,7 @@ def _named(folder: Path, name: str, parts: tuple[str, ...]) -> Path:
 
 
 def path_of(function: Callable[..., Any], name: str, parts: tuple[str, ...]) -> Path | None:
-    """The file of a kernel that Numba's dispatcher does not load itself.
+    """Return the file of a kernel that Numba's dispatcher does not load itself.
 
     Parameters
     ----------

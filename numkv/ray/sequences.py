@@ -47,7 +47,7 @@ def cut(runs: Iterable[Run], length: int) -> tuple[Run, ...]:
 
 
 def counts(runs: Iterable[Run]) -> dict[int, int]:
-    """How many tokens each column has."""
+    """Return how many tokens each column has."""
     found: dict[int, int] = {}
     for column, n in runs:
         found[column] = found.get(column, 0) + n
@@ -62,7 +62,7 @@ def columns_of_tokens(runs: Iterable[Run]) -> Ints:
 
 
 def number_before(runs: Iterable[Run], column: int, positions: Ints) -> Ints:
-    """How many of a column's tokens come before each position."""
+    """Return how many of a column's tokens come before each position."""
     ends, own = [0], [0]
     for of, n in runs:
         ends.append(ends[-1] + n)
@@ -284,7 +284,7 @@ class Directory:
 
 
 def kept_after_loss(state: Sequence, found: dict[int, int]) -> int:
-    """How many of a sequence's first tokens there are, if columns have only so many of their own ones.
+    """Return how many of a sequence's first tokens there are, if columns have only so many of their own ones.
 
     Parameters
     ----------

@@ -76,7 +76,7 @@ def channel_coder(bits):
 
 @register_jitable
 def _level(code, scales, d, dim):
-    """The value of a code in channel `d` of `dim`, by the scales of its group."""
+    """Return the value of a code in channel `d` of `dim`, by the scales of its group."""
     step = np.float32(bf16_to_float32(scales[d]) * np.float32(np.float32(code) + np.float32(0.5)))
     return np.float32(step + bf16_to_float32(scales[dim + d]))
 

@@ -28,7 +28,7 @@ def digit_of(order, place):
 
 @register_jitable
 def whose_digit(order, found, place):
-    """Whether the digits above `place` are those of `found`."""
+    """Return whether the digits above `place` are those of `found`."""
     above = np.uint32((place + 1) * DIGIT_BITS)
     return above >= np.uint32(32) or (order >> above) == (found >> above)
 

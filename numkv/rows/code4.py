@@ -45,7 +45,7 @@ def _above(x, edge, step):
 
 @register_jitable
 def _number(x):
-    """The number of the level nearest to a magnitude, in units of the scale."""
+    """Return the number of the level nearest to a magnitude, in units of the scale."""
     low = _above(x, EDGES[0], 1) + _above(x, EDGES[1], 1) + _above(x, EDGES[2], 1)
     return np.int32(
         low

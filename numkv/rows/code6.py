@@ -66,7 +66,7 @@ def code6_level(code):
 
 @register_jitable
 def _number(x):
-    """The number of the level nearest to a magnitude, in units of the scale."""
+    """Return the number of the level nearest to a magnitude, in units of the scale."""
     # A search by halves without branches: loops over a row become vector code.
     twice = np.int32(min(np.float32(x + x), np.float32(255)))
     found = np.int32(16) if twice >= np.int32(_FIRST) else np.int32(0)

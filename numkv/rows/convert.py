@@ -17,7 +17,7 @@ from numba.extending import register_jitable
 
 @register_jitable
 def bf16_to_float32(word):
-    """The value of a bfloat16 word: the upper half of a float32."""
+    """Return the value of a bfloat16 word: the upper half of a float32."""
     return np.uint32(np.uint32(word) << np.uint32(16)).view(np.float32)
 
 
@@ -35,7 +35,7 @@ def float32_to_bf16(x):
 
 @register_jitable
 def fp16_to_float32(word):
-    """The value of an IEEE half-precision word."""
+    """Return the value of an IEEE half-precision word."""
     w = np.uint32(word)
     sign = np.uint32(np.uint32(w & np.uint32(0x8000)) << np.uint32(16))
     magnitude = np.uint32(np.uint32(w & np.uint32(0x7FFF)) << np.uint32(13))
@@ -72,7 +72,7 @@ def float32_to_fp16(x):
 
 @register_jitable
 def e4m3_to_float32(word):
-    """The value of an 8-bit float with 4 exponent and 3 mantissa bits (bias 7, no infinity, NaN is all ones)."""
+    """Return the value of an 8-bit float with 4 exponent and 3 mantissa bits (bias 7, no infinity, NaN is all ones)."""
     w = np.uint32(word)
     sign = np.uint32(np.uint32(w & np.uint32(0x80)) << np.uint32(24))
     magnitude = np.uint32(np.uint32(w & np.uint32(0x7F)) << np.uint32(20))
@@ -107,7 +107,7 @@ def float32_to_e4m3(x):
 
 @register_jitable
 def e5m2_to_float32(word):
-    """The value of an 8-bit float with 5 exponent and 2 mantissa bits: the upper half of an IEEE half."""
+    """Return the value of an 8-bit float with 5 exponent and 2 mantissa bits: the upper half of an IEEE half."""
     w = np.uint32(word)
     sign = np.uint32(np.uint32(w & np.uint32(0x80)) << np.uint32(24))
     magnitude = np.uint32(np.uint32(w & np.uint32(0x7F)) << np.uint32(21))

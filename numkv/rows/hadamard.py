@@ -23,7 +23,7 @@ from numba.extending import register_jitable
 
 @register_jitable
 def block_length(dim):
-    """The largest power of two that divides `dim`, which is at least 1."""
+    """Return the largest power of two that divides `dim`, which is at least 1."""
     return np.int64(dim) & -np.int64(dim)
 
 

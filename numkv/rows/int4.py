@@ -82,7 +82,7 @@ def _word_near(x, offset):
 
 @register_jitable
 def int4_scale(x, first, count):
-    """The word of the scale, and of the offset, of the group ``x[first : first + count]``."""
+    """Return the word of the scale, and of the offset, of the group ``x[first : first + count]``."""
     group = x[first:]
     largest = np.int32(0)  # magnitude's bits; those of NaN are above those of infinity
     lowest = highest = _in_order(np.float32(group[0]).view(np.int32))

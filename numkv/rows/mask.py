@@ -25,7 +25,7 @@ _WORD = 32
 
 @register_jitable
 def has_bit(rows, row, j):
-    """Whether bit `j` of a row is set."""
+    """Return whether bit `j` of a row is set."""
     return (rows[row, BITS + (j >> 5)] >> (j & 31)) & 1 != 0
 
 
@@ -53,14 +53,14 @@ def bits_below(words, row, first, j):
 
 @register_jitable
 def is_seen(rows, row, token):
-    """Whether a query sees a token ``begin <= token < end`` of its sequence."""
+    """Return whether a query sees a token ``begin <= token < end`` of its sequence."""
     j = token - rows[row, PLAIN_END]
     return j < 0 or has_bit(rows, row, j)
 
 
 @register_jitable
 def position_of(rows, row, token):
-    """Where a token stands that a query sees, by the query's own path."""
+    """Return where a token stands that a query sees, by the query's own path."""
     j = token - rows[row, PLAIN_END]
     if j <= 0:
         return np.int64(token)

@@ -12,7 +12,7 @@ from numba.extending import register_jitable
 
 @register_jitable
 def largest_of(x):
-    """The largest absolute value in a row, float32; NaN counts as 0.
+    """Return the largest absolute value in a row, float32; NaN counts as 0.
 
     Without their signs floats are ordered as their bits are, and a maximum of integers is the same in any order: so
     the loop becomes vector code.
@@ -26,7 +26,7 @@ def largest_of(x):
 
 @register_jitable
 def int8_scale(largest):
-    """The scale of a row whose largest absolute value is `largest`, float32."""
+    """Return the scale of a row whose largest absolute value is `largest`, float32."""
     return np.float32(largest) / np.float32(127)
 
 
@@ -56,5 +56,5 @@ def int8_code(x, scale):
 
 @register_jitable
 def is_finite(x):
-    """Whether a float is neither NaN nor infinite."""
+    """Return whether a float is neither NaN nor infinite."""
     return x - x == x - x

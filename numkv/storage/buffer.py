@@ -139,7 +139,7 @@ class Buffer:
         return head_scales(name, scales, int(self.words.shape[1]))
 
     def typed_scales(self) -> Array:
-        """The scales as a user sees them, in `Kind.scale_dtype`."""
+        """Return the scales as a user sees them, in `Kind.scale_dtype`."""
         return self.target.typed(self.scales, self.kind.scale_dtype)
 
     # -- reads
@@ -268,7 +268,7 @@ class Buffer:
                 self.target.ops.copy_tokens(source, source_slots, target, to_slots)
 
     def by_token(self) -> tuple[Array, ...]:
-        """The arrays that hold something for each token: words, and the scales of rows or of their groups."""
+        """Return the arrays that hold something for each token: words, and the scales of rows or of their groups."""
         return (self.words, self.scales) if self.kind.has_scales else (self.words,)
 
     # -- checks
@@ -325,7 +325,7 @@ def refuse_rotated_channels(kind: Kind, rotate: bool) -> None:
 
 
 def are_scales(kind: Kind, words: np.ndarray[Any, Any]) -> bool:
-    """Whether words in host memory can be scales of a kind: finite, and from 0 up; of heads above 0.
+    """Return whether words in host memory can be scales of a kind: finite, and from 0 up; of heads above 0.
 
     Of channels those in the first half of the last axis are scales, the others zero points.
     """

@@ -40,7 +40,7 @@ def pool_and_kinds(
 
 
 def first_part(rows: Buffer, dim: int) -> Buffer:
-    """The first elements of each row of a buffer as one of its own, on the same memory."""
+    """Return the first elements of each row of a buffer as one of its own, on the same memory."""
     of = rows.kind
     if dim > rows.dim:
         raise DimensionMismatch(
@@ -75,7 +75,7 @@ class LatentPool(Pool):
 
     @classmethod
     def over(cls, rows: Buffer, head_dim_v: int) -> Self:
-        """The pool of a buffer's rows."""
+        """Return the pool of a buffer's rows."""
         return cls(rows, first_part(rows, head_dim_v))
 
     @property

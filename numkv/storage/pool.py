@@ -153,7 +153,7 @@ class Pool:
         return self.k_buffer.kind.group_tokens > 0
 
     def buffer(self, which: str) -> Buffer:
-        """The buffer of ``"k"`` or ``"v"``."""
+        """Return the buffer of ``"k"`` or ``"v"``."""
         return self.k_buffer if which == "k" else self.v_buffer
 
     def set_scales(self, k: Any = None, v: Any = None) -> None:
@@ -271,7 +271,7 @@ class Pool:
         return self.buffer(which).rows(block, part)
 
     def scales(self, which: str) -> Array:
-        """The scales of K or of V as a user sees them, in `Kind.scale_dtype`."""
+        """Return the scales of K or of V as a user sees them, in `Kind.scale_dtype`."""
         return self.buffer(which).typed_scales()
 
     def append(self, k: Array, v: Array, block_table: Array, start: int, look: int = 0) -> None:

@@ -84,7 +84,7 @@ def row_tensors(
     pool: Pool, layer: int, slots: Ints, prefix: str = "",
     set_scales: Callable[[str, Buffer, Any], None] | None = None, v_slots: Ints | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """The rows of a layer's K and V, and their scales; their specs are those of `row_specs`.
+    """Return the rows of a layer's K and V, and their scales; their specs are those of `row_specs`.
 
     Parameters
     ----------
@@ -126,7 +126,7 @@ def row_tensors(
 def head_scales_tensor(
     name: str, side: str, buffer: Buffer, set_scales: Callable[[str, Buffer, Any], None] | None = None
 ) -> Tensor:  # fmt: skip
-    """The scales of a layer's heads; see `row_tensors`."""
+    """Return the scales of a layer's heads; see `row_tensors`."""
 
     def pieces() -> list[NDArray[Any]]:
         return [np.array(buffer.target.to_host(buffer.scales))]

@@ -27,7 +27,7 @@ _array = np.ndarray
 def array_at(
     address: int, shape: tuple[int, ...], dtype: np.dtype[Any], strides: tuple[int, ...] | None
 ) -> np.ndarray[Any, Any]:
-    """The array at an address; one of no elements, which may lie nowhere, is an ordinary array.
+    """Return the array at an address; one of no elements, which may lie nowhere, is an ordinary array.
 
     It holds no memory: the caller ensures that there is some while the array is used, and that nobody keeps the array
     for longer; see `numkv.torch.call_cache`.
@@ -161,7 +161,7 @@ def _kind_of_codes(words: np.dtype[Any], scale: Any) -> Kind:
 
 
 def _of_heads(target: Target, name: str, scale: Any, heads: int) -> Array:
-    """The scales of heads on the target: 1, a number, or an array with one for each head."""
+    """Return the scales of heads on the target: 1, a number, or an array with one for each head."""
     if scale is None or is_number(scale):
         number = check_number(name, scale, default=1.0)
         return _same_for_heads(target.device_key, name, number, heads)

@@ -149,7 +149,7 @@ class Folder:
     # -- writing
 
     def holds(self, key: str, header: bytes, nbytes: int) -> bool:
-        """Whether an object of so many bytes is there that begins with a header; zeros of a power cut do not."""
+        """Return whether an object of so many bytes is there that begins with a header; zeros of a power cut do not."""
         try:
             descriptor = os.open(self._path(key), os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         except OSError:

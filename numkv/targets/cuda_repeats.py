@@ -119,7 +119,7 @@ class Repeats:
 
     @staticmethod
     def pointer(x: Array) -> int:
-        """Where an array lies."""
+        """Return where an array lies."""
         return memory.pointer_of(x)
 
     def find(

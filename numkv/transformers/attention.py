@@ -490,7 +490,7 @@ def prepared(
 
 
 def _fits(query: Any, keys: Any, values: Any, batch: int, pool: Pool) -> bool:
-    """Whether tensors are those of a pass of few tokens over these buffers."""
+    """Return whether tensors are those of a pass of few tokens over these buffers."""
     if not query.ndim == keys.ndim == values.ndim == 4:
         return False
     heads, columns, dim = int(pool.k.shape[1]), query.shape[2], pool.head_dim
@@ -552,7 +552,7 @@ def append_and_attend(query: Any, pending: Pending, plan: Any, options: CheckedO
 
 
 def _append(q: Any, pending: Pending, plan: Any, sm_scale: float) -> tuple[Step, Pool, Any]:
-    """The step, the pool that holds its rows, and what else of them is in full, or None.
+    """Return the step, the pool that holds its rows, and what else of them is in full, or None.
 
     Layers that share these rows find them there.
     """

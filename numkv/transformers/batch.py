@@ -438,7 +438,7 @@ class ContinuousBatch:
         return parts
 
     def _waits_for_prefix(self, request: BatchRequest) -> bool:
-        """Whether a running request is about to compute blocks that this one begins with."""
+        """Return whether a running request is about to compute blocks that this one begins with."""
         for other, seq in self._running.items():
             shared = min(request.shared_len(other), len(request.ids()) - 1)
             if shared - self.cache.length(seq) >= self.cache.block_size:
@@ -446,7 +446,7 @@ class ContinuousBatch:
         return False
 
     def _has_room(self, request: BatchRequest) -> bool:
-        """Whether a request may begin: alone it may try, beside others it leaves them room to go on."""
+        """Return whether a request may begin: alone it may try, beside others it leaves them room to go on."""
         if not self._running:
             return True
         groups = self._blocks_for(1)

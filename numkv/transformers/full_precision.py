@@ -117,7 +117,7 @@ class FullPrecisionRing:
         gap = end - first
 
         def here(position: Ints) -> Ints:
-            """How many tokens that are here come before a position."""
+            """Return how many tokens that are here come before a position."""
             return position - np.clip(position - first, 0, gap)
 
         held = (lengths[:, None] - gap)[:, 0]
@@ -240,7 +240,7 @@ class NewestTokenGroups:
         return found
 
     def of_step(self, step: Step, columns: int) -> GroupsOfStep:
-        """Where the rows of a pass go, and what the queries of its last columns read."""
+        """Return where the rows of a pass go, and what the queries of its last columns read."""
         some, start, lengths = self._group, step.before.lengths, step.after.lengths
         position, sequences = step.positions(), np.arange(len(lengths))[:, None]
         slots = self._slots(sequences, position)

@@ -106,7 +106,7 @@ class Step:
     blocks: tuple[Ints, Ints] | None
 
     def of_last(self, columns: int) -> Step:
-        """The step for the queries of the last columns alone."""
+        """Return the step for the queries of the last columns alone."""
         metadata, new = self.before, self.new
         ordinal = _ordinal(new, self.columns)[:, -columns:]
         new = None if new is None else new[:, -columns:]
@@ -332,7 +332,7 @@ class BatchMetadata:
         return found
 
     def _used(self) -> Ints:
-        """How many sequences hold each block."""
+        """Return how many sequences hold each block."""
         return np.bincount(self.table[self.held()], minlength=self.num_blocks)
 
     def held(self) -> Flags:
@@ -551,5 +551,5 @@ class BatchMetadata:
 
 
 def _ordinal(new: Flags | None, columns: int) -> Ints:
-    """How many tokens of a pass have come with each column: of the batch, or alike for all."""
+    """Return how many tokens of a pass have come with each column: of the batch, or alike for all."""
     return np.arange(1, columns + 1)[None] if new is None else new.cumsum(1)

@@ -203,7 +203,7 @@ class MultiSequenceCache(ABC):
 
     @reads
     def can_resume(self, seq: int, pos: int) -> bool:
-        """Whether a sequence can go on with a token at a position: all that it would attend to is still stored.
+        """Return whether a sequence can go on with a token at a position: all that it would attend to is still stored.
 
         Parameters
         ----------

@@ -314,7 +314,7 @@ class EncoderCache(LayeredCache):
         return self._target.token_major(self._target.one_head(x))
 
     def _room_for(self, layer: int, shape: tuple[int, int, int], dims: tuple[int, int]) -> Pool:
-        """The layer's buffers if they have this shape, else new ones, which are not the layer's yet."""
+        """Return the layer's buffers if they have this shape, else new ones, which are not the layer's yet."""
         pool = self._layers.get(layer)
         if pool is not None and (*pool.k.shape[:3], pool.head_dim, pool.head_dim_v) == (
             *shape,

@@ -226,7 +226,7 @@ class LayeredCache(MultiSequenceCache):
 
     @abstractmethod
     def _slots(self, pool: Pool) -> NDArray[np.int64]:
-        """Where the rows of a layer lie."""
+        """Return where the rows of a layer lie."""
 
     def _books(self) -> dict[str, NDArray[Any]]:
         """Small arrays of a snapshot."""

@@ -91,7 +91,7 @@ class BlockBytes:
         return made
 
     def room(self, ids: NDArray[np.int32]) -> Room:
-        """Where blocks with these numbers go."""
+        """Return where blocks with these numbers go."""
         if self.seen_by_host:
             return Room(self, ids, self._columns, ids.tolist(), [])
         return self._staged(ids)
@@ -106,7 +106,7 @@ class BlockBytes:
         return Room(self, ids, list(map(_as_bytes, staged)), list(range(len(ids))), staged)
 
     def sound(self, rows: Sequence[Bytes]) -> bool:
-        """Whether a block has scales where it should have such."""
+        """Return whether a block has scales where it should have such."""
         return all(
             kind is None or are_scales(kind, row.view(x.dtype).reshape(x.shape[1:]))
             for row, x, kind in zip(rows, self._arrays, self._kinds, strict=False)
@@ -128,7 +128,7 @@ class Room:
         self._columns, self._numbers, self._staged = columns, numbers, staged
 
     def rows(self, i: int) -> list[Bytes]:
-        """The memory of the i-th block, to be written to."""
+        """Return the memory of the i-th block, to be written to."""
         number = self._numbers[i]
         return [column[number] for column in self._columns]
 

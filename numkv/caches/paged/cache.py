@@ -1073,7 +1073,7 @@ class PagedKVCache(StoredSequences):
     # -- reading: a reader takes states once, computes, and looks whether rows were dropped meanwhile
 
     def __column__(self) -> Column:
-        """The cache as a part of a larger one."""
+        """Return the cache as a part of a larger one."""
         return Column(self._store, self._insert, self._settled)
 
     def _settled(self, seq: int) -> SequenceState:
@@ -1333,7 +1333,7 @@ class PagedKVCache(StoredSequences):
         return swapped
 
     def block_table(self, seq: int, layer: int) -> NDArray[np.int32]:
-        """The block table of a sequence in a layer: a copy, on the host.
+        """Return the block table of a sequence in a layer: a copy, on the host.
 
         Parameters
         ----------
@@ -1352,7 +1352,7 @@ class PagedKVCache(StoredSequences):
 
     @streamed
     def arrays(self, layer: int) -> CacheArrays:
-        """The arrays of a layer with the tables of all sequences, for your own kernels.
+        """Return the arrays of a layer with the tables of all sequences, for your own kernels.
 
         Parameters
         ----------

@@ -95,7 +95,7 @@ def groups_of(layers: Layers, block_size: int) -> list[LayerGroup]:
     sizes = {shape: shape[2].offsets(block_size)[1] for shape in by_shape}
 
     def parts(nbytes: int) -> dict[_Shape, int]:
-        """How many groups layers of each shape make."""
+        """Return how many groups layers of each shape make."""
         return {x: -(-len(of) // min(len(of), nbytes // sizes[x])) for x, of in by_shape.items()}
 
     largest = max(sizes.values())

@@ -59,7 +59,7 @@ class LayerRows(NamedTuple):
         return found
 
     def offsets(self, block_size: int) -> tuple[list[int], int]:
-        """Where each of `parts` begins in a block, and where the last one ends."""
+        """Return where each of `parts` begins in a block, and where the last one ends."""
         ends = [0]
         for shape, dtype in self.parts(block_size):
             nbytes = dtype.itemsize
@@ -121,7 +121,7 @@ class Layers(NamedTuple):
         return len(self.rows) if self.residual is None else self.residual.layers
 
     def twin(self, layer: int) -> int | None:
-        """The layer that has the full-precision tokens of a layer, or of the one whose rows it reads."""
+        """Return the layer that has the full-precision tokens of a layer, or of the one whose rows it reads."""
         if self.residual is None:
             return None
         found = self.residual.layers + self.sources[layer]
@@ -206,7 +206,7 @@ class Layers(NamedTuple):
         return next(rows for rows in self.rows if rows is not None)
 
     def specs(self, rotate: bool, key_bounds: bool) -> tuple[LayerSpec, ...]:
-        """The layers of the model as a `PagedKVCache` is given them, which rotates and keeps bounds or not."""
+        """Return the layers of the model as a `PagedKVCache` is given them, which rotates and keeps bounds or not."""
         made: dict[Any, LayerSpec] = {}
         found, full = [], None if self.residual is None else self.residual.kept
         for layer, source in enumerate(self.sources[: self.own]):
@@ -300,7 +300,7 @@ def _check_groups(group: int, window_left: int, kept: int, of: Kind) -> None:
 
 
 def _rows(of: LayerSpec) -> LayerRows | None:
-    """The rows of a layer that reads no other's."""
+    """Return the rows of a layer that reads no other's."""
     heads, dim, dim_v, v_kind = of.num_kv_heads, of.head_dim, of.head_dim_v, of.v_kind
     if heads is None or dim is None or dim_v is None or v_kind is None:
         return None

@@ -47,7 +47,7 @@ class Contents:
         self._of[section.folder, name] = data
 
     def where(self, section: Section, names: Sequence[bytes]) -> list[int]:
-        """Where each block is: `IN_HOST`, which is here, or `NOWHERE`."""
+        """Return where each block is: `IN_HOST`, which is here, or `NOWHERE`."""
         return [NOWHERE if self.from_host(section, name) is None else IN_HOST for name in names]
 
     def leading(self, section: Section, names: Sequence[bytes]) -> list[int]:

@@ -168,7 +168,7 @@ def store_of(state: dict[str, Any]) -> BlockStore:
 def _on_pages(
     target: Target, pages: Array, begin: int, rows: LayerRows, block_size: int, rotate: bool
 ) -> Pool:
-    """The rows of one layer, in all pages from byte `begin` on."""
+    """Return the rows of one layer, in all pages from byte `begin` on."""
     views = [
         target.column(pages, begin + offset, shape, np.dtype(dtype))
         for offset, (shape, dtype) in zip(

@@ -44,7 +44,7 @@ def block_names(
 
 
 def _of_groups(store: BlockStore, chain: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
-    """The names of blocks in each group, by those in group 0."""
+    """Return the names of blocks in each group, by those in group 0."""
     names = [chain]
     for group in range(1, len(store.groups)):
         names.append(chain.copy())
@@ -215,7 +215,7 @@ def last_name(store: BlockStore, names: Sequence[NDArray[np.uint8]], extra: Extr
 
 
 def _in_common(tokens: NDArray[np.int32], following: NDArray[np.int32]) -> int:
-    """How many tokens two texts have in common before they differ."""
+    """Return how many tokens two texts have in common before they differ."""
     n = min(len(tokens), len(following))
     other = np.flatnonzero(tokens[:n] != following[:n])
     return int(other[0]) if len(other) else n

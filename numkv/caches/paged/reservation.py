@@ -185,7 +185,7 @@ def refuse_without_slots(slots: StateMemory, wanted: int) -> None:
 def kept_tokens(
     step: Step, tree: Tree | None, accepted: Any, paths: Any
 ) -> tuple[Ints, Ints | None]:
-    """How many of its tokens each sequence of a step keeps; of trees also all tokens, those that are kept first.
+    """Return how many of its tokens each sequence of a step keeps; of trees also all tokens, those that are kept first.
 
     See `numkv.PagedKVCache.commit` for the arguments.
     """
@@ -211,7 +211,7 @@ def kept_tokens(
 
 
 def _is_zero(accepted: Any) -> bool:
-    """Whether nothing is kept, as in a rollback."""
+    """Return whether nothing is kept, as in a rollback."""
     return isinstance(accepted, np.ndarray) and not accepted.any()
 
 

@@ -53,7 +53,7 @@ Ranges = tuple[Array | None, Array | None, Array | None]
 
 
 def ranges_of(store: BlockStore, twin: int, queries: Queries, seen: Ints) -> Ranges:
-    """The parts of what queries see in the layer that has this twin, as kernels take them."""
+    """Return the parts of what queries see in the layer that has this twin, as kernels take them."""
     residual = store.layers.residual
     assert residual is not None
     keeps = store.layers.keeps(twin)
@@ -65,7 +65,7 @@ def ranges_of(store: BlockStore, twin: int, queries: Queries, seen: Ints) -> Ran
 
 
 def parts_of(store: BlockStore, layer: int, twin: int, tables: Any, ranges: Ranges) -> list[Part]:
-    """The parts of a layer's attention; `tables` gives the table of a group."""
+    """Return the parts of a layer's attention; `tables` gives the table of a group."""
     codes, floats = store.place(layer), store.place(twin)
     return [
         Part(pool, tables(group), of)

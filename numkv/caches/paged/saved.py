@@ -79,7 +79,7 @@ class _Paged(Saved):
         return Geometry.read(self.geometry)
 
     def state_specs(self, prefix: str, length: int) -> dict[str, Spec]:
-        """The states of a sequence, as bytes."""
+        """Return the states of a sequence, as bytes."""
         return {
             f"{prefix}state.{i}.{j}": Spec(np.dtype(np.uint8), (shape.nbytes,))
             for i, of_layer in enumerate(self.shape.layers.with_states.values() if length else ())
@@ -87,7 +87,7 @@ class _Paged(Saved):
         }
 
     def states(self, prefix: str, length: int, source: Source) -> Any:
-        """The states of a sequence, layer after layer."""
+        """Return the states of a sequence, layer after layer."""
         found = iter(map(source.array, self.state_specs(prefix, length)))
         return tuple(
             tuple(next(found).view(x.dtype).reshape(x.shape) for x in of_layer)
@@ -195,7 +195,7 @@ class SavedPagedCache(_Paged):
         return found | ({"state_slots": slots} if of.with_states else {})
 
     def read_states(self, source: Source) -> list[SequenceState]:
-        """The sequences, with tables of the blocks as the file counts them."""
+        """Return the sequences, with tables of the blocks as the file counts them."""
         return [self._state(i, x, source) for i, x in enumerate(self.sequences)]
 
     def _state(self, i: int, x: SavedSequence, source: Source) -> SequenceState:
@@ -261,7 +261,7 @@ def own_blocks(
 def store_tensors(
     store: BlockStore, states: Iterable[SequenceState], numbers: NDArray[Any], ids: NDArray[Any]
 ) -> list[Tensor]:
-    """Where the blocks of sequences lie, and the scales of heads.
+    """Return where the blocks of sequences lie, and the scales of heads.
 
     Parameters
     ----------
@@ -306,7 +306,7 @@ def _take_ones(side: str, buffer: Buffer, scales: NDArray[Any]) -> None:
 def put_states(
     store: BlockStore, saved: SavedPagedCache, states: list[SequenceState], source: Source
 ) -> list[SequenceState]:
-    """The sequences with their states in slots of the cache, which several may share."""
+    """Return the sequences with their states in slots of the cache, which several may share."""
     slots, seen, found = store.states, dict[int, int](), []
     for i, (x, state) in enumerate(zip(saved.sequences, states, strict=True)):
         if slots is not None and x.length:
@@ -418,7 +418,7 @@ class Sequences:
         return Snapshot(saved, self._tensors(saved), [], arrays)
 
     def _tensors(self, saved: SavedSequences) -> list[Tensor]:
-        """Where the blocks of all sequences lie."""
+        """Return where the blocks of all sequences lie."""
         found, host, size = [], targets.get("cpu"), saved.shape.block_size
         for i, x in enumerate(self.sequences):
             for specs, buffers, (_, groups) in zip(

@@ -170,7 +170,7 @@ class StateMemory:
     # -- checkpoints
 
     def is_checkpoint(self, length: int) -> bool:
-        """Whether the states after so many tokens are kept."""
+        """Return whether the states after so many tokens are kept."""
         return length > 0 and length % self.every == 0
 
     def new_name(self) -> bytes:

@@ -180,7 +180,7 @@ class Step:
 
     @streamed
     def arrays(self, layer: int) -> CacheArrays:
-        """The arrays of a layer with the step's tables and slots, for your own kernels.
+        """Return the arrays of a layer with the step's tables and slots, for your own kernels.
 
         Parameters
         ----------
@@ -517,7 +517,7 @@ class Step:
         return attend(*args, ranges=self._ranges.get(group))
 
     def _shared(self, group: int, shared_len: Any, window_left: int) -> tuple[int, list[Prefix]]:
-        """How many first tokens are attended to apart, and which tokens see which prefix: looked up once a step.
+        """Return how many first tokens are attended to apart, and which tokens see which prefix: looked up once a step.
 
         Layers with a window attend to all tokens at once.
         """
@@ -667,7 +667,7 @@ class Step:
         return slots, number
 
     def state(self, layer: int) -> StepState:
-        """The arrays of a layer's states, with the slots to read and to write; for your own kernels.
+        """Return the arrays of a layer's states, with the slots to read and to write; for your own kernels.
 
         Parameters
         ----------
@@ -855,7 +855,7 @@ class Step:
             bounds.lower(table[seq, logical], first)
 
     def _read(self, group: int) -> _Read:
-        """The blocks that the queries of a group's layers may read, looked up once a step."""
+        """Return the blocks that the queries of a group's layers may read, looked up once a step."""
         found: _Read | None = self._reads.get(group)
         if found is not None:
             return found
@@ -950,7 +950,7 @@ class Step:
             return self._attend_sparsely(layer, pool, group, q, counts, checked)
 
     def _reads_all(self, group: int, layer: int, most: int, sinks: Any) -> bool:
-        """Whether `attention` is all there is to do; refuse windows that would have to be cut."""
+        """Return whether `attention` is all there is to do; refuse windows that would have to be cut."""
         of, size = self._store.groups[group], self._store.block_size
         if of.chunk or of.window >= 0:
             tokens = of.chunk or of.window + 1
@@ -1017,14 +1017,14 @@ class Step:
             self._seen_in_full[group, window] = made[alike]
 
     def _queries_in_full(self, twin: int) -> Queries:
-        """The step's queries, as they see a layer that has this twin."""
+        """Return the step's queries, as they see a layer that has this twin."""
         of_token = np.arange(len(self._ends)).repeat(self.new_lens)
         lens = np.array(self._ends, np.int64)[of_token]
         first = self._first_in_full[self._store.place(twin)[1]]
         return Queries(self._places, lens, first[of_token])
 
     def _twin_of(self, layer: int) -> tuple[Pool, Array] | None:
-        """The pool in which a layer's rows are in full, and the slots of the step's tokens there."""
+        """Return the pool in which a layer's rows are in full, and the slots of the step's tokens there."""
         twin = self._store.layers.twin(layer)
         if twin is None:
             return None
@@ -1163,7 +1163,7 @@ class Step:
         return checked
 
     def _has_rows(self, layer: int) -> bool:
-        """Whether new tokens' rows have been written to a layer, or to the one whose rows it reads."""
+        """Return whether new tokens' rows have been written to a layer, or to the one whose rows it reads."""
         return bool(self._written[self._store.layers.sources[layer]])
 
     def _check_tokens(self, name: str, tokens: int) -> None:

@@ -93,7 +93,7 @@ class SequenceState(NamedTuple):
         self, length: int, tables: list[NDArray[np.int32]], tokens: NDArray[np.int32], reserved: int | None,
         dropped: int,
     ) -> SequenceState:  # fmt: skip
-        """The sequence as a step begins or ends: `_replace`, in a third of its time."""
+        """Return the sequence as a step begins or ends: `_replace`, in a third of its time."""
         return SequenceState(
             length, tables, self.extra, tokens, self.digests, self.registered, self.starts, reserved,
             self.cached, self.pins, dropped, self.slot, self.marks, self.prompt if length == self.length else None,
@@ -105,7 +105,7 @@ class SequenceState(NamedTuple):
 
 
 def blocks_in(tables: Iterable[NDArray[np.int32]]) -> NDArray[np.int32]:
-    """The blocks in some tables, or parts of tables: what is not -1."""
+    """Return the blocks in some tables, or parts of tables: what is not -1."""
     parts = list(tables)
     if not parts:
         return _NONE
@@ -231,7 +231,7 @@ class BlockStore:
         return found if self.layers.plain else (*found, self.layers.more())
 
     def place(self, layer: int) -> tuple[Pool, int]:
-        """The pool of a layer, and the number of its group."""
+        """Return the pool of a layer, and the number of its group."""
         pool = self.layer_pools.get(layer)
         if pool is None:
             raise NotSupported(

@@ -376,7 +376,7 @@ def _check_store(store: Any) -> None:
 
 
 def _specs(layers: Any, alike: dict[str, Any]) -> list[LayerSpec]:
-    """The layers that a caller lists, or describes as all alike."""
+    """Return the layers that a caller lists, or describes as all alike."""
     said = [name for name, x in alike.items() if x is not None]
     if layers is not None:
         if said:
@@ -425,7 +425,7 @@ def _state_sizes(layers: Layers, slots: Any, block_size: int) -> tuple[int, int]
 
 
 def _num_blocks(num_blocks: Any, max_nbytes: Any, of_states: int, of_block: int) -> int:
-    """The number of blocks that a caller asks for, or that fit into the bytes that it gives."""
+    """Return the number of blocks that a caller asks for, or that fit into the bytes that it gives."""
     if (num_blocks is None) == (max_nbytes is None):
         both = "neither" if num_blocks is None else "both"
         raise TypeError(f"PagedKVCache: expected one of `num_blocks` and `max_nbytes`, got {both}")

@@ -77,7 +77,7 @@ class StoredBlocks:
         self.content.copy(block, out)
 
     def holds(self, block: int, name: bytes) -> bool:
-        """Whether a block is registered under a name; looked up without waiting for a turn."""
+        """Return whether a block is registered under a name; looked up without waiting for a turn."""
         registered = np.frombuffer(name_of(self._block_pool, block), np.uint8)
         return self._masked(registered).tobytes() == name
 

@@ -223,7 +223,7 @@ class Geometry(NamedTuple):
         return found
 
     def head_scale_shapes(self) -> list[list[int]]:
-        """How many scales of heads K and V have in each layer; an empty list if no kind has any."""
+        """Return how many scales of heads K and V have in each layer; an empty list if no kind has any."""
         found = []
         for source in self.layers.sources:
             rows = self.layers.rows[source]

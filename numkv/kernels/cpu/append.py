@@ -60,7 +60,7 @@ def row_writer(SRC, DST):
 
 
 def make_append_rows(SRC, DST, BY_SLOT):
-    """The kernel that puts rows of kind `SRC` into a pool of kind `DST`, by given slots or by a block table."""
+    """Make the kernel that puts rows of kind `SRC` into a pool of kind `DST`, by given slots or by a block table."""
     put = row_writer(SRC, DST)
 
     def kernel(rows, pool, scale, places, start, launch, worker, workers):
@@ -100,7 +100,7 @@ def _append_rows(src: str, dst: str, by_slot: bool) -> Any:
 
 
 def make_small_append(SRC, DST, BY_SLOT):
-    """The kernel that checks and stores rows of K and V of kind `SRC` in pools of kind `DST`, on one thread."""
+    """Make the kernel that checks and stores rows of K and V of kind `SRC` in pools of kind `DST`, on one thread."""
     load, _ = codec(SRC)
     put = row_writer(SRC, DST)
     OF_POOL = kind(DST)
@@ -214,7 +214,7 @@ def _copy_rows_of(new, cache, b, begin, end, first):
 
 
 def make_copy_rows(WORD):
-    """The kernel that copies rows of `WORD` bytes an element at per-sequence offsets."""
+    """Make the kernel that copies rows of `WORD` bytes an element at per-sequence offsets."""
 
     def kernel(new, cache, offsets, launch, worker, workers):
         if launch != 0:
@@ -246,7 +246,7 @@ def copy_rows(new, cache, offsets):
 
 
 def make_small_copy():
-    """The kernel that checks and copies new rows of K and V into contiguous caches, on one thread."""
+    """Make the kernel that checks and copies new rows of K and V into contiguous caches, on one thread."""
 
     def kernel(k_new, v_new, k_cache, v_cache, offsets):
         batch, heads, tokens, size = (

@@ -33,7 +33,7 @@ DIGITS = 1 << DIGIT_BITS
 
 
 def make_key_bounds(K_KIND):
-    """The kernel that bounds the keys of blocks, for a kind of K."""
+    """Make the kernel that bounds the keys of blocks, for a kind of K."""
     _, load_row = row_codec(K_KIND)
 
     def kernel(k, k_scale, blocks, counts, low, high, launch, worker, workers):
@@ -65,7 +65,7 @@ def make_key_bounds(K_KIND):
 
 
 def make_block_scores():
-    """The kernel that bounds scores."""
+    """Make the kernel that bounds scores."""
 
     def kernel(q, low, high, block_table, seq_lens, block_size, sm_scale, scores, launch, worker, workers):  # fmt: skip
         if launch != 0:
@@ -105,7 +105,7 @@ def make_block_scores():
 
 
 def make_choose_blocks():
-    """The kernel that chooses."""
+    """Make the kernel that chooses."""
 
     def kernel(
         scores, block_table, seq_lens, block_size, first, newest, tables, lens, launch, worker, workers,
@@ -163,7 +163,7 @@ def make_choose_blocks():
 
 
 def make_tables_of_heads():
-    """The kernel that numbers parts of blocks."""
+    """Make the kernel that numbers parts of blocks."""
 
     def kernel(tables, num_kv_heads, out):
         heads = tables.shape[1]

@@ -84,7 +84,7 @@ def _multiply(x, count, matrix, head, out):
 
 
 def make_encode(SRC):
-    """The kernel that encodes rows of kind `SRC`."""
+    """Make the kernel that encodes rows of kind `SRC`."""
     load, _ = codec(SRC)
     BLOCK, TOP = ROWS, LARGEST
 
@@ -181,7 +181,7 @@ def _on_rows(fill):
 
 
 def make_decode():
-    """The kernel that decodes codes into rows, by head."""
+    """Make the kernel that decodes codes into rows, by head."""
 
     @register_jitable
     def fill(source, h, t, line):
@@ -204,7 +204,7 @@ def make_decode():
 
 
 def make_multiply(SRC):
-    """The kernel that multiplies q rows of kind `SRC` with the matrix of their kv head.
+    """Make the kernel that multiplies q rows of kind `SRC` with the matrix of their kv head.
 
     They come as ``(num_queries, num_q_heads, dim)``, and leave by kv head, query and q head of the group, padded with
     zeros.
@@ -386,7 +386,7 @@ def make_attend(BITS, V_BITS):
 
 
 def make_finish():
-    """The kernel that merges splits in order, and rotates the result back."""
+    """Make the kernel that merges splits in order, and rotates the result back."""
     LENGTH, BLOCK, BASE_2 = SPLIT, ROWS, np.float32(LN_2)
 
     def kernel(parts, span, plan, back, out, lse, counter, launch, worker, workers):

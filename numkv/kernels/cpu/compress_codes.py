@@ -64,7 +64,7 @@ class _CodeVectors(Vectors):
             self.tables = [self.load("fp32", levels, I64(i), mask) for i in starts]
 
     def load_values(self, base, at):
-        """The values of the whole vector of codes at byte `at`."""
+        """Return the values of the whole vector of codes at byte `at`."""
         type_ = ir.VectorType(I8, self.bytes)
         pointer = self.b.bitcast(self.pointer(base, at, I8), type_.as_pointer())
         return self._look_up(self._codes_of(self.b.load(pointer, align=1)))
@@ -145,7 +145,7 @@ class _CodeScores:
         self.kept = cgutils.alloca_once(b, self.v.type, size=I64(self.rows * self.tokens))
 
     def emit(self):
-        """The code."""
+        """Emit the code."""
         b, v, keys, tokens = self.b, self.v, self.keys, self.tokens
         whole = b.and_(keys.dim, I64(-v.lanes))
         last = b.sub(keys.count, I64(1))
@@ -227,7 +227,7 @@ class _CodeSums:
         ]
 
     def emit(self):
-        """The code: several vectors of columns at a time, then one, then what is left."""
+        """Emit the code: several vectors of columns at a time, then one, then what is left."""
         b, v, values = self.b, self.v, self.values
 
         def whole_vectors(row, at):

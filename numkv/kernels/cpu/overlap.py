@@ -54,13 +54,13 @@ def find_spans(t):
 
 @register_jitable
 def meet(t, a, b):
-    """Whether the spans of two arrays do."""
+    """Return whether the spans of two arrays do."""
     return t[a, LOW] < t[b, HIGH] and t[b, LOW] < t[a, HIGH]
 
 
 @register_jitable
 def _is_aligned(t, i):
-    """Whether an array's elements lie at multiples of their size."""
+    """Return whether an array's elements lie at multiples of their size."""
     places = t[i, ADDRESS]
     for axis in range(t[i, AXES]):
         if t[i, SHAPE + axis] > 1:
@@ -84,7 +84,7 @@ def _width_below(t, i, step):
 
 @register_jitable
 def interleave(t, a, b):
-    """Whether two arrays provably lie apart although their spans meet, as K and V of one buffer do."""
+    """Return whether two arrays provably lie apart although their spans meet, as K and V of one buffer do."""
     distance = t[b, LOW] - t[a, LOW]
     for axis in range(t[a, AXES]):
         step = abs(t[a, STRIDES + axis])

@@ -192,7 +192,7 @@ def num_threads() -> int:
 
 
 def workers_for(num_elements: int) -> int:
-    """How many threads are to move so many elements."""
+    """Return how many threads are to move so many elements."""
     return 1 if num_elements < SERIAL_ELEMENTS else num_threads()
 
 

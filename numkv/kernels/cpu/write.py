@@ -77,7 +77,7 @@ def rotate_neighbours(x, c, s):
 
 @register_jitable
 def _one_by_one(x):
-    """Whether an array's last axis is contiguous, as far as that matters."""
+    """Return whether an array's last axis is contiguous, as far as that matters."""
     return x.shape[x.ndim - 1] <= 1 or x.strides[x.ndim - 1] == x.itemsize
 
 
@@ -101,7 +101,7 @@ def _fits_pool(pool, scale, other, dim, has_scales, group_size):
 
 @register_jitable
 def _all_finite(qkv, first, stop, load):
-    """Whether columns ``[first, stop)`` hold neither NaN nor infinity."""
+    """Return whether columns ``[first, stop)`` hold neither NaN nor infinity."""
     for t in range(qkv.shape[0]):
         row = row_of(qkv, (np.int64(t),))[first:stop]
         bad = np.int64(0)
@@ -234,7 +234,7 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
 
 @functools.cache
 def _writer(src: str, k_kind: str, v_kind: str, compute: Any, table: Any, by_slot: bool) -> Any:
-    """The kernel for qkv and pools of these kinds, which computes in one dtype and has tables of another.
+    """Return the kernel for qkv and pools of these kinds, which computes in one dtype and has tables of another.
 
     See `write_rows` and `scatter_write` for its arguments; of those two it has the ones that it does not use as well.
     """

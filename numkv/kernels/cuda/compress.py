@@ -59,7 +59,7 @@ def _multiply_rows(x, width, matrix, h, j, sums):
 
 @register_jitable
 def _total(partial, mine, lane, value):
-    """The sum of a warp's values; all threads of the block wait for each other, before `partial` is read.
+    """Return the sum of a warp's values; all threads of the block wait for each other, before `partial` is read.
 
     They have to wait once more before it is written again.
     """
@@ -72,7 +72,7 @@ def _total(partial, mine, lane, value):
 
 
 def make_encode(SRC):
-    """The kernel that encodes rows of kind `SRC`."""
+    """Make the kernel that encodes rows of kind `SRC`."""
     load, _ = codec(SRC)
     SHAPE, TOP = (ROWS, LANES), LARGEST
 
@@ -164,7 +164,7 @@ def make_encode(SRC):
 
 
 def make_decode(BITS):
-    """The kernel that turns codes of `BITS` bits back into rows."""
+    """Make the kernel that turns codes of `BITS` bits back into rows."""
 
     def kernel(codes, capacity, row_bytes, scales, begin, levels, back, out):
         num_heads, num_tokens, dim = out.shape
@@ -192,7 +192,7 @@ def make_decode(BITS):
 
 
 def make_multiply(SRC):
-    """The kernel that multiplies q rows of kind `SRC` with the matrix of their kv head.
+    """Make the kernel that multiplies q rows of kind `SRC` with the matrix of their kv head.
 
     They come as ``(num_queries, num_q_heads, dim)``, and leave by kv head, query and q head of the group.
     """
@@ -599,7 +599,7 @@ def make_attend(BITS, V_BITS, NUM_ROWS, COLUMNS):
 
 
 def make_finish():
-    """The kernel that merges splits in order, and multiplies the result with a matrix of its head."""
+    """Make the kernel that merges splits in order, and multiplies the result with a matrix of its head."""
     LENGTH = SPLIT
 
     def kernel(parts, span, plan, back, out, lse):
@@ -711,7 +711,7 @@ def _bits(levels: Any) -> int:
 
 
 def _nothing() -> Any:
-    """The plan of one sequence, and the slots of tokens that go one behind the other."""
+    """Return the plan of one sequence, and the slots of tokens that go one behind the other."""
     return memory.empty((0,), np.int64)
 
 
@@ -766,7 +766,7 @@ def _packed(stored: StoredCodes) -> tuple[Any, ...]:
 
 
 def _rows_at_once(group: int, row_bytes: int) -> int:
-    """How many q rows of a head a block takes."""
+    """Return how many q rows of a head a block takes."""
     fitting = [n for n in Q_ROWS if n * row_bytes <= Q_BYTES] or [1]
     return next((n for n in fitting if n >= group), fitting[-1])
 

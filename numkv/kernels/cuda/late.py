@@ -150,7 +150,7 @@ class Watch:
             self._device.retired.append(self._words)
 
     def words(self) -> _LateWords:
-        """Where kernels report to."""
+        """Return where kernels report to."""
         if self._words is None:
             with self._lock:
                 if self._words is None:
@@ -193,7 +193,7 @@ class Watch:
             return self._written.get(number // CALL)
 
     def arrived(self) -> bool:
-        """Whether a kernel has reported; does not wait."""
+        """Return whether a kernel has reported; does not wait."""
         return self._host[0] != 0
 
     def take(self) -> list[Report]:
@@ -224,7 +224,7 @@ def of_functions(device: int | None = None) -> Watch:
 
 
 def flags(look: int) -> tuple[Any, Any]:
-    """The arrays that kernels report to: the smallest of what they found, and whether there is anything.
+    """Return the arrays that kernels report to: the smallest of what they found, and whether there is anything.
 
     Parameters
     ----------

@@ -125,7 +125,7 @@ if SIMULATED:
         return array
 
     def pointer_of(x: Any) -> int:
-        """The address of an array's first element."""
+        """Return the address of an array's first element."""
         return int(simulated(x).__array_interface__["data"][0])
 
     def _none(*args: Any) -> Any:
@@ -306,7 +306,7 @@ else:
         return made
 
     def pointer_of(x: Any) -> int:
-        """The address of an array's first element."""
+        """Return the address of an array's first element."""
         return int(x.gpu_data.device_pointer)
 
     def viewed(x: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:

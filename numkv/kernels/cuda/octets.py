@@ -68,7 +68,7 @@ def lanes_for(octets: int, least: int = 4) -> int:
 
 
 def octets_fit(array, kind: str, dim: int) -> bool:
-    """Whether the rows of an array ``(..., words)`` can be read and written by octets, two a lane.
+    """Return whether the rows of an array ``(..., words)`` can be read and written by octets, two a lane.
 
     Parameters
     ----------
@@ -308,7 +308,7 @@ def report(x, octets, index, token, found, raised):
 
 @register_jitable
 def _sum_of_lanes(x, lanes):
-    """The sum over a row's lanes, in the same order for all of them."""
+    """Return the sum over a row's lanes, in the same order for all of them."""
     step = np.uint32(lanes) >> np.uint32(1)
     while step > np.uint32(0):
         x = x + other_float(x, np.uint32(step))
@@ -437,7 +437,7 @@ def _load_int4(at_row, octet, x, at):
 
 
 def rows_aligned(array, whole: bool = False) -> bool:
-    """Whether every row of an array starts at a multiple of 16 bytes, and its elements are in order.
+    """Return whether every row of an array starts at a multiple of 16 bytes, and its elements are in order.
 
     With `whole`, whether rows also end at one.
     """
@@ -465,7 +465,7 @@ def magnitude(x):
 
 @register_jitable
 def _of_row(largest, lanes):
-    """The largest word among those of a row's lanes."""
+    """Return the largest word among those of a row's lanes."""
     step = np.uint32(lanes) >> np.uint32(1)
     while step > np.uint32(0):
         largest = max(largest, shuffle_xor(largest, np.uint32(step)))
@@ -631,7 +631,7 @@ def _word_near(x, offset):
 
 @register_jitable
 def _scale_word(x):
-    """The word of the scale of a finite group, of which this lane and the next one have 16 elements each.
+    """Return the word of the scale of a finite group, of which this lane and the next one have 16 elements each.
 
     Elements of tiny groups are multiplied by what it returns as well, so that nothing is lost to underflow.
     """

@@ -34,7 +34,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def compute_of(*names: str) -> str:
-    """The dtype that a kernel over these kinds computes in: float64 if one of them asks for it."""
+    """Return the dtype that a kernel over these kinds computes in: float64 if one of them asks for it."""
     return "float64" if any(kind_of(name).compute == np.float64 for name in names) else "float32"
 
 
@@ -48,7 +48,7 @@ def natural(i):
 
 
 def aligned(array: Any, kind: str, width: int) -> bool:
-    """Whether `load_chunk` can read every chunk of every row: all of them start at multiples of its size.
+    """Return whether `load_chunk` can read every chunk of every row: all of them start at multiples of its size.
 
     Parameters
     ----------

@@ -60,7 +60,7 @@ _ASTRAY = re.compile(
 
 
 def failed(what: str, error: object) -> RuntimeError:
-    """The error for what the driver has not done.
+    """Return the error for what the driver has not done.
 
     Parameters
     ----------
@@ -125,7 +125,7 @@ class Place:
             ask("cuStreamSynchronize", self.handle)
 
     def capturing(self) -> bool:
-        """Whether what is launched here becomes a part of a CUDA graph."""
+        """Return whether what is launched here becomes a part of a CUDA graph."""
         if SIMULATED or self.handle == 0:  # the default stream cannot be captured
             return False
         from cuda.bindings import driver
@@ -172,7 +172,7 @@ _here = _Here()
 
 
 def place(device: int, handle: int) -> Place:
-    """The place of a stream of a device."""
+    """Return the place of a stream of a device."""
     found = _places.get((device, handle))
     if found is None:
         _refuse_after_fork()
@@ -181,12 +181,12 @@ def place(device: int, handle: int) -> Place:
 
 
 def current() -> Place:
-    """Where this thread works: where `on` says, else `default`."""
+    """Return where this thread works: where `on` says, else `default`."""
     return _here.place or default()
 
 
 def chosen() -> Place | None:
-    """Where `on` says that this thread works; None outside of it."""
+    """Return where `on` says that this thread works; None outside of it."""
     return _here.place
 
 
@@ -259,7 +259,7 @@ def is_ready() -> bool:
 
 
 def one_device() -> bool:
-    """Whether there is no other device that this thread may have turned to."""
+    """Return whether there is no other device that this thread may have turned to."""
     if not _counted:
         _counted.append(len(cuda.gpus))
     return _counted[0] == 1
@@ -308,7 +308,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def as_it_is() -> bool:
-    """Whether this thread can launch wherever it likes: one device, nothing chosen, named or written down."""
+    """Return whether this thread can launch wherever it likes: one device, nothing chosen, named or written down."""
     here = _here
     return here.place is here.named is here.recording is None and here.ready and _counted == [1]
 

@@ -306,7 +306,7 @@ def _write_rows(
 
 
 def _by_octets(qkv, qkv_kind, cos, sin, mode, weights, q_out, pools) -> bool:
-    """Whether rows are such that `make_write_octets` takes them."""
+    """Return whether rows are such that `make_write_octets` takes them."""
     dim, (_, rotate, interleaved) = q_out.shape[2], mode
     if rotate:
         half = cos.shape[1]

@@ -31,7 +31,7 @@ PART_EXTRA = 2
 
 
 def make_merge_splits(COMPUTE):
-    """The kernel that merges the parts of sequences whose KV range was split, in order."""
+    """Make the kernel that merges the parts of sequences whose KV range was split, in order."""
     F = np.float32 if COMPUTE == "float32" else np.float64
     TO_BASE_2, TO_BASE_E = LOG2_E, LN_2
 

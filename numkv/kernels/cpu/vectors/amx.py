@@ -72,7 +72,7 @@ class AmxWords(Words):
     """Vector code of CPUs that have AMX: all of their vectors have 16 lanes of 32 bits."""
 
     def floats_at(self, base, at):
-        """The address of a float, as one of bytes."""
+        """Return the address of a float, as one of bytes."""
         return as_bytes(self.b, self.pointer(base, at, FLOAT))
 
     def load_lanes(self, base, at):

@@ -70,7 +70,7 @@ def without_refcount(typing_context, array):
 
 @emits(types.int64)
 def address_of(b, array):
-    """Where an array's first element is, as a number."""
+    """Return where an array's first element is, as a number."""
     return b.ptrtoint(array, I64)
 
 
@@ -137,7 +137,7 @@ def _splat(builder, x):
 
 
 def _numbers_at(builder, data, at):
-    """The address of `RAMP` numbers, the first of which is number `at`."""
+    """Return the address of `RAMP` numbers, the first of which is number `at`."""
     return builder.bitcast(builder.gep(data, [at]), _NUMBERS.as_pointer())
 
 
@@ -172,7 +172,7 @@ def describe_dense(
 
 
 def _field(b, record, index):
-    """The address of a number of a record."""
+    """Return the address of a number of a record."""
     return b.gep(b.inttoptr(record, I64.as_pointer()), [index])
 
 
@@ -265,7 +265,7 @@ def _put_rows(context, b, memory, arrays, values):
 
 @intrinsic
 def record_of(typing_context, arrays, numbers):
-    """The address of a record on the stack: a row of each array of a tuple, then int64 and the bits of float64.
+    """Return the address of a record on the stack: a row of each array of a tuple, then int64 and the bits of float64.
 
     Good until the function returns that makes it.
     """

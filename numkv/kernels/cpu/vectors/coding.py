@@ -148,7 +148,7 @@ class _Int4Groups:
         return [self.v.load_row(self.x, self.b.add(first, I64(i))) for i in starts]
 
     def store(self, groups):
-        """The words and scales of some groups."""
+        """Return the words and scales of some groups."""
         b = self.b
         high, minus_low, finite = self.ends([self.load(group) for group in groups])
         best, word = self.best(groups, high, minus_low)
@@ -242,7 +242,7 @@ class _Int4Groups:
         return total
 
     def packed(self, at):
-        """The bytes of a group whose codes were kept at `at`."""
+        """Return the bytes of a group whose codes were kept at `at`."""
         b, v = self.b, self.v
         pairs = []
         for i in range(0, int4.GROUP // 2, v.lanes):
@@ -327,20 +327,20 @@ class _CodebookRow:
             b.store(b.add(b.load(slot), part), slot)
 
     def total(self, sums):
-        """The sum of all lanes, i64."""
+        """Return the sum of all lanes, i64."""
         b, v = self.b, self.v
         low, high = (b.zext(b.load(slot), ir.VectorType(I64, v.lanes)) for slot in sums)
         return v.fold(b.add(low, b.shl(high, _same(16, high))), b.add)
 
     def squares(self, numbers):
-        """The sum of the squares of four vectors of 15 bits, by lanes."""
+        """Return the sum of the squares of four vectors of 15 bits, by lanes."""
         total = self.v.splat_int(0)
         for x in numbers:
             total = self.v.add_pairs(total, x, x)
         return total
 
     def largest(self):
-        """The largest magnitude: its bits, and itself."""
+        """Return the largest magnitude: its bits, and itself."""
         b, v = self.b, self.v
         peak = cgutils.alloca_once_value(b, v.splat_int(0))
         with self.each() as (i, _):
@@ -368,7 +368,7 @@ class _CodebookRow:
         return b.fdiv(total, b.fmul(b.sitofp(self.count, FLOAT), square))
 
     def scale_of(self, largest):
-        """The scale; see `numkv.rows.codebook.scale_finder`."""
+        """Return the scale; see `numkv.rows.codebook.scale_finder`."""
         b = self.b
         signature = ir.FunctionType(FLOAT, [FLOAT])
         root = cgutils.get_or_insert_function(b.module, signature, "llvm.sqrt.f32")

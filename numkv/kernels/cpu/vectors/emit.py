@@ -18,7 +18,7 @@ FLOAT, DOUBLE, HALF = ir.FloatType(), ir.DoubleType(), ir.HalfType()
 
 
 def data_of(context, builder, array_type, value):
-    """The address of an array's first element."""
+    """Return the address of an array's first element."""
     return context.make_array(array_type)(context, builder, value).data
 
 
@@ -108,7 +108,7 @@ def steps(builder, start, stop, step):
 
 
 def scratch_floats(builder, element, size):
-    """The address of memory for `size` numbers on the stack, from the beginning of a cache line on."""
+    """Return the address of memory for `size` numbers on the stack, from the beginning of a cache line on."""
     place = cgutils.alloca_once(builder, ir.ArrayType(element, size))
     place.align = 64
     return builder.bitcast(place, I8.as_pointer())

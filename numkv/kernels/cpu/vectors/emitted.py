@@ -112,7 +112,7 @@ class Values:
         raise NotImplementedError
 
     def fail(self, what: str) -> TypeError:
-        """The error for what cannot be emitted."""
+        """Return the error for what cannot be emitted."""
         return TypeError(f"{self.where()}: expected what can be emitted, got {what}")
 
     def leaf(self, value: Any, type_: Any = None) -> Leaf:
@@ -133,7 +133,7 @@ class Values:
         return self.leaf(value, types.int64).value
 
     def truth(self, value: Any) -> Any:
-        """Whether a value is true: a boolean, or of a constant Python's own."""
+        """Return whether a value is true: a boolean, or of a constant Python's own."""
         return self.leaf(value, types.boolean) if isinstance(value, Leaf) else bool(value)
 
     def by_numba(self, callee: Any, *arguments: Any) -> Any:
@@ -220,7 +220,7 @@ class Values:
         return self.context.make_array(value.type)(self.context, self.b, value.value)
 
     def element(self, value: Any, index: Any) -> Any:
-        """The address of an element of an array."""
+        """Return the address of an element of an array."""
         indices = index if isinstance(index, tuple) else (index,)
         if not (isinstance(value, Leaf) and isinstance(value.type, types.Array)):
             raise self.fail("an index of what is no array")
@@ -236,7 +236,7 @@ class Values:
         return self.b.inttoptr(at, of.data.type)
 
     def view(self, value: Leaf, index: tuple[Any, ...]) -> Leaf:
-        """The part of an array at an index that has fewer numbers than the array axes, whole slices and None."""
+        """Return the part of an array at an index that has fewer numbers than the array axes, whole slices and None."""
         b, source = self.b, self.array(value)
         sizes, steps = (cgutils.unpack_tuple(b, x) for x in (source.shape, source.strides))
         axes = zip(sizes, steps, strict=True)
@@ -296,7 +296,7 @@ class Values:
         return Leaf(types.int64, b.select(none, I64(0), found))
 
     def compared(self, op: str, left: Any, right: Any) -> Any:
-        """Whether two numbers compare so."""
+        """Return whether two numbers compare so."""
         if op not in _COMPARISONS:
             raise self.fail(op)
         of_constants, sign = _COMPARISONS[op]
@@ -307,7 +307,7 @@ class Values:
         return Leaf(types.boolean, self.b.icmp_signed(sign, self.int(left), self.int(right)))
 
     def both(self, left: Any, right: Any) -> Any:
-        """Whether two values are true."""
+        """Return whether two values are true."""
         if not isinstance(left, Leaf):
             return right if left else False
         if not isinstance(right, Leaf):
@@ -361,7 +361,7 @@ def _type(value: Any) -> Any:
 
 
 def _is_int(value: Any) -> bool:
-    """Whether a value is an int64, or a number that becomes one in company."""
+    """Return whether a value is an int64, or a number that becomes one in company."""
     if isinstance(value, Leaf):
         return value.type in (types.int64, types.int32, types.boolean)
     return isinstance(value, int | np.int64)

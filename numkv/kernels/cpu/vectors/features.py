@@ -166,13 +166,13 @@ ROW_UNROLL = (8, 4, 2, 1)
 
 
 def row_unroll(compute: str) -> int:
-    """How many query rows vector code takes at once at most, by the float type it computes in."""
+    """Return how many query rows vector code takes at once at most, by the float type it computes in."""
     return min(ROW_UNROLL[0], LANES // 2 if compute == "float64" else LANES)
 
 
 @functools.cache
 def has_amx() -> bool:
-    """Whether there is a matrix unit that this process may use; Linux wants to be asked first."""
+    """Return whether there is a matrix unit that this process may use; Linux wants to be asked first."""
     needed = {"amx-tile", "amx-bf16", "amx-int8", "avx512vnni", "avx512bw", "avx512dq"}
     if not (needed <= FEATURES and sys.platform == "linux" and platform.machine() == "x86_64"):
         return False

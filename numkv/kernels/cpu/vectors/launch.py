@@ -12,7 +12,7 @@ from numkv.kernels.cpu.vectors.emit import I8, I32, I64, emits
 
 
 def thread_launcher() -> int:
-    """The address of the function that shares out calls among Numba's threads, which have been started."""
+    """Return the address of the function that shares out calls among Numba's threads, which have been started."""
     address: int = llvm.address_of_symbol("numba_parallel_for")
     return address
 

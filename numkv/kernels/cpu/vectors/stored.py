@@ -173,7 +173,7 @@ def _of_64(b, codes, table):
 
 
 def has_lookups():
-    """Whether there is an instruction for `looked_up`."""
+    """Return whether there is an instruction for `looked_up`."""
     return bool(_LOOKUPS)
 
 
@@ -234,7 +234,7 @@ ON_LINE = {
 
 
 def in_words(builder, kind, elements):
-    """How many words so many elements of a row take, or where in a row they begin: an LLVM integer."""
+    """Return how many words so many elements of a row take, or where in a row they begin: an LLVM integer."""
     if kind == "code6":
         return builder.ashr(builder.mul(elements, I64(3)), I64(2))
     return builder.ashr(elements, I64(1)) if kind == "int4" or kind in _NIBBLES else elements

@@ -133,7 +133,7 @@ class Vectors:
     # -- memory
 
     def pointer(self, base, at, element):
-        """The address of element `at` of memory that has elements of an LLVM type."""
+        """Return the address of element `at` of memory that has elements of an LLVM type."""
         typed = self.b.bitcast(base, element.as_pointer())
         return self.b.gep(typed, [at])
 

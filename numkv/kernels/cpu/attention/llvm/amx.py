@@ -355,7 +355,7 @@ class _AmxSoftmax:
         self.high = b.select(self.in_part, high, v.splat(KV_TILE))
 
     def emit(self):
-        """The code."""
+        """Emit the code."""
         b, v, state = self.b, self.v, self.state
         self.scan_scores()
         old = v.load_floats(self.data, state.maxima_at, self.there)
@@ -697,7 +697,7 @@ class _AmxSums:
         self.rescale = self.v.load_floats(data, outputs.rescale_at)
 
     def emit(self):
-        """The code."""
+        """Emit the code."""
         for part in range(2):
             for half in range(_HALVES[self.kind]):
                 self.load_weights(part, half)

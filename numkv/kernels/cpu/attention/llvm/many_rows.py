@@ -76,7 +76,7 @@ class _Widening:
         self.largest = cgutils.alloca_once_value(b, self.v.splat_int(0))
 
     def emit(self):
-        """The code."""
+        """Emit the code."""
         b, v, dim = self.b, self.v, self.rows.dim
         whole = b.and_(dim, I64(-v.lanes))
         rest = b.sub(dim, whole)
