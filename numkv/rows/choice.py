@@ -35,7 +35,7 @@ def whose_digit(order, found, place):
 
 @register_jitable
 def parts_of(x):
-    """The negative and the positive part of a query's element: what is multiplied by a lower and an upper bound.
+    """Return the negative and the positive part of a query's element, the factors of a lower and an upper bound.
 
     Those of NaN are NaN.
     """

@@ -14,8 +14,8 @@ from numba.extending import register_jitable
 def largest_of(x):
     """Return the largest absolute value in a row, float32; NaN counts as 0.
 
-    Without their signs floats are ordered as their bits are, and a maximum of integers is the same in any order: so
-    the loop becomes vector code.
+    Floats without signs have the order of their bits, and a maximum of integers is the same in any order. So the loop
+    becomes vector code.
     """
     largest = np.int32(0)
     for d in range(len(x)):
@@ -32,7 +32,7 @@ def int8_scale(largest):
 
 @register_jitable
 def int8_divisor(scale):
-    """What the elements of a row are divided by: its scale, or infinity for a scale of 0, so that codes are 0."""
+    """Return the divisor of a row's elements: its scale, or infinity for a scale of 0, so that codes are 0."""
     return np.float32(np.inf) if scale == np.float32(0) else np.float32(scale)
 
 

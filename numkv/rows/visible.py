@@ -1,4 +1,4 @@
-"""Which tokens a query sees: causality, a window, or a range of its own.
+"""The tokens that a query sees: by causality, a window, or a range of its own.
 
 Without ranges, the query at position p sees tokens ``[p - window_left, p]``; a negative `window_left` means all earlier
 ones. Explicit `ranges`, int64 ``(num_tokens, 2)``, replace both: the query of row i sees tokens
@@ -33,7 +33,7 @@ def visible_range(ranges, row, position, window_left, length):
 
 @register_jitable
 def visible_to_any(ranges, row, count, position, window_left, length):
-    """Return the smallest range ``[begin, end)`` that holds what each of `count` queries sees."""
+    """Return the smallest range ``[begin, end)`` with all tokens that any of `count` queries sees."""
     if ranges.shape[0] == 0:
         return oldest_visible(position, window_left), min(np.int64(position + count), length)
     begin, end = length, np.int64(0)

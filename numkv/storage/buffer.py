@@ -1,4 +1,4 @@
-"""`Buffer`: words of K or of V with scales, kind and rotation, and what all writes and reads of them go through."""
+"""`Buffer`: words of K or of V with scales, kind and rotation; all writes and reads go through it."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _FLOAT32 = np.dtype(np.float32)
 
 @dataclass(slots=True)  # a frozen one takes a microsecond longer to make
 class Buffer:
-    """One side of a cache, K or V; never changed, but for what its arrays hold.
+    """One side of a cache, K or V. Only the contents of its arrays ever change.
 
     Attributes
     ----------
     target : Target
         Where it is.
     words : array (num_blocks, num_kv_heads, block_size, words_per_row)
-        Stored elements; a word is an element, of INT4 two: see `Kind.unit`.
+        Stored elements; a word is one element, or two for INT4: see `Kind.unit`.
     scales : array
         Their scales, in words: see `Kind.scale_shape`.
     kind : Kind
         How elements are stored.
     rotation : Rotation or None
-        How rows are rotated before they are stored, if they are. Words and scales are those of rotated rows; rows that
-        go in are rotated here, and what comes out as values is rotated back.
+        The rotation of rows before they are stored, if any. Words and scales are those of rotated rows. This class
+        rotates incoming rows, and rotates outgoing values back.
     """
 
     target: Target
@@ -325,9 +325,9 @@ def refuse_rotated_channels(kind: Kind, rotate: bool) -> None:
 
 
 def are_scales(kind: Kind, words: np.ndarray[Any, Any]) -> bool:
-    """Return whether words in host memory can be scales of a kind: finite, and from 0 up; of heads above 0.
+    """Return whether words in host memory can be scales of a kind: finite and not negative.
 
-    Of channels those in the first half of the last axis are scales, the others zero points.
+    Scales of heads must be above 0. For channels, the first half of the last axis has scales, the second zero points.
     """
     scales = words.view(kind.scale_dtype).astype(_FLOAT32)
     signs = scales > 0 if kind.scales_per == "head" else scales >= 0
@@ -387,5 +387,5 @@ def _sources(kind: Kind) -> tuple[np.dtype[Any], ...]:
     return tuple(dict.fromkeys([*own, _FLOAT32]))
 
 
-# By name, as the hash of a kind takes longer than all the rest of a look-up.
+# By name, as hashing a kind takes longer than the rest of a lookup.
 _SOURCE_DTYPES = {kind.name: _sources(kind) for kind in kinds(by_channel=True)}

@@ -41,12 +41,12 @@ def one_length(target: str, length: int) -> Array:
 
 
 def _constant(device: str, host: NDArray[np.int32] | NDArray[np.int64]) -> Array:
-    """An array of a device's own that nobody writes to, for all of its streams, captured ones too."""
+    """Return a read-only array of a device, for all of its streams, captured ones too."""
     host.flags.writeable = False
     return targets.by_key(device).constant(host)
 
 
 def _shared(target: str, host: NDArray[np.int32] | NDArray[np.int64]) -> Array:
-    """An array of the target that nobody writes to."""
+    """Return a read-only array of the target."""
     host.flags.writeable = False
     return targets.by_key(target).index(host, host.dtype)
