@@ -1,7 +1,7 @@
-"""`EncoderCache`: the K and V that an encoder computes of an image or a sound, for cross-attention.
+"""`EncoderCache`: an encoder's K and V of an image or a sound, for cross-attention.
 
-They are rows of one sequence, written in one pass; all tokens of later passes attend to them. Their position is that of
-the token which stands for the item, so that `remove` can tell whether it removes them.
+They are rows of one sequence, written in one pass. All tokens of later passes attend to them. Their position is that of
+the item's placeholder token, by which `remove` finds out whether to remove them.
 """
 
 from __future__ import annotations
