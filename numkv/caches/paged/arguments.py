@@ -18,7 +18,7 @@ from numkv.errors import DimensionMismatch
 
 
 def prompt_ids(tokens: Any) -> NDArray[np.int32]:
-    """Token ids of a prompt, in memory that nobody else writes to."""
+    """Return the token ids of a prompt, in memory of their own."""
     ids = token_ids([] if tokens is None else tokens)
     if ids.ndim != 1:
         raise DimensionMismatch(
@@ -85,12 +85,12 @@ def numbers_of_new_tokens(new_lens: Any, n: int, name: str = "new_lens") -> NDAr
 def ids_of_step(
     tokens: Any, step: Any, states: Mapping[int, SequenceState] | None = None
 ) -> NDArray[np.int32]:
-    """Token ids of a step's tokens.
+    """Return the token ids of a step's tokens.
 
     Parameters
     ----------
     tokens : array-like of int
-        What the caller passed.
+        The caller's argument.
     step : Step
         The step: how many tokens each of its sequences gets.
     states : mapping of int to SequenceState, optional
@@ -132,9 +132,10 @@ def _has_found(state: SequenceState) -> bool:
 
 
 def _begins_anew(ids: NDArray[np.int32], state: SequenceState) -> bool:
-    """Return whether the first ids that come after `add` are the prompt once more, and not what was left of it.
+    """Return whether the first ids after `add` are the prompt once more, not its remainder.
 
-    That is sure where they repeat all that was found, and the prompt goes on otherwise: a prompt may repeat itself.
+    That is certain if they repeat the whole cached prefix, and the prompt goes on differently: a prompt may repeat
+    itself.
     """
     prompt, length = state.prompt, state.length
     assert prompt is not None

@@ -20,7 +20,7 @@ Bytes = NDArray[np.uint8]
 
 
 class BlockBytes:
-    """The bytes of blocks, or of slots of states: of each of some arrays the part of one block, one after another.
+    """The bytes of blocks, or of slots of states: the block's part of each array, one after another.
 
     Made by `of_pools` and `of_slots`.
 
@@ -52,7 +52,7 @@ class BlockBytes:
 
     @classmethod
     def of_pools(cls, target: Target, pools: Sequence[Pool]) -> BlockBytes:
-        """Of each layer of a group words of K, words of V, scales of rows of K and of V, as far as there are any."""
+        """Return the arrays of each layer of a group: words of K, words of V, and the scales of their rows, if any."""
         arrays: list[Any] = []
         kinds: list[Kind | None] = []
         for pool in pools:
@@ -64,7 +64,7 @@ class BlockBytes:
 
     @classmethod
     def of_slots(cls, slots: StateMemory) -> BlockBytes:
-        """Of each layer that keeps states its arrays."""
+        """Return the arrays of each layer with states."""
         return cls(slots.target, slots.pages)
 
     def copy(self, block: int, out: Bytes) -> None:

@@ -1,4 +1,4 @@
-"""Binding a `PagedKVCache`: what its layers hand over, and what a caller gives for each or for all."""
+"""Binding a `PagedKVCache`: its layers' buffers, and a caller's arguments for each or for all."""
 
 from __future__ import annotations
 

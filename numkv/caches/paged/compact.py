@@ -20,7 +20,7 @@ from numkv.targets.base import Array
 
 
 class Compaction(NamedTuple):
-    """A compaction in which nothing is left that could fail; made by `plan_compaction`."""
+    """A compaction that can no longer fail; made by `plan_compaction`."""
 
     state: SequenceState
     """The sequence as it will be."""

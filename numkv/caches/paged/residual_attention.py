@@ -48,7 +48,7 @@ class Queries(NamedTuple):
         return np.stack([low, high], 1)
 
 
-#: What queries see: newest tokens in full, first ones, codes; None for what nobody sees, but for the first.
+#: The tokens that queries see: newest ones in full, first ones, codes; None if no query sees any, except the first.
 Ranges = tuple[Array | None, Array | None, Array | None]
 
 

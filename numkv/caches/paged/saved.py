@@ -1,4 +1,4 @@
-"""What a `PagedKVCache`, and sequences out of one, are rebuilt from, and where their blocks lie."""
+"""Snapshots of a `PagedKVCache` and of its sequences, with the places of their blocks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _extra(fields: Fields, name: str, _: Any) -> dict[str, Any] | None:
 
 @dataclass(kw_only=True)
 class _Paged(Saved):
-    """What has a geometry."""
+    """An object with a geometry."""
 
     layout = "paged"
 
@@ -184,7 +184,7 @@ class SavedPagedCache(_Paged):
         return of_states + self.num_blocks * (of_block + 4 * size + 128)
 
     def arguments(self) -> dict[str, Any]:
-        """What the class is given for such a cache."""
+        """Return the arguments of the class for such a cache."""
         of = self.shape.layers
         rotate, bounded = self.geometry[4] is not None, bool(self.key_bounds)
         found = {
@@ -218,7 +218,7 @@ class SavedPagedCache(_Paged):
 def cache_snapshot(
     store: BlockStore, states: dict[int, SequenceState], following: int, held: Any
 ) -> Snapshot:
-    """What a cache consists of: its buffers, its sequences, and the number of the next one."""
+    """Return a cache's snapshot: its buffers, its sequences, and the number of the next one."""
     ids = np.unique(np.concatenate([np.empty(0, np.int32), *(x.blocks() for x in states.values())]))
     parts, slots = own_blocks(store, states.values(), ids), store.states
     saved = SavedPagedCache(
@@ -275,7 +275,7 @@ def store_tensors(
         The same blocks as the buffers have them.
     """
     every, size, found = list(states), store.block_size, []
-    # How many tokens each block has, of the sequence that has most in it.
+    # The tokens of each block, by the sequence with most tokens in it.
     fills = np.zeros(len(ids), np.int64)
     for table, length in ((table, x.length) for x in every for table in x.tables):
         logical = np.flatnonzero(table >= 0)
