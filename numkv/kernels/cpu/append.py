@@ -3,15 +3,15 @@
 Operations:
 
 `append_rows`
-    ``pool[block, h, offset] = rows[t, h]`` where token ``start + t`` lies in slot ``block * block_size + offset`` by
-    the block table; rows are converted or quantised when they come in another kind.
+    ``pool[block, h, offset] = rows[t, h]``, where the block table gives token ``start + t`` the slot ``block *
+    block_size + offset``. Rows of another kind are converted or quantised.
 `scatter_rows`
-    The same, with the slot of each row given; slot -1 skips the row.
+    The same, with a slot for each row; slot -1 skips the row.
 `copy_rows`
     ``cache[b, h, offsets[b] + t] = new[b, h, t]`` word for word; rows that fall outside the cache are skipped.
 `small_append`, `small_copy`
     K and V of a small call in one compiled function, checks included. A token of one sequence is moved so fast that
-    what a call costs is its arguments: each array that compiled code is handed costs as much.
+    arguments are most of the cost: each array that is passed to compiled code costs as much.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Which blocks of a sequence are worth reading for a query, on the CPU.
+"""Choose the blocks of a sequence that a query should read, on the CPU.
 
-The score of a query with any key between the bounds ``low`` and ``high`` of a block is at most
-``sum over d of max(q[d] * low[d], q[d] * high[d])``, which is two dot products: of the negative elements of q with
-`low` and of the positive ones with `high`. Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM
-Inference" (arXiv:2406.10774), section 3.2. The k-th largest bound is found digit by digit, from the highest: counts of
-the digits of those that agree in all higher ones say which digit it has.
+Let ``low`` and ``high`` be the bounds of a block's keys. The score of a query with any of them is at most ``sum over d
+of max(q[d] * low[d], q[d] * high[d])``. That is two dot products: of the negative elements of q with `low` and of the
+positive ones with `high`. Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference"
+(arXiv:2406.10774), section 3.2. The k-th largest bound is found digit by digit, from the highest. Each digit follows
+from a histogram over the bounds that agree in all higher digits.
 """
 
 from __future__ import annotations

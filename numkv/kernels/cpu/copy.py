@@ -1,4 +1,4 @@
-"""Copy what is stored, word for word, on the CPU.
+"""Copy stored rows and blocks, word for word, on the CPU.
 
 `copy_blocks`
     Whole blocks, between pools or within one: ``to[to_ids[i]] = source[source_ids[i]]``.

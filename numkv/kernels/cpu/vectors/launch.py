@@ -19,12 +19,11 @@ def thread_launcher() -> int:
 
 @intrinsic
 def on_threads(typing_context, launch, workers):
-    """Run the kernel that this stands in on several threads: once for each worker, with the same arguments.
+    """Run the calling kernel on several threads: once for each worker, with the same arguments.
 
-    The kernel's last arguments are ``launch, worker, workers``; it is called again with 0 for `launch` and with a
-    worker from ``range(workers)``. `launch` is the address that `numkv.kernels.cpu.threads.run` passes: calls are
-    shared out among Numba's threads as they are for ``prange``; but Numba compiles a ``prange`` in a function of its
-    own, beside the kernel.
+    The kernel's last arguments are ``launch, worker, workers``. It is called again with 0 for `launch` and a worker
+    from ``range(workers)``. `launch` is the address that `numkv.kernels.cpu.threads.run` passes. Calls are distributed
+    among Numba's threads as for ``prange``, but Numba would compile a ``prange`` in a second function.
     """
 
     def codegen(context, b, sig, args):
