@@ -102,9 +102,9 @@ def load_row(kind: str | Kind) -> Callable[..., bool]:
     -------
     function
         ``load(words, scales, slot, head, out) -> bool``. `words` and `scales` are ``arrays.k`` and ``arrays.k_scale``,
-        or those of V; `out`, a float array ``(dim,)``, takes the row: in float32, of fp64 in float64, and then
-        converted to the dtype of `out`. False if there is no such slot or head, or `out` has not as many elements as a
-        row; `out` is all NaN then.
+        or those of V. `out`, a float array ``(dim,)``, receives the row. It is computed in float32, or float64 for
+        fp64, and converted to the dtype of `out`. The function returns False if there is no such slot or head, or if
+        `out` has another length than a row; `out` is all NaN then.
 
     Raises
     ------

@@ -1,9 +1,9 @@
 """Storage kinds: how an element of K or V lies in memory, in one table from which all else is derived.
 
-A kind answers for its own size (`Kind.bytes_per_token`), its dtype for the user (`Kind.dtype`) and its dtype inside
-kernels (`Kind.word`): 16-bit floats are carried as ``uint16`` words and 8-bit floats as ``uint8``, because Numba's CPU
-target has no arrays of them. Whatever depends on a kind is asked of it, or derived from the table at the end of this
-file; nothing else lists kinds by name, but for `numkv.rows` (how elements are converted) and code that is about one
+A kind defines its own size (`Kind.bytes_per_token`), its dtype for the user (`Kind.dtype`) and its dtype inside kernels
+(`Kind.word`). Kernels use ``uint16`` words for 16-bit floats and ``uint8`` for 8-bit floats, because Numba's CPU target
+has no arrays of them. All properties of a kind are asked of it, or derived from the table at the end of this file.
+Other code does not list kinds by name, except `numkv.rows` (how elements are converted) and code that is about one
 kind.
 """
 

@@ -200,8 +200,8 @@ def visible_cells(positions, table, lens, starts, row_positions, reach):
 def visible_ranges(positions, table, lens, starts, row_positions, window, chunk, lifted, ranges):
     """Find each token's visible range ``[low, high)``, counted along its run's row of `table`.
 
-    `window` is the number of earlier positions that are visible, -1 for all; `chunk` the length of a chunk, 0 for none;
-    `lifted` says for each token whether later positions are visible too, or is empty if none has that.
+    `window` is the number of earlier positions that are visible, -1 for all. `chunk` is the length of a chunk, 0 for
+    none. `lifted` is true for each token that also sees later positions, or is empty if none does.
     """
     for r in range(len(lens)):
         for i in range(starts[r], starts[r + 1]):

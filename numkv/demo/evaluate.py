@@ -1,8 +1,8 @@
 """What a cache kind costs in quality: bits per byte, KL divergence and top-1 agreement.
 
-The texts are modules of the standard library that the bundled model never saw. They are cut into
-windows of the model's whole context, and every window runs through the reference cache and the
-caches to judge side by side, so all of them see the same tokens.
+The texts are modules of the standard library that the bundled model never saw. They are cut into windows of the model's
+whole context. Every window runs through the reference cache and all caches to judge, so all of them see the same
+tokens.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ def evaluate(
 ) -> list[Score]:
     """Measure caches on texts.
 
-    Windows start every half context and each token is scored once, in the first window that holds
-    it: all but the first window's worth of a text is predicted from at least half a context.
+    Windows start every half context. Each token is scored once, in the first window that contains it. So after the
+    first window, every token is predicted from at least half a context.
 
     Parameters
     ----------

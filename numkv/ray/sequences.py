@@ -1,9 +1,9 @@
-"""What a sharded cache knows of its sequences without asking a shard: plain numbers, no rows.
+"""A sharded cache's own metadata of its sequences: plain numbers, no rows.
 
 A sequence is a list of *runs* ``(column, tokens)``, in order. Every run but the last is a multiple of the block size,
-so that a block of a column holds neighbouring tokens of one sequence. New tokens first fill the last block, then go
-on in their column to the end of the *stripe*; each new stripe goes to the column with the most free blocks, the first
-of these if there are several. So short sequences are placed as a whole, and long ones are spread.
+so that a block of a column holds neighbouring tokens of one sequence. New tokens first fill the last block, then go on
+in their column to the end of the *stripe*. Each new stripe goes to the column with the most free blocks, the first of
+several. So short sequences are placed as a whole, and long ones are spread.
 """
 
 from __future__ import annotations

@@ -281,8 +281,8 @@ class Engine:
     def leading(self, section: Section, names: Sequence[bytes]) -> list[int]:
         """Return where each block of a chain is, up to the first that is nowhere; the others count as nowhere, too.
 
-        A block is seldom there without those before it. So few are asked for, further and further on, then some
-        between the last that is there and the first that is not: what is missing all the same, reading finds out.
+        A block is seldom there without those before it. So few are checked, further and further on, then some between
+        the last that exists and the first that does not. Reading finds any that are missing in between.
         """
         with self._changed:
             if self.closed:

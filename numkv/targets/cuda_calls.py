@@ -291,8 +291,8 @@ def find(
 ) -> tuple[Any, Replay | None, streams.Place, list[int]]:
     """A call, by what it is and what it was passed, as it was made before.
 
-    Gives what it is kept by, None if it cannot be repeated; the earlier call, if it can be made again as it was; where
-    it runs; and where its arrays lie. Of an object's call `own` is one of its arrays, which says on which device it is.
+    Returns its key, None if it cannot be repeated; the earlier call, if it can be replayed; where it runs; and the
+    addresses of its arrays. Of an object's call `own` is one of its arrays, which says on which device it is.
     """
     layout: list[Any] = [what]
     pointers: list[int] = []

@@ -1,11 +1,11 @@
 """The attention function ``numkv``: over a `NumkvCache` on numkv's kernels, without one as transformers does it.
 
 Passes of few tokens without new padding append rows and answer queries by one compiled call, which gets no more than
-addresses (`at_once`). A model's layers differ in their buffers alone. What they share, the plan of a forward pass and
-the memory in which it is computed, is made by the first layer of a pass (`prepared`); a layer's own record stays until
-its buffers, scale, soft cap or sinks are others. What is left for a layer are a few comparisons: in a model, whose
-weights pass through the CPU's caches between two layers, Python code takes about five times as long as in a loop of its
-own. Everything else goes through `append_and_attend`.
+addresses (`at_once`). A model's layers differ in their buffers alone. The first layer of a forward pass makes the plan
+and the memory that all layers share (`prepared`). A layer's own record stays until its buffers, scale, soft cap or
+sinks change. Each layer then needs a few comparisons only. That matters: between two layers a model's weights pass
+through the CPU's caches, and Python code runs about 5x slower than in a loop of its own. Everything else goes through
+`append_and_attend`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Continuous batching: many requests through one model and one pool of blocks.
 
-A pass of the model takes the next token of each running request, and prompts in pieces beside them, all in one row of
-tokens. `numkv.PagedKVCache` keeps their K and V: what prompts begin with is computed once and found again, and where
-the pool is full the newest request gives its blocks back and is computed again later, as far as it is not found.
+A pass of the model computes the next token of each running request, and pieces of prompts, all in one row of tokens.
+`numkv.PagedKVCache` stores their K and V. Common prefixes of prompts are computed once and reused. If the pool is full,
+the newest request is preempted: its blocks are released, and those not found later are computed again.
 
 The life of a request: *waiting* until there is room, *running* while it has a sequence in the cache, *done*.
 """

@@ -1,7 +1,8 @@
 """Which tokens a cache layer holds, in which blocks, and what a forward pass changes: plain numbers, no tensors.
 
-`BatchMetadata` is never changed. A forward pass, a crop or a reordering makes a new object, so layers of one history
-share one, and what a pass needs is worked out once for all of them. A failed pass leaves a layer's metadata as it was.
+`BatchMetadata` is never changed. A forward pass, a crop or a reordering makes a new object, so layers with the same
+history share one. The metadata of a pass are computed once for all of them. A failed pass leaves a layer's metadata as
+it was.
 
 A batch has *columns*, which transformers counts, padding included, and each sequence *tokens*, which are stored:
 padding is not. Tokens lie in blocks, as in a paged pool. Sequences that beam search has split share blocks until one

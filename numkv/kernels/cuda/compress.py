@@ -1,17 +1,17 @@
 """Vectors as codes of a few bits, on CUDA; see `numkv.kernels.cpu.compress` for the method.
 
 *Rows*, encoded, decoded, and multiplied with a matrix of their head. A block takes a few rows of one head. Each warp
-has a row of its own for what goes through a row element by element, and every thread has columns of the head's matrix,
-which it multiplies with all of the block's rows, so that a matrix is read once for several rows.
+has one row for work element by element. Every thread has columns of the head's matrix, which it multiplies with all of
+the block's rows. So a matrix is read once for several rows.
 
-*Scores.* A block takes a tile of tokens, one for each thread, and up to eight q rows of their head. Codes come into
-shared memory some bytes of each row at a time, adjacent threads taking adjacent bytes; then each thread looks the
-levels of its own token up, once for all q rows.
+*Scores.* A block takes a tile of tokens, one for each thread, and up to eight q rows of their head. Codes are copied to
+shared memory some bytes of each row at a time, with adjacent threads on adjacent bytes. Then each thread looks up the
+levels of its own token, once for all q rows.
 
-*Attention.* A block takes a split of a head's tokens, tile by tile: scores as above, the online softmax of Milakov and
-Gimelshein (arXiv:1805.02867), then every thread adds up the weighted levels of its own columns of the values. A second
-kernel merges the splits in order, and multiplies the sums with the transposed rotation. Several sequences are done in
-one launch (`numkv.rows.address`), each as it would be alone.
+*Attention.* A block computes a split of a head's tokens, tile by tile. It computes scores as above, and the online
+softmax of Milakov and Gimelshein (arXiv:1805.02867). Then every thread adds up the weighted levels of its own columns
+of the values. A second kernel merges the splits in order, and multiplies the sums with the transposed rotation. Several
+sequences are done in one launch (`numkv.rows.address`), each as it would be alone.
 
 Query rows of one kv head stand together, query by query. Each knows the tokens that it sees, counted from the first.
 """

@@ -1,10 +1,10 @@
-"""What kernels report when nobody waits for them: NaN and infinity in rows that were to be quantised.
+"""Asynchronous error reports of kernels: NaN and infinity in rows that were to be quantised.
 
-Whoever writes such rows has a `Watch`: words of device memory, and one of pinned memory, which kernels see as theirs. A
-kernel that finds such a row stores zeros in its place, puts the smallest of (number of the call, side, index) into the
-word of the row's token, modulo `WORDS`, and sets the word of the host. The host looks at that in passing; only when it
-is set, or when somebody asks, does it wait and fetch the others. So of two objects that write bad rows each is told,
-and of several sequences in one call each, up to so many tokens apart.
+The writer of such rows has a `Watch`: words of device memory, and one of pinned memory, which kernels can access. A
+kernel that finds a bad row stores zeros instead. It writes the smallest of (number of the call, side, index) to the
+word of the row's token, modulo `WORDS`. It also sets the word of the host. The host checks its word in passing. Only if
+it is set, or on request, the host waits and reads the others. So each object, and each sequence of a call within
+`WORDS` tokens, gets its own report.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@ A kernel is compiled by Numba, for one signature: arrays have any strides, and o
 element, as checks of arguments ask for. So views and other widths of integers never compile anything. The machine code
 is kept on disk, in files as those of CPU kernels.
 
-Numba's own launch looks at every argument anew, and takes a quarter of a millisecond for the arrays of attention. Here
-a kernel is launched through `cuda.core`, with plain numbers in the order that Numba's machine code takes them: of an
-array two that say who owns it, which are not looked at, its size, the bytes of an element, the pointer, shape and
-strides.
+Numba's own launch checks every argument anew, and takes a quarter of a millisecond for the arrays of attention. Here a
+kernel is launched through `cuda.core`, with plain numbers in the order of Numba's machine code. An array is two owner
+fields, which are ignored, its size, the bytes of an element, the pointer, shape and strides.
 
 Arrays of indices (`INDICES`) may be int32 or int64, known when the kernel runs: `number_at` reads either.
 """

@@ -85,9 +85,8 @@ def reader(KIND, COMPUTE, STEP, WIDE):
     -------
     function
         ``read(array, scale, a, b, c, chunk, floats, at)`` puts chunk number `chunk` of the row ``array[a, b, c]`` at
-        ``floats[at:]``; elements past the end of the row are 0. Those of INT4 are scaled, as a row has several
-        scales, and in the order that `column_of` says, and so are those of kinds whose scales belong to channels;
-        scales of rows or of heads are left to the caller.
+        ``floats[at:]``; elements past the end of the row are 0. INT4 and kinds with scales by channel are scaled here,
+        and are in the order of `column_of`. The caller applies scales of rows or of heads.
     """
     load = loader(KIND, COMPUTE)
     F = np.float32 if COMPUTE == "float32" else np.float64

@@ -1,8 +1,8 @@
 """Where a thread of the host works: which device, and which of its streams.
 
 Whoever calls a public function says so, by `naming`, or the arrays do: `numkv.targets.cuda.CudaTarget.on`. Everything
-below asks `current`. There is one `Place` for each stream, which has its memory too: what one call gives back the next
-one on the same stream takes, and the order of the stream keeps them apart.
+below asks `current`. There is one `Place` for each stream, which also has its memory. A call reuses memory that earlier
+calls on the same stream have released; the order of the stream makes that safe.
 """
 
 from __future__ import annotations

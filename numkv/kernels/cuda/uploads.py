@@ -4,7 +4,7 @@ A copy is asynchronous only from pinned memory, which must not change before the
 each stream: a part is written to again when the event behind its last copy has passed, which it has by then.
 
 Tables of fixed size (`numkv.targets.fixed.Fixed`) have two pieces of pinned memory of their own, filled in turn, each
-with an event behind its copy: so an update waits only if the device is two updates behind.
+with an event after its copy. So an update waits only if the device is two updates behind.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def panels_from(k_kind: str, v_kind: str, compute: str) -> int:
       pairs.
     - 16 rows (one kv head, 32,768 tokens): equal in bf16, 8 % slower in fp32, 18 % slower in pairs.
 
-      Pairs of bf16 need no widening.
+    Pairs of bf16 need no widening.
     """
     narrow = all(kind_named(x).word.itemsize <= 2 for x in (k_kind, v_kind))
     return 13 if narrow and compute != PAIRS else 25
