@@ -30,7 +30,7 @@ class Kind:
     ----------
     name : str
         Canonical name: ``"fp64"``, ``"fp32"``, ``"fp16"``, ``"bf16"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, ``"int8"``,
-        ``"code6"``, ``"int4"``, ``"code4"``, ``"int8_channel"`` or ``"int4_channel"``.
+        ``"code6"``, ``"int4"``, ``"code4"``, ``"int8_channel"``, ``"int4_channel_fine"`` or ``"int4_channel"``.
     dtype : numpy.dtype
         The dtype a user sees.
     word : numpy.dtype
@@ -52,6 +52,9 @@ class Kind:
         Elements that share a scale if ``scales_per`` is ``"group"``, else 0.
     group_tokens : int
         Tokens that share scales if ``scales_per`` is ``"channel"``, else 0. They lie in one block.
+    fine_channels : int
+        Channels of a token group that have a second code: those with the largest scales. Their codes are the last
+        elements of a row.
     unit : tuple of int
         The fewest elements that fill whole words of the buffers, and how many words that is: ``(1, 1)``, or what
         several elements share.
@@ -69,6 +72,7 @@ class Kind:
     scale_word: np.dtype[Any] = _FLOAT32
     group_size: int = 0
     group_tokens: int = 0
+    fine_channels: int = 0
     unit: tuple[int, int] = (1, 1)
     codes_dtype: np.dtype[Any] | None = None
 
@@ -101,6 +105,11 @@ class Kind:
     def is_scaled(self) -> bool:
         """Whether a value is more than its stored element: its product with a scale, perhaps by a zero point."""
         return self.scales_per != "none"
+
+    @property
+    def of_rows(self) -> str:
+        """The name of the kind with codes as wide and a scale for each row: V has it where keys are by channel."""
+        return self.name.partition("_channel")[0]
 
     @property
     def is_packed(self) -> bool:
@@ -157,7 +166,14 @@ class Kind:
                 expected=elements,
                 actual=dim,
             )
-        return dim // elements * words
+        if dim < self.fine_channels:
+            raise DimensionMismatch(
+                f"`head_dim`: expected at least {self.fine_channels} for {self} storage, which gives as many channels "
+                f"a second code, got {dim}; take {self.name.removesuffix('_fine')}",
+                expected=self.fine_channels,
+                actual=dim,
+            )
+        return (dim + self.fine_channels) // elements * words
 
     def elements_of(self, words: int) -> int:
         """Elements of a stored row, by its words: the inverse of `words_per_row`.
@@ -172,7 +188,7 @@ class Kind:
         int
         """
         elements, of_unit = self.unit
-        return check_size("words", words) * elements // of_unit
+        return check_size("words", words) * elements // of_unit - self.fine_channels
 
     def scale_shape(self, rows: tuple[int, ...], head_dim: int) -> tuple[int, ...]:
         """Shape of the scales of rows.
@@ -188,8 +204,9 @@ class Kind:
         -------
         tuple of int
             `rows` if a row has one scale, with one more axis if its groups have one each. If channels have scales,
-            groups of tokens replace tokens, each with the scales of its channels, then their zero points.
-            ``(num_kv_heads,)`` if heads have one each, and ``(0, 0, 0)`` if there are none.
+            groups of tokens replace tokens. Each has the scales of its channels, then their zero points, then the
+            numbers of the channels with a second code, as integers. ``(num_kv_heads,)`` if heads have one each, and
+            ``(0, 0, 0)`` if there are none.
 
         Raises
         ------
@@ -217,7 +234,7 @@ class Kind:
                     expected=some,
                     actual=rows[-1],
                 )
-            return (*rows[:-1], rows[-1] // some, 2 * head_dim)
+            return (*rows[:-1], rows[-1] // some, 2 * head_dim + self.fine_channels)
         return (*rows, self.scales_per_row(head_dim)) if self.scales_per == "group" else rows
 
     def whole_groups(self, tokens: int) -> int:
@@ -249,7 +266,7 @@ class Kind:
         """
         scales, rows = self.scales_per_row(head_dim), 1
         if self.scales_per == "channel":
-            scales, rows = 2 * head_dim, self.group_tokens
+            scales, rows = 2 * head_dim + self.fine_channels, self.group_tokens
         return self.words_per_row(head_dim) * self.word.itemsize - (
             -scales * self.scale_word.itemsize // rows
         )
@@ -294,10 +311,11 @@ def _fp8(name: str, dtype: Any) -> Kind:
     return Kind(name, np.dtype(dtype), np.dtype(np.uint8), scales_per="head")
 
 
-def _by_channel(name: str, word: Any, unit: tuple[int, int]) -> Kind:
+def _by_channel(name: str, word: Any, unit: tuple[int, int], fine_channels: int = 0) -> Kind:
     of_scales: dict[str, Any] = {"scale_dtype": _BF16, "scale_word": np.dtype(np.uint16)}
     return Kind(
-        name, _FLOAT32, np.dtype(word), scales_per="channel", group_tokens=64, unit=unit, **of_scales
+        name, _FLOAT32, np.dtype(word), scales_per="channel", group_tokens=64, fine_channels=fine_channels, unit=unit,
+        **of_scales,
     )  # fmt: skip
 
 
@@ -331,6 +349,7 @@ _KINDS = {
         ),
         Kind("code4", _FLOAT32, np.dtype(np.uint8), scales_per="row", unit=(2, 1)),
         _by_channel("int8_channel", np.int8, (1, 1)),
+        _by_channel("int4_channel_fine", np.uint8, (2, 1), fine_channels=8),
         _by_channel("int4_channel", np.uint8, (2, 1)),
     )
 }
@@ -452,7 +471,7 @@ def kinds_of(
         refuse_channels("`kind`", of_k)
     if not of_v.group_tokens:
         return of_k, of_v
-    beside = of_v.name.removesuffix("_channel")
+    beside = of_v.of_rows
     if v_kind is not None:
         raise NotSupported(
             f"`v_kind`: expected a kind whose rows have scales of their own, got {of_v}, which is for keys; "
@@ -473,5 +492,5 @@ def refuse_channels(name: str, of: Kind) -> None:
         raise NotSupported(
             f"{name}: expected a kind whose rows are stored one by one, got {of}, whose scales belong to the channels "
             f"of {of.group_tokens} tokens; keep such keys in a KVCache or a PagedKVCache, or take "
-            f"{of.name.removesuffix('_channel')}"
+            f"{of.of_rows}"
         )

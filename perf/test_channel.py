@@ -13,7 +13,7 @@ HEADS, DIM, TOKENS = 8, 128, 64
 
 
 @pytest.mark.parametrize("source", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", ["int8_channel", "int4_channel"])
+@pytest.mark.parametrize("kind", ["int8_channel", "int4_channel_fine", "int4_channel"])
 def test_quantise_groups(measure, target, to, rng, kind, source):
     blocks, of = 32, numkv.kind(kind)
     shape = (blocks, HEADS, 2 * TOKENS)
@@ -44,7 +44,7 @@ def filled(rng, shape, kind):
     return cache, rows
 
 
-KINDS = ["int8", "int8_channel", "int4", "int4_channel"]
+KINDS = ["int8", "int8_channel", "int4", "int4_channel", "int4_channel_fine"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,9 +3,18 @@
 import functools
 
 import naive
+import naive_sparse
 import numpy as np
+import reference
+import tolerances
 
 TOKENS = naive.CHANNEL_TOKENS
+
+
+def close(found, wanted, limit=2e-4):
+    """Kernels take queries and weights over codes as 16-bit integers."""
+    limit = limit if reference.stands_in() else max(limit, tolerances.INTEGERS)
+    assert np.linalg.norm(found - wanted) < limit * max(np.linalg.norm(wanted), 1e-3)
 
 
 class Sequence:
@@ -43,8 +52,9 @@ class Sequence:
         """K and V as their codes say, in float64: of whole groups alone."""
         n = len(self) // TOKENS * TOKENS
         of = self.k[:n].reshape(-1, TOKENS, *self.k.shape[1:]).swapaxes(1, 2)
-        k = naive.channel_dequantise(*naive.channel_quantise(of, naive.channel_bits(self.kind)))
-        v = naive.dequantise(*naive.quantise(self.v, self.kind.removesuffix("_channel")))
+        words, shared = naive.channel_group(of, self.kind)
+        k = naive.channel_values(words, shared[..., None, :], self.kind)
+        v = naive.dequantise(*naive.quantise(self.v, self.kind.partition("_")[0]))
         return k.swapaxes(1, 2).reshape(n, *self.k.shape[1:]), v
 
     def truncated(self, length):
@@ -76,13 +86,26 @@ class Sequence:
             k = turn(k, np.arange(begin, len(keep)) - keep[begin:])
         return self.truncated(begin).extended(k, v)
 
+    def own(self, position):
+        """The first token that a query at a position sees in full, but for first tokens that are kept."""
+        return max(position // TOKENS * TOKENS, min(self.full_from, len(self) // TOKENS * TOKENS))
+
     def seen(self, position, window=-1):
         """K and V that a query at a position sees: its own group in full, those before as codes."""
-        of_k, of_v = self.read()
-        own, first = position // TOKENS * TOKENS, max(0, position - window) if window >= 0 else 0
-        own = max(own, min(self.full_from, len(of_k)))
-        rows = zip((of_k, of_v), (self.k, self.full_v), strict=True)
+        own, first = self.own(position), max(0, position - window) if window >= 0 else 0
+        rows = zip(self.read(), (self.k, self.full_v), strict=True)
         return [np.concatenate([x[:own], y[own:]])[first : position + 1] for x, y in rows]
+
+    def attended_sparsely(self, q, positions, size, most):
+        """Attention of queries ``(n, q heads, dim)`` to so many blocks, and to tokens in full."""
+        found = []
+        for x, position in zip(q, positions, strict=True):
+            end = min(self.own(position), position + 1)
+            coded = self.coded()[0][:end], min(self.sinks, end)
+            found.append(
+                naive_sparse.attention(x, *self.seen(position), size, most, coded=coded)[0]
+            )
+        return np.stack(found)
 
     def attended(self, q, positions, window=-1):
         """Attention of queries ``(n, q heads, dim)``."""

@@ -1,7 +1,7 @@
 """What is tried of sparse reading in steps in the test of memory that runs out; see `fault_subjects`."""
 
 from fault_base import BLOCK, DIM, HEADS, Subject, plain, queries, refused, rows
-from layer_lists import paged_kv_cache
+from layer_lists import in_full, paged_kv_cache
 
 #: Of a step of a cache without bounds.
 OF_STEP = {
@@ -9,9 +9,10 @@ OF_STEP = {
 }
 
 
-def _cache():
+def _cache(**options):
+    options = {"kind": "fp32"} | options
     cache = paged_kv_cache(
-        1, HEADS, DIM, num_blocks=32, block_size=BLOCK, kind="fp32", key_bounds=True
+        1, HEADS, DIM, num_blocks=32, block_size=BLOCK, key_bounds=True, **options
     )
     for tokens in (9, 5):
         step = cache.reserve([cache.add()], [tokens])
@@ -40,4 +41,9 @@ _CALLS = {
     "append again": lambda c: c.step.append(0, *rows(5, 9)),
 }
 
-SUBJECTS = {"a step that reads sparsely": Subject(_cache, _see, _CALLS, None)}
+SUBJECTS = {
+    "a step that reads sparsely": Subject(_cache, _see, _CALLS, None),
+    "a step that reads codes sparsely": Subject(
+        lambda: _cache(kind="int8", full_precision=in_full(2, 1)), _see, _CALLS, None
+    ),
+}

@@ -254,6 +254,50 @@ def channel_bits(kind):
     return 8 if kind == "int8_channel" else 4
 
 
+def channel_fine(kind):
+    """Channels of a group that have a second code."""
+    return 8 if kind == "int4_channel_fine" else 0
+
+
+def channel_group(x, kind):
+    """Words of token groups ``(..., 64, d)``, and what their channels share, as words of 16 bits ``(..., 2 d)``.
+
+    Second codes follow a row's codes, and their channels the zero points.
+    """
+    f32, fine = np.float32, channel_fine(kind)
+    codes, scale, zero = channel_quantise(x, channel_bits(kind))
+    shared = [words(scale), words(zero)]
+    if fine:
+        size = np.where(np.isnan(scale), -1, scale.astype(f32))
+        wide = np.sort(np.argsort(-size, axis=-1, kind="stable")[..., :fine], axis=-1)
+        x = np.asarray(x).astype(f32)
+        x, step, at = (np.take_along_axis(y, wide[..., None, :], -1)
+                       for y in (x, scale.astype(f32)[..., None, :], zero.astype(f32)[..., None, :]))  # fmt: skip
+        with np.errstate(all="ignore"):
+            both = np.clip(np.floor((x - at) / step * f32(16)), -128, 127)
+        second = np.where(step > 0, both, 0).astype(np.int64) % 16
+        codes = np.concatenate([codes, (second - 8).astype(np.int8)], axis=-1)
+        shared.append(wide.astype(np.uint16))
+    return channel_words(codes, kind), np.concatenate(shared, axis=-1)
+
+
+def channel_values(stored, shared, kind):
+    """Float64 values of words ``(..., w)``; of what their channels share the axes before the last are broadcast."""
+    fine = channel_fine(kind)
+    d = (shared.shape[-1] - fine) // 2
+    codes = channel_codes(stored, kind).astype(np.float64)
+    scale, zero = (
+        np.broadcast_to(x.view(DTYPES["bf16"]).astype(np.float64), (*codes.shape[:-1], d))
+        for x in (shared[..., :d], shared[..., d : 2 * d])
+    )
+    place = codes[..., :d] + 0.5
+    if fine:
+        wide = np.broadcast_to(shared[..., 2 * d :].astype(np.int64), (*codes.shape[:-1], fine))
+        parts = np.take_along_axis(codes, wide, -1) + (codes[..., d:] + 8 + 0.5) / 16
+        np.put_along_axis(place, wide, parts, -1)
+    return zero + scale * place
+
+
 def rotation(signs):
     """The matrix that a row is multiplied by before it is stored, as a column: signs, then Walsh-Hadamard in blocks."""
     block = len(signs) & -len(signs)

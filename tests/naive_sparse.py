@@ -28,14 +28,21 @@ def choice(q, k, size, most, first=1, newest=1, scale=1.0):
 
 
 def attention(
-    q, k, v, size, most, *, first=1, newest=1, sm_scale=None, sinks=None, logits_soft_cap=0.0
-):
-    """Output ``(q heads, dim)`` and lse of one query, the newest of `k` and `v` ``(tokens, kv heads, dim)``."""
+    q, k, v, size, most, *, first=1, newest=1, sm_scale=None, sinks=None, logits_soft_cap=0.0, coded=None
+):  # fmt: skip
+    """Output ``(q heads, dim)`` and lse of one query, the newest of `k` and `v` ``(tokens, kv heads, dim)``.
+
+    `coded` are the keys of tokens from the first on as their codes say, and how many of these are in full in `k`: they
+    are read in any case, and so are tokens for which there are no codes. Blocks are chosen of the others.
+    """
     k, v = (np.asarray(x, np.float64) for x in (k, v))
     scale = 1 / np.sqrt(q.shape[-1]) if sm_scale is None else sm_scale
     group, out, lse = q.shape[0] // k.shape[1], [], []
-    for h, blocks in enumerate(choice(q, k, size, most, first, newest, scale)):
-        seen = np.concatenate([np.arange(b * size, min((b + 1) * size, len(k))) for b in blocks])
+    codes, begin = (k, 0) if coded is None else coded
+    tokens, end, first = np.arange(len(k)), len(codes), max(first, -(-begin // size))
+    chosen = choice(q, codes, size, most, first, newest, scale) if end else [[]] * k.shape[1]
+    for h, blocks in enumerate(chosen):
+        seen = tokens[(tokens < begin) | (tokens >= end) | np.isin(tokens // size, blocks)]
         own = slice(h * group, (h + 1) * group)
         got = naive.attention(
             q[None, own], k[seen, h][None, None], v[seen, h][None, None], [len(seen)], sm_scale=scale,

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 #: Names of CPUs, as LLVM has them, and how many floats their vectors have.
-LANES = {"haswell": 8, "x86-64": 4, "sandybridge": 8, "skylake-avx512": 16}
+LANES = {"haswell": 8, "x86-64": 4, "sandybridge": 8, "skylake-avx512": 16, "alderlake": 8}
 #: Kinds whose code is another on that CPU than on those before.
 KINDS = {
     "haswell": ("fp16", "int8", "int4", "code4", "code6"),
@@ -20,6 +20,7 @@ KINDS = {
         "code4",
         "code6",
     ),  # products of bytes and words are added by two instructions
+    "alderlake": ("int8", "int4"),  # dot products in vectors of 256 bits
 }
 
 SCRIPT = """

@@ -216,11 +216,17 @@ def attention_hidden(rng, shape, kind, q_kind, block_size=16, **options):
 
 
 def attention_of_many(rng, count, kind, q_kind, **options):
-    """More sequences than a warp, or than a block, has threads; two of them are split."""
+    """Two split sequences among so many, some of them more than a warp or a block has threads: as each alone."""
     lengths = rng.integers(0, 4, count)
-    lengths[count // 2], lengths[-1] = 600, 530
-    shape = Shape(2, 1, 64, tuple(map(int, lengths)), spare=0)
-    attention(rng, shape, kind, q_kind, **options)
+    lengths[count // 2], lengths[-1] = 600, 1100
+    shape = Shape(4, 2, 64, tuple(map(int, lengths)), spare=0)
+    problem = paged_problems.make(rng, shape, kind, q_kind, block_size=16)
+    problem.check(to, host, **options)
+    together = [host(x) for x in problem.run(to, return_lse=True, **options)]
+    for s in (count // 2, count - 1):
+        alone = problem.only(s).run(to, return_lse=True, **options)
+        for a, b in zip(alone, together, strict=True):
+            assert np.array_equal(host(a).view(np.uint8), b[s : s + 1].view(np.uint8))
 
 
 def attention_in_a_wider_table(rng, shape, kind, q_kind, columns, block_size=16, **options):
@@ -556,8 +562,10 @@ def _decode(case):
     case(attention, Shape(2, 1, 256, (80,)), "fp16", "fp16")
     options = {"logits_soft_cap": 1.5, "window_left": 20, "sinks": True, "sm_scale": 0.3}
     case(attention, Shape(4, 2, 64, (90, 70), new=(3, 17)), "int8", "fp16", **options)
-    for count in (40, 140):
-        case(attention_of_many, count, "bf16", "bf16")
+    for count in (3, 40, 140):
+        case(attention_of_many, count, "bf16", "bf16", everyday=count == 3)
+    case(attention_of_many, 5, "int8", "fp16")
+    case(attention_of_many, 5, "fp32", "fp32")
     # More splits than a block of the merging kernel takes at once, for several heads.
     case(attention, Shape(8, 1, 16, (17500,)), "fp32", "fp32")
     # A block merges several sequences, and the first of them is not split.

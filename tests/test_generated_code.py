@@ -20,7 +20,12 @@ from numkv.kernels.cpu.attention import state
 from numkv.kernels.cpu.attention.driver import driver_kernel
 from numkv.kernels.cpu.attention.records import PAIRS as PAIRS_OF_BF16
 from numkv.kernels.cpu.attention.steps import steps_for
-from numkv.kernels.cpu.vectors.features import HAS_BF16_PAIRS, LANES, ROW_UNROLL
+from numkv.kernels.cpu.vectors.features import (
+    HAS_BF16_PAIRS,
+    INT4_INTEGERS,
+    LANES,
+    ROW_UNROLL,
+)
 
 on_x86 = pytest.mark.skipif(
     (platform.system(), platform.machine()) != ("Linux", "x86_64"),
@@ -36,14 +41,14 @@ ONE_FLOAT = re.compile(r"^vfn?m(add|sub)\d+s[sd]\b")
 # Of single numbers: between floats, to and from integers; and half floats fewer than a vector.
 CONVERSION = re.compile(r"^v?cvtt?(ss|sd|si|usi)2|^vcvt(ph2ps|ps2ph)x?\b.*%xmm\d+$")
 
-# What multiplies rows of a kind: floats as they are or widened, INT8 in integers, INT4 too if vectors have 512 bits.
+# What multiplies rows of a kind: floats as they are or widened, INT8 in integers, INT4 too from AVX2 on.
 INTEGERS = (PAIRS, MATRICES)
 PRODUCTS = {
     "fp32": (FLOATS, MATRICES),
     "fp16": (FLOATS, MATRICES),
     "bf16": (FLOATS, MATRICES),
     "int8": INTEGERS,
-    "int4": INTEGERS if LANES == 16 else (FLOATS, *INTEGERS),
+    "int4": INTEGERS if INT4_INTEGERS else (FLOATS, *INTEGERS),
 }
 
 

@@ -23,6 +23,7 @@ TABLE = [  # name, bytes, scales, dtype, word
     ("int4", 0.5, True, np.float32, np.uint8),
     ("code4", 0.5, True, np.float32, np.uint8),
     ("int8_channel", 1, True, np.float32, np.int8),
+    ("int4_channel_fine", 0.5, True, np.float32, np.uint8),
     ("int4_channel", 0.5, True, np.float32, np.uint8),
 ]
 ALIASES = {
@@ -91,6 +92,7 @@ def test_unknown_names(bad):
         ("code4", 8, 128, None, 1088),  # 4.25 bits an element
         ("code4", 1, 34, 2, 17 + 4 + 1 + 4),
         ("int8_channel", 8, 128, None, 8 * 2 * (128 + 8)),  # 8.5 bits an element
+        ("int4_channel_fine", 8, 128, None, 8 * 2 * (64 + 4 + 9)),  # 8.25 bytes, rounded up
         ("int4_channel", 8, 128, None, 8 * 2 * (64 + 8)),
         ("int4_channel", 1, 34, 2, 17 + 3 + 1 + 1),
     ],

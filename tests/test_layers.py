@@ -171,6 +171,17 @@ def test_llvm_is_written_in_few_files_only():
     }  # the last one of CUDA
 
 
+def test_ptx_gets_into_kernels_in_one_file():
+    """A compiler that takes PTX in another way then changes this file alone."""
+    ways = re.compile(
+        r"InlineAsm|cgutils|llvm\.nvvm|cuda\.extending|inline_ptx|import .*\bintrinsic\b"
+    )
+    files = [x for x in FILES if {"cuda", "rows"} & set(x.relative_to(PACKAGE).parts)]
+    found = {x.name for x in files if ways.search(x.read_text())}
+    assert len(files) > 50
+    assert found == {"instructions.py"}
+
+
 def test_the_ladder_tells_rooms_apart():
     """The check above can fail: rows may not reach up."""
     assert HEIGHT["rows"] < HEIGHT["kernels"] < HEIGHT["storage"] < HEIGHT["caches"]

@@ -60,9 +60,13 @@ def attend_to_parts(
 
 
 def run_parts(
-    parts: Sequence[Part], q: Array, lens: Array, starts: Array, options: CheckedOptions
-) -> Any:
-    """Attend as `attend_to_parts` does, without checks, with options from `check_call`."""
+    parts: Sequence[Part], q: Array, lens: Array, starts: Array, options: CheckedOptions,
+    beside: Callable[[Array, CheckedOptions], Any] | None = None,
+) -> Any:  # fmt: skip
+    """Attend as `attend_to_parts` does, without checks, with options from `check_call`.
+
+    `beside` attends to one more part, with the queries and the options that it is passed.
+    """
     asked = options._replace(return_lse=True, out=None, window_left=-1, sight=None)
 
     def of(part: Part) -> Callable[[Array], Any]:
@@ -72,7 +76,10 @@ def run_parts(
             part.pool, part.table, wide, its, starts, own, ranges=part.ranges, by_slot=part.by_slot
         )
 
-    return merged(parts[0].pool, q, options, [of(part) for part in parts])
+    every = [of(part) for part in parts]
+    if beside is not None:
+        every.append(lambda wide: beside(wide, asked._replace(sinks=None)))
+    return merged(parts[0].pool, q, options, every)
 
 
 def run_seen(

@@ -32,7 +32,7 @@ from numkv.kinds import kinds
 #: tokens in full precision beside, compressed heads, and tokens that are dropped.
 DEFAULT_CACHES = [
     *(kind.name for kind in kinds()[1:]),
-    "int8_channel", "int8_channel/int4", "int4_channel",
+    "int8_channel", "int8_channel/int4", "int4_channel_fine", "int4_channel",
     *(f"int8/{kind.name}" for kind in kinds() if kind.bytes_per_element < 1),
     "int8/int4+rotate", "int8/code4+rotate", "int4+rotate", "code4+rotate", "code6+rotate",
     "int4+window128+sinks4", "int4+rotate+window128+sinks4",

@@ -28,7 +28,7 @@ Layers = Sequence[LayerSpec]
 Progress = Callable[[int, int], None]
 #: Kinds that are tried unless others are asked for; and those of keys by channel, where caches take them.
 K_KINDS, V_KINDS = ("bf16", "int8", "int4"), ("int8", "int4")
-CHANNEL_KINDS = ("int8_channel", "int4_channel")
+CHANNEL_KINDS = ("int8_channel", "int4_channel_fine", "int4_channel")
 #: Caches that are measured together, as they share the reference.
 _TOGETHER = 8
 
@@ -74,7 +74,7 @@ class Way:
     @property
     def is_even(self) -> bool:
         """Whether K and V have as many bits."""
-        return self.kind.removesuffix("_channel") == self.v_kind
+        return kind(self.kind).of_rows == self.v_kind
 
     def of(self, layer: LayerSpec) -> LayerSpec:
         """A layer stored in this way."""

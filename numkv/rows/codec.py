@@ -19,12 +19,8 @@ from __future__ import annotations
 import numpy as np
 from numba.extending import register_jitable
 
-from numkv.rows.channel import (
-    int4_channel_value,
-    int8_channel_value,
-    load_int4_channel,
-    load_int8_channel,
-)
+from numkv.kinds import kinds
+from numkv.rows.channel import channel_loader
 from numkv.rows.code4 import code4_value, load_code4, store_code4
 from numkv.rows.code6 import code6_value, load_code6, store_code6
 from numkv.rows.convert import codec
@@ -63,8 +59,11 @@ _QUANTISED = {
     "code4": (store_code4, load_code4, code4_value),
     "code6": (store_code6, load_code6, code6_value),
     # Tokens are stored in groups: see `numkv.rows.channel`.
-    "int8_channel": (None, load_int8_channel, int8_channel_value),
-    "int4_channel": (None, load_int4_channel, int4_channel_value),
+    **{
+        of.name: (None, *channel_loader(8 // of.unit[0], of.fine_channels))
+        for of in kinds(by_channel=True)
+        if of.group_tokens
+    },
 }
 
 
@@ -185,11 +184,11 @@ def elements_in(kind):
     kind : Kind
         Their storage kind.
     """
-    ELEMENTS, WORDS = kind.unit
+    (ELEMENTS, WORDS), FINE = kind.unit, kind.fine_channels
 
     @register_jitable
     def elements(words):
-        return words * ELEMENTS // WORDS
+        return words * ELEMENTS // WORDS - FINE
 
     return elements
 

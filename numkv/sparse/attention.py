@@ -288,8 +288,8 @@ def are_numbered(pool: Pool) -> bool:
 
 
 def attend_by_head(
-    pool: Pool, tables: Array, lens: Array, q: Array, options: CheckedOptions
-) -> Any:
+    pool: Pool, tables: Array, lens: Array, q: Array, options: CheckedOptions, ranges: Array | None = None
+) -> Any:  # fmt: skip
     """`attend_to_choice` for pools whose parts have no numbers: a call for each kv head, with the same bits.
 
     Parameters
@@ -298,6 +298,8 @@ def attend_by_head(
         See `attend_to_choice`. The pool may have any strides, and scales of heads.
     lens : int array (num_seqs,)
         Tokens in a sequence's blocks, the same for all heads.
+    ranges : int64 array (num_seqs, 2), optional
+        Which of them are read, if not all.
     """
     target, (num_seqs, num_q_heads, _) = pool.target, (int(n) for n in q.shape)
     heads, shape = int(tables.shape[1]), (num_seqs, num_q_heads, pool.head_dim_v)
@@ -313,6 +315,7 @@ def attend_by_head(
             got, of_got = run(
                 _head_of(pool, head), tables[:, head], q[:, own], lens, starts,
                 options._replace(out=None, return_lse=True, sinks=None if sinks is None else sinks[own]),
+                ranges=ranges,
             )  # fmt: skip
             for whole, part in ((out, got), (lse, of_got)):
                 _put_heads(target, whole, part, own)

@@ -162,9 +162,11 @@ def _choose_here(
     return chosen(target, scores, table, lens, size, counts)
 
 
-def check_counts(name: str, top: Any, first: Any, newest: Any) -> tuple[int, int, int]:
+def check_counts(
+    name: str, top: Any, first: Any, newest: Any, least_first: int = 0
+) -> tuple[int, int, int]:
     """How many blocks are chosen, and how many of the first and of the newest ones whatever their scores."""
-    first, newest = check_size("first", first), check_size("newest", newest, 1)
+    first, newest = max(least_first, check_size("first", first)), check_size("newest", newest, 1)
     top = check_size(name, top, 1)
     if top < first + newest:
         raise DimensionMismatch(

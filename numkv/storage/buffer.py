@@ -100,8 +100,7 @@ class Buffer:
     @property
     def dim(self) -> int:
         """Elements of a row."""
-        elements, words = self.kind.unit
-        return int(self.words.shape[3]) * elements // words
+        return self.kind.elements_of(int(self.words.shape[3]))
 
     @property
     def nbytes(self) -> int:
@@ -327,8 +326,13 @@ def refuse_rotated_channels(kind: Kind, rotate: bool) -> None:
 def are_scales(kind: Kind, words: np.ndarray[Any, Any]) -> bool:
     """Return whether words in host memory can be scales of a kind: finite and not negative.
 
-    Scales of heads must be above 0. For channels, the first half of the last axis has scales, the second zero points.
+    Scales of heads must be above 0. After the scales of channels come their zero points, then numbers of channels.
     """
+    fine = kind.fine_channels
+    if fine and words.ndim:
+        words, wide = words[..., :-fine], words[..., -fine:]
+        if (wide >= words.shape[-1] // 2).any():
+            return False
     scales = words.view(kind.scale_dtype).astype(_FLOAT32)
     signs = scales > 0 if kind.scales_per == "head" else scales >= 0
     if kind.group_tokens and scales.ndim:

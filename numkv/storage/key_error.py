@@ -16,7 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.errors import NotSupported
+from numkv.kinds import Kind
 from numkv.rows import code4, code6
+from numkv.rows.channel import FINE
 from numkv.storage.buffer import Buffer
 
 Floats = NDArray[np.float64]
@@ -73,9 +75,9 @@ def key_error(
     heads, size = (int(n) for n in buffer.words.shape[1:3])
     # These are the whole pool's scales; only the sequence's become float64.
     every = target.to_host(buffer.typed_scales())
-    if kind.group_tokens:  # zero points come after the scales
+    if kind.group_tokens:
         every, slots, size = (
-            every[..., : len(starts)],
+            _scales_of_channels(kind, every, len(starts)),
             slots // kind.group_tokens,
             size // kind.group_tokens,
         )
@@ -86,3 +88,13 @@ def key_error(
     of_groups = of_groups.reshape(len(squares), heads, squares.shape[1] // heads, len(starts))
     found: Floats = np.sqrt(_variance(kind.name) * np.einsum("nhqg,hg->nhq", of_groups, mean))
     return sm_scale * found.reshape(squares.shape[:2])
+
+
+def _scales_of_channels(kind: Kind, every: Any, dim: int) -> Any:
+    """Scales in float32, of channels with a second code those of that one; zero points come after them."""
+    scales = every[..., :dim].astype(np.float32)
+    if kind.fine_channels:
+        wide = every[..., 2 * dim :].view(kind.scale_word).astype(np.int64)
+        of_wide = np.take_along_axis(scales, wide, -1)
+        np.put_along_axis(scales, wide, of_wide / FINE, -1)
+    return scales

@@ -440,7 +440,7 @@ def prepared(
     if metadata is None or pending.done is not None or plan.whole is not plan:
         return None
     ring = layer.ring
-    if pool.rotate or (ring is not None and not pool.by_channel):
+    if pool.rotate or (ring is not None and (ring.first or not pool.by_channel)):
         return None
     if not _fits(query, keys, values, metadata.batch, pool):
         return None

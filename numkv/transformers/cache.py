@@ -73,9 +73,9 @@ class NumkvCache(Cache):  # type: ignore[misc]
     ------
     NotSupported
         If the model has layers that would not be right: attention that chooses tokens by an index, ALiBi, cross
-        attention. If `full_precision` is given and neither K nor V is quantised, or beside keys by channel, which
-        take no `rotate` either, and no layers that see 64 tokens or fewer. Of models with latent attention, if
-        `rotate`, `full_precision`, a `v_kind` or a `profile` is given, as V is a part of K's rows.
+        attention. If `full_precision` is given and neither K nor V is quantised. Keys by channel take no window of more
+        than 64 tokens in full precision, no `rotate`, and no layers that see 64 tokens or fewer. Of models with latent
+        attention, if `rotate`, `full_precision`, a `v_kind` or a `profile` is given, as V is a part of K's rows.
     UnsupportedDType, DimensionMismatch, ValueError, TypeError
         If a kind or a number is not one, or a profile is of a model of another shape.
     NumkvError

@@ -145,15 +145,17 @@ class GroupsOfStep(NamedTuple):
     """Blocks in full of each sequence, and from `lengths` how many tokens are there."""
     lengths: Ints
     newer: Ints
-    """What each query sees of these, and of the codes."""
+    """What each query sees of these, of the codes, and of first tokens in full."""
     older: Ints
+    first: Ints
 
 
 class NewestTokenGroups:
     """Rows in full of the newest token groups of each sequence of a layer whose keys are stored by channel.
 
     Two groups stay, so that the last tokens, up to a group of them, can be cropped without a trace. Of those before,
-    codes are decoded where a crop has made one of them the newest.
+    codes are decoded where a crop has made one of them the newest. So do the groups of first tokens, which are read in
+    full whatever comes.
 
     Parameters
     ----------
@@ -163,21 +165,24 @@ class NewestTokenGroups:
         Of K and V, as the model computes them.
     batch : int
         Sequences.
+    first : int
+        First tokens of each that are read in full.
 
     Attributes
     ----------
     pool : Pool
-        Blocks of a group, as many for each sequence: its group g is in block ``g % blocks`` of these.
+        Blocks of a group, as many for each sequence: those of first tokens, then a ring.
     end : int64 array (batch,)
-        Position from which on each sequence's tokens are here.
+        Position from which on each sequence's tokens are here, beside the first ones.
     """
 
-    #: Token groups of each sequence.
+    #: Newest token groups of each sequence.
     BLOCKS = 2
 
-    def __init__(self, pool: Pool, kinds: tuple[Kind, Kind], batch: int) -> None:
-        self._group = pool.k_kind.group_tokens
-        shape = (batch * self.BLOCKS, int(pool.k.shape[1]), self._group)
+    def __init__(self, pool: Pool, kinds: tuple[Kind, Kind], batch: int, first: int = 0) -> None:
+        self._group, self.first = pool.k_kind.group_tokens, first
+        self._kept = -(-first // self._group)
+        shape = (batch * (self._kept + self.BLOCKS), int(pool.k.shape[1]), self._group)
         taken = source_dtypes(pool.k_kind)
         of_k, of_v = (of if of.dtype in taken else kind("fp32") for of in kinds)
         self.pool = Pool.allocate(pool.target, shape, pool.head_dim, pool.head_dim_v, of_k, of_v)
@@ -189,9 +194,9 @@ class NewestTokenGroups:
 
     def select(self, rows: Ints) -> None:
         """Take sequences of these numbers, in this order."""
-        some = np.arange(self.BLOCKS)
+        some = np.arange(self._kept + self.BLOCKS)
         source, to = (
-            (x[:, None] * self.BLOCKS + some).reshape(-1).astype(np.int32)
+            (x[:, None] * len(some) + some).reshape(-1).astype(np.int32)
             for x in (rows, np.arange(len(rows)))
         )
         pool, self.pool = self.pool, self.pool.like(len(to))
@@ -206,12 +211,11 @@ class NewestTokenGroups:
         now, blocks = self, int((-(-(stop - begin) // some)).max(initial=0))
         if blocks > self.BLOCKS:  # for this pass alone
             now = copy.copy(self)
-            now.pool = self.pool.like(len(start) * blocks)
-            held = _tokens(np.maximum(begin, self.end), start)
-            self.pool.copy_tokens(self._slots(*held), now.pool, now._slots(*held))
+            now.pool = self.pool.like(len(start) * (self._kept + blocks))
+            self._copy(np.maximum(begin, self.end), start, now)
         else:
             self.end = np.maximum(self.end, last)  # others' places are written to
-        of, at = _tokens(begin, np.minimum(self.end, start))
+        of, at = _tokens(np.maximum(begin, self.first), np.minimum(self.end, start))
         if len(of):  # cropped into: all that is left are codes
             slots = _slots_of(step, of, at)
             rows = pool.k_buffer.gather(slots), pool.v_buffer.gather(slots)
@@ -222,11 +226,15 @@ class NewestTokenGroups:
             pool.quantise(now.pool, places.groups, places.to_groups)
         now.end = np.minimum(now.end, begin)
         if now is not self:
-            kept = np.maximum(begin, last)
-            held = _tokens(kept, stop)
-            now.pool.copy_tokens(now._slots(*held), self.pool, self._slots(*held))
-            self.end = kept
+            self.end = np.maximum(begin, last)
+            now._copy(self.end, stop, self)
         return now
+
+    def _copy(self, low: Ints, high: Ints, to: NewestTokenGroups) -> None:
+        """Copy the rows of some tokens, and of the first ones before them."""
+        for begin, end in ((low, high), (np.zeros_like(low), np.minimum(high, self.first))):
+            held = _tokens(begin, end)
+            self.pool.copy_tokens(self._slots(*held), to.pool, to._slots(*held))
 
     def after(self, step: Step) -> Ints | None:
         """What `end` is after a pass for which rows have but to be written; None where others move first, or come."""
@@ -257,14 +265,17 @@ class NewestTokenGroups:
         return GroupsOfStep(
             slots.reshape(-1), self._slots(of, group * some) // some, to_groups,
             (self._slots(sequences, at) // some).astype(np.int32), lengths - begin[:, 0],
-            _ranges(np.maximum(low, own) - begin, high - begin), _ranges(low - base, np.minimum(high, own) - base),
+            _ranges(np.maximum(low, own) - begin, high - begin),
+            _ranges(np.maximum(low, self.first) - base, np.minimum(high, own) - base),
+            _ranges(low, np.minimum(np.minimum(high, own), self.first)),
         )  # fmt: skip
 
     def _slots(self, of: Ints, position: Ints) -> Ints:
         """Slots of positions of sequences `of` that are here."""
-        blocks = int(self.pool.k.shape[0]) // len(self.end)
+        blocks, kept = int(self.pool.k.shape[0]) // len(self.end), self._kept
         group, offset = np.divmod(position, self._group)
-        slots: Ints = (of * blocks + group % blocks) * self._group + offset
+        block = np.where(group < kept, group, kept + group % (blocks - kept))
+        slots: Ints = (of * blocks + block) * self._group + offset
         return slots
 
     def attend(self, pool: Pool, step: Step, columns: int, q: Any, options: CheckedOptions) -> Any:
@@ -280,6 +291,11 @@ class NewestTokenGroups:
             Part(self.pool, places.table, places.newer, lens=places.lengths),
             Part(pool, step.table, places.older),
         ]
+        if self._kept:
+            lengths, at = step.after.lengths, self._group * np.arange(self._kept)[None]
+            table = self._slots(np.arange(len(lengths))[:, None], at) // self._group
+            held = np.minimum(lengths, self.first)
+            parts.append(Part(self.pool, table.astype(np.int32), places.first, lens=held))
         return _attend_to_seen(parts, q, step, starts, options)
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from numkv import targets
 from numkv.access import Access
 from numkv.caches import FullPrecision, Profile
-from numkv.caches.layer_spec import in_full
+from numkv.caches.layer_spec import in_full, refuse_longer_than_group
 from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
 from numkv.interrupts import uninterrupted
 from numkv.kinds import Kind, kind_of_dtype, kinds_of, refuse_channels
@@ -101,22 +101,24 @@ class Options:
         self.rotate = check_flag("rotate", rotate)
         if self.v_kind is not None:
             _, self.v_kind = kinds_of(self.v_kind, None, v_kind, by_channel=True)
-        if self.k_kind is not None and self.group_tokens:
-            refuse_rotated_channels(self.k_kind, self.rotate)
-            if full_precision is not None:
-                raise NotSupported(
-                    f"`full_precision`: expected None for keys in {self.k_kind}, whose newest tokens are in full "
-                    f"anyway, until their token group is complete, got {full_precision}; leave it out"
-                )
         kinds = self.k_kind, self.v_kind
         quantises = any(of is not None and of.has_scales for of in kinds)
         self.full_precision = in_full(full_precision, "floats", quantises)
+        if self.k_kind is not None and self.group_tokens:
+            refuse_rotated_channels(self.k_kind, self.rotate)
+            if self.full_precision is not None:
+                refuse_longer_than_group(self.full_precision.window, self.k_kind)
         self.shared = Shared()
 
     @property
     def group_tokens(self) -> int:
         """Tokens of a token group where keys are stored by channel, else 0."""
         return 0 if self.k_kind is None else self.k_kind.group_tokens
+
+    @property
+    def num_sink_tokens(self) -> int:
+        """First tokens that are kept in full."""
+        return 0 if self.full_precision is None else self.full_precision.num_sink_tokens
 
     def check_layer(self, number: int, layer: NumkvLayer) -> None:
         """Refuse keys by channel where no token would be read as a code, and for latents."""
@@ -128,7 +130,7 @@ class Options:
             raise NotSupported(
                 f"NumkvCache: expected windows of more than {self.group_tokens} tokens for keys in {self.k_kind}, "
                 f"whose newest {self.group_tokens} are in full, got one of {layer.reach + 1} in layer {number}; take "
-                f"{self.k_kind.name.removesuffix('_channel')}, or a profile in which this layer has another kind"
+                f"{self.k_kind.of_rows}, or a profile in which this layer has another kind"
             )
 
     def of_layers(self, profile: Profile) -> Iterator[Options]:
@@ -334,7 +336,7 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         )  # fmt: skip
         self.ring = None
         if options.group_tokens:
-            self.ring = NewestTokenGroups(self.pool, own, batch)
+            self.ring = NewestTokenGroups(self.pool, own, batch, options.num_sink_tokens)
         elif options.full_precision is not None:
             self.ring = FullPrecisionRing(self.pool, own, batch, options.full_precision)
         self.is_initialized = True

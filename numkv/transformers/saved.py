@@ -61,7 +61,7 @@ class SavedOptions(Saved):
         kept = options.full_precision
         return cls(
             k_kind=options.k_kind, v_kind=options.v_kind, capacity=options.capacity, rotate=options.rotate,
-            window=0 if kept is None else kept.window, num_sink_tokens=0 if kept is None else kept.num_sink_tokens,
+            window=0 if kept is None else kept.window, num_sink_tokens=options.num_sink_tokens,
             shape=list(options.shape or ()),
         )  # fmt: skip
 
@@ -273,10 +273,10 @@ class SavedCache(Saved):
 
 def _newest_shape(options: Options, batch: int) -> tuple[int, int]:
     """Blocks and their tokens of what a layer keeps in full."""
-    kept = options.full_precision
-    if kept is None:
-        return batch * NewestTokenGroups.BLOCKS, options.group_tokens
-    return batch, kept.window + kept.num_sink_tokens
+    first, some, kept = options.num_sink_tokens, options.group_tokens, options.full_precision
+    if some:
+        return batch * (NewestTokenGroups.BLOCKS + -(-first // some)), some
+    return batch, first + (0 if kept is None else kept.window)
 
 
 def _block_specs(name: str, kind: Kind, dim: int, shape: tuple[int, int, int]) -> dict[str, Spec]:

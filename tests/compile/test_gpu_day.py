@@ -73,12 +73,12 @@ def test_bytes_and_flops_of_lines():
     assert append.bytes == round(64 * 8 * 256 * (1 + 4 / 128))
 
 
-@pytest.mark.parametrize("what", ["append", "write"])
-def test_numkvs_calls_run(what):
+@pytest.mark.parametrize(
+    "name", ["append 64/int8", "write 64/int8", pytest.param("decode B8/fp8_e4m3", marks=pytest.mark.slow)]
+)  # fmt: skip
+def test_numkvs_calls_run(name):
     """Small ones, on the interpreter."""
-    line = next(
-        x for x in gpu_lines.LINES if x.what == what and x.kind == "int8" and x.shape.batch == 64
-    )
+    line = next(x for x in gpu_lines.LINES if x.name == name)
     shape = line.shape._replace(batch=2, q_heads=2, kv_heads=1, dim=64, length=32)
     device.forget()
     job = gpu_lines.numkv_calls(line._replace(shape=shape), cold=1)
@@ -224,7 +224,7 @@ def call(folder, work, tmp_path, capsys):
         }  # fmt: skip
         given = {
             "work": work, "processes": 2, "patience": 20, "cases": CASES, "lines": LINES, "profiled": "^append 1/int8$",
-            "seconds": 0.01, "cold": 1, "scale": 1e-5, **options,
+            "split": "^decode T1/bf16$", "seconds": 0.01, "cold": 1, "scale": 1e-5, **options,
         }  # fmt: skip
         command = [sys.executable, str(folder / "day.py"), name]
         for option, value in given.items():
@@ -302,6 +302,8 @@ def test_why(call, others):
     assert found["ncu", "append 1/int8" if others == "answer" else "its start"]["ok"] == (
         others == "answer"
     )
+    for n in day.SPLITS:
+        assert found[f"numkv, splits of {n}", "decode T1/bf16"]["ok"], found
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ class Paged(Single):
         bounded = not self.latent and self.kind in ("fp32", "bf16", "int8", "int4")
         options["key_bounds"] = bounded and d.randrange(3) == 0
         quantised = not self.latent and self.kind in ("int8", "int4")
-        if quantised and not options["key_bounds"] and "chunks" not in options and d.randrange(2):
+        if quantised and "chunks" not in options and d.randrange(2):
             options["full_precision"] = numkv.FullPrecision(d.choice([1, 3]), d.choice([0, 2]))
         self.take(options)
 
@@ -408,9 +408,13 @@ class ByChannel(Paged):
     """A `PagedKVCache` whose keys are stored by channel, in blocks of whole token groups."""
 
     def take(self, options) -> None:
-        self.kind, self.latent = self.d.choice(["int8_channel", "int4_channel"]), False
+        self.kind, self.latent = (
+            self.d.choice(["int8_channel", "int4_channel_fine", "int4_channel"]),
+            False,
+        )
         self.rotate = False
         own = {"num_blocks": 24, "block_size": 64, "kind": self.kind, "head_dim_v": self.dim_v}
+        own["key_bounds"] = self.d.randrange(2) == 0
         super().take(own)
 
 

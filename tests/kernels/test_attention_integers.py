@@ -28,12 +28,12 @@ from numkv.kernels.cpu.attention.records import (
     TileRows,
     WeightPlaces,
 )
-from numkv.kernels.cpu.vectors.features import HAS_FOURS, INT4_INTEGERS, row_unroll
+from numkv.kernels.cpu.vectors.features import HAS_FOURS, INT4_INTEGERS, LANES, row_unroll
 from numkv.kernels.cpu.vectors.prefetch import NO_MORE
 
 pytestmark = pytest.mark.filterwarnings("ignore::numba.core.errors.NumbaPerformanceWarning")
 for_int4 = pytest.mark.skipif(
-    not INT4_INTEGERS, reason="INT4 is taken as integers with vectors of 512 bits"
+    not INT4_INTEGERS, reason="INT4 is taken as integers where products of bytes are added in pairs"
 )
 GROUP = 32
 ROWS = 8
@@ -255,6 +255,7 @@ def test_accumulate_int8(rng, dim):
         (7, 0, 3),
         (8, 17, 19),
     ]:
+        rows = min(rows, row_unroll("float32"))
         offsets = table(rng, len(codes), dim)
         n = at_once(rows)
         w = np.full((KV_TILE, n), FENCE, np.float32)
@@ -355,9 +356,9 @@ def weigh4(rng, v, rows, begin, end, p=None, spoil=()):
         w_at, sums_at, v.bytes, v.dim, o_at, o_step, rescale_at,
     )  # fmt: skip
     result = f[o_at : o_at + out.size].reshape(out.shape)
-    # For rows that share a vector, and for each block, 16 sums and then the scales of rows, in each those of groups.
+    # For rows that share a vector, and for each block, sums and then scales of rows, in each those of groups.
     width, together, _ = shares(n, v.dim <= SHORT)
-    scales = f[sums_at:rescale_at].reshape(-1, 2, 16)[: n // together * v.blocks, 1]
+    scales = f[sums_at:rescale_at].reshape(-1, 2, LANES)[: n // together * v.blocks, 1]
     scales = scales[:, : width * together].reshape(-1, v.blocks, together, width)
     scales = scales.swapaxes(1, 2).reshape(n, -1)[:rows, : v.groups]
     return result, out.astype(np.float64), rescale.astype(np.float64), p, scales

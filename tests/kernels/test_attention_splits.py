@@ -6,6 +6,7 @@ from walked import each
 from numkv.kernels.cuda.attention import items, splits
 
 STEP, NO_RANGES = items.SPLIT_STEP, np.zeros((0, 2), np.int64)
+H200 = items.splitting(132)
 
 
 def batch_of(lengths, tokens, heads, group, window_left, capacity, room, ranges=NO_RANGES):
@@ -13,7 +14,7 @@ def batch_of(lengths, tokens, heads, group, window_left, capacity, room, ranges=
     starts = np.concatenate([[0], np.cumsum(tokens)]).astype(np.int32)
     return items.AttentionBatch(
         np.array(lengths, np.int32), starts, ranges, int(starts[-1]), capacity, window_left, group, heads,
-        room.slots, room.by_token, int(starts[-1]),
+        room.slots, room.by_token, int(starts[-1]), room.how,
     )  # fmt: skip
 
 
@@ -29,10 +30,12 @@ def random_call(rng):
 
 @each("seed", range(200))
 def test_parts_have_room_and_lie_apart(seed):
-    lengths, tokens, heads, group, window_left = random_call(np.random.default_rng(seed))
+    rng = np.random.default_rng(seed)
+    lengths, tokens, heads, group, window_left = random_call(rng)
+    how = items.splitting(int(rng.choice([1, 20, 58, 108, 132, 188, 1000])))
     capacity = max(lengths) + 3
     num_tokens, num_seqs = sum(tokens), len(lengths)
-    room = splits.room_for(num_tokens, num_seqs, heads, group, capacity, window_left)
+    room = splits.room_for(num_tokens, num_seqs, heads, group, capacity, window_left, how)
     batch = batch_of(lengths, tokens, heads, group, window_left, capacity, room)
     found = [items.extent(batch, b) for b in range(num_seqs)]
     endless = batch._replace(slots=1 << 40)
@@ -69,7 +72,7 @@ def test_splits_depend_on_the_sequence_alone(seed):
     capacity = max(lengths)
 
     def extents(lengths, tokens, capacity):
-        call = sum(tokens), len(lengths), heads, group, capacity, window_left
+        call = sum(tokens), len(lengths), heads, group, capacity, window_left, H200
         batch = batch_of(
             lengths, tokens, heads, group, window_left, capacity, splits.room_for(*call)
         )
@@ -82,17 +85,18 @@ def test_splits_depend_on_the_sequence_alone(seed):
 
 
 def test_every_token_is_in_one_split():
-    for span in range(2 * STEP, 3000, 37):
-        for rows in (1, 8, 100):
-            length = int(items.split_length(span, rows, 2))
-            assert length % STEP == 0
-            assert length >= rows * items.TOKENS_PER_ROW
-            assert -(-span // length) <= splits.most_splits(span, rows, 2)
+    for how in map(items.splitting, (4, 60, 132)):
+        for span in range(2 * STEP, 3000, 37):
+            for rows in (1, 8, 100):
+                length = int(items.split_length(span, rows, 2, how))
+                assert length % STEP == 0
+                assert length >= max(rows * items.TOKENS_PER_ROW, items.LEAST_SPLIT)
+                assert -(-span // length) <= splits.most_splits(span, rows, 2, how)
 
 
 def test_starts_that_do_not_fit_split_nothing():
     """What the device says is not trusted: parts never go where there is no room."""
-    room = splits.room_for(2, 2, 1, 1, 4096, -1)
+    room = splits.room_for(2, 2, 1, 1, 4096, -1, H200)
     batch = batch_of([4096, 4096], [1, 1], 1, 1, -1, 4096, room)
     assert items.extent(batch, 0).splits > 1
     both = batch._replace(
@@ -105,11 +109,33 @@ def test_starts_that_do_not_fit_split_nothing():
 
 
 def test_one_kv_head_fills_the_machine_and_many_split_less():
-    assert splits.most_splits(1 << 17, 8, 1) == items.ITEMS
-    assert splits.most_splits(1 << 17, 4, 8) == items.ITEMS // 8
-    assert splits.most_splits(1 << 17, 1, 256) == 1
-    assert splits.room_for(1, 1, 8, 4, STEP, -1).slots == 0  # nothing can be split: one launch
-    assert splits.room_for(4096, 1, 8, 4, 1 << 17, -1).slots == 0
+    pieces = 1 << H200.log_items
+    assert splits.most_splits(1 << 17, 8, 1, H200) == pieces
+    assert splits.most_splits(1 << 17, 4, 8, H200) == pieces // 8
+    assert splits.most_splits(1 << 17, 1, 256, H200) == 1
+    # Nothing can be split: one launch.
+    assert splits.room_for(1, 1, 8, 4, STEP, -1, H200).slots == 0
+    assert splits.room_for(4096, 1, 8, 4, 1 << 17, -1, H200).slots == 0
+
+
+@each(
+    "multiprocessors, expected",
+    [(1, 2), (20, 32), (58, 128), (90, 128), (91, 256), (108, 256), (132, 256), (181, 256), (182, 512), (1000, 512)],
+)  # fmt: skip
+def test_a_long_sequence_has_about_two_items_for_each_multiprocessor(multiprocessors, expected):
+    how = items.splitting(multiprocessors)
+    assert 1 << how.log_items == expected
+    for heads in (1, 2, 8):
+        span = 1 << 20
+        length = int(items.split_length(span, 4, heads, how))
+        assert heads * -(-span // length) == max(heads, expected)
+
+
+def test_a_sequence_of_eight_heads_uses_the_device():
+    """Of 8,192 tokens 128 of the 132 multiprocessors of an H200 have work; longer ones have no more than 32 splits."""
+    for pieces, expected in ((8, 8), (16, 16), (32, 32), (64, 32), (256, 32)):
+        span = pieces * items.LEAST_SPLIT
+        assert -(-span // int(items.split_length(span, 4, 8, H200))) == expected
 
 
 def test_memory_of_parts_is_a_small_share_of_the_cache():
@@ -118,7 +144,16 @@ def test_memory_of_parts_is_a_small_share_of_the_cache():
         for tokens in (1, 4, 16, 32):
             for heads, group in ((8, 4), (1, 8), (32, 1)):
                 capacity = 1024 * STEP // 16
-                room = splits.room_for(num_seqs * tokens, num_seqs, heads, group, capacity, -1)
+                room = splits.room_for(
+                    num_seqs * tokens, num_seqs, heads, group, capacity, -1, H200
+                )
                 parts = room.rows * (128 + splits.PART_EXTRA) * 4 if room.slots else 0
                 cache = num_seqs * capacity * heads * 2 * 128 * 2
                 assert parts <= 2.1 / items.TOKENS_PER_ROW * cache
+
+
+def test_memory_of_parts_does_not_grow_with_the_length():
+    """A token has parts of each q head of a group for the items of one sequence: 0.5 MB, whatever its length."""
+    for capacity in (1 << 15, 1 << 17, 1 << 20):
+        room = splits.room_for(256, 256, 8, 4, capacity, -1, H200)
+        assert room.rows == 256 * 4 << H200.log_items

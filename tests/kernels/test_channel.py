@@ -8,18 +8,20 @@ import numkv
 from numkv import targets
 
 HEADS, TOKENS = 2, naive.CHANNEL_TOKENS
+KINDS = ["int8_channel", "int4_channel_fine", "int4_channel"]
 
 
 @pytest.mark.boundscheck
 @pytest.mark.parametrize("source", ["fp32", "bf16"])
-@pytest.mark.parametrize(("kind", "dim"), [("int8_channel", 5), ("int4_channel", 34)])
+@pytest.mark.parametrize(("kind", "dim"), list(zip(KINDS, (5, 34, 34), strict=True)))
 def test_quantise_groups(target, to, host, rng, kind, dim, source):
     """Codes, scales and zero points to the bit; other groups stay as they are."""
-    where, bits = targets.get(target), naive.channel_bits(kind)
+    where = targets.get(target)
     rows = naive.round_to(rng.standard_normal((3, HEADS, 128, dim)) * 9, source)
     rows[1, 0, 70, 3] = np.nan
-    pool = np.full((4, HEADS, TOKENS, dim * bits // 8), 77, np.int8 if bits == 8 else np.uint8)
-    scale = np.full((4, HEADS, 1, 2 * dim), 9, np.uint16)
+    of_kind = numkv.kind(kind)
+    pool = np.full((4, HEADS, TOKENS, of_kind.words_per_row(dim)), 77, of_kind.word)
+    scale = np.full(of_kind.scale_shape((4, HEADS, TOKENS), dim), 9, np.uint16)
     here = to(rows if source == "fp32" else naive.words(rows))
     codes, scales = to(pool.copy()), to(scale.copy())
     groups, places = np.array([3, 0, 4]), np.array([2, 3, 0])
@@ -28,13 +30,11 @@ def test_quantise_groups(target, to, host, rng, kind, dim, source):
     by_group = np.swapaxes(rows.reshape(3, HEADS, 2, TOKENS, dim), 1, 2).reshape(
         6, HEADS, TOKENS, dim
     )
-    want, scale_of, zero = naive.channel_quantise(by_group[groups], bits)
-    pool[places] = naive.channel_words(want, kind)
-    scale[places, :, 0] = naive.words(np.concatenate([scale_of, zero], axis=-1))
+    pool[places], scale[places, :, 0] = naive.channel_group(by_group[groups], kind)
     assert np.array_equal(host(codes), pool)
     found = host(scales)
     lost = np.zeros_like(scale, bool)
-    lost[places, :, 0, :dim] = np.isnan(scale_of)
+    lost[places, :, 0, :dim] = np.isnan(scale[places, :, 0, :dim].view(naive.DTYPES["bf16"]))
     assert np.array_equal(found[~lost], scale[~lost])
     assert np.isnan(found[lost].view(naive.DTYPES["bf16"])).all()
     assert lost.sum() == 1
@@ -42,15 +42,15 @@ def test_quantise_groups(target, to, host, rng, kind, dim, source):
 
 def problem(rng, kind, dim=64, blocks=5, block_size=128):
     """Pools of keys by channel, with outlier channels, and of values; and the values that they stand for."""
-    bits, heads = naive.channel_bits(kind), HEADS
+    heads = HEADS
     k = rng.standard_normal((blocks, heads, block_size // TOKENS, TOKENS, dim))
     k[..., 3] += 90
     k[..., 7] *= 40
-    codes, scale, zero = naive.channel_quantise(k, bits)
-    k = naive.channel_dequantise(codes, scale, zero).reshape(blocks, heads, block_size, dim)
-    words = naive.channel_words(codes, kind)
+    words, scales = naive.channel_group(k, kind)
+    k = naive.channel_values(words, scales[..., None, :], kind).reshape(
+        blocks, heads, block_size, dim
+    )
     v, v_scale = naive.int8_quantise(rng.standard_normal((blocks, heads, block_size, dim)))
-    scales = naive.words(np.concatenate([scale, zero], axis=-1))
     stored = words.reshape(blocks, heads, block_size, -1), scales, v, v_scale
     return stored, k, naive.int8_dequantise(v, v_scale)
 
@@ -78,7 +78,7 @@ CASES = [  # queries of each sequence, window, cap, ranges, block size
 
 
 @pytest.mark.boundscheck
-@pytest.mark.parametrize("kind", ["int8_channel", "int4_channel"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("tokens", "window", "cap", "with_ranges", "block_size"), CASES)
 def test_attention(target, to, host, rng, kind, tokens, window, cap, with_ranges, block_size):
     """Over decoded rows: a tile's scales are those of its tokens, wherever ranges and windows begin."""
@@ -106,7 +106,7 @@ def test_attention(target, to, host, rng, kind, tokens, window, cap, with_ranges
     np.testing.assert_allclose(host(lse), log, atol=2e-3)
 
 
-@pytest.mark.parametrize("kind", ["int8_channel", "int4_channel"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("q_kind", ["bf16", pytest.param("fp64", marks=pytest.mark.nightly)])
 def test_queries_of_other_kinds(target, to, host, rng, kind, q_kind):
     where = targets.get(target)
@@ -120,7 +120,7 @@ def test_queries_of_other_kinds(target, to, host, rng, kind, q_kind):
     assert off < {"bf16": 4e-3, "fp64": 1e-4}[q_kind]
 
 
-@pytest.mark.parametrize("kind", ["int8_channel", "int4_channel"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_attention_weights(target, to, host, rng, kind):
     where, dim = targets.get(target), 34
     stored, k, _ = problem(rng, kind, dim, 3)
@@ -138,7 +138,28 @@ def test_attention_weights(target, to, host, rng, kind):
     np.testing.assert_allclose(host(weights), want, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", ["int8_channel", "int4_channel"])
+@pytest.mark.boundscheck
+@pytest.mark.parametrize("kind", KINDS)
+def test_bounds(target, to, host, rng, kind):
+    """Of the rows that count, in each column; where a scale of theirs is NaN nothing passes."""
+    where, dim = targets.get(target), 18
+    stored, k, _ = problem(rng, kind, dim, 4)
+    stored[1][2, 1, 1, 5] = 0x7FC0
+    low, high = (to(np.full((4, HEADS, dim), x, np.float32)) for x in (7, 8))
+    blocks, counts = np.array([2, 0, 3]), np.array([128, 70, 64])
+    where.ops.key_bounds(
+        to(stored[0]), kind, to(stored[1]), where.index(blocks, np.int64), where.index(counts, np.int64), low, high
+    )  # fmt: skip
+    below, above = np.full((4, HEADS, dim), 7.0), np.full((4, HEADS, dim), 8.0)
+    for block, count in zip(blocks, counts, strict=True):
+        rows = k[block, :, :count]
+        below[block], above[block] = rows.min(1), rows.max(1)
+    below[2, 1, 5], above[2, 1, 5] = -np.inf, np.inf
+    np.testing.assert_allclose(host(low), below, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(host(high), above, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_rows_decoded(target, to, host, rng, kind):
     where = targets.get(target)
     stored, k, _ = problem(rng, kind, 10, 2)

@@ -5,11 +5,11 @@ import pickle
 
 import numpy as np
 import pytest
-from channel_model import KEEPS, Sequence, shift_tables, turned
+from channel_model import KEEPS, Sequence, close, shift_tables, turned
 
 import numkv
 
-KINDS = ["int8_channel", "int4_channel"]
+KINDS = ["int8_channel", "int4_channel_fine", "int4_channel"]
 HEADS, Q_HEADS, DIM = 2, 4, 32
 
 
@@ -31,10 +31,6 @@ def queries(rng, n):
     q = rng.standard_normal((n, Q_HEADS, DIM)).astype(np.float32)
     q[:, :, 3] /= 50
     return q
-
-
-def close(found, wanted, limit=2e-4):
-    assert np.linalg.norm(found - wanted) < limit * max(np.linalg.norm(wanted), 1e-3)
 
 
 class Played:

@@ -123,6 +123,16 @@ def test_paged_caches_count_what_the_newest_token_sees(options, rng):
     np.testing.assert_allclose(found, single.key_error(0, q) * math.sqrt(share), rtol=1e-9)
 
 
+@pytest.mark.parametrize("kind", ["int8_channel", "int4_channel_fine", "int4_channel"])
+def test_keys_by_channel_have_errors_in_whole_groups(target, to, host, rng, kind):
+    """Those of the newest group are in full, so they are off by nothing."""
+    cache = numkv.KVCache(1, HEADS, DIM, kind=kind, max_seq_len=TOKENS, target=target)
+    k, v, q = rows_of("outliers", rng)
+    cache.append(0, to(k), to(v))
+    expected = actual(host(cache.k(0)), k, q)
+    np.testing.assert_allclose(cache.key_error(0, to(q)), expected, rtol=0.25)
+
+
 def test_nothing_is_stored_yet():
     cache = numkv.KVCache(1, HEADS, DIM, kind="int8")
     assert not cache.key_error(0, np.ones((1, Q_HEADS, DIM), np.float32)).any()

@@ -5,6 +5,7 @@ import pickle
 import zlib
 
 import naive
+import naive_sparse
 import numpy as np
 import pytest
 import tolerances
@@ -71,20 +72,42 @@ class Plain:
         for of in (self.texts, self.rows, self.begins, self.released):
             of[new] = copy.copy(of[old])
 
-    def attended(self, seq, layer, q, position):
-        token, window = np.arange(position + 1), self.windows[layer]
-        full = token >= max(self.begins[seq][window >= 0], position + 1 - NEWEST)
-        if window < 0:
+    def newest(self, seq, layer, position):
+        """The first of the newest tokens that a query reads in full."""
+        return max(self.begins[seq][self.windows[layer] >= 0], position + 1 - NEWEST)
+
+    def read(self, seq, layer, position):
+        """K and V as a query reads them, and as codes."""
+        token = np.arange(position + 1)
+        full = token >= self.newest(seq, layer, position)
+        if self.windows[layer] < 0:
             full |= token < FIRST
-        low = 0 if window < 0 else max(0, position - window)
-        x = np.stack([of[layer] for of in self.rows[seq][: position + 1]])[low:]
+        x = np.stack([of[layer] for of in self.rows[seq][: position + 1]])
         codes = naive.dequantise(*naive.quantise(x, self.kind))
-        x = np.where(full[low:, None, None, None], naive.round_to(x, self.full), codes)
+        return np.where(full[:, None, None, None], naive.round_to(x, self.full), codes), codes
+
+    def attended(self, seq, layer, q, position):
+        window = self.windows[layer]
+        low = 0 if window < 0 else max(0, position - window)
+        x = self.read(seq, layer, position)[0][low:]
         k, v = (x[:, i].swapaxes(0, 1)[None] for i in (0, 1))
         return [naive.attention(q[None], k, of_v, [len(x)])[0][0] for of_v in (v, np.abs(v))]
 
-    def same(self, found, seq, layer, q, position):
-        want, summed = self.attended(seq, layer, q, position)
+    def attended_sparsely(self, seq, layer, q, position, most):
+        x, codes = self.read(seq, layer, position)
+        coded = codes[: max(FIRST, self.newest(seq, layer, position)), 0], min(FIRST, len(x))
+        k, v = x[:, 0], x[:, 1]
+        return [
+            naive_sparse.attention(q, k, of_v, SIZE, most, coded=coded)[0]
+            for of_v in (v, np.abs(v))
+        ]
+
+    def same(self, found, seq, layer, q, position, most=None):
+        """Attention, if given of `most` blocks alone."""
+        if most is None:
+            want, summed = self.attended(seq, layer, q, position)
+        else:
+            want, summed = self.attended_sparsely(seq, layer, q, position, most)
         bound = tolerances.attention(self.kind, "fp32")
         tolerances.assert_rows_close(found, want, bound, summed)
 
@@ -101,11 +124,14 @@ def grow(cache, plain, seqs, texts, to=np.asarray, host=np.asarray, *, accepted=
         ]
         new[seq] = np.array(own, F32).reshape(len(text), len(layers), 2, HEADS, DIM)
     every = np.concatenate([new[seq] for seq in seqs])
-    outs = []
+    outs, most, sparse = [], 2 + len(plain.texts[seqs[0]]) % 3, []
     for layer in layers:
         if layer not in SHARES:
             step.append(layer, *(to(np.ascontiguousarray(every[:, layer, i])) for i in (0, 1)))
-        outs.append(host(step.attention(layer, to(queries(step.num_tokens, layer)))))
+        q = to(queries(step.num_tokens, layer))
+        outs.append(host(step.attention(layer, q)))
+        if cache.layers[0].key_bounds:
+            sparse.append(host(step.sparse_attention(layer, q, most_blocks=most)))
     ids = [token for text in texts for token in text]
     cache.commit(step, accepted, token_ids=ids if named else None)
     at = 0
@@ -118,6 +144,8 @@ def grow(cache, plain, seqs, texts, to=np.asarray, host=np.asarray, *, accepted=
             for layer in layers:
                 q = queries(step.num_tokens, layer)[at + n]
                 plain.same(outs[layer][at + n], seq, layer, q, begin + n)
+                if sparse:
+                    plain.same(sparse[layer][at + n], seq, layer, q, begin + n, most)
         plain.grow(seq, [])
         at += len(text)
 
@@ -160,7 +188,8 @@ def test_a_prompt_a_fork_a_second_prompt_and_a_cut(target, to, host, kind, full)
 @pytest.mark.parametrize("windows", [WINDOWS, [-1] * 4])
 def test_any_calls_in_any_order(windows):
     rng = np.random.default_rng(5)
-    cache, plain = make(num_blocks=44, windows=windows), Plain(windows=windows)
+    bounds = {"key_bounds": windows != WINDOWS}  # which a window has no use for
+    cache, plain = make(num_blocks=44, windows=windows, **bounds), Plain(windows=windows)
     full = lost = found = 0
     for turn in range(80):
         seqs = list(cache.sequences)
@@ -447,7 +476,6 @@ def test_no_row_of_another_token_leaks():
         ),
         ({"full_precision": 3}, TypeError, "full_precision"),
         ({"windows": [-1, 4, 4, -1], "chunks": [8, None, None, 8]}, numkv.NotSupported, "chunks"),
-        ({"key_bounds": True}, numkv.NotSupported, "key_bounds"),
         (
             {"windows": [4] * 4, "full_precision": in_full(0, FIRST)},
             numkv.NotSupported,

@@ -39,9 +39,14 @@ def _kept():
 _own = {}
 
 
+def stands_in() -> bool:
+    """Whether these operations stand in for those of targets."""
+    return bool(_own)
+
+
 def stand_in(wanted=True) -> None:
     """Have these operations stand in for those of all targets; or else give them their own back."""
-    if wanted == bool(_own):
+    if wanted == stands_in():
         return
     found = operations()
     for name in TARGETS:
@@ -56,7 +61,7 @@ def stand_in(wanted=True) -> None:
 @contextlib.contextmanager
 def standing_in(wanted=True):
     """`stand_in` for a while."""
-    before = bool(_own)
+    before = stands_in()
     stand_in(wanted)
     try:
         yield

@@ -3,7 +3,8 @@
 import numpy as np
 
 from numkv.kernels.operations import Operations
-from reference.rows import CODES, floats, operation, places, values
+from reference.attention import gathered
+from reference.rows import floats, operation
 
 
 @operation(Operations.key_bounds)
@@ -12,11 +13,10 @@ def key_bounds(k, k_kind, k_scale, blocks, counts, low, high):
         if not 0 <= block < len(k):
             continue
         slots = block * k.shape[2] + np.arange(min(max(count, 0), k.shape[2]))
-        at = places(k, slots)
-        x = values(k[at], k_kind, k_scale[at] if k_kind in CODES else k_scale)
-        bad = np.isnan(x).any(axis=0)
-        low[block] = np.where(bad, -np.inf, x.min(axis=0, initial=np.inf))
-        high[block] = np.where(bad, np.inf, x.max(axis=0, initial=-np.inf))
+        x = gathered(k, k_kind, k_scale, slots)
+        bad = np.isnan(x).any(axis=1)
+        low[block] = np.where(bad, -np.inf, x.min(axis=1, initial=np.inf))
+        high[block] = np.where(bad, np.inf, x.max(axis=1, initial=-np.inf))
 
 
 @operation(Operations.block_scores)

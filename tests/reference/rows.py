@@ -16,7 +16,7 @@ CODES = {
     "int8": (np.int8, np.float32), "code6": (np.int16, np.float32), "code4": (np.uint8, np.float32),
     "int4": (np.uint8, ml_dtypes.bfloat16),
 }  # fmt: skip
-CHANNELS = ("int8_channel", "int4_channel")
+CHANNELS = ("int8_channel", "int4_channel_fine", "int4_channel")
 GROUP = {"int4": naive.INT4_GROUP}
 
 
@@ -51,10 +51,7 @@ def floats(words, kind, compute=np.float64):
 def values(words, kind, scale):
     """Stored rows ``(n, heads, words)`` in float64; scales are those of the rows, of their groups, or of the heads."""
     if kind in CHANNELS:
-        dim = dim_of(words, kind)
-        of = scale.view(FLOATS["bf16"]).astype(np.float64)
-        codes = naive.channel_codes(words, kind).astype(np.float64)
-        return of[..., dim:] + of[..., :dim] * (codes + 0.5)
+        return naive.channel_values(words, scale, kind)
     if kind in CODES:
         codes, scales = CODES[kind]
         if not words.size:
@@ -93,6 +90,7 @@ def dim_of(rows, kind):
     return {
         "int4": 2 * words,
         "int4_channel": 2 * words,
+        "int4_channel_fine": 2 * words - naive.channel_fine(kind),
         "code4": 2 * words,
         "code6": words * 8 // 6,
     }.get(kind, words)

@@ -123,9 +123,8 @@ def quantise_groups(rows, rows_kind, groups, pool, pool_kind, scale, to_groups):
         a, first = here // (rows.shape[2] // tokens), here % (rows.shape[2] // tokens) * tokens
         b, to = there // (pool.shape[2] // tokens), there % (pool.shape[2] // tokens)
         x = floats(rows[a, :, first : first + tokens], rows_kind, np.float32)
-        codes, *scales = naive.channel_quantise(x, naive.channel_bits(pool_kind))
-        pool[b, :, to * tokens : (to + 1) * tokens] = naive.channel_words(codes, pool_kind)
-        scale[b, :, to] = naive.words(np.concatenate(scales, axis=-1))
+        of_group = slice(to * tokens, (to + 1) * tokens)
+        pool[b, :, of_group], scale[b, :, to] = naive.channel_group(x, pool_kind)
 
 
 @operation(Operations.first_non_finite)

@@ -6,11 +6,12 @@ import numba
 import numpy as np
 import pytest
 
-from numkv.rows.channel import TOKENS, channel_storer
+import numkv
+from numkv.rows.channel import TOKENS, channel_storer, put_widest
 from numkv.rows.codec import element_codec, row_codec
 
 F32 = np.float32
-KINDS = ["int8_channel", "int4_channel"]
+KINDS = ["int8_channel", "int4_channel_fine", "int4_channel"]
 
 
 def as_it_is(x):
@@ -25,12 +26,17 @@ def run(request):
 def stored(run, kind, rows):
     """Words and scales of a group."""
     bits, dim = naive.channel_bits(kind), rows.shape[1]
-    store = run(channel_storer(bits, run(as_it_is)))
-    codes = np.zeros((TOKENS, dim * bits // 8), np.int8 if bits == 8 else np.uint8)
-    scales = np.zeros(2 * dim, np.uint16)
+    store, store_fine = map(run, channel_storer(bits, run(as_it_is)))
+    of, fine = numkv.kind(kind), naive.channel_fine(kind)
+    codes = np.zeros((TOKENS, of.words_per_row(dim)), of.word)
+    scales = np.zeros(2 * dim + fine, np.uint16)
     with np.errstate(all="ignore"):
         for d in range(0, dim, 8 // bits):
             store(rows, codes, scales, d)
+        if fine:
+            run(put_widest)(scales, dim)
+            for f in range(0, fine, 2):
+                store_fine(rows, codes, scales, f)
     return codes, scales
 
 
@@ -51,16 +57,15 @@ def groups(rng):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_the_rule_to_the_bit(run, rng, kind):
-    bits = naive.channel_bits(kind)
-    for rows in (groups(rng), rng.standard_normal((TOKENS, 6)).astype(F32)):
+    for rows in (groups(rng), rng.standard_normal((TOKENS, 8)).astype(F32)):
         dim = rows.shape[1]
         words, scales = stored(run, kind, rows)
-        codes, scale, zero = naive.channel_quantise(rows, bits)
-        lost = np.isnan(scale)
-        assert np.array_equal(scales[:dim][~lost], naive.words(scale)[~lost])
+        want, shared = naive.channel_group(rows, kind)
+        lost = np.isnan(shared[:dim].view(ml_dtypes.bfloat16))
+        assert np.array_equal(scales[:dim][~lost], shared[:dim][~lost])
         assert np.isnan(scales[:dim].view(ml_dtypes.bfloat16)).tolist() == lost.tolist()
-        assert np.array_equal(scales[dim:], naive.words(zero))
-        assert np.array_equal(naive.channel_codes(words, kind), codes)
+        assert np.array_equal(scales[dim:], shared[dim:])
+        assert np.array_equal(words, want)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -68,8 +73,7 @@ def test_rows_come_back_within_half_a_step(run, rng, kind):
     rows = groups(rng)
     words, scales = stored(run, kind, rows)
     dim = rows.shape[1]
-    scale, zero = (scales.view(ml_dtypes.bfloat16)[part] for part in (slice(dim), slice(dim, None)))
-    want = naive.channel_dequantise(naive.channel_codes(words, kind), scale, zero)
+    want = naive.channel_values(words, scales[None], kind)
     load, value = run(row_codec(kind)[1]), run(element_codec(kind)[0])
     out = np.empty(dim, F32)
     for t in (0, 1, 63):
@@ -79,7 +83,11 @@ def test_rows_come_back_within_half_a_step(run, rng, kind):
             [value(words[t], scales, d, dim) for d in range(dim)], out, equal_nan=True
         )
     kept = np.isfinite(want).all(axis=0)
-    step = scale.astype(np.float64)[kept]
+    step = scales[:dim].view(ml_dtypes.bfloat16).astype(np.float64)
+    if naive.channel_fine(kind):
+        assert sorted(step[~np.isnan(step)])[-8:] == sorted(step[scales[2 * dim :]])
+        step[scales[2 * dim :]] /= 16
+    step = step[kept]
     off = np.abs(want - rows)[:, kept]
     assert (off <= step / 2 * (1 + 1e-6) + np.abs(rows[:, kept]) * 1e-7).all()
 

@@ -22,7 +22,7 @@ from numkv.transformers.attention import attention  # noqa: E402
 from numkv.transformers.masks import plan_of_mask  # noqa: E402
 
 HEADS, Q_HEADS, DIM, WINDOW = 2, 4, 32, 100
-KINDS = ["int8_channel", "int4_channel"]
+KINDS = ["int8_channel", "int4_channel_fine", "int4_channel"]
 CONFIGS = {
     "full": transformers.LlamaConfig(num_hidden_layers=1),
     "sliding": transformers.MistralConfig(num_hidden_layers=1, sliding_window=WINDOW),
@@ -55,19 +55,20 @@ class Kept:
             length // TOKENS * TOKENS,
         )
         if kept < end:
-            of_k, of_v = old.coded()
+            of_k, of_v = old.read()
             k[kept:end], full_v[kept:end] = of_k[kept:end], of_v[kept:end]
-        return Kept(Sequence(k, old.v[:length], old.kind, full_v), end)
+        return Kept(Sequence(k, old.v[:length], old.kind, full_v, sinks=old.sinks), end)
 
 
 class Played:
     """A cache of one layer, and the model of it."""
 
-    def __init__(self, rng, kind, seen, batch=2, dtype=torch.float32):
+    def __init__(self, rng, kind, seen, batch=2, dtype=torch.float32, first=0):
         self.rng, self.seen, self.dtype = rng, seen, dtype
-        self.cache = NumkvCache(CONFIGS[seen], kind)
+        kept = numkv.FullPrecision(64, first) if first else None
+        self.cache = NumkvCache(CONFIGS[seen], kind, full_precision=kept)
         self.cache.activate_past_recording()
-        self.models = [Kept(Sequence.empty(HEADS, DIM, kind)) for _ in range(batch)]
+        self.models = [Kept(Sequence.empty(HEADS, DIM, kind, first))] * batch
         self.mask = np.ones((batch, 0), bool)
 
     def forward(self, columns, padding=None):
@@ -117,10 +118,10 @@ class Played:
 
 
 @pytest.mark.parametrize("seen", CONFIGS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_passes_of_a_ragged_batch(rng, kind, seen):
+@pytest.mark.parametrize(("kind", "first"), [*((kind, 0) for kind in KINDS), ("int4_channel", 4)])
+def test_passes_of_a_ragged_batch(rng, kind, first, seen):
     """Padded on the left; over ends of groups, in short passes and long ones."""
-    p = Played(rng, kind, seen)
+    p = Played(rng, kind, seen, first=first)
     p.forward(70, (0, 41))
     for _ in range(3):
         p.forward(1)
@@ -130,7 +131,7 @@ def test_passes_of_a_ragged_batch(rng, kind, seen):
     p.forward(200, (199, 0))
     p.forward(1)
     p.cache.reset()
-    p.models, p.mask = [Kept(Sequence.empty(HEADS, DIM, kind)) for _ in range(2)], p.mask[:, :0]
+    p.models, p.mask = [Kept(Sequence.empty(HEADS, DIM, kind, first))] * 2, p.mask[:, :0]
     p.forward(63)
     p.forward(1)
     p.forward(1)
@@ -138,9 +139,9 @@ def test_passes_of_a_ragged_batch(rng, kind, seen):
 
 
 @pytest.mark.parametrize("seen", CONFIGS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_crops_beams_and_copies(rng, kind, seen):
-    p = Played(rng, kind, seen)
+@pytest.mark.parametrize(("kind", "first"), [*((kind, 0) for kind in KINDS), ("int8_channel", 70)])
+def test_crops_beams_and_copies(rng, kind, first, seen):
+    p = Played(rng, kind, seen, first=first)
     p.forward(150, (0, 30))
     p.crop(25)  # the first sequence into a group whose rows are there
     p.forward(1)
@@ -216,7 +217,12 @@ def test_short_passes_are_one_compiled_call(rng, kind, dtype, seen, monkeypatch)
 
 def test_random_passes(rng):
     for _ in range(6):
-        p = Played(rng, KINDS[rng.integers(2)], list(CONFIGS)[rng.integers(2)], batch=3)
+        kind, seen, first = (
+            KINDS[rng.integers(2)],
+            rng.choice(list(CONFIGS)),
+            rng.choice([0, 3, 90]),
+        )
+        p = Played(rng, kind, seen, 3, first=int(first))
         p.forward(int(rng.integers(1, 150)), rng.integers(0, 2, 3))
         for _ in range(12):
             what, length = rng.integers(6), p.mask.shape[1]
@@ -297,7 +303,7 @@ def test_what_is_refused():
     for options, said in (
         ({"v_kind": "int8_channel"}, "`v_kind`: expected a kind"),
         ({"kind": "int8_channel", "rotate": True}, "`rotate`"),
-        ({"kind": "int8_channel", "full_precision": numkv.FullPrecision(8)}, "`full_precision`"),
+        ({"kind": "int8_channel", "full_precision": numkv.FullPrecision(65)}, "at most 64 tokens"),
     ):
         with pytest.raises(NotSupported, match=said):
             NumkvCache(config, **options)

@@ -77,6 +77,7 @@ def saved(tmp_path_factory):
         ("llama", {}), ("llama", {"kind": "int8", "capacity": 1000}), ("gemma2", {"kind": "int4", "rotate": True}),
         ("gemma2", {"k_kind": "fp8_e4m3", "v_kind": "code6"}), ("llama", {"kind": "int8_channel"}),
         ("llama", {"kind": "int8", "full_precision": numkv.FullPrecision(5, 3)}), ("deepseek_v3", {"kind": "int8"}),
+        ("llama", {"kind": "int4_channel", "full_precision": numkv.FullPrecision(64, 3)}),
     ],
     ids=str,
 )  # fmt: skip

@@ -101,6 +101,7 @@ def _attention() -> Built:
         ("fp64", "int4", "int4", 4, 1, True), ("fp32", "int4", "int4", 1, 1, True),
         *(("bf16", kind, kind, 8, 1, True) for kind in STORED_ONLY),
         ("bf16", "int8_channel", "int8", 8, 1, True), ("fp32", "int4_channel", "int4", 4, 1, False),
+        ("fp16", "int4_channel_fine", "int4", 4, 1, False),
     ]  # fmt: skip
     for q_kind, k_kind, v_kind, rows, columns, wide in cases:
         compute = compute_of(q_kind, k_kind, v_kind)
@@ -129,7 +130,7 @@ def _splits() -> Built:
 
 
 def _channel() -> Built:
-    for kind, src in zip(BY_CHANNEL, ("fp32", "bf16"), strict=True):
+    for kind, src in zip(BY_CHANNEL, ("fp32", "bf16", "bf16"), strict=True):
         yield f"quantise_groups[{src} to {kind}]", channel._quantise_groups(src, kind)
 
 

@@ -287,12 +287,14 @@ def attention_lines(make: Maker) -> Iterator[Line]:
 
 
 def append_lines(make: Maker) -> Iterator[Line]:
-    """Ready rows into slots: every kind."""
+    """Ready rows into slots: every kind that functions tell by its arrays."""
     numkv = make.numkv
     from numkv.kinds import kinds
 
     slots = make.array((B,), np.int64)
     for kind in kinds():
+        if kind.name in ("code4", "code6"):
+            continue
         k, v, scales = make.pools(kind.name, 64)
         dtype = kind.dtype if kind.is_query else np.float16
         rows = [make.array((B, HEADS, DIM), dtype) for _ in range(2)]

@@ -38,6 +38,8 @@ CONTESTANTS = (
     "numkv", "torch SDPA flash_attention", "torch SDPA cudnn_attention", "torch FlexAttention", "FlashInfer",
 )  # fmt: skip
 PROFILED = r"^(decode B8/(bf16|int8)|prefill P/bf16)$"
+#: Least tokens of a split that are compared, and for which lines: one sequence, and batches that pay for short splits.
+SPLITS, SPLIT = (256, 512, 1024), r"^decode ((T1|A|B8)/bf16|B8/int4)$"
 
 
 class Worker:
@@ -195,9 +197,13 @@ def workers(call: str, given: argparse.Namespace) -> list[list[Worker]]:
         "-o",
         out,
     ]
+    lines[1] = given.split
+    found = []
+    for n in SPLITS:
+        command = [*python, "time", *lines, "--split", str(n)]
+        found.append([Worker(f"numkv, splits of {n}", command, given.patience)])
     lines[1] = given.profiled
-    profile = Worker("ncu", [*prefix, *python, "profile", *lines], 3 * given.patience)
-    return [[profile]]
+    return [*found, [Worker("ncu", [*prefix, *python, "profile", *lines], 3 * given.patience)]]
 
 
 def prepare(work: Path, write) -> None:
@@ -310,6 +316,7 @@ def main() -> int:
     parse.add_argument("--cases", default="", help="a regular expression: those only")
     parse.add_argument("--lines", default="", help="what is timed")
     parse.add_argument("--profiled", default=PROFILED, help="what is profiled")
+    parse.add_argument("--split", default=SPLIT, help="what is timed with splits of other lengths")
     parse.add_argument("--seconds", type=float, default=0.3, help="for a line")
     parse.add_argument(
         "--cold", type=int, default=512 << 20, help="bytes of a line's buffers, above the L2"

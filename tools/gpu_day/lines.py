@@ -82,6 +82,7 @@ DECODE = {
 TOKENS = {x: Shape(n, 32, 8, 128, 8192) for x, n in (("1", 1), ("64", 64), ("8k", 8192))}
 LINES = [
     *(Line("decode", x, DECODE[x], kind) for kind in ("bf16", "int8", "int4", "fp16", "fp32") for x in ("B8", "A")),
+    *(Line("decode", x, DECODE[x], "fp8_e4m3") for x in ("B8", "A")),
     *(Line("decode", letter, DECODE[letter], "bf16") for letter in ("B32", "G8", "H", "T1", "Q16")),
     *(Line("prefill", "P", Shape(1, 32, 8, 128, n, queries=n), "bf16") for n in (8192,)),
     *(Line("append", x, TOKENS[x], kind) for x in TOKENS for kind in ("bf16", "int8", "int4")),

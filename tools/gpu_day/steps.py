@@ -421,7 +421,12 @@ def main(arguments: list[str] | None = None) -> None:
     parse.add_argument("--lines", default="")
     parse.add_argument("--seconds", type=float, default=0.3)
     parse.add_argument("--cold", type=int, default=of_lines.COLD)
+    parse.add_argument("--split", type=int, help="least tokens of a split, in place of numkv's")
     given = parse.parse_args(arguments)
+    if given.split:
+        from numkv.kernels.cuda.attention import items
+
+        items.LEAST_SPLIT = given.split  # read by the first call
     groups: dict[str, Callable[[], Steps]] = {
         "probe": probe,
         "cases": lambda: of_cases(given.only, given.share, given.families),

@@ -48,12 +48,19 @@ class Queries(NamedTuple):
         return np.stack([low, high], 1)
 
 
-#: The tokens that queries see: newest ones in full, first ones, codes; None if no query sees any, except the first.
-Ranges = tuple[Array | None, Array | None, Array | None]
+class Ranges(NamedTuple):
+    """The tokens that queries see, laid out for kernels; None for parts that no query sees, except the newest."""
+
+    newest: Array
+    """Newest tokens in full."""
+    first: Array | None
+    codes: Array | None
+    on_host: Ints
+    """The codes, on the host."""
 
 
 def ranges_of(store: BlockStore, twin: int, queries: Queries, seen: Ints) -> Ranges:
-    """Return the parts of what queries see in the layer that has this twin, as kernels take them."""
+    """Return the parts that queries see in the layer with this full-precision copy."""
     residual = store.layers.residual
     assert residual is not None
     keeps = store.layers.keeps(twin)
@@ -61,7 +68,7 @@ def ranges_of(store: BlockStore, twin: int, queries: Queries, seen: Ints) -> Ran
     newest, *others = split(residual.window, group, keeps, seen, queries.positions, queries.first)
     index = store.target.index
     sinks, codes = (index(x, np.int64) if (x[:, 0] < x[:, 1]).any() else None for x in others)
-    return index(newest, np.int64), sinks, codes
+    return Ranges(index(newest, np.int64), sinks, codes, others[1])
 
 
 def parts_of(store: BlockStore, layer: int, twin: int, tables: Any, ranges: Ranges) -> list[Part]:
@@ -69,7 +76,7 @@ def parts_of(store: BlockStore, layer: int, twin: int, tables: Any, ranges: Rang
     codes, floats = store.place(layer), store.place(twin)
     return [
         Part(pool, tables(group), of)
-        for (pool, group), of in zip((floats, floats, codes), ranges, strict=True)
+        for (pool, group), of in zip((floats, floats, codes), ranges[:3], strict=True)
         if of is not None
     ]
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from numkv.access import Access, whole, writes
 from numkv.arrays import CacheArrays
-from numkv.attention.attend import attend, check_queries
+from numkv.attention.attend import attend, check_call, check_queries
 from numkv.attention.cascade import Prefix, attend_cascade
 from numkv.attention.mass import attention_mass, mass_of_parts
 from numkv.attention.options import (
@@ -22,7 +22,7 @@ from numkv.attention.options import (
     CheckedOptions,
     check_options,
 )
-from numkv.attention.parts import Part, attend_to_parts
+from numkv.attention.parts import Part, attend_to_parts, run_parts
 from numkv.caches.bound import BoundStep, NewTokens
 from numkv.caches.paged.buffers import Filled, StepTables
 from numkv.caches.paged.column import Rows
@@ -49,20 +49,22 @@ from numkv.writing.latents import LatentRows
 
 
 class _Read(NamedTuple):
-    """The blocks that a step's queries may read in the layers of a group."""
+    """The blocks that a step's queries may read in the layers of a group; the codes, if tokens are also in full."""
 
     blocks: NDArray[np.int32]
     """Blocks of all sequences with queries."""
     counts: Ints
-    """Rows of theirs that hold tokens."""
+    """Rows of theirs that hold such tokens."""
     written: NDArray[np.bool_]
     """Which of them the step writes to."""
     table: Array
     """A row of blocks for each query, on the target."""
     lens: Array
-    """How many tokens each query sees."""
+    """The end of what each query sees."""
     on_host: Ints
     """The same on the host."""
+    begins: Ints
+    """Where it begins."""
 
 
 class StepMetadata(NamedTuple):
@@ -844,34 +846,42 @@ class Step:
             return
         size, starts = self._store.block_size, lens - self.new_lens
         self._host_tables, self._host_lens = tables, lens
-        self._reads: dict[int, _Read] = {}
+        self._reads: dict[tuple[int, int | None], _Read] = {}
         begin = starts // size
         counts = np.where(self.new_lens > 0, -(-lens // size) - begin, 0)
         seq = np.arange(len(lens)).repeat(counts)
         within = np.arange(len(seq)) - (np.cumsum(counts) - counts)[seq]
         logical = begin[seq] + within
         first = np.maximum(starts[seq] - logical * size, 0)
+        first -= first % max(1, *self._store.layers.groups)  # token groups are quantised as a whole
         for table in tables:
             bounds.lower(table[seq, logical], first)
 
-    def _read(self, group: int) -> _Read:
-        """Return the blocks that the queries of a group's layers may read, looked up once a step."""
-        found: _Read | None = self._reads.get(group)
+    def _read(self, group: int, twin: int | None) -> _Read:
+        """Return the blocks that queries of a group's layers with this copy may read, looked up once a step."""
+        store = self._store
+        key = group, None if twin is None else store.place(twin)[1]
+        found = self._reads.get(key)
         if found is not None:
             return found
-        table, lens, size = self._host_tables[group], self._host_lens, self._store.block_size
-        counts = np.where(self.new_lens > 0, -(-lens // size), 0)
+        table, lens, size = self._host_tables[group], self._host_lens, store.block_size
+        of_token = np.arange(len(lens)).repeat(self.new_lens)
+        seen, begins = self._places + 1, np.zeros_like(self._places)
+        if twin is not None:
+            begins, seen = self._seen_in_full[store.place(twin)[1], -1].on_host.T
+        ends = np.zeros_like(lens)
+        np.maximum.at(ends, of_token, seen)
+        counts = -(-ends // size)
         seq = np.arange(len(lens)).repeat(counts)
         logical = np.arange(len(seq)) - (np.cumsum(counts) - counts)[seq]
-        rows = np.minimum(lens[seq] - logical * size, size)
+        rows = np.minimum(ends[seq] - logical * size, size)
         written = logical >= ((lens - self.new_lens) // size)[seq]
         on_target: tuple[Array, Array] = self._tables[group], self._lens
-        seen = self._places + 1
-        if not self._one_each:
-            of_token = np.arange(len(lens)).repeat(self.new_lens)
-            index = self._store.target.index
+        if not self._one_each or twin is not None:
+            index = store.target.index
             on_target = index(table[of_token], np.int32), index(seen, np.int64)
-        found = self._reads[group] = _Read(table[seq, logical], rows, written, *on_target, seen)
+        found = _Read(table[seq, logical], rows, written, *on_target, seen, begins)
+        self._reads[key] = found
         return found
 
     @writes
@@ -904,7 +914,8 @@ class Step:
             equal bit for bit on the CPU and with one query a sequence.
         first, newest : int
             How many of the first and of the newest blocks are always read, whatever their bounds; at least one of the
-            newest.
+            newest. If a layer has tokens in full precision, these are always read in addition. Blocks are then chosen
+            among those that a query reads as codes.
         out, return_lse
             See `numkv.decode_attention`.
         **options
@@ -942,13 +953,15 @@ class Step:
                 "blocks are to be bounded is found on the host"
             )
         Tree.refuse(self._tree, "sparse_attention")
-        counts = check_counts("most_blocks", most_blocks, first, newest)
+        twin = store.layers.twin(layer)
+        least = 0 if twin is None else store.blocks_for(store.layers.keeps(twin))
+        counts = check_counts("most_blocks", most_blocks, first, newest, least)
         window = store.groups[group].window
         checked = check_options(options, return_lse, out, takes=WITH_SINKS, window_left=window)
         with self._on(q):
             if self._reads_all(group, layer, counts[0], checked.sinks):
                 return self._attend_here(layer, pool, group, q, checked)
-            return self._attend_sparsely(layer, pool, group, q, counts, checked)
+            return self._attend_sparsely(layer, twin, q, counts, checked)
 
     def _reads_all(self, group: int, layer: int, most: int, sinks: Any) -> bool:
         """Return whether `attention` is all there is to do; refuse windows that would have to be cut."""
@@ -968,27 +981,33 @@ class Step:
         return bool(whole and self._store.target.values_on_host)
 
     def _attend_sparsely(
-        self, layer: int, pool: Pool, group: int, q: Any, counts: tuple[int, int, int],
-        options: CheckedOptions,
+        self, layer: int, twin: int | None, q: Any, counts: tuple[int, int, int], options: CheckedOptions
     ) -> Any:  # fmt: skip
         """Bound, choose and attend, on the stream of the call."""
         self._captured("sparse_attention")
+        store, (pool, group), size = self._store, self._layer(layer), self._store.block_size
         q = self._check_queries(layer, pool, q)
-        number, size = int(self._store.layers.sources[layer]), self._store.block_size
-        read: _Read = self._read(group)
-        bounds = self._store.bounds
-        assert bounds is not None
-        low, high = bounds.update(
-            self._store.places[number][0], pool, read.blocks, read.counts, read.written
-        )
+        read, part = self._read(group, twin), store.places[store.layers.sources[layer]][0]
+        assert store.bounds is not None
+        low, high = store.bounds.update(part, pool, read.blocks, read.counts, read.written)
         scores = scores_of(pool, q, low, high, read.table, read.lens, size, options)
         tables, lens = chosen(pool.target, scores, read.table, read.lens, size, counts)
-        if are_numbered(pool):
+        if twin is None and are_numbered(pool):
             return attend_to_choice(pool, tables, lens, q, options)
         # As many for all heads: all blocks are full but for the newest one, which is always read.
         used = -(-read.on_host // size)
         tokens = read.on_host - np.maximum(used - counts[0], 0) * size
-        return attend_by_head(pool, tables, pool.target.index(tokens, np.int64), q, options)
+        lens = pool.target.index(tokens, np.int64)
+        if twin is None:
+            return attend_by_head(pool, tables, lens, q, options)
+        ranges = pool.target.index(np.stack([read.begins, tokens], 1), np.int64)
+        seen = self._seen_in_full[store.place(twin)[1], -1]._replace(codes=None)
+        in_full = parts_of(store, layer, twin, self._tables.__getitem__, seen)
+        options = check_call(q, options, [in_full[0].pool, pool], {})
+        return run_parts(
+            in_full, q, self._lens, self._starts, options,
+            lambda wide, asked: attend_by_head(pool, tables, lens, wide, asked, ranges),
+        )  # fmt: skip
 
     def _begin_in_full(self, states: Sequence[SequenceState]) -> None:
         """Note what sequences have in full as the step begins, and what its queries read where."""

@@ -92,8 +92,6 @@ class StoredSequences:
         num_slots, every = _state_sizes(of, state_slots, size)
         of_states = num_slots * StateMemory.slot_nbytes(of.with_states)
         bounded = same_in_all("key_bounds", specs)
-        if bounded and of.residual is not None:
-            of.residual.refuse("`key_bounds`", "read all of its tokens, or keep codes alone")
         of_block = block_nbytes(of, groups, size)
         of_block += bounds_nbytes(of, groups) * bounded
         count = _num_blocks(num_blocks, max_nbytes, of_states, of_block)

@@ -15,7 +15,7 @@ from numkv.kernels.cpu.vectors.arrays import row_of
 from numkv.kernels.cpu.vectors.launch import on_threads
 from numkv.kernels.operations import Operations, implements
 from numkv.kinds import kind
-from numkv.rows.channel import TOKENS, channel_coder, channel_finder
+from numkv.rows.channel import TOKENS, channel_coder, channel_finder, fine_code, put_widest
 from numkv.rows.convert import bf16_to_float32, codec
 
 
@@ -25,7 +25,7 @@ def make_quantise_groups(SRC, DST):
     All channels of a row are taken at once, so that loops over them become vector code.
     """
     load, _ = codec(SRC)
-    EACH = kind(DST).unit[0]
+    EACH, FINE = kind(DST).unit[0], kind(DST).fine_channels
     find, code_of = channel_finder(8 // EACH), channel_coder(8 // EACH)
 
     @register_jitable
@@ -61,7 +61,7 @@ def make_quantise_groups(SRC, DST):
             np.empty(dim, np.float32),
             np.empty(dim, np.int32),
         )
-        codes = np.empty(dim, np.int8)
+        codes = np.empty(dim + FINE, np.int8)
         items = len(groups) * heads
         for item in range(items * worker // workers, items * (worker + 1) // workers):
             i, h = item // heads, item % heads
@@ -76,12 +76,18 @@ def make_quantise_groups(SRC, DST):
                 step, zero = find(low[d], high[d], odd[d] == 0)
                 scales[d], scales[dim + d] = step, zero
                 low[d], high[d] = bf16_to_float32(step), bf16_to_float32(zero)
+            if FINE:
+                put_widest(scales, dim)
             for t in range(TOKENS):
                 row, words = row_of(rows, (block, h, at + t)), row_of(pool, (to_block, h, to + t))
                 if EACH == 1:
                     encode(row, words, low, high)
                 else:
                     encode(row, codes, low, high)
+                    for f in range(FINE):
+                        d = np.int64(scales[2 * dim + f])
+                        fine = fine_code(np.float32(load(row[d])), low[d], high[d])
+                        codes[dim + f] = np.int8(fine - np.int32(8))
                     pack(codes, words)
 
     return kernel

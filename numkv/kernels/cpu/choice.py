@@ -21,6 +21,7 @@ from numkv.kernels.cpu.threads import ON_THREADS, num_threads, run
 from numkv.kernels.cpu.vectors.arrays import by_row, row_of
 from numkv.kernels.cpu.vectors.launch import on_threads
 from numkv.kernels.operations import Operations, implements
+from numkv.kinds import kind
 from numkv.rows.choice import DIGIT_BITS, digit_of, order_of, parts_of, whose_digit
 from numkv.rows.codec import row_codec
 
@@ -35,6 +36,7 @@ DIGITS = 1 << DIGIT_BITS
 def make_key_bounds(K_KIND):
     """Make the kernel that bounds the keys of blocks, for a kind of K."""
     _, load_row = row_codec(K_KIND)
+    SHARING = max(1, kind(K_KIND).group_tokens)  # tokens that share scales
 
     def kernel(k, k_scale, blocks, counts, low, high, launch, worker, workers):
         if launch != 0:
@@ -53,7 +55,8 @@ def make_key_bounds(K_KIND):
                 below[d], above[d] = np.float32(np.inf), np.float32(-np.inf)
             for t in range(min(max(counts[item // heads], 0), block_size)):
                 at = (block, np.int64(h), np.int64(t))
-                load_row(row_of(k, at), row_of(k_scales, at), row)
+                of = (block, np.int64(h), np.int64(t // SHARING))
+                load_row(row_of(k, at), row_of(k_scales, of), row)
                 for d in range(dim):
                     below[d] = row[d] if row[d] < below[d] else below[d]
                     above[d] = row[d] if row[d] > above[d] else above[d]

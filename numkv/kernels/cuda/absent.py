@@ -60,6 +60,8 @@ class _Driver:
         wanted = self._of.CUdevice_attribute
         if of == wanted.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN:
             return self._optin_bytes
+        if of == wanted.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
+            return 132  # as an H200 has; by capability it is not known
         raise NotImplementedError(f"an absent device: {of}")
 
     def _cuCtxGetCurrent(self) -> Any:  # noqa: N802

@@ -12,15 +12,15 @@ from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda.launches import INDICES, THREADS, array, jit, launch, number_at
 from numkv.kernels.operations import Operations, implements
 from numkv.kinds import kind
-from numkv.rows.channel import TOKENS, channel_storer
+from numkv.rows.channel import TOKENS, channel_storer, put_widest
 from numkv.rows.convert import codec
 
 
 def make_quantise_groups(SRC, DST):
     """Make the kernel that takes rows of kind `SRC` and gives codes of kind `DST`."""
     load, _ = codec(SRC)
-    EACH = kind(DST).unit[0]
-    store = channel_storer(8 // EACH, load)
+    EACH, FINE = kind(DST).unit[0], kind(DST).fine_channels
+    store, store_fine = channel_storer(8 // EACH, load)
 
     def kernel(rows, groups, pool, scale, to_groups):
         heads, dim = rows.shape[1], rows.shape[3]
@@ -35,8 +35,16 @@ def make_quantise_groups(SRC, DST):
             at, to = a % each * TOKENS, b % to_each
             source = rows[a // each, h, at : at + TOKENS]
             codes = pool[b // to_each, h, to * TOKENS : (to + 1) * TOKENS]
+            scales = scale[b // to_each, h, to]
             for d in range(EACH * cuda.threadIdx.x, dim, EACH * THREADS):
-                store(source, codes, scale[b // to_each, h, to], d)
+                store(source, codes, scales, d)
+            if FINE:
+                cuda.syncthreads()
+                if cuda.threadIdx.x == 0:
+                    put_widest(scales, dim)
+                cuda.syncthreads()
+                for f in range(EACH * cuda.threadIdx.x, FINE, EACH * THREADS):
+                    store_fine(source, codes, scales, f)
 
     return kernel
 

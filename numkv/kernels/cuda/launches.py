@@ -288,10 +288,7 @@ def architecture(cc: tuple[int, int]) -> tuple[int, int, str]:
 @functools.cache
 def shared_bytes(device: int) -> int:
     """Shared memory that a block may ask for on a device."""
-    from cuda.bindings import driver
-
-    of = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-    return int(streams.ask("cuDeviceGetAttribute", of, device))
+    return int(cuda.gpus[device].MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
 
 
 def _unpack(content: bytes) -> tuple[str, bytes]:

@@ -15,9 +15,10 @@ from numkv.kernels.cuda.instructions import load_chunk, loader
 from numkv.kernels.cuda.streams import SIMULATED
 from numkv.kinds import kind as kind_of
 from numkv.kinds import kinds
-from numkv.rows.channel import TOKENS, int4_channel_value, int8_channel_value
+from numkv.rows.channel import TOKENS
 from numkv.rows.code4 import code4_level
 from numkv.rows.code6 import code6_level
+from numkv.rows.codec import element_codec, elements_in
 from numkv.rows.convert import bf16_to_float32
 from numkv.rows.int4 import GROUP, int4_column, lowest_level
 
@@ -92,13 +93,13 @@ def reader(KIND, COMPUTE, STEP, WIDE):
     F = np.float32 if COMPUTE == "float32" else np.float64
     CODE4, CODE6, BY_GROUP = KIND == "code4", KIND == "code6", kind_of(KIND).scales_per == "group"
     BYTES, GROUP_BYTES = STEP // 2, GROUP // 2
-    BY_CHANNEL, EACH = kind_of(KIND).scales_per == "channel", kind_of(KIND).unit[0]
-    value = int4_channel_value if EACH == 2 else int8_channel_value
+    BY_CHANNEL, elements = kind_of(KIND).scales_per == "channel", elements_in(kind_of(KIND))
+    value, _ = element_codec(KIND)
 
     @register_jitable
     def read(array, scale, a, b, c, chunk, floats, at):
         if BY_CHANNEL:
-            dim = array.shape[3] * EACH
+            dim = elements(array.shape[3])
             for i in range(STEP):
                 d, x = chunk * STEP + i, np.float32(0)
                 if d < dim:

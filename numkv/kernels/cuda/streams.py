@@ -7,6 +7,7 @@ calls on the same stream have released; the order of the stream makes that safe.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import threading
@@ -183,6 +184,12 @@ def place(device: int, handle: int) -> Place:
 def current() -> Place:
     """Return where this thread works: where `on` says, else `default`."""
     return _here.place or default()
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    """Multiprocessors of a device; the simulated one has those of an H200."""
+    return 132 if SIMULATED else int(cuda.gpus[device].MULTIPROCESSOR_COUNT)
 
 
 def chosen() -> Place | None:

@@ -9,7 +9,7 @@ prefetched.
 
 **Integers.** Quantised rows meet queries and probabilities of 16 bits. The error, 1e-4 of a result or so, is a
 hundredth of what INT8 costs. INT8 goes this way with float32, and CODE4 and CODE6, whose levels are INT8, after a look
-into a table; INT4 too where vectors have 512 bits.
+into a table; INT4 too where products of bytes are added in pairs.
 
 **Pairs.** K and V in bf16 meet queries in bf16, and weights that are rounded to bf16. CPUs that multiply bf16 do so in
 pairs of neighbours and add them up in float32, in the time that float32 takes for half as many. Products of queries and
@@ -70,7 +70,7 @@ from numkv.kernels.cpu.attention.state import (
 )
 from numkv.kernels.cpu.vectors.arrays import clear, ints_from, multiply
 from numkv.kernels.cpu.vectors.emitted import inlined
-from numkv.kernels.cpu.vectors.features import HAS_FOURS, WHOLE_VECTORS
+from numkv.kernels.cpu.vectors.features import HAS_FOURS, WHOLE_ROWS
 from numkv.kernels.cpu.vectors.prefetch import prefetch
 from numkv.kinds import kind as kind_named
 
@@ -129,8 +129,9 @@ def make_of_head(kind: str, compute: str) -> Callable[..., Any]:
 
 def make_gather_turn(K_KIND, V_KIND, COMPUTE):
     """The step `GATHER`: the scales of a turn's tokens, and those of the next turn ahead of time."""
-    BY_CHANNEL = kind_named(K_KIND).group_tokens > 0
-    gather_channels = make_gather_channels(float_type(COMPUTE), kind_named(K_KIND).is_packed)
+    OF_K = kind_named(K_KIND)
+    BY_CHANNEL, FINE = OF_K.group_tokens > 0, OF_K.fine_channels
+    gather_channels = make_gather_channels(float_type(COMPUTE), OF_K.is_packed, FINE)
     gather_k = make_gather(K_KIND, float_type(COMPUTE), in_integers(K_KIND, COMPUTE))
     gather_v = make_gather(V_KIND, float_type(COMPUTE))
     floats_of, scales_of = floats_reader(COMPUTE), make_scales_of(K_KIND, V_KIND)
@@ -144,7 +145,7 @@ def make_gather_turn(K_KIND, V_KIND, COMPUTE):
                 floats, at.key_scales, k_scale, _scales_by(turn.keys_at), sizes.dim, sizes.pad_dim
             )  # fmt: skip
             next_at = _scales_by(turn.next_keys_at)[0]
-            for i in range(0, 2 * sizes.dim, 64 // k_scale.itemsize):
+            for i in range(0, 2 * sizes.dim + FINE, 64 // k_scale.itemsize):
                 prefetch(k_scale, next_at + i)
         else:
             gather_k(
@@ -213,16 +214,18 @@ def make_keys(
     """``interleave, scores`` for a storage kind of K; `next_kind` is V's."""
     integers, COUNT = in_integers(kind, compute), np.int64(count)
     by_channel, real = kind_named(kind).group_tokens > 0, float_type(compute)
-    scale_queries = make_scale_queries(real, integers)
-    # Codes of 8 bits are those of INT8, for which scales of rows stand that are 1.
-    kind = "int8" if kind == "int8_channel" else kind
+    scale_queries = make_scale_queries(real, integers, kind_named(kind).fine_channels)
+    if (
+        by_channel
+    ):  # codes of 8 bits are those of INT8, and second codes are further elements of a row
+        kind = "int4_channel" if kind_named(kind).is_packed else "int8"
     of_int4 = integers and kind == "int4"
     # Query rows are bytes by now, numbers of 16 bits, of which two take the place of a float, or floats.
     if integers and (of_int4 or HAS_FOURS):
         put, halves = interleave_bytes, 1
         qk = make_qk_int4(next_kind) if of_int4 else make_qk_int8(next_kind, kind, by_channel)
     else:
-        put = make_interleave_queries(compute, integers and WHOLE_VECTORS)
+        put = make_interleave_queries(compute, integers and count <= WHOLE_ROWS)
         halves = 2 if integers or compute == PAIRS else 1
         qk = make_qk_tile(kind, compute, next_kind, by_channel)
 
@@ -253,7 +256,7 @@ def make_keys(
     def scores_of_channels(floats, at, sizes, row, place, keys, end, extents):
         scale_queries(
             COUNT, floats, at.queries + row * sizes.pad_dim, at.key_scales,
-            at.interleaved + place * sizes.pad_dim, at.query_scales + row, at.channel_addends, sizes.dim,
+            at.interleaved + place * sizes.pad_dim, at.query_scales + row, at.channel_addends, sizes.k_dim,
             sizes.pad_dim,
         )  # fmt: skip
         scores(floats, at, sizes, row, place, keys, end, extents)

@@ -69,6 +69,8 @@ class Sizes(NamedTuple):
 
     dim: int
     dim_v: int
+    #: Elements of a K row, second codes of channels included.
+    k_dim: int
     #: Q heads of a kv head.
     group: int
     #: Query rows, and their floats and those of output rows, in whole vectors.
@@ -151,6 +153,7 @@ def lay_out(
     rows_at_most = AMX_QUERY_ROWS if use_amx else MANY_QUERY_ROWS if by_panels else QUERY_ROWS
     k_group, v_group = kind(k_kind).group_size, kind(v_kind).group_size
     k_packed, by_channel = k_in_integers and k_group > 0, kind(k_kind).group_tokens > 0
+    k_dim = dim + kind(k_kind).fine_channels
     pad_k = KV_TILE if use_amx else INT4_SPAN if k_packed else 4 * LANES if k_in_integers else LANES
     pad_v = KV_TILE if use_amx else LANES
     if in_pairs:  # two elements to a lane
@@ -160,9 +163,10 @@ def lay_out(
     sizes = Sizes(
         dim,
         dim_v,
+        k_dim,
         group,
         rows,
-        _up(dim, pad_k),
+        _up(k_dim, pad_k),
         _up(dim_v, pad_v),
         -(-dim // INT4_SPAN),
         -(-dim_v // INT4_SPAN),
@@ -183,7 +187,7 @@ def lay_out(
         sums=rows,
         query_scales=rows,
         scores=AMX_ROWS * KV_TILE,
-        key_scales=2 * (_up(sizes.pad_dim, LINE) if by_channel else KV_TILE * k_scales),
+        key_scales=2 * _up(sizes.pad_dim, LINE) + LINE if by_channel else 2 * KV_TILE * k_scales,
         value_scales=2 * KV_TILE * v_scales,
         channel_addends=LINE if by_channel else 0,
         rescale=rows,
@@ -358,10 +362,10 @@ def make_tile_of(k_kind: str, v_kind: str) -> Callable[..., Any]:
         k, v = keys_at(call, np.int64(K)), values_at(call, np.int64(V))
         return Tile(
             turn.start, turn.head,
-            TileRows(k, ints_from(turn.keys_at, FULL), sizes.dim, at.key_scales, sizes.k_groups),
+            TileRows(k, ints_from(turn.keys_at, FULL), sizes.k_dim, at.key_scales, sizes.k_groups),
             TileRows(v, ints_from(turn.values_at, FULL), sizes.dim_v, at.value_scales, sizes.v_groups),
             ints_from(turn.v_extents_at, FULL), ints_from(turn.k_extents_at, FULL),
-            TileRows(k, ints_from(turn.next_keys_at, FULL), sizes.dim, at.key_scales, sizes.k_groups), turn.k_step,
+            TileRows(k, ints_from(turn.next_keys_at, FULL), sizes.k_dim, at.key_scales, sizes.k_groups), turn.k_step,
         )  # fmt: skip
 
     return tile_of

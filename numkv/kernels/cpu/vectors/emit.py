@@ -121,6 +121,12 @@ def keep_in_memory(builder, pointer):
     builder.call(nothing, [pointer])
 
 
+def opaque_number(builder, value):
+    """An int64 that LLVM does not know: loops of so many turns are not taken apart."""
+    signature = ir.FunctionType(I64, [I64])
+    return builder.call(ir.InlineAsm(signature, "", "=r,0"), [I64(value)])
+
+
 def as_bytes(builder, pointer):
     """The same address, as one of bytes."""
     return builder.bitcast(pointer, I8.as_pointer())

@@ -39,6 +39,11 @@ _PROBES = {
         "%r = shufflevector <64 x i8> %a, <64 x i8> %b, <64 x i32> <"
         + ", ".join(f"i32 {37 * i % 64}" for i in range(64)) + ">", r"vperm(b|[it]2b)\b",
     ),
+    "ssse3": (
+        "<16 x i8>", "<16 x i8>",
+        "%r = shufflevector <16 x i8> %a, <16 x i8> %a, <16 x i32> <"
+        + ", ".join(f"i32 {7 * i % 16}" for i in range(16)) + ">", r"pshufb\b",
+    ),
     "avx512vbmi2": (
         "<32 x i16>", "<32 x i16>",
         "%r = call <32 x i16> @llvm.fshl.v32i16(<32 x i16> %a, <32 x i16> %b, <32 x i16> %b)", r"vpshldvw\b",
@@ -146,16 +151,34 @@ ADD_PAIRS = {
     )
     if feature in FEATURES
 }
-#: Whether query rows of 16-bit integers are multiplied with codes by whole vectors of one row. With 16 registers, codes
-#: of two tokens and sums of four rows stay in them. Otherwise a vector has parts of all rows, whose sums have fewer
-#: lanes to add.
-WHOLE_VECTORS = REGISTERS == 16
-#: Whether INT4 rows are multiplied as integers: bytes fill vectors of 512 bits.
-INT4_INTEGERS = LANES == 16 and "avx512bw" in FEATURES
+#: The most query rows of 16-bit integers that are multiplied with codes by whole vectors of one row. In 16 registers,
+#: codes of two tokens and sums of four rows stay. Otherwise a vector has parts of all rows, whose sums have fewer lanes
+#: to add.
+WHOLE_ROWS = 4 if REGISTERS == 16 else 0
+#: Products of bytes, one without a sign and one with it, neighbours added to 16 bits: by lanes of 32 bits, likewise.
+ADD_BYTES = {
+    lanes: name
+    for lanes, feature, name in (
+        (16, "avx512bw", "llvm.x86.avx512.pmaddubs.w.512"),
+        (8, "avx2", "llvm.x86.avx2.pmadd.ub.sw"),
+    )
+    if feature in FEATURES
+}
+#: Whether INT4 rows are multiplied as integers.
+INT4_INTEGERS = LANES in ADD_BYTES
 #: Whether products are added to sums by an instruction, rounded once; without it they are rounded by themselves.
 HAS_FMA = bool({"fma", "avx512f", "neon"} & FEATURES)
-#: Whether products of bytes are added by fours at once.
-HAS_FOURS = LANES == 16 and "avx512vnni" in FEATURES
+#: Instructions that multiply integers and add products to sums of 32 bits, of bytes by fours and of words in pairs, as
+#: LLVM's text: AVX-512 VNNI, or AVX-VNNI, whose code has no masks. None where there are none.
+DOT_PRODUCTS = (
+    "vpdp{} $2, $1, $0"
+    if LANES == 16 and "avx512vnni" in FEATURES
+    else "{{vex}} vpdp{} $2, $1, $0"
+    if LANES == 8 and "avxvnni" in FEATURES
+    else None
+)
+#: Whether products of bytes are added by fours at once, with registers for sums of low and of high bytes.
+HAS_FOURS = LANES == 16 and DOT_PRODUCTS is not None
 #: Whether products of bf16 are added in pairs by an instruction, which takes as long as one of float32.
 HAS_BF16_PAIRS = LANES == 16 and "avx512bf16" in FEATURES
 #: Whether half floats are widened by an instruction.

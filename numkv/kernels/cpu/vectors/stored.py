@@ -20,7 +20,11 @@ from numkv.kinds import kinds
 from numkv.rows import code4, code6
 
 #: Kinds whose codes are looked up.
-LOOKED_UP = ("code4", "code6", "int4_channel")
+LOOKED_UP = (
+    "code4",
+    "code6",
+    "int4_channel",
+)  # the last stands for all kinds of 4 bits with scales by channel
 # Those with two codes a byte.
 _NIBBLES = ("code4", "int4_channel")
 # Levels by codes.

@@ -8,7 +8,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from numkv.kernels.cpu.vectors.emit import DOUBLE, FLOAT, I8, I16, I32, I64
-from numkv.kernels.cpu.vectors.features import ADD_PAIRS, FEATURES, HAS_FMA, LANES
+from numkv.kernels.cpu.vectors.features import ADD_PAIRS, DOT_PRODUCTS, FEATURES, HAS_FMA, LANES
 from numkv.kernels.cpu.vectors.stored import (
     LOOKED_UP,
     STORED,
@@ -243,12 +243,8 @@ class Vectors:
 
         `a` and `b` are vectors of any element type; only their bits matter.
         """
-        if self.lanes == 16 and "avx512vnni" in FEATURES:
-            # As text: LLVM would take some of them apart, into a product and a sum.
-            signature = ir.FunctionType(total.type, [total.type] * 3)
-            add = ir.InlineAsm(signature, "vpdpwssd $2, $1, $0", "=v,v,v,0")
-            a, b = (self.b.bitcast(x, total.type) for x in (a, b))
-            return self.b.call(add, [a, b, total])
+        if self.lanes == LANES and DOT_PRODUCTS:
+            return self.add_products("wssd", total, a, b)
         words = ir.VectorType(I16, 2 * self.lanes)
         a, b = (self.b.bitcast(x, words) for x in (a, b))
         name = ADD_PAIRS.get(self.lanes)
@@ -261,6 +257,14 @@ class Vectors:
             wide = [self.b.sext(self.shuffle(x, x, lanes), total.type) for x in (a, b)]
             total = self.b.add(total, self.b.mul(*wide))
         return total
+
+    def add_products(self, name, total, a, b):
+        """``total + a * b`` by one of `DOT_PRODUCTS`."""
+        # As text: LLVM would take some of them apart, into a product and a sum.
+        signature = ir.FunctionType(total.type, [total.type] * 3)
+        add = ir.InlineAsm(signature, DOT_PRODUCTS.format(name), "=v,v,v,0")
+        a, b = (self.b.bitcast(x, total.type) for x in (a, b))
+        return self.b.call(add, [a, b, total])
 
     def add_bf16_pairs(self, total, a, b):
         """``total + a * b`` of bf16, neighbouring products added: `lanes` float32 sums; see `HAS_BF16_PAIRS`.

@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from numkv.kernels.cpu.vectors.emit import I8, I16, I32, I64
-from numkv.kernels.cpu.vectors.features import HAS_FOURS, LANES
+from numkv.kernels.cpu.vectors.features import ADD_BYTES, HAS_FOURS, LANES
 from numkv.kernels.cpu.vectors.stored import (
     LOOKED_UP,
     in_words,
@@ -132,21 +132,16 @@ class Words(Vectors):
     def add_fours(self, total, codes, weights):
         """``total + codes * weights`` of bytes, without a sign and with one; four neighbouring products are added.
 
-        Products of two neighbours stay below 2**15, unless there is an instruction for four (see `has_fours`).
+        Where there are `DOT_PRODUCTS`.
         """
-        codes, weights = (self.b.bitcast(x, total.type) for x in (codes, weights))
-        if self.has_fours:
-            signature = ir.FunctionType(total.type, [total.type] * 3)
-            add = ir.InlineAsm(signature, "vpdpbusd $2, $1, $0", "=v,v,v,0")
-            return self.b.call(add, [codes, weights, total])
+        return self.add_products("busd", total, codes, weights)
+
+    def add_twos(self, total, codes, weights):
+        """The same in 16 bits, two neighbouring products added: products of nibbles may be added eight times."""
+        codes, weights = (self.b.bitcast(x, self.bytes_type) for x in (codes, weights))
         signature = ir.FunctionType(self.word_type, [self.bytes_type] * 2)
-        function = cgutils.get_or_insert_function(
-            self.b.module, signature, "llvm.x86.avx512.pmaddubs.w.512"
-        )
-        pairs = self.b.call(
-            function, [self.b.bitcast(x, self.bytes_type) for x in (codes, weights)]
-        )
-        return self.add_pairs(total, pairs, self.splat_word(1))
+        function = cgutils.get_or_insert_function(self.b.module, signature, ADD_BYTES[self.lanes])
+        return self.b.add(total, self.b.call(function, [codes, weights]))
 
     def interleave(self, a, b):
         """Elements of two vectors by turns, within each 128 bits: of their lower halves, and of their upper ones.
@@ -242,6 +237,23 @@ class Words(Vectors):
         low = self.b.or_(self.b.and_(first, even), self.b.and_(self.b.shl(last, eight), odd))
         high = self.b.or_(self.b.and_(self.b.lshr(first, eight), even), self.b.and_(last, odd))
         return self.b.xor(low, self.splat_int(0x80808080 - 2**32)), high
+
+    def pairs_of(self, weights, factor):
+        """Four vectors of weights, times a factor, as integers of 16 bits: of the first two, and of the last two."""
+        magic = self.splat(12582912.0)
+        a, b, c, d = (self.b.bitcast(self.fma(x, factor, magic), self.int_type) for x in weights)
+        return self.pairs(a, b), self.pairs(c, d)
+
+    def mixed_pairs(self, parts):
+        """Bytes of the halves of a vector side by side, as words: as many vectors as it takes."""
+        size, each = parts.type.count // 2, self.lanes
+        mixed = []
+        for start in range(0, size, each):
+            lanes = [x for i in range(start, start + each) for x in (i, size + i)]
+            words = self.b.zext(self.shuffle(parts, parts, lanes), self.word_type)
+            # Else LLVM takes nibbles apart before they are widened, and widens both.
+            mixed.append(self.opaque(words))
+        return mixed
 
     def mixed_fours(self, parts):
         """Interleave the bytes of a vector's quarters, in the order of `bytes_of`."""

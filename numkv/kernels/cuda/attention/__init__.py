@@ -31,9 +31,10 @@ Another kernel on tensor cores computes sequences with many query rows, if it su
 Only the general kernel supports gaps between visible tokens, and biases. It is compiled anew for them: see
 `numkv.kernels.cuda.attention.kernel`.
 
-Splits depend on the sequence alone: on its length, number of queries and window, or on its ranges. A second kernel
-merges their parts in order, as in Flash-Decoding (Dao et al., 2023). The order of every sum depends on the sequence and
-the head dims alone. So results do not depend on the batch or the launch.
+Splits depend on the sequence and the device alone. They depend on its length, number of queries and window, or on its
+ranges, and on the number of multiprocessors (`numkv.kernels.cuda.attention.items.Splitting`). A second kernel merges
+their parts in order, as in Flash-Decoding (Dao et al., 2023). The order of every sum depends on splits and head dims
+alone. So results do not depend on the batch or the launch.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from numba import types
 from numkv.errors import NotSupported
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda.attention.decode import make_decode
-from numkv.kernels.cuda.attention.items import MAX_CAPACITY, shift_of
+from numkv.kernels.cuda.attention.items import MAX_CAPACITY, shift_of, splitting
 from numkv.kernels.cuda.attention.kernel import (
     Q_BYTES,
     V_WIDTHS,
@@ -66,6 +67,7 @@ from numkv.kernels.cuda.attention.sizes import (
 from numkv.kernels.cuda.attention.splits import LOG2_E, merge_splits, parts_of, room_for
 from numkv.kernels.cuda.launches import INDICES, THREADS, Kernel, array, jit, launch
 from numkv.kernels.cuda.simd import WIDTH, aligned, ceil_div
+from numkv.kernels.cuda.streams import current, multiprocessors
 from numkv.kernels.operations import Operations, implements
 
 __all__ = ["append_attend", "attend", "small_decode"]
@@ -76,7 +78,7 @@ def _signature(q_kind: str, k_kind: str, v_kind: str, real: Any) -> tuple[Any, .
     return (
         array(WORDS[q_kind], 3), array(WORDS[k_kind], 4), array(*SCALES[k_kind]), array(WORDS[v_kind], 4),
         array(*SCALES[v_kind]), array(types.int32, 2), INDICES, INDICES, array(types.int64, 2),
-        types.Tuple((*[types.int64] * 6, real, real)), array(real, 1), array(WORDS[q_kind], 3),
+        types.Tuple((*[types.int64] * 8, real, real)), array(real, 1), array(WORDS[q_kind], 3),
         array(types.float32, 2), array(real, 4),
     )  # fmt: skip
 
@@ -189,7 +191,8 @@ def attend(
     if capacity > MAX_CAPACITY:
         raise NotSupported(f"expected sequences of at most {MAX_CAPACITY} tokens, got {capacity}")
     window_left = int(window_left)
-    room = room_for(num_tokens, num_seqs, num_kv_heads, group, capacity, window_left)
+    how = splitting(multiprocessors(current().device))
+    room = room_for(num_tokens, num_seqs, num_kv_heads, group, capacity, window_left, how)
     row_blocks = min(
         num_tokens * ceil_div(group, rows), ceil_div(num_tokens * group, rows) + num_seqs
     )  # fmt: skip
@@ -198,7 +201,7 @@ def attend(
     scale = real(sm_scale if logits_soft_cap > 0 else sm_scale * LOG2_E)
     options = (
         int(by_slot), shift_of(block_size), window_left, room.slots, int(room.by_token), most_tokens,
-        scale, real(logits_soft_cap),
+        *how, scale, real(logits_soft_cap),
     )  # fmt: skip
     launch(
         kernel, row_blocks * room.splits * num_kv_heads, THREADS,

@@ -45,8 +45,8 @@ from numba.extending import register_jitable
 
 from numkv.kernels.cuda.attention.decode_products import make_load_queries, make_scores, make_sums
 from numkv.kernels.cuda.attention.items import (
-    AttentionBatch,
     Extent,
+    batch_of,
     extent,
     make_item_of,
     row_of,
@@ -887,15 +887,8 @@ def make_decode(Q_KIND, K_KIND, V_KIND, DIM, DIM_V):
     def kernel(
         q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, options, sinks, out, lse, parts
     ):  # fmt: skip
-        by_slot, shift, window_left, slots, by_token, most_tokens, scale, soft_cap = options
-        num_kv_heads = natural(k.shape[1])
-        capacity = np.int64(block_table.shape[1])
-        if not by_slot:
-            capacity *= k.shape[2]
-        batch = AttentionBatch(
-            seq_lens, q_starts, ranges, q.shape[0], capacity, window_left,
-            natural(q.shape[1]) // num_kv_heads, num_kv_heads, slots, by_token, most_tokens,
-        )  # fmt: skip
+        by_slot, shift, _, _, _, _, _, _, scale, soft_cap = options
+        batch = batch_of(q, k, block_table, seq_lens, q_starts, ranges, options)
         thread = natural(cuda.threadIdx.x)
         within = I32(thread % 32)
         lane = Lane(within, I32(within // 4), I32(within % 4), uniform(thread // 32))

@@ -20,12 +20,14 @@ The functions here never wait. A kernel calls them so::
         describe_rows(batch, item, rows, thread)
         ...
 
-Which splits a sequence has depends on its own length, number of queries and window or ranges, and on the model's
-numbers of heads: so its result is the same in every batch. Nothing read from the device is trusted.
+Which splits a sequence has depends on its own length, number of queries and window or ranges, on the model's numbers
+of heads, and on the device: so its result is the same in every batch. Nothing read from the device is trusted.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,17 +35,20 @@ from numba.extending import register_jitable
 
 from numkv.kernels.cuda.instructions import global_address, load_global_4
 from numkv.kernels.cuda.launches import THREADS, number_at
+from numkv.kernels.cuda.simd import natural
 from numkv.kernels.cuda.streams import SIMULATED
 from numkv.rows.visible import visible_range, visible_to_all, visible_to_any
 
 # Splits have multiples of so many tokens: a KV tile.
 SPLIT_STEP = 16 if SIMULATED else 64
-# A sequence is split into about so many items, if it is long enough: about two for each multiprocessor of a large GPU.
-# Where a cache has one kv head, these are its splits.
-ITEMS = 256
-MAX_SPLITS = ITEMS
-# Query rows that count as one item there, and the most that a sequence has which is split. More of them are items
-# enough.
+# A split has at least so many tokens. A sequence of 8,192 tokens and 8 kv heads then has 128 items, which keep as many
+# bytes in flight as an H200 needs. Shorter splits cost large batches more instructions outside of tiles; with longer
+# ones multiprocessors are idle.
+LEAST_SPLIT = 8 * SPLIT_STEP
+# The most splits of a sequence, where a cache has one kv head.
+MAX_SPLITS = 512
+# Query rows that count as one item of a long sequence, and the most that a sequence has which is split. More of them
+# are items enough.
 ROWS_TOGETHER = 64
 MAX_SPLIT_ROWS = 128
 # A split has at least so many tokens for each query row. So its parts take a small share of the memory of its tokens,
@@ -62,6 +67,23 @@ FAR = MAX_CAPACITY
 LARGEST = (1 << 62) - 1
 
 
+class Splitting(NamedTuple):
+    """How a device splits sequences, whatever else is in the batch."""
+
+    least: int  #: tokens that a split has at least
+    log_items: int  #: the logarithm, in base 2, of the items that a long sequence has
+
+
+@functools.cache
+def splitting(multiprocessors: int) -> Splitting:
+    """How a device of so many multiprocessors splits sequences.
+
+    A long sequence has about two items for each of them, and a power of two in all, for shifts in place of divisions.
+    From 91 to 181 multiprocessors that is 256, so results are the same.
+    """
+    return Splitting(LEAST_SPLIT, round(math.log2(min(2 * multiprocessors, MAX_SPLITS))))
+
+
 class AttentionBatch(NamedTuple):
     """What the sequences of a call are; see `numkv.kernels.operations.Operations.attend`."""
 
@@ -78,6 +100,7 @@ class AttentionBatch(NamedTuple):
     slots: Any  #: parts that a token or a sequence has room for; see `numkv.kernels.cuda.attention.splits.RoomForParts`
     by_token: Any  #: whether it is a token
     most_tokens: Any  #: sequences with more queries than that are left to another kernel
+    how: Any  #: a `Splitting`
 
 
 class Extent(NamedTuple):
@@ -122,12 +145,6 @@ class ItemRows(NamedTuple):
     part: Any  #: where the part of the row's first split goes; the others follow
 
 
-@register_jitable
-def _natural(i):
-    """As `numkv.kernels.cuda.simd.natural`."""
-    return np.int64(i) & np.int64(0x7FFFFFFF)
-
-
 if SIMULATED:
     index_at = number_at
 else:
@@ -136,7 +153,7 @@ else:
     def index_at(indices, i):
         """As `numkv.kernels.cuda.launches.number_at`, of an index that is known to be natural: by its address."""
         size = np.int64(indices.itemsize)
-        address = global_address(indices) + _natural(i) * size
+        address = global_address(indices) + natural(i) * size
         low, high = load_global_4(address), load_global_4(address + (size - 4))
         if size == 4:
             return np.int64(np.int32(low))
@@ -149,7 +166,19 @@ def shift_of(block_size: int) -> int:
 
 
 @register_jitable
-def split_length(span, rows, heads):
+def batch_of(q, k, block_table, seq_lens, q_starts, ranges, options):
+    """The `AttentionBatch` of a call."""
+    by_slot, _, window_left, slots, by_token, most_tokens, least, log_items, _, _ = options
+    heads = natural(k.shape[1])
+    capacity = np.int64(block_table.shape[1]) * (1 if by_slot else k.shape[2])
+    return AttentionBatch(
+        seq_lens, q_starts, ranges, q.shape[0], capacity, window_left, natural(q.shape[1]) // heads,
+        heads, slots, by_token, most_tokens, Splitting(least, log_items),
+    )  # fmt: skip
+
+
+@register_jitable
+def split_length(span, rows, heads, how):
     """Length of the splits of a sequence.
 
     Parameters
@@ -160,11 +189,13 @@ def split_length(span, rows, heads):
         Its query rows: queries times q heads of a kv head.
     heads : int
         kv heads.
+    how : Splitting
+        The device's.
     """
-    least = max(min(max(heads, 4), 8) * 2 * SPLIT_STEP, rows * TOKENS_PER_ROW)
     units = heads * (((rows + ROWS_TOGETHER - 1) & LARGEST) // ROWS_TOGETHER)
     # Of what is not negative, as the compiler then knows, a quotient is a shift.
-    wanted = max(least, ((span * units + ITEMS - 1) & LARGEST) // ITEMS)
+    whole = (span * units + (1 << how.log_items) - 1) >> how.log_items
+    wanted = max(how.least, rows * TOKENS_PER_ROW, whole)
     return ((wanted + SPLIT_STEP - 1) & LARGEST) // SPLIT_STEP * SPLIT_STEP
 
 
@@ -177,8 +208,8 @@ def extent(batch, b):
         start, tokens = np.int64(0), np.int64(0)
     if tokens > batch.most_tokens:
         tokens = np.int64(0)
-    start, tokens = _natural(start), _natural(tokens)
-    length = _natural(min(max(index_at(batch.seq_lens, b), np.int64(0)), np.int64(FAR)))
+    start, tokens = natural(start), natural(tokens)
+    length = natural(min(max(index_at(batch.seq_lens, b), np.int64(0)), np.int64(FAR)))
     first, split_len, splits = np.int64(0), np.int64(FAR), np.int64(1)
     rows = tokens * batch.group
     if batch.slots > 0 and rows <= MAX_SPLIT_ROWS:
@@ -188,9 +219,9 @@ def extent(batch, b):
                 batch.ranges, start, tokens, length - tokens, batch.window_left, batch.capacity
             )
         first -= first % SPLIT_STEP
-        span = _natural(max(end - first, np.int64(0)))
+        span = natural(max(end - first, np.int64(0)))
         if span > SPLIT_STEP:
-            split_len = _natural(split_length(span, rows, batch.heads))
+            split_len = natural(split_length(span, rows, batch.heads, batch.how))
             splits = (span + split_len - 1) // split_len
             taken = splits * batch.heads * (batch.group if batch.by_token else rows)
             if taken > batch.slots:  # not with starts that go from 0 to the number of tokens
@@ -201,7 +232,7 @@ def extent(batch, b):
 @register_jitable
 def sequences_each(batch):
     """Sequences whose items a thread counts."""
-    return (_natural(batch.seq_lens.shape[0]) + THREADS - 1) // THREADS
+    return (natural(batch.seq_lens.shape[0]) + THREADS - 1) // THREADS
 
 
 @register_jitable
@@ -210,8 +241,8 @@ def row_of(batch, item, i):
 
     Rows past the last one see nothing.
     """
-    group = _natural(batch.group)
-    row = _natural(item.row + i)
+    group = natural(batch.group)
+    row = natural(item.row + i)
     t = row // group
     h = item.head * group + row - t * group
     begin, end = np.int64(0), np.int64(0)
@@ -230,18 +261,18 @@ def make_item_of(ROWS):
 
     @register_jitable
     def count_of(batch, own):
-        row_blocks = _natural(own.tokens * batch.group + ROWS - 1) // ROWS
+        row_blocks = natural(own.tokens * batch.group + ROWS - 1) // ROWS
         return row_blocks * own.splits * batch.heads
 
     @register_jitable
     def walk(batch, inner, thread):
         """The sequence, of those that a thread counts, that has their item `inner`; and its number in there."""
-        b = _natural(thread * sequences_each(batch))
+        b = natural(thread * sequences_each(batch))
         own = extent(batch, b)
         those = count_of(batch, own)
         while inner >= those:
             inner -= those
-            b = _natural(b + 1)
+            b = natural(b + 1)
             own = extent(batch, b)
             those = count_of(batch, own)
         return b, own, inner
@@ -249,16 +280,16 @@ def make_item_of(ROWS):
     @register_jitable
     def item_of(batch, b, own, inner):
         """The item that is number `inner` of a sequence."""
-        row_blocks = _natural(own.tokens * batch.group + ROWS - 1) // ROWS
+        row_blocks = natural(own.tokens * batch.group + ROWS - 1) // ROWS
         # Later rows see more: take them first.
-        inner = _natural(inner)
+        inner = natural(inner)
         row = (row_blocks - 1 - inner % row_blocks) * ROWS
         inner = inner // row_blocks
-        heads = _natural(batch.heads)
+        heads = natural(batch.heads)
         head, split = inner % heads, inner // heads
         rows = min(np.int64(ROWS), own.tokens * batch.group - row)
-        group = _natural(batch.group)
-        t, last = _natural(row) // group, _natural(row + rows - 1) // group
+        group = natural(batch.group)
+        t, last = natural(row) // group, natural(row + rows - 1) // group
         position = own.length - own.tokens
         begin, end = visible_to_any(
             batch.ranges, own.start + t, last + 1 - t, position + t, batch.window_left, batch.capacity
@@ -288,13 +319,13 @@ def make_items(ROWS):
     def count_items(batch, counts, thread):
         """Items of the sequences that a thread counts; into ``counts[thread]``, too."""
         each, count = sequences_each(batch), np.int64(0)
-        b = _natural(thread * each)
+        b = natural(thread * each)
         end = min(b + each, batch.seq_lens.shape[0])
         while b < end:
             count += count_of(batch, extent(batch, b))
-            b = _natural(b + 1)
+            b = natural(b + 1)
         counts[thread] = count
-        return _natural(count)
+        return natural(count)
 
     @register_jitable
     def add_counts(counts, thread):
@@ -302,7 +333,7 @@ def make_items(ROWS):
         if thread < COUNTS - THREADS:
             total = np.int64(0)
             for i in range(TOGETHER):
-                total += counts[_natural(min(thread * TOGETHER + i, THREADS - 1))]
+                total += counts[natural(min(thread * TOGETHER + i, THREADS - 1))]
             counts[THREADS + thread] = total
 
     @register_jitable
@@ -310,17 +341,17 @@ def make_items(ROWS):
         """The number of the first item of those that a thread has counted, and the number of all."""
         group = thread // TOGETHER
         before, items = np.int64(0), np.int64(0)
-        sums = _natural((batch.seq_lens.shape[0] + TOGETHER - 1) // TOGETHER)  # the rest are 0
+        sums = natural((batch.seq_lens.shape[0] + TOGETHER - 1) // TOGETHER)  # the rest are 0
         i = np.int64(0)
         while i < min(sums, COUNTS - THREADS):
             if i == group:
                 before = items
-            items += counts[_natural(THREADS + i)]
+            items += counts[natural(THREADS + i)]
             i += 1
         if count > 0:
             i = group * TOGETHER
             while i < thread:
-                before += counts[_natural(i)]
+                before += counts[natural(i)]
                 i += 1
         return before, items
 
@@ -341,9 +372,9 @@ def make_items(ROWS):
     def find_item(found):
         """The `AttentionItem` that `put_item` has put down."""
         return AttentionItem(
-            _natural(found[0]), _natural(found[1]), np.int64(found[2]), _natural(found[3]),
-            _natural(found[4]), _natural(found[5]), _natural(found[6]), _natural(found[7]),
-            _natural(found[8]), _natural(found[9]), _natural(found[10]), _natural(found[11]),
+            natural(found[0]), natural(found[1]), np.int64(found[2]), natural(found[3]),
+            natural(found[4]), natural(found[5]), natural(found[6]), natural(found[7]),
+            natural(found[8]), natural(found[9]), natural(found[10]), natural(found[11]),
         )  # fmt: skip
 
     @register_jitable
@@ -368,18 +399,18 @@ def make_locate(TILE):
         Even and odd tiles have a half of the tables each, which starts at ``tile & TILE``. If `shift` is not negative,
         blocks have ``1 << shift`` tokens.
         """
-        num_blocks, block_size = pool.shape[0], _natural(pool.shape[2])
+        num_blocks, block_size = pool.shape[0], natural(pool.shape[2])
         for n in range((TILE + THREADS - 1) // THREADS):
             j = thread + n * THREADS
             if j < TILE:
-                position = _natural(tile + j)
+                position = natural(tile + j)
                 block, offset = np.int64(-1), np.int64(0)
                 if item.begin <= position and position < item.end:
                     place = position  # among the sequence's own blocks, or a slot of the pool
                     if by_slot:
                         place = np.int64(block_table[item.seq, position])
                     if place >= 0:
-                        place = _natural(place)
+                        place = natural(place)
                         if shift >= 0:
                             block = place >> shift
                             offset = place - (block << shift)

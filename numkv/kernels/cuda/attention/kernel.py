@@ -16,8 +16,8 @@ from numba.extending import register_jitable
 from numkv.kernels.cuda.attention.items import (
     COUNTS,
     FIELDS,
-    AttentionBatch,
     ItemRows,
+    batch_of,
     make_items,
     make_locate,
 )
@@ -571,19 +571,6 @@ def make_locate_rows(K_KIND, V_KIND, SIZES, WIDE):
 
 
 @register_jitable
-def batch_of(q, k, block_table, seq_lens, q_starts, ranges, options):
-    """The `AttentionBatch` of a call."""
-    by_slot, _, window_left, slots, by_token, most_tokens, _, _ = options
-    heads, capacity = natural(k.shape[1]), np.int64(block_table.shape[1])
-    if not by_slot:
-        capacity *= k.shape[2]
-    return AttentionBatch(
-        seq_lens, q_starts, ranges, q.shape[0], capacity, window_left, natural(q.shape[1]) // heads,
-        heads, slots, by_token, most_tokens,
-    )  # fmt: skip
-
-
-@register_jitable
 def v_team(thread, dim_v, V_WIDTH, TILE):
     """A thread's place in the teams that read V rows."""
     chunks = (dim_v + V_WIDTH - 1) // V_WIDTH
@@ -630,7 +617,7 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE, MASKED=
         q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, options, sinks, out, lse,
         parts,
     ):  # fmt: skip
-        by_slot, shift, _, _, _, _, scale, soft_cap = options
+        by_slot, shift, _, _, _, _, _, _, scale, soft_cap = options
         paging = Paging(by_slot, shift)
         batch = batch_of(q, k, block_table, seq_lens, q_starts, ranges, options)
         thread = natural(cuda.threadIdx.x)

@@ -20,11 +20,12 @@ from numba.extending import register_jitable
 from numkv.kernels.builder import WORDS
 from numkv.kernels.cuda import memory
 from numkv.kernels.cuda.attention.items import (
-    ITEMS,
     MAX_SPLIT_ROWS,
+    MAX_SPLITS,
     ROWS_TOGETHER,
     SPLIT_STEP,
     AttentionBatch,
+    Splitting,
     extent,
     index_at,
     split_length,
@@ -48,12 +49,11 @@ from numkv.rows.softmax import finish
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 
-# Splits up to which a team of threads merges a head alone; splits that a thread reads ahead; and the most splits that a
-# block takes at once, of all heads together.
+# Splits up to which a team of threads merges a head alone; and splits that a thread reads ahead. A block takes no more
+# than `MAX_SPLITS` at once, of all heads together.
 FEW = 2 if SIMULATED else 32
 AT_ONCE = 4
 WARPS = max(1, THREADS // 32)
-MAX_MERGED = 512
 MOST_HEADS = min(8, THREADS)
 
 #: Numbers of a part beside its padded sum: its maximum and its total come first.
@@ -67,6 +67,7 @@ class RoomForParts(NamedTuple):
     slots: int  #: parts that each of them has room for; 0 if nothing can be split
     by_token: bool
     splits: int  #: the most that a sequence can have
+    how: Splitting
 
     @property
     def rows(self) -> int:
@@ -74,18 +75,19 @@ class RoomForParts(NamedTuple):
         return max(self.regions * self.slots, 1)
 
 
-def most_splits(reach: int, rows: int, heads: int) -> int:
+def most_splits(reach: int, rows: int, heads: int, how: Splitting) -> int:
     """The most splits that a sequence of some query rows can have, if these see no more than `reach` tokens."""
     units = heads * ceil_div(rows, ROWS_TOGETHER)
     if rows > MAX_SPLIT_ROWS or reach <= SPLIT_STEP:
         return 1
-    return max(1, min(ceil_div(reach, split_length(0, rows, heads)), ceil_div(ITEMS, units)))
+    shortest = split_length(0, rows, heads, how)
+    return max(1, min(ceil_div(reach, shortest), ceil_div(1 << how.log_items, units)))
 
 
 @functools.lru_cache(maxsize=1024)
 def room_for(
-    num_tokens: int, num_seqs: int, heads: int, group: int, capacity: int, window_left: int
-) -> RoomForParts:
+    num_tokens: int, num_seqs: int, heads: int, group: int, capacity: int, window_left: int, how: Splitting
+) -> RoomForParts:  # fmt: skip
     """Room for the parts of any sequences that a call may have.
 
     Parts lie by tokens, or by sequences where that takes less: a token may belong to a sequence of any number of them.
@@ -100,25 +102,25 @@ def room_for(
         Tokens that a sequence can have.
     window_left : int
         Size of the window; negative for none.
+    how : Splitting
+        The device's.
     """
     # A sequence that is alone has all queries.
     most = min(num_tokens, MAX_SPLIT_ROWS // group)
     counts = range(1, most + 1) if num_seqs > 1 else [num_tokens] if num_tokens <= most else []
     splits, of_sequence = 1, 0
     for tokens in counts:
-        reach = capacity
-        if window_left >= 0:
-            reach = min(capacity, window_left + tokens + SPLIT_STEP)
-        found = most_splits(reach, tokens * group, heads)
+        reach = capacity if window_left < 0 else min(capacity, window_left + tokens + SPLIT_STEP)
+        found = most_splits(reach, tokens * group, heads, how)
         if found > 1:
             splits = max(splits, found)
             of_sequence = max(of_sequence, tokens * group * heads * found)
     if splits == 1:
-        return RoomForParts(num_tokens, 0, True, 1)
+        return RoomForParts(num_tokens, 0, True, 1, how)
     of_token = heads * group * splits
     if num_tokens * of_token <= num_seqs * of_sequence:
-        return RoomForParts(num_tokens, of_token, True, splits)
-    return RoomForParts(num_seqs, of_sequence, False, splits)
+        return RoomForParts(num_tokens, of_token, True, splits, how)
+    return RoomForParts(num_seqs, of_sequence, False, splits, how)
 
 
 def parts_of(room: RoomForParts, dim_v: int, compute: str) -> Any:
@@ -128,6 +130,17 @@ def parts_of(room: RoomForParts, dim_v: int, compute: str) -> Any:
     it.
     """
     return memory.empty((1, 1, room.rows, ceil_div(dim_v, 4) * 4 + PART_EXTRA), np.dtype(compute))
+
+
+@register_jitable
+def batch_of(options, seq_lens, q_starts, ranges, out):
+    """The `AttentionBatch` of a merge."""
+    capacity, window_left, heads, slots, by_token, least, log_items, _ = options
+    return AttentionBatch(
+        seq_lens, q_starts, ranges, out.shape[0], np.int64(capacity), window_left,
+        natural(out.shape[1]) // natural(heads), natural(heads), np.int64(slots), by_token, out.shape[0],
+        Splitting(least, log_items),
+    )  # fmt: skip
 
 
 @register_jitable
@@ -185,22 +198,19 @@ def make_merge_splits(Q_KIND, COMPUTE):
     add_parts = make_add_parts(KIND, WIDTH, F)
 
     def kernel(parts, options, seq_lens, q_starts, ranges, sinks, out, lse):
-        capacity, window_left, heads, slots, by_token, each = options
+        _, _, _, slots, by_token, _, _, each = options
         num_tokens, num_q_heads, dim = out.shape[0], natural(out.shape[1]), out.shape[2]
-        batch = AttentionBatch(
-            seq_lens, q_starts, ranges, num_tokens, np.int64(capacity), window_left,
-            num_q_heads // natural(heads), natural(heads), np.int64(slots), by_token, num_tokens,
-        )  # fmt: skip
+        batch = batch_of(options, seq_lens, q_starts, ranges, out)
         thread = natural(cuda.threadIdx.x)
         width = parts.shape[3] - PART_EXTRA
         chunks = natural((dim + WIDTH - 1) // WIDTH)
         lanes = natural(min(chunks, np.int64(THREADS)))
         teams = natural(THREADS // lanes)
         lane, team = natural(thread % lanes), natural(thread // lanes)
-        weights = cuda.shared.array(MAX_MERGED, F)  # [head, split]: largest scores, then weights
-        totals = cuda.shared.array(MAX_MERGED, F)  # [head, split]
+        weights = cuda.shared.array(MAX_SPLITS, F)  # [head, split]: largest scores, then weights
+        totals = cuda.shared.array(MAX_SPLITS, F)  # [head, split]
         peaks = cuda.shared.array(FOUND, F)  # [head, searcher]
-        factors = cuda.shared.array(MAX_MERGED, F)
+        factors = cuda.shared.array(MAX_SPLITS, F)
         sums = cuda.shared.array(SUMS, F)  # [team, column]
         found = cuda.shared.array(3, np.int32)
         floats = cuda.local.array(FLOATS, F)
@@ -335,12 +345,9 @@ def make_merge_few(Q_KIND):
             i = np.int32(i + 1)
 
     def kernel(parts, options, seq_lens, q_starts, ranges, sinks, out, lse):
-        capacity, window_left, heads, slots, by_token, _ = options
+        _, _, _, slots, by_token, _, _, _ = options
         num_tokens, num_q_heads, dim = out.shape[0], natural(out.shape[1]), natural(out.shape[2])
-        batch = AttentionBatch(
-            seq_lens, q_starts, ranges, num_tokens, np.int64(capacity), window_left,
-            num_q_heads // natural(heads), natural(heads), np.int64(slots), by_token, num_tokens,
-        )  # fmt: skip
+        batch = batch_of(options, seq_lens, q_starts, ranges, out)
         thread = natural(cuda.threadIdx.x)
         lane, warp = natural(thread % 32), natural(shuffle(U32(thread // 32), U32(0)))
         found = cuda.shared.array(3, np.int32)
@@ -401,7 +408,7 @@ def make_merge_few(Q_KIND):
 def _merge_splits(q_kind: str, compute: str, few: bool) -> Any:
     real = getattr(types, compute)
     signature = (
-        array(real, 4), types.UniTuple(types.int64, 6), INDICES, INDICES, array(types.int64, 2), array(real, 1),
+        array(real, 4), types.UniTuple(types.int64, 8), INDICES, INDICES, array(types.int64, 2), array(real, 1),
         array(WORDS[q_kind], 3), array(types.float32, 2),
     )  # fmt: skip
     if few:
@@ -418,7 +425,7 @@ def merge_splits(
     ----------
     parts : array
         See `parts_of`.
-    room : Room
+    room : RoomForParts
         Where they lie.
     q_kind : str
         Kind of `out`.
@@ -432,12 +439,11 @@ def merge_splits(
     num_tokens, num_q_heads = out.shape[:2]
     few = not SIMULATED and room.splits <= FEW and sinks.dtype == np.float32
     # Heads that a block takes at once. Where splits are few, several keep its teams busy; else more blocks are better.
-    each = ceil_div(num_tokens * num_q_heads, MAX_BLOCKS // 2 + 1)
-    if room.splits <= FEW:
-        each = max(each, 4)
-    each = WARPS if few else min(each, num_q_heads, MOST_HEADS, MAX_MERGED // room.splits)
+    least = 4 if room.splits <= FEW else 1
+    each = max(ceil_div(num_tokens * num_q_heads, MAX_BLOCKS // 2 + 1), least)
+    each = WARPS if few else min(each, num_q_heads, MOST_HEADS, MAX_SPLITS // room.splits)
     launch(
         _merge_splits(q_kind, sinks.dtype.name, few), num_tokens * ceil_div(num_q_heads, each), THREADS,
-        parts, (capacity, window_left, heads, room.slots, int(room.by_token), each), seq_lens, q_starts, ranges,
-        sinks, out, lse,
+        parts, (capacity, window_left, heads, room.slots, int(room.by_token), *room.how, each), seq_lens, q_starts,
+        ranges, sinks, out, lse,
     )  # fmt: skip

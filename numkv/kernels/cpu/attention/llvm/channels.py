@@ -3,6 +3,9 @@
 A score is ``sum of q * (zero + scale * (code + 1/2))``. A tile is a token group. Each query row is multiplied by the
 group's scales once. The term without codes, ``sum of q * (zero + scale / 2)``, is added to its scores. Codes of 4 bits
 are looked up as odd levels, ``2 * code + 1``. Their factor is half of the scale, and their addend the zero point.
+
+Second codes are further elements of a row, with the same levels. Such an element is multiplied with the query's element
+of its channel once more. Its factor is a sixteenth of that channel's.
 """
 
 from __future__ import annotations
@@ -14,21 +17,26 @@ from numba.core import cgutils
 
 from numkv.kernels.cpu.attention.llvm.integers import query_quantisers
 from numkv.kernels.cpu.vectors.emit import I16, I32, I64, emits, for_rows, steps
-from numkv.kernels.cpu.vectors.features import WHOLE_VECTORS, row_unroll
+from numkv.kernels.cpu.vectors.features import WHOLE_ROWS, row_unroll
 from numkv.kernels.cpu.vectors.vectors import Vectors
 from numkv.kernels.cpu.vectors.words import Words
+from numkv.rows.channel import FINE
 
 
 @functools.cache
-def make_gather_channels(compute, odd_levels):
-    """`gather_channels` for scratch memory of a float type; with `odd_levels`, codes become such."""
+def make_gather_channels(compute, odd_levels, fine):
+    """`gather_channels` for scratch memory of a float type.
+
+    With `odd_levels`, codes become such. `fine` is the number of channels with a second code.
+    """
 
     @emits()
     def gather_channels(b, to, to_at, scales, offsets, dim, padded_dim):
         """Write the factors of a tile's query rows and the addends of its scores.
 
-        They go to `to_at`: `padded_dim` factors, then as many addends. Those of elements past `dim` are 0. The group's
-        words are at ``scales[offsets[0]]``: `dim` scales, then zero points.
+        They go to `to_at`: `padded_dim` factors, then as many addends. Those of elements past `dim` are 0, except
+        factors of second codes, whose channels come after the addends. The group's words are at ``scales[offsets[0]]``:
+        `dim` scales, then zero points, then these channels.
         """
         v = Vectors(b, compute)
         half = v.splat(0.5)
@@ -44,6 +52,17 @@ def make_gather_channels(compute, odd_levels):
             v.store(step if odd_levels else scale, to, b.add(to_at, d))
             addend = zero if odd_levels else b.fadd(zero, step)
             v.store(addend, to, b.add(b.add(to_at, padded_dim), d))
+        if not fine:
+            return
+        channels_at = b.add(to_at, b.shl(padded_dim, I64(1)))
+        for f in range(fine):
+            place = b.gep(scales, [b.add(first, b.add(b.shl(dim, I64(1)), I64(f)))])
+            channel = b.zext(b.load(place, align=2), I64)
+            # A damaged number leads to no memory of others.
+            channel = b.select(b.icmp_signed("<", channel, dim), channel, I64(0))
+            b.store(b.sitofp(channel, v.float), b.gep(to, [b.add(channels_at, I64(f))]))
+            part = b.fmul(b.load(b.gep(to, [b.add(to_at, channel)])), v.float(1 / FINE))
+            b.store(part, b.gep(to, [b.add(b.add(to_at, dim), I64(f))]))
 
     return gather_channels
 
@@ -57,8 +76,11 @@ def _floats(v, words):
 
 
 @functools.cache
-def make_scale_queries(compute, integers):
-    """`scale_queries` for a float type; with `integers`, it makes integers of float32."""
+def make_scale_queries(compute, integers, fine):
+    """`scale_queries` for a float type.
+
+    With `integers`, it makes integers of float32. `fine` is the number of channels with a second code.
+    """
 
     @emits()
     def scale_queries(
@@ -67,7 +89,7 @@ def make_scale_queries(compute, integers):
         """Multiply `rows` query rows by the factors of `gather_channels` and interleave them; sum their addends.
 
         The factors are at `factors_at`. The products with the addends of `gather_channels` are summed at `addends_at`
-        and on.
+        and on. `dim` counts second codes, too.
 
         All are floats of `data`. Rows go to `to_at` and on, in the order of `interleave_queries`. Integers are those of
         `quantise_query`, whose scales go to `scales_at` and on. Their order is that of `interleave_bytes` where bytes
@@ -80,6 +102,13 @@ def make_scale_queries(compute, integers):
             totals = [cgutils.alloca_once_value(b, v.splat(0.0)) for _ in range(rows)]
             peaks = [cgutils.alloca_once_value(b, v.splat_int(0)) for _ in range(rows)]
             units = _Units(v, rows, 4 if not integers else 1 if v.has_fours else 2)
+            for f in range(fine):
+                place = b.add(factors_at, b.add(b.shl(padded_dim, I64(1)), I64(f)))
+                channel = b.fptosi(b.load(b.gep(data, [place])), I64)
+                to = b.add(b.sub(dim, I64(fine)), I64(f))
+                for at in queries:
+                    x = b.load(b.gep(data, [b.add(at, channel)]))
+                    b.store(x, b.gep(data, [b.add(at, to)]))
             with steps(b, I64(0), padded_dim, v.lanes) as (d, _):
                 factor, addend = (
                     v.load_floats(data, b.add(at, d)) for at in (factors_at, b.add(factors_at, padded_dim))
@@ -128,7 +157,7 @@ class _Units:
     def __init__(self, v, rows, size):
         self.v, self.rows, self.size = v, rows, size
         itemsize = 8 if v.double else 4
-        self.each = v.lanes if size == 2 and WHOLE_VECTORS else v.lanes // rows
+        self.each = v.lanes if size == 2 and rows <= WHOLE_ROWS else v.lanes // rows
         # Vectors in each part of a unit.
         self.vectors = rows if self.each > v.lanes // rows else 1
         self.columns = self.each * min(itemsize, 4) // size if size < 4 else self.each

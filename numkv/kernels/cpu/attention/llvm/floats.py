@@ -18,7 +18,7 @@ from numkv.kernels.cpu.vectors.emit import (
     scratch_floats,
     steps,
 )
-from numkv.kernels.cpu.vectors.features import ACCUMULATORS, WHOLE_VECTORS, row_unroll
+from numkv.kernels.cpu.vectors.features import ACCUMULATORS, WHOLE_ROWS, row_unroll
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.stored import ON_LINE, in_words, loaded_words
 from numkv.kernels.cpu.vectors.vectors import Vectors
@@ -35,7 +35,7 @@ _PAIRS = GROUP // 2
 
 @functools.cache
 def make_interleave_queries(compute, whole=False):
-    """`interleave_queries` for a float type; `whole` says that a vector has elements of one row (`WHOLE_VECTORS`)."""
+    """`interleave_queries` for a float type; `whole` says that a vector has elements of one row (`WHOLE_ROWS`)."""
 
     @emits()
     def interleave_queries(b, rows, q, q_at, q_step, size, to_at):
@@ -93,7 +93,7 @@ def make_qk_tile(kind, compute, next_kind, by_channel=False):
             sum of products   of row a    | of row b    | of row c    | of row d
 
         K rows that have to be widened are put into scratch memory first, once for all query rows. Where integers are
-        taken by whole vectors (`WHOLE_VECTORS`), a vector has products of one token with one row, and what is widened
+        taken by whole vectors (`WHOLE_ROWS`), a vector has products of one token with one row, and what is widened
         stays in registers for all rows. Meanwhile the memory in `extents` (the tile's V rows) is prefetched.
         """
         emitter = _Scores(
@@ -117,7 +117,6 @@ class _Scores:
         )  # fmt: skip
         self.by_row = kind_named(self.kind).scales_per in ("row", "channel")
         self.integers = self.by_row and compute == "float32"
-        self.whole = self.integers and WHOLE_VECTORS
         self.pairs = compute == PAIRS
         self.own = self.kind if self.pairs else "fp64" if self.v.double else "fp32"
         self.in_unit = 2 if self.integers or self.pairs else 1  # columns in a lane
@@ -133,6 +132,7 @@ class _Scores:
     def emit(self, rows):
         """The code for a number of query rows."""
         b, v = self.b, self.v
+        self.whole = self.integers and rows <= WHOLE_ROWS
         each = v.lanes // rows  # tokens in a vector of scores
         type_ = v.int_type if self.integers else v.type
         directly = self.kind != "int4" and (rows == 1 or self.kind == self.own or self.whole)

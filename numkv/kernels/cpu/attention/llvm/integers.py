@@ -8,7 +8,7 @@ taken apart into low and high bytes, and each half meets 64 codes at a time, whi
 these products has no sign: codes get 128 more, which flips their highest bit, and sums start with 128 times the sum of
 the query's bytes less. All that is exact in integers.
 
-**INT4.** Vectors have 512 bits here: 16 lanes of 32 bits.
+**INT4.**
 
 *Scores.* A lane is a token: 16 bytes of each of 16 tokens, one quantisation group, are transposed, so that no sums
 across lanes are left and a group's scales are vectors too. Low nibbles make vectors of bytes, high ones others, and a
@@ -18,10 +18,13 @@ query's integers are taken apart into low and high bytes, as for INT8, four of w
     transposed    t0: b0 b1 b2 b3 | t1: b0 b1 b2 b3 | t2: b0 b1 b2 b3 | ...     b4 ... b7: a second vector, and so on
     products      s[t0] += b0 * q0 + ... + b3 * q3 | s[t1] ...                  for each query row
 
-*Sums.* Codes are not widened: weights are taken apart into low and high bytes, and one instruction multiplies and adds
-fours of bytes. A lane holds a column's bytes of four tokens, and a vector those of one quantisation group, for which a
-tile's tokens pass once: sums of four query rows stay in registers. A byte is both of its nibbles at once: from sums of
-whole bytes, the sums of low nibbles leave 16 times those of high ones.
+Without an instruction for four bytes, pairs of products are added in 16 bits, which hold those of a group.
+
+*Sums.* With an instruction for four bytes and 32 registers, codes are not widened: weights are taken apart into low and
+high bytes. A lane holds a column's bytes of four tokens, and a vector those of one quantisation group, for which a
+tile's tokens pass once: sums of four query rows stay in registers. Else codes are widened to words, and a lane holds a
+column of two tokens. A byte is both of its nibbles at once: from sums of whole bytes, the sums of low nibbles leave 16
+times those of high ones.
 """
 
 from __future__ import annotations
@@ -44,10 +47,18 @@ from numkv.kernels.cpu.vectors.emit import (
     emits,
     for_rows,
     keep_in_memory,
+    opaque_number,
     scratch_floats,
     steps,
 )
-from numkv.kernels.cpu.vectors.features import FEATURES, REGISTERS, row_unroll
+from numkv.kernels.cpu.vectors.features import (
+    DOT_PRODUCTS,
+    FEATURES,
+    HAS_FOURS,
+    LANES,
+    REGISTERS,
+    row_unroll,
+)
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.stored import LOOKED_UP, in_words, levels_of
 from numkv.kernels.cpu.vectors.words import Words
@@ -479,6 +490,10 @@ class _SumsOfInt8:
 SHORT = 64
 # Query rows whose sums, of low and of high bytes, stay in registers beside the codes of a group.
 _ROWS = 4
+# Tokens whose weights meet codes at once: fours of bytes, or pairs of words.
+_PACKED = 4 if HAS_FOURS else 2
+# Tokens whose scores are added up at once.
+_TOKENS = 16
 _BYTES = GROUP // 2
 
 
@@ -500,29 +515,34 @@ def spread_query(to, row, scale):
 def sum_query_groups(b, q, q_at, head_dim, sums_at):
     """Sums of a query row's integers, group by group: ``sums = q.reshape(-1, 32).sum(1)``.
 
-    Of each span of 128 elements there are four numbers and zeros, 16 in all, at ``q[sums_at + 16 * span]``.
+    Of each span of 128 elements there are four numbers, and zeros up to a vector, at ``q[sums_at + 16 * span]``.
     """
     v = Words(b)
     spans = b.sdiv(b.add(head_dim, I64(INT4_SPAN - 1)), I64(INT4_SPAN))
     with steps(b, I64(0), spans, 1) as (span, _):
         sums = v.splat_int(0)
         for i in range(4):
-            at = b.add(b.add(q_at, b.mul(span, I64(INT4_SPAN // 2))), I64(i * v.lanes))
-            group = v.add_pairs(v.splat_int(0), v.load_words(q, at), v.splat_word(1))
-            for width in (8, 4, 2, 1):
-                other = v.shuffle(group, group, [lane ^ width for lane in range(16)])
+            group = v.splat_int(0)
+            for j in range(0, _BYTES, v.lanes):
+                at = b.add(b.add(q_at, b.mul(span, I64(INT4_SPAN // 2))), I64(i * _BYTES + j))
+                group = v.add_pairs(group, v.load_words(q, at), v.splat_word(1))
+            width = v.lanes
+            while width > 1:
+                width //= 2
+                other = v.shuffle(group, group, [lane ^ width for lane in range(v.lanes)])
                 group = b.add(group, other)
-            sums = v.shuffle(sums, group, [16 if lane == i else lane for lane in range(16)])
+            lanes = [v.lanes if lane == i else lane for lane in range(v.lanes)]
+            sums = v.shuffle(sums, group, lanes)
         at = b.add(sums_at, b.mul(span, I64(16)))
         v.store(b.sitofp(sums, v.type), q, at)
 
 
-def load_groups(v, base, places, count):
-    """Four groups of `count` bytes, at most 16, side by side in a vector of bytes; the others are 0."""
+def load_groups(v, base, places, count, size=_BYTES):
+    """Groups of `count` bytes, at most `size`, side by side in a vector of bytes; the others are 0."""
     b = v.b
-    type_ = ir.VectorType(I8, _BYTES)
+    type_ = ir.VectorType(I8, size)
     slots = [cgutils.alloca_once(b, type_) for _ in places]
-    whole = b.icmp_signed(">=", count, I64(_BYTES))
+    whole = b.icmp_signed(">=", count, I64(size))
     with b.if_else(whole, likely=True) as (of_whole, of_rest):
         with of_whole:
             for slot, at in zip(slots, places, strict=True):
@@ -530,7 +550,7 @@ def load_groups(v, base, places, count):
                 b.store(b.load(pointer, align=1), slot)
         with of_rest:
             for slot, at in zip(slots, places, strict=True):
-                b.store(v.load_bytes(base, at, count, _BYTES), slot)
+                b.store(v.load_bytes(base, at, count, size), slot)
     parts = [b.load(slot) for slot in slots]
     while len(parts) > 1:
         both = [*range(2 * parts[0].type.count)]
@@ -569,6 +589,11 @@ class _ScoresOfInt4:
         self.floats, self.queries, self.keys, self.count, self.s_at = (
             floats, queries, keys, count, s_at
         )  # fmt: skip
+        if REGISTERS == 16:
+            self.scratch = scratch_floats(b, self.v.float, 4 * _TOKENS)
+            self.number = opaque_number(b, 4)
+        # Of 16 tokens each lane has one or two: what is repeated in all lanes is loaded once.
+        self.sets = range(_TOKENS // self.v.lanes)
         self.row_bytes = b.ashr(keys.dim, I64(1))
         spans = b.sdiv(b.add(keys.dim, I64(INT4_SPAN - 1)), I64(INT4_SPAN))
         self.minimum_at = b.mul(spans, I64(4 * KV_TILE))
@@ -578,61 +603,105 @@ class _ScoresOfInt4:
     def emit(self, rows):
         """The code for a number of query rows."""
         b, v = self.b, self.v
-        sums = [cgutils.alloca_once(b, v.type) for _ in range(rows)]
+        sums = [[cgutils.alloca_once(b, v.type) for _ in self.sets] for _ in range(rows)]
         groups = b.sdiv(b.add(self.keys.dim, I64(GROUP - 1)), I64(GROUP))
-        with steps(b, I64(0), self.count, v.lanes) as (t0, _):
-            for slot in sums:
+        with steps(b, I64(0), self.count, _TOKENS) as (t0, _):
+            for slot in itertools.chain(*sums):
                 b.store(v.splat(0.0), slot)
             with steps(b, I64(0), groups, 1) as (group, _):
                 self.add_group(t0, group, sums)
-            scores = []
-            for r, slot in enumerate(sums):
+            factors = []
+            for r in range(rows):
                 at = b.add(self.queries.scales_at, I64(r))
-                scores.append(b.fmul(b.load(slot), v.splat(v.load_one(self.floats, at))))
+                factors.append(v.splat(v.load_one(self.floats, at)))
             at = b.add(self.s_at, b.mul(t0, I64(rows)))
-            for i, x in enumerate(v.by_turns(scores)):
-                v.store(x, self.floats, b.add(at, I64(i * v.lanes)))
+            for slots in zip(*sums, strict=True):
+                scores = [b.fmul(b.load(x), y) for x, y in zip(slots, factors, strict=True)]
+                for x in v.by_turns(scores):
+                    v.store(x, self.floats, at)
+                    at = b.add(at, I64(v.lanes))
 
     def add_group(self, t0, group, sums):
         """Add what a group of some tokens gives to their scores."""
-        b, v = self.b, self.v
-        vectors = self.codes(t0, group)
+        b, v, sets = self.b, self.v, self.sets
+        vectors = [self.codes(b.add(t0, I64(i * v.lanes)), group) for i in sets]
+        if REGISTERS == 16:
+            for i, x in enumerate(itertools.chain(*vectors)):
+                v.store(b.bitcast(x, v.type), self.scratch, I64(i * v.lanes))
         at = b.add(b.add(self.keys.scales_at, b.mul(group, I64(KV_TILE))), t0)
-        scale = v.load_floats(self.floats, at)
-        minimum = v.load_floats(self.floats, b.add(at, self.minimum_at))
-        # Two groups make a unit of `interleave_bytes`.
-        odd = b.and_(group, I64(1))
-        q_at = b.add(b.mul(b.sub(group, odd), I64(v.lanes)), b.mul(odd, I64(GROUP // 4)))
+        places = [b.add(at, I64(i * v.lanes)) for i in sets]
+        scales, minima = (
+            [v.load_floats(self.floats, b.add(x, start)) for x in places]
+            for start in (I64(0), self.minimum_at)
+        )
+        # One or two groups make a unit of `interleave_bytes`.
+        in_unit = b.and_(group, I64(v.lanes // 8 - 1))
+        q_at = b.add(b.mul(b.sub(group, in_unit), I64(16)), b.mul(in_unit, I64(8)))
         q_at = b.add(self.queries.at, q_at)
         four = b.and_(group, I64(3))
         sum_at = b.add(b.mul(b.sub(group, four), I64(4)), four)
         sum_at = b.add(self.queries.sums_at, sum_at)
-        for first in range(0, len(sums), _ROWS):
-            some = range(first, min(len(sums), first + _ROWS))
-            totals = {(r, half): v.splat_int(0) for r in some for half in range(2)}
-            for i, x in enumerate(vectors):
-                if i % 2 == 0 and first == 0:
-                    self.stream.issue(v.lanes * GROUP // 4)
-                for r, half in totals:
-                    at = b.add(q_at, b.mul(self.row_step, I64(r)))
-                    at = b.add(at, I64(half * v.lanes + i))
-                    q = v.splat(v.load_one(self.floats, at))
-                    totals[r, half] = v.add_fours(totals[r, half], x, q)
+        zero, add = (v.splat_int(0), v.add_fours) if DOT_PRODUCTS else (v.splat_word(0), v.add_twos)
+        at_once = _ROWS // len(sets)
+        for first in range(0, len(sums), at_once):
+            some = range(first, min(len(sums), first + at_once))
+            totals = {
+                (r, half): [cgutils.alloca_once_value(b, zero) for _ in sets]
+                for r in some
+                for half in range(2)
+            }
+
+            def add_words(i, words, totals=totals, first=first):
+                """Add products of a word of each token with four bytes of each query row, and four more."""
+                if first == 0:
+                    self.stream.issue(_TOKENS * GROUP // 4)
+                for upper in range(2):
+                    codes = [b.lshr(x, v.splat_int(4)) for x in words] if upper else words
+                    codes = [b.and_(x, v.splat_int(0x0F0F0F0F)) for x in codes]
+                    for (r, half), slots in totals.items():
+                        at = b.add(b.add(q_at, i), b.mul(self.row_step, I64(r)))
+                        at = b.add(at, I64(half * v.lanes + 4 * upper))
+                        q = v.splat(v.load_one(self.floats, at))
+                        for slot, x in zip(slots, codes, strict=True):
+                            b.store(add(b.load(slot), x, q), slot)
+
+            self.for_words(vectors, add_words)
             for r in some:
                 q_sum = b.add(sum_at, b.mul(self.sums_step, I64(r)))
                 q_sum = v.splat(v.load_one(self.floats, q_sum))
-                total = b.add(b.shl(totals[r, 0], v.splat_int(8)), totals[r, 1])
-                value = v.fma(q_sum, minimum, b.load(sums[r]))
-                b.store(v.fma(b.sitofp(total, v.type), scale, value), sums[r])
+                for i in sets:
+                    total = self.joined(*(b.load(totals[r, half][i]) for half in range(2)))
+                    value = v.fma(q_sum, minima[i], b.load(sums[r][i]))
+                    b.store(v.fma(b.sitofp(total, v.type), scales[i], value), sums[r][i])
+
+    def for_words(self, vectors, emit):
+        """Emit ``emit(i, words)`` for the vectors i of each set, which stay in registers where there are many."""
+        b, v = self.b, self.v
+        if REGISTERS > 16:
+            for i, words in enumerate(zip(*vectors, strict=True)):
+                emit(I64(i), words)
+            return
+        # A loop that stays one: taken apart, more would be on its way than 16 registers hold.
+        with steps(b, I64(0), self.number, 1) as (i, _):
+            at = [b.mul(b.add(i, I64(4 * k)), I64(v.lanes)) for k in self.sets]
+            emit(i, [b.bitcast(v.load_floats(self.scratch, x), v.int_type) for x in at])
+
+    def joined(self, high, low):
+        """Sums of 32 bits of those of high and of low bytes."""
+        b, v = self.b, self.v
+        if DOT_PRODUCTS:
+            return b.add(b.shl(high, v.splat_int(8)), low)
+        total = v.add_pairs(v.splat_int(0), low, v.splat_word(1))
+        return v.add_pairs(total, high, v.splat_word(256))
 
     def codes(self, t0, group):
-        """A group of 16 tokens, four bytes of each in a vector: low nibbles, then high ones."""
+        """A group of as many tokens as lanes, four bytes of each in a vector."""
         b, v = self.b, self.v
         at = b.mul(group, I64(_BYTES))
         left = b.sub(self.row_bytes, at)
         some = []
         for i in range(4):
-            tokens = [b.add(t0, I64(i + j)) for j in range(0, 16, 4)]
+            tokens = [b.add(t0, I64(i + j)) for j in range(0, v.lanes, 4)]
             places = [b.add(b.load(b.gep(self.keys.offsets, [t])), at) for t in tokens]
             some.append(b.bitcast(load_groups(v, self.keys.words, places, left), v.int_type))
         # The square of four tokens and four lanes in each 128 bits, exchanged.
@@ -641,10 +710,7 @@ class _ScoresOfInt4:
             [b.bitcast(x, wide) for x in v.interleave(*some[i : i + 2])] for i in range(0, 4, 2)
         ]
         turned = [x for pair in zip(*halves, strict=True) for x in v.interleave(*pair)]
-        turned = [b.bitcast(x, v.int_type) for x in turned]
-        low = v.splat_int(0x0F0F0F0F)
-        shifted = [b.lshr(x, v.splat_int(4)) for x in turned]
-        return [b.and_(x, low) for x in turned + shifted]
+        return [b.bitcast(x, v.int_type) for x in turned]
 
 
 def shares(rows, short):
@@ -653,30 +719,32 @@ def shares(rows, short):
     Lanes are those of groups, of which short rows have two. Of several tokens, those of a vector follow each other.
     """
     width = 2 if short else 4
-    together = min(rows, 16 // width)
-    return width, together, 16 // (width * together)
+    together = min(rows, LANES // width)
+    return width, together, LANES // (width * together)
 
 
 @emits()
 def quantise_group_probs(b, rows, s, s_at, scales_at, head_dim, begin, end, w_at, sums_at):
-    """Probabilities of some rows and a tile times the scales of tokens' groups, as 16-bit integers in two bytes.
+    """Probabilities of some rows and a tile times the scales of tokens' groups, as 16-bit integers.
 
     In NumPy, of probabilities p (KV_TILE, rows), scales and minima (KV_TILE, groups), with 0 for tokens outside
     ``[begin, end)``::
 
         x = p[:, :, None] * scales[:, None];  sums = (p[:, :, None] * minima[:, None]).sum(0)
-        unit = abs(x).max(0) / 32639;  w = rint(x / unit);  low, high = w.astype(int8), (w - low) / 256
+        unit = abs(x).max(0) / 32639;  w = rint(x / unit)
 
     All floats are in the array `s`: p[t, r] at ``s_at + t * rows + r``, scales and minima where `gather_groups` put
-    them. Results come by span (128 elements) and by rows that are taken together (see `shares`). The two kinds of bytes
-    are at `w_at`, the high ones 256 floats further on; a lane has those of four tokens for a row and a group. Of one
-    row and four groups, with n = 4 tokens in a vector of weights::
+    them. Results come by span (128 elements) and by rows that are taken together (see `shares`), from `w_at` on. Where
+    bytes are multiplied by fours, ``low, high = w.astype(int8), (w - low) / 256``, high ones 256 floats further on; a
+    lane has those of four tokens for a row and a group. Of one row and four groups, with 16 lanes and so n = 4
+    tokens in a vector of weights::
 
         lane      0    1    2    3  | 4    5    6    7  | ...         r0 in all
         group     g0   g1   g2   g3 | g0   g1   g2   g3 | ...
         tokens    0, n, 2n, 3n      | 1, n+1, 2n+1, 3n+1 | ...        in the order 0, 2, 1, 3 of `Words.bytes_of`
 
-    At `sums_at` are as often a vector of sums and, 16 floats further on, one of units, by groups and by rows.
+    Else a lane has two tokens, as words. At `sums_at` are as often a vector of sums, and one of units, by groups and by
+    rows.
     """
     probs = _GroupProbs(b, s, s_at, scales_at, head_dim, begin, end, w_at, sums_at)
     short = b.icmp_signed("<=", probs.head_dim, I64(SHORT))
@@ -744,7 +812,7 @@ class _GroupProbs:
     def quantise(self, span, scales, part):
         """The weights of some rows."""
         b, v, width, together, tokens = self.b, self.v, self.width, self.together, self.tokens
-        of_scales = [i // (width * together) * width + i % width for i in range(16)]
+        of_scales = [i // (width * together) * width + i % width for i in range(v.lanes)]
         first = b.add(self.s_at, b.mul(part, I64(together)))
         totals = [cgutils.alloca_once_value(b, v.splat(0.0)) for _ in range(4)]
         peaks = [cgutils.alloca_once_value(b, v.splat_int(0)) for _ in range(4)]
@@ -766,16 +834,17 @@ class _GroupProbs:
 
         factor, scale = v.quantiser(self.merged(peaks, v.larger_int))
         place = b.add(b.mul(part, self.spans), span)
-        at = b.add(self.sums_at, b.mul(place, I64(32)))
+        at = b.add(self.sums_at, b.mul(place, I64(2 * v.lanes)))
         v.store(self.merged(totals, b.fadd), self.data, at)
-        v.store(scale, self.data, b.add(at, I64(16)))
-        w_here = b.add(self.w_at, b.mul(place, I64(512)))
+        v.store(scale, self.data, b.add(at, I64(v.lanes)))
+        w_here = b.add(self.w_at, b.mul(place, I64(32 * v.lanes)))
         with steps(b, I64(0), I64(turns), 1) as (turn, _):
             at = b.mul(turn, I64(4 * v.lanes))
             weights = [v.load_floats(self.scratch, b.add(at, I64(j * v.lanes))) for j in range(4)]
-            at = b.add(w_here, b.mul(turn, I64(v.lanes)))
-            for j, x in enumerate(v.bytes_of(weights, factor)):
-                v.store(b.bitcast(x, v.type), self.data, b.add(at, I64(256 * j)))
+            at = b.add(w_here, b.mul(turn, I64(4 // _PACKED * v.lanes)))
+            made, step = (v.bytes_of, 256) if _PACKED == 4 else (v.pairs_of, v.lanes)
+            for j, x in enumerate(made(weights, factor)):
+                v.store(b.bitcast(x, v.type), self.data, b.add(at, I64(step * j)))
 
     def merged(self, slots, combine):
         """Four vectors combined, and then the tokens of a vector."""
@@ -800,9 +869,9 @@ def make_accumulate_int4(next_kind):
         In NumPy, for a quantisation group, with what `quantise_group_probs` made of p, put at ``weights.at`` and at
         ``weights.scales_at``::
 
-            o = rescale * o + unit * ((low @ codes) + 256 * (high @ codes)) + sums
+            o = rescale * o + unit * (w @ codes) + sums
 
-        Codes of four tokens are put side by side::
+        Codes of four tokens are put side by side, or of two that are widened to words::
 
             bytes of tokens   t0: c0 c1 c2 ...   t1: c0 c1 c2 ...   t2: ...   t3: ...
             lanes             t0c0 t2c0 t1c0 t3c0 | t0c1 t2c1 t1c1 t3c1 | ...
@@ -829,20 +898,22 @@ class _SumsOfInt4:
         self.values, self.outputs = values, outputs
         self.row_bytes = b.ashr(values.dim, I64(1))
         self.spans = b.sdiv(b.add(values.dim, I64(INT4_SPAN - 1)), I64(INT4_SPAN))
-        # What `shares` says, and lanes of four tokens.
+        # What `shares` says, and lanes of tokens that are packed.
         short = b.icmp_signed("<=", values.dim, I64(SHORT))
-        self.width = b.select(short, I64(2), I64(4))
-        self.most = b.select(short, I64(8), I64(4))
+        self.width, self.most = (
+            b.select(short, I64(n), I64(m)) for n, m in ((2, 4), (LANES // 2, LANES // 4))
+        )
         few = b.icmp_signed("<", rows, self.most)
-        self.in_four = b.select(few, b.mul(rows, self.width), I64(16))
-        self.tokens = b.sdiv(I64(16), self.in_four)
-        # Turns of four tokens that lie between each other's are all taken.
-        in_span = b.mul(self.tokens, I64(4))
+        self.in_turn = b.select(few, b.mul(rows, self.width), I64(LANES))
+        self.tokens = b.sdiv(I64(LANES), self.in_turn)
+        # Turns of packed tokens that lie between each other's are all taken.
+        in_span = b.mul(self.tokens, I64(_PACKED))
         self.first_turn = b.mul(b.sdiv(begin, in_span), self.tokens)
         turns = b.sdiv(b.add(end, b.sub(in_span, I64(1))), in_span)
         self.turns = b.mul(turns, self.tokens)
-        # In a turn a line is prefetched, by many rows not in all turns.
-        self.seldom = b.select(b.icmp_signed(">", count, I64(_ROWS)), I64(1), I64(0))
+        # Turns that take a line of codes, which many rows take twice.
+        twice = b.icmp_signed(">", count, I64(_ROWS))
+        self.in_line = b.select(twice, I64(8 // _PACKED), I64(4 // _PACKED))
 
     def emit(self):
         """The code for all numbers of query rows."""
@@ -862,64 +933,91 @@ class _SumsOfInt4:
 
     def add_rows(self, group, first, rows):
         """A group's columns, for some rows."""
-        b, v, floats = self.b, self.v, self.floats
+        b, v = self.b, self.v
         span, in_span = b.ashr(group, I64(2)), b.and_(group, I64(3))
-        in_part = b.and_(first, b.sub(self.most, I64(1)))
-        part = b.sdiv(first, self.most)
-        place = b.add(b.mul(part, self.spans), span)
-        lanes = [b.add(b.mul(b.add(in_part, I64(r)), self.width), in_span) for r in range(rows)]
-        w_here = b.add(self.weights.at, b.mul(place, I64(512)))
-        # By low and high bytes of weights, and what the codes are.
-        keys = [*itertools.product(range(rows), range(2), range(2))]
-        sums = {key: cgutils.alloca_once(b, v.int_type) for key in keys}
-        for slot in sums.values():
-            b.store(v.splat_int(0), slot)
+        places, weights = [], []
+        for r in range(rows):
+            row = b.add(first, I64(r))
+            in_part = b.and_(row, b.sub(self.most, I64(1)))
+            place = b.add(b.mul(b.sdiv(row, self.most), self.spans), span)
+            lane = b.add(b.mul(in_part, self.width), in_span)
+            for to, start, step in (
+                (weights, self.weights.at, 32), (places, self.weights.scales_at, 2)
+            ):  # fmt: skip
+                to.append(b.add(b.add(start, lane), b.mul(place, I64(step * v.lanes))))
+        # Bytes of a token whose sums stay in registers.
+        size = _BYTES if REGISTERS > 16 or rows <= _ROWS // 2 else _BYTES // 2
+        with steps(b, I64(0), I64(_BYTES), size) as (byte, _):
+            for r, totals in enumerate(self.sums(group, byte, size, weights)):
+                self.finish(group, byte, b.add(first, I64(r)), totals, places[r])
+
+    def sums(self, group, byte, size, weights):
+        """Sums of some of a group's columns for each row, in the order of `codes`."""
+        b, v = self.b, self.v
+        add, halves = (v.add_fours, 2) if v.has_fours else (v.add_pairs, 1)
+        # By halves of weights, and by what the codes are.
+        rows, number = len(weights), 2 * size // v.lanes
+        keys = [*itertools.product(range(rows), range(halves), range(number))]
+        sums = {key: cgutils.alloca_once_value(b, v.splat_int(0)) for key in keys}
+        in_line = b.mul(self.in_line, I64(_BYTES // size))
         with steps(b, self.first_turn, self.turns, 1) as (turn, _):
-            with b.if_then(b.icmp_signed("==", b.and_(turn, self.seldom), I64(0))):
+            first = b.icmp_signed("==", b.and_(turn, b.sub(in_line, I64(1))), I64(0))
+            with b.if_then(first):
                 self.stream.issue(INT4_SPAN)
-            codes = self.codes(turn, group)
-            at = b.add(w_here, b.mul(turn, self.in_four))
-            for r, i in itertools.product(range(rows), range(2)):
-                weight = v.load_one(floats, b.add(b.add(at, lanes[r]), I64(256 * i)))
-                weight = v.splat(weight)
+            codes = [*self.codes(turn, group, byte, size)]
+            at = b.mul(turn, self.in_turn)
+            for r, i in itertools.product(range(rows), range(halves)):
+                here = b.add(b.add(at, weights[r]), I64(256 * i))
+                weight = v.splat(v.load_one(self.floats, here))
                 for k, x in enumerate(codes):
                     slot = sums[r, i, k]
-                    b.store(v.add_fours(b.load(slot), x, weight), slot)
-        at = b.add(self.weights.scales_at, b.mul(place, I64(32)))
+                    b.store(add(b.load(slot), x, weight), slot)
+        found = {key: b.load(slot) for key, slot in sums.items()}
         for r in range(rows):
-            totals = [
-                b.add(b.load(sums[r, 0, k]), b.shl(b.load(sums[r, 1, k]), v.splat_int(8)))
-                for k in range(2)
-            ]
-            self.finish(group, b.add(first, I64(r)), totals, b.add(at, lanes[r]))
+            parts = [[found[r, i, k] for i in range(halves)] for k in range(number)]
+            if halves == 1:
+                yield [part for (part,) in parts]
+            else:
+                yield [b.add(low, b.shl(high, v.splat_int(8))) for low, high in parts]
 
-    def codes(self, turn, group):
-        """A turn's codes of a group: low nibbles, and bytes as they are, or where that is too much high nibbles."""
+    def codes(self, turn, group, byte, size):
+        """A turn's codes of `size` bytes of a group, from a byte on: of each vector low nibbles, then high ones.
+
+        Bytes as they are stand for high nibbles.
+        """
         b, v = self.b, self.v
-        at = b.mul(group, I64(GROUP // 2))
+        at = b.add(b.mul(group, I64(GROUP // 2)), byte)
         in_vector = b.and_(turn, b.sub(self.tokens, I64(1)))
-        token = b.add(b.mul(b.sub(turn, in_vector), I64(4)), in_vector)
+        token = b.add(b.mul(b.sub(turn, in_vector), I64(_PACKED)), in_vector)
         places = []
-        for _ in range(4):
+        for _ in range(_PACKED):
             places.append(b.add(b.load(b.gep(self.values.offsets, [token])), at))
             token = b.add(token, self.tokens)
-        x = load_groups(v, self.values.words, places, b.sub(self.row_bytes, at))
-        x = b.bitcast(v.mixed_fours(x), v.int_type)
+        x = load_groups(v, self.values.words, places, b.sub(self.row_bytes, at), size)
+        mixed = [v.mixed_fours(x)] if v.has_fours else v.mixed_pairs(x)
         low = v.splat_int(0x0F0F0F0F)
-        high = x if v.has_fours else b.and_(b.lshr(x, v.splat_int(4)), low)
-        return b.and_(x, low), high
+        for x in mixed:
+            whole = b.bitcast(x, v.int_type)
+            yield from (b.and_(whole, low), whole)
 
-    def finish(self, group, row, totals, at):
-        """Add a group's sums to the output row."""
+    def finish(self, group, byte, row, totals, at):
+        """Add a group's sums to the output row, of the columns of `codes`."""
         b, v = self.b, self.v
-        minimum, scale = (v.splat(v.load_one(self.floats, b.add(at, I64(i)))) for i in (0, 16))
-        low, high = totals
-        if v.has_fours:  # of whole bytes: high nibbles count 16 times
-            high = b.ashr(b.sub(high, low), v.splat_int(4))
+        minimum, scale = (v.splat(v.load_one(self.floats, b.add(at, I64(i)))) for i in (0, v.lanes))
         column = b.mul(group, I64(GROUP))
         left = b.ashr(b.sub(self.values.dim, column), I64(1))
-        half = b.select(b.icmp_signed("<", left, I64(16)), left, I64(16))
-        for x, start in ((low, column), (high, b.add(column, half))):
+        half = b.select(b.icmp_signed("<", left, I64(_BYTES)), left, I64(_BYTES))
+        for i, x in enumerate(totals):
+            if i % 2:  # of whole bytes: high nibbles count 16 times
+                x = b.ashr(b.sub(x, totals[i - 1]), v.splat_int(4))
+            first = b.add(byte, I64(i // 2 * v.lanes))
+            start = b.add(b.add(column, half) if i % 2 else column, first)
             value = v.fma(b.sitofp(x, v.type), scale, minimum)
-            mask = v.lanes_below(half)
-            add_to_output(v, self.floats, self.outputs, row, value, start, mask)
+            here = b.sub(half, first)
+            # AVX2 has masks of its own, which take their time.
+            masks = None, v.lanes_below(here)
+            whole = b.icmp_signed(">=", here, I64(v.lanes))
+            with b.if_else(whole, likely=True) as places:
+                for place, mask in zip(places, masks, strict=True):
+                    with place:
+                        add_to_output(v, self.floats, self.outputs, row, value, start, mask)
