@@ -1,4 +1,4 @@
-"""Who may use an object at the same time: one writer, and readers beside it that see whole tokens.
+"""Concurrent use of an object: one writer at a time, and concurrent readers that see whole tokens.
 
 Every object that changes has an `Access` and marks its public methods::
 
@@ -8,12 +8,12 @@ Every object that changes has an `Access` and marks its public methods::
     @drops      moves or drops rows that a reader may be looking at; it is whole, too.
     @reads      computes from rows.
 
-A second writer gets an error before it has changed anything, whether it comes from another thread or from inside the
-first call: from a finaliser, a signal handler, or the shift function of a removal. A reader that was overtaken by a
-`drops` gets an error in place of a result from rows that were moved under it. Nobody waits.
+A second writer gets an error before it has changed anything. It may be another thread, or a call inside the first one:
+from a finaliser, a signal handler, or the shift function of a removal. If a `drops` call moves rows during a read, the
+reader gets an error instead of a result. No call blocks.
 
-A method that is marked must not call another one that is marked, on the same object: what both need is a method of its
-own, with an underscore.
+A marked method must not call another marked method of the same object. Code that both need is a method of its own, with
+an underscore.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _R = TypeVar("_R")
 
 
 class Access:
-    """Who is changing an object now, and how often rows have been moved or dropped.
+    """The call that is changing an object, and how often rows have been moved or dropped.
 
-    A copy, and what comes out of a pickle, begins anew.
+    Copies and unpickled objects begin anew.
 
     Attributes
     ----------
     writer : dict
-        Holds something of the call that is changing the object under the key ``"call"``, or nothing.
+        Has a token of the call that is changing the object under the key ``"call"``, if there is one.
     dropped : int
         Even when rows stay where they are; odd while they are being moved or dropped.
     """
@@ -68,7 +68,7 @@ _Self = TypeVar("_Self", bound=HasAccess)
 
 
 def busy(obj: object, name: str) -> NumkvError:
-    """The error of a second writer."""
+    """Return the error of a second writer."""
     return NumkvError(
         f"{name}: this {type(obj).__name__} is being changed by another call, of another thread or of one that "
         "this call is inside of (a finaliser, a signal handler, a shift function); let one writer at a time use it"
@@ -76,16 +76,16 @@ def busy(obj: object, name: str) -> NumkvError:
 
 
 def overtaken(obj: object, name: str) -> NumkvError:
-    """The error of a reader whose rows were moved or dropped meanwhile."""
+    """Return the error of a reader whose rows were moved or dropped meanwhile."""
     return NumkvError(
         f"{name}: rows of this {type(obj).__name__} were moved or dropped while they were read, so there is no "
         "result; do not truncate, compact, clear or remove while others read"
     )
 
 
-# A call claims an object by one `setdefault`, which threads and signal handlers do not divide. It leaves its `rest`
-# there, an object that no other call has, and so knows in the `finally` whether it was this call that claimed: an
-# interrupt may come at any moment. What gives the object free calls nothing, so that no interrupt can come in between.
+# A call claims an object by one `setdefault`, which is atomic for threads and signal handlers. It stores its own `rest`
+# there, an object unique to the call. So it can tell in the `finally` whether it has claimed the object, even if an
+# interrupt came at any moment. Releasing the claim runs no Python code, so it cannot be interrupted.
 _WRITES = """\
 def alone({taken}):
     writer = self._access.writer
@@ -115,16 +115,16 @@ _MISSING: Any = object()  # in place of an argument that a caller has left out
 
 
 def _woven(method: Any, template: str) -> Any:
-    """A method in a template that takes the same arguments: to hand on ``*args, **kwargs`` would cost 250 ns a call."""
+    """Return a method in a template with the same arguments; ``*args, **kwargs`` would cost 250 ns a call."""
     name, code, of_only = method.__name__.strip("_"), method.__code__, method.__kwdefaults__ or {}
     first, last = code.co_argcount, code.co_argcount + code.co_kwonlyargcount
     names, only = code.co_varnames[1:first], code.co_varnames[first:last]
-    # Whether the method takes any other name, too, and looks at it itself.
+    # Whether the method accepts any other name, and checks it itself.
     by_name = bool(code.co_flags & inspect.CO_VARKEYWORDS)
     assert not code.co_flags & inspect.CO_VARARGS, f"{method.__qualname__} takes *args"
 
     def unusual(self: Any, given: dict[str, Any], rest: dict[str, Any]) -> Any:
-        """Call the method with what there is, where an argument is missing or unknown: Python has the words for it."""
+        """Call the method with a missing or unknown argument, for which Python raises the error."""
         given = {each: x for each, x in given.items() if x is not _MISSING}
         try:
             return method(self, **given, **rest)
@@ -160,7 +160,7 @@ def _woven(method: Any, template: str) -> Any:
 
 @functools.cache
 def _compiled(source: str) -> CodeType:
-    """A template as it is filled; tracebacks show its lines, too."""
+    """Compile a filled template; tracebacks show its lines, too."""
     file = f"{__file__}: {source.partition(':')[0]}"
     linecache.cache[file] = len(source), None, source.splitlines(True), file
     return compile(source, file, "exec")
@@ -173,12 +173,12 @@ def writes(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate
 
 
 def whole(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
-    """Mark a method that changes several things which belong together: alone among writers, signals held back."""
+    """Mark a method that changes several things which belong together: one writer, and signals are deferred."""
     return uninterrupted(writes(method))
 
 
 class dropping:  # noqa: N801 - as `contextlib.suppress` and its like
-    """In this context rows are moved or dropped: signals wait, and readers beside it get an error."""
+    """A context in which rows are moved or dropped: signals are deferred, and concurrent readers get an error."""
 
     __slots__ = ("_access",)
 
@@ -195,33 +195,33 @@ class dropping:  # noqa: N801 - as `contextlib.suppress` and its like
 
 
 def drops(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
-    """Mark a method that moves or drops rows: `whole`, and readers beside it get an error."""
+    """Mark a method that moves or drops rows: `whole`, and concurrent readers get an error."""
     moving: Callable[Concatenate[_Self, _P], _R] = _woven(method, _DROPS)
     return uninterrupted(moving)
 
 
 def reads(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
-    """Mark a method that computes from rows: it gets an error where they are moved or dropped meanwhile."""
+    """Mark a method that computes from rows: it raises if they are moved or dropped meanwhile."""
     checked: Callable[Concatenate[_Self, _P], _R] = _woven(method, _READS)
     return checked
 
 
 @writes
 def alone(obj: HasAccess, action: Callable[[], None]) -> None:
-    """Do something with an object that nobody else changes."""
+    """Run an action on an object as its only writer."""
     action()
 
 
 @contextlib.contextmanager
 def unchanged(objects: Sequence[tuple[HasAccess, bool]]) -> Iterator[None]:
-    """Let nobody change objects that are being saved without an error.
+    """Raise if objects are changed while they are being saved.
 
     Parameters
     ----------
     objects : sequence of (object, bool)
-        What is saved, and whether new tokens would change rows that are there: then those who bring some get the error,
-        as saving counts as a writer. Else they may go on, as their rows come after what is saved; whoever moves or
-        drops rows makes saving fail.
+        The objects to save, and whether new tokens would change existing rows. If so, saving counts as a writer, and
+        calls that add tokens raise. Otherwise they may go on, as their rows come after the saved ones. Moving or
+        dropping rows makes saving fail.
 
     Raises
     ------
@@ -234,7 +234,7 @@ def unchanged(objects: Sequence[tuple[HasAccess, bool]]) -> Iterator[None]:
     (x, alone), *others = objects
     access = x._access
     writer, before, token = access.writer, access.dropped, object()
-    # Caches of a wrapper share one, of which the first says whether it has to be alone.
+    # Caches of a wrapper share one `Access`; the first cache defines whether saving is its only writer.
     rest = [each for each in others if each[0]._access is not access]
     try:
         if alone and writer.setdefault("call", token) is not token:

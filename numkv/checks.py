@@ -148,7 +148,7 @@ def check_array(
 
 
 def is_plain(x: Any, ndim: int) -> bool:
-    """Whether an argument is what most are: a NumPy array of so many axes, aligned, with a contiguous last axis.
+    """Return whether an argument is what most are: a NumPy array of so many axes, aligned, with a contiguous last axis.
 
     `check_array` has nothing to say about the layout of such an array on the CPU, and takes longer to find that out.
     """
@@ -158,7 +158,7 @@ def is_plain(x: Any, ndim: int) -> bool:
 
 
 def _is_aligned(x: Array, itemsize: int) -> bool:
-    """Whether elements lie at multiples of their size, as kernels count in elements."""
+    """Return whether elements lie at multiples of their size, as kernels count in elements."""
     if isinstance(x, np.ndarray):
         return x.flags.aligned
     return not x.size or all(

@@ -225,7 +225,7 @@ def _listed(name: str, given: Any) -> list[Any]:
 
 
 def _pair(choice: Any) -> tuple[Kind, Kind]:
-    """The kinds of K and of V."""
+    """Return the kinds of K and of V."""
     if not isinstance(choice, tuple):
         return kinds_of(choice, None, None)
     if len(choice) != 2:

@@ -72,7 +72,7 @@ def slot_of(block_table, position, block_size):  # type: ignore[no-untyped-def]
 
 @register_jitable
 def is_finite(row):  # type: ignore[no-untyped-def]
-    """Whether all elements of a row are finite as float32, so that a quantised kind can store it.
+    """Return whether all elements of a row are finite as float32, so that a quantised kind can store it.
 
     Parameters
     ----------
@@ -102,9 +102,9 @@ def load_row(kind: str | Kind) -> Callable[..., bool]:
     -------
     function
         ``load(words, scales, slot, head, out) -> bool``. `words` and `scales` are ``arrays.k`` and ``arrays.k_scale``,
-        or those of V; `out`, a float array ``(dim,)``, takes the row: in float32, of fp64 in float64, and then
-        converted to the dtype of `out`. False if there is no such slot or head, or `out` has not as many elements as a
-        row; `out` is all NaN then.
+        or those of V. `out`, a float array ``(dim,)``, receives the row. It is computed in float32, or float64 for
+        fp64, and converted to the dtype of `out`. The function returns False if there is no such slot or head, or if
+        `out` has another length than a row; `out` is all NaN then.
 
     Raises
     ------
@@ -237,7 +237,7 @@ def _store_row(name: str) -> Callable[..., bool]:
 
 @register_jitable
 def _holds(words, slot, head):  # type: ignore[no-untyped-def]
-    """Whether a buffer has a slot and a head."""
+    """Return whether a buffer has a slot and a head."""
     slots = words.shape[0] * np.int64(words.shape[2])
     return slot >= 0 and slot < slots and head >= 0 and head < words.shape[1]
 

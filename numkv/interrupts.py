@@ -1,25 +1,25 @@
-"""Signals held back, so that a change of several parts is made whole before a signal handler may raise.
+"""Deferred signals, so that a change of several parts is complete before a signal handler may raise.
 
-Python runs signal handlers in the main thread, between any two of its instructions, and what a handler raises leaves
-from there: `KeyboardInterrupt` in the middle of a commit would leave half of it. So what changes the books of an object
-runs in a section::
+Python runs signal handlers in the main thread, between any two of its instructions. An exception of a handler is raised
+there: `KeyboardInterrupt` in the middle of a commit would leave half of it. So code that changes the metadata of an
+object runs in a section::
 
     with signals_deferred:
         ...  # every signal that arrives waits for the end
 
-The handlers of what has arrived run at the end of the outermost section, once for each signal, in the order of arrival;
-what they raise leaves from there, and the change has been made. Outside the main thread, where Python runs no handler,
-a section costs nothing. It holds back no exception that another thread sets (``PyThreadState_SetAsyncExc``).
+The handlers run at the end of the outermost section, once for each signal that has arrived, in the order of arrival.
+They raise there, after the change has been made. Outside the main thread, where Python runs no handler, a section costs
+nothing. It does not defer exceptions that another thread sets (``PyThreadState_SetAsyncExc``).
 
-What waits for a network is opened again::
+Code that waits for a network opens the section again::
 
     with signals_deferred:
         with opened():
             ...  # signals are handled as they come: what is half made has to be undone where an exception passes
 
-Blocking signals (`signal.pthread_sigmask`) would not do: the kernel then gives them to any other thread of the process,
-a helper of OpenMP say, and Python runs the handler in the main thread all the same. So a section puts a handler of its
-own in place of those that Python would run, and gives them back at its end.
+Blocking signals (`signal.pthread_sigmask`) would not suffice. The operating system then delivers them to another thread
+of the process, such as one of OpenMP, and Python still runs the handler in the main thread. So a section replaces
+Python's handlers by one of its own, and restores them at its end.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _SignalsDeferred:
         self._note = self.note  # one object, so that it can be told from other handlers
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Stand in for a handler: let the signal wait, or pass it on where nothing holds it back."""
+        """Stand in for a handler: defer the signal, or call its handler outside of sections."""
         if self.depth > self.open_at:
             self.waiting.setdefault(number, frame)
         else:
@@ -83,7 +83,7 @@ class _SignalsDeferred:
             self._known = found
         try:
             for i in self._handled:
-                # It is our own where an interrupt kept it from being given back.
+                # It is this handler if an interrupt prevented its removal.
                 if found[i] is not self._note:
                     self.handlers[_NUMBERS[i]] = found[i]
                     _signal.signal(_NUMBERS[i], self._note)
@@ -102,7 +102,7 @@ class _SignalsDeferred:
                 self.deliver()
             return
         try:
-            # The change is made: from here on what is raised may leave.
+            # The change is made: from here on handlers may raise.
             self.depth = self.open_at = 0
             self._give_back()
         finally:
@@ -143,7 +143,7 @@ signals_deferred = _SignalsDeferred()
 
 
 def uninterrupted(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A function or method that runs in a section."""
+    """Return a function or method that runs in a section."""
 
     @functools.wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -163,7 +163,8 @@ class opened:  # noqa: N801 - as `contextlib.suppress` and its like
             try:
                 signals_deferred.deliver()
             except BaseException:
-                # Nobody leaves what was never entered; what undoes the change is held, too.
+                # `__exit__` does not run for a context that was never entered. Code that undoes the change is deferred,
+                # too.
                 signals_deferred.open_at = self.before
                 raise
 

@@ -1,9 +1,9 @@
 """Storage kinds: how an element of K or V lies in memory, in one table from which all else is derived.
 
-A kind answers for its own size (`Kind.bytes_per_token`), its dtype for the user (`Kind.dtype`) and its dtype inside
-kernels (`Kind.word`): 16-bit floats are carried as ``uint16`` words and 8-bit floats as ``uint8``, because Numba's CPU
-target has no arrays of them. Whatever depends on a kind is asked of it, or derived from the table at the end of this
-file; nothing else lists kinds by name, but for `numkv.rows` (how elements are converted) and code that is about one
+A kind defines its own size (`Kind.bytes_per_token`), its dtype for the user (`Kind.dtype`) and its dtype inside kernels
+(`Kind.word`). Kernels use ``uint16`` words for 16-bit floats and ``uint8`` for 8-bit floats, because Numba's CPU target
+has no arrays of them. All properties of a kind are asked of it, or derived from the table at the end of this file.
+Other code does not list kinds by name, except `numkv.rows` (how elements are converted) and code that is about one
 kind.
 """
 
@@ -204,9 +204,9 @@ class Kind:
         -------
         tuple of int
             `rows` if a row has one scale, with one more axis if its groups have one each. If channels have scales,
-            groups of tokens replace tokens, each with the scales of its channels, then their zero points, then as
-            integers the numbers of the channels with a second code.
-            ``(num_kv_heads,)`` if heads have one each, and ``(0, 0, 0)`` if there are none.
+            groups of tokens replace tokens. Each has the scales of its channels, then their zero points, then the
+            numbers of the channels with a second code, as integers. ``(num_kv_heads,)`` if heads have one each, and
+            ``(0, 0, 0)`` if there are none.
 
         Raises
         ------
@@ -452,7 +452,7 @@ def kind_of_stored_dtype(dtype: Any) -> Kind | None:
 def kinds_of(
     both: str | Kind, k_kind: str | Kind | None, v_kind: str | Kind | None, by_channel: bool = False
 ) -> tuple[Kind, Kind]:
-    """The kinds of K and of V from the three arguments that every object takes.
+    """Return the kinds of K and of V from the three arguments that every object takes.
 
     Parameters
     ----------

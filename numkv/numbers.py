@@ -158,12 +158,12 @@ def check_window(window_left: Any) -> int:
 
 
 def is_number(x: Any) -> bool:
-    """Whether an argument that may be an array or a number is to be taken by `check_number`."""
+    """Return whether an argument that may be an array or a number is to be taken by `check_number`."""
     return isinstance(x, (int, float, np.generic)) or (isinstance(x, np.ndarray) and x.ndim == 0)
 
 
 def _is_real(dtype: np.dtype[Any]) -> bool:
-    """Whether a dtype is one of integers or floats, those of ml_dtypes included."""
+    """Return whether a dtype is one of integers or floats, those of ml_dtypes included."""
     return dtype.kind in "fiu" or (dtype.kind == "V" and dtype.isbuiltin == 2)
 
 

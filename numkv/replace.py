@@ -28,10 +28,10 @@ def replacing(
 ) -> Iterator[int]:
     """Write a file beside another one, which it replaces once all of it is on the disk.
 
-    The new file has a name that nobody else has, so that any number of writers may replace one path at a time: each
-    writes a file of its own, and the last one to finish stays. After any error the new file is gone, and the old one
-    is what it was. Only a process that is killed leaves its file behind, under the name ``.<name>.<random>.partial``;
-    the next writer of the path removes it. A writer holds a lock on its file, which ends with its process.
+    The new file has a unique name, so any number of writers may replace one path at the same time. Each writes a file
+    of its own, and the last one to finish stays. After any error the new file is gone, and the old one is what it was.
+    Only a process that is killed leaves its file behind, under the name ``.<name>.<random>.partial``; the next writer
+    of the path removes it. A writer holds a lock on its file, which ends with its process.
 
     Parameters
     ----------

@@ -19,8 +19,8 @@ from numkv.numbers import check_size
 def set_num_threads(n: int | None) -> None:
     """Choose how many threads calls of this Python thread may use on the CPU.
 
-    A new Python thread starts without a choice, whoever starts it; a forked child goes on with that of the thread
-    that forked. Inside of `num_threads` the choice lasts until that ends.
+    A new Python thread starts without a choice. A forked child keeps the choice of the thread that forked. Inside of
+    `num_threads` the choice lasts until that ends.
 
     Parameters
     ----------
@@ -39,12 +39,12 @@ def set_num_threads(n: int | None) -> None:
 
 
 def get_num_threads() -> int:
-    """The number of threads that calls of this Python thread may use on the CPU.
+    """Return the number of threads that calls of this Python thread may use on the CPU.
 
     Returns
     -------
     int
-        What was chosen, or else ``numba.get_num_threads()``. It is 1 in a forked child that cannot use its parent's
+        The chosen number, or else ``numba.get_num_threads()``. It is 1 in a forked child that cannot use its parent's
         threads, as with GNU OpenMP.
     """
     return _in_force()

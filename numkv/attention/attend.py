@@ -58,7 +58,7 @@ def attend(
         Whether `block_table` holds a slot, ``block * block_size + offset``, for each token instead of a block for
         every `block_size` tokens.
     validate : bool
-        Whether the values of sinks are looked at where that waits for the device.
+        Whether the values of sinks are checked if that waits for the device.
 
     Returns
     -------
@@ -111,7 +111,7 @@ def run(
     ranges: Array | None = None,
     by_slot: bool = False,
 ) -> Any:
-    """Attend as `attend` does, with options from `check_call`: nothing is checked, and no option says who sees what."""
+    """Attend as `attend` does, without checks, with options from `check_call`, none of which is a mask."""
     k, v = pool.k_buffer, pool.v_buffer
     target, out_dtype, compute = k.target, q.dtype, _compute_dtype(pool, q.dtype)
     num_tokens, num_q_heads, head_dim = q.shape
@@ -150,7 +150,7 @@ def run(
 def check_call(
     q: Array, options: CheckedOptions, pools: Sequence[Pool], tables: dict[str, Array], validate: bool = False
 ) -> CheckedOptions:  # fmt: skip
-    """Check the arrays of options, but for what `sight` has, as `run` takes them.
+    """Check the arrays of options, except those of `sight`, for `run`.
 
     Parameters
     ----------
@@ -159,11 +159,11 @@ def check_call(
     options : CheckedOptions
         From `check_options`.
     pools : sequence of Pool
-        What is read; the first one has the sinks of the softmax.
+        The pools to read; the first one has the sinks of the softmax.
     tables : dict of str to array
-        What else is read, by its name.
+        Further arrays that are read, by name.
     validate : bool
-        Whether the values of sinks are looked at where that waits for the device.
+        Whether the values of sinks are checked if that waits for the device.
 
     Returns
     -------
@@ -182,7 +182,7 @@ def check_call(
 
 
 def check_out(out: Any, q: Array, pools: Sequence[Pool], tables: dict[str, Array]) -> Array:
-    """An array for the output that shares no memory with what is read, unless it is the queries themselves."""
+    """Return an array for the output that shares no memory with inputs, except that it may be the queries."""
     target, (tokens, heads, _) = pools[0].target, q.shape
     shape = tokens, heads, pools[0].v_buffer.dim
     if (
@@ -242,7 +242,7 @@ def no_ranges(target: str) -> Array:
 
 @functools.cache
 def _no_lse(target: str) -> Array:
-    """What kernels of CUDA take where nobody asks for the lse."""
+    """Return CUDA kernels' placeholder for an lse that is not asked for."""
     return targets.by_key(target).empty((0, 0), _FLOAT32)
 
 
@@ -351,7 +351,7 @@ def check_blocks(
 
 
 def too_many_queries(queries: int, length: int, where: str = "") -> DimensionMismatch:
-    """The error for more queries than tokens: each query is one of the cached tokens."""
+    """Return the error for more queries than tokens: each query is one of the cached tokens."""
     return DimensionMismatch(
         f"`q`: expected at most as many queries as cached tokens{where}, {length}, got {queries}; "
         "append the queries' own tokens first",

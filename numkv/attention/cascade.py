@@ -1,8 +1,8 @@
-"""Attention of sequences that begin with the same rows: these are read once for all, and both parts are merged.
+"""Attention of sequences with a common prefix: its rows are read once for all, and both parts are merged.
 
-A sequence's result is the same, bit for bit, whoever shares its prefix: queries meet the prefix in chunks of so many
-rows that all of them take the same way through the kernels, however many queries there are. What is missing of a chunk
-is filled up with queries that are there already. Source: Ye et al., "Cascade Inference" (FlashInfer, 2024).
+A sequence's result does not depend, bit for bit, on the sequences that share its prefix. Queries attend to the prefix
+in chunks whose number of rows makes the kernels use the same code path, however many queries there are. A partial chunk
+is padded with copies of its queries. Source: Ye et al., "Cascade Inference" (FlashInfer, 2024).
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from numkv.errors import NotSupported
 from numkv.storage.pool import Pool
 
 _FLOAT32 = np.dtype(np.float32)
-# Rows of a kv head that meet a prefix together: at least the first, a multiple of the second, at most the third. All
-# are rows of one item then, in whole groups of rows. On the CPU several chunks, up to the third, are one item, whose
-# rows know nothing of each other; on CUDA splits depend on the number of rows, so each is alone. The first is what
-# a matrix unit and CUDA take in one way. Vector code needs less to be filled up: panels of float rows take whatever
-# is more than a few rows alike, and over other rows any number of whole groups is taken alike.
+# Rows of a kv head that attend to a prefix together: at least the first, a multiple of the second, at most the third.
+# All are rows of one item, in whole groups of rows. On the CPU several chunks, up to the third, are one item, whose
+# rows are independent. On CUDA splits depend on the number of rows, so each chunk is alone. From the first on, a matrix
+# unit and CUDA always use one path. Vector code needs less padding. Panels of float rows use one path for more than a
+# few rows, and other rows for any number of whole groups.
 _LEAST, _UNIT, _MOST = 32, 8, 64
 
 
 class Prefix(NamedTuple):
-    """What some sequences begin with.
+    """The common prefix of some sequences.
 
     Attributes
     ----------
     seq : int
-        A sequence that begins with it: its row of the block table is looked at.
+        A sequence that begins with it, whose row of the block table is used.
     tokens : int64 array
-        Queries that see it, by their numbers in the call.
+        Numbers of the queries that see it.
     """
 
     seq: int
@@ -46,14 +46,14 @@ class Prefix(NamedTuple):
 
 
 def chunk_tokens(group: int, least: int = _LEAST) -> int:
-    """Query tokens of a chunk, for q heads that share a kv head; 0 where no chunk is one item."""
+    """Return the query tokens of a chunk, for q heads that share a kv head; 0 if no chunk is one item."""
     rows = math.lcm(group, _UNIT)
     rows *= -(-least // rows)
     return rows // group if rows <= _MOST else 0
 
 
 def _least_rows(pool: Pool, q_dtype: Any) -> int:
-    """Rows of a chunk at least, as kinds and the machine ask for, whatever the call."""
+    """Return the fewest rows of a chunk, by kinds and machine, for all calls."""
     if not pool.target.values_on_host:
         return _LEAST
     from numkv.kernels.cpu.attention.engines import by_panels, panels_from, use_amx

@@ -60,8 +60,8 @@ def decode_attention(
         The newest token's query of each sequence; fp16, bf16, fp32 or fp64, whatever the cache is. Q head h reads
         kv head ``h // (num_q_heads // num_kv_heads)``.
     k : array (num_seqs, num_kv_heads, capacity, head_dim)
-        Cached keys, of any float kind, or codes: int8, of int4 and code4 two to a byte, of code6 eight in three int16.
-        Slots past a sequence's length are never read.
+        Cached keys, of any float kind, or codes. int8 stores one code an element, int4 and code4 two a byte, code6
+        eight in three int16. Slots past a sequence's length are never read.
     v : array (num_seqs, num_kv_heads, capacity, head_dim_v)
         Cached values.
     seq_lens : int32 or int64 array (num_seqs,)
@@ -71,9 +71,9 @@ def decode_attention(
     return_lse : bool
         Whether to return the log of the sum of exponentials too.
     k_scale, v_scale : array, optional
-        Scales of stored elements: of int8 and codes of codebooks float32 ``(num_seqs, num_kv_heads, capacity)``, of
-        int4 bfloat16 ``(num_seqs, num_kv_heads, capacity, ceil(head_dim / 32))``; of fp8 float32 ``(num_kv_heads,)``,
-        a number, or None for 1. None for other float kinds.
+        Scales of stored elements. int8, code4 and code6: float32 ``(num_seqs, num_kv_heads, capacity)``. int4: bfloat16
+        ``(num_seqs, num_kv_heads, capacity, ceil(head_dim / 32))``. fp8: float32 ``(num_kv_heads,)``, a number, or None
+        for 1. Other float kinds: None.
     validate : bool
         On CUDA, check the values of `seq_lens` and `sinks` too, which waits for the device. On the CPU they are always
         checked.

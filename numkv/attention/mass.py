@@ -101,10 +101,10 @@ def mass_of_parts(
     parts: Sequence[Part], q: Array, seq_lens: Array, q_starts: Array, columns: int, options: CheckedOptions, lse: Any,
     begins: Sequence[int] = (),
 ) -> Array:  # fmt: skip
-    """Sum attention as `attention_mass` does over parts that have no token in common; it waits for the device.
+    """Sum attention as `attention_mass` does, over parts without a common token; it waits for the device.
 
-    With the lse known, what a query gives to a token is independent of all others. `begins` has the token with which
-    each part's table begins, where that is not the first.
+    With the lse known, a query's weight for a token is independent of all other tokens. `begins` has the first token of
+    each part's table, if that is not token 0.
     """
     target = parts[0].pool.target
     if lse is None:

@@ -51,8 +51,8 @@ class AttentionOptions(TypedDict, total=False):
     alibi_slopes: Any
 
 
-#: Names of all options, and of those that some calls take: sums of attention, of tokens in a window, with sinks, and
-#: calls in layers that have a window of their own.
+#: Names of all options, then of those that some calls accept: sums of attention, sums in a window, sums with sinks, and
+#: calls in layers with a window of their own.
 ALL = frozenset(AttentionOptions.__annotations__)
 SCORES = frozenset(("sm_scale", "logits_soft_cap"))
 IN_A_WINDOW = SCORES | {"window_left"}
@@ -64,7 +64,7 @@ _SIGHT = ALL - IN_A_WINDOW - WITH_SINKS
 
 
 class CheckedOptions(NamedTuple):  # made in a third of the time of a frozen dataclass
-    """What a caller asks of attention beside the arrays, from `check_options`.
+    """The options of an attention call, from `check_options`.
 
     Attributes
     ----------
@@ -75,9 +75,9 @@ class CheckedOptions(NamedTuple):  # made in a third of the time of a frozen dat
     return_lse : bool
         Whether the lse is returned too.
     out : array or None
-        What takes the output, not checked.
+        The array for the output, not checked.
     sight : Sight or None
-        What queries see, where causality and the window do not say it all; arrays not checked.
+        The tokens that queries see, where causality and the window do not suffice; arrays not checked.
     """
 
     sm_scale: float | None = None
@@ -104,7 +104,7 @@ PLAIN = CheckedOptions()
 
 
 def only_scaled(given: Mapping[str, Any], return_lse: Any, out: Any) -> bool:
-    """Whether a call asks for nothing but a scale, which is not checked; other options may say their defaults."""
+    """Return whether a call has no option but a scale, which is not checked, and defaults."""
     if out is not None or return_lse is not False:
         return False
     for name, x in given.items():
@@ -151,7 +151,7 @@ def check_options(
 
 
 def _unknown(name: str, takes: frozenset[str]) -> TypeError:
-    """The error for an option that a call does not take."""
+    """Return the error for an option that a call does not take."""
     if name in ("window", "sliding_window"):
         return TypeError(
             f"`{name}`: expected `window_left`, earlier tokens that a query sees before its own; pass "
@@ -168,7 +168,7 @@ def _unknown(name: str, takes: frozenset[str]) -> TypeError:
 
 
 def is_free(options: CheckedOptions) -> bool:
-    """Whether the queries of a call need not be cached tokens."""
+    """Return whether the queries of a call need not be cached tokens."""
     return options.sight is not None and not options.sight.counts_tokens
 
 

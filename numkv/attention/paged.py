@@ -88,8 +88,8 @@ def paged_decode_attention(
     out, return_lse, **options
         See `numkv.decode_attention`.
     k_scale, v_scale : array, optional
-        Scales of stored elements: of int8, code4 and code6 float32 ``(num_blocks, num_kv_heads, block_size)``, of int4
-        bfloat16 ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``; of fp8 float32 ``(num_kv_heads,)``, a
+        Scales of stored elements. int8, code4 and code6: float32 ``(num_blocks, num_kv_heads, block_size)``. int4:
+        bfloat16 ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``. fp8: float32 ``(num_kv_heads,)``, a
         number, or None for 1. None for other float kinds.
     validate : bool
         On CUDA, check the lengths and blocks too, which waits for the device. On the CPU they are always checked.
@@ -278,7 +278,7 @@ def cascade_attention(
 
 
 def _check_shared(table: Array, lens: Array, starts: Array, shared: int, block_size: int) -> None:
-    """Refuse queries among the shared tokens, and tables that do not begin alike."""
+    """Refuse queries among the shared tokens, and tables with different first blocks."""
     queries = np.diff(np.asarray(starts))
     first = (lens - queries)[queries > 0]
     if len(first) and first.min() < shared:

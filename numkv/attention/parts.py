@@ -19,7 +19,7 @@ _FLOAT32 = np.dtype(np.float32)
 
 
 class Part(NamedTuple):
-    """What is read of one pool."""
+    """The part of a call that reads one pool."""
 
     pool: Pool
     table: Array
@@ -37,7 +37,7 @@ def attend_to_parts(
 ) -> Any:
     """Attend with checked queries over parts that have no token in common.
 
-    A part that nobody sees may be left out, but for the first: that changes no bit, as queries of 16 bits are widened
+    A part that no query sees may be left out, except the first. That changes no bit, as queries of 16 bits are widened
     in any case.
 
     Parameters
@@ -50,7 +50,7 @@ def attend_to_parts(
     Returns
     -------
     array or tuple of array
-        As `attend` gives them.
+        The results of `attend`.
     """
     tables = {f"block_table of part {i} ({x.pool.k_kind})": x.table for i, x in enumerate(parts)}
     tables |= {"seq_lens": lens, "cu_seqlens_q": starts}
@@ -63,9 +63,9 @@ def run_parts(
     parts: Sequence[Part], q: Array, lens: Array, starts: Array, options: CheckedOptions,
     beside: Callable[[Array, CheckedOptions], Any] | None = None,
 ) -> Any:  # fmt: skip
-    """Attend as `attend_to_parts` does, with options from `check_call`: nothing is checked.
+    """Attend as `attend_to_parts` does, without checks, with options from `check_call`.
 
-    `beside` attends to one part more, with the queries and the options that it is given.
+    `beside` attends to one more part, with the queries and the options that it is passed.
     """
     asked = options._replace(return_lse=True, out=None, window_left=-1, sight=None)
 
@@ -87,7 +87,7 @@ def run_seen(
 ) -> Any:
     """Attend as `run_parts` does, to the parts that some query sees, by their ranges on the host.
 
-    One alone is attended to without widening queries; where nobody sees anything, that is the first.
+    A single visible part is read without widening queries. If no query sees a token, that is the first part.
     """
     seen = [x for x in parts if (x.ranges[:, 0] < x.ranges[:, 1]).any()] or parts[:1]
     index = parts[0].pool.target.index
@@ -104,7 +104,7 @@ def run_seen(
 def merged(
     pool: Pool, q: Array, options: CheckedOptions, parts: Sequence[Callable[[Array], Any]]
 ) -> Any:
-    """Merge what the functions give for queries of 32 bits or more, each an output and its lse; rounded at the end."""
+    """Merge the functions' outputs by their lse, for queries of 32 bits or more; rounded at the end."""
     target, own = pool.target, kind_of_dtype(q.dtype)
     shape = int(q.shape[0]), int(q.shape[1]), pool.head_dim_v
     assert own is not None

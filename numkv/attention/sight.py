@@ -1,4 +1,4 @@
-"""Who sees what, beside causality and a window: options of attention, checked, and written as kernels take them."""
+"""Masks besides causality and a window: attention's options, checked, and laid out for kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WORDS = (np.dtype(np.uint32), np.dtype(np.int32))
 
 
 class Sight(NamedTuple):
-    """What the queries of a call see, where causality and a window do not say it all; arrays not checked.
+    """The tokens that a call's queries see, where causality and a window do not suffice; arrays not checked.
 
     Attributes
     ----------
@@ -34,7 +34,7 @@ class Sight(NamedTuple):
     alibi_slopes : array (num_q_heads,) or None
         Slopes of biases.
     first : int
-        The first token that any query sees, where queries are causal: what comes before is another call's.
+        The first token that any query sees, if queries are causal. Another call computes earlier tokens.
     """
 
     causal: bool = True
@@ -45,12 +45,12 @@ class Sight(NamedTuple):
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether each query is one of the cached tokens, as it is where tokens before it are what it sees."""
+        """Whether each query is one of the cached tokens, as with causality or a mask."""
         return self.mask is not None or (self.causal and self.ranges is None)
 
 
 def check_sight(given: Mapping[str, Any], window_left: int) -> Sight | None:
-    """Take the options of a call that say what queries see; None where there are none that matter."""
+    """Return the options of a call that define masks; None if none matters."""
     causal = check_flag("causal", given.get("causal"), True)
     made = Sight(causal, given.get("ranges"), given.get("mask"), given.get("alibi_slopes"))
     if made.causal and made.ranges is None and made.mask is None and made.alibi_slopes is None:
@@ -69,7 +69,7 @@ def lay_out(
     target: Target, sight: Sight, seq_lens: Array, q_starts: Array, capacity: int, window_left: int,
     sinks: Array, num_tokens: int, num_q_heads: int, out: Array | None, *, validate: bool,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """What queries see as kernels take it, and sinks with slopes.
+    """Lay out masks for kernels, and sinks with slopes.
 
     Parameters
     ----------
@@ -90,12 +90,12 @@ def lay_out(
     out : array or None
         An array of the caller's that the call writes to.
     validate : bool
-        Whether values are looked at where that waits for the device.
+        Whether values are checked if that waits for the device.
 
     Returns
     -------
     rows, heads : array
-        In place of `ranges` and `sinks` of `numkv.kernels.operations.Operations.attend`.
+        The `ranges` and `sinks` of `numkv.kernels.operations.Operations.attend`.
     """
     nothing = functools.partial(_nothing, target.key)
     ranges, bits, slopes = nothing("int64", 2), nothing("uint32", 2), nothing(sinks.dtype.name, 1)
@@ -126,9 +126,9 @@ def lay_out(
 def seen_by_queries(
     target: Target, sight: Sight | None, tokens: int, length: int, window_left: int
 ) -> NDArray[np.int64]:
-    """Tokens ``[low, high)`` of one sequence that each of its queries sees, on the host.
+    """Return the tokens ``[low, high)`` of one sequence that each of its queries sees, on the host.
 
-    Masks and biases are refused: they count what a cache of two pools keeps apart.
+    Masks and biases are refused: they count tokens that a cache of two pools stores separately.
     """
     if sight is None:
         sight = Sight()

@@ -1,7 +1,7 @@
-"""The short way for decode attention of one sequence on the CPU: most of a small call's time is what surrounds it.
+"""The fast path for decode attention of one sequence on the CPU: most time of a small call is overhead.
 
-A call is taken that is as most are: NumPy arrays, no option but a scale, and a sequence that is not split. Of anything
-else nothing is done; the general way then does it, or says what is wrong with it.
+It accepts ordinary calls: NumPy arrays, no option but a scale, and a sequence that is not split. For any other call it
+does nothing. The general path then computes it, or raises.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _NO_SCALE = np.empty((0, 0, 0), np.float32)
 _ONE_BLOCK = np.zeros((1, 1), np.int32)
 _NO_SCALE.flags.writeable = _ONE_BLOCK.flags.writeable = False
 
-# Kinds by what their rows and scales look like. Scales of heads may be numbers, and some codes are seen as another
-# dtype: these go the general way.
+# Kinds by the dtypes of their rows and scales. Scales of heads may be numbers, and some codes have another dtype: these
+# use the general path.
 _STORED = {
     (kind.dtype, None, 0)
     if kind.scales_per == "none"

@@ -13,7 +13,7 @@ from numkv.errors import DimensionMismatch
 
 
 def tree_mask(parents: Any, cu_seqlens_q: Any = None) -> NDArray[np.uint32]:
-    """The `mask` of attention for trees of draft tokens: each token sees itself and the path to it.
+    """Return the `mask` of attention for trees of draft tokens: each token sees itself and the path to it.
 
     Parameters
     ----------
@@ -26,8 +26,8 @@ def tree_mask(parents: Any, cu_seqlens_q: Any = None) -> NDArray[np.uint32]:
     Returns
     -------
     uint32 array (num_tokens, words)
-        On the host. Bit ``j % 32`` of word ``j // 32`` of a row says whether the token sees new token j of its
-        sequence. At least one word.
+        On the host. Bit ``j % 32`` of word ``j // 32`` of a row is set if the token sees new token j of its sequence.
+        At least one word.
 
     Raises
     ------
@@ -60,7 +60,7 @@ def tree_mask(parents: Any, cu_seqlens_q: Any = None) -> NDArray[np.uint32]:
 
 
 def depths_of(parents: Any, cu_seqlens_q: Any = None) -> NDArray[np.int64]:
-    """How many tokens of the tree come before each; see `tree_mask`."""
+    """Return how many tokens of the tree come before each; see `tree_mask`."""
     of, starts = _check(parents, cu_seqlens_q)
     depths: NDArray[np.int64] = np.zeros(len(of), np.int64)
     for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):

@@ -33,7 +33,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def config_of(model: str, layers: int | None = None) -> Any:
-    """The config of a preset, or of a ``config.json`` or the folder it is in.
+    """Return the config of a preset, or of a ``config.json`` or the folder it is in.
 
     Parameters
     ----------

@@ -170,7 +170,7 @@ class Measured:
         ]
 
     def ratio(self, name: str, base: str) -> Spread | None:
-        """How many times as fast as `base`, within each round."""
+        """Return how many times as fast as `base`, within each round."""
         return Spread.of([other / own for own, other, _ in self._pairs(name, base)])
 
     def beyond(self, name: str, floor: str) -> float | None:
@@ -192,7 +192,7 @@ class Measured:
 
 
 def _takes_part(number: int, own: float | None, first: float | None) -> bool:
-    """Whether a contestant has a turn in a round, by what its last step and the first contestant's took."""
+    """Return whether a contestant has a turn in a round, by what its last step and the first contestant's took."""
     return number % EVERY == 0 or own is None or first is None or own <= SLOW * first
 
 

@@ -51,7 +51,7 @@ NO_MISS, ABSENT, EVICTED, TOKENS_DIFFER = range(4)
 
 
 def new_arrays(num_blocks: int, block_size: int) -> tuple[Any, ...]:
-    """The arrays of a pool whose blocks are all free.
+    """Return the arrays of a pool whose blocks are all free.
 
     Returns
     -------
@@ -147,7 +147,7 @@ def same_tokens(tokens, block, ids, i):
 
 @register_jitable
 def block_named(digests, table, names, i):
-    """The block of this name, or -1."""
+    """Return the block of this name, or -1."""
     mask = len(table) - 1
     place = home_of(table, names[i, 0])
     while table[place] >= 0:
@@ -159,7 +159,7 @@ def block_named(digests, table, names, i):
 
 @register_jitable
 def find_one(digests, tokens, table, evicted, names, ids, i):
-    """The block with content `i`, or the negative of the reason why there is none."""
+    """Return the block with content `i`, or the negative of the reason why there is none."""
     block = block_named(digests, table, names, i)
     if block >= 0:
         if same_tokens(tokens, block, ids, i):

@@ -110,12 +110,12 @@ _COUNTER_NAMES = {
 
 
 def describe(finding: int, where: int, state: Any, counters: Any) -> str:
-    """What `audit` found, in words.
+    """Describe what `audit` found.
 
     Parameters
     ----------
     finding, where : int
-        What it returned.
+        Its results.
     state, counters : array
         The pool's.
 

@@ -1,4 +1,4 @@
-"""Operations on a pool of blocks: who owns which block, which are free, which hold a cached prefix.
+"""Operations on a pool of blocks: reference counts, the free list, and blocks with a cached prefix.
 
 A pool is a few arrays (`numkv.blocks.arrays`). The functions compiled for `numkv.blocks.pool` and the methods of the
 jitclass are the same code.
@@ -10,8 +10,8 @@ A block is in exactly one state:
 - evictable (``REF == 0``, holds cached content), in the list `EVICTABLE`, least recently used first;
 - free (``REF == 0``, holds nothing), in the list `FREE`, the last one released first.
 
-Functions check all their arguments before they change anything. They return -1 when done, and otherwise the position of
-the first wrong id, with everything as it was.
+Functions check all their arguments before they change anything. They return -1 when done. Otherwise they return the
+position of the first wrong id, and change nothing.
 """
 
 from __future__ import annotations

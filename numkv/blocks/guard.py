@@ -1,8 +1,8 @@
-"""Guards: short operations on a shared block pool, one thread after another, and none inside another.
+"""Guards: short operations on a shared block pool, one thread at a time, and none inside another.
 
-Block pools are shared by layers that belong to different threads. Their operations take microseconds, so threads
-wait for each other. What must not wait is the thread that is inside an operation already, and is called again: by a
-callback, a finaliser or a signal handler. It would wait for itself; it gets an error instead.
+Block pools are shared by layers of different threads. Their operations take microseconds, so threads wait for each
+other. A thread inside an operation must not wait when a callback, a finaliser or a signal handler calls the pool again.
+It would wait for itself, so it gets an error instead.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _R = TypeVar("_R")
 
 
 class Guard:
-    """The lock of a block pool's operations. A copy, and what comes out of a pickle, begins anew.
+    """The lock of a block pool's operations. Copies and unpickled pools begin anew.
 
     Attributes
     ----------
     lock : threading.RLock
-        Held during an operation. It lets its own thread in again, so that this is an error and no deadlock.
+        Held during an operation. It is reentrant, so a second call of its own thread is an error, not a deadlock.
     inside : bool
-        Whether an operation that changes something is under way.
+        Whether an operation that changes the pool is running.
     torn : bool
-        Whether this is a forked child, and one was under way in a thread that it does not have.
+        Whether this is a forked child, and an operation was running in another thread of the parent.
     """
 
     __slots__ = ("__weakref__", "inside", "lock", "torn")
@@ -108,7 +108,7 @@ def looks(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[
 
 
 def _torn(obj: object, name: str) -> NumkvError:
-    """The error in a child that was forked in the middle of a change."""
+    """Return the error in a child that was forked in the middle of a change."""
     return NumkvError(
         f"{name}: another thread was changing this {type(obj).__name__} when the process forked, for longer than the "
         f"fork could wait ({_LONGEST_WAIT:g} s); fork while no thread uses it, or make another one in the child"

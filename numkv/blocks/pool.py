@@ -37,7 +37,7 @@ _MOST_BLOCKS = 2**31 - 3
 #: Most bytes of an array.
 _MOST_BYTES = 2**62
 
-#: What a block's place in lists and tables takes at most, in bytes that are written when the pool is made.
+#: The most bytes of a block's entries in lists and tables, which are written when the pool is made.
 _BOOKS_OF_BLOCK = 40
 
 
@@ -220,7 +220,7 @@ class BlockPool:
         self._state, self._digests, self._tokens, self._table, self._evicted, self._counters = state
         self._struct: Any = None
         self._guard = Guard()
-        #: Who is told of content before anybody can write over it; see `Watcher`.
+        #: Receives content before it can be overwritten; see `Watcher`.
         self._watcher: Watcher | None = None
 
     def _arrays(self) -> tuple[Any, ...]:
@@ -308,7 +308,7 @@ class BlockPool:
 
     @looks
     def is_cached(self, ids: Any) -> NDArray[np.bool_]:
-        """Whether each block holds cached content.
+        """Return whether each block holds cached content.
 
         Parameters
         ----------
@@ -376,7 +376,7 @@ class BlockPool:
 
     @changes
     def clear(self) -> None:
-        """Make all blocks free: drop references, pins and the prefix cache. What has happened stays counted.
+        """Make all blocks free: drop references, pins and the prefix cache. Counters of past events stay.
 
         For a pool that you alone use. Caches and layers have a `clear` of their own, and their `check` fails if the
         blocks that they use are taken from them.
@@ -407,7 +407,7 @@ class BlockPool:
 
     @looks
     def __getstate__(self) -> dict[str, Any]:
-        """What a pickle holds: sizes and copies of the arrays; neither `on_event` nor who is using the pool."""
+        """Return the state of a pickle: sizes and copies of the arrays, but neither `on_event` nor the pool's users."""
         return {
             "sizes": (self._num_blocks, self._block_size),
             "arrays": tuple(x.copy() for x in self._arrays()),
@@ -421,7 +421,7 @@ class BlockPool:
     # -- events
 
     def _removal(self, ids: Ids) -> BlocksRemoved | None:
-        """The event that blocks have lost their content, whose names are still there; None if nobody listens."""
+        """Return the event that blocks have lost their content, before their hashes are; None without a listener."""
         if self.on_event is None:
             return None
         names: NDArray[np.uint8] = self._digests[ids].view(np.uint8)
@@ -721,9 +721,9 @@ class BlockPool:
         Parameters
         ----------
         wanted, found : int
-            Blocks that were looked for, and how many of them were found.
+            Blocks that were searched for, and how many of them were found.
         reason : int
-            Why there were no more: the negative of what `find_each` gave for the first that is missing, else 0.
+            Why there were no more: the negative of the result of `find_each` for the first missing block, else 0.
 
         Raises
         ------
@@ -818,7 +818,7 @@ class BlockPool:
 
 
 def taken_for_now(pool: BlockPool, n: int) -> tuple[Ids, Callable[[], None]]:
-    """Allocate blocks; beside them what gives them back as if they had never been in use."""
+    """Allocate blocks; also return a function that releases them as if they had never been used."""
     peak = int(pool._counters[arrays.PEAK_USED])
     ids = pool.allocate(n)
     return ids, functools.partial(pool._undo_allocation, ids, peak)
@@ -831,6 +831,6 @@ def name_of(pool: BlockPool, block: int) -> bytes:
 
 
 def restore(pool: BlockPool, before: BlockPool) -> None:
-    """Have a pool be again what a copy was made of, in the same memory; no event says so."""
+    """Restore a pool to the state of a copy, in the same memory, without an event."""
     for own, old in zip(pool._arrays(), before._arrays(), strict=True):
         own[:] = old

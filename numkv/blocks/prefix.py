@@ -1,22 +1,21 @@
-"""Names for cached prefixes: a chain of sha256 digests over token ids, the same in every process and on every machine.
+"""Hashes for cached prefixes: a chain of sha256 digests over token ids, equal in every process and on every machine.
 
-Each full block of a prompt is named by a digest of its own token ids and of its parent's digest, so that a block's
-name stands for the whole prefix up to its end. A partial last block has no name. What else decides the K and V of
-a prompt (an adapter, a salt that keeps tenants apart, the content behind placeholder tokens) goes in as tagged extra
-keys.
+The hash of a full block is a digest of its own token ids and of its parent's digest. So it identifies the whole prefix
+up to the block's end. A partial last block has no hash. Other inputs that decide K and V are tagged extra keys: an
+adapter, a salt that separates tenants, the content behind placeholder tokens.
 
 Byte format, version 1
 ----------------------
 All integers are little-endian; ``||`` joins bytes. A *link* is 32 bytes: the parent's digest, or 32 zero bytes.
 
 - The root of a chain: ``sha256(link || "K" || "numkv" || version u32 || block_size u32 || keys)``.
-- ``keys``: for each extra key, in the order of the tags' UTF-8 bytes,
-  ``len(tag) u32 || tag || type || len(value) u32 || value``, where type is ``"i"`` (value: the decimal digits of an
-  integer), ``"s"`` (UTF-8 of a string) or ``"b"`` (bytes). Lengths and types keep any two sets of keys apart.
+- ``keys``: for each extra key, in the order of the tags' UTF-8 bytes, ``len(tag) u32 || tag || type || len(value) u32
+  || value``. The type is ``"i"``, ``"s"`` or ``"b"``: the value is the decimal digits of an integer, a string in UTF-8,
+  or bytes. Lengths and types make any two sets of keys differ.
 - A block: ``sha256(link || "T" || its block_size token ids as int32)``; the first block's link is the root.
 - Extra keys in the middle of a chain (an image that begins at a block) are a root whose link is the digest before it.
 
-"K" and "T" keep the two kinds of message apart whatever the token ids are. Another format gets another version.
+"K" and "T" make the two kinds of message differ whatever the token ids are. Another format gets another version.
 """
 
 from __future__ import annotations
@@ -202,7 +201,7 @@ def root_digest(
     *,
     parent: bytes | NDArray[np.uint8] | None = None,
 ) -> bytes:
-    """What a chain of blocks begins with: format, block size and extra keys.
+    """Return the digest that a chain of blocks begins with: of the format, the block size and extra keys.
 
     Parameters
     ----------

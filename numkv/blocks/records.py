@@ -1,4 +1,4 @@
-"""What a `BlockPool` reports: counts, why a lookup stopped, and which blocks joined or left the prefix cache."""
+"""Reports of a `BlockPool`: counts, why a lookup stopped, and which blocks joined or left the prefix cache."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MISS_REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """Counts of a pool at this moment, and of what has happened in it. All but `lookups` count blocks."""
+    """Current counts of a pool, and counts of past events. All but `lookups` count blocks."""
 
     num_blocks: int
     """Blocks in all."""
@@ -97,9 +97,9 @@ class BlocksRemoved:
 
 
 class Watcher(Protocol):
-    """Who keeps elsewhere what blocks hold; called within the pool's turn, before anybody can write to the blocks.
+    """Stores the contents of blocks elsewhere; called in the pool's turn, before the blocks can be overwritten.
 
-    What it raises comes out of the call that it is told of. It may not use the pool.
+    Its exceptions leave the call that it reports. It must not use the pool.
     """
 
     def evicted(self, ids: Ids, names: NDArray[np.uint64], tokens: NDArray[np.int32]) -> None:

@@ -31,7 +31,7 @@ _MOST_TOKENS = 2**31 - 1
 def _check_table(
     block_table: Any, seq_lens: Any, block_size: Any
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-    """The table, the lengths, and the number of tokens in a block."""
+    """Return the table, the lengths, and the number of tokens in a block."""
     cpu = targets.get("cpu")
     size = check_size("block_size", block_size, 1, _MOST_TOKENS)
     table = check_integers(cpu, "block_table", block_table, ("num_seqs", "max_blocks"))

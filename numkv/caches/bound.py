@@ -1,8 +1,8 @@
-"""Bound calls: new rows of a layer appended and its queries answered in one call, checked once, when it is bound.
+"""Bound calls: append a layer's new rows and attend with its queries in one call, checked once, when it is bound.
 
-A model makes two calls for each layer and token, `append` and attention, and both look at everything anew: buffers,
-scales, options, the length. Here that is done once for each cache (`bind`) and once for each step (`begin`); what is
-left for a layer is one compiled function, which looks at the four arrays that are new::
+A model makes two calls for each layer and token, `append` and attention. Both check all of their inputs: buffers,
+scales, options, the length. Here that is done once for each cache (`bind`) and once for each step (`begin`). A layer
+then needs one compiled function, which checks the four arrays that are new::
 
     bound = cache.bind(num_q_heads, "bf16")
     step = bound.begin()                        # one new token; or begin(n), or begin(cache.reserve(...))
@@ -10,9 +10,8 @@ left for a layer is one compiled function, which looks at the four arrays that a
         out = step(layer, q, k, v)              # as append and attention, bit by bit
     cache.advance()                             # or cache.commit(...), as ever
 
-What the compiled function does not take (a rotated cache, tokens that were asked for in full precision, the first of a
-token group, long prompts, CUDA, an array that is not as it was bound) goes the ordinary ways, which append and attend,
-or say what is wrong.
+Other calls use the ordinary functions, which append and attend, or raise. Examples are a rotated cache, full-precision
+tokens, the first token of a token group, long prompts, CUDA, and an array that differs from the bound one.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _ALWAYS = np.ones(1, np.int64)  # buffers that are never replaced
 
 
 class Rows(NamedTuple):
-    """What is bound: the arrays of every call but for how many tokens they have."""
+    """The bound shapes and dtypes: the arrays of every call, except their numbers of tokens."""
 
     #: Of q, of new rows, and of the output.
     kind: Kind
@@ -49,7 +48,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def check(cls, pool: Pool, num_q_heads: Any, kind: Any, check_finite: Any) -> Rows:
-        """Check what a caller binds for a pool."""
+        """Check the arguments of a `bind` for a pool."""
         if pool.is_latent:
             raise NotSupported(
                 "bind: expected a cache of K and V, got one of latents; call append or write_latents, then attention"
@@ -85,7 +84,7 @@ class ToBind(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """What a cache hands over as a step begins: where the new tokens go."""
+    """The places of a step's new tokens, which a cache passes at its beginning."""
 
     access: Access
     num_tokens: int
@@ -107,7 +106,7 @@ class NewTokens(NamedTuple):
 
 
 class PreparedCall(NamedTuple):
-    """A call that is ready but for its arrays: compiled code, and addresses of what it works with."""
+    """A call that only lacks its arrays: compiled code, and the addresses of its records."""
 
     kernel: Any
     dtype: np.dtype[Any]
@@ -140,7 +139,7 @@ class PreparedCall(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What calls of some layers share in a step: their blocks, the window, and sizes."""
+    """The arguments that layers share in a step: their blocks, the window, and sizes."""
 
     group: int
     window: int
@@ -164,12 +163,12 @@ _MOST_SEEN = 1024
 
 
 def is_number(x: Any) -> bool:
-    """Whether something stands for all layers, as it has no entries of its own."""
+    """Return whether something stands for all layers, as it has no entries of its own."""
     return not (isinstance(x, (list, tuple)) or getattr(x, "ndim", 0) == 1)
 
 
 def of_each(name: str, given: Any, layers: int, is_of_all: Callable[[Any], bool]) -> list[Any]:
-    """What a caller gives for each layer, or once for all of them."""
+    """Return a caller's argument for each layer, which may be one for all of them."""
     if is_of_all(given):
         return [given] * layers
     try:
@@ -225,16 +224,16 @@ def options_of_layers(
 
 
 class Bound:
-    """What bound caches and layers have in common: what is bound of each layer, and how its arrays are checked.
+    """The common part of bound caches and layers: each layer's bound arguments, and the checks of its arrays.
 
     Parameters
     ----------
     layers : sequence of ToBind or None
         The layers; None for one that has no calls.
     rows : Rows
-        What is bound.
+        The bound shapes and dtypes.
     options : sequence of CheckedOptions or None
-        Of each layer.
+        The options of each layer.
     """
 
     def __init__(self, layers: Sequence[Any], rows: Rows, options: Sequence[Any]) -> None:
@@ -248,7 +247,7 @@ class Bound:
 
     @property
     def num_q_heads(self) -> int:
-        """Q heads; of the first layer with rows where these differ."""
+        """Q heads; if layers differ, those of the first layer with rows."""
         return self._rows.num_q_heads
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -261,7 +260,7 @@ class Bound:
         return f"<{type(self).__name__}: layers={layers}, kind={self.kind}, num_q_heads={self.num_q_heads}>"
 
     def _plan(self, layer: int) -> _Plan:
-        """What a layer's calls are planned by."""
+        """Return the `_Plan` of a layer's calls."""
         of, pool = self._layers[layer], self._layers[layer].pool
         kernel, kind = None, self.kind.name
         if of.at_once and pool.target.values_on_host and not pool.rotate:
@@ -290,7 +289,7 @@ class Bound:
     def _checked(
         self, layer: int, tokens: int, q: Any, k: Any, v: Any, out: Any
     ) -> tuple[Any, ...]:
-        """See `_check`; on CUDA arrays like those of an earlier call stay as they are, for who uses them to check."""
+        """See `_check`; on CUDA, arrays with a layout seen before are not checked here."""
         if self._layers[layer].pool.target.values_on_host:
             return self._check(layer, tokens, q, k, v, out)
         try:
@@ -361,9 +360,9 @@ class BoundAttention(Bound):
         self._layers_now, self._begin = layers, begin
         self._pools: Any = None
         self._plans: list[_Plan] = []
-        #: Of each layer that is called its record, and the number of its plan.
+        #: The record of each layer that is called, and the number of its plan.
         self._records: dict[int, tuple[Any, int]] = {}
-        # Of the last step the layers that are left and the memory, which the next one takes if there are none.
+        # The last step's remaining layers and its memory, which the next step reuses if none remain.
         self._begun: list[tuple[dict[int, Any], list[Any]]] = []
 
     def begin(self, new: Any = 1) -> BoundStep:
@@ -372,14 +371,14 @@ class BoundAttention(Bound):
         Parameters
         ----------
         new : int or Step
-            Of a `numkv.KVCache` how many new tokens there are; of a `numkv.PagedKVCache` what its `reserve` returned.
+            For a `numkv.KVCache` the number of new tokens; for a `numkv.PagedKVCache` the step that `reserve` returned.
 
         Returns
         -------
         BoundStep
             Called for each layer. Then `numkv.KVCache.advance` counts the tokens, or `numkv.KVCache.truncate` drops
-            them; of a `numkv.Step` each layer that was called counts as written, and `numkv.PagedKVCache.commit` or
-            `rollback` ends it, and this object with it.
+            them. In a `numkv.Step`, each layer that was called counts as written. `numkv.PagedKVCache.commit` or
+            `rollback` ends the step and this object.
 
         Raises
         ------
@@ -393,7 +392,7 @@ class BoundAttention(Bound):
         return self._begin(new, self._begin_step)
 
     def _bind(self, pools: Any) -> None:
-        """Make the records of all layers for the buffers that there are now, and what they are planned by."""
+        """Make the records of all layers for the current buffers, and their plans."""
         self._layers = self._layers_now()
         plans: dict[Any, tuple[int, _Plan]] = {}
         records: dict[int, tuple[Any, int]] = {}
@@ -461,7 +460,7 @@ class BoundAttention(Bound):
 
 
 def _goes_on(in_full: Any, record: Any, layer: int, start: int, tokens: int) -> bool:
-    """Whether a prepared call has all that it needs of the tokens in full, if there are any; its record is told."""
+    """Return whether a prepared call has room for its tokens in full, if any, and update its record."""
     if in_full is None:
         return True
     block = in_full.goes_on(layer, start, tokens)
@@ -471,16 +470,16 @@ def _goes_on(in_full: Any, record: Any, layer: int, start: int, tokens: int) -> 
 
 
 class BoundStep:
-    """New tokens on their way through the layers of a bound cache; made by `BoundAttention.begin`.
+    """A step of new tokens through the layers of a bound cache; made by `BoundAttention.begin`.
 
     Parameters
     ----------
     bound : BoundAttention
-        What made it.
+        Its maker.
     ready : dict
-        Layers that are still to be called, and of each the prepared call; None where it goes the ordinary ways.
+        The prepared call of each layer that is still to be called; None if it uses the ordinary functions.
     new : NewTokens
-        What the cache has handed over.
+        The cache's places for the new tokens.
 
     Attributes
     ----------
@@ -504,8 +503,8 @@ class BoundStep:
     def __call__(self, layer: int, q: Any, k: Any, v: Any, out: Any = None) -> Any:
         """Append the rows of the step's new tokens to a layer, and attend with their queries.
 
-        The same, bit by bit, as the cache's `append` and attention one after the other: each query sees itself, earlier
-        new tokens and what is cached, as far as the bound window goes.
+        The result equals the cache's `append` followed by attention, bit for bit. Each query sees itself, earlier new
+        tokens and cached ones, within the bound window.
 
         Parameters
         ----------
@@ -574,11 +573,11 @@ class BoundLayer(Bound):
     Parameters
     ----------
     layer : ToBind
-        What is bound.
+        The layer.
     access : Access
-        Of the layer.
+        The layer's.
     now : function
-        Gives how many tokens it has, how many it has memory for, its blocks ``(max_blocks,)`` and the version of these.
+        Returns its tokens, its capacity, its blocks ``(max_blocks,)`` and the version of these.
     two_calls, in_full
         See `NewTokens`.
     rows, options

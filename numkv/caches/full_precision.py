@@ -1,12 +1,12 @@
-"""Full-precision tokens beside a quantised cache: a window of recent ones, and a few first ones.
+"""Full-precision tokens of a quantised cache: a window of recent tokens, and a few first ones (attention sinks).
 
 Quantisation does most harm to the tokens that get much attention: the newest ones, and the first ones, which models
 use as attention sinks. This is for caches of one sequence, `numkv.KVCache` and layers, with `full_precision`:
 
-- They are kept in every layer as float32 (beside fp64 as float64), in buffers that come on top of those for all tokens,
-  and attended to as such: attention over the two pools is merged.
-- A token is quantised when it leaves the window, once, from the row that was appended; its codes are the same as in a
-  cache without a window.
+- Every layer stores them as float32 (float64 if the other kind is fp64), in buffers of their own, in addition to those
+  for all tokens. Attention reads them in full precision, and merges the results of the two pools.
+- A token is quantised once, when it leaves the window, from the appended row. Its codes equal those of a cache without
+  a window.
 - Quantised tokens stay quantised when newer ones are dropped, or older ones by `compact`. For a while there can then
   be fewer full-precision tokens than asked for.
 
@@ -44,10 +44,10 @@ Watching = Callable[[Array, Array, int], int]
 
 
 class FullPrecisionWindow:
-    """The full-precision tokens of a cache of one sequence, and which they are.
+    """The full-precision tokens of a cache of one sequence, and their positions.
 
-    Of a layer's tokens, positions ``[0, sinks)`` and ``[end, length)`` are here, and ``[sinks, end)`` in the quantised
-    pool, where every position has a slot, used or not. Rows are float32, beside fp64 float64. Where one of K and V is a
+    A layer's positions ``[0, sinks)`` and ``[end, length)`` are here, and ``[sinks, end)`` in the quantised pool, where
+    every position has a slot, used or not. Rows are float32, or float64 if the other kind is fp64. If K or V is a
     16-bit kind, its rows are rounded when they leave.
 
     Make one with `make`, which checks arguments.
@@ -55,7 +55,7 @@ class FullPrecisionWindow:
     Parameters
     ----------
     pool : Pool
-        The quantised pool, which says the kinds, the sizes and the target.
+        The quantised pool, which defines the kinds, the sizes and the target.
     num_layers : int
         Layers.
     kept : FullPrecision
@@ -102,7 +102,7 @@ class FullPrecisionWindow:
         return self._pool.nbytes
 
     def quantised(self, layer: int, length: int) -> tuple[int, int]:
-        """The positions ``[sinks, end)`` that are quantised, of a layer of `length` tokens."""
+        """Return the positions ``[sinks, end)`` that are quantised, of a layer of `length` tokens."""
         sinks = min(int(self._sinks[layer]), length)
         return sinks, max(sinks, min(int(self._end[layer]), length))
 
@@ -119,7 +119,7 @@ class FullPrecisionWindow:
         self._sinks[:], self._end[:] = sinks, ends
 
     def tensors(self, layer: int, begin: int, end: int, length: int) -> list[Tensor]:
-        """The rows of a layer's tokens outside of ``[begin, end)``, for a snapshot."""
+        """Return the rows of a layer's tokens outside of ``[begin, end)``, for a snapshot."""
         slots = self._slots(layer, self._kept(begin, end, length), begin)
         return row_tensors(self._pool, layer, slots, "full_")
 
@@ -158,7 +158,7 @@ class FullPrecisionWindow:
         self, pool: Pool, layer: int, k: Array, v: Array, block_table: Array, start: int,
         watch: Watching | None = None,
     ) -> None:  # fmt: skip
-        """Take checked rows of new tokens, and quantise all that are outside of the window then.
+        """Append checked rows of new tokens, and quantise all that have left the window.
 
         Parameters
         ----------
@@ -173,9 +173,9 @@ class FullPrecisionWindow:
         start : int
             Position of the first new token.
         watch : function, optional
-            Gives the numbers under which kernels report NaN and infinity in some of the rows, `Pool.watch`: asked with
-            these of K and of V, and how many tokens come before them. Such rows are zeros then, and remain so when
-            they leave the window. Without it nobody looks.
+            Returns the numbers under which kernels report NaN and infinity in rows: `Pool.watch`. It is called with
+            rows of K and of V, and the number of tokens before them. Bad rows are stored as zeros, and stay zeros when
+            they leave the window. Without it rows are not checked.
         """
         tokens = int(k.shape[0])
         length = start + tokens
@@ -231,7 +231,7 @@ class FullPrecisionWindow:
     # -- compaction
 
     def is_quantised(self, tokens: Ints) -> NDArray[np.bool_]:
-        """Whether tokens ``(num_layers, n)`` are in the quantised pool."""
+        """Return whether tokens ``(num_layers, n)`` are in the quantised pool."""
         found: NDArray[np.bool_] = (tokens >= self._sinks[:, None]) & (tokens < self._end[:, None])
         return found
 
@@ -328,7 +328,7 @@ class FullPrecisionWindow:
 
     @staticmethod
     def _kept(begin: int, end: int, length: int) -> Ints:
-        """The positions that are not in ``[begin, end)``."""
+        """Return the positions that are not in ``[begin, end)``."""
         return np.concatenate([np.arange(begin), np.arange(end, length)])
 
     # -- attention
@@ -447,7 +447,7 @@ def staging(like: Pool, tokens: int) -> Pool:
 
 
 def staged(block: Pool, tokens: int) -> tuple[Array, Array]:
-    """The first rows ``(tokens, num_kv_heads, head_dim)`` of K and of V in such a block."""
+    """Return the first rows ``(tokens, num_kv_heads, head_dim)`` of K and of V in such a block."""
     k, v = (block.target.token_major(block.values(x)[0, :, :tokens]) for x in "kv")
     return k, v
 

@@ -124,7 +124,7 @@ class KVCache(SingleSequence):
         dim = check_size("head_dim", head_dim, 1)
         dim_v = dim if head_dim_v is None else check_size("head_dim_v", head_dim_v, 1)
         self._bound = None if max_seq_len is None else check_size("max_seq_len", max_seq_len)
-        # Layer i has block i, of as many tokens as the buffers hold.
+        # Layer i has block i, with the tokens of the whole capacity.
         shape = (layers, heads, of_k.whole_groups(self._bound or 0))
         pool = _with_scales_of_layers(
             Pool.allocate(
@@ -148,7 +148,7 @@ class KVCache(SingleSequence):
         self._current = np.ones(1, np.int64)  # whether the buffers of `jit` are the cache's own
 
     def _move(self, capacity: int) -> None:
-        """Move what is stored into buffers for `capacity` tokens, at once for whoever reads beside it."""
+        """Move all rows into buffers for `capacity` tokens, in one change for concurrent readers."""
         new = _moved(self._pool, capacity, bool(self._lengths.any()))
         pools, kept = _pools_of_layers(new), (self._pool, self._pools, self._struct)
         self._current[0] = 0  # for views that `jit` gave so far
@@ -421,7 +421,7 @@ class KVCache(SingleSequence):
         return BoundAttention(layers, self._begin_bound, rows, options)
 
     def _to_bind(self, num_q_heads: int) -> list[ToBind]:
-        """The layers for bound calls: each with the buffers of its block."""
+        """Return the layers for bound calls: each with the buffers of its block."""
         found = []
         for layer, pool in enumerate(self._pools):
             arrays: list[Array] = []
@@ -602,7 +602,7 @@ class KVCache(SingleSequence):
         return np.arange(self.num_layers)[:, None] * self.capacity + tokens
 
     def _rows(self) -> NDArray[np.int64]:
-        """The rows of each layer, as they are now; compiled code may have written them, so they are checked."""
+        """Return the rows of each layer, as they are now; compiled code may have written them, so they are checked."""
         rows, most = self._lengths.copy(), self._room
         if rows.min(initial=0) < 0 or rows.max(initial=0) > most:
             layer = int(np.flatnonzero((rows < 0) | (rows > most))[0])
@@ -718,7 +718,7 @@ class KVCache(SingleSequence):
 
     @reads
     def k_scales(self, layer: int) -> Array:
-        """Scales of a layer's keys, by which codes are multiplied, for each token and head.
+        """Scales of a layer's keys, the factors of its codes, for each token and head.
 
         Parameters
         ----------
@@ -728,9 +728,8 @@ class KVCache(SingleSequence):
         Returns
         -------
         array
-            A view, valid until the cache grows: float32 ``(tokens, num_kv_heads)`` for int8, code4 and code6,
-            bfloat16 ``(tokens, num_kv_heads, groups)`` for int4 with groups of 32 elements, float32
-            ``(num_kv_heads,)`` for fp8.
+            A view, valid until the cache grows. int8, code4 and code6: float32 ``(tokens, num_kv_heads)``. int4:
+            bfloat16 ``(tokens, num_kv_heads, groups)``, with groups of 32 elements. fp8: float32 ``(num_kv_heads,)``.
 
         Raises
         ------
@@ -986,14 +985,14 @@ def by_row(scale: Array) -> Array:
 
 
 def _with_scales_of_layers(pool: Pool, source: Pool | None = None) -> Pool:
-    """A pool over the same buffers in which each block, a layer, has scales for its own kv heads.
+    """Return a pool over the same buffers in which each block, a layer, has scales for its own kv heads.
 
     Parameters
     ----------
     pool : Pool
         Buffers with a block for each layer.
     source : Pool, optional
-        What this function made for as many layers before: its scales are copied. Without it all are 1.
+        An earlier result for as many layers, whose scales are copied. Without it all are 1.
 
     Returns
     -------
@@ -1016,7 +1015,7 @@ def _with_scales(buffer: Buffer, source: Buffer | None) -> Buffer:
 
 
 def _pools_of_layers(pool: Pool) -> list[Pool]:
-    """The pool as each layer sees it: with its own scales of heads, where there are such."""
+    """Return the pool as each layer sees it: with its own scales of heads, where there are such."""
     if "head" not in (pool.k_kind.scales_per, pool.v_kind.scales_per):
         return [pool] * int(pool.k.shape[0])
     return [

@@ -1,7 +1,7 @@
-"""What caches do about rows that a kernel has found to be NaN or infinite, after the call was over.
+"""Deferred NaN reports: a kernel finds NaN or infinity in rows after the call has returned.
 
-On the CPU values are checked first, and nothing is ever reported late. Of several tokens of a sequence that were not
-finite sometimes only the first is reported. So whatever comes after one counts as if it were not finite either.
+On the CPU values are checked first, and no report is deferred. If several tokens of a sequence were not finite,
+sometimes only the first is reported. So all tokens after a reported one count as not finite, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LONG_AGO = 1 << 12
 
 
 class LateReports:
-    """What kernels tell of a cache's rows.
+    """Kernels' reports about a cache's rows.
 
     Parameters
     ----------
@@ -34,31 +34,31 @@ class LateReports:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        #: What kernels report to; None on the CPU.
+        #: Receives kernels' reports; None on the CPU.
         self.watch = target.new_watch()
 
     @property
     def calls(self) -> int:
-        """How many calls there have been of which something may be told; 0 on the CPU."""
+        """The number of calls so far that kernels may report about; 0 on the CPU."""
         return 0 if self.watch is None else int(self.watch.calls)
 
     @property
     def latest(self) -> Any:
-        """What the last call had looked at; None if nothing was."""
+        """The marker of the last call that was checked; None if none was."""
         return self.watch.latest
 
     def collect(self, wait: bool = False) -> None:
-        """Take what has been reported so far; with `wait` when all that was launched is done."""
+        """Collect the reports so far; with `wait`, those of all launched kernels."""
         if self.watch is not None and (wait or self.watch.arrived()):
             self._target.collect_late(self.watch, wait)
 
     def look_for_nothing(self) -> None:
-        """Say that the call that comes looks for nothing, unless it asks for a marker and says so."""
+        """Record that the next call checks no rows, unless it asks for a marker."""
         if self.watch is not None:
             self.watch.latest = None
 
     def marker(self, mark: Mark, first: int = 0) -> Marker:
-        """What a call gives that has rows looked at.
+        """Return the marker of a call whose rows are checked.
 
         Parameters
         ----------
@@ -70,14 +70,14 @@ class LateReports:
         return Marker(self.watch, mark, first)
 
     def look_again(self, looked_at: Any, marker: Marker | None = None, first: int = 0) -> int:
-        """The number of a look for a call that repeats one of which `latest` was this.
+        """Return the number of a check for a call that repeats the one whose `latest` this was.
 
         Parameters
         ----------
         looked_at : tuple or None
             See `latest`.
         marker : Marker, optional
-            Whom to tell; whom that call told, of tokens from `first` on, if None.
+            Receives the reports. None is that call's receiver, for tokens from `first` on.
         first : int
             Number of the call's first token.
         """
@@ -90,7 +90,7 @@ class LateReports:
 
 
 class _History:
-    """What has become of a sequence's tokens since calls of which something may still be reported."""
+    """The changes of a sequence's tokens since calls that may still be reported."""
 
     def __init__(self) -> None:
         # Calls so far, and the tokens that were kept then: those below a length, or these, in each layer.
@@ -119,7 +119,7 @@ class _History:
         return made
 
     def now(self, position: int, call: int) -> int | None:
-        """Where the first of the tokens is now that come with or after one that was reported; None if all are gone."""
+        """Return the position of the first remaining token at or after a reported one; None if none remains."""
         for calls, kept in self._changes:
             if call <= calls:
                 found = _first_kept(position, kept)
@@ -130,7 +130,7 @@ class _History:
 
 
 def _first_kept(position: int, kept: int | NDArray[np.int64]) -> int | None:
-    """Where the first token from a position on is, once these have been kept; None if there is none."""
+    """Return where the first token from a position on is, once these have been kept; None if there is none."""
     if isinstance(kept, int):
         return position if position < kept else None
     found = [int(np.searchsorted(of_layer, position)) for of_layer in kept]
@@ -139,7 +139,7 @@ def _first_kept(position: int, kept: int | NDArray[np.int64]) -> int | None:
 
 
 class _Fork(NamedTuple):
-    """A sequence that was made of another one, of which rows that both have may yet be reported."""
+    """A sequence forked from another one, whose shared rows may still be reported."""
 
     calls: int  #: of the cache, before
     child: int
@@ -148,7 +148,7 @@ class _Fork(NamedTuple):
 
 
 class SequenceReports(LateReports):
-    """What is reported of sequences: of each that has such rows, the first such position, and the error."""
+    """Reports by sequence: for each one with bad rows, the first bad position, and the error."""
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
@@ -157,15 +157,15 @@ class SequenceReports(LateReports):
         self._forks: dict[int, tuple[_Fork, ...]] = {}
 
     def __bool__(self) -> bool:
-        """Whether any sequence has such rows, as far as has been reported."""
+        """Return whether any sequence has such rows, as far as has been reported."""
         return bool(self._first)
 
     def __contains__(self, seq: int) -> bool:
-        """Whether a sequence has such rows, as far as has been reported."""
+        """Return whether a sequence has such rows, as far as has been reported."""
         return seq in self._first
 
     def tell(self, seq: int, position: int, error: NonFiniteInput, call: int) -> None:
-        """Note what a kernel found in a token that had this position when call number `call` was made."""
+        """Record a kernel's report about the token that had this position at call number `call`."""
         for fork in self._forks.get(seq, ()):
             if call <= fork.calls:
                 there = fork.history.now(position, call)
@@ -177,7 +177,7 @@ class SequenceReports(LateReports):
             self._note(seq, now, error)
 
     def first(self, seq: int) -> tuple[int, NonFiniteInput] | None:
-        """The first position of a sequence with such a row, as far as has been reported, and the error."""
+        """Return the first position of a sequence with such a row, as far as has been reported, and the error."""
         return self._first.get(seq)
 
     def _note(self, seq: int, position: int, error: NonFiniteInput) -> None:
@@ -232,7 +232,7 @@ class SequenceReports(LateReports):
             self._forks[seq] = (*self._forks.get(seq, ()), mine)
 
     def remove(self, seq: int) -> None:
-        """Forget a sequence; what was forked from it may yet have reports."""
+        """Forget a sequence; its forks may still have reports."""
         self._first.pop(seq, None)
         self._histories.pop(seq, None)
 
@@ -241,14 +241,14 @@ class SequenceReports(LateReports):
         self._first, self._histories, self._forks = {}, {}, {}
 
     def copy(self) -> Self:
-        """What is known, for a copy of the cache: waits for what has been launched."""
+        """Copy the reports for a copy of the cache; waits for launched kernels."""
         self.collect(wait=True)
         made = type(self)(self._target)
         made._first = dict(self._first)
         return made
 
     def spread(self, states: Mapping[int, Any], blocks: BlockPool) -> None:
-        """Tell sequences that share a block with a bad row, and let nobody find it as a prefix any more.
+        """Report a bad row to all sequences that share its block, and remove the block from the prefix cache.
 
         Parameters
         ----------
@@ -274,7 +274,7 @@ class SequenceReports(LateReports):
 
 
 class CellReports(LateReports):
-    """What is reported of cells: a sequence that owns one of them goes on when it has lost it."""
+    """Reports by cell: a sequence that owns a bad cell can go on once it has lost it."""
 
     def __init__(self, target: Target, cells: Cells) -> None:
         super().__init__(target)
@@ -284,14 +284,14 @@ class CellReports(LateReports):
         self._given = np.zeros(0 if self.watch is None else cells.num_cells, np.int64)
 
     def over(self, cells: Cells) -> CellReports:
-        """The same for a copy, whose cells these are: waits for what has been launched."""
+        """Copy the reports for a copy with these cells; waits for launched kernels."""
         self.collect(wait=True)
         made = CellReports(self._target, cells)
         made._bad = dict(self._bad)
         return made
 
     def give(self, cells: NDArray[np.int64]) -> None:
-        """Forget what was reported, and may yet be reported, of cells that get other tokens."""
+        """Forget past and pending reports about cells that get other tokens."""
         if self.watch is None:
             return
         self._given[cells] = self.watch.calls
@@ -325,7 +325,7 @@ class CellReports(LateReports):
                     self._bad.setdefault(after, error)
 
     def refuse(self, sequences: Iterable[int]) -> None:
-        """Refuse to go on with sequences that own a cell which is not what it should be."""
+        """Raise if sequences own a bad cell."""
         self.collect()
         if not self._bad:
             return
@@ -340,7 +340,7 @@ class CellReports(LateReports):
 
 
 class LayerReports(LateReports):
-    """What is reported of layers whose rows are put as a whole: they are right when they have been put anew."""
+    """Reports by layer, for layers that are replaced as a whole; replacing the rows clears them."""
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
@@ -350,14 +350,14 @@ class LayerReports(LateReports):
         self._dropped = 0
 
     def copy(self) -> Self:
-        """The same for a copy: waits for what has been launched."""
+        """Copy the reports for a copy; waits for launched kernels."""
         self.collect(wait=True)
         made = type(self)(self._target)
         made._bad = dict(self._bad)
         return made
 
     def put(self, layer: int) -> None:
-        """Forget what was reported, and may yet be reported, of a layer."""
+        """Forget past and pending reports about a layer."""
         if self.watch is not None:
             self._bad.pop(layer, None)
             self._put[layer] = self.watch.calls
@@ -380,7 +380,7 @@ class LayerReports(LateReports):
         return note
 
     def refuse(self, but: int | None = None) -> None:
-        """Refuse to go on with rows of an item that are not what they should be, but in one layer."""
+        """Raise if rows of an item are bad, except in one layer."""
         self.collect()
         for layer, error in self._bad.items():
             if layer != but:

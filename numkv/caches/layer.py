@@ -33,7 +33,7 @@ from numkv.writing import fast_path
 from numkv.writing.fused_write import Projection, QKMode
 from numkv.writing.latents import LatentRows
 
-# What a position of RoPE is below.
+# The upper bound of RoPE's positions.
 _MOST_POSITIONS = 2**62
 
 
@@ -44,8 +44,8 @@ class Layer(SingleSequence):
         self, pool: Pool, block_table: NDArray[np.int32], capacity: int,
         full_precision: FullPrecision | None = None,
     ) -> None:  # fmt: skip
-        # The blocks ``(max_blocks,)``, on the host. Those that are added are written into the array; where some are
-        # given back it is replaced, so that readers keep what they have.
+        # The blocks ``(max_blocks,)``, on the host. New blocks are written into the array. When blocks are released,
+        # the array is replaced, so that readers keep theirs.
         self._ids = block_table
         self._capacity = self._room = capacity
         context_lens = np.zeros(1, np.int32)  # shared with compiled code
@@ -115,7 +115,7 @@ class Layer(SingleSequence):
         return length
 
     def _is_table_sound(self) -> bool:
-        """Whether the table that compiled code can reach is as it should be."""
+        """Return whether the table that compiled code can reach is as it should be."""
         return bool((self._table == self._ids).all())
 
     def _bad_length(self, layer: int, length: int, most: int) -> str:
@@ -138,9 +138,9 @@ class Layer(SingleSequence):
     def k(self) -> Array:
         """The K buffer ``(num_blocks, num_kv_heads, block_size, head_dim)`` in the kind's dtype.
 
-        A contiguous layer has one block, of its capacity. Of quantised kinds: the codes, of int4 and code4 two to a
-        byte ``(num_blocks, num_kv_heads, block_size, head_dim / 2)``, of code6 eight in three int16; of tokens outside
-        `quantised_tokens` they mean nothing. With ``rotate=True`` rows are as stored: rotated;
+        A contiguous layer has one block, of its capacity. Quantised kinds have codes. int4 and code4 store two a byte,
+        ``(num_blocks, num_kv_heads, block_size, head_dim / 2)``, code6 eight in three int16. Codes of tokens outside
+        `quantised_tokens` are undefined. With ``rotate=True`` rows are as stored, that is rotated;
         `numkv.storage.Rotation` has the inverse.
         """
         return self._pool.values("k")
@@ -541,10 +541,9 @@ class Layer(SingleSequence):
         Parameters
         ----------
         rows : array (num_tokens, num_kv_heads, head_dim)
-            What the model projects: `head_dim_v` elements of the latent, then the rotary key; any float dtype.
+            Projections of the model: `head_dim_v` elements of the latent, then the rotary key; any float dtype.
         qk_mode : QKMode or int
-            What happens to them: of modes that normalise the latent is normalised, of those that rotate the key is
-            rotated.
+            The operation: modes that normalise do so to the latent, modes that rotate do so to the key.
         cos, sin : float32 or float64 array (num_positions, rotary_dim / 2)
             RoPE tables, a row per position; at most ``head_dim - head_dim_v`` elements are rotated, the first ones
             behind the latent. None is fine for ``QKMode.COPY``.

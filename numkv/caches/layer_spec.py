@@ -1,4 +1,4 @@
-"""What a layer keeps, in a user's words: `LayerSpec`, and the groups of options in it and beside it."""
+"""The user's description of a layer: `LayerSpec`, and groups of options in it and next to it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _FULL_KINDS = ("fp32", "bf16", "fp16")
 #: Windows and chunks from here on reach further than any sequence.
 _LONGEST = 2**62
 
-#: What a state may be made of; to numkv it is bytes.
+#: Dtypes of a state, which numkv treats as bytes.
 _STATE_DTYPES = (
     "float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8",
 )  # fmt: skip
 
 
-#: What an attribute is where nothing is said of it.
+#: Defaults of attributes.
 _AS = {"head_dim_v": "head_dim", "v_kind": "kind"}
 
 
@@ -65,8 +65,8 @@ class FullPrecision:
     num_sink_tokens : int
         First tokens.
     kind : str or Kind, optional
-        What they are stored in, of a `PagedKVCache`: ``"fp32"``, ``"bf16"`` or ``"fp16"``. Other caches keep them in
-        fp32, of transformers as the model computes them.
+        Their kind in a `PagedKVCache`: ``"fp32"``, ``"bf16"`` or ``"fp16"``. Other caches store them in fp32, and those
+        of transformers in the model's dtype.
 
     Raises
     ------
@@ -108,7 +108,7 @@ def _check_in_full(given: Any) -> None:
 
 
 def in_full(given: Any, storage: str, quantises: bool) -> FullPrecision | None:
-    """Check the argument of a cache that keeps tokens in one precision only, beside what it stores."""
+    """Check the argument of a cache that supports one precision only for its full-precision tokens."""
     _check_in_full(given)
     if given is not None and not quantises:
         raise NotSupported(

@@ -322,7 +322,7 @@ def _check_same(
     both: str | Kind | None, target: str | None, k_kind: str | Kind | None, v_kind: str | Kind | None,
     rotate: bool | None,
 ) -> None:  # fmt: skip
-    """Refuse arguments that say something else than the pool."""
+    """Refuse arguments that contradict the pool."""
     of = pool.spec
     given: dict[str, tuple[Any, Any]] = {
         "block_size": (check_size("block_size", block_size), pool.blocks.block_size),

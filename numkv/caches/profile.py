@@ -27,7 +27,7 @@ class Profile:
     layers : iterable of LayerSpec
         The layers that have rows, from the first to the last.
     model : str
-        What the model is called, for people.
+        The model's name, for people.
 
     Attributes
     ----------
@@ -165,7 +165,7 @@ def _digest(content: Any) -> str:
 
 
 def _plain(layer: LayerSpec) -> dict[str, Any]:
-    """What a layer's description differs by from the defaults, as JSON has it."""
+    """Return a layer's attributes that differ from the defaults, as JSON."""
     given = {f.name: getattr(layer, f.name) for f in fields(layer)}
     kept = layer.full_precision
     if kept is not None:

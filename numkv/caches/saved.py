@@ -28,9 +28,9 @@ def coded_rows(
 
 @dataclass(kw_only=True)
 class SavedSequence(Saved):
-    """The sequence of a cache: of each layer how many rows there are, and which of them are stored in its kind."""
+    """The sequence of a cache: each layer's number of rows, and which of them are stored in its kind."""
 
-    #: Entries that are arguments of the class too, beside those of all classes.
+    #: Entries that are also arguments of the class, in addition to those of all classes.
     sizes: ClassVar[tuple[str, ...]] = ()
     #: Whether V may be a part of K.
     may_be_latent: ClassVar[bool] = True
@@ -54,7 +54,7 @@ class SavedSequence(Saved):
         raise NotImplementedError
 
     def check(self) -> None:
-        """Compare rows with room, and see that what is quantised, and what is not, fits the full-precision window."""
+        """Check that rows fit the capacity, and that quantised and full-precision tokens fit the window."""
         latent = self.v_kind == LATENT
         expect(not latent or self.rotation is None, "latents that are rotated")
         expect(self.may_be_latent or not latent, "latents in a cache that has none")
@@ -145,7 +145,7 @@ class SavedSequence(Saved):
         return self.num_layers * (of_layer + 256) + 4 * capacity
 
     def arguments(self) -> dict[str, Any]:
-        """What the class is given for such a cache."""
+        """Return the arguments of the class for such a cache."""
         names = ("num_kv_heads", "head_dim", "head_dim_v", "k_kind", "v_kind", *self.sizes)
         kept = self.residual_window, self.num_sink_tokens
         return {name: getattr(self, name) for name in names} | {

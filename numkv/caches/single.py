@@ -1,8 +1,8 @@
-"""What caches of one sequence have in common: `numkv.KVCache`, and layers, which are caches of one layer.
+"""The common part of caches of one sequence: `numkv.KVCache`, and layers, which are caches of one layer.
 
-Readers beside a writer go by what they have read first, the length, and find as many tokens in whatever memory they
-come upon then. So a length is the last that a writer sets, a reader reads it before it asks for pools and tables, and
-what a reader may be holding is replaced, not changed: pools that grow, and tables whose blocks are given back.
+Concurrent readers read the length first; whichever buffers they then see have at least that many tokens. So a writer
+sets the length last, and a reader reads it before pools and tables. Objects that a reader may still use are replaced,
+not changed: pools that grow, and tables whose blocks are released.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from numkv.targets.call import Marker
 from numkv.targets.streamed import streamed
 from numkv.writing import fast_path
 
-# Of the arrays of an attention call that `SingleSequence._attend_again` lists, the one that is written to.
+# The index of the output among the arrays that `SingleSequence._attend_again` lists.
 _OUT = frozenset({2})
 
 
 class SingleSequence:
     """One sequence's K and V, for one layer or several, in one pool.
 
-    A subclass says which blocks a layer has, how much memory there is and how to get more. All methods here take a
-    checked number of a layer; one that raises has changed nothing.
+    A subclass defines a layer's blocks, the capacity and how it grows. All methods here take a checked number of a
+    layer. A method that raises has changed nothing.
 
     Parameters
     ----------
@@ -75,9 +75,9 @@ class SingleSequence:
 
     #: Which tokens' rows were NaN or infinite; those of all layers are one sequence, 0.
     _reports: SequenceReports
-    #: What makes calls that repeat the short way; None where there is none.
+    #: Replays repeated calls; None if none can be replayed.
     _again: Any
-    #: What its snapshots hold beside tensors.
+    #: Entries of its snapshots besides tensors.
     __saved__: ClassVar[type[SavedSequence]]
     #: Of each layer: the same buffers, and its own scales of heads.
     _pools: list[Pool]
@@ -99,7 +99,7 @@ class SingleSequence:
         self._again = None if self._full_precision is not None else self._target.repeats()
         self._reports = SequenceReports(self._target)
 
-    # -- what a subclass says
+    # -- defined by a subclass
 
     #: Tokens of a layer that there is memory for now; an attribute, as calls of one token read it twice.
     _room: int
@@ -109,15 +109,15 @@ class SingleSequence:
         raise NotImplementedError
 
     def _block_table(self, layer: int) -> Array:
-        """The blocks of a layer on the target, ``(1, max_blocks)``."""
+        """Return the blocks of a layer on the target, ``(1, max_blocks)``."""
         raise NotImplementedError
 
     def _slots(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where tokens ``(num_layers, n)`` lie, on the host."""
+        """Return where tokens ``(num_layers, n)`` lie, on the host."""
         raise NotImplementedError
 
     def _bad_length(self, layer: int, length: int, most: int) -> str:
-        """What is wrong with a length that others have written."""
+        """Return the message about an invalid length that others have written."""
         raise NotImplementedError
 
     def _cut(self, length: int) -> None:
@@ -136,7 +136,7 @@ class SingleSequence:
         raise NotImplementedError
 
     def _check_books(self) -> None:
-        """Prove what the subclass keeps books of."""
+        """Check the subclass's own metadata."""
         raise NotImplementedError
 
     # -- what it is
@@ -157,7 +157,7 @@ class SingleSequence:
         return int(self._lengths.max(initial=0))
 
     def _spec(self) -> LayerSpec:
-        """What each layer keeps."""
+        """The description of each layer."""
         pool, full = self._pool, self._full_precision
         return LayerSpec(
             self._heads, self._head_dim, head_dim_v=pool.head_dim_v, kind=pool.k_kind, v_kind=pool.v_storage,
@@ -168,12 +168,12 @@ class SingleSequence:
         return self._target, self._pool.k
 
     def _dims(self) -> str:
-        """What a ``repr`` says of rows."""
+        """The part of a ``repr`` about rows."""
         dim, dim_v = self._head_dim, self._pool.head_dim_v
         return f"head_dim={dim}" + ("" if dim_v == dim else f", head_dim_v={dim_v}")
 
     def _storage(self) -> str:
-        """What a ``repr`` says of storage."""
+        """The part of a ``repr`` about storage."""
         k_kind, v_storage = self._pool.k_kind, self._pool.v_storage
         described = str(k_kind) + ("" if k_kind.name == v_storage else f"/{v_storage}")
         if self._pool.rotate:
@@ -228,7 +228,7 @@ class SingleSequence:
             )
 
     def _refuse_groups(self, name: str) -> None:
-        """Refuse what goes by rows, where scales belong to token groups."""
+        """Refuse operations on rows if scales belong to token groups."""
         if self._pool.by_channel:
             raise NotSupported(
                 f"{name}: expected rows that are stored one by one, got keys in {self._pool.k_kind}, whose scales are "
@@ -305,7 +305,7 @@ class SingleSequence:
     # -- saved and loaded
 
     def _values(self) -> dict[str, Any]:
-        """What a snapshot holds, but for numbers of rows."""
+        """Return the values of a snapshot, except the numbers of rows."""
         pool, full = self._pool, self._full_precision
         kept = (
             (0, 0)
@@ -321,7 +321,7 @@ class SingleSequence:
     def __snapshot__(self) -> Snapshot:
         """See `numkv.snapshots.snapshot`."""
         self._refuse_reported()
-        # Lengths first: whoever appends meanwhile moves rows to where there are as many, and more.
+        # Lengths first: a concurrent append moves rows to buffers with at least as many.
         values, full = self._values(), self._full_precision
         rows = [self._stored(layer) for layer in range(len(self._lengths))]
         parts = [(0, n) if full is None else full.quantised(i, n) for i, n in enumerate(rows)]
@@ -330,7 +330,7 @@ class SingleSequence:
         return Snapshot(saved, self._tensors(saved), [(self, full is not None)])
 
     def _tensors(self, saved: SavedSequence) -> list[Tensor]:
-        """Where rows lie: those in ``[begin, end)`` as codes, and the others in full precision."""
+        """Return where rows lie: those in ``[begin, end)`` as codes, and the others in full precision."""
         found = []
         for layer, (begin, end, rows) in enumerate(
             zip(saved.begins, saved.ends, saved.rows, strict=True)
@@ -367,7 +367,7 @@ class SingleSequence:
 
     @classmethod
     def _empty(cls, saved: SavedSequence, options: Options) -> Self:
-        """An empty cache for what was saved."""
+        """Return an empty cache for a saved one."""
         make: Any = cls
         made: Self = make(**saved.arguments(), target=options.place.name)
         return made
@@ -442,7 +442,7 @@ class SingleSequence:
         return True
 
     def _as_rows(self, k: Any, v: Any) -> tuple[Any, Any]:
-        """What a caller passed as rows, as ``(num_tokens, num_kv_heads, head_dim)``; not checked otherwise."""
+        """Return a caller's rows as ``(num_tokens, num_kv_heads, head_dim)``, not checked otherwise."""
         return k, v
 
     def _append(self, layer: int, k: Any, v: Any, check_finite: bool) -> None:
@@ -686,12 +686,12 @@ class SingleSequence:
     # -- rows that a kernel has found to be NaN or infinite, after the call was over; never on the CPU
 
     def _look(self, layer: int, start: int, looked_at: Any) -> int:
-        """A number for a call that is made again, once nothing is known to be wrong with the tokens so far."""
+        """Return the number of a check for a repeated call; raise if earlier tokens were bad."""
         self._refuse_bad(layer)
         return self._reports.look_again(looked_at, first=start)
 
     def _marker(self, start: int) -> Marker:
-        """What notes a position, in a call from position `start` on, whose rows are not what they should be."""
+        """Return the receiver of bad positions, for a call from position `start` on."""
         reports = weakref.ref(self._reports)  # the object's memory is not kept for that
 
         def mark(position: int, error: NonFiniteInput, call: int) -> None:
@@ -709,6 +709,6 @@ class SingleSequence:
             raise NonFiniteInput(f"{error}; truncate to {position} tokens", error.index)
 
     def _refuse_reported(self) -> None:
-        """Wait for what has been launched, and refuse to go on if a token was NaN or infinite."""
+        """Wait for launched kernels, and raise if a token was NaN or infinite."""
         self._reports.collect(wait=True)
         self._refuse_bad(self._longest())

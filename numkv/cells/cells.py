@@ -241,12 +241,12 @@ class Cells:
         return _NO_CELLS if found is None else found.owned
 
     def before(self, owned: CellList, position: int) -> int:
-        """How many cells of a list from `owned` come before a position."""
+        """Return how many cells of a list from `owned` come before a position."""
         position = min(position, kernels.LAST_POSITION + 1)
         return int(kernels.compiled("bisect")(self.positions, owned, position))
 
     def can_resume(self, sequence: int, position: int, window: int) -> bool:
-        """Whether all that a token at `position` attends to within `window` is still stored."""
+        """Return whether all that a token at `position` attends to within `window` is still stored."""
         if self.memory is None:
             return True
         owned = self.owned(sequence)

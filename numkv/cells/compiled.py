@@ -144,7 +144,7 @@ def move(positions, cells, offset):
 
 @register_jitable
 def _bisect(positions, owned, length, position):
-    """How many of the first `length` cells come before a position."""
+    """Return how many of the first `length` cells come before a position."""
     low, high = 0, length
     while low < high:
         middle = (low + high) // 2
@@ -156,7 +156,7 @@ def _bisect(positions, owned, length, position):
 
 
 def bisect(positions, owned, position):
-    """How many cells come before a position."""
+    """Return how many cells come before a position."""
     return _bisect(positions, owned, len(owned), position)
 
 
@@ -200,8 +200,8 @@ def visible_cells(positions, table, lens, starts, row_positions, reach):
 def visible_ranges(positions, table, lens, starts, row_positions, window, chunk, lifted, ranges):
     """Find each token's visible range ``[low, high)``, counted along its run's row of `table`.
 
-    `window` is the number of earlier positions that are visible, -1 for all; `chunk` the length of a chunk, 0 for none;
-    `lifted` says for each token whether later positions are visible too, or is empty if none has that.
+    `window` is the number of earlier positions that are visible, -1 for all. `chunk` is the length of a chunk, 0 for
+    none. `lifted` is true for each token that also sees later positions, or is empty if none does.
     """
     for r in range(len(lens)):
         for i in range(starts[r], starts[r + 1]):

@@ -155,7 +155,7 @@ def _label(panel: Panel, ax: Any, renderer: Any) -> None:
 
 
 def _offsets(width: float, height: float) -> list[tuple[float, float]]:
-    """Where a label's lower left corner may be from its point, in pixels."""
+    """Return where a label's lower left corner may be from its point, in pixels."""
     steps = [0.0]
     for n in range(1, 15):
         steps += [n * height / 2, -n * height / 2]

@@ -143,7 +143,7 @@ def rows(line: Line) -> tuple[list[str], list[list[str]]]:
 
 
 def verdict(line: Line) -> str:
-    """How many rounds count, what the machine read, and whether the figures can be trusted."""
+    """Return how many rounds count, what the machine read, and whether the figures can be trusted."""
     measured = line.measured
     said = f"{len(measured.rounds)} rounds"
     if len(measured.rounds) < measured.wanted:

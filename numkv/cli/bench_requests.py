@@ -64,7 +64,7 @@ class Part:
         return [f"Left out: {name}: {x}." for name, x in self.found if isinstance(x, Exception)]
 
     def text(self) -> str:
-        """The table on a terminal."""
+        """Return the table on a terminal."""
         return "\n".join(["", self.title, table(*self.rows()), *self.left_out()])
 
 

@@ -208,7 +208,7 @@ def _open_to_others(folder: Path, *, below: bool) -> str | None:
 
 
 def _name(of: Callable[[], str], number: int) -> str:
-    """The name of an owner or a group, or its number if it has none."""
+    """Return the name of an owner or a group, or its number if it has none."""
     try:
         return of()
     except KeyError:

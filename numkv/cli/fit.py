@@ -183,7 +183,7 @@ def draw(found: Fit, path: Path) -> None:
 
 
 def _texts(arguments: argparse.Namespace) -> tuple[list[Document], list[str]]:
-    """The text to choose by and the one to measure on, and what is to be said of them."""
+    """Return the text to choose by and the one to measure on, and what is to be said of them."""
     if arguments.text is None:
         found = {document.name: document for document in held_out().documents}
         return [found["calendar.py"], found["csv.py"]], [_WEAK]

@@ -247,7 +247,7 @@ def _read(path: Path) -> str:
 def _limits(
     model: Model, texts: Sequence[Document], prompts: Sequence[Sequence[int]], num_tokens: int
 ) -> list[int]:
-    """How many tokens to generate for each text: as many as asked for, within the context."""
+    """Return how many tokens to generate for each text: as many as asked for, within the context."""
     context = model.config.max_context
     for text, prompt in zip(texts, prompts, strict=True):
         if not prompt:

@@ -75,7 +75,7 @@ def _vector_width() -> str:
 
 
 def _threading_layer() -> str:
-    """The layer that Numba chooses once a parallel function has run."""
+    """Return the layer that Numba chooses once a parallel function has run."""
 
     @numba.njit(parallel=True)  # type: ignore[untyped-decorator]
     def count(n: int) -> int:

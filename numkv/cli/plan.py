@@ -51,7 +51,7 @@ def parse_seconds(text: str) -> float:
 
 
 def plan_nodes(arguments: argparse.Namespace, needs: ModelNeeds, choice: CacheChoice) -> str:
-    """The tables: the best way for each number of nodes, and where heads stop paying.
+    """Return the tables: the best way for each number of nodes, and where heads stop paying.
 
     Parameters
     ----------
@@ -130,7 +130,7 @@ def _load(
 
 
 def _rows_of(layer: LayerNeeds) -> Rows | None:
-    """The rows of a layer, if they are K and V of each token, whole or in a window."""
+    """Return the rows of a layer, if they are K and V of each token, whole or in a window."""
     plain = len(layer.rows) == 1 and not layer.states and layer.type != "chunked_attention"
     rows = layer.rows[0] if plain else None
     return rows if rows and rows.dim_v and rows.tokens_per_row == 1 and not rows.of_source else None
@@ -172,7 +172,7 @@ def _row(
 
 
 def _remarks(load: Load, network: Network) -> list[str]:
-    """Where heads stop paying, and from which length on context does."""
+    """Return where heads stop paying, and from which length on context does."""
     found = []
     last = cost_of(load, network, 1, 1, load.batch)[0].total
     stops = load.kv_heads
@@ -264,7 +264,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _safe_choice(needs: ModelNeeds) -> CacheChoice:
-    """The smallest kind that keys with outlier channels do not spoil."""
+    """Return the smallest kind that keys with outlier channels do not spoil."""
     if any(rows.latent_dim for rows in needs.rows):
         return CacheChoice("bf16")
     by_channel = CacheChoice("int8_channel")
@@ -435,7 +435,7 @@ def _of_rows(rows: Rows) -> str:
 
 
 def _per_token(arguments: argparse.Namespace, needs: ModelNeeds, choices: list[CacheChoice]) -> str:
-    """The table of what tokens cost, by kind."""
+    """Return the table of what tokens cost, by kind."""
     memory, options = arguments.memory, _counted_with(arguments)
     full_at = needs.windows_full_at
     alike = len({(layer.rows, layer.shares) for layer in needs.layers}) == 1
@@ -472,7 +472,7 @@ def _counted_with(arguments: argparse.Namespace) -> dict[str, Any]:
 def _per_sequence(
     arguments: argparse.Namespace, needs: ModelNeeds, choices: list[CacheChoice]
 ) -> str:
-    """The table of what a sequence of some length takes, and how many of them fit."""
+    """Return the table of what a sequence of some length takes, and how many of them fit."""
     contexts, options = arguments.context, _counted_with(arguments)
     if not contexts:
         most = needs.context
@@ -525,7 +525,7 @@ def _notes(
 
 
 def _choices(arguments: argparse.Namespace, needs: ModelNeeds) -> list[CacheChoice]:
-    """The kinds to list: those that were asked for, else all that can store such rows."""
+    """Return the kinds to list: those that were asked for, else all that can store such rows."""
     if arguments.kind is not None:
         asked: list[CacheChoice] = arguments.kind
         return asked

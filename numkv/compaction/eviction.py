@@ -6,8 +6,8 @@ Each returns the indices of the tokens to keep, in order, as ``compact`` takes t
     layer.compact(keep, shift=numkv.rope_shift(cos, sin))
 
 `first_and_recent` needs the length only. The other two use attention weights, which `numkv.attention_weights` and the
-methods of that name compute for some queries: `heavy_hitters` their sums over all queries so far, which an
-`AttentionTally` adds up, and `seen_by_recent` those of the last queries. All heads of a cache keep the same tokens, so
+methods of that name compute for some queries. `heavy_hitters` uses their sums over all queries so far, which an
+`AttentionTally` adds up. `seen_by_recent` uses those of the last queries. All heads of a cache keep the same tokens, so
 weights are summed over heads; to sum over layers that keep the same tokens, stack their rows.
 
 Where the weights come from, and where the indices go:
@@ -179,7 +179,7 @@ def seen_by_recent(
 
 
 def max_pool(weights: Any, kernel_size: int) -> Weights:
-    """The largest weight among each token's neighbours, itself in the middle.
+    """Return the largest weight among each token's neighbours, itself in the middle.
 
     Parameters
     ----------

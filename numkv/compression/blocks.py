@@ -32,7 +32,7 @@ class Sequence(NamedTuple):
     length: int
 
     def slots(self) -> Numbers:
-        """Where its tokens lie."""
+        """Return where its tokens lie."""
         tokens = np.arange(self.length)
         slots: Numbers = self.blocks[tokens // BLOCK_SIZE] * BLOCK_SIZE + tokens % BLOCK_SIZE
         return slots
@@ -55,7 +55,7 @@ class StoredBlocks(NamedTuple):
         return int(self.keys.scales.shape[1])
 
     def references(self) -> Numbers:
-        """How many sequences each block belongs to."""
+        """Return how many sequences each block belongs to."""
         tables = [x.blocks for x in self.sequences.values()]
         used = np.concatenate(tables) if tables else NO_BLOCKS
         return np.bincount(used, minlength=self.capacity // BLOCK_SIZE)

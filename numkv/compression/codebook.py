@@ -1,10 +1,9 @@
 """Codebooks for the coordinates of random unit vectors: the quantiser of Lloyd and Max, to the last digit.
 
-A coordinate t of a unit vector that points anywhere with equal chance has, up to a factor, the density
-``(1 - t**2) ** ((d - 3) / 2)`` on [-1, 1]: nearly normal with variance ``1 / d`` for large d, uniform for d = 3. Any
-vector gets such coordinates when it is normalised and multiplied by a random rotation, so one codebook for each (head
-dim, bits) fits all data, and none has to be trained or stored: Zandieh et al., "TurboQuant" (arXiv:2504.19874),
-section 3.1.
+Let a unit vector be uniform on the sphere. Its coordinate t has, up to a factor, the density ``(1 - t**2) ** ((d - 3) /
+2)`` on [-1, 1]. That is nearly normal with variance ``1 / d`` for large d, uniform for d = 3. Normalisation and a
+random rotation give any vector such coordinates. So one codebook for each (head dim, bits) fits all data, and none has
+to be trained or stored. See Zandieh et al., "TurboQuant" (arXiv:2504.19874), section 3.1.
 
 The best `n` levels for a density are the means of the density over their own cells, whose edges lie halfway between
 levels: Lloyd (1957) and Max (1960). Lloyd's iteration towards that takes about ``n ** 2`` rounds, so the equations are

@@ -142,7 +142,7 @@ class Compressor(Heads):
         return self._moved(self._stored, self._stored.capacity)
 
     def _moved(self, stored: Stored, capacity: int) -> Stored:
-        """The tokens at the start of new buffers."""
+        """Return the tokens at the start of new buffers."""
         keys, values = self._allocate(capacity)
         if stored.tokens:
             stored.keys.move(self._target, keys, stored.begin)
@@ -208,7 +208,7 @@ class Compressor(Heads):
     @streamed
     @reads
     def decode_keys(self) -> Array:
-        """The keys, decoded from their codes; the sketch is not used.
+        """Return the keys, decoded from their codes; the sketch is not used.
 
         Returns
         -------
@@ -220,7 +220,7 @@ class Compressor(Heads):
     @streamed
     @reads
     def decode_values(self) -> Array:
-        """The values, decoded from their codes.
+        """Return the values, decoded from their codes.
 
         Returns
         -------
@@ -394,7 +394,7 @@ class HeadCompressor(Compressor):
         self, query: Any, *, return_lse: bool | None = False, check_finite: bool = True,
         **options: Unpack[AttentionOptions],
     ) -> Any:  # fmt: skip
-        """The values, weighted by the softmax of `attention_scores`.
+        """Return the values, weighted by the softmax of `attention_scores`.
 
         Parameters
         ----------
@@ -566,7 +566,7 @@ class MultiHeadCompressor(Compressor):
         self, queries: Any, *, return_lse: bool | None = False, check_finite: bool = True,
         **options: Unpack[AttentionOptions],
     ) -> Any:  # fmt: skip
-        """The values of each q head's kv head, weighted by the softmax of `attention_scores`.
+        """Return the values of each q head's kv head, weighted by the softmax of `attention_scores`.
 
         Parameters
         ----------

@@ -108,11 +108,11 @@ class PagedCompressor(Heads):
         return tuple(self._stored.sequences)
 
     def __len__(self) -> int:
-        """How many sequences there are."""
+        """Return how many sequences there are."""
         return len(self._stored.sequences)
 
     def length(self, seq: int) -> int:
-        """The number of tokens of a sequence.
+        """Return the number of tokens of a sequence.
 
         Parameters
         ----------
@@ -271,7 +271,7 @@ class PagedCompressor(Heads):
         self, sequences: Iterable[int], queries: Any, query_lens: Any = 1, *,
         return_lse: bool | None = False, check_finite: bool = True, **options: Unpack[AttentionOptions],
     ) -> Any:  # fmt: skip
-        """The values of each q head's kv head, weighted by softmax: of many sequences in one call.
+        """Return the values of each q head's kv head, weighted by softmax: of many sequences in one call.
 
         Parameters
         ----------
@@ -372,7 +372,7 @@ class PagedCompressor(Heads):
     @streamed
     @reads
     def decode_keys(self, seq: int) -> Array:
-        """The keys of a sequence, decoded from their codes; the sketch is not used.
+        """Return the keys of a sequence, decoded from their codes; the sketch is not used.
 
         Parameters
         ----------
@@ -393,7 +393,7 @@ class PagedCompressor(Heads):
     @streamed
     @reads
     def decode_values(self, seq: int) -> Array:
-        """The values of a sequence, decoded from their codes.
+        """Return the values of a sequence, decoded from their codes.
 
         Parameters
         ----------

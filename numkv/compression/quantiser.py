@@ -41,10 +41,9 @@ def haar(size: int, random: np.random.Generator) -> Floats:
     """A random orthogonal matrix, all orientations equally likely (Haar's measure).
 
     The Q of a Gaussian matrix's QR decomposition is one, if R's diagonal is positive: Mezzadri, "How to generate random
-    matrices from the classical compact groups" (2007), section 5. Householder's reflections leave the part of the
-    matrix that they have not reached yet Gaussian, so each reflection takes a Gaussian vector of its own, and there is
-    no matrix (Stewart 1980, "The efficient generation of random orthogonal matrices"). LAPACK is not used, as its last
-    bits depend on the machine.
+    matrices from the classical compact groups" (2007), section 5. Householder's reflections leave the rest of the
+    matrix Gaussian. So each reflection uses a new Gaussian vector, and no matrix is needed (Stewart 1980, "The
+    efficient generation of random orthogonal matrices"). LAPACK is not used, as its last bits depend on the machine.
 
     Parameters
     ----------

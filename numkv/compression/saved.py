@@ -130,5 +130,5 @@ class SavedBlocks(SavedCodes):
             )
 
     def by_number(self) -> dict[int, Sequence]:
-        """The sequences."""
+        """Return the sequences."""
         return {x.number: Sequence(np.array(x.blocks, np.int64), x.length) for x in self.sequences}

@@ -1,8 +1,7 @@
 """How far attention over a cache is from attention over the rows that were put into it.
 
-`evaluate` measures caches on a model's predictions, this module on rows drawn at random: each cache takes the same
-rows, and what comes out for the newest tokens' queries is compared with attention in float64 over the rows as they
-were drawn.
+`evaluate` measures caches on a model's predictions, this module on random rows. Each cache stores the same rows. Its
+output for the newest tokens' queries is compared with attention in float64 over the original rows.
 """
 
 from __future__ import annotations

@@ -201,8 +201,8 @@ class CacheChoice:
         Parameters
         ----------
         text : str
-            One kind, or that of K and that of V around a slash; then, each behind a plus sign, ``rotate``, and
-            ``window`` and ``sinks`` with the tokens to keep in full precision.
+            One kind, or those of K and V separated by a slash. Options follow, each after a plus sign: ``rotate``, and
+            ``window`` and ``sinks`` with the number of full-precision tokens.
         target : str
             Target of the cache.
 
@@ -454,7 +454,7 @@ AnyChoice = CacheChoice | CompressorChoice | NewestChoice
 
 
 def _capacity(choice: AnyChoice, capacities: Sequence[int]) -> int:
-    """The tokens of the one text that a cache is for."""
+    """Return the tokens of the one text that a cache is for."""
     if len(capacities) != 1:
         raise numkv.NotSupported(f"{choice.label}: expected one text, got {len(capacities)}")
     return capacities[0]

@@ -1,8 +1,8 @@
 """What a cache kind costs in quality: bits per byte, KL divergence and top-1 agreement.
 
-The texts are modules of the standard library that the bundled model never saw. They are cut into
-windows of the model's whole context, and every window runs through the reference cache and the
-caches to judge side by side, so all of them see the same tokens.
+The texts are modules of the standard library that the bundled model never saw. They are cut into windows of the model's
+whole context. Every window runs through the reference cache and all caches to judge, so all of them see the same
+tokens.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ def evaluate(
 ) -> list[Score]:
     """Measure caches on texts.
 
-    Windows start every half context and each token is scored once, in the first window that holds
-    it: all but the first window's worth of a text is predicted from at least half a context.
+    Windows start every half context. Each token is scored once, in the first window that contains it. So after the
+    first window, every token is predicted from at least half a context.
 
     Parameters
     ----------
@@ -356,6 +356,6 @@ def _scaled(config: ModelConfig, layer: LayerWeights, scale: np.ndarray) -> Laye
 
 
 def beginning(document: Document) -> Document:
-    """The first bytes of a text, on which that is measured: kinds differ by far more than texts."""
+    """Return the first bytes of a text, on which that is measured: kinds differ by far more than texts."""
     text = document.text.encode()[:OUTLIER_BYTES].decode(errors="ignore")
     return Document(document.name, text)

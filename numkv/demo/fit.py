@@ -1,9 +1,9 @@
 """Choose storage kinds for each layer of a model, K and V apart, by what they change in its predictions.
 
-Each kind of each side of each layer is tried alone, beside a cache that rounds nothing else: the Kullback-Leibler
-divergence of the next token's probabilities, in nats a token, is its cost. Costs are taken to add up. From the fewest
-bytes on, the layer is widened next that saves most divergence for a byte, until the budget is spent. What comes out is
-measured as a whole, beside the same kinds in all layers, on text that had no part in the choice.
+Each kind of each side of each layer is tried alone, in a cache without other rounding. Its cost is the Kullback-Leibler
+divergence of the next token's probabilities, in nats a token. Costs are taken to add up. From the fewest bytes on, the
+layer is widened next that saves most divergence for a byte, until the budget is spent. What comes out is measured as a
+whole, beside the same kinds in all layers, on text that had no part in the choice.
 """
 
 from __future__ import annotations

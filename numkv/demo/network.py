@@ -1,7 +1,7 @@
 """The forward pass of a Qwen3 or Llama decoder: matrices in NumPy, the KV cache in numkv.
 
-The cache takes the fused q, k and v projections of a layer, norms and rotates them, stores K and V,
-and attends; where and how it keeps them is its own affair. All arithmetic is float32.
+The cache receives the fused q, k and v projections of a layer. It norms and rotates them, stores K and V, and attends.
+All arithmetic is float32.
 """
 
 from __future__ import annotations
@@ -179,11 +179,10 @@ _SPELLINGS = ("scipy_openblas_{}64_", "openblas_{}64_", "openblas_{}")
 def blas_threads_for(weights: Weights) -> Iterator[None]:
     """Compute the matrix products of a small model on one thread.
 
-    OpenBLAS's threads wait for their next piece of work by spinning, just when numkv's kernels want
-    the cores; with small matrices that costs more than the threads save, up to a factor of 30 on a
-    busy machine. NumPy has no setting for it, and the environment variable is read when NumPy is
-    imported, so OpenBLAS itself is asked. With another BLAS, or where the user has set the
-    variable, nothing is changed.
+    OpenBLAS's threads spin while they wait for work, just when numkv's kernels need the cores. With small matrices that
+    costs more than the threads save, up to a factor of 30 on a busy machine. NumPy has no setting for it, and the
+    environment variable is read when NumPy is imported, so OpenBLAS itself is asked. With another BLAS, or where the
+    user has set the variable, nothing is changed.
 
     Parameters
     ----------

@@ -175,7 +175,7 @@ def _paged_cache(cache: Any) -> Picture:
 
 
 def _blocks_each(window: int, groups: list[tuple[list[int], list[int]]]) -> str:
-    """How many blocks a sequence has in each of the groups of layers with one window."""
+    """Return how many blocks a sequence has in each of the groups of layers with one window."""
     layers = in_short(sorted(layer for of_group, _ in groups for layer in of_group))
     counts = sorted({len(blocks) for _, blocks in groups})
     number = str(counts[0]) if len(counts) == 1 else f"{counts[0]}-{counts[-1]}"
@@ -279,7 +279,7 @@ def _each(layers: list[Any]) -> list[Any]:
 
 
 def _strip_of_blocks(layers: list[Any]) -> Strip:
-    """The blocks of layers that have the same ones."""
+    """Return the blocks of layers that have the same ones."""
     metadata, reach = layers[0].metadata, layers[0].reach
     states = np.zeros(metadata.num_blocks, np.int64)
     size = metadata.block_size

@@ -61,7 +61,7 @@ def show(cache: Any, *, file: TextIO | None = None) -> None:
 
 
 def has_graphics(stream: Any) -> bool:
-    """Whether a stream can print the signs; one that does not say how it encodes takes any text.
+    """Return whether a stream can print the signs; one that does not say how it encodes takes any text.
 
     Parameters
     ----------

@@ -168,9 +168,9 @@ def load(
     Raises
     ------
     NotSupported
-        If it is no such file, damaged, of another version, marked otherwise, too large, or contradicts itself, or its
-        class is of `numkv.transformers`, which is not imported; the
-        message says what is wrong. Nothing has been taken from `pool` then. Also if an option does not suit the class.
+        If it is no such file, damaged, of another version, marked otherwise, too large, or contradicts itself. If its
+        class is of `numkv.transformers`, which is not imported, or an option does not suit the class. The message
+        states the reason, and `pool` is unchanged.
     CacheFull
         If `pool` has too few blocks.
     DimensionMismatch

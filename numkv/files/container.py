@@ -142,7 +142,7 @@ def write(path: str | os.PathLike[str], fields: dict[str, Any], tensors: list[Te
 
 
 def _header(fields: dict[str, Any], tensors: list[Tensor], checksums: dict[str, int]) -> bytes:
-    """The first bytes of the file, with the checksums."""
+    """Return the first bytes of the file, with the checksums."""
     crc32 = {tensor.name: f"{checksums.get(tensor.name, 0):08x}" for tensor in tensors}
     text = json.dumps(
         {"version": FORMAT_VERSION} | fields | {"crc32": crc32},
@@ -164,7 +164,7 @@ def _header(fields: dict[str, Any], tensors: list[Tensor], checksums: dict[str, 
 
 
 def _chunks(pieces: Iterable[NDArray[Any]]) -> Iterator[list[memoryview]]:
-    """The bytes of contiguous arrays, in lists of about as many bytes."""
+    """Return the bytes of contiguous arrays, in lists of about as many bytes."""
     views: list[memoryview] = []
     size = 0
     for piece in pieces:

@@ -1,10 +1,10 @@
-"""How a CPU kernel is made: one way to compile, and to find again on disk what was compiled (`disk_cache`).
+"""The builder of CPU kernels: it compiles a kernel, or loads it from the disk cache (`disk_cache`).
 
-A kernel is compiled for one explicit signature, so that C-ordered and strided arrays, ints and NumPy scalars all
-use the same machine code, and compilation never starts in the middle of a call with odd arguments.
+A kernel is compiled for one explicit signature. So C-ordered and strided arrays, ints and NumPy scalars all use the
+same machine code, and odd arguments never start a compilation in the middle of a call.
 
-Compiling takes seconds, so whoever waits is told what for: by the logger ``numkv.kernels``, at level INFO, or where
-nobody listens to that, by lines on stderr; see `compiled`.
+Compiling takes seconds, so it is reported: by the logger ``numkv.kernels``, at level INFO, or without a listener by
+lines on stderr; see `compiled`.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ SCALES = {
     kind.name: (from_dtype(kind.scale_word), kind.scale_ndim) for kind in kinds(by_channel=True)
 }
 
-#: Environment variable: 1 tells of every compilation on stderr, 0 of none; otherwise of each where somebody sits there,
-#: and elsewhere once that they take long.
+#: Environment variable: 1 reports every compilation on stderr, 0 none. By default each is reported on a terminal, and
+#: elsewhere one line says that they take long.
 PROGRESS = "NUMKV_PROGRESS"
-#: Seconds of compiling in a process after which that is told anywhere.
+#: Seconds of compiling in a process after which that line is written.
 LONG = 3.0
 
 _stats = {"hits": 0, "misses": 0}
@@ -58,7 +58,7 @@ def array(dtype: Any, ndim: int, *, out: bool = False) -> types.Array:
 
 
 def cache_stats() -> dict[str, int]:
-    """How many kernels this process loaded from the disk cache (hits) and compiled (misses).
+    """Return how many kernels this process loaded from the disk cache (hits) and compiled (misses).
 
     Returns
     -------
@@ -69,21 +69,21 @@ def cache_stats() -> dict[str, int]:
 
 
 def tell(label: str) -> bool:
-    """Say that a kernel is being compiled, before it is.
+    """Report that a kernel is being compiled, beforehand.
 
-    There is always a record of level INFO by the logger ``numkv.kernels``. If nobody listens to that, and stderr is a
-    terminal or Python is interactive, as in a notebook, there is a line on stderr. The environment variable
-    ``NUMKV_PROGRESS`` has that line written wherever stderr goes (``1``) or nowhere (``0``).
+    The logger ``numkv.kernels`` always gets a record of level INFO. If it has no listener, and stderr is a terminal or
+    Python is interactive, as in a notebook, there is a line on stderr. The environment variable ``NUMKV_PROGRESS``
+    writes that line wherever stderr goes (``1``) or nowhere (``0``).
 
     Parameters
     ----------
     label : str
-        What is being compiled.
+        The kernel's label.
 
     Returns
     -------
     bool
-        Whether that is all: somebody was told, or wants to hear nothing.
+        Whether no further report is needed: it was written, or reports are switched off.
     """
     log.info("compiling %s", label)
     if log.isEnabledFor(logging.INFO) and log.hasHandlers():
@@ -97,7 +97,7 @@ def tell(label: str) -> bool:
 
 
 def _tell_once(label: str) -> None:
-    """Say where nobody sits that compiling takes long, if that has not been said."""
+    """Report once, also without a terminal, that compiling takes long."""
     if not _is_told.is_set():
         _is_told.set()
         with contextlib.suppress(AttributeError, OSError, ValueError):
@@ -106,7 +106,7 @@ def _tell_once(label: str) -> None:
 
 
 def _is_watched() -> bool:
-    """Whether lines on stderr are wanted."""
+    """Return whether lines on stderr are wanted."""
     choice = os.environ.get(PROGRESS)
     if choice in ("0", "1"):
         return choice == "1"
@@ -149,7 +149,7 @@ def _check_numba() -> None:
 
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
-    """Keep the garbage collector from going again and again through what a compilation makes: a tenth of its time.
+    """Pause the garbage collector, which would take a tenth of a compilation's time.
 
     Numba's own lock, which compilations hold anyway, keeps another thread from ending the pause.
     """
@@ -165,12 +165,12 @@ def _no_collections() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _optimised_as_modules() -> Iterator[None]:
-    """Keep LLVM's passes from going over each function as it is emitted: they go over it again with what it calls.
+    """Skip LLVM's passes over each function as it is emitted, as they run again over the whole module.
 
-    That is a tenth of the time that a kernel takes, and none is slower for it. To leave out more does not pay: without
-    the loop and SLP vectorisers, whose loops here are few, a kernel takes 1 or 2 % less to compile, and where functions
-    are optimised only as parts of those that call them, attention takes 1.1 to 1.4 times as long. Nobody else compiles
-    meanwhile, as they would need the lock.
+    That saves a tenth of a kernel's compile time, and no kernel becomes slower. Leaving out more does not pay. Without
+    the loop and SLP vectorisers, which find few loops here, a kernel compiles 1 or 2 % faster. If functions are
+    optimised only as parts of their callers, attention takes 10 to 40 % longer. No other thread compiles meanwhile, as
+    it would need the lock.
     """
     kept = getattr(CPUCodeLibrary, "_optimize_functions", None)
     if kept is None:  # a Numba that goes another way
@@ -209,14 +209,14 @@ def build(
     signature : tuple of numba types
         Types of the kernel's arguments.
     label : str
-        What is being compiled, for those who wait.
+        The kernel's label, for reports.
     args : tuple of str, int and bool, optional
         Arguments of the factory. With its name they identify the kernel on disk, so that it may close over anything.
     fastmath : bool or set of str
         LLVM fast-math flags. Kernels with vector code leave it False: the flags would reach that code too.
     emit : numba type, optional
-        What the kernel returns, if it is a function as `numkv.kernels.cpu.vectors.emitted` takes it: Numba's type
-        inference then has no part in it.
+        The type that the kernel returns, if `function` is one for `numkv.kernels.cpu.vectors.emitted`. Numba's type
+        inference is then skipped.
 
     Returns
     -------
@@ -228,7 +228,7 @@ def build(
     TypeError
         If `function` has a closure and no `args`, or these are no strings and numbers.
     NotSupported
-        If Numba is set not to compile, or to run threads by what is not installed.
+        If Numba is set not to compile, or its threading layer is not installed.
     """
     _check_numba()
     if args is None and function.__closure__:
@@ -267,10 +267,10 @@ def note(hit: bool) -> None:
 
 @contextlib.contextmanager
 def compiled(label: str) -> Iterator[None]:
-    """Say that a kernel is being compiled, and how long it took: by `tell`, else once that it takes long.
+    """Report that a kernel is being compiled, and how long it took: by `tell`, else once that compiling takes long.
 
-    The latter where compiling has taken `LONG` seconds in this process, in the middle of it: so from another thread,
-    which is there for no longer.
+    The latter comes after `LONG` seconds of compiling in this process, in the middle of a compilation. So a thread of
+    its own writes it, and then ends.
     """
     global _spent
     started, timer = time.perf_counter(), None

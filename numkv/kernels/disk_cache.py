@@ -1,20 +1,20 @@
-"""Compiled kernels on disk: one file for each build, which says itself whether it is whole and up to date.
+"""Compiled kernels on disk: one file for each build, with checksums that prove it complete and up to date.
 
 Numba's own disk cache does not fit here for three reasons. It stamps the one file that defines a function, so an edited
-row function would leave stale kernels behind. It identifies a closure by pickling what it closes over, so a kernel made
-of intrinsics or of other closures is never found again. And it trusts what it reads, so a damaged file stops every
-later start.
+row function would leave stale kernels. It identifies a closure by pickling its variables, so a kernel made of
+intrinsics or of other closures is never found again. And it trusts its files, so a damaged file stops every later
+start.
 
-A build is identified by what it is made from: the factory and its arguments, the signature, the options, the processor
-and the versions of Python, NumPy and Numba. That names its file. In the file come a digest of all sources under
-`_SOURCES` and a checksum, then the machine code as Numba pickles it. A file with another source digest is
-out of date: the kernel is compiled, and the new file takes its place, so the folder does not grow with edits. A file
-that is damaged is reported once, and the kernel compiled. Files are replaced whole, never written in place;
-a process that needs a kernel which another one is compiling waits for it (`Turn`).
+A build is identified by the factory and its arguments, the signature, the options, the processor, and the versions of
+Python, NumPy and Numba. They make up the file's name. The file has a digest of all sources under `_SOURCES` and a
+checksum, then the machine code as Numba pickles it. A file with another source digest is out of date. The kernel is
+then compiled, and the new file replaces it, so the folder does not grow with edits. A damaged file is reported once,
+and the kernel compiled. Files are replaced whole, never written in place. A process that needs a kernel which another
+one is compiling waits for it (`Turn`).
 
-The files are pickles and machine code: a folder of theirs must not be writable by those who are not trusted to run code
-here. Files of CUDA kernels (`path_of`, `load`, `save`) have the same form, but for what comes last: the name of the
-entry and the machine code.
+The files are pickles and machine code: only users who are trusted to run code here may have write access to the folder.
+Files of CUDA kernels (`path_of`, `load`, `save`) have the same form, but end with the name of the entry and the machine
+code.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SUFFIX = ".kernel"
 _MAGIC = b"numkv kernel 1\n"
 # A file's name, and that of one that is being written.
 _NAME = re.compile(rf".+-[0-9a-f]{{32}}{re.escape(SUFFIX)}(\.\w+{re.escape(PARTIAL)})?")
-#: Folders of the package that hold kernels and what they are made of.
+#: Folders of the package with the sources of kernels.
 _SOURCES = ("blocks", "cells", "kernels", "rows")
 _DIGEST = hashlib.sha256().digest_size
 # Seconds that a process waits for another one to compile a kernel, at most.
@@ -70,11 +70,11 @@ _SETTINGS = ("BOUNDSCHECK", "OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "ENABLE_AV
 
 
 def _number_functions_apart() -> None:
-    """Have Numba number functions from somewhere in 2^56 on, where no other process of ours does.
+    """Make Numba number functions from a random start below 2^56, which differs from process to process.
 
     A symbol in machine code is a function's name, that number and the types of its arguments. Kernels for fp16 and bf16
-    differ in the number alone, as both see words. Counted from 1 in each process, a kernel that comes from disk could
-    bear the symbol of another one that this process has compiled, and the linker would take one for both.
+    differ in the number alone, as both see words. If every process counted from 1, a kernel from disk could have the
+    symbol of another kernel that this process has compiled. The linker would then use one for both.
     """
     FunctionIdentity._unique_ids = itertools.count(int.from_bytes(os.urandom(7), "little"))
 
@@ -86,9 +86,9 @@ if hasattr(os, "register_at_fork"):
 
 @functools.cache
 def source_digest() -> str:
-    """Digest of every source file that kernels are made of.
+    """Return the digest of all source files of kernels.
 
-    One that has been changed since this process began may not be what it runs: then its kernels serve nobody else.
+    If one has changed since this process began, the process may run other code, so its kernels are not shared.
     """
     digest = hashlib.sha256()
     for path in _sources():
@@ -105,7 +105,7 @@ def _sources() -> list[Path]:
 
 
 def sources_changed() -> bool:
-    """Whether a source file has been changed, or is gone, since this process began."""
+    """Return whether a source file has been changed or removed since this process began."""
     try:
         return any(path.stat().st_ctime > _BEGUN for path in _sources())
     except OSError:
@@ -126,15 +126,15 @@ def _warn(message: str) -> None:
 
 
 def folder_of(function: Callable[..., Any]) -> Path:
-    """Where kernels of the module that defines `function` lie; ``RuntimeError`` if there is no such place."""
+    """Return where kernels of the module that defines `function` lie; ``RuntimeError`` if there is no such place."""
     return Path(CompileResultCacheImpl(function).locator.get_cache_path())
 
 
 def places() -> list[Path]:
-    """Every folder where kernels of this package may lie, whether it is there or not.
+    """Return every folder where kernels of this package may be, whether it exists or not.
 
-    Numba takes the first one that it can write: in ``NUMBA_CACHE_DIR`` if that is set, beside the sources, among
-    the user's files. Those that it took before the setting changed are places, too.
+    Numba uses the first one that it can write: in ``NUMBA_CACHE_DIR`` if that is set, next to the sources, among the
+    user's files. Folders that it used before the setting changed count, too.
     """
     found = []
     locators = [InTreeCacheLocator, UserWideCacheLocator]
@@ -148,7 +148,7 @@ def places() -> list[Path]:
 
 
 def kernel_files(folder: Path) -> list[Path]:
-    """Files of kernels in a folder, by their names: of whatever version, half written ones too, nothing else."""
+    """Return the files of kernels in a folder, by their names: of any version, including half written ones."""
     with contextlib.suppress(OSError):
         return sorted(
             path for path in folder.iterdir() if _NAME.fullmatch(path.name) and _is_file(path)
@@ -157,7 +157,7 @@ def kernel_files(folder: Path) -> list[Path]:
 
 
 def _is_file(path: Path) -> bool:
-    """Whether it is a file itself, and still there: another process may have renamed it since it was listed."""
+    """Return whether it is a file itself, and still there: another process may have renamed it since it was listed."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except FileNotFoundError:
@@ -165,7 +165,7 @@ def _is_file(path: Path) -> bool:
 
 
 def is_stale(path: Path) -> bool:
-    """Whether a file was made of other sources than today's, or is none that can be read."""
+    """Return whether a file was made of other sources than today's, or is none that can be read."""
     stamp = _MAGIC + source_digest().encode()
     try:
         with path.open("rb") as file:
@@ -175,7 +175,7 @@ def is_stale(path: Path) -> bool:
 
 
 class _Damaged(Exception):
-    """What is wrong with a file."""
+    """The defect of a file."""
 
 
 class Turn:
@@ -206,7 +206,7 @@ class Turn:
 
     @classmethod
     def _opened(cls) -> int:
-        """The file of turns. It is closed only with the process: whoever closes a file gives its locks back."""
+        """Return the file of turns. It is closed only with the process, as closing a file releases its locks."""
         if Turn._file is None:
             name = Path(tempfile.gettempdir()) / f"numkv-turns-{os.getuid()}"
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -232,14 +232,14 @@ class Turn:
 
 
 class KernelCache(_Cache):  # type: ignore[misc]
-    """What a Numba dispatcher asks for its machine code, for one build.
+    """The cache that a Numba dispatcher asks for its machine code, for one build.
 
     Parameters
     ----------
     kernel : function
         The Python function of the kernel.
     identity : tuple of str
-        What the build is made from: module and name of the factory, its arguments, its options.
+        The identity of the build: module and name of the factory, its arguments, its options.
     on_miss : function
         Called without arguments before the kernel is compiled.
     """
@@ -268,7 +268,7 @@ class KernelCache(_Cache):  # type: ignore[misc]
         """Do nothing: files are replaced when they are out of date."""
 
     def path(self, signature: Any, codegen: Any) -> Path:
-        """The file of a build.
+        """Return the file of a build.
 
         Parameters
         ----------
@@ -300,7 +300,7 @@ class KernelCache(_Cache):  # type: ignore[misc]
             self._turn.end()
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keep a compiled kernel; a folder that cannot be written is said once, and no reason to fail."""
+        """Save a compiled kernel; a folder that cannot be written is reported once, and is no error."""
         if not self._impl.check_cachable(data):
             return
         save(self.path(sig, data.codegen), dumps(self._impl.reduce(data)))
@@ -311,7 +311,7 @@ def _unpacked(impl: Any, target_context: Any, content: bytes) -> Any:
 
 
 def _named(folder: Path, name: str, parts: tuple[str, ...]) -> Path:
-    """The file of what is made from `parts`, under these versions and settings."""
+    """Return the file of a kernel made from `parts`, under these versions and settings."""
     parts = (
         *parts, sys.version, numba.__version__, np.__version__,
         *(f"{setting}={getattr(config, setting, None)}" for setting in _SETTINGS),
@@ -321,21 +321,21 @@ def _named(folder: Path, name: str, parts: tuple[str, ...]) -> Path:
 
 
 def path_of(function: Callable[..., Any], name: str, parts: tuple[str, ...]) -> Path | None:
-    """The file of a kernel that Numba's dispatcher does not load itself.
+    """Return the file of a kernel that Numba's dispatcher does not load itself.
 
     Parameters
     ----------
     function : function
         The kernel in Python.
     name : str
-        What the file's name begins with.
+        The beginning of the file's name.
     parts : tuple of str
-        What the kernel is made from, beside the sources and this Python.
+        The kernel's identity, in addition to the sources and this Python.
 
     Returns
     -------
     Path or None
-        None where there is no folder for files, which is said once.
+        None if there is no folder for files, which is reported once.
     """
     try:
         return _named(folder_of(function), name, parts)
@@ -345,16 +345,16 @@ def path_of(function: Callable[..., Any], name: str, parts: tuple[str, ...]) -> 
 
 
 def load(path: Path, unpack: Callable[[bytes], Any]) -> Any:
-    """What a file holds, or None where there is none that can be used; a damaged one is reported.
+    """Load a file; None if no usable one exists. A damaged file is reported.
 
-    It stays, to be replaced by what is compiled: this name may be another process's new file by now.
+    It stays until a compiled kernel replaces it, as another process may already have replaced this name.
 
     Parameters
     ----------
     path : Path
         The file.
     unpack : function
-        Makes of its content what is returned; whatever it raises says that the file is damaged.
+        Makes the result from its content; an exception means that the file is damaged.
     """
     try:
         return unpack(_read(path))
@@ -370,7 +370,7 @@ def load(path: Path, unpack: Callable[[bytes], Any]) -> Any:
 
 
 def save(path: Path, content: bytes) -> None:
-    """Keep a compiled kernel; a folder that cannot be written is said once, and no reason to fail."""
+    """Save a compiled kernel; a folder that cannot be written is reported once, and is no error."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _write(path, content)
@@ -396,7 +396,7 @@ def _read(path: Path) -> bytes:
 
 
 def _checksum(head: bytes, path: Path, content: bytes) -> bytes:
-    """What a file holds and what it is called: another kernel's file under this name is damage, too."""
+    """Return the checksum of a file's content and name: another kernel's file under this name is damage, too."""
     return hashlib.sha256(b"\0".join((head, path.name.encode(), content))).digest()
 
 

@@ -1,4 +1,4 @@
-"""Operations: what kernels do, the same on every target. Name, parameters and docstring of each are here, once.
+"""Operations: the interface of kernels, the same on every target, with each name, parameters and docstring once.
 
 A file of kernels marks a host function by `implements`; `load` gathers what the files of a target implement. The files
 have the same names under every target.
@@ -72,8 +72,8 @@ class Operations:
         block_table, start
             See `append_rows`.
         look : int
-            On CUDA a number of `numkv.kernels.cuda.late`: rows that are to be quantised and hold NaN or infinity are
-            stored as zeros, and reported under it. 0 for none; the CPU's callers look themselves.
+            On CUDA a number of `numkv.kernels.cuda.late`, or 0. Rows to be quantised that have NaN or infinity are
+            stored as zeros, and reported under this number. On the CPU the callers check.
         """
         raise NotImplementedError
 
@@ -161,7 +161,7 @@ class Operations:
         rows: Array,
         heads: Array,
     ) -> None:
-        """Write what queries see, and numbers of q heads, as `attend` takes them.
+        """Write the masks of queries, and numbers of q heads, for `attend`.
 
         Parameters
         ----------
@@ -172,10 +172,10 @@ class Operations:
         ranges : int64 array (num_tokens, 2) or (0, 2)
             Tokens ``[low, high)`` that each query sees, any numbers; cut to the sequence's length. Empty for none.
         bits : uint32 array (num_tokens, words) or (0, 0)
-            Which of its sequence's newest tokens, of which there are as many as queries, each query sees: token
-            ``32 * w + i`` of them by bit i of word w. Empty for none.
+            The newest tokens of its sequence that each query sees; there are as many as queries. Bit i of word w is
+            token ``32 * w + i`` of them. Empty for none.
         causal : int
-            Whether queries see no later tokens, where neither of these says what they see: 0 or 1.
+            Whether queries see no later tokens, if neither of these is passed: 0 or 1.
         window_left : int
             Earlier tokens that a query sees; -1 for all, and with `ranges`.
         first : int
@@ -226,8 +226,8 @@ class Operations:
         k_kind, v_kind : str
             Names of their kinds.
         k_scale, v_scale : array
-            Scales of quantised pools, float32 ``(num_blocks, num_kv_heads, block_size)``, of INT4 words with an axis of
-            groups more; of 8-bit floats float32 ``(num_kv_heads,)``, of other float pools empty arrays.
+            Scales of quantised pools, float32 ``(num_blocks, num_kv_heads, block_size)``; for INT4 words, with an axis
+            of groups more. 8-bit floats have float32 ``(num_kv_heads,)``, other float pools empty arrays.
         block_table : int32 array (num_seqs, max_blocks)
             Physical block of each logical block; with `by_slot`, the slot of each token, ``block * block_size +
             offset``. Entries before the first and after the last token that a query of the sequence sees are never
@@ -237,10 +237,9 @@ class Operations:
         q_starts : int64 array (num_seqs + 1,)
             Where each sequence's queries start.
         ranges : int64 array (num_tokens, 2) or (0, 2)
-            Tokens ``[low, high)`` of its sequence that each query sees, in place of causality and the window; they end
-            where the row of `block_table` does, and an empty range gives 0 and -inf (with a sink: the sink). Empty for
-            none. Or rows of `numkv.rows.mask`, of more numbers, from `fill_mask`: then kernels of their own know gaps
-            and biases.
+            Tokens ``[low, high)`` of its sequence that each query sees, in place of causality and the window. They end
+            with the row of `block_table`. An empty range gives 0 and -inf (with a sink: the sink). Empty for none. Or
+            rows of `numkv.rows.mask`, of more numbers, from `fill_mask`: then special kernels handle gaps and biases.
         by_slot : int
             Whether `block_table` holds slots: 0 or 1.
         sm_scale, logits_soft_cap : float
@@ -254,7 +253,7 @@ class Operations:
         out : array (num_tokens, num_q_heads, head_dim_v)
             Result, in the words of `q_kind`.
         lse : float32 array (num_tokens, num_q_heads)
-            Log of the sum of exponentials; on CUDA ``(0, 0)`` where nobody asks for it.
+            Log of the sum of exponentials; on CUDA ``(0, 0)`` if it is not asked for.
         """
         raise NotImplementedError
 
@@ -338,7 +337,7 @@ class Operations:
     def rotate_rows(
         x: Array, x_kind: str, signs: Array, inverse: bool, out: Array, out_kind: str
     ) -> None:
-        """Rotate rows, or turn rotated rows back.
+        """Rotate rows, or rotate them back.
 
         Parameters
         ----------
@@ -398,8 +397,8 @@ class Operations:
         q_starts : int64 array (num_seqs + 1,)
             Where each sequence's queries start.
         ranges : int64 array (num_tokens, 2) or (0, 2)
-            Tokens ``[low, high)`` of its sequence that each query sees, below its length; none: causality and the
-            window say it.
+            Tokens ``[low, high)`` of its sequence that each query sees, below its length. If empty, causality and the
+            window hold.
         by_slot : int
             Whether `block_table` holds slots.
         lse : float32 array (num_tokens, num_q_heads)
@@ -495,8 +494,8 @@ class Operations:
         cos, sin
             See `write_rows`; elements ``width`` to ``width + rotary_dim`` of a row are rotated.
         how : tuple
-            Whether latents are normalised; whether rotary parts are rotated; whether pairs are neighbours; what the
-            mean square gets added; `width`, the elements of a latent.
+            Whether latents are normalised; whether rotary parts are rotated; whether pairs are neighbours; the eps of
+            the mean square; `width`, the elements of a latent.
         weight : array (width,)
             Norm weight in the computing dtype: float64 if one of the kinds is fp64, else float32.
         positions
@@ -538,13 +537,13 @@ class Operations:
         qkv, qkv_kind, cos, sin, mode, q_weight, k_weight, eps
             See `write_rows`.
         positions : int64 array (num_tokens,)
-            Row of `cos` and `sin` for each token; on CUDA a token with a row outside them is left out altogether. Not
-            read where nothing is rotated.
+            Row of `cos` and `sin` for each token; on CUDA a token with a row outside them is skipped entirely. Not read
+            without rotation.
         q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale
             See `write_rows`.
         slot_mapping : int64 array (num_tokens,)
-            ``block * block_size + offset`` of each token; -1 leaves K and V out, as does, on CUDA, any slot outside
-            the pool.
+            ``block * block_size + offset`` of each token; -1 skips K and V, as does, on CUDA, any slot outside the
+            pool.
         look
             See `append_both`.
         """
@@ -612,7 +611,7 @@ class Operations:
 
     @staticmethod
     def small_append(rows_kind: str, pool_kind: str, by_slot: bool) -> Callable[..., int] | None:
-        """The function that appends K and V of a small call, checks included.
+        """Return the function that appends K and V of a small call, checks included.
 
         Parameters
         ----------
@@ -624,12 +623,11 @@ class Operations:
         Returns
         -------
         callable or None
-            ``append(k, v, k_pool, v_pool, k_scale, v_scale, places, start, room, look) -> int``: tokens written, or
-            -1, with nothing written, where anything is not as it should be; the general way then does it, or says
-            what is wrong. Arrays of another type or rank raise ``TypeError``, with nothing written either. `places`
-            are int64 slots, or the int32 block table of one sequence, whose first new token has position `start` and
-            which has room for `room` more; `look` says whether rows that are to be quantised are searched for NaN and
-            infinity. None where the target has no such way.
+            ``append(k, v, k_pool, v_pool, k_scale, v_scale, places, start, room, look) -> int``. It returns the tokens
+            written. If a check fails, it writes nothing and returns -1; the general path then writes, or raises. Arrays
+            of another type or rank raise ``TypeError``, and nothing is written. `places` are int64 slots, or the int32
+            block table of one sequence. Its first new token has position `start`, and it has room for `room` more. If
+            `look`, rows to be quantised are checked for NaN and infinity. None if the target has no such function.
         """
         raise NotImplementedError
 
@@ -654,14 +652,14 @@ class Operations:
     def small_write(
         qkv_kind: str, k_kind: str, v_kind: str, compute: Any, table: Any, by_slot: bool
     ) -> Callable[..., int] | None:
-        """The function that does the fused write of a small call, checks included.
+        """Return the function for the fused write of a small call, checks included.
 
         Parameters
         ----------
         qkv_kind, k_kind, v_kind : str
             Kinds of projections and pools.
         compute, table : numpy.dtype
-            What is computed in, and dtype of the tables of angles.
+            The computing dtype, and the dtype of the tables of angles.
         by_slot : bool
             See `small_append`.
 
@@ -670,7 +668,7 @@ class Operations:
         callable or None
             ``write(qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, angles, first_angle, q_out,
             k_pool, k_scale, v_pool, v_scale, places, start, room, checks, 0, 0, 1) -> int``; see `write_rows` and
-            `small_append`. `checks` is one of `Checks`; the last three say that it runs on this thread.
+            `small_append`. `checks` is one of `Checks`; the last three make it run on this thread.
         """
         raise NotImplementedError
 
@@ -700,7 +698,7 @@ class Operations:
         q_kind: str, rows_kind: str, k_kind: str, v_kind: str, by_address: bool = False,
         in_full: tuple[str, str] | None = None,
     ) -> Any:  # fmt: skip
-        """The function that writes new rows of K and V and attends with the queries of their tokens, checks included.
+        """Return the function that writes new rows of K and V and attends with their tokens' queries, checks included.
 
         Parameters
         ----------
@@ -709,7 +707,7 @@ class Operations:
         k_kind, v_kind : str
             Kinds of pools.
         by_address : bool
-            Whether calls bring addresses in place of arrays: of rows without gaps, of the sizes that the step has.
+            Whether calls pass addresses instead of arrays: of rows without gaps, of the step's sizes.
         in_full : tuple of str, optional
             Of keys by channel the kinds in which K and V of the newest tokens are in full.
 
@@ -791,12 +789,12 @@ class Operations:
         tables: Array,
         lens: Array,
     ) -> None:
-        """Choose blocks for each kv head: the first, the newest, and of the rest those with the highest scores.
+        """Choose blocks for each kv head: the first, the newest, and those of the rest with the highest scores.
 
         Parameters
         ----------
         scores : float32 array (num_seqs, num_kv_heads, max_blocks)
-            What speaks for each block; NaN counts as inf. Of equal ones the earlier block is chosen.
+            The score of each block; NaN counts as inf. Of equal ones the earlier block is chosen.
         block_table, seq_lens, block_size
             See `block_scores`.
         first, newest : int
@@ -819,7 +817,8 @@ class Operations:
         num_kv_heads : int
             Kv heads of a block: `num_heads`, or 1 if each block belongs to one head.
         out : int32 array (num_seqs * num_heads, max_blocks)
-            Takes ``block * num_kv_heads + head``, or for blocks of one head the block; -1 for what is no block.
+            Receives ``block * num_kv_heads + head``, or for blocks of one head the block; -1 for entries without a
+            block.
         """
         raise NotImplementedError
 
@@ -834,17 +833,17 @@ class Operations:
         Parameters
         ----------
         q : array (num_queries, num_q_heads, head_dim)
-            Queries of the newest tokens, at most as many as are stored, in the words of `q_kind`; several q heads in a
-            row share a head of the codes. Those of several sequences come one sequence after the other; one of a
-            sequence without tokens gets zeros, and -inf.
+            Queries of the newest tokens, at most as many as are stored, in the words of `q_kind`. Several adjacent q
+            heads share a head of the codes. Queries are ordered by sequence. A query of a sequence without tokens gets
+            zeros, and -inf.
         q_kind : str
             Their kind.
         book : Codebook
-            What the codes mean.
+            The codebook of the codes.
         stored : StoredCodes
             Keys and values.
         options : CodesOptions
-            What is asked of scores. Queries see no later tokens.
+            The options of scores. Queries see no later tokens.
         out : float32 array (num_queries, num_q_heads, head_dim)
             Takes the result.
         lse : float32 array (num_queries, num_q_heads) or (0, 0)
@@ -911,7 +910,7 @@ class Operations:
         signs : uint8 array (num_heads, capacity, sign_bytes)
             Takes the signs of the sketch.
         residuals : float32 array (num_heads, capacity)
-            Takes the norms of what the codes leave over; not looked at without a sketch.
+            Receives the norms of the remainders; ignored without a sketch.
         start : int
             Where the first token goes, and the others behind it.
         slots : int64 array (num_tokens,), optional
@@ -936,7 +935,7 @@ class Operations:
 
 
 class Checks(enum.IntEnum):
-    """What a compiled function is to check before it writes."""
+    """The checks of a compiled function before it writes."""
 
     CHECKED = 0
     """Nothing: the caller has checked all."""
@@ -1017,7 +1016,7 @@ class StoredCodes(NamedTuple):
 
 
 class CodesOptions(NamedTuple):
-    """What is asked of scores; see `numkv.decode_attention`.
+    """The options of scores; see `numkv.decode_attention`.
 
     Attributes
     ----------

@@ -19,7 +19,7 @@ NOTHING = np.empty(0, np.int64)
 
 
 class Limits(NamedTuple):
-    """What a target goes by."""
+    """The limits of a target."""
 
     #: Tokens of a split.
     split: int
@@ -38,7 +38,7 @@ class Round(NamedTuple):
     #: Items and parts of each kv head.
     items: int
     parts: int
-    #: Query rows times tokens, over all q heads: what it costs.
+    #: Query rows times tokens, over all q heads: the cost.
     pairs: int
     #: See `numkv.rows.address`.
     plan: Any
@@ -58,7 +58,7 @@ def rounds(
     heads : tuple of int
         Q heads, q heads of a kv head, and the head dim.
     stored : StoredCodes
-        What is read.
+        The stored codes.
     window_left : int
         Earlier tokens that a query sees, or -1.
     limits : Limits

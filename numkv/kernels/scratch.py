@@ -1,8 +1,8 @@
-"""Scratch memory that calls borrow: kept from call to call, never shared by two of them.
+"""Scratch memory that calls borrow: kept from call to call, and never shared by two calls.
 
-A call takes a workspace and gives it back when it is done. Meanwhile others find another one, or make it: calls from
-other Python threads, and also calls in the same thread that begin before this one ends, from a finaliser or a signal
-handler, say. There are as many workspaces as there have been calls at once.
+A call borrows a workspace and returns it when it is done. Meanwhile other calls use another one, or make one: calls of
+other Python threads, or of a finaliser or signal handler in the same thread. There are as many workspaces as there have
+been simultaneous calls.
 
 `aligned` memory begins where a cache line does: a vector that spans two lines is read at half the speed.
 """

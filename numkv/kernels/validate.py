@@ -1,4 +1,4 @@
-"""Checks of values inside index arrays, compiled: a look at every sequence costs less than one NumPy call.
+"""Compiled checks of values in index arrays: checking every sequence costs less than one NumPy call.
 
 They run on the host. For the CPU target they always run; for CUDA only when asked to, on copies.
 """

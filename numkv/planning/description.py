@@ -74,7 +74,7 @@ class Rows:
         return 8 * self.heads * self.dim if self.dim_v and not self.of_source else 0
 
     def kept(self, tokens: int, block_size: int | None = None) -> int:
-        """How many tokens' rows there is room for when a sequence has some tokens.
+        """Return how many tokens' rows there is room for when a sequence has some tokens.
 
         Parameters
         ----------

@@ -75,7 +75,7 @@ _OTHERS = ("deci", "nemotron_nas", "openelm", "phi4flash")
 
 
 def is_suspect(name: str) -> bool:
-    """Whether an entry of this name may mean that a layer keeps something else than K and V of every token."""
+    """Return whether an entry of this name may mean that a layer keeps something else than K and V of every token."""
     return bool(_SUSPECT.search(name) and not _HARMLESS.search(name) and not name.startswith("_"))
 
 
@@ -168,7 +168,7 @@ class Keys:
         return found
 
     def num_layers(self) -> int:
-        """The number of layers.
+        """Return the number of layers.
 
         Returns
         -------

@@ -273,7 +273,7 @@ _PATTERNS: dict[str, _Pattern] = {
 
 
 def layer_types_of(keys: Keys) -> list[str]:
-    """The type of each layer, in transformers' present words; words that nobody knows stay as they are.
+    """Return the type of each layer, in transformers' present words; words that nobody knows stay as they are.
 
     Parameters
     ----------

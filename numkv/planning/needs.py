@@ -327,7 +327,7 @@ def _sources(keys: Keys, types: list[str]) -> dict[int, int]:
 
 
 def _rows(keys: Keys, i: int, name: str, expanded: bool) -> tuple[Rows, ...]:
-    """The rows of a layer that does not read another's."""
+    """Return the rows of a layer that does not read another's."""
     if name in _COMPRESSED:
         return _compressed(keys, name)
     if name not in _WITH_ROWS:
@@ -476,7 +476,7 @@ def _of_block(keys: Keys, block: Any) -> LayerNeeds:
 
 
 def _reads_across(keys: Keys, outer: Mapping[str, Any]) -> bool:
-    """Whether layers of the decoder also keep K and V of another text, such as an encoder's."""
+    """Return whether layers of the decoder also keep K and V of another text, such as an encoder's."""
     keys.get("cross_attention_hidden_size")
     if _crossing(keys):
         return False  # told by `_rows`

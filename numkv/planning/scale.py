@@ -27,9 +27,10 @@ from typing import NamedTuple
 class Network(NamedTuple):
     """Nodes, and what is between them; times in seconds, sizes in bytes.
 
-    The first four fit decode steps over two and four actors of Ray, with a thread each, that share two cores of an AMD
-    EPYC, beside other work (2026-11-24, ``python -m perf.ray_steps``): of twelve steps of 16 to 108 ms the model says
-    0.73 to 1.20, of those of a second run 0.63 to 1.25. Nodes with cores of their own read many times as fast.
+    The first four fit decode steps over two and four actors of Ray, with a thread each. The actors shared two cores of
+    an AMD EPYC with other work (2026-11-24, ``python -m perf.ray_steps``). For twelve steps of 16 to 108 ms, the
+    model's time was 0.73x to 1.20x the measured one, in a second run 0.63x to 1.25x. Nodes with cores of their own read
+    many times faster.
     """
 
     latency: float = 0.2e-3

@@ -48,11 +48,11 @@ class NumkvBackend(StoragePluginInterface):  # type: ignore[misc]
     # -- what is there
 
     def contains(self, key: Any, pin: bool = False) -> bool:
-        """Whether a chunk is there; there is nothing to pin, as a chunk that is read is copied."""
+        """Return whether a chunk is there; there is nothing to pin, as a chunk that is read is copied."""
         return self._store.exists([key.to_string()])[0]
 
     def batched_contains(self, keys: list[Any], pin: bool = False) -> int:
-        """How many of the first chunks are there."""
+        """Return how many of the first chunks are there."""
         found = self._store.exists([key.to_string() for key in keys])
         return found.index(False) if False in found else len(found)
 
@@ -63,7 +63,7 @@ class NumkvBackend(StoragePluginInterface):  # type: ignore[misc]
         return await asyncio.to_thread(self.batched_contains, keys, pin)
 
     def exists_in_put_tasks(self, key: Any) -> bool:
-        """Whether a chunk is being written."""
+        """Return whether a chunk is being written."""
         with self._lock:
             return key.to_string() in self._putting
 
@@ -145,11 +145,11 @@ class NumkvBackend(StoragePluginInterface):  # type: ignore[misc]
     # -- the rest
 
     def pin(self, key: Any) -> bool:
-        """Whether the chunk is there; nothing is pinned."""
+        """Return whether the chunk is there; nothing is pinned."""
         return self.contains(key)
 
     def unpin(self, key: Any) -> bool:
-        """Whether the chunk is there."""
+        """Return whether the chunk is there."""
         return self.contains(key)
 
     def remove(self, key: Any, force: bool = True) -> bool:

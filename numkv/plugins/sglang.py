@@ -72,11 +72,11 @@ class NumkvStorage(HiCacheStorage):  # type: ignore[misc]
         return all(self._store.put(keys, [_bytes_of(x.contiguous()) for x in values]))
 
     def exists(self, key: str) -> bool:
-        """Whether a page is there."""
+        """Return whether a page is there."""
         return self._store.exists([key])[0]
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """How many of the first pages are there."""
+        """Return how many of the first pages are there."""
         found = self._store.exists(keys)
         return found.index(False) if False in found else len(found)
 
@@ -105,7 +105,7 @@ class NumkvStorage(HiCacheStorage):  # type: ignore[misc]
         return self._store.put(keys, [_bytes_of(page.contiguous()) for page in pages])
 
     def _firsts(self, keys: Sequence[str], host_indices: Any) -> list[Any]:
-        """The first index of each page."""
+        """Return the first index of each page."""
         size = self.mem_pool_host.page_size
         if len(host_indices) != len(keys) * size:
             raise ValueError(
@@ -125,5 +125,5 @@ class NumkvStorage(HiCacheStorage):  # type: ignore[misc]
 
 
 def _bytes_of(x: Any) -> Any:
-    """The bytes of a contiguous tensor in host memory, without a copy."""
+    """Return the bytes of a contiguous tensor in host memory, without a copy."""
     return x.view(torch.uint8).numpy().reshape(-1)

@@ -199,7 +199,7 @@ class ShardedKVCache:
         return self._sequence(seq).cached
 
     def runs(self, seq: int) -> tuple[Run, ...]:
-        """Where the tokens of a sequence are.
+        """Return where the tokens of a sequence are.
 
         Parameters
         ----------
@@ -313,7 +313,7 @@ class ShardedKVCache:
         return self._shards.cut_found(seq, wanted, {x.shard: x.value for x in tickets})
 
     def _known(self, names: NDArray[np.uint8]) -> tuple[Run, ...]:
-        """Where the blocks of a prompt are, as far as that is known, or may be brought from the store."""
+        """Return where the blocks of a prompt are, as far as that is known, or may be brought from the store."""
         runs: list[Run] = []
         free = self._shards.free_blocks()
         for name in names:
@@ -423,7 +423,7 @@ class ShardedKVCache:
     def _place(
         self, states: dict[int, Sequence], lens: Any, free: list[int], certain: bool
     ) -> dict[int, tuple[tuple[Run, ...], list[Run]]] | None:
-        """Where new tokens of sequences go; None if there may be too few free blocks."""
+        """Return where new tokens of sequences go; None if there may be too few free blocks."""
         left = list(free)
         found: dict[int, tuple[tuple[Run, ...], list[Run]]] = {}
         for (seq, state), n in zip(states.items(), lens.tolist(), strict=True):

@@ -1,9 +1,9 @@
 """Messages between a cache and its shards, as tuples that pickle well, and what is raised where none arrives.
 
 A message is ``(number, operations)``, an operation ``(name, arguments)``, and an answer ``(number, free blocks, value,
-error, name of the operation that failed)``. Arrays are sent as they lie in memory: pickle's protocol 5 takes their
-buffers out of the stream, and Ray puts those into its object store, from where the other side reads them without a
-copy. It can do so for NumPy's own dtypes only; bfloat16 and 8-bit floats travel as words with the name of their dtype.
+error, name of the operation that failed)``. Arrays are sent without conversion. Pickle's protocol 5 moves their buffers
+out of the stream, and Ray puts those into its object store. The receiver reads them there without a copy. It can do so
+for NumPy's own dtypes only; bfloat16 and 8-bit floats travel as words with the name of their dtype.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What a sharded cache knows of its sequences without asking a shard: plain numbers, no rows.
+"""A sharded cache's own metadata of its sequences: plain numbers, no rows.
 
 A sequence is a list of *runs* ``(column, tokens)``, in order. Every run but the last is a multiple of the block size,
-so that a block of a column holds neighbouring tokens of one sequence. New tokens first fill the last block, then go
-on in their column to the end of the *stripe*; each new stripe goes to the column with the most free blocks, the first
-of these if there are several. So short sequences are placed as a whole, and long ones are spread.
+so that a block of a column holds neighbouring tokens of one sequence. New tokens first fill the last block, then go on
+in their column to the end of the *stripe*. Each new stripe goes to the column with the most free blocks, the first of
+several. So short sequences are placed as a whole, and long ones are spread.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def cut(runs: Iterable[Run], length: int) -> tuple[Run, ...]:
 
 
 def counts(runs: Iterable[Run]) -> dict[int, int]:
-    """How many tokens each column has."""
+    """Return how many tokens each column has."""
     found: dict[int, int] = {}
     for column, n in runs:
         found[column] = found.get(column, 0) + n
@@ -62,7 +62,7 @@ def columns_of_tokens(runs: Iterable[Run]) -> Ints:
 
 
 def number_before(runs: Iterable[Run], column: int, positions: Ints) -> Ints:
-    """How many of a column's tokens come before each position."""
+    """Return how many of a column's tokens come before each position."""
     ends, own = [0], [0]
     for of, n in runs:
         ends.append(ends[-1] + n)
@@ -284,7 +284,7 @@ class Directory:
 
 
 def kept_after_loss(state: Sequence, found: dict[int, int]) -> int:
-    """How many of a sequence's first tokens there are, if columns have only so many of their own ones.
+    """Return how many of a sequence's first tokens there are, if columns have only so many of their own ones.
 
     Parameters
     ----------

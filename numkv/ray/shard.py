@@ -1,7 +1,7 @@
 """`Shard`: one part of a sharded cache, a `PagedKVCache` of some heads that does what messages say.
 
-It runs in a process of its own, or in the caller's. Messages have numbers: the one that comes next is done, the last
-one once more gets the same answer without being done again, and any other is refused, as something was lost.
+It runs in a process of its own, or in the caller's. Messages have numbers. The next one is executed. The last one, sent
+again, gets the same reply without a second execution. Any other is refused, as a message was lost.
 """
 
 from __future__ import annotations

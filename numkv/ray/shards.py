@@ -100,7 +100,7 @@ class Layout(NamedTuple):
         return shard // self.parts
 
     def part_of(self, shard: int) -> int:
-        """The part of the heads that a shard has."""
+        """Return the part of the heads that a shard has."""
         return shard % self.parts
 
     def shards_of(self, column: int) -> Iterator[int]:
@@ -291,7 +291,7 @@ class Shards:
         return found
 
     def cannot_go_back(self) -> bool:
-        """Whether windows on shards may have moved past what a shorter sequence sees."""
+        """Return whether windows on shards may have moved past what a shorter sequence sees."""
         return not self.is_split and any(window >= 0 for window in self.windows)
 
     def _drop_rest(self, seq: int, state: Sequence, each: dict[int, int]) -> None:

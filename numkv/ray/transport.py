@@ -474,5 +474,5 @@ class Channel:
 
 
 def first_error(tickets: list[Ticket]) -> BaseException | None:
-    """The error of the first shard that had one, whichever was first to answer."""
+    """Return the error of the first shard that had one, whichever was first to answer."""
     return next((ticket.error for ticket in tickets if ticket.error is not None), None)

@@ -67,7 +67,7 @@ def sequence_at(plan, num_seqs, one, by, number):
 
 @register_jitable
 def slot_at(plan, table, block_size, token):
-    """Where a token of a sequence lies; so do the ones behind it, to the end of its block."""
+    """Return where a token of a sequence lies; so do the ones behind it, to the end of its block."""
     if plan.shape[0] == 0:
         return table + token
     return plan[table + token // block_size] * block_size + token % block_size

@@ -1,19 +1,19 @@
 """Keys of 64 tokens to codes by channel, and back: a scale and a zero point for each channel of a token group.
 
 Outlier *channels* of keys (biases of Qwen2, norm weights of others) then cost the other channels nothing, as no two
-channels share a scale. For each channel of a group, in float32, of its smallest and largest element::
+channels share a scale. For each channel of a group, in float32, from its smallest and largest element::
 
     zero  = bf16(smallest / 2 + largest / 2), to nearest even
     half  = max(largest - zero, zero - smallest)
-    scale = half / 127.5, of 4 bits half / 7.5, as bf16, rounded up
-    code  = floor((x - zero) / scale), from -128 to 127, of 4 bits from -8 to 7
+    scale = half / 127.5 (4 bits: half / 7.5), as bf16, rounded up
+    code  = floor((x - zero) / scale), from -128 to 127 (4 bits: -8 to 7)
     value = zero + scale * (code + 1/2)
 
-So levels are at half steps, all of them are used, and an element is off by at most ``scale / 2``, up to rounding. Of a
-channel with one value alone the scale is 0, and its values are the zero point. A channel that holds NaN or infinity has
-scale NaN and zero point 0. What has no place in bf16 counts as infinite.
+So levels are at half steps, and all of them are used. An element is off by at most ``scale / 2``, up to rounding. A
+channel with a single value has scale 0, and its values are the zero point. A channel with NaN or infinity has scale NaN
+and zero point 0. Scales that overflow bf16 count as infinite.
 
-The scales of a group are D words of bf16, then D zero points. Codes of 8 bits are int8; of 4 bits byte j has element
+The scales of a group are D words of bf16, then D zero points. Codes of 8 bits are int8. With 4 bits, byte j has element
 2 j in its low and element 2 j + 1 in its high nibble, each 8 more than the code.
 
 A kind may give the F channels with the largest scales (of equal ones the first) a second code, which divides their
@@ -27,8 +27,8 @@ steps by 16. With ``place = (x - zero) / scale``::
 The numbers of these channels come after the zero points, as integers that rise. Their second codes come after the D
 codes of a row: nibbles without an offset. So a row is one of D + F elements whose last F share a channel with another.
 
-Liu et al., "KIVI" (arXiv:2402.02750), section 3: keys by channel, in groups of tokens. There it is the minimum that is
-stored beside the scale, and levels begin with it.
+Liu et al., "KIVI" (arXiv:2402.02750), section 3: keys by channel, in groups of tokens. KIVI stores the minimum with the
+scale, and its levels begin there.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def channel_loader(bits, fine):
 
 
 def channel_storer(bits, load):
-    """The functions that quantise one channel of a token group, of 4 bits two channels, which share bytes.
+    """Make the functions that quantise one channel of a token group, or two with 4 bits, which share bytes.
 
     Parameters
     ----------
@@ -207,9 +207,10 @@ def channel_storer(bits, load):
     Returns
     -------
     store, store_fine : function
-        ``store(rows, codes, scales, d)`` quantises channel `d` of the rows ``(64, D)``, of 4 bits channels `d` and
-        ``d + 1`` with `d` even, into their codes and the group's scales. ``store_fine(rows, codes, scales, f)`` puts
-        the second codes of two channels there, those that `put_widest` has put at `f` and ``f + 1`` with `f` even.
+        ``store(rows, codes, scales, d)`` quantises channel `d` of the rows ``(64, D)``; with 4 bits channels `d` and
+        ``d + 1``, where `d` is even. It writes their codes and the group's scales. ``store_fine(rows, codes, scales,
+        f)`` writes the second codes of two channels: those that `put_widest` has put at `f` and ``f + 1``, where `f` is
+        even.
     """
     find, code_of, EACH = channel_finder(bits), channel_coder(bits), 8 // bits
 

@@ -28,14 +28,14 @@ def digit_of(order, place):
 
 @register_jitable
 def whose_digit(order, found, place):
-    """Whether the digits above `place` are those of `found`."""
+    """Return whether the digits above `place` are those of `found`."""
     above = np.uint32((place + 1) * DIGIT_BITS)
     return above >= np.uint32(32) or (order >> above) == (found >> above)
 
 
 @register_jitable
 def parts_of(x):
-    """The negative and the positive part of a query's element: what is multiplied by a lower and an upper bound.
+    """Return the negative and the positive part of a query's element, the factors of a lower and an upper bound.
 
     Those of NaN are NaN.
     """

@@ -1,9 +1,9 @@
 """One row to 4-bit codes of a codebook and a scale, and back.
 
-``value = scale * level`` with the levels ±5, ±15, ±25, ±36, ±48, ±62, ±79 and ±104. Those are the levels with the least
-squared error for normal numbers (`numkv.compression.codebook` computes them), times a factor and rounded. Of the
-factors that keep them in 8 bits it is the one that loses least: rounding costs 0.1 % more squared error. How the scale
-of a row is found says `numkv.rows.codebook`.
+``value = scale * level`` with the levels ±5, ±15, ±25, ±36, ±48, ±62, ±79 and ±104. They are the levels with the least
+squared error for normal numbers (from `numkv.compression.codebook`), times a factor and rounded. The factor is the best
+of those that keep levels in 8 bits: rounding costs 0.1 % more squared error. `numkv.rows.codebook` describes how a
+row's scale is found.
 
 A code has the number of the magnitude, 0 to 7, in its lower three bits, and the sign in the fourth. Byte j of a row
 holds element 2 j in its low and element 2 j + 1 in its high nibble.
@@ -45,7 +45,7 @@ def _above(x, edge, step):
 
 @register_jitable
 def _number(x):
-    """The number of the level nearest to a magnitude, in units of the scale."""
+    """Return the number of the level nearest to a magnitude, in units of the scale."""
     low = _above(x, EDGES[0], 1) + _above(x, EDGES[1], 1) + _above(x, EDGES[2], 1)
     return np.int32(
         low
@@ -70,7 +70,7 @@ def _nearest(x):
 
 
 def code4_store(load):
-    """The function that stores a row: ``store(x, words) -> scale``, of words that `load` turns into floats."""
+    """Make the function that stores a row: ``store(x, words) -> scale``; `load` turns elements of `x` into floats."""
     scale_of = scale_finder(load, _nearest, LEVELS[-1], OF_NORMAL)
     place_of = place_finder(load)
 

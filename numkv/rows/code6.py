@@ -1,14 +1,13 @@
 """One row to 6-bit codes of a codebook and a scale, and back.
 
-``value = scale * level`` with 32 levels and minus them: 1, 3, 5 and so on up to 29, and then 32, 34, 37, 39, 42, 45,
-48, 51, 54, 58, 62, 66, 71, 77, 84, 93 and 108. Those are the levels with the least squared error for normal numbers
-(`numkv.compression.codebook` computes them), times a factor and rounded. Of the factors that keep them in 8 bits it is
-the one that loses least: rounding costs 2.8 % more squared error. How the scale of a row is found says
-`numkv.rows.codebook`.
+``value = scale * level`` with 32 levels and their negatives. The levels are the odd numbers from 1 to 29, then ``32,
+34, 37, 39, 42, 45, 48, 51, 54, 58, 62, 66, 71, 77, 84, 93, 108``. They have the least squared error for normal numbers
+(from `numkv.compression.codebook`), times a factor and rounded. The factor is the best of those that keep levels in 8
+bits: rounding costs 2.8 % more squared error. `numkv.rows.codebook` describes how a row's scale is found.
 
 A code has the number of the magnitude, 0 to 31, in its lower five bits, and the sign in the sixth. Codes follow each
-other without gaps, the lowest bit first: four take three bytes. So any four elements lie where three quarters of their
-number say, whatever the row's length, and vectors of any number of them are read as they lie.
+other without gaps, the lowest bit first: four codes are three bytes. So the group of four elements from element i on
+begins at byte ``i * 3 / 4``, whatever the row's length. Vectors of any size are read in place.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def code6_level(code):
 
 @register_jitable
 def _number(x):
-    """The number of the level nearest to a magnitude, in units of the scale."""
+    """Return the number of the level nearest to a magnitude, in units of the scale."""
     # A search by halves without branches: loops over a row become vector code.
     twice = np.int32(min(np.float32(x + x), np.float32(255)))
     found = np.int32(16) if twice >= np.int32(_FIRST) else np.int32(0)
@@ -85,7 +84,7 @@ def _nearest(x):
 
 
 def code6_store(load):
-    """The function that stores a row: ``store(x, words) -> scale``, of words that `load` turns into floats."""
+    """Make the function that stores a row: ``store(x, words) -> scale``; `load` turns elements of `x` into floats."""
     scale_of = scale_finder(load, _nearest, LEVELS[-1], OF_NORMAL)
     place_of = place_finder(load)
 

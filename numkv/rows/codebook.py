@@ -1,18 +1,17 @@
 """The scale of a row whose elements become levels of a codebook; the kinds are `numkv.rows.code4` and `code6`.
 
-``value = scale * level``. Levels are those with the least squared error for normal numbers (Lloyd, 1957; Max, 1960), as
-integers of 8 bits. As levels are INT8, so is a row of codes after a look into a table, and attention multiplies it as
-one. Elements of a row are normal numbers once it has been multiplied by a random rotation (Zandieh et al.,
-"TurboQuant", arXiv:2504.19874, section 3.1), which is what pools with ``rotate=True`` do. Rows as models make them have
-outliers.
+``value = scale * level``. Levels have the least squared error for normal numbers (Lloyd, 1957; Max, 1960), as integers
+of 8 bits. So a table lookup turns a row of codes into INT8, which attention multiplies. Elements of a row are normal
+numbers after a random rotation (Zandieh et al., "TurboQuant", arXiv:2504.19874, section 3.1). Pools with
+``rotate=True`` rotate rows. Rows of models have outliers without it.
 
-The scale is a float32. Of three that are tried, what fits normal numbers of the row's mean square, what reaches the
-row's largest element, and the mean of both, the one with the least squared error is taken, the first of equals; it is
-replaced by ``sum(x * level) / sum(level ** 2)``, the best for the levels that it chose (least squares), and codes are
-those of the levels that are then nearest. A row below 1e-30 is stored as zeros, with scale 0; one with NaN or infinity
-has scale NaN.
+The scale is a float32, found in two steps. First, three scales are tried: one that fits normal numbers of the row's
+mean square, one that reaches the row's largest element, and their mean. The one with the least squared error wins, the
+first of equals. Second, it is replaced by ``sum(x * level) / sum(level ** 2)``, the least-squares optimum for its
+levels. Codes are those of the levels that are then nearest. A row below 1e-30 is stored as zeros, with scale 0. One
+with NaN or infinity has scale NaN.
 
-What is added up are integers, so that their order makes no difference: all targets find the same words.
+All sums are of integers, whose order makes no difference, so all targets find the same words.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ _NOT_FINITE = 0x7F800000
 
 @register_jitable
 def as_it_is(x):
-    """What turns a float into one, for rows of floats."""
+    """Return a float unchanged: `load` for rows of floats."""
     return x
 
 
 def place_finder(load):
-    """The function that says where an element lies: ``place(x, scale) -> x / scale``, of a word that `load` turns."""
+    """Make the function ``place(x, scale) -> x / scale``, where `load` turns the word `x` into a float."""
 
     @register_jitable
     def place(x, scale):
@@ -49,7 +48,7 @@ def scale_finder(load, nearest, TOP, OF_NORMAL):
     Parameters
     ----------
     load : function
-        What turns a word of the row into a float.
+        Turns a word of the row into a float.
     nearest : function
         ``nearest(magnitude) -> int32``: the level nearest to a magnitude in units of the scale.
     TOP : int

@@ -9,10 +9,9 @@ The functions for a kind are chosen when a kernel is built, and take the same ar
     value(words, scales, d, dim)         # element d of a stored row of dim
     put(x, words, scales, d)             # back; not for quantised kinds
 
-`scales` is the row of the scales that a token's row has in one kv head, whoever shares them: one for INT8 and for codes
-of a codebook, one for each group for INT4, and for 8-bit floats the one of the head, which is read, never written.
-Where channels have scales, they are those of the token's group, and rows are loaded only. `scales_at` finds it. Kinds
-without scales look at none.
+`scales` has the scales of a token's row in one kv head; `scales_at` finds it. INT8 and codes of a codebook have one,
+INT4 one for each group. 8-bit floats have one for the whole head, which is read, never written. If channels have
+scales, they are those of the token's group, and rows are loaded only. Kinds without scales ignore it.
 """
 
 from __future__ import annotations
@@ -71,9 +70,9 @@ def scaled_codec(kind, compute="float32"):
     Parameters
     ----------
     kind : str
-        Name of a float kind; of one that has no scales, `scale` is not looked at.
+        Name of a float kind; without scales, `scale` is ignored.
     compute : {"float32", "float64"}
-        What `load` returns, and what is divided in.
+        The dtype that `load` returns and that divisions use.
 
     Returns
     -------
@@ -118,9 +117,8 @@ def row_codec(kind, compute="float32"):
     Returns
     -------
     store_row, load_row : function
-        ``store_row(x, words, scales)`` puts the floats `x` into `words`, and the scales that are computed from them
-        into `scales`; ``load_row(words, scales, out)`` puts as many values as `out` has elements there. INT4 takes
-        whole groups: the first ones of a row, or all.
+        ``store_row(x, words, scales)`` writes the floats `x` to `words`, and computed scales to `scales`.
+        ``load_row(words, scales, out)`` fills `out`. INT4 needs whole groups: the first ones of a row, or all.
     """
     if kind in _QUANTISED:
         store_quantised, load_quantised, _ = _QUANTISED[kind]
@@ -176,7 +174,7 @@ def element_codec(kind, compute="float32"):
 
 
 def elements_in(kind):
-    """The function that says how many elements a row has: ``elements(words)``, by its words.
+    """Make the function ``elements(words)`` that returns the elements of a row with so many words.
 
     Parameters
     ----------

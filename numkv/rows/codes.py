@@ -1,7 +1,7 @@
-"""Codes of a few bits: which one stands for a number, and how a row of them is packed.
+"""Codes of a few bits: the code of a number, and the packing of a row of codes.
 
-Code i of a row takes the bits ``[i * bits, (i + 1) * bits)`` of its bytes, the lowest bit of a byte first; a row starts
-at a byte of its own. A code is the number of a level, levels in rising order; a sign is a code of one bit.
+Code i of a row is the bits ``[i * bits, (i + 1) * bits)`` of its bytes, the lowest bit of a byte first. A row starts at
+a byte of its own. A code is the number of a level, in rising order; a sign is a code of one bit.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Words of 16-bit and 8-bit floats to float32 and back, in integer arithmetic, bit for bit as ml_dtypes does it.
+"""Words of 16-bit and 8-bit floats to float32 and back, in integer arithmetic, equal to ml_dtypes bit for bit.
 
-Numba's CPU target has no such floats, GPUs before sm_89 have no 8-bit ones, and under the simulator there is nothing
-but NumPy; these functions need none of that. Rounding is to nearest, ties to even; NaNs stay NaN (quiet). Overflow
-gives infinity in 16 bits, and in 8 bits the largest finite number, as caches of inference engines do it: one outlier
-must not spoil a row. The 8-bit formats are those of Micikevicius et al., "FP8 Formats for Deep Learning"
-(arXiv:2209.05433), section 3.
+These functions need no such floats: Numba's CPU target has none, GPUs before sm_89 no 8-bit ones, and the simulator
+only NumPy's. Rounding is to nearest, ties to even. NaNs stay NaN (quiet). Overflow gives infinity in 16 bits. In 8 bits
+it gives the largest finite number, as in caches of inference engines: one outlier must not spoil a row. The 8-bit
+formats are those of Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433), section 3.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from numba.extending import register_jitable
 
 @register_jitable
 def bf16_to_float32(word):
-    """The value of a bfloat16 word: the upper half of a float32."""
+    """Return the value of a bfloat16 word: the upper half of a float32."""
     return np.uint32(np.uint32(word) << np.uint32(16)).view(np.float32)
 
 
@@ -35,13 +34,13 @@ def float32_to_bf16(x):
 
 @register_jitable
 def fp16_to_float32(word):
-    """The value of an IEEE half-precision word."""
+    """Return the value of an IEEE half-precision word."""
     w = np.uint32(word)
     sign = np.uint32(np.uint32(w & np.uint32(0x8000)) << np.uint32(16))
     magnitude = np.uint32(np.uint32(w & np.uint32(0x7FFF)) << np.uint32(13))
     if magnitude >= np.uint32(0x0F800000):  # infinity and NaN: all exponent bits
         return np.uint32(sign | np.uint32(magnitude | np.uint32(0x7F800000))).view(np.float32)
-    # Read as float32, the exponent is short by 112; a multiplication mends normal and subnormal numbers alike.
+    # Read as float32, the exponent is too small by 112. A multiplication corrects normal and subnormal numbers.
     value = np.float32(magnitude.view(np.float32) * np.float32(5.192296858534828e33))
     return np.uint32(sign | value.view(np.uint32)).view(np.float32)
 
@@ -72,7 +71,7 @@ def float32_to_fp16(x):
 
 @register_jitable
 def e4m3_to_float32(word):
-    """The value of an 8-bit float with 4 exponent and 3 mantissa bits (bias 7, no infinity, NaN is all ones)."""
+    """Return the value of an 8-bit float with 4 exponent and 3 mantissa bits (bias 7, no infinity, NaN is all ones)."""
     w = np.uint32(word)
     sign = np.uint32(np.uint32(w & np.uint32(0x80)) << np.uint32(24))
     magnitude = np.uint32(np.uint32(w & np.uint32(0x7F)) << np.uint32(20))
@@ -88,7 +87,7 @@ def e4m3_to_float32(word):
 
 @register_jitable
 def float32_to_e4m3(x):
-    """The e4m3 word nearest to `x`; infinities and what is above ±448 become ±448, NaN stays NaN."""
+    """Return the e4m3 word nearest to `x`; infinities and magnitudes above 448 become ±448, NaN stays NaN."""
     bits = np.float32(x).view(np.uint32)
     sign = np.uint32(np.uint32(bits >> np.uint32(24)) & np.uint32(0x80))
     magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
@@ -107,7 +106,7 @@ def float32_to_e4m3(x):
 
 @register_jitable
 def e5m2_to_float32(word):
-    """The value of an 8-bit float with 5 exponent and 2 mantissa bits: the upper half of an IEEE half."""
+    """Return the value of an 8-bit float with 5 exponent and 2 mantissa bits: the upper half of an IEEE half."""
     w = np.uint32(word)
     sign = np.uint32(np.uint32(w & np.uint32(0x80)) << np.uint32(24))
     magnitude = np.uint32(np.uint32(w & np.uint32(0x7F)) << np.uint32(21))
@@ -125,7 +124,7 @@ def e5m2_to_float32(word):
 
 @register_jitable
 def float32_to_e5m2(x):
-    """The e5m2 word nearest to `x`; infinities and what is above ±57344 become ±57344, NaN stays NaN."""
+    """Return the e5m2 word nearest to `x`; infinities and magnitudes above 57344 become ±57344, NaN stays NaN."""
     bits = np.float32(x).view(np.uint32)
     sign = np.uint32(np.uint32(bits >> np.uint32(24)) & np.uint32(0x80))
     magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))

@@ -1,18 +1,18 @@
-"""The normalised Walsh-Hadamard transform of a row, in steps that any target can share out.
+"""The normalised Walsh-Hadamard transform of a row, in steps that any target can divide among threads.
 
-The transform of n = 2**k elements is k stages of n / 2 butterflies (a, b) -> (a + b, a - b), all over sqrt(n).
-It is orthogonal and its own inverse. A row whose length is no power of two is cut into blocks of the largest power of
-two that divides it: 96 is 3 blocks of 32; an odd length is left as it is. With random signs in front it spreads what
-stands out in one element over its whole block: Ashkboos et al., "QuaRot" (arXiv:2404.00456), sections 3 and 4.
+The transform of n = 2**k elements is k stages of n / 2 butterflies (a, b) -> (a + b, a - b), all over sqrt(n). It is
+orthogonal and its own inverse. A row whose length is no power of two is cut into blocks of the largest power of two
+that divides it: 96 is 3 blocks of 32. A row of odd length is unchanged. With random signs in front, an outlier spreads
+over its whole block: Ashkboos et al., "QuaRot" (arXiv:2404.00456), sections 3 and 4.
 
 There are two ways through a stage, with the same sums in the same order:
 
 `lower_of`
     Butterfly i of a stage works in place on two elements that lie `stride` apart, the stride doubling from 1.
 `butterflies`
-    Every stage takes neighbours and puts sums into one half, differences into the other: Pease, "An adaptation of the
-    fast Fourier transform for parallel processing" (J. ACM 15, 1968). All loops are long and vectorise. In a row of
-    several blocks the elements end in another order: element i of block c at ``i * num_blocks + c``.
+    Every stage reads neighbours, and writes sums to one half and differences to the other: Pease, "An adaptation of the
+    fast Fourier transform for parallel processing" (J. ACM 15, 1968). All loops are long and vectorise. A row of
+    several blocks ends in another order: element i of block c at ``i * num_blocks + c``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numba.extending import register_jitable
 
 @register_jitable
 def block_length(dim):
-    """The largest power of two that divides `dim`, which is at least 1."""
+    """Return the largest power of two that divides `dim`, which is at least 1."""
     return np.int64(dim) & -np.int64(dim)
 
 

@@ -1,14 +1,14 @@
 """One row to INT4 codes and scales, and back: groups of 32 elements, each with a scale and an offset of its own.
 
 ``value = (code - 7.5 + offset) * scale`` with codes 0 to 15. The scale of a group is a bfloat16, whose range is that of
-float32, and the last three bits of its word, a number k, say the offset as well: ``(k - 3.5) / 2``, as no group needs a
-scale that exactly. So levels follow groups that are larger on one side at no cost: 4.5 bits an element in all, where
-`head_dim` is a multiple of 32.
+float32. The last three bits of its word, a number k, also encode the offset ``(k - 3.5) / 2``, as no group needs so
+exact a scale. So levels follow groups that are larger on one side at no cost: 4.5 bits an element in all, if `head_dim`
+is a multiple of 32.
 
-A group's levels span what lies between its smallest and its largest element, 0.96 of that or 0.92: what has the least
-squared error, the smallest of equals. Elements between the outermost levels, and half a scale beyond, are off by at
-most ``scale / 2``; others become the outermost level. A group below 1e-36 is stored as zeros, with scale 0; one with
-NaN or infinity has scale NaN.
+A group's levels span the range between its smallest and its largest element, or 0.96 or 0.92 of that range. The choice
+has the least squared error, the smallest of equals. Elements between the outermost levels, and half a scale beyond, are
+off by at most ``scale / 2``; others become the outermost level. A group below 1e-36 is stored as zeros, with scale 0;
+one with NaN or infinity has scale NaN.
 
 A group takes 16 bytes: byte j holds element j in its low and element j + 16 in its high nibble. The last group of a row
 may be shorter; of n elements, n even, byte j holds element j and element ``j + n / 2``.
@@ -82,7 +82,7 @@ def _word_near(x, offset):
 
 @register_jitable
 def int4_scale(x, first, count):
-    """The word of the scale, and of the offset, of the group ``x[first : first + count]``."""
+    """Return the word of the scale, and of the offset, of the group ``x[first : first + count]``."""
     group = x[first:]
     largest = np.int32(0)  # magnitude's bits; those of NaN are above those of infinity
     lowest = highest = _in_order(np.float32(group[0]).view(np.int32))

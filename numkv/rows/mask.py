@@ -1,15 +1,15 @@
-"""Rows of a mask: what each query sees, and where it stands, where causality and a window do not say it all.
+"""Rows of a mask: the tokens that each query sees, and its position, where causality and a window do not suffice.
 
 A row has the ``COLUMNS`` numbers ``[begin, end, plain_end, position]``, and may go on with words of 32 bits. The query
-sees tokens ``[begin, plain_end)`` of its sequence, and of those from `plain_end` to `end` the ones whose bit is set:
-bit ``j % 32`` of word ``j // 32`` is token ``plain_end + j``. Without words `end` is `plain_end`.
+sees tokens ``[begin, plain_end)`` of its sequence. From `plain_end` to `end` it sees the tokens whose bits are set: bit
+``j % 32`` of word ``j // 32`` is token ``plain_end + j``. Without words `end` is `plain_end`.
 
-Bits are a tree's: a query, one of the newest tokens, sees its ancestors. A token of the tree stands where it would
-stand if the path to it had been appended alone, so positions are counted in set bits: token `j` is as far before the
-query as there are bits set from `j` up to the query's own. `position` is the query's in this sense, less what the
-window has cut off the path. Windows and biases go by these positions.
+Bits are a tree's: a query, one of the newest tokens, sees its ancestors. A token of the tree has the position that it
+would have if the path to it had been appended alone. So positions are counted in set bits: the distance of token `j`
+from the query is the number of bits set from `j` up to the query's own. `position` is the query's in this sense, minus
+the part of the path that the window has cut off. Windows and biases use these positions.
 
-Rows of two numbers, ``[begin, end]``, say ranges and no more: see `numkv.rows.visible`.
+Rows of two numbers, ``[begin, end]``, are plain ranges: see `numkv.rows.visible`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WORD = 32
 
 @register_jitable
 def has_bit(rows, row, j):
-    """Whether bit `j` of a row is set."""
+    """Return whether bit `j` of a row is set."""
     return (rows[row, BITS + (j >> 5)] >> (j & 31)) & 1 != 0
 
 
@@ -53,14 +53,14 @@ def bits_below(words, row, first, j):
 
 @register_jitable
 def is_seen(rows, row, token):
-    """Whether a query sees a token ``begin <= token < end`` of its sequence."""
+    """Return whether a query sees a token ``begin <= token < end`` of its sequence."""
     j = token - rows[row, PLAIN_END]
     return j < 0 or has_bit(rows, row, j)
 
 
 @register_jitable
 def position_of(rows, row, token):
-    """Where a token stands that a query sees, by the query's own path."""
+    """Return where a token stands that a query sees, by the query's own path."""
     j = token - rows[row, PLAIN_END]
     if j <= 0:
         return np.int64(token)

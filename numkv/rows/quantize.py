@@ -12,10 +12,10 @@ from numba.extending import register_jitable
 
 @register_jitable
 def largest_of(x):
-    """The largest absolute value in a row, float32; NaN counts as 0.
+    """Return the largest absolute value in a row, float32; NaN counts as 0.
 
-    Without their signs floats are ordered as their bits are, and a maximum of integers is the same in any order: so
-    the loop becomes vector code.
+    Floats without signs have the order of their bits, and a maximum of integers is the same in any order. So the loop
+    becomes vector code.
     """
     largest = np.int32(0)
     for d in range(len(x)):
@@ -26,13 +26,13 @@ def largest_of(x):
 
 @register_jitable
 def int8_scale(largest):
-    """The scale of a row whose largest absolute value is `largest`, float32."""
+    """Return the scale of a row whose largest absolute value is `largest`, float32."""
     return np.float32(largest) / np.float32(127)
 
 
 @register_jitable
 def int8_divisor(scale):
-    """What the elements of a row are divided by: its scale, or infinity for a scale of 0, so that codes are 0."""
+    """Return the divisor of a row's elements: its scale, or infinity for a scale of 0, so that codes are 0."""
     return np.float32(np.inf) if scale == np.float32(0) else np.float32(scale)
 
 
@@ -56,5 +56,5 @@ def int8_code(x, scale):
 
 @register_jitable
 def is_finite(x):
-    """Whether a float is neither NaN nor infinite."""
+    """Return whether a float is neither NaN nor infinite."""
     return x - x == x - x

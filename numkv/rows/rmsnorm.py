@@ -9,7 +9,7 @@ from numba.extending import register_jitable
 
 @register_jitable
 def root_mean_square(sum_of_squares, n, eps):
-    """What every element of a row is divided by, before its weight: ``sqrt(mean square + eps)``.
+    """Return the divisor of a row's elements, before their weights: ``sqrt(mean square + eps)``.
 
     All three arguments are floats of the computing dtype, so that nothing is promoted.
     """

@@ -1,8 +1,8 @@
 """Rotary position embedding of one pair, and which elements make a pair.
 
-Su et al., "RoFormer" (arXiv:2104.09864), section 3.4.2, equation 34. Two pairings are in use: *interleaved*
-(elements 2i and 2i + 1, as in the paper and in GGUF files) and *half-split* (elements i and i + rotary_dim / 2, as in
-Hugging Face checkpoints).
+Su et al., "RoFormer" (arXiv:2104.09864), section 3.4.2, equation 34. Two pairings are in use. *Interleaved* pairs
+elements 2i and 2i + 1, as in the paper and in GGUF files. *Half-split* pairs elements i and i + rotary_dim / 2, as in
+Hugging Face checkpoints.
 """
 
 from __future__ import annotations

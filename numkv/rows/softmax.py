@@ -1,8 +1,8 @@
 """The ends of an online softmax: weights of partial sums, the sink, the normalisation.
 
-Running maxima are kept in base 2 (scores times log2 e), because that is what kernels exponentiate. A maximum of -inf
-means that nothing was seen yet. Milakov and Gimelshein, "Online normalizer calculation for softmax"
-(arXiv:1805.02867), section 3.
+Running maxima are in base 2 (scores times log2 e), as kernels exponentiate in base 2. A maximum of -inf means that no
+token has been seen yet. Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.02867), section
+3.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def finish(maximum, total, sink, ln_2):
     Returns
     -------
     factor, lse : float
-        What the weighted sum of V rows is multiplied by, and the natural log of the sum of exponentials. A row
-        that saw nothing gets factor 0 and -inf (with a sink: the sink).
+        The factor of the weighted sum of V rows, and the natural log of the sum of exponentials. A row that saw no
+        token gets factor 0 and -inf (with a sink: the sink).
     """
     top = maximum
     if sink > top:
@@ -59,13 +59,14 @@ def merge_weights(lse_a, lse_b):
     Parameters
     ----------
     lse_a, lse_b : float
-        Natural logs of the parts' sums of exponentials; -inf where a part saw nothing, and infinite where its scores
-        were more than a float holds.
+        Natural logs of the parts' sums of exponentials: -inf if a part saw no token, and infinity if its scores
+        overflow a float.
 
     Returns
     -------
     weight_a, weight_b, lse : float
-        Both weights are 0 where both parts saw nothing. An infinite part outweighs one that is not; two count alike.
+        Both weights are 0 if neither part saw a token. An infinite part outweighs a finite one; two infinite parts
+        count equally.
     """
     top = lse_a
     if lse_b > top or lse_b != lse_b:  # a NaN stays one

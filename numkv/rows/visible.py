@@ -1,4 +1,4 @@
-"""Which tokens a query sees: causality, a window, or a range of its own.
+"""The tokens that a query sees: by causality, a window, or a range of its own.
 
 Without ranges, the query at position p sees tokens ``[p - window_left, p]``; a negative `window_left` means all earlier
 ones. Explicit `ranges`, int64 ``(num_tokens, 2)``, replace both: the query of row i sees tokens
@@ -17,7 +17,7 @@ from numba.extending import register_jitable
 
 @register_jitable
 def oldest_visible(position, window_left):
-    """The first token that the window of a query leaves visible."""
+    """Return the first token that the window of a query leaves visible."""
     if window_left < 0:
         return np.int64(0)
     return max(np.int64(0), np.int64(position - window_left))
@@ -33,7 +33,7 @@ def visible_range(ranges, row, position, window_left, length):
 
 @register_jitable
 def visible_to_any(ranges, row, count, position, window_left, length):
-    """The smallest range ``[begin, end)`` that holds what each of `count` queries sees."""
+    """Return the smallest range ``[begin, end)`` with all tokens that any of `count` queries sees."""
     if ranges.shape[0] == 0:
         return oldest_visible(position, window_left), min(np.int64(position + count), length)
     begin, end = length, np.int64(0)
@@ -59,7 +59,7 @@ def visible_to_all(ranges, row, count, position, window_left, length):
 
 @register_jitable
 def is_visible(ranges, row, position, window_left, token):
-    """Whether a query sees a token of its sequence."""
+    """Return whether a query sees a token of its sequence."""
     if ranges.shape[0] > 0:
         return ranges[row, 0] <= token and token < ranges[row, 1]
     return oldest_visible(position, window_left) <= token and token <= position

@@ -59,7 +59,7 @@ class Fields:
         return self._by_name[name]
 
     def has(self, name: str) -> bool:
-        """Whether there is such an entry."""
+        """Return whether there is such an entry."""
         return name in self._by_name
 
     def integer(self, name: str, least: int = 0, most: int = MOST) -> int:
@@ -105,11 +105,11 @@ class Fields:
         return wanted
 
     def part(self, name: str) -> Fields:
-        """The entries of an object in this one."""
+        """Return the entries of an object in this one."""
         return Fields(self.get(name), f"{name!r} of {self._where}")
 
     def parts(self, name: str, count: int | None = None) -> list[Fields]:
-        """The entries of each object in a list."""
+        """Return the entries of each object in a list."""
         where = f"{name!r} of {self._where}"
         return [Fields(x, f"{where}[{i}]") for i, x in enumerate(self.entries(name, count))]
 

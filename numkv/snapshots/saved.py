@@ -103,7 +103,7 @@ class Saved:
 
     @classmethod
     def read(cls, fields: Fields) -> Self:
-        """The values that a header holds.
+        """Return the values that a header holds.
 
         Raises
         ------

@@ -171,7 +171,7 @@ class Under:
 
 
 def bytes_of(x: NDArray[Any]) -> memoryview:
-    """The memory of a contiguous array."""
+    """Return the memory of a contiguous array."""
     flat: Any = x.reshape(-1).view(np.uint8)
     return memoryview(flat)
 

@@ -1,4 +1,4 @@
-"""`Buffer`: words of K or of V with scales, kind and rotation, and what all writes and reads of them go through."""
+"""`Buffer`: words of K or of V with scales, kind and rotation; all writes and reads go through it."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _FLOAT32 = np.dtype(np.float32)
 
 @dataclass(slots=True)  # a frozen one takes a microsecond longer to make
 class Buffer:
-    """One side of a cache, K or V; never changed, but for what its arrays hold.
+    """One side of a cache, K or V. Only the contents of its arrays ever change.
 
     Attributes
     ----------
     target : Target
         Where it is.
     words : array (num_blocks, num_kv_heads, block_size, words_per_row)
-        Stored elements; a word is an element, of INT4 two: see `Kind.unit`.
+        Stored elements; a word is one element, or two for INT4: see `Kind.unit`.
     scales : array
         Their scales, in words: see `Kind.scale_shape`.
     kind : Kind
         How elements are stored.
     rotation : Rotation or None
-        How rows are rotated before they are stored, if they are. Words and scales are those of rotated rows; rows that
-        go in are rotated here, and what comes out as values is rotated back.
+        The rotation of rows before they are stored, if any. Words and scales are those of rotated rows. This class
+        rotates incoming rows, and rotates outgoing values back.
     """
 
     target: Target
@@ -138,7 +138,7 @@ class Buffer:
         return head_scales(name, scales, int(self.words.shape[1]))
 
     def typed_scales(self) -> Array:
-        """The scales as a user sees them, in `Kind.scale_dtype`."""
+        """Return the scales as a user sees them, in `Kind.scale_dtype`."""
         return self.target.typed(self.scales, self.kind.scale_dtype)
 
     # -- reads
@@ -267,7 +267,7 @@ class Buffer:
                 self.target.ops.copy_tokens(source, source_slots, target, to_slots)
 
     def by_token(self) -> tuple[Array, ...]:
-        """The arrays that hold something for each token: words, and the scales of rows or of their groups."""
+        """Return the arrays that hold something for each token: words, and the scales of rows or of their groups."""
         return (self.words, self.scales) if self.kind.has_scales else (self.words,)
 
     # -- checks
@@ -324,9 +324,9 @@ def refuse_rotated_channels(kind: Kind, rotate: bool) -> None:
 
 
 def are_scales(kind: Kind, words: np.ndarray[Any, Any]) -> bool:
-    """Whether words in host memory can be scales of a kind: finite, and from 0 up; of heads above 0.
+    """Return whether words in host memory can be scales of a kind: finite and not negative.
 
-    After the scales of channels come their zero points, then numbers of channels.
+    Scales of heads must be above 0. After the scales of channels come their zero points, then numbers of channels.
     """
     fine = kind.fine_channels
     if fine and words.ndim:
@@ -391,5 +391,5 @@ def _sources(kind: Kind) -> tuple[np.dtype[Any], ...]:
     return tuple(dict.fromkeys([*own, _FLOAT32]))
 
 
-# By name, as the hash of a kind takes longer than all the rest of a look-up.
+# By name, as hashing a kind takes longer than the rest of a lookup.
 _SOURCE_DTYPES = {kind.name: _sources(kind) for kind in kinds(by_channel=True)}

@@ -1,9 +1,10 @@
 """`Rotation`: an orthogonal change of basis for rows of q, k and v, which makes them easier to quantise.
 
-A quantised row is as coarse as its largest element demands. A random rotation spreads what one element holds over all
-of them, and nothing of attention changes where q and k are rotated alike, and what comes out over rotated v is turned
-back: q and k before the write and the read, v before the write, the output after the read. The cache is not touched
-once more. Caches and layers with ``rotate=True`` do all of it (`numkv.storage.pool.Pool`), with the seed 0 for K and V.
+A quantised row is as coarse as its largest element demands. A random rotation spreads each element over the whole row.
+Attention does not change if q and k are rotated by the same matrix, and the output over rotated v is rotated back. So q
+and k are rotated before the read and the write, v before the write, and the output after the read. The cache itself is
+read no further time. Caches and layers with ``rotate=True`` do all of it (`numkv.storage.pool.Pool`), with the seed 0
+for K and V.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from numkv.targets.base import Array, Target
 class Rotation:
     """Random signs, then a normalised Walsh-Hadamard transform.
 
-    A head dim that is no power of two is cut into blocks of the largest power of two that divides it, which are
-    rotated each for itself; of an odd head dim only the signs change.
+    A head dim that is no power of two is cut into blocks of the largest power of two that divides it. Each block is
+    rotated by itself. With an odd head dim only the signs change.
 
     Two rotations of the same `head_dim` and `seed` are the same, in every process and on every target.
 
@@ -49,8 +50,8 @@ class Rotation:
     -----
     Ashkboos et al., "QuaRot" (arXiv:2404.00456), sections 3 and 4; in-block transforms of O(d log d).
 
-    An element of a rotated row may be as large as the row is long (the root of its sum of squares), so that fp16 can
-    overflow where that is above 65504, although no element was.
+    An element of a rotated row may be as large as the row's norm. So fp16 can overflow if the norm is above 65504, even
+    if no element was.
     """
 
     head_dim: int
@@ -73,7 +74,7 @@ class Rotation:
         target : Target
             Where they are.
         rows : array (num_tokens, num_heads, head_dim)
-            Rows of any float kind, not changed. NaN and infinity spread over their block: look for them first.
+            Rows of any float kind, not changed. NaN and infinity spread over their block: check for them first.
         dtype : numpy.dtype, optional
             Float dtype of the result; float32, of float64 rows float64, if None.
 

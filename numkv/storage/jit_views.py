@@ -1,20 +1,19 @@
 """jitclasses over the buffers of layers and caches, for a user's own ``@njit`` functions.
 
-They share memory with the objects that made them: what compiled code appends, the object sees, and the other way
-round. They check what they are given: rows of another shape raise `DimensionMismatch`, NaN and infinity for a quantised
-kind `NonFiniteInput`, positions, layers and heads that are not there `IndexError` where rows are loaded, all before
-anything is written; an append for which there is no room returns False, so that a loop can end on it.
+They share memory with the objects that made them: either side sees rows that the other appends. They check their
+arguments before anything is written. Rows of another shape raise `DimensionMismatch`, NaN and infinity for a quantised
+kind `NonFiniteInput`. Loads of missing positions, layers and heads raise `IndexError`. An append without room returns
+False, so that a loop can end on it. The checks for concurrent writers (`numkv.access`) do not cover compiled code: let
+one thread write at a time.
 
-Who may use an object at once (`numkv.access`) does not reach into compiled code: let one thread write at a time.
+Compiling them takes seconds in every process, as Numba caches no jitclass on disk. So an object makes its own at the
+first use of ``.jit``. No kernel of numkv accepts one, as a function with a jitclass argument never hits Numba's disk
+cache either.
 
-Compiling them takes seconds in every process, as Numba keeps no jitclass on disk: so an object makes its own when
-``.jit`` is first asked for, and no kernel of numkv takes one (a function with a jitclass argument never hits Numba's
-disk cache either).
+Rows are appended and loaded as they are stored. An object with ``rotate=True`` stores rotated rows: rotate yours with
+`numkv.storage.hadamard.Rotation` before an append, and rotate loaded rows back.
 
-Rows go in and come out as they are stored. An object with ``rotate=True`` stores rotated rows: turn yours with
-`numkv.storage.hadamard.Rotation` before they are appended, and what is loaded back.
-
-On CUDA they hold the host side only (block table and lengths); device buffers lie beside them, on the object.
+On CUDA they have the host side only (block table and lengths). Device buffers are on the object.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _compiled: set[Any] = set()
 
 
 def make(struct: Any, *fields: Any) -> Any:
-    """An instance of a jitclass; the first one is compiled, which whoever waits is told."""
+    """Return an instance of a jitclass, which is compiled at the first use, with the notice of kernels."""
     if struct in _compiled:
         return struct(*fields)
     with compiled(f"{struct.__name__}, for functions of yours"):
@@ -124,10 +123,14 @@ def layer_struct(k_kind, v_kind):
     Returns
     -------
     jitclass
-        Fields ``k`` and ``v`` ``(num_blocks, num_kv_heads, block_size, head_dim)`` in words, ``k_scale`` and
-        ``v_scale`` ``(num_blocks, num_kv_heads, block_size)`` (INT4: words, with an axis of groups more),
-        ``block_table`` int32 ``(max_blocks,)``, ``context_lens`` int32 ``(1,)``; property ``length``; methods
-        ``append``, ``slot``, ``load_k``, ``load_v``.
+        Fields:
+
+        - ``k``, ``v``: ``(num_blocks, num_kv_heads, block_size, head_dim)``, in words.
+        - ``k_scale``, ``v_scale``: ``(num_blocks, num_kv_heads, block_size)``; for INT4 words, with an axis of groups
+          more.
+        - ``block_table``: int32 ``(max_blocks,)``; ``context_lens``: int32 ``(1,)``.
+
+        Property ``length``; methods ``append``, ``slot``, ``load_k``, ``load_v``.
     """
     store_k, load_k_row, check_k, check_load_k = _functions(k_kind)
     store_v, load_v_row, check_v, check_load_v = _functions(v_kind)
@@ -153,7 +156,7 @@ def layer_struct(k_kind, v_kind):
         def append(self, k_row, v_row):
             """Append one token's K and V, floats ``(num_kv_heads, head_dim)``; False if there is no room.
 
-            Of a paged layer that is room in the blocks that it has: see `numkv.PagedLayer.reserve`.
+            For a paged layer, only blocks that it already has count as room: see `numkv.PagedLayer.reserve`.
             """
             check_k(self.k, k_row)
             check_v(self.v, v_row)
@@ -207,11 +210,16 @@ def cache_struct(k_kind, v_kind):
     Returns
     -------
     jitclass
-        Fields ``k`` and ``v`` ``(num_layers, num_kv_heads, capacity, head_dim)`` in words, ``k_scale`` and ``v_scale``
-        ``(num_layers, num_kv_heads, capacity)`` (INT4: words, with an axis of groups more; fp8:
-        ``(num_layers * num_kv_heads,)``), ``context_lens`` int64 ``(num_layers,)`` (rows appended to each layer),
-        ``lengths`` int64 ``(1,)`` (tokens advanced), ``current`` int64 ``(1,)`` (0 once the cache has grown out of
-        these buffers); property ``length``; methods ``append``, ``advance``, ``load_k``, ``load_v``.
+        Fields:
+
+        - ``k``, ``v``: ``(num_layers, num_kv_heads, capacity, head_dim)``, in words.
+        - ``k_scale``, ``v_scale``: ``(num_layers, num_kv_heads, capacity)``. For INT4 words, with an axis of groups
+          more; for fp8 ``(num_layers * num_kv_heads,)``.
+        - ``context_lens``: int64 ``(num_layers,)``, the rows appended to each layer.
+        - ``lengths``: int64 ``(1,)``, the tokens advanced.
+        - ``current``: int64 ``(1,)``, 0 once the cache has grown out of these buffers.
+
+        Property ``length``; methods ``append``, ``advance``, ``load_k``, ``load_v``.
     """
     store_k, load_k_row, check_k, check_load_k = _functions(k_kind)
     store_v, load_v_row, check_v, check_load_v = _functions(v_kind)

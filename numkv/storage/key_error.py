@@ -1,8 +1,9 @@
-"""How far quantised keys move scores: an estimate from the stored scales alone, which needs no exact copy of the keys.
+"""Estimate how far quantised keys move scores, from the stored scales alone; no exact copy of the keys is needed.
 
-Rounding errors of elements are nearly independent, so those of a score add up like random numbers: a score of query q
-and a key whose elements have an error of variance ``c * scale ** 2`` is off by ``sm_scale * sqrt(sum_d q_d ** 2 * c *
-scale_d ** 2)``, root mean square. For evenly spaced levels c is 1/12; for codebooks it follows from their levels.
+Rounding errors of elements are nearly independent, so those of a score add up like random numbers. Let the elements of
+a key have an error of variance ``c * scale ** 2``. Its score with query q is then off by ``sm_scale * sqrt(sum_d q_d **
+2 * c * scale_d ** 2)``, root mean square. For evenly spaced levels c is 1/12; for codebooks it follows from their
+levels.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def key_error(
     each = 1 if kind.group_tokens else kind.group_size or squares.shape[2]
     starts: Sequence[int] = range(0, squares.shape[2], each)
     heads, size = (int(n) for n in buffer.words.shape[1:3])
-    # These are the whole pool's, of which only the sequence's become float64.
+    # These are the whole pool's scales; only the sequence's become float64.
     every = target.to_host(buffer.typed_scales())
     if kind.group_tokens:
         every, slots, size = (

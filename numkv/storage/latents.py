@@ -1,13 +1,13 @@
-"""`LatentPool`: a pool whose V is no memory of its own, but the first elements of each row of K.
+"""`LatentPool`: a pool whose V is a view of the first elements of each row of K.
 
-Latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) keeps one row for each token: a latent, of which every
-head's K and V are projections, and a key that carries the position, which all heads share. With the projection of K
-absorbed into the queries, a row is a key as it is, and its latent is the value::
+Latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) stores one row for each token. The row is a latent, from
+which every head's K and V are projected, and a key with the position, which all heads share. With the projection of K
+absorbed into the queries, the row itself is a key, and its latent the value::
 
     row of K     [ latent: 512 elements          | rotary part: 64 ]
     row of V     [ the same 512 elements of memory ]
 
-So V is a view of K's words and of their scales: what is stored once is read once, by the kernels that read any cache.
+So V is a view of K's words and of their scales. Rows are stored once and read once, by the kernels of all caches.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def pool_and_kinds(
 
 
 def first_part(rows: Buffer, dim: int) -> Buffer:
-    """The first elements of each row of a buffer as one of its own, on the same memory."""
+    """Return the first elements of each row of a buffer as one of its own, on the same memory."""
     of = rows.kind
     if dim > rows.dim:
         raise DimensionMismatch(
@@ -56,7 +56,7 @@ def first_part(rows: Buffer, dim: int) -> Buffer:
 
 @dataclass(slots=True)
 class LatentPool(Pool):
-    """Rows of latents with their rotary parts: K, of which V is the first part. See `Pool`."""
+    """Rows of latents with their rotary parts as K; their first elements are V. See `Pool`."""
 
     is_latent: ClassVar[bool] = True
 
@@ -75,7 +75,7 @@ class LatentPool(Pool):
 
     @classmethod
     def over(cls, rows: Buffer, head_dim_v: int) -> Self:
-        """The pool of a buffer's rows."""
+        """Return the pool of a buffer's rows."""
         return cls(rows, first_part(rows, head_dim_v))
 
     @property
@@ -124,7 +124,7 @@ class LatentPool(Pool):
         return LatentPool.over(own.k_buffer, self.head_dim_v)
 
     def append(self, k: Array, v: Array, block_table: Array, start: int, look: int = 0) -> None:
-        """Write checked rows of one sequence; of `v`, which is a part of them, nothing is read."""
+        """Write checked rows of one sequence; `v`, which is a part of them, is ignored."""
         ops, side = self.target.ops, self.k_buffer.with_rows(k)
         if look:
             ops.append_both(side, _no_rows(side), block_table, start, look)
@@ -132,7 +132,7 @@ class LatentPool(Pool):
             ops.append_rows(*side, block_table, start)
 
     def scatter(self, k: Array, v: Array, slot_mapping: Array, look: int = 0) -> None:
-        """Write checked rows into slots; of `v`, which is a part of them, nothing is read."""
+        """Write checked rows into slots; `v`, which is a part of them, is ignored."""
         ops, side = self.target.ops, self.k_buffer.with_rows(k)
         if look:
             ops.scatter_both(side, _no_rows(side), slot_mapping, look)
@@ -140,7 +140,7 @@ class LatentPool(Pool):
             ops.scatter_rows(*side, slot_mapping)
 
     def watch(self, k: Array, v: Array, marker: Marker | None = None) -> int:
-        """Have the kernel that writes rows look for NaN and infinity; see `Pool.watch`."""
+        """Make the kernel that writes rows check for NaN and infinity; see `Pool.watch`."""
         if self.target.values_on_host or not self.k_kind.has_scales:
             return 0
         of_k = ("k", tuple(k.shape), self.k_kind, 3)

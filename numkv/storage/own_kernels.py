@@ -1,4 +1,4 @@
-"""What a user's own kernels get: the arrays of a pool with the tables of whoever uses it, which CUDA has uploaded."""
+"""The arrays for a user's own kernels: a pool's, with the tables of its owner, uploaded on CUDA."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from numkv.targets.call import Marker
 
 @dataclass(slots=True)  # a frozen one takes a microsecond longer to make
 class Pool:
-    """K and V buffers of as many blocks, heads and tokens a block; never changed, but for what they hold.
+    """K and V buffers with equal numbers of blocks, heads and tokens a block. Only their contents ever change.
 
     Attributes
     ----------
@@ -144,7 +144,7 @@ class Pool:
 
     @property
     def v_storage(self) -> str:
-        """How V is stored, as `v_kind` of a cache says it: the name of a kind, or ``"latent"``."""
+        """How V is stored, as in `v_kind` of a cache: the name of a kind, or ``"latent"``."""
         return self.v_buffer.kind.name
 
     @property
@@ -153,7 +153,7 @@ class Pool:
         return self.k_buffer.kind.group_tokens > 0
 
     def buffer(self, which: str) -> Buffer:
-        """The buffer of ``"k"`` or ``"v"``."""
+        """Return the buffer of ``"k"`` or ``"v"``."""
         return self.k_buffer if which == "k" else self.v_buffer
 
     def set_scales(self, k: Any = None, v: Any = None) -> None:
@@ -245,7 +245,7 @@ class Pool:
         return made
 
     def with_own_scales(self, like: Pool | None = None) -> Pool:
-        """The same words, with scales of heads of its own: what is set there is this pool's alone.
+        """Return a pool on the same words, with scales of heads of its own.
 
         Parameters
         ----------
@@ -271,13 +271,13 @@ class Pool:
         return self.buffer(which).rows(block, part)
 
     def scales(self, which: str) -> Array:
-        """The scales of K or of V as a user sees them, in `Kind.scale_dtype`."""
+        """Return the scales of K or of V as a user sees them, in `Kind.scale_dtype`."""
         return self.buffer(which).typed_scales()
 
     def append(self, k: Array, v: Array, block_table: Array, start: int, look: int = 0) -> None:
-        """Write checked rows of one sequence, by its block table; `look` is what `watch` gave.
+        """Write checked rows of one sequence, by its block table; `look` is the result of `watch`.
 
-        Of K nothing is written where its scales belong to channels.
+        K is not written if its scales belong to channels.
         """
         if self.by_channel:
             self.v_buffer.append(v, block_table, start)
@@ -310,28 +310,28 @@ class Pool:
 
     @property
     def looks_first(self) -> bool:
-        """Whether rows are looked at before they are written, not by the kernel that writes them."""
+        """Whether rows are checked before they are written, not by the kernel that writes them."""
         return self.target.values_on_host or self.by_channel
 
     def watch(self, k: Array, v: Array, marker: Marker | None = None) -> int:
-        """Have the kernel that writes rows look for NaN and infinity in those that are quantised.
+        """Make the kernel that writes rows check quantised ones for NaN and infinity.
 
         Parameters
         ----------
         k, v : array (num_tokens, num_kv_heads, dim)
             The rows.
         marker : Marker, optional
-            Whom to tell.
+            Receives the reports.
 
         Returns
         -------
         int
-            What `append` and `scatter` take; 0 where there is nothing to look for, or the host has looked.
+            The `look` of `append` and `scatter`; 0 if no check is needed, or the host has checked.
         """
         kinds = self.k_kind, self.v_kind
         if self.looks_first or not any(kind.has_scales for kind in kinds):
             return 0
-        # Rotation spreads what is not finite over its row: there the row is told, not the element.
+        # Rotation spreads NaN and infinity over a row, so the report has the row, not the element.
         axes = 2 if self.rotate else 3
         of_k, of_v = (("k", tuple(k.shape), kinds[0], axes), ("v", tuple(v.shape), kinds[1], axes))
         return self.target.watch(of_k, of_v, marker)

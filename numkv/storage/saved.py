@@ -1,8 +1,8 @@
-"""Rows and blocks as tensors of a snapshot: where they lie in buffers, for writing and for reading.
+"""Rows and blocks as tensors of a snapshot: their places in buffers, for writing and for reading.
 
-A file has the rows of a layer's tokens one after another, by kv head, as they are stored, wherever they lie in the
-cache: ``k.<layer>`` and ``v.<layer>`` are ``(num_kv_heads, tokens, words)``, their scales ``k_scale.<layer>`` and
-``v_scale.<layer>``. Slots without a token are not in the file. Blocks are there whole, with zeros past their tokens.
+A file has the rows of a layer's tokens in order, by kv head, as they are stored, wherever they are in the cache.
+``k.<layer>`` and ``v.<layer>`` are ``(num_kv_heads, tokens, words)``, their scales ``k_scale.<layer>`` and
+``v_scale.<layer>``. Slots without a token are not saved. Blocks are saved whole, with zeros past their tokens.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def row_tensors(
     pool: Pool, layer: int, slots: Ints, prefix: str = "",
     set_scales: Callable[[str, Buffer, Any], None] | None = None, v_slots: Ints | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """The rows of a layer's K and V, and their scales; their specs are those of `row_specs`.
+    """Return the rows of a layer's K and V, and their scales; their specs are those of `row_specs`.
 
     Parameters
     ----------
@@ -126,7 +126,7 @@ def row_tensors(
 def head_scales_tensor(
     name: str, side: str, buffer: Buffer, set_scales: Callable[[str, Buffer, Any], None] | None = None
 ) -> Tensor:  # fmt: skip
-    """The scales of a layer's heads; see `row_tensors`."""
+    """Return the scales of a layer's heads; see `row_tensors`."""
 
     def pieces() -> list[NDArray[Any]]:
         return [np.array(buffer.target.to_host(buffer.scales))]
@@ -147,7 +147,7 @@ def head_scales_tensor(
 def block_tensor(
     target: Target, name: str, x: Array, ids: NDArray[Any], fills: NDArray[Any], scales_of: Kind | None = None,
 ) -> Tensor:  # fmt: skip
-    """Blocks of an array ``(num_blocks, num_kv_heads, block_size, …)``, whole and once each.
+    """Blocks of an array ``(num_blocks, num_kv_heads, block_size, ...)``, whole and once each.
 
     Parameters
     ----------
@@ -160,7 +160,7 @@ def block_tensor(
     ids : int array (n,)
         The blocks, which rise.
     fills : int array (n,)
-        Tokens in each: what comes after them is none of the sequence's, and is written as zeros.
+        Tokens in each; later slots do not belong to the sequence, and are written as zeros.
     scales_of : Kind, optional
         Whose scales they are, if they are scales.
     """

@@ -13,13 +13,13 @@ from numkv.targets.base import Array
 
 @functools.lru_cache(maxsize=64)
 def one_block_each(target: str, num_seqs: int) -> Array:
-    """The block table of a contiguous cache: sequence b has block b."""
+    """Return the block table of a contiguous cache: sequence b has block b."""
     return _constant(target, np.arange(num_seqs, dtype=np.int32)[:, None])
 
 
 @functools.lru_cache(maxsize=64)
 def one_query_each(target: str, num_seqs: int) -> Array:
-    """Where queries start when each sequence has one."""
+    """Return where queries start when each sequence has one."""
     found = _constant(target, np.arange(num_seqs + 1, dtype=np.int64))
     targets.by_key(target).mark_queries(found, "one each")
     return found
@@ -27,13 +27,13 @@ def one_query_each(target: str, num_seqs: int) -> Array:
 
 @functools.lru_cache(maxsize=64)
 def one_sequence(target: str, num_tokens: int) -> Array:
-    """Where queries start, and end, when all are of one sequence."""
+    """Return where queries start, and end, when all are of one sequence."""
     return _shared(target, np.array([0, num_tokens], np.int64))
 
 
 @functools.lru_cache(maxsize=64)
 def one_length(target: str, length: int) -> Array:
-    """The length of one sequence, as kernels take it; all layers of a step ask for the same."""
+    """Return the length of one sequence, as kernels take it; all layers of a step ask for the same."""
     found = targets.by_key(target).length(length)
     if isinstance(found, np.ndarray):
         found.flags.writeable = False
@@ -41,12 +41,12 @@ def one_length(target: str, length: int) -> Array:
 
 
 def _constant(device: str, host: NDArray[np.int32] | NDArray[np.int64]) -> Array:
-    """An array of a device's own that nobody writes to, for all of its streams, captured ones too."""
+    """Return a read-only array of a device, for all of its streams, captured ones too."""
     host.flags.writeable = False
     return targets.by_key(device).constant(host)
 
 
 def _shared(target: str, host: NDArray[np.int32] | NDArray[np.int64]) -> Array:
-    """An array of the target that nobody writes to."""
+    """Return a read-only array of the target."""
     host.flags.writeable = False
     return targets.by_key(target).index(host, host.dtype)

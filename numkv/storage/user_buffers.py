@@ -27,15 +27,15 @@ _array = np.ndarray
 def array_at(
     address: int, shape: tuple[int, ...], dtype: np.dtype[Any], strides: tuple[int, ...] | None
 ) -> np.ndarray[Any, Any]:
-    """The array at an address; one of no elements, which may lie nowhere, is an ordinary array.
+    """Return the array at an address; an array without elements, which needs no address, is an ordinary one.
 
-    It holds no memory: the caller ensures that there is some while the array is used, and that nobody keeps the array
-    for longer; see `numkv.torch.call_cache`.
+    It does not own its memory: the caller keeps the memory while the array is used, and keeps the array no longer. See
+    `numkv.torch.call_cache`.
 
     Parameters
     ----------
     address : int
-        Of the first element.
+        The address of the first element.
     shape, dtype, strides
         As NumPy has them; strides are None where elements lie one after another.
     """
@@ -46,15 +46,15 @@ def array_at(
 
 _FLOAT32 = np.dtype(np.float32)
 
-# Several kinds may have the same dtype; the dtype and the rank of their scales tell them apart.
+# Several kinds may share a dtype; they differ in the dtype and the rank of their scales.
 _CODES: dict[np.dtype[Any], list[Kind]] = {}
 for _kind in kinds():
     if _kind.has_scales:
         _CODES.setdefault(_kind.stored_dtype, []).append(_kind)
 _STORED = (*STORED_FLOAT_DTYPES, *_CODES)
 _STORED_EACH = {dtype: (dtype,) for dtype in _STORED}
-# Pools over arrays that come again and hold no memory, and these, so that no others get their ids. What is checked of
-# them does not change, as values of scales of heads do.
+# Pools over arrays that recur and own no memory. The arrays are kept, so that no others get their ids. All that is
+# checked here is constant, unlike the values of scales of heads.
 _pools: dict[tuple[int, int, int, int], tuple[Pool, tuple[Any, ...]]] = {}
 _MOST_POOLS = 512
 
@@ -140,7 +140,7 @@ def _buffer(target: Target, names: tuple[str, str], x: Array, scale: Any) -> Buf
 
 
 def _in_words(target: Target, name: str, x: Array, kind: Kind) -> Array:
-    """Checked codes as kernels see them, of a kind that users see as another dtype."""
+    """Return checked codes in the dtype of kernels, for a kind that users see as another dtype."""
     elements, words = kind.unit
     step = words * kind.word.itemsize // x.dtype.itemsize
     if int(x.shape[3]) % step:
@@ -161,7 +161,7 @@ def _kind_of_codes(words: np.dtype[Any], scale: Any) -> Kind:
 
 
 def _of_heads(target: Target, name: str, scale: Any, heads: int) -> Array:
-    """The scales of heads on the target: 1, a number, or an array with one for each head."""
+    """Return the scales of heads on the target: 1, a number, or an array with one for each head."""
     if scale is None or is_number(scale):
         number = check_number(name, scale, default=1.0)
         return _same_for_heads(target.device_key, name, number, heads)

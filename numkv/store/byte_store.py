@@ -137,7 +137,7 @@ class BlockStore:
     # -- calls
 
     def exists(self, keys: Sequence[str | bytes]) -> list[bool]:
-        """Whether there is an object under each key; its bytes are not checked.
+        """Return whether there is an object under each key; its bytes are not checked.
 
         Parameters
         ----------

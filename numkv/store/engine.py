@@ -59,7 +59,7 @@ class Owner(Protocol):
         """Copy the content of a block."""
 
     def holds(self, block: int, name: bytes) -> bool:
-        """Whether a block is registered under a name."""
+        """Return whether a block is registered under a name."""
 
 
 class FullBlock(NamedTuple):
@@ -264,7 +264,7 @@ class Engine:
     tier = IN_HOST
 
     def where(self, section: Section, names: Sequence[bytes]) -> list[int]:
-        """Where each block is: `IN_HOST`, `IN_STORE` or `NOWHERE`."""
+        """Return where each block is: `IN_HOST`, `IN_STORE` or `NOWHERE`."""
         with self._changed:
             if self.closed:
                 return [NOWHERE] * len(names)
@@ -279,10 +279,10 @@ class Engine:
         return found
 
     def leading(self, section: Section, names: Sequence[bytes]) -> list[int]:
-        """Where each block of a chain is, up to the first that is nowhere; the others count as nowhere, too.
+        """Return where each block of a chain is, up to the first that is nowhere; the others count as nowhere, too.
 
-        A block is seldom there without those before it. So few are asked for, further and further on, then some
-        between the last that is there and the first that is not: what is missing all the same, reading finds out.
+        A block is seldom there without those before it. So few are checked, further and further on, then some between
+        the last that exists and the first that does not. Reading finds any that are missing in between.
         """
         with self._changed:
             if self.closed:
@@ -400,7 +400,7 @@ class Engine:
     # -- threads
 
     def _has_work(self) -> bool:
-        """Whether there is something to do; what is to be written waits for a place that answers."""
+        """Return whether there is something to do; what is to be written waits for a place that answers."""
         return bool((self._queue and self.place.answers) or self._used or self._bad or self._events)
 
     def _start(self) -> None:
@@ -598,7 +598,7 @@ class Engine:
             return lost + sum(waiting.number <= last for waiting in self._queue.values())
 
     def _tidies(self) -> bool:
-        """Whether objects are to be deleted as they are not what they should be, or uses to be noted."""
+        """Return whether objects are to be deleted as they are not what they should be, or uses to be noted."""
         return bool(self._bad or self._deleting or self._used or self._noting)
 
     def _do_here(self) -> None:

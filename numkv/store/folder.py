@@ -149,7 +149,7 @@ class Folder:
     # -- writing
 
     def holds(self, key: str, header: bytes, nbytes: int) -> bool:
-        """Whether an object of so many bytes is there that begins with a header; zeros of a power cut do not."""
+        """Return whether an object of so many bytes is there that begins with a header; zeros of a power cut do not."""
         try:
             descriptor = os.open(self._path(key), os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         except OSError:
@@ -266,8 +266,8 @@ class Folder:
     def alone(self) -> Iterator[None]:
         """Look and evict while no other process does; a kill ends that too.
 
-        Others wait for their turn, so that each begins with what there is then: who did not wait could write on and on
-        while one that evicts has been stopped by the system.
+        Others wait for their turn, so that each begins with the folder's current contents. Without turns, writers could
+        go on while the system has suspended one that evicts.
         """
         try:
             import fcntl

@@ -143,7 +143,7 @@ class Section(NamedTuple):
     def of(
         cls, mark: Any, rope: Any, fields: dict[str, Any], block_size: int, content: int
     ) -> Section:
-        """The objects of blocks of some bytes; the identity is JSON, the same for the same facts.
+        """Return the objects of blocks of some bytes; the identity is JSON, the same for the same facts.
 
         Parameters
         ----------
@@ -167,7 +167,7 @@ class Section(NamedTuple):
         return cls(sha256(identity).hexdigest()[:32], Layout(identity, block_size, content))
 
     def key(self, name: bytes) -> str:
-        """Where the object of a name lies."""
+        """Return where the object of a name lies."""
         digits = name.hex()
         return f"{self.folder}/{digits[:2]}/{digits[2:]}"
 
@@ -184,7 +184,7 @@ class Readings(Protocol):
         """Buffers for its content."""
 
     def sound(self, content: Sequence[Any]) -> bool:
-        """Whether what has been read can be what a pool holds."""
+        """Return whether what has been read can be what a pool holds."""
 
 
 class Objects:

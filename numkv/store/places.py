@@ -93,7 +93,7 @@ class Fronted:
     # -- writing
 
     def holds(self, key: str, header: bytes, nbytes: int) -> bool:
-        """Whether the network has an object, as far as that is asked."""
+        """Return whether the network has an object, as far as that is asked."""
         return self._far.holds(key, header, nbytes)
 
     def write(self, key: str, pieces: Sequence[Any], age: float) -> None:
@@ -177,7 +177,7 @@ def place_of(
     local: Any = None,
     local_nbytes: Any = None,
 ) -> Place:
-    """The place of a path, a URL, or a path within a file system of fsspec; see `numkv.store.PrefixStore`."""
+    """Return the place of a path, a URL, or a path within a file system of fsspec; see `numkv.store.PrefixStore`."""
     found = _shared(_path("place", place), durable, file_system, check_timeout(timeout))
     if local is None:
         if local_nbytes is not None:

@@ -26,7 +26,7 @@ _ABANDONED = 600.0
 
 
 def opened(url: str) -> tuple[Any, str]:
-    """The file system of a URL, and the path within it.
+    """Return the file system of a URL, and the path within it.
 
     Raises
     ------
@@ -250,7 +250,7 @@ class RemoteFolder:
 
 
 def _is_failure(error: Exception | None) -> bool:
-    """Whether a request had no answer, or none that says anything of what was asked for."""
+    """Return whether a request had no answer, or none that says anything of what was asked for."""
     return error is not None and not isinstance(
         error, FileNotFoundError | DamagedObject | ForeignObject
     )

@@ -25,14 +25,14 @@ TORCH_DTYPES = {f"torch.{dtype}": dtype for dtype in WORD_OF if dtype != np.floa
 
 
 def masked(name: str) -> NotSupported:
-    """The error for a masked array, whose mask kernels do not see."""
+    """Return the error for a masked array, whose mask kernels do not see."""
     return NotSupported(
         f"`{name}`: expected an array without a mask, got a masked array; pass {name}.filled(value), or {name}.data"
     )
 
 
 def no_array(name: str, x: Any, where: str, error: Exception) -> UnsupportedDType:
-    """The error for an object that promises an array and fails to hand it over."""
+    """Return the error for an object that promises an array and fails to hand it over."""
     return UnsupportedDType(
         f"`{name}`: expected an array {where}, got {type(x).__name__}, which fails to hand one over "
         f"({type(error).__name__}: {error})"
@@ -111,7 +111,7 @@ class Target(Protocol):
         """
 
     def place(self) -> Any:
-        """Where this thread works; None on the CPU."""
+        """Return where this thread works; None on the CPU."""
 
     def run(
         self, function: Any, call: Any, arrays: tuple[Any, ...], options: tuple[Any, ...]
@@ -207,10 +207,10 @@ class Target(Protocol):
         """
 
     def share_memory(self, a: arrays.Array, b: arrays.Array) -> bool:
-        """Whether two arrays of this target have a byte in common; where that is too hard to tell, yes."""
+        """Return whether two arrays of this target have a byte in common; where that is too hard to tell, yes."""
 
     def same_memory(self, a: arrays.Array, b: arrays.Array) -> bool:
-        """Whether two arrays of a dtype and a shape have the same elements in the same places."""
+        """Return whether two arrays of a dtype and a shape have the same elements in the same places."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> arrays.Array:
         """A new array whose elements are undefined."""
@@ -227,10 +227,10 @@ class Target(Protocol):
         """`x` as a NumPy array; a copy on CUDA."""
 
     def words(self, x: arrays.Array) -> arrays.Array:
-        """The array that kernels see: 16-bit and 8-bit floats as unsigned words, others as they are."""
+        """Return the array that kernels see: 16-bit and 8-bit floats as unsigned words, others as they are."""
 
     def typed(self, words: arrays.Array, dtype: np.dtype[Any]) -> arrays.Array:
-        """The array that a user sees of float words: the inverse of `words`."""
+        """Return the array that a user sees of float words: the inverse of `words`."""
 
     def dequantise(self, kind: Kind, codes: arrays.Array, scale: arrays.Array) -> arrays.Array:
         """Values ``(heads, tokens, head_dim)`` of codes ``(heads, tokens, words)`` and their scales' words, float32."""

@@ -71,7 +71,7 @@ class CpuTarget:
             raise no_array(name, x, "in host memory", error) from error
 
     def _handed_over(self, x: Any, name: str) -> Array:
-        """The array of an object that is not NumPy's."""
+        """Return the array of an object that is not NumPy's."""
         if getattr(x, "__cuda_ndarray__", False):  # the simulator's would even pass for host arrays
             raise NotSupported(
                 f"`{name}`: expected an array in host memory, got one on the CUDA device; "
@@ -142,7 +142,7 @@ class CpuTarget:
         return None
 
     def number(self, value: int, which: int) -> int:
-        """The value: no call is written down."""
+        """Return the value: no call is written down."""
         return value
 
     def length(self, length: int) -> HostArray:
@@ -168,7 +168,7 @@ class CpuTarget:
         """Nothing: kernels see values."""
 
     def share_memory(self, a: Any, b: Any) -> bool:
-        """Whether two arrays have a byte in common; first by the ends of their memory, then exactly."""
+        """Return whether two arrays have a byte in common; first by the ends of their memory, then exactly."""
         if not _may_share_memory(a, b):
             return False
         try:
@@ -177,7 +177,7 @@ class CpuTarget:
             return True
 
     def same_memory(self, a: Any, b: Any) -> bool:
-        """Whether two arrays of a dtype and a shape have the same elements in the same places."""
+        """Return whether two arrays of a dtype and a shape have the same elements in the same places."""
         here, there = a.__array_interface__, b.__array_interface__
         return bool(here["data"][0] == there["data"][0] and a.strides == b.strides)
 
@@ -198,12 +198,12 @@ class CpuTarget:
         return x
 
     def words(self, x: Any) -> Array:
-        """The array that kernels see: see `WORD_OF`; of other dtypes as they are."""
+        """Return the array that kernels see: see `WORD_OF`; of other dtypes as they are."""
         word = WORD_OF.get(x.dtype)
         return x if word is None else x.view(word)
 
     def typed(self, words: Array, dtype: np.dtype[Any]) -> Array:
-        """The array that a user sees of words, in `Kind.stored_dtype`."""
+        """Return the array that a user sees of words, in `Kind.stored_dtype`."""
         return words.view(dtype)
 
     def dequantise(self, kind: Kind, codes: Array, scale: Array) -> Array:

@@ -29,7 +29,7 @@ from numkv.targets.streamed import has_streams
 
 
 def _names_a_dtype(typestr: str) -> bool:
-    """Whether NumPy knows a dtype by its typestr; those of ml_dtypes are void, or ``"<f1"``."""
+    """Return whether NumPy knows a dtype by its typestr; those of ml_dtypes are void, or ``"<f1"``."""
     return typestr[1] != "V" and typestr[1:] != "f1"
 
 
@@ -165,7 +165,7 @@ class CudaTarget:
 
     @staticmethod
     def _on_host(x: Any) -> bool:
-        """Whether `x` is, or hands over, host memory."""
+        """Return whether `x` is, or hands over, host memory."""
         if getattr(x, "__cuda_ndarray__", False):
             return False
         if isinstance(x, (np.ndarray, np.generic, list, tuple, int, float)):
@@ -200,7 +200,7 @@ class CudaTarget:
         return streams.on(place, after)
 
     def place(self) -> Any:
-        """Where this thread works."""
+        """Return where this thread works."""
         return streams.current()
 
     def run(
@@ -270,11 +270,11 @@ class CudaTarget:
         return may_overlap(self._lies(a), self._lies(b))
 
     def same_memory(self, a: Any, b: Any) -> bool:
-        """Whether two arrays of a dtype and a shape have the same elements in the same places."""
+        """Return whether two arrays of a dtype and a shape have the same elements in the same places."""
         return self._lies(a) == self._lies(b)
 
     def _lies(self, x: Any) -> Memory:
-        """Where a device array lies."""
+        """Return where a device array lies."""
         return Memory(memory.pointer_of(x), tuple(x.shape), tuple(x.strides), int(x.dtype.itemsize))
 
     # -- making arrays
@@ -320,12 +320,12 @@ class CudaTarget:
     # -- views
 
     def words(self, x: Any) -> Array:
-        """The array that kernels see: 16-bit and 8-bit floats as unsigned words, others as they are."""
+        """Return the array that kernels see: 16-bit and 8-bit floats as unsigned words, others as they are."""
         word = WORD_OF.get(x.dtype)
         return x if word is None else memory.reinterpret(x, word)
 
     def typed(self, words: Array, dtype: np.dtype[Any]) -> Array:
-        """The array that a user sees of words, in `Kind.stored_dtype`: the inverse of `words`."""
+        """Return the array that a user sees of words, in `Kind.stored_dtype`: the inverse of `words`."""
         return words if dtype == words.dtype else memory.reinterpret(words, dtype)
 
     def dequantise(self, kind: Kind, codes: Array, scale: Array) -> Array:

@@ -154,7 +154,7 @@ def capturing() -> bool:
 
 
 def place_of(arrays: tuple[Any, ...], default: streams.Place | None = None) -> streams.Place:
-    """Where a call runs that was passed these arrays; see `numkv.targets.base.Target.on`."""
+    """Return where a call runs that was passed these arrays; see `numkv.targets.base.Target.on`."""
     here = streams.chosen()
     if here is not None:
         return here
@@ -242,7 +242,7 @@ def described(arrays: tuple[Any, ...], layout: list[Any], pointers: list[int]) -
 def given_of(
     arrays: tuple[Any, ...], accept: Callable[[Any, str], Array], names: Sequence[str] = ()
 ) -> list[Given | None] | None:
-    """Where arguments lie, None for those that are no arrays; None where one goes backwards."""
+    """Return where arguments lie, None for those that are no arrays; None where one goes backwards."""
     given: list[Given | None] = []
     for i, x in enumerate(arrays):
         if x is None or isinstance(x, (bool, int, float)):
@@ -291,8 +291,8 @@ def find(
 ) -> tuple[Any, Replay | None, streams.Place, list[int]]:
     """A call, by what it is and what it was passed, as it was made before.
 
-    Gives what it is kept by, None if it cannot be repeated; the earlier call, if it can be made again as it was; where
-    it runs; and where its arrays lie. Of an object's call `own` is one of its arrays, which says on which device it is.
+    Returns its key, None if it cannot be repeated; the earlier call, if it can be replayed; where it runs; and the
+    addresses of its arrays. Of an object's call `own` is one of its arrays, which says on which device it is.
     """
     layout: list[Any] = [what]
     pointers: list[int] = []
@@ -365,7 +365,7 @@ class Calls:
 
 
 def _number_of_look(recording: streams.Recording) -> Number | None:
-    """The number under which a function's call reports what is not finite; None if it looks for nothing."""
+    """Return the number under which a function's call reports what is not finite; None if it looks for nothing."""
     for _, _, _, _, args in recording.launches:
         for x in args:
             for n in x if isinstance(x, tuple) else (x,):
@@ -432,7 +432,7 @@ def watch(
 
 
 def _late_error(report: late.Report) -> NonFiniteInput:
-    """The error for an element that a kernel found to be NaN or infinite, after the call returned."""
+    """Return the error for an element that a kernel found to be NaN or infinite, after the call returned."""
     if report.what is None:
         return NonFiniteInput(
             "expected finite numbers in an earlier call, got NaN or infinity", index=()

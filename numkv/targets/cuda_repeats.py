@@ -1,8 +1,8 @@
 """An object's calls on CUDA that repeat: the launches of the first one, made again; see `numkv.kernels.cuda.replays`.
 
-An object has buffers of its own, and numbers that move on. So it keeps its calls itself, by what the caller gives them,
-looks at its own state each time, and hands over what is different: pointers of its tables, and numbers. Where its
-buffers are replaced it begins anew.
+An object has buffers of its own, and numbers that move on. So it stores its calls itself, by the caller's arguments.
+Each time it checks its own state, and passes the differences: pointers of its tables, and numbers. Where its buffers
+are replaced it begins anew.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Repeats:
 
     @staticmethod
     def pointer(x: Array) -> int:
-        """Where an array lies."""
+        """Return where an array lies."""
         return memory.pointer_of(x)
 
     def find(

@@ -20,7 +20,7 @@ class Fixed(Protocol):
         """Fill all arrays, in the order of the current stream; the host does not wait, and may change its own."""
 
     def arrived(self) -> int:
-        """How many updates the target has been through, with all that was launched before the last of these."""
+        """Return how many updates the target has been through, with all that was launched before the last of these."""
 
 
 class HostFixed:

@@ -51,7 +51,7 @@ class Memory(NamedTuple):
 
 
 def may_overlap(a: Memory, b: Memory) -> bool:
-    """Whether two arrays may share a byte.
+    """Return whether two arrays may share a byte.
 
     Views of one buffer that lie side by side in a common period, such as ``kv[:, 0]`` and ``kv[:, 1]``, are told apart.
     Other views whose ends overlap are not: the answer is yes.

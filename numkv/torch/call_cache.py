@@ -1,14 +1,14 @@
 """Calls that are like earlier ones: arrays for their tensors, at the price of one check.
 
 PyTorch makes a NumPy array of a tensor in 0.7 us, of bfloat16 in three times that, for it finds out each time what the
-tensor is. The calls of a model differ in addresses only. So the first call of a form goes the plain way, and leaves
-behind what it found: a compiled check of PyTorch's own, by which graphs are guarded (types, dtypes, devices, dispatch
-keys, shapes and strides of all tensors in one call), and the form of each array. Later calls that pass the check get
-arrays made of forms and addresses, or those of earlier calls where the addresses come again.
+tensor is. The calls of a model differ in addresses only. So the first call of a form uses the general path, and stores
+a compiled check and the form of each array. The check is PyTorch's own guard for graphs: types, dtypes, devices,
+dispatch keys, shapes and strides of all tensors in one call. Later calls that pass the check get arrays made of forms
+and addresses, or those of earlier calls where the addresses come again.
 
-Such an array holds no memory, and keeps none alive. It says where elements of a form lie, and is handed out only while
-a tensor that has its elements right there is at hand; what became of other tensors, or of this one before, does not
-matter. It is good for the call alone, so this is for functions that keep no array and return none of their arguments.
+Such an array holds no memory, and keeps none alive. It describes the places of a form's elements. It is only returned
+while a tensor with elements at exactly these places exists. Other tensors, or this one's history, do not matter. It is
+good for the call alone, so this is for functions that keep no array and return none of their arguments.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """numkv's caches on tensors: subclasses whose methods and properties take and give tensors.
 
-Every public method of a class is wrapped: tensors among its arguments become arrays on the same memory, arrays in its
-result become tensors, and steps and bound calls are those of this module. What is for kernels stays as it is:
+Every public method of a class is wrapped. Tensors among its arguments become arrays on the same memory, and arrays in
+its result become tensors. Steps and bound calls are those of this module. What is for kernels stays as it is:
 ``arrays``, ``jit``.
 """
 

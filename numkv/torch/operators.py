@@ -10,7 +10,7 @@ Each function is an operator of the same name; what varies its results has a nam
 
 and likewise ``prefill_attention``, ``paged_decode_attention`` and ``paged_prefill_attention``. ``append``,
 ``paged_append`` and ``paged_write`` say in their schemas what they write. Each has a kernel for the CPU, one for CUDA
-and a fake one, which gives shapes and dtypes; none has a formula for gradients, and inputs that require them are
+and a fake one, which returns shapes and dtypes. None has a formula for gradients, and inputs that require them are
 refused.
 
 On CUDA all tensors are on one device, and kernels run on the stream that PyTorch has current there, whatever

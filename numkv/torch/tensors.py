@@ -82,7 +82,7 @@ def refuse_gradient(x: Any, name: str) -> None:
 
 
 def _refusal(x: Any, name: str, error: Exception) -> Exception:
-    """The error for a tensor that NumPy cannot take."""
+    """Return the error for a tensor that NumPy cannot take."""
     if x.device.type != "cpu":
         return NotSupported(
             f"`{name}`: expected a tensor on the CPU or on a CUDA device, got one on {x.device}; move it with .cpu()"

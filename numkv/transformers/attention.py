@@ -1,11 +1,11 @@
 """The attention function ``numkv``: over a `NumkvCache` on numkv's kernels, without one as transformers does it.
 
 Passes of few tokens without new padding append rows and answer queries by one compiled call, which gets no more than
-addresses (`at_once`). A model's layers differ in their buffers alone. What they share, the plan of a forward pass and
-the memory in which it is computed, is made by the first layer of a pass (`prepared`); a layer's own record stays until
-its buffers, scale, soft cap or sinks are others. What is left for a layer are a few comparisons: in a model, whose
-weights pass through the CPU's caches between two layers, Python code takes about five times as long as in a loop of its
-own. Everything else goes through `append_and_attend`.
+addresses (`at_once`). A model's layers differ in their buffers alone. The first layer of a forward pass makes the plan
+and the memory that all layers share (`prepared`). A layer's own record stays until its buffers, scale, soft cap or
+sinks change. Each layer then needs a few comparisons only. That matters: between two layers a model's weights pass
+through the CPU's caches, and Python code runs about 5x slower than in a loop of its own. Everything else goes through
+`append_and_attend`.
 """
 
 from __future__ import annotations
@@ -490,7 +490,7 @@ def prepared(
 
 
 def _fits(query: Any, keys: Any, values: Any, batch: int, pool: Pool) -> bool:
-    """Whether tensors are those of a pass of few tokens over these buffers."""
+    """Return whether tensors are those of a pass of few tokens over these buffers."""
     if not query.ndim == keys.ndim == values.ndim == 4:
         return False
     heads, columns, dim = int(pool.k.shape[1]), query.shape[2], pool.head_dim
@@ -552,7 +552,7 @@ def append_and_attend(query: Any, pending: Pending, plan: Any, options: CheckedO
 
 
 def _append(q: Any, pending: Pending, plan: Any, sm_scale: float) -> tuple[Step, Pool, Any]:
-    """The step, the pool that holds its rows, and what else of them is in full, or None.
+    """Return the step, the pool that holds its rows, and what else of them is in full, or None.
 
     Layers that share these rows find them there.
     """

@@ -1,8 +1,8 @@
 """Continuous batching: many requests through one model and one pool of blocks.
 
-A pass of the model takes the next token of each running request, and prompts in pieces beside them, all in one row of
-tokens. `numkv.PagedKVCache` keeps their K and V: what prompts begin with is computed once and found again, and where
-the pool is full the newest request gives its blocks back and is computed again later, as far as it is not found.
+A pass of the model computes the next token of each running request, and pieces of prompts, all in one row of tokens.
+`numkv.PagedKVCache` stores their K and V. Common prefixes of prompts are computed once and reused. If the pool is full,
+the newest request is preempted: its blocks are released, and those not found later are computed again.
 
 The life of a request: *waiting* until there is room, *running* while it has a sequence in the cache, *done*.
 """
@@ -438,7 +438,7 @@ class ContinuousBatch:
         return parts
 
     def _waits_for_prefix(self, request: BatchRequest) -> bool:
-        """Whether a running request is about to compute blocks that this one begins with."""
+        """Return whether a running request is about to compute blocks that this one begins with."""
         for other, seq in self._running.items():
             shared = min(request.shared_len(other), len(request.ids()) - 1)
             if shared - self.cache.length(seq) >= self.cache.block_size:
@@ -446,7 +446,7 @@ class ContinuousBatch:
         return False
 
     def _has_room(self, request: BatchRequest) -> bool:
-        """Whether a request may begin: alone it may try, beside others it leaves them room to go on."""
+        """Return whether a request may begin: alone it may try, beside others it leaves them room to go on."""
         if not self._running:
             return True
         groups = self._blocks_for(1)

@@ -58,12 +58,12 @@ def check_config(config: Any, name: str) -> None:
 
 
 def has_latents(config: Any) -> bool:
-    """Whether a model's attention is over latents."""
+    """Return whether a model's attention is over latents."""
     return is_set(config, "kv_lora_rank")
 
 
 def is_set(config: Any, name: str) -> bool:
-    """Whether a config, or that of one of its layers, has an option."""
+    """Return whether a config, or that of one of its layers, has an option."""
     try:
         return bool(getattr(config, name, None))
     except Exception:  # transformers' own, for what differs from layer to layer

@@ -1,11 +1,11 @@
 """The newest tokens of a layer, and its first ones, in full precision, beside the quantised rows of all.
 
 Quantisation does most harm to the newest tokens, which get most attention (Liu et al., "KIVI", arXiv:2402.02750,
-section 3.3), and to the first ones, which models use as attention sinks (Xiao et al., "Efficient Streaming Language
-Models with Attention Sinks", arXiv:2309.17453, section 3). As in
-`numkv.KVCache`, a token is quantised once, and read so from the pass in which it leaves the window. Here that is done
-when it comes: the copy in full precision, a ring for each sequence, is what leaves. The first tokens stay as they are
-beside it, though a sliding layer may no longer see them. Attention over both parts is merged.
+section 3.3). It also harms the first ones, which models use as attention sinks (Xiao et al., "Efficient Streaming
+Language Models with Attention Sinks", arXiv:2309.17453, section 3). As in `numkv.KVCache`, a token is quantised once,
+and read so from the pass in which it leaves the window. Here that is done when it comes: the copy in full precision, a
+ring for each sequence, is what leaves. The first tokens stay as they are beside it, though a sliding layer may no
+longer see them. Attention over both parts is merged.
 
 Keys by channel have no scales before their token group is complete. There the newest groups of each sequence are kept
 in full: a query reads its own group so, and those before as codes, in a prompt as in decode.
@@ -117,7 +117,7 @@ class FullPrecisionRing:
         gap = end - first
 
         def here(position: Ints) -> Ints:
-            """How many tokens that are here come before a position."""
+            """Return how many tokens that are here come before a position."""
             return position - np.clip(position - first, 0, gap)
 
         held = (lengths[:, None] - gap)[:, 0]
@@ -248,7 +248,7 @@ class NewestTokenGroups:
         return found
 
     def of_step(self, step: Step, columns: int) -> GroupsOfStep:
-        """Where the rows of a pass go, and what the queries of its last columns read."""
+        """Return where the rows of a pass go, and what the queries of its last columns read."""
         some, start, lengths = self._group, step.before.lengths, step.after.lengths
         position, sequences = step.positions(), np.arange(len(lengths))[:, None]
         slots = self._slots(sequences, position)

@@ -61,24 +61,24 @@ def inner_model(model: Any) -> Any:
 
 
 def attention_of(model: Any) -> str:
-    """The name of the attention implementation that a model has."""
+    """Return the name of the attention implementation that a model has."""
     name: str = model.config._attn_implementation
     return name
 
 
 def can_choose_attention(model: Any) -> bool:
-    """Whether a model's attention is looked up by name."""
+    """Return whether a model's attention is looked up by name."""
     return bool(model._can_set_attn_implementation())
 
 
 def has_own_cache(model: Any) -> bool:
-    """Whether `generate` of a model leaves the cache to the model."""
+    """Return whether `generate` of a model leaves the cache to the model."""
     takes_caches = getattr(model, "_supports_default_dynamic_cache", None)
     return takes_caches is not None and not takes_caches()
 
 
 def makes_caches(model: Any) -> bool:
-    """Whether a model has a `generate` that makes caches."""
+    """Return whether a model has a `generate` that makes caches."""
     return hasattr(type(model), _MAKE_CACHE)
 
 
@@ -108,7 +108,7 @@ def layers_of(config: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 def layer_of_transformers(name: str, arguments: dict[str, Any]) -> Any:
-    """The layer that a `DynamicCache` has of a type."""
+    """Return the layer that a `DynamicCache` has of a type."""
     return DYNAMIC_LAYER_TYPE_MAPPING[name](**arguments)
 
 

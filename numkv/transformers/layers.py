@@ -134,7 +134,7 @@ class Options:
             )
 
     def of_layers(self, profile: Profile) -> Iterator[Options]:
-        """The options of each layer of a profile, with what these have in common."""
+        """Return the options of each layer of a profile, with what these have in common."""
         for layer in profile:
             made = Options(
                 None, layer.kind, layer.v_kind, self.capacity, layer.rotate, layer.full_precision
@@ -581,7 +581,7 @@ def _check_rows(key_states: Any, value_states: Any) -> None:
 
 
 def _own_kind(x: Any) -> Kind:
-    """The kind that stores a tensor's elements as they are."""
+    """Return the kind that stores a tensor's elements as they are."""
     found = kind_of_dtype(array_of(x.detach()[:0], "key_states").dtype)
     if found is None:
         raise UnsupportedDType(f"NumkvCache: expected K and V in a float dtype, got {x.dtype}")

@@ -111,7 +111,7 @@ class Plan:
         return self
 
     def __getitem__(self, index: Any) -> Plan:
-        """The plan of the last columns, which is all that models ask for: ``[:, :, -n:, :]``."""
+        """Return the plan of the last columns, which is all that models ask for: ``[:, :, -n:, :]``."""
         each = slice(None)
         if not (isinstance(index, tuple) and len(index) == 4 and isinstance(index[2], slice)):
             self._refuse()

@@ -1,7 +1,8 @@
 """Which tokens a cache layer holds, in which blocks, and what a forward pass changes: plain numbers, no tensors.
 
-`BatchMetadata` is never changed. A forward pass, a crop or a reordering makes a new object, so layers of one history
-share one, and what a pass needs is worked out once for all of them. A failed pass leaves a layer's metadata as it was.
+`BatchMetadata` is never changed. A forward pass, a crop or a reordering makes a new object, so layers with the same
+history share one. The metadata of a pass are computed once for all of them. A failed pass leaves a layer's metadata as
+it was.
 
 A batch has *columns*, which transformers counts, padding included, and each sequence *tokens*, which are stored:
 padding is not. Tokens lie in blocks, as in a paged pool. Sequences that beam search has split share blocks until one
@@ -106,7 +107,7 @@ class Step:
     blocks: tuple[Ints, Ints] | None
 
     def of_last(self, columns: int) -> Step:
-        """The step for the queries of the last columns alone."""
+        """Return the step for the queries of the last columns alone."""
         metadata, new = self.before, self.new
         ordinal = _ordinal(new, self.columns)[:, -columns:]
         new = None if new is None else new[:, -columns:]
@@ -332,7 +333,7 @@ class BatchMetadata:
         return found
 
     def _used(self) -> Ints:
-        """How many sequences hold each block."""
+        """Return how many sequences hold each block."""
         return np.bincount(self.table[self.held()], minlength=self.num_blocks)
 
     def held(self) -> Flags:
@@ -551,5 +552,5 @@ class BatchMetadata:
 
 
 def _ordinal(new: Flags | None, columns: int) -> Ints:
-    """How many tokens of a pass have come with each column: of the batch, or alike for all."""
+    """Return how many tokens of a pass have come with each column: of the batch, or alike for all."""
     return np.arange(1, columns + 1)[None] if new is None else new.cumsum(1)

@@ -172,7 +172,7 @@ class BatchRequest:
         return "length" if row.shape[1] == self.most_tokens and not self._stops(row) else "stop"
 
     def _stops(self, row: Any) -> bool:
-        """Whether something else than the length ends a text."""
+        """Return whether something else than the length ends a text."""
         return any(
             bool(x(row, None).all())
             for x in self._criteria
@@ -180,7 +180,7 @@ class BatchRequest:
         )
 
     def generator_state(self) -> Any:
-        """The state of what it is sampled by, for `set_generator_state`."""
+        """Return the state of what it is sampled by, for `set_generator_state`."""
         return None if self._generator is None else self._generator.get_state()
 
     def set_generator_state(self, state: Any) -> None:

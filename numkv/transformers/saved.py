@@ -247,7 +247,7 @@ class SavedCache(Saved):
         return sum(spec.nbytes for spec in self.specs().values())
 
     def restored(self, source: Source) -> list[NumkvLayer]:
-        """The layers, with what they held."""
+        """Return the layers, with what they held."""
         shared, options = Shared(), [x.options for x in self.options]
         for each in options:
             each.shared = shared
@@ -295,7 +295,7 @@ def _empty(x: SavedLayer, options: Options) -> NumkvLayer:
 
 
 def _tensors(number: int, layer: NumkvLayer, blocks: NDArray[Any]) -> list[Tensor]:
-    """Where the blocks of a layer lie."""
+    """Return where the blocks of a layer lie."""
     pool, held = layer.pool, layer.metadata
     assert pool is not None
     assert held is not None

@@ -134,7 +134,7 @@ class Tolerance:
 
 
 def _error_in(kind: str, rotate: bool, k: Any, q: Any, sm_scale: float) -> float:
-    """The error of the head that is off furthest, of the same keys in another kind."""
+    """Return the error of the head that is off furthest, of the same keys in another kind."""
     tokens, heads, dim = (int(n) for n in k.shape)
     layer = ContiguousLayer(tokens, heads, dim, kind=kind, rotate=rotate)
     layer.append(k, k)

@@ -120,7 +120,7 @@ def paged_append(
 
 
 def _copies(qk_mode: Any) -> bool:
-    """Whether an argument that is not checked yet is the mode that rotates nothing."""
+    """Return whether an argument that is not checked yet is the mode that rotates nothing."""
     return isinstance(qk_mode, int) and qk_mode == QKMode.COPY
 
 

@@ -3,6 +3,7 @@
 The rules are those of CONTRIBUTING.md under "Words". Each is proved by a line that breaks it.
 """
 
+import ast
 import importlib
 import inspect
 import re
@@ -16,6 +17,22 @@ import numkv
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 COLUMNS, WORDS = 84, 30
+#: Files whose docstrings have longer sentences still.
+LONG = [
+    "numkv/caches/newest_groups.py",
+    "numkv/caches/paged/key_bounds.py",
+    "numkv/caches/paged/residual.py",
+    "numkv/kernels/cpu/attention/llvm/floats.py",
+    "numkv/kernels/cpu/attention/llvm/integers.py",
+    "numkv/kernels/cpu/attention/sides.py",
+    "numkv/kernels/cpu/attention/state.py",
+    "numkv/kernels/cuda/attention/items.py",
+    "numkv/kernels/cuda/attention/splits.py",
+    "numkv/kernels/cuda/instructions.py",
+    "numkv/sparse/attention.py",
+    "numkv/sparse/bounds.py",
+]
+SOURCES = sorted(x for x in (ROOT / "numkv").rglob("*.py") if str(x.relative_to(ROOT)) not in LONG)
 
 FENCE = re.compile(r"^```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```[^\n]*$", re.M | re.S)
 #: A pattern, and what to write in its place.
@@ -67,6 +84,35 @@ def long_sentences(text):
     return [x for x in sentences(text) if len(re.findall(r"\w[\w'’-]*", x)) > WORDS]
 
 
+def prose(docstring):
+    """A docstring's sentences: tables, code, drawings, headings and names of parameters are blank lines."""
+    kept, code, in_table, in_section = [], -1, False, False
+    lines = inspect.cleandoc(docstring).replace("``", "`").splitlines()
+    rules = sum(bool(re.match(r"=+( +=+)+$", line)) for line in lines)
+    for line, after in zip(lines, [*lines[1:], ""], strict=True):
+        indent, is_rule = len(line) - len(line.lstrip()), re.match(r"=+( +=+)+$", line)
+        if is_rule:
+            rules -= 1
+            in_table = rules % 3 > 0
+        heads = bool(re.match(r"-{3,}$", after))
+        in_section = in_section or heads
+        if line and indent <= code:
+            code = -1
+        is_code = code >= 0 or re.match(r"\s*(?:>>>|\.\.\.) ?", line)
+        names = in_section and indent == 0
+        blank = is_rule or in_table or heads or is_code or names or re.match(r"-{3,}$", line)
+        kept.append("" if blank else line.replace("::", ":") if line.endswith("::") else line)
+        if code < 0 and line.endswith("::"):
+            code = indent
+    return "\n".join(kept)
+
+
+def docstrings_of(source):
+    nodes = ast.walk(ast.parse(source))
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [text for x in nodes if isinstance(x, kinds) and (text := ast.get_docstring(x))]
+
+
 def forbidden(text):
     plain = re.sub(r"`[^`\n]*`", "code", without_code(text))
     plain = re.sub(r"\]\([^)]*\)", "]", plain)
@@ -86,6 +132,13 @@ def test_code_fits_a_narrow_window(page):
 @each("page", PAGES)
 def test_sentences_are_short(page):
     assert long_sentences(page.read_text()) == [], page
+
+
+@each("source", SOURCES)
+def test_sentences_of_docstrings_are_short(source):
+    assert [x for d in docstrings_of(source.read_text()) for x in long_sentences(prose(d))] == [], (
+        source
+    )
 
 
 @each("page", PAGES)
@@ -128,6 +181,39 @@ def test_a_long_sentence_is_found(before):
     assert long_sentences(f"{before}{sentence}\n") != []
     assert long_sentences(f"{before}{sentence}\n".replace("It goes", "It")) == []
     assert long_sentences(f"```text\n{sentence}\n```\n| {sentence} |\n# {sentence}\n") == []
+
+
+LONG_SENTENCE = " ".join(["It", *["goes"] * 29, "on."])
+DOCSTRING = f"""A short one.
+
+=====  ======
+name   {LONG_SENTENCE}
+=====  ======
+`x`    {LONG_SENTENCE}
+=====  ======
+
+Code::
+
+    {LONG_SENTENCE}
+
+Parameters
+----------
+x : a kind that {LONG_SENTENCE}
+    A short one.
+
+Examples
+--------
+>>> {LONG_SENTENCE}
+"""
+
+
+def test_a_long_sentence_of_a_docstring_is_found():
+    assert long_sentences(prose(DOCSTRING)) == []
+    for old, new in {
+        "A short one.\n\n=": f"{LONG_SENTENCE}\n\n=", "Code::\n": f"Code::\n\n    x\n\n{LONG_SENTENCE}\n\nMore::\n",
+        "    A short one.\n\nE": f"    {LONG_SENTENCE}\n\nE", "Parameters": f"{LONG_SENTENCE}\n\nParameters",
+    }.items():  # fmt: skip
+        assert len(long_sentences(prose(DOCSTRING.replace(old, new)))) == 1, old
 
 
 EXAMPLES = [

@@ -6,7 +6,7 @@ committed, so that a `numkv.WrapperCache` can plan for all its children before i
 
     public method: check arguments -> _plan_...: raise, or return what to do -> _commit_...: do it, without fail
 
-Public methods are marked as `numkv.access` says, here and nowhere below, and end in methods with an underscore, which a
+Public methods are marked for `numkv.access` here, and in no subclass. They call methods with an underscore, which a
 `numkv.WrapperCache` calls on its children.
 """
 
@@ -50,19 +50,19 @@ from numkv.targets.streamed import streamed
 
 
 class MultiSequenceCache(ABC):
-    """What all multi-sequence caches have in common: changes that are planned and then committed, and passes.
+    """The common part of all multi-sequence caches: changes that are planned and then committed, and passes.
 
     A subclass plans with ``_plan_…``, which raises or returns what to do and changes nothing, and does it with
     ``_commit_…``, which cannot fail. `numkv.WrapperCache` plans for all its children before it commits any.
 
     Notes
     -----
-    Several threads may read at the same time (`get`, `decode_attention`, `attention_weights`, `arrays`, and what a
-    cache tells of itself), and beside a `put` of another layer. One thread at a time may write (`put`) or change the
-    cache (`start_forward`, `set_causal`, `remove`, `compact`, `copy_prefix`, `clear`, `close`): a second one gets
-    `NumkvError` and changes nothing, and so does a shift function that calls the cache it is called by. A reader that a
-    change overtook, or a `put` of its own layer, gets `NumkvError` too. Nobody waits. A `numkv.WrapperCache` and its
-    children are one cache in this.
+    Several threads may read at the same time: `get`, `decode_attention`, `attention_weights`, `arrays`, and properties.
+    They may do so during a `put` of another layer. One thread at a time may write (`put`) or change the cache:
+    `start_forward`, `set_causal`, `remove`, `compact`, `copy_prefix`, `clear`, `close`. A second one gets `NumkvError`
+    and changes nothing. So does a shift function that calls its own cache. A reader gets `NumkvError`, too, if a change
+    or a `put` of its own layer overtakes it. No call blocks. A `numkv.WrapperCache` and its children are one cache in
+    this respect.
     """
 
     # -- changes
@@ -177,14 +177,14 @@ class MultiSequenceCache(ABC):
     def copy_prefix(self, src: int, dst: int, length: int) -> None:
         """Make a sequence of the first positions of another; no K or V is copied.
 
-        What a sliding window has evicted is not copied: ask `can_resume` afterwards.
+        Tokens that a sliding window has evicted are not copied: call `can_resume` afterwards.
 
         Parameters
         ----------
         src : int
             The sequence to copy from; one that is not known has no positions.
         dst : int
-            The sequence to copy to; what it had before is dropped.
+            The sequence to copy to; its former tokens are dropped.
         length : int
             Positions below this are copied.
 
@@ -203,7 +203,7 @@ class MultiSequenceCache(ABC):
 
     @reads
     def can_resume(self, seq: int, pos: int) -> bool:
-        """Whether a sequence can go on with a token at a position: all that it would attend to is still stored.
+        """Return whether a sequence can go on with a token at a position: whether all tokens in its sight are stored.
 
         Parameters
         ----------
@@ -215,7 +215,7 @@ class MultiSequenceCache(ABC):
         Returns
         -------
         bool
-            Always true where nothing is ever evicted; of a `numkv.WrapperCache` whether it holds in all children.
+            Always true if nothing is ever evicted. For a `numkv.WrapperCache`, whether it holds in all children.
 
         Raises
         ------
@@ -350,7 +350,7 @@ class MultiSequenceCache(ABC):
         Returns
         -------
         out : array (num_tokens, num_q_heads, head_dim_v)
-            In q's dtype. Where nothing is visible, in a reserved pass, it is 0 (and -inf).
+            In q's dtype. Without visible tokens, in a reserved pass, it is 0 (and -inf).
         lse : float32 array (num_tokens, num_q_heads)
             Natural log of the sum of exponentials; only with `return_lse`.
 
@@ -436,11 +436,11 @@ class MultiSequenceCache(ABC):
         -------
         CacheArrays
             On the cache's target, in words; on the CPU the buffers are the cache's own memory. ``block_table`` has a
-            row for each of `sequences`, in that order: the cells of its tokens, in order of position.
-            ``context_lens``, int64, is how many they are, ``slots`` the cells of the batch's tokens, in its order:
-            none outside of a pass, or in a reserved one. Of an `EncoderCache` the table has one row, for its rows.
-            The same object as long as no cells and no buffers have changed, so ask each time. With ``rotate=True``
-            rows are stored rotated.
+            row for each of `sequences`, in that order: the cells of its tokens, in order of position. ``context_lens``,
+            int64, has their numbers. ``slots`` has the cells of the batch's tokens, in its order; none outside of a
+            pass, or in a reserved one. In an `EncoderCache` the table has one row, for its rows. It is the same object
+            as long as no cells and no buffers have changed, so call it each time. With ``rotate=True`` rows are stored
+            rotated.
 
         Raises
         ------
@@ -508,7 +508,7 @@ class MultiSequenceCache(ABC):
     def __init__(self) -> None:
         self._config: CacheConfig | None = None
         self._state = "new"
-        # Who is changing it; that of a `numkv.WrapperCache` is its children's too.
+        # The current writer; a `numkv.WrapperCache` shares it with its children.
         self._access = Access()
 
     @whole
@@ -693,7 +693,7 @@ class MultiSequenceCache(ABC):
 
     @abstractmethod
     def _pickled(self) -> dict[str, Any]:
-        """What a pickle holds: nothing that changes when the cache does."""
+        """Return the state of a pickle, a copy that later changes of the cache do not reach."""
 
     # -- its proof
 
@@ -719,7 +719,7 @@ class MultiSequenceCache(ABC):
 
     @abstractmethod
     def _refuse_reported(self) -> None:
-        """Wait for what has been launched, and refuse to go on if rows were NaN or infinite."""
+        """Wait for launched kernels, and raise if rows were NaN or infinite."""
 
     @abstractmethod
     def _check(self) -> None: ...

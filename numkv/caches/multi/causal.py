@@ -1,7 +1,7 @@
 """`CausalCache`: many sequences in one set of cells: causal, with a sliding window, in chunks.
 
-All sequences share one set of cells, and all layers share the bookkeeping of `numkv.cells.Cells`: a pass begins with
-`start_forward`, which gives each token of a batch a cell; then each layer puts its rows and attends::
+All sequences share one set of cells, and all layers share the bookkeeping of `numkv.cells.Cells`. A pass begins with
+`start_forward`, which assigns each token of a batch a cell. Then each layer puts its rows and attends::
 
     cache = numkv.CausalCache(shift=numkv.rope_shift(cos, sin))
     cache.init("fp16", max_sequences=4, capacity=4096, max_batch=512)
@@ -54,7 +54,7 @@ from numkv.targets.base import Array
 
 
 class _Change(NamedTuple):
-    """What a removal, a compaction or a copy is to do, none of which fails."""
+    """The planned changes of a removal, a compaction or a copy, none of which fails."""
 
     cells: Callable[[], None]
     """Changes the cells."""
@@ -214,7 +214,7 @@ class CausalCache(LayeredCache):
         return f"{options}{', ' if options else ''}{free}, sequences={len(cells.sequences)}"
 
     def _options(self) -> str:
-        """What it was made with, but for the shift."""
+        """Return its constructor arguments, except the shift."""
         options = (
             ("window_left", self._window, -1), ("memory", self._memory, None),
             ("num_sink_tokens", self._num_sinks, 0), ("chunk_size", self._chunk, 0),
@@ -312,7 +312,7 @@ class CausalCache(LayeredCache):
         self._changed()
 
     def _forget(self) -> None:
-        """Drop what is made of the cells and the layers when it is asked for."""
+        """Drop cached results that depend on the cells and the layers."""
         self._again = self._target.repeats() if self._state == "ready" else None
         self._pass = self._jit = self._tables_given = None
 
@@ -400,7 +400,7 @@ class CausalCache(LayeredCache):
         plan.cells()
         for move in plan.moves:
             move()
-        # Last, so that what others compute meanwhile stays with the pass from before.
+        # Last, so that concurrent results belong to the earlier pass.
         self._pass = plan.after
         self._changed()
 
@@ -454,7 +454,7 @@ class CausalCache(LayeredCache):
     def set_causal(self, except_indices: Iterable[int] = ()) -> None:
         """Let some tokens of this batch attend to later ones, until the next `start_forward`.
 
-        Only causality is lifted: windows, chunks and sequences still hide what they hide.
+        Only causality is lifted: windows, chunks and sequences still mask tokens.
 
         Parameters
         ----------

@@ -1,7 +1,7 @@
-"""`EncoderCache`: the K and V that an encoder computes of an image or a sound, for cross-attention.
+"""`EncoderCache`: an encoder's K and V of an image or a sound, for cross-attention.
 
-They are rows of one sequence, written in one pass; all tokens of later passes attend to them. Their position is that of
-the token which stands for the item, so that `remove` can tell whether it removes them.
+They are rows of one sequence, written in one pass. All tokens of later passes attend to them. Their position is that of
+the item's placeholder token, by which `remove` finds out whether to remove them.
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ class EncoderCache(LayeredCache):
         return self._target.token_major(self._target.one_head(x))
 
     def _room_for(self, layer: int, shape: tuple[int, int, int], dims: tuple[int, int]) -> Pool:
-        """The layer's buffers if they have this shape, else new ones, which are not the layer's yet."""
+        """Return the layer's buffers if they have this shape, else new ones, which are not the layer's yet."""
         pool = self._layers.get(layer)
         if pool is not None and (*pool.k.shape[:3], pool.head_dim, pool.head_dim_v) == (
             *shape,

@@ -1,4 +1,4 @@
-"""A batch on its way through the layers of a `CausalCache`: what all layers share, computed when first needed."""
+"""A batch's pass through the layers of a `CausalCache`: results that layers share, computed at the first use."""
 
 from __future__ import annotations
 
@@ -44,9 +44,8 @@ class View(NamedTuple):
 class ForwardPass:
     """A batch of tokens with a cell each.
 
-    What it computes when it is first asked for depends on the cells as they are: a change of cells, or of who may see
-    what, makes another pass of it. So several readers may ask one pass at the same time, and a reader that was
-    overtaken by a change leaves nothing of what it computed to later ones.
+    Its cached results depend on the current cells. A change of cells or of visibility makes a new pass. So several
+    readers may use one pass at the same time, and results of an overtaken reader never reach later ones.
 
     Parameters
     ----------
@@ -57,7 +56,7 @@ class ForwardPass:
     slots : int64 array (num_tokens,)
         Cell of each token, on the host; -1 in a reserved pass.
     reserve : bool
-        Whether the pass only allocates memory: all cells are shown, and nothing is written.
+        Whether the pass only allocates memory: all cells are visible, and no row is written.
     """
 
     __slots__ = (
@@ -116,7 +115,7 @@ class ForwardPass:
         made.excepted, made._found = excepted, self._found
         return made
 
-    # -- what it computes
+    # -- its results
 
     def counts(self) -> list[int]:
         """Cells of each run's sequence."""
@@ -189,7 +188,7 @@ class ForwardPass:
         return None if sinks is None else self._view.target.index(sinks, np.int64)
 
     def sight(self) -> tuple[NDArray[np.int64] | None, NDArray[np.int64]]:
-        """What each token sees: first tokens apart from its window, if any sees such, and the rest."""
+        """The tokens that each token sees: first tokens outside its window, if any, and the rest."""
         view = self._view
         if not view.num_sinks or view.window < 0:
             return None, self._ranges()
@@ -251,7 +250,7 @@ def as_table(lists: Sequence[NDArray[np.int32]]) -> tuple[NDArray[np.int32], NDA
 
 
 def _sinks_and_windows(counts: Sequence[int], starts: Ints, ranges: Ints) -> tuple[Ints, Ints]:
-    """What each token of a pass sees: first tokens apart from its window, and its window.
+    """Return the first tokens outside each token's window, and its window.
 
     Parameters
     ----------
@@ -260,7 +259,7 @@ def _sinks_and_windows(counts: Sequence[int], starts: Ints, ranges: Ints) -> tup
     starts : int64 array (num_runs + 1,)
         Where each run's tokens begin.
     ranges : int64 array (num_tokens, 2)
-        What each token's window shows, along its run's row of the table.
+        The window of each token, along its run's row of the table.
 
     Returns
     -------

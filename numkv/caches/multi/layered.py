@@ -30,7 +30,7 @@ from numkv.targets.base import Array, Target
 
 
 class HeadScales:
-    """Scales of kv heads, K's and V's, by layer; 1 where nothing is set."""
+    """Scales of kv heads, K's and V's, by layer; 1 by default."""
 
     def __init__(self) -> None:
         self._by_layer: dict[int, dict[str, Any]] = {}
@@ -42,7 +42,7 @@ class HeadScales:
         return new
 
     def saved(self) -> dict[SavedScales, NDArray[Any]]:
-        """What was set, for a snapshot, also for layers that were never put."""
+        """The scales that were set, for a snapshot, also of layers without rows."""
         return {
             SavedScales(layer, side, len(x) if x.ndim else 0): np.atleast_1d(x)
             for layer, by_side in self._by_layer.items()
@@ -120,12 +120,12 @@ class LayeredCache(MultiSequenceCache):
 
     @property
     def layers(self) -> dict[int, LayerSpec]:
-        """What each layer keeps, of those that have been put, by number."""
+        """The descriptions of all layers with rows, by number."""
         self._check_ready()
         return {layer: self._spec(pool) for layer, pool in list(self._layers.items())}
 
     def _spec(self, pool: Pool) -> LayerSpec:
-        """What a layer with these buffers keeps."""
+        """Return the description of a layer with these buffers."""
         return LayerSpec(
             int(pool.k.shape[1]), pool.head_dim, head_dim_v=pool.head_dim_v, kind=self._k_kind, v_kind=self._v_kind,
             rotate=self._rotate,
@@ -154,7 +154,7 @@ class LayeredCache(MultiSequenceCache):
     @abstractmethod
     def _describe(self) -> str: ...
 
-    # -- a layer beside a put of it
+    # -- reads of a layer during a put of it
 
     def _begin_reading(self, layer: int) -> int:
         """Refuse a layer that is being put; for `_end_reading`."""
@@ -222,11 +222,11 @@ class LayeredCache(MultiSequenceCache):
 
     @abstractmethod
     def _values(self) -> dict[str, Any]:
-        """What a snapshot holds beside layers."""
+        """Return the values of a snapshot besides layers."""
 
     @abstractmethod
     def _slots(self, pool: Pool) -> NDArray[np.int64]:
-        """Where the rows of a layer lie."""
+        """Return where the rows of a layer lie."""
 
     def _books(self) -> dict[str, NDArray[Any]]:
         """Small arrays of a snapshot."""
@@ -290,7 +290,7 @@ class LayeredCache(MultiSequenceCache):
     def _check_layers(
         self, layers: dict[int, Pool], num_tokens: int, stored: NDArray[np.int64]
     ) -> None:
-        """Compare layers' buffers with what the cache says of them; rows of `stored` tokens have finite scales."""
+        """Compare layers' buffers with the cache's metadata; rows of `stored` tokens must have finite scales."""
         for layer, pool in sorted(layers.items()):
             heads = int(pool.k.shape[1])
             for name, kind in (("k", self._k_kind), ("v", self._v_kind)):

@@ -50,7 +50,7 @@ class SavedConfig(Saved):
 
 
 def saved_config(config: CacheConfig) -> SavedConfig:
-    """What a snapshot holds of a configuration."""
+    """Return a snapshot's entries for a configuration."""
     mask = named(config.mask_dtype)
     return SavedConfig(padding=config.padding, permuted_v=config.permuted_v, mask_dtype=mask)
 

@@ -160,8 +160,8 @@ class WrapperCache(MultiSequenceCache):
     def set_layer_type(self, i: int) -> None:
         """Choose the child for the calls that follow; the next `start_forward` goes back to the first.
 
-        With `layer_types`, it only chooses the `underlying_cache`. Threads that read should go by those: what one
-        chooses here, another reads.
+        With `layer_types`, it only chooses the `underlying_cache`. Reader threads should use `layer_types`, as all
+        threads share this choice.
 
         Parameters
         ----------

@@ -18,7 +18,7 @@ from numkv.errors import DimensionMismatch
 
 
 def prompt_ids(tokens: Any) -> NDArray[np.int32]:
-    """Token ids of a prompt, in memory that nobody else writes to."""
+    """Return the token ids of a prompt, in memory of their own."""
     ids = token_ids([] if tokens is None else tokens)
     if ids.ndim != 1:
         raise DimensionMismatch(
@@ -30,7 +30,7 @@ def prompt_ids(tokens: Any) -> NDArray[np.int32]:
 
 
 def sequence_number(seq: Any, name: str = "seq") -> int:
-    """The number of a sequence that an argument is."""
+    """Return the number of a sequence that an argument is."""
     if type(seq) is int:
         return seq
     try:
@@ -61,13 +61,13 @@ def sequence_numbers(sequences: Any, most: int, once: bool = False) -> tuple[int
 
 
 def unknown_sequence(seq: int) -> IndexError:
-    """The error of a sequence that a cache does not have."""
+    """Return the error of a sequence that a cache does not have."""
     shown = seq if abs(int(seq)) < 2**63 else "a number beyond int64"
     return IndexError(f"`seq`: expected one of the cache's sequences, got {shown}")
 
 
 def numbers_of_new_tokens(new_lens: Any, n: int, name: str = "new_lens") -> NDArray[np.int64]:
-    """How many tokens each of `n` sequences gets, or has."""
+    """Return how many tokens each of `n` sequences gets, or has."""
     if isinstance(new_lens, (int, np.integer)) and not isinstance(new_lens, bool):
         if abs(int(new_lens)) >= 2**62:
             raise IndexError(f"`{name}`: expected numbers below 2**62, got {new_lens}")
@@ -85,12 +85,12 @@ def numbers_of_new_tokens(new_lens: Any, n: int, name: str = "new_lens") -> NDAr
 def ids_of_step(
     tokens: Any, step: Any, states: Mapping[int, SequenceState] | None = None
 ) -> NDArray[np.int32]:
-    """Token ids of a step's tokens.
+    """Return the token ids of a step's tokens.
 
     Parameters
     ----------
     tokens : array-like of int
-        What the caller passed.
+        The caller's argument.
     step : Step
         The step: how many tokens each of its sequences gets.
     states : mapping of int to SequenceState, optional
@@ -127,14 +127,15 @@ _REST = "prompt[cache.cached_len(seq):]"
 
 
 def _has_found(state: SequenceState) -> bool:
-    """Whether a sequence has tokens that `add` found, and no others yet."""
+    """Return whether a sequence has tokens that `add` found, and no others yet."""
     return state.prompt is not None and state.length == state.cached > 0
 
 
 def _begins_anew(ids: NDArray[np.int32], state: SequenceState) -> bool:
-    """Whether the first ids that come after `add` are the prompt once more, and not what was left of it.
+    """Return whether the first ids after `add` are the prompt once more, not its remainder.
 
-    That is sure where they repeat all that was found, and the prompt goes on otherwise: a prompt may repeat itself.
+    That is certain if they repeat the whole cached prefix, and the prompt goes on differently: a prompt may repeat
+    itself.
     """
     prompt, length = state.prompt, state.length
     assert prompt is not None

@@ -1,4 +1,4 @@
-"""The audit of a `PagedKVCache`: what is wrong with its metadata or its scales, in words."""
+"""The audit of a `PagedKVCache`: it describes the first error in the metadata or the scales."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ Bytes = NDArray[np.uint8]
 
 
 class BlockBytes:
-    """The bytes of blocks, or of slots of states: of each of some arrays the part of one block, one after another.
+    """The bytes of blocks, or of slots of states: the block's part of each array, one after another.
 
     Made by `of_pools` and `of_slots`.
 
@@ -52,7 +52,7 @@ class BlockBytes:
 
     @classmethod
     def of_pools(cls, target: Target, pools: Sequence[Pool]) -> BlockBytes:
-        """Of each layer of a group words of K, words of V, scales of rows of K and of V, as far as there are any."""
+        """Return the arrays of each layer of a group: words of K, words of V, and the scales of their rows, if any."""
         arrays: list[Any] = []
         kinds: list[Kind | None] = []
         for pool in pools:
@@ -64,7 +64,7 @@ class BlockBytes:
 
     @classmethod
     def of_slots(cls, slots: StateMemory) -> BlockBytes:
-        """Of each layer that keeps states its arrays."""
+        """Return the arrays of each layer with states."""
         return cls(slots.target, slots.pages)
 
     def copy(self, block: int, out: Bytes) -> None:
@@ -91,7 +91,7 @@ class BlockBytes:
         return made
 
     def room(self, ids: NDArray[np.int32]) -> Room:
-        """Where blocks with these numbers go."""
+        """Return where blocks with these numbers go."""
         if self.seen_by_host:
             return Room(self, ids, self._columns, ids.tolist(), [])
         return self._staged(ids)
@@ -106,7 +106,7 @@ class BlockBytes:
         return Room(self, ids, list(map(_as_bytes, staged)), list(range(len(ids))), staged)
 
     def sound(self, rows: Sequence[Bytes]) -> bool:
-        """Whether a block has scales where it should have such."""
+        """Return whether a block has scales where it should have such."""
         return all(
             kind is None or are_scales(kind, row.view(x.dtype).reshape(x.shape[1:]))
             for row, x, kind in zip(rows, self._arrays, self._kinds, strict=False)
@@ -128,7 +128,7 @@ class Room:
         self._columns, self._numbers, self._staged = columns, numbers, staged
 
     def rows(self, i: int) -> list[Bytes]:
-        """The memory of the i-th block, to be written to."""
+        """Return the memory of the i-th block, to be written to."""
         number = self._numbers[i]
         return [column[number] for column in self._columns]
 

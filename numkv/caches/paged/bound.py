@@ -1,4 +1,4 @@
-"""Binding a `PagedKVCache`: what its layers hand over, and what a caller gives for each or for all."""
+"""Binding a `PagedKVCache`: its layers' buffers, and a caller's arguments for each or for all."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def bind_paged(
 
 
 def _is_row(x: Any) -> bool:
-    """Whether sinks are those of all layers: one for each head."""
+    """Return whether sinks are those of all layers: one for each head."""
     if x is None or getattr(x, "ndim", 2) == 1:
         return True
     return isinstance(x, (list, tuple)) and not any(

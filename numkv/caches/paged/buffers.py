@@ -16,7 +16,7 @@ from numkv.targets.call import Marker
 
 
 class Filled(NamedTuple):
-    """What a step puts into buffers: host arrays, of its own sizes."""
+    """The contents of a step's buffers: host arrays, of its own sizes."""
 
     positions: Ints
     lens: Ints
@@ -26,7 +26,7 @@ class Filled(NamedTuple):
 
 
 class _Before(NamedTuple):
-    """A step that a graph may have written rows of, as far as nobody knows yet whether they were finite."""
+    """A step whose rows a graph may have written, before it is known whether they were finite."""
 
     update: int  #: which of the buffers' it was
     sequences: tuple[int, ...]
@@ -36,10 +36,10 @@ class _Before(NamedTuple):
 
 
 class StepBuffers:
-    """Tables of steps at fixed places, which `PagedKVCache.reserve` fills: what a CUDA graph reads when it runs.
+    """Tables of steps at fixed addresses, which `PagedKVCache.reserve` fills and a CUDA graph reads when it runs.
 
-    Made by `PagedKVCache.step_buffers`. A step that lies in buffers takes and gives rows of `num_tokens` tokens, of
-    which the first `Step.num_tokens` are its own; the others are written nowhere, and attention gives 0 for them.
+    Made by `PagedKVCache.step_buffers`. A step in buffers accepts and returns rows of `num_tokens` tokens. The first
+    `Step.num_tokens` are its own. The others are not written, and attention returns 0 for them.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ class StepBuffers:
 
 
 def tables_of(into: Any) -> StepTables:
-    """What lies in the buffers that a caller gives."""
+    """Return the tables in a caller's buffers."""
     if not isinstance(into, StepBuffers):
         raise TypeError(f"`into`: expected StepBuffers, got {type(into).__name__}")
     return into._tables

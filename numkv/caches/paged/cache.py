@@ -1,9 +1,9 @@
 """`PagedKVCache`: many sequences, all layers, one pool of blocks.
 
-A *block* holds the K and V of `block_size` tokens in a *layer group*. Layers that attend to everything make one
-group; layers with a sliding window make groups of their own, whose blocks are released as the window moves past them.
-All groups have as many layers (the greatest common divisor of what there is), so that their blocks have one size and
-come from one free list. docs/mixed_memory.md describes the memory of layers that differ.
+A *block* stores the K and V of `block_size` tokens in a *layer group*. Layers that attend to all tokens make one group.
+Layers with a sliding window make groups of their own, whose blocks are released as the window moves past them. All
+groups have equally many layers: the greatest common divisor of the numbers of layers by window. So their blocks have
+one size and come from one free list. docs/mixed_memory.md describes the memory of layers that differ.
 
 Work goes in steps, because all layers write the same tokens::
 
@@ -13,12 +13,12 @@ Work goes in steps, because all layers write the same tokens::
         out = step.attention(layer, q)
     cache.commit(step, token_ids=...)              # or cache.rollback(step)
 
-This module is the life of sequences. What is stored is in `stored`, attention to it in `reading`; a step in `step`, how
-it begins and ends in `reservation`; prefixes, compaction and the way to host memory in `prefix_match`, `compact` and
-`swap`; what concerns the cache as a whole in `whole`. They share `store`.
+This module has the operations on sequences, attention to committed tokens and operations on the whole cache. `stored`
+describes the contents. A step is in `step`, its beginning and end in `reservation`. Prefixes, compaction and swapping
+to host memory are in `prefix_match`, `compact` and `swap`. They share `store`.
 
-Every change makes what is new first, beside what there is, and then puts it in place by assignments that cannot fail.
-So an error leaves everything as it was, and who reads beside a writer sees sequences as they were before or are after.
+Every change first builds new objects, and then puts them in place by assignments that cannot fail. So an error changes
+nothing, and concurrent readers see a sequence before or after a write, never in between.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class PagedKVCache(StoredSequences):
     target : {"cpu", "cuda"}
         Where the buffers are and the kernels run.
     store : PrefixStore, optional
-        Where `add` looks for blocks that the pool has not, and where `commit` has full ones written; see `numkv.store`.
+        Where `add` searches for blocks that the pool lacks, and to which `commit` writes full ones; see `numkv.store`.
     state_slots : StateSlots, optional
         Room for the states of sequences, for layers with states.
 
@@ -138,8 +138,8 @@ class PagedKVCache(StoredSequences):
 
     Your own kernels get the memory by `arrays`, in ``@njit`` as in ``@cuda.jit``, which is why there is no `jit` view.
 
-    `copy`, `copy.copy` and `copy.deepcopy` are the same; a cache of the CPU can be pickled. None of them takes open
-    steps, nor `on_event` of `blocks`; a copy uses the same store, what comes out of a pickle none.
+    `copy`, `copy.copy` and `copy.deepcopy` are equivalent; a cache on the CPU can be pickled. Neither includes open
+    steps, nor `on_event` of `blocks`. A copy uses the same store, an unpickled cache none.
 
     Examples
     --------
@@ -171,7 +171,8 @@ class PagedKVCache(StoredSequences):
         tokens : array-like of int, optional
             Ids of the prompt, which are looked up. `reserve` and `commit` the rest of them.
         extra : mapping, optional
-            What else the content depends on, such as ``{"adapter": 7}``; see `numkv.blocks.prefix.block_digests`.
+            Other inputs that the content depends on, such as ``{"adapter": 7}``; see
+            `numkv.blocks.prefix.block_digests`.
         lookup : PrefixLookup, optional
             From `lookup`: the blocks read so far are reused, and no request goes to the store.
 
@@ -218,9 +219,8 @@ class PagedKVCache(StoredSequences):
     def lookup(self, tokens: Any, *, extra: Extra | None = None) -> PrefixLookup:
         """Start a search of the store for a prompt's prefix; returns at once, and `add` reuses what was found.
 
-        The cache is not changed, and no call waits: steps of other sequences, and all other calls, continue
-        meanwhile. What is found lies in the store's host tier, within its `host_nbytes`, until the lookup is closed
-        or gone.
+        The cache is not changed, and no call waits: steps of other sequences, and all other calls, continue meanwhile.
+        Found blocks stay in the store's host tier, within its `host_nbytes`, until the lookup is closed or deleted.
 
         Parameters
         ----------
@@ -373,14 +373,14 @@ class PagedKVCache(StoredSequences):
         """Keep some tokens of a sequence only, and move them to the front: token ``keep[i]`` becomes token i.
 
         Rows move as they are stored, bit for bit. With `shift`, the keys of tokens that move are shifted to their new
-        positions; quantised ones are quantised once more. Blocks that are not needed any more are released. Where keys
-        are stored by channel, token groups before the first token that moves stay; the rows of others are decoded, and
-        quantised once more in their new groups. That takes blocks for the new tokens while it runs.
+        positions; quantised ones are quantised once more. Blocks that are no longer needed are released. If keys are
+        stored by channel, token groups before the first token that moves stay. Rows of other groups are decoded, and
+        quantised once more in their new groups. That needs blocks for the new tokens while it runs.
 
         Shared and pinned blocks stay as they are: the sequence gets copies of those whose tokens move. From the first
-        changed block on, nothing of the sequence can be found as a prefix any more, as the rows are not what the model
-        computes from these tokens alone; the blocks before stay in the prefix cache. Blocks that only this sequence
-        uses and that are in the prefix cache stay there too, as far as there are free blocks for copies.
+        changed block on, the sequence is no longer in the prefix cache, as its rows are not those that the model
+        computes from these tokens alone. Earlier blocks stay in the prefix cache. So do cached blocks that only this
+        sequence uses, as far as there are free blocks for copies.
 
         Parameters
         ----------
@@ -443,8 +443,10 @@ class PagedKVCache(StoredSequences):
     def _compact_groups(
         self, number: int, state: SequenceState, kept: Ints, shift: RopeShift | None
     ) -> None:
-        """Compact where keys are stored by channel: groups before the first token that moves stay, and others' rows are
-        appended anew to a sequence that takes this one's place.
+        """Compact if keys are stored by channel.
+
+        Groups before the first token that moves stay. Rows of other groups are appended anew to a sequence that
+        replaces this one.
         """
         begin = whole_groups_before(self._store, kept)
         moved, n = kept[begin:], len(kept)
@@ -519,7 +521,7 @@ class PagedKVCache(StoredSequences):
             return self._reserve(sequences, new_lens, into, parents)
 
     def _on(self, into: StepBuffers | None) -> Any:
-        """A context for what a step begins with, which no graph can repeat."""
+        """Return a context for the beginning of a step, which no graph can replay."""
         after = None if into is None else tables_of(into).place
         return self._target.on(self._pools[0].k, after=after, default=after)
 
@@ -595,7 +597,7 @@ class PagedKVCache(StoredSequences):
     def _end(
         self, step: Step, metadata: StepMetadata, accepted: Any, given_ids: Any, paths: Any = None
     ) -> None:
-        """End a step that nobody else uses."""
+        """End a step, of which this is the only user."""
         self._check_open(step)
         keep, order = kept_tokens(step, metadata.tree, accepted, paths)
         ids = None if given_ids is None else ids_of_step(given_ids, step, self._sequences)
@@ -992,7 +994,7 @@ class PagedKVCache(StoredSequences):
 
     @writes
     def __getstate__(self) -> dict[str, Any]:
-        """What a pickle holds: a copy, so that it is of one moment."""
+        """Return the state of a pickle, made from a copy, so that it is of one moment."""
         if not self._target.values_on_host:
             raise NotSupported(
                 f"a cache on {self._target.name} cannot be pickled, only one on the CPU; swap its sequences out, "
@@ -1070,10 +1072,10 @@ class PagedKVCache(StoredSequences):
                     "back first"
                 )
 
-    # -- reading: a reader takes states once, computes, and looks whether rows were dropped meanwhile
+    # -- reading: a reader reads states once, computes, and checks whether rows were dropped meanwhile
 
     def __column__(self) -> Column:
-        """The cache as a part of a larger one."""
+        """Return the cache as a part of a larger one."""
         return Column(self._store, self._insert, self._settled)
 
     def _settled(self, seq: int) -> SequenceState:
@@ -1101,7 +1103,7 @@ class PagedKVCache(StoredSequences):
             "do not truncate, compact or remove a sequence that others read, or move its window"
         )
 
-    # -- attention over what is committed
+    # -- attention over committed tokens
 
     @streamed
     def decode_attention(
@@ -1298,7 +1300,7 @@ class PagedKVCache(StoredSequences):
         self._refuse_overtaken("key_error", generation, (number,), (state,))
         return found
 
-    # -- what is stored
+    # -- the contents
 
     @streamed
     def swap_out(self, seq: int) -> SwappedSequence:
@@ -1333,7 +1335,7 @@ class PagedKVCache(StoredSequences):
         return swapped
 
     def block_table(self, seq: int, layer: int) -> NDArray[np.int32]:
-        """The block table of a sequence in a layer: a copy, on the host.
+        """Return the block table of a sequence in a layer: a copy, on the host.
 
         Parameters
         ----------
@@ -1352,7 +1354,7 @@ class PagedKVCache(StoredSequences):
 
     @streamed
     def arrays(self, layer: int) -> CacheArrays:
-        """The arrays of a layer with the tables of all sequences, for your own kernels.
+        """Return the arrays of a layer with the tables of all sequences, for your own kernels.
 
         Parameters
         ----------

@@ -1,6 +1,6 @@
-"""`Column`: what `numkv.ray` does with a `PagedKVCache` that holds some heads, or some tokens, of a larger cache.
+"""`Column`: the operations of `numkv.ray` on a `PagedKVCache` with some heads, or some tokens, of a larger cache.
 
-Whoever owns the larger cache names blocks, and says what queries see: a sequence's tokens lie in several columns.
+The owner of the larger cache hashes blocks and defines visibility, as a sequence's tokens are in several columns.
 """
 
 from __future__ import annotations

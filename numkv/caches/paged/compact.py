@@ -20,7 +20,7 @@ from numkv.targets.base import Array
 
 
 class Compaction(NamedTuple):
-    """A compaction in which nothing is left that could fail; made by `plan_compaction`."""
+    """A compaction that can no longer fail; made by `plan_compaction`."""
 
     state: SequenceState
     """The sequence as it will be."""
@@ -217,7 +217,7 @@ def _unmoved(kept: Ints) -> int:
 
 
 def _known_prefix(store: BlockStore, state: SequenceState, kept: Ints) -> SequenceState:
-    """The sequence with token ids and digests of the blocks before the first that the compaction changes."""
+    """Return the sequence with token ids and digests of the blocks before the first that the compaction changes."""
     n, size = len(kept), store.block_size
     same = _unmoved(kept)
     same = same if same == n else same // size * size

@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 from numkv.blocks.pool import BlockPool
 
-#: Of the blocks that may come next, how many are looked at: the ones that were noted last.
+#: How many of the possible next blocks are checked: those that were noted last.
 _MOST = 256
 
 
 class Continuations:
-    """Names and tokens of blocks by the name of the block before.
+    """Hashes and tokens of blocks by the hash of the block before.
 
-    What is noted may have been evicted since: who uses it asks the `BlockPool`. Names are those of group 0.
+    Noted blocks may have been evicted since, so callers ask the `BlockPool`. Hashes are those of group 0.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ class Continuations:
         return made
 
     def _drop_evicted(self) -> None:
-        """Drop what is cached no more. There is room for as much again, so that this is rare."""
+        """Drop blocks that are no longer cached. Afterwards the rest may double, so that this is rare."""
         kept: dict[bytes, dict[bytes, NDArray[np.int32]]] = {}
         self._count = 0
         for parent, after in self._after.items():

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from numkv.caches.paged.layers import LayerRows, Layers
 
-#: Chunk, window, rows, first tokens that stay, and whether they are beside codes.
+#: Chunk, window, rows, first tokens that stay, and whether they are full-precision copies of codes.
 _Shape = tuple[int, int, LayerRows, int, bool]
 
 
@@ -36,7 +36,7 @@ class LayerGroup(NamedTuple):
 
     @property
     def begins_anew(self) -> bool:
-        """Whether what comes after whole blocks needs none of their rows: token groups of newest tokens do."""
+        """Whether tokens after whole blocks need none of their rows, as with token groups of newest tokens."""
         return self.beside and self.chunk > 0 and not self.keeps
 
     @property
@@ -62,14 +62,14 @@ class LayerGroup(NamedTuple):
 def groups_of(layers: Layers, block_size: int) -> list[LayerGroup]:
     """Split layers into groups, each with one window or chunk, whose blocks have the same bytes.
 
-    So all groups draw on one free list. Where layers are alike, groups have equal sizes: the greatest common divisor of
-    the numbers of layers that share a window. Where they are not, a group takes as many layers of one shape as fit into
-    a block's bytes, and these are chosen so that least is left over.
+    So all groups use one free list. If layers have one shape, groups have equal sizes: the greatest common divisor of
+    the numbers of layers that share a window. Otherwise a group has as many layers of one shape as fit into a block's
+    bytes. These bytes are chosen to waste least.
 
     Parameters
     ----------
     layers : Layers
-        What they store.
+        Their rows, windows and chunks.
     block_size : int
         Tokens in a block.
 
@@ -95,7 +95,7 @@ def groups_of(layers: Layers, block_size: int) -> list[LayerGroup]:
     sizes = {shape: shape[2].offsets(block_size)[1] for shape in by_shape}
 
     def parts(nbytes: int) -> dict[_Shape, int]:
-        """How many groups layers of each shape make."""
+        """Return how many groups layers of each shape make."""
         return {x: -(-len(of) // min(len(of), nbytes // sizes[x])) for x, of in by_shape.items()}
 
     largest = max(sizes.values())
@@ -105,8 +105,8 @@ def groups_of(layers: Layers, block_size: int) -> list[LayerGroup]:
         for count in range(1, len(of) + 1)
         if count * sizes[x] >= largest
     }
-    # What a token costs in full layers and in those with windows alike; of equals the fewest groups.
-    # Rows beside codes count less: of these there are the newest tokens alone.
+    # The bytes of a token, counting layers with and without windows equally; of equals the fewest groups.
+    # Full-precision copies count less, as only the newest tokens have them.
     best = min(
         choices, key=lambda n: (n * sum(m / 8 if x[4] else m for x, m in parts(n).items()), -n)
     )
@@ -120,7 +120,7 @@ def groups_of(layers: Layers, block_size: int) -> list[LayerGroup]:
 
 
 def page_bytes(layers: Layers, groups: Sequence[LayerGroup], block_size: int) -> int:
-    """Bytes of a block where layers are not alike: those of the largest group."""
+    """Return the bytes of a block if layers differ: those of the largest group."""
     found = []
     for group in groups:
         of_group = [layers.rows[layer] for layer in group.layers]

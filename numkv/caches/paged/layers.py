@@ -1,4 +1,4 @@
-"""What the layers of a `PagedKVCache` store, where they are not all alike: rows of their own, another's, or none."""
+"""The rows of a `PagedKVCache`'s layers if these differ: rows of their own, another layer's, or none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ALIGNMENT = 64
 
 
 class LayerRows(NamedTuple):
-    """The rows of one layer; of latents V is the first part of K, and has its kind."""
+    """The rows of one layer; with latents, V is the first part of K, and has its kind."""
 
     num_kv_heads: int
     head_dim: int
@@ -41,7 +41,7 @@ class LayerRows(NamedTuple):
 
     @property
     def v_storage(self) -> str:
-        """How V is stored, as `v_kind` of a cache says it: the name of a kind, or ``"latent"``."""
+        """How V is stored, as in `v_kind` of a cache: the name of a kind, or ``"latent"``."""
         return LATENT if self.is_latent else self.v_kind.name
 
     def parts(self, block_size: int) -> list[tuple[tuple[int, ...], Any]]:
@@ -59,7 +59,7 @@ class LayerRows(NamedTuple):
         return found
 
     def offsets(self, block_size: int) -> tuple[list[int], int]:
-        """Where each of `parts` begins in a block, and where the last one ends."""
+        """Return where each of `parts` begins in a block, and where the last one ends."""
         ends = [0]
         for shape, dtype in self.parts(block_size):
             nbytes = dtype.itemsize
@@ -90,7 +90,7 @@ class LayerRows(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """What each layer stores.
+    """The rows of each layer.
 
     Attributes
     ----------
@@ -121,7 +121,7 @@ class Layers(NamedTuple):
         return len(self.rows) if self.residual is None else self.residual.layers
 
     def twin(self, layer: int) -> int | None:
-        """The layer that has the full-precision tokens of a layer, or of the one whose rows it reads."""
+        """Return the layer that has the full-precision tokens of a layer, or of the one whose rows it reads."""
         if self.residual is None:
             return None
         found = self.residual.layers + self.sources[layer]
@@ -196,7 +196,7 @@ class Layers(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether sizes, kinds and windows say all there is to say."""
+        """Whether sizes, kinds and windows describe the layers completely."""
         every = len(self.storing) == len(self.rows)
         return self.alike and every and not any(self.chunks) and not any(self.states)
 
@@ -206,7 +206,7 @@ class Layers(NamedTuple):
         return next(rows for rows in self.rows if rows is not None)
 
     def specs(self, rotate: bool, key_bounds: bool) -> tuple[LayerSpec, ...]:
-        """The layers of the model as a `PagedKVCache` is given them, which rotates and keeps bounds or not."""
+        """Return the layers of the model as a `PagedKVCache` is given them, which rotates and keeps bounds or not."""
         made: dict[Any, LayerSpec] = {}
         found, full = [], None if self.residual is None else self.residual.kept
         for layer, source in enumerate(self.sources[: self.own]):
@@ -224,7 +224,7 @@ class Layers(NamedTuple):
         return tuple(found)
 
     def more(self) -> tuple[Any, ...]:
-        """What a geometry has of layers that are not plain, in numbers and names."""
+        """A geometry's entry for layers that are not plain, in numbers and names."""
         own = self.own
         rows = tuple(None if x is None else x.plain() for x in self.rows[:own])
         states = tuple(tuple(map(tuple, of_layer)) for of_layer in self.states[:own])
@@ -234,7 +234,7 @@ class Layers(NamedTuple):
 
     @classmethod
     def of(cls, specs: Sequence[LayerSpec]) -> Layers:
-        """What a `PagedKVCache` is given for each layer, together."""
+        """Combine a `PagedKVCache`'s arguments for each layer."""
         sources = [layer if of.shares is None else of.shares for layer, of in enumerate(specs)]
         for layer, source in enumerate(sources):
             _check_source(specs, layer, source)
@@ -254,7 +254,7 @@ class Layers(NamedTuple):
         return found._with_twins(full and replace(full, kind=kind(full.kind or "fp32")))
 
     def _refuse_mixed_latents(self) -> None:
-        """Refuse latents beside other rows: pages have room for a V of its own."""
+        """Refuse latents together with other rows: pages have room for a separate V."""
         if not self.alike and any(rows is not None and rows.is_latent for rows in self.rows):
             raise NotSupported(
                 "`v_kind`: expected rows of one shape and kind in all layers that have some, where V is a part of K, "
@@ -263,7 +263,7 @@ class Layers(NamedTuple):
 
     @classmethod
     def read(cls, first: Any, windows: tuple[int, ...], more: Any) -> Layers:
-        """What geometries say; `more` is None for plain layers of rows `first`."""
+        """Read a geometry; `more` is None for plain layers of rows `first`."""
         n = len(windows)
         if more is None:
             of_all = LayerRows.read(first)
@@ -300,7 +300,7 @@ def _check_groups(group: int, window_left: int, kept: int, of: Kind) -> None:
 
 
 def _rows(of: LayerSpec) -> LayerRows | None:
-    """The rows of a layer that reads no other's."""
+    """Return the rows of a layer that reads no other's."""
     heads, dim, dim_v, v_kind = of.num_kv_heads, of.head_dim, of.head_dim_v, of.v_kind
     if heads is None or dim is None or dim_v is None or v_kind is None:
         return None
@@ -309,7 +309,7 @@ def _rows(of: LayerSpec) -> LayerRows | None:
 
 
 def _check_source(specs: Sequence[LayerSpec], layer: int, source: int) -> None:
-    """See that a layer reads rows that are there, and says nothing else of them than the layer that has them."""
+    """Check that a layer reads existing rows, and describes them as their own layer does."""
     if source == layer and specs[layer].shares is None:
         return
     if source >= len(specs):
@@ -331,7 +331,7 @@ def _check_source(specs: Sequence[LayerSpec], layer: int, source: int) -> None:
 
 
 def same_in_all(name: str, specs: Sequence[LayerSpec]) -> Any:
-    """What all layers with rows of their own say of something that a cache has once."""
+    """Return the value that all layers with rows of their own share, for an option of the whole cache."""
     found = {getattr(of, name) for of in specs if of.num_kv_heads is not None and of.shares is None}
     if len(found) > 1:
         raise NotSupported(

@@ -18,12 +18,12 @@ Bytes = NDArray[np.uint8]
 
 
 class Contents:
-    """What a lookup has brought into host memory, in the place of a store: it asks no network.
+    """Blocks that a lookup has read into host memory, in the role of a store; it uses no network.
 
     Parameters
     ----------
     engine : Engine
-        The store's, whose host tier lends the memory and is looked into, too.
+        The store's, whose host tier lends the memory and is searched, too.
     """
 
     #: Where blocks count as found that come from here.
@@ -47,7 +47,7 @@ class Contents:
         self._of[section.folder, name] = data
 
     def where(self, section: Section, names: Sequence[bytes]) -> list[int]:
-        """Where each block is: `IN_HOST`, which is here, or `NOWHERE`."""
+        """Return where each block is: `IN_HOST`, which is here, or `NOWHERE`."""
         return [NOWHERE if self.from_host(section, name) is None else IN_HOST for name in names]
 
     def leading(self, section: Section, names: Sequence[bytes]) -> list[int]:
@@ -71,13 +71,13 @@ def _give_back(engine: Engine, lent: list[int]) -> None:
 
 
 class PrefixLookup:
-    """A prefix that is looked for in a cache's store; made by `PagedKVCache.lookup`.
+    """A search for a prefix in a cache's store; made by `PagedKVCache.lookup`.
 
     Attributes
     ----------
     future : concurrent.futures.Future of int
-        Is done when all has been brought that there is room for, with the number of tokens that the prefix has then;
-        ``asyncio.wrap_future`` makes it one that can be awaited.
+        Done when all blocks that fit have been read; its result is the prefix's number of tokens.
+        ``asyncio.wrap_future`` makes it awaitable.
     """
 
     def __init__(self, contents: Contents, bring: Any) -> None:
@@ -96,7 +96,7 @@ class PrefixLookup:
 
     @property
     def contents(self) -> Contents:
-        """What has been brought so far; for `PagedKVCache.add`."""
+        """Return the blocks so far, for `PagedKVCache.add`."""
         return self._contents
 
     @property
@@ -110,7 +110,7 @@ class PrefixLookup:
 
 
 def contents_of(lookup: Any) -> Contents | None:
-    """What a lookup has brought, for `PagedKVCache.add`."""
+    """Return a lookup's blocks, for `PagedKVCache.add`."""
     if lookup is None:
         return None
     if not isinstance(lookup, PrefixLookup):
@@ -121,7 +121,7 @@ def contents_of(lookup: Any) -> Contents | None:
 
 
 def _run(bring: Any, contents: Contents, future: Future[int]) -> None:
-    """Bring a prefix; what goes wrong is a prefix that is shorter, and has been counted."""
+    """Read a prefix; errors make the prefix shorter, and have been counted."""
     try:
         future.set_result(bring(contents))
     except BaseException as error:

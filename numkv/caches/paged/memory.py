@@ -1,7 +1,7 @@
-"""The memory of a `PagedKVCache`: a buffer for each layer of a group, or where layers are not alike one of pages.
+"""The memory of a `PagedKVCache`: a buffer for each layer of a group, or one of pages if layers differ.
 
-Layers that are alike share buffers: block b is entry b of each. Others have different rows in a block, so that a block
-is a *page*, a row of bytes; every layer of a group has views of its own part of all pages.
+Layers of one shape share buffers: block b is entry b of each. Otherwise blocks have different rows, so a block is a
+*page*, a row of bytes. Every layer of a group has views of its own part of all pages.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def new_store(
 
 
 def _head_scales(store: BlockStore) -> list[Array]:
-    """Scales of heads, of all layers that have some."""
+    """Return the scales of heads of all layers that have some."""
     pools = [store.layer_pools[layer] for layer in store.layers.storing]
     sides = [side for pool in pools for _, side in pool.stored]
     return [side.scales for side in sides if side.kind.scales_per == "head"]
@@ -141,7 +141,7 @@ def _arrays(store: BlockStore) -> list[Array]:
 
 
 def state_of(store: BlockStore) -> dict[str, Any]:
-    """What a pickle holds of buffers and metadata on the CPU, in memory of its own."""
+    """Return copies of buffers and metadata on the CPU, for a pickle."""
     own = copied(store)
     slots = own.states
     return {
@@ -168,7 +168,7 @@ def store_of(state: dict[str, Any]) -> BlockStore:
 def _on_pages(
     target: Target, pages: Array, begin: int, rows: LayerRows, block_size: int, rotate: bool
 ) -> Pool:
-    """The rows of one layer, in all pages from byte `begin` on."""
+    """Return the rows of one layer, in all pages from byte `begin` on."""
     views = [
         target.column(pages, begin + offset, shape, np.dtype(dtype))
         for offset, (shape, dtype) in zip(

@@ -19,10 +19,10 @@ _SPREAD = 0x9E3779B97F4A7C15  # odd, so no two groups get the same; its bits loo
 def block_names(
     store: BlockStore, ids: NDArray[np.int32], extra: Extra | None, parent: Any = None
 ) -> list[NDArray[np.uint8]]:
-    """Names of the full blocks of some tokens, for each group, as each group stores other rows of them.
+    """Return the hashes of the full blocks of some tokens, for each group, as each stores rows of its own.
 
-    Tokens are hashed once. The names of group 0 are the chain of digests; those of another group differ from them in
-    one word, by a number that stands for the group.
+    Tokens are hashed once. The hashes of group 0 are the chain of digests. Those of another group differ in one word,
+    by a number that identifies the group.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ def block_names(
     ids : int32 array (num_tokens,)
         Token ids.
     extra : mapping or None
-        What the content depends on beside the tokens.
+        Other inputs that the content depends on.
     parent : uint8 array (32,), optional
         Name in group 0 of the block before; None: there is none.
 
@@ -44,7 +44,7 @@ def block_names(
 
 
 def _of_groups(store: BlockStore, chain: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
-    """The names of blocks in each group, by those in group 0."""
+    """Return the names of blocks in each group, by those in group 0."""
     names = [chain]
     for group in range(1, len(store.groups)):
         names.append(chain.copy())
@@ -53,7 +53,7 @@ def _of_groups(store: BlockStore, chain: NDArray[np.uint8]) -> list[NDArray[np.u
 
 
 def group_mask(group: int) -> np.uint64:
-    """What the first word of a block's name in a group differs by from that in group 0."""
+    """Return the difference between the first words of a block's hash in a group and in group 0."""
     return np.uint64(group * _SPREAD % 2**64)
 
 
@@ -209,13 +209,13 @@ def find_part(
 
 
 def last_name(store: BlockStore, names: Sequence[NDArray[np.uint8]], extra: Extra | None) -> bytes:
-    """Name in group 0 of the last of some blocks, or where there are none of what comes before the first."""
+    """Return the hash in group 0 of the last of some blocks, or that before the first if there are none."""
     found: bytes = names[0][-1].tobytes() if len(names[0]) else root_digest(store.block_size, extra)
     return found
 
 
 def _in_common(tokens: NDArray[np.int32], following: NDArray[np.int32]) -> int:
-    """How many tokens two texts have in common before they differ."""
+    """Return how many tokens two texts have in common before they differ."""
     n = min(len(tokens), len(following))
     other = np.flatnonzero(tokens[:n] != following[:n])
     return int(other[0]) if len(other) else n
@@ -281,9 +281,9 @@ def name_blocks(
 def register(
     store: BlockStore, parts: Sequence[NewNames], checkpoints: Sequence[Checkpoint] = ()
 ) -> None:
-    """Register blocks in the prefix cache, all or none, and have those written that are new there.
+    """Register blocks in the prefix cache, all or none, and queue the new ones for the store.
 
-    With them states are written that are registered already, and whose names say which tokens they are of.
+    Registered states are written with them, whose hashes identify their tokens.
     """
     if parts:
         columns = zip(*(part[:4] for part in parts), strict=True)
@@ -301,7 +301,7 @@ def register(
 
 
 def register_blocks(store: BlockStore, state: SequenceState) -> SequenceState:
-    """Register the blocks of one sequence that `name_blocks` names; returns what the sequence is then."""
+    """Register the blocks of one sequence that `name_blocks` hashes; return the sequence's new state."""
     after, names = name_blocks(store, state)
     register(store, names)
     return after

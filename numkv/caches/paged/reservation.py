@@ -1,4 +1,4 @@
-"""How a step of a `PagedKVCache` begins and ends: what it takes, and what becomes of its sequences.
+"""The beginning and end of a `PagedKVCache`'s step: its blocks, and the new state of its sequences.
 
 Both make everything that is new first, which may fail, and leave it to the cache to put it in place, which cannot.
 """
@@ -58,7 +58,7 @@ def reserve_room(
     into : StepTables, optional
         Where the step's tables lie.
     tree : Tree, optional
-        What the new tokens are drafts of, if they are trees.
+        The trees of the new tokens, if they are drafts.
     """
     if tree is not None:
         store.refuse_residual("parents", "draft in a line, or use one without")
@@ -116,9 +116,9 @@ def reserve_room(
 def _with_whole_groups(
     store: BlockStore, states: dict[int, SequenceState]
 ) -> dict[int, SequenceState]:
-    """Sequences whose newest token group has all of its rows in full, where keys are stored by channel.
+    """Return sequences whose newest token group has all rows in full, if keys are stored by channel.
 
-    Of what a truncation has cut into a group that was quantised, rows are decoded: to be quantised with the new ones.
+    Where a truncation has cut a quantised group, its rows are decoded, and are later quantised with the new ones.
     """
     if store.layers.residual is None:
         return states
@@ -159,9 +159,9 @@ def _plan_tables(
         copied += [n > 0 and state.length % size > 0] * groups
         needs += [-(-(state.length + n) // size)] * groups
     if True in copied:
-        # Others may use the block, or find it by what it stored before a truncation.
+        # Others may use the block, or find it by its content before a truncation.
         last = np.array([t[-1] if c else 0 for t, c in zip(tables, copied, strict=True)], np.int32)
-        # Of what is kept beside codes, a truncated sequence may lack the block.
+        # A truncated sequence may lack the block of full-precision copies.
         gone, last = last < 0, np.maximum(last, 0)
         busy = (store.blocks.ref_count(last) > 1) | store.blocks.is_cached(last) | gone
         copied = (busy & copied).tolist()
@@ -185,7 +185,7 @@ def refuse_without_slots(slots: StateMemory, wanted: int) -> None:
 def kept_tokens(
     step: Step, tree: Tree | None, accepted: Any, paths: Any
 ) -> tuple[Ints, Ints | None]:
-    """How many of its tokens each sequence of a step keeps; of trees also all tokens, those that are kept first.
+    """Return how many of its tokens each sequence of a step keeps; of trees also all tokens, those that are kept first.
 
     See `numkv.PagedKVCache.commit` for the arguments.
     """
@@ -211,7 +211,7 @@ def kept_tokens(
 
 
 def _is_zero(accepted: Any) -> bool:
-    """Whether nothing is kept, as in a rollback."""
+    """Return whether no token is kept, as in a rollback."""
     return isinstance(accepted, np.ndarray) and not accepted.any()
 
 
@@ -237,7 +237,7 @@ def end_step(
     keep: Ints,
     ids: NDArray[np.int32] | None,
 ) -> Ending:
-    """Give sequences the tokens of a step that are kept.
+    """Add a step's kept tokens to its sequences.
 
     Parameters
     ----------
@@ -248,7 +248,7 @@ def end_step(
     step : Step
         The step.
     state_slots : int32 array (num_seqs,) or None
-        What has taken the states of the sequences, if layers keep any.
+        Slots with the new states of the sequences, if layers have states.
     keep : int64 array (num_seqs,)
         How many of its tokens each of them keeps.
     ids : int32 array (num_tokens,) or None

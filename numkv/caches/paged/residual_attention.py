@@ -49,7 +49,7 @@ class Queries(NamedTuple):
 
 
 class Ranges(NamedTuple):
-    """What queries see, as kernels take it; None for what nobody sees, but for the newest tokens."""
+    """The tokens that queries see, laid out for kernels; None for parts that no query sees, except the newest."""
 
     newest: Array
     """Newest tokens in full."""
@@ -60,7 +60,7 @@ class Ranges(NamedTuple):
 
 
 def ranges_of(store: BlockStore, twin: int, queries: Queries, seen: Ints) -> Ranges:
-    """The parts of what queries see in the layer that has this twin."""
+    """Return the parts that queries see in the layer with this full-precision copy."""
     residual = store.layers.residual
     assert residual is not None
     keeps = store.layers.keeps(twin)
@@ -72,7 +72,7 @@ def ranges_of(store: BlockStore, twin: int, queries: Queries, seen: Ints) -> Ran
 
 
 def parts_of(store: BlockStore, layer: int, twin: int, tables: Any, ranges: Ranges) -> list[Part]:
-    """The parts of a layer's attention; `tables` gives the table of a group."""
+    """Return the parts of a layer's attention; `tables` gives the table of a group."""
     codes, floats = store.place(layer), store.place(twin)
     return [
         Part(pool, tables(group), of)

@@ -1,4 +1,4 @@
-"""What a `PagedKVCache`, and sequences out of one, are rebuilt from, and where their blocks lie."""
+"""Snapshots of a `PagedKVCache` and of its sequences, with the places of their blocks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _extra(fields: Fields, name: str, _: Any) -> dict[str, Any] | None:
 
 @dataclass(kw_only=True)
 class _Paged(Saved):
-    """What has a geometry."""
+    """An object with a geometry."""
 
     layout = "paged"
 
@@ -79,7 +79,7 @@ class _Paged(Saved):
         return Geometry.read(self.geometry)
 
     def state_specs(self, prefix: str, length: int) -> dict[str, Spec]:
-        """The states of a sequence, as bytes."""
+        """Return the states of a sequence, as bytes."""
         return {
             f"{prefix}state.{i}.{j}": Spec(np.dtype(np.uint8), (shape.nbytes,))
             for i, of_layer in enumerate(self.shape.layers.with_states.values() if length else ())
@@ -87,7 +87,7 @@ class _Paged(Saved):
         }
 
     def states(self, prefix: str, length: int, source: Source) -> Any:
-        """The states of a sequence, layer after layer."""
+        """Return the states of a sequence, layer after layer."""
         found = iter(map(source.array, self.state_specs(prefix, length)))
         return tuple(
             tuple(next(found).view(x.dtype).reshape(x.shape) for x in of_layer)
@@ -184,7 +184,7 @@ class SavedPagedCache(_Paged):
         return of_states + self.num_blocks * (of_block + 4 * size + 128)
 
     def arguments(self) -> dict[str, Any]:
-        """What the class is given for such a cache."""
+        """Return the arguments of the class for such a cache."""
         of = self.shape.layers
         rotate, bounded = self.geometry[4] is not None, bool(self.key_bounds)
         found = {
@@ -195,7 +195,7 @@ class SavedPagedCache(_Paged):
         return found | ({"state_slots": slots} if of.with_states else {})
 
     def read_states(self, source: Source) -> list[SequenceState]:
-        """The sequences, with tables of the blocks as the file counts them."""
+        """Return the sequences, with tables of the blocks as the file counts them."""
         return [self._state(i, x, source) for i, x in enumerate(self.sequences)]
 
     def _state(self, i: int, x: SavedSequence, source: Source) -> SequenceState:
@@ -218,7 +218,7 @@ class SavedPagedCache(_Paged):
 def cache_snapshot(
     store: BlockStore, states: dict[int, SequenceState], following: int, held: Any
 ) -> Snapshot:
-    """What a cache consists of: its buffers, its sequences, and the number of the next one."""
+    """Return a cache's snapshot: its buffers, its sequences, and the number of the next one."""
     ids = np.unique(np.concatenate([np.empty(0, np.int32), *(x.blocks() for x in states.values())]))
     parts, slots = own_blocks(store, states.values(), ids), store.states
     saved = SavedPagedCache(
@@ -261,7 +261,7 @@ def own_blocks(
 def store_tensors(
     store: BlockStore, states: Iterable[SequenceState], numbers: NDArray[Any], ids: NDArray[Any]
 ) -> list[Tensor]:
-    """Where the blocks of sequences lie, and the scales of heads.
+    """Return where the blocks of sequences lie, and the scales of heads.
 
     Parameters
     ----------
@@ -275,7 +275,7 @@ def store_tensors(
         The same blocks as the buffers have them.
     """
     every, size, found = list(states), store.block_size, []
-    # How many tokens each block has, of the sequence that has most in it.
+    # The tokens of each block, by the sequence with most tokens in it.
     fills = np.zeros(len(ids), np.int64)
     for table, length in ((table, x.length) for x in every for table in x.tables):
         logical = np.flatnonzero(table >= 0)
@@ -306,7 +306,7 @@ def _take_ones(side: str, buffer: Buffer, scales: NDArray[Any]) -> None:
 def put_states(
     store: BlockStore, saved: SavedPagedCache, states: list[SequenceState], source: Source
 ) -> list[SequenceState]:
-    """The sequences with their states in slots of the cache, which several may share."""
+    """Return the sequences with their states in slots of the cache, which several may share."""
     slots, seen, found = store.states, dict[int, int](), []
     for i, (x, state) in enumerate(zip(saved.sequences, states, strict=True)):
         if slots is not None and x.length:
@@ -418,7 +418,7 @@ class Sequences:
         return Snapshot(saved, self._tensors(saved), [], arrays)
 
     def _tensors(self, saved: SavedSequences) -> list[Tensor]:
-        """Where the blocks of all sequences lie."""
+        """Return where the blocks of all sequences lie."""
         found, host, size = [], targets.get("cpu"), saved.shape.block_size
         for i, x in enumerate(self.sequences):
             for specs, buffers, (_, groups) in zip(

@@ -1,10 +1,10 @@
-"""States: blocks of numbers that some layers keep for each sequence instead of rows, or beside them.
+"""States: blocks of numbers that some layers store for each sequence, instead of rows or in addition to them.
 
-A state is what a recurrent layer (Mamba, a gated delta rule, a convolution) has made of all tokens so far. numkv does
-not look into it. All states of a sequence at one moment lie in a *slot*. A step reads one slot and writes another, so
-that to roll it back, to fork, or to keep a checkpoint copies nothing: a slot that a step has ended with is never
-written to again. Books of slots are a `BlockPool` of their own: checkpoints are registered under the names of prefixes,
-and stay until they are evicted, the least recently used ones first.
+A state is a recurrent layer's summary of all tokens so far (Mamba, a gated delta rule, a convolution). numkv never
+reads its numbers. All states of a sequence at one moment are a *slot*. A step reads one slot and writes another. So
+rollbacks, forks and checkpoints copy nothing: a slot that ends a step is never written to again. Slots have a
+`BlockPool` of their own. Checkpoints are registered under the hashes of prefixes, and stay until they are evicted, the
+least recently used ones first.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class StateMemory:
     # -- checkpoints
 
     def is_checkpoint(self, length: int) -> bool:
-        """Whether the states after so many tokens are kept."""
+        """Return whether the states after so many tokens are kept."""
         return length > 0 and length % self.every == 0
 
     def new_name(self) -> bytes:
@@ -193,7 +193,7 @@ class StateMemory:
             self.block_pool.forget([each.slot for each in checkpoints])
 
     def find(self, names: Sequence[bytes], lengths: Sequence[int]) -> NDArray[np.int32]:
-        """The slots of checkpoints, negative numbers where they are gone."""
+        """Return the slots of checkpoints; negative numbers for missing ones."""
         if not names:
             return np.empty(0, np.int32)
         return self.block_pool.find_each(_names(names), np.array(lengths, np.int32).reshape(-1, 1))
@@ -220,7 +220,7 @@ class StateMemory:
         return fits
 
     def restore(self, marks: Sequence[tuple[int, bytes]], length: int, present: int) -> int:
-        """The slot of the checkpoint at a length, or an error that says where there are others."""
+        """Return the slot of the checkpoint at a length, or raise an error that lists the others."""
         slots = self.find([name for _, name in marks], [n for n, _ in marks])
         there = {n: int(slot) for (n, _), slot in zip(marks, slots, strict=True) if slot >= 0}
         if length in there:

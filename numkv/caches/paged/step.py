@@ -49,7 +49,7 @@ from numkv.writing.latents import LatentRows
 
 
 class _Read(NamedTuple):
-    """What a step's queries may read in the layers of a group: of those with tokens in full, the codes."""
+    """The blocks that a step's queries may read in the layers of a group; the codes, if tokens are also in full."""
 
     blocks: NDArray[np.int32]
     """Blocks of all sequences with queries."""
@@ -68,7 +68,7 @@ class _Read(NamedTuple):
 
 
 class StepMetadata(NamedTuple):
-    """What a cache and a step of it both know, which users do not see."""
+    """Metadata that a cache and its step share, hidden from users."""
 
     written: NDArray[np.bool_]  #: which layers have rows of the new tokens
     kept: list[int]  #: how much of each sequence, once the step has ended
@@ -88,7 +88,7 @@ class Step:
     new_lens : int64 array (num_seqs,)
         How many tokens each of them gets.
     metadata : StepMetadata
-        What the cache keeps of it.
+        The cache's metadata of it.
     into : StepTables, optional
         Where its tables lie; else in memory of their own.
 
@@ -104,8 +104,8 @@ class Step:
     Threads: different open steps may be written and attended to at once, a step by one thread at a time; a second one
     gets `NumkvError`. A step cannot be copied or pickled, as its blocks are the cache's.
 
-    A step that lies in a `StepBuffers` takes rows for all of the buffers' tokens, and its calls can be captured: see
-    docs/cuda.md. Captured calls write nothing; when the graph has been launched, say `mark_written`.
+    A step in a `StepBuffers` needs rows for all of the buffers' tokens, and its calls can be captured: see
+    docs/cuda.md. Captured calls write nothing; call `mark_written` when the graph has been launched.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class Step:
 
     @streamed
     def arrays(self, layer: int) -> CacheArrays:
-        """The arrays of a layer with the step's tables and slots, for your own kernels.
+        """Return the arrays of a layer with the step's tables and slots, for your own kernels.
 
         Parameters
         ----------
@@ -192,11 +192,11 @@ class Step:
         Returns
         -------
         CacheArrays
-            Arrays of the target. Rows of `block_table` and `context_lens`, int32, are the step's sequences, the new
-            tokens counted; `slots`, int64, are those of the new tokens, of one sequence after another. The tables are
-            copies, good until the step ends. The step does not see what you write: `append` or `write` each layer, or
-            say `mark_written`. Of a step that lies in a `StepBuffers` they are as long as these are: sequences past the
-            step's have length 0, tokens slot -1.
+            Arrays of the target. Rows of `block_table` and `context_lens`, int32, are the step's sequences, with the
+            new tokens. `slots`, int64, are those of the new tokens, sequence after sequence. The tables are copies,
+            valid until the step ends. The step does not notice your writes: `append` or `write` each layer, or call
+            `mark_written`. A step in a `StepBuffers` has arrays of the buffers' lengths: further sequences have length
+            0, further tokens slot -1.
 
         Raises
         ------
@@ -253,8 +253,8 @@ class Step:
         k, v : array (num_tokens, num_kv_heads, head_dim)
             Rows of all sequences, one after another; no `v` where V is a part of K (``v_kind="latent"``).
         check_finite : bool
-            Whether rows to be quantised are checked for NaN and infinity: on the CPU first; on CUDA by the kernel that
-            writes them, and a later call raises, `PagedKVCache.commit` at the latest that finds it.
+            Whether rows to be quantised are checked for NaN and infinity. On the CPU they are checked first. On CUDA
+            the kernel that writes them checks, and a later call raises, `PagedKVCache.commit` at the latest.
 
         Raises
         ------
@@ -519,7 +519,7 @@ class Step:
         return attend(*args, ranges=self._ranges.get(group))
 
     def _shared(self, group: int, shared_len: Any, window_left: int) -> tuple[int, list[Prefix]]:
-        """How many first tokens are attended to apart, and which tokens see which prefix: looked up once a step.
+        """Return how many first tokens are attended to apart, and which tokens see which prefix: looked up once a step.
 
         Layers with a window attend to all tokens at once.
         """
@@ -570,7 +570,7 @@ class Step:
         q : array (num_tokens, num_q_heads, head_dim)
             Queries of all sequences, one after another.
         lse : float32 array (num_tokens, num_q_heads), optional
-            What `attention` returned with ``return_lse=True`` for these queries and options; computed if None, which
+            The lse of `attention` with ``return_lse=True`` for these queries and options. It is computed if None, which
             costs as much as that call.
         **options
             `sm_scale` and `logits_soft_cap`: see `numkv.AttentionOptions`.
@@ -578,8 +578,8 @@ class Step:
         Returns
         -------
         float32 array (num_seqs, num_kv_heads, longest)
-            Sums over each sequence's queries and the q heads of a GQA group, for its tokens, the new ones included;
-            0 past its last token and outside the layer's window. See `numkv.attention_weights`.
+            Sums over each sequence's queries and the q heads of a GQA group, for its tokens, including the new ones.
+            They are 0 past its last token and outside the layer's window. See `numkv.attention_weights`.
 
         Raises
         ------
@@ -647,7 +647,7 @@ class Step:
             raise
 
     def _ended(self, layer: int) -> str:
-        """What to say of a layer that bound calls cannot call."""
+        """Return the error for a layer that bound calls cannot call."""
         if not self.open:
             return "expected an open step, got one that was committed or rolled back"
         if layer not in self._store.layer_pools:
@@ -669,7 +669,7 @@ class Step:
         return slots, number
 
     def state(self, layer: int) -> StepState:
-        """The arrays of a layer's states, with the slots to read and to write; for your own kernels.
+        """Return the arrays of a layer's states, with the slots to read and to write; for your own kernels.
 
         Parameters
         ----------
@@ -679,8 +679,8 @@ class Step:
         Returns
         -------
         StepState
-            ``x[write[i]] = f(x[read[i]])`` is a step of sequence i. Write to the slots of `write`, all of them and no
-            others, and say `mark_written`; `read_state` and `write_state` do it for you.
+            ``x[write[i]] = f(x[read[i]])`` is a step of sequence i. Write to all slots of `write` and to no others,
+            then call `mark_written`. `read_state` and `write_state` do it for you.
 
         Raises
         ------
@@ -719,7 +719,7 @@ class Step:
 
     @streamed
     def write_state(self, layer: int, *states: Any) -> None:
-        """Write a layer's states as they are after the step's tokens.
+        """Write a layer's states after the step's tokens.
 
         Parameters
         ----------
@@ -858,7 +858,7 @@ class Step:
             bounds.lower(table[seq, logical], first)
 
     def _read(self, group: int, twin: int | None) -> _Read:
-        """The blocks that the queries of a group's layers with this twin may read, looked up once a step."""
+        """Return the blocks that queries of a group's layers with this copy may read, looked up once a step."""
         store = self._store
         key = group, None if twin is None else store.place(twin)[1]
         found = self._reads.get(key)
@@ -907,15 +907,15 @@ class Step:
         layer : int
             Which layer.
         q : array (num_tokens, num_q_heads, head_dim)
-            Queries of all sequences, one after another. Of several of a sequence each chooses for itself, as if it came
-            alone, and reads for itself: for drafts; a prompt is faster by `attention`.
+            Queries of all sequences, one after another. If a sequence has several, each chooses and reads its own
+            blocks, as if it came alone. That suits drafts; for a prompt `attention` is faster.
         most_blocks : int
-            Blocks to read; all of a query that sees no more, with the result of `attention`, on the CPU and for one
-            query a sequence to the bit.
+            Blocks to read. A query that sees no more reads all of them, with the result of `attention`. The results are
+            equal bit for bit on the CPU and with one query a sequence.
         first, newest : int
-            How many of the first and of the newest blocks are read whatever their bounds; of the newest one at least.
-            Where a layer has tokens in full precision these are read in any case, on top, and blocks are chosen among
-            those that a query reads as codes.
+            How many of the first and of the newest blocks are always read, whatever their bounds; at least one of the
+            newest. If a layer has tokens in full precision, these are always read in addition. Blocks are then chosen
+            among those that a query reads as codes.
         out, return_lse
             See `numkv.decode_attention`.
         **options
@@ -933,8 +933,8 @@ class Step:
         NumkvError
             If the layer has no rows of the new tokens yet.
         NotSupported
-            If the cache keeps no bounds; if the step has a tree, or lies in `StepBuffers`; or if the layer has a window
-            or chunks that reach over more than `most_blocks`. Shorter ones are read whole, as by `attention`.
+            If the cache has no bounds, the step has a tree or is in `StepBuffers`, or a window or chunk of the layer
+            spans more than `most_blocks`. Shorter ones are read whole, as by `attention`.
         DimensionMismatch
             If `most_blocks` is less than `first` and `newest` together, or a shape does not fit.
         UnsupportedDType, IndexError, ValueError
@@ -964,7 +964,7 @@ class Step:
             return self._attend_sparsely(layer, twin, q, counts, checked)
 
     def _reads_all(self, group: int, layer: int, most: int, sinks: Any) -> bool:
-        """Whether `attention` is all there is to do; refuse windows that would have to be cut."""
+        """Return whether `attention` is all there is to do; refuse windows that would have to be cut."""
         of, size = self._store.groups[group], self._store.block_size
         if of.chunk or of.window >= 0:
             tokens = of.chunk or of.window + 1
@@ -1037,14 +1037,14 @@ class Step:
             self._seen_in_full[group, window] = made[alike]
 
     def _queries_in_full(self, twin: int) -> Queries:
-        """The step's queries, as they see a layer that has this twin."""
+        """Return the step's queries, as they see a layer that has this twin."""
         of_token = np.arange(len(self._ends)).repeat(self.new_lens)
         lens = np.array(self._ends, np.int64)[of_token]
         first = self._first_in_full[self._store.place(twin)[1]]
         return Queries(self._places, lens, first[of_token])
 
     def _twin_of(self, layer: int) -> tuple[Pool, Array] | None:
-        """The pool in which a layer's rows are in full, and the slots of the step's tokens there."""
+        """Return the pool in which a layer's rows are in full, and the slots of the step's tokens there."""
         twin = self._store.layers.twin(layer)
         if twin is None:
             return None
@@ -1100,7 +1100,7 @@ class Step:
         return attend_to_parts(parts, q, self._lens, self._starts, options)
 
     def _parts_in_full(self, layer: int, options: CheckedOptions) -> list[Part]:
-        """What the step's queries see of a layer that has a twin."""
+        """Return the parts that the step's queries see in a layer with a full-precision copy."""
         store, twin = self._store, self._store.layers.twin(layer)
         assert twin is not None
         if options.sight is None:
@@ -1117,7 +1117,7 @@ class Step:
         return self._store.reports.look_again(looked_at, marker)
 
     def _captured(self, name: str) -> bool:
-        """Whether a call becomes a part of a CUDA graph, which keeps what it needs; refused where tables may go."""
+        """Return whether a CUDA graph captures the call; refused if tables may be freed before it."""
         if self._buffers is None:
             self._store.target.refuse_capture(f"Step.{name}")
             return False
@@ -1125,7 +1125,7 @@ class Step:
         return held
 
     def _marker(self, captured: bool) -> Marker:
-        """What notes a new token whose rows are not what they should be; it keeps nothing large alive."""
+        """Return the receiver of bad new tokens, which keeps no large object alive."""
         if captured and self._buffers is not None:
             return self._buffers.marker()
         noting: Marker | None = self._noting
@@ -1155,7 +1155,7 @@ class Step:
 
     @property
     def _again(self) -> Any:
-        """What makes calls that repeat the short way; None for steps in buffers, whose calls are for graphs."""
+        """The replays of repeated calls; None for steps in buffers, whose calls are for graphs."""
         alone = self._buffers is None and self._store.layers.residual is None
         return self._store.again if alone else None
 
@@ -1183,7 +1183,7 @@ class Step:
         return checked
 
     def _has_rows(self, layer: int) -> bool:
-        """Whether new tokens' rows have been written to a layer, or to the one whose rows it reads."""
+        """Return whether new tokens' rows have been written to a layer, or to the one whose rows it reads."""
         return bool(self._written[self._store.layers.sources[layer]])
 
     def _check_tokens(self, name: str, tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""What the sequences of a `PagedKVCache` lie in, and what is known of each: the state that its parts share."""
+"""The shared state of a `PagedKVCache`'s parts: its buffers, and the state of each sequence."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Extra = Mapping[str, int | str | bytes]
 
 
 class SequenceState(NamedTuple):
-    """What is known of one sequence. It is replaced, never changed: who has taken one sees a whole sequence.
+    """The state of one sequence. It is replaced, never changed, so a reader always sees a whole sequence.
 
     Attributes
     ----------
@@ -35,7 +35,7 @@ class SequenceState(NamedTuple):
     tables : list of int32 array
         Block table of each layer group; -1 for blocks that were released when the window moved past them.
     extra : mapping or None
-        What the content depends on beside the tokens.
+        Other inputs that the content depends on.
     tokens : int32 array (n,)
         Ids of the first tokens, as far as they are known.
     digests : list of uint8 array (n, 32)
@@ -80,7 +80,7 @@ class SequenceState(NamedTuple):
         return blocks_in(self.tables)
 
     def by_depth(self) -> NDArray[np.int32]:
-        """Its blocks in the order of its tokens: of those that are released, the last ones are evicted first."""
+        """Return its blocks in the order of its tokens; the last of the released ones are evicted first."""
         if len(self.tables) == 1:
             return self.blocks()
         return blocks_in([np.stack(self.tables, 1).reshape(-1)])
@@ -93,7 +93,7 @@ class SequenceState(NamedTuple):
         self, length: int, tables: list[NDArray[np.int32]], tokens: NDArray[np.int32], reserved: int | None,
         dropped: int,
     ) -> SequenceState:  # fmt: skip
-        """The sequence as a step begins or ends: `_replace`, in a third of its time."""
+        """Return the sequence as a step begins or ends: `_replace`, in a third of its time."""
         return SequenceState(
             length, tables, self.extra, tokens, self.digests, self.registered, self.starts, reserved,
             self.cached, self.pins, dropped, self.slot, self.marks, self.prompt if length == self.length else None,
@@ -105,7 +105,7 @@ class SequenceState(NamedTuple):
 
 
 def blocks_in(tables: Iterable[NDArray[np.int32]]) -> NDArray[np.int32]:
-    """The blocks in some tables, or parts of tables: what is not -1."""
+    """Return the blocks in some tables, or parts of tables: entries other than -1."""
     parts = list(tables)
     if not parts:
         return _NONE
@@ -139,20 +139,20 @@ class BlockStore:
     target : Target
         Where the buffers are.
     layers : Layers
-        What each layer stores.
+        The rows of each layer.
     groups : list of LayerGroup
         Layers by window or chunk; see `groups_of`.
     parts : list of Part
-        Buffers: where layers are alike those of the i-th layers of all groups, else those of each layer. A block has
+        Buffers: if layers have one shape, those of the i-th layers of all groups, else those of each layer. A block has
         the same number in all of them.
     blocks : BlockPool
         Which blocks are free, owned or cached.
     places : dict of int to tuple of int
-        Part and group of each layer, by their numbers; a layer that reads another's rows has that one's.
+        Numbers of the part and the group of each layer; a layer that reads another's rows has that layer's.
     layer_pools : dict of int to Pool
-        The pool of each layer: that of a part, or where heads have scales its words with scales of the layer's own.
+        The pool of each layer: a part's, or if heads have scales, its words with the layer's own scales.
     pages : array or None
-        Where layers are not alike the bytes of all blocks, uint8 ``(num_blocks, n)``; see `numkv.caches.paged.memory`.
+        If layers differ, the bytes of all blocks, uint8 ``(num_blocks, n)``; see `numkv.caches.paged.memory`.
     states : StateMemory or None
         Where states lie, where layers keep some.
     tiers : Tiers or None
@@ -188,7 +188,7 @@ class BlockStore:
 
     @functools.cached_property
     def again(self) -> Any:
-        """What makes steps' calls that repeat the short way; see `numkv.targets.base.Target.repeats`."""
+        """The replays of steps' repeated calls; see `numkv.targets.base.Target.repeats`."""
         return self.target.repeats()
 
     def __post_init__(self) -> None:
@@ -219,9 +219,9 @@ class BlockStore:
 
     @property
     def geometry(self) -> tuple[Any, ...]:
-        """What a swapped sequence must agree with: sizes, kinds, windows, and the seed of the rotation or None.
+        """The properties that a swapped sequence must match: sizes, kinds, windows, and the rotation's seed or None.
 
-        Where layers are not alike, sizes and kinds are those of the first one with rows, and those of all come last.
+        If layers differ, sizes and kinds are those of the first one with rows, and those of all come last.
         """
         heads, dim, dim_v, k_kind, v_kind = self.layers.first.plain()
         rotation = self.parts[0].pool.k_rotation
@@ -231,7 +231,7 @@ class BlockStore:
         return found if self.layers.plain else (*found, self.layers.more())
 
     def place(self, layer: int) -> tuple[Pool, int]:
-        """The pool of a layer, and the number of its group."""
+        """Return the pool of a layer, and the number of its group."""
         pool = self.layer_pools.get(layer)
         if pool is None:
             raise NotSupported(
@@ -265,7 +265,7 @@ class BlockStore:
             )
 
     def refuse_chunks(self, name: str, layer: int) -> None:
-        """Refuse what goes by windows only."""
+        """Refuse operations that support windows only."""
         if self.layers.chunks[layer]:
             raise NotSupported(
                 f"{name}: expected a layer with a window or without, got layer {layer}, whose queries attend within "
@@ -273,7 +273,7 @@ class BlockStore:
             )
 
     def refuse_residual(self, name: str, remedy: str) -> None:
-        """Refuse what knows nothing of tokens in full precision."""
+        """Refuse operations that do not support tokens in full precision."""
         if self.layers.residual is not None:
             self.layers.residual.refuse(name, remedy)
 
@@ -294,7 +294,7 @@ class BlockStore:
         return self.groups[group].first_visible(length) // self.block_size
 
     def first_stored(self, state: SequenceState, group: int) -> int:
-        """First token of a sequence that a group has the rows of, and of all after it; what it keeps aside."""
+        """Return the first token from which on a group has a sequence's rows, ignoring kept first tokens."""
         kept = self.groups[group].kept_blocks(self.block_size)
         there = state.tables[group][kept:] >= 0
         if not len(there) or there[0]:
@@ -327,7 +327,7 @@ class BlockStore:
 
     @functools.cached_property
     def _clear_page(self) -> Any:
-        """A page of zeros; None where nobody needs pages to be such."""
+        """A page of zeros; None if pages need no clearing."""
         rows = (self.layers.rows[layer] for layer in self.layers.storing)
         scaled = any(x.k_kind.has_scales or x.v_kind.has_scales for x in rows if x is not None)
         if self.pages is None or not scaled:
@@ -346,14 +346,14 @@ class BlockStore:
         self.target.ops.copy_blocks(self._clear_page, source, self.pages, to)
 
     def forget_bounds(self, ids: Any) -> None:
-        """Say that blocks have other rows now, so that nothing is known of their keys."""
+        """Mark the key bounds of blocks as outdated, as their rows have changed."""
         if self.bounds is not None:
             self.bounds.forget(ids)
 
     def cut_tables(
         self, tables: list[NDArray[np.int32]], length: int
     ) -> tuple[list[NDArray[np.int32]], list[NDArray[np.int32]]]:
-        """Cut the tables of a sequence after `length` tokens: what stays, and what goes."""
+        """Cut the tables of a sequence after `length` tokens; return the kept and the dropped parts."""
         keep = self.blocks_for(length)
         if max(map(len, tables)) <= keep:
             return tables, []

@@ -1,4 +1,4 @@
-"""What a `PagedKVCache` stores, what it is, and how one state of its sequences takes the place of another."""
+"""The contents and properties of a `PagedKVCache`, and how a new state of sequences replaces the old one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PagedStats:
     unused_slots : int
         Slots in the sequences' last blocks, in full-attention groups, that hold no token.
     pool : PoolStats
-        Counts of blocks, and of what has happened to them.
+        Counts of blocks and of their events.
     """
 
     num_seqs: int
@@ -59,7 +59,7 @@ class PagedStats:
 
 
 class StoredSequences:
-    """What a `PagedKVCache` consists of: buffers, metadata, sequences, counts."""
+    """The contents of a `PagedKVCache`: buffers, metadata, sequences, counts."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class StoredSequences:
     # -- what it is
 
     def __drawn__(self) -> tuple[list[list[int]], dict[int, list[NDArray[np.int32]]]]:
-        """For a drawing: layers of each group, and each sequence's tables of tokens in full precision beside codes."""
+        """Return, for a drawing, the layers of each group, and each sequence's tables of full-precision tokens."""
         store, layers = self._store, dict[int, list[int]]()
         for layer in range(store.num_layers):
             if layer in store.layer_pools:
@@ -139,7 +139,7 @@ class StoredSequences:
 
     @functools.cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """What each layer keeps; one that reads another's rows has what that one has, and its `shares`."""
+        """The description of each layer; one that reads another's rows has that layer's, and its own `shares`."""
         return self._store.layers.specs(self._pools[0].rotate, self._store.bounds is not None)
 
     @property
@@ -186,8 +186,8 @@ class StoredSequences:
     def open_steps(self) -> tuple[Any, ...]:
         """The steps that are neither committed nor rolled back, in the order in which `reserve` made them.
 
-        A `KeyboardInterrupt` can leave `reserve` when the step is made and before the caller has it: roll back what is
-        here then.
+        A `KeyboardInterrupt` can leave `reserve` after the step is made and before the caller has it: roll back these
+        steps then.
         """
         return tuple(self._open_steps)
 
@@ -272,7 +272,7 @@ class StoredSequences:
         -------
         PagedStats
         """
-        # One call of the interpreter, so that a writer beside it changes nothing meanwhile.
+        # One call of the interpreter, which no concurrent writer can divide.
         lengths = [state.length for state in list(self._sequences.values())]
         unused = sum(-n % self.block_size for n in lengths)
         full = sum(group.window < 0 for group in self._groups)
@@ -300,13 +300,13 @@ class StoredSequences:
             raise NumkvError(problem)
 
     def _refuse_reported(self) -> None:
-        """Wait for what has been launched, and refuse to go on if a token was NaN or infinite, of open steps too."""
+        """Wait for launched kernels, and raise if a token was NaN or infinite, including those of open steps."""
         self._spread_bad(wait=True)
         for seq, state in list(self._sequences.items()):
             self._store.reports.refuse(seq, state.length + (state.reserved or 0))
 
     def _spread_bad(self, wait: bool = False) -> None:
-        """Take what kernels have told, and tell it to sequences that share blocks."""
+        """Collect kernels' reports, and pass them to sequences that share blocks."""
         self._store.reports.collect(wait)
         if self._store.reports:
             self._store.reports.spread(dict(self._sequences), self.blocks)
@@ -321,7 +321,7 @@ class StoredSequences:
     # -- one state after another
 
     def _publish(self, states: Mapping[int, SequenceState | None]) -> None:
-        """Put states of sequences in place, None for sequences that are gone: for readers all at once."""
+        """Replace states of sequences, None for removed ones; readers see all of them at once."""
         before, drops = self._sequences, False
         for seq, state in states.items():
             if state is None or (seq in before and before[seq].dropped != state.dropped):
@@ -335,7 +335,7 @@ class StoredSequences:
                     self._sequences.pop(seq, None)
                 else:
                     self._sequences[seq] = state
-        # Last, and before rows go: who finds the same number after it has computed has lost none.
+        # Last, and before rows are dropped: a reader that finds the same number after its computation has lost none.
         self._generation += 1
         if drops:
             self._access.dropped += 2
@@ -374,7 +374,7 @@ def _check_store(store: Any) -> None:
 
 
 def _specs(layers: Any, alike: dict[str, Any]) -> list[LayerSpec]:
-    """The layers that a caller lists, or describes as all alike."""
+    """Return the layers that a caller lists, or describes once for all."""
     said = [name for name, x in alike.items() if x is not None]
     if layers is not None:
         if said:
@@ -423,7 +423,7 @@ def _state_sizes(layers: Layers, slots: Any, block_size: int) -> tuple[int, int]
 
 
 def _num_blocks(num_blocks: Any, max_nbytes: Any, of_states: int, of_block: int) -> int:
-    """The number of blocks that a caller asks for, or that fit into the bytes that it gives."""
+    """Return the number of blocks that a caller asks for, or that fit into the bytes that it gives."""
     if (num_blocks is None) == (max_nbytes is None):
         both = "neither" if num_blocks is None else "both"
         raise TypeError(f"PagedKVCache: expected one of `num_blocks` and `max_nbytes`, got {both}")

@@ -1,8 +1,8 @@
-"""What a cache has in a `numkv.store.PrefixStore` under objects of one form: blocks of layer groups, or states.
+"""A cache's objects of one form in a `numkv.store.PrefixStore`: blocks of layer groups, or states.
 
-Where layers are alike, a block has the same bytes in every group, and all blocks are one *part*. Where they are not,
-each group is a part, as its objects have a size of their own; the states of layers that keep some are one more. Objects
-of all parts lie in one folder, under names that differ from part to part.
+If layers have one shape, a block has the same bytes in every group, and all blocks are one *part*. Otherwise each group
+is a part, as its objects have their own size. States are one more part. Objects of all parts are in one folder, under
+names that differ by part.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Missing(NamedTuple):
 
 
 class StoredBlocks:
-    """Blocks of one form, or slots of states, on their way to a store and back.
+    """Transfers of blocks of one form, or of slots of states, to a store and back.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ class StoredBlocks:
     section : Section
         Their objects.
     mask : numpy.uint64
-        What the first word of an object's name differs by from that in `block_pool`.
+        The difference between the first words of an object's name and of its hash in `block_pool`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class StoredBlocks:
         self.content.copy(block, out)
 
     def holds(self, block: int, name: bytes) -> bool:
-        """Whether a block is registered under a name; looked up without waiting for a turn."""
+        """Return whether a block is registered under a name; looked up without waiting for a turn."""
         registered = np.frombuffer(name_of(self._block_pool, block), np.uint8)
         return self._masked(registered).tobytes() == name
 
@@ -102,13 +102,13 @@ class StoredBlocks:
         self._engine.add_data(self.section, zip(blocks, copies, strict=True))
 
     def rescue(self, ids: NDArray[np.int32], names: NDArray[np.uint64]) -> None:
-        """Take what the metadata evict into the host tier."""
+        """Copy evicted blocks into the host tier."""
         named = self._masked(np.ascontiguousarray(names).view(np.uint8).reshape(len(ids), -1))
         each = zip(ids.tolist(), (name.tobytes() for name in named), strict=True)
         self._engine.rescue(self.section, self, each)
 
     def rescue_waiting(self, ids: Iterable[int]) -> None:
-        """Take what is still to be written, and the metadata forget, into the host tier."""
+        """Copy blocks that are dropped before they were written into the host tier."""
         self._engine.rescue(None, self, ((block, b"") for block in ids))
 
     # -- in

@@ -34,7 +34,7 @@ class SwappedSequence:
     tokens : int32 array (n,)
         Ids of the first tokens, as far as they are known.
     extra : mapping or None
-        What else the content depends on.
+        Other inputs that the content depends on.
     geometry : tuple
         Properties that a cache must share to accept it: sizes, kinds, windows, and the seed of its rotation or None.
         If layers differ, the rows, chunk and source of each come last.
@@ -45,7 +45,7 @@ class SwappedSequence:
     starts : tuple of int
         First token of each group that has rows, where a compaction moved it into a block; empty for 0.
     head_scales : tuple of tuple of array
-        Scales of the kv heads of K and of V in each layer, for kinds that have such; else empty.
+        Scales of the kv heads of K and of V in each layer, if their kinds have any; else empty.
     states : tuple of tuple of array
         The states of each layer that keeps some, as they were after the last token; empty without tokens.
     """
@@ -154,7 +154,7 @@ def copy_in(store: BlockStore, swapped: SwappedSequence, ids: NDArray[np.int32])
 
 
 class Geometry(NamedTuple):
-    """What a swapped sequence says of the cache that it is from, checked: see `BlockStore.geometry`."""
+    """The checked properties of the cache of a swapped sequence: see `BlockStore.geometry`."""
 
     block_size: int
     layers: Layers
@@ -223,7 +223,7 @@ class Geometry(NamedTuple):
         return found
 
     def head_scale_shapes(self) -> list[list[int]]:
-        """How many scales of heads K and V have in each layer; an empty list if no kind has any."""
+        """Return how many scales of heads K and V have in each layer; an empty list if no kind has any."""
         found = []
         for source in self.layers.sources:
             rows = self.layers.rows[source]

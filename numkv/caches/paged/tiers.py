@@ -1,9 +1,9 @@
-"""A `PagedKVCache` and a `numkv.store.PrefixStore`: full blocks go out behind the cache's back, and come in on a miss.
+"""A `PagedKVCache` and its `numkv.store.PrefixStore`: full blocks are written in the background and read on a miss.
 
-The pool is the first tier, the store's host memory the second, its folder the third; see `numkv.store`. `Tiers` is
-what the cache has of a store. It gives names and numbers of full blocks to the store's queue, is told by the
-`BlockPool` which blocks it evicts, before anybody can write to them, and brings what `add` misses into blocks of the
-pool. Where layers keep states, it does the same with checkpoints: a prefix that is brought ends at one.
+The pool is the first tier, the store's host memory the second, its folder the third; see `numkv.store`. `Tiers` is the
+cache's side of a store. It passes hashes and numbers of full blocks to the store's queue. The `BlockPool` reports
+evicted blocks to it, before they can be overwritten. It reads blocks that `add` lacks into the pool. If layers have
+states, it does the same with checkpoints: a prefix from the store ends at one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from numkv.store.records import PrefixFound
 #: Checkpoints of states that are looked for at once.
 _FIRST_LOOK = 32
 
-#: Where nobody has looked for states yet.
+#: States have not been searched for yet.
 _UNKNOWN = -1
 
 _NONE = np.empty(0, np.int32)
@@ -68,16 +68,16 @@ def longest_found(
     store: BlockStore, ids: NDArray[np.int32], names: list[NDArray[np.uint8]], extra: Extra | None = None,
     contents: Contents | None = None,
 ) -> Iterator[Match]:  # fmt: skip
-    """The longest prefix in any tier, all of it in the pool now; it stays there as long as the context lasts.
+    """Find the longest prefix in any tier and read it into the pool, where it stays as long as the context lasts.
 
     Parameters
     ----------
     store, ids, names
         See `find_prefix`.
     extra : mapping or None
-        What the content depends on beside the tokens.
+        Other inputs that the content depends on.
     contents : Contents, optional
-        What a lookup has brought; nothing else is asked then.
+        A lookup's blocks, which replace the store.
     """
     match = found = find_prefix(store, ids, names)
     kept = None
@@ -101,7 +101,7 @@ def longest_found(
 
 
 class Brought:
-    """What a lookup has found where, and references to what makes the prefix longer.
+    """The tiers of a lookup's blocks, and references to blocks that lengthen the prefix.
 
     Parameters
     ----------
@@ -127,7 +127,7 @@ class Brought:
 
 
 class Tiers:
-    """What one cache has of a store.
+    """One cache's side of a store.
 
     Parameters
     ----------
@@ -149,12 +149,12 @@ class Tiers:
                 for n in each
             ]
         make, blocks = self._section_maker(), of.blocks
-        #: Of blocks, of one group after another; one for all of them where layers are alike.
+        #: The parts of blocks, group after group; one for all of them if layers have one shape.
         self.parts = [
             StoredBlocks(self.engine, blocks, content, make(content.content))
             for content in contents
         ]
-        #: Which of them each block that is registered belongs to; -1 for what others have registered.
+        #: The part of each registered block; -1 for blocks that others have registered.
         self._nobody = -1 if len(self.parts) > 1 else 0
         self._part_of = np.full(blocks.num_blocks, self._nobody, np.int32)
         self.of_states: StoredBlocks | None = None
@@ -239,7 +239,7 @@ class Tiers:
     def evicted(
         self, ids: NDArray[np.int32], names: NDArray[np.uint64], tokens: NDArray[np.int32]
     ) -> None:
-        """Take what the pool evicts into the host tier."""
+        """Copy blocks that the pool evicts into the host tier."""
         of_each = self._part_of[ids]
         for number, part in enumerate(self.parts):
             mine = of_each == number
@@ -248,7 +248,7 @@ class Tiers:
         self._part_of[ids] = self._nobody
 
     def dropped(self, ids: NDArray[np.int32]) -> None:
-        """Take what the pool forgets, and what is still to be written, into the host tier."""
+        """Copy blocks that the pool drops before they were written into the host tier."""
         of_each = self._part_of[ids]
         for number, part in enumerate(self.parts):
             part.rescue_waiting(ids[of_each == number].tolist())
@@ -259,9 +259,9 @@ class Tiers:
     def look_up(
         self, ids: NDArray[np.int32], names: list[NDArray[np.uint8]], contents: Contents
     ) -> int:
-        """Bring into host memory what the pool lacks of the longest prefix; how many tokens that has then.
+        """Read the longest prefix's blocks that the pool lacks into host memory; return its number of tokens.
 
-        Nothing of the cache is changed or waited for, so this runs beside all else.
+        The cache is not changed, and no call waits, so this runs concurrently with all others.
         """
         size, engine = self._of.block_size, self.engine
         by_block = ids.reshape(-1, size)
@@ -331,11 +331,11 @@ class Tiers:
         return kept
 
     def _longest(self, present: list[NDArray[np.bool_]], ends: Where | None) -> int:
-        """Blocks of the longest prefix; states of which nothing is known are taken to be there."""
+        """Return the blocks of the longest prefix; unknown states count as present."""
         return longest_prefix(self._of, present, None if ends is None else ends != NOWHERE)
 
     def _look(self, names: list[NDArray[np.uint8]], where: list[Where], source: Source) -> None:
-        """Look for blocks in the other tiers, and note in `where` what is there."""
+        """Search for blocks in the other tiers, and record the found ones in `where`."""
         limit = len(where[0])
         full = [g for g, group in enumerate(self._of.groups) if group.is_full]
         others = [
@@ -358,7 +358,7 @@ class Tiers:
     def _missing(
         self, ids: NDArray[np.int32], names: list[NDArray[np.uint8]], blocks: int, kept: Brought
     ) -> list[Missing]:
-        """What the pool lacks of so many blocks; a reference to each of the others is taken, and put into `kept`."""
+        """Return the missing blocks of so many; acquire the others, and add them to `kept`."""
         size, block_pool = self._of.block_size, self._of.blocks
         by_block = ids.reshape(-1, size)
         missing = []
@@ -408,7 +408,7 @@ class Tiers:
     # -- states
 
     def _ends(self, chain: NDArray[np.uint8]) -> Where | None:
-        """Where there are states after so many blocks: in the pool, or nobody knows; None where no layer keeps any."""
+        """Return the tier of the states after each number of blocks: the pool or unknown; None without states."""
         slots = self._of.states
         if slots is None:
             return None
@@ -473,7 +473,7 @@ class Tiers:
         return True
 
     def count(self, found: Match, kept: Brought) -> None:
-        """Count a lookup, and tell of it: in which tier each block of a prefix was."""
+        """Count a lookup, and report the tier of each block of a prefix."""
         size, blocks = self._of.block_size, found.blocks
         tiers = np.full(blocks, IN_POOL, np.int8)
         for group, in_group in enumerate(kept.where):
@@ -490,7 +490,7 @@ class Tiers:
 
 
 class _OfStates:
-    """What the metadata of states tell; see `numkv.blocks.pool`.
+    """Receives events of the states' block pool; see `numkv.blocks.pool`.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Steps whose new tokens are trees of drafts: what each token sees, where it stands, which path is kept."""
+"""Steps whose new tokens are trees of drafts: each token's mask and position, and the path that is kept."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Tree:
     depths : int64 array (num_tokens,)
         How many tokens of the tree come before each.
     moved : dict of int to int
-        Of tokens that were kept, by their numbers in the step, the numbers of the tokens whose places they have now.
+        For each kept token, by its number in the step, the number of the token whose place it has now.
     """
 
     def __init__(self, parents: Any, new_lens: Ints, into: Any) -> None:
@@ -51,7 +51,7 @@ class Tree:
 
     @staticmethod
     def refuse(tree: Tree | None, name: str) -> None:
-        """Refuse what knows nothing of masks, for a step with a tree."""
+        """Refuse operations that do not support masks, for a step with a tree."""
         if tree is not None:
             raise NotSupported(f"{name}: expected a step without a tree, got one")
 

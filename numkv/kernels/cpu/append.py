@@ -3,15 +3,15 @@
 Operations:
 
 `append_rows`
-    ``pool[block, h, offset] = rows[t, h]`` where token ``start + t`` lies in slot ``block * block_size + offset`` by
-    the block table; rows are converted or quantised when they come in another kind.
+    ``pool[block, h, offset] = rows[t, h]``, where the block table gives token ``start + t`` the slot ``block *
+    block_size + offset``. Rows of another kind are converted or quantised.
 `scatter_rows`
-    The same, with the slot of each row given; slot -1 skips the row.
+    The same, with a slot for each row; slot -1 skips the row.
 `copy_rows`
     ``cache[b, h, offsets[b] + t] = new[b, h, t]`` word for word; rows that fall outside the cache are skipped.
 `small_append`, `small_copy`
     K and V of a small call in one compiled function, checks included. A token of one sequence is moved so fast that
-    what a call costs is its arguments: each array that compiled code is handed costs as much.
+    arguments are most of the cost: each array that is passed to compiled code costs as much.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def row_writer(SRC, DST):
 
 
 def make_append_rows(SRC, DST, BY_SLOT):
-    """The kernel that puts rows of kind `SRC` into a pool of kind `DST`, by given slots or by a block table."""
+    """Make the kernel that puts rows of kind `SRC` into a pool of kind `DST`, by given slots or by a block table."""
     put = row_writer(SRC, DST)
 
     def kernel(rows, pool, scale, places, start, launch, worker, workers):
@@ -100,7 +100,7 @@ def _append_rows(src: str, dst: str, by_slot: bool) -> Any:
 
 
 def make_small_append(SRC, DST, BY_SLOT):
-    """The kernel that checks and stores rows of K and V of kind `SRC` in pools of kind `DST`, on one thread."""
+    """Make the kernel that checks and stores rows of K and V of kind `SRC` in pools of kind `DST`, on one thread."""
     load, _ = codec(SRC)
     put = row_writer(SRC, DST)
     OF_POOL = kind(DST)
@@ -214,7 +214,7 @@ def _copy_rows_of(new, cache, b, begin, end, first):
 
 
 def make_copy_rows(WORD):
-    """The kernel that copies rows of `WORD` bytes an element at per-sequence offsets."""
+    """Make the kernel that copies rows of `WORD` bytes an element at per-sequence offsets."""
 
     def kernel(new, cache, offsets, launch, worker, workers):
         if launch != 0:
@@ -246,7 +246,7 @@ def copy_rows(new, cache, offsets):
 
 
 def make_small_copy():
-    """The kernel that checks and copies new rows of K and V into contiguous caches, on one thread."""
+    """Make the kernel that checks and copies new rows of K and V into contiguous caches, on one thread."""
 
     def kernel(k_new, v_new, k_cache, v_cache, offsets):
         batch, heads, tokens, size = (

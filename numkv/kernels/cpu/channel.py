@@ -104,7 +104,7 @@ def signature_of_groups(src: str, dst: str) -> tuple[Any, ...]:
 
 @functools.cache
 def groups_kernel(src: str, dst: str) -> Any:
-    """The kernel that quantises groups of rows of kind `src`."""
+    """Return the kernel that quantises groups of rows of kind `src`."""
     signature = signature_of_groups(src, dst)
     label = f"quantise_groups, {src} to {dst}"
     return build(make_quantise_groups, signature, args=(src, dst), label=label)

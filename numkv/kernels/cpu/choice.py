@@ -1,10 +1,10 @@
-"""Which blocks of a sequence are worth reading for a query, on the CPU.
+"""Choose the blocks of a sequence that a query should read, on the CPU.
 
-The score of a query with any key between the bounds ``low`` and ``high`` of a block is at most
-``sum over d of max(q[d] * low[d], q[d] * high[d])``, which is two dot products: of the negative elements of q with
-`low` and of the positive ones with `high`. Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM
-Inference" (arXiv:2406.10774), section 3.2. The k-th largest bound is found digit by digit, from the highest: counts of
-the digits of those that agree in all higher ones say which digit it has.
+Let ``low`` and ``high`` be the bounds of a block's keys. The score of a query with any of them is at most ``sum over d
+of max(q[d] * low[d], q[d] * high[d])``. That is two dot products: of the negative elements of q with `low` and of the
+positive ones with `high`. Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference"
+(arXiv:2406.10774), section 3.2. The k-th largest bound is found digit by digit, from the highest. Each digit follows
+from a histogram over the bounds that agree in all higher digits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DIGITS = 1 << DIGIT_BITS
 
 
 def make_key_bounds(K_KIND):
-    """The kernel that bounds the keys of blocks, for a kind of K."""
+    """Make the kernel that bounds the keys of blocks, for a kind of K."""
     _, load_row = row_codec(K_KIND)
     SHARING = max(1, kind(K_KIND).group_tokens)  # tokens that share scales
 
@@ -68,7 +68,7 @@ def make_key_bounds(K_KIND):
 
 
 def make_block_scores():
-    """The kernel that bounds scores."""
+    """Make the kernel that bounds scores."""
 
     def kernel(q, low, high, block_table, seq_lens, block_size, sm_scale, scores, launch, worker, workers):  # fmt: skip
         if launch != 0:
@@ -108,7 +108,7 @@ def make_block_scores():
 
 
 def make_choose_blocks():
-    """The kernel that chooses."""
+    """Make the kernel that chooses."""
 
     def kernel(
         scores, block_table, seq_lens, block_size, first, newest, tables, lens, launch, worker, workers,
@@ -166,7 +166,7 @@ def make_choose_blocks():
 
 
 def make_tables_of_heads():
-    """The kernel that numbers parts of blocks."""
+    """Make the kernel that numbers parts of blocks."""
 
     def kernel(tables, num_kv_heads, out):
         heads = tables.shape[1]

@@ -1,22 +1,22 @@
 """Vectors as codes of a few bits, on the CPU: encode, decode, scores and attention on the codes.
 
 A vector x of norm n is rotated by its head's matrix, ``z = R x / n``. Each coordinate of z is replaced by the nearest
-level of a codebook that fits such coordinates (`numkv.compression.codebook`), which gives c, and what is stored are the
-numbers of these levels and one scale::
+level of a codebook that fits such coordinates (`numkv.compression.codebook`), which gives c. The numbers of these
+levels and one scale are stored::
 
-    scale = n (z . c) / (c . c)        x is taken for  scale R^T c
+    scale = n (z . c) / (c . c)        x becomes  scale R^T c
 
-This is the multiple of c that comes nearest to x: Zandieh et al., "TurboQuant" (arXiv:2504.19874), algorithm 1, which
-keeps n itself. Keys may also have a sketch of what is left over, ``e = R x - scale c``: its norm and the signs of its
-products with m directions g_i, each uniform on the sphere. With u the mean of ``|t|`` for a coordinate t of a random
-unit vector, the sum over i of ``|e| sign(g_i . e) (g_i . R q) / (m u)`` has the mean ``e . R q``: Zandieh et al., "QJL"
-(arXiv:2406.03482), section 3, for Gaussian directions. A sign is a code of one bit, with levels -1 and 1.
+This is the multiple of c nearest to x: Zandieh et al., "TurboQuant" (arXiv:2504.19874), algorithm 1, which stores n
+itself. Keys may also have a sketch of the remainder ``e = R x - scale c``. The sketch is its norm, and the signs of its
+products with m directions g_i, each uniform on the sphere. Let u be the mean of ``|t|`` for a coordinate t of a random
+unit vector. Then the sum over i of ``|e| sign(g_i . e) (g_i . R q) / (m u)`` has the mean ``e . R q``. Zandieh et al.,
+"QJL" (arXiv:2406.03482), section 3, show it for Gaussian directions. A sign is a code of one bit, with levels -1 and 1.
 
-Queries are rotated once. Scores are sums of levels times ``R q``, looked up in registers; attention adds weighted
-levels up and rotates the sum back at the end. No decoded row is ever written. In a long cache each head's tokens are
-split, at multiples of `SPLIT` tokens from the first, and the parts are merged in order; those before any query's window
-are left out. Query rows of one kv head stand together, query by query, so that they share what is looked up. Several
-sequences are done in one launch (`numkv.rows.address`), each as it would be alone.
+Queries are rotated once. Scores are sums of levels times ``R q``, looked up in registers. Attention adds up weighted
+levels and rotates the sum back at the end. No decoded row is ever written. In a long cache each head's tokens are
+split, at multiples of `SPLIT` tokens from the first, and the parts are merged in order. Parts before every query's
+window are left out. Query rows of one kv head are adjacent, query by query, so that they share lookups. One launch
+computes several sequences (`numkv.rows.address`), each as it would be alone.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ SERIAL_WORK = 2_000_000
 LARGEST = float(np.finfo(np.float32).max)
 # The levels of a code of one bit: a sign.
 SIGNS = np.array([-1.0, 1.0], np.float32)
-# What stands for a sketch of queries, and for an lse, that nobody asks for.
+# Placeholders for a sketch of queries, and for an lse, that are not asked for.
 NO_ROWS = np.empty((0, 0), np.float32)
 
 _f32, _i64, _u8 = types.float32, types.int64, types.uint8
@@ -84,7 +84,7 @@ def _multiply(x, count, matrix, head, out):
 
 
 def make_encode(SRC):
-    """The kernel that encodes rows of kind `SRC`."""
+    """Make the kernel that encodes rows of kind `SRC`."""
     load, _ = codec(SRC)
     BLOCK, TOP = ROWS, LARGEST
 
@@ -181,7 +181,7 @@ def _on_rows(fill):
 
 
 def make_decode():
-    """The kernel that decodes codes into rows, by head."""
+    """Make the kernel that decodes codes into rows, by head."""
 
     @register_jitable
     def fill(source, h, t, line):
@@ -204,7 +204,7 @@ def make_decode():
 
 
 def make_multiply(SRC):
-    """The kernel that multiplies q rows of kind `SRC` with the matrix of their kv head.
+    """Make the kernel that multiplies q rows of kind `SRC` with the matrix of their kv head.
 
     They come as ``(num_queries, num_q_heads, dim)``, and leave by kv head, query and q head of the group, padded with
     zeros.
@@ -259,10 +259,10 @@ def _make_accumulate(bits):
 
 
 def make_attend(BITS, V_BITS):
-    """The kernel of scores and of attention on keys' codes of `BITS` bits, values' of `V_BITS`.
+    """Make the kernel of scores and of attention on keys' codes of `BITS` bits and values' of `V_BITS`.
 
-    It ``attends``, and `out` gets the parts of each kv head, for each query row one of each split, to be merged; or
-    `out` gets scores, of one sequence.
+    If it ``attends``, `out` gets a part for each kv head, query row and split, to be merged. Otherwise `out` gets the
+    scores of one sequence.
     """
     LENGTH, LANES, BLOCK, BASE_E = SPLIT, CODE_LANES, QUERY_ROWS, np.float32(LN_2)
     score, score_signs, accumulate = _make_scores(BITS), _make_scores(1), _make_accumulate(V_BITS)
@@ -386,7 +386,7 @@ def make_attend(BITS, V_BITS):
 
 
 def make_finish():
-    """The kernel that merges splits in order, and rotates the result back."""
+    """Make the kernel that merges splits in order, and rotates the result back."""
     LENGTH, BLOCK, BASE_2 = SPLIT, ROWS, np.float32(LN_2)
 
     def kernel(parts, span, plan, back, out, lse, counter, launch, worker, workers):

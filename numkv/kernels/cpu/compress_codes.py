@@ -39,7 +39,7 @@ class CodeRows(NamedTuple):
 
 
 class _CodeVectors(Vectors):
-    """Vectors of the values of packed codes, which lie as `numkv.rows.codes` says.
+    """Vectors of the values of codes that `numkv.rows.codes` has packed.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ class _CodeVectors(Vectors):
             self.tables = [self.load("fp32", levels, I64(i), mask) for i in starts]
 
     def load_values(self, base, at):
-        """The values of the whole vector of codes at byte `at`."""
+        """Return the values of the whole vector of codes at byte `at`."""
         type_ = ir.VectorType(I8, self.bytes)
         pointer = self.b.bitcast(self.pointer(base, at, I8), type_.as_pointer())
         return self._look_up(self._codes_of(self.b.load(pointer, align=1)))
@@ -145,12 +145,12 @@ class _CodeScores:
         self.kept = cgutils.alloca_once(b, self.v.type, size=I64(self.rows * self.tokens))
 
     def emit(self):
-        """The code."""
+        """Emit the code."""
         b, v, keys, tokens = self.b, self.v, self.keys, self.tokens
         whole = b.and_(keys.dim, I64(-v.lanes))
         last = b.sub(keys.count, I64(1))
         with steps(b, I64(0), keys.count, tokens) as (t0, _):
-            # One token after another, not side by side: the CPU overlaps them by itself.
+            # One token after another, not interleaved: the CPU overlaps them by itself.
             with steps(b, I64(0), I64(tokens), 1) as (t, _):
                 row = b.add(t0, t)
                 row = b.select(b.icmp_signed("<", row, last), row, last)  # past it, the last again
@@ -183,7 +183,7 @@ class _CodeScores:
             b.store(v.fma(q_row, values, b.load(self.sums[r])), self.sums[r])
 
     def put_scores(self, t0):
-        """Add up the lanes of what is kept, and put down the scores of a group of tokens."""
+        """Add up the lanes of the sums, and write the scores of a group of tokens."""
         b, v, tokens = self.b, self.v, self.tokens
         flat = [b.load(b.gep(self.kept, [I64(i)])) for i in range(self.rows * tokens)]
         for start in range(0, len(flat), v.lanes):
@@ -203,8 +203,7 @@ def make_accumulate_codes(bits, rows):
         """Add weighted rows of codes: ``o[r] = rescale[r] * o[r] + sum over t of p[r, t] * levels[codes[t]]``.
 
         p[r, t] is at ``p_at + r * p_step + t``, output row r at ``o_at + r * o_step``. Output rows are padded to whole
-        vectors of `CODE_LANES`; columns past the head dim get what does not matter, but is finite where the weights and
-        levels are.
+        vectors of `CODE_LANES`. Columns past the head dim are undefined, but finite if weights and levels are.
         """
         _CodeSums(
             b, (bits, rows), p, p_at, p_step, values, o, o_at, o_step, rescale, rescale_at
@@ -227,7 +226,7 @@ class _CodeSums:
         ]
 
     def emit(self):
-        """The code: several vectors of columns at a time, then one, then what is left."""
+        """Emit the code: several vectors of columns at a time, then one, then the rest."""
         b, v, values = self.b, self.v, self.values
 
         def whole_vectors(row, at):

@@ -17,7 +17,7 @@ from numkv.rows.convert import codec
 
 
 def make_convert(KIND, COMPUTE, TO_WORDS):
-    """The kernel that turns floats into words of a kind, or words into floats."""
+    """Make the kernel that turns floats into words of a kind, or words into floats."""
     load, store = codec(KIND, COMPUTE)
 
     def kernel(source, target, launch, worker, workers):
@@ -40,7 +40,7 @@ def make_convert(KIND, COMPUTE, TO_WORDS):
 
 @functools.cache
 def converter(kind: str, compute: str, to_words: bool) -> Any:
-    """The kernel ``convert(source, target, launch, worker, workers)`` of a kind: from floats, or to them."""
+    """Return the kernel ``convert(source, target, launch, worker, workers)`` of a kind: from floats, or to them."""
     words, floats = WORDS[kind], getattr(types, compute)
     source, target = (floats, words) if to_words else (words, floats)
     signature = (array(source, 3), array(target, 3, out=True), *ON_THREADS)
@@ -85,7 +85,7 @@ def from_floats(floats, words, kind):
 
 
 def make_dequantise(KIND):
-    """The kernel that turns stored rows of a kind with scales into float32."""
+    """Make the kernel that turns stored rows of a kind with scales into float32."""
     _, load_row = row_codec(KIND)
 
     def kernel(codes, scale, out):

@@ -1,4 +1,4 @@
-"""Copy what is stored, word for word, on the CPU.
+"""Copy stored rows and blocks, word for word, on the CPU.
 
 `copy_blocks`
     Whole blocks, between pools or within one: ``to[to_ids[i]] = source[source_ids[i]]``.
@@ -25,7 +25,7 @@ def copy_blocks(source, source_ids, to, to_ids):
 
 
 def make_copy_tokens(WORD):
-    """The kernel that copies the rows of tokens of `WORD` bytes an element."""
+    """Make the kernel that copies the rows of tokens of `WORD` bytes an element."""
 
     def kernel(source, source_slots, to, to_slots):
         source_size, to_size = np.int64(source.shape[2]), np.int64(to.shape[2])

@@ -1,11 +1,11 @@
-"""Rotate rows by random signs and a Hadamard transform, on the CPU, before they are quantised; and turn them back.
+"""Rotate rows by random signs and a Hadamard transform before they are quantised, or rotate them back, on the CPU.
 
 With S the diagonal matrix of the signs and H the normalised transform of `numkv.rows.hadamard` (a row x is a column)::
 
     forward  y = H S x          inverse  x = S H y
 
-Inner products stay what they were where both rows are rotated, so scores of rotated q and k are those of q and k; and
-attention over rotated v gives the rotated output. A NaN or an infinity reaches all of its block.
+A rotation of both rows does not change their inner product, so scores of rotated q and k are those of q and k.
+Attention over rotated v returns the rotated output. A NaN or an infinity spreads over its whole block.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from numkv.rows.hadamard import block_length, butterflies
 
 
 def make_rotate_rows(SRC, DST):
-    """The kernel that takes rows of kind `SRC` and gives rows of kind `DST`, both float kinds."""
+    """Make the kernel that takes rows of kind `SRC` and gives rows of kind `DST`, both float kinds."""
     COMPUTE = "float64" if "fp64" in (SRC, DST) else "float32"
     F = np.float64 if COMPUTE == "float64" else np.float32
     load, _ = codec(SRC, COMPUTE)

@@ -1,13 +1,13 @@
-"""How much attention each cached token gets, on the CPU.
+"""Sum the attention that each cached token gets, on the CPU.
 
-For token j and kv head g of a sequence, over its query rows (token t at position ``p = seq_len - T + t``, q head h of
-g's group) that see j, those with ``p - window_left <= j <= p``::
+For token j and kv head g of a sequence, the sum is over its query rows that see j. A row is token t at position ``p =
+seq_len - T + t`` and q head h of g's group; it sees j if ``p - window_left <= j <= p``::
 
     weight[g, j] = sum over t, h of exp(soft_cap(sm_scale * q[t, h] . k[slot(j), g]) - lse[t, h])
 
-Where queries have ranges of tokens, as in attention, those say what a query sees.
-The log of the sum of exponentials comes from attention, so one pass over K does, and tokens are independent of each
-other: a unit of work is a chunk of one sequence's tokens, for one kv head.
+If queries have ranges of tokens, as in attention, these replace the condition. The log of the sum of exponentials comes
+from attention, so one pass over K suffices, and tokens are independent of each other. A unit of work is a chunk of one
+sequence's tokens, for one kv head.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def make_attention_weights(K_KIND):
         row, x = np.empty(dim, np.float32), np.empty(padded, np.float32)
         tile = np.empty(padded * TILE, np.float32)
         scores, totals = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
-        # Elements past the last one are 0, and so is what no token has been put into.
+        # Elements past the last one are 0, and so are places without a token.
         _clear(x)
         _clear(tile)
         for item in range(worker, len(seq_lens) * num_kv_heads * chunks, workers):
@@ -104,7 +104,7 @@ def make_attention_weights(K_KIND):
                         load_row(row_of(k, at), row_of(k_scales, of), row)
                         for d in range(dim):
                             tile[d * TILE + j - start] = row[d]
-                    # Without ranges, those before see nothing of the tile.
+                    # Without ranges, earlier ones see no token of the tile.
                     t0 = np.int64(0) if len(ranges) > 0 else max(np.int64(0), low - position)
                     for t in range(t0, tokens):
                         first, last = visible_range(

@@ -49,7 +49,7 @@ def signature_of_states(kind: str) -> tuple[Any, ...]:
 
 @functools.cache
 def states_kernel(kind: str) -> Any:
-    """The kernel that merges outputs of a kind."""
+    """Return the kernel that merges outputs of a kind."""
     compute = kind_of(kind).compute.name
     return build(
         make_merge, signature_of_states(kind), args=(kind, compute), label=f"merge, {kind}", emit=types.none,

@@ -1,11 +1,11 @@
-"""Whether a call's arrays lie well: what it writes must not be what it reads. Asked inside compiled functions.
+"""Check inside compiled functions that the arrays which a call writes do not overlap those that it reads.
 
-The question is one kernel for all kinds and ranks. A function that asks it puts its arrays into a table, a row of
-numbers each, and calls the kernel by its symbol; asked in the function itself, it took most of the time in which that
-was compiled. `provide` has to come before such a function is made or loaded.
+The check is one kernel for all kinds and ranks. A caller describes its arrays in a table, a row of numbers each, and
+calls the kernel by its symbol. Inlined, the check took most of a function's compile time. `provide` has to be called
+before such a function is made or loaded.
 
-The answers are on the safe side: where nothing here proves that arrays lie apart, the caller leaves the call to the
-general way, which looks closer (`numkv.checks`).
+The check is conservative: if it cannot prove that arrays do not overlap, the caller uses the general path, which checks
+exactly (`numkv.checks`).
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def find_spans(t):
 
 @register_jitable
 def meet(t, a, b):
-    """Whether the spans of two arrays do."""
+    """Return whether the spans of two arrays do."""
     return t[a, LOW] < t[b, HIGH] and t[b, LOW] < t[a, HIGH]
 
 
 @register_jitable
 def _is_aligned(t, i):
-    """Whether an array's elements lie at multiples of their size."""
+    """Return whether an array's elements lie at multiples of their size."""
     places = t[i, ADDRESS]
     for axis in range(t[i, AXES]):
         if t[i, SHAPE + axis] > 1:
@@ -84,7 +84,7 @@ def _width_below(t, i, step):
 
 @register_jitable
 def interleave(t, a, b):
-    """Whether two arrays provably lie apart although their spans meet, as K and V of one buffer do."""
+    """Return whether two arrays provably lie apart although their spans meet, as K and V of one buffer do."""
     distance = t[b, LOW] - t[a, LOW]
     for axis in range(t[a, AXES]):
         step = abs(t[a, STRIDES + axis])
@@ -98,7 +98,7 @@ def interleave(t, a, b):
 
 @register_jitable
 def has_own_places(t, i):
-    """Whether no two elements of an array lie in one place: its steps, the shortest first, pass what they step over."""
+    """Return whether no two elements share a place: steps, the shortest first, exceed the span of shorter ones."""
     for axis in range(t[i, AXES]):
         if t[i, SHAPE + axis] > 1:
             own, passed = abs(t[i, STRIDES + axis]), t[i, ITEMSIZE]
@@ -112,11 +112,11 @@ def has_own_places(t, i):
 
 
 def _lie_well(t, own, read):
-    """The kernel behind `lie_well`: whether arrays that are written, rows ``[0, read)`` of a table, lie apart from
-    the others, which are read, and all elements lie at multiples of their size.
+    """Check arrays for `lie_well`: written ones must not overlap read ones, and elements must be aligned.
 
-    Rows ``[own, read)`` may be anybody's arrays. Each has to have a place for every element, and to lie apart from the
-    rows before it. The first two, K and V, may lie beside each other in one buffer.
+    Rows ``[0, read)`` of the table are written, the others read. Rows ``[own, read)`` may be the user's arrays. Each
+    must have a place for every element, and must not overlap the rows before it. The first two, K and V, may be
+    interleaved in one buffer.
     """
     for i in range(len(t)):
         if not _is_aligned(t, i):

@@ -1,7 +1,7 @@
 """Rotate stored K rows to other positions, in place, on the CPU.
 
-Angles of RoPE add up: a key that was rotated for position p becomes the one of ``p + offset`` when it is turned by the
-angle of `offset`. So what is cached can move without the projections that it was made of.
+Angles of RoPE add up: a key that was rotated for position p, rotated by the angle of `offset`, is the key for ``p +
+offset``. So cached keys can move without their projections.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numkv.rows.rope import pair_of, rotate_pair
 
 
 def make_shift_rows(KIND, INTERLEAVED):
-    """The kernel for a pool of kind `KIND`; `INTERLEAVED` says which elements are a pair."""
+    """The kernel for a pool of kind `KIND`; `INTERLEAVED` defines the pairs of elements."""
     COMPUTE = "float64" if KIND == "fp64" else "float32"
     F = np.float64 if KIND == "fp64" else np.float32
     _, load_row = row_codec(KIND, COMPUTE)

@@ -1,10 +1,10 @@
-"""Run a kernel on several threads, and be a good neighbour with them.
+"""Run a kernel on several threads, without harm to the host process.
 
-A kernel that can share its work has `ON_THREADS` as its last arguments, ``launch, worker, workers``. Where `launch` is
-not 0 it calls `on_threads`, which runs it once for each worker, and does no more; else it does the
-part of one worker: rows ``[n * worker // workers, n * (worker + 1) // workers)``, or whatever `next_item` hands out. So
-one build serves small calls, which neither start threads nor wait for any, and large ones. No row depends on another,
-so a result does not depend on the number of workers.
+A kernel that can share its work has `ON_THREADS` as its last arguments, ``launch, worker, workers``. If `launch` is not
+0, it only calls `on_threads`, which runs it once for each worker. Otherwise it does the part of one worker: rows ``[n *
+worker // workers, n * (worker + 1) // workers)``, or the items of `next_item`. So one build serves large calls, and
+small ones, which neither start threads nor wait for any. No row depends on another, so results do not depend on the
+number of workers.
 
 How many there may be is each Python thread's own choice (`choices`), else Numba's.
 
@@ -18,8 +18,8 @@ The threads are Numba's. Five things that Numba leaves open are settled here:
 - The ``workqueue`` layer ends the process when two Python threads launch at once: they take turns. The other layers
   take any number of launches.
 - GNU OpenMP cannot run after a fork: it would end the child, or hang. There, kernels run on one thread.
-- A fork in the middle of a compilation, or while threads are started, would leave the child with a lock that nobody
-  gives back: forks wait until that is done.
+- A fork in the middle of a compilation, or while threads are started, would leave the child with a lock that is never
+  released. So forks wait until that is done.
 """
 
 from __future__ import annotations
@@ -42,16 +42,20 @@ from numkv.kernels.cpu.vectors.launch import thread_launcher
 #: Numba types of a kernel's last arguments: ``launch, worker, workers``.
 ON_THREADS = (types.int64, types.int64, types.int64)
 
-# Elements below which one thread does it all. Appending float32 rows to fp16, int8 and fp32 caches, least times with
-# one thread and with two of a 2-core machine, in microseconds: of 1 << 14 elements 8 and 6, 8 and 6, 5 and 5; of
-# 1 << 16 elements 28 and 16, 31 and 18, 14 and 10; of 1 << 18 elements 97 and 52, 120 and 63, 51 and 32. Threads that
-# have slept wake more slowly than those, which had just worked: so not before two of them save 4 us at the least.
+# Elements below which one thread does all work. Appending float32 rows to fp16, int8 and fp32 caches on a 2-core
+# machine, least times with one thread and with two, in microseconds:
+#
+# - 1 << 14 elements: 8 and 6, 8 and 6, 5 and 5.
+# - 1 << 16 elements: 28 and 16, 31 and 18, 14 and 10.
+# - 1 << 18 elements: 97 and 52, 120 and 63, 51 and 32.
+#
+# These threads had just worked; sleeping ones wake more slowly. So two threads must save at least 4 us.
 SERIAL_ELEMENTS = 1 << 16
 
 
-#: Turns of the loop in which GNU OpenMP's threads wait before they sleep: more than the gap between the calls of two
-#: layers takes (2,000 are less, which short calls pay for: shape F of `python -m perf`), and far less than what the
-#: scheduler gives to another program (`python -m perf neighbour`).
+#: Turns of the loop in which GNU OpenMP's threads wait before they sleep. They outlast the gap between the calls of two
+#: layers; 2,000 do not, which slows short calls (shape F of `python -m perf`). They are far shorter than the
+#: scheduler's time slice for another program (`python -m perf neighbour`).
 SPINS = 20_000
 
 
@@ -65,7 +69,7 @@ class Choice:
 
 
 class _Mine(threading.local):
-    """What belongs to one Python thread."""
+    """The state of one Python thread."""
 
     def __init__(self) -> None:
         #: Its choices: the last one counts.
@@ -73,7 +77,7 @@ class _Mine(threading.local):
 
 
 class _State:
-    """What is known of Numba's threads in this process."""
+    """The state of Numba's threads in this process."""
 
     def __init__(self) -> None:
         self.launch = 0  # the address of what shares out calls, once threads have been started
@@ -92,7 +96,7 @@ _mine = _Mine()
 
 
 def choices() -> list[Choice]:
-    """The choices of the Python thread that asks, of which the last one counts: never empty, and its own to change."""
+    """Return the calling thread's list of choices, of which the last one counts: never empty, and mutable."""
     return _mine.choices
 
 
@@ -121,7 +125,7 @@ def start() -> None:
 
 @contextlib.contextmanager
 def _openmp_as_it_was() -> Iterator[None]:
-    """Put back what the start of Numba's OpenMP layer changes: nested regions, and the number of threads of a team."""
+    """Restore the settings that the start of Numba's OpenMP layer changes: nested regions, and threads of a team."""
     settings = [
         (getattr(library, f"omp_get_{get}"), getattr(library, f"omp_set_{put}"))
         for library in _openmps()
@@ -192,14 +196,14 @@ def num_threads() -> int:
 
 
 def workers_for(num_elements: int) -> int:
-    """How many threads are to move so many elements."""
+    """Return how many threads are to move so many elements."""
     return 1 if num_elements < SERIAL_ELEMENTS else num_threads()
 
 
 def run(kernel: Callable[..., Any], workers: int, *args: Any, worker: int = 0) -> Any:
-    """Run a kernel with so many workers, at most `num_threads`; as which one the launch itself counts is `worker`.
+    """Run a kernel with so many workers, at most `num_threads`; return its result.
 
-    Returns what the kernel does.
+    `worker` is the number of the launch itself.
     """
     if workers == 1:
         return kernel(*args, 0, worker, 1)
@@ -225,7 +229,7 @@ def launched(call: Callable[..., Any], workers: int, *args: Any) -> Any:
 
 
 def _before_fork() -> None:
-    # In this order, as who starts threads does not compile.
+    # In this order, as a thread that starts threads does not compile.
     global_compiler_lock.acquire()
     _state.starting.acquire()
 

@@ -1,10 +1,10 @@
-"""Write a fused QKV projection into a cache, on the CPU: split, RMS norm of q and k, RoPE, and the write, in one pass.
+"""Write a fused QKV projection into a cache, on the CPU: split, RMS norm of q and k, RoPE and the write in one pass.
 
 Row ``i`` of `qkv` is all q heads, then all k heads, then all v heads. Heads of q and k are normalised and rotated as
 asked; q goes to `q_out`, k and v to the slots of positions ``start + i``.
 
-The kernel itself can look at its arguments first: what one token costs is the call, and a look from Python costs more
-than the token. `numkv.writing.fast_path` asks for that.
+The kernel itself can check its arguments first, as `numkv.writing.fast_path` asks. For one token the call is the cost,
+and a check in Python costs more than the token.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from numkv.rows.quantize import is_finite
 from numkv.rows.rmsnorm import root_mean_square
 from numkv.rows.rope import rotate_pair
 
-# What a kernel is to do before it writes; see `Operations.small_write`.
+# The checks of a kernel before it writes; see `Operations.small_write`.
 CHECKED, LOOK, LOOK_FOR_NAN = map(int, Checks)
 
 
@@ -77,7 +77,7 @@ def rotate_neighbours(x, c, s):
 
 @register_jitable
 def _one_by_one(x):
-    """Whether an array's last axis is contiguous, as far as that matters."""
+    """Return whether an array's last axis is contiguous, as far as that matters."""
     return x.shape[x.ndim - 1] <= 1 or x.strides[x.ndim - 1] == x.itemsize
 
 
@@ -101,7 +101,7 @@ def _fits_pool(pool, scale, other, dim, has_scales, group_size):
 
 @register_jitable
 def _all_finite(qkv, first, stop, load):
-    """Whether columns ``[first, stop)`` hold neither NaN nor infinity."""
+    """Return whether columns ``[first, stop)`` hold neither NaN nor infinity."""
     for t in range(qkv.shape[0]):
         row = row_of(qkv, (np.int64(t),))[first:stop]
         bad = np.int64(0)
@@ -115,9 +115,9 @@ def _all_finite(qkv, first, stop, load):
 def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
     """The kernel for qkv of kind `SRC` and pools of kinds `K_KIND` and `V_KIND`, computing in `COMPUTE`.
 
-    With `BY_SLOT`, slots and rows of the tables are given token by token; without, by a block table and the first
-    token's. It returns how many tokens it has written, or -1: then a look, if one was asked for, has found something
-    that is not as it should be, and nothing was written. Only one thread may look.
+    With `BY_SLOT`, slots and rows of the tables are arguments for each token. Without, a block table and the first
+    token's row define them. It returns the number of tokens written, or -1 if a check has failed; then nothing was
+    written. Only one thread may check.
     """
     F = np.float32 if COMPUTE == "float32" else np.float64
     load, store_q = codec(SRC, COMPUTE)
@@ -234,9 +234,9 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
 
 @functools.cache
 def _writer(src: str, k_kind: str, v_kind: str, compute: Any, table: Any, by_slot: bool) -> Any:
-    """The kernel for qkv and pools of these kinds, which computes in one dtype and has tables of another.
+    """Return the kernel for qkv and pools of these kinds, which computes in one dtype and has tables of another.
 
-    See `write_rows` and `scatter_write` for its arguments; of those two it has the ones that it does not use as well.
+    See `write_rows` and `scatter_write` for its arguments. It has those of both, also the ones that it does not use.
     """
     real, angle = from_dtype(compute), array(from_dtype(table), 2)
     signature = (

@@ -58,7 +58,7 @@ ROWS = THREADS // LANES  # rows that a block takes at once
 
 
 def make_append_rows(SRC, DST, BY_SLOT):
-    """The function that puts rows of kind `SRC` into a pool of kind `DST`, by given slots or by a block table.
+    """Make the function that puts rows of kind `SRC` into a pool of kind `DST`, by given slots or by a block table.
 
     ``append(rows, pool, scale, places, start, block, num_blocks, peaks, look, found, raised)``, of which a block of
     threads does the part number `block` of `num_blocks`. What is not finite is reported as `look` plus its index, in
@@ -111,7 +111,7 @@ def make_append_rows(SRC, DST, BY_SLOT):
 
 
 def make_append_groups(SRC, BY_SLOT):
-    """The function that puts rows of kind `SRC` into a pool of groups (INT4): a thread takes a group.
+    """Make the function that puts rows of kind `SRC` into a pool of groups (INT4): a thread takes a group.
 
     See `make_append_rows`. Each thread looks at the whole row, as a row that is not finite is stored as zeros.
     """
@@ -160,7 +160,7 @@ def make_append_groups(SRC, BY_SLOT):
 
 
 def make_append(K_SRC, K_KIND, V_SRC, V_KIND, BY_SLOT):
-    """The kernel that puts rows of K and of V into their pools: some blocks take K, the others V."""
+    """Make the kernel that puts rows of K and of V into their pools: some blocks take K, the others V."""
     SIDES = ((K_SRC, K_KIND), (V_SRC, V_KIND))
     append_k, append_v = (
         make_append_groups(src, BY_SLOT)
@@ -320,7 +320,7 @@ def _append(k_src: str, k_kind: str, v_src: str, v_kind: str, by_slot: bool) -> 
 
 
 def _by_octets(rows, source, pool, kind):
-    """Whether rows are such that `make_append_octets` takes them."""
+    """Return whether rows are such that `make_append_octets` takes them."""
     return octets_fit(rows, source, rows.shape[2]) and octets_fit(pool, kind, rows.shape[2])
 
 

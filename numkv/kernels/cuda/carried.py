@@ -161,7 +161,7 @@ def _read(path: Path) -> tuple[dict[str, Any], list[bytes]]:
 
 
 def _place(path: Path, parts: list[str]) -> Path | None:
-    """Where this machine looks for a kernel."""
+    """Return where this machine looks for a kernel."""
     module, name, *_ = parts
     factory = None
     if module.startswith(_ROOM):

@@ -17,7 +17,7 @@ from numkv.rows.convert import codec
 
 
 def make_quantise_groups(SRC, DST):
-    """The kernel that takes rows of kind `SRC` and gives codes of kind `DST`."""
+    """Make the kernel that takes rows of kind `SRC` and gives codes of kind `DST`."""
     load, _ = codec(SRC)
     EACH, FINE = kind(DST).unit[0], kind(DST).fine_channels
     store, store_fine = channel_storer(8 // EACH, load)

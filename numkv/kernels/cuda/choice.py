@@ -34,7 +34,7 @@ MARKS = THREADS + 1
 
 
 def make_key_bounds(K_KIND):
-    """The kernel that bounds the keys of blocks: a thread has a few columns of a block's kv head."""
+    """Make the kernel that bounds the keys of blocks: a thread has a few columns of a block's kv head."""
     SCALES_PER = kind(K_KIND).scales_per
     BY_ROW, BY_HEAD = SCALES_PER == "row", SCALES_PER == "head"
     read, column = reader(K_KIND, "float32", STEP, False), column_of(K_KIND, STEP)
@@ -77,7 +77,7 @@ def make_key_bounds(K_KIND):
 
 
 def make_block_scores(Q_KIND):
-    """The kernel that bounds scores: the group's queries lie in shared memory, a thread has a block of tokens."""
+    """Make the kernel that bounds scores: the group's queries lie in shared memory, a thread has a block of tokens."""
     load, _ = codec(Q_KIND)
 
     def kernel(q, low, high, block_table, seq_lens, block_size, sm_scale, scores):
@@ -113,7 +113,7 @@ def make_block_scores(Q_KIND):
 
 
 def make_choose_blocks():
-    """The kernel that chooses: a CUDA block has a kv head of a sequence.
+    """Make the kernel that chooses: a CUDA block has a kv head of a sequence.
 
     Its threads count digits together; each then has a run of the sequence's blocks, whose chosen ones go behind those
     of the threads before it.
@@ -207,7 +207,7 @@ def make_choose_blocks():
 
 
 def make_tables_of_heads():
-    """The kernel that numbers parts of blocks."""
+    """Make the kernel that numbers parts of blocks."""
 
     def kernel(tables, num_kv_heads, out):
         heads, columns = np.int64(tables.shape[1]), np.int64(tables.shape[2])

@@ -1,17 +1,17 @@
 """Vectors as codes of a few bits, on CUDA; see `numkv.kernels.cpu.compress` for the method.
 
 *Rows*, encoded, decoded, and multiplied with a matrix of their head. A block takes a few rows of one head. Each warp
-has a row of its own for what goes through a row element by element, and every thread has columns of the head's matrix,
-which it multiplies with all of the block's rows, so that a matrix is read once for several rows.
+has one row for work element by element. Every thread has columns of the head's matrix, which it multiplies with all of
+the block's rows. So a matrix is read once for several rows.
 
-*Scores.* A block takes a tile of tokens, one for each thread, and up to eight q rows of their head. Codes come into
-shared memory some bytes of each row at a time, adjacent threads taking adjacent bytes; then each thread looks the
-levels of its own token up, once for all q rows.
+*Scores.* A block takes a tile of tokens, one for each thread, and up to eight q rows of their head. Codes are copied to
+shared memory some bytes of each row at a time, with adjacent threads on adjacent bytes. Then each thread looks up the
+levels of its own token, once for all q rows.
 
-*Attention.* A block takes a split of a head's tokens, tile by tile: scores as above, the online softmax of Milakov and
-Gimelshein (arXiv:1805.02867), then every thread adds up the weighted levels of its own columns of the values. A second
-kernel merges the splits in order, and multiplies the sums with the transposed rotation. Several sequences are done in
-one launch (`numkv.rows.address`), each as it would be alone.
+*Attention.* A block computes a split of a head's tokens, tile by tile. It computes scores as above, and the online
+softmax of Milakov and Gimelshein (arXiv:1805.02867). Then every thread adds up the weighted levels of its own columns
+of the values. A second kernel merges the splits in order, and multiplies the sums with the transposed rotation. Several
+sequences are done in one launch (`numkv.rows.address`), each as it would be alone.
 
 Query rows of one kv head stand together, query by query. Each knows the tokens that it sees, counted from the first.
 """
@@ -59,7 +59,7 @@ def _multiply_rows(x, width, matrix, h, j, sums):
 
 @register_jitable
 def _total(partial, mine, lane, value):
-    """The sum of a warp's values; all threads of the block wait for each other, before `partial` is read.
+    """Return the sum of a warp's values; all threads of the block wait for each other, before `partial` is read.
 
     They have to wait once more before it is written again.
     """
@@ -72,7 +72,7 @@ def _total(partial, mine, lane, value):
 
 
 def make_encode(SRC):
-    """The kernel that encodes rows of kind `SRC`."""
+    """Make the kernel that encodes rows of kind `SRC`."""
     load, _ = codec(SRC)
     SHAPE, TOP = (ROWS, LANES), LARGEST
 
@@ -164,7 +164,7 @@ def make_encode(SRC):
 
 
 def make_decode(BITS):
-    """The kernel that turns codes of `BITS` bits back into rows."""
+    """Make the kernel that turns codes of `BITS` bits back into rows."""
 
     def kernel(codes, capacity, row_bytes, scales, begin, levels, back, out):
         num_heads, num_tokens, dim = out.shape
@@ -192,7 +192,7 @@ def make_decode(BITS):
 
 
 def make_multiply(SRC):
-    """The kernel that multiplies q rows of kind `SRC` with the matrix of their kv head.
+    """Make the kernel that multiplies q rows of kind `SRC` with the matrix of their kv head.
 
     They come as ``(num_queries, num_q_heads, dim)``, and leave by kv head, query and q head of the group.
     """
@@ -599,7 +599,7 @@ def make_attend(BITS, V_BITS, NUM_ROWS, COLUMNS):
 
 
 def make_finish():
-    """The kernel that merges splits in order, and multiplies the result with a matrix of its head."""
+    """Make the kernel that merges splits in order, and multiplies the result with a matrix of its head."""
     LENGTH = SPLIT
 
     def kernel(parts, span, plan, back, out, lse):
@@ -711,7 +711,7 @@ def _bits(levels: Any) -> int:
 
 
 def _nothing() -> Any:
-    """The plan of one sequence, and the slots of tokens that go one behind the other."""
+    """Return the plan of one sequence, and the slots of tokens that go one behind the other."""
     return memory.empty((0,), np.int64)
 
 
@@ -766,7 +766,7 @@ def _packed(stored: StoredCodes) -> tuple[Any, ...]:
 
 
 def _rows_at_once(group: int, row_bytes: int) -> int:
-    """How many q rows of a head a block takes."""
+    """Return how many q rows of a head a block takes."""
     fitting = [n for n in Q_ROWS if n * row_bytes <= Q_BYTES] or [1]
     return next((n for n in fitting if n >= group), fitting[-1])
 

@@ -18,7 +18,7 @@ ROWS = THREADS // LANES  # rows that a block takes at once
 
 
 def make_dequantise(KIND):
-    """The kernel that turns stored rows of a kind with scales into float32."""
+    """Make the kernel that turns stored rows of a kind with scales into float32."""
     value, _ = element_codec(KIND)
     HEAD, ROW = (kind(KIND).scales_per == per for per in ("head", "row"))
 

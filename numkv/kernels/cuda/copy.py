@@ -29,7 +29,7 @@ _UNSIGNED = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}
 
 
 def make_copy_blocks(WORD):
-    """The kernel that copies blocks of words of `WORD` bytes."""
+    """Make the kernel that copies blocks of words of `WORD` bytes."""
 
     def kernel(source, source_ids, to, to_ids):
         num_ids, size = source_ids.shape[0], np.int64(source.shape[1])
@@ -47,7 +47,7 @@ def make_copy_blocks(WORD):
 
 
 def make_copy_blocks_16():
-    """The kernel that copies blocks that are multiples of 16 bytes."""
+    """Make the kernel that copies blocks that are multiples of 16 bytes."""
 
     def kernel(source, source_ids, to, to_ids):
         size = np.int64(source.shape[1]) >> 1  # of which PIECE / 2 are taken at once

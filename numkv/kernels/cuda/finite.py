@@ -105,7 +105,7 @@ ROWS = THREADS // LANES  # rows that a block takes at once
 
 
 def make_mend_rows():
-    """The kernel that looks at rows in pools of floats, and puts zeros in place of those that are not finite.
+    """Make the kernel that looks at rows in pools of floats, and puts zeros in place of those that are not finite.
 
     Blocks of threads from `k_blocks` on take V. What is found is reported as by `numkv.kernels.cuda.append`.
     """

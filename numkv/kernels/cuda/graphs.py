@@ -27,8 +27,8 @@ class Capture:
     held : list
         What the graph goes on reading; dropped when it is gone.
     free : dict of tuple to list
-        Memory of the graph that no array has any more, by the handle of the stream and by size: calls that come later
-        on that stream, in the graph too, may take it.
+        Memory of the graph that no array uses any more, by the handle of the stream and by size. Later calls on that
+        stream, also in the graph, may reuse it.
     """
 
     def __init__(self) -> None:

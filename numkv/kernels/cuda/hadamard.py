@@ -24,7 +24,7 @@ ROWS = THREADS // LANES  # rows that a block takes at once, if they fit
 
 
 def make_rotate_rows(SRC, DST):
-    """The kernel that takes rows of kind `SRC` and gives rows of kind `DST`, both float kinds."""
+    """Make the kernel that takes rows of kind `SRC` and gives rows of kind `DST`, both float kinds."""
     COMPUTE = "float64" if "fp64" in (SRC, DST) else "float32"
     F = np.float64 if COMPUTE == "float64" else np.float32
     SHARED = getattr(types, COMPUTE)

@@ -1,10 +1,10 @@
-"""What kernels report when nobody waits for them: NaN and infinity in rows that were to be quantised.
+"""Asynchronous error reports of kernels: NaN and infinity in rows that were to be quantised.
 
-Whoever writes such rows has a `Watch`: words of device memory, and one of pinned memory, which kernels see as theirs. A
-kernel that finds such a row stores zeros in its place, puts the smallest of (number of the call, side, index) into the
-word of the row's token, modulo `WORDS`, and sets the word of the host. The host looks at that in passing; only when it
-is set, or when somebody asks, does it wait and fetch the others. So of two objects that write bad rows each is told,
-and of several sequences in one call each, up to so many tokens apart.
+The writer of such rows has a `Watch`: words of device memory, and one of pinned memory, which kernels can access. A
+kernel that finds a bad row stores zeros instead. It writes the smallest of (number of the call, side, index) to the
+word of the row's token, modulo `WORDS`. It also sets the word of the host. The host checks its word in passing. Only if
+it is set, or on request, the host waits and reads the others. So each object, and each sequence of a call within
+`WORDS` tokens, gets its own report.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Watch:
             self._device.retired.append(self._words)
 
     def words(self) -> _LateWords:
-        """Where kernels report to."""
+        """Return where kernels report to."""
         if self._words is None:
             with self._lock:
                 if self._words is None:
@@ -193,7 +193,7 @@ class Watch:
             return self._written.get(number // CALL)
 
     def arrived(self) -> bool:
-        """Whether a kernel has reported; does not wait."""
+        """Return whether a kernel has reported; does not wait."""
         return self._host[0] != 0
 
     def take(self) -> list[Report]:
@@ -224,7 +224,7 @@ def of_functions(device: int | None = None) -> Watch:
 
 
 def flags(look: int) -> tuple[Any, Any]:
-    """The arrays that kernels report to: the smallest of what they found, and whether there is anything.
+    """Return the arrays that kernels report to: the smallest of what they found, and whether there is anything.
 
     Parameters
     ----------

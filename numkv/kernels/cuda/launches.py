@@ -4,10 +4,9 @@ A kernel is compiled by Numba, for one signature: arrays have any strides, and o
 element, as checks of arguments ask for. So views and other widths of integers never compile anything. The machine code
 is kept on disk, in files as those of CPU kernels.
 
-Numba's own launch looks at every argument anew, and takes a quarter of a millisecond for the arrays of attention. Here
-a kernel is launched through `cuda.core`, with plain numbers in the order that Numba's machine code takes them: of an
-array two that say who owns it, which are not looked at, its size, the bytes of an element, the pointer, shape and
-strides.
+Numba's own launch checks every argument anew, and takes a quarter of a millisecond for the arrays of attention. Here a
+kernel is launched through `cuda.core`, with plain numbers in the order of Numba's machine code. An array is two owner
+fields, which are ignored, its size, the bytes of an element, the pointer, shape and strides.
 
 Arrays of indices (`INDICES`) may be int32 or int64, known when the kernel runs: `number_at` reads either.
 """
@@ -178,7 +177,7 @@ class Kernel:
         return found
 
     def places(self, args: tuple[Any, ...]) -> list[tuple[int, Any]]:
-        """Where among `flat` the pointers of arrays are, and the arrays."""
+        """Return where among `flat` the pointers of arrays are, and the arrays."""
         found, at = [], 0
         for x, of in zip(args, self._types, strict=True):
             if of.ndim < 0:
@@ -189,7 +188,7 @@ class Kernel:
         return found
 
     def numbers(self, args: tuple[Any, ...]) -> list[tuple[int, int]]:
-        """Where among `flat` a `Number` is, and which of the call's it is."""
+        """Return where among `flat` a `Number` is, and which of the call's it is."""
         found, at = [], 0
         for x, of in zip(args, self._types, strict=True):
             if of.ndim >= 0:
@@ -245,7 +244,7 @@ class Kernel:
         return found
 
     def machine_code(self, of: tuple[int, int, str]) -> tuple[str, bytes]:
-        """The name of the entry and the cubin for an `architecture`: from disk, or compiled."""
+        """Return the name of the entry and the cubin for an `architecture`: from disk, or compiled."""
         path = kept_as(self._factory, self.parts(of))
         found = None if path is None else disk_cache.load(path, _unpack)
         note(found is not None)
@@ -272,12 +271,12 @@ class Kernel:
 
 
 def kept_as(factory: Callable[..., Any], parts: list[str]) -> Any:
-    """The file on disk of a kernel, by its `Kernel.parts`; None where there is no place for files."""
+    """Return the file on disk of a kernel, by its `Kernel.parts`; None where there is no place for files."""
     return disk_cache.path_of(factory, factory.__qualname__, (*parts, *_toolchain()))
 
 
 def named(of: tuple[int, int, str]) -> str:
-    """The name of an `architecture`, such as sm_90a."""
+    """Return the name of an `architecture`, such as sm_90a."""
     return "sm_" + "".join(map(str, of))
 
 

@@ -1,7 +1,7 @@
-"""How much attention each cached token gets, on CUDA; what is computed is on top of `numkv.kernels.cpu.mass`.
+"""Sum the attention that each cached token gets, on CUDA; `numkv.kernels.cpu.mass` has the formula.
 
-A thread takes a token, for one kv head, and a few query rows at a time: every element of the key serves them all, and
-threads have nothing to tell each other. Tokens whose block lies outside the pool get 0.
+A thread computes a token, for one kv head, and a few query rows at a time. Every element of the key serves them all,
+and threads exchange nothing. Tokens whose block lies outside the pool get 0.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def make_attention_weights(Q_KIND, K_KIND, WIDE):
 def make_staged_weights(Q_KIND, K_KIND):
     """The kernel of `make_attention_weights` for keys read 16 bytes at a time, and queries without ranges.
 
-    The block's threads put four query rows into shared memory as floats, element by element: a thread multiplies an
-    element of its key by four numbers that it, and all others, load at once.
+    The block's threads write four query rows to shared memory as floats, element by element. A thread multiplies an
+    element of its key by four numbers, which all threads load at once.
     """
     STEP, SCALES_PER = WIDTH[K_KIND], kind(K_KIND).scales_per
     BY_ROW, BY_HEAD, HALF = SCALES_PER == "row", SCALES_PER == "head", STEP // 2

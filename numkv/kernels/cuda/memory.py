@@ -1,11 +1,11 @@
 """Device memory that calls borrow, and the arrays over it: nothing is allocated or freed where calls repeat.
 
-Memory belongs to a stream (`numkv.kernels.cuda.streams.Place`). When nobody holds an array any more, its memory goes
-back there at once, though kernels may still be using it: what takes it next runs after them, on the same stream. What
-has been handed to other libraries does not go back, as these may use it on streams of their own: it is freed, for which
-the driver waits; by DLPack, with dtypes that NumPy has not, which `cuda.core` does not export. What is taken while a
-stream is captured belongs to the graph (`numkv.kernels.cuda.graphs`): there, too, calls take what those before have
-left, and it is freed with the graph.
+Memory belongs to a stream (`numkv.kernels.cuda.streams.Place`). When an array is deleted, its memory returns there at
+once, though kernels may still be using it: its next user runs after them, on the same stream. Memory that was exported
+to other libraries does not return, as these may use it on other streams. It is freed, for which the driver waits.
+Exports use DLPack, also with dtypes that NumPy lacks, which `cuda.core` does not export. Memory that is allocated while
+a stream is captured belongs to the graph (`numkv.kernels.cuda.graphs`). There, too, calls reuse memory of earlier ones,
+and it is freed with the graph.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ if SIMULATED:
         return array
 
     def pointer_of(x: Any) -> int:
-        """The address of an array's first element."""
+        """Return the address of an array's first element."""
         return int(simulated(x).__array_interface__["data"][0])
 
     def _none(*args: Any) -> Any:
@@ -306,7 +306,7 @@ else:
         return made
 
     def pointer_of(x: Any) -> int:
-        """The address of an array's first element."""
+        """Return the address of an array's first element."""
         return int(x.gpu_data.device_pointer)
 
     def viewed(x: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:

@@ -1,20 +1,19 @@
 """Rows in octets: eight adjacent elements at a time, which a thread of CUDA keeps in registers.
 
-A row has a few lanes, a power of two, and each has two of its octets: so 16 threads of a warp read 16 bits an element
-as 256 adjacent bytes, by one instruction of 16 bytes each, and a warp takes several rows at once. What a row has in
-common, its largest magnitude or the ends of a group, goes between lanes by shuffles. Here is how octets
-are read, turned and written; `row_putter` stores whole rows. `append`, `write` and `shift` are made
-of these.
+A row has a few lanes, a power of two, and each lane has two of its octets. So 16 threads of a warp read 256 adjacent
+bytes, if elements have 16 bits, by one instruction of 16 bytes each. A warp processes several rows at once. What a row
+has in common, its largest magnitude or the ends of a group, goes between lanes by shuffles. Here is how octets are
+read, turned and written; `row_putter` stores whole rows. `append`, `write` and `shift` are made of these.
 
 The simulator runs none of this, nor do rows that are not aligned: they take the kernels that go element by element.
 
 **Into a pool**, for every kind: what a row has in common, its largest magnitude or the ends of a group, goes between
 its lanes by shuffles.
 
-**Codes without divisions.** A row's scale is inverted once. ``q = x * r`` is then mended by what is left,
-``q + (x - q * scale) * r``, each in one rounding: that is the quotient rounded to nearest wherever a code depends on
-it, by trying all 2**23 significands of a scale with the four floats next to each of its 128 ties, and for the scales of
-INT4, of eight bits, everywhere (Markstein, "Computation of elementary functions on the IBM RISC System/6000
+**Codes without divisions.** A row's scale is inverted once. ``q = x * r`` is then corrected by the remainder, ``q + (x
+- q * scale) * r``, each in one rounding. The result is the quotient rounded to nearest wherever a code depends on it.
+That was tested for all 2**23 significands of a scale, with the four floats next to each of its 128 ties. For the scales
+of INT4, of eight bits, it holds everywhere (Markstein, "Computation of elementary functions on the IBM RISC System/6000
 processor", IBM J. Res. Dev. 34, 1990). Rows of tiny or infinite scales are divided.
 """
 
@@ -68,7 +67,7 @@ def lanes_for(octets: int, least: int = 4) -> int:
 
 
 def octets_fit(array, kind: str, dim: int) -> bool:
-    """Whether the rows of an array ``(..., words)`` can be read and written by octets, two a lane.
+    """Return whether the rows of an array ``(..., words)`` can be read and written by octets, two a lane.
 
     Parameters
     ----------
@@ -308,7 +307,7 @@ def report(x, octets, index, token, found, raised):
 
 @register_jitable
 def _sum_of_lanes(x, lanes):
-    """The sum over a row's lanes, in the same order for all of them."""
+    """Return the sum over a row's lanes, in the same order for all of them."""
     step = np.uint32(lanes) >> np.uint32(1)
     while step > np.uint32(0):
         x = x + other_float(x, np.uint32(step))
@@ -437,7 +436,7 @@ def _load_int4(at_row, octet, x, at):
 
 
 def rows_aligned(array, whole: bool = False) -> bool:
-    """Whether every row of an array starts at a multiple of 16 bytes, and its elements are in order.
+    """Return whether every row of an array starts at a multiple of 16 bytes, and its elements are in order.
 
     With `whole`, whether rows also end at one.
     """
@@ -465,7 +464,7 @@ def magnitude(x):
 
 @register_jitable
 def _of_row(largest, lanes):
-    """The largest word among those of a row's lanes."""
+    """Return the largest word among those of a row's lanes."""
     step = np.uint32(lanes) >> np.uint32(1)
     while step > np.uint32(0):
         largest = max(largest, shuffle_xor(largest, np.uint32(step)))
@@ -590,8 +589,8 @@ _SIXTEENTH = 1 / 16
 def _place(x, minus_scale, inverse, shift):
     """An element in units of the scale, and its code in the last bits of a float, 2**23 above it.
 
-    `shift` is ``(1/2 - lowest) / 16``. That the half is added at once with the lowest level, not after it, changes no
-    code: the sum is rounded by the same unit on both ways, next to every whole number.
+    `shift` is ``(1/2 - lowest) / 16``. Adding the half together with the lowest level, not after it, changes no code.
+    Next to every whole number, both sums are rounded by the same unit.
     """
     q = np.float32(x * inverse)
     q = cuda.fma(cuda.fma(q, minus_scale, x), inverse, q)
@@ -631,7 +630,7 @@ def _word_near(x, offset):
 
 @register_jitable
 def _scale_word(x):
-    """The word of the scale of a finite group, of which this lane and the next one have 16 elements each.
+    """Return the word of the scale of a finite group, of which this lane and the next one have 16 elements each.
 
     Elements of tiny groups are multiplied by what it returns as well, so that nothing is lost to underflow.
     """

@@ -1,12 +1,12 @@
-"""Calls that repeat: the launches of the first one, made again with other pointers.
+"""Replays of repeated calls: the launches of the first one, made again with other pointers.
 
 What a call does with device arrays depends on their shapes, strides and dtypes and on its options alone, as the host
-sees no values. So a call is written down the first time, with where among the arguments of its launches the pointers of
-its own arrays are; the next one of the same kind makes the same launches, and checks nothing but that arrays which are
-written to lie apart from the others, as they did.
+sees no values. So the first call is recorded, with the places of its own arrays' pointers among the arguments of its
+launches. The next call of the same kind makes the same launches. It only checks that written arrays do not overlap the
+others, as in the first call.
 
-Objects have buffers of their own, which stay in the launches as they are, and numbers that move on, such as a length:
-a `numkv.kernels.cuda.launches.Number` among the arguments is put in anew each time.
+Objects have buffers of their own, which stay in the launches, and numbers that change, such as a length. Each replay
+sets anew the arguments that are a `numkv.kernels.cuda.launches.Number`.
 """
 
 from __future__ import annotations

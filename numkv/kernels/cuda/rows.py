@@ -1,8 +1,8 @@
-"""How CUDA kernels find where a row goes and store it, for every kind: one place for append, write and key shift.
+"""How CUDA kernels locate and store a row, for every kind: shared by append, write and key shift.
 
-The lanes of a warp share a row. An INT8 row has a scale that depends on all of it, so its lanes meet before they store:
-each puts the largest magnitude that it sees into shared memory (`peak`), the kernel waits for all threads, and then
-they store (`put`). The functions here never wait, as the simulator lets only a kernel's own file do that.
+The lanes of a warp share a row. An INT8 row has a scale that depends on all of it, so its lanes synchronise before they
+store. Each writes its largest magnitude to shared memory (`peak`), the kernel waits for all threads, and then they
+store (`put`). The functions here never wait, as the simulator lets only a kernel's own file do that.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def compute_of(*names: str) -> str:
-    """The dtype that a kernel over these kinds computes in: float64 if one of them asks for it."""
+    """Return the dtype that a kernel over these kinds computes in: float64 if one of them asks for it."""
     return "float64" if any(kind_of(name).compute == np.float64 for name in names) else "float32"
 
 
@@ -49,7 +49,7 @@ def natural(i):
 
 
 def aligned(array: Any, kind: str, width: int) -> bool:
-    """Whether `load_chunk` can read every chunk of every row: all of them start at multiples of its size.
+    """Return whether `load_chunk` can read every chunk of every row: all of them start at multiples of its size.
 
     Parameters
     ----------
@@ -86,9 +86,8 @@ def reader(KIND, COMPUTE, STEP, WIDE):
     -------
     function
         ``read(array, scale, a, b, c, chunk, floats, at)`` puts chunk number `chunk` of the row ``array[a, b, c]`` at
-        ``floats[at:]``; elements past the end of the row are 0. Those of INT4 are scaled, as a row has several
-        scales, and in the order that `column_of` says, and so are those of kinds whose scales belong to channels;
-        scales of rows or of heads are left to the caller.
+        ``floats[at:]``; elements past the end of the row are 0. INT4 and kinds with scales by channel are scaled here,
+        and are in the order of `column_of`. The caller applies scales of rows or of heads.
     """
     load = loader(KIND, COMPUTE)
     F = np.float32 if COMPUTE == "float32" else np.float64

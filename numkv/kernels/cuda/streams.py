@@ -1,8 +1,8 @@
 """Where a thread of the host works: which device, and which of its streams.
 
 Whoever calls a public function says so, by `naming`, or the arrays do: `numkv.targets.cuda.CudaTarget.on`. Everything
-below asks `current`. There is one `Place` for each stream, which has its memory too: what one call gives back the next
-one on the same stream takes, and the order of the stream keeps them apart.
+below asks `current`. There is one `Place` for each stream, which also has its memory. A call reuses memory that earlier
+calls on the same stream have released; the order of the stream makes that safe.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _ASTRAY = re.compile(
 
 
 def failed(what: str, error: object) -> RuntimeError:
-    """The error for what the driver has not done.
+    """Return the error for what the driver has not done.
 
     Parameters
     ----------
@@ -126,7 +126,7 @@ class Place:
             ask("cuStreamSynchronize", self.handle)
 
     def capturing(self) -> bool:
-        """Whether what is launched here becomes a part of a CUDA graph."""
+        """Return whether what is launched here becomes a part of a CUDA graph."""
         if SIMULATED or self.handle == 0:  # the default stream cannot be captured
             return False
         from cuda.bindings import driver
@@ -173,7 +173,7 @@ _here = _Here()
 
 
 def place(device: int, handle: int) -> Place:
-    """The place of a stream of a device."""
+    """Return the place of a stream of a device."""
     found = _places.get((device, handle))
     if found is None:
         _refuse_after_fork()
@@ -182,7 +182,7 @@ def place(device: int, handle: int) -> Place:
 
 
 def current() -> Place:
-    """Where this thread works: where `on` says, else `default`."""
+    """Return where this thread works: where `on` says, else `default`."""
     return _here.place or default()
 
 
@@ -193,7 +193,7 @@ def multiprocessors(device: int) -> int:
 
 
 def chosen() -> Place | None:
-    """Where `on` says that this thread works; None outside of it."""
+    """Return where `on` says that this thread works; None outside of it."""
     return _here.place
 
 
@@ -266,7 +266,7 @@ def is_ready() -> bool:
 
 
 def one_device() -> bool:
-    """Whether there is no other device that this thread may have turned to."""
+    """Return whether there is no other device that this thread may have turned to."""
     if not _counted:
         _counted.append(len(cuda.gpus))
     return _counted[0] == 1
@@ -315,7 +315,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def as_it_is() -> bool:
-    """Whether this thread can launch wherever it likes: one device, nothing chosen, named or written down."""
+    """Return whether this thread can launch wherever it likes: one device, nothing chosen, named or written down."""
     here = _here
     return here.place is here.named is here.recording is None and here.ready and _counted == [1]
 

@@ -4,7 +4,7 @@ A copy is asynchronous only from pinned memory, which must not change before the
 each stream: a part is written to again when the event behind its last copy has passed, which it has by then.
 
 Tables of fixed size (`numkv.targets.fixed.Fixed`) have two pieces of pinned memory of their own, filled in turn, each
-with an event behind its copy: so an update waits only if the device is two updates behind.
+with an event after its copy. So an update waits only if the device is two updates behind.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Ring:
         self.part, self.at = 0, 0
 
     def take(self, nbytes: int, handle: int) -> int:
-        """Where so many bytes may be put."""
+        """Return where so many bytes may be put."""
         size = RING // PARTS
         if self.at + nbytes > size:
             streams.ask("cuEventRecord", self.events[self.part], handle)
@@ -51,7 +51,7 @@ class _Ring:
 
 
 def _has_passed(event: Any) -> bool:
-    """Whether what was launched before an event is done; if that cannot be told, no."""
+    """Return whether what was launched before an event is done; if that cannot be told, no."""
     from cuda.bindings import driver
 
     return bool(driver.cuEventQuery(event)[0] == driver.CUresult.CUDA_SUCCESS)
@@ -225,7 +225,7 @@ class DeviceFixed:
         self._updates += 1
 
     def arrived(self) -> int:
-        """How many updates are done, of the last two by asking; the host does not wait."""
+        """Return how many updates are done, of the last two by asking; the host does not wait."""
         if SIMULATED:
             return self._updates
         for back in range(min(_STAGES, self._updates)):
@@ -235,7 +235,7 @@ class DeviceFixed:
         return max(0, self._updates - _STAGES)
 
     def _passed(self, turn: int) -> bool:
-        """Whether the device is past the last copy from a piece of pinned memory."""
+        """Return whether the device is past the last copy from a piece of pinned memory."""
         from cuda.bindings import driver
 
         (error,) = driver.cuEventQuery(self._events[turn])

@@ -1,7 +1,7 @@
 """Stored words as the 16-bit floats that tensor cores take, and float32 as two of them; composed of `instructions`.
 
-Codes become floats without a conversion, which GPUs do slowly: a code's bits go where the last bits of a power of two
-are, and that is taken away again (as FasterTransformer and Marlin do it, arXiv:2408.11743, section 3.4). All of it is
+Codes become floats without conversion instructions, which are slow on GPUs. A code's bits replace the last bits of a
+power of two, which is then subtracted (as in FasterTransformer and Marlin, arXiv:2408.11743, section 3.4). All of it is
 exact. Of 8-bit floats, exponents are moved by a product with a power of two, which mends subnormal numbers as well.
 """
 

@@ -1,7 +1,7 @@
 """Write a fused QKV projection into a cache, on CUDA: split, RMS norm of q and k, RoPE, and the write, in one pass.
 
-See `numkv.kernels.cpu.write` for the layout. A warp takes one head of one token and keeps its row in shared memory,
-where the two elements of a rotated pair meet; a block takes several heads at once.
+See `numkv.kernels.cpu.write` for the layout. A warp processes one head of one token. Its row is in shared memory, where
+the two elements of a rotated pair meet. A block processes several heads at once.
 """
 
 from __future__ import annotations
@@ -306,7 +306,7 @@ def _write_rows(
 
 
 def _by_octets(qkv, qkv_kind, cos, sin, mode, weights, q_out, pools) -> bool:
-    """Whether rows are such that `make_write_octets` takes them."""
+    """Return whether rows are such that `make_write_octets` takes them."""
     dim, (_, rotate, interleaved) = q_out.shape[2], mode
     if rotate:
         half = cos.shape[1]

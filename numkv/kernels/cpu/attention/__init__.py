@@ -5,19 +5,20 @@ For query row (token t, q head h) at position ``p = seq_len - T + t`` and kv hea
     score[j] = soft_cap(sm_scale * q[t, h] . k[slot(j), g])       for p - window_left <= j <= p
     out[t, h] = sum over j of softmax(score)[j] * v[slot(j), g]
 
-The unit of work is an item: one sequence, one or several kv heads, one block of query tokens (all q heads of the
-groups) and one split of the KV range. Splits are merged afterwards in order, as in Flash-Decoding (Dao et al., 2023).
-Heads do not mix, and split boundaries depend on the sequence's own length and window alone.
+The unit of work is an item: one or several kv heads of one sequence, one block of query tokens and one split of the KV
+range. A block of query tokens has all q heads of each group. Splits are merged afterwards in order, as in
+Flash-Decoding (Dao et al., 2023). Heads do not mix. Split boundaries depend on the sequence's own length and window
+alone.
 
 =============  =============================================================================================
 `driver`       the kernel: a loop over items and their tiles, the same for all kinds
-`steps`        the kernels that the driver calls: what depends on kinds, each made when it is first needed
-`state`        what the driver hands over to them, what a call is, what lies where in scratch memory
-`plan`         which items there are
-`offsets`      where the rows of a tile lie
+`steps`        the kernels that the driver calls: code that depends on kinds, each made at its first use
+`state`        what the driver passes to steps: a call's arguments, the layout of scratch memory
+`plan`         the items of a call
+`offsets`      tables of the places of a tile's rows
 `bound`        the kernel of bound calls, which writes rows and calls the attention kernel
 `engines`      which engine attends over which kinds
-`vector`       few query rows in vector code; which tokens they see, tokens that masks choose
+`vector`       few query rows in vector code; the tokens that they see, by ranges or masks
 `sides`        its sides of K and of V: in floats, in integers or in pairs of bf16; scales of a tile's tokens
 `many_rows`    many query rows in vector code
 `amx`          Intel's matrix unit
@@ -26,7 +27,7 @@ Heads do not mix, and split boundaries depend on the sequence's own length and w
 `records`      sizes and records that these share
 =============  =============================================================================================
 
-Every engine has the same steps: load queries, scores, softmax, accumulate; then results are stored.
+Every engine has the same steps: load queries, scores, softmax, accumulate. Then results are stored.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ __all__ = ["append_attend", "attend", "small_decode"]
 
 
 def _steps(k_kind: str, v_kind: str, compute: str, masked: bool = False) -> Steps:
-    """The engine's steps; a matrix unit knows nothing of masks."""
+    """Return the engine's steps; the matrix unit does not support masks."""
     return steps_for(k_kind, v_kind, compute, not masked and _use_amx(k_kind, v_kind, compute))
 
 
@@ -88,7 +89,7 @@ _compute_for = functools.cache(compute_for)
 
 
 _workspaces = Workspaces(lambda size, dtype: aligned(np.empty, (size,), dtype))
-# What a kernel computes with where the words of queries are that.
+# The dtype that a kernel computes in, by the dtype of the queries' words.
 _WORD_OF = {x.name: x.word.name for x in kinds() if x.word.kind == "f"}
 
 
@@ -110,7 +111,7 @@ def attend(
     unit = 1 if by_slot else k.shape[2]
     num_seqs, capacity = len(seq_lens), block_table.shape[1] * unit
     sizes_at, scratch, _ = steps.sizes(dim, dim_v, group)
-    # As many as there can be: to ask how many there are would start them, and small calls do without.
+    # The upper bound: asking for the actual number would start the threads, which small calls do not need.
     threads = numba.config.NUMBA_NUM_THREADS
     alone = num_seqs == 1 and len(ranges) == 0
     longest = int(seq_lens[0]) if alone else capacity
@@ -121,7 +122,7 @@ def attend(
         ints = memory.take("int64", plan_size(num_seqs) + threads * WORKER_INTS)
         while True:
             if longest <= MIN_SPLIT and (small or alone):
-                # Nothing is split, and how many threads there may be is plain: the kernel plans, which saves a call.
+                # Nothing is split and the number of threads is known, so the kernel plans, which saves a call.
                 workers, parts, worker = 1 if small else num_threads(), 0, -1
             else:
                 workers, parts = plan_kernel()(
@@ -176,8 +177,8 @@ def small_decode(q_kind, k_kind, v_kind):
         )
         return found
 
-    # All of it in one function, with little to look up: between calls over memory its own code and objects have left
-    # the caches, and what a small call costs is to bring them back.
+    # One function with few lookups: between calls the CPU's caches have dropped its code and objects. Loading them
+    # again is the cost of a small call.
     def decode(q, k, k_scale, v, v_scale, block_table, seq_lens, length, dim_v, scale):
         if not 0 < length <= MIN_SPLIT:
             return None
@@ -213,7 +214,7 @@ def small_decode(q_kind, k_kind, v_kind):
     return decode
 
 
-# Sizes of calls that a function for small ones remembers.
+# Sizes that a function for small calls remembers.
 _MOST_SIZES = 64
 
 
@@ -253,7 +254,7 @@ def append_attend(q_kind, rows_kind, k_kind, v_kind, by_address=False, in_full=N
 
 
 def _bound(call, q_kind, rows_kind, k_kind, v_kind, compute, by_ranges):
-    """What makes records for a compiled function, or for a part of its attention over these kinds."""
+    """Return the `BoundKernel` for these kinds, which makes records for a compiled function or for one part of it."""
     real, steps = float_type(compute), _steps(k_kind, v_kind, compute)
     most_threads = numba.config.NUMBA_NUM_THREADS
 

@@ -1,9 +1,11 @@
 """Intel's matrix unit (AMX): many query rows over K and V in bf16 or INT8.
 
-Each kind of work (scores, softmax, sums) is done for all query rows of an item before the next; output rows lie as
-columns until the item ends. What is split into parts there (queries, weights) is exact or good to 16 bits, so results
-meet the same bounds as those of vector code, which takes the rest: items of few query rows, decoding among them, and
-tiles with NaN or infinity in which query rows see different tokens.
+Scores, softmax and sums are each done for all query rows of an item before the next begins. Output rows are stored as
+columns until the item ends. Queries and weights are split into parts, which together are exact or good to 16 bits. So
+results meet the same bounds as those of vector code.
+
+Vector code does the rest: items of few query rows, and tiles with NaN or infinity in which query rows see different
+tokens.
 """
 
 from __future__ import annotations
@@ -51,23 +53,23 @@ from numkv.kernels.cpu.vectors.features import AMX_ROWS
 
 _floats_of = floats_reader("float32")
 
-# Integers that say where the K rows of a tile are; then, by blocks of query rows, how many parts these take.
+# Integers that locate the K rows of a tile. The numbers of parts follow, one for each block of query rows.
 _PLACES = 8
 
 
 @inlined
 def _blocks(rows):
-    """Blocks of query rows that those of a kv head take."""
+    """Return how many blocks the query rows of a kv head fill."""
     return (rows + AMX_ROWS - 1) // AMX_ROWS
 
 
 @inlined
 def _query_floats(sizes):
-    """Floats of a block of packed query rows: three parts of half a float for each element."""
+    """Return the floats of a block of packed query rows: three parts of half a float for each element."""
     return (sizes.dim + KV_TILE - 1) // KV_TILE * KV_TILE * KV_TILE // 2 * 3 // 4
 
 
-# How output rows lie: as rows, or as columns.
+# The layout of output rows: as rows, or as columns.
 _ROWS, _COLUMNS = np.int64(0), np.int64(1)
 
 
@@ -132,7 +134,7 @@ def end_amx(state):
 
 @inlined
 def _turn(floats, at, sizes, item, to_rows):
-    """Output rows that lie as columns, as rows; or back."""
+    """Transpose output rows from columns to rows, or back."""
     heads = item.end_head - item.first_head
     _transpose_outputs(
         floats, at.outputs, at.amx_outputs, heads, item.rows, sizes.pad_v, not to_rows
@@ -143,7 +145,7 @@ def _make_load_queries(k_kind):
     load_rows = make_load_rows(k_kind, "float32")
     pack_queries = make_amx_pack_queries(k_kind)
     F = np.float32
-    # Queries meet bf16 as they are, whose lower parts may be zero, and scores are scaled.
+    # With bf16, queries stay unscaled, as their lower parts may then be zero. Scores are scaled instead.
     SCALE_LATER = k_kind == "bf16"
 
     @inlined
@@ -238,7 +240,7 @@ def _make_steps(k_kind, v_kind):
 
 @register_jitable
 def _transpose_outputs(floats, rows_at, columns_at, heads, rows, pad_v, to_columns):
-    """Transpose an item's output rows, by blocks of rows, or back; a function of its own, as it is seldom called."""
+    """Transpose an item's output rows by blocks, or back. It is a separate function, as it is seldom called."""
     square = np.int64(AMX_ROWS * AMX_ROWS)
     row_blocks = (rows + AMX_ROWS - 1) // AMX_ROWS
     for i in range(heads):

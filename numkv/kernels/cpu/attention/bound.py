@@ -1,13 +1,14 @@
-"""Append and attend of a layer as one call: rows of K and V written, then queries answered, in compiled code.
+"""Append and attend for a layer in one compiled call: it writes rows of K and V, then attends with the queries.
 
-What all calls have in common stands in two records (`numkv.kernels.cpu.vectors.arrays`): buffers and options of a
-layer, which stay while it is bound, and the plan of a step, which all layers share. The kernel here checks the arrays
-that are new in each call, writes rows as `numkv.kernels.cpu.append` does, and calls attention's driver, which it does
-not contain: that and its steps are there once, whoever calls them, so results are the same bit by bit.
+Two records (`numkv.kernels.cpu.vectors.arrays`) hold the arguments that calls share. One has the buffers and options of
+a layer, and lasts while the layer is bound. The other has the plan of a step, which all layers share.
 
-Keys by channel have their newest token groups in full, in another pool: rows are written there, groups that are then
-complete are quantised, and attention over both parts is merged, by the kernels that do so elsewhere. The part in full
-has records of its own, which those of the layer and of the step point to.
+The kernel here checks the arrays that are new in each call and writes rows as `numkv.kernels.cpu.append` does. Then it
+calls attention's driver. Every caller uses that one driver and its steps, so results are equal bit for bit.
+
+Keys by channel store their newest token groups in full precision, in another pool. New rows are written there. Groups
+that are then complete are quantised, and attention over the two parts is merged. Other kernels do both. The part in
+full has records of its own, to which those of the layer and the step point.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from numkv.rows.codec import elements_in
 from numkv.rows.convert import codec
 from numkv.rows.quantize import is_finite
 
-# Numbers of a layer's record, and where its arrays are.
+# Indices of numbers in a layer's record, and of its arrays.
 _SCALE, _CAP, _WINDOW, _LOOK, _MARK, _MARK_SIZE, _LIVES, _LAYER_IN_FULL = range(8)
 _K, _K_SCALE, _V, _V_SCALE, _SINKS = (8 + TABLE_ROW * i for i in range(5))
 _LAYER_SIZE = 8 + TABLE_ROW * 5
@@ -66,7 +67,7 @@ _LAYER_SIZE = 8 + TABLE_ROW * 5
 (
     _TABLE, _LENS, _STARTS, _SLOTS, _RANGES, _LSE, _FLOATS, _INTS, _QUERIES, _RESULTS, _GROUPS, _TO_GROUPS,
 ) = (13 + TABLE_ROW * i for i in range(12))  # fmt: skip
-# What a call brings, where it comes as addresses.
+# The arrays of a call that passes addresses.
 _Q_GIVEN, _K_GIVEN, _V_GIVEN, _OUT_GIVEN = (13 + TABLE_ROW * i for i in range(12, 16))
 _STEP_SIZE = 13 + TABLE_ROW * 16
 
@@ -83,7 +84,7 @@ def signature_of_merge(compute: str) -> tuple[Any, ...]:
 
 @register_jitable
 def _fits(rows, tokens, heads, dim):
-    """Whether rows are as they were bound, and lie as kernels take them."""
+    """Return whether rows have the bound shape and a layout that kernels accept."""
     return (
         rows.shape[0] == tokens and rows.shape[1] == heads and rows.shape[2] == dim
         and rows.strides[2] == rows.itemsize
@@ -92,7 +93,7 @@ def _fits(rows, tokens, heads, dim):
 
 @register_jitable
 def _is_dense(rows):
-    """Whether rows follow each other without gaps."""
+    """Return whether rows follow each other without gaps."""
     return (
         rows.strides[1] == rows.shape[2] * rows.strides[2]
         and rows.strides[0] == rows.shape[1] * rows.strides[1]
@@ -100,9 +101,10 @@ def _is_dense(rows):
 
 
 def make_append_attend_at(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE, FULL_K, FULL_V):
-    """`make_append_attend` for arrays that come as addresses: rows without gaps, in the sizes that the step says.
+    """`make_append_attend` for addresses instead of arrays: rows without gaps, of the step's sizes.
 
-    A tensor's address takes less time to ask for than an array on its memory to make. Whoever calls answers for it.
+    Asking a tensor for its address takes less time than making an array on its memory. The caller is responsible for
+    the address.
     """
     kernel_of_arrays = register_jitable(
         make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE, FULL_K, FULL_V)
@@ -123,13 +125,18 @@ def make_append_attend_at(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE, FULL_K, FU
 
 
 def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE, FULL_K, FULL_V):
-    """The kernel that checks and writes rows of K and V, and has queries attend to them.
+    """Make the kernel that checks and writes rows of K and V, then attends with the queries.
 
-    ``kernel(layer, step, q, k, v, out, launch) -> int``: 0, or -1 where an array is not as it was bound, and -2 where
-    the layer has another length or other buffers; then nothing has been done. It is -3 where a step of attention has
-    to be compiled first: rows have been written then, where the general way will write the same, and nothing else.
-    `layer` and `step` are addresses of records. `FULL_K` and `FULL_V` are the kinds of the newest tokens' K and V where
-    keys are stored by channel, else those of K and V.
+    ``kernel(layer, step, q, k, v, out, launch) -> int``, where `layer` and `step` are addresses of records. It returns:
+
+    - 0 on success.
+    - -1 if an array differs from what was bound; nothing has been done.
+    - -2 if the layer has another length or other buffers; nothing has been done.
+    - -3 if a step of attention has to be compiled first. Rows have been written by then, and nothing else. The general
+      way writes the same rows again.
+
+    `FULL_K` and `FULL_V` are the kinds of the newest tokens' K and V if keys are stored by channel, else those of K and
+    V.
     """
     load_row, _ = codec(ROWS_KIND)
     load_query, store_result = codec(Q_KIND, COMPUTE)
@@ -157,7 +164,7 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE, FULL_K, FULL_
         for t in range(rows.shape[0]):
             for h in range(rows.shape[1]):
                 row = row_of(rows, (np.int64(t), np.int64(h)))
-                # Counted in integers, whose sum may be taken in any order: vector code.
+                # Counted in integers, which may be added in any order, so this is vector code.
                 bad = np.int64(0)
                 for d in range(len(row)):
                     bad += 0 if is_finite(load_row(row[d])) else 1
@@ -177,7 +184,7 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE, FULL_K, FULL_
 
     @register_jitable
     def take(q, queries):
-        """Queries as attention takes them."""
+        """Return queries in the form that attention accepts."""
         for t in range(q.shape[0]):
             for h in range(q.shape[1]):
                 row = row_of(q, (np.int64(t), np.int64(h)))
@@ -186,7 +193,7 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE, FULL_K, FULL_
 
     @register_jitable
     def attended(layer, step, asking, k, k_scale, v, v_scale, given, launch):
-        """Attend over a part with the queries of a step, or with those of `given`, and whether all steps were there.
+        """Attend over a part with the queries of a step or of `given`; return whether all steps were compiled.
 
         Results are those of the part's step; `given` may be the address of a record of other queries and results.
         """
@@ -253,7 +260,7 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE, FULL_K, FULL_
         slots = ints_at(step, _SLOTS)
         x = np.empty(max(dim, dim_v), np.float32)
         write(v, v_pool, v_scale, slots, put_v, x[:dim_v])
-        # Results in the place of queries would leave none for a call that has to be begun again.
+        # Results that overwrote the queries would leave none for a call that has to start again.
         apart = BY_CHANNEL or not AS_IT_IS or address_of(out) == address_of(q)
         given = np.int64(0)
         if apart:
@@ -303,7 +310,7 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE, FULL_K, FULL_
 
 
 class BoundKernel(NamedTuple):
-    """The compiled function for some kinds, and what it takes to make records for it."""
+    """The compiled function for some kinds, and the functions that make its records."""
 
     #: ``call(layer, step, q, k, v, out, launch) -> int``; see `make_append_attend` and `make_append_attend_at`.
     call: Callable[..., int]
@@ -312,41 +319,42 @@ class BoundKernel(NamedTuple):
     #: Dtype that attention computes in, and whether queries come in it.
     compute: str
     as_it_is: bool
-    #: Threads that there can be.
+    #: The most threads that can run.
     most_threads: int
     #: ``sizes(dim, dim_v, group)``: see `numkv.kernels.cpu.attention.steps.Steps`.
     sizes: Callable[[int, int, int], tuple[int, int, Any]]
-    #: ``plan(step, window_left, block_size)``: see `StepRecord.plan`; how many workers there are, and parts to merge.
+    #: ``plan(step, window_left, block_size)``: see `StepRecord.plan`. Returns the numbers of workers and of parts to
+    #: merge.
     plan: Callable[[StepRecord, int, int], tuple[int, int]]
-    #: Where the kernel is that merges parts; it is made when it is first asked for.
+    #: Returns the address of the kernel that merges parts, which is made at the first call.
     merge_address: Callable[[], int]
-    #: Tokens of a KV tile: a plan without a window holds as long as their number does.
+    #: Tokens of a KV tile: a plan without a window stays valid while the number of tiles does.
     kv_tile: int
     #: ``launched(call, workers, *args)``: what `call` returns, with its `launch`.
     launched: Callable[..., int]
-    #: Whether what queries see is said by ranges, as it lies in parts.
+    #: Whether ranges give the tokens that queries see, as the tokens are in two parts.
     by_ranges: bool = False
-    #: Of keys by channel what it takes to make records of the part in full, and where the kernels are that quantise
-    #: token groups and merge parts; else None.
+    #: For keys by channel, the kernel of the part in full, with the addresses of the kernels that quantise token groups
+    #: and merge parts; else None.
     in_full: BoundKernel | None = None
     addresses: Callable[[], tuple[int, int]] | None = None
 
     def layer(self, *of_layer: Any) -> LayerRecord:
-        """The record of a layer; see there."""
+        """Return a `LayerRecord`."""
         return LayerRecord(self, *of_layer)
 
     def step(self, *extents: int) -> StepRecord:
-        """The memory of a step; see `Extents`."""
+        """Return a `StepRecord`; for its arguments see `Extents`."""
         return StepRecord(self, Extents(*extents))
 
 
 class LayerRecord:
-    """What calls have to know of one layer, and the arrays that its record points to.
+    """The record of one layer for calls, and the arrays that the record points to.
 
     Parameters
     ----------
     kernel : BoundKernel
-        What it is for.
+        The compiled function that uses the record.
     k, k_scale, v, v_scale : array
         Buffers, in words; see `numkv.kernels.operations.Operations.attend`.
     sinks : array (num_q_heads,) or (0,)
@@ -354,11 +362,12 @@ class LayerRecord:
     options : tuple of float, float and int
         ``sm_scale``, ``logits_soft_cap`` and ``window_left``.
     look : bool
-        Whether rows that are to be quantised are searched for NaN and infinity.
+        Whether rows to be quantised are checked for NaN and infinity.
     mark : array (1,) or None
-        A length of 8 or 4 bytes: the step's `before`, else nothing is done; its `after` is put there at the end.
+        A length of 8 or 4 bytes. A call does nothing unless it equals the step's `before`, and ends by setting it to
+        `after`.
     lives : int64 array (1,)
-        0 when the buffers are no longer the cache's.
+        0 once the cache has replaced these buffers.
     """
 
     __slots__ = ("_arrays", "_in_full", "_kernel", "_of_part", "address", "in_full")
@@ -380,11 +389,11 @@ class LayerRecord:
             describe(record, at, x)
         self._kernel, self._arrays = kernel, (record, k, k_scale, v, v_scale, sinks, mark, lives)
         self.address: int = record.ctypes.data
-        #: The pool that the newest tokens of keys by channel are in, from `keep_in_full`.
+        #: The pool of the newest tokens if keys are stored by channel; set by `keep_in_full`.
         self.in_full: Any = None
 
     def keep_in_full(self, pool: Any) -> None:
-        """Have calls write and read the newest tokens of keys by channel in a `numkv.storage.pool.Pool`."""
+        """Make calls write and read the newest tokens of keys by channel in this `numkv.storage.pool.Pool`."""
         sinks, options, lives = self._of_part
         arrays = pool.k, pool.k_scale, pool.v, pool.v_scale
         of = self._kernel.in_full
@@ -395,7 +404,7 @@ class LayerRecord:
 
 
 class Extents(NamedTuple):
-    """What the memory of a step is made for: a step of the same extents takes the same."""
+    """The sizes for which a step's memory is made; steps of equal extents share it."""
 
     num_seqs: int
     num_tokens: int
@@ -414,11 +423,11 @@ class StepRecord:
     block_table, seq_lens, q_starts, slots, ranges : array
         To be filled before `plan`; ``ranges`` ``(num_tokens, 2)`` of keys by channel, else ``(0, 2)``.
     in_full : StepRecord or None
-        Of keys by channel the part of it that is in full; see `part_in_full`.
+        The part in full precision, if keys are stored by channel; see `part_in_full`.
     address : int
-        Of its record.
+        The address of its record.
     workers : int
-        Threads that a call takes.
+        Threads that a call uses.
     """
 
     __slots__ = (
@@ -463,7 +472,7 @@ class StepRecord:
             record[_QUANTISE], record[_MERGE_STATES] = kernel.addresses()
 
     def part_in_full(self, max_blocks: int) -> StepRecord:
-        """The record of the part that is in full, in so many blocks a sequence; its arrays are to be filled, too."""
+        """Return the record of the part in full, in so many blocks a sequence. The caller fills its arrays, too."""
         if self.in_full is None or self.in_full.extents.max_blocks != max_blocks:
             of = self._kernel.in_full
             assert of is not None
@@ -472,14 +481,14 @@ class StepRecord:
         return self.in_full
 
     def quantise(self, groups: Any, to_groups: Any, reads_codes: bool) -> None:
-        """Say which token groups calls quantise once rows are written, and whether queries read any as codes."""
+        """Set which token groups calls quantise after writing rows, and whether queries read any codes."""
         for at, x in ((_GROUPS, groups), (_TO_GROUPS, to_groups)):
             self._memory[at] = x
             describe(self._record, at, x)
         self._record[_READS_CODES] = reads_codes
 
     def plan(self, window_left: int, block_size: int, before: int, after: int) -> None:
-        """Plan the attention of a step, whose lengths and tables are here; and see `LayerRecord` for the mark."""
+        """Plan the attention of a step from its lengths and tables. See `LayerRecord` for the mark."""
         record, kernel = self._record, self._kernel
         if kernel.by_ranges:
             window_left = -1
@@ -494,9 +503,9 @@ class StepRecord:
         )  # fmt: skip
 
     def move(self, before: int, after: int) -> None:
-        """Let a plan serve for other lengths, which have as many KV tiles; see `LayerRecord` for the mark."""
+        """Reuse a plan for other lengths with as many KV tiles. See `LayerRecord` for the mark."""
         self._record[_BEFORE], self._record[_AFTER] = before, after
 
     def ints(self) -> Any:
-        """The memory of the plan."""
+        """Return the memory of the plan."""
         return self._memory[_INTS]

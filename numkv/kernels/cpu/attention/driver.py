@@ -1,13 +1,16 @@
-"""The driver of attention: items one after another, their tiles, and which step of the engine is due.
+"""The driver of attention: it walks items and their tiles, and calls the engine's steps.
 
-Threads take items one after another, so ragged batches balance themselves, and no item's result depends on which thread
-took it. Where blocks are short, an item takes several heads, one after another in every tile: memory is then read a
-whole block at a time. K and V are read once an item, a KV tile at a time, with the online softmax of Milakov and
-Gimelshein (arXiv:1805.02867); a tile's V rows are prefetched while its scores are taken, the next tile's K rows, be it
-another item's, while V rows are added up. Where blocks are short, K and V rows of the next few heads are. A thread's
-first K rows are prefetched all at once.
+Threads take items one after another, so ragged batches balance themselves. No item's result depends on the thread that
+took it. K and V are read once an item, a KV tile at a time, with the online softmax of Milakov and Gimelshein
+(arXiv:1805.02867).
 
-It is one kernel for all kinds, which knows arrays by where they lie. What depends on kinds are the engine's `steps`.
+A tile's V rows are prefetched while its scores are computed. The next tile's K rows, possibly another item's, are
+prefetched while V rows are added up. A thread prefetches its first K rows all at once.
+
+Where blocks are short, an item has several heads, one after another in every tile, so memory is read a whole block at a
+time. K and V rows of the next few heads are then prefetched instead.
+
+It is one kernel for all kinds, which knows arrays by their addresses. Only the engine's `steps` depend on kinds.
 """
 
 from __future__ import annotations
@@ -99,13 +102,13 @@ from numkv.kernels.cpu.vectors.launch import next_item, on_threads
 from numkv.kernels.cpu.vectors.prefetch import prefetch_extents
 from numkv.rows.mask import BITS, PLAIN_END
 
-# Bytes of K and V rows that a group of heads has at most: those of this group and of the next, which is asked for
-# meanwhile, are to stay in the second cache. Of the 1 MB that a Zen 4 has, groups of 256 KB were too much already.
+# The most bytes of K and V rows in a group of heads. Those of this group and of the next, which is prefetched
+# meanwhile, should stay in the L2 cache. On a Zen 4 with 1 MB, groups of 256 KB were already too large.
 _GROUP_BYTES = 128 << 10
-# Tokens that an item has at least where heads make groups: of shorter ones, much is asked for at once where another
-# item ends, and sequences of 65 tokens took longer in groups.
+# The fewest tokens of an item whose heads make groups. Shorter items prefetch much at once where another item ends:
+# sequences of 65 tokens took longer in groups.
 _GROUP_TOKENS = 4 * KV_TILE
-# A turn of so many tokens, or of none, is too short to prefetch one of a whole tile meanwhile.
+# A turn of at most so many tokens is too short to prefetch a whole tile meanwhile.
 _FEW_TOKENS = KV_TILE // 2
 
 _PLAN, _DRIVER = "numkv_plan_of_attention", "numkv_attention"
@@ -125,7 +128,7 @@ _NUM_SIZES, _NUM_PLACES = len(Sizes._fields), len(Scratch._fields)
 
 
 def _attend(call, launch, worker, workers):
-    """Take items until there are none, with the plan that is there; `call` is the address of a record."""
+    """Compute items of an existing plan until none remain; `call` is the address of a record."""
     if launch != 0:
         on_threads(launch, workers)
         return
@@ -155,10 +158,9 @@ def _attend(call, launch, worker, workers):
     many_from = int_at(steps, np.int64(MANY_FROM))
     has_bits = int_at(call, np.int64(MASK + SHAPE + 1)) > BITS
     attend = np.int64(ATTEND)
-    # A turn is a tile of tokens for one head; an item's heads take it one after another, a few in a group. The next
-    # turn is found before this one is taken, the next group with the first turn of this one, be it another item's:
-    # `offsets` says what is prefetched when. What comes first, and an item without tokens, have turns that do
-    # nothing.
+    # A turn is a tile of tokens for one head. An item's heads take a tile in turn, a few in a group. The next turn is
+    # found before this one runs; the next group, possibly another item's, at the first turn of this group. `offsets`
+    # describes the order of prefetches. The start, and items without tokens, have turns that do nothing.
     here, ahead, group = np.int64(0), np.int64(TURN), np.int64(2 * TURN)
     item = coming = _NO_ITEM
     tile, head = np.int64(0), np.int64(0)
@@ -167,7 +169,7 @@ def _attend(call, launch, worker, workers):
     number, ends_item, done = np.int64(-1), False, False
     while not done:
         heads = end_head - first_head
-        # A group of one head needs no third table, and two stay in the first cache with more of the rest.
+        # A group of one head needs no third table, and two tables leave more of the L1 cache.
         later = group if heads > 1 else ahead
         if head == first_head:
             next_tile, next_head = tile, end_head
@@ -240,7 +242,7 @@ def _attend(call, launch, worker, workers):
 
 @inlined
 def _begin(state, call, worker):
-    """A thread's state: its scratch memory is as long as that of the threads before it."""
+    """Return a thread's state; its scratch memory follows that of the threads before it."""
     begin_state(state, call)
     sizes = int_at(call, np.int64(SIZES_AT))
     first = worker * int_at(sizes, np.int64(FLOATS_EACH))
@@ -252,7 +254,7 @@ def _begin(state, call, worker):
 
 @inlined
 def _heads_of_groups(layout):
-    """Heads of a group at most: more than one where blocks are short."""
+    """Return the most heads of a group: more than one if blocks are short."""
     if layout.unit >= LONG_RUN:
         return np.int64(1)
     rows = layout.k_words * layout.k_size + layout.v_words * layout.v_size
@@ -261,22 +263,22 @@ def _heads_of_groups(layout):
 
 @inlined
 def _end_of_group(item, first_head, most_heads):
-    """Where the group of an item's heads ends that begins with this one."""
+    """Return the end of the group of heads that begins with this one."""
     heads = most_heads if item.end - item.begin >= _GROUP_TOKENS else np.int64(1)
     return min(first_head + heads, item.end_head)
 
 
 @inlined
 def _beginning(item):
-    """An item's first tile and head."""
+    """Return an item's first tile and head."""
     return item.begin - item.begin % KV_TILE, item.first_head
 
 
 @inlined
 def _extents(here, ahead, in_groups, asking):
-    """Where the extents are of what is prefetched beside V rows, and beside K rows, of a turn.
+    """Locate the extents that a turn prefetches while it reads V rows, and those while it reads K rows.
 
-    In groups it is what `spread` has put down; where nothing is left to ask for, what is here already.
+    In groups, `spread` has filled them. Where nothing remains to prefetch, they are this turn's own extents.
     """
     if not in_groups:
         return ahead + K_EXTENTS, here + V_EXTENTS
@@ -289,10 +291,10 @@ def _enter(
     q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, flags, sm_scale, soft_cap, window_left, sinks,
     out, lse, parts_at, floats, ints, sizes, launch, worker, workers,
 ):  # fmt: skip
-    """The driver for arrays as Python has them; with -1 for `worker` the plan is made first, which else is there.
+    """Call the driver with Python's arrays. If `worker` is -1, the plan is made first; else it exists already.
 
-    `sizes` is the address of a record of `numkv.kernels.cpu.attention.steps.Steps`. Returns bits of steps that there
-    are not: then the call is to be begun again when they are made.
+    `sizes` is the address of a record of `numkv.kernels.cpu.attention.steps.Steps`. Returns the bits of missing steps.
+    If any is set, the caller makes these steps and calls again.
     """
     call = record_of(
         (q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, ranges, sinks, out, lse, floats, ints),
@@ -316,7 +318,7 @@ def _enter(
 
 @functools.cache
 def plan_kernel() -> Any:
-    """The kernel that plans: see `numkv.kernels.cpu.attention.plan`."""
+    """Return the kernel that plans: see `numkv.kernels.cpu.attention.plan`."""
     kernel = build(
         make_plan, _OF_PLAN, label="plan of attention", emit=types.UniTuple(types.int64, 2)
     )
@@ -326,7 +328,7 @@ def plan_kernel() -> Any:
 
 @functools.cache
 def driver_kernel() -> Any:
-    """The driver itself, where `attend_to` finds it."""
+    """Return the driver's kernel, which `attend_to` calls."""
     kernel = build(_attend, _OF_DRIVER, label="driver of attention", emit=types.none)
     provide_symbol(_DRIVER, kernel)
     return kernel
@@ -334,7 +336,7 @@ def driver_kernel() -> Any:
 
 @functools.cache
 def entry(k_kind: str, v_kind: str, real: str) -> Any:
-    """The kernel by which Python calls the driver with words of these kinds."""
+    """Return the kernel through which Python calls the driver with words of these kinds."""
     return _entry(
         WORDS[k_kind], SCALES[k_kind], WORDS[v_kind], SCALES[v_kind], getattr(types, real)
     )

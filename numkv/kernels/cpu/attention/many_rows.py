@@ -1,10 +1,10 @@
 """Many query rows in vector code: products of blocks, with K and V widened once for all rows of an item.
 
-Rows are taken by panels. Of scores, lanes are query rows, side by side; of sums they are columns of V: no product needs
-anything to be transposed but query rows, once an item. Pairs of bf16 are not widened. Few rows go the way of `vector`,
-and so do tiles with NaN or infinity in which query rows see different tokens.
+Query rows are taken by panels. For scores, lanes are query rows; for sums, they are columns of V. So only query rows
+are transposed, once an item. Pairs of bf16 are not widened. `vector` computes few rows, and tiles with NaN or infinity
+in which query rows see different tokens.
 
-What decides which rows see which tokens (`attend_many`) is one kernel for all kinds.
+`attend_many`, which finds the tokens that each row sees, is one kernel for all kinds.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def attend_many(state):
         return 0
     run_step(state, np.int64(PUT_KEYS), (_whole_blocks(high),))
     rows, group = item.rows, sizes_of(state).group
-    # The next tile's rows are prefetched: those of K with the first panel, those of V with the second, if there is one.
+    # The next tile's K rows are prefetched during the first panel, its V rows during the second, if there is one.
     asking = np.int64(ASK_K)
     for r in range(0, rows, PANEL):
         count = min(rows - r, np.int64(PANEL))
@@ -86,7 +86,7 @@ def attend_many(state):
 
 
 def make_load_many(IN_UNIT):
-    """The step `LOAD_MANY`: put loaded query rows side by side, with so many elements in a float."""
+    """The step `LOAD_MANY`: interleave loaded query rows, with so many elements in a float."""
 
     def load_many(state):
         floats, at = _floats_of(state), places_of(state)
@@ -104,7 +104,7 @@ def make_load_many(IN_UNIT):
 
 
 def make_put_keys(K_KIND, V_KIND, COMPUTE):
-    """The step `PUT_KEYS`: ``put_keys(state, end)`` puts a tile's first K rows down, whole blocks of them."""
+    """The step `PUT_KEYS`: ``put_keys(state, end)`` copies a tile's first K rows to scratch memory, in whole blocks."""
     tile_of = make_tile_of(K_KIND, V_KIND)
     if COMPUTE == PAIRS:
         put_rows = copy_rows
@@ -124,7 +124,7 @@ def make_put_keys(K_KIND, V_KIND, COMPUTE):
 
 
 def make_put_values(K_KIND, V_KIND, COMPUTE):
-    """The step `PUT_VALUES`: ``put_values(state, begin, end)`` puts a tile's V rows down; whether all are finite."""
+    """The step `PUT_VALUES`: ``put_values(state, begin, end)`` copies V rows; whether all are finite."""
     tile_of = make_tile_of(K_KIND, V_KIND)
     put_rows = pair_rows if COMPUTE == PAIRS else make_widen_rows(V_KIND)
 
@@ -137,7 +137,7 @@ def make_put_values(K_KIND, V_KIND, COMPUTE):
 
 
 def make_multiply(K_KIND, V_KIND, COMPUTE):
-    """The step `MULTIPLY`: ``multiply(state, r, count, end, asking)`` takes the scores of a panel."""
+    """The step `MULTIPLY`: ``multiply(state, r, count, end, asking)`` computes the scores of a panel."""
     tile_of = make_tile_of(K_KIND, V_KIND)
     of_next = min(K_KIND, V_KIND, key=ON_LINE.__getitem__)
     if COMPUTE == PAIRS:
@@ -172,8 +172,8 @@ def make_multiply(K_KIND, V_KIND, COMPUTE):
 def make_weigh(COMPUTE):
     """The step `WEIGH`: the softmax of a panel's scores, and weighted V rows.
 
-    ``weigh(state, r, count, low, high, end, partly)``: rows of the panel see tokens ``[low, high)``, or only `partly`;
-    `end` are the tokens that have scores.
+    ``weigh(state, r, count, low, high, end, partly)``: rows of the panel see tokens ``[low, high)``, or only some of
+    them if `partly`. `end` is the number of tokens that have scores.
     """
     many_pv = make_many_pv(COMPUTE == PAIRS)
     F = np.float32
@@ -195,7 +195,7 @@ def make_weigh(COMPUTE):
         floats, at = _floats_of(state), places_of(state)
         sizes, item = sizes_of(state), item_of(state)
         row = (turn_of(state).head - item.first_head) * item.rows + r  # of scratch memory
-        # Where there are slopes, the cap came before them.
+        # With slopes, the cap has been applied before them.
         cap = F(0) if has_slopes(state) else F(soft_cap_of(state))
         many_softmax(
             floats, at.many_scores, count, end, cap, partly, at.many_bounds,
@@ -232,20 +232,20 @@ def make_adjust_many():
 
 @inlined
 def _panel_at(at, sizes, rows, head, row):
-    """Where a panel of query rows begins, of an item's kv head with `rows` rows."""
+    """Return where a panel of query rows begins, for a kv head of an item with `rows` rows."""
     panels = (rows + PANEL - 1) // PANEL
     return at.many_queries + (head * panels * PANEL + row) * sizes.pad_dim
 
 
 @inlined
 def _whole_blocks(tokens):
-    """A number of tokens, rounded up to whole blocks of rows."""
+    """Round a number of tokens up to whole blocks of rows."""
     return (tokens + MANY_ROWS - 1) // MANY_ROWS * MANY_ROWS
 
 
 @inlined
 def _put_bounds(floats, at, item, seen, turn, group, first, count):
-    """Put down which tokens of a tile the rows of a panel see; those past the end see what the last one does."""
+    """Record the tokens of a tile that each row of a panel sees; rows past the end copy the last one."""
     low, high, before = np.int64(0), np.int64(0), np.int64(-1)
     for i in range(PANEL):
         t = (first + min(i, count - 1)) // group

@@ -1,7 +1,7 @@
-"""Where the rows of a KV tile lie: tables that vector code reads.
+"""Tables of the places of a KV tile's rows, which vector code reads.
 
-A turn is a tile of one kv head. Its tables lie one after another in a worker's integers, 8 numbers more than `KV_TILE`
-each as `fill_ramp` may write beyond::
+A turn is a tile of one kv head. Its tables follow one another in a worker's integers. Each has 8 numbers more than
+`KV_TILE`, as `fill_ramp` may write beyond::
 
     0           K rows       where each token's row or its scales start, in elements;
     TABLE       V rows       where both lie the same, those of K are V's too
@@ -10,11 +10,13 @@ each as `fill_ramp` may write beyond::
     K_EXTENTS   extents of K rows, as a `PrefetchStream` takes them
     V_EXTENTS   extents of V rows
 
-There are tables for three turns: this one, the next one, whose K rows are prefetched while V rows of this one are read,
-and the first one of the next group. A group is a few heads of a tile, one after another: all that the next group reads
-is prefetched meanwhile, spread over the turns of this one, in the order in which it lies (`spread`). Where blocks are
-long, groups have one head. Of a group's heads only the first one's tables are looked up (`locate`), the others' lie as
-far on as a head is wide (`locate_next_head`).
+There are tables for three turns. The first is this turn. The second is the next one, whose K rows are prefetched while
+V rows of this one are read. The third is the first turn of the next group.
+
+A group is a few heads of a tile, one after another; where blocks are long it has one head. All that the next group
+reads is prefetched meanwhile, spread over the turns of this one in memory order (`spread`). Only the tables of a
+group's first head are looked up (`locate`). Those of the other heads are one head's width further on
+(`locate_next_head`).
 """
 
 from __future__ import annotations
@@ -44,26 +46,26 @@ EXTENTS = 2 * (KV_TILE + 1)
 K_EXTENTS, V_EXTENTS = 4 * TABLE, 4 * TABLE + EXTENTS
 #: Numbers of a turn, in whole cache lines.
 TURN = (V_EXTENTS + EXTENTS + RAMP - 1) // RAMP * RAMP
-#: Behind tables of three turns: extents of K and of V rows for a turn of a group, which `spread` fills.
+#: After the tables of three turns: extents of K and V rows for a turn of a group, which `spread` fills.
 AHEAD = 3 * TURN
-#: Behind these: what engines keep.
+#: After these: integers of the engines.
 SPARE = (AHEAD + 2 * EXTENTS + RAMP - 1) // RAMP * RAMP
-#: That is, for a matrix unit, where K rows are and how many parts queries take, or the tables of the tokens that a row
-#: of a mask picks.
+#: A matrix unit stores where K rows are and how many parts queries have. Masks store the tables of the tokens that a
+#: row picks.
 SPARE_INTS = (max(8 + AMX_QUERY_ROWS, 4 * TABLE) + RAMP - 1) // RAMP * RAMP
-#: Behind that: the thread's `state`.
+#: After that: the thread's `state`.
 STATE_AT, STATE_INTS = SPARE + SPARE_INTS, 12 * RAMP
 #: Integers of a worker.
 WORKER_INTS = STATE_AT + STATE_INTS
 
 
 class TileLayout(NamedTuple):
-    """How K, V and their scales lie in memory, in elements."""
+    """The memory layout of K, V and their scales, in elements."""
 
-    #: Tokens that an entry of the block table stands for, and tokens of a block.
+    #: Tokens of an entry of the block table, and tokens of a block.
     unit: int
     block_size: int
-    #: From block to block, from head to head and from token to token of K and of V, then of their scales.
+    #: Steps between blocks, heads and tokens of K and of V, then of their scales.
     k_block: int
     k_head: int
     k_token: int
@@ -83,16 +85,16 @@ class TileLayout(NamedTuple):
     v_base: int
     v_words: int
     v_size: int
-    #: How many tokens share scales, a whole tile or each has its own; 0 if they have none.
+    #: Tokens that share scales: a whole tile or one; 0 without scales.
     k_scaled: int
     v_scaled: int
-    #: Where V's tables begin: 0 if they are those of K, as V and its scales lie as K does.
+    #: Where V's tables begin: 0 if V and its scales are laid out as K, whose tables then serve both.
     v_table: int
 
 
 @inlined
 def _step(record, array, axis):
-    """Elements from one place of an axis to the next, of an array of a record."""
+    """Return the step of an axis in elements, for an array of a record."""
     return int_at(record, array + STRIDES + axis) // int_at(record, array + ITEMSIZE)
 
 
@@ -100,7 +102,7 @@ def _step(record, array, axis):
 def layout_of(record, k, k_scale, v, v_scale, k_scaled, v_scaled, unit):
     """The `TileLayout` of pools and scales that are at these numbers of a record.
 
-    Steps of scales that tokens do not have are 0. `unit` are the tokens that an entry of the block table stands for.
+    Steps of scales that tokens lack are 0. `unit` is the number of tokens of a block table entry.
     """
     k_some, v_some = min(k_scaled, np.int64(1)), min(v_scaled, np.int64(1))
     k_block, k_head, k_token = _step(record, k, 0), _step(record, k, 1), _step(record, k, 2)
@@ -132,8 +134,8 @@ def locate(offsets, tile, begin, end, entries, head, layout):
     tile : int
         The first token of the tile.
     begin, end : int
-        Tokens ``[begin, end)`` of the sequence that matter. Others stand in for their neighbours: their own blocks are
-        never looked up.
+        Tokens ``[begin, end)`` of the sequence that matter. Others repeat their neighbours; their own blocks are never
+        looked up.
     entries : int32 array
         The sequence's row of the block table.
     head : int
@@ -153,11 +155,11 @@ def locate(offsets, tile, begin, end, entries, head, layout):
         at = p - tile
     first = at
     k_extents, v_extents = (np.int64(K_EXTENTS), np.int64(0)), (np.int64(V_EXTENTS), np.int64(0))
-    # Divisions are slow: only the first run needs one, and that of a contiguous cache does not.
+    # Divisions are slow: only the first run needs one, and a contiguous cache needs none.
     entry = p // unit if p >= unit else np.int64(0)
     in_unit = p - entry * unit
     while p < stop:
-        # A run of tokens that lie one after another.
+        # A run of adjacent tokens.
         block, offset = np.int64(entries[entry]), in_unit
         run = min(unit - in_unit, stop - p)
         if unit < block_size:  # slots: as many as follow each other
@@ -223,7 +225,7 @@ def locate(offsets, tile, begin, end, entries, head, layout):
 def locate_next_head(offsets, here, to, layout):
     """Fill the tables of a turn, at `to`, from those of the same tokens of the kv head before, at `here`.
 
-    All lies as far on as a head is wide, however many runs there are: this takes a fraction of the time of `locate`.
+    All places move by one head's width, however many runs there are. This takes a fraction of the time of `locate`.
     """
     fill_shifted(offsets, to, KV_TILE, here, layout.k_head)
     apart = layout.v_table > 0
@@ -241,10 +243,10 @@ def locate_next_head(offsets, here, to, layout):
 
 @register_jitable
 def spread(offsets, table, heads, part, parts, layout):
-    """Fill the extents at `AHEAD` with one of several parts of what a group of turns reads.
+    """Fill the extents at `AHEAD` with one of several parts of the memory that a group of turns reads.
 
-    The group's first turn has its tables at `table`; `heads` are those of the group. Parts are of the same size, and
-    follow each other as blocks do, each block's heads side by side: memory is asked for a whole block at a time.
+    The group has so many `heads`, and its first turn has its tables at `table`. Parts are of equal size and follow the
+    order of blocks, with a block's heads next to each other. So memory is prefetched a whole block at a time.
     """
     k_shift, v_shift = layout.k_head * layout.k_size, layout.v_head * layout.v_size
     _spread(offsets, table + K_EXTENTS, heads, k_shift, AHEAD, part, parts)
@@ -253,7 +255,7 @@ def spread(offsets, table, heads, part, parts, layout):
 
 @register_jitable
 def _spread(offsets, source, heads, shift, to, part, parts):
-    """One part of the extents of a head at `source` and of the same of the heads after it, `shift` bytes apart."""
+    """Write one part of the extents of a head at `source` and of the heads after it, `shift` bytes apart."""
     count = np.int64(0)
     while offsets[source + 2 * count + 1] != NO_MORE:
         count += 1
@@ -280,14 +282,14 @@ def _spread(offsets, source, heads, shift, to, part, parts):
 
 @register_jitable
 def ask_at_once(offsets):
-    """Prefetch all that the extents at `AHEAD` say, for want of a turn that is long enough."""
+    """Prefetch all extents at `AHEAD` at once, as no turn is long enough."""
     prefetch_extents(offsets[AHEAD:])
     prefetch_extents(offsets[AHEAD + EXTENTS :])
 
 
 @register_jitable
 def _shift_extents(offsets, source, to, shift):
-    """Extents so many bytes on: where they begin a cache line no more, prefetches take the line all the same."""
+    """Move extents by so many bytes; one that no longer begins a cache line prefetches the whole line."""
     i = np.int64(0)
     while offsets[source + i + 1] != NO_MORE:
         offsets[to + i] = offsets[source + i] + shift
@@ -299,9 +301,9 @@ def _shift_extents(offsets, source, to, shift):
 
 @register_jitable
 def _add_extents(offsets, extents, first, count, step, base, words, size):
-    """Put `count` rows, the first at `first`, among extents; rows that lie one after another make one.
+    """Add `count` rows, the first at `first`, to extents; adjacent rows make one extent.
 
-    `extents` says where the next one goes, and where the one before it ends; that is returned for the next call.
+    `extents` has the place of the next extent and the end of the one before; the new pair is returned.
     """
     at, last_end = extents
     each = count if step == words else np.int64(1)
@@ -319,7 +321,7 @@ def _add_extents(offsets, extents, first, count, step, base, words, size):
 
 @register_jitable
 def _stand_in(offsets, first, end):
-    """Let tokens ``[first, end)`` of a tile stand in for those before and after; apart, as it is seldom called."""
+    """Repeat the first and the last of tokens ``[first, end)`` of a tile outside of them; apart, as seldom called."""
     for table in (0, TABLE, 2 * TABLE, 3 * TABLE):
         for j in range(first):
             offsets[table + j] = offsets[table + first]

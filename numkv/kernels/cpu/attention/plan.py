@@ -1,9 +1,9 @@
-"""Which items a call has: for each sequence blocks of query tokens, or splits of the KV range, and kv heads.
+"""The items of a call: for each sequence, blocks of query tokens or splits of the KV range, by kv heads.
 
-Later query blocks see more tokens: they are taken first. A sequence of many query rows has query blocks and no splits,
-one of few has splits, and several blocks too if groups are large. Split boundaries depend on the sequence's own length,
-window and number of queries alone, so no result depends on the batch. How many cores all this keeps busy:
-tests/kernels/test_attention_plan.py.
+Later query blocks see more tokens, so they come first. A sequence of many query rows has query blocks and no splits. A
+sequence of few has splits, and also several blocks if groups are large. Split boundaries depend on the sequence's own
+length, window and number of queries alone. So no result depends on the batch. `tests/kernels/test_attention_plan.py`
+checks how many cores this keeps busy.
 """
 
 from __future__ import annotations
@@ -21,51 +21,54 @@ MIN_SPLIT = 1024
 MAX_SPLITS = 64
 # Query rows of a kv head up to which several blocks are split too: the parts to merge have as many rows.
 SPLIT_ROWS = 128
-# A block whose heads lie in runs of so many tokens or more is read a head at a time; of shorter ones, an item takes
-# several heads as long as each thread is left with so many items to balance, of many threads with more. A block's pages
-# then come soon one after another, and a cache line of the page table has eight of them: on a Zen 4 (bf16, 8 heads,
-# shuffled blocks of 16 tokens) items of 4 heads take 1.08 times as long as those of 8, items of one head 1.3 times.
+# A block whose heads are runs of at least so many tokens is read a head at a time. With shorter runs, an item has
+# several heads, as long as each thread keeps `ITEMS_EACH` items to balance, or more of many threads. A block's pages
+# are then read soon after each other, and a cache line of the page table has eight of them. Measured on a Zen 4 (bf16,
+# 8 heads, shuffled blocks of 16 tokens): items of 4 heads are 8 % slower than items of 8 heads, items of one head 30 %.
 LONG_RUN = 64
 ITEMS_EACH = 4
 FEW_THREADS = 4
 MORE_ITEMS_EACH = 16
-#: Multiply-adds below which one thread does it all, where query rows fewer than `LEAST_ROWS` count as so many: K and V
-#: are read and converted all the same. Times of two threads as parts of those of one, on an Intel Xeon with 2 cores, as
-#: tenth percentiles, in groups of 4 q heads of 128, for 0.5, 1, 2 and 4 million: fp16 out of caches 0.96, 0.79, 0.79
-#: and 0.62, from memory 0.86, 0.72, 0.70 and 0.55; int8 out of caches 0.88, 0.80, 0.84 and 0.76. What is saved below 2
-#: million is lost again where threads sleep, or something else has taken their core.
+#: Multiply-adds below which one thread does all work. Query rows fewer than `LEAST_ROWS` count as so many, as K and V
+#: are read and converted all the same. Speedups of two threads on an Intel Xeon with 2 cores, as tenth percentiles, in
+#: groups of 4 q heads of 128, for 0.5, 1, 2 and 4 million:
+#:
+#: - fp16 from caches 1.04x, 1.27x, 1.27x and 1.61x; from memory 1.16x, 1.39x, 1.43x and 1.82x.
+#: - int8 from caches 1.14x, 1.25x, 1.19x and 1.32x.
+#:
+#: The gain below 2 million is lost again where threads sleep, or something else has taken their core.
 SERIAL_WORK = 2_000_000
 LEAST_ROWS = 4
 
 
-#: Where a plan says which steps of the engine there were not, a bit for each; see `state.run_step`.
+#: The place of the bits of missing engine steps in a plan; see `state.run_step`.
 MISSING = 2
-# What a plan has before arrays: its two counters, and that.
+# Integers before a plan's arrays: its two counters, and these bits.
 _HEADER = 3
 
 
 class ItemPlan(NamedTuple):
-    """Views of the integers that say what there is to do. Arrays but counters have an element for each sequence."""
+    """Views of the integers of a plan. All arrays but the counters have an element for each sequence."""
 
     #: Counters that threads share: of items, and of rows to merge.
     next_item: Any
     next_row: Any
-    #: Steps of the engine that there were not.
+    #: Bits of missing engine steps.
     missing: Any
     #: The first item and the first part of its results; both have the total at the end.
     first_item: Any
     first_part: Any
-    #: The length of a split, or 0 where there is only one.
+    #: The length of a split, or 0 if there is only one.
     split_len: Any
     #: Kv heads that an item takes.
     heads: Any
-    #: What follows: integers of workers.
+    #: The rest: integers of workers.
     rest: Any
 
 
 @inlined
 def plan_of(ints, num_seqs):
-    """The plan that lies in an array of integers."""
+    """Return views of the plan in an array of integers."""
     first_item, first_part = _HEADER, _HEADER + 1 + num_seqs
     split_len = first_part + num_seqs + 1
     heads = split_len + num_seqs
@@ -77,29 +80,29 @@ def plan_of(ints, num_seqs):
 
 
 def plan_size(num_seqs: int) -> int:
-    """Integers of a plan, without those of workers."""
+    """Return the number of integers of a plan, without those of workers."""
     return _HEADER + 2 + 4 * num_seqs
 
 
 class Problem(NamedTuple):
-    """What a plan is for, as `find_item` takes it."""
+    """The sizes of a call, for `find_item`."""
 
     seq_lens: Any
     q_starts: Any
     ranges: Any
     window_left: int
-    #: Tokens for which a sequence's row of the block table has room, and tokens of one of its entries.
+    #: Tokens that fit in a sequence's row of the block table, and tokens of one entry.
     capacity: int
     unit: int
     num_kv_heads: int
-    #: Q heads of a kv head, and query rows of an item at most.
+    #: Q heads of a kv head, and the most query rows of an item.
     group: int
     max_rows: int
 
 
 @inlined
 def _length(seq_lens, ranges, capacity, b):
-    """Tokens of a sequence; with ranges, those for which there is room."""
+    """Return the tokens of a sequence; with ranges, the capacity."""
     return np.int64(seq_lens[b]) if len(ranges) == 0 else capacity
 
 
@@ -108,8 +111,8 @@ def make_plan(
 ):  # fmt: skip
     """Make a plan in `ints`; return how many threads are to work on it, and how many parts there are to merge.
 
-    For the first nine see `Problem`; `columns` are the elements of a K row and of a V row together, and `threads` are
-    those that there may be. Counters are set to 0.
+    `Problem` describes the first nine arguments. `columns` is the sum of the elements of a K row and of a V row,
+    `threads` the most threads that may run. Counters are set to 0.
     """
     plan = plan_of(ints, len(seq_lens))
     num_seqs = len(seq_lens)
@@ -167,7 +170,7 @@ def make_plan(
 
 @inlined
 def find_item(problem, plan, b, number):
-    """What an item of sequence b is: `number` is the item's among those of all sequences."""
+    """Return an item of sequence b, where `number` counts the items of all sequences."""
     q_starts, group = problem.q_starts, problem.group
     block_tokens = max(1, problem.max_rows // group)
     seq_tokens = q_starts[b + 1] - q_starts[b]
@@ -191,7 +194,7 @@ def find_item(problem, plan, b, number):
     )
     part = np.int64(-1)
     if split_len > 0:
-        # Splits are those of the whole sequence; a block may see nothing of one.
+        # Splits are of the whole sequence, so a block may see no token of one.
         first, _ = visible_to_any(
             problem.ranges,
             q_starts[b],

@@ -1,6 +1,6 @@
 """Sizes and records that the parts of attention share.
 
-A record is a named tuple of numbers and of arrays without reference counts, which costs nothing in compiled code.
+A record is a named tuple of numbers and of arrays without reference counts. It costs nothing in compiled code.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from numkv.kernels.cpu.vectors.features import LANES, MANY_VECTORS
 
 #: Tokens in a KV tile: its scores stay in L1, and V rows are fetched while K rows are used.
 KV_TILE = 64
-#: Query rows of an item. Many enough that a tile's K rows, read once, are used often; few enough to stay in L1 and L2.
+#: Query rows of an item: many enough to use a tile's K rows often after one read, and few enough to stay in L1 and L2.
 QUERY_ROWS = 64
-#: The same on a matrix unit, where K and V are taken apart and put together for it: what that costs is for more rows.
+#: The same on a matrix unit, which needs K and V repacked: more rows share that cost.
 AMX_QUERY_ROWS = 256
-#: The same where vector code widens K and V once for many query rows. Of 2's powers, as are many groups of q heads.
+#: The same where vector code widens K and V once for many query rows. A power of two, as are many groups of q heads.
 MANY_QUERY_ROWS = 256
 #: Query rows that are multiplied with a tile and weighted before the next: their scores stay in L1.
 PANEL = MANY_VECTORS * LANES
@@ -24,10 +24,10 @@ PANEL = MANY_VECTORS * LANES
 FEW_ROWS = 8
 #: Bits of the kernel's `flags`: blocks of one token, whose block table names slots.
 BY_SLOT = 1
-#: What attention computes in where queries, K and V are bf16 and the CPU multiplies pairs of them: float32, but weights
-#: are rounded to bf16 before they meet V. Else it is the name of a float type.
+#: The computing dtype if queries, K and V are bf16 and the CPU multiplies pairs of them: float32, with weights rounded
+#: to bf16 before the product with V. Otherwise the dtype is a float type's name.
 PAIRS = "pairs of bf16"
-#: Elements of INT4 that are taken at once: four quantisation groups.
+#: Elements of INT4 that are processed at once: four quantisation groups.
 INT4_SPAN = 128
 
 LOG2_E = math.log2(math.e)
@@ -42,7 +42,7 @@ def float_type(compute: str) -> str:
 class Item(NamedTuple):
     """A unit of work: some kv heads of a sequence, a block of its query tokens, a part of its KV range.
 
-    Query rows are (token, q head of the group); scratch memory has those of one kv head after another.
+    Query rows are (token, q head of the group). Scratch memory stores those of one kv head after another.
     """
 
     seq: int
@@ -59,9 +59,9 @@ class Item(NamedTuple):
     #: Tokens of the sequence ``[begin, end)`` that this item attends to.
     begin: int
     end: int
-    #: Where the first token's parts are among those of all splits; -1 if the KV range is not split.
+    #: The index of the first token's parts among those of all splits; -1 if the KV range is not split.
     part: int
-    #: 1 if the sequence has many query rows, as a matrix unit wants them.
+    #: 1 if the sequence has enough query rows for a matrix unit.
     is_large: int
 
 
@@ -85,12 +85,12 @@ class TileRows(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """A KV tile of one kv head as the driver hands it over: addresses of tables, see `offsets`."""
+    """A KV tile of one kv head as the driver passes it: addresses of tables, see `offsets`."""
 
     #: The first token, and the kv head.
     start: int
     head: int
-    #: Where tokens' K rows and V rows start; the tables of their scales lie `SCALES_ON` numbers on.
+    #: Tables of where tokens' K and V rows start; the tables of their scales are `SCALES_ON` numbers further on.
     keys_at: int
     values_at: int
     #: Extents of this tile's V rows and of the next tile's K rows.
@@ -104,14 +104,14 @@ class Turn(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A KV tile of one kv head, as steps take it."""
+    """A KV tile of one kv head, as steps read it."""
 
     #: The first token, and the kv head.
     start: int
     head: int
     keys: TileRows
     values: TileRows
-    #: Memory of this tile's V rows and of the next tile's K rows, as a `PrefetchStream` takes it.
+    #: Extents of this tile's V rows and of the next tile's K rows, for a `PrefetchStream`.
     v_extents: Any
     k_extents: Any
     #: The next tile's K rows.
@@ -123,7 +123,7 @@ class Tile(NamedTuple):
 class QueryPlaces(NamedTuple):
     """Where query rows are in scratch memory: interleaved, with scales and sums of groups if they are integers.
 
-    Where K has scales by channel, there is a number for each row that is added to its scores.
+    If K has scales by channel, each row also has a number that is added to its scores.
     """
 
     at: int
@@ -133,7 +133,7 @@ class QueryPlaces(NamedTuple):
 
 
 class WeightPlaces(NamedTuple):
-    """Where probabilities as integers are in scratch memory, and what belongs to all of them."""
+    """Where probabilities as integers are in scratch memory, and the numbers that all of them share."""
 
     at: int
     #: Scales of rows (INT8); sums of minima and scales of groups (INT4).
@@ -141,7 +141,7 @@ class WeightPlaces(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Where output rows are in scratch memory, `step` floats apart, and what rescales them."""
+    """Where output rows are in scratch memory, `step` floats apart, and the factors that rescale them."""
 
     at: int
     step: int
@@ -149,7 +149,7 @@ class Outputs(NamedTuple):
 
 
 class SoftmaxState(NamedTuple):
-    """Where the online softmax keeps rows' maxima, their sums and what rescales earlier sums."""
+    """Where the online softmax stores the rows' maxima, their sums and the factors that rescale earlier sums."""
 
     maxima_at: int
     sums_at: int
@@ -157,7 +157,7 @@ class SoftmaxState(NamedTuple):
 
 
 class AmxScales(NamedTuple):
-    """Where scales are in scratch memory: of query rows, K rows and V rows, and, to be written, of weights."""
+    """Where scales are in scratch memory: of query rows, K rows and V rows to be read, of weights to be written."""
 
     queries_at: int
     keys_at: int

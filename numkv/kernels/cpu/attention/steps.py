@@ -1,8 +1,8 @@
 """The steps of an engine: kernels of their own, which the driver calls by addresses in a table.
 
-A step is compiled when a call first needs it. A table belongs to storage kinds of K and of V, to what attention
-computes in and to whether a matrix unit is used; most steps know less than that, and serve several tables. Addresses
-are those of this process: they stand in no code, which outlives it on disk.
+A step is compiled when a call first needs it. Each table belongs to the storage kinds of K and V, the computing dtype,
+and whether a matrix unit is used. Most steps depend on fewer of these, and serve several tables. Addresses are those of
+this process, so they never appear in code, which outlives it on disk.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def find_next_head(state, here, to):
 
 
 def spread_group(state, table, heads, part, parts, at_once):
-    """The step `SPREAD`: what a turn asks for of the group whose first turn has its tables at `table`.
+    """The step `SPREAD`: one turn's prefetches for the group whose first turn has its tables at `table`.
 
-    If not 0, `at_once` has all of it prefetched now, for want of a turn that is long enough. Returns 1.
+    A nonzero `at_once` prefetches all of it now, as no turn is long enough. Returns 1.
     """
     offsets = offsets_of(state)
     spread(offsets, table, heads, part, parts, layout_in(state))
@@ -63,18 +63,18 @@ def spread_group(state, table, heads, part, parts, at_once):
     return 1
 
 
-# Numbers that steps take beside the state's address.
+# How many numbers steps accept after the state's address.
 _NUMBERS = {
     state.OF_1: 6, state.OF_2: 6, state.OF_4: 6, state.OF_8: 6, state.ADJUST: 5, state.PUT_KEYS: 1,
     state.PUT_VALUES: 2, state.MULTIPLY: 4, state.ADJUST_MANY: 3, state.WEIGH: 6, state.NEXT_HEAD: 2, state.SPREAD: 5,
 }  # fmt: skip
-#: What every call needs: made together, at the first.
+#: The steps that every call needs: made together, at the first call.
 _ALWAYS = (state.LOAD, state.GATHER, state.STORE)
 _NEVER = 1 << 62
 
 
 class Steps:
-    """The steps for storage kinds of K and of V, what attention computes in, and a matrix unit.
+    """The steps for the storage kinds of K and V, a computing dtype, and use of a matrix unit.
 
     Attributes
     ----------
@@ -106,7 +106,7 @@ class Steps:
         self.sizes = functools.lru_cache(maxsize=64)(self._sizes)
 
     def make(self, missing: int) -> None:
-        """Make steps, of which a number has bits, and those that every call needs."""
+        """Make the steps whose bits are set in a number, and those that every call needs."""
         wanted = {step for step in range(state.LOAD, state.NUM_STEPS) if missing >> step & 1}
         with self._making:
             for step in sorted(wanted | set(_ALWAYS)):
@@ -116,7 +116,7 @@ class Steps:
                     self._table[step] = kernel_address(kernel)
 
     def expect(self, rows: int) -> None:
-        """Make what items of so many query rows of a kv head need, unless V has NaN or infinity."""
+        """Make the steps that items of so many query rows of a kv head need, unless V has NaN or infinity."""
         wanted = {state.ATTEND}
         if self._panels and rows >= self._table[state.MANY_FROM]:
             wanted = {
@@ -130,9 +130,10 @@ class Steps:
             self.make(sum(1 << step for step in wanted))
 
     def _sizes(self, dim: int, dim_v: int, group: int) -> tuple[int, int, Any]:
-        """For elements of a K row and of a V row and q heads of a kv head: where their record is, a worker's floats.
+        """Return the address of a record of sizes, the floats of a worker, and the record.
 
-        The record itself comes last: it has to be kept as long as its address is used.
+        The sizes are for so many elements of a K row and of a V row, and q heads of a kv head. The caller keeps the
+        record as long as its address is used.
         """
         k_kind, v_kind, compute = self._kinds
         places = lay_out(
@@ -143,7 +144,7 @@ class Steps:
         return found.ctypes.data, int(found[state.FLOATS_EACH]), found
 
     def kernel(self, step: int) -> Any:
-        """The kernel of a step, which is compiled unless it has been."""
+        """Return the kernel of a step, compiled at the first call."""
         k_kind, v_kind, compute = self._kinds
         of_both = f"K {k_kind}, V {v_kind}, computing in {compute}"
         if self._with_amx and step in _OF_AMX:
@@ -153,7 +154,7 @@ class Steps:
             rows = _ROWS[step]
             label = f"attention of {rows} query rows, {of_both}"
             return _compiled(make_rows, step, label, (k_kind, v_kind, compute, rows))
-        # Queries are loaded alike for all kinds without scales.
+        # All kinds without scales share one kernel that loads queries.
         alike = k_kind if kind_named(k_kind).is_scaled else "fp32"
         maker, args, label = {
             state.LOAD: (make_load, (alike, compute), f"queries, K {alike}, computing in {compute}"),
@@ -188,7 +189,7 @@ _OF_AMX: dict[int, Callable[..., Any]] = {
 
 
 def _compiled(maker: Callable[..., Any], step: int, label: str, args: Any) -> Any:
-    """The kernel of a step: once for all tables."""
+    """Return the kernel of a step, made once for all tables."""
     return _build(maker, 1 + _NUMBERS.get(step, 0), label, args)
 
 
@@ -199,5 +200,5 @@ def _build(maker: Callable[..., Any], count: int, label: str, args: Any) -> Any:
 
 @functools.cache
 def steps_for(k_kind: str, v_kind: str, compute: str, with_amx: bool) -> Steps:
-    """The steps of an engine, of which there is one table in a process."""
+    """Return the steps of an engine: one table in a process."""
     return Steps(k_kind, v_kind, compute, with_amx)

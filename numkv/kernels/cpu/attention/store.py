@@ -1,6 +1,6 @@
-"""Results: of an item, or of its split among the parts of its sequence; and such parts put together, in order.
+"""Store results: an item's own, or a split's part of its sequence's. A second kernel merges such parts in order.
 
-The latter where a KV range was split: Flash-Decoding (Dao et al., 2023).
+Parts exist where a KV range was split: Flash-Decoding (Dao et al., 2023).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from numkv.kernels.cpu.vectors.arrays import array_reader, int_at, multiply, row
 from numkv.kernels.cpu.vectors.launch import next_item, on_threads
 from numkv.rows.softmax import finish, power_of_2
 
-#: What a part has before its sums: a maximum in base 2, and a sum of probabilities.
+#: Numbers of a part before its sums: a maximum in base 2, and a sum of probabilities.
 PART_EXTRA = 2
 
 
 def make_merge_splits(COMPUTE):
-    """The kernel that merges the parts of sequences whose KV range was split, in order."""
+    """Make the kernel that merges the parts of sequences whose KV range was split, in order."""
     F = np.float32 if COMPUTE == "float32" else np.float64
     TO_BASE_2, TO_BASE_E = LOG2_E, LN_2
 
@@ -80,7 +80,7 @@ def make_merge_splits(COMPUTE):
 
 
 def make_store(COMPUTE, BY_HEAD):
-    """The step `STORE`: an item's result, or its split's part of it; `BY_HEAD`: a kv head's V rows share a scale."""
+    """The step `STORE`: write an item's result or part. With `BY_HEAD` a kv head's V rows share a scale."""
     F = np.float32 if COMPUTE == "float32" else np.float64
     real = getattr(types, COMPUTE)
     TO_BASE_2, TO_BASE_E = LOG2_E, LN_2

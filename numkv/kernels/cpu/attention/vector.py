@@ -1,15 +1,15 @@
-"""Few query rows in vector code, whatever the sides of K and of V: floats, integers or pairs of bf16.
+"""Few query rows in vector code, for K and V sides in floats, integers or pairs of bf16.
 
-Scores lie token after token, the query rows of a group side by side (``s[t, r]``): few lanes are left to be added, one
-softmax serves all rows, and query rows are interleaved for it once an item.
+Scores are stored token after token, with the query rows of a group next to each other (``s[t, r]``). So few lanes
+remain to be added, and one softmax serves all rows. Query rows are interleaved for this once an item.
 
-What decides which rows see which tokens (`attend_few`) is one kernel for all kinds. The arithmetic is a kernel for each
-number of rows that are taken at once (`make_rows`): few groups of q heads need more than one of them.
+`attend_few`, which finds the tokens that each row sees, is one kernel for all kinds. The arithmetic is a kernel for
+each number of rows that are computed at once (`make_rows`). Few groups of q heads need more than one such kernel.
 
-Tokens that the bits of a mask choose, beside those that a query sees without gaps, are picked query by query: tables of
-their rows and scales are put together, as if they lay one after another, and the tile's steps take them. So nothing of
-the others is read, and they stand at positions that follow one another, as linear biases (ALiBi: Press et al.,
-arXiv:2108.12409) take them. A matrix unit is left alone: its engine knows of ranges only.
+A mask's bits choose tokens in addition to those that a query sees without gaps. They are picked query by query. The
+tables of their rows and scales are copied as if they were adjacent, for the tile's steps. So other tokens are never
+read. The picked ones get successive positions, as linear biases (ALiBi: Press et al., arXiv:2108.12409) need. The
+matrix unit is not used here: its engine supports ranges only.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from numkv.rows.visible import visible_to_any
 
 @register_jitable
 def visible_in_tile(ranges, row, position, window_left, begin, end, tile):
-    """Which tokens of a KV tile a query sees, of ``[begin, end)``: a range counted from the tile's start."""
+    """Return the tokens in ``[begin, end)`` of a KV tile that a query sees, counted from the tile's start."""
     low, high = visible_to_any(ranges, row, np.int64(1), position, window_left, end)
     low = min(max(max(low, begin) - tile, 0), KV_TILE)
     return low, min(max(min(high, end) - tile, low), KV_TILE)
@@ -78,9 +78,9 @@ def visible_in_tile(ranges, row, position, window_left, begin, end, tile):
 
 @inlined
 def visible_to_tokens(item, first, stop, seen, tile):
-    """The tokens of a tile that any of an item's query tokens ``[first, stop)`` sees, and whether all see the same."""
+    """Return the tokens of a tile that any query token ``[first, stop)`` sees, and whether all see the same."""
     low, high, alike = np.int64(KV_TILE), np.int64(0), True
-    # Without ranges later tokens see later ones, or the same: the first and the last tell.
+    # Without ranges, visible tokens only move on with the query, so the first and the last query suffice.
     last = stop - 1
     for t in range(first, last + 1, 1 if len(seen.ranges) > 0 else max(last - first, 1)):
         begin, end = visible_in_tile(
@@ -96,25 +96,25 @@ def visible_to_tokens(item, first, stop, seen, tile):
     return low, high, alike
 
 
-# Query rows that vector code takes at once, at most.
+# The most query rows that vector code computes at once.
 _UNROLL = ROW_UNROLL[0]
-# Rows that may be missing of 8, 4 or 2.
+# The most rows that padding to 8, 4 or 2 adds.
 _FILL_UP = 3
 
 
 @inlined
 def _padded_rows(rows):
-    """As many rows as vector code takes for those of a kv head."""
+    """Return a kv head's rows, padded to what vector code computes."""
     if rows > 4:
         return (rows + _UNROLL - 1) // _UNROLL * _UNROLL
     return np.int64(4) if rows > 2 else rows
 
 
 def make_load_rows(k_kind: str, compute: str) -> Callable[..., Any]:
-    """``load_rows(state, scale, transposed)``: an item's query rows times a scale, and zeros.
+    """``load_rows(state, scale, transposed)``: load an item's query rows times a scale.
 
-    The scale of a kv head's K rows, if there is one, joins that of its query rows. Where results go is cleared, but for
-    output rows that will be transposed.
+    If a kv head's K rows have a scale, it is multiplied in, too. The memory of results is cleared, except output rows
+    that will be transposed.
     """
     real = float_type(compute)
     of_head, load_query, floats_of = (
@@ -140,8 +140,8 @@ def make_load_rows(k_kind: str, compute: str) -> Callable[..., Any]:
                 load_query(floats, at, sizes, r, row_of(q, (t, h)), row_scale)
                 floats[at.maxima + r] = F(-np.inf)
                 r += 1
-        # Rows that fill up the last group take part in the arithmetic: what happens to be there may be denormal
-        # numbers, which are a hundred times slower than others.
+        # Rows that pad the last group take part in the arithmetic. Leftover memory may be denormal numbers, which are a
+        # hundred times slower.
         end = r + _FILL_UP
         clear(floats, at.queries + r * sizes.pad_dim, at.queries + end * sizes.pad_dim)
         first = r if transposed else np.int64(0)
@@ -171,8 +171,8 @@ def make_load(K_KIND, COMPUTE):
 def make_rows(K_KIND, V_KIND, COMPUTE, COUNT):
     """The step `OF_1` and so on: scores, softmax and sums of tokens ``[low, high)`` of a tile for some query rows.
 
-    ``rows_of(state, row, place, r, taken, low, high)`` takes `COUNT` rows of a kv head from its row `r` on, of which
-    `taken` count. In scratch memory they are those from `row` on, interleaved at `place`.
+    ``rows_of(state, row, place, r, taken, low, high)`` computes `COUNT` rows of a kv head from its row `r` on, of which
+    the first `taken` count. In scratch memory they begin at `row`, and are interleaved at `place`.
     """
     real = float_type(COMPUTE)
     interleave, scores = make_keys(K_KIND, V_KIND, COMPUTE, COUNT)
@@ -186,7 +186,7 @@ def make_rows(K_KIND, V_KIND, COMPUTE, COUNT):
     def rows_of(state, row, place, r, taken, low, high):
         floats, at = floats_of(state), places_of(state)
         sizes, tile = sizes_of(state), tile_of(state)
-        # Rows are interleaved once for an item, unless what they see makes other groups of them.
+        # Rows are interleaved once for an item, unless different visible tokens regroup them.
         if floats[at.unrolls + place] != F(ROWS):
             for i in range(max(0, place - _UNROLL + 1), place + ROWS):
                 floats[at.unrolls + i] = F(0)
@@ -228,7 +228,7 @@ def make_adjust(COMPUTE):
 
 
 def make_slope_of(compute: str) -> Callable[..., Any]:
-    """``slope_of(state, r)``: a query row's slope, in base 2, and how far it stands after the turn's first token."""
+    """``slope_of(state, r)``: a query row's slope, in base 2, and its distance from the turn's first token."""
     real = float_type(compute)
     sinks_at = array_reader(getattr(types, real), 1)
     F = np.float32 if real == "float32" else np.float64
@@ -248,7 +248,7 @@ def make_slope_of(compute: str) -> Callable[..., Any]:
 
 @inlined
 def attend_rows(state, r, taken, low, high):
-    """Run the step of as many rows as vector code takes for `taken` of a kv head's, from its row `r` on."""
+    """Run the step that computes `taken` rows of a kv head, from its row `r` on."""
     item, turn = item_of(state), turn_of(state)
     head = turn.head - item.first_head
     step = np.int64(OF_1) + np.int64(taken > 1) + np.int64(taken > 2) + np.int64(taken > 4)
@@ -271,7 +271,7 @@ def attend_few(state):
             seen.ranges, item.first_token + t, item.position + t, seen.window_left, item.begin,
             item.end, turn.start,
         )  # fmt: skip
-        # Rows that see different tokens are taken separately: a weight of 0 does not hide a NaN.
+        # Rows that see different tokens are computed separately: a weight of 0 does not hide a NaN.
         for other in range(t + 1, (r + taken - 1) // group + 1):
             others = visible_in_tile(
                 seen.ranges, item.first_token + other, item.position + other, seen.window_left,
@@ -288,9 +288,9 @@ def attend_few(state):
 
 @register_jitable
 def _pick(ints, rows, row, begin, end, tile, keys, values):
-    """Put together the tables of the tokens ``[begin, end)`` of a tile whose bits are set; return how many there are.
+    """Copy the tables of the tokens ``[begin, end)`` of a tile whose bits are set; return their number.
 
-    Up to the end of a tile, the last one stands in for those that are missing, as whole groups are read.
+    Whole groups are read, so the last token is repeated up to the end of the tile.
     """
     number, base = np.int64(0), rows[row, PLAIN_END]
     for token in range(begin, end):
@@ -305,7 +305,7 @@ def _pick(ints, rows, row, begin, end, tile, keys, values):
 
 @register_jitable
 def _copy(ints, to, j, keys, values):
-    """Copy where the row and the scales of a tile's token are."""
+    """Copy the table entries of a tile's token: its row and its scales."""
     ints[to], ints[TABLE + to] = keys[j], values[j]
     ints[2 * TABLE + to], ints[3 * TABLE + to] = keys[2 * TABLE + j], values[2 * TABLE + j]
 
@@ -328,7 +328,7 @@ def attend_picked(state):
         if begin < end:
             high = _pick(ints, rows, row, begin, end, turn.start, keys, values)
         if high > 0:
-            # Where the first of them stands.
+            # The position of the first one.
             start = base + bits_below(rows, row, BITS, begin - base)
             put_turn(
                 state,

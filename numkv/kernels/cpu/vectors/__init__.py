@@ -1,8 +1,8 @@
-"""Vector code for the CPU: what emits LLVM for kernels, from the CPU's features up to loops and threads.
+"""Vector code for the CPU: modules that emit LLVM for kernels, from the CPU's features up to loops and threads.
 
 Numba vectorises plain loops well, but not loops like attention's: a dot product for every token, an exponential in the
 middle, half floats to widen. Such steps are written as LLVM vector code, in functions (intrinsics) that a kernel calls
-like any other. What they are made of is here:
+like any other. These modules are their building blocks:
 
 ============  ================================================================================================
 `features`    which instructions the CPU has, how wide its vectors are
@@ -18,9 +18,9 @@ like any other. What they are made of is here:
 `launch`      running a kernel on several threads, and handing out items to them
 ============  ================================================================================================
 
-How to read it. `Vectors` emits instructions on vectors of `lanes` floats; LLVM turns them into whatever the CPU has
-(AVX-512, AVX2, NEON, or pairs of narrow ones). What is known when a kernel is built (storage kind, float type) is an
-argument of the function that makes an intrinsic; sizes that vary by call are ordinary numbers, so that one compiled
-kernel serves every head dim and group. Nothing is read past a row's end: what is left over after whole vectors is
-loaded under a mask. Arguments named ``*_at`` are element offsets into an array's memory.
+How to read it. `Vectors` emits instructions on vectors of `lanes` floats. LLVM turns them into those of the CPU
+(AVX-512, AVX2, NEON, or pairs of narrow ones). The storage kind and the float type are known when a kernel is built.
+They are arguments of the function that makes an intrinsic. Sizes that vary by call are ordinary numbers, so one
+compiled kernel serves every head dim and group. Rows are never read past their ends: the elements after whole vectors
+are loaded under a mask. Arguments named ``*_at`` are element offsets into an array's memory.
 """

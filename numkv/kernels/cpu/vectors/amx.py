@@ -1,7 +1,7 @@
 """Intel's matrix unit (AMX): tiles of 16 rows of 64 bytes, and the vector code that goes with them.
 
-A product is ``C[m, n] += sum over k of A[m, k] * B[k, n]``. A row of A is 64 bytes, and a row of B holds for each n
-what belongs to a lane of 32 bits: two neighbouring k in bf16, four in INT8::
+A product is ``C[m, n] += sum over k of A[m, k] * B[k, n]``. A row of A is 64 bytes. A row of B has a lane of 32 bits
+for each n: two neighbouring k in bf16, four in INT8::
 
     A, bf16   row m:  k0 k1 | k2 k3 | ... | k30 k31          16 lanes of 32 bits
     B, bf16   row i:  (k2i, k2i+1) of n0 | ... of n1 | ... | of n15
@@ -64,7 +64,7 @@ class Amx:
         self._run(f"tilestored %tmm{tile}, ($0,$1,1)", pointer, step)
 
     def multiply(self, kinds, total, rows, columns):
-        """Add the product of two tiles to the tile `total`; `kinds` says what is in the rows and in the columns."""
+        """Add the product of two tiles to the tile `total`; `kinds` defines the elements of rows and of columns."""
         self._run(f"tdp{kinds} %tmm{columns}, %tmm{rows}, %tmm{total}")
 
 
@@ -72,7 +72,7 @@ class AmxWords(Words):
     """Vector code of CPUs that have AMX: all of their vectors have 16 lanes of 32 bits."""
 
     def floats_at(self, base, at):
-        """The address of a float, as one of bytes."""
+        """Return the address of a float, as one of bytes."""
         return as_bytes(self.b, self.pointer(base, at, FLOAT))
 
     def load_lanes(self, base, at):
@@ -86,7 +86,7 @@ class AmxWords(Words):
         self.b.store(vector, self.b.bitcast(pointer, vector.type.as_pointer()), align=4)
 
     def pack(self, vectors, at):
-        """Integers of two or four vectors side by side in 32-bit lanes: 16 or 8 bits of each, from bit `at` on."""
+        """Pack the integers of two or four vectors into 32-bit lanes: 16 or 8 bits of each, from bit `at` on."""
         size = 32 // len(vectors)
         found = None
         for i, x in enumerate(vectors):
@@ -121,7 +121,7 @@ class AmxWords(Words):
         Beside a weight of 1 such weights count for nothing, and denormal numbers would be slow. `math.exp2` takes more
         instructions; here numbers are split, and powers of two multiplied, by instructions made for it.
         """
-        # What is above the integer below; both forms of rounding down are named by 1.
+        # The fraction above the integer below; 1 encodes rounding down in both instructions.
         rest = self._masked("reduce", [x, I32(1)], None)
         power = self.splat(_POWER[-1])
         for c in reversed(_POWER[:-1]):
@@ -147,12 +147,12 @@ class AmxWords(Words):
         return self.b.call(cgutils.get_or_insert_function(self.b.module, signature, name), [x])
 
     def upper_half(self, x):
-        """What the upper half of a float's bits stands for."""
+        """Return the value of the upper half of a float's bits."""
         bits = self.b.and_(self.b.bitcast(x, self.int_type), self.splat_int(-65536))
         return self.b.bitcast(bits, self.type)
 
     def bf16_pairs(self, low, high):
-        """Two vectors rounded to bf16, side by side: 32 words, of `low` the first 16."""
+        """Round two vectors to bf16: 32 words, the first 16 those of `low`."""
         signature = ir.FunctionType(self.int_type, [self.type] * 2)
         convert = ir.InlineAsm(signature, "vcvtne2ps2bf16 $2, $1, $0", "=v,v,v")
         return self.b.call(convert, [high, low])

@@ -1,9 +1,9 @@
 """Arrays in kernels: a row of a strided array, an array without reference counts, addresses, scales, loops.
 
-**Records** are rows of int64 that say once where arrays lie, so that a call hands over one address in their place: what
-a call of one token costs is its arguments. A record has numbers, the bits of floats, and arrays as `TABLE_ROW` numbers:
-where the first element is, the bytes of an element, the number of axes, their sizes and strides in bytes. Whoever makes
-a record keeps alive what it points to.
+**Records** are rows of int64 that describe arrays once, so that a call passes one address instead of many arrays.
+Arguments are most of the cost of a call of one token. A record has numbers, the bits of floats, and arrays as
+`TABLE_ROW` numbers. These are the address of the first element, the bytes of an element, the number of axes, and their
+sizes and strides in bytes. The maker of a record keeps its arrays alive.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RAMP = 8
 
 
 def array_value(context, b, of, data, shape, strides, itemsize, memory=None):
-    """An array of a Numba type that lies at a pointer, or an address; with `memory` it counts references."""
+    """Return an array of a Numba type at a pointer or an address; with `memory` it counts references."""
     found = context.make_array(of)(context, b)
     place = b.inttoptr if isinstance(data.type, ir.IntType) else b.bitcast
     context.populate_array(
@@ -36,7 +36,7 @@ def array_value(context, b, of, data, shape, strides, itemsize, memory=None):
 
 @intrinsic
 def row_of(typing_context, array, index):
-    """One row of an array whose last axis is contiguous, whatever its other strides: a 1-d C array that shares memory.
+    """Return one row of an array with a contiguous last axis and any other strides: a 1-d C array on its memory.
 
     The caller keeps `array` alive, and `index` (one number for each axis but the last) in range.
     """
@@ -55,7 +55,7 @@ def row_of(typing_context, array, index):
 
 @intrinsic
 def without_refcount(typing_context, array):
-    """The same array without its owner: as no references are counted, slices of it cost nothing.
+    """Return the same array without its owner: no references are counted, so slices cost nothing.
 
     The caller keeps `array` alive.
     """
@@ -70,7 +70,7 @@ def without_refcount(typing_context, array):
 
 @emits(types.int64)
 def address_of(b, array):
-    """Where an array's first element is, as a number."""
+    """Return where an array's first element is, as a number."""
     return b.ptrtoint(array, I64)
 
 
@@ -78,7 +78,7 @@ def address_of(b, array):
 def by_row(scale):
     """A view ``(num_blocks, num_kv_heads, block_size, n)`` of scales of heads, of rows or of groups, for `row_of`.
 
-    Scales of heads repeat themselves, by steps of 0. Of an empty array nothing may be read.
+    Scales of heads repeat themselves, by steps of 0. The view of an empty array must not be read.
     """
     if scale.ndim == 1:
         return scale[None, :, None, None]
@@ -89,7 +89,7 @@ def by_row(scale):
 
 @emits()
 def clear(b, x, first, end):
-    """``x[first:end] = 0``, of floats that lie one after another."""
+    """``x[first:end] = 0``, for contiguous floats."""
     size = b.mul(b.sub(end, first), I64(8 if x.type.pointee == DOUBLE else 4))
     cgutils.memset(b, b.gep(x, [first]), size, 0)
 
@@ -137,22 +137,22 @@ def _splat(builder, x):
 
 
 def _numbers_at(builder, data, at):
-    """The address of `RAMP` numbers, the first of which is number `at`."""
+    """Return the address of `RAMP` numbers, the first of which is number `at`."""
     return builder.bitcast(builder.gep(data, [at]), _NUMBERS.as_pointer())
 
 
 #: Axes of an array in a record, at most.
 MOST_AXES = 4
 
-#: What a record says of an array, a row of a table: address, bytes of an element, number of axes, their sizes and
-#: strides in bytes, and room for the first address and the one behind the last.
+#: An array's row in a record: address, bytes of an element, number of axes, their sizes and strides in bytes, and room
+#: for the first address and the one after the last.
 ADDRESS, ITEMSIZE, AXES, SHAPE = range(4)
 STRIDES = SHAPE + MOST_AXES
 LOW, HIGH, TABLE_ROW = range(STRIDES + MOST_AXES, STRIDES + MOST_AXES + 3)
 
 
 def describe(record: np.ndarray[Any, Any], at: int, x: np.ndarray[Any, Any]) -> None:
-    """Say in a record where an array lies, from index `at` on."""
+    """Describe an array in a record, from index `at` on."""
     record[at : at + SHAPE] = x.ctypes.data, x.itemsize, x.ndim
     for axis in range(x.ndim):
         record[at + SHAPE + axis] = x.shape[axis]
@@ -162,7 +162,7 @@ def describe(record: np.ndarray[Any, Any], at: int, x: np.ndarray[Any, Any]) -> 
 def describe_dense(
     record: np.ndarray[Any, Any], at: int, shape: tuple[int, ...], itemsize: int
 ) -> None:
-    """Say in a record how an array lies that has no gaps; where, at index `at`, is left to the calls."""
+    """Describe an array without gaps in a record; calls set its address at index `at`."""
     stride = itemsize
     record[at + ITEMSIZE], record[at + AXES] = itemsize, len(shape)
     for axis in reversed(range(len(shape))):
@@ -172,19 +172,19 @@ def describe_dense(
 
 
 def _field(b, record, index):
-    """The address of a number of a record."""
+    """Return the address of a number of a record."""
     return b.gep(b.inttoptr(record, I64.as_pointer()), [index])
 
 
 @emits(types.int64)
 def int_at(b, record, index):
-    """A number of the record at an address."""
+    """Return a number of the record at an address."""
     return b.load(_field(b, record, index))
 
 
 @emits(types.float64)
 def float_at(b, record, index):
-    """A float64 whose bits are in the record at an address."""
+    """Return a float64 whose bits are in the record at an address."""
     return b.bitcast(b.load(_field(b, record, index)), DOUBLE)
 
 
@@ -222,7 +222,7 @@ def put_number(b, address, size, number):
 
 @emits(types.int64)
 def number_at(b, address, size):
-    """The integer of 8 or 4 bytes at an address."""
+    """Return the integer of 8 or 4 bytes at an address."""
     found = cgutils.alloca_once(b, I64)
     for of in (I64, I32):
         with b.if_then(b.icmp_signed("==", size, I64(of.width // 8))):
@@ -233,9 +233,9 @@ def number_at(b, address, size):
 
 @intrinsic
 def table_of(typing_context, arrays):
-    """A table on the stack that says of each array of a tuple where it lies: int64 ``(len(arrays), TABLE_ROW)``.
+    """Return a table on the stack that describes each array of a tuple: int64 ``(len(arrays), TABLE_ROW)``.
 
-    Good until the function returns that makes it.
+    It is valid until the calling function returns.
     """
     table_type = types.Array(types.int64, 2, "C")
 
@@ -249,7 +249,7 @@ def table_of(typing_context, arrays):
 
 
 def _put_rows(context, b, memory, arrays, values):
-    """Say of each array of a tuple where it lies, in rows of a table."""
+    """Describe each array of a tuple in a row of a table."""
     values = cgutils.unpack_tuple(b, values)
     for number, (array_type, x) in enumerate(zip(arrays.types, values, strict=True)):
         of = context.make_array(array_type)(context, b, x)
@@ -265,9 +265,9 @@ def _put_rows(context, b, memory, arrays, values):
 
 @intrinsic
 def record_of(typing_context, arrays, numbers):
-    """The address of a record on the stack: a row of each array of a tuple, then int64 and the bits of float64.
+    """Return the address of a record on the stack: a row of each array of a tuple, then int64 and the bits of float64.
 
-    Good until the function returns that makes it.
+    It is valid until the calling function returns.
     """
 
     def codegen(context, b, sig, args):
@@ -337,8 +337,8 @@ def kernel_caller(signature, result=types.none, symbol=None):
     """The function that calls a compiled kernel by its address: ``call(address, arguments)``.
 
     `signature` are the Numba types that the kernel was built for; `arguments`, a tuple, are of these dtypes and ranks.
-    The kernel is not compiled again, so the results are its own, bit by bit. With a `symbol`, by which the kernel is
-    found when the code is linked (`provide_symbol`), ``call(None, arguments)``.
+    The kernel is not compiled again, so results are equal bit for bit. With a `symbol`, which links to the kernel
+    (`provide_symbol`), it is ``call(None, arguments)``.
     """
 
     def shape_of(x):
@@ -370,7 +370,7 @@ def kernel_caller(signature, result=types.none, symbol=None):
 
 
 def kernel_address(kernel: Any) -> int:
-    """Where the machine code of a kernel is that `numkv.kernels.builder.build` made; the kernel has to be kept."""
+    """Return the address of a kernel's machine code, made by `numkv.kernels.builder.build`; keep the kernel alive."""
     (build,) = kernel.overloads.values()
     address: int = build.library.get_pointer_to_function(build.fndesc.llvm_func_name)
     if not address:
@@ -379,5 +379,5 @@ def kernel_address(kernel: Any) -> int:
 
 
 def provide_symbol(symbol: str, kernel: Any) -> None:
-    """Have code that is linked from now on find a kernel by a name; the kernel has to be kept."""
+    """Register a kernel under a name for code that is linked from now on; keep the kernel alive."""
     llvm.add_symbol(symbol, kernel_address(kernel))

@@ -1,17 +1,17 @@
 """Rows of floats to codes of a few bits, in vector code: INT4, CODE4 and CODE6.
 
-The words and scales are those of `numkv.rows.int4` and `numkv.rows.codebook`, bit for bit: the same operations on the
-same floats, and sums of integers, whose order makes no difference. What differs is how they are found:
+The words and scales equal those of `numkv.rows.int4` and `numkv.rows.codebook` bit for bit: the same operations on the
+same floats, and sums of integers, whose order makes no difference. Only the method differs:
 
 *Groups of INT4.* The elements of a group stay in registers. The three scales that are tried are lanes of one vector.
 
-*Codebooks.* A row is read once for its largest element, once for its mean square, once for the errors under all three
-scales, once for the fitted scale and once for its codes. Levels are found for bytes, four vectors of floats at a time::
+*Codebooks.* A row is read five times: for its largest element, its mean square, the errors under all three scales, the
+fitted scale, and its codes. Levels are found for bytes, four vectors of floats at a time::
 
     y = min(2 * size, 254)                          an integer; twice the edges are integers, too
     number = first[y // 16] + sum over j of (y >= edges[j][y // 16])
 
-As at most three edges lie among 16 neighbours, looks into tables of 16 bytes take the place of a search.
+At most three edges are among 16 neighbours, so lookups in tables of 16 bytes replace a search.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _Rows(Words):
         return b.trunc(vectors[0], ir.VectorType(of, vectors[0].type.count))
 
     def low_byte(self, x):
-        """Integers without what is above their low byte: so LLVM packs them by instructions that saturate."""
+        """Clear all but the low byte of integers, which lets LLVM pack them by saturating instructions."""
         return self.b.and_(x, self.splat_int(255))
 
 
@@ -148,7 +148,7 @@ class _Int4Groups:
         return [self.v.load_row(self.x, self.b.add(first, I64(i))) for i in starts]
 
     def store(self, groups):
-        """The words and scales of some groups."""
+        """Return the words and scales of some groups."""
         b = self.b
         high, minus_low, finite = self.ends([self.load(group) for group in groups])
         best, word = self.best(groups, high, minus_low)
@@ -205,7 +205,7 @@ class _Int4Groups:
         return best, word
 
     def tried(self, i, high, minus_low, widest):
-        """Of scale number `i` that is tried: before it is rounded, its word, itself, and its lowest level."""
+        """Return candidate scale `i`: before rounding, its word, its value, and its lowest level."""
         b, v = self.b, self.v
         factor = float(np.float32(23 + i) / np.float32(25))
         step = b.fmul(widest, _same(factor, widest))
@@ -242,7 +242,7 @@ class _Int4Groups:
         return total
 
     def packed(self, at):
-        """The bytes of a group whose codes were kept at `at`."""
+        """Return the bytes of a group whose codes were kept at `at`."""
         b, v = self.b, self.v
         pairs = []
         for i in range(0, int4.GROUP // 2, v.lanes):
@@ -281,7 +281,7 @@ class _CodebookRow:
         self.count, self.chunk = count, 4 * self.v.lanes
         self.chunks = b.sdiv(b.add(count, I64(self.chunk - 1)), I64(self.chunk))
         self.whole = b.sdiv(count, I64(self.chunk))
-        # What is left over after whole chunks is padded with zeros.
+        # The elements after whole chunks are padded with zeros.
         self.left = b.sub(count, b.mul(self.whole, I64(self.chunk)))
         self.x, element = x, x.type.pointee
         self.last = cgutils.alloca_once(b, element, I64(self.chunk))
@@ -327,20 +327,20 @@ class _CodebookRow:
             b.store(b.add(b.load(slot), part), slot)
 
     def total(self, sums):
-        """The sum of all lanes, i64."""
+        """Return the sum of all lanes, i64."""
         b, v = self.b, self.v
         low, high = (b.zext(b.load(slot), ir.VectorType(I64, v.lanes)) for slot in sums)
         return v.fold(b.add(low, b.shl(high, _same(16, high))), b.add)
 
     def squares(self, numbers):
-        """The sum of the squares of four vectors of 15 bits, by lanes."""
+        """Return the sum of the squares of four vectors of 15 bits, by lanes."""
         total = self.v.splat_int(0)
         for x in numbers:
             total = self.v.add_pairs(total, x, x)
         return total
 
     def largest(self):
-        """The largest magnitude: its bits, and itself."""
+        """Return the largest magnitude: its bits, and itself."""
         b, v = self.b, self.v
         peak = cgutils.alloca_once_value(b, v.splat_int(0))
         with self.each() as (i, _):
@@ -368,7 +368,7 @@ class _CodebookRow:
         return b.fdiv(total, b.fmul(b.sitofp(self.count, FLOAT), square))
 
     def scale_of(self, largest):
-        """The scale; see `numkv.rows.codebook.scale_finder`."""
+        """Return the scale; see `numkv.rows.codebook.scale_finder`."""
         b = self.b
         signature = ir.FunctionType(FLOAT, [FLOAT])
         root = cgutils.get_or_insert_function(b.module, signature, "llvm.sqrt.f32")

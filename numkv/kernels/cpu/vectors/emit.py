@@ -18,15 +18,15 @@ FLOAT, DOUBLE, HALF = ir.FloatType(), ir.DoubleType(), ir.HalfType()
 
 
 def data_of(context, builder, array_type, value):
-    """The address of an array's first element."""
+    """Return the address of an array's first element."""
     return context.make_array(array_type)(context, builder, value).data
 
 
 def unpack(context, builder, types_, values):
-    """The arguments of an intrinsic as its emitter uses them.
+    """Convert the arguments of an intrinsic for its emitter.
 
-    An array becomes the address of its first element, a named tuple an object with an attribute for each field; the
-    rest stays as it is.
+    An array becomes the address of its first element, a named tuple an object with an attribute for each field. Others
+    are unchanged.
     """
     return [_unpacked(context, builder, *pair) for pair in zip(types_, values, strict=True)]
 
@@ -43,10 +43,10 @@ def _unpacked(context, builder, type_, value):
 
 
 def emits(returns=types.void, **given):
-    """Make an intrinsic of a function that emits its code, whose arguments are a builder and what `unpack` gives.
+    """Make an intrinsic of a function that emits its code, called with a builder and the results of `unpack`.
 
-    Arrays and tuples may be of any type, all else is int64, but what `given` has another type for, by its name. What
-    the function gives back is of the type `returns`.
+    Arrays and tuples may be of any type. All other arguments are int64, unless `given` has another type for their
+    names. The intrinsic returns the type `returns`.
     """
 
     def decorate(emit):
@@ -108,14 +108,14 @@ def steps(builder, start, stop, step):
 
 
 def scratch_floats(builder, element, size):
-    """The address of memory for `size` numbers on the stack, from the beginning of a cache line on."""
+    """Return the address of memory for `size` numbers on the stack, from the beginning of a cache line on."""
     place = cgutils.alloca_once(builder, ir.ArrayType(element, size))
     place.align = 64
     return builder.bitcast(place, I8.as_pointer())
 
 
 def keep_in_memory(builder, pointer):
-    """Have what was stored at a pointer read from memory: LLVM would take vectors apart to keep a part of it."""
+    """Force stored data to be read from memory, as LLVM would split vectors to keep a part in registers."""
     signature = ir.FunctionType(ir.VoidType(), [pointer.type])
     nothing = ir.InlineAsm(signature, "", "r,~{memory}", side_effect=True)
     builder.call(nothing, [pointer])

@@ -1,23 +1,25 @@
-"""Functions of integers, emitted as they are written: part of a kernel without Numba's type inference.
+"""Functions of integers, compiled straight from their source, without Numba's type inference.
 
-What drives a kernel is integers: which item comes next, where its rows lie, whether arrays fit. Nearly all of these are
-int64, so little about their types is to be found out, and what Numba takes seconds for is a walk over the source here,
-a fiftieth of that. `emitted` makes an intrinsic of such a function, with all the functions that it calls; `as_kernel`
-makes a kernel. They stay functions in Python that Numba compiles as well: where indices are to be checked
-(``NUMBA_BOUNDSCHECK=1``), or source files are no longer those that were imported, it does.
+Integers control a kernel: the next item, the places of its rows, whether arrays fit. Nearly all of them are int64, so
+their types are simple. A walk over the source here replaces seconds of Numba's inference, in a fiftieth of the time.
+`emitted` makes an intrinsic of such a function, with all the functions that it calls; `as_kernel` makes a kernel. They
+stay functions in Python that Numba can compile. It does so if indices are checked (``NUMBA_BOUNDSCHECK=1``), or if
+source files have changed since their import.
 
-What they may have
-    Numbers and booleans, to which Numba's rules apply; arrays, whose elements are read and written by indices that are
-    not negative, and of which parts are taken; tuples and named tuples of these; constants.
-    ``if``, ``while``, ``for`` over a ``range`` or a tuple, ``break``, ``continue``, ``return`` anywhere; arithmetic,
-    comparisons, ``and``, ``or``, ``not``, conditional expressions.
-    Calls of such functions, of intrinsics, of named tuples, of NumPy's types, of ``min``, ``max`` and ``len``, and
-    whatever else Numba has code for; ``np.empty`` of one axis outside of loops, freed where its function ends.
-    A variable has one type, but for assignments that are in no branch and no loop: there it may get another.
+Such functions may have:
 
-What a constant is stays one as long as it can. Numbers that are no int64 are Numba's: it says what a sum of them is.
+- Numbers and booleans, by Numba's rules; arrays, with indices that are not negative, and slices; tuples and named
+  tuples of these; constants.
+- ``if``, ``while``, ``for`` over a ``range`` or a tuple, ``break``, ``continue``, ``return`` anywhere; arithmetic,
+  comparisons, ``and``, ``or``, ``not``, conditional expressions.
+- Calls of such functions, of intrinsics, of named tuples, of NumPy's types, of ``min``, ``max`` and ``len``, and of all
+  else that Numba has code for.
+- ``np.empty`` of one axis outside of loops, freed where its function ends.
 
-Else there is a `TypeError` where the kernel is made.
+A variable has one type, but an assignment outside of branches and loops may change it. Constants stay constants as long
+as they can. For numbers other than int64, Numba defines the type of a result.
+
+Anything else raises `TypeError` when the kernel is made.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from numba.extending import intrinsic
 from numkv.kernels.cpu.vectors.arrays import array_value
 from numkv.kernels.cpu.vectors.emit import I64
 
-#: By the name of an operator's node in Python's syntax tree: itself, and what it is of two int64.
+#: Operators by their nodes in Python's syntax tree: the function, and the instruction for two int64.
 _ARITHMETIC: dict[str, tuple[Any, str]] = {
     "Add": (operator.add, "add"), "Sub": (operator.sub, "sub"), "Mult": (operator.mul, "mul"),
     "FloorDiv": (operator.floordiv, "div"), "Mod": (operator.mod, "rem"), "Div": (operator.truediv, ""),
@@ -108,11 +110,11 @@ class Values:
         context.refresh()
 
     def where(self) -> str:
-        """What is being emitted."""
+        """Return the place in the source that is being emitted, for messages."""
         raise NotImplementedError
 
     def fail(self, what: str) -> TypeError:
-        """The error for what cannot be emitted."""
+        """Return the error for what cannot be emitted."""
         return TypeError(f"{self.where()}: expected what can be emitted, got {what}")
 
     def leaf(self, value: Any, type_: Any = None) -> Leaf:
@@ -133,7 +135,7 @@ class Values:
         return self.leaf(value, types.int64).value
 
     def truth(self, value: Any) -> Any:
-        """Whether a value is true: a boolean, or of a constant Python's own."""
+        """Return whether a value is true: a boolean, or of a constant Python's own."""
         return self.leaf(value, types.boolean) if isinstance(value, Leaf) else bool(value)
 
     def by_numba(self, callee: Any, *arguments: Any) -> Any:
@@ -184,7 +186,7 @@ class Values:
             self.each(into, slot, value)
 
     def loaded(self, slot: Any) -> Any:
-        """What is in a place."""
+        """Load the value in a place."""
         if slot is None:
             return None
         return self.each(lambda place: Leaf(place.type, self.b.load(place.pointer)), slot)
@@ -220,7 +222,7 @@ class Values:
         return self.context.make_array(value.type)(self.context, self.b, value.value)
 
     def element(self, value: Any, index: Any) -> Any:
-        """The address of an element of an array."""
+        """Return the address of an element of an array."""
         indices = index if isinstance(index, tuple) else (index,)
         if not (isinstance(value, Leaf) and isinstance(value.type, types.Array)):
             raise self.fail("an index of what is no array")
@@ -236,7 +238,7 @@ class Values:
         return self.b.inttoptr(at, of.data.type)
 
     def view(self, value: Leaf, index: tuple[Any, ...]) -> Leaf:
-        """The part of an array at an index that has fewer numbers than the array axes, whole slices and None."""
+        """Return the part of an array at an index that has fewer numbers than the array axes, whole slices and None."""
         b, source = self.b, self.array(value)
         sizes, steps = (cgutils.unpack_tuple(b, x) for x in (source.shape, source.strides))
         axes = zip(sizes, steps, strict=True)
@@ -266,7 +268,7 @@ class Values:
         return Leaf(value.type, array_value(self.context, self.b, value.type, *lies))
 
     def arithmetic(self, op: str, left: Any, right: Any) -> Any:
-        """What an operator makes of two numbers."""
+        """Emit an operator on two numbers."""
         if op not in _ARITHMETIC:
             raise self.fail(op)
         of_constants, name = _ARITHMETIC[op]
@@ -296,7 +298,7 @@ class Values:
         return Leaf(types.int64, b.select(none, I64(0), found))
 
     def compared(self, op: str, left: Any, right: Any) -> Any:
-        """Whether two numbers compare so."""
+        """Return whether two numbers compare so."""
         if op not in _COMPARISONS:
             raise self.fail(op)
         of_constants, sign = _COMPARISONS[op]
@@ -307,7 +309,7 @@ class Values:
         return Leaf(types.boolean, self.b.icmp_signed(sign, self.int(left), self.int(right)))
 
     def both(self, left: Any, right: Any) -> Any:
-        """Whether two values are true."""
+        """Return whether two values are true."""
         if not isinstance(left, Leaf):
             return right if left else False
         if not isinstance(right, Leaf):
@@ -329,7 +331,7 @@ class Values:
         return Leaf(type_, self.b.bitcast(value.value, self.context.get_value_type(type_)))
 
     def intrinsic(self, callee: Any, arguments: list[Any]) -> Any:
-        """What an intrinsic emits for these arguments."""
+        """Emit an intrinsic for these arguments."""
         given = [self.packed(value) for value in arguments]
         sig, emit = callee._defn(self.context.typing_context, *(x.type for x in given))
         found = emit(self.context, self.b, sig, [x.value for x in given])
@@ -361,7 +363,7 @@ def _type(value: Any) -> Any:
 
 
 def _is_int(value: Any) -> bool:
-    """Whether a value is an int64, or a number that becomes one in company."""
+    """Return whether a value is an int64, or a number that becomes one in company."""
     if isinstance(value, Leaf):
         return value.type in (types.int64, types.int32, types.boolean)
     return isinstance(value, int | np.int64)
@@ -416,7 +418,7 @@ class Emitter(Values):
     # ---------------------------------------------------------------- functions
 
     def call(self, function: Any, arguments: Sequence[Any]) -> Any:
-        """Emit a function's body; returns what it returns."""
+        """Emit a function's body; return its result."""
         function = getattr(function, "py_func", function)
         tree, fixed, once = _source(function.__code__)
         outer, self.frame = self.frame, _Frame(function, fixed, once)
@@ -458,7 +460,7 @@ class Emitter(Values):
         return found
 
     def free(self) -> None:
-        """Free what a function has made: nothing, where it ended before."""
+        """Free a function's arrays; none if it ended before making them."""
         for place in self.frame.memory:
             made = self.b.load(place.pointer)
             self.context.nrt.decref(self.b, place.type, made)
@@ -801,14 +803,14 @@ inlined: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.njit(inline=
 
 
 def emitted(function: Callable[..., Any], result: Any = types.int64) -> Any:
-    """The intrinsic that stands for a function of integers in kernels.
+    """Make an intrinsic of a function of integers, for use in kernels.
 
     Parameters
     ----------
     function : function
-        It takes what the module says; its source has to be at hand.
+        A function as the module's docstring defines; its source must be available.
     result : numba type
-        What it returns: a number, a tuple of them, or `types.none`.
+        The type that it returns: a number, a tuple of numbers, or `types.none`.
     """
 
     def define(typing_context: Any, *arguments: Any) -> Any:
@@ -827,7 +829,7 @@ def emitted(function: Callable[..., Any], result: Any = types.int64) -> Any:
 
 
 def as_kernel(function: Callable[..., Any], result: Any) -> Callable[..., Any]:
-    """A kernel that is a function of integers and nothing else, with its parameters, as Numba compiles it."""
+    """Make a kernel of a function of integers, with its parameters, as Numba would."""
     emit = emitted(function, result)
     names = ", ".join(inspect.signature(function).parameters)
     # In the function's own file, by which Numba finds the folder for compiled kernels.

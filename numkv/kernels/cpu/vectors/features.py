@@ -1,8 +1,8 @@
-"""What the CPU has for which Numba compiles: its instructions, the width of its vectors, how many rows they take.
+"""Features of the CPU for which Numba compiles: its instructions, the width of its vectors, rows at once.
 
-Which instructions LLVM uses for a CPU that Numba is told of by name it does not say, so small functions tell. Each is
-compiled for that CPU, and its assembly shows what LLVM had to make it of. The functions are of plain LLVM, which
-compiles for every CPU; an instruction that is named in LLVM ends the process where the CPU has none.
+LLVM does not report the instructions of a CPU that Numba gets by name, so small functions probe them. Each is compiled
+for that CPU, and its assembly shows the instructions that LLVM chose. The functions are plain LLVM, which compiles for
+every CPU. An instruction that LLVM code names explicitly would end the process on a CPU without it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import llvmlite.binding as llvm
 from numba import config
 from numba.core.codegen import get_host_cpu_features
 
-# Of each feature: types of two operands and of the result, what is done with them, and what shows that it is there.
+# For each feature: types of two operands and of the result, the operation, and the instruction that proves it.
 _SUM = "%r = {} %a, %b"
 _PROBES = {
     "avx": ("<8 x float>", "<8 x float>", _SUM.format("fadd <8 x float>"), r"%ymm"),
@@ -64,19 +64,19 @@ _PROBES = {
 
 
 def instructions_of(cpu: str, features: str) -> set[str]:
-    """Features of x86-64, as LLVM has them, that code for a CPU is compiled with.
+    """Return the features of x86-64, in LLVM's names, that code for a CPU is compiled with.
 
     Parameters
     ----------
     cpu : str
         LLVM's name of a CPU.
     features : str
-        What it has beside that, or lacks, as LLVM takes it: ``+avx2,-fma``.
+        Further features that it has or lacks, in LLVM's notation: ``+avx2,-fma``.
 
     Returns
     -------
     set of str
-        Those that matter to vector code here, and what else `features` adds.
+        Those that matter to vector code here, and those that `features` adds.
     """
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
@@ -113,7 +113,7 @@ def _cpu_name() -> str:
 def _cpu_features() -> set[str]:
     """Names of the features of the CPU that Numba compiles for, as far as they matter here.
 
-    Whatever name is asked for, Numba adds what this machine has, unless its features are given, too.
+    For any name, Numba adds this machine's features, unless features are passed, too.
     """
     always = _ALWAYS.get(platform.machine(), set())
     if config.CPU_FEATURES is None and config.ENABLE_AVX:
@@ -128,17 +128,17 @@ llvm.initialize_native_asmparser()  # for the instructions that are written as t
 
 #: Names of the CPU's features, as LLVM has them.
 FEATURES = _cpu_features()
-#: How near rows are brought ahead of time, as LLVM counts: 0 is past all caches but the first ("non-temporal": rows are
-#: used once), 2 into the second. Zen 5 is given the first. A first cache of 32 KiB, as Zen had before, does not hold
-#: the K and V rows of a tile, and what it drops comes from memory again; Intel's Xeons read faster with the second too.
+#: LLVM's locality of prefetched rows. 0 bypasses all caches but L1 ("non-temporal": rows are used once), 2 fetches into
+#: L2. Zen 5 uses 0. An L1 cache of 32 KiB, as in earlier Zens, is too small for the K and V rows of a tile, and dropped
+#: rows come from memory again. Intel's Xeons are also faster with 2.
 LOCALITY = 0 if _cpu_name() == "znver5" else 2
 #: Float32 lanes of a vector: the CPU's full width (float64 vectors have half as many).
 LANES = 16 if "avx512f" in FEATURES else 8 if "avx2" in FEATURES or "avx" in FEATURES else 4
 #: Vector registers.
 REGISTERS = 32 if LANES == 16 or platform.machine() in ("aarch64", "arm64") else 16
-#: Vector registers that accumulators may take: about half of what there is.
+#: Vector registers for accumulators: about half of all.
 ACCUMULATORS = 16 if LANES == 16 else 8
-#: Sums of many query rows that stay in registers, beside what is multiplied: rows of numbers that are repeated in all
+#: Sums of many query rows that stay in registers, in addition to the factors: rows of numbers that are repeated in all
 #: lanes, by vectors. AVX-512 and NEON have 32 registers, AVX2 and SSE 16.
 MANY_ROWS, MANY_VECTORS = 8 if REGISTERS == 32 else 4, 2
 #: Products of 16-bit integers, added in pairs: by lanes of the sums, the instruction where there is one.
@@ -151,8 +151,9 @@ ADD_PAIRS = {
     )
     if feature in FEATURES
 }
-#: How many query rows of 16-bit integers meet codes by whole vectors of one row, at most. In 16 registers, codes of two
-#: tokens and sums of four rows stay; else a vector has parts of all rows, whose sums have fewer lanes to be added.
+#: The most query rows of 16-bit integers that are multiplied with codes by whole vectors of one row. In 16 registers,
+#: codes of two tokens and sums of four rows stay. Otherwise a vector has parts of all rows, whose sums have fewer lanes
+#: to add.
 WHOLE_ROWS = 4 if REGISTERS == 16 else 0
 #: Products of bytes, one without a sign and one with it, neighbours added to 16 bits: by lanes of 32 bits, likewise.
 ADD_BYTES = {
@@ -189,13 +190,13 @@ ROW_UNROLL = (8, 4, 2, 1)
 
 
 def row_unroll(compute: str) -> int:
-    """How many query rows vector code takes at once at most, by the float type it computes in."""
+    """Return how many query rows vector code takes at once at most, by the float type it computes in."""
     return min(ROW_UNROLL[0], LANES // 2 if compute == "float64" else LANES)
 
 
 @functools.cache
 def has_amx() -> bool:
-    """Whether there is a matrix unit that this process may use; Linux wants to be asked first."""
+    """Return whether there is a matrix unit that this process may use; Linux wants to be asked first."""
     needed = {"amx-tile", "amx-bf16", "amx-int8", "avx512vnni", "avx512bw", "avx512dq"}
     if not (needed <= FEATURES and sys.platform == "linux" and platform.machine() == "x86_64"):
         return False

@@ -12,19 +12,18 @@ from numkv.kernels.cpu.vectors.emit import I8, I32, I64, emits
 
 
 def thread_launcher() -> int:
-    """The address of the function that shares out calls among Numba's threads, which have been started."""
+    """Return the address of the function that shares out calls among Numba's threads, which have been started."""
     address: int = llvm.address_of_symbol("numba_parallel_for")
     return address
 
 
 @intrinsic
 def on_threads(typing_context, launch, workers):
-    """Run the kernel that this stands in on several threads: once for each worker, with the same arguments.
+    """Run the calling kernel on several threads: once for each worker, with the same arguments.
 
-    The kernel's last arguments are ``launch, worker, workers``; it is called again with 0 for `launch` and with a
-    worker from ``range(workers)``. `launch` is the address that `numkv.kernels.cpu.threads.run` passes: calls are
-    shared out among Numba's threads as they are for ``prange``; but Numba compiles a ``prange`` in a function of its
-    own, beside the kernel.
+    The kernel's last arguments are ``launch, worker, workers``. It is called again with 0 for `launch` and a worker
+    from ``range(workers)``. `launch` is the address that `numkv.kernels.cpu.threads.run` passes. Calls are distributed
+    among Numba's threads as for ``prange``, but Numba would compile a ``prange`` in a second function.
     """
 
     def codegen(context, b, sig, args):

@@ -1,4 +1,4 @@
-"""Memory that is asked for ahead of time, evenly spread among arithmetic."""
+"""Prefetches of memory, evenly spread among arithmetic."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ NO_MORE = 1 << 62
 
 
 class PrefetchStream:
-    """Prefetches memory a cache line at a time, in the order in which it lies.
+    """Prefetches memory a cache line at a time, in memory order.
 
-    An extent is a run of adjacent bytes. At `extents` are addresses: the cache line with which the first one begins,
-    and where it ends, then the same of the next one; the last ends at `NO_MORE`. Evenly spread among arithmetic and in
-    order, prefetches cost next to no time. Bursts of them fill the few buffers that track what is on its way, and the
-    arithmetic behind them waits; every second line first is no better, as CPUs fetch lines in pairs.
+    An extent is a run of adjacent bytes. `extents` has two addresses for each: its first cache line and its end. The
+    last one ends at `NO_MORE`. Prefetches in order, evenly spread among arithmetic, cost next to no time. Bursts fill
+    the few buffers that track pending lines, and the arithmetic after them waits. Every second line first is no better,
+    as CPUs fetch lines in pairs.
 
     Parameters
     ----------
@@ -32,7 +32,7 @@ class PrefetchStream:
     extents : llvmlite.ir.Value
         Where the addresses are.
     locality : int, default: `LOCALITY`
-        How near they are brought, as LLVM counts.
+        LLVM's locality of the prefetches.
     """
 
     def __init__(self, builder, kind, extents, locality=LOCALITY):
@@ -60,13 +60,13 @@ class PrefetchStream:
             self._begin_extent()
 
     def leave(self):
-        """Let the stream that comes next over these extents begin where this one is, if that is in the first extent."""
+        """Let the next stream over these extents begin where this one is, if that is in the first extent."""
         first = self.b.icmp_signed("==", self.b.load(self.next), I64(2))
         with self.b.if_then(first):
             self.b.store(self.b.load(self.at), self.extents)
 
     def issue(self, elements, turn=0):
-        """Prefetch as many lines as hold `elements` elements; where that is less than one, in some turns only."""
+        """Prefetch the lines of `elements` elements; if that is less than one line, in some turns only."""
         if elements >= self.on_line:
             self._issue(elements // self.on_line)
             return
@@ -108,7 +108,7 @@ def _prefetch_address(b, address):
 
 @register_jitable
 def prefetch_extents(extents):
-    """Prefetch all that is in extents, as a `PrefetchStream` takes them, at once: for what is needed first of all."""
+    """Prefetch all extents of a `PrefetchStream` at once, for memory that is needed first."""
     i = np.int64(0)
     while extents[i + 1] != NO_MORE:
         for address in range(extents[i], extents[i + 1], 64):

@@ -1,10 +1,10 @@
-"""Storage kinds as LLVM sees them: elements in memory, and how vectors of them become floats.
+"""Storage kinds in LLVM: elements in memory, and how vectors of them become floats.
 
 A new float kind needs an entry in `_WIDEN`; all else follows from the table of kinds.
 
-**Codes of a codebook** become levels by a look into a table. CODE4's are two to a byte and look into a table of 16
-bytes, CODE6's four to three bytes and look into one of 64. CPUs have instructions for such looks: bytes of a vector say
-which bytes of another are taken.
+**Codes of a codebook** become levels by a table lookup. CODE4 has two codes a byte and a table of 16 bytes, CODE6 four
+codes in three bytes and a table of 64. CPUs have instructions for such lookups: the bytes of one vector index those of
+another.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOOKED_UP = (
     "code6",
     "int4_channel",
 )  # the last stands for all kinds of 4 bits with scales by channel
-# Of these the ones with two codes to a byte.
+# Those with two codes a byte.
 _NIBBLES = ("code4", "int4_channel")
 # Levels by codes.
 _TABLES = {
@@ -73,7 +73,7 @@ def levels_of(builder, kind, packed, without_sign=False):
     kind : str
         Their kind.
     packed : llvmlite.ir.Value
-        A vector of bytes, as many as `spread_size` says. Of CODE6 the first three quarters are read.
+        A vector of `spread_size` bytes. CODE6 reads the first three quarters.
     without_sign : bool, default: False
         Whether levels get 128 more.
     """
@@ -112,10 +112,11 @@ def level_words(builder, kind, packed):
 
 
 def level_pairs(builder, packed):
-    """The levels of CODE4 as words, where 512 bits hold a byte of two codes in each: of low nibbles, of high ones.
+    """Return the levels of CODE4 as words, from 512 bits with a byte of two codes in each word: low nibbles, then high
+    ones.
 
-    For AVX-512: a look into a table of 32 words, of which five bits of a word say which one. The fifth does not matter,
-    and so what is above the nibbles does not.
+    For AVX-512: a lookup in a table of 32 words, indexed by the low five bits of a word. The table ignores the fifth
+    bit, so all bits above the nibble are ignored.
     """
     b, type_ = builder, ir.VectorType(I16, 32)
     values = ir.Constant(type_, 2 * [I16(x) for x in _TABLES["code4"]])
@@ -151,7 +152,7 @@ def _sixes(b, packed):
 
 
 def _of_64(b, codes, table):
-    """``table[codes]`` of numbers below 64; of 64 codes only the lower six bits matter, with VBMI."""
+    """Return ``table[codes]`` for codes below 64; with VBMI and 64 codes only the lower six bits matter."""
     count = codes.type.count
     if "vector" in _OF_64:
         if count < 64:
@@ -177,7 +178,7 @@ def _of_64(b, codes, table):
 
 
 def has_lookups():
-    """Whether there is an instruction for `looked_up`."""
+    """Return whether there is an instruction for `looked_up`."""
     return bool(_LOOKUPS)
 
 
@@ -206,7 +207,7 @@ def _joined(b, parts):
 
 
 def _call(b, name, vectors):
-    """What an instruction makes of vectors of a type, in that type."""
+    """Apply an instruction to vectors of a type, in that type."""
     signature = ir.FunctionType(vectors[0].type, [x.type for x in vectors])
     return b.call(cgutils.get_or_insert_function(b.module, signature, name), vectors)
 
@@ -238,7 +239,7 @@ ON_LINE = {
 
 
 def in_words(builder, kind, elements):
-    """How many words so many elements of a row take, or where in a row they begin: an LLVM integer."""
+    """Return how many words so many elements of a row take, or where in a row they begin: an LLVM integer."""
     if kind == "code6":
         return builder.ashr(builder.mul(elements, I64(3)), I64(2))
     return builder.ashr(elements, I64(1)) if kind == "int4" or kind in _NIBBLES else elements
@@ -250,10 +251,10 @@ def loaded_words(kind, elements):
 
 
 def widened(v, kind, words):
-    """The floats that a vector of words of a kind stands for, in the float type of `v`: ``words.astype(compute)``.
+    """Return a vector of a kind's words as floats, in the float type of `v`: ``words.astype(compute)``.
 
-    Words of INT8 are codes, which have still to be multiplied by their scale, and so have levels of CODE4 and CODE6,
-    whose words are those of `Vectors.load_packed`; 8-bit floats may have to be by their head's.
+    Words of INT8 are codes, which the caller multiplies by their scale. So are levels of CODE4 and CODE6, whose words
+    are those of `Vectors.load_packed`. 8-bit floats may need their head's scale.
     """
     if kind in LOOKED_UP:
         words = levels_of(v.b, kind, words)

@@ -37,9 +37,9 @@ def exp2(v, x):
 
     Half a power of two below the smallest normal number, and from there on, the result is 0.
     """
-    # 2**x = 2**n * 2**f, n the nearest integer. Adding 1.5 * 2**(mantissa bits) leaves n in the low bits; with
-    # the bias of exponents added to it, they are those of 2**n once they are in the exponent's place, and all
-    # above them has left. The least n makes 0 of them.
+    # 2**x = 2**n * 2**f, n the nearest integer. Adding 1.5 * 2**(mantissa bits) leaves n in the low bits. With the
+    # exponent bias added, and shifted to the exponent's place, they are the bits of 2**n; higher bits drop out. The
+    # least n gives 0.
     bits, bias = (52, 1023) if v.double else (23, 127)
     magic = v.splat(1.5 * 2.0**bits + bias)
     lowest = v.splat(-bias)
@@ -133,7 +133,7 @@ class Vectors:
     # -- memory
 
     def pointer(self, base, at, element):
-        """The address of element `at` of memory that has elements of an LLVM type."""
+        """Return the address of element `at` of memory that has elements of an LLVM type."""
         typed = self.b.bitcast(base, element.as_pointer())
         return self.b.gep(typed, [at])
 
@@ -241,7 +241,7 @@ class Vectors:
     def add_pairs(self, total, a, b):
         """``total + a * b`` of 16-bit integers, neighbouring products added: `lanes` 32-bit sums.
 
-        `a` and `b` are vectors of any element type, of which the bits count.
+        `a` and `b` are vectors of any element type; only their bits matter.
         """
         if self.lanes == LANES and DOT_PRODUCTS:
             return self.add_products("wssd", total, a, b)

@@ -1,4 +1,4 @@
-"""Vectors of 16-bit integers and of bytes: codes, and what they are multiplied with."""
+"""Vectors of 16-bit integers and of bytes: codes, and their factors."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Words(Vectors):
     def load_bytes(self, base, at, count, size, whole=None):
         """Load `count` bytes into a vector of `size`; the others are 0.
 
-        `whole` says from how many on all that matter are there, and loads these.
+        From `whole` bytes on, all that matter exist, and are loaded without a mask.
         """
         type_ = ir.VectorType(I8, size)
         iota = ir.Constant(type_, [ir.Constant(I8, i) for i in range(size)])
@@ -214,7 +214,7 @@ class Words(Vectors):
         return factor, self.b.fmul(peak, self.splat(1 / _LARGEST))
 
     def pairs(self, low, high):
-        """The low 16 bits of integers, side by side in 32-bit lanes."""
+        """Pack the low 16 bits of integers into 32-bit lanes."""
         return self.b.or_(
             self.b.and_(low, self.splat_int(0xFFFF)), self.b.shl(high, self.splat_int(16))
         )
@@ -229,7 +229,7 @@ class Words(Vectors):
 
         The integer is ``low + 256 * high``. In each 32 bits the bytes are of vectors 0, 2, 1 and 3.
         """
-        # With 128 more, high bytes are what they should be, and low ones those with the other sign bit.
+        # Adding 128 makes the high bytes right, and flips the sign bits of the low ones.
         magic = self.splat(12582912.0 + 128)
         a, b, c, d = (self.b.bitcast(self.fma(x, factor, magic), self.int_type) for x in weights)
         first, last = self.pairs(a, b), self.pairs(c, d)
@@ -256,6 +256,6 @@ class Words(Vectors):
         return mixed
 
     def mixed_fours(self, parts):
-        """Bytes of the quarters of a vector side by side, in the order of `bytes_of`."""
+        """Interleave the bytes of a vector's quarters, in the order of `bytes_of`."""
         size = parts.type.count // 4
         return self.shuffle(parts, parts, [size * i + j for j in range(size) for i in (0, 2, 1, 3)])

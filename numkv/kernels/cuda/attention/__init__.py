@@ -1,40 +1,40 @@
 """Attention over a paged pool (a contiguous cache is one with long blocks), on CUDA.
 
-What is computed is on top of `numkv.kernels.cpu.attention`. The unit of work is an *item*: one sequence, one kv head,
-up to eight query rows (a row is a token and a q head of the group) and one split of the KV range. The host knows
-neither lengths nor query starts, so each block adds up itself how many items there are, and takes every
-``gridDim``-th. Nothing is left over to launch blocks for.
+The docstring of `numkv.kernels.cpu.attention` has the formula. The unit of work is an *item*: one sequence, one kv
+head, up to eight query rows and one split of the KV range. A query row is a token and a q head of the group. The host
+knows neither lengths nor query starts. So each block counts the items itself and computes every ``gridDim``-th. No
+block is launched in vain.
 
-Within an item, a tile of tokens at a time:
+Within an item, one tile of tokens at a time:
 
-1. *Scores.* Teams of adjacent threads read a K row together, 16 bytes each, for several tokens at once; every element
+1. *Scores.* Teams of adjacent threads read a K row together, 16 bytes each, for several tokens at once. Every element
    read serves all query rows. Partial sums go to shared memory.
-2. *Softmax.* Threads take (row, token) pairs: they add the team's sums up, mask, find the tile's maximum and turn
-   scores into probabilities: the online softmax of Milakov and Gimelshein (arXiv:1805.02867), in base 2.
-3. *Output.* Teams read V rows the same way and add them, weighted, to sums in registers, which are added up over the
-   teams when the item ends.
+2. *Softmax.* Each thread has (row, token) pairs. It adds up the team's sums, masks, finds the tile's maximum and turns
+   scores into probabilities. This is the online softmax of Milakov and Gimelshein (arXiv:1805.02867), in base 2.
+3. *Output.* Teams read V rows the same way and add them, weighted, to sums in registers. The teams' sums are added up
+   when the item ends.
 
-16-bit floats, codes and 8-bit floats go to a kernel on tensor cores where their rows allow it: see
-`numkv.kernels.cuda.attention.decode`. What follows is about the other one.
+16-bit floats, codes and 8-bit floats use a kernel on tensor cores where their rows allow it: see
+`numkv.kernels.cuda.attention.decode`. The rest describes the general kernel.
 
-INT8 codes become floats as they are read. A token's scale of K multiplies its whole scores, the one of V its
-probabilities, once these have been summed. Only scales of tokens that count are read. INT4 codes are scaled as they are
-read, as each group of a row has a scale of its own. Of 8-bit floats, a head's scale of K multiplies its query rows, the
-one of V its output rows.
+INT8 codes become floats as they are read. A token's scale of K multiplies its whole scores. Its scale of V multiplies
+its probabilities, once these have been summed. Only scales of tokens that count are read. INT4 codes are scaled as they
+are read, as each group of a row has its own scale. For 8-bit floats, a head's scale of K multiplies its query rows, and
+its scale of V the output rows.
 
-A query sees what causality and the window leave of its sequence, or a range of its own; either way two numbers for each
-row. Tiles that some rows of an item do not see whole are added up token by token, so that nothing hidden gets in.
+Causality and a window, or a range of its own, limit the tokens that a query sees: two numbers for each row. Tiles that
+some rows of an item do not see whole are added up token by token, so masked tokens never enter a sum.
 
-Sequences with many query rows are another kernel's, on tensor cores, if it takes the call at all: see
+Another kernel on tensor cores computes sequences with many query rows, if it supports the call: see
 `numkv.kernels.cuda.attention.prefill`.
 
-Gaps in what queries see, and biases, are the general kernel's alone, compiled anew for them: see
+Only the general kernel supports gaps between visible tokens, and biases. It is compiled anew for them: see
 `numkv.kernels.cuda.attention.kernel`.
 
-Splits depend on the sequence and the device alone: on its length, number of queries and window, or on its ranges, and
-on the number of multiprocessors (`numkv.kernels.cuda.attention.items.Splitting`). Their parts are merged in order by a
-second kernel, as in Flash-Decoding (Dao et al., 2023). Every sum is taken in an order that depends on splits and head
-dims alone, so results do not depend on the batch or the launch.
+Splits depend on the sequence and the device alone. They depend on its length, number of queries and window, or on its
+ranges, and on the number of multiprocessors (`numkv.kernels.cuda.attention.items.Splitting`). A second kernel merges
+their parts in order, as in Flash-Decoding (Dao et al., 2023). The order of every sum depends on splits and head dims
+alone. So results do not depend on the batch or the launch.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ __all__ = ["append_attend", "attend", "small_decode"]
 
 
 def _signature(q_kind: str, k_kind: str, v_kind: str, real: Any) -> tuple[Any, ...]:
-    """Of a kernel that computes in a type."""
+    """Return the signature of a kernel that computes in this type."""
     return (
         array(WORDS[q_kind], 3), array(WORDS[k_kind], 4), array(*SCALES[k_kind]), array(WORDS[v_kind], 4),
         array(*SCALES[v_kind]), array(types.int32, 2), INDICES, INDICES, array(types.int64, 2),
@@ -108,7 +108,7 @@ def _prefill(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int, capped
 
 
 def _launch_prefill(kinds, q, pools, batch, options, sm_scale, soft_cap, sinks, out, lse):
-    """Attention of the sequences with more queries than the last one of `options`; see `fits_prefill`."""
+    """Attend for the sequences with more queries than the last number of `options`; see `fits_prefill`."""
     sizes, capped = sizes_of_prefill(*kinds, q.shape[2], out.shape[2]), soft_cap > 0
     _, heads, block_size, _ = pools[0].shape
     rows = q.shape[0] * (q.shape[1] // heads)
@@ -134,7 +134,7 @@ def _decode(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int) -> Any:
 def _choose(
     q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, dim_v, wanted, compute, masked
 ) -> tuple[Any, int, int]:
-    """The kernel for a call with `wanted` query rows for a kv head, an item's rows, and its shared memory."""
+    """Return the kernel for `wanted` query rows of a kv head, an item's rows, and its shared memory."""
     dim = q.shape[2]
     if not masked and fits(q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, dim_v):
         sizes = sizes_for(q_kind, k_kind, v_kind, dim, dim_v)
@@ -164,7 +164,7 @@ def attend(
     # -- which kernel
     group = num_q_heads // num_kv_heads
     most_tokens = num_tokens
-    # One query is never prefill's. Where the host does not know that each sequence has one, the kernel looks itself.
+    # A single query never goes to prefill. If the host does not know that each sequence has one, the kernel checks.
     queries, least = getattr(q_starts, "queries", ""), max(1, MOST_ROWS // group)
     alone = num_seqs == 1 and queries != "fewer"
     masked = ranges.shape[1] > 2  # the kernel of multiply-adds alone knows gaps and biases
@@ -186,7 +186,7 @@ def attend(
         q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, dim_v, wanted, compute, masked
     )
 
-    # -- how much there can be to do
+    # -- the most work
     capacity = block_table.shape[1] * (1 if by_slot else block_size)
     if capacity > MAX_CAPACITY:
         raise NotSupported(f"expected sequences of at most {MAX_CAPACITY} tokens, got {capacity}")

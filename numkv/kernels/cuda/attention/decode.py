@@ -1,37 +1,37 @@
 """Attention of up to eight query rows on tensor cores: decoding, speculation, short chunks.
 
-Operands are swapped: ``S^T = K Q^T`` and ``O^T = V^T P^T``, so tokens are the sixteen rows of a product and query rows
-its eight columns. One product costs the same for a group of one and of eight, and nothing is padded there.
+Operands are swapped: ``S^T = K Q^T`` and ``O^T = V^T P^T``. So tokens are the sixteen rows of a product, and query rows
+its eight columns. A product costs the same for a group of one and of eight, which needs no padding.
 
-A warp takes 16 tokens at a time, a *slice*, and goes on alone until its item ends: it copies its own slices of K and V
-to shared memory (the next one while it works on this one), scores them, keeps its own online softmax, and adds up its
-own sums. So nothing within an item waits for other warps; in the end their sums are merged in order. What a warp holds
-of a slice, by the layouts of `numkv.kernels.cuda.instructions`, for its thread ``l``, ``g = l // 4``,
-``t = l % 4``::
+A warp computes 16 tokens at a time, a *slice*, independently of other warps until its item ends. It copies its slices
+of K and V to shared memory, each while it computes the one before. It scores them, and has its own online softmax and
+sums. In the end the warps' sums are merged in order.
+
+A warp's registers for a slice, by the layouts of `numkv.kernels.cuda.instructions`, for its thread ``l``, with ``g = l
+// 4`` and ``t = l % 4``::
 
     scores      S^T, 16 tokens x 8 rows    c0, c1: token g, rows 2t and 2t + 1      c2, c3: token g + 8
     weights     P^T, the same, turned      b0: tokens 2t and 2t + 1, row g          b1: tokens 2t + 8 and 2t + 9
     sums        O^T, 16 columns x 8 rows   like scores, with columns of V in place of tokens
 
-Rows lie in shared memory with chunks of 16 bytes in another order for each token, ``chunk ^ token % 8``, so that no
-two of eight threads that read the same chunk of eight tokens meet in a bank.
+Rows in shared memory have their chunks of 16 bytes in an order that depends on the token, ``chunk ^ token % 8``. So
+eight threads that read the same chunk of eight tokens have no bank conflict.
 
-Codes and 8-bit floats become float16 in registers, which is exact. A word of K or V then has elements that are not
-where a plain product wants them; queries, and columns of the result, are taken in the same order instead. Scales of
-tokens multiply scores and weights. INT4 has one for each 32 elements: scores of such a group are added up apart, and
-weights multiplied by the scale of the group's columns. Queries and weights that need more than 16 bits have two halves
-of 16 bits, and take two products.
+Codes and 8-bit floats become float16 in registers, which is exact. The elements of a word of K or V are then in another
+order than a plain product needs. Queries, and columns of the result, are used in that order instead. Scales of tokens
+multiply scores and weights. INT4 has one scale for each 32 elements. Scores of such a group are summed separately, and
+weights are multiplied by the scale of the group's columns. Queries and weights that need more than 16 bits have two
+halves of 16 bits, and use two products.
 
-The running maximum is raised when a score is `SLACK` above it: until then weights just exceed 1. So threads rarely have
-to agree on anything.
+The running maximum is raised when a score exceeds it by `SLACK`; until then weights may exceed 1. So threads rarely
+have to synchronise.
 
-A slice that some rows see and others not, or with tokens that nobody sees, is masked; where V has NaN or infinity
-there, each row takes a product of its own, of what it sees.
+A slice is masked if some rows see a token that others do not, or if no row sees a token. If V has NaN or infinity
+there, each row uses a product of its own, of its visible tokens.
 
-**Items.** As in `numkv.kernels.cuda.attention.items`, a thread counts the items of its sequences. Here the threads of a
-warp add them up by shuffles, and warps without sequences go straight to the one barrier; then the warp that has the
-sequence of an item puts all down that the block needs to know: two records of four words, and addresses of rows, so
-that nobody computes them again. Rows are copied behind the program.
+**Items.** As in `numkv.kernels.cuda.attention.items`, a thread counts the items of its sequences. The threads of a warp
+add these up by shuffles. Warps without sequences go straight to the one barrier. The warp that has an item's sequence
+then writes the item for the block: two records of four words, and addresses of rows. Rows are copied asynchronously.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Lane(NamedTuple):
 
 
 class Pools(NamedTuple):
-    """K and V, and where tokens lie there."""
+    """K and V, and the block table."""
 
     k: Any
     k_scale: Any
@@ -121,7 +121,7 @@ class Pools(NamedTuple):
 
 
 class SeenTokens(NamedTuple):
-    """The tokens of an item: slices that start from `low` to `high` have none that only some of the rows see."""
+    """The tokens of an item. In slices that start from `low` to `high`, all rows see the same tokens."""
 
     begin: Any
     end: Any
@@ -130,7 +130,7 @@ class SeenTokens(NamedTuple):
 
 
 class RowSource(NamedTuple):
-    """Where a thread finds rows: of K by threads 0 to 15, of V by the others; a token of a slice each."""
+    """Where a thread finds its token of a slice: threads 0 to 15 that of K, the others that of V."""
 
     row: Any  #: address of the sequence's row of the block table, and bytes between its entries
     row_step: Any
@@ -153,15 +153,15 @@ class RowSource(NamedTuple):
 
 @register_jitable
 def uniform(x):
-    """`x`, which all threads of a warp have, of 31 bits, in a way that the compiler knows it.
+    """Return `x`, of 31 bits and equal in all threads of a warp, so that the compiler knows it is uniform.
 
-    Where it does not know that a warp goes on as one, each shuffle is a call.
+    Without that knowledge the compiler assumes that a warp may diverge, and makes each shuffle a call.
     """
     return I32(shuffle(U32(x), U32(0)))
 
 
 def make_copies(SIZES):
-    """The functions that look places of tokens up, and start to copy slices of K and V to shared memory."""
+    """Make the functions that look up tokens' places, and start copies of slices of K and V to shared memory."""
     WORDS = SIZES.words
     SCALED = SIZES.k.groups + SIZES.v.groups > 0
 
@@ -173,12 +173,12 @@ def make_copies(SIZES):
 
         @register_jitable
         def copy_even(source, token_step, to, place):
-            """Copy rows that lie in one block, all of which there are; of the first one's place."""
+            """Copy rows of one block, none of which is missing, from the first one's place."""
             copy_rows(to, source + np.int64(U32(place)) * np.int64(CHUNK), ROWS * token_step)
 
         @register_jitable
         def copy_any(source, token_step, to, places, tokens, lane):
-            """Copy rows whose places lie in shared memory, from `FIRST` on; zeros for those not among `tokens`."""
+            """Copy rows whose places are in shared memory, from `FIRST` on; those not in `tokens` become zeros."""
             first, chunk = lane.number // LANES, lane.number % LANES
             source -= first * token_step
             for i in range(TIMES):
@@ -219,7 +219,7 @@ def make_copies(SIZES):
 
     @register_jitable
     def load_scales(source, block, offset, is_there, scales, lane):
-        """The scales of the thread's token, whichever side it has; zeros where there is none."""
+        """Load the scales of the thread's token, of K or of V; zeros if it has none."""
         for i in range(WORDS):
             scales[i] = U32(0)
         if SCALED and is_there:
@@ -234,7 +234,7 @@ def make_copies(SIZES):
 
     @register_jitable
     def find(source, entry, offset, scales, lane):
-        """Where the thread's token lies, in chunks, and which tokens of the slice there are, by bits."""
+        """Return the place of the thread's token in chunks, and a bit for each token of the slice that exists."""
         block = entry
         if source.by_slot and entry >= 0:
             block, offset = divide(entry, source)
@@ -247,7 +247,7 @@ def make_copies(SIZES):
 
     @register_jitable
     def copy(source, k_to, v_to, place, tokens, lane):
-        """Start to copy a slice, of which a thread knows the place of its token."""
+        """Start the copy of a slice; each thread passes the place of its token."""
         k_place, v_place = shuffle(place, U32(0)), shuffle(place, U32(SLICE))
         first = k_place if lane.number < SLICE else v_place
         if EVEN:
@@ -267,7 +267,7 @@ def make_copies(SIZES):
 
 @register_jitable
 def divide(position, source):
-    """The block of a position, and the offset in there."""
+    """Return the block of a position, and the offset within it."""
     if source.shift >= 0:
         block = I32(position >> source.shift)
         return block, I32(position - I32(block << source.shift))
@@ -278,7 +278,7 @@ def divide(position, source):
 
 @register_jitable
 def look_up(source, seen, position, block):
-    """The entry of the block table for a position; -1 outside of what the item sees."""
+    """Return the block table's entry for a position; -1 outside the item's tokens."""
     entry = I32(-1)
     if seen.begin <= position and position < seen.end:
         at = position if source.by_slot else block
@@ -287,19 +287,19 @@ def look_up(source, seen, position, block):
 
 
 def make_places(SIZES):
-    """The functions that say where a thread copies to and from, and where it reads."""
+    """Make the functions that compute the places from and to which a thread copies, and those that it reads."""
     K, V = SIZES.k, SIZES.v
     PLACES = SIZES.places
     STAGE, K_SCALED, V_SCALED = K.size + V.size, K.groups > 0, V.groups > 0
 
     @register_jitable
     def chunks(step):
-        """Bytes between rows, whole chunks, in chunks; not negative, so that this is a shift."""
+        """Convert a step of whole chunks from bytes to chunks; it is not negative, so this is a shift."""
         return U32(np.uint64(step) // np.uint64(CHUNK))
 
     @register_jitable
     def source_of(pools, seq, head, start, lane):
-        """Where rows of a head are: of K for threads 0 to 15, of V for others."""
+        """Return where rows of a head are: of K for threads 0 to 15, of V for others."""
         k, v, block_table = pools.k, pools.v, pools.block_table
         block_size, num_blocks = I32(k.shape[2]), I32(k.shape[0])
         block_step, token_step = chunks(k.strides[0]), chunks(k.strides[2])
@@ -350,7 +350,7 @@ def make_places(SIZES):
 
     @register_jitable
     def places_of(start, lane):
-        """Where a thread writes chunks of K and V, and where it reads them: in its warp's first stage."""
+        """Return where a thread writes chunks of K and V and where it reads them, in its warp's first stage."""
         k_start = U32(start + lane.warp * (2 * STAGE))
         v_start = U32(k_start + U32(K.size))
         row, chunk = lane.number // K.lanes, lane.number % K.lanes
@@ -371,14 +371,14 @@ def make_places(SIZES):
     return source_of, places_of
 
 
-#: Shared memory for what a block is told of an item, and for its warps' counts.
+#: Shared memory for the record of a block's item, and for its warps' counts.
 RECORD_BYTES = 48
-#: Words for what there is to do for a sequence of a thread.
+#: Words that describe the work for a thread's sequence.
 EXTENT_WORDS = 8
 
 
 class Counted(NamedTuple):
-    """What the threads of a block have counted, in shared memory."""
+    """The counts of a block's threads, in shared memory."""
 
     counts: Any  #: items of a thread
     befores: Any  #: and of those before it in its warp
@@ -397,7 +397,7 @@ class DecodeRows(NamedTuple):
 
 
 class ToldItem(NamedTuple):
-    """What a warp needs to know before it begins."""
+    """The part of an item that a warp needs before it begins."""
 
     begin: Any  #: the tokens that some row sees, within the split
     end: Any
@@ -409,7 +409,7 @@ class ToldItem(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What a block needs to know in the end."""
+    """The part of an item that a block needs when it stores results."""
 
     rows: Any
     head: Any
@@ -417,17 +417,17 @@ class Task(NamedTuple):
 
 
 def make_tasks():
-    """The functions that count a call's items, and put down one of them."""
+    """Make the functions that count a call's items, and write one of them."""
     count_of, walk, item_of = make_item_of(DECODE_ROWS)
 
     @register_jitable
     def has_sequences(batch, lane):
-        """Whether threads of a warp may have any; where they have several each, some warps then have none."""
+        """Return whether a warp's threads may have sequences; if threads have several, some warps have none."""
         return 32 * lane.warp < batch.seq_lens.shape[0]
 
     @register_jitable
     def count_own(batch, counted, thread):
-        """Items of the sequences that a thread counts."""
+        """Return the items of a thread's sequences."""
         each, count = sequences_each(batch), np.int64(0)
         b = natural(thread * each)
         end = min(b + each, batch.seq_lens.shape[0])
@@ -442,7 +442,7 @@ def make_tasks():
 
     @register_jitable
     def extent_of(batch, counted, inner, first):
-        """The sequence of item `inner` of a thread's, what there is to do for it, and the item's number in there."""
+        """Return the sequence of a thread's item `inner`, its work, and the item's number within it."""
         if sequences_each(batch) > 1:
             return walk(batch, inner, first)
         at = U32(counted.extents + 4 * EXTENT_WORDS * first)
@@ -455,7 +455,7 @@ def make_tasks():
 
     @register_jitable
     def count_items(batch, counted, record, lane, thread):
-        """Items of each thread, and how many those before it in its warp have; what a warp has, for the others."""
+        """Count items of each thread and of those before it in its warp; share the warp's total."""
         upto = U32(0)
         if has_sequences(batch, lane):
             count = U32(count_own(batch, counted, thread))
@@ -470,13 +470,13 @@ def make_tasks():
 
     @register_jitable
     def all_items(record):
-        """The number of all items, after a barrier."""
+        """Return the number of all items, after a barrier."""
         a, b, c, d = load_shared_16(U32(record + 32))
         return uniform(U32(U32(a + b) + U32(c + d)))
 
     @register_jitable
     def put_task(batch, number, counted, record, rows, q, out, parts, lane, thread):
-        """Put down the item of a number, by the warp that has its sequence."""
+        """Write the item of a number; the warp that has its sequence does so."""
         if not has_sequences(batch, lane):
             return
         a, b, c, _ = load_shared_16(U32(record + 32))
@@ -488,7 +488,7 @@ def make_tasks():
         owners = U32(cuda.ballot_sync(EVERYONE, inner < count))
         if owners == 0:
             return
-        # All threads of the warp look at the item of the one that has it.
+        # All threads of the warp read the item of the one that has it.
         owner = U32(31 - cuda.clz(owners))
         first = natural(thread - lane.number + I32(owner))
         b, own, inner_one = extent_of(batch, counted, natural(shuffle(inner, owner)), first)
@@ -527,14 +527,14 @@ def make_tasks():
 F, I32, U32 = np.float32, np.int32, np.uint32
 EVERYONE = 0xFFFFFFFF
 MINUS_INF = -np.inf
-# Weights may be so many powers of two above 1. For float16 they are also moved up, as what is small loses bits there.
+# Weights may be so many powers of two above 1. For float16 they are also scaled up, as small numbers lose bits there.
 SLACK, LIFT = 4, 8
-# A scale below 2**-100 counts as that where maxima are found.
+# A scale below 2**-100 counts as 2**-100 in maxima.
 LEAST_LOG = -100
 
 
 class DecodeState(NamedTuple):
-    """What a thread holds, in registers."""
+    """The registers of a thread."""
 
     running: Any  #: of two rows: bases, limits, totals
     sums: Any
@@ -544,7 +544,7 @@ class DecodeState(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """What scores become."""
+    """The factors and the cap of scores."""
 
     first: Any  #: what those of the thread's two rows are multiplied by
     second: Any
@@ -552,7 +552,7 @@ class Scaling(NamedTuple):
 
 
 def make_softmax(SIZES):
-    """The functions that mask a slice's scores and turn them into weights."""
+    """Make the functions that mask a slice's scores and turn them into weights."""
     K_INT8, V = SIZES.k.kind == "int8", SIZES.v
     V_SCALED = V.groups > 0
     V_INT8, V_INT4 = V.kind == "int8", V.kind == "int4"
@@ -594,12 +594,12 @@ def make_softmax(SIZES):
 
     @register_jitable
     def exponent(bits):
-        """The power of two that a float of these bits, those of float32, is below; no less than `LEAST_LOG`."""
+        """Return the power of two above a float32 of these bits; no less than `LEAST_LOG`."""
         return F(max(I32(U32(bits & U32(0x7FFFFFFF)) >> U32(23)) - I32(126), I32(LEAST_LOG)))
 
     @register_jitable
     def value_scales(scales, lane):
-        """The scales that weights of tokens g and g + 8 are multiplied by, and powers of two that these are below."""
+        """Return the scales of V of tokens g and g + 8, and powers of two above them."""
         low, high, log_low, log_high = F(1), F(1), F(0), F(0)
         if V_INT8:
             low_bits = shuffle(scales[0], U32(lane.group + 16))
@@ -618,12 +618,12 @@ def make_softmax(SIZES):
 
     @register_jitable
     def reach(score, log):
-        """What the maximum has to cover, so that a weight times its scale stays in range."""
+        """Return the bound for the maximum that keeps a weight times its scale in range."""
         return F(score + log) if V_SCALED else score
 
     @register_jitable
     def raise_maxima(c, running, sums, log_low, log_high, COUNT):
-        """Raise the maxima of rows that have a score above their limit, and shrink what was added up so far."""
+        """Raise the maxima of rows that have a score above their limit, and rescale earlier sums."""
         for i in range(2):
             top = max(reach(c[i], log_low), reach(c[i + 2], log_high))
             for lanes in (4, 8, 16):
@@ -638,7 +638,7 @@ def make_softmax(SIZES):
 
     @register_jitable
     def softmax(c, running, sums, log_low, log_high, COUNT):
-        """Weights from scores; totals grow by them."""
+        """Turn scores into weights, and add them to the totals."""
         above = (
             max(reach(c[0], log_low), reach(c[2], log_high)) > running[2]
             or max(reach(c[1], log_low), reach(c[3], log_high)) > running[3]
@@ -657,14 +657,14 @@ def make_softmax(SIZES):
 
 
 def make_store(Q_KIND, SIZES):
-    """The functions that merge what the warps of a block have, normalise, and store rows or a split's parts.
+    """Make the functions that merge the warps of a block, normalise, and store rows or a split's parts.
 
-    Sums lie in shared memory by warps and columns, the rows of a column side by side, so that a thread that has a
-    column reads four rows at once; maxima and totals by warps and pairs of rows, two of each; weights of warps by rows.
+    Shared memory has sums by warps and columns. The rows of a column are adjacent, so a thread reads four rows of its
+    column at once. Maxima and totals are stored by warps and pairs of rows, two of each; weights of warps by rows.
     """
     V, TILES, DIM = SIZES.v, SIZES.v.tiles, SIZES.v.dim
     BY_HEAD, TO_BASE_2, TO_BASE_E = kind(V.kind).scales_per == "head", LOG2_E, LN_2
-    # The column of a tile that a thread's group has, and how far the group's second one is.
+    # Factor of a group's number for its column of a tile, and the distance of its second column.
     FACTOR, SECOND = (1, 8) if V.bits == 16 else (2, 1)
     ROW_BYTES, COLUMNS, PADDED = 4 * DECODE_ROWS, ceil_div(DIM, THREADS), ceil_div(DIM, 4) * 4
     WARP_BYTES = 16 * TILES * ROW_BYTES
@@ -696,7 +696,7 @@ def make_store(Q_KIND, SIZES):
 
     @register_jitable
     def weigh_warps(task, rows, v_scale, sinks, lse, ends, weights, thread):
-        """What the sums of each warp are multiplied by; rows' logs of their sums."""
+        """Compute the factors of each warp's sums; store the logs of rows' sums."""
         if thread < DECODE_ROWS:
             row = I32(thread)
             t0, s0, t1, s1, t2, s2, t3, s3 = load_ends(U32(ends + 8 * row - 4 * (row & 1)))
@@ -744,7 +744,7 @@ def make_store(Q_KIND, SIZES):
 
     @register_jitable
     def store_rows(task, rows, step, area, weights, x, thread):
-        """Store the rows: the result, or a split's parts of it. A thread has a column of them all."""
+        """Store the rows: the result, or a split's parts of it. A thread has one column of all rows."""
         for n in range(COLUMNS):
             d = natural(thread + THREADS * n)
             if d < DIM:
@@ -760,7 +760,7 @@ def make_store(Q_KIND, SIZES):
 
 
 def make_attend_slice(SIZES):
-    """The function that attends to a slice that has arrived in shared memory."""
+    """Make the function that attends to a slice in shared memory."""
     COUNT = 2 * SIZES.v.tiles
     scores = make_scores(SIZES)
     scale_scores, cap_scores, mask_scores, value_scales, softmax = make_softmax(SIZES)
@@ -785,7 +785,7 @@ def make_attend_slice(SIZES):
 
 
 def make_attend_item(Q_KIND, SIZES):
-    """The function that takes a warp through its slices of an item."""
+    """Make the function that takes a warp through its slices of an item."""
     K_BY_HEAD = kind(SIZES.k.kind).scales_per == "head"
     QUERIES = SIZES.queries
     SUMS, WORDS, STAGE = 4 * SIZES.v.tiles, SIZES.words, SIZES.k.size + SIZES.v.size
@@ -805,19 +805,19 @@ def make_attend_item(Q_KIND, SIZES):
         item = told(record)
         source = source_of(pools, item.seq, item.head, start, lane)
         seen = SeenTokens(item.begin, item.end, uniform(item.low), uniform(item.high))
-        # The thread's token of the slice to be looked up next, and the entry of the one before.
+        # The thread's token of the next slice to look up, and the block table entry of the one before.
         size = source.block_size
         first = uniform(I32(item.begin & I32(-DECODE_TILE)) + lane.warp * SLICE)
         position = I32(first + lane.number % SLICE)
         block, offset = divide(position, source)
         blocks, offsets = divide(I32(DECODE_TILE), source)
         left = I32(max(I32(item.end - first), I32(0)) + I32(DECODE_TILE - 1))
-        # Not negative, as the compiler then knows.
+        # The mask shows the compiler that it is not negative.
         count = I32(uniform(I32(left >> I32(TILE_BITS))) & I32(0x7FFFFFFF))
         entry, entry_offset = look_up(source, seen, position, block), offset
-        # The queries, and what scores of columns 2t and 2t + 1 are multiplied by.
+        # The queries, and the factors of scores of columns 2t and 2t + 1.
         q_at = keep(U32(start + QUERIES + 8 * lane.number))
-        # Columns past the last row take its queries, too: nobody looks at what comes of them.
+        # Columns past the last row use its queries, too; their results are ignored.
         own = natural(min(lane.group, I32(item.rows - 1)))
         back = load_queries(rows.query[own], q_at, lane)
         cuda.syncthreads()
@@ -838,7 +838,7 @@ def make_attend_item(Q_KIND, SIZES):
             scales[i] = U32(0)
         n = I32(-1)
         while n < count:
-            # Copy the next slice; the one before the present was read from its place.
+            # Copy the next slice to the place of the previous one, which all have read.
             cuda.syncwarp()
             next_tokens = U32(0)
             if I32(n + 1) < count:
@@ -867,7 +867,7 @@ def make_attend_item(Q_KIND, SIZES):
 
 
 def make_decode(Q_KIND, K_KIND, V_KIND, DIM, DIM_V):
-    """The kernel.
+    """Make the kernel.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
-"""What decode attention multiplies on tensor cores: queries with rows of K, rows of V with weights.
+"""Decode attention's products on tensor cores: queries with rows of K, rows of V with weights.
 
-See `numkv.kernels.cuda.attention.decode` for what lies where.
+`numkv.kernels.cuda.attention.decode` describes the layouts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _mma(operand):
 
 
 def make_widen(KIND):
-    """The function that makes two words of float16 pairs of a word of four codes: bytes (0, 2) and (1, 3)."""
+    """Make the function that makes two words of float16 pairs of a word of four codes: bytes (0, 2) and (1, 3)."""
     if KIND == "int8":
 
         @register_jitable
@@ -77,8 +77,8 @@ def make_widen(KIND):
 def level_words(word, offset_low, offset_high):
     """Eight INT4 codes as float16 levels: nibbles (0, 4), (2, 6), (1, 5), (3, 7), counted from the lowest.
 
-    A code takes the bits of 16 that count units; an offset takes 16 away and adds the lowest level. `offset_low` is for
-    the first and third word's first nibbles: those of bytes 0 and 2, the other for bytes 1 and 3.
+    A code replaces the bits of 16.0 that count units. An offset then subtracts 16 and adds the lowest level.
+    `offset_low` is for nibbles of bytes 0 and 2, `offset_high` for those of bytes 1 and 3.
     """
     one, mask, sixteen = U32(0x3C003C00), U32(0x03C003C0), U32(0x4C004C00)
     a = select_bits(U32(word << U32(6)), mask, sixteen)
@@ -93,7 +93,7 @@ def level_words(word, offset_low, offset_high):
 
 @register_jitable
 def level_offsets(words):
-    """What `level_words` adds for two scales' words: ``lowest_level - 16`` as float16, from their last three bits."""
+    """Return the offsets of `level_words` for two scales' words: ``lowest_level - 16``, from their last bits."""
     return U32(U32(0xCE50CE50) - U32(U32(words & U32(0x00070007)) << U32(5)))
 
 
@@ -101,9 +101,9 @@ def level_offsets(words):
 
 
 def make_load_queries(Q_KIND, SIZES):
-    """The function that puts the queries of an item into shared memory, as the columns of products with K.
+    """Make the function that stores an item's queries in shared memory, as the columns of products with K.
 
-    And whether it multiplies them by something.
+    Also return whether it scales them.
     """
     K, OPERAND, TILES = SIZES.k, SIZES.k.operand, SIZES.k.tiles
     SAME, PRECISE = Q_KIND == OPERAND, SIZES.precise_q
@@ -117,7 +117,7 @@ def make_load_queries(Q_KIND, SIZES):
 
     @register_jitable
     def pair(address, first):
-        """Elements `first` and the next one of a row."""
+        """Return elements `first` and the next one of a row."""
         if SIZE == 4:
             a, b = load_global_4(address + 4 * first), load_global_4(address + (4 * first + 4))
             return a.view(np.float32), b.view(np.float32)
@@ -128,13 +128,13 @@ def make_load_queries(Q_KIND, SIZES):
 
     @register_jitable
     def load_queries(address, to, lane):
-        """Put a share of the row that the thread's group has at `to`; what its scores have to be multiplied by.
+        """Write a share of the row of the thread's group at `to`; return the factor of its scores.
 
-        Each warp takes every so many products; all of them look for the largest element.
+        Warps share the products by turns. Each finds the row's largest element.
         """
         factor, back = F(1), F(1)
         if SCALED:
-            # Words of positive floats are in their order; of the largest only the exponent counts.
+            # Words of positive floats have the order of their values; only the largest one's exponent matters.
             largest, own = U32(0), address + 4 * SIZE * np.int64(lane.place)
             for i in range(2 * TILES):
                 at = 16 * (i // 2) + 2 * (i % 2)
@@ -194,7 +194,7 @@ def make_load_queries(Q_KIND, SIZES):
 def make_reads(two, one):
     """``read(at, chunk), read_one(at, chunk)``: chunks of 16 tokens, of which `at` is the first one's place.
 
-    Two of them from `chunk` on, or one, by the instructions `two` and `one`.
+    They load two chunks from `chunk` on, or one, by the instructions `two` and `one`.
     """
 
     @register_jitable
@@ -209,7 +209,7 @@ def make_reads(two, one):
 
 
 def make_scores(SIZES):
-    """The function that scores a slice: ``K Q^T``."""
+    """Make the function that scores a slice: ``K Q^T``."""
     K = SIZES.k
     TILES, BITS, PRECISE = K.tiles, K.bits, SIZES.precise_q
     UNITS = K.padded
@@ -285,7 +285,7 @@ def make_scores(SIZES):
 
     @register_jitable
     def add_group(w0, w1, q, group, word, other, c, part):
-        """Add the scores of a group of 32, scaled; of tokens g and g + 8, whose scales' words are given."""
+        """Add the scaled scores of a group of 32 elements, for tokens g and g + 8 with these words of scales."""
         clear(part)
         twice, twice_other = U32(word * U32(0x10001)), U32(other * U32(0x10001))
         low, high = level_offsets(twice), level_offsets(twice_other)
@@ -319,12 +319,12 @@ def make_scores(SIZES):
 
 @register_jitable
 def times(p, scale):
-    """A weight times a scale; of a token that is not seen the scale does not matter."""
+    """Return a weight times a scale; the scale of a masked token is ignored."""
     return F(p * scale) if p != F(0) else F(0)
 
 
 def make_weighing(SIZES):
-    """The functions that put weights where a product wants them, and add a product to sums."""
+    """Make the functions that arrange weights for a product, and add a product to sums."""
     V, PRECISE = SIZES.v, SIZES.precise_p
     mma, pack, halves = _mma(V.operand), _pack(V.operand), _halves(V.operand)
 
@@ -361,7 +361,7 @@ def make_sums_of_nibbles(SIZES):
 
     @register_jitable
     def add_group(w0, w1, group, p, word, other, offset, offset_other, b, sums):
-        """Add 32 columns: weights times the scales of tokens g and g + 8; levels by those of w0's and w1's."""
+        """Add 32 columns: weights times the scales of tokens g and g + 8, and levels with the offsets of w0 and w1."""
         s, s_other = bf16_to_float32(word), bf16_to_float32(other)
         turn(times(p[0], s), times(p[1], s), times(p[2], s_other), times(p[3], s_other), b)
         a0, a1, c0, c1 = level_words(w0, offset, offset)
@@ -374,7 +374,7 @@ def make_sums_of_nibbles(SIZES):
         for i in range((UNITS + 1) // 2):
             word = shuffle(scales[i], U32(lane.group + 16))
             other = shuffle(scales[i], U32(lane.group + 24))
-            # Of tokens 2t, 2t + 1, 2t + 8 and 2t + 9: two groups each.
+            # For tokens 2t, 2t + 1, 2t + 8 and 2t + 9: two groups each.
             t = U32(16 + 2 * lane.place)
             x, y = shuffle(scales[i], t), shuffle(scales[i], U32(t + U32(1)))
             z, w = shuffle(scales[i], U32(t + U32(8))), shuffle(scales[i], U32(t + U32(9)))
@@ -399,7 +399,7 @@ def make_sums_of_nibbles(SIZES):
 
 
 def make_sums(SIZES):
-    """The function that adds a slice's weighted rows of V: ``V^T P^T``."""
+    """Make the function that adds a slice's weighted rows of V: ``V^T P^T``."""
     V = SIZES.v
     if V.bits == 4:
         return make_sums_of_nibbles(SIZES)
@@ -416,7 +416,7 @@ def make_sums(SIZES):
 
     @register_jitable
     def operands(at, tile):
-        """Sixteen columns of the slice's rows, as the first matrix of a product."""
+        """Load sixteen columns of the slice's rows, as the first matrix of a product."""
         if BITS == 16:
             return read(at, 2 * tile)
         w0, w1 = read_one(at, tile)
@@ -434,7 +434,7 @@ def make_sums(SIZES):
 
     @register_jitable
     def add_visible(at, b, sums, rows, first, lane):
-        """Add each row's product of what it sees; a weight of 0 would not hide a NaN."""
+        """Add a product of visible tokens for each row; a weight of 0 would not hide a NaN."""
         for row in range(DECODE_ROWS):
             begin, end = rows.begin[row], rows.end[row]
             mask_low, mask_high = U32(0), U32(0)

@@ -1,7 +1,7 @@
-"""The attention kernel on CUDA: its sizes, its steps, and the driver that takes a block through its items.
+"""The general attention kernel on CUDA: its sizes, its steps, and the driver that loops over a block's items.
 
-Steps are closures over sizes and kinds. All of them are in this file, as the simulator knows what ``cuda`` is in the
-file of a kernel only. Gaps and biases of `numkv.rows.mask` are added to scores (`make_sight`).
+Steps are closures over sizes and kinds. All of them are in this file, as the simulator defines ``cuda`` in a kernel's
+own file only. Gaps and biases of `numkv.rows.mask` are added to scores (`make_sight`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from numkv.rows.softmax import finish
 
 
 class Mask(NamedTuple):
-    """What a masked call has beside the rest."""
+    """The further arguments of a masked call."""
 
     rows: Any  #: of `numkv.rows.mask`
     heads: Any  #: sinks and slopes of q heads
@@ -43,8 +43,8 @@ class Mask(NamedTuple):
 def make_sight(MASKED, COMPUTE):
     """``has_gaps(mask, rows, end)`` and ``mask_score(mask, rows, r, token, score)``; if not `MASKED` they do nothing.
 
-    The first says whether some rows of an item may not see all tokens before `end` that others see. The second is a
-    score with its bias, and -inf for a token in a gap of what row `r` of the item sees.
+    The first returns whether some rows of an item may not see all tokens before `end` that others see. The second
+    returns a score with its bias, and -inf for a token in a gap of row `r` of the item.
     """
     F = np.float32 if COMPUTE == "float32" else np.float64
     TO_BASE_2 = LOG2_E
@@ -83,17 +83,17 @@ def make_sight(MASKED, COMPUTE):
 TEAM = 2 if SIMULATED else 8
 # Tokens that a team scores at once, so that enough reads are under way; also rows of V that a thread reads ahead.
 AT_ONCE = {"float32": 4, "float64": 2}
-# Query rows of an item, as many as the group has or as registers allow, and for each choice how many blocks shall fit
-# on a multiprocessor: of fp32, and of what is converted as it is read, which takes more registers. With fewer than that
-# leaves, the loops would spill.
+# Query rows of an item, as many as the group has or registers allow. For each choice, the blocks that should fit on a
+# multiprocessor: of fp32, and of kinds that are converted as they are read, which need more registers. With fewer
+# registers than that leaves, the loops would spill.
 ROW_CHOICES = {1: 5, 4: 4, 8: 3}
 CONVERTED_ROW_CHOICES = {1: 4, 4: 3, 8: 2}
-# Shared memory for q rows: half of what a block has without asking. The other arrays fit into the other half.
+# Shared memory for q rows: half of a block's default. The other arrays fit into the other half.
 Q_BYTES = 24 * 1024
 # Elements between the rows of two chunks of q in shared memory.
 Q_PAD = 4
-# Elements of V that a thread reads at once. As many sums as 16 elements need would not fit into registers: where K's
-# chunks have 16, those of V have half of that, and twice as many rows are read ahead.
+# Elements of V that a thread reads at once. The sums of 16 elements would not fit into registers. So where K's chunks
+# have 16, V's have half of that, and twice as many rows are read ahead.
 V_WIDTHS = {name: min(8, width) for name, width in WIDTH.items()}
 
 
@@ -118,7 +118,7 @@ class AttentionSizes(NamedTuple):
 
 
 def row_choices(k_kind: str, v_kind: str, compute: str) -> dict[int, int]:
-    """Numbers of query rows that items may have, and how many blocks then share a multiprocessor."""
+    """Return the choices of query rows of an item, and how many blocks then share a multiprocessor."""
     if k_kind == v_kind == "fp32" and compute == "float32":
         return ROW_CHOICES
     if compute == "float64" and max(WIDTH[k_kind], WIDTH[v_kind]) > WIDTH["bf16"]:
@@ -141,15 +141,15 @@ def sizes_of(k_kind: str, v_kind: str, compute: str, rows: int, columns: int) ->
     k_kind, v_kind : str
         Kinds of K and V.
     compute : {"float32", "float64"}
-        What it computes in.
+        The dtype that it computes in.
     rows : int
         Query rows of an item: one of `ROW_CHOICES`.
     columns : int
-        Chunks of an output row that a thread takes.
+        Chunks of an output row that a thread computes.
     """
     tile, tokens = tile_of(compute), AT_ONCE[compute]
     k_width, v_width = WIDTH[k_kind], V_WIDTHS[v_kind]
-    # A team's lanes write their sums a few banks apart. The same memory takes the teams' output sums in the end, for
+    # A team's lanes write their sums a few banks apart. In the end the same memory stores the teams' output sums, for
     # some of the rows at a time.
     part_step = rows * tile + max(1, 32 // TEAM)
     parts = max(TEAM * part_step, THREADS * v_width)
@@ -162,7 +162,7 @@ def sizes_of(k_kind: str, v_kind: str, compute: str, rows: int, columns: int) ->
         q_step=rows * k_width + Q_PAD,  # so that the lanes of a team read different banks
         part_step=part_step,
         parts=parts,
-        # The same for all rows: so is the order of sums.
+        # The same for all rows, so the order of sums is, too.
         searchers=min(4, THREADS // max(ROW_CHOICES)),
         tokens_each=max(1, tile // THREADS),
         row_step=max(1, THREADS // tile),
@@ -174,13 +174,13 @@ def sizes_of(k_kind: str, v_kind: str, compute: str, rows: int, columns: int) ->
 
 
 def q_bytes(k_kind: str, dim: int, rows: int, itemsize: int) -> int:
-    """Shared memory that the query rows of an item take."""
+    """Return the shared memory for the query rows of an item."""
     width = WIDTH[k_kind]
     return ceil_div(dim, width) * (rows * width + Q_PAD) * itemsize
 
 
 class ItemState(NamedTuple):
-    """The online softmax of a thread, in registers: of each query row its maximum and weighted V; of some, sums."""
+    """The online softmax of a thread, in registers: each query row's maximum and weighted V, and sums of some rows."""
 
     maxima: Any
     totals: Any  #: of the tokens and rows that the thread takes in the softmax
@@ -188,7 +188,7 @@ class ItemState(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the tokens of two KV tiles lie, this one and the next, in shared memory."""
+    """The places of the tokens of two KV tiles, this one and the next, in shared memory."""
 
     blocks: Any  #: -1 for tokens that do not count
     offsets: Any
@@ -198,14 +198,14 @@ class Places(NamedTuple):
 
 
 class Paging(NamedTuple):
-    """How tokens' places are told."""
+    """How the block table gives tokens' places."""
 
     by_slot: Any  #: whether by slots
     shift: Any  #: see `numkv.kernels.cuda.attention.items.shift_of`
 
 
 class VTeam(NamedTuple):
-    """A thread's place in the teams that read V rows; they have a lane for each chunk, so other sizes than K's."""
+    """A thread's place in the teams that read V rows, which have a lane for each chunk, unlike K's."""
 
     lane: Any
     team: Any
@@ -215,7 +215,7 @@ class VTeam(NamedTuple):
 
 
 def by_address(name, wide):
-    """Whether rows of a kind are read by address: not those of which a word is several elements, or a channel's."""
+    """Return whether rows are read by address: not if words have several elements or scales are by channel."""
     return wide and not kind(name).is_packed and not kind(name).group_tokens
 
 
@@ -224,7 +224,7 @@ def _float(COMPUTE):
 
 
 def make_load_queries(Q_KIND, K_KIND, COMPUTE, SIZES):
-    """The function that puts an item's query rows into shared memory, scaled: by a scale of K's head too."""
+    """Make the function that stores an item's query rows in shared memory, scaled, also by the scale of K's head."""
     F, ROWS, K_WIDTH, Q_STEP = _float(COMPUTE), SIZES.rows, SIZES.k_width, SIZES.q_step
     BY_HEAD = kind(K_KIND).scales_per == "head"
     load, _ = codec(Q_KIND, COMPUTE)
@@ -251,11 +251,11 @@ def make_load_queries(Q_KIND, K_KIND, COMPUTE, SIZES):
 
 
 def make_scores(K_KIND, COMPUTE, SIZES, WIDE):
-    """The function that scores a KV tile: each lane of a team leaves a part of every dot product in `partial`."""
+    """Make the function that scores a KV tile: each lane of a team stores a part of every dot product in `partial`."""
     F, ROWS, TILE, TOKENS = _float(COMPUTE), SIZES.rows, SIZES.tile, SIZES.tokens
     K_WIDTH, Q_STEP, PART_STEP = SIZES.k_width, SIZES.q_step, SIZES.part_step
     SCORES, TEAMS = ROWS * TOKENS, THREADS // TEAM
-    # What the innermost loops take at once; the compiler unrolls them whole, which it would not do with more.
+    # Elements of the innermost loops, which the compiler unrolls whole; it would not with more.
     K_STEP = min(K_WIDTH, 8)
     read = reader(K_KIND, COMPUTE, K_WIDTH, WIDE)
     ADDRESSED = by_address(K_KIND, WIDE)
@@ -287,7 +287,7 @@ def make_scores(K_KIND, COMPUTE, SIZES, WIDE):
                 if ADDRESSED:
                     load_chunk_at(K_KIND, K_WIDTH, k, own[i], c * K_WIDTH, floats, i * K_WIDTH)
                 else:
-                    # Tokens that do not count stand for slot 0: whatever it holds, the score is masked.
+                    # Tokens that do not count read slot 0: whatever it stores, the score is masked.
                     block = max(places.blocks[at + team + i * TEAMS], 0)
                     offset = places.offsets[at + team + i * TEAMS]
                     read(k, k_scale, block, g, offset, c, floats, i * K_WIDTH)
@@ -303,7 +303,7 @@ def make_scores(K_KIND, COMPUTE, SIZES, WIDE):
 
 
 def make_mask(K_SCALED, COMPUTE, SIZES, MASKED):
-    """The function that adds the parts of scores up, caps and masks them."""
+    """Make the function that adds the parts of scores up, caps and masks them."""
     F, ROWS, TILE, TO_BASE_2 = _float(COMPUTE), SIZES.rows, SIZES.tile, LOG2_E
     PART_STEP, ROW_STEP, TOKENS_EACH = SIZES.part_step, SIZES.row_step, SIZES.tokens_each
     ROWS_EACH = ceil_div(ROWS, ROW_STEP)
@@ -336,7 +336,7 @@ def make_mask(K_SCALED, COMPUTE, SIZES, MASKED):
 
 
 def make_softmax(V_SCALED, COMPUTE, SIZES):
-    """The function that turns scores into probabilities relative to the running maxima."""
+    """Make the function that turns scores into probabilities relative to the running maxima."""
     F, ROWS, TILE, SEARCHERS = _float(COMPUTE), SIZES.rows, SIZES.tile, SIZES.searchers
     COLUMNS, V_WIDTH = SIZES.columns, SIZES.v_width
     ROW_STEP, TOKENS_EACH = SIZES.row_step, SIZES.tokens_each
@@ -355,7 +355,7 @@ def make_softmax(V_SCALED, COMPUTE, SIZES):
             top = state.maxima[r]
             for i in range(SEARCHERS):
                 top = max(top, peaks[r * SEARCHERS + i])
-            # A row that has seen nothing keeps its maximum of -inf; subtracting 0 avoids inf - inf.
+            # A row that has seen no token keeps its maximum of -inf; subtracting 0 avoids inf - inf.
             base = top if top > F(-np.inf) else F(0)
             shrink = F(math.exp2(state.maxima[r] - base))
             state.maxima[r] = top
@@ -367,7 +367,7 @@ def make_softmax(V_SCALED, COMPUTE, SIZES):
                     j = thread % TILE + m * THREADS
                     weight = F(math.exp2(p[j * ROWS + r] - base))
                     p[j * ROWS + r] = weight
-                    # An fma, so that a compiler cannot make one here and none there.
+                    # An explicit fma, so that compilers cannot fuse in one place only.
                     grown = cuda.fma(state.totals[r // ROW_STEP], shrink, weight)
                     state.totals[r // ROW_STEP] = grown
                     shrink = F(1)
@@ -379,7 +379,7 @@ def make_softmax(V_SCALED, COMPUTE, SIZES):
 
 
 def make_accumulate(V_KIND, V_SCALED, COMPUTE, SIZES, WIDE):
-    """The function that adds a KV tile's V rows, weighted, to the sums of each thread."""
+    """Make the function that adds a KV tile's V rows, weighted, to the sums of each thread."""
     ROWS, COLUMNS, TILE = SIZES.rows, SIZES.columns, SIZES.tile
     V_WIDTH, V_TOKENS, V_STEP = SIZES.v_width, SIZES.v_tokens, SIZES.v_step
     read = reader(V_KIND, COMPUTE, V_WIDTH, WIDE)
@@ -415,7 +415,7 @@ def make_accumulate(V_KIND, V_SCALED, COMPUTE, SIZES, WIDE):
         j = natural(own.team * V_TOKENS if own.team < own.teams else np.int64(TILE))
         while j < TILE:
             for n in range(COLUMNS):
-                # Threads beyond the last chunk read it too; what they add up is not used.
+                # Threads beyond the last chunk read it too; their sums are ignored.
                 c = min(own.lane + n * THREADS, own.chunks - 1)
                 if ragged:
                     # Not all rows see all of these tokens, and a weight of 0 would not hide a NaN.
@@ -441,7 +441,7 @@ def make_accumulate(V_KIND, V_SCALED, COMPUTE, SIZES, WIDE):
 
 
 def make_store(Q_KIND, V_KIND, COMPUTE, SIZES):
-    """The functions that add up over the teams, normalise, and store rows or a split's parts of them."""
+    """Make the functions that add up over the teams, normalise, and store rows or a split's parts of them."""
     F, TO_BASE_2, TO_BASE_E = _float(COMPUTE), LOG2_E, LN_2
     ROWS, COLUMNS, V_WIDTH = SIZES.rows, SIZES.columns, SIZES.v_width
     ROWS_AT_ONCE, BY_HEAD = SIZES.rows_at_once, kind(V_KIND).scales_per == "head"
@@ -455,7 +455,7 @@ def make_store(Q_KIND, V_KIND, COMPUTE, SIZES):
     def store_totals(
         state, item, rows, v_scale, sinks, lse, parts, p, peaks, tops, factors, thread
     ):
-        """Store each row's log of its sum of exponentials, and leave what its sums are multiplied by."""
+        """Store each row's log of its sum of exponentials, and the factors of its sums."""
         dim = parts.shape[3] - PART_EXTRA  # padded
         if thread == 0:
             for r in range(ROWS):
@@ -528,7 +528,7 @@ def make_store(Q_KIND, V_KIND, COMPUTE, SIZES):
 
 
 def make_read_factors(K_SCALED, V_SCALED, COMPUTE, SIZES):
-    """The function that reads the scales of those tokens that a thread takes in the softmax."""
+    """Make the function that reads the scales of a thread's tokens in the softmax."""
     F, TILE, TOKENS_EACH = _float(COMPUTE), SIZES.tile, SIZES.tokens_each
 
     @register_jitable
@@ -548,7 +548,7 @@ def make_read_factors(K_SCALED, V_SCALED, COMPUTE, SIZES):
 
 
 def make_locate_rows(K_KIND, V_KIND, SIZES, WIDE):
-    """The function that looks up where the tokens of a KV tile lie, and the addresses of their rows."""
+    """Make the function that looks up the places of a KV tile's tokens, and the addresses of their rows."""
     TILE, ROUNDS = SIZES.tile, SIZES.tokens_each
     K_ADDRESSED, V_ADDRESSED = by_address(K_KIND, WIDE), by_address(V_KIND, WIDE)
     locate = make_locate(TILE)
@@ -559,7 +559,7 @@ def make_locate_rows(K_KIND, V_KIND, SIZES, WIDE):
         for n in range(ROUNDS):
             if thread + n * THREADS < TILE:
                 at = (tile & TILE) + thread + n * THREADS
-                # Tokens that do not count stand for slot 0: their scores are masked, and no V row of theirs is added.
+                # Tokens that do not count read slot 0: their scores are masked, and their V rows are never added.
                 block = natural(max(places.blocks[at], np.int32(0)))
                 offset = natural(places.offsets[at])
                 if K_ADDRESSED:
@@ -589,7 +589,7 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE, MASKED=
     ROWS : int
         Query rows of an item.
     COLUMNS : int
-        Chunks of an output row that a thread takes; 1 unless the head dim is huge.
+        Chunks of an output row that a thread computes; 1 unless the head dim is huge.
     WIDE, MASKED : bool
         Whether all rows of K and V can be read in chunks of 16 bytes; whether `ranges` are rows of `numkv.rows.mask`.
     """
@@ -695,7 +695,7 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE, MASKED=
                 )  # fmt: skip
                 cuda.syncthreads()
                 mask_scores(partial, k_factors, soft_cap, ragged, rows, places, at, tile, p, mask, thread)  # fmt: skip
-                # Where the next tile's tokens lie; everyone is done with the tile before this one.
+                # The places of the next tile's tokens; all threads are done with the tile before this one.
                 locate_rows(places, block_table, paging, k, v, item, tile + TILE, thread)
                 cuda.syncthreads()
                 softmax(p, peaks, state, v_factors, v_scales, thread)

@@ -1,33 +1,33 @@
 """Attention of many query rows on tensor cores: prefill, and long chunks of it.
 
-A block takes an item: 64 or 128 query rows, sixteen for each warp, and the KV tiles that any of them sees, in turn.
-K and V of the next tile are on their way to shared memory while this one is worked on; there is one barrier a tile.
-What a warp has in registers is laid out as FlashAttention-2 does it (Dao, arXiv:2307.08691), by the drawings of
-`numkv.kernels.cuda.instructions`, for its thread ``l``, ``g = l // 4``, ``t = l % 4``::
+A block computes an item: 64 or 128 query rows, sixteen for each warp, and in turn the KV tiles that any of them sees. K
+and V of the next tile are copied to shared memory while this one is computed, so there is one barrier a tile.
+
+A warp's registers are laid out as in FlashAttention-2 (Dao, arXiv:2307.08691). By the drawings of
+`numkv.kernels.cuda.instructions`, for its thread ``l``, with ``g = l // 4`` and ``t = l % 4``::
 
     scores    S = Q K^T, 16 rows x 64 tokens      c0, c1: row g, tokens 8j + 2t and 8j + 2t + 1   c2, c3: row g + 8
     weights   P, packed in pairs: scores of tokens 16i to 16i + 15 are an A of the second product as they are
     sums      O = P V, 16 rows x head_dim_v       as scores, with columns of V in place of tokens
 
-The softmax is online (Milakov and Gimelshein, arXiv:1805.02867), in base 2; four threads have a row, and agree on its
+The softmax is online (Milakov and Gimelshein, arXiv:1805.02867), in base 2. Four threads share a row, and find its
 maximum by shuffles. The sum of weights is one more product, with a column of ones.
 
-Codes and 8-bit floats arrive as they are stored, and become float16 in shared memory; then there is one tile of these,
-and two barriers a tile: see `numkv.kernels.cuda.attention.prefill_products`.
+Codes and 8-bit floats are copied as they are stored, and become float16 in shared memory. There is then one tile of
+these, and two barriers a tile: see `numkv.kernels.cuda.attention.prefill_products`.
 
-Queries that need more than 16 bits have two halves of 16, and take two products; so have their weights, and all of
-bfloat16, whose eight bits would add as much error as the result's own rounding. For a K of float16, rows of other
-queries are moved by a power of two to where float16 holds them; where tokens of K have scales, by the same one for all
-rows of an item that are large enough. Weights of float16 are moved up by `LIFT` powers of two, as they would lose bits
-where they are small.
+Queries that need more than 16 bits have two halves of 16, and use two products. So do their weights, and all weights of
+bfloat16, whose eight bits would add as much error as the result's own rounding. If K is float16 and queries are not,
+query rows are scaled by a power of two into its range. If tokens of K have scales, all rows of an item that are large
+enough share that power. Weights of float16 are scaled up by `LIFT` powers of two, as small ones would lose bits.
 
 A tile that some rows do not see whole is masked. There a weight of 0 does not hide an infinite or NaN V from a row that
-does not see it: if the tile has one, such elements are put aside and replaced by zeros, and each row gets those that it
-sees by a product of its own (`make_poison`). Rows of V that nobody sees are not read. Elsewhere an infinity in V gives
-NaN where weights have two halves, as one of them may be 0.
+does not see it. So such elements are collected and replaced by zeros. Each row then gets those that it sees by a
+product of its own (`make_poison`). Rows of V that no query row sees are never read. In other tiles an infinity in V
+gives NaN if weights have two halves, as one of them may be 0.
 
-Every sum is taken in an order that depends on the sequence and the head dims alone, so results do not depend on the
-batch or the launch.
+The order of every sum depends on the sequence and the head dims alone. So results do not depend on the batch or the
+launch.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ from numkv.rows.softmax import finish
 
 F, I32, I64, U32 = np.float32, np.int32, np.int64, np.uint32
 
-#: A row's maximum is raised when a score is so many powers of two above it; until then weights just exceed 1. So what
-#: has been added up is rarely multiplied.
+#: A row's maximum is raised when a score is so many powers of two above it; until then weights may exceed 1. So earlier
+#: sums are rarely rescaled.
 SLACK = F(4)
 
 
 def make_softmax(V_KIND, CAPPED, SIZES):
-    """The functions that mask scores, and turn them into packed weights."""
+    """Make the functions that mask scores, and turn them into packed weights."""
     TILE, HALVES = SIZES.tile, SIZES.p_halves
     OPERAND = FLOATS[OPERANDS[V_KIND]]
     pack, halves, LIFT = OPERAND.pack, OPERAND.halves, F(OPERAND.lift)
@@ -104,7 +104,7 @@ def make_softmax(V_KIND, CAPPED, SIZES):
 
     @register_jitable
     def mask(c, row, other, tile, place, sizes, number, missing):
-        """Leave scores of tokens that a row does not see at minus infinity."""
+        """Set scores of tokens that a row does not see to minus infinity."""
         mask_row(c, row, 0, tile, place)
         mask_row(c, other, 1, tile, place)
         if missing:
@@ -116,7 +116,7 @@ def make_softmax(V_KIND, CAPPED, SIZES):
 
     @register_jitable
     def top_of(c, state, r):
-        """The largest score of a row of the tile."""
+        """Return the largest score of a row of the tile."""
         top = c[2 * r]
         for j in range(TILE // 8):
             for e in range(2):
@@ -127,7 +127,7 @@ def make_softmax(V_KIND, CAPPED, SIZES):
 
     @register_jitable
     def base_of(top):
-        """A row that has seen nothing keeps its maximum of -inf; subtracting 0 avoids inf - inf."""
+        """Return what to subtract: 0 for a row that has seen no token, whose maximum of -inf would give inf - inf."""
         return top if top > MINUS_INF else F(0)
 
     @register_jitable
@@ -155,7 +155,7 @@ def make_softmax(V_KIND, CAPPED, SIZES):
 
     @register_jitable
     def weigh(c, state, weights, backs, backs_from):
-        """The weights of a tile relative to the rows' maxima; what there was is brought to the same."""
+        """Compute the weights of a tile relative to the rows' maxima; rescale earlier sums."""
         top, other = top_of(c, state, 0), top_of(c, state, 1)
         above, other_above = top > state.maxima[0] + SLACK, other > state.maxima[1] + SLACK
         # That is rarely so after the first tile. Rows of the warp whose maximum stays are multiplied by exactly 1.
@@ -180,7 +180,7 @@ def make_softmax(V_KIND, CAPPED, SIZES):
 
 
 def make_store(Q_KIND, V_KIND, SIZES):
-    """The function that normalises a thread's two rows and stores them."""
+    """Make the function that normalises a thread's two rows and stores them."""
     TO_BASE_2, TO_BASE_E, BYTES = F(LOG2_E), F(LN_2), 4 if Q_KIND == "fp32" else 2
     LIFT, ADDED = F(FLOATS[OPERANDS[V_KIND]].lift), SIZES.p_halves == 1 or SIZES.v.words > 0
     BY_HEAD, FACTOR = SIZES.v.by_head, F(head_factor(V_KIND))
@@ -222,7 +222,7 @@ def make_store(Q_KIND, V_KIND, SIZES):
 
 
 def make_attend_tile(Q_KIND, K_KIND, V_KIND, CAPPED, SIZES):
-    """The functions that begin an item, say what its scores are multiplied by, and attend to a tile."""
+    """Make the functions that begin an item, compute the factors of its scores, and attend to a tile."""
     K_BYTES, SUMS = SIZES.k_bytes, SIZES.padded_v // 2
     CODES = V_KIND == "int8"  # whose rows are finite, whatever there is
     K_BY_HEAD, K_FACTOR = SIZES.k.by_head, F(head_factor(K_KIND))
@@ -240,16 +240,16 @@ def make_attend_tile(Q_KIND, K_KIND, V_KIND, CAPPED, SIZES):
 
     @register_jitable
     def scale_of(scale, k_scale, item):
-        """The scale's sign, as bits of two 16-bit floats, and its size, which is not 0."""
+        """Return the scale's sign, as bits of two 16-bit floats, and its magnitude, which is not 0."""
         if K_BY_HEAD:
             own = F(k_scale[item.head]) * K_FACTOR
-            # Minus infinity, of what is hidden, may not become NaN.
+            # The minus infinity of masked tokens must not become NaN.
             scale *= own if own != 0 else F(1e-30)
         return U32(0x80008000) if scale < 0 else U32(0), abs(scale)
 
     @register_jitable
     def attend_tile(state, pieces, row, other, whole, tile, number, missing, at, uneven, soft_cap):
-        """Attend to tile `number`, of tokens from `tile` on; `missing` if some of them lie outside of the pool.
+        """Attend to tile `number`, of tokens from `tile` on; `missing` if some are outside the pool.
 
         `whole` are the numbers of the first tile that all rows see whole, and of the first one after these.
         """
@@ -271,7 +271,7 @@ def make_attend_tile(Q_KIND, K_KIND, V_KIND, CAPPED, SIZES):
 
 
 def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
-    """The kernel.
+    """Make the kernel.
 
     Parameters
     ----------
@@ -339,7 +339,7 @@ def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
         base = shared_address(stages)
         sides = begin_copies(pools, places, base, thread)
         q_at = base + SIZES.queries + thread * 16
-        # A thread gives the address of a row of a matrix, of sixteen tokens' K or V.
+        # A thread has the address of one row of a matrix, of sixteen tokens' K or V.
         k_row = (lane & I32(7)) + (lane >> I32(4)) * 8
         k_lane = keep(U32(base + k_row * K_STEP + (lane >> I32(3) & I32(1)) * 16))
         v_lane = base + SIZES.k_bytes + (lane & I32(15)) * V_STEP + (lane >> I32(4)) * 16

@@ -1,11 +1,11 @@
-"""Which items the kernel for many query rows has, where the rows of a KV tile lie, and how these are copied.
+"""The items of the kernel for many query rows, the places of a KV tile's rows, and the copies of these.
 
-An item is 64 or 128 query rows of a sequence (a row is a token and a q head of the group, the heads of a token one
-after another) for one kv head. The host knows neither lengths nor query starts, so each block counts the items
-itself: a thread those of its sequences. The thread that has an item's sequence puts it down for the others.
+An item is 64 or 128 query rows of a sequence, for one kv head. A row is a token and a q head of the group; the heads of
+a token follow one another. The host knows neither lengths nor query starts. So each block counts the items itself, and
+each thread those of its sequences. The thread that has an item's sequence writes the item for the others.
 
-Tiles are copied to shared memory behind the program. Rows of 16-bit floats go where products read them. Others go to
-memory of their own as they are stored, with the scales of their tokens, and are widened from there: see
+Tiles are copied to shared memory asynchronously. Rows of 16-bit floats go where products read them. Others are copied
+as they are stored, with the scales of their tokens, to memory of their own, and widened from there: see
 `numkv.kernels.cuda.attention.prefill_products`.
 """
 
@@ -35,7 +35,7 @@ I32, U32 = np.int32, np.uint32
 
 
 class CopySide(NamedTuple):
-    """What a thread needs to copy rows of K or V: a chunk of 16 bytes of every so many rows."""
+    """The arguments of a thread's copies of K or V: a chunk of 16 bytes of every so many rows."""
 
     source: Any  #: address of its chunk in the first row of all
     there: Any  #: whether it copies any
@@ -46,12 +46,12 @@ class CopySide(NamedTuple):
 
 
 def rows_at_once(sizes: Any, chunks: int) -> int:
-    """Rows that a block takes at once, a thread each of their chunks: as many as divide a tile."""
+    """Return the rows that a block copies at once, one chunk a thread: a number that divides a tile."""
     return max(n for n in range(1, sizes.threads // chunks + 1) if sizes.tile % n == 0)
 
 
 def make_side(SIZES, CHUNKS, STORED, STEP, TABLE=0, TO=0):
-    """The functions that copy rows of `STORED` chunks, and zeros up to `CHUNKS`, `STEP` bytes apart.
+    """Make the functions that copy rows of `STORED` chunks, and zeros up to `CHUNKS`, `STEP` bytes apart.
 
     `TABLE` and `TO` are added to the addresses of tables and shared memory.
     """
@@ -86,7 +86,7 @@ def make_side(SIZES, CHUNKS, STORED, STEP, TABLE=0, TO=0):
 
 
 def make_scales(TILE, WORDS, FIRST):
-    """The functions that copy the scales of a tile's tokens; a thread from `FIRST` on a token each."""
+    """Make the functions that copy the scales of a tile's tokens, one token a thread from `FIRST` on."""
     copy_words = cp_async_4_words(max(WORDS, 1))
 
     @register_jitable
@@ -116,7 +116,7 @@ def make_scales(TILE, WORDS, FIRST):
 
 
 def make_copy(SIZES):
-    """The functions that copy KV tiles to shared memory."""
+    """Make the functions that copy KV tiles to shared memory."""
     TILE, K, V = SIZES.tile, SIZES.k, SIZES.v
     if SIZES.widened:
         k_sizes = (K.chunks, K.chunks, CHUNK * K.chunks)
@@ -126,7 +126,7 @@ def make_copy(SIZES):
         k_sizes = SIZES.padded * 2 // CHUNK, K.chunks, SIZES.k_step
         v_sizes = SIZES.padded_v * 2 // CHUNK, V.chunks, SIZES.v_step
         K_FROM, V_FROM = 0, SIZES.k_bytes
-    # A thread's rows and chunks of V are as those of K where both have rows of the same size: so are most addresses.
+    # A thread's rows and chunks of V equal those of K if both have rows of one size, and so do most addresses.
     ALIKE, V_TABLE = k_sizes == v_sizes, 16 * TILE
     begin_k, copy_k = make_side(SIZES, *k_sizes)
     begin_v, copy_v = make_side(SIZES, *v_sizes, *((V_TABLE, V_FROM - K_FROM) if ALIKE else ()))
@@ -135,7 +135,7 @@ def make_copy(SIZES):
 
     @register_jitable
     def begin_copies(pools, places, base, thread):
-        """A thread's part of all copies."""
+        """Return a thread's part of all copies."""
         k, k_scale, v, v_scale = pools
         sizes, table = shared_address(places.sizes), shared_address(places.rows)
         of_k = begin_k(thread, global_address(k), base + K_FROM, table, sizes)
@@ -152,7 +152,7 @@ def make_copy(SIZES):
 
     @register_jitable
     def copy(sides, number, plain):
-        """Start to copy a tile; `plain` if all of its tokens count."""
+        """Start the copy of a tile; `plain` if all of its tokens count."""
         copy_k(sides[0], number, plain)
         copy_v(sides[1], number, plain)
         copy_k_scales(sides[2], number)
@@ -167,7 +167,7 @@ FAR = 1 << 40
 
 
 class PrefillBatch(NamedTuple):
-    """What the sequences of a call are; see `numkv.kernels.operations.Operations.attend`."""
+    """The sequences of a call; see `numkv.kernels.operations.Operations.attend`."""
 
     seq_lens: Any
     q_starts: Any
@@ -206,30 +206,30 @@ class QueryRow(NamedTuple):
 
 
 class TilePlaces(NamedTuple):
-    """Where the rows of KV tiles lie, in shared memory: bytes from the starts of the pools and of their scales."""
+    """The places of KV tiles' rows, in shared memory: bytes from the starts of the pools and of their scales."""
 
     rows: Any  #: of K of even and odd tiles, then of V, of scales of K and of scales of V
     sizes: Any  #: of four tiles: 16, or 0 for tokens that do not count
     lost: Any  #: of four tiles: whether there are tokens that lie outside of the pool
 
 
-#: Elements of the array that an item is put into.
+#: Elements of the array that stores an item.
 ITEM_FIELDS = len(PrefillItem._fields)
 
 
 @register_jitable
 def whole_tiles(item, first, TILE):
-    """The numbers of the first tile that all rows see whole, and of the one after the last; tiles start at `first`."""
+    """Return the range of tiles that all rows see whole; tiles start at `first`."""
     begin = max(item.all_begin - first, np.int64(0)) + TILE - 1
     return I32(begin // TILE), I32(max(item.all_end - first, np.int64(0)) // TILE)
 
 
 def make_prefill_items(ROWS, THREADS):
-    """The functions that count a call's items, of so many rows, and find one, by so many threads."""
+    """Make the functions that count a call's items, of so many rows, and find one, by so many threads."""
 
     @register_jitable
     def queries_of(batch, b):
-        """The first query of a sequence and their number: 0 if others take it. Nothing read here is trusted."""
+        """Return a sequence's first query and their number: 0 if another kernel computes it. Inputs are not trusted."""
         start = number_at(batch.q_starts, b)
         tokens = number_at(batch.q_starts, b + 1) - start
         if (
@@ -249,7 +249,7 @@ def make_prefill_items(ROWS, THREADS):
 
     @register_jitable
     def count_prefill(batch, thread):
-        """Items of the sequences that a thread counts."""
+        """Return the items of a thread's sequences."""
         each = (batch.seq_lens.shape[0] + THREADS - 1) // THREADS
         count = np.int64(0)
         for b in range(thread * each, min((thread + 1) * each, batch.seq_lens.shape[0])):
@@ -258,7 +258,7 @@ def make_prefill_items(ROWS, THREADS):
 
     @register_jitable
     def put_prefill(batch, number, before, count, found, thread):
-        """Put the item of a number into `found`, by the thread that has counted it: after `before` others."""
+        """Write the item of a number to `found`, in the thread that has counted it after `before` others."""
         if number < before or number >= before + count:
             return
         b = thread * ((batch.seq_lens.shape[0] + THREADS - 1) // THREADS)
@@ -268,7 +268,7 @@ def make_prefill_items(ROWS, THREADS):
             inner -= count_of(batch, tokens)
             b += 1
             start, tokens = queries_of(batch, b)
-        # Later rows see more: take them first.
+        # Later rows see more tokens, so they come first.
         row_blocks = (tokens * batch.group + ROWS - 1) // ROWS
         row = (row_blocks - 1 - inner // batch.heads) * ROWS
         rows = min(np.int64(ROWS), tokens * batch.group - row)
@@ -288,14 +288,14 @@ def make_prefill_items(ROWS, THREADS):
 
     @register_jitable
     def find_prefill(found):
-        """The item that `put_prefill` has put down."""
+        """Return the item that `put_prefill` has written."""
         return PrefillItem(
             found[0], found[1], found[2], found[3], found[4], found[5], found[6], found[7], found[8], found[9]
         )  # fmt: skip
 
     @register_jitable
     def describe_row(batch, item, r):
-        """Row r of an item; past the last one, one that sees nothing, and has the last one's place."""
+        """Return row r of an item; past the last one, a row that sees no token, at the last one's place."""
         last = item.row + min(np.int64(r), item.rows - 1)
         t = natural(last) // natural(batch.group)
         head = item.head * batch.group + last - t * batch.group
@@ -308,7 +308,7 @@ def make_prefill_items(ROWS, THREADS):
 
     @register_jitable
     def number_items(batch, counts, thread):
-        """How many items a thread counts, how many those before it, and how many there are."""
+        """Return the items of a thread, of those before it, and of all."""
         count = count_prefill(batch, thread)
         counts[thread] = count
         cuda.syncthreads()
@@ -323,7 +323,7 @@ def make_prefill_items(ROWS, THREADS):
 
 
 def make_places(TILE, K_SCALED, V_SCALED):
-    """The function that looks up where the rows of a KV tile lie, and scales of its tokens where they have some."""
+    """Make the function that looks up the places of a KV tile's rows, and of its tokens' scales if there are any."""
 
     @register_jitable
     def place_of(pool, block, head, offset):
@@ -331,10 +331,10 @@ def make_places(TILE, K_SCALED, V_SCALED):
 
     @register_jitable
     def locate(places, block_table, by_slot, shift, pools, item, tile, number, thread):
-        """Put down how far the rows of a tile's tokens are from the pools' starts, and how many bytes to copy at once.
+        """Write the offsets of a tile's rows from the pools' starts, and how many bytes each copy has.
 
-        Tile `number` of an item starts with token `tile`. Tokens that do not count get the first row of all, of which
-        0 bytes are copied. If `shift` is not negative, blocks have ``1 << shift`` tokens.
+        Tile `number` of an item starts with token `tile`. Tokens that do not count get the pool's first row, of which 0
+        bytes are copied. If `shift` is not negative, blocks have ``1 << shift`` tokens.
         """
         k, k_scale, v, v_scale = pools
         if thread < TILE:

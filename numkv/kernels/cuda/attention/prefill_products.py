@@ -1,9 +1,9 @@
-"""The products of attention's kernel for many query rows: what it multiplies, on tensor cores, and how it gets there.
+"""The products of attention's kernel for many query rows on tensor cores, and how their operands are made.
 
 Steps are closures over sizes and kinds; see `numkv.kernels.cuda.attention.prefill`.
 
-**Codes and 8-bit floats** become 16-bit floats once for a whole block. A tile arrives in shared memory as it is stored,
-16 bytes a chunk. A thread reads chunks of it and writes their elements as float16, in their order, where products read
+**Codes and 8-bit floats** become 16-bit floats once for a whole block. A tile is copied to shared memory as it is
+stored, in chunks of 16 bytes. A thread reads chunks and writes their elements as float16, in order, where products read
 them. Integers up to 2048 and 8-bit floats are exact there:
 
 ========  ==========================================  ===========================  =================================
@@ -15,13 +15,13 @@ fp8_e4m3  ``value * 2**-8``                           ``2**8``, the head's scale
 fp8_e5m2  the value                                   the head's scale             sums: the head's scale
 ========  ==========================================  ===========================  =================================
 
-``2**e`` follows the largest of a token's scales, so whatever they are, rows of INT4 are in the range of float16; what
-is rounded there is what a cache of float16 would have rounded.
+``2**e`` follows the largest of a token's scales, so rows of INT4 are always in the range of float16. Their rounding
+equals that of a float16 cache.
 
-Weights are multiplied by adding: a score gets the logarithm of the token's factor, which is one fused multiplication
-and addition with what the score is multiplied by (the token's *terms*). So a row's maximum is that of weights times
-factors, which stay in the range of float16 whatever the factors are. The sum of weights divides them by the factor
-again (the token's *back*), in float32. A token that a row does not see has no weight, whatever its scale is.
+Weights are multiplied by adding logarithms. A score is scaled and gets the logarithm of the token's factor in one fused
+multiply-add (the token's *terms*). So a row's maximum is that of weights times factors, which stay in the range of
+float16 whatever the factors are. The sum of weights divides them by the factor again (the token's *back*), in float32.
+A token that a row does not see has weight 0, whatever its scale is.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ from numkv.rows.convert import codec
 
 F, I32, I64, U32 = np.float32, np.int32, np.int64, np.uint32
 MINUS_INF = F(-np.inf)
-#: In place of the exponent of a row that has no largest element: all zeros, or not finite.
+#: Replaces the exponent of a row without a largest element: all zeros, or not finite.
 NOTHING = I32(127)
 
 
 class Operand(NamedTuple):
-    """A 16-bit float as tensor cores take it, and constants of it; of words, both halves alike."""
+    """A 16-bit float type of tensor cores, with its constants as words of two equal halves."""
 
     mma: Any
     pack: Any
@@ -108,9 +108,9 @@ class PrefillState(NamedTuple):
 
 
 def in_turn(steps):
-    """The function that calls functions one after another with what it is called with.
+    """Return a function that calls each of `steps` in order with its own arguments.
 
-    For what registers are numbered by: the compiler unrolls short loops whole, but not these.
+    It replaces loops that number registers: the compiler unrolls short loops, but not these.
     """
     if len(steps) == 1:
         return steps[0]
@@ -125,16 +125,16 @@ def in_turn(steps):
 
 
 def make_powers(Q_KIND, SIZES, TOGETHER):
-    """The function that says by which powers of two a thread's rows are moved to where float16 holds them.
+    """Make the function that finds the powers of two that scale a thread's rows into float16's range.
 
-    They are the same for an item's rows if `TOGETHER`, but for rows that are `NEAR` powers smaller, or more.
+    If `TOGETHER`, an item's rows share one, except rows that are more than `NEAR` powers smaller.
     """
     WARPS, NEAR = SIZES.threads // 32, 12
     load, _ = codec(Q_KIND, "float32")
 
     @register_jitable
     def power_for(q, row, place):
-        """The exponent that brings a row's largest element to 2**14; `NOTHING` if there is no such one."""
+        """Return the exponent that scales a row's largest element to 2**14; `NOTHING` if it has none."""
         top = F(0)
         for d in range(place, q.shape[2], 4):
             top = max(top, abs(load(q[row.token, row.head, d])))
@@ -151,7 +151,7 @@ def make_powers(Q_KIND, SIZES, TOGETHER):
 
     @register_jitable
     def common_power(exponent, powers, thread):
-        """The least exponent of a block's rows; `powers` has a number for each warp."""
+        """Return the least exponent of a block's rows; `powers` has a number for each warp."""
         least = U32(exponent + I32(128))
         for lanes in (4, 8, 16):
             least = min(least, shuffle_xor(least, U32(lanes)))
@@ -164,14 +164,14 @@ def make_powers(Q_KIND, SIZES, TOGETHER):
 
     @register_jitable
     def near_to(exponent, common):
-        """The common exponent, where a row loses nothing by it."""
+        """Return the common exponent if the row loses no bits by it, else its own."""
         return exponent if exponent < NOTHING and exponent - common > I32(NEAR) else common
 
     @register_jitable
     def powers_for(q, row, other, scale, scales, powers, place, thread):
-        """What a thread's rows are multiplied by, and what the scores of all rows are multiplied by then.
+        """Return the factors of a thread's rows, and the common factor of all rows' scores.
 
-        `scales` gets what scores of each row are multiplied by besides.
+        `scales` gets the further factor of each row's scores.
         """
         exponent, other_exponent = power_for(q, row, place), power_for(q, other, place)
         if TOGETHER:
@@ -190,21 +190,21 @@ def make_powers(Q_KIND, SIZES, TOGETHER):
 
 
 def make_load_queries(Q_KIND, K_KIND, SIZES):
-    """The function that puts a thread's part of its query rows into registers or shared memory, as fragments of A."""
+    """Make the function that loads a thread's query rows to registers or shared memory, as fragments of A."""
     OPERAND = FLOATS[OPERANDS[K_KIND]]
     pack, halves = OPERAND.pack, OPERAND.halves
     SAME, WHOLE = OPERANDS[K_KIND] == Q_KIND, SIZES.q_halves == 1
     PARTS, IN_SHARED, BYTES = SIZES.padded // 16, SIZES.q_shared, 4 if Q_KIND == "fp32" else 2
     STEP_OF_QUERIES = 16 * SIZES.threads
-    # Where K is float16, and queries are not, rows are moved by a power of two. It is the same one for an item's rows
-    # where tokens have scales of K, so that it becomes a part of these.
+    # If K is float16 and queries are not, rows are scaled by a power of two. If tokens have scales of K, an item's rows
+    # share it, and it becomes a part of these scales.
     MOVED = OPERANDS[K_KIND] == "fp16" and not SAME
     TOGETHER = MOVED and SIZES.k.words > 0
     powers_for = make_powers(Q_KIND, SIZES, TOGETHER)
 
     @register_jitable
     def words_of(at, sign, power):
-        """The two elements at an address as a word, and what it leaves as another one."""
+        """Return the two elements at an address as a word, and their remainder as another one."""
         if SAME:
             return load_global_4(at) ^ sign, U32(0)
         if Q_KIND == "fp32":
@@ -255,7 +255,7 @@ def make_load_queries(Q_KIND, K_KIND, SIZES):
 
     @register_jitable
     def row_at(q, row, place):
-        """Address of the first two elements of a row that a thread takes."""
+        """Return the address of the first two elements of a thread's part of a row."""
         return (
             global_address(q)
             + row.token * q.strides[0]
@@ -269,10 +269,10 @@ def make_load_queries(Q_KIND, K_KIND, SIZES):
 
     @register_jitable
     def load_queries(q, row, other, sign, scale, scales, powers, words, q_at, place, thread):
-        """Those of a thread's two rows.
+        """Load a thread's two query rows.
 
-        Returns what scores are multiplied by, and whether rows of the warp differ. `scales` gets what each row's are
-        multiplied by: in place of the former, or besides it where tokens of K have scales.
+        Returns the factor of scores, and whether rows of the warp differ. `scales` gets each row's own factor. It
+        replaces the common factor, or multiplies it if tokens of K have scales.
         """
         scales[0] = scales[1] = scale
         power = other_power = F(1)
@@ -294,7 +294,7 @@ def make_scores(K_KIND, SIZES):
     mma = FLOATS[OPERANDS[K_KIND]].mma
 
     def make_products(FIRST):
-        """The function that adds products to scores, or begins with them."""
+        """Make the function that adds products to scores, or begins with them."""
 
         @register_jitable
         def add_products(c, a0, a1, a2, a3, k_words):
@@ -334,7 +334,7 @@ def make_scores(K_KIND, SIZES):
 
 
 def make_sums(V_KIND, SIZES):
-    """The function that adds a tile's V rows, weighted, and the weights themselves."""
+    """Make the function that adds a tile's V rows, weighted, and the weights themselves."""
     TILE, V_STEP, HALVES, WEIGHTS = SIZES.tile, SIZES.v_step, SIZES.p_halves, SIZES.tile // 4
     TOTALS = HALVES > 1 and SIZES.v.words == 0  # of weights that are not scaled
     OPERAND = FLOATS[OPERANDS[V_KIND]]
@@ -380,11 +380,12 @@ def make_sums(V_KIND, SIZES):
 
 
 def make_poison(V_KIND, SIZES):
-    """The function for tiles whose V is not finite where some rows see it and others do not.
+    """Make the function for tiles whose V is not finite where some rows see it and others do not.
 
-    Where there are such elements, they are replaced by zeros, and numbers are left where K was, which nobody needs any
-    more: 1 for infinity, 128 for minus infinity, 16,384 for NaN, 0 for all that is finite. A product of these with
-    ones, where a row's weight is not 0, counts for each row and column what the row sees; it is added.
+    Such elements are replaced by zeros. Numbers for them replace K, which is no longer needed: 1 for infinity, 128 for
+    minus infinity, 16,384 for NaN, 0 for finite elements. A product of these with ones, where a row's weight is not 0,
+    counts the infinities and NaN that each row sees in each column. The counts are added to the sums as infinity or
+    NaN.
     """
     TILE, V_STEP, THREADS = SIZES.tile, SIZES.v_step, SIZES.threads
     OPERAND = FLOATS[OPERANDS[V_KIND]]
@@ -397,7 +398,7 @@ def make_poison(V_KIND, SIZES):
 
     @register_jitable
     def is_finite(v_from, thread):
-        """Whether the elements of V are that a thread looks at."""
+        """Return whether the elements of V that a thread reads are finite."""
         marks = U32(0)
         for i in range(thread, PLACES, THREADS):
             w = load_shared_16(v_from + i // CHUNKS * V_STEP + i % CHUNKS * 16)
@@ -407,7 +408,7 @@ def make_poison(V_KIND, SIZES):
 
     @register_jitable
     def part(half):
-        """What is left of an element of V, and its number."""
+        """Return the finite replacement of an element of V, and its number."""
         if half & U32(EXPONENT) != U32(EXPONENT):
             return half, U32(0)
         if half & U32(0x7FFF) != U32(EXPONENT):
@@ -432,7 +433,7 @@ def make_poison(V_KIND, SIZES):
 
     @register_jitable
     def value_of(count):
-        """What was counted, as a sum."""
+        """Convert a count to a term of the sum."""
         n = I32(count)
         plus, minus = n & I32(127), (n >> I32(7)) & I32(127)
         if n >= I32(16384) or (plus > 0 and minus > 0):
@@ -475,9 +476,9 @@ def make_poison(V_KIND, SIZES):
 
     @register_jitable
     def hide(state, weights, words, flags, number, k_stage, v_stage, v_lane, thread):
-        """Leave a tile's V finite, for rows that do not see what is not; others get it now.
+        """Make a tile's V finite, and add infinity and NaN to the rows that see them.
 
-        `flags` has a word for even tiles, and one for odd ones; 0 before.
+        `flags` has a word for even tiles and one for odd ones, both 0 at the start.
         """
         if not is_finite(v_stage, thread):
             flags[number & 1] = 1
@@ -491,20 +492,20 @@ def make_poison(V_KIND, SIZES):
 
 
 F, I32, U32 = np.float32, np.int32, np.uint32
-#: A factor of V below 2**-90 counts as that where logarithms are added: so the sum of a million weights stays finite.
+#: A factor of V below 2**-90 counts as 2**-90 where logarithms are added, so the sum of a million weights stays finite.
 LEAST_LOG, MOST_LOG = -90, 126
-#: Rows of INT4 are so many powers of two smaller than scales make them: levels are 2**-9 of theirs, as nibbles are
-#: where float16 is subnormal, and scales are 2 to 4 for the largest one.
+#: Rows of INT4 are scaled down by so many powers of two. Nibbles are subnormal float16 numbers, which makes levels
+#: 2**-9 of their values, and the largest scale is scaled to 2 to 4.
 DOWN = 8
 
 
 def head_factor(name: str) -> float:
-    """What products with elements of a kind in shared memory are multiplied by, beside scales."""
+    """Return the factor of products with a kind's elements in shared memory, in addition to scales."""
     return 256.0 if name == "fp8_e4m3" else 1.0
 
 
 def make_elements(KIND):
-    """The function that makes chunks of 16-bit floats of one of four words; of INT4, by a factor and an offset."""
+    """Make the function that widens four words to 16-bit floats, INT4 by a factor and an offset."""
     if KIND == "int8":
         widen = int8_words("fp16")
     elif KIND == "fp8_e5m2":
@@ -523,12 +524,12 @@ def make_elements(KIND):
 
     @register_jitable
     def leveled(nibbles, up, factor, offset):
-        """Levels are exact; times the scale they are rounded. Nibbles are subnormal: `up` brings them to 2**-9."""
+        """Return levels times their scale, rounded once. Nibbles are subnormal: `up` scales them to 2**-9."""
         return fma_fp16x2(fma_fp16x2(nibbles, up, offset), factor, U32(0x80008000))  # plus -0
 
     @register_jitable
     def scaled(word, factor, offset):
-        """Of four bytes the low nibbles' elements, then the high ones'."""
+        """Return the elements of four bytes' low nibbles, then of the high ones."""
         here = order(word, word)
         there = here >> U32(8)
         low, high = U32(0x000F000F), U32(0x00F000F0)
@@ -549,9 +550,10 @@ def make_elements(KIND):
 
     @register_jitable
     def e4m3(word):
-        """Bits go where float16 has them, with its bias: eight powers of two lower. And six bits of magnitudes.
+        """Move a word's bits to their places in float16, whose bias makes values eight powers of two smaller.
 
-        An upper byte has the sign, a zero and those six bits, the lower one the last bit.
+        An upper byte gets the sign, a zero and six bits of the magnitude, the lower one the last bit. The six bits are
+        returned, too.
         """
         six = U32(word >> U32(1)) & U32(0x3F3F3F3F)
         upper = select_bits(word, U32(0x80808080), six)
@@ -560,7 +562,7 @@ def make_elements(KIND):
 
     @register_jitable
     def with_nan(word):
-        """NaN where there is all ones."""
+        """Return NaN where all bits are ones."""
         marks = U32(U32(word & U32(0x7FFF7FFF)) + U32(0x40804080)) & U32(0x80008000)
         return word | U32(marks - (marks >> U32(5)))
 
@@ -583,10 +585,10 @@ def make_elements(KIND):
 
 
 def make_group_scale(SIDE, OFFSET, TEAM):
-    """The functions for INT4 that find the largest scale of a token, and what makes numbers of a chunk's nibbles.
+    """Make INT4's functions that find a token's largest scale, and the factor and offset of a chunk's nibbles.
 
-    Scales are `OFFSET` bytes after the addresses given. If `TEAM` is not 0, so many adjacent threads have the groups of
-    a token.
+    Scales are `OFFSET` bytes after the addresses passed. If `TEAM` is not 0, so many adjacent threads share the groups
+    of a token.
     """
     LEAST, MOST = U32(LEAST_LOG + 127 << 23), U32((MOST_LOG - DOWN + 127 << 23) + (1 << 23) - 1)
     STEPS = [2**i for i in range(8) if 2**i < TEAM]
@@ -614,7 +616,7 @@ def make_group_scale(SIDE, OFFSET, TEAM):
     def make_power(find):
         @register_jitable
         def power_of(scales_at, known):
-            """The bits of a power of two, of a float32: of a token's largest scale; one may be known."""
+            """Return the float32 bits of the power of two of a token's largest scale; one scale may be known."""
             largest = cuda.local.array(1, np.uint32)
             largest[0] = max(known, LEAST)
             find(scales_at, largest)
@@ -628,13 +630,13 @@ def make_group_scale(SIDE, OFFSET, TEAM):
 
     @register_jitable
     def group_scale(scales_at, own_at, chosen):
-        """A group's factor and offset, each as two float16. Its scale is of the word at `own_at`: bytes `chosen`."""
+        """Return a group's factor and offset as two float16 each; its scale is bytes `chosen` at `own_at`."""
         words = load_own(own_at)
         word = permute_bytes(words, words, chosen)
         own = U32(word & U32(0xFFFF0000))
         down = U32(power_for(scales_at, own) ^ U32(0x7F800000)).view(np.float32)  # twice 1 / power
         scale = own.view(np.float32) * down
-        # The lowest level less 16, and then times 2**-9.
+        # The lowest level minus 16, then times 2**-9.
         offset = fma_fp16x2(level_offsets(word), U32(0x18001800), U32(0x28002800))
         return pack_fp16(scale, scale), offset
 
@@ -646,9 +648,9 @@ def make_group_scale(SIDE, OFFSET, TEAM):
 
 
 def make_keep_scales(SIZES):
-    """The functions that put tokens' terms and backs down: scales make room for the next tile's.
+    """Make the functions that store tokens' terms and backs, which frees the scales' place for the next tile's.
 
-    The first threads of a block take a token's scale of K each, the last ones that of V.
+    The first threads of a block have a token's scale of K each, the last ones that of V.
     """
     TILE, K, V, LAST = SIZES.tile, SIZES.k, SIZES.v, I32(SIZES.threads - SIZES.tile)
 
@@ -669,7 +671,7 @@ def make_keep_scales(SIZES):
 
     @register_jitable
     def begin_scales(base, thread):
-        """Addresses of a token's scales, of its terms and of its back."""
+        """Return the addresses of a token's scales, of its terms and of its back."""
         token, scales = thread, base + K.scales + thread * (4 * K.words)
         if thread >= LAST:
             token = I32(thread - LAST)
@@ -700,10 +702,11 @@ def make_keep_scales(SIZES):
 
 
 def make_widen_side(SIZES, SIDE, WIDE, STEP, COLUMNS, LIKE=None):
-    """The functions that widen a tile of K or V to `WIDE` bytes from the start of shared memory, `STEP` bytes a row.
+    """Make the functions that widen a tile of K or V to `WIDE` bytes from the start of shared memory, `STEP` bytes a
+    row.
 
-    If `LIKE`, a side of the same sizes at the start, addresses are those of that one, and the difference a part of the
-    instructions.
+    `LIKE` may be a side of the same sizes at the start. Its addresses are then reused, and the difference becomes a
+    part of the instructions.
     """
     TILE, THREADS, INT4 = SIZES.tile, SIZES.threads, SIDE.kind == "int4"
     CHUNKS, KIND, OUT = SIDE.chunks, SIDE.kind, 16 // SIDE.bits
@@ -743,7 +746,7 @@ def make_widen_side(SIZES, SIDE, WIDE, STEP, COLUMNS, LIKE=None):
 
     @register_jitable
     def begin_side(base, thread):
-        """What a thread needs to widen its chunks."""
+        """Return the addresses that a thread needs to widen its chunks."""
         chunk, row = thread % CHUNKS, thread // CHUNKS
         at = keep(U32(base + SIDE.rows + row * ROW_BYTES + chunk * CHUNK))
         to = keep(U32(base + WIDE + row * STEP + chunk * (OUT * CHUNK)))
@@ -764,7 +767,7 @@ def make_widen_side(SIZES, SIDE, WIDE, STEP, COLUMNS, LIKE=None):
 
     @register_jitable
     def clear(base, thread):
-        """Zeros in columns past the end of rows, which nobody writes to."""
+        """Zero the columns past the end of rows, which are written nowhere else."""
         for i in range(thread, TILE * LOST, THREADS):
             at = base + WIDE + i // LOST * STEP + (i % LOST + OUT * CHUNKS) * CHUNK
             store_shared_16(U32(at), U32(0), U32(0), U32(0), U32(0))
@@ -777,7 +780,7 @@ def make_widen_side(SIZES, SIDE, WIDE, STEP, COLUMNS, LIKE=None):
 
 
 def make_widen(SIZES):
-    """The functions that widen a tile, and that prepare shared memory for it."""
+    """Make the functions that widen a tile, and that prepare shared memory for it."""
     V_FROM, SCALED, TERMS = SIZES.k_bytes, SIZES.scaled, SIZES.tile // 2
     begin_k, widen_k, clear_k = make_widen_side(SIZES, SIZES.k, 0, SIZES.k_step, SIZES.padded)
     ALIKE = SIZES.k.kind == SIZES.v.kind and SIZES.dim == SIZES.dim_v
@@ -788,21 +791,21 @@ def make_widen(SIZES):
 
     @register_jitable
     def begin_tables(base, place):
-        """Addresses of the first terms and backs that a thread needs."""
+        """Return the addresses of the first terms and backs of a thread."""
         if not SCALED:
             return U32(0), U32(0)
         return keep(U32(base + SIZES.terms + place * 16)), keep(U32(base + SIZES.backs + place * 8))
 
     @register_jitable
     def widen(ways, thread, scale):
-        """Make 16-bit floats of a tile that has arrived; `scale` is what all scores are multiplied by."""
+        """Widen a copied tile to 16-bit floats; `scale` is the factor of all scores."""
         keep_scales(ways[2], thread, scale)
         widen_k(ways[0])
         widen_v(ways[1])
 
     @register_jitable
     def prepare(base, thread):
-        """What a thread needs to widen tiles, and to attend to them."""
+        """Return the addresses that a thread needs to widen tiles, and to attend to them."""
         clear_k(base, thread)
         clear_v(base, thread)
         if SCALED and thread < TERMS:  # where K or V has no scales
@@ -823,9 +826,9 @@ def make_widen(SIZES):
 
 
 def make_terms(CAPPED, SIZES):
-    """The functions that multiply scores, cap them and add their tokens' logarithms, and that load their backs.
+    """Make the functions that scale scores, cap them and add their tokens' logarithms, and that load their backs.
 
-    What is scaled or capped is in base 2 then; the rest stays as it is.
+    Scaled or capped scores are then in base 2; others are unchanged.
     """
     TILE, TO_BASE_2, SCALED = SIZES.tile, F(LOG2_E), SIZES.scaled
     K_SCALED, V_SCALED = SIZES.k.words > 0, SIZES.v.words > 0
@@ -842,7 +845,7 @@ def make_terms(CAPPED, SIZES):
         return cuda.fma(score, factor, log)
 
     def make_step(J):
-        """Tokens 8J + 2t and 8J + 2t + 1 of both rows."""
+        """Return the step for tokens 8J + 2t and 8J + 2t + 1 of both rows."""
         load_terms = load_shared_4_floats_from(64 * J)
 
         @register_jitable

@@ -10,6 +10,6 @@
 `amx`            the same on Intel's matrix unit
 ===============  =========================================================================================
 
-A function whose code depends on storage kinds or on the float type is made by a factory ``make_...``. All floats are in
-one array of scratch memory; records say where (`numkv.kernels.cpu.attention.records`).
+A factory ``make_...`` makes each function whose code depends on storage kinds or on the float type. All floats are in
+one array of scratch memory, and records store their places (`numkv.kernels.cpu.attention.records`).
 """

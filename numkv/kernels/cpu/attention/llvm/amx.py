@@ -1,27 +1,28 @@
-"""Attention on Intel's matrix unit: scores of K rows where they lie, the online softmax, sums of packed V rows.
+"""Attention on Intel's matrix unit: scores of K rows in place, the online softmax, sums of packed V rows.
 
-A product of AMX tiles takes sixteen K rows against sixteen columns, which are query rows, and takes as long for one of
-them. So prompts, and decode steps of large groups, go this way where K and V are bf16 or INT8, and few query rows do
-not: `FEW_ROWS` says how many are few.
+A product of AMX tiles multiplies sixteen K rows by sixteen columns, which are query rows. It takes equally long for one
+query row. So prompts and decode steps of large groups use this engine where K and V are bf16 or INT8. Few query rows do
+not; `FEW_ROWS` is the limit.
 
-How numbers are split. A float32 has 24 bits, a bf16 number 8: the upper half of a float's bits, then that of what is
-left, then the rest, give a query exactly; parts that are zero in all rows of a block (of queries that come in bf16,
-say) are left out. Probabilities take two parts, 16 bits: each is off by 1e-5 of itself at most. Beside INT8, queries
-and weights are integers of 15 bits, as in `int8`: an upper byte and a lower one, both with a sign.
+How numbers are split. A float32 has 24 significant bits, a bf16 number 8. Three parts therefore give a query exactly:
+the upper half of a float's bits, the upper half of the remainder, and the rest. Parts that are zero in all rows of a
+block are left out, as for queries that are bf16. Probabilities have two parts, 16 bits, and each is off by at most 1e-5
+of itself. With INT8, queries and weights are integers of 15 bits, as in `integers`: an upper byte and a lower one, both
+signed.
 
-How they lie in memory. For scores, A is 16 rows of K as they lie in the cache, and B the queries, packed once: so a
-vector has the scores of 16 query rows with one token, and maxima, exponentials and sums need nothing of other lanes.
-Two or four such vectors of weights make rows of B for the sums, and A is V, transposed and packed once for all query
-rows; output rows are columns until an item is done::
+How they are stored. For scores, A is 16 rows of K in the cache, and B the queries, packed once. A vector then has the
+scores of 16 query rows with one token, so maxima, exponentials and sums never cross lanes. Two or four such vectors of
+weights make rows of B for the sums. There, A is V, transposed and packed once for all query rows. Output rows are
+columns until an item is done::
 
     scores    A: K rows (tokens x d)       B: queries (d x query rows)    C: tokens x query rows
     sums      A: V columns (d x tokens)    B: weights (tokens x rows)     C: d x query rows
 
-How work is ordered. Once a product has run, vector instructions seem to have one port instead of two for a while (on
-Emerald Rapids), and where both are mixed all of them run like that. So each kind of work is done for all query rows of
-an item before the next.
+How work is ordered. For a while after a product, vector instructions seem to have one port instead of two (on Emerald
+Rapids). Where both are mixed, all vector instructions run at that rate. So each kind of work is done for all query rows
+of an item before the next begins.
 
-Products of bf16 take denormal numbers for zero, and an infinity gives NaN where a part is zero.
+Products of bf16 treat denormal numbers as zero, and an infinity times a part of zero is NaN.
 """
 
 from __future__ import annotations
@@ -55,16 +56,16 @@ def make_amx_pack_queries(kind):
 
     @emits(types.int64)
     def amx_pack_queries(b, f, q_at, q_step, count, head_dim, to_at, spare_at):
-        """Pack up to 16 query rows to meet K rows; return in how many parts.
+        """Pack up to 16 query rows for products with K rows; return the number of parts.
 
-        Row r is at ``f[q_at + r * q_step]``, with zeros up to a multiple of 64 elements: float32 where K is bf16, the
-        words of `quantise_query` where it is INT8. In NumPy, for bf16::
+        Row r is at ``f[q_at + r * q_step]``, with zeros up to a multiple of 64 elements. If K is bf16, it is float32;
+        if K is INT8, it has the words of `quantise_query`. In NumPy, for bf16::
 
             high = upper_half(q);  middle = upper_half(q - high);  low = q - high - middle
 
-        They go to ``f[to_at:]``, with room for three parts (of INT8 two) of 256 floats for each 64 bytes of a K row;
-        ``f[spare_at:]`` has room for 768 floats. A part of 64 bytes is transposed, so that lane n of row i has element
-        pair (of INT8 four) i of query row n.
+        They go to ``f[to_at:]``, with room for three parts (two for INT8) of 256 floats for each 64 bytes of a K row.
+        ``f[spare_at:]`` has room for 768 floats. Each 64 bytes of a part are transposed. Lane n of row i then has the
+        i-th pair of elements of query row n, or four elements for INT8.
         """
         return _QueryPacking(b, kind, f, q_at, q_step, count, head_dim, to_at, spare_at).emit()
 
@@ -79,18 +80,18 @@ class _QueryPacking:
         self.q_at, self.q_step, self.count, self.head_dim = q_at, q_step, count, head_dim
         self.to_at, self.spare_at = to_at, spare_at
         self.nothing = self.v.splat_int(0)
-        # Bits of what is left after the first part, and after the second.
+        # Bits of the remainders after the first part and after the second.
         self.left = [cgutils.alloca_once_value(b, self.nothing) for _ in range(2)]
 
     def emit(self):
-        """The code; its value is the number of parts."""
+        """Emit the code; its value is the number of parts."""
         b, v = self.b, self.v
         blocks = b.sdiv(
             b.add(self.head_dim, I64(ELEMENTS[self.kind] - 1)), I64(ELEMENTS[self.kind])
         )
         most = self.most_parts()
         with steps(b, I64(0), blocks, 1) as (block, _):
-            # Columns are put down as rows first, then transposed.
+            # Columns are written as rows first, then transposed.
             with steps(b, I64(0), I64(AMX_ROWS), 1) as (r, _):
                 for part, lanes in enumerate(self.parts_of(r, block)):
                     at = b.add(self.spare_at, b.add(I64(part * AMX_TILE), b.mul(r, I64(16))))
@@ -113,7 +114,7 @@ class _QueryPacking:
         return needed
 
     def most_parts(self):
-        """How many parts there may be: of bf16 one if no number has bits in its lower half."""
+        """Return the most parts: for bf16, one if no number has bits in its lower half."""
         b, v = self.b, self.v
         most = I64(_PARTS[self.kind])
         if self.kind == "int8":
@@ -129,7 +130,7 @@ class _QueryPacking:
         return b.select(b.icmp_signed("==", some, I32(0)), I64(1), most)
 
     def parts_of(self, r, block):
-        """The parts of 64 bytes of a row, as 16 lanes each."""
+        """Return the parts of 64 bytes of a row, as 16 lanes each."""
         b, v = self.b, self.v
         there = b.icmp_signed("<", r, self.count)
         row_at = b.add(self.q_at, b.select(there, b.mul(r, self.q_step), I64(0)))
@@ -158,10 +159,10 @@ def make_amx_locate_keys(kind):
 
     @emits()
     def amx_locate_keys(b, places, f, spare_at, keys, k_step):
-        """Where the K rows of a tile are for the matrix unit: by 16 tokens, an address and the bytes from row to row.
+        """Locate the K rows of a tile for the matrix unit: for each 16 tokens, an address and the step in bytes.
 
-        Goes to ``places[0:4]`` and ``places[4:8]``. Rows that lie in even steps, and end where 64 bytes end, are used
-        where they are; others are copied to ``f[spare_at:]``. `k_step` is the distance of a block's rows in elements.
+        Writes ``places[0:4]`` and ``places[4:8]``. Rows at even steps whose length is a multiple of 64 bytes are used
+        in place. Others are copied to ``f[spare_at:]``. `k_step` is the distance of a block's rows in elements.
         """
         offsets, head_dim = keys.offsets, keys.dim
         v = AmxWords(b)
@@ -216,8 +217,8 @@ def make_amx_qk(kind, next_kind):
         """Scores of up to 16 packed query rows and a tile's K rows, for `amx_softmax`: ``s[t, r] = k[t] @ q[r]``.
 
         `parts` is what `amx_pack_queries` returned, `places` what `amx_locate_keys` has found. ``f[s_at:]`` has room
-        for 2,048 floats: 64 tokens of 16 scores, of INT8 those of both parts. If `prefetches` is not 0, `next_rows`
-        (the tile's V rows) are prefetched.
+        for 2,048 floats: 64 tokens of 16 scores, for INT8 of both parts. If `prefetches` is not 0, `next_rows` (the
+        tile's V rows) are prefetched.
         """
         _AmxProducts(
             b, (kind, next_kind), f, packed_at, parts, places, head_dim, s_at, next_rows, prefetches
@@ -229,8 +230,8 @@ def make_amx_qk(kind, next_kind):
 class _AmxProducts:
     """Emits `amx_qk`.
 
-    A product adds to what another has left, after three times as long as it keeps the unit busy: four sums, in tiles 0
-    to 3, one for each 16 K rows, hide that. Tile 4 has query rows, tiles 5 and 6 K rows.
+    A product's sums are ready after three times as long as it keeps the unit busy. Four independent sums hide that:
+    tiles 0 to 3, one for each 16 K rows. Tile 4 has query rows, tiles 5 and 6 K rows.
     """
 
     def __init__(self, b, kinds, data, packed_at, parts, places, head_dim, s_at, next_rows, asked):
@@ -244,7 +245,7 @@ class _AmxProducts:
         self.step = [b.load(b.gep(places, [I64(4 + i)])) for i in range(4)]
 
     def emit(self):
-        """The code: parts are added up in bf16, and kept apart in INT8."""
+        """Emit the code: parts are added up in bf16, and stay separate in INT8."""
         b = self.b
         if self.kind == "bf16":
             self.clear()
@@ -267,7 +268,7 @@ class _AmxProducts:
             self.amx.clear(i)
 
     def multiply(self, block, part):
-        """Multiply all K rows and a part of queries for 64 bytes."""
+        """Multiply all K rows by a part of the queries, for 64 bytes."""
         b, v = self.b, self.v
         at = b.add(b.mul(block, I64(_PARTS[self.kind])), part)
         at = b.add(self.packed_at, b.mul(at, I64(AMX_TILE)))
@@ -293,9 +294,9 @@ class _AmxProducts:
                 prefetch_column(b, self.next_kind, self.next_rows.words, at, column)
 
 
-#: How far above the maximum that is subtracted scores may be: weights are up to two to the power of it.
+#: How far scores may exceed the subtracted maximum: weights are at most two to this power.
 GROWTH = 8.0
-# Tokens at a time: one after another, each would wait for the one before.
+# Tokens that are computed at once; one by one, each would wait for the one before.
 _AT_ONCE = 4
 
 
@@ -307,16 +308,16 @@ def make_amx_softmax(k_kind, v_kind):
     def amx_softmax(b, f, s_at, count, scales, soft_cap, partly, bounds_at, state):
         """Turn scores of up to 16 rows and a tile into weights, all rows at once: see `online_softmax_step`.
 
-        Scores are those of `amx_qk`, times the scales of rows at ``f[scales.queries_at:]`` and, where K is INT8, of
-        tokens at ``f[scales.keys_at:]``; they are capped if `soft_cap` is above 0. If `partly` is not 0, row r sees
-        tokens from ``f[bounds_at + r]`` on that are below ``f[bounds_at + 16 + r]``. Maxima (integers close to them:
-        `GROWTH`) and sums of rows are brought up to date, and what rescales earlier sums goes to
-        ``f[state.rescale_at:]``, 16 floats.
+        Scores are those of `amx_qk`, times the scales of rows at ``f[scales.queries_at:]``. If K is INT8, they are also
+        multiplied by the scales of tokens at ``f[scales.keys_at:]``. They are capped if `soft_cap` is above 0. If
+        `partly` is not 0, row r sees tokens from ``f[bounds_at + r]`` on that are below ``f[bounds_at + 16 + r]``.
+        Maxima (integers close to them: `GROWTH`) and sums of rows are updated. The factors that rescale earlier sums go
+        to ``f[state.rescale_at:]``, 16 floats.
 
-        Weights take the place of scores, in two parts, as `amx_accumulate` takes them: probabilities where V is bf16;
-        where it is INT8, 16-bit integers of probabilities times the scales of tokens at ``f[scales.values_at:]``, and
-        the scales of these integers go to ``f[scales.weights_at:]``, 16 floats. Lanes are query rows; of bf16, for each
-        two tokens::
+        Weights replace scores, in two parts, as `amx_accumulate` reads them. If V is bf16, they are probabilities. If V
+        is INT8, they are 16-bit integers of probabilities times the scales of tokens at ``f[scales.values_at:]``. The
+        scales of these integers go to ``f[scales.weights_at:]``, 16 floats. Lanes are query rows; for bf16, each lane
+        has two tokens::
 
             scores    t0: r0 | r1 | ... | r15          high parts   (t0 t1) of r0 | of r1 | ... | of r15
                       t1: r0 | r1 | ... | r15    ->    low parts    (t0 t1) of r0 | of r1 | ... | of r15
@@ -344,29 +345,29 @@ class _AmxSoftmax:
             [cgutils.alloca_once_value(b, x) for _ in range(_AT_ONCE)]
             for x in (v.splat(-math.inf), self.zero)
         )
-        # What scores are still to be multiplied with.
+        # The factors that scores have yet to be multiplied by.
         first = self.scales if self.kind == "bf16" else v.splat(1.0)
         self.factor = cgutils.alloca_once_value(b, first)
-        # Which token it is, counted as a float: conversions are slow.
+        # The token's index, counted as a float: conversions are slow.
         self.number = cgutils.alloca_once_value(b, self.zero)
         low, high = (v.load_floats(data, b.add(bounds_at, I64(i))) for i in (0, 16))
         self.low = b.select(self.in_part, low, self.zero)
         self.high = b.select(self.in_part, high, v.splat(KV_TILE))
 
     def emit(self):
-        """The code."""
+        """Emit the code."""
         b, v, state = self.b, self.v, self.state
         self.scan_scores()
         old = v.load_floats(self.data, state.maxima_at, self.there)
         peak = b.fmul(self.merged(self.peaks, v.larger), b.load(self.factor))
-        # A larger maximum counts where weights would grow large: output rows are then seldom rescaled. It is made an
-        # integer: what it takes from scores, and what it rescales by, is then exact.
+        # A new maximum is used only where weights would grow large, so output rows are seldom rescaled. It is rounded
+        # to an integer, which makes the subtraction and the rescaling exact.
         grown = b.fcmp_ordered(">", peak, b.fadd(old, v.splat(GROWTH)))
         new = b.select(grown, v.ceil(peak), old)
         nothing = b.fcmp_ordered("==", new, v.splat(-math.inf))
-        # What `AmxWords.power` takes, and no more.
+        # The argument of `AmxWords.power`.
         self.base = b.fsub(v.splat(0.5), b.select(nothing, self.zero, new))
-        # Lanes of 32 bits, of two or four tokens, are put in place of scores: one vector for each part.
+        # Lanes of 32 bits, with two or four tokens, replace scores: one vector for each part.
         if self.v_kind == "bf16":
             self.put_floats()
         else:
@@ -379,18 +380,18 @@ class _AmxSoftmax:
         v.store_masked(total, self.data, state.sums_at, self.there)
 
     def power_of(self, x):
-        """2 to the power of `x`: exact where it is an integer, as maxima are, but for those that vector code left."""
+        """Return 2 to the power of `x`: exact for integers, as maxima are, except those of vector code."""
         v = self.v
         whole = self.b.fcmp_ordered("==", v.ceil(x), x)
         other = v.power(self.b.fadd(x, v.splat(0.5)))
         return self.b.select(whole, v.scale(v.splat(1.0), x), other)
 
     def at_token(self, t):
-        """Where a token's scores are."""
+        """Return where a token's scores are."""
         return self.b.add(self.s_at, self.b.mul(t, I64(16)))
 
     def merged(self, slots, combine):
-        """The four vectors of tokens by turns, combined."""
+        """Combine the four vectors of tokens that are computed by turns."""
         first, second, third, fourth = (self.b.load(x) for x in slots)
         return combine(combine(first, second), combine(third, fourth))
 
@@ -421,7 +422,7 @@ class _AmxSoftmax:
                 b.store(v.splat(1.0), self.factor)
 
     def find_peaks(self, t, score_of):
-        """Keep the largest scores of four tokens, and the scores where they are not what they were."""
+        """Update the largest scores with four tokens; store scores that have changed."""
         b, v = self.b, self.v
         for i, peak in enumerate(self.peaks):
             token = b.add(t, I64(i))
@@ -431,11 +432,11 @@ class _AmxSoftmax:
                 v.store(score, self.data, self.at_token(token))
 
     def as_it_is(self, token, i=0):
-        """Scores of a token, the i-th in turn."""
+        """Return the scores of a token, the i-th in turn."""
         return self.v.load_floats(self.data, self.at_token(token))
 
     def converted(self, token, i=0):
-        """Scores of a token as floats, times all scales."""
+        """Return the scores of a token as floats, times all scales."""
         b, v = self.b, self.v
         at = self.at_token(token)
         upper, lower = (
@@ -446,7 +447,7 @@ class _AmxSoftmax:
         return b.fmul(v.fma(upper, v.splat(256.0), lower), scale)
 
     def masked(self, token, i):
-        """Scores of a token, -inf for rows that do not see it."""
+        """Return the scores of a token, -inf for rows that do not see it."""
         b, v = self.b, self.v
         count = b.fadd(b.load(self.number), v.splat(i))
         seen = b.fcmp_ordered(">=", count, self.low)
@@ -455,7 +456,7 @@ class _AmxSoftmax:
         return b.select(seen, score, v.splat(-math.inf))
 
     def cap_scores(self):
-        """``s = cap * tanh(factor * s / cap) * log2(e)``; then no factor is left."""
+        """Cap scores: ``s = cap * tanh(factor * s / cap) * log2(e)``, after which the factor is 1."""
         b, v = self.b, self.v
         cap = v.splat(self.soft_cap)
         with steps(b, I64(0), I64(KV_TILE), 1) as (t, _):
@@ -467,7 +468,7 @@ class _AmxSoftmax:
     # -- weights
 
     def weight_of(self, token, i):
-        """The weights of a token, the i-th in turn."""
+        """Return the weights of a token, the i-th in turn."""
         b, v = self.b, self.v
         weight = v.power(v.fma(self.as_it_is(token), b.load(self.factor), self.base))
         total = self.totals[i % _AT_ONCE]
@@ -475,7 +476,7 @@ class _AmxSoftmax:
         return weight
 
     def put_floats(self):
-        """Weights as two numbers of bf16, of two tokens in each lane."""
+        """Store weights as two bf16 numbers, with two tokens in each lane."""
         b, v = self.b, self.v
         with steps(b, I64(0), I64(KV_TILE), _AT_ONCE) as (t, _):
             tokens = [b.add(t, I64(i)) for i in range(_AT_ONCE)]
@@ -490,14 +491,14 @@ class _AmxSoftmax:
                 weights = [b.fsub(x, y) for x, y in zip(weights, rounded, strict=True)]
 
     def put_integers(self):
-        """Weights times the scales of V rows as 16-bit integers: two bytes, of four tokens in each lane."""
+        """Store weights times the scales of V rows as 16-bit integers: two bytes, with four tokens in each lane."""
         b, v = self.b, self.v
         largest = cgutils.alloca_once_value(b, v.splat_int(0))
         with steps(b, I64(0), I64(KV_TILE), _AT_ONCE) as (t, _):
             for i in range(_AT_ONCE):
                 token = b.add(t, I64(i))
                 weight = self.weight_of(token, i)
-                # What is not seen counts for nothing, whatever its scale is.
+                # Masked tokens count 0, whatever their scales are.
                 counts = b.fcmp_unordered("une", weight, self.zero)
                 scale = v.splat(v.load_one(self.data, b.add(self.places.values_at, token)))
                 weight = b.select(counts, b.fmul(weight, scale), self.zero)
@@ -508,7 +509,7 @@ class _AmxSoftmax:
         with steps(b, I64(0), I64(KV_TILE), _AT_ONCE) as (t, _):
             tokens = [b.add(t, I64(i)) for i in range(_AT_ONCE)]
             codes = [v.nearest(b.fmul(self.as_it_is(x), multiplier)) for x in tokens]
-            # A word is 256 times its upper byte plus the lower one, both with a sign.
+            # A word is 256 times its upper byte plus the lower one, both signed.
             upper = [b.add(x, v.splat_int(128)) for x in codes]
             v.store_lanes(v.pack(upper, 8), self.data, self.at_token(tokens[0]))
             v.store_lanes(v.pack(codes, 0), self.data, self.at_token(tokens[1]))
@@ -526,7 +527,7 @@ def make_all_finite(kind):
 
     @emits(types.boolean)
     def all_finite(b, values, begin, end):
-        """``isfinite(v[begin:end]).all()`` of a tile's V rows; codes are always finite."""
+        """Return ``isfinite(v[begin:end]).all()`` for a tile's V rows; codes are always finite."""
         if kind == "int8":
             return cgutils.true_bit
         v = AmxWords(b)
@@ -538,7 +539,7 @@ def make_all_finite(kind):
             with steps(b, I64(0), row_bytes, 64) as (i, _):
                 line = v.load_bytes(rows, b.add(at, i), b.sub(row_bytes, i), 64)
                 words = v.words(line)
-                # Without their signs: the exponent is what counts.
+                # Signs are shifted out: only the exponent matters.
                 wide = b.bitcast(b.shl(words, v.splat_word(1)), v.int_type)
                 for half in (b.and_(wide, v.splat_int(0xFFFF)), b.lshr(wide, v.splat_int(16))):
                     b.store(v.larger_int(half, b.load(largest)), largest)
@@ -553,14 +554,14 @@ def make_amx_pack_values(kind, next_kind):
 
     @emits()
     def amx_pack_values(b, f, to_at, values, begin, end, column, next_rows):
-        """Pack 64 columns of a tile's V rows as the unit takes them, from `column` on, in ``f[to_at:]``.
+        """Pack 64 columns of a tile's V rows for the unit, from `column` on, in ``f[to_at:]``.
 
-        In NumPy, of bf16: ``v[:, column : column + 64].reshape(2, 16, 2, 4, 16).transpose(0, 3, 4, 1, 2)``, for either
-        half of the tokens four tiles of 16 columns and 16 pairs of tokens. Rows outside ``[begin, end)`` and columns
-        past the head dim become zeros. 2,048 floats are written, of INT8 1,024. While V rows are read, the same rows of
-        `next_rows` (K rows of a later tile) are prefetched.
+        In NumPy, for bf16: ``v[:, column : column + 64].reshape(2, 16, 2, 4, 16).transpose(0, 3, 4, 1, 2)``. Each half
+        of the tokens makes four tiles of 16 columns and 16 pairs of tokens. Rows outside ``[begin, end)`` and columns
+        past the head dim become zeros. 2,048 floats are written, 1,024 for INT8. Meanwhile the same rows of `next_rows`
+        (K rows of a later tile) are prefetched.
 
-        Rows of two tokens (of INT8 four) are interleaved first, which makes pairs (fours) in lanes of 32 bits; then
+        Rows of two tokens (four for INT8) are interleaved first, which makes pairs (fours) in lanes of 32 bits. Then
         squares of 16 lanes are transposed::
 
             t0: c0 c1 c2 ...         t0c0 t1c0 | t0c1 t1c1 | ...  turn 0         t0c0 t1c0 | t2c0 t3c0 | ...
@@ -586,7 +587,7 @@ class _ValuePacking:
         self.rows = as_bytes(b, values.words)
 
     def emit(self):
-        """The code: a quick way where all tokens and columns are there, and a general one."""
+        """Emit the code: a fast path for whole tiles, and a general one."""
         b, v = self.b, self.v
         whole = b.icmp_signed("<=", b.add(self.column, I64(SEGMENT)), self.values.dim)
         full = b.and_(
@@ -597,7 +598,7 @@ class _ValuePacking:
                 self.pack(False)
             with some:
                 self.pack(True)
-        # So far, rows are of tokens, and lanes of columns.
+        # So far, rows are tokens and lanes are columns.
         with steps(b, I64(0), I64(4 * _HALVES[self.kind] * AMX_TILE), AMX_TILE) as (tile, _):
             at = [b.add(b.add(self.to_at, tile), I64(16 * i)) for i in range(16)]
             lanes = [v.load_lanes(self.data, x) for x in at]
@@ -627,7 +628,7 @@ class _ValuePacking:
                     prefetch_column(b, self.next_kind, self.next_rows.words, next_at, column)
 
             def line_of(i, line):
-                """64 bytes of a token's row, spread for `interleave`."""
+                """Return 64 bytes of a token's row, spread for `interleave`."""
                 start = b.add(at, I64(64 * line))
                 if partly:
                     return self.spread(self.load_some(places[i], start, left[i]))
@@ -651,14 +652,14 @@ class _ValuePacking:
                 v.store_lanes(x, self.data, b.add(first, I64(j * AMX_TILE)))
 
     def load_some(self, place, start, left):
-        """Load 64 bytes from `start` on of a row that has `left` bytes; what is past its end is 0."""
+        """Load 64 bytes of a row from `start` on, of which `left` remain; bytes past its end are 0."""
         b = self.b
         count = b.sub(left, start)
         count = b.select(b.icmp_signed(">", count, I64(0)), count, I64(0))
         return self.v.load_bytes(self.rows, b.add(place, start), count, 64)
 
     def spread(self, x):
-        """Put pieces of 8 or 4 bytes where `interleave` brings columns in order from."""
+        """Move pieces of 8 or 4 bytes to where `interleave` puts columns in order."""
         b, v = self.b, self.v
         type_ = ir.VectorType(ir.IntType(128 // self.each), 4 * self.each)
         order = [4 * piece + i for i in range(4) for piece in range(self.each)]
@@ -674,10 +675,10 @@ def make_amx_accumulate(kind):
     def amx_accumulate(b, f, weights_at, scales_at, packed_at, columns, spare_at, outputs):
         """Add packed V rows: ``o[d, r] = rescale[r] * o[d, r] + sum over t of p[r, t] * v[t, d]``, for 16 query rows.
 
-        `columns` of them, a multiple of 64, as `amx_pack_values` packed them, 64 after 64 in 2,048 floats each, with
-        weights from `amx_softmax`; of INT8, the scale of row r's weights is at ``f[scales_at + r]``. Sums are
-        transposed output rows: those of column d, 16 floats, are at ``f[outputs.at + 16 * d]``. ``f[spare_at:]`` has
-        room for 512 floats.
+        V rows have `columns` columns, a multiple of 64. `amx_pack_values` has packed them, each 64 in 2,048 floats.
+        Weights are those of `amx_softmax`; for INT8, the scale of row r's weights is at ``f[scales_at + r]``. Sums are
+        transposed output rows: the 16 floats of column d are at ``f[outputs.at + 16 * d]``. ``f[spare_at:]`` has room
+        for 512 floats.
         """
         _AmxSums(b, kind, f, weights_at, scales_at, packed_at, columns, spare_at, outputs).emit()
 
@@ -696,7 +697,7 @@ class _AmxSums:
         self.rescale = self.v.load_floats(data, outputs.rescale_at)
 
     def emit(self):
-        """The code."""
+        """Emit the code."""
         for part in range(2):
             for half in range(_HALVES[self.kind]):
                 self.load_weights(part, half)
@@ -707,21 +708,21 @@ class _AmxSums:
             self.add_integers()
 
     def sum_at(self, column):
-        """Where the sums of a column are."""
+        """Return where the sums of a column are."""
         return self.b.add(self.outputs.at, self.b.mul(column, I64(16)))
 
     def pointer(self, at):
-        """The address of a float of scratch memory."""
+        """Return the address of a float of scratch memory."""
         return self.v.floats_at(self.data, at)
 
     def load_weights(self, part, half):
-        """Load the weights of a part and of a half of the tokens."""
+        """Load the weights of a part, for half of the tokens."""
         halves, each = _HALVES[self.kind], ELEMENTS[self.kind] // AMX_ROWS
         at = self.b.add(self.weights_at, I64(16 * (AMX_ROWS * each * half + part)))
         self.amx.load(4 + halves * part + half, self.pointer(at), I64(64 * each))
 
     def load_values(self, tile, half, column):
-        """Load V of sixteen columns; of 64, there are four tiles for each half of the tokens."""
+        """Load V of sixteen columns; 64 columns make four tiles for each half of the tokens."""
         b = self.b
         segment, rest = b.sdiv(column, I64(SEGMENT)), b.srem(column, I64(SEGMENT))
         at = b.add(b.mul(segment, I64(8 * AMX_TILE)), b.mul(rest, I64(16)))
@@ -729,7 +730,7 @@ class _AmxSums:
         self.amx.load(tile, self.pointer(at), I64(64))
 
     def rescale_sums(self):
-        """Products are added to the sums as they are, which seldom have to be rescaled."""
+        """Rescale the sums, which is seldom needed: products are added to the sums in place."""
         b, v = self.b, self.v
         moved = b.bitcast(b.fcmp_unordered("une", self.rescale, v.splat(1.0)), ir.IntType(16))
         with (
@@ -740,7 +741,7 @@ class _AmxSums:
             v.store(b.fmul(v.load_floats(self.data, at), self.rescale), self.data, at)
 
     def add_floats(self):
-        """Two sums by turns, as one waits for the product before."""
+        """Add products to two sums by turns, as each waits for the product before."""
         b, amx, product = self.b, self.amx, PRODUCT[self.kind]
         with steps(b, I64(0), self.columns, 32) as (column, _):
             two = [column, b.add(column, I64(16))]
@@ -756,7 +757,7 @@ class _AmxSums:
                 amx.store(i, self.pointer(self.sum_at(two[i])), I64(64))
 
     def add_integers(self):
-        """Products of upper bytes and of lower ones; what they stand for is added as floats."""
+        """Multiply upper and lower bytes; add their combined values as floats."""
         b, v, amx = self.b, self.v, self.amx
         scale = v.load_floats(self.data, self.scales_at)
         spares = (self.spare_at, b.add(self.spare_at, I64(AMX_TILE)))

@@ -1,11 +1,11 @@
-"""Keys by channel: a token group's scales go to the query, so that a tile is multiplied as if it were INT8.
+"""Keys by channel: a token group's scales are multiplied into the query, and codes then count as INT8.
 
-A score is ``sum of q * (zero + scale * (code + 1/2))``. A tile is a token group, for which each query row is multiplied
-by the scales once, and what codes have nothing to do with, ``sum of q * (zero + scale / 2)``, is added to its scores.
-Codes of 4 bits are looked up as odd levels, twice the code and one: then it is half of the scale, and the zero point.
+A score is ``sum of q * (zero + scale * (code + 1/2))``. A tile is a token group. Each query row is multiplied by the
+group's scales once. The term without codes, ``sum of q * (zero + scale / 2)``, is added to its scores. Codes of 4 bits
+are looked up as odd levels, ``2 * code + 1``. Their factor is half of the scale, and their addend the zero point.
 
-Second codes are further elements of a row, with the same levels. Such an element meets the query's element of its
-channel once more, with a factor that is a sixteenth of that channel's.
+Second codes are further elements of a row, with the same levels. Such an element is multiplied with the query's element
+of its channel once more. Its factor is a sixteenth of that channel's.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _LINES = 2
 def make_gather_channels(compute, odd_levels, fine):
     """`gather_channels` for scratch memory of a float type.
 
-    `odd_levels` says whether codes become such, `fine` is the number of channels with a second code.
+    With `odd_levels`, codes become such. `fine` is the number of channels with a second code.
     """
 
     @emits()
     def gather_channels(b, to, to_at, scales, offsets, dim, padded_dim):
-        """Put down what a tile's query rows are multiplied by, and what is added to its scores.
+        """Write the factors of a tile's query rows and the addends of its scores.
 
-        From `to_at` on: `padded_dim` factors, as many addends. Those of elements past `dim` are 0, but for factors of
-        second codes, whose channels come after the addends. The group's words are at ``scales[offsets[0]]``: `dim`
-        scales, then zero points, then these channels.
+        They go to `to_at`: `padded_dim` factors, then as many addends. Those of elements past `dim` are 0, except
+        factors of second codes, whose channels come after the addends. The group's words are at ``scales[offsets[0]]``:
+        `dim` scales, then zero points, then these channels.
         """
         v = Vectors(b, compute)
         half = v.splat(0.5)
@@ -83,22 +83,24 @@ def _floats(v, words):
 def make_scale_queries(compute, integers, fine, next_kind):
     """`scale_queries` for a float type.
 
-    `integers` says whether it makes integers of float32, `fine` is the number of channels with a second code, and
-    `next_kind` is the storage kind of the rows that are prefetched.
+    With `integers`, it makes integers of float32. `fine` is the number of channels with a second code, and `next_kind`
+    the storage kind of the prefetched rows.
     """
 
     @emits()
     def scale_queries(
         b, rows, data, q_at, factors_at, to_at, scales_at, addends_at, dim, padded_dim, extents
     ):
-        """Multiply `rows` query rows by what `gather_channels` has put at `factors_at`, and interleave them; put down
-        their products with its addends, from `addends_at` on.
+        """Multiply `rows` query rows by the factors of `gather_channels` and interleave them; sum their addends.
 
-        All are floats of `data`. Rows go to `to_at` and on, as `interleave_queries` puts floats. Integers are those of
-        `quantise_query`, whose scales go to `scales_at` and on; they are put as `interleave_bytes` does where bytes are
-        added by fours, else as `interleave_queries` puts words. `dim` counts second codes too.
+        The factors are at `factors_at`. The products with the addends of `gather_channels` are summed at `addends_at`
+        and on. `dim` counts second codes, too.
 
-        Meanwhile the first lines of `extents` are prefetched, as memory would be idle; the scores go on from there.
+        All are floats of `data`. Rows go to `to_at` and on, in the order of `interleave_queries`. Integers are those of
+        `quantise_query`, whose scales go to `scales_at` and on. Their order is that of `interleave_bytes` where bytes
+        are added by fours, else that of `interleave_queries`.
+
+        Meanwhile the first lines of `extents` are prefetched, as memory would be idle. The scores continue from there.
         """
         stream = PrefetchStream(b, next_kind, extents)
 
@@ -151,24 +153,24 @@ def make_scale_queries(compute, integers, fine, next_kind):
 
 
 class _Units:
-    """Where columns of interleaved query rows go: vectors with as many elements of each row, one row behind another.
+    """The layout of interleaved query rows: vectors with equally many elements of each row, row after row.
 
     Parameters
     ----------
     v : Vectors
-        What emits.
+        Emits vector instructions.
     rows : int
         Query rows.
     size : int
-        Bytes of an element: 4 of floats, 2, or 1 of a half of 16 bits, of which two vectors, the high and the low
-        ones, are a unit.
+        Bytes of an element: 4 for floats, 2, or 1 for half of 16 bits. With 1, a unit is two vectors, of the high and
+        of the low halves.
     """
 
     def __init__(self, v, rows, size):
         self.v, self.rows, self.size = v, rows, size
         itemsize = 8 if v.double else 4
         self.each = v.lanes if size == 2 and rows <= WHOLE_ROWS else v.lanes // rows
-        # Vectors that a unit takes for each of its parts.
+        # Vectors in each part of a unit.
         self.vectors = rows if self.each > v.lanes // rows else 1
         self.columns = self.each * min(itemsize, 4) // size if size < 4 else self.each
         self.step = max(self.columns, v.lanes)
@@ -184,7 +186,7 @@ class _Units:
                 parts = [high, x]
             parts = [b.trunc(part, to) for part in parts]
         size = min(self.columns, v.lanes)
-        # A unit begins where its first column times rows does, or at half of it.
+        # A unit begins at its first column times the rows, or at half of that.
         unit_at = b.add(
             to_at,
             b.mul(d, I64(self.rows))

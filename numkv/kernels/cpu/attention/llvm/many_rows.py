@@ -1,8 +1,8 @@
-"""Many query rows: scores, the online softmax and weighted sums, with K and V of a tile put down once for all rows.
+"""Many query rows: scores, the online softmax and weighted sums, with a tile's K and V widened once for all.
 
-Products are of blocks in registers. A lane is a query row, so nothing is added across lanes; in the sums it is a column
-of V. Where all is bf16, products of pairs take half the time of float32's: a lane, or a number that is repeated in all
-lanes, is two neighbouring elements of a row::
+Products are of blocks in registers. A lane is a query row, or a column of V in the sums, so no sum crosses lanes. Where
+all is bf16, products of pairs are 2x faster than float32. A lane, or a number that is repeated in all lanes, is then
+two neighbouring elements of a row::
 
     K row t        k[t, 0] k[t, 1] | k[t, 2] k[t, 3] | ...                           as stored
     panel, unit i  q[0, 2i] q[0, 2i + 1] | q[1, 2i] q[1, 2i + 1] | ... of all rows
@@ -32,7 +32,7 @@ _UNROLL = 4
 
 @emits()
 def transpose_queries(b, f, q_at, q_step, count, units, to_at):
-    """Put up to a panel of query rows side by side: ``to[i, r] = q[min(r, count - 1), i]`` of `units` numbers of each.
+    """Transpose up to a panel of query rows of `units` numbers: ``to[i, r] = q[min(r, count - 1), i]``.
 
     Row r is at ``q_at + r * q_step``; a row of the result, in the same array from `to_at` on, has `PANEL` floats.
     `units` is a multiple of the lanes of a vector.
@@ -58,7 +58,7 @@ def make_widen_rows(kind):
 
     @emits(types.boolean)
     def widen_rows(b, f, to_at, step, rows, begin, end):
-        """Put rows ``[begin, end)`` of a tile down as float32, and return whether all of them are finite.
+        """Write rows ``[begin, end)`` of a tile as float32, and return whether all of them are finite.
 
         Row t goes to ``to_at + t * step``, with zeros up to a whole vector.
         """
@@ -76,7 +76,7 @@ class _Widening:
         self.largest = cgutils.alloca_once_value(b, self.v.splat_int(0))
 
     def emit(self):
-        """The code."""
+        """Emit the code."""
         b, v, dim = self.b, self.v, self.rows.dim
         whole = b.and_(dim, I64(-v.lanes))
         rest = b.sub(dim, whole)
@@ -91,11 +91,11 @@ class _Widening:
         return b.icmp_signed("<", largest, I32(0x7F800000))
 
     def larger(self, x, y):
-        """Lane by lane the larger integer."""
+        """Return the larger integer of each lane."""
         return self.b.select(self.b.icmp_signed(">", x, y), x, y)
 
     def put(self, row_at, d, to_row, mask=None):
-        """Put down a vector of columns, and keep the largest magnitudes as bits, which are in the same order."""
+        """Write a vector of columns; update the largest magnitudes as bits, whose order is the same."""
         b, v = self.b, self.v
         value = v.load(self.kind, self.rows.words, b.add(row_at, d), mask)
         v.store(value, self.data, b.add(to_row, d))
@@ -111,19 +111,19 @@ def make_many_qk(kind):
     def many_qk(b, f, q_at, count, keys_at, step, size, tokens, s_at, asking, extents):
         """Scores of a panel of query rows: ``s[t, r] = sum over d of q[d, r] * k[t, d]`` for t in ``[0, tokens)``.
 
-        Query rows are those of `transpose_queries`, of which as many vectors are taken as `count` rows need; K row t is
-        at ``keys_at + t * step``, as `widen_rows` puts it. Of both, `size` numbers are taken, a multiple of the lanes
-        of a vector; `tokens` is a multiple of `MANY_ROWS`. A row of scores has `PANEL` floats. All floats are in one
-        array. A score does not depend on what else is in its panel.
+        Query rows are those of `transpose_queries`, in as many vectors as `count` rows need. K row t is at ``keys_at +
+        t * step``, as `widen_rows` writes it. Both have `size` numbers, a multiple of the lanes of a vector. `tokens`
+        is a multiple of `MANY_ROWS`. A row of scores has `PANEL` floats. All floats are in one array. A score does not
+        depend on the other rows of its panel.
 
-        A vector holds query rows, and a number of a K row is repeated in all lanes: nothing is left to be added across
-        lanes. Sums of a few tokens stay in registers while their rows pass::
+        A vector has query rows, and a number of a K row is repeated in all lanes, so no sum crosses lanes. Sums of a
+        few tokens stay in registers while their rows are read::
 
             s[t, 0:16]  += q[d, 0:16]  * k[t, d]
             s[t, 16:32] += q[d, 16:32] * k[t, d]         for some tokens
 
-        Meanwhile the next tile's rows are prefetched: if `asking` has `ASK_K`, the memory in `extents`, if it has
-        `ASK_V`, that in the extents after these.
+        Meanwhile the next tile's rows are prefetched. If `asking` has `ASK_K`, that is the memory in `extents`; if it
+        has `ASK_V`, that in the extents after these.
         """
         ProductsOfPanels(b, kind, f, q_at, keys_at, step, size, tokens, s_at, asking, extents).emit(
             count
@@ -133,9 +133,9 @@ def make_many_qk(kind):
 
 
 class ProductsOfPanels:
-    """Emits `many_qk`; what is multiplied with what is a subclass's own."""
+    """Emits `many_qk`; subclasses define the products."""
 
-    #: Elements of a row that a number in a panel stands for.
+    #: Elements of a row in one number of a panel.
     elements = 1
 
     def __init__(self, b, kind, data, q_at, keys_at, step, size, tokens, s_at, asking, extents):
@@ -190,7 +190,7 @@ class ProductsOfPanels:
                     v.store(score, self.data, b.add(at, I64(j * v.lanes)))
 
     def numbers(self, vector):
-        """What is multiplied, of a vector of a panel or of a row's number in all lanes."""
+        """Return the factor in a vector of a panel, or in a row's number in all lanes."""
         return vector
 
     def add(self, total, q, k):
@@ -198,7 +198,7 @@ class ProductsOfPanels:
         return self.v.fma(q, k, total)
 
     def score(self, total):
-        """The score that a sum stands for."""
+        """Return the score of a sum."""
         return total
 
 
@@ -238,7 +238,7 @@ def make_many_qk_of_pairs(kind):
     return many_qk_of_pairs
 
 
-# Tokens at a time: one after another, each would wait for the one before.
+# Tokens that are computed at once; one by one, each would wait for the one before.
 _AT_ONCE = 4
 
 
@@ -246,10 +246,10 @@ _AT_ONCE = 4
 def many_softmax(b, f, s_at, count, tokens, soft_cap, partly, bounds_at, state):
     """Turn scores of a panel of query rows into probabilities relative to the running maxima.
 
-    As `online_softmax_step`, of `tokens` tokens (a multiple of four) and `count` rows: score s[t, r] is at ``s_at + t *
-    PANEL + r``, and capped first if `soft_cap` is above 0. If `partly` is not 0, row r sees tokens from ``f[bounds_at +
-    r]`` on that are below ``f[bounds_at + PANEL + r]``; else all. Maxima and sums are brought up to date, and what
-    rescales earlier sums goes to ``f[state.rescale_at:]``, up to a whole vector.
+    As `online_softmax_step`, for `tokens` tokens (a multiple of four) and `count` rows. Score s[t, r] is at ``s_at + t
+    * PANEL + r``, and is capped first if `soft_cap` is above 0. If `partly` is not 0, row r sees tokens from
+    ``f[bounds_at + r]`` on that are below ``f[bounds_at + PANEL + r]``; else all. Maxima and sums are updated. The
+    factors that rescale earlier sums go to ``f[state.rescale_at:]``, up to a whole vector.
     """
     emitter = _PanelSoftmax(b, f, s_at, count, tokens, soft_cap, partly, bounds_at, state)
     with steps(b, I64(0), emitter.count, emitter.v.lanes) as (row, _):
@@ -283,7 +283,7 @@ class _PanelSoftmax:
                 v.load_floats(self.data, b.add(b.add(self.bounds_at, row), I64(i)))
                 for i in (0, PANEL)
             )
-            # Which token it is, counted as a float: conversions are slow.
+            # The token's index, counted as a float: conversions are slow.
             number = cgutils.alloca_once_value(b, v.splat(0.0))
             with steps(b, I64(0), self.tokens, 1) as (t, _):
                 here = b.load(number)
@@ -310,7 +310,7 @@ class _PanelSoftmax:
         maxima_at, sums_at = b.add(state.maxima_at, row), b.add(state.sums_at, row)
         old = v.load_floats(self.data, maxima_at, there)
         new = v.larger(merged(peaks, v.larger), old)
-        # Where nothing has been seen, subtracting 0 avoids inf - inf.
+        # Where no token has been seen, subtracting 0 avoids inf - inf.
         nothing = b.fcmp_ordered("==", new, v.splat(-math.inf))
         base = b.select(nothing, v.splat(0.0), new)
         with steps(b, I64(0), self.tokens, _AT_ONCE) as (t, _):
@@ -334,12 +334,12 @@ def make_many_pv(in_pairs):
     def many_pv(b, f, count, p_at, values_at, step, begin, end, outputs):
         """Add weighted V rows: ``o[r, d] = rescale[r] * o[r, d] + sum over t in [begin, end) of p[t, r] * v[t, d]``.
 
-        Weight p[t, r] of `count` query rows is at ``p_at + t * PANEL + r``, V row t at ``values_at + t * step`` as
-        `widen_rows` puts it, output row r at ``outputs.at + r * outputs.step``; output rows have whole vectors. All
-        floats are in one array. Up to `MANY_ROWS` rows are read past the last one, but not written.
+        Weight p[t, r] of `count` query rows is at ``p_at + t * PANEL + r``. V row t is at ``values_at + t * step``, as
+        `widen_rows` writes it. Output row r is at ``outputs.at + r * outputs.step``, and has whole vectors. All floats
+        are in one array. Up to `MANY_ROWS` rows are read past the last one, but not written.
 
-        A vector holds columns, and a weight is repeated in all lanes. Sums of a block of rows and columns stay in
-        registers while all tokens pass.
+        A vector has columns, and a weight is repeated in all lanes. Sums of a block of rows and columns stay in
+        registers while all tokens are added.
         """
         _PanelSums(b, in_pairs, f, count, p_at, values_at, step, begin, end, outputs).emit()
 
@@ -362,7 +362,7 @@ class _PanelSums:
         self.outputs = outputs
 
     def emit(self):
-        """The code: blocks of several vectors of columns, then of one."""
+        """Emit the code: blocks of several vectors of columns, then of one."""
         b, v = self.b, self.v
         wide = MANY_VECTORS * v.lanes
         whole = b.and_(self.outputs.step, I64(-wide))
@@ -376,7 +376,7 @@ class _PanelSums:
             self.add_block(r, whole, 1)
 
     def add_block(self, first_row, column, vectors):
-        """Sums of a block of rows and of some vectors of columns."""
+        """Add to the sums of a block of rows and of some vectors of columns."""
         b, v, outputs = self.b, self.v, self.outputs
         sums = [[cgutils.alloca_once(b, v.type) for _ in range(vectors)] for _ in range(MANY_ROWS)]
         left = b.sub(self.count, first_row)

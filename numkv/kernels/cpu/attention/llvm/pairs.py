@@ -1,4 +1,4 @@
-"""Pairs of bf16: query rows, weights and V rows as products of pairs want them, and weighted sums of V rows.
+"""Pairs of bf16: the layout of query rows, weights and V rows for products of pairs, and weighted sums of V.
 
 A lane is two numbers in bf16, the first in its lower half::
 
@@ -29,7 +29,7 @@ _EXPONENT = 0x7F80
 
 
 def _load_words(v, base, at, mask=None):
-    """Two words of bf16 for each lane, as they are stored; those outside `mask` are zero and not touched."""
+    """Load two words of bf16 for each lane; those outside `mask` are zero and never read."""
     pointer = v.pointer(base, at, I16)
     if mask is not None:
         return v.masked_load(pointer, _WORDS, 2, mask)
@@ -37,7 +37,7 @@ def _load_words(v, base, at, mask=None):
 
 
 def _paired(v, first, second):
-    """Neighbours of two vectors of words side by side: two vectors of pairs, in the order of the words."""
+    """Interleave two vectors of words: two vectors of pairs, in the order of the words."""
     lanes = [x for i in range(_WORDS.count) for x in (i, _WORDS.count + i)]
     half = _WORDS.count
     return [
@@ -50,7 +50,7 @@ def _paired(v, first, second):
 def pair_row(b, f, at, size):
     """Make a row of bf16 pairs of `size` floats, in place; `size` is a multiple of two vectors.
 
-    The floats have no more bits than bf16 has; the lower ones are dropped.
+    The floats must fit bf16, as lower bits are dropped.
     """
     v = Vectors(b, "float32")
     with steps(b, I64(0), size, 2 * v.lanes) as (i, _):
@@ -82,8 +82,8 @@ def _pairs_of_weights(v, even, odd):
 def pair_weights(b, rows, f, p_at, begin, end):
     """Make pairs of the weights of `rows` query rows and the tokens ``[begin, end)`` of a tile, in place.
 
-    Weights are those of `online_softmax_step`: p[t, r] at ``p_at + t * rows + r``, 0 outside the tokens. Pairs of row r
-    and the tokens 2i and 2i + 1 go to ``p_at + i * rows + r``. Whole vectors are written.
+    Weights are those of `online_softmax_step`: p[t, r] is at ``p_at + t * rows + r``, and is 0 outside the tokens. The
+    pair of row r and tokens 2i and 2i + 1 goes to ``p_at + i * rows + r``. Whole vectors are written.
     """
     v = Vectors(b, "float32")
 
@@ -102,9 +102,9 @@ def pair_weights(b, rows, f, p_at, begin, end):
 
 @emits()
 def pair_panel_weights(b, f, p_at, count, begin, end):
-    """The same for `count` rows of a panel: p[t, r] is at ``p_at + t * PANEL + r``.
+    """Make pairs of weights for `count` rows of a panel: p[t, r] is at ``p_at + t * PANEL + r``.
 
-    Weights next to the tokens, of the other token of a pair, have to be 0.
+    If a pair has one token outside, that token's weight has to be 0.
     """
     v = Vectors(b, "float32")
     with (
@@ -119,7 +119,7 @@ def pair_panel_weights(b, f, p_at, count, begin, end):
 
 @emits()
 def copy_rows(b, f, to_at, step, rows, end):
-    """Put rows ``[0, end)`` of a tile side by side, two elements to a float, with zeros up to a whole vector.
+    """Copy rows ``[0, end)`` of a tile, two elements to a float, with zeros up to a whole vector.
 
     Row t goes to ``to_at + t * step``.
     """
@@ -148,10 +148,10 @@ def _by_words(v, dim, emit):
 
 @emits(types.boolean)
 def pair_rows(b, f, to_at, step, rows, begin, end):
-    """Put V rows ``[begin, end)`` of a tile down as pairs, and return whether all of them are finite.
+    """Write V rows ``[begin, end)`` of a tile as pairs, and return whether all of them are finite.
 
-    Those of the tokens 2i and 2i + 1 go to ``to_at + i * step``, with zeros up to two whole vectors, and with zeros for
-    a token that is outside.
+    The pair of tokens 2i and 2i + 1 goes to ``to_at + i * step``, with zeros up to two whole vectors. A token outside
+    counts as zeros.
     """
     v = Vectors(b, "float32")
     zero = ir.Constant(_WORDS, None)
@@ -190,7 +190,7 @@ def make_accumulate_pairs(next_kind):
 
     @emits()
     def accumulate_pairs(b, rows, count, floats, p_at, values, begin, end, outputs, extents):
-        """`accumulate_pv` of V in bf16 and of `pair_weights`; output rows are padded to two whole vectors."""
+        """`accumulate_pv` for V in bf16 and the weights of `pair_weights`; output rows are padded to two vectors."""
         kinds = "bf16", PAIRS, next_kind
         sums = _PairedSums(
             b, kinds, rows, count, floats, p_at, values, begin, end, outputs, extents
@@ -224,7 +224,7 @@ class _PairedSums(WeightedSums):
         return self.v.add_bf16_pairs(total, weight, values)
 
     def add_blocks(self, column, blocks, columns=None):
-        """Add `blocks` vectors of words, or one with so many columns as a row's end has left."""
+        """Add `blocks` vectors of words, or one with the `columns` that remain at a row's end."""
         b, v = self.b, self.v
         mask = None if columns is None else v.lanes_below(columns, lanes=_WORDS.count)
         starts = [b.add(column, I64(i * _WORDS.count)) for i in range(blocks)]
@@ -242,7 +242,7 @@ class _PairedSums(WeightedSums):
         self.add_rows(vectors, None, load, blocks * _WORDS.count)
 
     def add_single_tokens(self, count):
-        """Add the tokens whose neighbours of a pair are outside: an odd first one, and an even last one."""
+        """Add the tokens without a neighbour in their pair: an odd first one, and an even last one."""
         b, one = self.b, I64(1)
         last = b.sub(self.end, one)
         for t, alone in ((self.begin, b.and_(self.begin, one)), (last, b.and_(self.end, one))):
@@ -253,7 +253,7 @@ class _PairedSums(WeightedSums):
         """Add one token's row."""
         b, v, outputs = self.b, self.v, self.outputs
         row_at = b.load(b.gep(self.values.offsets, [t]))
-        # Up to the upper half of a lane: that of an odd token is there.
+        # Shifted to the upper half of a lane, where an odd token's word already is.
         up = b.trunc(b.shl(b.and_(b.xor(t, I64(1)), I64(1)), I64(4)), I32)
         with steps(b, I64(0), count, 1) as (r, _):
             pair_at = b.add(b.add(self.p_at, b.mul(b.ashr(t, I64(1)), self.row_step)), r)

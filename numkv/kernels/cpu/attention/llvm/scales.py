@@ -1,7 +1,7 @@
 """Scales of a tile's tokens, side by side in scratch memory.
 
-INT8 has a scale for each row. INT4 has one for each group of 32 elements, as a word that also says which value code 0
-stands for: the group's minimum.
+INT8 has a scale for each row. INT4 has one for each group of 32 elements, in a word that also encodes the group's
+minimum, which is the value of code 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numkv.rows.int4 import LOWEST, OFFSETS
 
 
 def scale_place(b, t, group, width=4):
-    """Where `gather_groups` puts the scale of a group of token t; of rows of one or two `width` may be 2.
+    """Return where `gather_groups` puts the scale of a group of token t; `width` may be 2 for rows of one or two.
 
     Four groups of all tokens come first, token after token, then the next four::
 
@@ -30,7 +30,7 @@ def scale_place(b, t, group, width=4):
 
 
 def load_group(v, base, at, t, group, groups):
-    """The scale and the minimum of a group of token t, as `gather_groups` has put them at `at`: two vectors."""
+    """Return the scale and the minimum of a group of token t, as `gather_groups` writes them at `at`: two vectors."""
     b = v.b
     place = b.add(at, scale_place(b, t, group))
     fours = b.sdiv(b.add(groups, I64(3)), I64(4))
@@ -40,7 +40,7 @@ def load_group(v, base, at, t, group, groups):
 
 
 def lie_apart(v, rows, row, step):
-    """Whether tokens' scales, at `rows`, the first at `row`, do not follow each other in steps of `step`."""
+    """Return whether tokens' scales, at `rows`, the first at `row`, are not at even steps of `step`."""
     b, type_ = v.b, rows.type
     iota = ir.Constant(type_, [I64(i * step) for i in range(type_.count)])
     first = b.insert_element(ir.Constant(type_, ir.Undefined), row, I32(0))
@@ -83,21 +83,21 @@ def make_gather_scales(compute):
 
 @functools.cache
 def make_gather_groups(compute, by_group=False):
-    """`gather_groups` for scratch memory of a float type; `by_group` for K rows that are taken as integers."""
+    """`gather_groups` for scratch memory of a float type; `by_group` for K rows that are multiplied as integers."""
 
     @emits()
     def gather_groups(b, to, to_at, scales, offsets, groups):
-        """Put the scales and the minima of a tile's INT4 rows side by side, `groups` of each token.
+        """Gather the scales and the minima of a tile's INT4 rows, `groups` of each token.
 
         In NumPy, of the words ``w = scales[offsets[:, None] + arange(groups)]``::
 
             scale = (w << 16).view(float32);  minimum = (LOWEST + (w % OFFSETS) / 2) * scale
 
-        Scales go to ``to_at + scale_place(t, g)``, minima ``4 * KV_TILE`` floats further on for each four groups begun.
-        Groups that a row does not have get zeros. Where INT4 is taken as integers, one or two groups take the place of
-        two, not of four.
+        Scales go to ``to_at + scale_place(t, g)``. Minima are ``4 * KV_TILE`` floats further on for each four groups
+        begun. Groups that a row lacks are zeros. Where INT4 is multiplied as integers, one or two groups are padded to
+        two, not to four.
 
-        By group, a group's scales lie side by side, at ``to_at + g * KV_TILE + t``.
+        With `by_group`, a group's scales are adjacent, at ``to_at + g * KV_TILE + t``.
         """
         gather = _Gather(b, compute, to, to_at, scales, offsets, groups)
         if compute == "float64" or not INT4_INTEGERS:
@@ -181,7 +181,7 @@ class _Gather:
                         put(b.load(pointer, align=2), j, b.add(t, I64(i)))
 
     def _gathered(self, t, tokens, j, mask, width):
-        """The words of a vector of tokens, from t on, that lie anywhere."""
+        """Return the words of a vector of tokens, from t on, at any places."""
         b, v = self.b, self.v
         pieces = []
         for i in range(tokens):
@@ -194,7 +194,7 @@ class _Gather:
         return pieces[0]
 
     def _put(self, words, j, t, width):
-        """Store what the words of a vector of tokens say."""
+        """Store the scales and minima of a vector of tokens' words."""
         b, v = self.b, self.v
         wide = ir.VectorType(I32, words.type.count)
         bits = b.shl(b.zext(words, wide), _splat(wide, 16))
@@ -205,11 +205,11 @@ class _Gather:
             at = b.add(at, self.minimum_at)
 
     def _values(self, bits):
-        """Scales and minima, of words in the upper halves of 32 bits."""
+        """Return scales and minima of words in the upper halves of 32 bits."""
         b, wide = self.b, bits.type
         floats = ir.VectorType(FLOAT, wide.count)
         scale = b.bitcast(bits, floats)
-        # 64 and half of the last bits of words: these have the places of 1/2, 1 and 2 beside it.
+        # 64 plus half of the words' last bits, which have the places of 1/2, 1 and 2 in it.
         level = b.and_(bits, _splat(wide, (OFFSETS - 1) << 16))
         level = b.bitcast(b.or_(level, _splat(wide, 0x42800000)), floats)
         return scale, b.fmul(b.fadd(level, _splat(floats, LOWEST - 64)), scale)

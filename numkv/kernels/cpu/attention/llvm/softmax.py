@@ -41,14 +41,14 @@ def make_online_softmax_step(compute):
     def online_softmax_step(b, rows, count, s, s_at, begin, end, state):
         """Turn the scores of some rows and a tile into probabilities relative to the running maxima.
 
-        Of scores s (KV_TILE, rows) in base 2, with those of tokens outside ``[begin, end)`` taken for -inf::
+        For scores s (KV_TILE, rows) in base 2, where tokens outside ``[begin, end)`` count as -inf::
 
             new = maximum(maxima, s.max(0));  s = exp2(s - new)
             rescale = exp2(maxima - new);  sums = sums * rescale + s.sum(0);  maxima = new
 
-        Scores are at ``s_at + t * rows + r``; what is outside ``[begin, end)`` may be anything and becomes 0. Maxima
-        and sums, in the same array, follow for the first `count` rows; `rescale` goes to ``state.rescale_at``, up to a
-        whole vector. A row that has seen nothing keeps its maximum of -inf.
+        Scores are at ``s_at + t * rows + r``. Those outside ``[begin, end)`` may be anything and become 0. Maxima and
+        sums, in the same array, are updated for the first `count` rows. `rescale` goes to ``state.rescale_at``, up to a
+        whole vector. A row that has seen no token keeps its maximum of -inf.
         """
         v = Vectors(b, compute)
         size = b.mul(rows, I64(KV_TILE))
@@ -67,11 +67,11 @@ def make_online_softmax_step(compute):
 
         for_rows(b, rows, load_rows, row_unroll(compute))
         old = b.load(old)
-        # Several vectors side by side, as each has to wait for its predecessor.
+        # Several chains of vectors, as each vector waits for its predecessor.
         chains = range(4)
 
         def pieces(i):
-            """The next vector of each chain, and where it is."""
+            """Return the next vector of each chain, and where it is."""
             for j in chains:
                 at = b.add(b.add(s_at, i), I64(j * v.lanes))
                 yield v.load_floats(s, at), at
@@ -85,7 +85,7 @@ def make_online_softmax_step(compute):
             for (score, _), slot in zip(pieces(i), peaks, strict=True):
                 b.store(v.larger(score, b.load(slot)), slot)
         new = v.larger(merged(peaks, v.larger), old)
-        # Where nothing has been seen, subtracting 0 avoids inf - inf.
+        # Where no token has been seen, subtracting 0 avoids inf - inf.
         nothing = b.fcmp_ordered("==", new, v.splat(-math.inf))
         base = b.select(nothing, v.splat(0.0), new)
         totals = [cgutils.alloca_once_value(b, v.splat(0.0)) for _ in chains]
@@ -106,10 +106,10 @@ def make_online_softmax_step(compute):
 
 @intrinsic
 def online_softmax_row(typing_context, s, s_at, begin, end, maximum):
-    """`online_softmax_step` for one row of float32, whose scores are side by side.
+    """`online_softmax_step` for one row of float32, whose scores are adjacent.
 
-    Scores outside ``[begin, end)`` of the tile become 0. Returns the new maximum, the factor that rescales what was
-    summed before, and the sum of the probabilities.
+    Scores outside ``[begin, end)`` of the tile become 0. Returns the new maximum, the factor that rescales earlier
+    sums, and the sum of the probabilities.
     """
     signature = types.UniTuple(types.float32, 3)(
         s, types.int64, types.int64, types.int64, types.float32
