@@ -214,7 +214,7 @@ def test_table_of_kinds():
             layer = numkv.ContiguousLayer(1, 1, 96, kind=name)
             assert str(layer.k.dtype) == dtypes[i % len(dtypes)]
             assert numkv.kind(name).word == (layer.k.dtype if word == "the same" else word)
-            of_row = {"`D`": 96, "`D / 2`": 48, "`3 D / 4`": 72}[in_row]
+            of_row = {"`D`": 96, "`D / 2`": 48, "`D / 2 + 4`": 52, "`3 D / 4`": 72}[in_row]
             assert numkv.kind(name).words_per_row(96) == of_row
             assert layer.k.nbytes == of_row * numkv.kind(name).word.itemsize * layer.capacity
             count = {"none": 0, "one float32": 1}.get(scales, 3)
