@@ -54,7 +54,7 @@ class _Newest(NamedTuple):
     base: int
     """The token in the block's first slot; it begins a group."""
     first: int
-    """The first token with vectors in the block; the group's tokens before it have codes alone."""
+    """The first token with vectors in the block; tokens before it have codes alone."""
     sinks: int = 0
     """Number of the layer's first tokens that stay in full precision for good."""
 
@@ -268,7 +268,7 @@ class NewestGroups:
         self, pools: list[Pool], tables: list[NDArray[np.int32]], lengths: NDArray[Any], kept: Ints,
         shift: RopeShift | None,
     ) -> list[Callable[[], object]]:  # fmt: skip
-        """Check that tokens can move to the front, and return functions that move their keys and their full precision.
+        """Check that tokens can move to the front, and return functions that move keys and full-precision vectors.
 
         Parameters
         ----------

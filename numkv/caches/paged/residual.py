@@ -66,7 +66,7 @@ class Residual(NamedTuple):
         return self.window, self.sinks, self.kind.name
 
     def twin_window(self, window: int) -> int:
-        """Return the earlier tokens that a query reads from the twin of a layer with this window."""
+        """Return how many tokens before a query's own the twin of a layer with this window keeps."""
         own = max(0, self.window - 1)
         return own if window < 0 else min(own, window)
 
