@@ -1,4 +1,6 @@
-"""Emit scores of query rows with a tile of K rows (floats, integers, bf16 pairs) and weighted sums of V rows (floats).
+"""Emit scores of query rows with a tile of K rows, and weighted sums of V rows.
+
+Scores are computed in floats, in integers or in pairs of bf16. Sums are computed in floats.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ def make_qk_tile(kind, compute, next_kind, by_channel=False):
         to whole groups of tokens, so the offsets of `keys` must be valid up to `KV_TILE`. Scores go to
         ``s_at + t * rows + r``.
 
-        - INT8, CODE4, CODE6: scores are multiplied by the tokens' scales. With scales by channel, a number of each
+        - INT8, CODE4 and CODE6: scores are multiplied by the tokens' scales. With scales by channel, a number of each
           query row is added to its scores instead. With float32, query rows are integers from `quantise_query`. Sums
           are then integers too, and scores are also multiplied by the scales of query rows.
         - `PAIRS`: query rows are those of `pair_row`. Scores are multiplied by their scales.
@@ -95,7 +97,7 @@ def make_qk_tile(kind, compute, next_kind, by_channel=False):
             sum of products   of row a    | of row b    | of row c    | of row d
 
         K rows that need widening are first put into scratch memory, once for all query rows. Integers of at most
-        `WHOLE_ROWS` rows differ: a vector has products of one token with one row, and widened elements stay in
+        `WHOLE_ROWS` rows differ. There a vector has products of one token with one row, and widened elements stay in
         registers for all rows. Meanwhile the memory in `extents` (the tile's V rows) is prefetched.
         """
         emitter = _Scores(

@@ -392,7 +392,7 @@ def make_accumulate_int8(next_kind, kind="int8"):
             even columns   t0c0 t1c0 | t0c2 t1c2 | ...        weights   t0 t1 | t0 t1 | ...
             odd columns    t0c1 t1c1 | t0c3 t1c3 | ...        sums      c0 | c2 | ...   and   c1 | c3 | ...
 
-        At the end, sums are put back into the order of columns. With 16 registers and more than two rows, a step has
+        `Words.in_order` restores the order of columns in the sums. With 16 registers and more than two rows, a step has
         half as many columns. Sums then stay in registers, in order (`Words.load_pairs`). With CODE4 and more than four
         rows, a step also has half as many columns (`Words.load_level_pairs`): one table lookup serves all rows.
 
@@ -653,7 +653,7 @@ class _ScoresOfInt4:
             }
 
             def add_words(i, words, totals=totals, first=first):
-                """Add products of a word's four low and four high nibbles of each token with bytes of each query row."""
+                """Add products of a word of each token, low nibbles then high ones, with bytes of each query row."""
                 if first == 0:
                     self.stream.issue(_TOKENS * GROUP // 4)
                 for upper in range(2):
