@@ -115,7 +115,7 @@ def make_gather(kind: str, compute: str, by_group: bool = False) -> Callable[...
 
 @functools.cache
 def make_of_head(kind: str, compute: str) -> Callable[..., Any]:
-    """Make ``of_head(factor, scale, head)`` for a storage kind: a factor times the scale of a kv head, if it has one."""
+    """Make ``of_head(factor, scale, head)`` for a storage kind: a factor times the kv head's scale, if it has one."""
     F = np.float32 if compute == "float32" else np.float64
 
     @inlined
@@ -270,7 +270,7 @@ def make_keys(
 
 @inlined
 def nothing_to_interleave(floats, at, sizes, row, place):
-    """Where channels have scales, query rows are others in every tile."""
+    """Do nothing: with scales of K's channels, query rows differ in every tile."""
 
 
 @functools.cache

@@ -303,7 +303,7 @@ def has_slopes(state):
 
 @inlined
 def seen_of(state):
-    """Return the range of tokens that queries see, apart from gaps of a mask."""
+    """Return the tokens that queries see without gaps."""
     call = call_of(state)
     return Visibility(_pairs_at(call, np.int64(SEEN)), int_at(call, np.int64(WINDOW)))
 
