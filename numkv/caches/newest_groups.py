@@ -1,16 +1,20 @@
-"""Keys by channel in a cache of one sequence: rows that are in full, and which of them.
+"""Full-precision key/value vectors of a cache of one sequence whose keys are quantised by channel.
 
-Keys by channel have scales when a group of 64 tokens is complete, so the group of the newest token is kept in full. A
-query at position p reads the groups before its own as codes and its own in full, in a prompt as in decode: so the rows
-of the tokens that came last are kept until the next ones come, and results do not depend on how a prompt was cut.
+Keys by channel have no scales until a group of 64 tokens is complete. The cache therefore stores the newest token's
+group in full precision.
 
-- Codes of a group are made of its rows in full when it is complete, those of V at once.
-- A truncation into a group whose rows in full are gone leaves its codes. They are decoded when tokens follow, and
-  quantised with these when the group is complete again.
-- `compact` leaves the groups before the first token that moves. The rows of other tokens are taken as the newest query
+A query at position p reads the groups before its own as codes, and its own group in full precision. Prompts and decode
+steps do the same, so results do not depend on how a prompt was split. For this, the vectors of the tokens appended last
+stay in full precision until the next tokens come.
+
+- Keys of a group are quantised from its full-precision vectors when the group is complete. Values are quantised at
+  once.
+- A truncation may end in a group that has codes alone. The codes stay. When tokens follow, they are decoded; when the
+  group is complete again, all its keys are quantised together.
+- `compact` does not change the groups before the first token that moves. Other tokens are read as the newest query
   reads them, and quantised in their new groups.
-- With `FullPrecision.num_sink_tokens` the first tokens are kept in full for good. They have codes, too, as a part of
-  their group.
+- With `FullPrecision.num_sink_tokens` the first tokens stay in full precision for good. They also have codes, as a part
+  of their group.
 
 Liu et al., "KIVI" (arXiv:2402.02750), section 3.3.
 """
@@ -43,31 +47,31 @@ Ints = NDArray[np.int64]
 
 
 class _Newest(NamedTuple):
-    """Rows of a layer in full; replaced, never changed, but for rows that follow."""
+    """The full-precision vectors of a layer. The record is immutable; its block may receive more vectors."""
 
     block: Pool
-    """One block, of whole groups."""
+    """One block, which has room for whole groups."""
     base: int
-    """The token in its first slot, which begins a group."""
+    """The token in the block's first slot; it begins a group."""
     first: int
-    """The first token whose row is there; those before it, if there are any, are there as codes alone."""
+    """The first token with vectors in the block; tokens before it have codes alone."""
     sinks: int = 0
-    """The layer's first tokens that are kept in full for good."""
+    """Number of the layer's first tokens that stay in full precision for good."""
 
 
 class NewestGroups:
-    """The rows in full of a cache of one sequence whose keys are stored by channel.
+    """The full-precision vectors of a cache of one sequence whose keys are stored by channel.
 
     Parameters
     ----------
     pool : Pool
-        The quantised pool, which says the kinds, the sizes and the target.
+        The quantised pool. Its kinds, sizes and target apply.
     num_layers : int
-        Layers.
+        Number of layers.
     kept : FullPrecision, optional
-        Tokens that a user has asked for; the newest ones are here anyway.
+        Full-precision tokens that the user requested. The newest group is stored in any case.
     capacity : int, optional
-        Tokens that a layer can ever have, if that is known.
+        The most tokens that a layer can have, if known.
     """
 
     def __init__(
@@ -81,29 +85,29 @@ class NewestGroups:
         self._layers = [_Newest(float_pool(pool, 1, self._group), 0, 0) for _ in range(num_layers)]
         first = 0 if kept is None else kept.num_sink_tokens
         self._first = first if capacity is None else min(first, capacity)
-        #: A block for each layer's first tokens.
+        #: One block per layer for its first tokens.
         self._sinks = float_pool(pool, num_layers, self._first) if self._first else None
 
     @property
     def kinds(self) -> tuple[str, str]:
-        """The kinds that rows of K and V in full lie in."""
+        """Return the storage kinds of full-precision K and V."""
         block = self._layers[0].block
         return block.k_kind.name, block.v_kind.name
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows in full."""
+        """Return the bytes of the full-precision vectors."""
         sinks = 0 if self._sinks is None else self._sinks.nbytes
         return sinks + sum(of.block.nbytes for of in self._layers)
 
     def quantised(self, layer: int, length: int) -> tuple[int, int]:
-        """The positions ``[begin, end)`` that the newest of a layer's tokens reads as codes."""
+        """Return the positions ``[begin, end)`` that a layer's newest token reads as codes."""
         of = self._layers[layer]
         newest, begin = max(0, length - 1) // self._group * self._group, min(of.sinks, length)
         return begin, max(begin, newest, min(of.first, length))
 
     def copy(self) -> NewestGroups:
-        """A deep copy that shares no memory."""
+        """Return a deep copy that shares no memory."""
         new = object.__new__(NewestGroups)
         new.__dict__.update(self.__dict__)
         new._layers = [of._replace(block=of.block.copy()) for of in self._layers]
@@ -111,13 +115,13 @@ class NewestGroups:
         return new
 
     def resume(self, begins: list[int], ends: list[int]) -> None:
-        """Take the positions that are codes in each layer of an empty cache."""
+        """Set which positions are codes in each layer of an empty cache."""
         for layer, (begin, end) in enumerate(zip(begins, ends, strict=True)):
             base = end // self._group * self._group
             self._layers[layer] = self._layers[layer]._replace(base=base, first=end, sinks=begin)
 
     def tensors(self, layer: int, begin: int, end: int, length: int) -> list[Tensor]:
-        """The rows of a layer's tokens outside of ``[begin, end)``, for a snapshot."""
+        """Return the full-precision vectors of a layer's tokens outside of ``[begin, end)``, for a snapshot."""
         of = self._layers[layer]
         found = row_tensors(of.block, layer, np.arange(end, length) - of.base, "full_")
         if self._sinks is not None and begin:
@@ -126,12 +130,12 @@ class NewestGroups:
         return found
 
     def check(self, lengths: NDArray[Any]) -> None:
-        """Prove that the newest rows of layers of these lengths are in full, or codes.
+        """Verify that the newest tokens of layers of these lengths have full-precision vectors or codes.
 
         Raises
         ------
         NumkvError
-            If some are not; the message says of which layer.
+            If some have neither; the message names the layer.
         """
         for layer, (of, length) in enumerate(zip(self._layers, lengths.tolist(), strict=True)):
             size = int(of.block.k.shape[2])
@@ -153,14 +157,14 @@ class NewestGroups:
         self, pool: Pool, layer: int, k: Array, v: Array, block_table: Array, start: int,
         watch: Watching | None = None,
     ) -> None:  # fmt: skip
-        """Take checked rows of new tokens, and quantise the token groups that are complete then.
+        """Append checked vectors of new tokens, and quantise the token groups that they complete.
 
         Parameters
         ----------
         pool, layer, k, v, block_table, start
             See `FullPrecisionWindow.append`.
         watch
-            Not asked: such rows are looked at before they are written.
+            Ignored: these vectors are checked before they are written.
         """
         tokens, some, target = int(k.shape[0]), self._group, pool.target
         if not tokens:
@@ -191,7 +195,7 @@ class NewestGroups:
                 self._sinks.copy_tokens(at + in_full, now.block, in_full - begin)
             if sinks == start < self._first:
                 sinks = min(end, self._first)
-                kept = np.full(tokens, -1)  # which a scatter leaves out
+                kept = np.full(tokens, -1)  # `scatter` skips -1
                 kept[: sinks - start] = at + np.arange(start, sinks)
                 self._sinks.scatter(k, v, index(kept))
         now.block.scatter(k, v, index(np.arange(start, end) - begin))
@@ -205,7 +209,7 @@ class NewestGroups:
     # -- bound calls
 
     def goes_on(self, layer: int, start: int, tokens: int) -> Pool | None:
-        """The block that new tokens of a layer are written to by a bound call; None where another one is needed."""
+        """Return the block that a bound call writes a layer's new tokens to, or None if a new block is needed."""
         of, some = self._layers[layer], self._group
         begin = start // some * some
         if start == begin or start + tokens > begin + some or not of.base == of.first == begin:
@@ -221,18 +225,18 @@ class NewestGroups:
         tokens: int,
         window_left: int,
     ) -> None:
-        """Plan a bound call of new tokens that `goes_on` says yes to.
+        """Plan a bound call of new tokens for which `goes_on` returns a block.
 
         Parameters
         ----------
         step : StepRecord
-            What is to be planned.
+            The plan to fill.
         table, size
-            The layer's blocks ``(max_blocks,)`` on the host, and their tokens.
+            The layer's blocks ``(max_blocks,)``, on the host. The tokens of a block.
         start, tokens
-            Where new tokens begin, and how many there are.
+            The position of the first new token. The number of new tokens.
         window_left
-            Earlier tokens that each sees, or -1.
+            Earlier tokens that each query sees, or -1 for all.
         """
         some, end = self._group, start + tokens
         begin = start // some * some
@@ -248,11 +252,11 @@ class NewestGroups:
         step.quantise((whole - begin) // some, to, bool((coded[:, 0] < coded[:, 1]).any()))
 
     def staging(self, tokens: int) -> Pool:
-        """A block of float rows for new tokens, which `append` then takes: see `staged`."""
+        """Return a block for float vectors of new tokens, to be passed to `append`; see `staged`."""
         return staging(self._layers[0].block, tokens)
 
     def truncate(self, length: int) -> None:
-        """Drop the tokens of all layers from position `length` on. It needs no memory worth a name."""
+        """Drop the tokens of all layers from position `length` on. It allocates almost no memory."""
         for layer, of in enumerate(self._layers):
             if of.first > length or of.sinks > length:
                 first, sinks = min(of.first, length), min(of.sinks, length)
@@ -264,25 +268,25 @@ class NewestGroups:
         self, pools: list[Pool], tables: list[NDArray[np.int32]], lengths: NDArray[Any], kept: Ints,
         shift: RopeShift | None,
     ) -> list[Callable[[], object]]:  # fmt: skip
-        """Check that tokens can move to the front, and return what moves their keys and rows in full.
+        """Check that tokens can move to the front, and return functions that move keys and full-precision vectors.
 
         Parameters
         ----------
         pools : list of Pool
-            The quantised pool, as each layer has it.
+            The quantised pool of each layer.
         tables : list of int32 array (max_blocks,)
             The blocks of each layer, on the host.
         lengths : int array (num_layers,)
             Tokens of each layer.
         kept : int64 array (num_layers, n)
-            Tokens that are kept, which rise.
+            Positions of the tokens to keep, in ascending order.
         shift : RopeShift or None
-            What shifts their keys.
+            Rotates keys to their new positions.
 
         Returns
         -------
         list of callable
-            To be called in this order; none of them fails, or needs memory.
+            To be called in this order. They cannot fail and allocate nothing.
         """
         new = [*self._layers]
         sinks = None if self._sinks is None else self._sinks.copy()
@@ -319,7 +323,7 @@ class NewestGroups:
         self, pool: Pool, table: NDArray[np.int32], layer: int, positions: Ints, length: int, begin: int,
         shift: RopeShift | None,
     ) -> Pool:  # fmt: skip
-        """A block of rows as the newest query reads them, with keys shifted to the positions from `begin` on."""
+        """Return a block of vectors as the newest query reads them; keys are shifted to positions from `begin` on."""
         target, of, some = pool.target, self._layers[layer], self._group
         block = float_pool(pool, 1, -(-len(positions) // some) * some)
         sinks, edge = self.quantised(layer, length)
@@ -346,7 +350,7 @@ class NewestGroups:
     def _quantising(
         self, pool: Pool, table: NDArray[np.int32], block: Pool, begin: int, end: int
     ) -> list[Callable[[], object]]:
-        """Quantise the whole groups of a block aside, and return what copies their codes to positions from `begin`."""
+        """Quantise a block's whole groups into scratch memory; return the function that copies them into the pool."""
         some, ops = self._group, pool.target.ops
         keys, whole = pool.k_buffer, (end - begin) // some
         if not whole:
@@ -372,7 +376,7 @@ class NewestGroups:
     # -- reading
 
     def overlay(self, pool: Pool, which: str, layer: int, rows: Array, length: int) -> Array:
-        """Rows of a contiguous layer with those in full in their places; see `FullPrecisionWindow.overlay`."""
+        """Return a contiguous layer's vectors with full-precision ones put in; see `FullPrecisionWindow.overlay`."""
         target, of = pool.target, self._layers[layer]
         mixed = target.empty(tuple(map(int, rows.shape)), pool.buffer(which).kind.compute)
         mixed = converted(target, rows, mixed)
@@ -392,9 +396,9 @@ class NewestGroups:
     def attend(
         self, pool: Pool, block_table: Array, layer: int, q: Array, length: int, options: CheckedOptions
     ) -> Any:  # fmt: skip
-        """Attend with checked queries of a layer's last tokens: each to its own group in full, to others as codes.
+        """Attend with checked queries of a layer's last tokens; see `FullPrecisionWindow.attend`.
 
-        See `FullPrecisionWindow.attend`.
+        Each query reads its own group in full precision, and earlier groups as codes.
         """
         target, tokens = pool.target, int(q.shape[0])
         lens = target.index(np.array([length]), np.int64)
@@ -411,7 +415,7 @@ class NewestGroups:
     def _parts(
         self, pool: Pool, block_table: Array, layer: int, seen: Ints, length: int
     ) -> list[tuple[Part, int]]:
-        """What the last queries read, with ranges on the host, and the token that each table begins with."""
+        """Return the parts that the last queries read, with ranges on the host, and the first token of each table."""
         target, of = pool.target, self._layers[layer]
         sinks, coded, full = self._split(of, seen, length)
         table = one_block_each(target.device_key, 1)
@@ -422,7 +426,7 @@ class NewestGroups:
         return parts
 
     def _split(self, of: _Newest, seen: Ints, length: int) -> tuple[Ints, Ints, Ints]:
-        """What the last queries see: first tokens in full, codes, and newest ones in full, from the block's base."""
+        """Split what queries see into first tokens, codes, and newest tokens counted from the block's base."""
         some, tokens = self._group, len(seen)
         own = np.maximum(np.arange(length - tokens, length) // some * some, of.first)
         own = np.minimum(own, length)[:, None]
@@ -447,7 +451,7 @@ class NewestGroups:
         for (part, begin), end in zip(
             self._parts(pool, block_table, layer, seen, length), ends, strict=False
         ):
-            if begin < end:  # else all that is there are codes
+            if begin < end:  # else the sequence has codes alone
                 of_table = target.index(np.array([end - begin]), np.int64)
                 ranges = target.index(part.ranges, np.int64)
                 parts.append(part._replace(ranges=ranges, lens=of_table))
@@ -456,7 +460,7 @@ class NewestGroups:
 
 
 def kept_in_full(pool: Pool, num_layers: int, full_precision: Any, capacity: int | None) -> Any:
-    """Check a cache's argument; what keeps tokens in full, as asked for or by the kind of its keys, or None."""
+    """Check `full_precision`; return the store of full-precision tokens that it or the kind of keys needs, or None."""
     if not pool.by_channel:
         return FullPrecisionWindow.make(pool, num_layers, full_precision, capacity)
     kept = in_full(full_precision, str(pool.k_kind), True)

@@ -1,4 +1,4 @@
-"""Attention over blocks that each kv head has chosen, and over chosen tokens."""
+"""Attention over blocks chosen for each kv head, and over chosen tokens."""
 
 from __future__ import annotations
 
@@ -59,23 +59,23 @@ def sparse_decode_attention(
     validate: bool | None = False,
     **options: Unpack[AttentionOptions],
 ) -> Any:
-    """Attend with one query per sequence over blocks that each kv head has of its own.
+    """Attend with one query per sequence over a separate list of blocks for each kv head.
 
-    It is exact over these blocks. They may be a choice (`choose_blocks`), or all that a head has kept: with pools of
-    one kv head, whose blocks belong to one head each, heads may have kept different numbers of tokens, and what a head
-    has dropped is free for others (Feng et al., "Ada-KV", arXiv:2407.11550).
+    Attention is exact over these blocks. They may be a choice (`choose_blocks`), or all tokens that a head has kept.
+    In a pool of one kv head, each block belongs to one head. Heads may then keep different numbers of tokens, and
+    blocks that one head dropped are free for others (Feng et al., "Ada-KV", arXiv:2407.11550).
 
     Parameters
     ----------
     q : array (num_seqs, num_q_heads, head_dim)
         The newest token's query of each sequence.
     k_pool, v_pool : array (num_blocks, num_kv_heads, block_size, head_dim)
-        Pools, as `numkv.paged_decode_attention` takes them, in one piece; or with one kv head, if each block belongs to
-        one head.
+        Pools as for `numkv.paged_decode_attention`, C-contiguous. They have one kv head if each block belongs to one
+        head.
     tables : int32 array (num_seqs, num_kv_heads, max_blocks)
-        Blocks of each kv head; entries past its length are never read.
+        Blocks of each kv head. Entries past its length are never read.
     seq_lens : int32 or int64 array (num_seqs, num_kv_heads)
-        Tokens in them: all blocks but the last are full.
+        Tokens in these blocks. All blocks but the last are full.
     out, return_lse
         See `numkv.decode_attention`.
     k_scale, v_scale, validate
@@ -95,7 +95,7 @@ def sparse_decode_attention(
     IndexError
         If a length is more than the table has room for, or a block is not in the pool.
     NotSupported
-        If a pool is not in one piece, or has scales for each head.
+        If a pool is not C-contiguous, or has scales for each head.
     DimensionMismatch, UnsupportedDType, ValueError
         See `numkv.decode_attention`.
     """
@@ -158,7 +158,7 @@ def token_decode_attention(
 ) -> Any:
     """Attend with one query per sequence over chosen tokens, the same for all heads.
 
-    A model's own indexer chooses them, as in DeepSeek's sparse attention (DeepSeek-V3.2-Exp, 2025, section 2).
+    The model's indexer chooses them, as in DeepSeek's sparse attention (DeepSeek-V3.2-Exp, 2025, section 2).
 
     Parameters
     ----------
@@ -167,10 +167,10 @@ def token_decode_attention(
     k_pool, v_pool : array (num_blocks, num_kv_heads, block_size, head_dim)
         Pools; see `numkv.paged_decode_attention`.
     slots : int32 array (num_seqs, most)
-        Where each sequence's chosen tokens lie: ``block * block_size + offset``, in any order. Entries past its count
+        Slots of each sequence's chosen tokens: ``block * block_size + offset``, in any order. Entries past its count
         are never read.
     counts : int32 or int64 array (num_seqs,)
-        How many there are.
+        Number of chosen tokens of each sequence.
     out, return_lse
         See `numkv.decode_attention`.
     k_scale, v_scale, validate
@@ -219,27 +219,27 @@ def token_decode_attention(
 def attend_to_choice(
     pool: Pool, tables: Array, lens: Array, q: Array, options: CheckedOptions, *, validate: bool = False
 ) -> Any:  # fmt: skip
-    """Attend with checked queries, each over blocks that its kv heads have of their own.
+    """Attend with checked queries over a separate list of blocks for each kv head.
 
     Parameters
     ----------
     pool : Pool
-        K and V, in one piece; rotated, if they are, as `attend` knows it.
+        K and V, C-contiguous. They may be rotated, as in `attend`.
     tables : int32 array (num_seqs, num_kv_heads, max_blocks)
         Blocks of each kv head, checked.
     lens : int array (num_seqs, num_kv_heads)
-        Tokens in them, checked.
+        Tokens in these blocks, checked.
     q : array (num_seqs, num_q_heads, head_dim)
         Queries, checked.
     options : CheckedOptions
-        From `check_options`; without a window and `sight`. Sinks are merged afterwards.
+        From `check_options`, without a window and `sight`. Sinks are merged afterwards.
     validate : bool
         See `numkv.attention.attend.attend`.
 
     Returns
     -------
     array or tuple of array
-        The output, and the lse if asked for.
+        The output, with the lse if `options.return_lse`.
     """
     target = pool.target
     num_seqs, heads, columns = (int(n) for n in tables.shape)
@@ -273,13 +273,16 @@ def attend_to_choice(
 
 
 def are_numbered(pool: Pool) -> bool:
-    """Whether a pool's (block, kv head) parts can be blocks of one kv head: in one piece, without scales of heads."""
+    """Return whether a pool's (block, kv head) parts can be blocks of one kv head.
+
+    This needs C-contiguous arrays, and scales of heads that are known to be 1.
+    """
     for x in (pool.k_buffer, pool.v_buffer):
         if int(x.words.shape[1]) == 1:
             continue
         if not _in_one_piece(x.words) or (x.kind.has_scales and not _in_one_piece(x.scales)):
             return False
-        # On CUDA nobody waits to see whether they are 1.
+        # On CUDA, checking that they are 1 would wait for the device.
         if x.kind.scales_per == "head":
             known = x.target.values_on_host
             if not known or (x.scales != 1).any():
@@ -290,7 +293,9 @@ def are_numbered(pool: Pool) -> bool:
 def attend_by_head(
     pool: Pool, tables: Array, lens: Array, q: Array, options: CheckedOptions, ranges: Array | None = None
 ) -> Any:  # fmt: skip
-    """`attend_to_choice` for pools whose parts have no numbers: a call for each kv head, with the same bits.
+    """Compute `attend_to_choice` by one call for each kv head, for pools where `are_numbered` is false.
+
+    The results have the same bits.
 
     Parameters
     ----------
@@ -299,7 +304,7 @@ def attend_by_head(
     lens : int array (num_seqs,)
         Tokens in a sequence's blocks, the same for all heads.
     ranges : int64 array (num_seqs, 2), optional
-        Which of them are read, if not all.
+        Range of tokens to read; all by default.
     """
     target, (num_seqs, num_q_heads, _) = pool.target, (int(n) for n in q.shape)
     heads, shape = int(tables.shape[1]), (num_seqs, num_q_heads, pool.head_dim_v)
@@ -323,7 +328,7 @@ def attend_by_head(
 
 
 def _head_of(pool: Pool, head: int) -> Pool:
-    """The part of a pool that is of one kv head."""
+    """Return the part of a pool that belongs to one kv head."""
     own, sides = slice(head, head + 1), []
     for x in (pool.k_buffer, pool.v_buffer):
         if x.kind.scales_per == "head":
@@ -335,7 +340,7 @@ def _head_of(pool: Pool, head: int) -> Pool:
 
 
 def _put_heads(target: Target, whole: Array, part: Array, own: slice) -> None:
-    """Copy results of some heads, ``(num_seqs, heads, ...)``, to those of all."""
+    """Copy results of some heads, ``(num_seqs, heads, ...)``, into the array of all heads."""
     if target.values_on_host:
         whole[:, own] = part
         return
@@ -351,7 +356,7 @@ def _put_heads(target: Target, whole: Array, part: Array, own: slice) -> None:
 def _with_sinks(
     pool: Pool, tables: Array, lens: Array, q: Array, options: CheckedOptions, out: Array, sinks: Array
 ) -> Any:  # fmt: skip
-    """Attend without sinks, then merge what they add to the sums: states of nothing, with the sinks as lse."""
+    """Attend without sinks, then merge the sinks as a part with zero output whose lse is the sink."""
     target, num_seqs, num_q_heads = pool.target, int(q.shape[0]), int(q.shape[1])
 
     def of_blocks(wide: Array) -> Any:
@@ -367,7 +372,7 @@ def _with_sinks(
 
 
 def _lengths(target: Target, x: Any, shape: tuple[int, int]) -> Array:
-    """Lengths of heads as kernels take them: in one piece, in int64 on the CPU."""
+    """Return the lengths of heads as kernels expect them: C-contiguous, int64 on the CPU."""
     lens = check_integers(target, "seq_lens", x, shape)
     return target.index(_whole(target, lens, "seq_lens"), np.int64)
 
@@ -377,19 +382,19 @@ def _in_one_piece(x: Any) -> bool:
 
 
 def _whole(target: Target, x: Array, name: str = "q") -> Array:
-    """An array in one piece: itself, or on the CPU a copy."""
+    """Return the array if it is C-contiguous, else a copy on the CPU; raise on CUDA."""
     _refuse_strided(target, x, name)
     return x if _in_one_piece(x) else np.ascontiguousarray(x)
 
 
 def _refuse_strided(target: Target, x: Array, name: str) -> None:
-    """Refuse a strided array on CUDA, where nothing here copies it."""
+    """Raise for a strided array on CUDA, where this module makes no copy."""
     if not (target.values_on_host or _in_one_piece(x)):
         raise NotSupported(f"`{name}`: expected an array in one piece on CUDA, got a strided view")
 
 
 def _parts(pool: Pool) -> Pool:
-    """A pool's (block, kv head) parts as blocks of one kv head."""
+    """Return a pool's (block, kv head) parts as blocks of one kv head."""
     return Pool(_parts_of("k_pool", pool.k_buffer), _parts_of("v_pool", pool.v_buffer))
 
 
@@ -406,6 +411,6 @@ def _parts_of(name: str, x: Buffer) -> Buffer:
                 f"`{name}`: expected a pool in one piece, whose parts can be numbered, got a strided view"
             )
     words, *scales = (y.reshape((blocks * heads, 1, size, *y.shape[3:])) for y in arrays)
-    if x.kind.scales_per == "head":  # all 1, as none were given
+    if x.kind.scales_per == "head":  # all 1, as none were passed
         return Buffer(x.target, words, x.scales[:1], x.kind, x.rotation)
     return Buffer(x.target, words, scales[0] if scales else x.scales, x.kind, x.rotation)

@@ -28,27 +28,27 @@ _SCORES = Call("q low high block_table seq_lens", "block_size sm_scale validate"
 
 
 class KeyBounds:
-    """The smallest and the largest element of each column of the keys of a pool's blocks.
+    """The smallest and the largest element of each key channel, for every block of a pool.
 
-    They say how large the score of a query with any key of a block can be (Tang et al., "Quest", arXiv:2406.10774).
-    They are of the keys as they are stored, whatever the kind, and take ``8 * head_dim`` bytes for each block and kv
-    head: an eighth of what blocks of 16 tokens take in bf16.
+    They bound the score of a query with any key of a block (Tang et al., "Quest", arXiv:2406.10774). Bounds are
+    computed from the keys as stored, for every storage kind. They take ``8 * head_dim`` bytes for each block and kv
+    head. That is an eighth of the memory of a block of 16 tokens in bf16.
 
     Parameters
     ----------
     num_blocks : int
         Blocks of the pool.
     num_kv_heads : int
-        Its heads.
+        KV heads of the pool.
     head_dim : int
-        Elements of its K rows.
+        Elements of a key vector.
     target : {"cpu", "cuda"}
-        Where the pool is.
+        The target of the pool.
 
     Attributes
     ----------
     low, high : float32 array (num_blocks, num_kv_heads, head_dim)
-        The bounds; inf and -inf for blocks that were never updated, so that they are not chosen.
+        The lower and upper bounds. Blocks that were never updated have inf and -inf, so they are not chosen.
 
     Raises
     ------
@@ -80,27 +80,27 @@ class KeyBounds:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the bounds."""
+        """Return the bytes of the bounds."""
         return 8 * math.prod(self.low.shape)
 
     def update(
         self, k_pool: Any, blocks: Any, counts: Any, *, k_scale: Any = None,
         validate: bool | None = False,
     ) -> None:  # fmt: skip
-        """Bound the keys of some blocks anew. Call it for the blocks that rows were written to, before `scores`.
+        """Recompute the bounds of some blocks. Call it for each block that was written to, before `scores`.
 
         Parameters
         ----------
         k_pool : array (num_blocks, num_kv_heads, block_size, head_dim)
             The pool's keys; see `numkv.paged_decode_attention`.
         blocks : int32 or int64 array (n,)
-            The blocks, each once.
+            The blocks; each occurs once.
         counts : int32 or int64 array (n,)
-            Rows of each that hold tokens: the first ones. What lies behind them is not read.
+            Tokens in each block, in its first slots. The other slots are not read.
         k_scale : array, optional
             Scales of the keys; see `numkv.paged_decode_attention`.
         validate : bool
-            On CUDA, check the values of `blocks` and `counts` too, which waits for the device.
+            On CUDA, also check the values of `blocks` and `counts`. This waits for the device.
 
         Raises
         ------
@@ -115,7 +115,7 @@ class KeyBounds:
         self, q: Any, block_table: Any, seq_lens: Any, block_size: int, *, sm_scale: float | None = None,
         validate: bool | None = False,
     ) -> Array:  # fmt: skip
-        """Bound the scores of each sequence's query with the keys of each of its blocks.
+        """Compute an upper bound of the scores of each sequence's query with the keys of each of its blocks.
 
         Parameters
         ----------
@@ -124,19 +124,19 @@ class KeyBounds:
         block_table : int32 array (num_seqs, max_blocks)
             Blocks of each sequence.
         seq_lens : int32 or int64 array (num_seqs,)
-            Its tokens.
+            Tokens of each sequence.
         block_size : int
             Tokens in a block.
         sm_scale : float, optional
-            What scores are multiplied by; None for ``1 / sqrt(head_dim)``.
+            Factor of the scores; None for ``1 / sqrt(head_dim)``.
         validate
             See `numkv.paged_decode_attention`.
 
         Returns
         -------
         float32 array (num_seqs, num_kv_heads, max_blocks)
-            For the q head of the kv head's group whose bound is largest; -inf past a length, inf where a key of the
-            block, or the query, has a NaN.
+            The largest bound among the q heads of each kv head's group. It is -inf past a length, and inf where a key
+            of the block or the query has a NaN.
 
         Raises
         ------
@@ -216,7 +216,7 @@ def _scores(
 def scores_of(
     pool: Pool, q: Array, low: Array, high: Array, table: Array, lens: Array, size: int, options: CheckedOptions
 ) -> Array:  # fmt: skip
-    """Bound the scores of checked queries with the keys of a pool, by bounds of its blocks as they are stored."""
+    """Compute upper bounds of the scores of checked queries, from the bounds of a pool's stored keys."""
     scale = options.scale(pool.head_dim)
     if pool.k_rotation is not None:
         q = pool.k_rotation.forward(pool.target, q)
@@ -226,7 +226,7 @@ def scores_of(
 def _bounded(
     target: Target, q: Array, low: Array, high: Array, table: Array, lens: Array, size: int, scale: float
 ) -> Array:  # fmt: skip
-    """What `KeyBounds.scores` returns, of checked arguments."""
+    """Compute `KeyBounds.scores` of checked arguments."""
     out = target.empty((int(q.shape[0]), int(low.shape[1]), int(table.shape[1])), _FLOAT32)
     of_q = kind_of_dtype(q.dtype)
     assert of_q is not None

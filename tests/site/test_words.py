@@ -17,22 +17,7 @@ import numkv
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 COLUMNS, WORDS = 84, 30
-#: Files whose docstrings have longer sentences still.
-LONG = [
-    "numkv/caches/newest_groups.py",
-    "numkv/caches/paged/key_bounds.py",
-    "numkv/caches/paged/residual.py",
-    "numkv/kernels/cpu/attention/llvm/floats.py",
-    "numkv/kernels/cpu/attention/llvm/integers.py",
-    "numkv/kernels/cpu/attention/sides.py",
-    "numkv/kernels/cpu/attention/state.py",
-    "numkv/kernels/cuda/attention/items.py",
-    "numkv/kernels/cuda/attention/splits.py",
-    "numkv/kernels/cuda/instructions.py",
-    "numkv/sparse/attention.py",
-    "numkv/sparse/bounds.py",
-]
-SOURCES = sorted(x for x in (ROOT / "numkv").rglob("*.py") if str(x.relative_to(ROOT)) not in LONG)
+SOURCES = sorted((ROOT / "numkv").rglob("*.py"))
 
 FENCE = re.compile(r"^```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```[^\n]*$", re.M | re.S)
 #: A pattern, and what to write in its place.

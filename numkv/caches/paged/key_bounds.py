@@ -1,15 +1,16 @@
 """Bounds of the keys in the blocks of a `PagedKVCache`, for steps that read sparsely.
 
-Rows come into blocks in many ways: appended and written, by kernels of a user's own, copied from other blocks and from
-the host, moved by compactions. None of these computes bounds. What the cache notes, on the host and once for all
-layers, is how many of a block's first rows its bounds still speak for; whoever reserves, fills or moves rows lowers
-that number. The step that reads sparsely bounds the blocks anew of which it wants more rows than that, and always those
-that it writes to itself: in decode one block for each sequence, after a prompt all of its blocks at once. Of the latter
-the number stays as it is, as the step may write to them again.
+Keys reach blocks in many ways: `append`, `write`, users' kernels, copies from other blocks or the host, compaction.
+None of these computes bounds. The cache records on the host, once for all layers, how many of a block's first rows its
+bounds cover. Reserving, filling or moving rows lowers that count.
 
-A number that is too low costs time, and nothing else. Rows that were dropped from the end of a block may still be in
-its bounds, which are larger than they need be then; the block is the newest one of its sequence, which is read anyway,
-and its next row lowers the number.
+A sparse step recomputes the bounds of each block that covers fewer rows than the step reads. It also recomputes those
+of each block that it writes to: one per sequence in decode, all of a prompt's blocks after a prompt. The counts of
+written blocks do not rise, because the step may write to them again.
+
+A count that is too low only costs time. Bounds may still include rows that were dropped from the end of a block; they
+are then wider than necessary. Such a block is the newest one of its sequence, so it is read in any case. The next row
+written to it lowers the count.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ Ints = NDArray[np.int64]
 
 
 def bounds_nbytes(layers: Layers, groups: Sequence[LayerGroup]) -> int:
-    """Bytes of the bounds of a block."""
+    """Return the bytes of the bounds of one block."""
     return sum(8 * heads * dim for heads, dim in _places(layers, groups)[0])
 
 
 def _places(
     layers: Layers, groups: Sequence[LayerGroup]
 ) -> tuple[list[tuple[int, int]], list[int]]:
-    """Kv heads and head dim of each pair of arrays, and which pair each buffer's bounds lie in.
+    """Return kv heads and head dim of each pair of arrays, and the pair that stores each buffer's bounds.
 
-    A block is of one group, so that a pair serves a layer of each group whose rows of K have its shape.
+    A block belongs to one group. A pair therefore serves one layer of each group whose keys have its shape.
     """
     shapes: list[tuple[int, int]] = []
     numbers: dict[tuple[tuple[int, int], int], int] = {}
@@ -61,25 +62,25 @@ def _places(
 
 
 class BlockBounds:
-    """The smallest and the largest element of each column of the keys of every block, in all buffers.
+    """The smallest and the largest element of each key channel, for every block of all buffers.
 
     Parameters
     ----------
     target : Target
-        Where they are.
+        The target that stores the bounds.
     layers : Layers
-        What is stored.
+        The layers' shapes and kinds.
     groups : sequence of LayerGroup
         Layers by group.
     num_blocks, block_size : int
-        How many blocks, and the tokens in each.
+        The number of blocks. The tokens of a block.
 
     Raises
     ------
     NotSupported
-        If layers keep latents.
+        If layers store latents.
     MemoryError
-        If there is no room.
+        If memory is exhausted.
     """
 
     def __init__(
@@ -97,57 +98,57 @@ class BlockBounds:
             (target.zeros(size, np.float32), target.zeros(size, np.float32)) for size in sizes
         ]
         self._covered, self._block_size = np.zeros((num_blocks, len(shapes)), np.int32), block_size
-        self._guard = Guard()  # steps of several threads may read a prefix that they share
+        self._guard = Guard()  # steps of several threads may read a shared prefix
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the bounds."""
+        """Return the bytes of all bounds."""
         return self._nbytes
 
     def forget(self, ids: Any = None) -> None:
-        """Say that blocks have other rows now, or will have; all of them if None."""
+        """Mark the bounds of blocks as out of date: all blocks if None."""
         self._covered[slice(None) if ids is None else ids] = 0
 
     def lower(self, ids: NDArray[np.int32], first: Ints) -> None:
-        """Say that rows from `first` on are written to blocks, each of which comes once."""
+        """Record that rows from `first` on are written to blocks; each block occurs once."""
         self._covered[ids] = np.minimum(self._covered[ids], first[:, None])
 
     def covered(self, part: int) -> NDArray[np.int32]:
-        """How many of each block's first rows the bounds of a buffer speak for: a copy."""
+        """Return how many of each block's first rows the bounds of a buffer cover: a copy."""
         return self._covered[:, self._place_of[part]].copy()
 
     def update(
         self, part: int, pool: Pool, blocks: NDArray[np.int32], counts: Ints, written: NDArray[np.bool_]
     ) -> tuple[Array, Array]:  # fmt: skip
-        """Bound blocks anew of which not enough is known; the arrays of the bounds.
+        """Recompute bounds that cover too few rows, and return the arrays of lower and upper bounds.
 
         Parameters
         ----------
         part : int
-            Which buffer.
+            Index of the buffer.
         pool : Pool
-            Its rows.
+            The buffer's vectors.
         blocks : int32 array (n,)
-            Blocks; sequences that share one may each name it.
+            Blocks to bound. A block that sequences share may occur more than once.
         counts : int64 array (n,)
-            How many of their first rows are to be bounded.
+            The first rows of each block that its bounds must cover.
         written : bool array (n,)
-            Which of them are of a step that may write to them, and to them again: no more is known of them afterwards.
+            Whether the running step may write to the block again. If so, its covered rows do not rise.
         """
         place = self._place_of[part]
         low, high = self._arrays[place]
-        # Held until the kernel is done, or launched. A signal handler that gets in between bounds the same rows of
-        # what is not written to.
+        # The lock lasts until the kernel has run, or was launched. A signal handler that interrupts computes the same
+        # bounds for blocks that are not written to.
         with self._guard.lock:
             stale = (self._covered[blocks, place] < counts) | written
             if stale.any():
                 ids, where = np.unique(blocks[stale], return_inverse=True)
                 rows, known = np.zeros(len(ids), np.int64), self._covered[ids, place]
                 np.maximum.at(rows, where, counts[stale])
-                # Blocks that this step does not write to stay as they are bounded now.
+                # Blocks that this step does not write to are covered up to `rows` from now on.
                 known[where[~written[stale]]] = self._block_size
                 index = self._target.index
-                self._covered[ids, place] = 0  # an interrupt leaves what nobody can tell
+                self._covered[ids, place] = 0  # after an interrupt, these bounds are undefined
                 self._target.ops.key_bounds(
                     pool.k, pool.k_kind.name, pool.k_scale, index(ids, np.int64), index(rows, np.int64), low, high
                 )  # fmt: skip

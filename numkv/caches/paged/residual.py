@@ -1,15 +1,17 @@
-"""Full-precision tokens beside the codes of a `PagedKVCache`: the newest ones of each sequence, and the first ones.
+"""Full-precision tokens of a quantised `PagedKVCache`: the newest ones of each sequence, and the first ones.
 
-Every layer that quantises has a *twin*: a layer behind the model's own, in floats, whose group has a window. So blocks
-of full-precision rows come from the same pool, and all that is done with sequences (forks, prefixes, rollback, host
-memory, files) is done with them too. All tokens are stored as codes at once. A query at position p reads in full the
-tokens that are newer than ``p - window`` and the first ``num_sink_tokens``, and the others as codes, so that a
-result depends neither on the steps in which a prompt came, nor on whether it was found.
+Every quantised layer has a *twin*: a float layer behind the model's own layers, whose group has a window. Blocks of
+full-precision vectors therefore come from the same pool. Forks, prefixes, rollback, host memory and files treat them
+like any other block.
 
-Keys by channel have no scales before their token group is complete, so the group of the newest token is there in full:
-their twin is a layer whose queries attend within chunks of a group. A query reads its own group in full, and those
-before as codes, in a prompt as in decode. Codes are made of the twin's rows when a group is complete; should it be cut
-and filled again, of the twin's rows again.
+All tokens are quantised at once. A query at position p reads two ranges in full precision: the tokens newer than
+``p - window``, and the first ``num_sink_tokens``. It reads the other tokens as codes. A result therefore does not
+depend on how a prompt was split into steps, or on prefix-cache hits.
+
+Keys by channel have no scales until their token group is complete. The newest token's group is therefore stored in full
+precision: its twin is a layer whose queries attend within chunks of one group. A query reads its own group in full
+precision and earlier groups as codes, in prompts and in decode. Keys are quantised from the twin's vectors when a group
+is complete. A group that is truncated and filled again is quantised from them again.
 
 Sources: see `numkv.caches.full_precision`.
 """
@@ -35,10 +37,10 @@ class Residual(NamedTuple):
     Attributes
     ----------
     kept : FullPrecision or None
-        Newest tokens, a query's own included, first ones, and what they are stored in. None: the token groups of
-        newest tokens alone, where keys are stored by channel, in fp32.
+        Number of newest tokens (a query's own included), number of first tokens, and their storage kind. With None and
+        keys by channel, the newest token groups are stored in fp32.
     layers : int
-        Layers of the model; the twin of layer i is layer ``layers + i``.
+        Layers of the model. The twin of layer i is layer ``layers + i``.
     """
 
     kept: FullPrecision | None
@@ -46,30 +48,30 @@ class Residual(NamedTuple):
 
     @property
     def window(self) -> int:
-        """Newest tokens, a query's own included."""
+        """Return the number of newest tokens, a query's own included."""
         return 0 if self.kept is None else self.kept.window
 
     @property
     def sinks(self) -> int:
-        """First tokens."""
+        """Return the number of first tokens."""
         return 0 if self.kept is None else self.kept.num_sink_tokens
 
     @property
     def kind(self) -> Kind:
-        """What they are stored in."""
+        """Return the storage kind of full-precision tokens."""
         return kind("fp32" if self.kept is None or self.kept.kind is None else self.kept.kind)
 
     def plain(self) -> tuple[int, int, str]:
-        """The same in numbers and names, for geometries and headers of files."""
+        """Return window, first tokens and kind as plain values, for geometries and file headers."""
         return self.window, self.sinks, self.kind.name
 
     def twin_window(self, window: int) -> int:
-        """Earlier tokens that the twin of a layer with this window keeps for a query; it keeps its own always."""
+        """Return how many tokens before a query's own the twin of a layer with this window keeps."""
         own = max(0, self.window - 1)
         return own if window < 0 else min(own, window)
 
     def refuse(self, name: str, remedy: str) -> None:
-        """Refuse what knows one kind of rows in a layer."""
+        """Raise for an operation that supports one kind of vectors per layer."""
         what = "keys by channel, whose newest ones are" if self.kept is None else self.kept
         raise NotSupported(
             f"{name}: expected a cache without tokens in full precision, got one with {what}; {remedy}"
@@ -79,25 +81,26 @@ class Residual(NamedTuple):
 def split(
     window: int, group: int, keeps: int, seen: Ints, positions: Ints, first: Ints
 ) -> tuple[Ints, Ints, Ints]:
-    """The parts of what queries see: newest tokens in full, first tokens in full, and codes between.
+    """Split what queries see: newest tokens in full precision, first tokens in full precision, codes between.
 
     Parameters
     ----------
     window, group : int
-        What is kept: newest tokens, a query's own included; or its own token group of so many, 0 if it is a window.
+        The newest full-precision tokens, a query's own included. The tokens of a group if keys are by channel, or 0
+        for a window.
     keeps : int
-        First tokens that the layer has in full.
+        The layer's first tokens in full precision.
     seen : int64 array (n, 2)
-        Tokens that each query sees.
+        Range of tokens that each query sees.
     positions : int64 array (n,)
-        Of the queries.
+        Position of each query.
     first : int64 array (n,)
-        First token that each query's sequence still has in full, the first ones aside.
+        First token that each query's sequence still has in full precision, apart from the first ones.
 
     Returns
     -------
     newest, sinks, codes : int64 array (n, 2)
-        Ranges; ``[0, 0)`` for nothing.
+        Ranges; an empty one is ``[0, 0)``.
     """
     low, high = seen[:, 0], seen[:, 1]
     newest_from = positions // group * group if group else positions + 1 - window
@@ -116,12 +119,12 @@ def split(
 def relocate_beside(
     table: NDArray[np.int32], kept: Ints, start: int, window: int, block_size: int, keeps: int
 ) -> Relocation:
-    """Plan the table of a compacted sequence in a group that keeps first tokens; see `relocate`.
+    """Plan the block table of a compacted sequence in a group that keeps first tokens; see `relocate`.
 
     Raises
     ------
     NotSupported
-        If the newest tokens to keep are not there in full, or the first ones are not kept.
+        If the newest kept tokens have no full-precision vectors, or the first tokens are not kept.
     """
     plan = relocate(table, kept, start, window, block_size)
     n, sinks = len(kept), min(keeps, len(kept))

@@ -1,9 +1,9 @@
-"""A device that is not here: as much of a driver as it takes to see which kernels a program launches.
+"""A simulated driver without a device, which shows which kernels a program launches.
 
-Kernels are compiled without a driver. Which ones a call needs is known only where it runs, as kinds, head dims,
-alignment and the device's shared memory decide. `pretend` gives a process a device of a named compute capability, whose
-memory is the host's. Calls then do all that they do on a GPU, and what they launch is noted, not run: see
-`numkv.kernels.cuda.launches.noted`. So results are rubbish, and the process is good for nothing else.
+Kernels compile without a driver. The kernels of a call are known only when it runs: they depend on kinds, head dims,
+alignment and the device's shared memory. `pretend` gives a process a device of a named compute capability, whose memory
+is host memory. Calls then do everything that they do on a GPU, but launches are recorded, not run; see
+`numkv.kernels.cuda.launches.noted`. Results are meaningless, so the process must not be used for anything else.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from numkv.errors import NumkvError
 from numkv.kernels.cuda import streams
 
-#: Shared memory that a block may ask for, by compute capability (CUDA C++ Programming Guide, "Technical Specifications
-#: per Compute Capability"); in bytes, a kilobyte of which the system keeps.
+#: Shared memory that a block may request, in bytes, by compute capability (CUDA C++ Programming Guide, "Technical
+#: Specifications per Compute Capability"), less the kilobyte that the system reserves.
 OPTIN_BYTES = {
     (7, 5): 64 << 10, (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10,
     (9, 0): 227 << 10, (10, 0): 227 << 10, (10, 3): 227 << 10, (12, 0): 99 << 10, (12, 1): 99 << 10,
@@ -24,7 +24,7 @@ OPTIN_BYTES = {
 
 
 class _Device:
-    """What Numba asks `cuda.core` of a device."""
+    """The part of a `cuda.core` device that Numba uses."""
 
     device_id, name, uuid = 0, "a device that is not here", "0" * 32
     compute_capability = (0, 0)
@@ -34,22 +34,22 @@ class _Device:
         pass
 
     def set_current(self) -> None:
-        """Do nothing: it is."""
+        """Do nothing: the device is current already."""
 
 
 class _Stream:
-    """What numkv asks `cuda.core` of a stream."""
+    """The part of a `cuda.core` stream that numkv uses."""
 
     device = _Device
 
     @classmethod
     def from_handle(cls, handle: int) -> _Stream:
-        """A stream."""
+        """Return a stream."""
         return cls()
 
 
 class _Driver:
-    """Functions of the driver that numkv and Numba call on their way to a launch, over host memory."""
+    """The driver functions that numkv and Numba call before a launch, over host memory."""
 
     def __init__(self, driver: Any, optin_bytes: int) -> None:
         self._of, self._optin_bytes = driver, optin_bytes
@@ -61,7 +61,7 @@ class _Driver:
         if of == wanted.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN:
             return self._optin_bytes
         if of == wanted.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
-            return 132  # as an H200 has; by capability it is not known
+            return 132  # those of an H200; the capability does not determine them
         raise NotImplementedError(f"an absent device: {of}")
 
     def _cuCtxGetCurrent(self) -> Any:  # noqa: N802
@@ -89,7 +89,7 @@ class _Driver:
         ctypes.memset(int(to), byte, nbytes)
 
     def answering(self) -> dict[str, Any]:
-        """The functions by name, as `cuda.bindings.driver` has them: each gives its error before its result."""
+        """Return the functions by name, as in `cuda.bindings.driver`: each returns its error, then its result."""
         done = self._of.CUresult.CUDA_SUCCESS
 
         def of(name: str, answer: Any) -> Any:
@@ -116,12 +116,12 @@ class _Driver:
 
 
 def pretend(cc: tuple[int, int]) -> None:
-    """Give this process a device that is not here, before anything of CUDA was used in it.
+    """Give this process a simulated device, before the process uses CUDA.
 
     Parameters
     ----------
     cc : tuple of int
-        Its compute capability, one of `OPTIN_BYTES`.
+        The device's compute capability, one of `OPTIN_BYTES`.
 
     Raises
     ------

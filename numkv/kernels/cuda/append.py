@@ -1,6 +1,6 @@
 """Append ready rows to a cache, on CUDA; see `numkv.kernels.cpu.append` for the three operations.
 
-A warp takes a row, its lanes adjacent elements. Rows whose slot lies outside the pool are skipped.
+A warp stores a row; its lanes have adjacent elements. Rows whose slot lies outside the pool are skipped.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ ROWS = THREADS // LANES  # rows that a block takes at once
 def make_append_rows(SRC, DST, BY_SLOT):
     """Make the function that puts rows of kind `SRC` into a pool of kind `DST`, by given slots or by a block table.
 
-    ``append(rows, pool, scale, places, start, block, num_blocks, peaks, look, found, raised)``, of which a block of
-    threads does the part number `block` of `num_blocks`. What is not finite is reported as `look` plus its index, in
-    the word of `found` that its token has; see `numkv.kernels.cuda.late`.
+    ``append(rows, pool, scale, places, start, block, num_blocks, peaks, look, found, raised)``. A block of threads
+    stores part number `block` of `num_blocks`. An element that is not finite is reported as `look` plus its index, in
+    its token's word of `found`; see `numkv.kernels.cuda.late`.
     """
     load, _ = codec(SRC)
     find, (peak, put) = slot_finder(BY_SLOT), row_store(DST, "float32", load)
@@ -76,7 +76,7 @@ def make_append_rows(SRC, DST, BY_SLOT):
         num_tokens, num_heads, dim = rows.shape
         num_blocks, block_size = pool.shape[0], np.int64(pool.shape[2])
         lane, warp = cuda.threadIdx.x, cuda.threadIdx.y
-        # All threads go round equally often, as those that quantise wait for each other inside.
+        # All threads have the same number of iterations, because those that quantise synchronise within.
         for first in range(part * ROWS, num_tokens * num_heads, num_parts * ROWS):
             row = first + warp
             t, h = row // num_heads, row % num_heads
@@ -111,9 +111,9 @@ def make_append_rows(SRC, DST, BY_SLOT):
 
 
 def make_append_groups(SRC, BY_SLOT):
-    """Make the function that puts rows of kind `SRC` into a pool of groups (INT4): a thread takes a group.
+    """Make the function that puts rows of kind `SRC` into a pool of groups (INT4): a thread stores a group.
 
-    See `make_append_rows`. Each thread looks at the whole row, as a row that is not finite is stored as zeros.
+    See `make_append_rows`. Each thread checks the whole row, because a row that is not finite is stored as zeros.
     """
     load, _ = codec(SRC)
     find = slot_finder(BY_SLOT)
@@ -160,7 +160,7 @@ def make_append_groups(SRC, BY_SLOT):
 
 
 def make_append(K_SRC, K_KIND, V_SRC, V_KIND, BY_SLOT):
-    """Make the kernel that puts rows of K and of V into their pools: some blocks take K, the others V."""
+    """Make the kernel that puts rows of K and of V into their pools: some blocks store K, the others V."""
     SIDES = ((K_SRC, K_KIND), (V_SRC, V_KIND))
     append_k, append_v = (
         make_append_groups(src, BY_SLOT)
@@ -195,7 +195,7 @@ def make_append(K_SRC, K_KIND, V_SRC, V_KIND, BY_SLOT):
 
 
 def octet_side(SRC, DST, BY_SLOT):
-    """The function that puts aligned rows of kind `SRC` into a pool of kind `DST`; see `make_append_octets`."""
+    """Make the function that puts aligned rows of kind `SRC` into a pool of kind `DST`; see `make_append_octets`."""
     AS_IS, QUANTISED = SRC == DST, needs_peak(DST)
     FROM, find_row = bytes_of(SRC), address_finder(DST)
     COMPUTE = "float64" if DST == "fp64" else "float32"
@@ -213,7 +213,7 @@ def octet_side(SRC, DST, BY_SLOT):
         num_heads, block_size, octets = natural(num_heads), natural(block_size), natural(dim) >> 3
         num_rows, num_slots = num_tokens * num_heads, num_blocks * block_size
         x = cuda.local.array(ELEMENTS, REAL)
-        # All threads go round equally often, as those of a warp meet inside.
+        # All threads have the same number of iterations, because those of a warp synchronise within.
         for first in range(first_block * at_once, num_rows, num_parts * at_once):
             row = natural(first + mine)
             if row >= num_rows:
@@ -232,13 +232,13 @@ def octet_side(SRC, DST, BY_SLOT):
             elif QUANTISED:
                 mine_of = (lane, lane + lanes)
                 have = (here and lane < octets, here and lane + lanes < octets)
-                # A lane without an octet takes the first one too, one without a row the first row: nobody branches.
+                # A lane without an octet reads the first one, a lane without a row the first row. This avoids branches.
                 load(source + (mine_of[0] if have[0] else np.int64(0)) * FROM, x, 0)
                 load(source + (mine_of[1] if have[1] else np.int64(0)) * FROM, x, 8)
                 largest = magnitude(x)
                 bad = put(x, mine_of, have, lanes, to, largest, look)
                 if bad and have[0] and largest >= np.uint32(0x7F800000):
-                    # Read anew, as registers are few.
+                    # Reload to save registers.
                     load(source + mine_of[0] * FROM, x, 0)
                     load(source + (mine_of[1] if have[1] else np.int64(0)) * FROM, x, 8)
                     report(x, mine_of, look + row * dim, t, found, raised)
@@ -256,10 +256,10 @@ def octet_side(SRC, DST, BY_SLOT):
 
 
 def make_append_octets(K_SRC, K_KIND, V_SRC, V_KIND, BY_SLOT):
-    """The kernel of `make_append` for rows that are aligned: two octets a thread, several rows a warp.
+    """Make the kernel of `make_append` for aligned rows: two octets a thread, several rows a warp.
 
-    Blocks of threads from `k_blocks` on take V. `k_lanes` and `v_lanes` are the binary logarithms of the
-    lanes of a row.
+    Blocks of threads from `k_blocks` on store V. `k_lanes` and `v_lanes` are the binary logarithms of the lanes of a
+    row.
     """
     SAME = (K_SRC, K_KIND) == (V_SRC, V_KIND)
     side_k, side_v = octet_side(K_SRC, K_KIND, BY_SLOT), octet_side(V_SRC, V_KIND, BY_SLOT)
@@ -320,17 +320,17 @@ def _append(k_src: str, k_kind: str, v_src: str, v_kind: str, by_slot: bool) -> 
 
 
 def _by_octets(rows, source, pool, kind):
-    """Return whether rows are such that `make_append_octets` takes them."""
+    """Return whether `make_append_octets` supports these rows."""
     return octets_fit(rows, source, rows.shape[2]) and octets_fit(pool, kind, rows.shape[2])
 
 
 def _octet_blocks(rows, lanes):
-    """Blocks that a launch wants, of as many rows each as fit a block's threads; half of what there may be."""
+    """Return the blocks of a launch, with as many rows each as fit its threads; at most half of `MAX_BLOCKS`."""
     return min(ceil_div(rows.shape[0] * rows.shape[1], THREADS >> lanes), max(1, MAX_BLOCKS // 2))
 
 
 def _blocks(rows, pool_kind, scale):
-    """Blocks that a launch wants: rows, or their groups, over the threads; half of what there may be."""
+    """Return the blocks of a launch: rows, or their groups, over the threads; at most half of `MAX_BLOCKS`."""
     num_rows = rows.shape[0] * rows.shape[1]
     if kind(pool_kind).scales_per == "group":
         wanted = ceil_div(num_rows * scale.shape[3], THREADS)
@@ -359,7 +359,7 @@ def _both(k_side, v_side, places, start, look, by_slot, only_k=False):
 
 
 def _one(rows, rows_kind, pool, pool_kind, scale, places, start, by_slot):
-    """Append rows of one side: the kernel for both, of whose blocks none takes the other side."""
+    """Append rows of one side by the kernel for both; none of its blocks stores the other side."""
     side = rows, rows_kind, pool, pool_kind, scale
     _both(side, side, places, start, 0, by_slot, only_k=True)
 
@@ -395,7 +395,7 @@ def small_copy(rows_kind):
 
 
 def make_copy_rows(WORD):
-    """The kernel that copies rows of `WORD` bytes an element at per-sequence offsets: some blocks take K, others V."""
+    """Make the kernel that copies rows of `WORD` bytes an element at per-sequence offsets: some blocks K, others V."""
 
     @register_jitable
     def copy(new, cache, offsets, part, num_parts):
@@ -424,7 +424,7 @@ def make_copy_rows(WORD):
 
 
 def make_copy_octets(WORD):
-    """The kernel of `make_copy_rows` for rows that are aligned: 16 bytes a thread at once."""
+    """Make the kernel of `make_copy_rows` for aligned rows: 16 bytes a thread at once."""
 
     @register_jitable
     def copy(new, cache, offsets, part, num_parts, log):
@@ -475,7 +475,7 @@ def _copy_rows(bytes_: int, octets: bool = False) -> Any:
 
 
 def _bits(x):
-    """An array as words that are copied bit by bit: a float's copy might quieten a NaN."""
+    """Return an array as integer words, because copying a float may quieten a NaN."""
     bits = np.dtype(f"u{x.dtype.itemsize}")
     return x if x.dtype == bits else x.view(bits)
 

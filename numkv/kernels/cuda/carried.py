@@ -1,8 +1,8 @@
-"""Files of machine code that one machine makes and another one takes: kernels of one architecture, from one version.
+"""Files of machine code that one machine writes and another one loads: kernels of one architecture and version.
 
-The disk cache names its files by all that has a part in the machine code, the versions of the toolchain included, so it
-does not travel. Here kernels are named by what they are made from. `take` puts them into the disk cache under the names
-that this machine looks for, as if it had compiled them; calls know nothing of such files.
+Names in the disk cache depend on everything that affects machine code, including toolchain versions. The disk cache is
+therefore not portable. These files identify kernels by their sources. `take` puts them into the disk cache under this
+machine's names, as if they were compiled here. Calls do not depend on such files.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _ROOM = "numkv.kernels.cuda."
 
 
 def capability(text: str) -> tuple[int, int]:
-    """The compute capability of an architecture such as ``"sm_90"``.
+    """Return the compute capability of an architecture such as ``"sm_90"``.
 
     Raises
     ------
     NotSupported
-        If numkv knows no such architecture.
+        If numkv does not know the architecture.
     """
     known = {f"sm_{major}{minor}": (major, minor) for major, minor in OPTIN_BYTES}
     found = known.get(text.removesuffix("a"))
@@ -48,34 +48,34 @@ def capability(text: str) -> tuple[int, int]:
 
 
 def device() -> tuple[int, int] | None:
-    """This machine's compute capability; None without a GPU."""
+    """Return this machine's compute capability; None without a GPU."""
     return cuda.get_current_device().compute_capability if cuda.is_available() else None
 
 
 @contextlib.contextmanager
 def elsewhere(cc: tuple[int, int]) -> Iterator[dict[Kernel, None]]:
-    """Pretend that there is a device of a compute capability, and note the kernels that are launched; see `pretend`."""
+    """Simulate a device of a compute capability, and record the kernels that are launched; see `pretend`."""
     pretend(cc)
     with noted() as kernels:
         yield kernels
 
 
 def write(path: Path | None, kernels: Iterable[Kernel], cc: tuple[int, int]) -> int:
-    """Write machine code for a compute capability, whole or not at all; what is not on disk is compiled.
+    """Write machine code for a compute capability atomically; kernels that are not on disk are compiled.
 
     Parameters
     ----------
     path : Path or None
-        The file; None only has them compiled.
+        The file. With None, kernels are only compiled.
     kernels : iterable of Kernel
-        What it shall hold.
+        The kernels of the file.
     cc : tuple of int
         The compute capability.
 
     Returns
     -------
     int
-        How many kernels it holds.
+        The number of kernels written.
     """
     of, rows, codes = architecture(cc), [], []
     for kernel in kernels:
@@ -100,19 +100,19 @@ def write(path: Path | None, kernels: Iterable[Kernel], cc: tuple[int, int]) -> 
 
 
 def take(path: Path, cc: tuple[int, int] | None) -> int:
-    """Put the kernels of a file into this machine's disk cache; of a file that is refused, none.
+    """Put the kernels of a file into this machine's disk cache; a rejected file changes nothing.
 
     Parameters
     ----------
     path : Path
-        The file. Whoever wrote it can have this machine's GPU run what he likes.
+        The file. Its author can run any code on this machine's GPU.
     cc : tuple of int or None
         This machine's compute capability, if it has a GPU.
 
     Returns
     -------
     int
-        How many kernels there were.
+        The number of kernels in the file.
 
     Raises
     ------
@@ -154,14 +154,14 @@ def _refuse(path: Path, why: str, error: Exception | None = None) -> NoReturn:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[bytes]]:
-    """The contents, and the machine code of each kernel."""
+    """Return the contents, and the machine code of each kernel."""
     with zipfile.ZipFile(path) as archive:
         contents = json.loads(archive.read(_CONTENTS))
         return contents, [archive.read(f"{i}.cubin") for i in range(len(contents["kernels"]))]
 
 
 def _place(path: Path, parts: list[str]) -> Path | None:
-    """Return where this machine looks for a kernel."""
+    """Return the path of a kernel in this machine's disk cache."""
     module, name, *_ = parts
     factory = None
     if module.startswith(_ROOM):

@@ -1,4 +1,4 @@
-"""Quantise token groups by channel, on CUDA: a block of threads takes a group of a head, a thread its channels."""
+"""Quantise token groups by channel, on CUDA: a thread block has a group of a head, a thread some of its channels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from numkv.rows.convert import codec
 
 
 def make_quantise_groups(SRC, DST):
-    """Make the kernel that takes rows of kind `SRC` and gives codes of kind `DST`."""
+    """Make the kernel that quantises rows of kind `SRC` to codes of kind `DST`."""
     load, _ = codec(SRC)
     EACH, FINE = kind(DST).unit[0], kind(DST).fine_channels
     store, store_fine = channel_storer(8 // EACH, load)

@@ -1,4 +1,4 @@
-"""Which blocks of a sequence are worth reading for a query, on CUDA; see `numkv.kernels.cpu.choice`."""
+"""Choose the blocks of a sequence that a query reads, on CUDA; see `numkv.kernels.cpu.choice`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from numkv.kinds import kind
 from numkv.rows.choice import DIGIT_BITS, digit_of, order_of, parts_of, whose_digit
 from numkv.rows.convert import codec
 
-# Elements of a row that a thread takes at once.
+# Elements of a row that a thread reads at once.
 STEP = 4
 PLACES = 32 // DIGIT_BITS
 DIGITS = 1 << DIGIT_BITS
@@ -62,7 +62,7 @@ def make_key_bounds(K_KIND):
                     scale = k_scale[h]
                 for n in range(STEP):
                     value = x[n] * scale
-                    if not value >= below[n]:  # which takes a NaN
+                    if not value >= below[n]:  # true for a NaN, too
                         below[n] = value
                     if not value <= above[n]:
                         above[n] = value
@@ -113,10 +113,10 @@ def make_block_scores(Q_KIND):
 
 
 def make_choose_blocks():
-    """Make the kernel that chooses: a CUDA block has a kv head of a sequence.
+    """Make the kernel that chooses blocks: a CUDA block has a kv head of a sequence.
 
-    Its threads count digits together; each then has a run of the sequence's blocks, whose chosen ones go behind those
-    of the threads before it.
+    Its threads count digits together. Each thread then has a run of the sequence's blocks. The blocks that it chooses
+    follow those of the threads before it.
     """
 
     def kernel(scores, block_table, seq_lens, block_size, first, newest, tables, lens):
@@ -126,7 +126,7 @@ def make_choose_blocks():
         alike = cuda.shared.array(MARKS, types.int32)
         state = cuda.shared.array(
             2, types.int64
-        )  # the score searched for, and how many alike are taken
+        )  # the lowest chosen score, and how many equal ones are chosen
         thread = np.int64(cuda.threadIdx.x)
         for item in range(
             np.int64(cuda.blockIdx.x), scores.shape[0] * heads, np.int64(cuda.gridDim.x)
@@ -137,7 +137,7 @@ def make_choose_blocks():
             everything = used <= top
             begin, end = (used, used) if everything else (np.int64(first), used - newest)
             rest = np.int64(0) if everything else top - first - newest
-            if thread == 0:  # all have waited since they read it for the item before
+            if thread == 0:  # all threads have passed a barrier since they read the item before
                 state[0], state[1] = np.int64(0 if rest > 0 else 0xFFFFFFFF), rest
             for place in range(PLACES - 1, -1, -1):
                 for i in range(thread, DIGITS, THREADS):
@@ -159,7 +159,7 @@ def make_choose_blocks():
                     state[1] = left
                 cuda.syncthreads()
             found, wanted = np.uint32(state[0]), state[1]
-            # Each thread's run of blocks: how many of them are chosen for certain, and how many are alike.
+            # For each thread's run of blocks: how many are certainly chosen, and how many have the lowest chosen score.
             run = (used + THREADS - 1) // THREADS
             low, high = min(thread * run, used), min((thread + 1) * run, used)
             sure, same = np.int32(0), np.int32(0)
@@ -180,7 +180,7 @@ def make_choose_blocks():
                     larger[i + 1] += larger[i]
                     alike[i + 1] += alike[i]
             cuda.syncthreads()
-            before = np.int64(alike[thread])  # alike ones of earlier blocks, which come first
+            before = np.int64(alike[thread])  # equal scores of earlier blocks, which come first
             place_of = np.int64(larger[thread]) + min(before, wanted)
             for j in range(low, high):
                 keep = j < begin or j >= end
@@ -207,7 +207,7 @@ def make_choose_blocks():
 
 
 def make_tables_of_heads():
-    """Make the kernel that numbers parts of blocks."""
+    """Make the kernel that numbers the (block, kv head) parts."""
 
     def kernel(tables, num_kv_heads, out):
         heads, columns = np.int64(tables.shape[1]), np.int64(tables.shape[2])

@@ -1,4 +1,4 @@
-"""Quantised rows to floats, on CUDA: what `numkv.targets.cuda.CudaTarget.dequantise` needs."""
+"""Dequantise rows to floats, on CUDA, for `numkv.targets.cuda.CudaTarget.dequantise`."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ def _dequantise(name: str) -> Any:
 
 
 def dequantise(codes, kind, scale, out):
-    """Turn stored rows into values.
+    """Dequantise stored rows.
 
     Parameters
     ----------
     codes : array (num_heads, num_tokens, words)
         Rows of one block, in the words of `kind`.
     kind : str
-        Their kind, one with scales.
+        Storage kind of the rows, one with scales.
     scale : array (num_heads, num_tokens) or (num_heads, num_tokens, groups)
-        Scales of the rows, or of their groups, in words. Of kinds with scales of heads one of the axes is 1.
+        Scales of the rows, or of their groups, in words. Kinds with scales of heads have one axis of length 1.
     out : float32 array (num_heads, num_tokens, head_dim)
-        Takes the values.
+        Receives the values.
     """
     blocks = ceil_div(codes.shape[0] * codes.shape[1], ROWS)
     launch(_dequantise(kind), blocks, (LANES, ROWS), codes, scale, out)

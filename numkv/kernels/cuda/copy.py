@@ -1,7 +1,7 @@
-"""Copy what is stored, word for word, on CUDA; see `numkv.kernels.cpu.copy` for the operations.
+"""Copy stored blocks and tokens, word for word, on CUDA; see `numkv.kernels.cpu.copy` for the operations.
 
-Blocks, and rows of tokens, are copied in the widest words that they are made of. Pairs with a block or slot outside its
-pool are skipped.
+Blocks and rows are copied in the widest words that divide them. Pairs with a block or slot outside its pool are
+skipped.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from numkv.kernels.cuda.simd import LANES, ceil_div, natural
 from numkv.kernels.cuda.streams import SIMULATED
 from numkv.kernels.operations import Operations, implements
 
-PIECE = 8 * THREADS  # words of a cache's block that a block of threads takes at once
-ROWS = THREADS // LANES  # rows of tokens that a block of threads takes at once
-ASIDE = 3 if SIMULATED else 4096  # tokens that lie aside at once while they move within a buffer
+PIECE = 8 * THREADS  # words of a cache's block that a block of threads copies at once
+ROWS = THREADS // LANES  # rows of tokens that a block of threads copies at once
+ASIDE = 3 if SIMULATED else 4096  # tokens in scratch memory at once while they move in a buffer
 
 _UNSIGNED = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}
 
@@ -79,7 +79,7 @@ def _copy_blocks(bytes_: int) -> Any:
 
 
 def _in_words(x: Any, axes: tuple[int, ...], word: int) -> Any:
-    """A view as words of so many bytes: axes that stay, and one of what comes after them, which lies together."""
+    """Return a view in words of `word` bytes: `axes` stay, and one axis merges the rest, which is contiguous."""
     count = math.prod(x.shape[len(axes) :]) * x.dtype.itemsize // word
     shape, dtype = (*axes, count), np.dtype(f"u{word}")
     if SIMULATED:
@@ -102,7 +102,7 @@ def copy_blocks(source, source_ids, to, to_ids):
 
 
 def make_copy_tokens(WORD):
-    """The kernel that copies the rows of tokens, of words of `WORD` bytes; without slots, tokens stand in a row."""
+    """Make the kernel that copies tokens in words of `WORD` bytes; without slots, tokens are consecutive."""
 
     def kernel(source, source_slots, to, to_slots):
         num_heads, size = source.shape[1], source.shape[3]
@@ -124,7 +124,7 @@ def make_copy_tokens(WORD):
 
 
 def make_copy_tokens_16():
-    """The kernel of `make_copy_tokens` for rows that are multiples of 16 bytes, of `lanes` (as a logarithm) threads."""
+    """Make the kernel of `make_copy_tokens` for rows of a multiple of 16 bytes; `lanes` is log2 of a row's threads."""
 
     def kernel(source, source_slots, to, to_slots, log):
         num_heads, pieces = natural(source.shape[1]), natural(source.shape[3]) >> 1

@@ -1,7 +1,7 @@
-"""Look for NaN and infinity in rows that are to be quantised, on CUDA; in rows that wait in full precision, mend them.
+"""Find NaN and infinity in rows to be quantised, on CUDA, and replace such full-precision rows by zeros.
 
-Kernels that quantise rows look at them, too, and put zeros in their place; `mend_rows` does so for rows among floats
-that are to be quantised later.
+Kernels that quantise rows also check them, and store zeros for rows that are not finite. `mend_rows` does the same for
+float rows that are quantised later.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HIGH = 0x7F  # a byte: eight of them are greater than any index too
 
 
 def make_first_non_finite(KIND):
-    """The kernel for rows of a float kind."""
+    """Make the kernel that finds the first non-finite element in rows of a float kind."""
     load, _ = codec(KIND)
 
     def kernel(rows, found):
@@ -49,7 +49,7 @@ def make_first_non_finite(KIND):
 
 
 def make_first_non_finite_octets(KIND):
-    """The kernel of `make_first_non_finite` for rows that are aligned: an octet a thread at once."""
+    """Make the kernel of `make_first_non_finite` for aligned rows: an octet a thread at once."""
     COMPUTE = "float64" if KIND == "fp64" else "float32"
     load, SIZE = octet_loader(KIND, COMPUTE), bytes_of(KIND)
     REAL = np.float64 if KIND == "fp64" else np.float32
@@ -105,9 +105,9 @@ ROWS = THREADS // LANES  # rows that a block takes at once
 
 
 def make_mend_rows():
-    """Make the kernel that looks at rows in pools of floats, and puts zeros in place of those that are not finite.
+    """Make the kernel that checks rows in pools of floats, and replaces those that are not finite by zeros.
 
-    Blocks of threads from `k_blocks` on take V. What is found is reported as by `numkv.kernels.cuda.append`.
+    Blocks of threads from `k_blocks` on check V. Reports are those of `numkv.kernels.cuda.append`.
     """
     first_bad = first_bad_of(as_it_is)
 
@@ -115,7 +115,7 @@ def make_mend_rows():
     def mend(pool, slots, part, num_parts, look, bad, found, raised):
         num_blocks, num_heads, block_size, dim = pool.shape
         num_tokens, lane, warp = slots.shape[0], cuda.threadIdx.x, cuda.threadIdx.y
-        # All threads go round equally often, as those of a row wait for each other inside.
+        # All threads have the same number of iterations, because those of a row synchronise within.
         for first in range(part * ROWS, num_tokens * num_heads, num_parts * ROWS):
             row = first + warp
             t, h = row // num_heads, row % num_heads

@@ -1,9 +1,9 @@
-"""What CUDA graphs keep: memory that calls take while a stream is captured, and objects that a graph goes on reading.
+"""Memory that calls allocate during CUDA graph capture, and objects that a graph reads: both live as long as the graph.
 
-A graph holds pointers, not objects. So each one that numkv has work in gets a *user object* of the driver, which lives
-as long as the graph, and whatever was instantiated from it, can run. The driver says so by calling a function in a
-thread of its own, which must not wait for Python: it is ``sem_post`` of the C library. The host looks at these
-semaphores in passing, and then lets go.
+A graph holds pointers, not objects. Each graph with work of numkv therefore gets a *user object* of the driver. It
+lives as long as the graph, or any instance of it, can run. At its end the driver calls a function in its own thread,
+which must not wait for Python. This function is ``sem_post`` of the C library. The host polls these semaphores in later
+calls, and then drops its references.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _NO_DESTRUCTOR_SYNC = 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
 
 
 class Capture:
-    """A graph that is being captured, or has been.
+    """A graph during or after its capture.
 
     Attributes
     ----------
     held : list
-        What the graph goes on reading; dropped when it is gone.
+        Objects that the graph reads; dropped when it is destroyed.
     free : dict of tuple to list
         Memory of the graph that no array uses any more, by the handle of the stream and by size. Later calls on that
         stream, also in the graph, may reuse it.
@@ -37,21 +37,21 @@ class Capture:
         self.gone = False
 
     def end(self) -> None:
-        """Let go of everything."""
+        """Drop all references."""
         self.gone = True
         self.held.clear()
         self.free.clear()
 
 
 class Kept:
-    """Memory that a graph and arrays share: it is freed when neither is left.
+    """Memory that a graph and arrays share: it is freed when none of them exists any more.
 
     Parameters
     ----------
     pointer : object
-        Of the memory, as the driver takes it.
+        Pointer to the memory, as the driver expects it.
     free : function
-        Frees it.
+        Frees the memory.
     """
 
     __slots__ = ("_free", "pointer")
@@ -64,13 +64,13 @@ class Kept:
 
 
 _lock = threading.Lock()
-# By the number that the driver gives a capture; and captures whose graphs may still be there, with their semaphores.
+# Captures by the driver's number; captures whose graphs may still exist, with their semaphores.
 _by_number: dict[int, Capture] = {}
 _alive: list[tuple[Any, Capture, int]] = []
 
 
 def capture_of(place: Place) -> Capture | None:
-    """The capture that what is launched at a place becomes a part of; None if there is none."""
+    """Return the capture that launches at a place become a part of, or None."""
     if place.handle == 0 or not place.capturing():
         return None
     from cuda.bindings import driver
@@ -90,13 +90,13 @@ def capture_of(place: Place) -> Capture | None:
 
 
 def _begin(graph: Any, number: int) -> Capture:
-    """Have a graph say when it is gone."""
+    """Register a user object that signals a graph's destruction."""
     from cuda.bindings import driver
 
     found = Capture()
     c = _c_library()
     if c is None:
-        return found  # which lasts as long as the process
+        return found  # it lasts as long as the process
     semaphore = ctypes.create_string_buffer(_SEMAPHORE_BYTES)
     c.sem_init(semaphore, 0, 0)
     post = driver.CUhostFn(ctypes.cast(c.sem_post, ctypes.c_void_p).value)
@@ -107,7 +107,7 @@ def _begin(graph: Any, number: int) -> Capture:
 
 
 def _c_library() -> Any:
-    """The C library, where it has semaphores that lie in memory; else None."""
+    """Return the C library if it has semaphores in memory, else None."""
     try:
         c = ctypes.CDLL(None)
         return c if c.sem_init and c.sem_post and c.sem_trywait else None
@@ -116,7 +116,7 @@ def _c_library() -> Any:
 
 
 def hold(place: Place, *objects: Any) -> bool:
-    """Have the graph that is being captured at a place keep objects; False, and nothing, if none is."""
+    """Make the graph being captured at a place keep objects alive; return False if there is no capture."""
     capture = capture_of(place)
     if capture is None:
         return False
@@ -126,7 +126,7 @@ def hold(place: Place, *objects: Any) -> bool:
 
 
 def sweep() -> None:
-    """Let go of what graphs kept that are gone."""
+    """Drop the references of destroyed graphs."""
     if not _alive:
         return
     c = _c_library()
@@ -135,5 +135,5 @@ def sweep() -> None:
         for x in gone:
             _alive.remove(x)
             _by_number.pop(x[2], None)
-    for _, capture, _ in gone:  # outside of the lock, as finalisers may come back here
+    for _, capture, _ in gone:  # outside the lock, because finalisers may call this again
         capture.end()

@@ -1,6 +1,6 @@
 """Rotate rows by random signs and a Hadamard transform, on CUDA; see `numkv.kernels.cpu.hadamard`.
 
-A warp takes a row, which lies in shared memory as floats while its stages follow each other in place.
+A warp rotates a row. The row is in shared memory as floats, where the stages run in place.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from numkv.kernels.operations import Operations, implements
 from numkv.rows.convert import codec
 from numkv.rows.hadamard import block_length, butterfly, lower_of
 
-ROWS = THREADS // LANES  # rows that a block takes at once, if they fit
+ROWS = THREADS // LANES  # rows that a block rotates at once, if they fit
 
 
 def make_rotate_rows(SRC, DST):
-    """Make the kernel that takes rows of kind `SRC` and gives rows of kind `DST`, both float kinds."""
+    """Make the kernel that rotates rows of kind `SRC` into rows of kind `DST`, both float kinds."""
     COMPUTE = "float64" if "fp64" in (SRC, DST) else "float32"
     F = np.float64 if COMPUTE == "float64" else np.float32
     SHARED = getattr(types, COMPUTE)
@@ -39,7 +39,7 @@ def make_rotate_rows(SRC, DST):
         lane, mine, at_once = cuda.threadIdx.x, cuda.threadIdx.y, cuda.blockDim.y
         row_at = mine * dim
         rows = num_tokens * num_heads
-        # All threads go round equally often, as they wait for each other inside.
+        # All threads have the same number of iterations, because they synchronise within.
         for first in range(
             np.int64(cuda.blockIdx.x) * at_once, rows, np.int64(cuda.gridDim.x) * at_once
         ):  # fmt: skip
@@ -60,7 +60,7 @@ def make_rotate_rows(SRC, DST):
                         values[low], values[high] = butterfly(values[low], values[high])
                 stride *= np.int64(2)
             cuda.syncthreads()
-            # A thread ends with the elements that it starts the next row with, so nobody needs to wait.
+            # A thread ends with the elements that it starts the next row with, so no barrier is needed.
             if here:
                 for d in range(lane, dim, LANES):
                     value = values[row_at + d]

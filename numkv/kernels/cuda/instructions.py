@@ -1,20 +1,22 @@
-"""What CUDA kernels say in LLVM or PTX: all of it is in this file, as named operations.
+"""All LLVM and PTX code of CUDA kernels, as named operations.
 
-Each operation says what it computes by a line of NumPy, and where values move between the threads of a warp, by a
-drawing. A kernel that needs more composes it of these (`numkv.kernels.cuda.widen`) or adds one here: whoever moves
-kernels to another compiler then writes this file anew, and nothing else. In order: addresses, copies from global to
-shared memory that go on behind the program, and accesses of up to 16 bytes; arithmetic that rounds or picks; what the
-32 threads of a warp run together; 16 bytes of a row at once as floats (`load_chunk`), which plain indexing of small
-words never reads.
+Each operation documents its result by a line of NumPy. Drawings show how values move between the threads of a warp. A
+kernel that needs more composes operations (`numkv.kernels.cuda.widen`) or adds one here. A port to another compiler
+rewrites this file alone. In order:
 
-Addresses are plain integers: 64 bits of global memory, 32 bits of shared memory, both in bytes. Constants that are
-added to them become part of instructions.
+- addresses, asynchronous copies from global to shared memory, accesses of up to 16 bytes,
+- arithmetic with a rounding mode or a selection,
+- operations that the 32 threads of a warp execute together,
+- loads of 16 bytes of a row as floats (`load_chunk`); plain indexing of small words never reads as much at once.
 
-The simulator runs none of these but `load_chunk` and `load_chunk_at`, for which a row's number stands for its address;
-others raise there. The interpreter of PTX runs them all (`tests/compile/test_instructions.py`).
+Addresses are plain integers, in bytes: 64 bits for global memory, 32 bits for shared memory. Constants that are added
+to them become part of instructions.
 
-Thread ``l`` of a warp is of group ``g = l // 4`` and has place ``t = l % 4`` there. The matrices of `mma_bf16` and
-`mma_fp16` lie in the warp's registers so; a word has two adjacent elements, the first in its low half::
+The simulator runs `load_chunk` and `load_chunk_at` alone, with a row's number as its address. Other operations raise
+there. The PTX interpreter runs all of them (`tests/compile/test_instructions.py`).
+
+Thread ``l`` of a warp belongs to group ``g = l // 4``, at place ``t = l % 4``. The drawing shows the matrices of
+`mma_bf16` and `mma_fp16` in the warp's registers. A word has two adjacent elements, the first in its low half::
 
     A, 16 x 16, by rows             B, 16 x 8, by columns     C and D, 16 x 8
 
@@ -27,10 +29,11 @@ Thread ``l`` of a warp is of group ``g = l // 4`` and has place ``t = l % 4`` th
     a2 = A[g, 2t + 8 : 2t + 10]
     a3 = A[g + 8, 2t + 8 : 2t + 10]
 
-So D of one product, packed in pairs, is half of an A, and of its transpose a B: softmax weights need not move.
+D of one product, packed in pairs, is therefore half of an A. It is also a B of D's transpose. Softmax weights thus stay
+in their registers.
 
-`ldmatrix_x4` loads four 8 x 8 matrices of 16-bit elements. Threads ``8 i`` to ``8 i + 7`` give the addresses of the
-eight rows of matrix ``i``, 16 bytes each; every thread gets word ``i`` of matrix ``i``::
+`ldmatrix_x4` loads four 8 x 8 matrices of 16-bit elements. Threads ``8 i`` to ``8 i + 7`` pass the addresses of the
+eight rows of matrix ``i``, 16 bytes each. Result word ``i`` of every thread is from matrix ``i``::
 
     plain: row g, elements 2t and 2t + 1             _trans: rows 2t and 2t + 1, element g
 
@@ -40,9 +43,9 @@ eight rows of matrix ``i``, 16 bytes each; every thread gets word ``i`` of matri
     ...                                              row 2   l1  l5  l9 ... l29
     row 7    l28     l29     l30     l31             ...
 
-Plain gives A of a matrix stored by rows, and B of one stored by columns (K, of which a row is a token); ``_trans`` the
-others (V). Figures and layouts are those of NVIDIA's "Parallel Thread Execution ISA", sections on ``mma`` and
-``ldmatrix``.
+The plain form loads A of a matrix stored by rows, and B of one stored by columns (K, where a row is a token).
+``_trans`` loads the other cases (V). Layouts are those of NVIDIA's "Parallel Thread Execution ISA", sections on ``mma``
+and ``ldmatrix``.
 """
 
 from __future__ import annotations
@@ -65,13 +68,13 @@ from numkv.rows.convert import codec
 
 I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 
-#: What operands and results are, by the letter of their register: words, addresses of global memory, floats.
+#: Types of operands and results, by the letter of their register: words, addresses of global memory, floats.
 NUMBA = {"r": types.uint32, "l": types.int64, "f": types.float32}
 LLVM = {"r": I32, "l": I64, "f": F32}
 
 
 def intrinsic(typed: Callable[..., Any]) -> Any:
-    """Numba's decorator of functions that emit LLVM; in the simulator, a function that raises."""
+    """Decorate a function that emits LLVM, as Numba does; in the simulator, return a function that raises."""
     if not SIMULATED:
         from numba.cuda.extending import intrinsic as decorate
 
@@ -87,7 +90,7 @@ def operation(
     name: str, text: str, results: str, operands: dict[str, str], doc: str, *, together: bool = False,
     memory: bool = False, early: bool = False, into: bool = False, floats: int = 0,
 ) -> Any:  # fmt: skip
-    """A function for kernels that is an instruction, or a few.
+    """Make a function for kernels from one or a few instructions.
 
     Parameters
     ----------
@@ -96,21 +99,21 @@ def operation(
     text : str
         PTX; ``$0`` and so on are the results, then the operands.
     results : str
-        A letter for each result: ``r`` a word (uint32), ``f`` a float32. Several come as a tuple.
+        A letter for each result: ``r`` is a word (uint32), ``f`` a float32. Several results form a tuple.
     operands : dict of str to str
         Names and letters of the operands; ``l`` is an address of global memory (int64).
     doc : str
-        What it does.
+        Docstring of the function.
     together : bool
-        Whether the threads of a warp have to run it together: then the compiler leaves it where it stands.
+        Whether all threads of a warp must execute it together. The compiler then does not move it across branches.
     memory : bool
         Whether it reads or writes memory, or orders accesses.
     early : bool
-        Whether it sets results while it still needs operands, so that they may not share registers.
+        Whether it writes results before it has read all operands. They then never share registers.
     into : bool
-        Whether results go to the first elements of a local array, which is given last, not to a tuple.
+        Whether results go to the first elements of a local array, the last argument, in place of a tuple.
     floats : int
-        So many more operands are the first elements of a local array of float32, which is given last.
+        Number of further operands: the first elements of a local array of float32, the last argument.
     """
     letters = [*operands.values(), *("f" * floats)]
     constraints = ",".join([*(f"={'&' * early}{r}" for r in results), *letters])
@@ -167,7 +170,7 @@ def operation(
 
 @intrinsic
 def shared_address(typing_context: Any, array: Any) -> Any:
-    """Where a shared array starts, in bytes of shared memory: int32."""
+    """Return the address of a shared array, in bytes of shared memory: int32."""
 
     def codegen(context, b, sig, args):
         data = context.make_array(sig.args[0])(context, b, args[0]).data
@@ -179,7 +182,7 @@ def shared_address(typing_context: Any, array: Any) -> Any:
 
 @intrinsic
 def global_address(typing_context: Any, array: Any) -> Any:
-    """Where an array in global memory starts: int64, ``array.ctypes.data``."""
+    """Return the address of an array in global memory: int64, ``array.ctypes.data``."""
 
     def codegen(context, b, sig, args):
         return b.ptrtoint(context.make_array(sig.args[0])(context, b, args[0]).data, I64)
@@ -210,12 +213,13 @@ cp_async_16_or_zeros = operation(
 def cp_async_16_rows(
     count: int, table_step: int, step: int, sized: bool, table_from: int = 0, to_from: int = 0, most: bool = True
 ) -> Any:  # fmt: skip
-    """An operation that starts `count` copies, of rows that a table in shared memory says the places of.
+    """Make an operation that starts `count` copies of rows, whose places are in a table in shared memory.
 
-    ``copy(to, table, source)``: ``cp_async_16(to + i * step, source + shared[table + i * table_step])`` for ``i <
-    count``; the table has int64. If `sized`, ``copy(to, table, source, sizes, most)``: `cp_async_16_or_zeros`, of sizes
-    that another table has, of int32, half as far apart; ``& most``, which is left out if not
-    `most`. The table starts `table_from` bytes after `table`, copies go to `to_from` bytes after `to`.
+    ``copy(to, table, source)`` is ``cp_async_16(to + i * step, source + shared[table + i * table_step])`` for ``i <
+    count``. The table has int64. With `sized` it is ``copy(to, table, source, sizes, most)``, and copies are
+    `cp_async_16_or_zeros`. Sizes come from another table of int32, whose steps are half as long. Each size is
+    ``size & most``. Without `most`, this argument and the mask are left out. The table starts `table_from` bytes after
+    `table`. Copies go to `to_from` bytes after `to`.
     """
     text = "{ .reg .b64 %row_source; .reg .b32 %row_size;\n"
     for i in range(count):
@@ -237,11 +241,11 @@ def cp_async_16_rows(
 
 @functools.cache
 def cp_async_4_words(count: int) -> Any:
-    """An operation that starts to copy `count` words of a row that a table in shared memory says the place of.
+    """Make an operation that starts to copy `count` words of a row, whose place is in a table in shared memory.
 
-    ``copy(to, table, source, size)``: ``shared[to + 4 * i] = memory[place + 4 * i]``, words, for ``i < count``, with
-    ``place = source + shared[table]``, int64; all addresses are multiples of 4. Where ``shared[size]``, int32, is 0,
-    words become 0 and nothing is read; else it is 16. The copies go through the first-level cache.
+    ``copy(to, table, source, size)`` is ``shared[to + 4 * i] = memory[place + 4 * i]``, in words, for ``i < count``.
+    There ``place = source + shared[table]``, an int64. All addresses are multiples of 4. ``shared[size]``, an int32, is
+    16 or 0. With 0 the words become 0, and global memory is not read. The copies go through the first-level cache.
     """
     text = (
         "{ .reg .b64 %word_source; .reg .b32 %word_size;\nld.shared.b64 %word_source, [$1]; "
@@ -264,14 +268,14 @@ cp_async_commit = operation(
 
 @functools.cache
 def cp_async_16_steps(count: int, rows: int, step: int) -> Any:
-    """An operation that is `count` times `cp_async_16`, for rows whose chunks are in another order for each of eight.
+    """Make an operation of `count` times `cp_async_16`, where the order of a row's chunks differs within eight rows.
 
     ``cp_async_16((to ^ rows * i % 8 * 16) + i * step, source + i * source_step)`` for ``i < count``. Steps of shared
-    memory are part of the instructions, so that only sources, and what differs by the order, are computed.
+    memory are part of the instructions. Only the sources and the reordered offsets are computed.
     """
     text = "{ .reg .b64 %source; .reg .b32 %to;\n"
     turns = list(dict.fromkeys(rows * i % 8 for i in range(count)))
-    # In the order of sources, as each is the one before plus a step; `%to` of a turn is computed where it comes.
+    # In the order of sources, because each is the previous one plus a step. `%to` of a turn is computed at first use.
     for i in range(count):
         text += "mov.b64 %source, $1;\n" if i == 0 else "add.s64 %source, %source, $2;\n"
         turn = turns.index(rows * i % 8)
@@ -288,7 +292,7 @@ def cp_async_16_steps(count: int, rows: int, step: int) -> Any:
 
 @intrinsic
 def cp_async_wait(typing_context: Any, groups: Any) -> Any:
-    """Wait until all groups of this thread's copies have arrived, but for the last `groups`, a constant."""
+    """Wait until all but the last `groups` groups of this thread's copies have arrived; `groups` is a constant."""
     if not isinstance(groups, types.IntegerLiteral):
         return None
     text = f"cp.async.wait_group {groups.literal_value};"
@@ -302,7 +306,7 @@ def cp_async_wait(typing_context: Any, groups: Any) -> Any:
 
 
 def _shared(words: int) -> tuple[Any, Any]:
-    """The functions that load and store some words of shared memory at once."""
+    """Make the functions that load and store some words of shared memory at once."""
     vector = {1: "", 2: ".v2", 4: ".v4"}[words]
     size, names = 4 * words, list("abcd"[:words])
     loaded = ", ".join(f"${i}" for i in range(words))
@@ -321,7 +325,7 @@ def _shared(words: int) -> tuple[Any, Any]:
 
 @functools.cache
 def load_shared_8_steps(count: int, step: int) -> Any:
-    """An operation that is `count` times `load_shared_8`, each `step` bytes after the one before."""
+    """Make an operation of `count` times `load_shared_8`, at addresses `step` bytes apart."""
     text = "".join(
         f"ld.shared.v2.b32 {{${2 * i}, ${2 * i + 1}}}, [${2 * count}+{i * step}];\n"
         for i in range(count)
@@ -332,7 +336,7 @@ def load_shared_8_steps(count: int, step: int) -> Any:
 
 @functools.cache
 def load_shared_pairs(count: int, step: int) -> Any:
-    """An operation that puts `count` pairs of float32, each `step` bytes after the one before, into a local array.
+    """Make an operation that loads `count` pairs of float32, `step` bytes apart, into a local array.
 
     ``load(address, floats)``: ``floats[2 * i : 2 * i + 2] = shared[address + i * step :][:8]``.
     """
@@ -348,14 +352,14 @@ def load_shared_pairs(count: int, step: int) -> Any:
 
 @functools.cache
 def load_shared_4_from(offset: int) -> Any:
-    """`load_shared_4`, of ``address + offset``; the offset is a part of the instruction."""
+    """Make `load_shared_4` of ``address + offset``; the offset is a part of the instruction."""
     text = f"ld.shared.b32 $0, [$1+{offset}];"
     return operation(f"load_shared_4_from_{offset}", text, "r", {"address": "r"}, "", memory=True)
 
 
 @functools.cache
 def load_shared_16_from(offset: int) -> Any:
-    """`load_shared_16`, of ``address + offset``; the offset is a part of the instruction."""
+    """Make `load_shared_16` of ``address + offset``; the offset is a part of the instruction."""
     text = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];"
     return operation(
         f"load_shared_16_from_{offset}", text, "rrrr", {"address": "r"}, "", memory=True
@@ -364,7 +368,7 @@ def load_shared_16_from(offset: int) -> Any:
 
 @functools.cache
 def store_shared_16_at(offset: int) -> Any:
-    """`store_shared_16`, at ``address + offset``; the offset is a part of the instruction."""
+    """Make `store_shared_16` at ``address + offset``; the offset is a part of the instruction."""
     text = f"st.shared.v4.b32 [$0+{offset}], {{$1, $2, $3, $4}};"
     operands = {"address": "r"} | dict.fromkeys("abcd", "r")
     return operation(f"store_shared_16_at_{offset}", text, "", operands, "", memory=True)
@@ -372,7 +376,7 @@ def store_shared_16_at(offset: int) -> Any:
 
 @functools.cache
 def load_shared_4_floats_from(offset: int) -> Any:
-    """The four float32 of shared memory at ``address + offset``, a multiple of 16, at once."""
+    """Make an operation that loads four float32 of shared memory at ``address + offset``, a multiple of 16."""
     text = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{offset}];"
     return operation(
         f"load_shared_4_floats_from_{offset}", text, "ffff", {"address": "r"}, "", memory=True
@@ -381,7 +385,7 @@ def load_shared_4_floats_from(offset: int) -> Any:
 
 @functools.cache
 def load_shared_floats(offsets: tuple[int, ...]) -> Any:
-    """An operation that gives the float32 of shared memory at constant offsets from an address, multiples of 4."""
+    """Make an operation that loads float32 of shared memory at constant offsets from an address, multiples of 4."""
     text = "".join(f"ld.shared.f32 ${i}, [${len(offsets)}+{x}];\n" for i, x in enumerate(offsets))
     name = "load_shared_floats_" + "_".join(map(str, offsets))
     return operation(name, text, "f" * len(offsets), {"address": "r"}, "", memory=True, early=True)
@@ -389,7 +393,7 @@ def load_shared_floats(offsets: tuple[int, ...]) -> Any:
 
 @functools.cache
 def store_shared_pairs(offsets: tuple[int, ...]) -> Any:
-    """An operation that puts pairs of float32 into shared memory at constant offsets from an address, multiples of 8.
+    """Make an operation that stores pairs of float32 to shared memory at constant offsets, multiples of 8.
 
     ``store(address, floats)``: ``shared[address + offsets[i] :][:8] = floats[2 * i : 2 * i + 2]``, of a local array.
     """
@@ -403,7 +407,7 @@ def store_shared_pairs(offsets: tuple[int, ...]) -> Any:
 
 @functools.cache
 def load_shared_quad(offset: int) -> Any:
-    """An operation that gives the four float32 of shared memory at an address plus `offset`, a multiple of 16."""
+    """Make an operation that loads four float32 of shared memory at an address plus `offset`, a multiple of 16."""
     text = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{offset}];"
     return operation(f"load_shared_quad_{offset}", text, "ffff", {"address": "r"}, "", memory=True)
 
@@ -421,9 +425,9 @@ def _vector_at(b: Any, address: Any) -> Any:
 
 @intrinsic
 def load_global_16(typing_context: Any, address: Any) -> Any:
-    """The 16 bytes of global memory at an address, a multiple of 16, as four words.
+    """Load the 16 bytes of global memory at an address, a multiple of 16, as four words.
 
-    ``memory[address : address + 16].view(uint32)``; the compiler may do it earlier, if nothing is stored between.
+    ``memory[address : address + 16].view(uint32)``. The compiler may move the load up, but never past a store.
     """
 
     def codegen(context, b, sig, args):
@@ -437,7 +441,7 @@ def load_global_16(typing_context: Any, address: Any) -> Any:
 
 @intrinsic
 def store_global_16(typing_context: Any, address: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """Put four words into the 16 bytes of global memory at an address, a multiple of 16.
+    """Store four words to the 16 bytes of global memory at an address, a multiple of 16.
 
     ``memory[address : address + 16].view(uint32)[:] = a, b, c, d``
     """
@@ -453,7 +457,7 @@ def store_global_16(typing_context: Any, address: Any, a: Any, b: Any, c: Any, d
 
 
 def _global(size: int) -> Any:
-    """The function that loads a word, or a half of one, of global memory."""
+    """Make the function that loads a word, or half a word, of global memory."""
     of = ir.IntType(8 * size)
 
     def typed(typing_context: Any, address: Any) -> Any:
@@ -479,7 +483,7 @@ _PAIR = ir.VectorType(I32, 2)
 
 @intrinsic
 def load_global_8(typing_context: Any, address: Any) -> Any:
-    """The 8 bytes of global memory at an address, a multiple of 8, as two words.
+    """Load the 8 bytes of global memory at an address, a multiple of 8, as two words.
 
     ``memory[address : address + 8].view(uint32)``
     """
@@ -495,7 +499,7 @@ def load_global_8(typing_context: Any, address: Any) -> Any:
 
 @intrinsic
 def store_global_8(typing_context: Any, address: Any, a: Any, b: Any) -> Any:
-    """Put two words into the 8 bytes of global memory at an address, a multiple of 8.
+    """Store two words to the 8 bytes of global memory at an address, a multiple of 8.
 
     ``memory[address : address + 8].view(uint32)[:] = a, b``
     """
@@ -535,7 +539,7 @@ load_global_word16 = _loader_of(
 
 @intrinsic
 def store_global(typing_context: Any, address: Any, value: Any) -> Any:
-    """Put a number at an address, a multiple of its size, of global memory.
+    """Store a number to global memory at an address, a multiple of its size.
 
     ``memory[address : address + value.nbytes].view(value.dtype)[0] = value``
     """
@@ -548,7 +552,7 @@ def store_global(typing_context: Any, address: Any, value: Any) -> Any:
 
 
 def _of_floats(name: str, called: str, count: int, doc: str) -> Any:
-    """A function of NVVM over float32: unlike text, it takes constants as they are."""
+    """Make an NVVM function over float32; unlike inline PTX, it accepts constants as immediates."""
 
     def typed(typing_context, *args):
         def codegen(context, b, sig, values):
@@ -569,7 +573,7 @@ def _of_floats(name: str, called: str, count: int, doc: str) -> Any:
 
 @intrinsic
 def other_float(typing_context: Any, x: Any, lanes: Any) -> Any:
-    """`shuffle_xor` of a float32 or, in two words, a float64: ``x[arange(32) ^ lanes]``."""
+    """Compute `shuffle_xor` of a float32, or of a float64 as two words: ``x[arange(32) ^ lanes]``."""
 
     def codegen(context, b, sig, args):
         word = ir.FunctionType(I32, [I32, I32])
@@ -588,7 +592,7 @@ def other_float(typing_context: Any, x: Any, lanes: Any) -> Any:
 
 @intrinsic
 def fma_between_0_and_1(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
-    """``a * b + c``, rounded once, to nearest, and cut off at 0 and at 1; 0 for NaN: ``clip(fma(a, b, c), 0, 1)``."""
+    """Compute ``clip(fma(a, b, c), 0, 1)``, rounded once, to nearest; 0 for NaN."""
 
     def codegen(context, b, sig, args):
         floats = ir.FunctionType(F32, [F32] * 3)
@@ -655,7 +659,7 @@ fma_fp16x2 = operation(
 
 @intrinsic
 def permute_bytes(typing_context: Any, a: Any, b: Any, which: Any) -> Any:
-    """Four bytes of `a` (0 to 3) and `b` (4 to 7): byte ``i`` is the one that hexadecimal digit ``i`` of `which` names.
+    """Pick four bytes of `a` (0 to 3) and `b` (4 to 7): hexadecimal digit ``i`` of `which` selects byte ``i``.
 
     ``concatenate([a.view(uint8), b.view(uint8)])[[which >> 4 * i & 7 for i in range(4)]].view(uint32)``
     """
@@ -671,7 +675,7 @@ def permute_bytes(typing_context: Any, a: Any, b: Any, which: Any) -> Any:
 
 @functools.cache
 def permute_bytes_as(which: int) -> Any:
-    """`permute_bytes` by a constant, which is a part of the instruction: ``permute(a, b)``."""
+    """Make `permute_bytes` by a constant, which is a part of the instruction: ``permute(a, b)``."""
     text = f"prmt.b32 $0, $1, $2, {which};"
     return operation(f"permute_bytes_as_{which:x}", text, "r", {"a": "r", "b": "r"}, "")
 
@@ -684,7 +688,7 @@ select_bits = operation(
 
 @intrinsic
 def unpack_fp16(typing_context: Any, word: Any) -> Any:
-    """The two float16 of a word as float32: ``word.view(float16).astype(float32)``."""
+    """Unpack the two float16 of a word to float32: ``word.view(float16).astype(float32)``."""
 
     def codegen(context, b, sig, args):
         pair = b.bitcast(args[0], ir.VectorType(ir.HalfType(), 2))
@@ -738,7 +742,7 @@ def _ldmatrix_steps(count: int, step: int, trans: bool, into: bool, offset: int 
     for i in range(count):
         found = ", ".join(f"${4 * i + j}" for j in range(4))
         text += f"{opcode} {{{found}}}, [${4 * count}+{offset + i * step}];\n"
-    # Results may not share a register with the address, which later loads still need.
+    # Results must not share a register with the address, which later loads still need.
     name = f"ldmatrix_x4{'_trans' * trans}_{count}_steps_of_{step}_from_{offset}"
     return operation(
         name, text, "r" * (4 * count), {"address": "r"}, "", together=True, memory=True, early=True, into=into
@@ -747,17 +751,17 @@ def _ldmatrix_steps(count: int, step: int, trans: bool, into: bool, offset: int 
 
 @functools.cache
 def ldmatrix_x4_steps(count: int, step: int, trans: bool) -> Any:
-    """An operation that is `count` times `ldmatrix_x4`, or `ldmatrix_x4_trans`, each `step` bytes after the one before.
+    """Make an operation of `count` times `ldmatrix_x4`, or `ldmatrix_x4_trans`, at addresses `step` bytes apart.
 
-    ``sum((ldmatrix_x4(address + i * step) for i in range(count)), ())``; the steps are part of the instructions, so
-    that no address but the first is computed.
+    ``sum((ldmatrix_x4(address + i * step) for i in range(count)), ())``. The steps are part of the instructions, so
+    only the first address is computed.
     """
     return _ldmatrix_steps(count, step, trans, False)
 
 
 @functools.cache
 def ldmatrix_x4_into(count: int, step: int, trans: bool, offset: int = 0) -> Any:
-    """`ldmatrix_x4_steps` from `offset` on, that puts its words into a local array: ``load(address, words)``."""
+    """Make `ldmatrix_x4_steps` from `offset` on, with results in a local array: ``load(address, words)``."""
     return _ldmatrix_steps(count, step, trans, True, offset)
 
 
@@ -779,7 +783,7 @@ shuffle_float = _shuffle("shuffle_float", "idx", "f", _IDX.format("float32"))
 
 @functools.cache
 def shuffle_xor_by(lanes: int, of: str = "r") -> Any:
-    """`shuffle_xor` by a constant, which is a part of the instruction; of a word, or of a float32, ``"f"``."""
+    """Make `shuffle_xor` by a constant, which is a part of the instruction; of a word, or of a float32 (``"f"``)."""
     text = f"shfl.sync.bfly.b32 $0, $1, {lanes}, 31, -1;"
     return operation(f"shuffle_xor_{of}_by_{lanes}", text, of, {"x": of}, "", together=True)
 
@@ -793,13 +797,13 @@ transpose = operation(
 )  # fmt: skip
 
 
-#: Kinds of which several elements share words: INT4, CODE4 and CODE6.
+#: Kinds whose elements share words: INT4, CODE4 and CODE6.
 PACKED = frozenset(k.name for k in kinds(by_channel=True) if k.is_packed)
 
 
 @functools.cache
 def loader(KIND, COMPUTE="float32"):
-    """The function that turns a word into a float; a code is its own value, not yet scaled. Not for packed kinds."""
+    """Return the function that converts a word to float, without scales; packed kinds are not supported."""
     return codec("fp32" if kind_of(KIND).has_scales else KIND, COMPUTE)[0]
 
 
@@ -826,11 +830,11 @@ def _simulated_load_chunk(KIND, WIDTH, array, a, b, c, d, floats, at):
 
 
 def _load_chunk(typing_context, KIND, WIDTH, array, a, b, c, d, floats, at):
-    """Put ``array[a, b, c, d : d + WIDTH]`` as floats at ``floats[at:]``; 4, 8 or 16 bytes, aligned, of CODE6 6 or 12.
+    """Load ``array[a, b, c, d : d + WIDTH]`` as floats to ``floats[at:]``.
 
-    Of INT4, whose ``WIDTH / 2`` words start with word `d`, the codes: first all low nibbles'. Of CODE4 and
-    CODE6, whose words start there too, the levels, in their order.
-    `floats` is a local array, which stays in registers as long as `at` is known when loops are unrolled.
+    The elements take 4, 8 or 16 aligned bytes; CODE6 takes 6 or 12. Packed kinds start at word `d`. INT4 has
+    ``WIDTH / 2`` words, and yields codes, first those of all low nibbles. CODE4 and CODE6 yield levels in their order.
+    `floats` is a local array. It stays in registers if `at` is constant after loops are unrolled.
     """
     if not (isinstance(KIND, types.StringLiteral) and isinstance(WIDTH, types.IntegerLiteral)):
         return None
@@ -855,7 +859,7 @@ def _load_chunk(typing_context, KIND, WIDTH, array, a, b, c, d, floats, at):
 
 
 def _put_floats(context, b, kind, address, size, as_float, to, at):
-    """Read `size` bytes of global memory, and put their elements as floats into the array `to`, from `at` on."""
+    """Load `size` bytes of global memory, and store their elements as floats in the array `to`, from `at` on."""
     real = ir.DoubleType() if as_float == types.float64 else ir.FloatType()
     if kind == "code6":
         values = _code6_floats(b, address, size)
@@ -870,7 +874,7 @@ def _put_floats(context, b, kind, address, size, as_float, to, at):
 
 
 def _load_vector(b, address, type_, size):
-    """Read from global memory; arrays come as generic pointers, but these are all there."""
+    """Load from global memory; array pointers are generic, but all of them point there."""
     pointer = b.addrspacecast(
         b.inttoptr(address, type_.as_pointer()), ir.PointerType(type_, addrspace=1)
     )
@@ -880,7 +884,7 @@ def _load_vector(b, address, type_, size):
 
 
 def _floats_of(context, b, kind, chunk):
-    """The elements of a chunk, as LLVM floats: what `rows.convert` does, with the GPU's own fp16 conversion."""
+    """Yield a chunk's elements as LLVM floats, like `rows.convert`, but with the GPU's own fp16 conversion."""
     i32, single = ir.IntType(32), ir.FloatType()
     if kind == "int4":
         for shift in (0, 4):  # the low nibbles, then the high ones
@@ -909,30 +913,31 @@ def _floats_of(context, b, kind, chunk):
 
 
 def _bf16_floats(b, pair):
-    """Two bfloat16s: each is the upper half of a float32."""
+    """Yield the floats of two bfloat16: each is the upper half of a float32."""
     i32, single = ir.IntType(32), ir.FloatType()
     yield b.bitcast(b.shl(pair, ir.Constant(i32, 16)), single)
     yield b.bitcast(b.and_(pair, ir.Constant(i32, 0xFFFF0000)), single)
 
 
 def _int8_floats(b, codes):
-    """Four int8s, without the GPU's conversion, which is several times slower than arithmetic on some devices.
+    """Return the floats of four int8, without the GPU's conversion instruction.
 
-    ``code + 128`` is a byte; as the last one of the float 2**23 it adds its value to that.
+    On some devices that instruction is several times slower than arithmetic. ``code + 128`` is a byte. As the last byte
+    of the float 2**23, it adds its value to it.
     """
     bytes_ = b.xor(codes, ir.Constant(ir.IntType(32), 0x80808080))
     return _byte_floats(b, bytes_, 2.0**23 + 128)
 
 
 def _int4_floats(b, codes, shift):
-    """The codes in four bytes' nibbles, from bit `shift` on."""
+    """Return the floats of the codes in four bytes' nibbles, from bit `shift` on."""
     i32 = ir.IntType(32)
     nibbles = b.and_(b.lshr(codes, ir.Constant(i32, shift)), ir.Constant(i32, 0x0F0F0F0F))
     return _byte_floats(b, nibbles, 2.0**23)
 
 
 def _code4_floats(b, codes):
-    """The levels of eight codes of `numkv.rows.code4`: a permutation of bytes looks four magnitudes up."""
+    """Yield the levels of eight codes of `numkv.rows.code4`; one permutation of bytes looks up four magnitudes."""
     i32, single = ir.IntType(32), ir.FloatType()
     low, high = (
         ir.Constant(i32, sum(x << 8 * i for i, x in enumerate(part)))
@@ -947,7 +952,7 @@ def _code4_floats(b, codes):
 
 
 def _code6_floats(b, address, size):
-    """The levels of 8 or 16 codes of `numkv.rows.code6`, in 6 or 12 bytes: three loads, as wide as rows lie."""
+    """Yield the levels of 8 or 16 codes of `numkv.rows.code6`, from three loads of 2 or 4 bytes each."""
     i32, each = ir.IntType(32), size // 3
     a, c, e = (
         b.zext(_load_vector(b, b.add(address, ir.Constant(ir.IntType(64), each * i)), ir.IntType(8 * each), each), i32)
@@ -957,7 +962,7 @@ def _code6_floats(b, address, size):
     def shifted(low, right, high, left):
         return b.or_(b.lshr(low, ir.Constant(i32, right)), b.shl(high, ir.Constant(i32, left)))
 
-    # Three bytes each, and above them what does not matter.
+    # Units have three bytes each. The byte above them is ignored.
     if each == 2:
         units = [shifted(a, 0, c, 16), shifted(c, 8, e, 8)]
     else:
@@ -967,7 +972,7 @@ def _code6_floats(b, address, size):
 
 
 def _unit_floats(b, unit):
-    """The levels of the four codes of CODE6 in the lower three bytes of a word."""
+    """Yield the levels of the four codes of CODE6 in the lower three bytes of a word."""
     i32, single = ir.IntType(32), ir.FloatType()
 
     def masked(word, left, mask):
@@ -976,7 +981,7 @@ def _unit_floats(b, unit):
     codes = masked(unit, 0, 63)
     for i in range(1, 4):  # a byte for each
         codes = b.or_(codes, masked(unit, 2 * i, 63 << 8 * i))
-    # A permutation of bytes looks four magnitudes up in a table of eight; the code's upper bits say in which.
+    # A permutation of bytes looks up four magnitudes in a table of eight. The code's upper bits select the table.
     numbers = masked(codes, 0, 0x07070707)
     numbers = b.or_(numbers, b.lshr(numbers, ir.Constant(i32, 4)))
     numbers = _permute(b, numbers, ir.Constant(i32, 0), ir.Constant(i32, 0x4420))
@@ -987,7 +992,7 @@ def _unit_floats(b, unit):
             for at in (first, first + 4)
         )
         found.append(_permute(b, low, high, numbers))
-    for left in (4, 3):  # bits 3 and 4 of codes, as signs of bytes, which fill them
+    for left in (4, 3):  # bits 3 and 4 of codes become sign bits, which then fill their bytes
         upper = _permute(
             b, b.shl(codes, ir.Constant(i32, left)), ir.Constant(i32, 0), ir.Constant(i32, 0xBA98)
         )
@@ -1001,7 +1006,7 @@ def _unit_floats(b, unit):
 
 
 def _permute(b, low, high, numbers):
-    """Four bytes of eight, those of `low` first: each of four nibbles says which one, the lowest the lowest's."""
+    """Pick four of eight bytes, those of `low` first; nibble i of `numbers` selects byte i of the result."""
     i32 = ir.IntType(32)
     permute = cgutils.get_or_insert_function(
         b.module, ir.FunctionType(i32, [i32, i32, i32]), "llvm.nvvm.prmt"
@@ -1010,10 +1015,10 @@ def _permute(b, low, high, numbers):
 
 
 def _byte_floats(b, bytes_, offset):
-    """Four bytes as floats, each as the last one of the float 2**23, less `offset`."""
+    """Yield four bytes as floats: each becomes the last byte of the float 2**23, less `offset`."""
     i32, single = ir.IntType(32), ir.FloatType()
     for i in range(4):
-        # Bytes 0 to 3 are those of `bytes_`, 4 to 7 those of the constant; the topmost is named first.
+        # Bytes 0 to 3 are those of `bytes_`, 4 to 7 those of the constant. The top nibble selects the top byte.
         bits = _permute(b, bytes_, ir.Constant(i32, 0x4B000000), ir.Constant(i32, 0x7440 + i))
         yield b.fsub(b.bitcast(bits, single), ir.Constant(single, offset))
 
@@ -1032,7 +1037,7 @@ def _simulated_load_chunk_at(KIND, WIDTH, array, row, d, floats, at):
 
 
 def _row_address(typing_context: Any, array: Any, a: Any, b: Any, c: Any) -> Any:
-    """The address of ``array[a, b, c, 0]``, as int64."""
+    """Return the address of ``array[a, b, c, 0]``, as int64."""
 
     def codegen(context, builder, sig, args):
         source = context.make_array(sig.args[0])(context, builder, args[0])
@@ -1049,9 +1054,9 @@ def _row_address(typing_context: Any, array: Any, a: Any, b: Any, c: Any) -> Any
 def _load_chunk_at(
     typing_context: Any, KIND: Any, WIDTH: Any, array: Any, row: Any, d: Any, floats: Any, at: Any
 ) -> Any:
-    """Put `WIDTH` elements, from word `d` of the row at address `row` on, as floats at ``floats[at:]``.
+    """Load `WIDTH` elements, from word `d` of the row at address `row` on, as floats to ``floats[at:]``.
 
-    As `numkv.kernels.cuda.instructions.load_chunk`, which see; `array` only says what a word is.
+    See `numkv.kernels.cuda.instructions.load_chunk`. `array` only provides the type of a word.
     """
     if not (isinstance(KIND, types.StringLiteral) and isinstance(WIDTH, types.IntegerLiteral)):
         return None

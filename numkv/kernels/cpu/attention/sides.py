@@ -1,23 +1,24 @@
 """The two sides of attention for few query rows: K's and V's, each in floats, in integers or in pairs of bf16.
 
-K's: ``load_query`` puts a query row into scratch memory, ``interleave`` puts several side by side, ``scores``
-multiplies them with a tile's K rows. V's: ``accumulate`` adds a tile's weighted V rows to the output. Both are made for
-a number of rows that are taken at once, `count`, of which the first `taken` count. Meanwhile rows of the other side are
-prefetched.
+K's side: ``load_query`` copies a query row into scratch memory, ``interleave`` interleaves several, and ``scores``
+multiplies them with a tile's K rows. V's side: ``accumulate`` adds a tile's weighted V rows to the output. Both are
+made for `count` rows at once, of which the first `taken` are used. Meanwhile rows of the other side are prefetched.
 
 **Floats.** Rows are widened to the float type that attention computes in.
 
-**Integers.** Quantised rows meet queries and probabilities of 16 bits. The error, 1e-4 of a result or so, is a
-hundredth of what INT8 costs. INT8 goes this way with float32, and CODE4 and CODE6, whose levels are INT8, after a look
-into a table; INT4 too where products of bytes are added in pairs.
+**Integers.** Quantised rows are multiplied with queries and probabilities of 16 bits. The error is about 1e-4 of a
+result, a hundredth of INT8's own error. INT8 uses integers with float32. So do CODE4 and CODE6, whose levels are INT8,
+after a table lookup. INT4 uses them on CPUs that add products of bytes in pairs.
 
-**Pairs.** K and V in bf16 meet queries in bf16, and weights that are rounded to bf16. CPUs that multiply bf16 do so in
-pairs of neighbours and add them up in float32, in the time that float32 takes for half as many. Products of queries and
-keys are exact; a weight's rounding costs 2**-8 of it at most, as in FlashAttention (Dao et al., 2022) on a GPU, and
-results are rounded to bf16 all the same. The softmax scale is left for the scores.
+**Pairs.** K and V in bf16 are multiplied with queries in bf16, and with weights rounded to bf16. CPUs with bf16
+products multiply pairs of neighbours and add them up in float32. They process twice as many elements as float32 does in
+the same time. Products of queries and keys are exact. Rounding changes a weight by at most 2**-8 of it, as in
+FlashAttention (Dao et al., 2022) on a GPU. Results are rounded to bf16 in any case. The softmax scale is applied to the
+scores.
 
-**Scales** of a tile's tokens are put side by side; those of a head join queries and outputs. Where channels of K have
-scales, a tile's join the query rows for as long as it takes; see `numkv.kernels.cpu.attention.llvm.channels`.
+**Scales** of a tile's tokens are put side by side. Scales of a head are multiplied into queries and outputs. Scales of
+K's channels are multiplied into the query rows for the duration of a tile; see
+`numkv.kernels.cpu.attention.llvm.channels`.
 """
 
 from __future__ import annotations
@@ -77,9 +78,10 @@ from numkv.kinds import kind as kind_named
 
 @functools.cache
 def make_gather(kind: str, compute: str, by_group: bool = False) -> Callable[..., Any]:
-    """``gather(floats, to_at, scale, offsets, next_offsets, groups)`` for a storage kind, of INT4 perhaps by group.
+    """Make ``gather(floats, to_at, scale, offsets, next_offsets, groups)`` for a storage kind.
 
-    It puts down the scales of a tile's tokens, which start at `offsets`, and prefetches those of the next tile.
+    It records the scales of a tile's tokens, which start at `offsets`, and prefetches those of the next tile. With
+    `by_group`, INT4 scales are ordered by group.
     """
     found = kind_named(kind)
     gather_scales = make_gather_scales(compute)
@@ -87,7 +89,7 @@ def make_gather(kind: str, compute: str, by_group: bool = False) -> Callable[...
 
     @inlined
     def prefetch_scales(scale, offsets, groups):
-        # Tokens whose scales make a cache line.
+        # Tokens whose scales fill a cache line.
         line = max(1, 64 // (groups * scale.itemsize))
         for i in range(0, KV_TILE, line):
             prefetch(scale, offsets[i])
@@ -113,7 +115,7 @@ def make_gather(kind: str, compute: str, by_group: bool = False) -> Callable[...
 
 @functools.cache
 def make_of_head(kind: str, compute: str) -> Callable[..., Any]:
-    """``of_head(factor, scale, head)``: for a storage kind: a factor times the scale of a kv head."""
+    """Make ``of_head(factor, scale, head)`` for a storage kind: a factor times the kv head's scale, if it has one."""
     F = np.float32 if compute == "float32" else np.float64
 
     @inlined
@@ -128,7 +130,7 @@ def make_of_head(kind: str, compute: str) -> Callable[..., Any]:
 
 
 def make_gather_turn(K_KIND, V_KIND, COMPUTE):
-    """The step `GATHER`: the scales of a turn's tokens, and those of the next turn ahead of time."""
+    """Make the step `GATHER`: gather the scales of a turn's tokens, and prefetch those of the next turn."""
     OF_K = kind_named(K_KIND)
     BY_CHANNEL, FINE = OF_K.group_tokens > 0, OF_K.fine_channels
     gather_channels = make_gather_channels(float_type(COMPUTE), OF_K.is_packed, FINE)
@@ -163,13 +165,13 @@ def make_gather_turn(K_KIND, V_KIND, COMPUTE):
 
 @inlined
 def _scales_by(rows_at):
-    """Where the scales of tokens start whose rows' table is there."""
+    """Return the table of scales that belongs to the table of rows at an address."""
     return ints_from(rows_at + np.int64(8 * 2 * TABLE), np.int64(TABLE))
 
 
 @functools.cache
 def make_loader(kind: str, compute: str) -> Callable[..., Any]:
-    """``load_query`` for a storage kind of K and what attention computes in."""
+    """Make ``load_query`` for a storage kind of K and a computing dtype."""
     F = np.float32 if float_type(compute) == "float32" else np.float64
 
     @inlined
@@ -211,7 +213,7 @@ def make_loader(kind: str, compute: str) -> Callable[..., Any]:
 def make_keys(
     kind: str, next_kind: str, compute: str, count: int
 ) -> tuple[Callable[..., Any], ...]:
-    """``interleave, scores`` for a storage kind of K; `next_kind` is V's."""
+    """Make ``interleave, scores`` for a storage kind of K; `next_kind` is V's."""
     integers, COUNT = in_integers(kind, compute), np.int64(count)
     by_channel, real = kind_named(kind).group_tokens > 0, float_type(compute)
     scale_queries = make_scale_queries(real, integers, kind_named(kind).fine_channels, next_kind)
@@ -220,7 +222,7 @@ def make_keys(
     ):  # codes of 8 bits are those of INT8, and second codes are further elements of a row
         kind = "int4_channel" if kind_named(kind).is_packed else "int8"
     of_int4 = integers and kind == "int4"
-    # Query rows are bytes by now, numbers of 16 bits, of which two take the place of a float, or floats.
+    # Query rows are now bytes, 16-bit numbers (two in the space of a float), or floats.
     if integers and (of_int4 or HAS_FOURS):
         put, halves = interleave_bytes, 1
         qk = make_qk_int4(next_kind) if of_int4 else make_qk_int8(next_kind, kind, by_channel)
@@ -268,12 +270,12 @@ def make_keys(
 
 @inlined
 def nothing_to_interleave(floats, at, sizes, row, place):
-    """Where channels have scales, query rows are others in every tile."""
+    """Do nothing: with scales of K's channels, query rows differ in every tile."""
 
 
 @functools.cache
 def make_values(kind: str, next_kind: str, compute: str, count: int) -> Callable[..., Any]:
-    """``accumulate`` for a storage kind of V; `next_kind` is K's."""
+    """Make ``accumulate`` for a storage kind of V; `next_kind` is K's."""
     COUNT = np.int64(count)
 
     @inlined

@@ -1,14 +1,14 @@
-"""What attention keeps in memory: the record of a call, the state of each thread, and the scratch memory of a worker.
+"""Attention's memory: the record of a call, the state of each thread, and the scratch memory of a worker.
 
-The driver and the steps of engines are kernels of their own, which know nothing of each other's types. What they hand
-over is one address, that of a thread's state::
+The driver and the steps of engines are separate kernels. None depends on another's types. They pass one address, that
+of a thread's state::
 
-    record of a call    arrays as `numkv.kernels.cpu.vectors.arrays` describes them, options, where steps and sizes are
-    state of a thread   where the record is, then sizes and places of scratch memory, the item, the turn
+    record of a call    arrays as `numkv.kernels.cpu.vectors.arrays` describes them, options, places of steps and sizes
+    state of a thread   address of the record, then sizes and places of scratch memory, the item, the turn
 
-Who reads a state takes named tuples of numbers out of it, which cost no more than the loads of what is used.
+Readers of a state receive named tuples of numbers. Only the used fields are loaded.
 
-Of scratch memory there is one list of what it holds and how many floats of each, from which all offsets follow.
+One list (`Scratch`) has the contents of scratch memory and the floats of each part. All offsets follow from it.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ from numkv.kinds import kind
 
 #: Floats in a cache line.
 LINE = 16
-# Floats that query rows on their way to a matrix unit, and its sums, take for a moment.
+# Floats for query rows on their way to a matrix unit, and for its sums.
 SPARE = 768
-# Query rows that vector code takes at once, at most.
+# The most query rows that vector code computes at once.
 _UNROLL = ROW_UNROLL[0]
 
 
 class Sizes(NamedTuple):
-    """What the sizes of a call follow from."""
+    """The sizes of a call."""
 
     dim: int
     dim_v: int
@@ -73,7 +73,7 @@ class Sizes(NamedTuple):
     k_dim: int
     #: Q heads of a kv head.
     group: int
-    #: Query rows, and their floats and those of output rows, in whole vectors.
+    #: Query rows; floats of a query row and of an output row, in whole vectors.
     max_rows: int
     pad_dim: int
     pad_v: int
@@ -83,40 +83,40 @@ class Sizes(NamedTuple):
     #: Scales of a K row and of a V row.
     k_groups: int
     v_groups: int
-    #: Of many query rows: floats from row to row of K and of V, whose columns then lie in different sets of a cache.
+    #: With many query rows: floats from row to row of K and of V, so that columns lie in different cache sets.
     many_step: int
     many_step_v: int
 
 
 class Scratch(NamedTuple):
-    """Floats of a worker: how many there are of each, or where they begin."""
+    """A worker's scratch memory: the floats of each part, or the places where parts begin."""
 
     #: Query rows, and output rows.
     queries: int
     outputs: int
-    #: Of query rows: the online softmax's maxima and sums, and the scales of rows as integers.
+    #: Per query row: the online softmax's maxima and sums, and the scales of rows as integers.
     maxima: int
     sums: int
     query_scales: int
     scores: int
-    #: Scales of the tile's tokens, and of INT4 their groups' minima too; or what `gather_channels` puts down.
+    #: Scales of the tile's tokens, for INT4 also their groups' minima; or the records of `gather_channels`.
     key_scales: int
     value_scales: int
-    #: Where channels of K have scales: what is added to the scores of each query row.
+    #: With scales of K's channels: the number that is added to each query row's scores.
     channel_addends: int
-    #: What rescales earlier sums, and scales of weights as integers.
+    #: Factors that rescale earlier sums, and scales of weights as integers.
     rescale: int
     prob_scales: int
     #: Sums of groups of query rows as integers.
     query_sums: int
-    #: Of INT4 V rows: sums of minima with scales of weights, and weights of groups.
+    #: For INT4 V rows: sums of minima with scales of weights, and weights of groups.
     prob_sums: int
     group_probs: int
-    #: Query rows interleaved, and how many were interleaved together.
+    #: Interleaved query rows, and how many were interleaved together.
     interleaved: int
     unrolls: int
-    #: For a matrix unit: V rows, scores, what it adds up, which tokens rows see, scales of a block of query rows, K
-    #: rows where they have to be moved, packed queries, and transposed output rows.
+    #: For a matrix unit: V rows, scores, its sums, the visible tokens of rows, scales of a block of query rows, K
+    #: rows that need moving, packed queries, and transposed output rows.
     amx_values: int
     amx_scores: int
     amx_spare: int
@@ -125,14 +125,14 @@ class Scratch(NamedTuple):
     amx_keys: int
     amx_queries: int
     amx_outputs: int
-    #: For many query rows: these by panels, side by side; K rows and V rows of a tile as floats; scores of a panel, and
-    #: which tokens its rows see.
+    #: For many query rows: the rows by panels, side by side; K rows and V rows of a tile as floats; scores of a panel,
+    #: and the visible tokens of its rows.
     many_queries: int
     many_keys: int
     many_values: int
     many_scores: int
     many_bounds: int
-    #: Up to here, whole cache lines.
+    #: All parts before this are whole cache lines.
     end: int
 
 
@@ -145,7 +145,7 @@ def lay_out(
     in_pairs: bool,
     extents: tuple[int, int, int],
 ) -> np.ndarray[Any, Any]:
-    """`Sizes`, where parts of a worker's scratch memory begin as `Scratch` has them, and how many floats it has.
+    """Return `Sizes`, the places of a worker's scratch memory in the order of `Scratch`, and its floats in all.
 
     `extents` are the elements of a K row and of a V row, and the q heads of a kv head.
     """
@@ -158,7 +158,7 @@ def lay_out(
     pad_v = KV_TILE if use_amx else LANES
     if in_pairs:  # two elements to a lane
         pad_k, pad_v = max(pad_k, 2 * LANES), max(pad_v, 2 * LANES)
-    # Whole groups are read, if not written; and every table begins where a cache line does.
+    # Reads cover whole groups of rows, even where writes do not. Every table begins at a cache line.
     rows = (max(rows_at_most, group) + _UNROLL + LINE - 1) // LINE * LINE
     sizes = Sizes(
         dim,
@@ -175,7 +175,7 @@ def lay_out(
         _up(dim, LANES) + LINE,
         _up(dim_v, LANES) + LINE,
     )
-    # Scales are put down by fours; a K tile of bf16 takes most.
+    # Scales are stored in fours. A K tile of bf16 takes the most memory.
     k_scales, v_scales = _up(sizes.k_groups, 4), _up(sizes.v_groups, 4)
     keys = _up(dim, KV_TILE) * KV_TILE // 2 if use_amx else 0
     blocks = max(1, rows_at_most // group) * ((group + AMX_ROWS - 1) // AMX_ROWS)
@@ -217,7 +217,7 @@ def lay_out(
 
 
 def _up(number: int, unit: int) -> int:
-    """The least multiple of a unit that is no less than a number."""
+    """Round up to a multiple of a unit."""
     return -(-number // unit) * unit
 
 
@@ -225,29 +225,29 @@ def _up(number: int, unit: int) -> int:
 (
     Q, K, K_SCALE, V, V_SCALE, BLOCK_TABLE, SEQ_LENS, Q_STARTS, RANGES, SEEN, SINKS, OUT, LSE, FLOATS, INTS, NUMBERS,
 ) = (TABLE_ROW * i for i in range(16))  # fmt: skip
-#: Rows of a mask are ranges with more columns; `SEEN` has of them the two that say what is seen without gaps.
+#: A mask is an array of ranges with more columns. `SEEN` views the two that bound the tokens visible without gaps.
 MASK = RANGES
-#: The kernel's flags; the softmax scale and the soft cap as bits of float64; the window; where parts are among floats;
-#: where sizes are: `Sizes`, places of a worker as `Scratch`, the floats that a worker has, and the table of steps.
+#: The kernel's flags; the softmax scale and the soft cap as bits of float64; the window; the place of parts among the
+#: floats; the place of sizes. These are `Sizes`, a worker's `Scratch`, a worker's floats, and the table of steps.
 FLAGS, SCALE, CAP, WINDOW, PARTS_AT, SIZES_AT = range(NUMBERS, NUMBERS + 6)
 FLOATS_EACH = len(Sizes._fields) + len(Scratch._fields)
 STEPS = FLOATS_EACH + 1
 
-# The table of steps has numbers first: query rows that vector code takes at once, and those of an item at most; from
-# how many on `ATTEND_MANY` takes them; how many tokens of K and of V share scales, 0 if they have none.
+# The table of steps starts with numbers: query rows that vector code computes at once, the most query rows of an item,
+# the fewest rows for `ATTEND_MANY`, and how many tokens of K and of V share scales (0 without scales).
 AT_ONCE, MOST_ROWS, MANY_FROM, K_SCALED, V_SCALED = range(5)
-#: Steps of a thread, of an item, of a turn. Each takes the state's address; `steps` says what they do.
+#: Steps of a thread, of an item, of a turn. Each accepts the state's address; see `steps` for their work.
 LOAD, LOAD_MANY, GATHER, ATTEND, ATTEND_MANY, PICK, LEAVE, STORE, END = range(5, 14)
-#: Steps that these call: few query rows by vector code, 1, 2, 4 or 8 of them, and what masks and caps do to scores.
+#: Steps that these call: vector code for few query rows (1, 2, 4 or 8), and masks and soft caps of scores.
 FEW, OF_1, OF_2, OF_4, OF_8, ADJUST = range(14, 20)
-#: Those of many query rows.
+#: Steps for many query rows.
 PUT_KEYS, PUT_VALUES, MULTIPLY, ADJUST_MANY, WEIGH = range(20, 25)
-#: Those of groups of several heads.
+#: Steps for groups of several heads.
 NEXT_HEAD, SPREAD, NUM_STEPS = range(25, 28)
-#: What the table has for a step that has nothing to do.
+#: The table's entry for a step without work.
 NOTHING = -1
 
-# The state of a thread: where the call's record is and its steps are, and how output rows lie, which is the engine's.
+# The state of a thread: the addresses of the call's record and of its steps, and the engine's layout of output rows.
 CALL, _STEPS, _LIE = range(3)
 SIZES = 3
 PLACES = SIZES + len(Sizes._fields)
@@ -265,64 +265,64 @@ _pairs_at = array_reader(types.int64, 2)
 
 @inlined
 def call_of(state):
-    """The address of the call's record."""
+    """Return the address of the call's record."""
     return int_at(state, np.int64(CALL))
 
 
 @inlined
 def lie_of(state):
-    """How output rows lie; 0 to begin with."""
+    """Return the layout of output rows, a number of the engine's; 0 at first."""
     return int_at(state, np.int64(_LIE))
 
 
 @inlined
 def put_lie(state, lie):
-    """Say how output rows lie."""
+    """Set the layout of output rows."""
     put_int(state, np.int64(_LIE), lie)
 
 
 @inlined
 def begin_state(state, call):
-    """Say where the call's record is, and its steps."""
+    """Set the addresses of the call's record and of its steps."""
     put_int(state, np.int64(CALL), call)
     put_int(state, np.int64(_STEPS), int_at(int_at(call, np.int64(SIZES_AT)), np.int64(STEPS)))
 
 
 @inlined
 def number_of(state, index):
-    """A number of the table of steps."""
+    """Return a number of the table of steps."""
     return int_at(int_at(state, np.int64(_STEPS)), np.int64(index))
 
 
 @inlined
 def has_slopes(state):
-    """Whether slopes of q heads follow the sinks."""
+    """Return whether slopes of q heads follow the sinks."""
     call = call_of(state)
     return int_at(call, np.int64(SINKS + SHAPE)) > int_at(call, np.int64(Q + SHAPE + 1))
 
 
 @inlined
 def seen_of(state):
-    """Which tokens queries see without gaps."""
+    """Return the tokens that queries see without gaps."""
     call = call_of(state)
     return Visibility(_pairs_at(call, np.int64(SEEN)), int_at(call, np.int64(WINDOW)))
 
 
 @inlined
 def mask_of(state):
-    """Rows of `numkv.rows.mask`, or ranges."""
+    """Return the rows of a mask (`numkv.rows.mask`), or ranges."""
     return _pairs_at(call_of(state), np.int64(MASK))
 
 
 @inlined
 def soft_cap_of(state):
-    """The soft cap of scores, or 0."""
+    """Return the soft cap of scores, or 0."""
     return float_at(call_of(state), np.int64(CAP))
 
 
 @inlined
 def scale_of(state):
-    """What scores are multiplied with. They are in base 2, unless a soft cap comes first."""
+    """Return the factor of scores. It includes log2(e), for base 2, unless a soft cap comes first."""
     call = call_of(state)
     scale = float_at(call, np.int64(SCALE))
     return scale if float_at(call, np.int64(CAP)) > 0 else scale * LOG2_E
@@ -330,18 +330,18 @@ def scale_of(state):
 
 @inlined
 def spare_of(state):
-    """Integers that the engine keeps: they lie before the state."""
+    """Return the engine's own integers, which lie before the state."""
     return ints_from(state - np.int64(8 * SPARE_INTS), np.int64(SPARE_INTS))
 
 
 @inlined
 def offsets_of(state):
-    """A thread's tables, which lie before all that."""
+    """Return a thread's tables, which lie before the engine's integers."""
     return ints_from(state - np.int64(8 * STATE_AT), np.int64(STATE_AT))
 
 
 def floats_reader(compute: str) -> Callable[..., Any]:
-    """``floats_of(state)``: the floats of all threads, for what attention computes in."""
+    """Make ``floats_of(state)``: the floats of all threads, in the computing dtype."""
     read = array_reader(getattr(types, float_type(compute)), 1, "C")
 
     @inlined
@@ -352,7 +352,7 @@ def floats_reader(compute: str) -> Callable[..., Any]:
 
 
 def make_tile_of(k_kind: str, v_kind: str) -> Callable[..., Any]:
-    """``tile_of(state)`` for storage kinds of K and of V: the turn's `Tile`."""
+    """Make ``tile_of(state)`` for storage kinds of K and of V: it returns the turn's `Tile`."""
     keys_at, values_at = array_reader(WORDS[k_kind], 4), array_reader(WORDS[v_kind], 4)
     FULL = np.int64(TABLE)
 
@@ -372,7 +372,7 @@ def make_tile_of(k_kind: str, v_kind: str) -> Callable[..., Any]:
 
 
 def make_scales_of(k_kind: str, v_kind: str) -> Callable[..., Any]:
-    """``scales_of(state)``: the scales of K and of V, as these kinds have them."""
+    """Make ``scales_of(state)``: it returns the arrays of scales of K and of V for these kinds."""
     k_scale_at, v_scale_at = array_reader(*SCALES[k_kind]), array_reader(*SCALES[v_kind])
 
     @inlined
@@ -385,11 +385,11 @@ def make_scales_of(k_kind: str, v_kind: str) -> Callable[..., Any]:
 
 @intrinsic
 def run_step(typing_context, state, step, numbers):
-    """Call a step of the engine, by its number in the table of steps: with the state's address and other numbers.
+    """Call a step of the engine by its number in the table of steps, with the state's address and other numbers.
 
-    Returns what the step does, an int64. A step that there is not is 0 in the table, and returns 0; then its bit is set
-    in the plan, no further items are handed out, and whoever has begun the call makes the step and begins it again. One
-    that has nothing to do is -1.
+    It returns the step's result, an int64. A step that is not compiled yet is 0 in the table. Then this returns 0, sets
+    the step's bit in the plan, and no further items are handed out. The host compiles the step and restarts the call. A
+    step without work is -1 in the table and returns 0.
     """
     count = len(numbers.types)
     signature = (types.int64,) * (1 + count)

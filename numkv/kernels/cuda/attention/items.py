@@ -1,11 +1,11 @@
-"""Which items attention on CUDA has, and where the tokens of an item lie.
+"""The items of attention on CUDA, and the places of an item's tokens.
 
-The host knows neither lengths nor query starts, so the blocks count the items themselves, once each: a thread counts
-those of its sequences, and knows by the sums of the threads before it which numbers they have. Items are numbered
-without gaps; a block takes every ``gridDim``-th. The thread that has an item's sequence finds the item and puts it
-into shared memory for the rest of the block.
+The host knows neither lengths nor query starts. Each thread block therefore counts the items itself, once. A thread
+counts the items of its sequences. The sums of the threads before it give their numbers. Items are numbered without
+gaps, and a block computes every ``gridDim``-th. The thread that counted an item's sequence finds the item, and puts it
+into shared memory for the whole block.
 
-The functions here never wait. A kernel calls them so::
+The functions here contain no barriers. A kernel calls them like this::
 
     count = count_items(batch, counts, thread)
     cuda.syncthreads()
@@ -16,12 +16,13 @@ The functions here never wait. A kernel calls them so::
         put_item(batch, number, before, count, found, thread)
         cuda.syncthreads()
         item = find_item(found)
-        cuda.syncthreads()  # before the next `put_item`; if there are others, one of them does
+        cuda.syncthreads()  # before the next `put_item`; any other barrier of the loop suffices
         describe_rows(batch, item, rows, thread)
         ...
 
-Which splits a sequence has depends on its own length, number of queries and window or ranges, on the model's numbers
-of heads, and on the device: so its result is the same in every batch. Nothing read from the device is trusted.
+The splits of a sequence depend on its length, its number of queries, and its window or ranges. They also depend on the
+model's numbers of heads and on the device, but not on other sequences. A sequence's result is therefore the same in
+every batch. Values read from the device are always range-checked.
 """
 
 from __future__ import annotations
@@ -39,79 +40,76 @@ from numkv.kernels.cuda.simd import natural
 from numkv.kernels.cuda.streams import SIMULATED
 from numkv.rows.visible import visible_range, visible_to_all, visible_to_any
 
-# Splits have multiples of so many tokens: a KV tile.
+# The tokens of a split are a multiple of this, a KV tile.
 SPLIT_STEP = 16 if SIMULATED else 64
-# A split has at least so many tokens. A sequence of 8,192 tokens and 8 kv heads then has 128 items, which keep as many
-# bytes in flight as an H200 needs. Shorter splits cost large batches more instructions outside of tiles; with longer
-# ones multiprocessors are idle.
+# The fewest tokens of a split. A sequence of 8,192 tokens and 8 kv heads then has 128 items. They keep as many bytes in
+# flight as an H200 needs. Shorter splits cost large batches more instructions outside of tiles. Longer ones leave
+# multiprocessors idle.
 LEAST_SPLIT = 8 * SPLIT_STEP
-# The most splits of a sequence, where a cache has one kv head.
+# The most splits of a sequence, reached with one kv head.
 MAX_SPLITS = 512
-# Query rows that count as one item of a long sequence, and the most that a sequence has which is split. More of them
-# are items enough.
+# Query rows that count as one item of a long sequence, and the most query rows of a sequence that is split. More rows
+# make enough items without splits.
 ROWS_TOGETHER = 64
 MAX_SPLIT_ROWS = 128
-# A split has at least so many tokens for each query row. So its parts take a small share of the memory of its tokens,
-# and of the time to read them.
+# The fewest tokens of a split per query row. Its parts then need little memory and time compared with its tokens.
 TOKENS_PER_ROW = 8 if SIMULATED else 32
-# Queries whose ranges are looked at for where splits start and end.
+# The most queries whose ranges are read to place the splits.
 MAX_RANGES = 8
 
-# Threads whose counts one thread adds up; elements of the array that they are in, with the sums.
+# Threads whose counts one thread adds up; elements of the array of counts and sums.
 TOGETHER = 8
 COUNTS = THREADS + -(-THREADS // TOGETHER)
 
-# The most tokens that a sequence may have room for; longer than any of them, and far from overflowing 31 bits.
+# The largest capacity of a sequence; a length beyond any sequence's, well below overflow of 31 bits.
 MAX_CAPACITY = (1 << 31) - (1 << 16)
 FAR = MAX_CAPACITY
 LARGEST = (1 << 62) - 1
 
 
 class Splitting(NamedTuple):
-    """How a device splits sequences, whatever else is in the batch."""
+    """How a device splits a sequence, independent of the rest of the batch."""
 
-    least: int  #: tokens that a split has at least
-    log_items: int  #: the logarithm, in base 2, of the items that a long sequence has
+    least: int  #: the fewest tokens of a split
+    log_items: int  #: the logarithm, in base 2, of a long sequence's number of items
 
 
 @functools.cache
 def splitting(multiprocessors: int) -> Splitting:
-    """How a device of so many multiprocessors splits sequences.
+    """Return how a device with this number of multiprocessors splits sequences.
 
-    A long sequence has about two items for each of them, and a power of two in all, for shifts in place of divisions.
-    From 91 to 181 multiprocessors that is 256, so results are the same.
+    A long sequence has about two items per multiprocessor. The number is a power of two, so that shifts replace
+    divisions. It is 256 for 91 to 181 multiprocessors, so these devices compute the same results.
     """
     return Splitting(LEAST_SPLIT, round(math.log2(min(2 * multiprocessors, MAX_SPLITS))))
 
 
 class AttentionBatch(NamedTuple):
-    """What the sequences of a call are; see `numkv.kernels.operations.Operations.attend`."""
+    """The sequences of a call; see `numkv.kernels.operations.Operations.attend`."""
 
     seq_lens: Any
     q_starts: Any
     ranges: Any
     num_tokens: Any
-    capacity: (
-        Any  #: tokens that a row of the block table can say the places of; at most `MAX_CAPACITY`
-    )
+    capacity: Any  #: tokens that a row of the block table has room for; at most `MAX_CAPACITY`
     window_left: Any
     group: Any  #: q heads of a kv head
     heads: Any  #: kv heads
-    slots: Any  #: parts that a token or a sequence has room for; see `numkv.kernels.cuda.attention.splits.RoomForParts`
-    by_token: Any  #: whether it is a token
-    most_tokens: Any  #: sequences with more queries than that are left to another kernel
+    slots: Any  #: parts of a token or of a sequence; see `numkv.kernels.cuda.attention.splits.RoomForParts`
+    by_token: Any  #: whether `slots` counts the parts of a token
+    most_tokens: Any  #: another kernel computes sequences with more queries than this
     how: Any  #: a `Splitting`
 
 
 class Extent(NamedTuple):
-    """What there is to do for a sequence."""
+    """The work of a sequence."""
 
     start: Any  #: its first query
     tokens: Any  #: its queries
     length: Any
     first: Any  #: where its first split starts
     split_len: Any  #: length of its splits; the last one goes on
-    splits: Any  #: and their number
+    splits: Any  #: number of its splits
 
 
 class AttentionItem(NamedTuple):
@@ -119,30 +117,30 @@ class AttentionItem(NamedTuple):
 
     seq: Any
     start: Any  #: the sequence's first query
-    position: Any  #: of that query; negative where there are more queries than tokens
+    position: Any  #: position of that query; negative if the sequence has more queries than tokens
     row: Any  #: the first query row, counted within the sequence
-    rows: Any  #: how many there are
+    rows: Any  #: number of query rows
     head: Any  #: the kv head
     split: Any
-    splits: Any  #: of the sequence
-    begin: Any  #: the tokens that some row sees, within the split
+    splits: Any  #: the sequence's number of splits
+    begin: Any  #: the tokens of the split that at least one row sees
     end: Any
     all_begin: Any  #: the tokens that all rows see
     all_end: Any
 
 
-# Elements of the array that an item is put into.
+# Elements of the array that stores an item.
 FIELDS = len(AttentionItem._fields)
 
 
 class ItemRows(NamedTuple):
     """The query rows of an item, in shared memory."""
 
-    token: Any  #: among those of q
+    token: Any  #: index of the row's token in q
     head: Any  #: the q head
     begin: Any  #: the tokens that the row sees
     end: Any
-    part: Any  #: where the part of the row's first split goes; the others follow
+    part: Any  #: place of the part of the row's first split; the others follow
 
 
 if SIMULATED:
@@ -151,7 +149,7 @@ else:
 
     @register_jitable
     def index_at(indices, i):
-        """As `numkv.kernels.cuda.launches.number_at`, of an index that is known to be natural: by its address."""
+        """Compute `numkv.kernels.cuda.launches.number_at` by address, for an index known to be natural."""
         size = np.int64(indices.itemsize)
         address = global_address(indices) + natural(i) * size
         low, high = load_global_4(address), load_global_4(address + (size - 4))
@@ -161,13 +159,13 @@ else:
 
 
 def shift_of(block_size: int) -> int:
-    """What a position is shifted by to give its block; -1 if blocks have no power of two of tokens."""
+    """Return the right shift from a position to its block; -1 unless the block size is a power of two."""
     return -1 if block_size & (block_size - 1) else block_size.bit_length() - 1
 
 
 @register_jitable
 def batch_of(q, k, block_table, seq_lens, q_starts, ranges, options):
-    """The `AttentionBatch` of a call."""
+    """Return the `AttentionBatch` of a call."""
     by_slot, _, window_left, slots, by_token, most_tokens, least, log_items, _, _ = options
     heads = natural(k.shape[1])
     capacity = np.int64(block_table.shape[1]) * (1 if by_slot else k.shape[2])
@@ -179,7 +177,7 @@ def batch_of(q, k, block_table, seq_lens, q_starts, ranges, options):
 
 @register_jitable
 def split_length(span, rows, heads, how):
-    """Length of the splits of a sequence.
+    """Return the length of a sequence's splits.
 
     Parameters
     ----------
@@ -188,12 +186,12 @@ def split_length(span, rows, heads, how):
     rows : int
         Its query rows: queries times q heads of a kv head.
     heads : int
-        kv heads.
+        Number of kv heads.
     how : Splitting
-        The device's.
+        The device's way to split sequences.
     """
     units = heads * (((rows + ROWS_TOGETHER - 1) & LARGEST) // ROWS_TOGETHER)
-    # Of what is not negative, as the compiler then knows, a quotient is a shift.
+    # The mask proves to the compiler that the number is not negative, so the quotient becomes a shift.
     whole = (span * units + (1 << how.log_items) - 1) >> how.log_items
     wanted = max(how.least, rows * TOKENS_PER_ROW, whole)
     return ((wanted + SPLIT_STEP - 1) & LARGEST) // SPLIT_STEP * SPLIT_STEP
@@ -201,7 +199,7 @@ def split_length(span, rows, heads, how):
 
 @register_jitable
 def extent(batch, b):
-    """The `Extent` of a sequence; nothing is trusted, as the host has not seen the values."""
+    """Return the `Extent` of a sequence; values are range-checked, because the host has not read them."""
     start = index_at(batch.q_starts, b)
     tokens = index_at(batch.q_starts, b + 1) - start
     if start < 0 or tokens < 0 or tokens > batch.num_tokens or start > batch.num_tokens - tokens:
@@ -224,22 +222,22 @@ def extent(batch, b):
             split_len = natural(split_length(span, rows, batch.heads, batch.how))
             splits = (span + split_len - 1) // split_len
             taken = splits * batch.heads * (batch.group if batch.by_token else rows)
-            if taken > batch.slots:  # not with starts that go from 0 to the number of tokens
+            if taken > batch.slots:  # never with query starts that go from 0 to num_tokens
                 splits = np.int64(1)
     return Extent(start, tokens, length, first, split_len, splits)
 
 
 @register_jitable
 def sequences_each(batch):
-    """Sequences whose items a thread counts."""
+    """Return the number of sequences whose items one thread counts."""
     return (natural(batch.seq_lens.shape[0]) + THREADS - 1) // THREADS
 
 
 @register_jitable
 def row_of(batch, item, i):
-    """An item's query row `i`: its token among those of q, its q head, what it sees, and where its first part goes.
+    """Return the fields of `ItemRows` for an item's query row `i`.
 
-    Rows past the last one see nothing.
+    Rows past the last one see no tokens.
     """
     group = natural(batch.group)
     row = natural(item.row + i)
@@ -257,7 +255,7 @@ def row_of(batch, item, i):
 
 
 def make_item_of(ROWS):
-    """The functions that count the items of a sequence, of up to `ROWS` query rows, and say which one has a number."""
+    """Make the functions that count a sequence's items, of up to `ROWS` query rows, and find an item by its number."""
 
     @register_jitable
     def count_of(batch, own):
@@ -266,7 +264,7 @@ def make_item_of(ROWS):
 
     @register_jitable
     def walk(batch, inner, thread):
-        """The sequence, of those that a thread counts, that has their item `inner`; and its number in there."""
+        """Return the sequence of item `inner` of a thread's sequences, its extent, and the item's number in it."""
         b = natural(thread * sequences_each(batch))
         own = extent(batch, b)
         those = count_of(batch, own)
@@ -279,9 +277,9 @@ def make_item_of(ROWS):
 
     @register_jitable
     def item_of(batch, b, own, inner):
-        """The item that is number `inner` of a sequence."""
+        """Return item number `inner` of a sequence."""
         row_blocks = natural(own.tokens * batch.group + ROWS - 1) // ROWS
-        # Later rows see more: take them first.
+        # Later rows see more tokens, so they come first.
         inner = natural(inner)
         row = (row_blocks - 1 - inner % row_blocks) * ROWS
         inner = inner // row_blocks
@@ -301,7 +299,7 @@ def make_item_of(ROWS):
             begin = max(begin, own.first + split * own.split_len)
         if split < own.splits - 1:
             end = min(end, own.first + (split + 1) * own.split_len)
-        # Nothing may be visible; what ends before 0 ends there.
+        # The range may be empty; an end below 0 becomes 0.
         return AttentionItem(
             b, own.start, position, row, rows, head, split, own.splits,
             min(begin, batch.capacity), max(end, np.int64(0)),
@@ -312,12 +310,12 @@ def make_item_of(ROWS):
 
 
 def make_items(ROWS):
-    """The functions that count a call's items and find one, for items of up to `ROWS` query rows."""
+    """Make the functions that count a call's items and find one, for items of up to `ROWS` query rows."""
     count_of, walk, item_of = make_item_of(ROWS)
 
     @register_jitable
     def count_items(batch, counts, thread):
-        """Items of the sequences that a thread counts; into ``counts[thread]``, too."""
+        """Return the number of items of a thread's sequences, and put it into ``counts[thread]``."""
         each, count = sequences_each(batch), np.int64(0)
         b = natural(thread * each)
         end = min(b + each, batch.seq_lens.shape[0])
@@ -338,7 +336,7 @@ def make_items(ROWS):
 
     @register_jitable
     def items_before(batch, counts, count, thread):
-        """The number of the first item of those that a thread has counted, and the number of all."""
+        """Return the number of the first item that a thread has counted, and the number of all items."""
         group = thread // TOGETHER
         before, items = np.int64(0), np.int64(0)
         sums = natural((batch.seq_lens.shape[0] + TOGETHER - 1) // TOGETHER)  # the rest are 0
@@ -357,7 +355,7 @@ def make_items(ROWS):
 
     @register_jitable
     def put_item(batch, number, before, count, found, thread):
-        """Put the item of a number into `found`, by the thread that has counted it."""
+        """Put the item with a number into `found`; only the thread that has counted it writes."""
         if number < before or number >= before + count:
             return
         b, own, inner = walk(batch, number - before, thread)
@@ -370,7 +368,7 @@ def make_items(ROWS):
 
     @register_jitable
     def find_item(found):
-        """The `AttentionItem` that `put_item` has put down."""
+        """Return the `AttentionItem` that `put_item` has stored."""
         return AttentionItem(
             natural(found[0]), natural(found[1]), np.int64(found[2]), natural(found[3]),
             natural(found[4]), natural(found[5]), natural(found[6]), natural(found[7]),
@@ -379,7 +377,7 @@ def make_items(ROWS):
 
     @register_jitable
     def describe_rows(batch, item, rows, thread):
-        """Put down what the item's query rows are; those past the last one see nothing."""
+        """Store the item's query rows; rows past the last one see no tokens."""
         if thread < ROWS:
             token, head, begin, end, part = row_of(batch, item, thread)
             rows.token[thread], rows.head[thread] = token, head
@@ -390,13 +388,13 @@ def make_items(ROWS):
 
 
 def make_locate(TILE):
-    """The function that looks up where the tokens of a KV tile lie."""
+    """Make the function that looks up the places of a KV tile's tokens."""
 
     @register_jitable
     def locate(places, block_table, by_slot, shift, pool, item, tile, thread):
-        """Put down where a KV tile's tokens lie.
+        """Store the places of a KV tile's tokens.
 
-        Even and odd tiles have a half of the tables each, which starts at ``tile & TILE``. If `shift` is not negative,
+        Even and odd tiles use one half of the tables each. It starts at ``tile & TILE``. If `shift` is not negative,
         blocks have ``1 << shift`` tokens.
         """
         num_blocks, block_size = pool.shape[0], natural(pool.shape[2])
@@ -406,7 +404,7 @@ def make_locate(TILE):
                 position = natural(tile + j)
                 block, offset = np.int64(-1), np.int64(0)
                 if item.begin <= position and position < item.end:
-                    place = position  # among the sequence's own blocks, or a slot of the pool
+                    place = position  # a token's index in the sequence's own blocks, or a slot of the pool
                     if by_slot:
                         place = np.int64(block_table[item.seq, position])
                     if place >= 0:

@@ -1,10 +1,10 @@
-"""How attention splits long KV ranges on CUDA: the memory for parts of results, and the kernel that merges them.
+"""Splits of long KV ranges in attention on CUDA: memory for partial results, and the kernels that merge them.
 
-A split's part of a row, in float32 or float64, is its weighted sum of V rows, padded to a multiple of 4, and 4 more
-numbers: the largest score in base 2, the sum of ``2 ** (score - largest)``, and two that are not used.
+A split's part of a query row is in float32 or float64. It has the weighted sum of V rows, padded to a multiple of 4,
+and 4 more numbers. These are the largest score in base 2, the sum of ``2 ** (score - largest)``, and two unused ones.
 
-The merge is parallel over splits, too: teams of threads take every so many of them, and the teams' sums are added up in
-order. The order depends on the number of splits and the head dim alone.
+The merge is also parallel over splits. Each team of threads adds up every n-th split, with n teams. The teams' sums are
+then added up in order. The order depends only on the number of splits and the head dim.
 """
 
 from __future__ import annotations
@@ -49,34 +49,34 @@ from numkv.rows.softmax import finish
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 
-# Splits up to which a team of threads merges a head alone; and splits that a thread reads ahead. A block takes no more
-# than `MAX_SPLITS` at once, of all heads together.
+# The most splits that one team of threads merges alone for a head; splits that a thread reads ahead. A block merges at
+# most `MAX_SPLITS` at once, over all its heads.
 FEW = 2 if SIMULATED else 32
 AT_ONCE = 4
 WARPS = max(1, THREADS // 32)
 MOST_HEADS = min(8, THREADS)
 
-#: Numbers of a part beside its padded sum: its maximum and its total come first.
+#: Numbers of a part after its padded sum. Its maximum and its total come first.
 PART_EXTRA = 4
 
 
 class RoomForParts(NamedTuple):
-    """What parts a call may need room for."""
+    """The room for parts that a call may need."""
 
     regions: int  #: tokens or sequences
-    slots: int  #: parts that each of them has room for; 0 if nothing can be split
+    slots: int  #: parts of each region; 0 if no sequence can be split
     by_token: bool
-    splits: int  #: the most that a sequence can have
+    splits: int  #: the most splits of a sequence
     how: Splitting
 
     @property
     def rows(self) -> int:
-        """Parts in all; 1 if there are none, as arrays have elements."""
+        """Return the number of parts, at least 1, so that arrays are never empty."""
         return max(self.regions * self.slots, 1)
 
 
 def most_splits(reach: int, rows: int, heads: int, how: Splitting) -> int:
-    """The most splits that a sequence of some query rows can have, if these see no more than `reach` tokens."""
+    """Return the most splits of a sequence with this number of query rows, which see at most `reach` tokens."""
     units = heads * ceil_div(rows, ROWS_TOGETHER)
     if rows > MAX_SPLIT_ROWS or reach <= SPLIT_STEP:
         return 1
@@ -88,24 +88,25 @@ def most_splits(reach: int, rows: int, heads: int, how: Splitting) -> int:
 def room_for(
     num_tokens: int, num_seqs: int, heads: int, group: int, capacity: int, window_left: int, how: Splitting
 ) -> RoomForParts:  # fmt: skip
-    """Room for the parts of any sequences that a call may have.
+    """Return room for the parts of any sequences that a call may have.
 
-    Parts lie by tokens, or by sequences where that takes less: a token may belong to a sequence of any number of them.
+    Parts are laid out by tokens, or by sequences where that takes less memory. By tokens, each token needs room for the
+    most splits, because its sequence may have any number of queries.
 
     Parameters
     ----------
     num_tokens, num_seqs : int
-        Queries and sequences of the call.
+        Number of queries of the call. Number of its sequences.
     heads, group : int
-        kv heads, and q heads of each.
+        Number of kv heads. Number of q heads per kv head.
     capacity : int
-        Tokens that a sequence can have.
+        The most tokens of a sequence.
     window_left : int
         Size of the window; negative for none.
     how : Splitting
-        The device's.
+        The device's way to split sequences.
     """
-    # A sequence that is alone has all queries.
+    # A single sequence has all queries.
     most = min(num_tokens, MAX_SPLIT_ROWS // group)
     counts = range(1, most + 1) if num_seqs > 1 else [num_tokens] if num_tokens <= most else []
     splits, of_sequence = 1, 0
@@ -124,17 +125,17 @@ def room_for(
 
 
 def parts_of(room: RoomForParts, dim_v: int, compute: str) -> Any:
-    """Memory for the parts of splits, ``(1, 1, room.rows, padded dim_v + PART_EXTRA)``.
+    """Allocate memory for the parts of splits, ``(1, 1, room.rows, padded dim_v + PART_EXTRA)``.
 
-    It goes back to the stream when nobody holds it; what takes it next runs after the kernels that were launched with
-    it.
+    The memory returns to the stream when its last reference is dropped. Its next user runs after the kernels that were
+    launched with it.
     """
     return memory.empty((1, 1, room.rows, ceil_div(dim_v, 4) * 4 + PART_EXTRA), np.dtype(compute))
 
 
 @register_jitable
 def batch_of(options, seq_lens, q_starts, ranges, out):
-    """The `AttentionBatch` of a merge."""
+    """Return the `AttentionBatch` of a merge."""
     capacity, window_left, heads, slots, by_token, least, log_items, _ = options
     return AttentionBatch(
         seq_lens, q_starts, ranges, out.shape[0], np.int64(capacity), window_left,
@@ -145,8 +146,8 @@ def batch_of(options, seq_lens, q_starts, ranges, out):
 
 @register_jitable
 def find_splits(batch, at, found):
-    """Put down how many splits the sequence of token `at` has; the token among its own; and the sequence."""
-    # The sequence is the last that starts no later. In decoding, each has one token.
+    """Store the number of splits of the sequence of token `at`, the token's index in it, and the sequence's index."""
+    # The sequence is the last one that starts at or before the token. In decode, each has one token.
     num_seqs = batch.seq_lens.shape[0]
     b, above = np.int64(0), np.int64(num_seqs)
     if at < num_seqs and index_at(batch.q_starts, at) == at:
@@ -166,11 +167,11 @@ def find_splits(batch, at, found):
 
 
 def make_add_parts(KIND, WIDTH, F):
-    """The function that adds up a chunk of the parts of a row."""
+    """Make the function that adds up a chunk of the parts of a row."""
 
     @register_jitable
     def add_parts(parts, first, c, splits, start, step, weights, floats, x):
-        """Add up chunk `c` of the parts of splits `start`, ``start + step`` and so on, weighted, in `x`."""
+        """Add up in `x` chunk `c` of the parts of splits `start`, ``start + step`` and so on, times their weights."""
         for e in range(WIDTH):
             x[e] = F(0)
         i = start
@@ -190,7 +191,7 @@ def make_add_parts(KIND, WIDTH, F):
 
 
 def make_merge_splits(Q_KIND, COMPUTE):
-    """The kernel that merges the parts of split sequences, in order: some q heads of a token at a time."""
+    """Make the kernel that merges the parts of split sequences in order, some q heads of a token at a time."""
     F = np.float32 if COMPUTE == "float32" else np.float64
     KIND, WIDTH = ("fp32", 4) if COMPUTE == "float32" else ("fp64", 2)
     SUMS, FLOATS, FOUND = THREADS * WIDTH, AT_ONCE * WIDTH, THREADS
@@ -215,7 +216,7 @@ def make_merge_splits(Q_KIND, COMPUTE):
         found = cuda.shared.array(3, np.int32)
         floats = cuda.local.array(FLOATS, F)
         x = cuda.local.array(WIDTH, F)
-        pieces = natural((num_q_heads + each - 1) // each)  # of the heads
+        pieces = natural((num_q_heads + each - 1) // each)  # groups of q heads
         searchers = natural(THREADS // natural(each))
         for job in range(
             np.int64(cuda.blockIdx.x), num_tokens * pieces, np.int64(cuda.gridDim.x)
@@ -291,7 +292,7 @@ def make_merge_splits(Q_KIND, COMPUTE):
                                     )
                             c = natural(c + lanes)
                         r = natural(r + teams)
-                else:  # all teams for one head after another
+                else:  # all teams merge one head at a time
                     for i in range(count):
                         r = natural(i)
                         for start in range(0, chunks, lanes):
@@ -319,10 +320,10 @@ def make_merge_splits(Q_KIND, COMPUTE):
 
 
 def make_merge_few(Q_KIND):
-    """The kernel of `make_merge_splits` where no sequence has more than `FEW` splits: a warp for each q head.
+    """Make the kernel that replaces `make_merge_splits` if no sequence has more than `FEW` splits: a warp per q head.
 
-    A thread has the maximum and total of a split, and four columns at a time. Every sum is taken in the same order, so
-    that results are the same, whatever the others of a batch have.
+    A thread has the maximum and total of a split, and four columns at a time. All sums have the order of the other
+    kernel. Results are therefore the same, whatever the other sequences of a batch are.
     """
     _, store_q = codec(Q_KIND, "float32")
     F, I32, U32 = np.float32, np.int32, np.uint32
@@ -330,7 +331,7 @@ def make_merge_few(Q_KIND):
 
     @register_jitable
     def add_columns(x, at, step, splits, weight):
-        """Add up four columns of the parts of a row, weighted."""
+        """Add up in `x` four columns of the parts of a row, times their weights."""
         for e in range(4):
             x[e] = F(0)
         i = np.int32(0)
@@ -382,14 +383,14 @@ def make_merge_few(Q_KIND):
                 while i < splits:
                     total += shuffle_float(weighted, U32(i))
                     i = np.int32(i + 1)
-                # Before the loop, so that no product is rounded apart, as the other kernel has it.
+                # Before the loop, as in the other kernel, so that products are rounded in the same way.
                 sink = F(sinks[h]) * F(LOG2_E) if sinks.shape[0] > 0 else F(-np.inf)
                 factor, log_sum = finish(top, total, sink, F(LN_2))
                 if lse.shape[0] > 0 and lane == 0:
                     lse[at, h] = log_sum
                 to = global_address(out) + at * out.strides[0] + h * out.strides[1]
                 d = natural(0)
-                while d < dim:  # together, as all have weights that others need
+                while d < dim:  # all threads together: each has a weight that others need
                     own = natural(d + 4 * lane)
                     add_columns(x, row + 4 * min(own, width - 4), step, splits, weight)
                     for e in range(4):
@@ -426,19 +427,20 @@ def merge_splits(
     parts : array
         See `parts_of`.
     room : RoomForParts
-        Where they lie.
+        Layout of the parts.
     q_kind : str
         Kind of `out`.
     capacity : int
-        Tokens that a row of the block table can say the places of.
+        Tokens that a row of the block table has room for.
     heads : int
-        kv heads.
+        Number of kv heads.
     seq_lens, q_starts, ranges, window_left, sinks, out, lse
         See `numkv.kernels.operations.Operations.attend`.
     """
     num_tokens, num_q_heads = out.shape[:2]
     few = not SIMULATED and room.splits <= FEW and sinks.dtype == np.float32
-    # Heads that a block takes at once. Where splits are few, several keep its teams busy; else more blocks are better.
+    # Heads that a block merges at once. With few splits, several heads keep its teams busy. Otherwise more blocks are
+    # faster.
     least = 4 if room.splits <= FEW else 1
     each = max(ceil_div(num_tokens * num_q_heads, MAX_BLOCKS // 2 + 1), least)
     each = WARPS if few else min(each, num_q_heads, MOST_HEADS, MAX_SPLITS // room.splits)

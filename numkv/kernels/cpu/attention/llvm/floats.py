@@ -1,4 +1,7 @@
-"""Scores of query rows and a tile of K rows, in floats, in integers or in pairs of bf16; sums of V rows, in floats."""
+"""Emit scores of query rows with a tile of K rows, and weighted sums of V rows.
+
+Scores are computed in floats, in integers or in pairs of bf16. Sums are computed in floats.
+"""
 
 from __future__ import annotations
 
@@ -25,29 +28,30 @@ from numkv.kernels.cpu.vectors.vectors import Vectors
 from numkv.kinds import kind as kind_named
 from numkv.rows.int4 import GROUP
 
-# Lanes of a K row that are widened at a time: those of 16 tokens stay in L1 beside all else.
+# Lanes of a K row that are widened at a time. Those of 16 tokens fit into L1 with everything else.
 _PART = 128
-# Vectors of a K row that are multiplied before the next row's where there is one query row: they stay in registers.
+# With one query row: vectors of a K row that are multiplied before the next row starts. They stay in registers.
 _IN_ORDER = 8
-# Bytes of a group of INT4 codes: byte j holds element j in its low nibble and element j + _PAIRS in its high one.
+# Bytes of a group of INT4 codes. Byte j stores element j in its low nibble, element j + _PAIRS in its high nibble.
 _PAIRS = GROUP // 2
 
 
 @functools.cache
 def make_interleave_queries(compute, whole=False):
-    """`interleave_queries` for a float type; `whole` says that a vector has elements of one row (`WHOLE_ROWS`)."""
+    """Make `interleave_queries` for a float type; with `whole`, a vector has elements of one row (`WHOLE_ROWS`)."""
 
     @emits()
     def interleave_queries(b, rows, q, q_at, q_step, size, to_at):
         """Interleave `rows` query rows: with n = lanes / rows, ``to = q.reshape(rows, -1, n).swapaxes(0, 1)``.
 
-        A vector then has a few elements of each row, as `qk_tile` reads them. Of four rows and 16 lanes::
+        A vector then has a few elements of each row, as `qk_tile` reads them. For four rows and 16 lanes::
 
             a0 a1 a2 a3 | b0 b1 b2 b3 | c0 c1 c2 c3 | d0 d1 d2 d3        first vector
             a4 a5 a6 a7 | b4 b5 ...                                      second vector
 
-        Row r is at ``q_at + r * q_step`` of the floats `q`. `size` floats of each are taken, a multiple of the lanes,
-        or for more than one row of half of them; they go to ``q[to_at]`` and on. By whole vectors, n is all lanes.
+        Row r is at ``q_at + r * q_step`` of the floats `q`. The result starts at ``q[to_at]``. `size` floats of each
+        row are read. `size` is a multiple of the lanes, or of half of them with more than one row. With `whole`, n is
+        the number of lanes.
         """
 
         def emit(rows):
@@ -66,35 +70,35 @@ def make_interleave_queries(compute, whole=False):
 
 @functools.cache
 def make_qk_tile(kind, compute, next_kind, by_channel=False):
-    """`qk_tile` for a storage kind of K and a float type, or `PAIRS`; `next_kind` is that of the prefetched rows.
+    """Make `qk_tile` for a storage kind of K and a float type, or `PAIRS`.
 
-    `by_channel` says that INT8 stands for INT8_CHANNEL.
+    `next_kind` is the storage kind of the prefetched rows. With `by_channel`, ``"int8"`` stands for INT8_CHANNEL.
     """
 
     @emits()
     def qk_tile(b, rows, floats, queries, keys, count, s_at, extents):
-        """Scores of `rows` query rows and `count` K rows: ``s[t, r] = sum over d of q[r, d] * k[t, d]``.
+        """Compute scores of `rows` query rows and `count` K rows: ``s[t, r] = sum over d of q[r, d] * k[t, d]``.
 
         Query rows (`queries`) are those of `interleave_queries`, with zeros up to whole vectors. `count` is rounded up
         to whole groups of tokens, so the offsets of `keys` must be valid up to `KV_TILE`. Scores go to
         ``s_at + t * rows + r``.
 
-        Where K is INT8, CODE4 or CODE6, scores are multiplied by the tokens' scales; with scales by channel there is a
-        number for each query row that is added to its scores. Then, with float32, query rows are integers that
-        `quantise_query` made, and so are sums, and scores are multiplied by the scales of query rows too.
-        With `PAIRS`, query rows are those of `pair_row`; scores are multiplied by their scales.
-        Where K is INT4, K rows are dequantised by what `gather_groups` put down.
+        - INT8, CODE4 and CODE6: scores are multiplied by the tokens' scales. With scales by channel, a number of each
+          query row is added to its scores instead. With float32, query rows are integers from `quantise_query`. Sums
+          are then integers too, and scores are also multiplied by the scales of query rows.
+        - `PAIRS`: query rows are those of `pair_row`. Scores are multiplied by their scales.
+        - INT4: K rows are dequantised with the scales and minima that `gather_groups` recorded.
 
-        A few elements of a K row are read into all parts of a vector, one part for each query row, so a vector holds
-        products of one token with all rows, and few lanes of it are left to be added::
+        A vector has one part for each query row. A few elements of a K row are repeated in all parts. The vector then
+        holds products of one token with all rows, and only the lanes of a part remain to be added::
 
             q, interleaved    a0 a1 a2 a3 | b0 b1 b2 b3 | c0 c1 c2 c3 | d0 d1 d2 d3
             k[t], repeated    k0 k1 k2 k3 | k0 k1 k2 k3 | k0 k1 k2 k3 | k0 k1 k2 k3
             sum of products   of row a    | of row b    | of row c    | of row d
 
-        K rows that have to be widened are put into scratch memory first, once for all query rows. Where integers are
-        taken by whole vectors (`WHOLE_ROWS`), a vector has products of one token with one row, and what is widened
-        stays in registers for all rows. Meanwhile the memory in `extents` (the tile's V rows) is prefetched.
+        K rows that need widening are first put into scratch memory, once for all query rows. Integers of at most
+        `WHOLE_ROWS` rows differ. There a vector has products of one token with one row, and widened elements stay in
+        registers for all rows. Meanwhile the memory in `extents` (the tile's V rows) is prefetched.
         """
         emitter = _Scores(
             b, (kind, compute, next_kind), by_channel, floats, queries, keys, count, s_at, extents
@@ -105,7 +109,7 @@ def make_qk_tile(kind, compute, next_kind, by_channel=False):
 
 
 class _Scores:
-    """Emits `qk_tile`."""
+    """Emit `qk_tile`."""
 
     def __init__(self, b, kinds, by_channel, floats, queries, keys, count, s_at, extents):
         self.kind, compute, next_kind = kinds
@@ -120,7 +124,7 @@ class _Scores:
         self.pairs = compute == PAIRS
         self.own = self.kind if self.pairs else "fp64" if self.v.double else "fp32"
         self.in_unit = 2 if self.integers or self.pairs else 1  # columns in a lane
-        # Columns at once, and, of the main loop, columns that make a whole cache line.
+        # Columns of a step; columns of a whole cache line, for the main loop.
         self.width = GROUP if self.kind == "int4" else self.in_unit * self.v.lanes
         line = max(self.width, ON_LINE[self.kind])
         self.sizes = sorted({min(2 * line, _PART * self.in_unit), line, self.width}, reverse=True)
@@ -145,7 +149,7 @@ class _Scores:
         )
 
         def add(unit, values):
-            """Add the products of some lanes of each row, from number `unit` on."""
+            """Add products of some lanes of each row, starting at lane `unit`."""
             q_at = b.add(self.queries.at, b.mul(unit, I64(rows)))
             if whole:
                 codes = [values(t) for t in range(taken)]
@@ -187,7 +191,7 @@ class _Scores:
                 v.store(scores, self.floats, b.add(self.s_at, b.mul(token, I64(rows))))
 
     def words_below(self, columns, most):
-        """A mask of the words of so many columns, of `most`; None for all."""
+        """Return a mask of the words of the first `columns` of `most` columns; None for all."""
         if columns is None:
             return None
         count = in_words(self.b, self.kind, columns)
@@ -196,7 +200,7 @@ class _Scores:
     # -- rows as they are
 
     def add_directly(self, t0, rows, tokens, sums, add):
-        """Add products where elements are read from K rows as they are, or whole vectors of one query row."""
+        """Add products of elements that are read from K rows directly, without scratch memory."""
         b, v = self.b, self.v
         each = v.lanes if self.whole else v.lanes // rows
         k_at = [b.load(b.gep(self.keys.offsets, [b.add(t0, I64(t))])) for t in range(tokens)]
@@ -241,10 +245,10 @@ class _Scores:
                     add_part(whole, b.sub(dim, whole))
 
     def add_in_order(self, k_at, d, sums):
-        """Add products of several vectors of one query row, one token's after another's.
+        """Add products of several vectors of one query row, token after token.
 
-        Memory is then read as it lies, which CPUs recognise and go on with by themselves. What each sum adds, and in
-        which order, does not change.
+        Memory is then read sequentially, so the hardware prefetcher continues the stream. The terms of each sum and
+        their order do not change.
         """
         b, v, in_unit = self.b, self.v, self.in_unit
         count = _IN_ORDER // in_unit
@@ -265,7 +269,7 @@ class _Scores:
             b.store(total, slot)
 
     def load_pairs(self, at, count, mask=None):
-        """Load `count` pairs of bf16, and repeat them; words outside `mask` are zero and not touched."""
+        """Load `count` pairs of bf16, and repeat them; words outside `mask` are zero and never read."""
         b, v = self.b, self.v
         words = ir.VectorType(I16, 2 * count)
         pointer = v.pointer(self.keys.words, at, I16)
@@ -279,7 +283,7 @@ class _Scores:
     # -- rows that are widened first
 
     def add_widened(self, t0, rows, add):
-        """Add the products of all columns, by way of scratch memory."""
+        """Add the products of all columns, through scratch memory."""
         b, v, dim = self.b, self.v, self.keys.dim
         each = v.lanes // rows
         with steps(b, I64(0), dim, self.part) as (start, _):
@@ -289,7 +293,7 @@ class _Scores:
             units = b.sdiv(b.add(b.sub(stop, start), I64(self.in_unit - 1)), I64(self.in_unit))
             first = b.sdiv(start, I64(self.in_unit))
             with steps(b, I64(0), units, each) as (i, _):
-                # Half of what comes next is prefetched here, the other half while rows are widened.
+                # Half of the next rows is prefetched here, the other half while rows are widened.
                 self.stream.issue(self.tokens * each * self.in_unit // 2, b.sdiv(i, I64(each)))
                 add(
                     b.add(first, i),
@@ -322,7 +326,7 @@ class _Scores:
                 add(at, self.width, b.sub(stop, at))
 
     def widen(self, row_at, t, d, to, columns=None):
-        """Put `width` columns of token t's row from column d on, or so many as a row's end has left, to `to`."""
+        """Widen `width` columns of token t's row from column d on to `to`; only `columns` of them at a row's end."""
         b, v = self.b, self.v
         if self.kind == "int4":
             self.dequantise(row_at, t, d, to, columns)
@@ -336,7 +340,7 @@ class _Scores:
         v.store(b.bitcast(values, v.type), self.scratch, to)
 
     def dequantise(self, row_at, t, d, to, columns):
-        """The same for a group of INT4: its low nibbles, then its high ones."""
+        """Dequantise a group of INT4: its low nibbles, then its high ones."""
         b, v = self.b, self.v
         half = I64(_PAIRS) if columns is None else b.ashr(columns, I64(1))
         group = b.ashr(d, I64(GROUP.bit_length() - 1))
@@ -346,7 +350,7 @@ class _Scores:
             mask = None if columns is None else v.lanes_below(half, first)
             at = b.add(b.add(row_at, b.ashr(d, I64(1))), I64(first))
             pairs.append((first, v.load_nibbles(self.keys.words, at, *scale, mask)))
-        # Of a short group, what is past low nibbles gives way to high ones.
+        # In a short group, high nibbles overwrite the lanes past the low ones.
         for i, start in enumerate((I64(0), half)):
             for first, values in pairs:
                 v.store(values[i], self.scratch, b.add(b.add(to, start), I64(first)))
@@ -354,18 +358,18 @@ class _Scores:
 
 @functools.cache
 def make_accumulate_pv(kind, compute, next_kind):
-    """`accumulate_pv` for a storage kind of V and a float type; `next_kind` is that of the rows that are prefetched."""
+    """Make `accumulate_pv` for a storage kind of V and a float type; `next_kind` is that of the prefetched rows."""
 
     @emits()
     def accumulate_pv(b, rows, count, floats, p_at, values, begin, end, outputs, extents):
         """Add weighted V rows: ``o[r, d] = rescale[r] * o[r, d] + sum over t in [begin, end) of p[t, r] * v[t, d]``.
 
         All floats are in one array: p[t, r] is at ``p_at + t * rows + r``, o[r, d] at
-        ``outputs.at + r * outputs.step + d``. Of the `rows` rows the first `count` are taken. Output rows are padded to
-        whole vectors; columns past the head dim get zeros. Where V is quantised, `values` says where `gather_scales`
-        (INT8, CODE4 and CODE6, with float64 only) or `gather_groups` (INT4) put the tokens' scales.
+        ``outputs.at + r * outputs.step + d``. The first `count` of `rows` rows are computed. Output rows are padded to
+        whole vectors; columns past the head dim get zeros. For quantised V, `values` has the place of the tokens'
+        scales. They come from `gather_scales` (INT8, CODE4 and CODE6, with float64 only) or `gather_groups` (INT4).
 
-        A vector holds columns of one row, and sums stay in registers while all tokens pass::
+        A vector holds columns of one row. Sums stay in registers over all tokens::
 
             o[r, 0:16]  += p[t, r] * v[t, 0:16]
             o[r, 16:32] += p[t, r] * v[t, 16:32]         for all rows, a few vectors of columns at a time
@@ -392,7 +396,7 @@ def make_accumulate_pv(kind, compute, next_kind):
 
 
 class WeightedSums:
-    """Emits `accumulate_pv`; what a turn is, and what is multiplied with what in it, is a subclass's own."""
+    """Emit `accumulate_pv`; a subclass may define its own turns and products."""
 
     #: Tokens of a turn of the innermost loop.
     tokens = 1
@@ -410,7 +414,7 @@ class WeightedSums:
         self.factors = [
             v.load_one(self.floats, b.add(self.outputs.rescale_at, I64(r))) for r in range(rows)
         ]
-        # A power of 2, as head dims have many of them.
+        # A power of 2, because head dims are multiples of large powers of 2.
         vectors = min(8, 1 << max(1, ACCUMULATORS * 3 // 2 // rows).bit_length() - 1)
         wide, add, unit = self.units(vectors)
         in_wide = b.mul(b.sdiv(dim, I64(wide * unit)), I64(wide * unit))
@@ -425,18 +429,18 @@ class WeightedSums:
             add(whole, 1, rest)
 
     def units(self, vectors):
-        """How many units of columns are taken at once where so many vectors may be, what adds them, and their size."""
+        """Return how many units of columns fit into `vectors` vectors, the method that adds them, and a unit's size."""
         if self.kind != "int4":
             return vectors, self.add_vectors, self.v.lanes
         self.pieces_at_once = max(1, vectors // 2)  # pairs of vectors
         return max(1, self.pieces_at_once * self.v.lanes // _PAIRS), self.add_groups, GROUP
 
     def turns(self):
-        """The innermost loop's first turn and the one after its last."""
+        """Return the innermost loop's first turn and the end of its turns."""
         return self.begin, self.end
 
     def weights(self, t):
-        """What V rows of a turn are multiplied with: a vector for each query row."""
+        """Return the weights of a turn's V rows: a vector for each query row."""
         b, v = self.b, self.v
         at = b.add(self.p_at, b.mul(t, self.row_step))
         weights = [v.load_one(self.floats, b.add(at, I64(r))) for r in range(self.rows)]
@@ -446,14 +450,14 @@ class WeightedSums:
         return [v.splat(weight) for weight in weights]
 
     def add(self, total, weight, values):
-        """A sum and one more product."""
+        """Return a sum plus one more product."""
         return self.v.fma(weight, values, total)
 
     def add_rows(self, columns, mask, load, elements):
-        """One pass over the tokens for some vectors of columns, kept in registers.
+        """Emit one pass over the tokens for some vectors of columns, which stay in registers.
 
-        `columns` are where they start; ``load(t)`` gives their values in a turn, `elements` of each token. With a
-        mask, only its lanes of the output are read and written.
+        `columns` has the first column of each vector. ``load(t)`` yields their values in a turn. `elements` counts
+        those of each token. With a mask, only its lanes of the output are read and written.
         """
         b, v, outputs = self.b, self.v, self.outputs
         sums = [[cgutils.alloca_once(b, v.type) for _ in columns] for _ in range(self.rows)]
@@ -480,7 +484,7 @@ class WeightedSums:
                     v.store_masked(b.load(slot), self.floats, place, mask)
 
     def add_vectors(self, column, vectors, columns=None):
-        """Add `vectors` vectors of columns, or one with so many columns as a row's end has left."""
+        """Add `vectors` vectors of columns, or one vector of the last `columns` of a row."""
         b, v = self.b, self.v
         mask, lanes = None, loaded_words(self.kind, v.lanes)
         if columns is not None:
@@ -496,12 +500,12 @@ class WeightedSums:
         self.add_rows(starts, None, load, vectors * v.lanes)
 
     def add_groups(self, column, groups, columns=None):
-        """Add `groups` groups of INT4 columns, or one with so many columns as a row's end has left."""
+        """Add `groups` groups of INT4 columns, or one group of the last `columns` of a row."""
         b, v = self.b, self.v
         half = I64(_PAIRS) if columns is None else b.ashr(columns, I64(1))
         group = b.ashr(column, I64(GROUP.bit_length() - 1))
         pieces = [(g, first) for g in range(groups) for first in range(0, _PAIRS, v.lanes)]
-        # Pieces of a short group have masks of their own.
+        # Each piece of a short group has its own mask.
         size = self.pieces_at_once if columns is None else 1
         for piece in range(0, len(pieces), size):
             taken = pieces[piece : piece + size]

@@ -1,30 +1,31 @@
-"""Attention in integers, over INT8 or INT4: queries and probabilities as 16-bit integers, their products with rows.
+"""Attention in integers over INT8 or INT4: queries and probabilities become 16-bit integers.
 
-**INT8.** Probabilities take 15 bits of the largest in the tile: what is lost beside codes of 7 or 4 bits does not
-count. What belongs to a whole tile (the integers' common scale) is multiplied once, at its end. For sums of V rows,
-codes are widened to 16 bits, and one instruction multiplies and adds as many pairs as a vector has 32-bit lanes; so
-they are for scores (`floats`), unless one instruction adds products of bytes by fours. Then a query's integers are
-taken apart into low and high bytes, and each half meets 64 codes at a time, which nothing has to widen. One side of
-these products has no sign: codes get 128 more, which flips their highest bit, and sums start with 128 times the sum of
-the query's bytes less. All that is exact in integers.
+**INT8.** Probabilities are rounded to 15 bits of the tile's largest one. This error is negligible compared with that of
+codes of 7 or 4 bits. The integers' common scale is applied once, at the end of a tile.
+
+For sums of V rows, codes are widened to 16 bits. One instruction then multiplies and adds one pair per 32-bit lane.
+Scores are computed in the same way (`floats`), unless one instruction adds products of bytes by fours. In that case,
+a query's integers are split into low and high bytes. Each half is multiplied with 64 codes at a time, without widening.
+One operand of these products is unsigned. Codes are therefore offset by 128, which flips their highest bit. Sums start
+at -128 times the sum of the query's bytes. All of this is exact in integers.
 
 **INT4.**
 
-*Scores.* A lane is a token: 16 bytes of each of 16 tokens, one quantisation group, are transposed, so that no sums
-across lanes are left and a group's scales are vectors too. Low nibbles make vectors of bytes, high ones others, and a
-query's integers are taken apart into low and high bytes, as for INT8, four of which are repeated in all lanes::
+*Scores.* A lane is a token. One quantisation group (16 bytes) of each of 16 tokens is transposed. No sums across lanes
+remain, and a group's scales are vectors too. Low nibbles and high nibbles form separate vectors of bytes. A query's
+integers are split into low and high bytes, as for INT8. Four of these bytes are repeated in all lanes::
 
     rows          t0: b0 b1 b2 b3 | b4 ... b7 | b8 ... b11 | b12 ... b15        t1: ...
     transposed    t0: b0 b1 b2 b3 | t1: b0 b1 b2 b3 | t2: b0 b1 b2 b3 | ...     b4 ... b7: a second vector, and so on
     products      s[t0] += b0 * q0 + ... + b3 * q3 | s[t1] ...                  for each query row
 
-Without an instruction for four bytes, pairs of products are added in 16 bits, which hold those of a group.
+Without an instruction for four bytes, products are added in pairs. 16 bits suffice for the sums of a group.
 
-*Sums.* With an instruction for four bytes and 32 registers, codes are not widened: weights are taken apart into low and
-high bytes. A lane holds a column's bytes of four tokens, and a vector those of one quantisation group, for which a
-tile's tokens pass once: sums of four query rows stay in registers. Else codes are widened to words, and a lane holds a
-column of two tokens. A byte is both of its nibbles at once: from sums of whole bytes, the sums of low nibbles leave 16
-times those of high ones.
+*Sums.* With an instruction for four bytes and 32 registers, codes are not widened. Weights are split into low and high
+bytes. A lane holds a column's bytes of four tokens, and a vector holds those of one quantisation group. Each group
+takes one pass over the tile's tokens, with the sums of four query rows in registers. Otherwise codes are widened to
+words, and a lane holds a column of two tokens. High nibbles are never extracted: sums of whole bytes less sums of low
+nibbles are 16 times the sums of high nibbles.
 """
 
 from __future__ import annotations
@@ -64,21 +65,21 @@ from numkv.kernels.cpu.vectors.stored import LOOKED_UP, in_words, levels_of
 from numkv.kernels.cpu.vectors.words import Words
 from numkv.rows.int4 import GROUP
 
-# Tokens whose sums, of low and of high bytes, fit into registers.
+# Tokens whose sums (of low bytes and of high bytes) fit into registers.
 TOKENS = 8
 
 
 @emits()
 def interleave_bytes(b, rows, q, q_at, q_step, columns, to_at):
-    """Interleave `rows` query rows of 16-bit integers, taken apart into high and low bytes.
+    """Interleave `rows` query rows of 16-bit integers, split into high and low bytes.
 
-    A unit is two vectors, the high bytes and then the low ones: with n = 16 / rows the next ``4 * n`` columns of each
-    row. The integer is ``256 * high + low``, both with a sign. Of four rows::
+    A unit is two vectors, first of high bytes, then of low bytes. With n = 16 / rows, it has the next ``4 * n`` columns
+    of each row. The integer is ``256 * high + low``, both signed. For four rows::
 
         a0 ... a15 | b0 ... b15 | c0 ... c15 | d0 ... d15        high bytes of 16 columns of each row
         a0 ... a15 | b0 ... b15 | c0 ... c15 | d0 ... d15        low bytes
 
-    Row r is at ``q_at + r * q_step`` of the floats `q`; units go to ``q[to_at]`` and on. `columns` is a multiple of 64.
+    Row r is at ``q_at + r * q_step`` of the floats `q`. Units start at ``q[to_at]``. `columns` is a multiple of 64.
     """
 
     def emit(rows):
@@ -102,9 +103,9 @@ def interleave_bytes(b, rows, q, q_at, q_step, columns, to_at):
 
 
 def add_queries(v, floats, at, sums, codes):
-    """Add products of a unit of `interleave_bytes`, at `at`, with the codes of some tokens to their sums.
+    """Multiply the unit of `interleave_bytes` at `at` with the codes of some tokens, and add to their sums.
 
-    `sums` has two slots for each token, of high and of low bytes; ``codes(t)`` loads those of token t.
+    `sums` has two slots for each token: for high bytes and for low bytes. ``codes(t)`` loads the codes of token t.
     """
     b = v.b
     high, low = (v.load_floats(floats, b.add(at, I64(i * v.lanes))) for i in range(2))
@@ -116,17 +117,17 @@ def add_queries(v, floats, at, sums, codes):
 
 @functools.cache
 def make_qk_int8(next_kind, kind="int8", by_channel=False):
-    """`qk_int8`; `next_kind` is the storage kind of the rows that are prefetched, `kind` INT8 or one that is looked up.
+    """Make `qk_int8` for INT8, or for a kind whose levels come from a table.
 
-    `by_channel` says that INT8 stands for INT8_CHANNEL.
+    `next_kind` is the storage kind of the prefetched rows. With `by_channel`, ``"int8"`` stands for INT8_CHANNEL.
     """
 
     @emits()
     def qk_int8(b, rows, floats, queries, keys, count, s_at, extents):
-        """Scores of `rows` query rows and `count` INT8 rows: ``s[t, r] = sum over d of q[r, d] * k[t, d]``.
+        """Compute scores of `rows` query rows and `count` INT8 rows: ``s[t, r] = sum over d of q[r, d] * k[t, d]``.
 
-        In NumPy, of integers q of `quantise_query`: ``s = q_scale * k_scale[:, None] * (codes @ q.T)``. Query rows are
-        those of `interleave_bytes`, with zeros up to 64 columns. For the rest see `qk_tile`.
+        In NumPy, with integers q of `quantise_query`: ``s = q_scale * k_scale[:, None] * (codes @ q.T)``. Query rows
+        are those of `interleave_bytes`, with zeros up to a multiple of 64 columns. See `qk_tile` for the rest.
         """
         emitter = _ScoresOfInt8(
             b, (kind, next_kind), by_channel, floats, queries, keys, count, s_at, extents
@@ -137,7 +138,7 @@ def make_qk_int8(next_kind, kind="int8", by_channel=False):
 
 
 class _ScoresOfInt8:
-    """Emits `qk_int8`."""
+    """Emit `qk_int8`."""
 
     def __init__(self, b, kinds, by_channel, floats, queries, keys, count, s_at, extents):
         self.b, self.v, self.by_channel = b, Words(b), by_channel
@@ -154,12 +155,12 @@ class _ScoresOfInt8:
         b, v = self.b, self.v
         self.rows, self.each = rows, v.lanes // rows
         self.columns = 4 * self.each
-        # Units that are taken at once: of CODE4 and CODE6 a vector of levels.
+        # Units of a step. For CODE4 and CODE6 they are a vector of levels.
         self.units = rows if self.kind in LOOKED_UP else 1
         self.flip = v.opaque(v.splat_int(0x80808080 - 2**32))
         starts = self.first_sums()
         row_scales = v.repeated(self.floats, self.queries.scales_at, rows)
-        # Lanes are only added where as many tokens are at hand as a row has lanes.
+        # Sums across lanes need as many tokens as a row has lanes.
         parts = max(1, self.each // TOKENS)
         with steps(b, I64(0), self.count, parts * TOKENS) as (t0, _):
             totals = []
@@ -176,12 +177,12 @@ class _ScoresOfInt8:
                 v.store(scores, self.floats, b.add(self.s_at, b.mul(token, I64(rows))))
 
     def unit_at(self, d):
-        """Where the query's bytes are for columns from d on."""
+        """Return where the query's bytes for columns from d on start."""
         b = self.b
         return b.add(self.queries.at, b.mul(b.ashr(d, I64(2)), I64(2 * self.rows)))
 
     def first_sums(self):
-        """What sums start with, of high and of low bytes: -128 times the query's bytes."""
+        """Return the initial sums of high and of low bytes: -128 times the query's bytes."""
         b, v = self.b, self.v
         slots = [[cgutils.alloca_once_value(b, v.splat_int(0)) for _ in range(2)]]
         with steps(b, I64(0), self.keys.dim, self.columns) as (d, _):
@@ -189,7 +190,7 @@ class _ScoresOfInt8:
         return [b.sub(v.splat_int(0), b.load(slot)) for slot in slots[0]]
 
     def products(self, t0, starts):
-        """Products of some tokens with query rows, by lanes."""
+        """Return the products of some tokens with query rows, by lanes."""
         b, v, dim = self.b, self.v, self.keys.dim
         sums = [[cgutils.alloca_once(b, v.int_type) for _ in range(2)] for _ in range(TOKENS)]
         for slots in sums:
@@ -218,9 +219,9 @@ class _ScoresOfInt8:
         return [b.add(b.shl(b.load(high), eight), b.load(low)) for high, low in sums]
 
     def add_levels(self, k_at, sums, d, left):
-        """Add the products of several units of CODE4 or CODE6, whose levels are looked up once for all rows.
+        """Add the products of several units of CODE4 or CODE6; one table lookup of levels serves all rows.
 
-        Past a row's end queries are 0.
+        Queries are 0 past a row's end.
         """
         b, v, columns = self.b, self.v, self.columns * self.units
         levels = []
@@ -247,7 +248,7 @@ class _ScoresOfInt8:
             )  # fmt: skip
 
     def load(self, at, left):
-        """Some codes of a K row without signs, once for each query row."""
+        """Load some codes of a K row as unsigned bytes, repeated for each query row."""
         b, v = self.b, self.v
         if left is None:
             type_ = ir.VectorType(v.int, self.each)
@@ -260,7 +261,7 @@ class _ScoresOfInt8:
         return b.xor(x, self.flip)
 
 
-# Rows whose sums fit into registers: of four vectors of columns, and of two.
+# Rows whose sums fit into registers: with four vectors of columns, and with two.
 _ROWS, _MORE_ROWS = 4, 8
 
 
@@ -268,9 +269,9 @@ _ROWS, _MORE_ROWS = 4, 8
 def quantise_query(b, q, q_at, head_dim, padded_dim):
     """Replace a row of float32 by 16-bit integers at its beginning, and return their scale.
 
-    In NumPy: ``scale = abs(q).max() / limit; q = rint(q / scale).astype(int16)``, where the limit is 32,639 or so much
-    less that sums of `head_dim` products with codes of 8 bits fit into 32 bits. 15 bits of a query lose nothing beside
-    the 7 bits of what it meets. A row with NaN or infinity gets the scale NaN.
+    In NumPy: ``scale = abs(q).max() / limit; q = rint(q / scale).astype(int16)``. The limit is at most 32,639. It is
+    lower if sums of `head_dim` products with 8-bit codes would exceed 32 bits. The error of 15 bits is negligible
+    compared with that of codes of 7 bits. A row with NaN or infinity gets the scale NaN.
     """
     v = Words(b)
     peak = cgutils.alloca_once_value(b, v.splat_int(0))
@@ -284,16 +285,16 @@ def quantise_query(b, q, q_at, head_dim, padded_dim):
         x = b.fmul(v.load_floats(q, b.add(q_at, d)), factor)
         x = b.select(b.fcmp_ordered("ord", x, x), x, v.splat(0.0))  # infinity times 0
         codes = b.trunc(v.nearest(x), ir.VectorType(I16, v.lanes))
-        at = b.add(q_at, b.ashr(d, I64(1)))  # behind what is read, from the second step on
+        at = b.add(q_at, b.ashr(d, I64(1)))  # never reaches floats that are still to be read
         pointer = v.pointer(q, at, v.float)
         b.store(codes, b.bitcast(pointer, codes.type.as_pointer()), align=2)
     return scale
 
 
 def query_quantisers(v, peaks, head_dim):
-    """What makes 16-bit integers of query rows, and their scales: vectors with an element for each row.
+    """Return factors that turn query rows into 16-bit integers, and the scales of these: an element for each row.
 
-    `peaks` are of `larger_size`, by lanes.
+    `peaks` are results of `larger_size`, by lanes.
     """
     b = v.b
     bits = v.folds(peaks, v.larger_int)
@@ -302,7 +303,7 @@ def query_quantisers(v, peaks, head_dim):
     def all_rows(x):
         return ir.Constant(largest.type, [v.float(x)] * len(peaks))
 
-    # As large as integers may be for head_dim products with -128 to stay within 32 bits.
+    # The largest integer for which head_dim products with -128 stay within 32 bits.
     limit = b.sdiv(I64((2**31 - 1) // 128), head_dim)
     limit = b.select(b.icmp_signed("<", limit, I64(32639)), limit, I64(32639))
     limit = b.insert_element(all_rows(0.0), b.sitofp(limit, v.float), I32(0))
@@ -316,15 +317,15 @@ def query_quantisers(v, peaks, head_dim):
 
 @emits()
 def quantise_probs(b, rows, s, s_at, factors_at, begin, end, scales_at):
-    """Replace probabilities of some rows and a tile by 16-bit integers, each token's times its factor.
+    """Replace probabilities of some rows and a tile by 16-bit integers, after multiplying each token's by its factor.
 
-    In NumPy, of probabilities p (KV_TILE, rows) and factors (KV_TILE,), the scales of V rows, with 0 for tokens outside
-    ``[begin, end)``, whatever their factors are::
+    In NumPy, with probabilities p (KV_TILE, rows) and factors (KV_TILE,), the scales of V rows. Tokens outside
+    ``[begin, end)`` get 0, whatever their factors are::
 
         w = p * factors[:, None];  scale = abs(w).max(0) / 32639;  w = rint(w / scale).astype(int16)
 
-    All floats are in the array `s`: p[t, r] at ``s_at + t * rows + r``, factors at `factors_at`; scales go to
-    `scales_at`, up to a whole vector. Integers take the place of probabilities, two tokens in 32 bits; of two rows::
+    All floats are in the array `s`: p[t, r] at ``s_at + t * rows + r``, factors at `factors_at`. Scales go to
+    `scales_at`, up to a whole vector. Integers replace probabilities, with two tokens in 32 bits. For two rows::
 
         p   t0r0 | t0r1 | t1r0 | t1r1 | t2r0 ...  ->  w   t0r0 t1r0 | t0r1 t1r1 | t2r0 t3r0 ...
     """
@@ -376,24 +377,24 @@ def add_to_output(v, floats, outputs, row, value, column, mask=None):
 
 @functools.cache
 def make_accumulate_int8(next_kind, kind="int8"):
-    """`accumulate_int8`; `next_kind` is the storage kind of rows that are prefetched, `kind` INT8, CODE4 or CODE6."""
+    """Make `accumulate_int8` for INT8, CODE4 or CODE6; `next_kind` is the storage kind of the prefetched rows."""
 
     @emits()
     def accumulate_int8(b, rows, count, floats, weights, values, begin, end, outputs, extents):
         """Add INT8 rows weighted by integers: ``o[r] = rescale[r] * o[r] + scale[r] * (w[:, r] @ v)``.
 
-        All floats are in one array. Weights and their scales are those of `quantise_probs`. Of the `rows` rows the
-        first `count` are written, to columns below the head dim; up to 15 more get what does not matter.
+        All floats are in one array. Weights and their scales are those of `quantise_probs`. The first `count` of `rows`
+        rows are written, to columns below the head dim. Up to 15 columns past it get undefined values.
 
-        The words of two tokens are interleaved, so that a lane holds a pair of tokens for one column, and one
-        instruction adds both products::
+        The words of two tokens are interleaved. A lane then holds a pair of tokens for one column, and one instruction
+        adds both products::
 
             even columns   t0c0 t1c0 | t0c2 t1c2 | ...        weights   t0 t1 | t0 t1 | ...
             odd columns    t0c1 t1c1 | t0c3 t1c3 | ...        sums      c0 | c2 | ...   and   c1 | c3 | ...
 
-        `Words.in_order` brings sums back into the order of columns. With 16 registers half as many columns are taken at
-        a time, so that sums stay in registers, in order (`Words.load_pairs`). Of CODE4, more than four rows take half
-        as many columns at a time (`Words.load_level_pairs`): its levels are looked up once for all of them.
+        `Words.in_order` restores the order of columns in the sums. With 16 registers and more than two rows, a step has
+        half as many columns. Sums then stay in registers, in order (`Words.load_pairs`). With CODE4 and more than four
+        rows, a step also has half as many columns (`Words.load_level_pairs`): one table lookup serves all rows.
 
         Meanwhile the memory in `extents` (the next tile's K rows) is prefetched.
         """
@@ -406,7 +407,7 @@ def make_accumulate_int8(next_kind, kind="int8"):
 
 
 class _SumsOfInt8:
-    """Emits `accumulate_int8`."""
+    """Emit `accumulate_int8`."""
 
     def __init__(self, b, kinds, count, floats, weights, values, begin, end, outputs, extents):
         self.b, self.v = b, None
@@ -419,11 +420,11 @@ class _SumsOfInt8:
         b = self.b
         self.v, self.rows = Words(b), rows
         self.stream = PrefetchStream(b, self.next_kind, self.extents)
-        # A look into the table costs enough to take half as many columns of twice as many rows.
+        # Table lookups are expensive: half as many columns of twice as many rows need fewer of them.
         self.narrow = (
             self.kind == "code4" and rows > _ROWS and self.v.lanes == 16 and "avx512bw" in FEATURES
         )
-        # In 16 registers, sums of four rows leave room for two vectors of columns.
+        # With 16 registers, sums of four rows leave room for two vectors of columns.
         self.in_bytes = self.kind not in LOOKED_UP and REGISTERS == 16 and rows > 2
         few = self.narrow or self.in_bytes
         self.vectors, self.at_once = 2 if few else 4, _MORE_ROWS if self.narrow else _ROWS
@@ -434,7 +435,7 @@ class _SumsOfInt8:
                 self.one_pass(block, range(first, min(rows, first + self.at_once)))
 
     def one_pass(self, block, taken):
-        """A block of columns, for some rows."""
+        """Compute a block of columns for some rows."""
         b, v = self.b, self.v
         passes = (self.rows + self.at_once - 1) // self.at_once
         sums = {
@@ -486,22 +487,22 @@ class _SumsOfInt8:
                 add_to_output(v, self.floats, self.outputs, I64(row), value, column)
 
 
-#: Rows of at most so many elements have two groups at most.
+#: Rows of at most this many elements have at most two groups.
 SHORT = 64
-# Query rows whose sums, of low and of high bytes, stay in registers beside the codes of a group.
+# Query rows whose sums (of low and of high bytes) stay in registers together with the codes of a group.
 _ROWS = 4
-# Tokens whose weights meet codes at once: fours of bytes, or pairs of words.
+# Tokens that one instruction multiplies: four as bytes, or two as words.
 _PACKED = 4 if HAS_FOURS else 2
-# Tokens whose scores are added up at once.
+# Tokens whose scores are computed together.
 _TOKENS = 16
 _BYTES = GROUP // 2
 
 
 @register_jitable
 def spread_query(to, row, scale):
-    """Put the elements of a query row, times a scale, where they meet those of INT4 codes.
+    """Multiply a query row by a scale, and put its elements into the order of unpacked INT4 codes.
 
-    Of each group first those of low nibbles, then those of high ones; a short group has zeros behind each.
+    Each group has first the elements of low nibbles, then those of high nibbles. A short group has zeros after each.
     """
     dim = len(row)
     for first in range(0, dim, GROUP):
@@ -513,9 +514,9 @@ def spread_query(to, row, scale):
 
 @emits()
 def sum_query_groups(b, q, q_at, head_dim, sums_at):
-    """Sums of a query row's integers, group by group: ``sums = q.reshape(-1, 32).sum(1)``.
+    """Compute the sums of a query row's integers, group by group: ``sums = q.reshape(-1, 32).sum(1)``.
 
-    Of each span of 128 elements there are four numbers, and zeros up to a vector, at ``q[sums_at + 16 * span]``.
+    Each span of 128 elements has four sums, and zeros up to a vector, at ``q[sums_at + 16 * span]``.
     """
     v = Words(b)
     spans = b.sdiv(b.add(head_dim, I64(INT4_SPAN - 1)), I64(INT4_SPAN))
@@ -538,7 +539,7 @@ def sum_query_groups(b, q, q_at, head_dim, sums_at):
 
 
 def load_groups(v, base, places, count, size=_BYTES):
-    """Groups of `count` bytes, at most `size`, side by side in a vector of bytes; the others are 0."""
+    """Load groups of `count` bytes, at most `size`, side by side into a vector of bytes; missing bytes are 0."""
     b = v.b
     type_ = ir.VectorType(I8, size)
     slots = [cgutils.alloca_once(b, type_) for _ in places]
@@ -560,19 +561,19 @@ def load_groups(v, base, places, count, size=_BYTES):
 
 @functools.cache
 def make_qk_int4(next_kind):
-    """`qk_int4`; `next_kind` is the storage kind of the rows that are prefetched."""
+    """Make `qk_int4`; `next_kind` is the storage kind of the prefetched rows."""
 
     @emits()
     def qk_int4(b, rows, floats, queries, keys, count, s_at, extents):
-        """Scores of `rows` query rows and `count` INT4 rows: ``s[t, r] = sum over d of q[r, d] * k[t, d]``.
+        """Compute scores of `rows` query rows and `count` INT4 rows: ``s[t, r] = sum over d of q[r, d] * k[t, d]``.
 
-        In NumPy, of integers q of `quantise_query`, codes and their groups' scales and minima::
+        In NumPy, with integers q of `quantise_query`, codes, and scales and minima of their groups::
 
             products = (q * codes).reshape(-1, 32).sum(1);  s = q_scale * sum(scale * products + minimum * q_sums)
 
-        Query rows lie as `spread_query` puts them, with zeros up to whole spans; each is that of `interleave_bytes` for
-        one row, and has the sums of `sum_query_groups`. `keys` says where `gather_groups` put scales and minima, by
-        group. For the rest see `qk_tile`.
+        Query rows have the order of `spread_query`, with zeros up to whole spans. `interleave_bytes` has split each row
+        separately. Their sums are those of `sum_query_groups`. `keys` has the place of the scales and minima that
+        `gather_groups` recorded by group. See `qk_tile` for the rest.
         """
         emitter = _ScoresOfInt4(b, next_kind, floats, queries, keys, count, s_at, extents)
         for_rows(b, rows, emitter.emit)
@@ -592,7 +593,7 @@ class _ScoresOfInt4:
         if REGISTERS == 16:
             self.scratch = scratch_floats(b, self.v.float, 4 * _TOKENS)
             self.number = opaque_number(b, 4)
-        # Of 16 tokens each lane has one or two: what is repeated in all lanes is loaded once.
+        # Each lane has one or two of 16 tokens. Operands that are repeated in all lanes are loaded once for both.
         self.sets = range(_TOKENS // self.v.lanes)
         self.row_bytes = b.ashr(keys.dim, I64(1))
         spans = b.sdiv(b.add(keys.dim, I64(INT4_SPAN - 1)), I64(INT4_SPAN))
@@ -622,7 +623,7 @@ class _ScoresOfInt4:
                     at = b.add(at, I64(v.lanes))
 
     def add_group(self, t0, group, sums):
-        """Add what a group of some tokens gives to their scores."""
+        """Add the contribution of one group to the scores of some tokens."""
         b, v, sets = self.b, self.v, self.sets
         vectors = [self.codes(b.add(t0, I64(i * v.lanes)), group) for i in sets]
         if REGISTERS == 16:
@@ -652,7 +653,7 @@ class _ScoresOfInt4:
             }
 
             def add_words(i, words, totals=totals, first=first):
-                """Add products of a word of each token with four bytes of each query row, and four more."""
+                """Add products of a word of each token, low nibbles then high ones, with bytes of each query row."""
                 if first == 0:
                     self.stream.issue(_TOKENS * GROUP // 4)
                 for upper in range(2):
@@ -675,19 +676,19 @@ class _ScoresOfInt4:
                     b.store(v.fma(b.sitofp(total, v.type), scales[i], value), sums[r][i])
 
     def for_words(self, vectors, emit):
-        """Emit ``emit(i, words)`` for the vectors i of each set, which stay in registers where there are many."""
+        """Emit ``emit(i, words)`` for vector i of each set; with 32 registers the vectors stay in them."""
         b, v = self.b, self.v
         if REGISTERS > 16:
             for i, words in enumerate(zip(*vectors, strict=True)):
                 emit(I64(i), words)
             return
-        # A loop that stays one: taken apart, more would be on its way than 16 registers hold.
+        # This loop must not be unrolled: then its values would exceed 16 registers.
         with steps(b, I64(0), self.number, 1) as (i, _):
             at = [b.mul(b.add(i, I64(4 * k)), I64(v.lanes)) for k in self.sets]
             emit(i, [b.bitcast(v.load_floats(self.scratch, x), v.int_type) for x in at])
 
     def joined(self, high, low):
-        """Sums of 32 bits of those of high and of low bytes."""
+        """Combine sums of high bytes and of low bytes into sums of 32 bits."""
         b, v = self.b, self.v
         if DOT_PRODUCTS:
             return b.add(b.shl(high, v.splat_int(8)), low)
@@ -695,7 +696,7 @@ class _ScoresOfInt4:
         return v.add_pairs(total, high, v.splat_word(256))
 
     def codes(self, t0, group):
-        """A group of as many tokens as lanes, four bytes of each in a vector."""
+        """Load one group of each of `lanes` tokens: vectors with four bytes of each token."""
         b, v = self.b, self.v
         at = b.mul(group, I64(_BYTES))
         left = b.sub(self.row_bytes, at)
@@ -704,7 +705,7 @@ class _ScoresOfInt4:
             tokens = [b.add(t0, I64(i + j)) for j in range(0, v.lanes, 4)]
             places = [b.add(b.load(b.gep(self.keys.offsets, [t])), at) for t in tokens]
             some.append(b.bitcast(load_groups(v, self.keys.words, places, left), v.int_type))
-        # The square of four tokens and four lanes in each 128 bits, exchanged.
+        # Transpose four tokens by four lanes in each 128 bits.
         wide = ir.VectorType(I64, v.lanes // 2)
         halves = [
             [b.bitcast(x, wide) for x in v.interleave(*some[i : i + 2])] for i in range(0, 4, 2)
@@ -714,9 +715,9 @@ class _ScoresOfInt4:
 
 
 def shares(rows, short):
-    """How weights of INT4 groups share a vector: lanes of a token and a row, rows, and tokens.
+    """Return how weights of INT4 groups share a vector: lanes of a token and row, rows, and tokens.
 
-    Lanes are those of groups, of which short rows have two. Of several tokens, those of a vector follow each other.
+    A lane is a group: four groups, or two in short rows. The tokens of a vector are consecutive.
     """
     width = 2 if short else 4
     together = min(rows, LANES // width)
@@ -725,26 +726,27 @@ def shares(rows, short):
 
 @emits()
 def quantise_group_probs(b, rows, s, s_at, scales_at, head_dim, begin, end, w_at, sums_at):
-    """Probabilities of some rows and a tile times the scales of tokens' groups, as 16-bit integers.
+    """Multiply probabilities of some rows and a tile by the scales of tokens' groups, and round to 16-bit integers.
 
-    In NumPy, of probabilities p (KV_TILE, rows), scales and minima (KV_TILE, groups), with 0 for tokens outside
+    In NumPy, with probabilities p (KV_TILE, rows), scales and minima (KV_TILE, groups), and 0 for tokens outside
     ``[begin, end)``::
 
         x = p[:, :, None] * scales[:, None];  sums = (p[:, :, None] * minima[:, None]).sum(0)
         unit = abs(x).max(0) / 32639;  w = rint(x / unit)
 
     All floats are in the array `s`: p[t, r] at ``s_at + t * rows + r``, scales and minima where `gather_groups` put
-    them. Results come by span (128 elements) and by rows that are taken together (see `shares`), from `w_at` on. Where
-    bytes are multiplied by fours, ``low, high = w.astype(int8), (w - low) / 256``, high ones 256 floats further on; a
-    lane has those of four tokens for a row and a group. Of one row and four groups, with 16 lanes and so n = 4
-    tokens in a vector of weights::
+    them. Results start at `w_at`, by the rows that share a vector (see `shares`), then by span (128 elements).
+
+    Where bytes are multiplied by fours, ``low, high = w.astype(int8), (w - low) / 256``. High bytes are stored 256
+    floats after low bytes. A lane has the bytes of four tokens for a row and a group. For one row and four groups,
+    with 16 lanes and therefore n = 4 tokens in a vector of weights::
 
         lane      0    1    2    3  | 4    5    6    7  | ...         r0 in all
         group     g0   g1   g2   g3 | g0   g1   g2   g3 | ...
         tokens    0, n, 2n, 3n      | 1, n+1, 2n+1, 3n+1 | ...        in the order 0, 2, 1, 3 of `Words.bytes_of`
 
-    Else a lane has two tokens, as words. At `sums_at` are as often a vector of sums, and one of units, by groups and by
-    rows.
+    Otherwise a lane has two tokens, as words. `sums_at` has, for each such block of weights, a vector of sums and a
+    vector of units, by rows and groups.
     """
     probs = _GroupProbs(b, s, s_at, scales_at, head_dim, begin, end, w_at, sums_at)
     short = b.icmp_signed("<=", probs.head_dim, I64(SHORT))
@@ -755,7 +757,7 @@ def quantise_group_probs(b, rows, s, s_at, scales_at, head_dim, begin, end, w_at
 
 
 class _GroupProbs:
-    """Emits `quantise_group_probs`."""
+    """Emit `quantise_group_probs`."""
 
     def __init__(self, b, data, s_at, scales_at, head_dim, begin, end, w_at, sums_at):
         self.b, self.v, self.data = b, Words(b), data
@@ -781,13 +783,13 @@ class _GroupProbs:
                 self.add_span(span)
 
     def add_span(self, span):
-        """The weights of a span, for some rows after others."""
+        """Quantise the weights of a span, some rows at a time."""
         scales = self.scales_of(span)
         with steps(self.b, I64(0), I64(self.rows // self.together), 1) as (part, _):
             self.quantise(span, scales, part)
 
     def scales_of(self, span):
-        """Where scales and minima of a span are: with zeros for tokens that are not seen."""
+        """Return pointers to the scales and minima of a span, with zeros for masked tokens."""
         b, v, width = self.b, self.v, self.width
         at = b.add(self.scales_at, b.mul(span, I64(4 * KV_TILE)))
         places = [at, b.add(at, self.minimum_at)]
@@ -810,7 +812,7 @@ class _GroupProbs:
         ]
 
     def quantise(self, span, scales, part):
-        """The weights of some rows."""
+        """Quantise the weights of some rows."""
         b, v, width, together, tokens = self.b, self.v, self.width, self.together, self.tokens
         of_scales = [i // (width * together) * width + i % width for i in range(v.lanes)]
         first = b.add(self.s_at, b.mul(part, I64(together)))
@@ -847,7 +849,7 @@ class _GroupProbs:
                 v.store(b.bitcast(x, v.type), self.data, b.add(at, I64(step * j)))
 
     def merged(self, slots, combine):
-        """Four vectors combined, and then the tokens of a vector."""
+        """Combine four vectors into one, then the tokens within it."""
         b, v = self.b, self.v
         x, y, z, w = map(b.load, slots)
         x = combine(combine(x, y), combine(z, w))
@@ -860,23 +862,23 @@ class _GroupProbs:
 
 @functools.cache
 def make_accumulate_int4(next_kind):
-    """`accumulate_int4`; `next_kind` is the storage kind of the rows that are prefetched."""
+    """Make `accumulate_int4`; `next_kind` is the storage kind of the prefetched rows."""
 
     @emits()
     def accumulate_int4(b, rows, count, floats, weights, values, begin, end, outputs, extents):
         """Add INT4 rows weighted by integers: ``o[r, d] = rescale[r] * o[r, d] + sum over t of p[t, r] * v[t, d]``.
 
-        In NumPy, for a quantisation group, with what `quantise_group_probs` made of p, put at ``weights.at`` and at
+        In NumPy, for a quantisation group, with the results of `quantise_group_probs` at ``weights.at`` and
         ``weights.scales_at``::
 
             o = rescale * o + unit * (w @ codes) + sums
 
-        Codes of four tokens are put side by side, or of two that are widened to words::
+        Codes of four tokens are put side by side. Without fours of bytes, codes of two tokens are widened to words::
 
             bytes of tokens   t0: c0 c1 c2 ...   t1: c0 c1 c2 ...   t2: ...   t3: ...
             lanes             t0c0 t2c0 t1c0 t3c0 | t0c1 t2c1 t1c1 t3c1 | ...
 
-        All floats are in one array. Of the `rows` rows the first `count` are written, to columns below the head dim.
+        All floats are in one array. The first `count` of `rows` rows are written, to columns below the head dim.
         Meanwhile the memory in `extents` (the next tile's K rows) is prefetched.
         """
         _SumsOfInt4(
@@ -887,7 +889,7 @@ def make_accumulate_int4(next_kind):
 
 
 class _SumsOfInt4:
-    """Emits `accumulate_int4`."""
+    """Emit `accumulate_int4`."""
 
     def __init__(
         self, b, next_kind, rows, count, floats, weights, values, begin, end, outputs, extents
@@ -898,7 +900,7 @@ class _SumsOfInt4:
         self.values, self.outputs = values, outputs
         self.row_bytes = b.ashr(values.dim, I64(1))
         self.spans = b.sdiv(b.add(values.dim, I64(INT4_SPAN - 1)), I64(INT4_SPAN))
-        # What `shares` says, and lanes of tokens that are packed.
+        # The results of `shares` at run time; the lanes that a turn takes.
         short = b.icmp_signed("<=", values.dim, I64(SHORT))
         self.width, self.most = (
             b.select(short, I64(n), I64(m)) for n, m in ((2, 4), (LANES // 2, LANES // 4))
@@ -906,12 +908,12 @@ class _SumsOfInt4:
         few = b.icmp_signed("<", rows, self.most)
         self.in_turn = b.select(few, b.mul(rows, self.width), I64(LANES))
         self.tokens = b.sdiv(I64(LANES), self.in_turn)
-        # Turns of packed tokens that lie between each other's are all taken.
+        # The tokens of neighbouring turns interleave, so whole sets of turns are computed.
         in_span = b.mul(self.tokens, I64(_PACKED))
         self.first_turn = b.mul(b.sdiv(begin, in_span), self.tokens)
         turns = b.sdiv(b.add(end, b.sub(in_span, I64(1))), in_span)
         self.turns = b.mul(turns, self.tokens)
-        # Turns that take a line of codes, which many rows take twice.
+        # Turns that read a cache line of codes; more than `_ROWS` rows read each line twice.
         twice = b.icmp_signed(">", count, I64(_ROWS))
         self.in_line = b.select(twice, I64(8 // _PACKED), I64(4 // _PACKED))
 
@@ -932,7 +934,7 @@ class _SumsOfInt4:
             for_rows(b, some, add, _ROWS, range(1, _ROWS + 1))
 
     def add_rows(self, group, first, rows):
-        """A group's columns, for some rows."""
+        """Compute a group's columns for some rows."""
         b, v = self.b, self.v
         span, in_span = b.ashr(group, I64(2)), b.and_(group, I64(3))
         places, weights = [], []
@@ -952,10 +954,10 @@ class _SumsOfInt4:
                 self.finish(group, byte, b.add(first, I64(r)), totals, places[r])
 
     def sums(self, group, byte, size, weights):
-        """Sums of some of a group's columns for each row, in the order of `codes`."""
+        """Yield the sums of some columns of a group for each row, in the order of `codes`."""
         b, v = self.b, self.v
         add, halves = (v.add_fours, 2) if v.has_fours else (v.add_pairs, 1)
-        # By halves of weights, and by what the codes are.
+        # Keys are the row, the half of the weights (low or high bytes), and the vector of codes.
         rows, number = len(weights), 2 * size // v.lanes
         keys = [*itertools.product(range(rows), range(halves), range(number))]
         sums = {key: cgutils.alloca_once_value(b, v.splat_int(0)) for key in keys}
@@ -981,9 +983,9 @@ class _SumsOfInt4:
                 yield [b.add(low, b.shl(high, v.splat_int(8))) for low, high in parts]
 
     def codes(self, turn, group, byte, size):
-        """A turn's codes of `size` bytes of a group, from a byte on: of each vector low nibbles, then high ones.
+        """Yield a turn's codes of `size` bytes of a group, from a byte on: low nibbles, then whole bytes, per vector.
 
-        Bytes as they are stand for high nibbles.
+        Whole bytes stand for high nibbles; `finish` subtracts the low ones.
         """
         b, v = self.b, self.v
         at = b.add(b.mul(group, I64(GROUP // 2)), byte)
@@ -1001,20 +1003,20 @@ class _SumsOfInt4:
             yield from (b.and_(whole, low), whole)
 
     def finish(self, group, byte, row, totals, at):
-        """Add a group's sums to the output row, of the columns of `codes`."""
+        """Add a group's sums, in the order of `codes`, to the output row."""
         b, v = self.b, self.v
         minimum, scale = (v.splat(v.load_one(self.floats, b.add(at, I64(i)))) for i in (0, v.lanes))
         column = b.mul(group, I64(GROUP))
         left = b.ashr(b.sub(self.values.dim, column), I64(1))
         half = b.select(b.icmp_signed("<", left, I64(_BYTES)), left, I64(_BYTES))
         for i, x in enumerate(totals):
-            if i % 2:  # of whole bytes: high nibbles count 16 times
+            if i % 2:  # sums of whole bytes, where a high nibble counts 16 times
                 x = b.ashr(b.sub(x, totals[i - 1]), v.splat_int(4))
             first = b.add(byte, I64(i // 2 * v.lanes))
             start = b.add(b.add(column, half) if i % 2 else column, first)
             value = v.fma(b.sitofp(x, v.type), scale, minimum)
             here = b.sub(half, first)
-            # AVX2 has masks of its own, which take their time.
+            # Masks are slow on AVX2, so whole vectors go without.
             masks = None, v.lanes_below(here)
             whole = b.icmp_signed(">=", here, I64(v.lanes))
             with b.if_else(whole, likely=True) as places:
