@@ -219,7 +219,10 @@ def test_table_of_kinds():
             assert layer.k.nbytes == of_row * numkv.kind(name).word.itemsize * layer.capacity
             count = {"none": 0, "one float32": 1}.get(scales, 3)
             if numkv.kind(name).group_tokens:
-                assert (layer.capacity, layer.k_scale.size) == (64, 2 * 96)
+                assert (layer.capacity, layer.k_scale.size) == (
+                    64,
+                    2 * 96 + numkv.kind(name).fine_channels,
+                )
                 assert scales.startswith("none of its own")
                 continue
             assert layer.k_scale.size == count
