@@ -24,7 +24,7 @@ __all__ = ["LINES", "PEERS", "Job", "Line", "numkv_calls", "turns"]
 #: Bytes that the buffers of a line take together: several times the L2 of any device.
 COLD = 512 << 20
 BLOCK = 16
-#: Queries that are checked at the begin and the end of a prompt.
+#: Queries that are checked at a prompt's beginning and at its end.
 CHECKED = 16
 DTYPES = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 
@@ -74,7 +74,7 @@ class Job(NamedTuple):
     calls: list[Callable[[], object]]
     off: Callable[[Any], float] | None = None  #: relative L2 error of what the first call gave
 
-    def checked(self, line: Line) -> dict[str, float]:
+    def checked(self, line: Line) -> dict[str, Any]:
         """How far the first call is off beside float64, and how far it may be."""
         return {"off": self.off(self.calls[0]()), "bound": line.bound} if self.off else {}
 

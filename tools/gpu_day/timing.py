@@ -72,8 +72,7 @@ def ours(line: Line, seconds: float, cold: int) -> dict[str, Any]:
     import numkv
 
     job = of_lines.numkv_calls(line, cold)
-    found: dict[str, Any] = job.checked(line)
-    several = _several(job.calls)
+    found, several = job.checked(line), _several(job.calls)
     found |= {"bytes": line.bytes, "flops": line.flops, "eager": _spread(timed(several, seconds))}
     if line.what == "step":
         return found  # goes by numbers of the host
@@ -92,8 +91,7 @@ def theirs(peer: Peer, line: Line, seconds: float, cold: int) -> dict[str, Any]:
     import torch
 
     job = peer.calls(line, cold)
-    found: dict[str, Any] = job.checked(line)
-    several = _several(job.calls)
+    found, several = job.checked(line), _several(job.calls)
     found |= {"eager": _spread(timed(several, seconds))}
     graph = torch.cuda.CUDAGraph()
     try:
