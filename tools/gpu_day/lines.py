@@ -9,19 +9,23 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from perf.shapes import Shape
+from perf.shapes import Shape, attend
 
 __all__ = ["LINES", "PEERS", "Job", "Line", "numkv_calls", "turns"]
 
 #: Bytes that the buffers of a line take together: several times the L2 of any device.
 COLD = 512 << 20
 BLOCK = 16
+#: Queries that are checked at a prompt's beginning and at its end.
+CHECKED = 16
 DTYPES = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 
 
@@ -54,12 +58,52 @@ class Line(NamedTuple):
         pairs = s.queries * (s.length - s.queries) + s.queries * (s.queries + 1) // 2
         return 2 * s.batch * s.q_heads * pairs * (s.dim + s.dim_v) if self.what == "prefill" else 0
 
+    @property
+    def bound(self) -> float:
+        """Largest relative L2 error of a right result.
+
+        A rounding to bf16 is off by 2**-8 at most and by 1.6e-3 in the root mean square. Weights and results are
+        rounded, by some scaled queries and keys as well: the square root of four such errors is 3.2e-3.
+        """
+        return 2e-3 if self.kind in ("fp16", "fp32") else 4e-3
+
 
 class Job(NamedTuple):
     """A contestant's calls of a line."""
 
-    contestant: str
     calls: list[Callable[[], object]]
+    off: Callable[[Any], float] | None = None  #: relative L2 error of what the first call gave
+
+    def checked(self, line: Line) -> dict[str, Any]:
+        """How far the first call is off beside float64, and how far it may be."""
+        return {"off": self.off(self.calls[0]()), "bound": line.bound} if self.off else {}
+
+
+#: Rows ``(heads, tokens, width)`` of a sequence, on the host: of an array, by the sequence's number and its heads.
+Part = Callable[[Any, int, slice], Any]
+
+
+def _off(line: Line, q: Any, k: Any, v: Any, part: Part, cached: Part | None = None) -> Any:
+    """What `Job.off` is: the worst error of two pairs of a sequence and a kv head, beside plain attention in float64.
+
+    `cached` reads K and V, where they lie in another way than queries and results. The pairs are such that exchanged
+    axes show.
+    """
+    s, cached = line.shape, cached or part
+
+    def off(out: Any) -> float:
+        found = []
+        for i, h in {(0, s.kv_heads - 1), (s.batch - 1, 0)}:
+            heads, one = slice(h * s.group, (h + 1) * s.group), slice(h, h + 1)
+            queries, result = part(q, i, heads), part(out, i, heads)
+            keys, values = cached(k, i, one), cached(v, i, one)
+            for end in {min(CHECKED, s.queries), s.queries}:
+                some, seen = slice(max(0, end - CHECKED), end), s.length - s.queries + end
+                right = attend(queries[:, some], keys[:, :seen], values[:, :seen], causal=True)
+                found.append(np.linalg.norm(result[:, some] - right) / np.linalg.norm(right))
+        return float(np.max(found))
+
+    return off
 
 
 def bytes_per_element(kind: str) -> float:
@@ -103,10 +147,11 @@ class Arrays:
         self.target, self.rng = targets.get("cuda"), np.random.default_rng(0)
 
     def random(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        size = math.prod(shape)
-        some = self.rng.standard_normal(min(size, 1 << 20)).astype(np.float32)
+        size = min(math.prod(shape), 1_000_003)  # a prime: no two blocks are alike
+        some = self.rng.standard_normal(size).astype(np.float32)
         if np.dtype(dtype).kind in "iu":
-            some = some * 30
+            of = np.iinfo(dtype)
+            some = self.rng.integers(max(of.min, -of.max), of.max, size, dtype, endpoint=True)
         return self.target.asarray(np.resize(some.astype(dtype), shape))
 
     def given(self, x: Any) -> Any:
@@ -124,7 +169,9 @@ def _pools(make: Arrays, line: Line, blocks: int) -> tuple[Any, Any, dict[str, A
         found.append(make.random((*size, kind.words_per_row(dim)), dtype))
         if kind.has_scales:
             groups = (dim // kind.group_size,) if kind.scales_per == "group" else ()
-            scales[name] = make.given(np.full((*size, *groups), 0.01, kind.scale_dtype))
+            unit = 3.5 / 2 ** (8 * kind.bytes_per_element)  # rows of about 1
+            scale = make.rng.uniform(0.5 * unit, 1.5 * unit, (*size, *groups))
+            scales[name] = make.given(scale.astype(kind.scale_dtype))
     return found[0], found[1], scales
 
 
@@ -141,7 +188,7 @@ def numkv_calls(line: Line, cold: int = COLD) -> Job:
         "write": _write,
         "step": _step,
     }
-    return Job("numkv paged", makers[line.what](line, cold))
+    return makers[line.what](line, cold)
 
 
 def _sets(size: float, cold: int) -> int:
@@ -149,7 +196,15 @@ def _sets(size: float, cold: int) -> int:
     return max(1, min(64, math.ceil(cold / max(1.0, size))))
 
 
-def _attend(line: Line, cold: int) -> list[Callable[[], object]]:
+def _decoded(codes: Any, scale: Any) -> Any:
+    """Rows of codes, as the tests' oracle reads them."""
+    sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+    import naive
+
+    return naive.dequantise(codes, scale)
+
+
+def _attend(line: Line, cold: int) -> Job:
     import numkv
 
     make, s = Arrays(), line.shape
@@ -158,12 +213,13 @@ def _attend(line: Line, cold: int) -> list[Callable[[], object]]:
     q, out = (make.random((tokens, s.q_heads, d), _q_dtype(line)) for d in (s.dim, s.dim_v))
     lens = make.given(np.array(s.lens, np.int32))
     size = s.batch * per * BLOCK * s.kv_heads * (s.dim + s.dim_v) * bytes_per_element(line.kind)
-    calls = []
+    calls, pools, host = [], [], make.target.to_host
     for _ in range(_sets(size, cold)):
         k, v, scales = _pools(make, line, s.batch * per)
         table = make.given(
             make.rng.permutation(s.batch * per).reshape(s.batch, per).astype(np.int32)
         )
+        pools.append((table, (k, scales.get("k_scale")), (v, scales.get("v_scale"))))
         if s.queries == 1:
             calls.append(
                 lambda a=(q, k, v, table, lens), m=scales: numkv.paged_decode_attention(
@@ -177,10 +233,20 @@ def _attend(line: Line, cold: int) -> list[Callable[[], object]]:
                     *a, out=out, **m
                 )
             )
-    return calls
+    table, k, v = pools[0]
+
+    def cached(x: Any, i: int, one: slice) -> Any:
+        rows, *scale = (host(y)[host(table)[i]][:, one] for y in x if y is not None)
+        rows = _decoded(rows, *scale) if scale else rows
+        return rows.swapaxes(0, 1).reshape(1, per * BLOCK, -1)
+
+    def part(x: Any, i: int, heads: slice) -> Any:
+        return host(x)[i * s.queries : (i + 1) * s.queries, heads].swapaxes(0, 1)
+
+    return Job(calls, _off(line, q, k, v, part, cached))
 
 
-def _append(line: Line, cold: int) -> list[Callable[[], object]]:
+def _append(line: Line, cold: int) -> Job:
     import numkv
 
     make, s = Arrays(), line.shape
@@ -193,10 +259,10 @@ def _append(line: Line, cold: int) -> list[Callable[[], object]]:
     ):
         k, v, scales = _pools(make, line, blocks)
         calls.append(lambda a=(*rows, k, v, slots), m=scales: numkv.paged_append(*a, **m))
-    return calls
+    return Job(calls)
 
 
-def _write(line: Line, cold: int) -> list[Callable[[], object]]:
+def _write(line: Line, cold: int) -> Job:
     import numkv
 
     make, s = Arrays(), line.shape
@@ -218,10 +284,10 @@ def _write(line: Line, cold: int) -> list[Callable[[], object]]:
                 *a, num_q_heads=s.q_heads, qk_mode=2, **m
             )
         )
-    return calls
+    return Job(calls)
 
 
-def _step(line: Line, cold: int) -> list[Callable[[], object]]:
+def _step(line: Line, cold: int) -> Job:
     """A token of all sequences through all layers of a `PagedKVCache`, taken back afterwards."""
     import numkv
 
@@ -249,10 +315,25 @@ def _step(line: Line, cold: int) -> list[Callable[[], object]]:
             step.attention(layer, q)
         cache.rollback(step)
 
-    return [one]
+    return Job([one])
 
 
 # ---------------------------------------------------------------- others
+
+
+def _host(x: Any) -> Any:
+    """A tensor as a NumPy array."""
+    return x.float().cpu().numpy()
+
+
+def _by_head(x: Any, i: int, heads: slice) -> Any:
+    """`Part` of tensors ``(sequences, heads, tokens, width)``."""
+    return _host(x[i, heads])
+
+
+def _by_token(x: Any, i: int, heads: slice) -> Any:
+    """`Part` of tensors ``(sequences, tokens, heads, width)``."""
+    return _host(x[i, :, heads]).swapaxes(0, 1)
 
 
 def _torch_rows(line: Line, cold: int) -> Any:
@@ -289,7 +370,8 @@ def _torch_sdpa(backend: str) -> Callable[[Line, int], Job]:
                     q, k, v, is_causal=causal, enable_gqa=True
                 )
 
-        return Job(f"torch SDPA {backend.lower()}", [lambda k=k, v=v: call(k, v) for k, v in pairs])
+        calls = [lambda k=k, v=v: call(k, v) for k, v in pairs]
+        return Job(calls, _off(line, q, *pairs[0], _by_head))
 
     return calls
 
@@ -312,8 +394,8 @@ def _flex(line: Line, cold: int) -> Job:
         )
     compiled = torch.compile(flex_attention, dynamic=False)
     return Job(
-        "torch FlexAttention",
         [lambda k=k, v=v: compiled(q, k, v, block_mask=mask, enable_gqa=True) for k, v in pairs],
+        _off(line, q, *pairs[0], _by_head),
     )
 
 
@@ -326,7 +408,8 @@ def _flash_attn(line: Line, cold: int) -> Job:
         [tuple(x.transpose(1, 2).contiguous() for x in p) for p in pairs],
     )
     call = flash_attn_with_kvcache if line.shape.queries < line.shape.length else flash_attn_func
-    return Job("flash-attn", [lambda k=k, v=v: call(q, k, v, causal=True) for k, v in pairs])
+    calls = [lambda k=k, v=v: call(q, k, v, causal=True) for k, v in pairs]
+    return Job(calls, _off(line, q, *pairs[0], _by_token))
 
 
 def _flashinfer(line: Line, cold: int) -> Job:
@@ -341,7 +424,8 @@ def _flashinfer(line: Line, cold: int) -> Job:
             for d in (s.dim, s.dim_v)
         )
         return Job(
-            "FlashInfer", [lambda: flashinfer.single_prefill_with_kv_cache(q, k, v, causal=True)]
+            [lambda: flashinfer.single_prefill_with_kv_cache(q, k, v, causal=True)],
+            _off(line, q, k, v, lambda x, _, heads: _by_token(x[None], 0, heads)),
         )
     per = -(-s.length // BLOCK)
     workspace = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
@@ -366,7 +450,15 @@ def _flashinfer(line: Line, cold: int) -> Job:
         torch.randn(s.batch * per, 2, s.kv_heads, BLOCK, s.dim, device="cuda", dtype=dtype)
         for _ in range(_sets(size, cold))
     ]
-    return Job("FlashInfer paged", [lambda pool=pool: wrapper.run(q, pool) for pool in pools])
+
+    def cached(x: Any, i: int, one: slice) -> Any:
+        rows = x[ids.reshape(s.batch, per)[i].long()]
+        return _host(rows[:, one]).swapaxes(0, 1).reshape(1, per * BLOCK, -1)
+
+    return Job(
+        [lambda pool=pool: wrapper.run(q, pool) for pool in pools],
+        _off(line, q, pools[0][:, 0], pools[0][:, 1], lambda x, i, h: _host(x[i, h, None]), cached),
+    )
 
 
 class Peer(NamedTuple):

@@ -52,7 +52,8 @@ def go(steps: Steps, start: int) -> None:
         say(begin=name, number=number)
         began = time.perf_counter()
         try:
-            what, ok = step(), True
+            what = step()
+            ok = not isinstance(what, dict) or what.get("off", 0.0) <= what.get("bound", 0.0)
         except Exception as error:
             what, ok = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}", False
         say(name=name, ok=ok, what=what, seconds=round(time.perf_counter() - began, 3))

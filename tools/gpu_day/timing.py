@@ -66,13 +66,14 @@ def _several(calls: list[Callable[[], object]]) -> Callable[[], None]:
 
 
 def ours(line: Line, seconds: float, cold: int) -> dict[str, Any]:
-    """Numkv's times of a line, with the bytes and operations that it has to do."""
+    """Numkv's times of a line, with how far it is off, and the bytes and operations that it has to do."""
     from cuda.core import Device, Stream
 
     import numkv
 
-    several = _several(of_lines.numkv_calls(line, cold).calls)
-    found = {"bytes": line.bytes, "flops": line.flops, "eager": _spread(timed(several, seconds))}
+    job = of_lines.numkv_calls(line, cold)
+    found, several = job.checked(line), _several(job.calls)
+    found |= {"bytes": line.bytes, "flops": line.flops, "eager": _spread(timed(several, seconds))}
     if line.what == "step":
         return found  # goes by numbers of the host
     here = Device()
@@ -86,11 +87,12 @@ def ours(line: Line, seconds: float, cold: int) -> dict[str, Any]:
 
 
 def theirs(peer: Peer, line: Line, seconds: float, cold: int) -> dict[str, Any]:
-    """Another library's times of a line."""
+    """Another library's times of a line, with how far it is off."""
     import torch
 
-    several = _several(peer.calls(line, cold).calls)
-    found = {"eager": _spread(timed(several, seconds))}
+    job = peer.calls(line, cold)
+    found, several = job.checked(line), _several(job.calls)
+    found |= {"eager": _spread(timed(several, seconds))}
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
