@@ -107,7 +107,8 @@ def make_encode(SRC):
                 for d in range(lane, dim, LANES):
                     value = np.float64(load(rows[t, h, d]))
                     square += value * value
-            # After this barrier the previous item uses no memory. It has not used `wide` since its last barrier.
+            # `_total` synchronises. The previous item then uses no memory; its last barrier came after its use of
+            # `wide`.
             norm = math.sqrt(_total(wide, mine, lane, square))
             for d in range(lane, dim, LANES):
                 value = np.float32(0)
@@ -646,7 +647,7 @@ def make_finish():
     return kernel
 
 
-# Numbers that a call of attention may store for its splits; with more, queries are processed in several launches.
+# Numbers that a call of attention may store for its splits; with more, queries are processed in several rounds.
 MOST_PARTS = 1 << 25
 
 # The bytes of a block's shared memory that q rows may take.

@@ -21,13 +21,13 @@ from numkv.kernels.cuda.streams import SIMULATED, ask, current, on, place, unwat
 
 #: Words of device memory of a watch; a power of two.
 WORDS = 64
-#: Calls are this far apart in what kernels report.
+#: Distance of two calls in the keys that kernels report.
 CALL = 2 * V_SIDE
-#: Calls of a watch after which its numbers start again, when nothing can be under way any more. Beyond are those of
-#: calls in CUDA graphs, which stay.
+#: Calls of a watch after which its numbers restart, once the device is idle. Calls in CUDA graphs have numbers beyond,
+#: for good.
 MOST_CALLS = 1 << 25
 MOST_LASTING = (1 << 26) - 1 - MOST_CALLS
-#: Calls that a watch remembers; those before have long been done.
+#: Calls that a watch remembers; earlier ones ended long ago.
 REMEMBERED = 1 << 12
 #: Watches whose words are allocated together.
 PAGE = 128
