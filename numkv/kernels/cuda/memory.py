@@ -1,7 +1,7 @@
 """Device memory that calls borrow, and the arrays over it: nothing is allocated or freed where calls repeat.
 
 Memory belongs to a stream (`numkv.kernels.cuda.streams.Place`). When an array is deleted, its memory returns there at
-once, though kernels may still be using it: its next user runs after them, on the same stream. Memory that was exported
+once. Kernels may still be using it, but its next user runs after them, on the same stream. Memory that was exported
 to other libraries does not return, as these may use it on other streams. It is freed, for which the driver waits.
 Exports use DLPack, also with dtypes that NumPy lacks, which `cuda.core` does not export. Memory that is allocated while
 a stream is captured belongs to the graph (`numkv.kernels.cuda.graphs`). There, too, calls reuse memory of earlier ones,
