@@ -23,17 +23,17 @@ _READERS = max(2, min(8, os.cpu_count() or 1))
 _AHEAD = 8
 #: Objects that one thread reads alone, because others would start too late to help.
 _FEW = 4
-#: Seconds after which a temporary file is one that a killed process has left.
+#: Seconds after which a temporary file counts as the rest of a killed process.
 _ABANDONED = 600.0
-#: Seconds that a process waits while another one evicts: that one may have been stopped for good.
+#: Seconds that a process waits while another one evicts, which may be suspended.
 _PATIENCE = 10.0
 _LOCK = ".evicting"
 #: Seconds after which the clock of the file system is read again.
 _CLOCK_STAYS = 60.0
-#: A process looks at what there is again when it has written this part of the bound since: so far may each process go
-#: beyond it, as nobody counts for all.
+#: A process scans again after it has written this part of the bound. Each process may exceed the bound by this part,
+#: because there is no common count.
 _SLACK = 1 / 16
-#: What is left after evicting, as a part of the bound.
+#: The part of the bound that remains in use after eviction.
 _LEFT = 0.9
 
 

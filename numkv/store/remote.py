@@ -205,7 +205,7 @@ class RemoteFolder:
     # -- contents
 
     def entries(self) -> Iterator[Entry]:
-        """All objects."""
+        """Yield all objects."""
         listed: dict[str, Any] = {}
         error = self._make(
             "list", 1, lambda i: self._fs.find(self.root, detail=True), lambda i, found: listed.update(found), _PATIENCE

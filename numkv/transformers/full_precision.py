@@ -1,14 +1,15 @@
-"""The newest tokens of a layer, and its first ones, in full precision, beside the quantised rows of all.
+"""Full-precision copies of a layer's newest and first tokens, in addition to the quantised rows of all tokens.
 
 Quantisation does most harm to the newest tokens, which get most attention (Liu et al., "KIVI", arXiv:2402.02750,
-section 3.3). It also harms the first ones, which models use as attention sinks (Xiao et al., "Efficient Streaming
-Language Models with Attention Sinks", arXiv:2309.17453, section 3). As in `numkv.KVCache`, a token is quantised once,
-and read so from the pass in which it leaves the window. Here that is done when it comes: the copy in full precision, a
-ring for each sequence, is what leaves. The first tokens stay as they are beside it, though a sliding layer may no
-longer see them. Attention over both parts is merged.
+section 3.3). It also harms the first ones. Models use these as attention sinks (Xiao et al., "Efficient Streaming
+Language Models with Attention Sinks", arXiv:2309.17453, section 3).
 
-Keys by channel have no scales before their token group is complete. There the newest groups of each sequence are kept
-in full: a query reads its own group so, and those before as codes, in a prompt as in decode.
+As in `numkv.KVCache`, a token is quantised once, and read quantised from the pass in which it leaves the window. Here
+it is quantised on arrival. Its full-precision copy, in a ring for each sequence, is dropped later. Copies of the first
+tokens stay, even if a sliding layer no longer sees them. Attention over both parts is merged.
+
+Keys by channel have no scales until their token group is complete. The newest groups of each sequence therefore stay in
+full precision. A query reads its own group in full precision and earlier groups as codes, in prompts and in decode.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ Ints = NDArray[np.int64]
 
 
 class FullPrecisionRing:
-    """Rows in full precision of the last and the first tokens of each sequence of a layer.
+    """Full-precision rows of the last and the first tokens of each sequence of a layer.
 
     Parameters
     ----------
     pool : Pool
         The quantised rows.
     kinds : tuple of Kind
-        Of K and V, as the model computes them.
+        Kinds of K and V, as the model computes them.
     batch : int
-        Sequences.
+        Number of sequences.
     kept : FullPrecision
-        How many last and first tokens; one of the two is at least 1.
+        Number of last and of first tokens; one of the two is at least 1.
 
     Attributes
     ----------
@@ -71,7 +72,7 @@ class FullPrecisionRing:
         self.end = self.end[rows]
 
     def write(self, k: Any, v: Any, step: Step, pool: Pool) -> FullPrecisionRing:
-        """Keep those of a pass's checked rows that are recent after it, or first; what its queries read: this."""
+        """Store those of a pass's checked rows that are recent after it, or first; return this, for its queries."""
         self.end = np.maximum(self.end, step.after.lengths - self.window)
         position = step.positions()
         kept = (position >= self.end[:, None]) | (position < self.first)
