@@ -62,7 +62,7 @@ class FullPrecisionRing:
         self.end: Ints = np.zeros(batch, np.int64)
 
     def crop(self, lengths: Ints) -> None:
-        """Forget tokens past these lengths of the sequences; quantised ones stay so."""
+        """Drop full-precision tokens past these lengths of the sequences; quantised tokens stay quantised."""
         self.end = np.minimum(self.end, lengths)
 
     def select(self, rows: Ints) -> None:
@@ -82,7 +82,7 @@ class FullPrecisionRing:
         return self
 
     def _slots(self, position: Ints) -> Ints:
-        """Slots of positions ``(batch, n)`` that are here."""
+        """Return the slots of positions ``(batch, n)`` that have full-precision rows."""
         ring = self.first + position % max(1, self.window)
         base = np.arange(len(position))[:, None] * (self.first + self.window)
         slots: Ints = base + np.where(position < self.first, position, ring)
@@ -112,13 +112,13 @@ class FullPrecisionRing:
         low, high = step.limits(columns)
         starts = np.arange(len(lengths) + 1) * columns
         base = (step.before.first * step.before.block_size)[:, None]
-        # Positions [0, first) and [end, length) are here, one behind the other in the table, the others quantised.
+        # Positions [0, first) and [end, length) are in full precision, consecutive in the table. Others are quantised.
         first = np.minimum(self.first, lengths)[:, None]
         end = np.maximum(self.end[:, None], first)
         gap = end - first
 
         def here(position: Ints) -> Ints:
-            """Return how many tokens that are here come before a position."""
+            """Return how many full-precision tokens come before a position."""
             return position - np.clip(position - first, 0, gap)
 
         held = (lengths[:, None] - gap)[:, 0]
@@ -134,7 +134,7 @@ class FullPrecisionRing:
 
 
 class GroupsOfStep(NamedTuple):
-    """What a pass writes in full, quantises and reads, of keys by channel."""
+    """The tokens that a pass writes in full precision, quantises and reads, for keys by channel."""
 
     slots: Ints
     """Where new rows go ``(batch * T,)``, -1 for padding."""
@@ -152,11 +152,11 @@ class GroupsOfStep(NamedTuple):
 
 
 class NewestTokenGroups:
-    """Rows in full of the newest token groups of each sequence of a layer whose keys are stored by channel.
+    """Full-precision rows of the newest token groups of each sequence of a layer with keys by channel.
 
-    Two groups stay, so that the last tokens, up to a group of them, can be cropped without a trace. Of those before,
-    codes are decoded where a crop has made one of them the newest. So do the groups of first tokens, which are read in
-    full whatever comes.
+    Two groups stay, so that up to one group of last tokens can be cropped without loss. If a crop makes an earlier
+    group the newest, its codes are decoded. The groups of first tokens also stay; they are always read in full
+    precision.
 
     Parameters
     ----------
@@ -232,7 +232,7 @@ class NewestTokenGroups:
         return now
 
     def _copy(self, low: Ints, high: Ints, to: NewestTokenGroups) -> None:
-        """Copy the rows of some tokens, and of the first ones before them."""
+        """Copy the rows of some tokens, and of the first tokens before them."""
         for begin, end in ((low, high), (np.zeros_like(low), np.minimum(high, self.first))):
             held = _tokens(begin, end)
             self.pool.copy_tokens(self._slots(*held), to.pool, to._slots(*held))
@@ -272,7 +272,7 @@ class NewestTokenGroups:
         )  # fmt: skip
 
     def _slots(self, of: Ints, position: Ints) -> Ints:
-        """Slots of positions of sequences `of` that are here."""
+        """Return the slots of positions of sequences `of` that have full-precision rows."""
         blocks, kept = int(self.pool.k.shape[0]) // len(self.end), self._kept
         group, offset = np.divmod(position, self._group)
         block = np.where(group < kept, group, kept + group % (blocks - kept))
@@ -280,7 +280,7 @@ class NewestTokenGroups:
         return slots
 
     def attend(self, pool: Pool, step: Step, columns: int, q: Any, options: CheckedOptions) -> Any:
-        """Attend with the queries of a pass: each to its own group in full, to others as codes.
+        """Attend with the queries of a pass: each reads its own group in full precision, others as codes.
 
         See `FullPrecisionRing.attend`.
         """
@@ -303,13 +303,13 @@ class NewestTokenGroups:
 def _attend_to_seen(
     parts: list[Part], q: Any, step: Step, starts: Ints, options: CheckedOptions
 ) -> Any:
-    """Attend to the parts that some query sees; where nobody sees anything, to the first."""
+    """Attend to the parts that at least one query sees; without any, to the first part."""
     seen = [part for part in parts if (part.ranges[:, 0] < part.ranges[:, 1]).any()]
     return attend_to_parts(seen or parts[:1], q, step.lengths, starts, options)
 
 
 def _tokens(low: Ints, high: Ints) -> tuple[Ints, Ints]:
-    """The numbers from `low` up to `high` of each sequence, one after another: whose they are, and which."""
+    """List the numbers from `low` up to `high` of each sequence; return each one's sequence, and the numbers."""
     counts = np.maximum(high - low, 0)
     of = np.repeat(np.arange(len(low)), counts)
     before = np.cumsum(counts) - counts
@@ -317,7 +317,7 @@ def _tokens(low: Ints, high: Ints) -> tuple[Ints, Ints]:
 
 
 def _slots_of(step: Step, of: Ints, position: Ints) -> Ints:
-    """Slots of positions of sequences `of` in a layer's pool."""
+    """Return the slots of positions of sequences `of` in a layer's pool."""
     size = step.before.block_size
     block, offset = np.divmod(position - step.before.first[of] * size, size)
     slots: Ints = step.table[of, block].astype(np.int64) * size + offset
@@ -325,7 +325,7 @@ def _slots_of(step: Step, of: Ints, position: Ints) -> Ints:
 
 
 def _ranges(low: Ints, high: Ints) -> Ints:
-    """Ranges ``[low, high)`` of queries, none below 0, as attention takes them."""
+    """Return ranges ``[low, high)`` of queries, none below 0, as attention expects them."""
     high = np.maximum(high, 0)
     found = np.stack([np.clip(low, 0, high), high], -1).reshape(-1, 2)
     return np.ascontiguousarray(found, np.int64)
