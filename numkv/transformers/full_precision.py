@@ -50,7 +50,7 @@ class FullPrecisionRing:
     pool : Pool
         A block for each sequence: position p below `first` is in slot p, a later one in slot ``first + p % window``.
     end : int64 array (batch,)
-        Position from which on each sequence's tokens are here, beside the first ones.
+        Position from which on each sequence's tokens are in full precision, apart from the first ones.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class NewestTokenGroups:
     pool : Pool
         Blocks of a group, as many for each sequence: those of first tokens, then a ring.
     end : int64 array (batch,)
-        Position from which on each sequence's tokens are here, beside the first ones.
+        Position from which on each sequence's tokens are in full precision, apart from the first ones.
     """
 
     #: Newest token groups of each sequence.
