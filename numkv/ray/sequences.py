@@ -3,7 +3,7 @@
 A sequence is a list of *runs* ``(column, tokens)``, in order. Every run but the last is a multiple of the block size,
 so that a block of a column holds neighbouring tokens of one sequence. New tokens first fill the last block, then go on
 in their column to the end of the *stripe*. Each new stripe goes to the column with the most free blocks, the first of
-several. So short sequences are placed as a whole, and long ones are spread.
+several. Short sequences are therefore placed as a whole, and long ones are spread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NO_TOKENS = np.empty(0, np.int32)
 
 
 def joined(runs: Iterable[Run], pieces: Iterable[Run] = ()) -> tuple[Run, ...]:
-    """Runs and what comes behind them, neighbours of one column as one run."""
+    """Return runs with `pieces` appended; neighbours of one column become one run."""
     found: list[Run] = []
     for column, n in (*runs, *pieces):
         if found and found[-1][0] == column:
@@ -36,7 +36,7 @@ def joined(runs: Iterable[Run], pieces: Iterable[Run] = ()) -> tuple[Run, ...]:
 
 
 def cut(runs: Iterable[Run], length: int) -> tuple[Run, ...]:
-    """The runs of the first tokens."""
+    """Return the runs of the first tokens."""
     found = []
     for column, n in runs:
         if length <= 0:
@@ -55,7 +55,7 @@ def counts(runs: Iterable[Run]) -> dict[int, int]:
 
 
 def columns_of_tokens(runs: Iterable[Run]) -> Ints:
-    """The column of each token."""
+    """Return the column of each token."""
     pieces = list(runs)
     columns = np.array([column for column, _ in pieces], np.int64)
     return columns.repeat([n for _, n in pieces])
@@ -72,16 +72,16 @@ def number_before(runs: Iterable[Run], column: int, positions: Ints) -> Ints:
 
 
 def visible(runs: Iterable[Run], column: int, positions: Ints, window: int) -> Ints:
-    """Which of a column's tokens queries at some positions see, each itself and earlier ones.
+    """Return which of a column's tokens queries at some positions see: their own and earlier ones.
 
     Parameters
     ----------
     runs : iterable of (int, int)
         The sequence, the queries' own tokens included.
     column : int
-        Which column.
+        The column.
     positions : int64 array (n,)
-        Of the queries.
+        Positions of the queries.
     window : int
         Earlier tokens that a query sees; -1 for all.
 
@@ -108,7 +108,7 @@ def place(
     runs : iterable of (int, int)
         The sequence so far.
     new : int
-        How many tokens come.
+        Number of new tokens.
     block_size : int
         Tokens in a block.
     stripe : int
@@ -119,7 +119,7 @@ def place(
     Returns
     -------
     list of (int, int) or None
-        Runs that come behind those there are; None if there are too few free blocks.
+        Runs to append; None if there are too few free blocks.
     """
     runs = list(runs)
     length = sum(n for _, n in runs)
@@ -156,13 +156,13 @@ class Sequence(NamedTuple):
     names : uint8 array (n, 32)
         Names of the full blocks of `tokens`; only where tokens are divided among columns.
     extra : mapping or None
-        What the content depends on beside the tokens.
+        Everything that the content depends on in addition to the tokens.
     cached : int
         Tokens that came from the prefix cache when it was added.
     step : int or None
         Number of its open step.
     shared : bool
-        Whether its last block may be another's too, or found by what it held before: what comes next may need a copy.
+        Whether its last block may be shared, or found by its earlier content. The next write may then need a copy.
     """
 
     runs: tuple[Run, ...] = ()
@@ -191,7 +191,7 @@ class NamedBlocks(NamedTuple):
 
 
 def shortened(state: Sequence, length: int, block_size: int) -> Sequence:
-    """A sequence with its first tokens only."""
+    """Return a sequence with its first tokens only."""
     return state._replace(
         runs=cut(state.runs, length),
         tokens=state.tokens[:length],
@@ -204,7 +204,7 @@ def shortened(state: Sequence, length: int, block_size: int) -> Sequence:
 def after_step(
     seq: int, state: Sequence, pieces: list[Run], ids: NDArray[np.int32] | None, block_size: int, is_split: bool
 ) -> tuple[Sequence, dict[int, NamedBlocks]]:  # fmt: skip
-    """A sequence with more tokens, and by column the blocks that have names now.
+    """Return a sequence with more tokens, and by column the blocks that have names now.
 
     Parameters
     ----------
@@ -245,7 +245,7 @@ def after_step(
 
 
 class Directory:
-    """In which column blocks were registered, by name; of the newest so many.
+    """The column in which blocks were registered, by name, for the newest `most` blocks.
 
     Parameters
     ----------
@@ -258,7 +258,7 @@ class Directory:
         self._columns: OrderedDict[bytes, int] = OrderedDict()
 
     def note(self, names: NDArray[np.uint8], column: int) -> None:
-        """Note blocks of a column; another may have evicted what it had of them."""
+        """Record blocks of a column; another column may have evicted its own ones."""
         for name in names:
             self._columns[name.tobytes()] = column
             self._columns.move_to_end(name.tobytes())
@@ -266,14 +266,14 @@ class Directory:
             self._columns.popitem(last=False)
 
     def column(self, name: bytes) -> int | None:
-        """The column that has a block, if any is known to."""
+        """Return the column that has a block, if one is known."""
         found = self._columns.get(name)
         if found is not None:
             self._columns.move_to_end(name)
         return found
 
     def forget(self, columns: set[int]) -> None:
-        """Forget what some columns had."""
+        """Forget the blocks of some columns."""
         self._columns = OrderedDict(
             (name, column) for name, column in self._columns.items() if column not in columns
         )
@@ -284,7 +284,7 @@ class Directory:
 
 
 def kept_after_loss(state: Sequence, found: dict[int, int]) -> int:
-    """Return how many of a sequence's first tokens there are, if columns have only so many of their own ones.
+    """Return how many of a sequence's first tokens remain after columns lost some of theirs.
 
     Parameters
     ----------

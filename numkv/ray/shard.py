@@ -1,7 +1,7 @@
-"""`Shard`: one part of a sharded cache, a `PagedKVCache` of some heads that does what messages say.
+"""`Shard`: one part of a sharded cache, a `PagedKVCache` of some heads that executes messages.
 
 It runs in a process of its own, or in the caller's. Messages have numbers. The next one is executed. The last one, sent
-again, gets the same reply without a second execution. Any other is refused, as a message was lost.
+again, gets the same reply without a second execution. Any other is rejected, because a message was lost.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from numkv.ray.messages import Answer, Message, Operation, packed, unpacked
 from numkv.store.prefix_store import PrefixStore
 from numkv.threads import num_threads
 
-#: Operations that cannot fail on a shard that is well. Nobody waits for them: they ride along with other messages.
+#: Operations that cannot fail on a working shard. No call waits for them: they are sent with other messages.
 BOOKKEEPING = frozenset({"add", "fork", "remove", "truncate", "commit", "rollback"})
 
 
 class ShardSpec(NamedTuple):
-    """What a shard is made from; it pickles."""
+    """The arguments of a shard; it pickles."""
 
     cache: dict[str, Any]
     """Arguments of `PagedKVCache`."""
@@ -36,7 +36,7 @@ class ShardSpec(NamedTuple):
 
 
 class _Open(NamedTuple):
-    """A step on its way."""
+    """An open step."""
 
     step: Step
     starts: Any
@@ -51,9 +51,9 @@ class Shard:
     Parameters
     ----------
     spec : ShardSpec
-        What it is made from.
+        The shard's arguments.
     threads : int, optional
-        Threads that it computes with on the CPU.
+        Threads of the shard's computations on the CPU.
     """
 
     def __init__(self, spec: ShardSpec, threads: int | None = None) -> None:
@@ -67,7 +67,7 @@ class Shard:
         self._last = Answer(0, self.cache.num_free, None)
 
     def handle(self, message: Message) -> Answer:
-        """Do what a message says.
+        """Execute a message.
 
         Parameters
         ----------
@@ -77,16 +77,16 @@ class Shard:
         Returns
         -------
         Answer
-            Errors are part of it; nothing is raised.
+            The reply, which may be an error; nothing is raised.
         """
         if self._threads is None:
             return self._handled(*message)
-        # A choice of this Python thread, which may be another one each time.
+        # The setting belongs to the Python thread, which may differ each time.
         with num_threads(self._threads):
             return self._handled(*message)
 
     def _handled(self, number: int, operations: list[Operation]) -> Answer:
-        """Do what a message says, in the numbers' order."""
+        """Execute a message, in the order of numbers."""
         if number == self._last.number:
             return self._last
         if number != self._last.number + 1:
@@ -109,7 +109,7 @@ class Shard:
         self._seqs[seq] = self.cache.add()
 
     def _do_find(self, seq: int, tokens: NDArray[np.int32], names: Any, extra: Any) -> int:
-        """Add a sequence with what there is of its prefix; blocks by names of their own, or by tokens."""
+        """Add a sequence with the stored part of its prefix; blocks are found by their names, or by tokens."""
         if seq in self._seqs:
             self._do_remove(seq)
         cache = self.cache
@@ -123,7 +123,7 @@ class Shard:
         self._seqs[new] = self.cache.fork(self._seqs[seq])
 
     def _do_remove(self, seq: int) -> None:
-        local = self._seqs.pop(seq, None)  # a shard that is new may not know it
+        local = self._seqs.pop(seq, None)  # a new shard may not know it
         if local is not None:
             self.cache.remove(local)
 
@@ -131,7 +131,7 @@ class Shard:
         self.cache.truncate(self._seqs[seq], length)
 
     def _do_shorten(self, seq: int, length: int) -> None:
-        """`truncate` where it may be refused: somebody waits for the answer."""
+        """Truncate a sequence where that may fail: the caller waits for the reply."""
         self._do_truncate(seq, length)
 
     def _do_swap_out(self, seq: int) -> SwappedSequence:
@@ -202,7 +202,7 @@ class Shard:
     # -- the cache as a whole
 
     def _do_sync(self) -> None:
-        """Do what was said before, and answer."""
+        """Execute all earlier operations, and reply."""
 
     def _do_clear(self) -> None:
         self._seqs.clear()
@@ -215,7 +215,7 @@ class Shard:
         return self.cache.stats()
 
     def _do_check(self) -> dict[int, int]:
-        """Prove the accounting; how long each sequence is."""
+        """Verify the block accounting; return the length of each sequence."""
         self.cache.check()
         return {seq: self.cache.length(local) for seq, local in self._seqs.items()}
 

@@ -1,4 +1,4 @@
-"""What becomes of a sharded cache when shards fail: steps are rolled back, shards made anew, sequences brought back."""
+"""Recovery of a sharded cache after shards fail: roll steps back, replace shards, restore sequences."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from numkv.ray.shard import ShardSpec
 from numkv.ray.step import ShardedStep
 from numkv.ray.transport import Channel, Limits, RayShards, Ticket, Transport, first_error
 
-#: Shards that a cache can have.
+#: The most shards of a cache.
 _MOST_SHARDS = 2**16
 
 
@@ -78,25 +78,25 @@ class Layout(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Parts of the heads."""
+        """Return the number of parts of the heads."""
         return len(self.bounds) - 1
 
     @property
     def num_shards(self) -> int:
-        """Shards."""
+        """Return the number of shards."""
         return self.columns * self.parts
 
     def kv_heads(self, part: int) -> slice:
-        """The kv heads of a part."""
+        """Return the kv heads of a part."""
         return slice(self.bounds[part], self.bounds[part + 1])
 
     def q_heads(self, part: int, num_q_heads: int) -> slice:
-        """The q heads that attend to the kv heads of a part."""
+        """Return the q heads that attend to the kv heads of a part."""
         group = num_q_heads // self.bounds[-1]
         return slice(self.bounds[part] * group, self.bounds[part + 1] * group)
 
     def column_of(self, shard: int) -> int:
-        """The column of a shard."""
+        """Return the column of a shard."""
         return shard // self.parts
 
     def part_of(self, shard: int) -> int:
@@ -104,27 +104,27 @@ class Layout(NamedTuple):
         return shard % self.parts
 
     def shards_of(self, column: int) -> Iterator[int]:
-        """The shards of a column, by part."""
+        """Return the shards of a column, by part."""
         return iter(range(column * self.parts, (column + 1) * self.parts))
 
 
-#: How often shards are made anew in one recovery, as those that are new may be lost too.
+#: How often shards are replaced in one recovery, because new ones may also be lost.
 _ATTEMPTS = 3
 
 
 class Shards:
-    """The shards of a `ShardedKVCache`, what is known of the sequences on them, and how it goes on without some.
+    """The shards of a `ShardedKVCache`, the metadata of their sequences, and the recovery from losses.
 
     Parameters
     ----------
     model : PagedKVCache
         A cache of one block with the whole cache's layers: their sizes, kinds and windows.
     rows : LayerRows
-        Of each layer, on all shards.
+        Shapes of each layer's rows, over all shards.
     arguments : dict
-        What a shard's cache is made from, but for its heads.
+        Arguments of a shard's cache, apart from its heads.
     divided : tuple of int
-        Parts of the heads, and columns.
+        Number of parts of the heads, and number of columns.
     transport, store, limits
         See `ShardedKVCache`.
     """
@@ -154,12 +154,12 @@ class Shards:
         ]
 
     def _spec(self, shard: int) -> ShardSpec:
-        """What a shard is made from."""
+        """Return the arguments of a shard."""
         layout = self.layout
         heads = layout.kv_heads(layout.part_of(shard))
         part: dict[str, Any] = {"num_kv_heads": heads.stop - heads.start}
         if self.is_split:
-            part["window_left"] = -1  # queries come with what they see
+            part["window_left"] = -1  # queries are sent with their visible ranges
         layers = [replace(of, **part) for of in self.model.layers]
         arguments = {**self.arguments, "layers": layers}
         store = self.store
@@ -171,7 +171,7 @@ class Shards:
         return ShardSpec(arguments, store)
 
     def free_blocks(self) -> list[int]:
-        """Blocks that are free in each column for certain."""
+        """Return the blocks of each column that are certainly free."""
         layout = self.layout
         return [
             0 if c in self.dead else min(self.channels[s].free for s in layout.shards_of(c))
@@ -179,14 +179,14 @@ class Shards:
         ]
 
     def later(self, column: int, name: str, *arguments: Any, cost: int = 0) -> None:
-        """Have all shards of a column do something before what they are sent next; see `Channel.later`."""
+        """Queue an operation for all shards of a column, before their next message; see `Channel.later`."""
         for shard in self.layout.shards_of(column):
             self.channels[shard].later(name, *arguments, cost=cost)
 
     # -- arguments of attention
 
     def check_options(self, asked: dict[str, Any], sinks: Any, num_q_heads: int) -> Any:
-        """Check options before anything is sent; sinks as an array."""
+        """Check options before anything is sent; return sinks as an array."""
         options.check_options(asked)
         if sinks is None:
             return None
@@ -202,28 +202,28 @@ class Shards:
 
     @property
     def widest(self) -> Any:
-        """The dtype of K or V where that is float64, else float32."""
+        """Return float64 if K or V has it, else float32."""
         wide = any(kind.name == "fp64" for kind in (self.rows.k_kind, self.rows.v_kind))
         return np.dtype(np.float64 if wide else np.float32)
 
-    # -- answers
+    # -- replies
 
     def gather(self, tickets: Iterable[Ticket], step: ShardedStep | None = None) -> None:
-        """Wait for all answers. If one is missing or an error, the step is rolled back on all shards first.
+        """Wait for all replies. If one is missing or an error, the step is rolled back on all shards first.
 
         Raises
         ------
         ShardLost
-            If a shard is gone.
+            If a shard was lost.
         Exception
-            What the first of the shards, by number, has raised.
+            The error of the first shard, by number, that has raised one.
         """
         tickets = list(tickets)
         try:
             with opened():
                 for ticket in tickets:
                     ticket.wait()
-        except BaseException:  # an interrupt: what was sent cannot be taken back
+        except BaseException:  # an interrupt: sent messages cannot be cancelled
             if step is not None and step.open:
                 self.abandon(step)
             raise
@@ -255,7 +255,7 @@ class Shards:
     def find(
         self, seq: int, state: Sequence, columns: Iterable[int], only: set[int] | None = None
     ) -> list[Ticket]:
-        """Ask shards for the first full blocks of a sequence, which they look for in their pools and the store."""
+        """Look up the first full blocks of a sequence on all shards, in their pools and the store."""
         size, found = self.model.block_size, []
         full = len(state.tokens) // size * size
         tokens = state.tokens[:full]
@@ -265,7 +265,7 @@ class Shards:
             if self.is_split:
                 own = np.flatnonzero(of_block == column)
                 sent = tokens.reshape(-1, size)[own].reshape(-1), state.names[own], None
-            else:  # the last token is always left to compute
+            else:  # the last token is always computed
                 sent = np.append(tokens, np.int32(0)), None, state.extra
             for shard in self.layout.shards_of(column):
                 if only is None or shard in only:
@@ -273,7 +273,7 @@ class Shards:
         return found
 
     def cut_found(self, seq: int, wanted: Sequence, each: dict[int, int]) -> Sequence:
-        """A new sequence with what all shards have found, each so much; those that found more drop it."""
+        """Return a new sequence with the common prefix of all shards; those that found more drop the rest."""
         found = self._least(each)
         kept = kept_after_loss(wanted, found)
         if len(set(each.values())) > 1 and self.cannot_go_back():
@@ -283,7 +283,7 @@ class Shards:
         return state._replace(columns=frozenset(found), cached=kept)
 
     def _least(self, each: dict[int, int]) -> dict[int, int]:
-        """The least number of the shards of each column."""
+        """Return the least number among the shards of each column."""
         found: dict[int, int] = {}
         for shard, n in each.items():
             column = self.layout.column_of(shard)
@@ -291,11 +291,11 @@ class Shards:
         return found
 
     def cannot_go_back(self) -> bool:
-        """Return whether windows on shards may have moved past what a shorter sequence sees."""
+        """Return whether windows on shards may have moved past tokens that a shorter sequence sees."""
         return not self.is_split and any(window >= 0 for window in self.windows)
 
     def _drop_rest(self, seq: int, state: Sequence, each: dict[int, int]) -> None:
-        """Have shards drop what they hold beyond a sequence's tokens."""
+        """Make shards drop their tokens beyond a sequence's length."""
         own = counts(state.runs)
         for shard, n in each.items():
             local = own.get(self.layout.column_of(shard), 0)
@@ -303,7 +303,7 @@ class Shards:
                 self.channels[shard].later("truncate", seq, local)
 
     def shorten(self, seq: int, length: int, skip: frozenset[int] | set[int] = frozenset()) -> None:
-        """Have shards drop a sequence's last tokens, but for some shards."""
+        """Make shards drop a sequence's last tokens, except on some shards."""
         before = self.sequences[seq]
         after = shortened(before, length, self.model.block_size)
         had, has = counts(before.runs), counts(after.runs)
@@ -317,7 +317,7 @@ class Shards:
     # -- losses
 
     def _recovered(self) -> ShardLost:
-        """Go on without what was lost; the error that says so."""
+        """Recover from a loss, and return the error that reports it."""
         before: dict[int, Sequence] = {}
         shards: dict[int, str] = {}
         steps: list[ShardedStep] = []
@@ -356,7 +356,7 @@ class Shards:
         )  # fmt: skip
 
     def _replaced(self, shard: int, may: bool) -> bool:
-        """Put an empty shard in the place of one; whether there is one now."""
+        """Replace a shard by an empty one; return whether that succeeded."""
         try:
             if not may:
                 raise ShardDown(shard, "it was lost again and again")
@@ -370,14 +370,14 @@ class Shards:
         return True
 
     def tell_scales(self, shard: int, layers: Iterable[int]) -> None:
-        """Tell a shard the scales that were set in some layers."""
+        """Send a shard the scales that were set in some layers."""
         heads = self.layout.kv_heads(self.layout.part_of(shard))
         for layer in layers:
             own = [x if x is None or np.ndim(x) == 0 else x[heads] for x in self.scales[layer]]
             self.channels[shard].later("set_scales", layer, *own)
 
     def _restore(self, columns: set[int], fresh: set[int]) -> None:
-        """Bring back what was in lost shards from the store, and shorten sequences to what there is."""
+        """Restore the contents of lost shards from the store, and shorten sequences to the restored tokens."""
         found: dict[int, dict[int, int]] = {}
         tickets: list[tuple[int, Ticket]] = []
         for seq, state in self.sequences.items():
@@ -411,7 +411,7 @@ class Shards:
     def _keep_found(
         self, seq: int, found: dict[int, int], each: dict[int, int], fresh: set[int]
     ) -> None:
-        """Shorten a sequence to what columns that lost tokens have of it again."""
+        """Shorten a sequence to the tokens that columns with losses have restored."""
         state = self.sequences[seq]
         kept = kept_after_loss(state, found)
         if kept < state.length and self.cannot_go_back():
@@ -420,7 +420,7 @@ class Shards:
         self._drop_rest(seq, self.sequences[seq], each)
 
     def revive(self) -> None:
-        """Look once more for places for shards that have none.
+        """Try again to place shards that have no place.
 
         Raises
         ------

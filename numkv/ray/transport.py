@@ -1,4 +1,4 @@
-"""What carries messages to shards: `RayShards`, `LocalShards` or another `Transport`, and a `Channel` to each."""
+"""Transports of messages to shards (`RayShards`, `LocalShards` or another `Transport`), and a `Channel` to each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MOST_WAITING = 256
 
 
 class Delivery(Protocol):
-    """A message on its way, or its answer."""
+    """A pending message, or its reply."""
 
     def result(self, timeout: float | None) -> Answer:
         """Wait for the answer.
@@ -69,7 +69,7 @@ class Transport(Protocol):
         Parameters
         ----------
         shard : int
-            To which shard.
+            Number of the shard.
         message : tuple
             See `numkv.ray.messages`.
 
@@ -79,12 +79,12 @@ class Transport(Protocol):
         """
 
     def replace(self, shard: int) -> None:
-        """End a shard, if it is not gone yet, and make an empty one in its place.
+        """End a shard, if it still runs, and make an empty one in its place.
 
         Parameters
         ----------
         shard : int
-            Which one.
+            Number of the shard.
 
         Raises
         ------
@@ -141,7 +141,7 @@ class LocalShards:
 
 
 class _Here:
-    """A `Delivery` whose answer is there, or will never be."""
+    """A `Delivery` whose reply exists already, or will never arrive."""
 
     def __init__(self, shard: int, answer: Answer | None) -> None:
         self._shard, self._answer = shard, answer
@@ -154,7 +154,7 @@ class _Here:
 
 
 def _copied(x: Any) -> Any:
-    """A message as another process sees it: arrays are copies that nobody can write to."""
+    """Return a message as another process receives it: arrays are read-only copies."""
     if not isinstance(x, np.ndarray):
         return each(_copied, x)
     made = x.copy()
@@ -261,7 +261,7 @@ class RayShards:
             try:
                 self._wait(shard)
                 return
-            except ShardDown as down:  # on a node that is gone, say, which Ray has not noticed yet
+            except ShardDown as down:  # such as on a lost node that Ray has not noticed yet
                 if not left or down.reason.startswith(_LATE):
                     self._kill(shard)
                     raise
@@ -282,7 +282,7 @@ class RayShards:
 
 
 class _Coming:
-    """A `Delivery` that Ray makes."""
+    """A `Delivery` by Ray."""
 
     def __init__(self, ray: Any, shard: int, reference: Any) -> None:
         self._ray, self._shard, self._reference = ray, shard, reference
@@ -300,7 +300,7 @@ class _Coming:
 
 
 def _ray() -> Any:
-    """Ray, which is an extra."""
+    """Return Ray, which is an extra."""
     try:
         import ray
 
@@ -322,7 +322,7 @@ class Limits(NamedTuple):
 
 
 class Ticket:
-    """A message that was sent, and in the end its value, or its error, or that the shard is gone."""
+    """A sent message, and later its value, its error, or the loss of the shard."""
 
     def __init__(self, channel: Channel, number: int, cost: int, size: int) -> None:
         self._channel = channel
@@ -334,11 +334,11 @@ class Ticket:
         self.down: ShardDown | None = None
 
     def wait(self) -> None:
-        """Wait for the answer, and for those to earlier messages first."""
+        """Wait for the replies to earlier messages, then for this one."""
         self._channel.wait_for(self)
 
     def take(self, timeout: float | None) -> None:
-        """Receive the answer."""
+        """Receive the reply."""
         if self.delivery is None:
             return
         try:
@@ -365,20 +365,20 @@ class Channel:
     Parameters
     ----------
     transport : Transport
-        What carries them.
+        Carries the messages.
     shard : int
-        To which shard.
+        Number of the shard.
     num_blocks : int
-        Its blocks.
+        Blocks of the shard.
     limits : Limits
-        What may be on its way at once.
+        Bounds of pending messages.
 
     Attributes
     ----------
     sent, sent_nbytes : int
-        Messages, and bytes of their arrays, so far.
+        Messages sent so far. Bytes of their arrays.
     said_free : int
-        Free blocks, as the shard said last.
+        Free blocks, as last reported by the shard.
     down : ShardDown or None
         Why the shard does not answer, if it does not.
     """
@@ -390,7 +390,7 @@ class Channel:
         self.begin()
 
     def begin(self) -> None:
-        """Begin anew, with a shard that is empty."""
+        """Reset for an empty shard."""
         self._number, self.said_free = 0, self._num_blocks
         self._waiting: list[Operation] = []
         self._in_flight: deque[Ticket] = deque()
@@ -399,13 +399,13 @@ class Channel:
 
     @property
     def free(self) -> int:
-        """Free blocks that there are for certain: as the shard said last, less what was asked for since."""
+        """Return the certainly free blocks: as last reported by the shard, less those requested since."""
         return self.said_free - self._cost - sum(ticket.cost for ticket in self._in_flight)
 
     def later(self, name: str, *arguments: Any, cost: int = 0) -> None:
-        """Have something done before anything that is sent from now on; it takes so many blocks at most."""
+        """Queue an operation to run before the next message; it takes at most `cost` blocks."""
         if self.down is not None:
-            return  # what comes in its place is told everything
+            return  # a replacement receives the whole state
         self._waiting.append((name, packed(arguments)))
         self._cost += cost
         if len(self._waiting) > _MOST_WAITING:
@@ -450,7 +450,7 @@ class Channel:
         return ticket
 
     def wait_for(self, ticket: Ticket) -> None:
-        """Receive answers up to this one."""
+        """Receive replies up to this one."""
         while self._in_flight and self._in_flight[0].number <= ticket.number:
             first = self._in_flight[0]
             first.take(self._limits.timeout)
@@ -460,12 +460,12 @@ class Channel:
             self._in_flight.popleft()
 
     def drain(self) -> None:
-        """Receive all answers."""
+        """Receive all replies."""
         if self._in_flight:
             self.wait_for(self._in_flight[-1])
 
     def _lose(self, down: ShardDown) -> None:
-        """The shard is gone: nothing that is on its way will be answered."""
+        """Mark the shard as lost: pending messages get no reply."""
         self.down = down
         while self._in_flight:
             ticket = self._in_flight.popleft()
@@ -474,5 +474,5 @@ class Channel:
 
 
 def first_error(tickets: list[Ticket]) -> BaseException | None:
-    """Return the error of the first shard that had one, whichever was first to answer."""
+    """Return the error of the first shard that had one, in the order of tickets."""
     return next((ticket.error for ticket in tickets if ticket.error is not None), None)

@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 @explains
 class BlockStore:
-    """Blocks of bytes under keys of the caller's, in a folder or any fsspec file system that others share.
+    """Blocks of bytes under the caller's keys, in a shared folder or any fsspec file system.
 
     The guarantees are those of a `PrefixStore`. There are no partial objects. A checksum and the identity are
     verified before an object is returned, and `max_nbytes` bounds all objects. A network that does not reply is not
@@ -56,8 +56,8 @@ class BlockStore:
 
     Notes
     -----
-    Any number of threads and processes use one place. What goes wrong with the place is counted (`stats`) and logged,
-    and is a key that is not there, or was not written; only wrong arguments raise.
+    Any number of threads and processes use one place. Errors of the place are counted (`stats`) and logged. Their keys
+    count as missing, or as not written. Only wrong arguments raise.
 
     Examples
     --------
@@ -115,12 +115,12 @@ class BlockStore:
         self.close()
 
     def close(self) -> None:
-        """Ask nothing any more."""
+        """Stop all requests."""
         self._closed = True
         self._place.end()
 
     def stats(self) -> ByteStats:
-        """Counts of this object's work.
+        """Return the counts of this object's work.
 
         Returns
         -------
@@ -142,7 +142,7 @@ class BlockStore:
         Parameters
         ----------
         keys : sequence of str or bytes
-            Of any length.
+            Keys of any length.
 
         Returns
         -------
@@ -258,7 +258,7 @@ class BlockStore:
         return good
 
     def remove(self, keys: Sequence[str | bytes]) -> list[bool]:
-        """Delete objects; which keys have none now."""
+        """Delete objects; return which keys have none now."""
         names = self._names(keys)
         return [self._place.delete_bad(self._empty.key(name)) for name in names]
 
@@ -275,20 +275,20 @@ class BlockStore:
         else:
             self._place.delete([entry._replace(stamp=float("inf")) for entry in mine])
 
-    # -- the same for who awaits
+    # -- asynchronous calls
 
     async def exists_async(self, keys: Sequence[str | bytes]) -> list[bool]:
-        """`exists`, in a thread that the event loop waits for."""
+        """Call `exists` in a thread that the event loop waits for."""
         return await self._await(self.exists, keys)
 
     async def get_into_async(
         self, keys: Sequence[str | bytes], buffers: Sequence[Any]
     ) -> list[bool]:
-        """`get_into`, in a thread that the event loop waits for."""
+        """Call `get_into` in a thread that the event loop waits for."""
         return await self._await(self.get_into, keys, buffers)
 
     async def put_async(self, keys: Sequence[str | bytes], buffers: Sequence[Any]) -> list[bool]:
-        """`put`, in a thread that the event loop waits for."""
+        """Call `put` in a thread that the event loop waits for."""
         return await self._await(self.put, keys, buffers)
 
     async def _await(self, call: Callable[..., _T], *args: Any) -> _T:
@@ -335,7 +335,7 @@ class BlockStore:
 
 @dataclass
 class _Buffers:
-    """Objects of one size that are to be read; see `numkv.store.objects.Readings`."""
+    """Objects of one size to read; see `numkv.store.objects.Readings`."""
 
     names: Sequence[bytes]
     views: Sequence[memoryview]

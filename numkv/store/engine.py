@@ -1,7 +1,7 @@
-"""What a `PrefixStore` does: the host tier, the queue of blocks that are to be written, and the threads that write.
+"""The implementation of `PrefixStore`: the host tier, the queue of blocks to write, and the threads that write.
 
-Everything here is changed under one lock, which nobody holds while a disk works. A thread that holds the lock of a
-`BlockPool` may take this one; who holds this one takes no other.
+One lock protects all state here. It is released during disk operations. A thread that holds the lock of a `BlockPool`
+may take this one. A thread that holds this one takes no other.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from numkv.store.requests import begins
 
 log = logging.getLogger("numkv.store")
 
-#: Where a block was found.
+#: Places where a block was found.
 NOWHERE, IN_POOL, IN_HOST, IN_STORE = range(4)
 
 #: Seconds that a thread waits for work before it ends; the next block starts another one.
 _IDLE = 2.0
-#: Seconds that the end of the process waits for what is to be written.
+#: Seconds that the end of the process waits for pending writes.
 _AT_EXIT = 60.0
-#: A block counts as used so many seconds earlier for each block before it: the end of a prefix goes first.
+#: Each block counts as used this many seconds before its predecessor, so the end of a prefix is evicted first.
 _EARLIER = 0.01
-#: Seconds before a block is written once more, about; each time twice the last.
+#: Approximate seconds before a block is written again. The delay doubles each time.
 _BACKOFF = 0.05
-#: Names of which the place is asked at once where a prefix may end.
+#: Names in one request for the end of a prefix.
 _ASKED = 32
 
 Bytes = NDArray[np.uint8]
 
 
 class Owner(Protocol):
-    """A cache whose pool has blocks that are to be written."""
+    """A cache whose pool has blocks to write."""
 
     def copy_block(self, block: int, out: Bytes) -> None:
         """Copy the content of a block."""
@@ -74,14 +74,14 @@ class FullBlock(NamedTuple):
 
 
 class DepthReadings(Readings, Protocol):
-    """Blocks of prompts that are to be read into memory."""
+    """Blocks of prompts to read into memory."""
 
     depths: Sequence[int]
     """Blocks before each in its prompt."""
 
 
 class _Waiting:
-    """A block that is to be written: in the pool of `owner`, or in `data`."""
+    """A block to write, in the pool of `owner` or in `data`."""
 
     __slots__ = ("copying", "data", "number", "of", "owner", "section")
 
@@ -96,18 +96,18 @@ class _Waiting:
 
 
 class Engine:
-    """The works of a `PrefixStore`.
+    """The implementation of a `PrefixStore`.
 
     Parameters
     ----------
     place : Folder or RemoteFolder
-        Where objects lie.
+        The place of objects.
     max_nbytes : int or None
-        Bytes of all of them.
+        The most bytes of all objects; None for no bound.
     host_nbytes : int
         Bytes of the host tier.
     on_event : callable or None
-        LateReports of what has happened.
+        Called with events.
     """
 
     def __init__(self, place: Any, max_nbytes: int | None, host_nbytes: int, on_event: Any) -> None:
@@ -120,32 +120,32 @@ class Engine:
         self._errors: collections.Counter[str] = collections.Counter()
         self._last_error = ""
         self._given_up = self._said = (
-            0  # blocks dropped or failed; how many of them `flush` has said
+            0  # blocks dropped or failed; how many of them `flush` has reported
         )
         self.closed = False
         begins(self._begin)
         _all.add(self)
 
     def _begin(self) -> None:
-        """Begin with nothing waiting, no thread and an empty host tier."""
+        """Begin with an empty queue, without threads and with an empty host tier."""
         self._changed, self._bound_lock = threading.Condition(threading.RLock()), threading.Lock()
         self._queue: collections.OrderedDict[Any, _Waiting] = collections.OrderedDict()
         self._writing: dict[Any, _Waiting] = {}
         self._in_pool: dict[tuple[int, int], _Waiting] = {}  # by owner and block
         self._clean: collections.OrderedDict[Any, Bytes] = collections.OrderedDict()
         self._dirty: dict[Any, Bytes] = {}
-        self._used: list[tuple[str, float]] = []  # and how long ago they count as used
-        # Objects that a thread of the store is to delete, which may take as long as a network does, or is deleting.
+        self._used: list[tuple[str, float]] = []  # keys, and how long ago they count as used
+        # Objects that a thread of the store will delete or is deleting, which may take as long as a network request.
         self._bad: set[str] = set()
         self._deleting: set[str] = set()
         self._events: list[Any] = []
         self._host_bytes = self._number = self._threads = self._noting = 0
         self._made = self._told = 0  # events
 
-    # -- what is to be written
+    # -- blocks to write
 
     def add(self, section: Section, owner: Owner, blocks: Iterable[FullBlock]) -> None:
-        """Have blocks written that lie in a pool whose memory the host sees."""
+        """Queue blocks of a pool whose memory the host can read for writing."""
         with self._changed:
             if self.closed:
                 return
@@ -156,7 +156,7 @@ class Engine:
             self._start()
 
     def add_data(self, section: Section, blocks: Iterable[tuple[FullBlock, Bytes]]) -> None:
-        """Have copies of blocks written."""
+        """Queue copies of blocks for writing."""
         with self._changed:
             if self.closed:
                 return
@@ -175,7 +175,7 @@ class Engine:
         return waiting
 
     def _fill(self, waiting: _Waiting, data: Bytes | None) -> None:
-        """Have a block that waits lie in the host tier from now on, or give it up."""
+        """Move a waiting block to the host tier, or drop it."""
         waiting.owner = None
         if data is not None and self._room_for(data.nbytes):
             waiting.data = self._dirty[waiting.key] = data
@@ -189,26 +189,26 @@ class Engine:
         self._tell(BlocksDropped(_names([name]), reason, error))
 
     def _tell(self, event: Any) -> None:
-        """Have a thread of the store tell of something that has happened."""
+        """Queue an event for a thread of the store to report."""
         if self._on_event is not None:
             self._events.append(event)
             self._made += 1
 
-    # -- what a pool loses
+    # -- blocks that a pool evicts
 
     def rescue(
         self, section: Section | None, owner: Owner, blocks: Iterable[tuple[int, bytes]]
     ) -> None:
-        """Take blocks that a pool is about to lose into the host tier.
+        """Copy blocks that a pool is about to evict to the host tier.
 
         Parameters
         ----------
         section : Section or None
-            Whose they are; None: only what is still to be written is taken.
+            Section of the blocks. With None, only blocks that are still to be written are copied.
         owner : Owner
-            Whose pool.
+            Owner of the pool.
         blocks : iterable of (int, bytes)
-            Their numbers and names.
+            Number and name of each block.
         """
         with self._changed:
             for block, name in blocks:
@@ -223,7 +223,7 @@ class Engine:
                 self._start()
 
     def _keep(self, section: Section, owner: Owner, block: int, name: bytes) -> None:
-        """Keep a block that has been written, or need not be, in the host tier."""
+        """Keep a block in the host tier that is written already, or need not be."""
         key, size = (section.folder, name), section.layout.content
         if key in self._clean:
             self._clean.move_to_end(key)
@@ -242,7 +242,7 @@ class Engine:
         return data
 
     def _room_for(self, size: int) -> bool:
-        """Have room in the host tier, if what waits to be written there leaves so much."""
+        """Make room in the host tier; return False if blocks waiting to be written leave too little."""
         if size > self._host_most:
             return False
         while self._host_bytes + size > self._host_most and self._clean:
@@ -251,16 +251,16 @@ class Engine:
         return self._host_bytes + size <= self._host_most
 
     def lend(self, nbytes: int) -> bool:
-        """Lend memory of the host tier, if there is so much, or take some back where it is negative."""
+        """Lend memory of the host tier if it is free; a negative number returns memory."""
         with self._changed:
             if nbytes > 0 and not self._room_for(nbytes):
                 return False
             self._host_bytes += nbytes
             return True
 
-    # -- what is looked for
+    # -- lookups
 
-    #: Where blocks count as found that `from_host` gives.
+    #: The place where blocks of `from_host` count as found.
     tier = IN_HOST
 
     def where(self, section: Section, names: Sequence[bytes]) -> list[int]:
@@ -279,10 +279,10 @@ class Engine:
         return found
 
     def leading(self, section: Section, names: Sequence[bytes]) -> list[int]:
-        """Return where each block of a chain is, up to the first that is nowhere; the others count as nowhere, too.
+        """Return where each block of a chain is, up to the first missing one; the others count as missing, too.
 
-        A block is seldom there without those before it. So few are checked, further and further on, then some between
-        the last that exists and the first that does not. Reading finds any that are missing in between.
+        A block rarely exists without its predecessors. Therefore only a few are checked, at growing distances, then
+        some between the last existing and the first missing one. Reading detects any that are missing in between.
         """
         with self._changed:
             if self.closed:
@@ -314,12 +314,12 @@ class Engine:
         return found
 
     def from_host(self, section: Section, name: bytes) -> Bytes | None:
-        """The content of a block in the host tier; nobody changes it."""
+        """Return the content of a block in the host tier, which never changes."""
         with self._changed:
             return self._host(section, name, True)
 
     def read(self, section: Section, blocks: DepthReadings) -> list[bool]:
-        """Read blocks from the store, and say of each whether it is there and what it should be."""
+        """Read blocks from the store, and return for each whether it exists and is valid."""
         jobs = Objects(section, blocks)
         errors = self.place.read(jobs)
         with self._changed:
@@ -343,13 +343,13 @@ class Engine:
             self._start()
 
     def _note_error(self, asked: str, error: Exception) -> None:
-        """Count that something went wrong with what a place was asked for."""
+        """Count an error of a request to the place."""
         with self._changed:
             self._errors[f"{asked}: {type(error).__name__}"] += 1
             self._last_error = f"{type(error).__name__}: {error}"
 
     def _note_change(self, error: Exception | None) -> None:
-        """Say that the place does not answer any more, or that it does again."""
+        """Report that the place has stopped to answer, or answers again."""
         if self.closed:
             return
         if error is None:
@@ -375,7 +375,7 @@ class Engine:
                 self._counts[name] += n
 
     def tell_now(self, event: Any) -> None:
-        """Tell of something in this thread."""
+        """Report an event in this thread."""
         if self._on_event is not None:
             try:
                 self._on_event(event)
@@ -383,7 +383,7 @@ class Engine:
                 log.exception("on_event failed; the event has happened")
 
     def stats(self) -> StoreStats:
-        """Counts of this moment."""
+        """Return the current counts."""
         with self._changed:
             counts = self._counts | {
                 "waiting": len(self._queue) + len(self._writing),
@@ -400,11 +400,11 @@ class Engine:
     # -- threads
 
     def _has_work(self) -> bool:
-        """Return whether there is something to do; what is to be written waits for a place that answers."""
+        """Return whether there is work; writes wait for a place that answers."""
         return bool((self._queue and self.place.answers) or self._used or self._bad or self._events)
 
     def _start(self) -> None:
-        """See that there are threads, and that they look for work."""
+        """Start threads if needed, and wake them."""
         if self._has_work():
             while self._threads < min(self._writers, max(1, len(self._queue))):
                 thread = threading.Thread(target=self._run, name="numkv store", daemon=True)
@@ -416,7 +416,7 @@ class Engine:
             self._changed.notify_all()
 
     def _run(self) -> None:
-        """Do what there is to do, until there has been nothing for a while."""
+        """Process work until there has been none for a while."""
         buffers: dict[int, Bytes] = {}
         _own.inside = True
         while True:
@@ -428,11 +428,11 @@ class Engine:
                         return
             try:
                 self._do_some(buffers)
-            except Exception:  # of the file system's own
+            except Exception:  # an exception of the file system
                 log.exception("the store goes on")
 
     def _do_some(self, buffers: dict[int, Bytes]) -> None:
-        """Write a block; then tell of what has happened, and note what was used."""
+        """Write a block, then report events and record uses."""
         with self._changed:
             ready = self._queue and self.place.answers
             waiting = self._queue.popitem(last=False)[1] if ready else None
@@ -491,7 +491,7 @@ class Engine:
             self._changed.notify_all()
 
     def _delete_bad(self) -> None:
-        """Delete objects that were not what they should be, unless they are being replaced."""
+        """Delete invalid objects, unless they are being replaced."""
         while True:
             with self._changed:
                 if not self._bad:
@@ -506,7 +506,7 @@ class Engine:
                     self._changed.notify_all()
 
     def _put_back(self, waiting: _Waiting, data: Bytes) -> None:
-        """Have a block wait that could not be written as nobody answered, in the host tier if there is room."""
+        """Queue a block again because the place did not answer, in the host tier if there is room."""
         self._queue[waiting.key] = waiting
         self._queue.move_to_end(waiting.key, last=False)
         if waiting.data is None:
@@ -517,7 +517,7 @@ class Engine:
             self._fill(waiting, copy)
 
     def _put_in_time(self, section: Section, of: FullBlock, data: Bytes) -> str:
-        """Write an object, again after a while where that fails, unless nobody answers."""
+        """Write an object, and retry after a failure, unless the place does not answer."""
         for attempt in itertools.count(1):
             try:
                 return self._put(section, of, data)
@@ -528,7 +528,7 @@ class Engine:
         raise AssertionError("an attempt is the last")
 
     def _content(self, waiting: _Waiting, buffers: dict[int, Bytes]) -> Bytes | None:
-        """The content of a block, copied out of its pool if it lies there; None if it is not what it was."""
+        """Return the content of a block, copied from its pool if it is there; None if it was replaced."""
         owner, of = waiting.owner, waiting.of
         if owner is None:
             return waiting.data
@@ -548,14 +548,14 @@ class Engine:
         return data if sound else None
 
     def _put(self, section: Section, of: FullBlock, data: Bytes) -> str:
-        """Write an object that is not there yet."""
+        """Write an object that does not exist yet."""
         key, age, nbytes = section.key(of.name), _EARLIER * of.depth, section.layout.nbytes
         header = section.layout.make_header(of.name, of.tokens, crc32_of([data]))
         with self._changed:
             while key in self._deleting:
                 self._changed.wait(1.0)
             is_bad = key in self._bad  # whatever its header says
-            self._bad.discard(key)  # as it is replaced
+            self._bad.discard(key)  # because it is replaced
         if not is_bad and self.place.holds(key, header, nbytes):
             self.place.touch(key, age)
             return "already_there"
@@ -570,7 +570,7 @@ class Engine:
     # -- the end
 
     def flush(self, timeout: float | None) -> int:
-        """Wait for what waits now; how many blocks were given up since the last time."""
+        """Wait for the current queue, and return how many blocks were given up since the last call."""
         if getattr(_own, "inside", False):
             raise NumkvError(
                 "flush: expected a thread that the store does not write with, got one; flush and close from "
@@ -582,8 +582,8 @@ class Engine:
             self._start()
             while (waiting := self._first_waiting() <= last) or self._told < made or self._tidies():
                 if not (self._writing or self._deleting or self._noting or self.place.answers):
-                    break  # nobody knows for how long
-                # Events of the blocks that are waited for, too.
+                    break  # the duration is unknown
+                # Also wait for the events of these blocks.
                 made = self._made if waiting else made
                 rest = 1.0 if until is None else min(1.0, until - time.monotonic())
                 if rest <= 0:
@@ -598,11 +598,11 @@ class Engine:
             return lost + sum(waiting.number <= last for waiting in self._queue.values())
 
     def _tidies(self) -> bool:
-        """Return whether objects are to be deleted as they are not what they should be, or uses to be noted."""
+        """Return whether invalid objects must be deleted, or uses recorded."""
         return bool(self._bad or self._deleting or self._used or self._noting)
 
     def _do_here(self) -> None:
-        """Do some of the work in this thread, where no other can be started any more."""
+        """Do some of the work in this thread, when no other can be started any more."""
         self._changed.release()
         try:
             self._do_some({})
@@ -616,7 +616,7 @@ class Engine:
         return min(numbers, default=float("inf"))
 
     def close(self, timeout: float | None) -> int:
-        """Write what waits, and take and give nothing any more."""
+        """Write all waiting blocks, then accept and return none."""
         with (
             self._changed
         ):  # which `flush` gives up while it waits: nothing is added after what it has waited for

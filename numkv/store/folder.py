@@ -1,4 +1,4 @@
-"""Objects in a folder of this machine's file systems, and how large a store may become, wherever it is."""
+"""Objects in a folder of this machine's file systems, and the size bound of any store."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from typing import Any, NamedTuple, Protocol
 from numkv.replace import SUFFIX, replacing, write_all
 from numkv.store.objects import OtherSize
 
-#: Buffers that one call of the system takes; it is 1,024 where POSIX is.
+#: The most buffers of one system call: 1,024 on POSIX systems.
 _MOST_VIEWS = 1000
-#: Threads that read, and files that each of them has announced to the system ahead: the disk works on these meanwhile,
-#: so more threads than cores would only take Python's lock from each other.
+#: Threads that read, and files that each of them announces to the system ahead. The disk reads these meanwhile, so more
+#: threads than cores would only compete for Python's lock.
 _READERS = max(2, min(8, os.cpu_count() or 1))
 _AHEAD = 8
-#: Objects that one thread reads alone: others would begin when it is done.
+#: Objects that one thread reads alone, because others would start too late to help.
 _FEW = 4
-#: Seconds after which a temporary file is one that a killed process has left.
+#: Seconds after which a temporary file counts as the rest of a killed process.
 _ABANDONED = 600.0
-#: Seconds that a process waits while another one evicts: that one may have been stopped for good.
+#: Seconds that a process waits while another one evicts, which may be suspended.
 _PATIENCE = 10.0
 _LOCK = ".evicting"
 #: Seconds after which the clock of the file system is read again.
 _CLOCK_STAYS = 60.0
-#: A process looks at what there is again when it has written this part of the bound since: so far may each process go
-#: beyond it, as nobody counts for all.
+#: A process scans again after it has written this part of the bound. Each process may exceed the bound by this part,
+#: because there is no common count.
 _SLACK = 1 / 16
-#: What is left after evicting, as a part of the bound.
+#: The part of the bound that remains in use after eviction.
 _LEFT = 0.9
 
 
@@ -46,14 +46,14 @@ class Jobs(Protocol):
     """Bytes of each."""
 
     def views(self, i: int) -> list[Any]:
-        """Writable buffers for all bytes of an object, one after another."""
+        """Return writable buffers for all bytes of an object, one after another."""
 
     def check(self, i: int, views: Sequence[Any]) -> None:
-        """Raise what is wrong with an object that has been read into them."""
+        """Validate an object that was read into its buffers, and raise an error if it is invalid."""
 
 
 class Entry(NamedTuple):
-    """An object that is there."""
+    """An existing object."""
 
     key: str
     nbytes: int
@@ -67,14 +67,14 @@ class Folder:
     Parameters
     ----------
     root : str
-        The folder; it is made when something is written.
+        The folder. The first write creates it.
     durable : bool
-        Whether an object is on the disk before it counts as written.
+        Whether an object is fsynced before it counts as written.
     """
 
-    #: A folder's errors come with what was asked, and it always counts as one that answers.
+    #: A folder's errors belong to their requests. It always counts as answering.
     answers = True
-    #: What fails on a disk fails again.
+    #: Retries are useless on a disk.
     attempts = 1
     #: Objects that one thread handles as fast as several.
     few = _FEW
@@ -82,7 +82,7 @@ class Folder:
     def __init__(self, root: str, durable: bool) -> None:
         self.root, self._durable = root, durable
         self._offset: tuple[float, float] | None = None
-        # With two threads, one encodes while the other waits for the disk to say that it has the bytes.
+        # With two threads, one encodes while the other waits for the disk's confirmation.
         self.writers = 2 if durable else 1
         self.report: Callable[[str, Exception], None] = lambda asked, error: None
 
@@ -90,7 +90,7 @@ class Folder:
         return self.root
 
     def end(self) -> None:
-        """Ask no more whether the disk answers: nobody does."""
+        """Do nothing: a disk is never polled."""
 
     def _path(self, key: str) -> str:
         return f"{self.root}/{key}"
@@ -98,7 +98,7 @@ class Folder:
     # -- reading
 
     def sizes(self, keys: Sequence[str]) -> list[int | None]:
-        """Bytes of objects; None where there is none."""
+        """Return the bytes of objects; None for a missing one."""
         found: list[int | None] = []
         for key in keys:
             try:
@@ -108,7 +108,7 @@ class Folder:
         return found
 
     def read(self, jobs: Jobs) -> list[Exception | None]:
-        """Read objects, and what went wrong with each; an object that is not there is a `FileNotFoundError`."""
+        """Read objects, and return the error of each; a missing object is a `FileNotFoundError`."""
         errors = self._read(jobs)
         for error in errors:
             if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
@@ -136,7 +136,7 @@ class Folder:
         return in_threads(len(jobs.keys), _READERS, work)
 
     def _announced(self, key: str) -> int | OSError:
-        """A file that is open, and that the system has been told to read."""
+        """Open a file, and announce to the system that it will be read."""
         try:
             descriptor = os.open(self._path(key), os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         except OSError as error:
@@ -149,7 +149,7 @@ class Folder:
     # -- writing
 
     def holds(self, key: str, header: bytes, nbytes: int) -> bool:
-        """Return whether an object of so many bytes is there that begins with a header; zeros of a power cut do not."""
+        """Return whether an object of this size begins with a header, which zeros after a power cut do not."""
         try:
             descriptor = os.open(self._path(key), os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         except OSError:
@@ -165,12 +165,12 @@ class Folder:
             os.close(descriptor)
 
     def write(self, key: str, pieces: Sequence[Any], age: float) -> None:
-        """Make an object, or replace it, as a whole; it counts as used so many seconds ago.
+        """Create or replace an object atomically; it counts as used `age` seconds ago.
 
         Raises
         ------
         OSError
-            As the system gave it; nothing is left of the new object.
+            The system's error. The new object leaves no trace.
         """
         path, views = self._path(key), [_bytes(piece) for piece in pieces]
         try:
@@ -178,7 +178,7 @@ class Folder:
         except FileNotFoundError:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             self._write(path, views)
-        # Not before: a half written file that looks old is one that a killed process left.
+        # Not before: an old partial file counts as the rest of a killed process.
         self.touch(key, age)
 
     def _write(self, path: str, views: list[memoryview]) -> None:
@@ -186,15 +186,15 @@ class Folder:
             write_all(descriptor, views)
 
     def touch(self, key: str, age: float) -> None:
-        """Note that an object was used so many seconds ago."""
+        """Record that an object was used `age` seconds ago."""
         at = int((self._now() - age) * 1e9)
         with contextlib.suppress(OSError):
             os.utime(self._path(key), ns=(at, at))
 
-    # -- what there is
+    # -- contents
 
     def entries(self) -> Iterator[Entry]:
-        """All objects; what killed processes have left half written is deleted."""
+        """Yield all objects, and delete partial files of killed processes."""
         now = self._now()
         for identity in _scan(self.root):
             if not identity.is_dir(follow_symlinks=False):
@@ -204,9 +204,9 @@ class Folder:
                     yield from self._entries_in(f"{identity.name}/{part.name}", now)
 
     def _now(self) -> float:
-        """The time by the clock that files get theirs from: that of another machine, where the folder is there.
+        """Return the time by the file system's clock, which may be another machine's.
 
-        So processes agree on what was used last, whatever their own clocks say.
+        Processes therefore agree on the order of uses, whatever their own clocks are.
         """
         own = time.monotonic()
         if self._offset is None or own >= self._offset[1]:
@@ -214,13 +214,13 @@ class Folder:
                 # The quickest of three, as this thread may have to wait in between.
                 tries = [self._clock() for _ in range(3)]
                 offset = min(tries)[1]
-            except OSError:  # there is no folder yet, or nobody may write to it
+            except OSError:  # the folder does not exist yet, or is not writable
                 return time.time()
             self._offset = offset, own + _CLOCK_STAYS
         return self._offset[0] + own
 
     def _clock(self) -> tuple[float, float]:
-        """How long it took to ask the file system for its time, and how far that is ahead of this process's."""
+        """Return how long it took to read the file system's clock, and how far it is ahead of this process's."""
         before = time.monotonic()
         os.utime(self.root)
         took = time.monotonic() - before
@@ -236,23 +236,23 @@ class Folder:
                 with contextlib.suppress(OSError):
                     os.unlink(file.path)
             else:
-                # A time that is still to come would keep an object for ever.
+                # A time in the future would keep an object for ever.
                 yield Entry(f"{folder}/{file.name}", found.st_size, min(found.st_mtime, now))
 
     def delete(self, entries: Sequence[Entry]) -> list[bool]:
-        """Delete objects unless they were used since, or are being written; which of them are gone."""
+        """Delete objects that were not used since and are not being written; return which were deleted."""
         return [self._delete(entry) for entry in entries]
 
     def _delete(self, entry: Entry) -> bool:
         if entry.key.endswith(SUFFIX):
             return False
-        with contextlib.suppress(OSError):  # it is gone
+        with contextlib.suppress(OSError):  # it was deleted already
             if entry.stamp < os.stat(self._path(entry.key)).st_mtime <= self._now():
                 return False
         return self.delete_bad(entry.key)
 
     def delete_bad(self, key: str) -> bool:
-        """Delete an object that is not what it should be; whether it is gone."""
+        """Delete an invalid object; return whether it was deleted."""
         try:
             os.unlink(self._path(key))
         except FileNotFoundError:
@@ -264,7 +264,7 @@ class Folder:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Look and evict while no other process does; a kill ends that too.
+        """Scan and evict while no other process does; a kill also releases the lock.
 
         Others wait for their turn, so that each begins with the folder's current contents. Without turns, writers could
         go on while the system has suspended one that evicts.
@@ -276,7 +276,7 @@ class Folder:
             return
         try:
             descriptor = os.open(self._path(_LOCK), os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError:  # a full disk: all the more
+        except OSError:  # a full disk needs eviction even more
             yield
             return
         try:
@@ -294,7 +294,7 @@ class Folder:
             try:
                 yield
             finally:
-                # A child that was forked meanwhile has the descriptor too, and with it the lock, until it ends.
+                # A child that was forked meanwhile also has the descriptor, and with it the lock, until it ends.
                 with contextlib.suppress(OSError):
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
         finally:
@@ -307,23 +307,23 @@ class Bound:
     Parameters
     ----------
     place : Folder or RemoteFolder
-        Where objects lie.
+        The place of objects.
     most : int or None
-        Bytes; None: as many as there is room for.
+        The most bytes; None for no bound.
     """
 
     def __init__(self, place: Any, most: int | None) -> None:
         self._place, self._most = place, most
-        self._known: int | None = None  # bytes there, as far as this process knows
-        self._since = 0  # bytes written since it looked
+        self._known: int | None = None  # bytes of all objects, as far as this process knows
+        self._since = 0  # bytes written since its last scan
 
     def make_room(self, nbytes: int) -> int:
-        """Have room for an object that is to be written; how many were deleted for that.
+        """Make room for an object to be written; return how many others were deleted.
 
         Raises
         ------
         OSError
-            If it is larger than all of them may be together.
+            If the object is larger than the bound.
         """
         if self._most is None:
             return 0
@@ -364,18 +364,18 @@ def in_threads(
     work: Callable[[Sequence[int], list[Exception | None]], None],
     few: int = _FEW,
 ) -> list[Exception | None]:
-    """Share numbers out to threads, this one among them, and wait for all of them.
+    """Distribute the numbers below `count` over threads, including this one, and wait for all of them.
 
     Parameters
     ----------
     count : int
-        Numbers.
+        How many numbers.
     most : int
-        Threads at most.
+        The most threads.
     work : callable
-        Takes its numbers, and a list where it puts what went wrong with each.
+        Called with its numbers, and a list for the error of each.
     few : int
-        Numbers that this thread does alone.
+        The most numbers that this thread processes alone.
     """
     errors: list[Exception | None] = [None] * count
     shares = 1 if count <= few else min(most, count)
@@ -403,7 +403,7 @@ def _read(file: int | OSError, jobs: Jobs, i: int) -> None:
         raise file
     try:
         views, got = jobs.views(i), 0
-        longer = [*views, bytearray(1)]  # which stays empty
+        longer = [*views, bytearray(1)]  # the last byte stays unused
         for first in range(0, len(longer), _MOST_VIEWS):
             got += os.preadv(file, longer[first : first + _MOST_VIEWS], got)
         if got != jobs.nbytes:
@@ -414,7 +414,7 @@ def _read(file: int | OSError, jobs: Jobs, i: int) -> None:
 
 
 def _read_slowly(descriptor: int, views: Sequence[Any]) -> None:
-    """Read where the system stops in the middle, or there is no more."""
+    """Read in several calls, after one that returned too few bytes."""
     at = 0
     for view in map(_bytes, views):
         while len(view):

@@ -16,12 +16,12 @@ offset  what
 72      the identity (JSON: see `Section.of`), the token ids int32, zeros
 ======  =============================================================================================
 
-The content of a block is, for each layer of its group in turn, the words of K and of V as they are stored, and the
-scales of rows of K and of V where the kind has such; that of states the arrays of each layer that keeps some, in turn.
-States have the name of the block that they come after but for its first 8 bytes, as have blocks of all groups but the
-first.
+The content of a block has the layers of its group in turn. Each has the stored words of K and of V, and the scales of
+rows of K and of V if the kind has them. The content of states has the arrays of each layer with states, in turn.
+The name of states differs only in its first 8 bytes from that of the block before them. Names of blocks of all groups
+but the first differ from the first group's in the same way.
 
-CRC-32 finds damage: flipped bits, parts that are missing. It does not find malice.
+CRC-32 detects damage: flipped bits and missing parts. It does not detect malice.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ _ALIGNMENT = 64
 
 
 class DamagedObject(Exception):
-    """An object is not as it was written."""
+    """An object differs from its written bytes."""
 
 
 class OtherSize(DamagedObject):
-    """An object has more or fewer bytes than were asked for."""
+    """An object has more or fewer bytes than requested."""
 
 
 class ForeignObject(Exception):
-    """An object is whole, but of another identity than that in whose place it lies."""
+    """An object is valid, but its identity differs from that of its place."""
 
 
 class Layout:
-    """What all objects of an identity have in common.
+    """The common layout of all objects of an identity.
 
     Parameters
     ----------
     identity : bytes
-        All that decides the bytes of blocks beside their tokens; see `Section.of`.
+        Everything that decides the bytes of blocks in addition to their tokens; see `Section.of`.
     block_size : int
         Tokens in a block.
     content : int
@@ -82,12 +82,12 @@ class Layout:
         self._tokens = slice(end - 4 * block_size, end)
 
     def make_header(self, name: bytes, tokens: bytes, crc: int) -> bytes:
-        """The header of a block.
+        """Return the header of a block.
 
         Parameters
         ----------
         name : bytes
-            32 of them.
+            Name of the block, 32 bytes.
         tokens : bytes
             Its token ids, little-endian int32.
         crc : int
@@ -104,14 +104,14 @@ class Layout:
         return (fixed + self.identity + tokens).ljust(self.header, b"\0")
 
     def check_header(self, header: bytes | bytearray, name: bytes, tokens: bytes) -> int:
-        """The CRC-32 that the content must have, if the header is that of a block.
+        """Validate the header of a block, and return the CRC-32 that the content must have.
 
         Raises
         ------
         DamagedObject
-            If it is not as it was written, or is that of another block.
+            If the header is damaged, or belongs to another block.
         ForeignObject
-            If it is whole, and of blocks of another identity.
+            If the header is valid, but of another identity.
         """
         *_, its_name, crc, found = _FIXED.unpack_from(header)
         if header == self.make_header(name, tokens, crc):
@@ -126,7 +126,7 @@ class Layout:
 
 
 def crc32_of(pieces: Iterable[Any]) -> int:
-    """CRC-32 of contiguous buffers, one after another."""
+    """Return the CRC-32 of contiguous buffers, one after another."""
     crc = 0
     for piece in pieces:
         crc = zlib.crc32(piece, crc)
@@ -143,12 +143,12 @@ class Section(NamedTuple):
     def of(
         cls, mark: Any, rope: Any, fields: dict[str, Any], block_size: int, content: int
     ) -> Section:
-        """Return the objects of blocks of some bytes; the identity is JSON, the same for the same facts.
+        """Return the section of blocks of `content` bytes; the identity is JSON, equal for equal facts.
 
         Parameters
         ----------
         mark, rope : str, dict or None
-            What the user says of the model and of its RoPE.
+            The user's descriptions of the model and of its RoPE.
         fields : dict
             Sizes, kinds, windows and scales of the cache, for JSON.
         block_size, content : int
@@ -173,22 +173,22 @@ class Section(NamedTuple):
 
 
 class Readings(Protocol):
-    """Blocks that are to be read into memory."""
+    """Blocks to read into memory."""
 
     names: Sequence[bytes]
 
     def tokens(self, i: int) -> bytes:
-        """Token ids of a block."""
+        """Return the token ids of a block."""
 
     def content(self, i: int) -> list[Any]:
-        """Buffers for its content."""
+        """Return buffers for a block's content."""
 
     def sound(self, content: Sequence[Any]) -> bool:
-        """Return whether what has been read can be what a pool holds."""
+        """Return whether content that was read is valid for a pool."""
 
 
 class Objects:
-    """The objects of blocks that are to be read; see `numkv.store.folder.Jobs`."""
+    """The objects of blocks to read; see `numkv.store.folder.Jobs`."""
 
     def __init__(self, section: Section, of: Readings) -> None:
         self._layout, self._of = section.layout, of
@@ -196,11 +196,11 @@ class Objects:
         self.nbytes = section.layout.nbytes
 
     def views(self, i: int) -> list[Any]:
-        """Memory for the header, then that of the content."""
+        """Return memory for the header, then that of the content."""
         return [bytearray(self._layout.header), *self._of.content(i)]
 
     def check(self, i: int, views: Sequence[Any]) -> None:
-        """Compare the header and the checksum of what has been read."""
+        """Validate the header and the checksum of an object that was read."""
         header, *content = views
         crc = self._layout.check_header(header, self._of.names[i], self._of.tokens(i))
         if crc32_of(content) != crc:

@@ -1,8 +1,8 @@
-"""Where objects lie: a folder, a place on a network, or that behind a folder with copies.
+"""Places of objects: a folder, a network place, or a network place with a local folder of copies.
 
-The folder is a cache of what was read and written last: what it lacks is asked for behind it, and what it cannot take
-is not there. Copies are made by a thread, from bytes that have been checked; a damaged copy is deleted and read anew
-from the network.
+The folder caches objects that were read or written last. Objects that it lacks are requested from the network. Objects
+that it cannot store are skipped. A thread makes copies from verified bytes. A damaged copy is deleted, and its object
+is read from the network.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numkv.store.folder import Bound, Entry, Folder, Jobs
 from numkv.store.remote import RemoteFolder, opened
 from numkv.store.requests import Requests, begins
 
-#: Bytes that wait to be copied, at most; others are not copied.
+#: The most bytes that wait to be copied. Objects beyond this are not copied.
 _MOST_WAITING = 64 << 20
 
 
@@ -31,15 +31,15 @@ class Fronted:
     near : Folder
         The folder, which no other kind of store uses.
     far : RemoteFolder or Folder
-        What all processes share.
+        The place that all processes share.
     most : int or None
-        Bytes of the folder; None: as many as there is room for.
+        The most bytes of the folder; None for no bound.
     """
 
     def __init__(self, near: Folder, far: RemoteFolder | Folder, most: int | None) -> None:
         self._near, self._far, self._bound = near, far, Bound(near, most)
         self.few, self.attempts, self.writers = far.few, far.attempts, far.writers
-        #: Called for what goes wrong, and where the place stops or begins to answer; see `RemoteFolder`.
+        #: Called with errors, and when the place stops or begins to answer; see `RemoteFolder`.
         self.report: Callable[[str, Exception], None] = lambda asked, error: None
         self.changed: Callable[[Exception | None], None] = lambda error: None
         far.report = lambda asked, error: self.report(asked, error)
@@ -56,18 +56,18 @@ class Fronted:
         self._lock, self._waiting = threading.Lock(), 0  # bytes that are to be copied
 
     def end(self) -> None:
-        """Ask no more whether the network answers again."""
+        """Stop probing whether the network answers again."""
         self._far.end()
 
     @property
     def answers(self) -> bool:
-        """Whether the network answers, as far as is known; the folder is read all the same."""
+        """Return whether the network answers, as far as is known; the folder is read in any case."""
         return self._far.answers
 
     # -- reading
 
     def sizes(self, keys: Sequence[str]) -> list[int | None]:
-        """Bytes of objects; None where there is none."""
+        """Return the bytes of objects; None for a missing one."""
         found = self._near.sizes(keys)
         others = [i for i, size in enumerate(found) if size is None]
         for i, size in zip(others, self._far.sizes([keys[i] for i in others]), strict=True):
@@ -75,7 +75,7 @@ class Fronted:
         return found
 
     def read(self, jobs: Jobs) -> list[Exception | None]:
-        """Read objects, and what went wrong with each."""
+        """Read objects, and return the error of each."""
         errors: list[Exception | None] = [None] * len(jobs.keys)
         sizes = self._near.sizes(jobs.keys)
         here = [i for i, size in enumerate(sizes) if size == jobs.nbytes]
@@ -93,21 +93,21 @@ class Fronted:
     # -- writing
 
     def holds(self, key: str, header: bytes, nbytes: int) -> bool:
-        """Return whether the network has an object, as far as that is asked."""
+        """Return whether the network has an object, as its own `holds` reports."""
         return self._far.holds(key, header, nbytes)
 
     def write(self, key: str, pieces: Sequence[Any], age: float) -> None:
-        """Make an object on the network, and have a copy made."""
+        """Write an object to the network, and queue a local copy."""
         self._far.write(key, pieces, age)
         self._keep(key, pieces)
 
     def touch(self, key: str, age: float) -> None:
-        """Note that an object was used so many seconds ago."""
+        """Record that an object was used `age` seconds ago."""
         self._near.touch(key, age)
         self._far.touch(key, age)
 
     def _keep(self, key: str, pieces: Sequence[Any]) -> None:
-        """Have a copy made, if not too many wait."""
+        """Queue a local copy, unless too many bytes wait."""
         data = b"".join(pieces)
         with self._lock:
             if self._waiting + len(data) > _MOST_WAITING:
@@ -119,16 +119,16 @@ class Fronted:
         try:
             self._bound.make_room(len(data))
             self._near.write(key, [data], 0.0)
-        except Exception as error:  # a full disk: there is no copy then
+        except Exception as error:  # such as a full disk: no copy is made
             self.report("local write", error)
         finally:
             with self._lock:
                 self._waiting -= len(data)
 
-    # -- what the network has
+    # -- contents of the network
 
     def entries(self) -> Iterator[Entry]:
-        """All objects that processes share."""
+        """Yield all objects that processes share."""
         return self._far.entries()
 
     def delete(self, entries: Sequence[Entry]) -> list[bool]:
@@ -138,7 +138,7 @@ class Fronted:
         return self._far.delete(entries)
 
     def delete_bad(self, key: str) -> bool:
-        """Delete an object that is not what it should be, and its copy."""
+        """Delete an invalid object and its copy."""
         self._near.delete_bad(key)
         return self._far.delete_bad(key)
 
@@ -148,7 +148,7 @@ class Fronted:
 
 
 class _Some:
-    """Some of the objects that are to be read; `copy` gets each that is good."""
+    """Some of the objects to read; `copy` is called with each valid one."""
 
     def __init__(
         self, jobs: Jobs, which: Sequence[int], copy: Callable[[str, Sequence[Any]], None] | None = None

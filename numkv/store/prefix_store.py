@@ -30,7 +30,7 @@ class PrefixStore:
     `PagedKVCache.add` searches a prompt's blocks in the cache's own pool, then in the host memory of this object,
     then in the place. `PagedKVCache.commit` makes a thread write full blocks. Any number of caches, processes and
     machines may use one place. A block is found only for the same tokens, extra keys, mark, RoPE and layers (sizes,
-    kinds, windows, chunks, sources, states), and equals the stored one to the bit. States are written if they are
+    kinds, windows, chunks, sources, states). It equals the stored one to the bit. States are written if they are
     checkpoints at the end of full blocks; a prefix ends at one of these.
 
     Parameters
@@ -135,36 +135,36 @@ class PrefixStore:
         self._max_nbytes, self._host_nbytes = most, host
         self._engine = Engine(where, most, host, on_event)
 
-    # -- what it is
+    # -- properties
 
     @property
     def place(self) -> str:
-        """Where objects lie."""
+        """Return the place of objects."""
         return repr(self._engine.place)
 
     @property
     def mark(self) -> Any:
-        """What the user has said of the model."""
+        """Return the user's mark of the model."""
         return self._mark
 
     @property
     def rope(self) -> Any:
-        """What the user has said of RoPE."""
+        """Return the user's description of RoPE."""
         return self._rope
 
     @property
     def max_nbytes(self) -> int | None:
-        """Bytes that objects may have together; None: no bound."""
+        """Return the most bytes of all objects; None without a bound."""
         return self._max_nbytes
 
     @property
     def host_nbytes(self) -> int:
-        """Bytes that the host tier may have."""
+        """Return the most bytes of the host tier."""
         return self._host_nbytes
 
     @property
     def closed(self) -> bool:
-        """Whether it has been closed."""
+        """Return whether the store is closed."""
         return self._engine.closed
 
     def __repr__(self) -> str:
@@ -175,7 +175,7 @@ class PrefixStore:
         )
 
     def stats(self) -> StoreStats:
-        """Counts of this object's work; see `StoreStats`.
+        """Return the counts of this object's work; see `StoreStats`.
 
         Returns
         -------
@@ -183,7 +183,7 @@ class PrefixStore:
         """
         return self._engine.stats()
 
-    # -- its end
+    # -- flush and close
 
     def flush(self, timeout: float | None = None) -> int:
         """Wait until all blocks that were committed before are written.
@@ -196,8 +196,8 @@ class PrefixStore:
         Returns
         -------
         int
-            Blocks that are not in the store: given up since the last `flush`, by dropping or by failing, or waiting for
-            a place that does not answer. 0: all that was committed is there, and stays until it is evicted.
+            Blocks that are not in the store. They were dropped or failed since the last `flush`, or wait for a place
+            that does not answer. With 0, all committed blocks are in the store, until they are evicted.
 
         Raises
         ------
@@ -209,7 +209,7 @@ class PrefixStore:
         return self._engine.flush(check_timeout(timeout))
 
     def close(self, timeout: float | None = None) -> int:
-        """Write what waits, and end. Caches that use the store go on without it.
+        """Write all waiting blocks, and close. Caches that use the store go on without it.
 
         Parameters
         ----------
@@ -240,7 +240,7 @@ class PrefixStore:
         )
 
     def __tier__(self) -> tuple[Engine, Callable[[dict[str, Any], int, int], Section]]:
-        """What a cache has of it: the works, and what gives objects of its blocks, of so many bytes, their place."""
+        """Return the engine, and the function that makes the section of a cache's blocks."""
         return self._engine, functools.partial(Section.of, self._mark, self._rope)
 
 

@@ -61,7 +61,7 @@ class StoreStats:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the blocks looked for that were found anywhere; 0 before the first lookup."""
+        """Return the share of requested blocks that were found anywhere; 0 before the first lookup."""
         return (self.wanted - self.missed) / max(1, self.wanted)
 
 
@@ -116,7 +116,7 @@ class BlocksDropped:
 
 @dataclass(frozen=True, slots=True)
 class PrefixFound:
-    """A prompt has been looked for: how many of its full blocks were where."""
+    """A prompt was looked up: how many of its full blocks were found in each place."""
 
     wanted: int
     """Full blocks that were looked for."""
@@ -134,7 +134,7 @@ class PrefixFound:
 
 @dataclass(frozen=True, slots=True)
 class StoreSilent:
-    """The place does not answer any more: caches go on without it, and what is to be written waits."""
+    """The place has stopped answering: caches go on without it, and writes wait."""
 
     error: str
     """What went wrong."""

@@ -16,11 +16,11 @@ from numkv.store.requests import Breaker, Requests, Unanswered
 
 #: Requests at once.
 _REQUESTS = 128
-#: Seconds without an answer after which a write has failed: objects are large, and nobody waits for them.
+#: Seconds without an answer after which a write has failed: objects are large, and no call waits for them.
 _PATIENCE = 30.0
 #: Requests that fail in a row until a file system counts as one that does not answer.
 _MOST_FAILURES = 4
-#: File systems that make an object as a whole when they are given all of it; elsewhere it is renamed.
+#: File systems that create an object atomically from all its bytes. On others it is renamed.
 _WHOLE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss", "memory"}
 _ABANDONED = 600.0
 
@@ -31,7 +31,7 @@ def opened(url: str) -> tuple[Any, str]:
     Raises
     ------
     NotSupported
-        If fsspec, or what it needs for this protocol, is not installed.
+        If fsspec, or a package that this protocol needs, is not installed.
     """
     try:
         from fsspec.core import url_to_fs
@@ -51,23 +51,23 @@ class RemoteFolder:
     Parameters
     ----------
     file_system : fsspec.AbstractFileSystem
-        Where.
+        The file system.
     root : str
         The folder.
     patience : float or None
-        Seconds without any answer after which who looks for something goes on without.
+        Seconds without any answer after which a lookup goes on without the store.
 
     Attributes
     ----------
     report : callable
-        Takes what was asked, and what went wrong with it.
+        Called with the request and its error.
     changed : callable
-        Takes what went wrong when the file system has stopped to answer, and None when it answers again.
+        Called with the error when the file system has stopped answering, and with None when it answers again.
     """
 
     #: Threads that write: each waits for the network nearly all the time.
     writers = 32
-    #: What fails on a network may do well a moment later.
+    #: Retries on a network may succeed a moment later.
     attempts = 4
     few = 1
 
@@ -89,15 +89,15 @@ class RemoteFolder:
 
     @property
     def answers(self) -> bool:
-        """Whether the file system answers, as far as is known."""
+        """Return whether the file system answers, as far as is known."""
         return not self._breaker.is_open
 
     def end(self) -> None:
-        """Ask no more whether it answers again."""
+        """Stop probing whether it answers again."""
         self._breaker.end()
 
     def _probe(self) -> bool:
-        """Ask for something small; whether there is an answer, be it that nothing is there."""
+        """Make a small request; return whether there is an answer, which may be that the object is missing."""
         error = self._requests.make(1, lambda i: self._fs.info(self.root), _nothing, _PATIENCE)[0]
         return error is None or isinstance(error, FileNotFoundError)
 
@@ -105,7 +105,7 @@ class RemoteFolder:
         self, asked: str, count: int, ask: Callable[[int], Any], take: Callable[[int, Any], None],
         patience: float | None,
     ) -> list[Exception | None]:  # fmt: skip
-        """Make requests, once more where some have failed and others have not, and see whether anybody answers."""
+        """Make requests, retry those that failed if others succeeded, and update whether the store answers."""
         if not count:
             return []
         if self._breaker.is_open:
@@ -141,7 +141,7 @@ class RemoteFolder:
     # -- reading
 
     def sizes(self, keys: Sequence[str]) -> list[int | None]:
-        """Bytes of objects; None where there is none, or nobody knows."""
+        """Return the bytes of objects; None for a missing or unknown one."""
         found: list[int | None] = [None] * len(keys)
 
         def take(i: int, size: int) -> None:
@@ -154,7 +154,7 @@ class RemoteFolder:
         return found
 
     def read(self, jobs: Jobs) -> list[Exception | None]:
-        """Read objects, and what went wrong with each."""
+        """Read objects, and return the error of each."""
 
         def ask(i: int) -> Any:
             return self._fs.cat_file(self._path(jobs.keys[i]))
@@ -174,11 +174,11 @@ class RemoteFolder:
     # -- writing
 
     def holds(self, key: str, header: bytes, nbytes: int) -> bool:
-        """Whether an object that would be written is there: nobody asks, as who computed it has just not found it."""
+        """Assume that an object to be written is missing, because its lookup has just failed."""
         return False
 
     def write(self, key: str, pieces: Sequence[Any], age: float) -> None:
-        """Make an object, or replace it, as a whole."""
+        """Create or replace an object atomically."""
         path, whole = self._path(key), b"".join(pieces)
         error = self._make("write", 1, lambda i: self._put(path, whole), _nothing, _PATIENCE)[0]
         if error is not None:
@@ -200,12 +200,12 @@ class RemoteFolder:
             raise
 
     def touch(self, key: str, age: float) -> None:
-        """Do nothing: these file systems keep the time of writing only."""
+        """Do nothing: these file systems store only the time of writing."""
 
-    # -- what there is
+    # -- contents
 
     def entries(self) -> Iterator[Entry]:
-        """All objects."""
+        """Yield all objects."""
         listed: dict[str, Any] = {}
         error = self._make(
             "list", 1, lambda i: self._fs.find(self.root, detail=True), lambda i, found: listed.update(found), _PATIENCE
@@ -225,7 +225,7 @@ class RemoteFolder:
                 yield Entry(key, int(info.get("size") or 0), stamp)
 
     def delete(self, entries: Sequence[Entry]) -> list[bool]:
-        """Delete objects unless they are being written; which of them are gone."""
+        """Delete objects that are not being written; return which were deleted."""
         gone = [False] * len(entries)
         whole = [i for i, entry in enumerate(entries) if not entry.key.endswith(SUFFIX)]
 
@@ -240,28 +240,28 @@ class RemoteFolder:
         return gone
 
     def delete_bad(self, key: str) -> bool:
-        """Delete an object that is not what it should be; whether it is gone."""
+        """Delete an invalid object; return whether it was deleted."""
         return self.delete([Entry(key, 0, 0.0)])[0]
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Evict beside others: there is no lock, so several may, which deletes too much at worst."""
+        """Evict without a lock: several processes may do so at once, which at worst deletes too much."""
         yield
 
 
 def _is_failure(error: Exception | None) -> bool:
-    """Return whether a request had no answer, or none that says anything of what was asked for."""
+    """Return whether a request had no answer, or none about the requested object."""
     return error is not None and not isinstance(
         error, FileNotFoundError | DamagedObject | ForeignObject
     )
 
 
 def _nothing(i: int, answer: Any) -> None:
-    """Take an answer in that says nothing."""
+    """Ignore an answer without content."""
 
 
 def _seconds(info: dict[str, Any]) -> float:
-    """When an object was written; 0 where the file system does not say."""
+    """Return when an object was written; 0 if the file system does not report it."""
     for name in ("mtime", "LastModified", "last_modified", "updated", "created"):
         found = info.get(name)
         if isinstance(found, datetime.datetime):

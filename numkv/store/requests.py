@@ -1,8 +1,8 @@
-"""Requests to a store beside each other, how long nobody answers, and when a store is left alone for a while.
+"""Concurrent requests to a store, their timeouts, and a circuit breaker for a store that does not answer.
 
-Nobody can end a request that gets no answer. So requests are made by threads of their own; who waits gives up when
-nothing has been answered for some time, and takes nothing in from then on. A `Breaker` then keeps requests from being
-made at all, until one that it makes by itself is answered.
+A request without an answer cannot be cancelled. Separate threads therefore make requests. The caller gives up when no
+answer has arrived for some time, and accepts none from then on. A `Breaker` then blocks all requests, until its own
+probe is answered.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 
 #: Seconds that a thread waits for another request before it ends.
 _IDLE = 2.0
-#: Seconds until a store that did not answer is asked again, at first and at most; each time is twice the last.
+#: Seconds until a store that did not answer is probed again, at first and at most. The delay doubles each time.
 _FIRST, _LONGEST = 1.0, 60.0
 
-# What begins anew in a child that is forked: it has none of the threads, and locks that these held stay locked there.
+# Objects to reset in a forked child: it has none of the threads, and locks that these held stay locked.
 _methods: set[weakref.WeakMethod[Callable[[], None]]] = set()
 
 
 def begins(begin: Callable[[], None]) -> None:
-    """Call a method that makes an object's locks and forgets its threads: now, and in each child that is forked."""
+    """Call a method that resets an object's locks and threads: now, and in each forked child."""
     begin()
     _methods.add(weakref.WeakMethod(begin, _methods.discard))
 
@@ -44,7 +44,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Unanswered(TimeoutError):
-    """A request has had no answer in time, or was not made, as the store does not answer."""
+    """A request had no answer in time, or was not made, because the store does not answer."""
 
 
 class _Batch:
@@ -59,8 +59,8 @@ class _Batch:
         self.left, self.taking, self.closed, self.answered = count, 0, False, time.monotonic()
 
     def do(self, i: int) -> None:
-        """Make a request, and take its answer in while somebody waits for it."""
-        self.answered = time.monotonic()  # that a thread has come to it is a sign of life, too
+        """Make a request, and process its answer if the caller still waits for it."""
+        self.answered = time.monotonic()  # the start of a request also counts as progress
         answer: Any = None
         error: Exception | None = None
         try:
@@ -87,7 +87,7 @@ class _Batch:
             self.changed.notify_all()
 
     def wait(self, patience: float | None) -> None:
-        """Wait until all is answered, or nothing has been for so many seconds; nothing is taken in afterwards."""
+        """Wait for all answers, or until none has arrived for `patience` seconds; later answers are ignored."""
         with self.changed:
             try:
                 while self.left:
@@ -97,19 +97,19 @@ class _Batch:
                     self.changed.wait(rest if rest is None or rest > 0 else 0.1)
             finally:
                 self.closed = True
-                while self.taking:  # memory is copied, no more
+                while self.taking:  # only copies of memory remain
                     self.changed.wait()
 
 
 class Requests:
-    """Threads that make requests, made as they are needed.
+    """Threads that make requests, started on demand.
 
     Parameters
     ----------
     most : int
-        Requests at once.
+        The most concurrent requests.
     late : callable
-        Called when a request has been answered for which nobody waits any more.
+        Called when a request is answered after its caller has given up.
     """
 
     def __init__(self, most: int, late: Callable[[], None]) -> None:
@@ -124,23 +124,23 @@ class Requests:
     def make(
         self, count: int, ask: Callable[[int], Any], take: Callable[[int, Any], None], patience: float | None
     ) -> list[Exception | None]:  # fmt: skip
-        """Make requests beside each other, and wait for the answers.
+        """Make concurrent requests, and wait for the answers.
 
         Parameters
         ----------
         count : int
-            How many.
+            Number of requests.
         ask : callable
-            Makes the i-th request and returns the answer, in a thread.
+            Makes the i-th request in a thread, and returns the answer.
         take : callable
-            Takes the i-th answer in, in that thread, but never after this call has returned.
+            Processes the i-th answer in that thread, but never after this call has returned.
         patience : float or None
-            Seconds without any answer after which those that are left are given up.
+            Seconds without any answer after which the remaining requests are given up.
 
         Returns
         -------
         list of Exception or None
-            What went wrong with each; `Unanswered` for those that were given up.
+            The error of each request; `Unanswered` for those that were given up.
         """
         batch = _Batch(count, ask, take, self._late)
 
@@ -156,7 +156,7 @@ class Requests:
         return batch.errors
 
     def add(self, calls: Sequence[Callable[[], None]]) -> bool:
-        """Have threads make calls, which raise nothing, and do not wait for them; whether there are any threads."""
+        """Run calls that raise nothing in threads, without waiting; return whether there are any threads."""
         with self._lock:
             self._queue.extend(calls)
             for _ in range(min(len(calls) - self._idle, self._most - self._threads)):
@@ -185,14 +185,14 @@ class Requests:
 
 
 class Breaker:
-    """Whether a store is asked at all: not while it does not answer.
+    """A circuit breaker: it blocks requests while a store does not answer.
 
     Parameters
     ----------
     probe : callable
-        Asks the store for something small; whether it has answered.
+        Makes a small request, and returns whether the store has answered.
     changed : callable
-        Called with what went wrong when the store has stopped to answer, and with None when it answers again.
+        Called with the error when the store has stopped answering, and with None when it answers again.
     """
 
     def __init__(
@@ -202,12 +202,12 @@ class Breaker:
         begins(self._begin)
 
     def _begin(self) -> None:
-        """Begin with a store that answers, as far as anybody knows."""
+        """Assume at first that the store answers."""
         self._lock, self._closed = threading.Lock(), threading.Event()
         self.is_open = False
 
     def answered(self) -> None:
-        """Note that the store has answered."""
+        """Record that the store has answered."""
         if not self.is_open:
             return
         with self._lock:
@@ -217,7 +217,7 @@ class Breaker:
             self._changed(None)
 
     def failed(self, error: Exception) -> None:
-        """Note that the store does not answer, and have it asked again later."""
+        """Record that the store does not answer, and schedule a probe."""
         with self._lock:
             if self.is_open:
                 return
@@ -234,12 +234,12 @@ class Breaker:
             ask.start()
 
     def end(self) -> None:
-        """Ask no more."""
+        """Stop probing."""
         self._closed.set()
 
 
 def _ask_again(of: weakref.ref[Breaker], closed: threading.Event) -> None:
-    """Ask a store until it answers, less and less often; nobody is kept alive for that."""
+    """Probe a store until it answers, at growing intervals, without keeping the breaker alive."""
     delay = _FIRST
     while not closed.wait(delay):
         breaker = of()

@@ -3,8 +3,8 @@
 Passes of few tokens without new padding append rows and answer queries by one compiled call, which gets no more than
 addresses (`at_once`). A model's layers differ in their buffers alone. The first layer of a forward pass makes the plan
 and the memory that all layers share (`prepared`). A layer's own record stays until its buffers, scale, soft cap or
-sinks change. Each layer then needs a few comparisons only. That matters: between two layers a model's weights pass
-through the CPU's caches, and Python code runs about 5x slower than in a loop of its own. Everything else goes through
+sinks change. Each layer then needs only a few comparisons. Between two layers, a model's weights pass through the CPU's
+caches. Python code therefore runs about 5x slower there than in a loop of its own. Everything else goes through
 `append_and_attend`.
 """
 
@@ -96,7 +96,7 @@ def _over_cache(
     layer: NumkvLayer, query: Any, key: Any, value: Any, mask: Any, dropout: float, scaling: float | None,
     softcap: float | None, s_aux: Any, others: dict[str, Any],
 ) -> Any:  # fmt: skip
-    """Attend over what a `NumkvCache` holds, the new rows included."""
+    """Attend over the rows of a `NumkvCache`, the new ones included."""
     pending = key.pending
     if type(value) is not type(key) or value.pending is not pending:
         raise NotSupported(
@@ -141,7 +141,7 @@ def _refuse_mask(mask: Any) -> None:
 
 
 def _refuse_more(name: str, dropout: float, others: dict[str, Any]) -> None:
-    """Refuse what kernels over a cache do not compute."""
+    """Raise for options that kernels over a cache do not support."""
     if dropout:
         raise NotSupported(
             f"{name}: expected no dropout, got {dropout}; call model.eval(), or train without this cache"
@@ -270,7 +270,7 @@ def at_once(query: Any, pending: Pending, plan: Any, scaling: Any, softcap: Any,
 
 
 class Group:
-    """What layers of the same kinds and sizes share.
+    """The shared state of layers of the same kinds and sizes.
 
     Attributes
     ----------
@@ -316,7 +316,7 @@ class Group:
     def prepare(
         self, plan: Any, step: Step, query: Any, keys: Any, values: Any, ring: Any, end_after: Any
     ) -> None:
-        """Plan a pass; what is planned for the last one stays as far as it can.
+        """Plan a pass; the last plan is reused as far as possible.
 
         `ring` and `end_after` are a layer's `NewestTokenGroups` and what its `end` will be, or None.
         """
@@ -350,7 +350,7 @@ class Group:
         self.plan = plan
 
     def _plan_in_full(self, step: Step, places: GroupsOfStep, ring: NewestTokenGroups) -> None:
-        """Plan the part of a pass that is in full, and what is quantised."""
+        """Plan the full-precision part of a pass, and its quantisation."""
         memory, older = self._memory, places.older
         part = memory.part_in_full(places.table.shape[1])
         part.block_table[:], part.seq_lens[:], part.q_starts[:] = (
@@ -364,7 +364,7 @@ class Group:
 
 
 class BoundLayer:
-    """A layer with what a model asks of its attention.
+    """A layer with the options of its attention.
 
     Parameters
     ----------
@@ -585,13 +585,13 @@ def _append(q: Any, pending: Pending, plan: Any, sm_scale: float) -> tuple[Step,
 
 
 def _new_rows(x: Any, kind: Kind, name: str) -> Any:
-    """Rows in a dtype that can be stored in a kind."""
+    """Return rows in a dtype that can be stored in a kind."""
     rows = _by_token(x, name)
     return rows if rows.dtype in source_dtypes(kind) else _by_token(x.float(), name)
 
 
 def _by_token(x: Any, name: str) -> Any:
-    """Rows ``(batch * T, heads, dim)`` as an array, without a copy where they lie so, as they do in most models."""
+    """Return rows ``(batch * T, heads, dim)`` as an array; most models' layout needs no copy."""
     batch, heads, columns, dim = x.shape
     rows = x.transpose(1, 2).reshape(batch * columns, heads, dim)
     if rows.stride(2) != 1:

@@ -446,7 +446,7 @@ class ContinuousBatch:
         return False
 
     def _has_room(self, request: BatchRequest) -> bool:
-        """Return whether a request may begin: alone it may try, beside others it leaves them room to go on."""
+        """Return whether a request may begin: alone always, with others only if they keep room to go on."""
         if not self._running:
             return True
         groups = self._blocks_for(1)
@@ -454,7 +454,7 @@ class ContinuousBatch:
         return needed <= self.cache.num_free
 
     def _begin(self, request: BatchRequest, events: list[BatchEvent]) -> int | None:
-        """Give a request a sequence; the tokens that it has then, or None if it failed."""
+        """Add a sequence for a request; return the tokens that it has then, or None if it failed."""
         try:
             with signals_deferred:
                 seq = self.cache.add(np.array(request.ids(), np.int64))

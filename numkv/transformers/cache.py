@@ -251,7 +251,7 @@ class NumkvCache(Cache):  # type: ignore[misc]
 
 
 def read_profile(profile: Any, asked: Mapping[str, Any]) -> Profile | None:
-    """Check a profile, or the path of a file that holds one; nothing that was `asked` may be given beside it."""
+    """Check a profile, or the path of its file; the options `asked` must not be passed with it."""
     if profile is None:
         return None
     given = [name for name, x in asked.items() if x is not None]

@@ -1,4 +1,4 @@
-"""Which models numkv can be right for, by their configs: `NumkvCache` and `ContinuousBatch` ask alike."""
+"""Check by its config whether numkv supports a model, for `NumkvCache` and `ContinuousBatch`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LATENT = {
     "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "longcat_flash",
     "minicpm3", "youtu",
 }  # fmt: skip
-# Models that do with K and V what no config says.
+# Models that use K and V in ways that no config describes.
 _OWN_WAYS = {
     **dict.fromkeys(
         ("diffllama", "doge", "falcon", "jetmoe"), "code of its own that reads K and V"
@@ -29,14 +29,14 @@ _OWN_WAYS = {
 
 
 def check_config(config: Any, name: str) -> None:
-    """Refuse models whose attention would not be right.
+    """Raise for models whose attention would be wrong.
 
     Parameters
     ----------
     config : transformers.PreTrainedConfig
-        The model's, or that of its text part.
+        Config of the model, or of its text part.
     name : str
-        What errors begin with.
+        Start of error messages.
     """
     model = getattr(config, "model_type", type(config).__name__)
     reason = _OWN_WAYS.get(model)
@@ -71,7 +71,7 @@ def is_set(config: Any, name: str) -> bool:
 
 
 def types_of_layers(config: Any, name: str) -> list[tuple[str, dict[str, Any]]]:
-    """Types of layers and what caches of each are made with, if transformers can tell."""
+    """Return the types of layers and the arguments of each one's cache, if transformers provides them."""
     try:
         return layers_of(config)
     except (AttributeError, ValueError, KeyError) as error:

@@ -1,14 +1,15 @@
-"""The newest tokens of a layer, and its first ones, in full precision, beside the quantised rows of all.
+"""Full-precision copies of a layer's newest and first tokens, in addition to the quantised rows of all tokens.
 
 Quantisation does most harm to the newest tokens, which get most attention (Liu et al., "KIVI", arXiv:2402.02750,
-section 3.3). It also harms the first ones, which models use as attention sinks (Xiao et al., "Efficient Streaming
-Language Models with Attention Sinks", arXiv:2309.17453, section 3). As in `numkv.KVCache`, a token is quantised once,
-and read so from the pass in which it leaves the window. Here that is done when it comes: the copy in full precision, a
-ring for each sequence, is what leaves. The first tokens stay as they are beside it, though a sliding layer may no
-longer see them. Attention over both parts is merged.
+section 3.3). It also harms the first ones. Models use these as attention sinks (Xiao et al., "Efficient Streaming
+Language Models with Attention Sinks", arXiv:2309.17453, section 3).
 
-Keys by channel have no scales before their token group is complete. There the newest groups of each sequence are kept
-in full: a query reads its own group so, and those before as codes, in a prompt as in decode.
+As in `numkv.KVCache`, a token is quantised once, and read quantised from the pass in which it leaves the window. Here
+it is quantised on arrival. Its full-precision copy, in a ring for each sequence, is dropped later. Copies of the first
+tokens stay, even if a sliding layer no longer sees them. Attention over both parts is merged.
+
+Keys by channel have no scales until their token group is complete. The newest groups of each sequence therefore stay in
+full precision. A query reads its own group in full precision and earlier groups as codes, in prompts and in decode.
 """
 
 from __future__ import annotations
@@ -31,25 +32,25 @@ Ints = NDArray[np.int64]
 
 
 class FullPrecisionRing:
-    """Rows in full precision of the last and the first tokens of each sequence of a layer.
+    """Full-precision rows of the last and the first tokens of each sequence of a layer.
 
     Parameters
     ----------
     pool : Pool
         The quantised rows.
     kinds : tuple of Kind
-        Of K and V, as the model computes them.
+        Kinds of K and V, as the model computes them.
     batch : int
-        Sequences.
+        Number of sequences.
     kept : FullPrecision
-        How many last and first tokens; one of the two is at least 1.
+        Number of last and of first tokens; one of the two is at least 1.
 
     Attributes
     ----------
     pool : Pool
         A block for each sequence: position p below `first` is in slot p, a later one in slot ``first + p % window``.
     end : int64 array (batch,)
-        Position from which on each sequence's tokens are here, beside the first ones.
+        Position from which on each sequence's tokens are in full precision, apart from the first ones.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class FullPrecisionRing:
         self.end: Ints = np.zeros(batch, np.int64)
 
     def crop(self, lengths: Ints) -> None:
-        """Forget tokens past these lengths of the sequences; quantised ones stay so."""
+        """Drop full-precision tokens past these lengths of the sequences; quantised tokens stay quantised."""
         self.end = np.minimum(self.end, lengths)
 
     def select(self, rows: Ints) -> None:
@@ -71,7 +72,7 @@ class FullPrecisionRing:
         self.end = self.end[rows]
 
     def write(self, k: Any, v: Any, step: Step, pool: Pool) -> FullPrecisionRing:
-        """Keep those of a pass's checked rows that are recent after it, or first; what its queries read: this."""
+        """Store those of a pass's checked rows that are recent after it, or first; return this, for its queries."""
         self.end = np.maximum(self.end, step.after.lengths - self.window)
         position = step.positions()
         kept = (position >= self.end[:, None]) | (position < self.first)
@@ -81,7 +82,7 @@ class FullPrecisionRing:
         return self
 
     def _slots(self, position: Ints) -> Ints:
-        """Slots of positions ``(batch, n)`` that are here."""
+        """Return the slots of positions ``(batch, n)`` that have full-precision rows."""
         ring = self.first + position % max(1, self.window)
         base = np.arange(len(position))[:, None] * (self.first + self.window)
         slots: Ints = base + np.where(position < self.first, position, ring)
@@ -111,13 +112,13 @@ class FullPrecisionRing:
         low, high = step.limits(columns)
         starts = np.arange(len(lengths) + 1) * columns
         base = (step.before.first * step.before.block_size)[:, None]
-        # Positions [0, first) and [end, length) are here, one behind the other in the table, the others quantised.
+        # Positions [0, first) and [end, length) are in full precision, consecutive in the table. Others are quantised.
         first = np.minimum(self.first, lengths)[:, None]
         end = np.maximum(self.end[:, None], first)
         gap = end - first
 
         def here(position: Ints) -> Ints:
-            """Return how many tokens that are here come before a position."""
+            """Return how many full-precision tokens come before a position."""
             return position - np.clip(position - first, 0, gap)
 
         held = (lengths[:, None] - gap)[:, 0]
@@ -133,7 +134,7 @@ class FullPrecisionRing:
 
 
 class GroupsOfStep(NamedTuple):
-    """What a pass writes in full, quantises and reads, of keys by channel."""
+    """The tokens that a pass writes in full precision, quantises and reads, for keys by channel."""
 
     slots: Ints
     """Where new rows go ``(batch * T,)``, -1 for padding."""
@@ -151,11 +152,11 @@ class GroupsOfStep(NamedTuple):
 
 
 class NewestTokenGroups:
-    """Rows in full of the newest token groups of each sequence of a layer whose keys are stored by channel.
+    """Full-precision rows of the newest token groups of each sequence of a layer with keys by channel.
 
-    Two groups stay, so that the last tokens, up to a group of them, can be cropped without a trace. Of those before,
-    codes are decoded where a crop has made one of them the newest. So do the groups of first tokens, which are read in
-    full whatever comes.
+    Two groups stay, so that up to one group of last tokens can be cropped without loss. If a crop makes an earlier
+    group the newest, its codes are decoded. The groups of first tokens also stay; they are always read in full
+    precision.
 
     Parameters
     ----------
@@ -173,7 +174,7 @@ class NewestTokenGroups:
     pool : Pool
         Blocks of a group, as many for each sequence: those of first tokens, then a ring.
     end : int64 array (batch,)
-        Position from which on each sequence's tokens are here, beside the first ones.
+        Position from which on each sequence's tokens are in full precision, apart from the first ones.
     """
 
     #: Newest token groups of each sequence.
@@ -231,7 +232,7 @@ class NewestTokenGroups:
         return now
 
     def _copy(self, low: Ints, high: Ints, to: NewestTokenGroups) -> None:
-        """Copy the rows of some tokens, and of the first ones before them."""
+        """Copy the rows of some tokens, and of the first tokens before them."""
         for begin, end in ((low, high), (np.zeros_like(low), np.minimum(high, self.first))):
             held = _tokens(begin, end)
             self.pool.copy_tokens(self._slots(*held), to.pool, to._slots(*held))
@@ -271,7 +272,7 @@ class NewestTokenGroups:
         )  # fmt: skip
 
     def _slots(self, of: Ints, position: Ints) -> Ints:
-        """Slots of positions of sequences `of` that are here."""
+        """Return the slots of positions of sequences `of` that have full-precision rows."""
         blocks, kept = int(self.pool.k.shape[0]) // len(self.end), self._kept
         group, offset = np.divmod(position, self._group)
         block = np.where(group < kept, group, kept + group % (blocks - kept))
@@ -279,7 +280,7 @@ class NewestTokenGroups:
         return slots
 
     def attend(self, pool: Pool, step: Step, columns: int, q: Any, options: CheckedOptions) -> Any:
-        """Attend with the queries of a pass: each to its own group in full, to others as codes.
+        """Attend with the queries of a pass: each reads its own group in full precision, others as codes.
 
         See `FullPrecisionRing.attend`.
         """
@@ -302,13 +303,13 @@ class NewestTokenGroups:
 def _attend_to_seen(
     parts: list[Part], q: Any, step: Step, starts: Ints, options: CheckedOptions
 ) -> Any:
-    """Attend to the parts that some query sees; where nobody sees anything, to the first."""
+    """Attend to the parts that at least one query sees; without any, to the first part."""
     seen = [part for part in parts if (part.ranges[:, 0] < part.ranges[:, 1]).any()]
     return attend_to_parts(seen or parts[:1], q, step.lengths, starts, options)
 
 
 def _tokens(low: Ints, high: Ints) -> tuple[Ints, Ints]:
-    """The numbers from `low` up to `high` of each sequence, one after another: whose they are, and which."""
+    """List the numbers from `low` up to `high` of each sequence; return each one's sequence, and the numbers."""
     counts = np.maximum(high - low, 0)
     of = np.repeat(np.arange(len(low)), counts)
     before = np.cumsum(counts) - counts
@@ -316,7 +317,7 @@ def _tokens(low: Ints, high: Ints) -> tuple[Ints, Ints]:
 
 
 def _slots_of(step: Step, of: Ints, position: Ints) -> Ints:
-    """Slots of positions of sequences `of` in a layer's pool."""
+    """Return the slots of positions of sequences `of` in a layer's pool."""
     size = step.before.block_size
     block, offset = np.divmod(position - step.before.first[of] * size, size)
     slots: Ints = step.table[of, block].astype(np.int64) * size + offset
@@ -324,7 +325,7 @@ def _slots_of(step: Step, of: Ints, position: Ints) -> Ints:
 
 
 def _ranges(low: Ints, high: Ints) -> Ints:
-    """Ranges ``[low, high)`` of queries, none below 0, as attention takes them."""
+    """Return ranges ``[low, high)`` of queries, none below 0, as attention expects them."""
     high = np.maximum(high, 0)
     found = np.stack([np.clip(low, 0, high), high], -1).reshape(-1, 2)
     return np.ascontiguousarray(found, np.int64)

@@ -1,7 +1,7 @@
-"""What numkv uses of transformers that transformers does not promise: names, shapes of answers, insides of functions.
+"""The internals of transformers that numkv uses without a guarantee: names, shapes of results, insides of functions.
 
-All of it stands here, and `tests/transformers_models/test_internals.py` says of each what is expected, so that a new
-version of transformers that changes one of them is told by name. The rest of this room uses what
+All of them are in this module. `tests/transformers_models/test_internals.py` checks each one. A new version of
+transformers that changes one therefore fails a test with its name. The rest of this package uses only what
 ``transformers/__init__.py`` exports.
 """
 
@@ -33,10 +33,10 @@ __all__ = [
     "transformers_makes_cache",
 ]  # fmt: skip
 
-# The method by which `generate` makes a cache if it is given none.
+# The method by which `generate` makes a cache if none is passed.
 _MAKE_CACHE = "_prepare_cache_for_generation"
 _MOST_WRAPPERS = 8
-# What makes a mask of each size.
+# The functions that make masks of each size.
 _OVERLAYS = {"sliding_window": "sliding_window_overlay", "chunk_size": "chunked_overlay"}
 
 
@@ -44,7 +44,7 @@ _OVERLAYS = {"sliding_window": "sliding_window_overlay", "chunk_size": "chunked_
 
 
 def inner_model(model: Any) -> Any:
-    """The model of transformers whose `generate` a wrapper calls; a model itself."""
+    """Return the transformers model whose `generate` a wrapper calls, or the model itself."""
     inner = model
     for _ in range(_MOST_WRAPPERS):
         if isinstance(inner, PreTrainedModel):
@@ -101,7 +101,7 @@ def transformers_makes_cache(model: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def layers_of(config: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Types of layers, and what caches of each are made with."""
+    """Return the types of layers, and the arguments of each one's cache."""
     types, arguments = get_layer_types_and_kwargs(config)
     # With `assistant_early_exit` there are fewer layers than types: transformers sets `num_hidden_layers` alone.
     return list(zip(types, arguments, strict=False))
@@ -116,7 +116,7 @@ def layer_of_transformers(name: str, arguments: dict[str, Any]) -> Any:
 
 
 def seen_by(mask_function: Any) -> Seen | None:
-    """What a mask function lets tokens see: earlier ones, by windows or chunks, and blocks; None for other patterns."""
+    """Return the visibility of a mask function: windows or chunks, and blocks; None for other patterns."""
     if mask_function is causal_mask_function:
         return Seen()
     if mask_function is None:
@@ -140,19 +140,19 @@ def seen_by(mask_function: Any) -> Seen | None:
 
 
 def _size(overlay: Any, name: str) -> int:
-    """Tokens of a window or a chunk that an overlay lays over a mask; 0 of others."""
+    """Return the tokens of an overlay's window or chunk; 0 for other overlays."""
     size = _inside(overlay, _OVERLAYS[name]).get(name)
     return size if isinstance(size, int) and size > 0 else 0
 
 
 def _two(function: Any, maker: str) -> Any:
-    """The two functions that transformers' `maker` put together; of others None."""
+    """Return the two functions that transformers' `maker` combined; None for others."""
     found = _inside(function, maker).get("mask_functions", ())
     return found if len(found) == 2 else (None, None)
 
 
 def _inside(function: Any, maker: str) -> dict[str, Any]:
-    """What a function that transformers' `maker` returned has kept; nothing for other functions."""
+    """Return the closure variables of a function made by transformers' `maker`; none for other functions."""
     code = getattr(function, "__code__", None)
     if code is None or function.__module__ != causal_mask_function.__module__:
         return {}
@@ -168,14 +168,14 @@ def _inside(function: Any, maker: str) -> dict[str, Any]:
 def generation_settings(
     model: Any, config: Any, options: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """A `GenerationConfig` of a model's defaults, a user's and options, and options that are none of it."""
+    """Return a `GenerationConfig` from a model's defaults, a user's and options, and the options outside of it."""
     found, others = model._prepare_generation_config(config, **options)
     model._prepare_special_tokens(found, True, device="cpu")
     return found, others
 
 
 def logits_processors(model: Any, settings: Any, ids: Any, given: Any) -> Any:
-    """What changes the logits of a text, by its settings and as given."""
+    """Return the logits processors of a text, from its settings and as passed."""
     return model._get_logits_processor(
         generation_config=settings, input_ids_seq_length=ids.shape[1], encoder_input_ids=ids,
         logits_processor=given, device="cpu", model_kwargs={},
@@ -183,7 +183,7 @@ def logits_processors(model: Any, settings: Any, ids: Any, given: Any) -> Any:
 
 
 def stopping_criteria(model: Any, settings: Any, given: Any, tokenizer: Any) -> Any:
-    """What ends a text, by its settings and as given."""
+    """Return the stopping criteria of a text, from its settings and as passed."""
     return model._get_stopping_criteria(
         generation_config=settings, stopping_criteria=given, tokenizer=tokenizer
     )

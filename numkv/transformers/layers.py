@@ -154,7 +154,7 @@ class Pending:
     keys, values : tensor (batch, num_kv_heads, T, head_dim)
         The rows.
     done : tuple of Plan, Step, Pool and rows in full, or None
-        The step that stored them, the pool then, and what is in full beside it, for layers that share them.
+        The step that stored them, its pool, and their full-precision copies, for layers that share them.
     weight : tensor or None
         Of latents, what makes K and V of them; see `LatentRows`.
     """
@@ -326,7 +326,7 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         shape : tuple of int
             Kv heads, and elements of K and of V.
         kinds, own : tuple of Kind
-            Of K and V: what they are stored in, and what newest and first tokens are kept in beside that, if they are.
+            Storage kinds of K and V. Kinds of the full-precision copies of newest and first tokens, if there are any.
         """
         options = self.options
         size = self.block_size = max(self.block_size, options.group_tokens)
@@ -527,7 +527,7 @@ class LatentLayer(NumkvLayer):
 
 
 class HybridLayer(LinearAttentionLayer, NumkvLayer):  # type: ignore[misc]
-    """A layer with attention beside a linear state, which is transformers' own."""
+    """A layer with attention, and a linear state that transformers itself stores."""
 
     is_compileable = False
 

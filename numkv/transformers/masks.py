@@ -1,9 +1,8 @@
-"""The mask function ``numkv``: in place of a mask, a plan of the forward pass that all layers of a kind share.
+"""The mask function ``numkv``: in place of a mask, it returns a plan of the forward pass for all layers of a kind.
 
-transformers calls it once for each kind of layer and hands what it returns to every attention function. It says what
-the mask is about: causal, a window or chunks, and padding. What the pass needs beside that depends on the cache, and is
-worked out when the first layer asks. Masks of other kinds are kept as what transformers would make of them: attention
-without a cache takes those.
+transformers calls it once for each kind of layer, and passes its result to every attention function. The plan describes
+the mask: causal, a window or chunks, and padding. The rest depends on the cache, and is computed for the first layer.
+Other masks are stored as transformers would make them, for attention without a cache.
 """
 
 from __future__ import annotations

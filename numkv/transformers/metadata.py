@@ -43,7 +43,7 @@ def _once(method: _Method) -> _Method:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
-    """What a token sees beside causality.
+    """What a token sees, apart from causality.
 
     Attributes
     ----------
@@ -83,7 +83,7 @@ class Step:
     after : BatchMetadata
         What holds after the pass.
     shrink : Shrink or None
-        Blocks of a smaller pool that is to take what is left after the pass, and copies into it.
+        Blocks of a smaller pool for the tokens that remain after the pass, and copies into it.
     before, new, seen, columns : BatchMetadata, bool array (batch, columns) or None, Seen, int
         What it was worked out from.
     blocks : tuple of int64 array (batch, columns), or None
@@ -173,7 +173,7 @@ class BatchMetadata:
     @classmethod
     @functools.lru_cache(maxsize=64)
     def empty(cls, batch: int, block_size: int, num_blocks: int, reach: int) -> BatchMetadata:
-        """Sequences without tokens; one object for all layers that ask alike."""
+        """Return the metadata of sequences without tokens: one object for all layers with equal arguments."""
         zeros = np.zeros(batch, np.int64)
         table = np.zeros((batch, 0), np.int32)
         return cls(block_size, num_blocks, reach, 0, zeros, zeros, table)
@@ -392,7 +392,7 @@ class BatchMetadata:
     def _check_seen(
         self, seen: Seen, counts: Ints, blocks: tuple[Ints, Ints] | None = None
     ) -> None:
-        """Refuse to answer queries that see tokens which are gone."""
+        """Raise for queries that see removed tokens."""
         if not self.first.any():
             return
         if seen.chunk:
@@ -552,5 +552,5 @@ class BatchMetadata:
 
 
 def _ordinal(new: Flags | None, columns: int) -> Ints:
-    """Return how many tokens of a pass have come with each column: of the batch, or alike for all."""
+    """Return how many tokens of a pass have come up to each column: per sequence, or equal for all."""
     return np.arange(1, columns + 1)[None] if new is None else new.cumsum(1)

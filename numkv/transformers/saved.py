@@ -1,4 +1,4 @@
-"""What a `NumkvCache` is rebuilt from, and `mark_of`: the mark of a model, by which files of its caches are told."""
+"""The state that rebuilds a `NumkvCache`, and `mark_of`: a model's mark, which identifies files of its caches."""
 
 from __future__ import annotations
 
@@ -333,7 +333,7 @@ def snapshot(layers: Sequence[Any], held: Any) -> Snapshot:
     layers : sequence
         Of a `NumkvCache`.
     held : object
-        The cache, which nobody may change meanwhile.
+        The cache, which must not change meanwhile.
 
     Raises
     ------

@@ -40,7 +40,7 @@ from numkv.rows.convert import codec
 from numkv.rows.softmax import finish
 from numkv.rows.visible import oldest_visible
 
-# Rows that a block takes at once: one for each warp.
+# Rows that a block processes at once: one for each warp.
 ROWS = THREADS // LANES
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -48,7 +48,7 @@ LARGEST = float(np.finfo(np.float32).max)
 
 @register_jitable
 def _multiply_rows(x, width, matrix, h, j, sums):
-    """``sums[r] = x[r] @ matrix[h, :, j]`` for `ROWS` rows of `width` elements."""
+    """Compute ``sums[r] = x[r] @ matrix[h, :, j]`` for `ROWS` rows of `width` elements."""
     for r in range(ROWS):
         sums[r] = np.float32(0)
     for k in range(width):
@@ -59,9 +59,9 @@ def _multiply_rows(x, width, matrix, h, j, sums):
 
 @register_jitable
 def _total(partial, mine, lane, value):
-    """Return the sum of a warp's values; all threads of the block wait for each other, before `partial` is read.
+    """Return the sum of a warp's values; the whole block synchronises before `partial` is read.
 
-    They have to wait once more before it is written again.
+    The block must synchronise once more before `partial` is written again.
     """
     partial[mine, lane] = value
     cuda.syncthreads()
@@ -107,7 +107,8 @@ def make_encode(SRC):
                 for d in range(lane, dim, LANES):
                     value = np.float64(load(rows[t, h, d]))
                     square += value * value
-            # As they wait here, the item before is done with all memory but `wide`, which it has not used since.
+            # `_total` synchronises. The previous item then uses no memory; its last barrier came after its use of
+            # `wide`.
             norm = math.sqrt(_total(wide, mine, lane, square))
             for d in range(lane, dim, LANES):
                 value = np.float32(0)
@@ -121,7 +122,7 @@ def make_encode(SRC):
                     z[r * dim + j] = sums[r]
             cuda.syncthreads()
 
-            # -- codes, and the multiple of their levels that comes nearest
+            # -- codes, and the nearest multiple of their levels
             dot, square32 = np.float32(0), np.float32(0)
             for d in range(lane, dim, LANES):
                 x = z[own + d]
@@ -164,7 +165,7 @@ def make_encode(SRC):
 
 
 def make_decode(BITS):
-    """Make the kernel that turns codes of `BITS` bits back into rows."""
+    """Make the kernel that decodes codes of `BITS` bits into rows."""
 
     def kernel(codes, capacity, row_bytes, scales, begin, levels, back, out):
         num_heads, num_tokens, dim = out.shape
@@ -194,7 +195,7 @@ def make_decode(BITS):
 def make_multiply(SRC):
     """Make the kernel that multiplies q rows of kind `SRC` with the matrix of their kv head.
 
-    They come as ``(num_queries, num_q_heads, dim)``, and leave by kv head, query and q head of the group.
+    The input is ``(num_queries, num_q_heads, dim)``. The output is ordered by kv head, query and q head of the group.
     """
     load, _ = codec(SRC)
 
@@ -225,15 +226,15 @@ def make_multiply(SRC):
     return kernel
 
 
-# Q rows that share the codes of a head, as many as there are or as registers allow.
+# The most q rows that share the codes of a head, limited by registers.
 Q_ROWS = (1, 4, 8)
-# Codes of a token that lie in shared memory at once. As many bits make whole words.
+# Codes of a token that are in shared memory at once. Their bits make whole words.
 CHUNK = 16 if SIMULATED else 64
 # Bytes between the chunks of two tokens, so that they do not all start in the same bank.
 PAD = 4
 # Tokens of a split.
 SPLIT = 16 if SIMULATED else 256
-# Codes of so many bits or less are looked up in shared memory.
+# Codes of at most this many bits are looked up in shared memory.
 SHARED_BITS = 8
 
 LOG2_E, LN_2 = np.float32(math.log2(math.e)), np.float32(math.log(2))
@@ -251,7 +252,7 @@ class CodedKeys(NamedTuple):
 
 
 class CodedQueries(NamedTuple):
-    """Query rows in shared memory, their sketches behind them, and what both are multiplied with."""
+    """Query rows in shared memory, followed by their sketches, and the factors of both."""
 
     rows: Any
     dim: Any
@@ -265,7 +266,7 @@ class CodedState(NamedTuple):
     maxima: Any  #: of each q row
     totals: Any  #: of the thread's own tokens
     sums: Any  #: [column, row]
-    lows: Any  #: what each q row sees, counted from the first token
+    lows: Any  #: the tokens that each q row sees, counted from the first token
     highs: Any
 
 
@@ -278,7 +279,7 @@ def _keys(codes, scales, signs, residuals):
 
 
 def _products(BITS, NUM_ROWS):
-    """The function that adds up the products of q rows and the levels of a tile of tokens, one token a thread."""
+    """Make the function that adds up products of q rows with the levels of a tile of tokens, one token a thread."""
     STEP = CHUNK * BITS // 8  # bytes of a chunk
     APART = STEP + PAD
 
@@ -304,7 +305,7 @@ def _products(BITS, NUM_ROWS):
 
 
 def _scorer(BITS, NUM_ROWS):
-    """The function that leaves the scores of a tile of tokens in `sums`, one token a thread."""
+    """Make the function that computes the scores of a tile of tokens in `sums`, one token a thread."""
     add_levels, add_signs = _products(BITS, NUM_ROWS), _products(1, NUM_ROWS)
 
     @register_jitable
@@ -335,7 +336,7 @@ def _scorer(BITS, NUM_ROWS):
 
 @register_jitable
 def _sees(row0, num_rows, group, length, num_queries, window_left, lows, highs):
-    """Put down what q rows from `row0` on see."""
+    """Store the tokens that q rows from `row0` on see."""
     for r in range(num_rows):
         position = length - num_queries + (row0 + r) // group
         lows[r] = np.int32(oldest_visible(position, window_left))
@@ -344,7 +345,7 @@ def _sees(row0, num_rows, group, length, num_queries, window_left, lows, highs):
 
 @register_jitable
 def _capped(score, cap):
-    """A score bounded, if there is a cap."""
+    """Return a score with the soft cap applied, if there is one."""
     if cap > 0:
         return cap * np.float32(math.tanh(score / cap))
     return score
@@ -352,7 +353,7 @@ def _capped(score, cap):
 
 @register_jitable
 def _load_queries(rotated, sketched, row0, num_rows, rows, q, thread):
-    """Put `rows` q rows and their sketches into shared memory; rows past `num_rows` are the last one again."""
+    """Load `rows` q rows and their sketches into shared memory; rows past `num_rows` repeat the last one."""
     dim, projections = rotated.shape[1], sketched.shape[1]
     for r in range(rows):
         row = row0 + min(r, num_rows - 1)
@@ -367,7 +368,7 @@ def _table_size(bits):
 
 
 def make_score(BITS, NUM_ROWS):
-    """The kernel of scores on codes of `BITS` bits, for `NUM_ROWS` q rows of a head at once."""
+    """Make the kernel of scores on codes of `BITS` bits, for `NUM_ROWS` q rows of a head at once."""
     score = _scorer(BITS, NUM_ROWS)
     STAGED = THREADS * (CHUNK * BITS // 8 + PAD)
     TABLE, IN_SHARED = _table_size(BITS), BITS <= SHARED_BITS
@@ -401,8 +402,8 @@ def make_score(BITS, NUM_ROWS):
             t = inner // row_blocks * THREADS
             tile, count, rows = begin + t, min(THREADS, length - t), min(NUM_ROWS, of_head - r0)
             _sees(r0, NUM_ROWS, group, length, num_queries, window_left, lows, highs)
-            # Products end with a barrier, the item before this one with products; and they begin with one before they
-            # read what is put down here.
+            # Products begin and end with a barrier. The previous item therefore has read its data, and this one's
+            # products read only complete data.
             _load_queries(rotated, sketched, h * of_head + r0, rows, NUM_ROWS, q_rows, thread)
             if IN_SHARED:
                 score(keys, h, tile, count, q, table, staged, thread, sums, sketch_sums)
@@ -420,8 +421,8 @@ def make_score(BITS, NUM_ROWS):
 
 
 def _softmax(NUM_ROWS, COLUMNS):
-    """The function that turns scores into weights of the values' levels, relative to the running maxima."""
-    SEARCHERS = min(8, THREADS // NUM_ROWS)  # threads that look for the maximum of one row
+    """Make the function that turns scores into weights of the values' levels, relative to the running maxima."""
+    SEARCHERS = min(8, THREADS // NUM_ROWS)  # threads that compute the maximum of one row
     MAXIMA = NUM_ROWS * SEARCHERS
 
     @register_jitable
@@ -446,7 +447,7 @@ def _softmax(NUM_ROWS, COLUMNS):
             top = state.maxima[r]
             for i in range(SEARCHERS):
                 top = max(top, peaks[r * SEARCHERS + i])
-            base = top if top > np.float32(-np.inf) else np.float32(0)  # nothing has been seen
+            base = top if top > np.float32(-np.inf) else np.float32(0)  # no token seen so far
             shrink = np.float32(math.exp2(state.maxima[r] - base))
             state.maxima[r] = top
             weight, weighted = np.float32(0), np.float32(0)
@@ -463,12 +464,12 @@ def _softmax(NUM_ROWS, COLUMNS):
 
 
 def _accumulate(BITS, NUM_ROWS, COLUMNS):
-    """The functions that add up weighted levels of the values, and store a split's part of the result."""
+    """Make the functions that add up weighted levels of the values, and store a split's part of the result."""
 
     @register_jitable
     def accumulate(v_codes, at, row_bytes, count, levels, p, state, dim, thread):
         for n in range(COLUMNS):
-            # Threads beyond the last column read it too; what they add up is not used.
+            # Threads beyond the last column also read it; their sums are ignored.
             d = natural(min(thread + n * THREADS, dim - 1))
             for i in range(count):
                 level = levels[code_at(v_codes, at + i * row_bytes, BITS, d)]
@@ -478,7 +479,7 @@ def _accumulate(BITS, NUM_ROWS, COLUMNS):
 
     @register_jitable
     def store(state, p, parts, h, at, splits, rows, thread):
-        # The first of `rows` q rows has its part at `at`, the next ones `splits` further on each.
+        # The first of `rows` q rows has its part at `at`. The parts of the next rows are `splits` apart.
         dim = parts.shape[2] - 2
         for r in range(NUM_ROWS):
             p[r * THREADS + thread] = state.totals[r]
@@ -500,16 +501,16 @@ def _accumulate(BITS, NUM_ROWS, COLUMNS):
 
 
 def make_attend(BITS, V_BITS, NUM_ROWS, COLUMNS):
-    """The kernel of attention on codes; what it leaves are splits to be merged.
+    """Make the kernel of attention on codes; its results are splits to be merged.
 
     Parameters
     ----------
     BITS, V_BITS : int
         Bits of a code of keys, and of values.
     NUM_ROWS : int
-        Q rows of a head that a block takes at once.
+        Q rows of a head that a block processes at once.
     COLUMNS : int
-        Columns of the values that a thread takes.
+        Columns of the values that a thread adds up.
     """
     score = _scorer(BITS, NUM_ROWS)
     softmax, MAXIMA = _softmax(NUM_ROWS, COLUMNS)
@@ -517,7 +518,7 @@ def make_attend(BITS, V_BITS, NUM_ROWS, COLUMNS):
     LENGTH = SPLIT
     STAGED = THREADS * (CHUNK * BITS // 8 + PAD)
     TABLE, IN_SHARED = _table_size(BITS), BITS <= SHARED_BITS
-    # Values of as many bits have the keys' levels.
+    # With equal bits, values have the keys' levels.
     V_TABLE, V_IN_SHARED = (1 if V_BITS == BITS else _table_size(V_BITS)), V_BITS <= SHARED_BITS
     PROBABILITIES, SUMS, ALIKE = NUM_ROWS * THREADS, COLUMNS * NUM_ROWS, V_BITS == BITS
 
@@ -567,7 +568,7 @@ def make_attend(BITS, V_BITS, NUM_ROWS, COLUMNS):
             row0, rows = h * of_head + query0 * group + r0, min(NUM_ROWS, num_queries * group - r0)
             _sees(r0, NUM_ROWS, group, length, num_queries, window_left, lows, highs)
             first = start + split * LENGTH
-            # Tiles that no row sees are left out.
+            # Tiles that no row sees are skipped.
             newest = length - num_queries + (r0 + rows - 1) // group
             last = min(first + LENGTH, newest + 1)
             first += max(np.int64(0), np.int64(lows[0]) - first) // THREADS * THREADS
@@ -646,10 +647,10 @@ def make_finish():
     return kernel
 
 
-# Numbers that a call of attention may keep of its splits; of more queries than that, some come after the others.
+# Numbers that a call of attention may store for its splits; with more, queries are processed in several rounds.
 MOST_PARTS = 1 << 25
 
-# What of a block's shared memory q rows may take.
+# The bytes of a block's shared memory that q rows may take.
 Q_BYTES = 16 * 1024
 
 
@@ -658,9 +659,9 @@ _MATRIX, _BY_TOKEN, _FLOATS = (array(types.float32, ndim) for ndim in (3, 2, 1))
 _PACKED = array(types.uint8, 1)
 _KEYS = (_PACKED, _BY_TOKEN, _PACKED, _BY_TOKEN)
 _NUMBERS, _I64 = array(types.int64, 1), types.int64
-# Of scores: where tokens begin, how many tokens and queries there are, the window and the cap.
+# For scores: the place of the first token, the number of tokens, the number of queries, the window and the cap.
 _SPAN = types.Tuple((*[_I64] * 4, types.float32))
-# Of attention: the window, q heads of a head, items of a head, sequences, their block size, one sequence, the cap.
+# For attention: the window, q heads of a head, items of a head, sequences, their block size, one sequence, the cap.
 _SPANS = types.Tuple((*[_I64] * (5 + WIDTH), types.float32))
 
 
@@ -711,12 +712,12 @@ def _bits(levels: Any) -> int:
 
 
 def _nothing() -> Any:
-    """Return the plan of one sequence, and the slots of tokens that go one behind the other."""
+    """Return the plan of one sequence, and the slots of consecutive tokens."""
     return memory.empty((0,), np.int64)
 
 
 def _on_device(plan: Any) -> Any:
-    """A plan, as kernels take it."""
+    """Return a plan as kernels expect it."""
     if not plan.size:
         return _nothing()
     if SIMULATED:
@@ -726,13 +727,13 @@ def _on_device(plan: Any) -> Any:
 
 
 def _flat(codes: Any) -> Any:
-    """Codes in one dimension, where kernels compute the places of bytes themselves."""
+    """Return codes in one dimension, for kernels that compute the places of bytes."""
     return codes.reshape((codes.size,))
 
 
 def _check_shared(shared_bytes: int, dim: int) -> None:
-    """Refuse rows of which a block cannot hold as many as it takes at once."""
-    if shared_bytes > SHARED_BYTES - 4096:  # what else the kernels need
+    """Raise if a block's rows do not fit into shared memory."""
+    if shared_bytes > SHARED_BYTES - 4096:  # 4096 bytes for the kernels' other arrays
         raise NotSupported(
             f"head_dim: expected rows that fit into {SHARED_BYTES} bytes of shared memory, got {dim} "
             'elements; split them, or use target="cpu"'
@@ -740,7 +741,7 @@ def _check_shared(shared_bytes: int, dim: int) -> None:
 
 
 def _rotated(q: Any, q_kind: str, book: Codebook, scale: float) -> tuple[Any, Any]:
-    """Queries rotated and scaled, and their products with the sketch, by kv head."""
+    """Return queries rotated and scaled, and their products with the sketch, by kv head."""
     num_heads, dim, projections = book.sketch.shape
     rows = q.shape[0] * q.shape[1]
     blocks = ceil_div(rows // num_heads, ROWS) * num_heads
@@ -760,13 +761,13 @@ def _rotated(q: Any, q_kind: str, book: Codebook, scale: float) -> tuple[Any, An
 
 
 def _packed(stored: StoredCodes) -> tuple[Any, ...]:
-    """Keys and values as kernels take them."""
+    """Return keys and values as kernels expect them."""
     codes, scales, signs, residuals, v_codes, v_scales = stored[:6]
     return _flat(codes), scales, _flat(signs), residuals, _flat(v_codes), v_scales
 
 
 def _rows_at_once(group: int, row_bytes: int) -> int:
-    """Return how many q rows of a head a block takes."""
+    """Return how many q rows of a head a block processes."""
     fitting = [n for n in Q_ROWS if n * row_bytes <= Q_BYTES] or [1]
     return next((n for n in fitting if n >= group), fitting[-1])
 

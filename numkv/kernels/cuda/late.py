@@ -3,8 +3,8 @@
 The writer of such rows has a `Watch`: words of device memory, and one of pinned memory, which kernels can access. A
 kernel that finds a bad row stores zeros instead. It writes the smallest of (number of the call, side, index) to the
 word of the row's token, modulo `WORDS`. It also sets the word of the host. The host checks its word in passing. Only if
-it is set, or on request, the host waits and reads the others. So each object, and each sequence of a call within
-`WORDS` tokens, gets its own report.
+it is set, or on request, the host waits and reads the others. Each object, and each sequence of a call within `WORDS`
+tokens, therefore gets its own report.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from numkv.kernels.cuda.streams import SIMULATED, ask, current, on, place, unwat
 
 #: Words of device memory of a watch; a power of two.
 WORDS = 64
-#: Calls are this far apart in what kernels report.
+#: Distance of two calls in the keys that kernels report.
 CALL = 2 * V_SIDE
-#: Calls of a watch after which its numbers start again, when nothing can be under way any more. Beyond are those of
-#: calls in CUDA graphs, which stay.
+#: Calls of a watch after which its numbers restart, once the device is idle. Calls in CUDA graphs have numbers beyond,
+#: for good.
 MOST_CALLS = 1 << 25
 MOST_LASTING = (1 << 26) - 1 - MOST_CALLS
-#: Calls that a watch remembers; those before have long been done.
+#: Calls that a watch remembers; earlier ones ended long ago.
 REMEMBERED = 1 << 12
 #: Watches whose words are allocated together.
 PAGE = 128
@@ -55,19 +55,19 @@ class Report(NamedTuple):
 
 
 class _LateWords:
-    """Where kernels report to, for one watch: `WORDS` int64 of the device, and one of the host."""
+    """The words of one watch that kernels report to: `WORDS` int64 of the device, and one of the host."""
 
     def __init__(self, found: Any, raised: Any, host: Any) -> None:
         self.found, self.raised, self.host = found, raised, host
 
     def clear(self) -> None:
-        """Forget what has been reported; on the words' device."""
+        """Clear all reports; the words' device must be current."""
         self.found.copy_to_device(np.full(WORDS, NOWHERE, np.int64))
         self.host[0] = 0
 
 
 class _Device:
-    """The words of a device: those that no watch has had, and those whose watch is gone."""
+    """The words of a device: unused ones, and those of deleted watches."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -76,9 +76,9 @@ class _Device:
         self.retired: list[_LateWords] = []
 
     def take(self) -> _LateWords:
-        """Words for a watch."""
+        """Return words for a watch."""
         with self.lock:
-            # Kernels of the retired ones may be under way still, and a capture forbids to wait for them.
+            # Kernels may still write to retired words, and waiting is forbidden during a capture.
             if not self.fresh and self.retired and not current().capturing():
                 _synchronise()
                 self.fresh, self.retired = self.retired, []
@@ -90,7 +90,7 @@ class _Device:
 
 
 def _page() -> list[_LateWords]:
-    """New words."""
+    """Allocate words."""
     if SIMULATED:
         from numkv.kernels.cuda.memory import simulated
 
@@ -101,11 +101,11 @@ def _page() -> list[_LateWords]:
     from numkv.kernels.cuda.uploads import constant
 
     dtype = np.dtype(np.int64)
-    found = constant(np.full(PAGE * WORDS, NOWHERE, dtype))  # also beside a capture
+    found = constant(np.full(PAGE * WORDS, NOWHERE, dtype))  # works during a capture
     with unwatched():
         host = cuda.pinned_array(PAGE, dtype)
     host[:] = 0
-    # The driver lets kernels see pinned memory at the host's address.
+    # Kernels access pinned memory at the host's address.
     on_device, on_host = pointer_of(found), host.__array_interface__["data"][0]
     return [
         _LateWords(
@@ -125,14 +125,14 @@ def _of_device(number: int) -> _Device:
 
 
 class Watch:
-    """Sees what kernels report of the rows that an object writes, or functions do.
+    """Collects the reports of kernels about rows that an object, or functions, write.
 
     Attributes
     ----------
     calls : int
-        How many calls that write have asked for a number.
+        Number of writing calls that have requested a number.
     latest : object
-        What the last of them handed to `look`; whoever writes may set it to None, to see whether it is asked.
+        The object that the last of them passed to `look`. A writer may set it to None to detect a later `look`.
     """
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class Watch:
             self._device.retired.append(self._words)
 
     def words(self) -> _LateWords:
-        """Return where kernels report to."""
+        """Return the words that kernels report to."""
         if self._words is None:
             with self._lock:
                 if self._words is None:
@@ -160,14 +160,14 @@ class Watch:
         return self._words
 
     def look(self, what: Any, lasting: bool = False) -> Number:
-        """A number for a call that writes.
+        """Return a number for a call that writes.
 
         Parameters
         ----------
         what : object
-            Comes back with what is found in it.
+            Returned with each report about the call.
         lasting : bool
-            Whether the call is a part of a CUDA graph, which may make it again at any time.
+            Whether the call is a part of a CUDA graph, which may replay it at any time.
         """
         if self._words is None:
             self.words()
@@ -175,7 +175,7 @@ class Watch:
             if lasting and len(self._lasting) < MOST_LASTING:
                 self._lasting.append(what)
                 return Number.of((MOST_CALLS + len(self._lasting)) * CALL, 1, self)
-            if self.calls >= MOST_CALLS:  # once there is a report they go on until it is taken
+            if self.calls >= MOST_CALLS:  # a pending report delays the restart until it is taken
                 _synchronise()
                 if not self._host[0]:
                     self.calls = 0
@@ -188,7 +188,7 @@ class Watch:
             return Number.of(self.calls * CALL, 1, self)
 
     def looked_at(self, number: int) -> Any:
-        """What was handed to `look` for a number that it gave; None if that was too long ago."""
+        """Return the object that was passed to `look` for a number; None if the call is too old."""
         with self._lock:
             return self._written.get(number // CALL)
 
@@ -197,7 +197,7 @@ class Watch:
         return self._host[0] != 0
 
     def take(self) -> list[Report]:
-        """What has been reported, the earliest call's first; waits if there is something."""
+        """Return the reports, the earliest call's first; waits for the device if there is one."""
         with self._lock:
             if self._words is None or not self._host[0]:
                 return []
@@ -218,18 +218,18 @@ _functions: dict[int, Watch] = {}
 
 
 def of_functions(device: int | None = None) -> Watch:
-    """The watch of functions, which have no object to tell, on a device; on this thread's if that is None."""
+    """Return a device's watch for functions, which have no object of their own; None is this thread's device."""
     device = current().device if device is None else device
     return _functions.get(device) or _functions.setdefault(device, Watch())
 
 
 def flags(look: int) -> tuple[Any, Any]:
-    """Return the arrays that kernels report to: the smallest of what they found, and whether there is anything.
+    """Return the arrays that kernels report to: the smallest keys found, and whether there is a report.
 
     Parameters
     ----------
     look : int
-        What `Watch.look` gave; 0 where nothing is looked for.
+        The number from `Watch.look`; 0 without checks.
     """
     watch = look.watch if type(look) is Number and look.watch is not None else of_functions()
     words = watch.words()
@@ -237,18 +237,18 @@ def flags(look: int) -> tuple[Any, Any]:
 
 
 def functions_arrived() -> list[Watch]:
-    """Watches of functions, of all devices, to which a kernel has reported; does not wait."""
+    """Return the watches of functions, of all devices, that have a report; does not wait."""
     return [watch for watch in tuple(_functions.values()) if watch.arrived()]
 
 
 def _synchronise() -> None:
-    """Wait for what has been launched on this thread's device."""
+    """Wait for all launches on this thread's device."""
     if not SIMULATED:
         ask("cuCtxSynchronize")
 
 
 def wait() -> None:
-    """Wait for all that has been launched on the devices that report."""
+    """Wait for all launches on the devices that report."""
     if not SIMULATED:
         for device in list(_devices):
             with on(place(device, 0)):

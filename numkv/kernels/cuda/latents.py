@@ -1,7 +1,7 @@
 """Write rows of latents into a cache, on CUDA: RMS norm of the latent, RoPE of what follows it, and the write.
 
-A warp takes a row and keeps it in shared memory, where the two elements of a rotated pair meet; a block takes several
-rows at once.
+A warp processes a row. The row is in shared memory, where the two elements of a rotated pair meet. A block processes
+several rows at once.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from numkv.rows.quantize import is_finite
 from numkv.rows.rmsnorm import root_mean_square
 from numkv.rows.rope import pair_of, rotate_pair
 
-ROWS = THREADS // LANES  # rows that a block takes at once, if they fit
-ROOM = SHARED_BYTES - 1024  # for rows, beside what lanes tell each other
+ROWS = THREADS // LANES  # rows that a block processes at once, if they fit
+ROOM = SHARED_BYTES - 1024  # bytes for rows; the rest serves exchange between lanes
 
 
 def make_scatter_latents(SRC, KIND, COMPUTE):
-    """The kernel for rows of kind `SRC` and a pool of kind `KIND`, computing in `COMPUTE`.
+    """Make the kernel for rows of kind `SRC` and a pool of kind `KIND`, computing in `COMPUTE`.
 
-    A token is left out whose slot lies outside the pool, or whose angles outside the tables.
+    A token is skipped if its slot lies outside the pool, or its angles outside the tables.
     """
     F = np.float32 if COMPUTE == "float32" else np.float64
-    REAL = getattr(types, COMPUTE)  # what dynamic shared memory is asked for with
+    REAL = getattr(types, COMPUTE)  # element type of dynamic shared memory
     load, _ = codec(SRC, COMPUTE)
     peak, put = row_store(KIND, COMPUTE, as_it_is)
     NEEDS_PEAK = needs_peak(KIND)
@@ -57,7 +57,7 @@ def make_scatter_latents(SRC, KIND, COMPUTE):
         x = cuda.shared.array(0, REAL)  # a row for each warp
         at = warp * dim
         squares = cuda.shared.array(SHAPE, F)
-        # All threads go round equally often, as they wait for each other inside.
+        # All threads have the same number of iterations, because they synchronise within.
         at_once = np.int64(cuda.blockDim.y)
         for first in range(
             np.int64(cuda.blockIdx.x) * at_once, num_rows, np.int64(cuda.gridDim.x) * at_once

@@ -1,14 +1,14 @@
-"""How CUDA kernels are compiled, kept on disk and launched; the one place that knows whether the simulator runs them.
+"""Compile, cache and launch CUDA kernels; only this module depends on whether the simulator runs them.
 
-A kernel is compiled by Numba, for one signature: arrays have any strides, and one-dimensional ones a step of one
-element, as checks of arguments ask for. So views and other widths of integers never compile anything. The machine code
-is kept on disk, in files as those of CPU kernels.
+Numba compiles a kernel for one signature. Arrays have any strides; one-dimensional ones are contiguous, which checks of
+arguments ensure. Views and other integer widths therefore never trigger compilation. Machine code is cached on disk, in
+files like those of CPU kernels.
 
-Numba's own launch checks every argument anew, and takes a quarter of a millisecond for the arrays of attention. Here a
-kernel is launched through `cuda.core`, with plain numbers in the order of Numba's machine code. An array is two owner
-fields, which are ignored, its size, the bytes of an element, the pointer, shape and strides.
+Numba's own launch checks every argument each time, and takes a quarter of a millisecond for the arrays of attention.
+Here a kernel is launched through `cuda.core`, with plain numbers in the order of Numba's machine code. An array has two
+owner fields, which are ignored, its size, the bytes of an element, the pointer, shape and strides.
 
-Arrays of indices (`INDICES`) may be int32 or int64, known when the kernel runs: `number_at` reads either.
+Arrays of indices (`INDICES`) may be int32 or int64, determined at run time: `number_at` reads either.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ _simulator_lock = threading.Lock()
 
 
 def array(dtype: Any, ndim: int) -> Any:
-    """The Numba type of a kernel's array argument."""
+    """Return the Numba type of a kernel's array argument."""
     return types.Array(dtype, ndim, "C" if ndim == 1 else "A")
 
 
 if SIMULATED:
 
     def number_at(indices, i):
-        """Element `i`, which is not negative, of an array of `INDICES`."""
+        """Return element `i`, which is not negative, of an array of `INDICES`."""
         return np.int64(indices[i])
 
 else:
 
     @register_jitable
     def number_at(indices, i):
-        """Element `i`, which is not negative, of an array of `INDICES`.
+        """Return element `i`, which is not negative, of an array of `INDICES`.
 
-        Its type says int32; the bytes of an element say what it is. Both halves of an int64 are read, of an int32 the
-        same word twice, so that there is nothing to decide before reading.
+        The static type is int32; the bytes of an element determine the actual one. Both halves of an int64 are read,
+        or the same word of an int32 twice. The reads therefore need no branch.
         """
         words = np.int64(indices.itemsize) >> 2
         first = (np.int64(i) & np.int64(0x3FFFFFFFFFFFFFFF)) * words
@@ -76,14 +76,14 @@ else:
 
 
 class Number(int):
-    """A number that differs between calls that are the same otherwise; see `numkv.kernels.cuda.replays`.
+    """A number that differs between otherwise equal calls; see `numkv.kernels.cuda.replays`.
 
     Attributes
     ----------
     which : int
-        Which of the call's numbers it is.
+        Index among the call's numbers.
     watch : object
-        Of the number that a kernel reports by, the `numkv.kernels.cuda.late.Watch` that gave it.
+        The `numkv.kernels.cuda.late.Watch` that issued it, if kernels report with this number.
     """
 
     which: int = 0
@@ -91,19 +91,19 @@ class Number(int):
 
     @classmethod
     def of(cls, value: int, which: int, watch: Any = None) -> Number:
-        """A number with what belongs to it."""
+        """Return a number with its attributes."""
         made = cls(value)
         made.which, made.watch = which, watch
         return made
 
 
 def whole(n: Any) -> int:
-    """A number as a launch takes it; a `Number` stays one."""
+    """Return a number as a launch expects it; a `Number` stays one."""
     return n if isinstance(n, int) else int(n)
 
 
 class Launch(NamedTuple):
-    """A launch as it was made; see `numkv.kernels.cuda.streams.recorded`."""
+    """A recorded launch; see `numkv.kernels.cuda.streams.recorded`."""
 
     kernel: Any  #: `Kernel`
     blocks: int
@@ -120,11 +120,11 @@ class Kernel:
     factory : function
         Makes the kernel.
     args : tuple of str, int and bool
-        What it is called with; with its name they identify the kernel on disk.
+        Arguments of the factory; with its name they identify the kernel on disk.
     signature : tuple of numba types
         Types of the kernel's arguments.
     blocks_per_multiprocessor : int
-        Blocks that shall fit at once, which bounds the registers; 0 leaves that to the compiler.
+        Blocks that must fit at once, which limits the registers; with 0 the compiler chooses.
     threads : int
         Threads of a block, for that bound.
 
@@ -133,7 +133,7 @@ class Kernel:
     py_func : function
         The kernel in Python.
     launch_bounds : tuple of int or None
-        Threads and blocks, as Numba takes them.
+        Threads and blocks, as Numba expects them.
     """
 
     def __init__(
@@ -155,16 +155,16 @@ class Kernel:
 
     @property
     def described(self) -> tuple[Any, tuple[Any, ...]]:
-        """The kernel, with its signature: what catalogues yield after its name."""
+        """Return the kernel and its signature, which catalogues yield after its name."""
         return self, self.signature
 
     @property
     def label(self) -> str:
-        """What who waits is told."""
+        """Return the kernel's label for progress messages."""
         return f"{self._factory.__qualname__.removeprefix('make_')} for CUDA"
 
     def flat(self, args: tuple[Any, ...]) -> list[Any]:
-        """The numbers that the machine code takes for arguments, which are checked."""
+        """Check arguments, and return the numbers that the machine code expects for them."""
         found: list[Any] = []
         for x, of in zip(args, self._types, strict=True):
             if of.ndim < 0:
@@ -177,7 +177,7 @@ class Kernel:
         return found
 
     def places(self, args: tuple[Any, ...]) -> list[tuple[int, Any]]:
-        """Return where among `flat` the pointers of arrays are, and the arrays."""
+        """Return the indices of array pointers in `flat`, with the arrays."""
         found, at = [], 0
         for x, of in zip(args, self._types, strict=True):
             if of.ndim < 0:
@@ -188,7 +188,7 @@ class Kernel:
         return found
 
     def numbers(self, args: tuple[Any, ...]) -> list[tuple[int, int]]:
-        """Return where among `flat` a `Number` is, and which of the call's it is."""
+        """Return the index of each `Number` in `flat`, with its index among the call's numbers."""
         found, at = [], 0
         for x, of in zip(args, self._types, strict=True):
             if of.ndim >= 0:
@@ -200,7 +200,7 @@ class Kernel:
         return found
 
     def config(self, blocks: int, threads: tuple[int, ...], shared_bytes: int) -> Any:
-        """The sizes of a launch, as `cuda.core` takes them."""
+        """Return the sizes of a launch, as `cuda.core` expects them."""
         key = blocks, threads, shared_bytes
         found = self._configs.get(key)
         if found is None:
@@ -214,7 +214,7 @@ class Kernel:
         return found
 
     def loaded(self, device: int, shared_bytes: int = 0) -> Any:
-        """The machine code on a device, allowed so much dynamic shared memory."""
+        """Return the machine code loaded on a device, with this much dynamic shared memory allowed."""
         found = self._loaded.get(device)
         if found is None:
             found = self._load(device)
@@ -223,7 +223,7 @@ class Kernel:
         return found
 
     def _allow(self, device: int, code: Any, shared_bytes: int) -> None:
-        """Ask for more shared memory than a block has without."""
+        """Request more shared memory than a block's default."""
         from cuda.bindings import driver
 
         of = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -255,7 +255,7 @@ class Kernel:
 
             options = {} if self.launch_bounds is None else {"launch_bounds": self.launch_bounds}
             options = cuda.jit(self.py_func, **options).targetoptions
-            # The dispatcher's `compile` would load it on the device too, for launches of Numba's own.
+            # The dispatcher's `compile` would also load it on the device, for Numba's own launches.
             made = _Kernel(self.py_func, self.signature, **options)
             entry, code = made.entry_name, made._codelibrary.get_cubin(cc=of).code
         if path is not None:
@@ -263,7 +263,7 @@ class Kernel:
         return entry, code
 
     def parts(self, of: tuple[int, int, str]) -> list[str]:
-        """What the kernel is made from for an architecture, beside the sources and the toolchain."""
+        """Return what identifies the kernel for an architecture, apart from sources and toolchain."""
         return [
             self._factory.__module__, self._factory.__qualname__, repr(self._args), repr(self.launch_bounds),
             str(self.signature), named(of),
@@ -271,7 +271,7 @@ class Kernel:
 
 
 def kept_as(factory: Callable[..., Any], parts: list[str]) -> Any:
-    """Return the file on disk of a kernel, by its `Kernel.parts`; None where there is no place for files."""
+    """Return the file on disk of a kernel, by its `Kernel.parts`; None without a cache directory."""
     return disk_cache.path_of(factory, factory.__qualname__, (*parts, *_toolchain()))
 
 
@@ -281,13 +281,13 @@ def named(of: tuple[int, int, str]) -> str:
 
 
 def architecture(cc: tuple[int, int]) -> tuple[int, int, str]:
-    """What machine code is for: a compute capability, from 9.0 on with all that this one alone has, as Numba has it."""
+    """Return a compute capability as Numba names it; from 9.0 on with features specific to that architecture."""
     return (*cc, "a" if cc >= (9, 0) else "")
 
 
 @functools.cache
 def shared_bytes(device: int) -> int:
-    """Shared memory that a block may ask for on a device."""
+    """Return the shared memory that a block may request on a device."""
     return int(cuda.gpus[device].MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
 
 
@@ -300,7 +300,7 @@ def _unpack(content: bytes) -> tuple[str, bytes]:
 
 @functools.cache
 def _toolchain() -> tuple[str, ...]:
-    """What turns Python into machine code, by name and version."""
+    """Return the packages that compile Python to machine code, by name and version."""
     import numba_cuda
 
     names = [
@@ -314,7 +314,7 @@ def _toolchain() -> tuple[str, ...]:
 
 
 class _Type:
-    """What an argument has to be."""
+    """The required type of an argument."""
 
     def __init__(self, of: Any) -> None:
         self.ndim = of.ndim if isinstance(of, types.Array) else -1
@@ -330,11 +330,11 @@ class _Type:
     @classmethod
     @functools.cache
     def of(cls, of: Any) -> _Type:
-        """That of a Numba type."""
+        """Return the required type for a Numba type."""
         return cls(of)
 
     def scalars(self, x: Any) -> tuple[Any, ...]:
-        """Numbers as the launch takes them: of a tuple all."""
+        """Return numbers as the launch expects them: all elements of a tuple."""
         if self._has_float32:
             pairs = zip(x, self._parts, strict=True)
             return tuple(ctypes.c_float(y) if of == types.float32 else y for y, of in pairs)
@@ -345,7 +345,7 @@ class _Type:
         return (ctypes.c_float(x),) if self._is_float32 else (x,)
 
     def check(self, x: Any, kernel: Kernel) -> None:
-        """Refuse an array of another type: it would be read as what it is not."""
+        """Raise for an array of another type, whose memory would be misread."""
         if x.dtype not in self.dtypes or len(x.shape) != self.ndim:
             raise TypeError(
                 f"{kernel.label}: expected {self.dtypes} of {self.ndim} axes, got {x.dtype} {tuple(x.shape)}"
@@ -364,13 +364,13 @@ def jit(
 THREADS = 8 if SIMULATED else 128
 
 
-#: What `noted` writes down.
+#: The record of `noted`.
 _noted: list[dict[Kernel, None]] = []
 
 
 @contextlib.contextmanager
 def noted() -> Iterator[dict[Kernel, None]]:
-    """Write down which kernels are launched meanwhile, by any thread, in their order; none of them runs."""
+    """Record the kernels that any thread launches meanwhile, in their order; none of them runs."""
     found: dict[Kernel, None] = {}
     _noted.append(found)
     try:
@@ -380,12 +380,12 @@ def noted() -> Iterator[dict[Kernel, None]]:
 
 
 def launch(kernel: Kernel, blocks: int, threads: Any, *args: Any, shared_bytes: int = 0) -> None:
-    """Launch a kernel over at most `MAX_BLOCKS` blocks, on `streams.current`; nothing happens where there are none.
+    """Launch a kernel over at most `MAX_BLOCKS` blocks, on `streams.current`; does nothing for 0 blocks.
 
     Parameters
     ----------
     kernel : Kernel
-        What `jit` returned.
+        The result of `jit`.
     blocks : int
         Blocks wanted.
     threads : int or tuple of int
@@ -402,7 +402,7 @@ def launch(kernel: Kernel, blocks: int, threads: Any, *args: Any, shared_bytes: 
         _simulate(kernel, (blocks, threads, 0, shared_bytes), args)
         return
     if _noted:
-        streams.spoil()  # nothing is to be repeated
+        streams.spoil()  # such a call cannot be replayed
         _noted[-1].setdefault(kernel)
         return
     threads = threads if type(threads) is tuple else (threads,)
@@ -424,7 +424,7 @@ def _simulate(kernel: Kernel, sizes: tuple[Any, ...], args: tuple[Any, ...]) -> 
     for x, of in zip(args, kernel._types, strict=True):
         if of.ndim >= 0:
             of.check(x, kernel)
-    # The simulator runs one kernel at a time, and NumPy's scalars warn of what a GPU does in silence.
+    # The simulator runs one kernel at a time. NumPy's scalars warn where a GPU does not.
     with _simulator_lock, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         kernel._simulated[sizes](*args)

@@ -1,4 +1,4 @@
-"""Write what queries see, as attention takes it, on CUDA: a thread for each query. Nothing that is read is trusted."""
+"""Write attention's mask of each query, on CUDA: a thread for each query. All values read are range-checked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from numkv.rows.mask import fill_row
 
 
 def make_fill_mask(COMPUTE):
-    """The kernel where attention computes in a float type."""
+    """Make the kernel for attention's computing float type."""
     F = np.float32 if COMPUTE == "float32" else np.float64
 
     def kernel(seq_lens, q_starts, ranges, bits, options, sinks, slopes, rows, heads):
@@ -23,7 +23,7 @@ def make_fill_mask(COMPUTE):
         number = np.int64(cuda.blockIdx.x) * THREADS + cuda.threadIdx.x
         step = np.int64(cuda.gridDim.x) * THREADS
         for row in range(number, rows.shape[0], step):
-            # The last sequence whose queries start there or before.
+            # The last sequence whose queries start at this one or before.
             low, high = np.int64(0), np.int64(seq_lens.shape[0])
             while low + 1 < high:
                 middle = (low + high) >> 1

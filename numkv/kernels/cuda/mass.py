@@ -32,13 +32,13 @@ from numkv.kinds import kind
 from numkv.rows.convert import codec
 from numkv.rows.visible import is_visible, queries_that_see
 
-# Query rows that a thread takes at once.
+# Query rows that a thread processes at once.
 AT_ONCE = 4
 
 
 def make_attention_weights(Q_KIND, K_KIND, WIDE):
-    """The kernel for a kind of q and a kind of K; `WIDE` says whether K rows are read 16 bytes at a time."""
-    # A few elements where they are read one by one: more would not fit the registers.
+    """Make the kernel for a kind of q and a kind of K; with `WIDE`, K rows are read 16 bytes at a time."""
+    # A few elements if they are read one by one: more would not fit into registers.
     STEP, SCALES_PER = WIDTH[K_KIND] if WIDE else 4, kind(K_KIND).scales_per
     BY_ROW, BY_HEAD, HALF = SCALES_PER == "row", SCALES_PER == "head", STEP // 2
     read, column = reader(K_KIND, "float32", STEP, WIDE), column_of(K_KIND, STEP)
@@ -117,7 +117,7 @@ def make_attention_weights(Q_KIND, K_KIND, WIDE):
 
 
 def make_staged_weights(Q_KIND, K_KIND):
-    """The kernel of `make_attention_weights` for keys read 16 bytes at a time, and queries without ranges.
+    """Make the kernel of `make_attention_weights` for keys read 16 bytes at a time, and queries without ranges.
 
     The block's threads write four query rows to shared memory as floats, element by element. A thread multiplies an
     element of its key by four numbers, which all threads load at once.

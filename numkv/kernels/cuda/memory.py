@@ -1,7 +1,7 @@
 """Device memory that calls borrow, and the arrays over it: nothing is allocated or freed where calls repeat.
 
 Memory belongs to a stream (`numkv.kernels.cuda.streams.Place`). When an array is deleted, its memory returns there at
-once, though kernels may still be using it: its next user runs after them, on the same stream. Memory that was exported
+once. Kernels may still be using it, but its next user runs after them, on the same stream. Memory that was exported
 to other libraries does not return, as these may use it on other streams. It is freed, for which the driver waits.
 Exports use DLPack, also with dtypes that NumPy lacks, which `cuda.core` does not export. Memory that is allocated while
 a stream is captured belongs to the graph (`numkv.kernels.cuda.graphs`). There, too, calls reuse memory of earlier ones,
@@ -23,7 +23,7 @@ from numba import cuda
 from numkv.kernels.cuda import graphs, streams
 from numkv.kernels.cuda.streams import SIMULATED, Place, current
 
-# Numbers of DLPack: what an element is, by the kind of a NumPy dtype or by the name of one of ml_dtypes.
+# DLPack's type codes, by the kind of a NumPy dtype or by the name of an ml_dtypes dtype.
 _CODES = {
     "i": 0, "u": 1, "f": 2, "b": 6, "bfloat16": 4, "float8_e4m3fn": 10, "float8_e5m2": 12,
 }  # fmt: skip
@@ -52,7 +52,7 @@ _is_valid.restype, _is_valid.argtypes = ctypes.c_int, (ctypes.c_void_p, ctypes.c
 _pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_char_p)
 
-# What has been handed out and not given back, by address.
+# Exported arrays that were not released yet, by address.
 _held: dict[int, tuple[Any, ...]] = {}
 
 
@@ -63,20 +63,20 @@ def _give_back(address: int) -> None:
 
 @_Destructor
 def _drop(capsule: int) -> None:
-    """A capsule that nobody took gives its array back."""
+    """Release the array of a capsule that was never consumed."""
     if _is_valid(capsule, _NAME):
         _held.pop(_pointer(capsule, _NAME), None)
 
 
 def capsule(x: Any, pointer: int, device: int) -> Any:
-    """A capsule with an array; whoever takes it keeps the array until it is done.
+    """Return a capsule with an array; its consumer keeps the array alive until it releases it.
 
     Parameters
     ----------
     x : array
         The device array.
     pointer, device : int
-        Where it is.
+        Address of the array. Number of its device.
 
     Raises
     ------
@@ -106,7 +106,7 @@ MOST_KEPT = 1 << 28
 
 
 def _size_class(nbytes: int) -> int:
-    """Bytes of the piece that holds so many: few sizes, so that calls of nearly the same shape share pieces."""
+    """Round bytes up to one of a few sizes, so that calls of similar shapes share pieces of memory."""
     step = max(512, 1 << max(0, nbytes.bit_length() - 4))
     return -(-nbytes // step) * step
 
@@ -120,7 +120,7 @@ if SIMULATED:
     buffer = empty
 
     def simulated(x: Any) -> np.ndarray[Any, Any]:
-        """The NumPy array that the simulator has in place of device memory."""
+        """Return the NumPy array that the simulator has in place of device memory."""
         array: np.ndarray[Any, Any] = x._ary
         return array
 
@@ -145,12 +145,12 @@ else:
     from numba.cuda.cudadrv.driver import MemoryPointer
 
     class Piece(MemoryPointer):  # type: ignore[misc]
-        """Memory of a place, which goes back there in the end.
+        """Memory of a place, which returns there at the end.
 
         Attributes
         ----------
         exported : bool
-            Whether others have it.
+            Whether other libraries use it.
         """
 
         def __init__(
@@ -161,7 +161,7 @@ else:
             self._capture, self._kept = capture, kept
 
         def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-            if ending():  # names of this module may be gone, and all memory is about to be freed
+            if ending():  # names of this module may be missing, and all memory is about to be freed
                 return
             place, size = self.place, self.size
             if self._capture is not None:
@@ -183,10 +183,10 @@ else:
             pass
 
     class DeviceArray(DeviceNDArray):  # type: ignore[misc]
-        """Numba's device array, made in a tenth of the time, which other libraries take by DLPack."""
+        """A device array for Numba, made 10x faster than Numba's own, which other libraries accept by DLPack."""
 
         def __getattr__(self, name: str) -> Any:
-            if name == "_dummy":  # what Numba's own methods for views work with
+            if name == "_dummy":  # an attribute that Numba's methods for views use
                 found = dummyarray.Array.from_desc(0, self.shape, self.strides, self.dtype.itemsize)
                 self._dummy = found
                 return found
@@ -200,7 +200,7 @@ else:
             return description
 
         def view(self, dtype: Any) -> Any:
-            """The same memory as elements of another dtype."""
+            """Return a view of the same memory with another dtype."""
             dtype = np.dtype(dtype)
             if dtype.itemsize == self.dtype.itemsize:
                 return viewed(self, self.shape, self.strides, dtype)
@@ -209,7 +209,7 @@ else:
         def __dlpack__(
             self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: Any = None
         ) -> Any:  # fmt: skip
-            """A capsule for another library, which works on `stream`."""
+            """Return a capsule for another library, which works on `stream`."""
             device = self.__dlpack_device__()
             if copy or (dl_device is not None and tuple(map(int, dl_device)) != device):
                 raise BufferError("expected to hand the memory over where it is, without a copy")
@@ -225,7 +225,7 @@ else:
             return 2, self.gpu_data.context.device.id
 
     def _export(x: Any) -> None:
-        """Others have the memory from now on: it does not go back."""
+        """Mark memory as exported, so that it does not return to its place."""
         owner = x.gpu_data.owner
         if isinstance(owner, Piece):
             owner.exported = True
@@ -244,7 +244,7 @@ else:
         return x
 
     def _packed(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-        """Strides of a contiguous array."""
+        """Return the strides of a contiguous array."""
         strides, step = [], itemsize
         for n in reversed(shape):
             strides.append(step)
@@ -252,7 +252,7 @@ else:
         return tuple(reversed(strides))
 
     def take(place: Place, nbytes: int) -> Any:
-        """Memory of a place: a piece that lies there, or a new one."""
+        """Return memory of a place: a free piece, or a new one."""
         if not nbytes:
             return MemoryPointer(place.context, driver.CUdeviceptr(0), 0)
         size = _size_class(nbytes)
@@ -261,7 +261,7 @@ else:
             of_graph = _of_graph(capture, place, size)
             return Piece(place, of_graph.pointer, size, capture, of_graph)
         try:
-            pointer = place.free[size].pop()  # one step, which threads do not divide
+            pointer = place.free[size].pop()  # atomic among threads
             place.kept -= size
         except (KeyError, IndexError):
             graphs.sweep()
@@ -269,7 +269,7 @@ else:
         return Piece(place, pointer, size, None, None)
 
     def _of_graph(capture: graphs.Capture, place: Place, size: int) -> graphs.Kept:
-        """Memory that belongs to a graph: what one of its calls has left, or new."""
+        """Return memory that belongs to a graph: released by one of its calls, or new."""
         try:
             return capture.free[place.handle, size].pop()
         except (KeyError, IndexError):
@@ -278,7 +278,7 @@ else:
         return found
 
     def kept(nbytes: int) -> graphs.Kept:
-        """Memory of the current device that is freed when nobody holds it any more."""
+        """Allocate memory of the current device, which is freed with its last reference."""
         return graphs.Kept(_allocate(nbytes), functools.partial(_free, current().device))
 
     def _allocate(size: int) -> Any:
@@ -299,7 +299,7 @@ else:
         return _made(tuple(shape), _packed(shape, dtype.itemsize), dtype, memory)
 
     def buffer(shape: tuple[int, ...], dtype: Any) -> Any:
-        """A new array that lives long: its memory is freed in the end, not kept for others."""
+        """Return a new long-lived array: its memory is freed at the end, not kept for other arrays."""
         made = empty(shape, dtype)
         _export(made)
         streams.spoil()
@@ -310,18 +310,18 @@ else:
         return int(x.gpu_data.device_pointer)
 
     def viewed(x: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:
-        """Another view of an array's memory, from its first element on."""
+        """Return another view of an array's memory, from its first element on."""
         return _made(shape, strides, dtype, x.gpu_data, x.stream)
 
     def part(x: Any, start: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        """A contiguous array in the memory of bytes, from byte `start` on."""
+        """Return a contiguous array in a byte array's memory, from byte `start` on."""
         pointer = int(x.gpu_data.device_pointer) + start
         return foreign(pointer, shape, None, dtype, x)
 
     def over(
         piece: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]
     ) -> Any:
-        """An array over memory that `take` gave."""
+        """Return an array over memory from `take`."""
         return _made(shape, strides, dtype, piece)
 
     def reinterpret(x: Any, dtype: Any) -> Any:
@@ -341,18 +341,18 @@ else:
         dtype: Any,
         owner: Any,
     ) -> Any:
-        """An array over another library's memory.
+        """Return an array over another library's memory.
 
         Parameters
         ----------
         pointer : int
-            Of the element whose indices are all 0.
+            Address of the element whose indices are all 0.
         shape, strides : tuple of int
-            In bytes; None for a contiguous array.
+            Shape of the array. Strides in bytes; None for a contiguous array.
         dtype : numpy.dtype
-            Of the elements.
+            Dtype of the elements.
         owner : object
-            What keeps the memory.
+            Keeps the memory alive.
         """
         if strides is None:
             strides = _packed(shape, dtype.itemsize)

@@ -17,11 +17,11 @@ from numkv.kernels.operations import Operations, implements
 from numkv.rows.convert import codec
 from numkv.rows.softmax import merge_weights
 
-ROWS = THREADS // LANES  # rows that a block takes at once
+ROWS = THREADS // LANES  # rows that a block merges at once
 
 
 def make_merge(KIND, COMPUTE):
-    """The kernel for outputs of a float kind."""
+    """Make the kernel for outputs of a float kind."""
     load, store = codec(KIND, COMPUTE)
     F = np.float32 if COMPUTE == "float32" else np.float64
 
@@ -44,7 +44,7 @@ def make_merge(KIND, COMPUTE):
 
 
 def make_merge_octets(KIND, COMPUTE):
-    """The kernel of `make_merge` for rows that are aligned: an octet a thread at once, several rows a warp."""
+    """Make the kernel of `make_merge` for aligned rows: an octet a thread at once, several rows a warp."""
     load, store, SIZE = octet_loader(KIND, COMPUTE), octet_storer(KIND), bytes_of(KIND)
     F = np.float32 if COMPUTE == "float32" else np.float64
 

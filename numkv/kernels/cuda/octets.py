@@ -1,20 +1,17 @@
 """Rows in octets: eight adjacent elements at a time, which a thread of CUDA keeps in registers.
 
-A row has a few lanes, a power of two, and each lane has two of its octets. So 16 threads of a warp read 256 adjacent
-bytes, if elements have 16 bits, by one instruction of 16 bytes each. A warp processes several rows at once. What a row
-has in common, its largest magnitude or the ends of a group, goes between lanes by shuffles. Here is how octets are
-read, turned and written; `row_putter` stores whole rows. `append`, `write` and `shift` are made of these.
+A row has a few lanes, a power of two, and each lane has two of its octets. With elements of 16 bits, 16 threads of a
+warp then read 256 adjacent bytes by one instruction of 16 bytes each. A warp processes several rows at once. Lanes
+exchange a row's largest magnitude, or the ends of its groups, by shuffles, for every storage kind. This module reads,
+rotates and writes octets; `row_putter` stores whole rows. `append`, `write` and `shift` are composed of these.
 
-The simulator runs none of this, nor do rows that are not aligned: they take the kernels that go element by element.
-
-**Into a pool**, for every kind: what a row has in common, its largest magnitude or the ends of a group, goes between
-its lanes by shuffles.
+The simulator and rows that are not aligned use the kernels that process single elements.
 
 **Codes without divisions.** A row's scale is inverted once. ``q = x * r`` is then corrected by the remainder, ``q + (x
 - q * scale) * r``, each in one rounding. The result is the quotient rounded to nearest wherever a code depends on it.
-That was tested for all 2**23 significands of a scale, with the four floats next to each of its 128 ties. For the scales
-of INT4, of eight bits, it holds everywhere (Markstein, "Computation of elementary functions on the IBM RISC System/6000
-processor", IBM J. Res. Dev. 34, 1990). Rows of tiny or infinite scales are divided.
+That was tested for all 2**23 significands of a scale, with the four floats next to each of its 128 ties. For INT4's
+scales of eight bits it holds everywhere (Markstein, "Computation of elementary functions on the IBM RISC System/6000
+processor", IBM J. Res. Dev. 34, 1990). Rows with tiny or infinite scales use divisions.
 """
 
 from __future__ import annotations
@@ -59,7 +56,7 @@ MAX_DIM = 32 * ELEMENTS
 
 
 def lanes_for(octets: int, least: int = 4) -> int:
-    """The binary logarithm of the lanes of a row: as many as have all of it, two octets each; at most a warp."""
+    """Return the binary logarithm of a row's lanes: enough for all of it, with two octets each; at most a warp."""
     lanes = least
     while lanes < 32 and 2 * lanes < octets:
         lanes *= 2
@@ -83,7 +80,7 @@ def octets_fit(array, kind: str, dim: int) -> bool:
     if (
         SIMULATED
         or not array.size
-        or (of.is_packed and of.scales_per == "row")  # which is no more than right
+        or (of.is_packed and of.scales_per == "row")  # CODE4 and CODE6
         or dim % (32 if of.is_packed else 8)
         or (of.has_scales and dim > MAX_DIM)
     ):
@@ -96,13 +93,13 @@ def octets_fit(array, kind: str, dim: int) -> bool:
 
 
 def bytes_of(kind: str) -> int:
-    """Bytes of an octet."""
+    """Return the bytes of an octet."""
     of = kind_of(kind)
     return of.words_per_row(8) * of.word.itemsize
 
 
 def octet_loader(KIND, COMPUTE="float32"):
-    """The function that reads an octet: ``load(address, x, at)`` puts its floats at ``x[at:]``; of INT8 the codes."""
+    """Make the function that reads an octet: ``load(address, x, at)`` puts its floats at ``x[at:]``; codes for INT8."""
     REAL = np.float64 if COMPUTE == "float64" else np.float32
     FP16, FP32, FP64 = KIND == "fp16", KIND == "fp32", KIND == "fp64"
     INT8, EIGHT = KIND == "int8", kind_of(KIND).word.itemsize == 1
@@ -140,7 +137,7 @@ def octet_loader(KIND, COMPUTE="float32"):
 
         @register_jitable
         def four(word, x, at):
-            # ``code + 128`` is a byte; as the last one of the float 2**23 it adds its value to that.
+            # ``code + 128`` is a byte. As the last byte of the float 2**23, it adds its value to it.
             moved = np.uint32(word ^ np.uint32(0x80808080))
             for i in range(4):
                 bits = permute_bytes(moved, np.uint32(0x4B000000), np.uint32(0x7440 + i))
@@ -185,7 +182,7 @@ def octet_loader(KIND, COMPUTE="float32"):
 
 
 def octet_storer(KIND):
-    """The function that writes an octet of a float kind: ``store(x, at, address, scale)``; `scale` only of 8 bits."""
+    """Make the function that writes an octet of a float kind: ``store(x, at, address, scale)``; `scale` for 8 bits."""
     EIGHT, FP16 = kind_of(KIND).word.itemsize == 1, KIND == "fp16"
     _, to_word = codec(KIND)
 
@@ -255,10 +252,10 @@ def copy_row(source, to, pieces, lane, lanes):
 
 
 def address_finder(KIND):
-    """The function that finds where a row lies, for `row_putter` and `stored_loader`.
+    """Make the function that finds a row's addresses, for `row_putter` and `stored_loader`.
 
-    ``find(pool, steps, scale, scale_steps, (block, head, offset))``: of addresses and strides of the pool and of its
-    scales, the address of the row, that of its scale and the step between scales of groups.
+    ``find(pool, steps, scale, scale_steps, (block, head, offset))`` computes from addresses and strides of the pool and
+    of its scales. It returns the address of the row, that of its scale, and the step between scales of groups.
     """
     PER = kind_of(KIND).scales_per
     HEAD, ROW, GROUPS = PER == "head", PER == "row", PER == "group"
@@ -280,7 +277,7 @@ def address_finder(KIND):
 
 
 def row_finder(KIND):
-    """`address_finder` of arrays: ``find(pool, scale, (block, head, offset))``."""
+    """Make `address_finder` for arrays: ``find(pool, scale, (block, head, offset))``."""
     at = address_finder(KIND)
 
     @register_jitable
@@ -292,7 +289,7 @@ def row_finder(KIND):
 
 @register_jitable
 def report(x, octets, index, token, found, raised):
-    """Tell of the first element of a lane that is not finite, in its token's word; `index` is that of its row."""
+    """Report a lane's first element that is not finite in its token's word; `index` is that of its row."""
     first = np.int64(0)
     for i in range(7, -1, -1):
         if not is_finite(x[8 + i]):
@@ -316,7 +313,7 @@ def _sum_of_lanes(x, lanes):
 
 
 def _quad_loader(COMPUTE, TABLE):
-    """The function that reads four numbers of a table of type `TABLE`: ``load(address, x, at)``."""
+    """Make the function that reads four numbers of a table of type `TABLE`: ``load(address, x, at)``."""
     REAL, WIDE = np.float64 if COMPUTE == "float64" else np.float32, TABLE == "float64"
 
     @register_jitable
@@ -339,9 +336,9 @@ def _quad_loader(COMPUTE, TABLE):
 
 
 def octet_normaliser(COMPUTE):
-    """The function that divides a lane's octets by their row's root mean square, and multiplies them by weights.
+    """Make the function that divides a lane's octets by their row's root mean square, and multiplies by weights.
 
-    ``normalise(x, octets, have, weight, dim, eps, lanes)``: of all lanes of a warp together; `weight` is an address.
+    All lanes of a warp call ``normalise(x, octets, have, weight, dim, eps, lanes)`` together. `weight` is an address.
     """
     REAL, WORD_BYTES = (np.float64, 8) if COMPUTE == "float64" else (np.float32, 4)
     load_weight = _quad_loader(COMPUTE, COMPUTE)
@@ -366,10 +363,11 @@ def octet_normaliser(COMPUTE):
 
 
 def octet_turner(COMPUTE, TABLE):
-    """The function that rotates a lane's octets by tables of type `TABLE`.
+    """Make the function that rotates a lane's octets by tables of type `TABLE`.
 
-    ``turn(x, octets, tables, half, interleaved, sign)``: `tables` are addresses of rows of `half` cosines and sines;
-    pairs are adjacent elements, or else the elements of both octets that have one place; sines are times `sign`.
+    ``turn(x, octets, tables, half, interleaved, sign)``: `tables` are addresses of rows of `half` cosines and sines.
+    With `interleaved`, pairs are adjacent elements. Otherwise they are elements at equal places of both octets. Sines
+    are multiplied by `sign`.
     """
     REAL, SIZE = np.float64 if COMPUTE == "float64" else np.float32, 8 if TABLE == "float64" else 4
     load = _quad_loader(COMPUTE, TABLE)
@@ -397,9 +395,9 @@ def octet_turner(COMPUTE, TABLE):
 
 
 def stored_loader(KIND, COMPUTE="float32"):
-    """The function that reads an octet of a stored row: ``load(at_row, octet, x, at)``, with its values at ``x[at:]``.
+    """Make the function that reads a stored octet: ``load(at_row, octet, x, at)`` puts its values at ``x[at:]``.
 
-    `at_row` is what `address_finder` gives.
+    `at_row` is the result of `address_finder`.
     """
     PER, SIZE = kind_of(KIND).scales_per, bytes_of(KIND)
     if PER == "group":
@@ -427,7 +425,7 @@ def _load_int4(at_row, octet, x, at):
     by = np.uint32((quarter >> 1) * 4)
     low = np.uint32(np.uint32(low >> by) & np.uint32(0x0F0F0F0F))
     high = np.uint32(np.uint32(high >> by) & np.uint32(0x0F0F0F0F))
-    for i in range(4):  # a byte is the last one of the float 2**23, and adds its value to that
+    for i in range(4):  # as the last byte of the float 2**23, a byte adds its value to it
         which, top = np.uint32(0x7440 + i), np.uint32(0x4B000000)
         a = permute_bytes(low, top, which).view(np.float32) - np.float32(8388608.0)
         b = permute_bytes(high, top, which).view(np.float32) - np.float32(8388608.0)
@@ -449,13 +447,13 @@ def rows_aligned(array, whole: bool = False) -> bool:
 
 
 _INFINITY = 0x7F800000
-# Scales from here to infinity, without it, are inverted.
+# Finite scales from here on are inverted.
 _LEAST = 7.9e-31
 
 
 @register_jitable
 def magnitude(x):
-    """The bits of the largest magnitude among a lane's elements, as a float32; those of NaN are above infinity's."""
+    """Return the float32 bits of the largest magnitude of a lane's elements; those of NaN are above infinity's."""
     largest = np.uint32(0)
     for i in range(ELEMENTS):
         largest = max(largest, np.uint32(np.float32(x[i]).view(np.uint32) & np.uint32(0x7FFFFFFF)))
@@ -474,14 +472,14 @@ def _of_row(largest, lanes):
 
 @register_jitable
 def _quotient(x, divisor, inverse):
-    """``x / divisor`` as it is rounded to nearest, from the divisor's inverse; see the head of this file."""
+    """Return ``x / divisor`` rounded to nearest, from the divisor's inverse; see the head of this file."""
     q = np.float32(x * inverse)
     return cuda.fma(cuda.fma(np.float32(-q), divisor, x), inverse, q)
 
 
 @register_jitable
 def _four_codes(x, at, scale, inverse):
-    """Four INT8 codes as a word."""
+    """Return four INT8 codes as a word."""
     middle = np.float32(
         12582912.0
     )  # 1.5 * 2**23: the nearest integer is in the last byte of the sum
@@ -503,23 +501,23 @@ def _four_divided(x, at, scale):
 
 
 def row_putter(KIND, COMPUTE="float32"):
-    """The function by which the lanes of a row store it.
+    """Make the function that stores a row by its lanes.
 
     Parameters
     ----------
     KIND : str
         Kind of the pool.
     COMPUTE : {"float32", "float64"}
-        What the floats of a row are.
+        Dtype of a row's floats.
 
     Returns
     -------
     function
-        ``put(x, octets, have, lanes, to, largest, look)``: of all lanes of a warp together. A lane has `octets`, a pair
-        of numbers, as floats in ``x``; those that are not there, by the flags `have`, are zeros. `to` are the address
-        of the row's words, that of its scale, or of its head's, and the step between scales of groups. `largest` is
-        what `magnitude` says, or more; with `look` above 0 a row with something not finite is stored as zeros. It
-        returns whether that was so.
+        All lanes of a warp call ``put(x, octets, have, lanes, to, largest, look)`` together. A lane has `octets`, a
+        pair of numbers, as floats in ``x``. The flags `have` mark those that exist; the others are zeros. `to` has the
+        address of the row's words, that of its scale (or its head's), and the step between scales of groups. `largest`
+        is at least the result of `magnitude`. With `look` above 0, a row that is not finite is stored as zeros. The
+        function returns whether that happened.
     """
     if KIND == "int8":
         return _put_int8
@@ -572,22 +570,21 @@ def _put_int8(x, octets, have, lanes, to, largest, look):
 
 # ---------------------------------------------------------------- INT4: see `numkv.rows.int4` for what is computed
 #
-# A group is four octets, which four adjacent lanes have; of two groups, as each of them has two octets. These lanes
-# deal their octets anew, so that a lane has 16 elements of one group: those that share its bytes.
+# A group is four octets. Four adjacent lanes with two octets each have two groups. These lanes redistribute their
+# octets, so that a lane has 16 elements of one group: those that share its bytes.
 #
 #     octets of lanes 0 to 3      a0 b0    a1 b1    a2 b2    a3 b3
-#     are after that              a0 a2    a1 a3    b0 b2    b1 b3
+#     after redistribution        a0 a2    a1 a3    b0 b2    b1 b3
 #
-# So each group's scale is looked for by two lanes, and a lane has the low and high nibbles of the 8 bytes that it
-# stores.
+# Two lanes therefore compute each group's scale, and a lane has the low and high nibbles of the 8 bytes that it stores.
 
-# Sixteenths: what is between 0 and 1 is what an instruction cuts off for nothing.
+# Sixteenths, because an instruction clamps to the range 0 to 1 at no cost.
 _SIXTEENTH = 1 / 16
 
 
 @register_jitable
 def _place(x, minus_scale, inverse, shift):
-    """An element in units of the scale, and its code in the last bits of a float, 2**23 above it.
+    """Return an element in units of the scale, and its code in the last bits of a float, 2**23 above it.
 
     `shift` is ``(1/2 - lowest) / 16``. Adding the half together with the lowest level, not after it, changes no code.
     Next to every whole number, both sums are rounded by the same unit.
@@ -606,7 +603,7 @@ def _shift_of(lowest):
 
 @register_jitable
 def _group_error(x, at, scale, inverse, lowest):
-    """The squared error of 8 elements, in units of ``(scale / 512)**2``: integers, in any order the same."""
+    """Return the squared error of 8 elements in units of ``(scale / 512)**2``: integers, the same in any order."""
     total = np.uint32(0)
     shift, level_of_0 = _shift_of(lowest), np.float32(lowest * np.float32(-512))
     for i in range(8):
@@ -630,9 +627,9 @@ def _word_near(x, offset):
 
 @register_jitable
 def _scale_word(x):
-    """Return the word of the scale of a finite group, of which this lane and the next one have 16 elements each.
+    """Return the scale word and a factor of a finite group, which has 16 elements in this lane and in the next one.
 
-    Elements of tiny groups are multiplied by what it returns as well, so that nothing is lost to underflow.
+    Elements of tiny groups are multiplied by the factor, which avoids underflow.
     """
     low = high = x[0]
     for i in range(1, ELEMENTS):
@@ -669,7 +666,7 @@ def _scale_word(x):
 
 @register_jitable
 def _four_places(x, at, minus_scale, inverse, shift):
-    """Four INT4 codes as the bytes of a word."""
+    """Return four INT4 codes as the bytes of a word."""
     _, a = _place(x[at], minus_scale, inverse, shift)
     _, b = _place(x[at + 1], minus_scale, inverse, shift)
     _, c = _place(x[at + 2], minus_scale, inverse, shift)
@@ -682,7 +679,7 @@ def _four_places(x, at, minus_scale, inverse, shift):
 
 @register_jitable
 def _not_finite(x, largest):
-    """Which of a lane's octets have something that is not finite, as bits; those of all four lanes of its groups."""
+    """Return as bits which octets are not finite, over all four lanes of this lane's groups."""
     marks = np.uint32(0)
     if largest >= np.uint32(_INFINITY):
         for i in range(8):
@@ -714,10 +711,10 @@ def _put_int4(x, octets, have, lanes, to, largest, look):
         word = np.uint16(0x7FC0)
     scale = np.float32(bf16_to_float32(word) * boost)
     inverse, shift = np.float32(np.float32(1) / scale), _shift_of(lowest_level(word))
-    # Chosen, not branched to. Where the scale is 0 or NaN, the last codes give +0.
+    # Selections in place of branches. Where the scale is 0 or NaN, the last codes result in +0.
     a, b = _four_places(y, 0, -scale, inverse, shift), _four_places(y, 4, -scale, inverse, shift)
     c, d = _four_places(y, 8, -scale, inverse, shift), _four_places(y, 12, -scale, inverse, shift)
-    four = np.uint32(4)  # of a lane with the second group, the octet that it had before comes last
+    four = np.uint32(4)  # a lane with the second group has its earlier octet last
     first = np.uint32(
         np.uint32(c | np.uint32(a << four)) if second else np.uint32(a | np.uint32(c << four))
     )

@@ -1,12 +1,12 @@
 """Replays of repeated calls: the launches of the first one, made again with other pointers.
 
-What a call does with device arrays depends on their shapes, strides and dtypes and on its options alone, as the host
-sees no values. So the first call is recorded, with the places of its own arrays' pointers among the arguments of its
-launches. The next call of the same kind makes the same launches. It only checks that written arrays do not overlap the
-others, as in the first call.
+The host sees no values of device arrays. A call's launches therefore depend only on shapes, strides, dtypes and
+options. The first call is recorded, with the places of its arrays' pointers among the arguments of its launches. The
+next call of the same form makes the same launches. It only checks that written arrays do not overlap the others, as in
+the first call.
 
-Objects have buffers of their own, which stay in the launches, and numbers that change, such as a length. Each replay
-sets anew the arguments that are a `numkv.kernels.cuda.launches.Number`.
+An object's own buffers stay in the launches. Numbers such as a length change. Each replay therefore sets the arguments
+that are a `numkv.kernels.cuda.launches.Number`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ANYWHERE = 1 << 64
 
 
 class Given(NamedTuple):
-    """An array that a call is given."""
+    """An array that is passed to a call."""
 
     pointer: int
     nbytes: int  #: from its first to its last byte; 0 if it has no elements
@@ -32,32 +32,32 @@ class Given(NamedTuple):
 class Made(NamedTuple):
     """An array that a call makes."""
 
-    scratch: int  #: which of the memory that the call takes for itself
+    scratch: int  #: index among the call's own allocations
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: Any
 
 
 class _Again(NamedTuple):
-    """A launch that is made again."""
+    """A launch to replay."""
 
     code: Any
     config: Any
     args: list[Any]
-    given: list[tuple[int, int]]  #: of pointers: where among `args`, and of which array of the call
-    scratch: list[tuple[int, int]]  #: the same of memory that the call takes for itself
-    numbers: list[tuple[int, int]]  #: the same of numbers that differ from call to call
+    given: list[tuple[int, int]]  #: for each pointer: its index in `args`, and the array's index
+    scratch: list[tuple[int, int]]  #: the same for the call's own allocations
+    numbers: list[tuple[int, int]]  #: the same for numbers that differ from call to call
 
 
 class Replay:
-    """A call that can be made again at its place.
+    """A call that can be replayed at its place.
 
     Attributes
     ----------
     results : list of int or Made
-        What the call returns: numbers of given arrays, and arrays that it makes.
+        The call's results: indices of passed arrays, and arrays that it makes.
     note : object
-        What whoever keeps the call has to know of it.
+        Data of the owner of the replay.
     """
 
     __slots__ = ("_apart", "_clear", "_held", "_launches", "_scratch", "note", "results")
@@ -78,7 +78,7 @@ class Replay:
         Returns
         -------
         list or None
-            The memory that the call took; None, and nothing is done, where arrays may overlap anew.
+            The memory that the call allocated. None, without any launch, if arrays may overlap in a new way.
         """
         for i, j, of_i, of_j, before in self._apart:
             distance = pointers[j] - pointers[i]
@@ -111,23 +111,22 @@ def replay_of(
     place: Place,
     foreign: int | None = None,
 ) -> Replay | None:
-    """What makes a recorded call again, or None where launches alone do not.
+    """Return the `Replay` of a recorded call, or None if launches alone do not reproduce it.
 
     Parameters
     ----------
     recording : Recording
-        The call.
+        The recorded call.
     given : sequence of Given or None
         Its arrays; None for arguments that are no arrays.
     written : set of int
-        Which of them the call writes to.
+        Indices of the arrays that the call writes to.
     results : sequence of array
-        What it returned.
+        Arrays that the call returned.
     place : Place
-        Where it ran.
+        The place of the call.
     foreign : int, optional
-        Of an object's call, so many of the arrays, the first ones, must lie apart from what the call uses beside its
-        arrays: the object's buffers.
+        For an object's call: the number of first arrays that must not overlap the object's buffers.
     """
     if recording.spoiled or not recording.launches:
         return None
@@ -147,7 +146,7 @@ def replay_of(
             elif any(g and g.pointer <= pointer < g.pointer + g.nbytes for g in given):
                 return None  # a part of an array
             else:
-                held.append(x)  # the same in every call
+                held.append(x)  # equal in every call
         config = kernel.config(blocks, threads, shared_bytes)
         code = kernel.loaded(place.device)
         launches.append(
@@ -158,7 +157,7 @@ def replay_of(
         for j, y in enumerate(given):
             if i >= j or x is None or y is None or not (x.nbytes and y.nbytes):
                 continue
-            if x.pointer == y.pointer:  # one stands for both among the arguments
+            if x.pointer == y.pointer:  # the arguments do not distinguish the two
                 apart.append((i, j, _ANYWHERE, _ANYWHERE, 0))
             elif i in written or j in written:
                 apart.append((i, j, x.nbytes, y.nbytes, y.pointer - x.pointer))

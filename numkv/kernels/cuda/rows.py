@@ -20,25 +20,25 @@ from numkv.rows.int4 import GROUP, store_int4_group
 from numkv.rows.quantize import int8_code, int8_scale, is_finite
 
 NOWHERE = (1 << 63) - 1  #: greater than any index
-#: What is added to the index of an element of V, where elements of K are reported too.
+#: Offset of the index of an element of V, if elements of K are also reported.
 V_SIDE = 1 << 36
 
 
 @register_jitable
 def as_it_is(x):
-    """What `row_store` loads by where rows are floats already."""
+    """Return `x`: the `load` of `row_store` for rows that are floats already."""
     return x
 
 
 def needs_peak(name: str) -> bool:
-    """Whether lanes that store a row of a kind meet before: for its largest magnitude, or for what is not finite."""
+    """Return whether lanes must synchronise before they store a row: for its largest magnitude, or finiteness."""
     return kind(name).has_scales
 
 
 def first_bad_of(load):
-    """The function that looks for NaN and infinity in a lane's part of a row.
+    """Make the function that finds NaN and infinity in a lane's part of a row.
 
-    ``first_bad(x, at, dim, lane)``: the first such element among those that the lane has; -1 if there is none.
+    ``first_bad(x, at, dim, lane)`` returns the first such element of the lane, or -1.
     """
 
     @register_jitable
@@ -52,9 +52,9 @@ def first_bad_of(load):
 
 
 def slot_finder(BY_SLOT):
-    """The function that finds the slot of a token, by given slots or by a block table.
+    """Make the function that finds the slot of a token, by slots or by a block table.
 
-    ``find(places, t, start, block_size)``: the slot of token `t`; -1 where the block table has no room for it.
+    ``find(places, t, start, block_size)`` returns the slot of token `t`, or -1 if the block table has no room for it.
     """
 
     @register_jitable
@@ -86,16 +86,16 @@ def zero_coded_row(words):
 
 
 def row_store(KIND, COMPUTE, load):
-    """The functions by which a warp stores a row.
+    """Make the functions that store a row by a warp.
 
     Parameters
     ----------
     KIND : str
         Kind of the pool.
     COMPUTE : {"float32", "float64"}
-        What `load` returns.
+        Dtype that `load` returns.
     load : function
-        What an element of `x` is as a float.
+        Converts an element of `x` to a float.
 
     Returns
     -------
@@ -103,9 +103,9 @@ def row_store(KIND, COMPUTE, load):
         ``peak(x, at, dim, lane)``: the largest magnitude among this lane's elements of the row ``x[at : at + dim]``.
     put : function
         ``put(x, at, dim, pool, scale, block, head, offset, peaks, warp, lane, look)`` stores this lane's part of the
-        row at ``pool[block, head, offset]``. ``peaks[warp]`` are the peaks of all lanes, if `needs_peak`; with `look`
-        above 0 a row with an infinite one is stored as zeros. INT4 takes whole groups, and `x` in floats. Codes of
-        codebooks take whole rows: one lane does it all, so that sums need no other.
+        row at ``pool[block, head, offset]``. ``peaks[warp]`` are the peaks of all lanes, if `needs_peak`. With `look`
+        above 0, a row with an infinite peak is stored as zeros. For INT4, a lane stores whole groups, and `x` is in
+        floats. For codes of codebooks, one lane stores the whole row, so that sums need no exchange.
     """
     PER_HEAD, PER_ROW, PER_GROUP = (kind(KIND).scales_per == of for of in ("head", "row", "group"))
     BY_CODEBOOK = KIND in ("code4", "code6")
@@ -127,7 +127,7 @@ def row_store(KIND, COMPUTE, load):
             for i in range(LANES):
                 largest = max(largest, np.float32(peaks[warp, i]))
         bad = look > 0 and largest == np.float32(np.inf)
-        if BY_CODEBOOK:  # a lane for all of it
+        if BY_CODEBOOK:  # one lane stores the row
             if lane == 0:
                 if bad:
                     scale[block, head, offset] = zero_coded_row(words)
@@ -139,7 +139,7 @@ def row_store(KIND, COMPUTE, load):
                 scale[block, head, offset] = of_row
             for d in range(lane, dim, LANES):
                 words[d] = np.int8(0) if bad else int8_code(load(x[at + d]), of_row)
-        elif PER_GROUP:  # a lane for each
+        elif PER_GROUP:  # a lane for each group
             scales = scale[block, head, offset]
             for i in range(lane, (dim + GROUP - 1) // GROUP, LANES):
                 first = np.int64(i) * GROUP

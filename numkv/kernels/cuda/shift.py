@@ -1,7 +1,7 @@
 """Rotate stored K rows to other positions, in place, on CUDA; see `numkv.kernels.cpu.shift`.
 
-A warp takes a row, its lanes adjacent pairs. Pairs do not meet, except in the scale of a quantised row: its floats wait
-in shared memory until that is known. Slots outside the pool are skipped.
+A warp rotates a row; its lanes have adjacent pairs. Pairs are independent, except for the scale of a quantised row. The
+row's floats stay in shared memory until the scale is known. Slots outside the pool are skipped.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from numkv.kernels.operations import Operations, implements
 from numkv.rows.codec import element_codec, elements_in
 from numkv.rows.rope import pair_of, rotate_pair
 
-ROWS = THREADS // LANES  # rows that a block takes at once
+ROWS = THREADS // LANES  # rows that a block rotates at once
 
 
 def make_shift_rows(KIND):
-    """The kernel for a pool of kind `KIND`."""
+    """Make the kernel for a pool of kind `KIND`."""
     OF_POOL = kinds.kind(KIND)
     QUANTISED, GROUP, elements = OF_POOL.has_scales, OF_POOL.group_size, elements_in(OF_POOL)
     COMPUTE = OF_POOL.compute.name
@@ -61,16 +61,16 @@ def make_shift_rows(KIND):
         num_blocks, num_heads, block_size, words_of_row = pool.shape
         dim = elements(words_of_row)
         half, angle = cos.shape[1], natural(abs(offset))
-        if GROUP:  # those that are rotated
+        if GROUP:  # the groups that are rotated
             dim = min(dim, (2 * half + GROUP - 1) // GROUP * GROUP)
         rows = slots.shape[0] * num_heads
         lane, warp = cuda.threadIdx.x, cuda.threadIdx.y
         if QUANTISED:
-            x = cuda.shared.array(0, REAL)  # a row for each that the block takes
+            x = cuda.shared.array(0, REAL)  # all rows of the block
             peaks = cuda.shared.array(SHAPE, np.float32)
         at = warp * dim
         at_once = np.int64(cuda.blockDim.y)
-        # All threads go round equally often, as those that quantise wait for each other inside.
+        # All threads have the same number of iterations, because those that quantise synchronise within.
         for first in range(
             np.int64(cuda.blockIdx.x) * at_once, rows, np.int64(cuda.gridDim.x) * at_once
         ):  # fmt: skip
@@ -120,9 +120,9 @@ def make_shift_rows(KIND):
 
 
 def make_shift_octets(KIND):
-    """The kernel of `make_shift_rows` for rows that are aligned; see `numkv.kernels.cuda.octets`.
+    """Make the kernel of `make_shift_rows` for aligned rows; see `numkv.kernels.cuda.octets`.
 
-    A lane has two octets whose elements are pairs; `width` elements of a row are rotated or take part in its scales.
+    A lane has two octets whose elements are pairs. `width` elements of a row are rotated, or contribute to its scales.
     """
     OF_POOL = kinds.kind(KIND)
     COMPUTE, QUANTISED, REAL = OF_POOL.compute.name, OF_POOL.has_scales, OF_POOL.compute.type
@@ -143,7 +143,7 @@ def make_shift_octets(KIND):
         )
         sign, num_rows = REAL(1) if offset >= 0 else REAL(-1), slots.shape[0] * num_heads
         x = cuda.local.array(ELEMENTS, REAL)
-        # All threads go round equally often, as those of a warp meet inside.
+        # All threads have the same number of iterations, because those of a warp synchronise within.
         for first in range(
             np.int64(cuda.blockIdx.x) * at_once, num_rows, np.int64(cuda.gridDim.x) * at_once
         ):  # fmt: skip
@@ -155,7 +155,7 @@ def make_shift_octets(KIND):
             block = slot // block_size
             place = (block, row - n * num_heads, slot - block * block_size)
             at = find_row(pool, scale, place)
-            # Those without octets read what others have, and nobody branches; they store nothing.
+            # Lanes without octets read those of others, to avoid branches. They store nothing.
             load(at, octets[0], x, 0)
             load(at, octets[1], x, 8)
             turn(x, octets, tables, np.int64(cos.shape[1]), interleaved, sign)
@@ -176,7 +176,7 @@ def _shift_octets(kind: str) -> Any:
 
 
 def _octet_width(pool, kind, cos, sin, interleaved, tokens) -> int:
-    """Elements of a row that `make_shift_octets` takes; 0 where it does not take rows like these."""
+    """Return the elements of a row that `make_shift_octets` processes; 0 if it does not support these rows."""
     of, half = kinds.kind(kind), cos.shape[1]
     dim = of.elements_of(pool.shape[3])
     width = dim if of.has_scales else 2 * half
@@ -201,7 +201,7 @@ def _shift_rows(kind: str) -> Any:
 
 
 def _shared_bytes(name: str, words: int) -> int:
-    """What the floats of a row take while they wait for their scale."""
+    """Return the shared memory of a row's floats, which wait there for their scale."""
     of_pool = kinds.kind(name)
     return 4 * of_pool.elements_of(words) if of_pool.has_scales else 0
 
@@ -217,7 +217,7 @@ def shift_rows(pool, kind, scale, slots, offset, cos, sin, interleaved):
         )  # fmt: skip
         return
     row_bytes = _shared_bytes(kind, pool.shape[3])
-    room = SHARED_BYTES - 1024  # beside what lanes tell each other
+    room = SHARED_BYTES - 1024  # the rest serves exchange between lanes
     if row_bytes > room:
         raise NotSupported(
             f"`pool`: expected rows of at most {room // 4} elements to shift on CUDA where they are quantised, as they "

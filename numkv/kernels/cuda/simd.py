@@ -1,7 +1,7 @@
 """Sizes of CUDA kernels, and how they read rows of any kind.
 
-In the simulator a thread of the GPU is a thread of the system, so blocks are small and few there, and short test cases
-still go round every loop.
+In the simulator a GPU thread is a thread of the system. Blocks are therefore small and few there, and short test cases
+still iterate every loop.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numkv.rows.codec import element_codec, elements_in
 from numkv.rows.convert import bf16_to_float32
 from numkv.rows.int4 import GROUP, int4_column, lowest_level
 
-#: Threads that share a row where a block takes several: a warp, so that they read adjacent elements.
+#: Threads that share a row if a block has several rows: a warp, so that they read adjacent elements.
 LANES = 4 if SIMULATED else 32
 #: Elements of a kind in 16 bytes, the most that `load_chunk` reads at once; but no more than 16 elements (of INT4 and
 #: CODE4, 8 bytes, of CODE6 12), as more make too many floats.
@@ -30,20 +30,20 @@ WIDTH = {k.name: 16 if k.is_packed else 16 // k.word.itemsize for k in kinds(by_
 
 
 def ceil_div(a: int, b: int) -> int:
-    """``a / b``, rounded up."""
+    """Return ``a / b``, rounded up."""
     return -(-a // b)
 
 
 def compute_of(*names: str) -> str:
-    """Return the dtype that a kernel over these kinds computes in: float64 if one of them asks for it."""
+    """Return the dtype that a kernel over these kinds computes in: float64 if one of them requires it."""
     return "float64" if any(kind_of(name).compute == np.float64 for name in names) else "float32"
 
 
 @register_jitable
 def natural(i):
-    """`i`, which is not negative and fits 31 bits, in a way that the compiler knows it.
+    """Return `i`, which is not negative and fits 31 bits, in a form that proves this to the compiler.
 
-    So it leaves out what an index needs to mean Python's negative ones, and can divide by shifting.
+    The compiler then omits the handling of Python's negative indices, and divides by shifts.
     """
     return np.int64(i) & np.int64(0x7FFFFFFF)
 
@@ -69,14 +69,14 @@ def aligned(array: Any, kind: str, width: int) -> bool:
 
 
 def reader(KIND, COMPUTE, STEP, WIDE):
-    """The function that reads a chunk of a row: `STEP` elements, as floats.
+    """Make the function that reads a chunk of a row: `STEP` elements, as floats.
 
     Parameters
     ----------
     KIND : str
         Kind of the array.
     COMPUTE : {"float32", "float64"}
-        What its elements become.
+        Float type of the result.
     STEP : int
         Elements of a chunk: `WIDTH`, or half of that.
     WIDE : bool
@@ -159,7 +159,7 @@ def reader(KIND, COMPUTE, STEP, WIDE):
 
 
 def column_of(KIND, STEP):
-    """The function that says which element of a row `reader` puts where.
+    """Make the function that maps a chunk's elements, in the order of `reader`, to columns of a row.
 
     Parameters
     ----------
@@ -171,7 +171,7 @@ def column_of(KIND, STEP):
     Returns
     -------
     function
-        ``column(chunk, i, dim)``: the column of a chunk's element i in a row of `dim`; `dim` or more past the end.
+        ``column(chunk, i, dim)`` returns the column of a chunk's element i in a row of `dim`; at least `dim` past it.
     """
     TWO_HALVES, BYTES = kind_of(KIND).scales_per == "group", STEP // 2
 

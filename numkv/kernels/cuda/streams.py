@@ -1,8 +1,8 @@
-"""Where a thread of the host works: which device, and which of its streams.
+"""The device and stream of a host thread.
 
-Whoever calls a public function says so, by `naming`, or the arrays do: `numkv.targets.cuda.CudaTarget.on`. Everything
-below asks `current`. There is one `Place` for each stream, which also has its memory. A call reuses memory that earlier
-calls on the same stream have released; the order of the stream makes that safe.
+Callers of public functions choose them by `naming`, or the arrays do: `numkv.targets.cuda.CudaTarget.on`. Everything
+below uses `current`. There is one `Place` for each stream, which also owns its memory. A call reuses memory that
+earlier calls on the same stream have released. The order of the stream makes that safe.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def ask(name: str, *args: Any) -> Any:
     Returns
     -------
     object
-        What it gives back beside whether it worked; None for nothing.
+        The function's results without its error code; None if it has none.
 
     Raises
     ------
     MemoryError
-        If the device has no room.
+        If the device is out of memory.
     RuntimeError
-        If the driver refuses for another reason: a capture that forbids it, or a kernel before that went astray.
+        If the driver reports another error: a capture forbids the call, or an earlier kernel failed.
     """
     from cuda.bindings import driver
 
@@ -53,7 +53,7 @@ def ask(name: str, *args: Any) -> Any:
     return found[0] if found else None
 
 
-#: Errors after which a device does nothing more for this process. Whichever call comes next is told of them.
+#: Errors after which a device is unusable for this process. The next call reports them, whatever it is.
 _ASTRAY = re.compile(
     "CUDA_ERROR_(ILLEGAL_ADDRESS|LAUNCH_FAILED|LAUNCH_TIMEOUT|MISALIGNED_ADDRESS|ILLEGAL_INSTRUCTION|INVALID_PC|"
     "INVALID_ADDRESS_SPACE|HARDWARE_STACK_ERROR|ASSERT|ECC_UNCORRECTABLE|TENSOR_MEMORY_LEAK|CONTAINED|EXTERNAL_DEVICE)"
@@ -61,14 +61,14 @@ _ASTRAY = re.compile(
 
 
 def failed(what: str, error: object) -> RuntimeError:
-    """Return the error for what the driver has not done.
+    """Return the exception for a failed call of the driver.
 
     Parameters
     ----------
     what : str
-        What was asked of it.
+        Description of the call.
     error : object
-        What it said: the name of its error, or an exception with it.
+        The name of the driver's error, or an exception that contains it.
     """
     if found := _ASTRAY.search(str(error)):
         return RuntimeError(
@@ -90,13 +90,13 @@ class Place:
     handle : int
         Pointer of the stream; 0 is the legacy default stream.
     stream, context : object
-        The stream, as `cuda.core` takes it, and the device's context, as Numba has it; None in the simulator.
+        The stream for `cuda.core`. The device's context of Numba. Both are None in the simulator.
     mark : object
         The event by which other streams wait for this one; None until one has.
     free : dict of int to list
-        Pieces of memory that nobody uses, by size; see `numkv.kernels.cuda.memory`.
+        Unused pieces of memory, by size; see `numkv.kernels.cuda.memory`.
     kept : int
-        Bytes of these.
+        Bytes of the unused pieces.
     """
 
     __slots__ = ("context", "device", "free", "handle", "kept", "mark", "stream")
@@ -111,9 +111,7 @@ class Place:
 
             self.stream = Stream.from_handle(handle)
             self.context = cuda.gpus[device].get_primary_context()
-            if (
-                handle > 2 and not one_device()
-            ):  # the default streams are of whatever device is current
+            if handle > 2 and not one_device():  # default streams belong to the current device
                 there = self.stream.device.device_id
                 if there != device:
                     raise NotSupported(
@@ -121,12 +119,12 @@ class Place:
                     )
 
     def synchronize(self) -> None:
-        """Wait for what has been launched here."""
+        """Wait for all launches on this stream."""
         if self.stream is not None:
             ask("cuStreamSynchronize", self.handle)
 
     def capturing(self) -> bool:
-        """Return whether what is launched here becomes a part of a CUDA graph."""
+        """Return whether launches on this stream become a part of a CUDA graph."""
         if SIMULATED or self.handle == 0:  # the default stream cannot be captured
             return False
         from cuda.bindings import driver
@@ -139,16 +137,16 @@ _places: dict[tuple[int, int], Place] = {}
 
 
 class Recording:
-    """What a call did, for it to be done again; see `numkv.kernels.cuda.replays`.
+    """The record of a call, for replays; see `numkv.kernels.cuda.replays`.
 
     Attributes
     ----------
     launches : list
         `numkv.kernels.cuda.launches.Launch` objects.
     scratch : dict of int to int
-        Memory that was taken meanwhile: pointers, and bytes.
+        Memory that the call allocated: pointers, and bytes.
     spoiled : bool
-        Whether something happened that launches alone do not repeat: a copy, say.
+        Whether the call did something that launches alone do not repeat, such as a copy.
     """
 
     def __init__(self) -> None:
@@ -158,15 +156,15 @@ class Recording:
 
 
 class _Here(threading.local):
-    """The place of this thread of the host, what it is told of streams, and what it writes down."""
+    """The state of this host thread: its place, the named stream, and its recording."""
 
     place: Place | None = None
     named: int | None = None
     recording: Recording | None = None
-    ready = False  # whether the driver knows this thread
+    ready = False  # whether the driver is initialised in this thread
 
     def __init__(self) -> None:
-        self.outer: list[tuple[Place | None, int | None]] = []  # of `naming`
+        self.outer: list[tuple[Place | None, int | None]] = []  # outer contexts of `naming`
 
 
 _here = _Here()
@@ -182,32 +180,32 @@ def place(device: int, handle: int) -> Place:
 
 
 def current() -> Place:
-    """Return where this thread works: where `on` says, else `default`."""
+    """Return this thread's place: that of `on`, else `default`."""
     return _here.place or default()
 
 
 @functools.cache
 def multiprocessors(device: int) -> int:
-    """Multiprocessors of a device; the simulated one has those of an H200."""
+    """Return the multiprocessors of a device; the simulated one has those of an H200."""
     return 132 if SIMULATED else int(cuda.gpus[device].MULTIPROCESSOR_COUNT)
 
 
 def chosen() -> Place | None:
-    """Return where `on` says that this thread works; None outside of it."""
+    """Return the place that `on` has set for this thread; None outside of it."""
     return _here.place
 
 
 def named() -> int | None:
-    """The pointer of the stream that `naming` says this thread's calls run on; None outside of it."""
+    """Return the pointer of the stream that `naming` has set for this thread; None outside of it."""
     return _here.named
 
 
 def default() -> Place:
-    """The stream that `naming` says, or the default stream of this thread's device."""
+    """Return the stream of `naming`, or the default stream of this thread's device."""
     handle = _here.named or 0
     if SIMULATED or (one_device() and is_ready()):
         return place(0, handle)
-    if handle > 2:  # others are of whatever device is current
+    if handle > 2:  # others belong to the current device
         from cuda.core import Stream
 
         return place(Stream.from_handle(handle).device.device_id, handle)
@@ -215,9 +213,9 @@ def default() -> Place:
 
 
 class naming:  # noqa: N801 - it reads like a function
-    """Have this thread's calls run on a stream, by its pointer; with None again on those of their arrays.
+    """Run this thread's calls on a stream, by its pointer; with None on the streams of their arrays.
 
-    It may be entered again, within itself and by other threads. What belongs to the stream lives as long.
+    It may be entered again, within itself and by other threads. Resources of the stream live as long as this.
     """
 
     def __init__(self, handle: int | None, owner: Any) -> None:
@@ -232,7 +230,7 @@ class naming:  # noqa: N801 - it reads like a function
 
 
 class on:  # noqa: N801 - it reads like a function
-    """Have this thread work at a place, for a while."""
+    """Set this thread's place within a context."""
 
     __slots__ = ("_after", "_before", "_context", "_place")
 
@@ -257,7 +255,7 @@ class on:  # noqa: N801 - it reads like a function
 
 
 def is_ready() -> bool:
-    """Have the driver know this thread."""
+    """Initialise the driver in this thread."""
     if not _here.ready:
         _refuse_after_fork()
         cuda.current_context()
@@ -266,7 +264,7 @@ def is_ready() -> bool:
 
 
 def one_device() -> bool:
-    """Return whether there is no other device that this thread may have turned to."""
+    """Return whether this thread can have no other device current."""
     if not _counted:
         _counted.append(len(cuda.gpus))
     return _counted[0] == 1
@@ -276,7 +274,7 @@ _counted: list[int] = []
 
 
 class unwatched:  # noqa: N801 - it reads like a function
-    """Have the driver take what this thread asks meanwhile for none of a capture's business.
+    """Exclude this thread's driver calls from stream captures within a context.
 
     Otherwise calls that are not in stream order, such as allocations, break captures of this thread and of others.
     """
@@ -303,7 +301,7 @@ def _refuse_after_fork() -> None:
 
 
 def _after_fork() -> None:
-    """Forget, in the child, what was the parent's."""
+    """Clear the parent's state in a forked child."""
     if _places and not SIMULATED:
         _forked.append(True)
         _places.clear()
@@ -315,15 +313,16 @@ if hasattr(os, "register_at_fork"):
 
 
 def as_it_is() -> bool:
-    """Return whether this thread can launch wherever it likes: one device, nothing chosen, named or written down."""
+    """Return whether launches need no setup: one device, and no place, stream or recording set in this thread."""
     here = _here
     return here.place is here.named is here.recording is None and here.ready and _counted == [1]
 
 
 def follow(handle: int) -> None:
-    """Have the current place run what comes next after what another stream has got so far; the host does not wait.
+    """Make the current place wait for all work so far on another stream; the host does not wait.
 
-    A graph cannot wait for what is not in it: where one is captured here and not there, nothing happens.
+    A graph cannot wait for work outside of it. If the current place is being captured and the other stream is not, this
+    does nothing.
     """
     spoil()
     if SIMULATED:
@@ -342,18 +341,18 @@ def follow(handle: int) -> None:
 
 
 def recording() -> Recording | None:
-    """What this thread writes down at the moment."""
+    """Return this thread's current recording, or None."""
     return _here.recording
 
 
 def spoil() -> None:
-    """Say that this call does what launches alone do not repeat."""
+    """Mark the current recording as not reproducible by launches alone."""
     if _here.recording is not None:
         _here.recording.spoiled = True
 
 
 class recorded:  # noqa: N801 - it reads like a function
-    """Write down what this thread does meanwhile."""
+    """Record this thread's launches within a context."""
 
     def __enter__(self) -> Recording:
         self._before = _here.recording

@@ -1,7 +1,7 @@
-"""Small arrays of the host on the device, by copies that nobody waits for.
+"""Copy small host arrays to the device asynchronously.
 
-A copy is asynchronous only from pinned memory, which must not change before the copy is done. There is a ring of it for
-each stream: a part is written to again when the event behind its last copy has passed, which it has by then.
+A copy is asynchronous only from pinned memory, which must not change before the copy is done. Each stream has a ring of
+pinned memory. A part is reused once the event after its last copy has passed, which is usually long ago.
 
 Tables of fixed size (`numkv.targets.fixed.Fixed`) have two pieces of pinned memory of their own, filled in turn, each
 with an event after its copy. So an update waits only if the device is two updates behind.
@@ -19,7 +19,7 @@ from numba import cuda
 from numkv.kernels.cuda import memory, streams
 from numkv.kernels.cuda.streams import SIMULATED
 
-#: Bytes of a ring, and of each of its parts. What is larger than a part is copied from where it lies.
+#: Bytes of a ring, and its number of parts. Arrays larger than a part are copied directly.
 RING, PARTS = 1 << 20, 16
 
 
@@ -37,7 +37,7 @@ class _Ring:
         self.part, self.at = 0, 0
 
     def take(self, nbytes: int, handle: int) -> int:
-        """Return where so many bytes may be put."""
+        """Return the offset of `nbytes` free bytes."""
         size = RING // PARTS
         if self.at + nbytes > size:
             streams.ask("cuEventRecord", self.events[self.part], handle)
@@ -51,7 +51,7 @@ class _Ring:
 
 
 def _has_passed(event: Any) -> bool:
-    """Return whether what was launched before an event is done; if that cannot be told, no."""
+    """Return whether all work before an event is done; False if the driver cannot determine it."""
     from cuda.bindings import driver
 
     return bool(driver.cuEventQuery(event)[0] == driver.CUresult.CUDA_SUCCESS)
@@ -62,7 +62,7 @@ _rings: dict[tuple[int, int], _Ring] = {}
 
 
 def upload(x: np.ndarray[Any, Any]) -> Any:
-    """A copy of a contiguous array on the current place."""
+    """Return a copy of a contiguous array on the current place."""
     made = memory.empty(x.shape, x.dtype)
     nbytes = math.prod(x.shape) * x.dtype.itemsize
     if not nbytes:
@@ -86,9 +86,9 @@ _own_streams: dict[int, Any] = {}
 
 
 def constant(x: np.ndarray[Any, Any]) -> Any:
-    """A copy of a contiguous array on the current device, which is there when this returns: for all streams.
+    """Return a copy of a contiguous array on the current device, complete for all streams.
 
-    It goes by a stream of its own, so that it can be made while others are captured.
+    It uses a separate stream, so that it works while others are captured.
     """
     if not x.nbytes:
         return memory.empty(x.shape, x.dtype)
@@ -105,7 +105,7 @@ def constant(x: np.ndarray[Any, Any]) -> Any:
 
 
 def upload_all(arrays: list[np.ndarray[Any, Any]]) -> list[Any]:
-    """Copies of contiguous arrays on the current place, side by side, by one copy."""
+    """Return copies of contiguous arrays on the current place, side by side, made by one transfer."""
     starts, end = [], 0
     for x in arrays:
         starts.append(end)
@@ -120,12 +120,12 @@ def upload_all(arrays: list[np.ndarray[Any, Any]]) -> list[Any]:
     ]
 
 
-#: For each place the numbers from 0 on, int32: an array of one length is a part of it, so that none has to go up.
+#: For each place the numbers from 0 on, int32. An array of one length is a part of it, without a transfer.
 _numbers: dict[streams.Place, Any] = {}
 
 
 def length(n: int) -> Any:
-    """An array of one element, which is `n`, on the current place."""
+    """Return an array on the current place whose one element is `n`."""
     if not 0 <= n < np.iinfo(np.int32).max:
         return upload(np.array([n], np.int64))
     here = streams.current()
@@ -138,19 +138,19 @@ def length(n: int) -> Any:
 
 
 def pointer_of_length(here: streams.Place, n: int) -> int | None:
-    """The pointer of what `length` gives at a place; None where that would be made."""
+    """Return the pointer of `length`'s array at a place, or None if the array does not exist yet."""
     found = _numbers.get(here)
     if found is None or not 0 <= n < found.size:
         return None
     return memory.pointer_of(found) + 4 * n
 
 
-#: For each place a word of pinned memory, which `word_of` copies to.
+#: For each place a word of pinned memory, the target of `word_of`.
 _pinned_words: dict[streams.Place, Any] = {}
 
 
 def filled_word(byte: int) -> Any:
-    """An array of one int64 all of whose bytes are this one, on the current place."""
+    """Return an array of one int64 on the current place, with all bytes equal to `byte`."""
     if streams.SIMULATED:
         return cuda.to_device(np.full(8, byte, np.uint8).view(np.int64))
     streams.spoil()
@@ -161,7 +161,7 @@ def filled_word(byte: int) -> Any:
 
 
 def word_of(x: Any) -> int:
-    """The element of an array of one int64, once what has been launched on the current place is done."""
+    """Return the element of an array of one int64, after all launches on the current place."""
     if streams.SIMULATED:
         return int(x.copy_to_host()[0])
     here = streams.current()
@@ -225,7 +225,7 @@ class DeviceFixed:
         self._updates += 1
 
     def arrived(self) -> int:
-        """Return how many updates are done, of the last two by asking; the host does not wait."""
+        """Return how many updates are done, by querying the last two; the host does not wait."""
         if SIMULATED:
             return self._updates
         for back in range(min(_STAGES, self._updates)):

@@ -1,8 +1,8 @@
-"""Stored words as the 16-bit floats that tensor cores take, and float32 as two of them; composed of `instructions`.
+"""Convert stored words to the 16-bit floats of tensor cores, and float32 to two of them; composed of `instructions`.
 
 Codes become floats without conversion instructions, which are slow on GPUs. A code's bits replace the last bits of a
 power of two, which is then subtracted (as in FasterTransformer and Marlin, arXiv:2408.11743, section 3.4). All of it is
-exact. Of 8-bit floats, exponents are moved by a product with a power of two, which mends subnormal numbers as well.
+exact. Exponents of 8-bit floats are moved by a product with a power of two, which also corrects subnormal numbers.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from numkv.kernels.cuda.instructions import (
 )
 
 U32 = np.uint32
-#: Which bytes make the two words, each of two bytes with byte 4 above it, or below it.
+#: Bytes of the two words: each has two bytes, with byte 4 above or below each.
 BELOW, ABOVE = (0x4140, 0x4342), (0x1404, 0x3424)
 SIGNS, MAGNITUDES = 0x80008000, 0x7F007F00
 
 
 @register_jitable
 def unpack_bf16(word):
-    """The two bfloat16 of a word as float32: ``word.view(bfloat16).astype(float32)``."""
+    """Unpack the two bfloat16 of a word to float32: ``word.view(bfloat16).astype(float32)``."""
     low = U32(U32(word) << U32(16)).view(np.float32)
     return low, U32(U32(word) & U32(0xFFFF0000)).view(np.float32)
 
 
 @register_jitable
 def halves_bf16(a, b):
-    """Two float32 as a word of two bfloat16, and a word of what these leave: together they have 16 bits.
+    """Round two float32 to a word of two bfloat16, and their remainders to another: together they have 16 bits.
 
     ``high = array([a, b]).astype(bfloat16); low = (array([a, b]) - high).astype(bfloat16)``
     """
@@ -45,24 +45,24 @@ def halves_bf16(a, b):
 
 @register_jitable
 def halves_fp16(a, b):
-    """Two float32 as a word of two float16, and a word of what these leave: together they have 22 bits."""
+    """Round two float32 to a word of two float16, and their remainders to another: together they have 22 bits."""
     high = pack_fp16(a, b)
     x, y = unpack_fp16(high)
     return high, pack_fp16(a - x, b - y)
 
 
 def int8_words(to: str) -> Any:
-    """The function that widens a word of four INT8 codes.
+    """Make the function that widens a word of four INT8 codes.
 
     Parameters
     ----------
     to : {"bf16", "fp16"}
-        The floats wanted.
+        Float type of the result.
 
     Returns
     -------
     function
-        ``widen(word)``: two words, ``word.view(int8).astype(float16).view(uint32)``, or bfloat16.
+        ``widen(word)`` returns two words: ``word.view(int8).astype(float16).view(uint32)``, or bfloat16.
     """
     first, second = BELOW
 
@@ -76,7 +76,7 @@ def int8_words(to: str) -> Any:
 
     @register_jitable
     def as_bf16(word):
-        # 128 and the code's seven last bits; its first bit makes 256 of another 128, which is taken away.
+        # 128 and the code's seven last bits. Its first bit turns another 128 into 256, which is subtracted.
         low, high = permute_bytes(word, U32(0x43), first), permute_bytes(word, U32(0x43), second)
         minus = U32(0xBF80BF80)
         seven, sign = U32(0xFF7FFF7F), U32(0xFF80FF80)
@@ -89,20 +89,20 @@ def int8_words(to: str) -> Any:
 
 
 def fp8_words(kind: str, to: str) -> Any:
-    """The function that widens a word of four 8-bit floats.
+    """Make the function that widens a word of four 8-bit floats.
 
     Parameters
     ----------
     kind : {"fp8_e4m3", "fp8_e5m2"}
-        What they are.
+        Storage kind of the 8-bit floats.
     to : {"bf16", "fp16"}
-        The floats wanted.
+        Float type of the result.
 
     Returns
     -------
     function
-        ``widen(word)``: two words, ``word.view(float8_e4m3fn).astype(float16).view(uint32)``, or others; a NaN stays
-        one.
+        ``widen(word)`` returns two words: ``word.view(float8_e4m3fn).astype(float16).view(uint32)``, or other dtypes.
+        A NaN stays NaN.
     """
     fp16, e4m3 = to == "fp16", kind == "fp8_e4m3"
     first, second = ABOVE

@@ -53,15 +53,15 @@ from numkv.rows.quantize import is_finite
 from numkv.rows.rmsnorm import root_mean_square
 from numkv.rows.rope import pair_of, rotate_pair
 
-ROWS = THREADS // LANES  # heads that a block takes at once, if they fit
-ROOM = SHARED_BYTES - 1024  # for rows, beside what lanes tell each other
+ROWS = THREADS // LANES  # heads that a block processes at once, if they fit
+ROOM = SHARED_BYTES - 1024  # bytes for rows; the rest serves exchange between lanes
 
 
 def octet_writer(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT, TABLE):
-    """What the kernel of `make_write_rows` does with rows that are aligned; see `numkv.kernels.cuda.octets`.
+    """Make the function that writes aligned rows for `make_write_rows`; see `numkv.kernels.cuda.octets`.
 
-    A lane has two octets whose elements are the pairs of a rotation, or two of any other row. Items of a block of
-    threads are heads of one sort: first those of q, then those of k and v, so that no warp waits for another sort.
+    A lane has two octets whose elements are the pairs of a rotation, or two of any other row. Items of a thread block
+    are heads of one sort: first q, then k and v. No warp then waits for another sort.
     """
     FROM, REAL = bytes_of(SRC), np.float64 if COMPUTE == "float64" else np.float32
     SAME, LOOKS = K_KIND == V_KIND, needs_peak(K_KIND) or needs_peak(V_KIND)
@@ -88,7 +88,7 @@ def octet_writer(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT, TABLE):
         q_items = (num_tokens * q_heads + at_once - 1) // at_once
         kv_items = (num_tokens * kv_heads + at_once - 1) // at_once
         x = cuda.local.array(ELEMENTS, REAL)
-        # All threads go round equally often, as those of a warp meet inside.
+        # All threads have the same number of iterations, because those of a warp synchronise within.
         for item in range(
             np.int64(cuda.blockIdx.x), q_items + 2 * kv_items, np.int64(cuda.gridDim.x)
         ):
@@ -114,7 +114,7 @@ def octet_writer(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT, TABLE):
             here = here and (not rotate or (angle >= 0 and angle < cos.shape[0]))
             half_of = width >> 4
             have = here and lane < half_of
-            # Lanes without octets take the first ones, and rows that are not there the first row: nobody branches.
+            # Lanes without octets read the first ones, missing rows are the first row. This avoids branches.
             low = lane if lane < half_of else np.int64(0)
             octets = (low, low + half_of)
             load(source + octets[0] * FROM, x, 0)
@@ -163,10 +163,10 @@ def octet_writer(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT, TABLE):
 
 
 def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT, TABLE):
-    """The kernel for qkv of kind `SRC` and pools of kinds `K_KIND` and `V_KIND`, computing in `COMPUTE`.
+    """Make the kernel for qkv of kind `SRC` and pools of kinds `K_KIND` and `V_KIND`, computing in `COMPUTE`.
 
-    With `BY_SLOT`, slots and rows of the tables are given token by token; without, by a block table and the first
-    token's. A token whose row lies outside the tables is left out altogether. `TABLE` is the dtype of the tables where
+    With `BY_SLOT`, each token has its own slot and row of the tables. Otherwise they follow from a block table and the
+    first token's. A token whose row lies outside the tables is skipped entirely. `TABLE` is the dtype of the tables if
     rows are aligned, else empty.
     """
     if TABLE:
@@ -183,7 +183,7 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT, TABLE):
 
         return kernel
     F = np.float32 if COMPUTE == "float32" else np.float64
-    REAL = getattr(types, COMPUTE)  # what dynamic shared memory is asked for with
+    REAL = getattr(types, COMPUTE)  # element type of dynamic shared memory
     load, store_q = codec(SRC, COMPUTE)
     find = slot_finder(BY_SLOT)
     NEEDS_PEAK = needs_peak(K_KIND) or needs_peak(V_KIND)
@@ -206,10 +206,10 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT, TABLE):
         dim_v = elements_v(v_pool.shape[3])
         v_head = num_q_heads + num_kv_heads
         lane, warp = cuda.threadIdx.x, cuda.threadIdx.y
-        x = cuda.shared.array(0, REAL)  # a row for each head that the block takes
+        x = cuda.shared.array(0, REAL)  # a row for each head of the block
         at = warp * max(dim, dim_v)
         squares = cuda.shared.array(SHAPE, F)
-        # All threads go round equally often, as they wait for each other inside.
+        # All threads have the same number of iterations, because they synchronise within.
         at_once = np.int64(cuda.blockDim.y)
         for first in range(
             np.int64(cuda.blockIdx.x) * at_once, rows, np.int64(cuda.gridDim.x) * at_once
@@ -224,7 +224,7 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT, TABLE):
                     slot = find(places, t, start, block_size)
             here = row < rows and (not rotate or (angle >= 0 and angle < cos.shape[0]))
             stored = here and slot >= 0 and slot < num_blocks * block_size
-            is_qk = h < v_head  # v goes as it is
+            is_qk = h < v_head  # v is stored unchanged
             width = dim if is_qk else dim_v
             total, first_bad = F(0), np.int64(-1)
             if here:
@@ -306,7 +306,7 @@ def _write_rows(
 
 
 def _by_octets(qkv, qkv_kind, cos, sin, mode, weights, q_out, pools) -> bool:
-    """Return whether rows are such that `make_write_octets` takes them."""
+    """Return whether the octet kernel supports these rows."""
     dim, (_, rotate, interleaved) = q_out.shape[2], mode
     if rotate:
         half = cos.shape[1]
@@ -368,7 +368,7 @@ def _write(
 
 
 def _options(mode, eps, first_angle, start):
-    """Numbers as the kernel takes them."""
+    """Return the numbers as the kernel expects them."""
     return (*map(bool, mode), float(eps), *map(whole, (first_angle, start)))
 
 
