@@ -108,7 +108,7 @@ class Kind:
 
     @property
     def of_rows(self) -> str:
-        """The name of the kind with codes as wide and a scale for each row: V has it where keys are by channel."""
+        """Return the name of the kind with codes of the same width and a scale for each row."""
         return self.name.partition("_channel")[0]
 
     @property

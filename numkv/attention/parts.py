@@ -61,11 +61,11 @@ def attend_to_parts(
 
 def run_parts(
     parts: Sequence[Part], q: Array, lens: Array, starts: Array, options: CheckedOptions,
-    beside: Callable[[Array, CheckedOptions], Any] | None = None,
+    another: Callable[[Array, CheckedOptions], Any] | None = None,
 ) -> Any:  # fmt: skip
     """Attend as `attend_to_parts` does, without checks, with options from `check_call`.
 
-    `beside` attends to one more part, with the queries and the options that it is passed.
+    `another` attends to one more part, with the queries and the options that it is passed.
     """
     asked = options._replace(return_lse=True, out=None, window_left=-1, sight=None)
 
@@ -77,8 +77,8 @@ def run_parts(
         )
 
     every = [of(part) for part in parts]
-    if beside is not None:
-        every.append(lambda wide: beside(wide, asked._replace(sinks=None)))
+    if another is not None:
+        every.append(lambda wide: another(wide, asked._replace(sinks=None)))
     return merged(parts[0].pool, q, options, every)
 
 

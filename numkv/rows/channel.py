@@ -48,13 +48,13 @@ _NAN = 0x7FC0
 
 @register_jitable
 def _rounded_up(x):
-    """The least bfloat16 word that is no less than a float32 from 0 up."""
+    """Return the least bfloat16 word that is no less than a float32 from 0 up."""
     bits = np.float32(x).view(np.uint32)
     return np.uint16(np.uint32(bits + np.uint32(0xFFFF)) >> np.uint32(16))
 
 
 def channel_finder(bits):
-    """``find(low, high, finite) -> (scale, zero)``: words, of the extremes of a channel's elements in float32."""
+    """Make ``find(low, high, finite) -> (scale, zero)``: words, of a channel's extremes in float32."""
     HALF_LEVELS = 2.0 ** (bits - 1) - 0.5
 
     @register_jitable
@@ -73,14 +73,14 @@ def channel_finder(bits):
 
 @register_jitable
 def _place(x, scale, zero):
-    """Where an element lies among the levels; 0 in a channel of one value, or without a scale."""
+    """Return an element's place among the levels: 0 in a channel of one value, or without a scale."""
     if not scale > np.float32(0):  # 0 or NaN
         return np.float32(0)
     return np.float32(np.float32(x - zero) / scale)
 
 
 def _floor_within(least, largest):
-    """``floor(x) -> int32`` of a float32, from `least` to `largest`."""
+    """Make ``floor(x) -> int32`` of a float32, from `least` to `largest`."""
 
     @register_jitable
     def floor(x):
@@ -92,7 +92,7 @@ def _floor_within(least, largest):
 
 
 def channel_coder(bits):
-    """``code(x, scale, zero) -> int32`` of floats in float32: the code of an element."""
+    """Make ``code(x, scale, zero) -> int32`` of floats in float32: the code of an element."""
     floor = _floor_within(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
 
     @register_jitable
@@ -107,14 +107,14 @@ _floor_of_both = _floor_within(-128, 127)
 
 @register_jitable
 def fine_code(x, scale, zero):
-    """The second code of an element of 4 bits, from 0 to 15; an int32."""
+    """Return the second code of an element in 4 bits, an int32 from 0 to 15."""
     both = _floor_of_both(np.float32(_place(x, scale, zero) * np.float32(FINE)))
     return np.int32(both & np.int32(FINE - 1))
 
 
 @register_jitable
 def put_widest(scales, dim):
-    """Put the numbers of the channels with the largest scales after the zero points of a group."""
+    """Write the rising numbers of the channels with the largest scales after the zero points of a group."""
     count = len(scales) - 2 * dim
     before, last = np.int64(_NAN), np.int64(-1)
     for f in range(count):
@@ -134,7 +134,7 @@ def put_widest(scales, dim):
 
 
 def channel_loader(bits, fine):
-    """The functions that load rows and elements by the scales of their group.
+    """Make the functions that load rows and elements by the scales of their group.
 
     Parameters
     ----------

@@ -76,13 +76,8 @@ def key_error(
     # These are the whole pool's scales; only the sequence's become float64.
     every = target.to_host(buffer.typed_scales())
     if kind.group_tokens:
-        every, slots, size = (
-            _scales_of_channels(kind, every, len(starts)),
-            slots // kind.group_tokens,
-            size // kind.group_tokens,
-        )
-    every = every.reshape(*every.shape[:3], len(starts))
-    scales = np.asarray(every[slots // size, :, slots % size], np.float64)
+        slots, size = slots // kind.group_tokens, size // kind.group_tokens
+    scales = _steps(kind, every[slots // size, :, slots % size], len(starts))
     mean: Floats = (scales**2).sum(0) / max(num_tokens, 1)  # (num_kv_heads, groups)
     of_groups = np.add.reduceat(squares, starts, axis=2)
     of_groups = of_groups.reshape(len(squares), heads, squares.shape[1] // heads, len(starts))
@@ -90,11 +85,11 @@ def key_error(
     return sm_scale * found.reshape(squares.shape[:2])
 
 
-def _scales_of_channels(kind: Kind, every: Any, dim: int) -> Any:
-    """Scales in float32, of channels with a second code those of that one; zero points come after them."""
-    scales = every[..., :dim].astype(np.float32)
-    if kind.fine_channels:
-        wide = every[..., 2 * dim :].view(kind.scale_word).astype(np.int64)
-        of_wide = np.take_along_axis(scales, wide, -1)
-        np.put_along_axis(scales, wide, of_wide / FINE, -1)
+def _steps(kind: Kind, stored: Any, count: int) -> Floats:
+    """Return the distances between levels ``(slots, num_kv_heads, count)``, by the stored scales of the slots."""
+    of_row = stored if stored.ndim == 3 else stored[..., None]
+    scales: Floats = of_row[..., :count].astype(np.float64)
+    if kind.fine_channels:  # a second code divides the steps of these channels
+        wide = stored[..., 2 * count :].view(kind.scale_word).astype(np.int64)
+        np.put_along_axis(scales, wide, np.take_along_axis(scales, wide, -1) / FINE, -1)
     return scales

@@ -134,7 +134,7 @@ def parts_of(room: RoomForParts, dim_v: int, compute: str) -> Any:
 
 
 @register_jitable
-def batch_of(options, seq_lens, q_starts, ranges, out):
+def batch_of_parts(options, seq_lens, q_starts, ranges, out):
     """Return the `AttentionBatch` of a merge."""
     capacity, window_left, heads, slots, by_token, least, log_items, _ = options
     return AttentionBatch(
@@ -201,7 +201,7 @@ def make_merge_splits(Q_KIND, COMPUTE):
     def kernel(parts, options, seq_lens, q_starts, ranges, sinks, out, lse):
         _, _, _, slots, by_token, _, _, each = options
         num_tokens, num_q_heads, dim = out.shape[0], natural(out.shape[1]), out.shape[2]
-        batch = batch_of(options, seq_lens, q_starts, ranges, out)
+        batch = batch_of_parts(options, seq_lens, q_starts, ranges, out)
         thread = natural(cuda.threadIdx.x)
         width = parts.shape[3] - PART_EXTRA
         chunks = natural((dim + WIDTH - 1) // WIDTH)
@@ -348,7 +348,7 @@ def make_merge_few(Q_KIND):
     def kernel(parts, options, seq_lens, q_starts, ranges, sinks, out, lse):
         _, _, _, slots, by_token, _, _, _ = options
         num_tokens, num_q_heads, dim = out.shape[0], natural(out.shape[1]), natural(out.shape[2])
-        batch = batch_of(options, seq_lens, q_starts, ranges, out)
+        batch = batch_of_parts(options, seq_lens, q_starts, ranges, out)
         thread = natural(cuda.threadIdx.x)
         lane, warp = natural(thread % 32), natural(shuffle(U32(thread // 32), U32(0)))
         found = cuda.shared.array(3, np.int32)
