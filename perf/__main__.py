@@ -1,7 +1,7 @@
 """``python -m perf``: numkv beside other libraries, each in a process of its own, and the machine's read bandwidth.
 
 Writes a Markdown report and a picture. ``python -m perf against COMMIT`` is this tree's numkv against another's;
-``compile``, ``files``, ``install``, ``machines``, ``neighbour``, ``prefixes``, ``sparse`` and ``threads`` do other
+``amx``, ``compile``, ``files``, ``install``, ``machines``, ``neighbour``, ``prefixes``, ``sparse`` and ``threads`` do other
 things: see perf/README.md.
 """
 
@@ -39,9 +39,10 @@ from perf.workers import Died, Library, Missing, Worker
 KINDS = list(LARGEST_ERROR)
 #: What the race is compared on with each library alone: a shape and a kind.
 CHECKED = "C/bf16,C/int8,P/fp32"
-#: Modules of other commands.
+#: Modules of other commands, and what they are told first.
 COMMANDS = {
     "against": "against",
+    "amx": "machines --cpus native,native-without-amx --shapes P,L8,L4,G,H --kinds bf16,int8",
     "compile": "compile",
     "files": "files",
     "install": "envs",
@@ -264,8 +265,8 @@ def main(argv=None):
     """Do what the options say; the report is written after every line, the picture at the end."""
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in COMMANDS:
-        command = importlib.import_module(f"perf.{COMMANDS[argv[0]]}")
-        sys.exit(command.main(argv[1:]))
+        module, *first = COMMANDS[argv[0]].split()
+        sys.exit(importlib.import_module(f"perf.{module}").main([*first, *argv[1:]]))
     options = parse(argv)
     with tempfile.TemporaryDirectory() as folder:
         sys.exit(run(options, Problems(folder)))

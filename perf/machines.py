@@ -10,26 +10,32 @@ import argparse
 import datetime
 import os
 import platform
+import re
 import sys
 import tempfile
 from statistics import median
 
+import llvmlite.binding
 import numba
 
 from perf import bandwidth, envs
+from perf.bars import has_feature
 from perf.load import Load
 from perf.peers import CONTIGUOUS, CannotRun, threads
 from perf.report import table
 from perf.shapes import Problems
 from perf.workers import Died, Library
 
-NATIVE = "native"
+NATIVE, WITHOUT_AMX = "native", "native-without-amx"
 CPUS = (NATIVE, "skylake-avx512", "haswell")
 KINDS = ("fp32", "fp16", "bf16", "int8", "int4")
 
 
 def variables_of(cpu):
     """What has Numba compile for a CPU; features are none but the name's own."""
+    if cpu == WITHOUT_AMX:
+        features = re.sub(r"\+amx", "-amx", llvmlite.binding.get_host_cpu_features().flatten())
+        return {"NUMBA_CPU_NAME": "host", "NUMBA_CPU_FEATURES": features}
     return {} if cpu == NATIVE else {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": ""}
 
 
@@ -82,6 +88,9 @@ def main(argv):
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.1, help="of calls in a turn (0.1)")
     options = parser.parse_args(argv)
+    if WITHOUT_AMX in options.cpus.split(",") and not has_feature("amx_tile"):
+        print("this processor has no AMX", file=sys.stderr)
+        return 1
     header = ["shape", "kind", "compiled for", "us", "of read bandwidth", "time / native", "error"]
     builds, rows, versions = {}, [], {}
     with tempfile.TemporaryDirectory() as folder:

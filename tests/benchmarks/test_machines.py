@@ -46,3 +46,7 @@ def test_a_name_comes_without_this_machines_features():
     assert machines.variables_of("haswell") == {
         "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "",
     }  # fmt: skip
+    without = machines.variables_of("native-without-amx")
+    assert without["NUMBA_CPU_NAME"] == "host"
+    assert "+amx" not in without["NUMBA_CPU_FEATURES"]
+    assert without["NUMBA_CPU_FEATURES"]
