@@ -1,8 +1,8 @@
 """``python -m perf``: numkv beside other libraries, each in a process of its own, and the machine's read bandwidth.
 
 Writes a Markdown report and a picture. ``python -m perf against COMMIT`` is this tree's numkv against another's;
-``amx``, ``compile``, ``files``, ``install``, ``machines``, ``neighbour``, ``prefixes``, ``sparse`` and ``threads`` do other
-things: see perf/README.md.
+``amx``, ``compile``, ``files``, ``install``, ``machines``, ``neighbour``, ``prefixes``, ``sparse`` and ``threads`` do
+other things: see perf/README.md.
 """
 
 import argparse
