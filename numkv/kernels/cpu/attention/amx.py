@@ -73,7 +73,7 @@ def _query_floats(sizes):
 _ROWS, _COLUMNS = np.int64(0), np.int64(1)
 
 
-def make_amx_load(K_KIND, V_KIND):
+def make_amx_load(K_KIND, V_KIND, WEIGHT_PARTS):
     """The step `LOAD`, which sets the unit up."""
     load_queries = _make_load_queries(K_KIND)
 
@@ -86,9 +86,9 @@ def make_amx_load(K_KIND, V_KIND):
     return load
 
 
-def make_amx_attend(K_KIND, V_KIND):
+def make_amx_attend(K_KIND, V_KIND, WEIGHT_PARTS):
     """The steps `ATTEND` and `ATTEND_MANY`, for an item of any size."""
-    scores, softmax, accumulate = _make_steps(K_KIND, V_KIND)
+    scores, softmax, accumulate = _make_steps(K_KIND, V_KIND, WEIGHT_PARTS)
     all_finite, tile_of = make_all_finite(V_KIND), make_tile_of(K_KIND, V_KIND)
 
     def attend(state):
@@ -176,12 +176,12 @@ def _make_load_queries(k_kind):
     return load_queries
 
 
-def _make_steps(k_kind, v_kind):
+def _make_steps(k_kind, v_kind, weight_parts):
     """``scores, softmax, accumulate`` of a tile, each for all query rows of a kv head."""
     locate_keys, qk = make_amx_locate_keys(k_kind), make_amx_qk(k_kind, v_kind)
-    amx_softmax = make_amx_softmax(k_kind, v_kind)
+    amx_softmax = make_amx_softmax(k_kind, v_kind, weight_parts)
     pack_values = make_amx_pack_values(v_kind, k_kind)
-    accumulate_block = make_amx_accumulate(v_kind)
+    accumulate_block = make_amx_accumulate(v_kind, weight_parts)
     F = np.float32
     SCALE_LATER = k_kind == "bf16"
 

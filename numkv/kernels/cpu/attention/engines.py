@@ -15,7 +15,8 @@ from numkv.kinds import kind as kind_named
 
 def use_amx(k_kind: str, v_kind: str, compute: str) -> bool:
     """Return whether a matrix unit computes many query rows of these kinds."""
-    return {k_kind, v_kind} <= {"bf16", "int8"} and compute == "float32" and has_amx()
+    kinds = {k_kind, v_kind}
+    return kinds <= {"bf16", "int8"} and float_type(compute) == "float32" and has_amx()
 
 
 def compute_for(q_kind: str, k_kind: str, v_kind: str, masked: bool = False) -> str:
@@ -23,8 +24,8 @@ def compute_for(q_kind: str, k_kind: str, v_kind: str, masked: bool = False) -> 
     kinds = {q_kind, k_kind, v_kind}
     if "fp64" in kinds:
         return "float64"
-    pairs = kinds == {"bf16"} and HAS_BF16_PAIRS
-    return PAIRS if pairs and (masked or not use_amx(k_kind, v_kind, "float32")) else "float32"
+    pairs = HAS_BF16_PAIRS or (not masked and use_amx(k_kind, v_kind, PAIRS))
+    return PAIRS if kinds == {"bf16"} and pairs else "float32"
 
 
 def by_panels(k_kind: str, v_kind: str, compute: str, masked: bool = False) -> bool:

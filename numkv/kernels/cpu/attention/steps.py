@@ -83,7 +83,11 @@ class Steps:
     """
 
     def __init__(self, k_kind: str, v_kind: str, compute: str, with_amx: bool) -> None:
-        self._kinds, self._with_amx = (k_kind, v_kind, compute), with_amx
+        # Weights of queries in bf16 have one part.
+        self._with_amx, self._weight_parts = with_amx, 1 if compute == PAIRS else 2
+        # CPUs with a matrix unit take twice as long for a pair as for a float: vector code is for floats there.
+        compute = float_type(compute) if with_amx else compute
+        self._kinds = k_kind, v_kind, compute
         self._panels = not with_amx and by_panels(k_kind, v_kind, compute, True)
         self.max_rows = query_rows(k_kind, v_kind, compute, not with_amx)
         self._making = threading.RLock()
@@ -149,7 +153,7 @@ class Steps:
         of_both = f"K {k_kind}, V {v_kind}, computing in {compute}"
         if self._with_amx and step in _OF_AMX:
             label = f"attention on a matrix unit, {of_both}"
-            return _compiled(_OF_AMX[step], step, label, (k_kind, v_kind))
+            return _compiled(_OF_AMX[step], step, label, (k_kind, v_kind, self._weight_parts))
         if step in _ROWS:
             rows = _ROWS[step]
             label = f"attention of {rows} query rows, {of_both}"

@@ -7,7 +7,7 @@ not; `FEW_ROWS` is the limit.
 How numbers are split. A float32 has 24 significant bits, a bf16 number 8. Three parts therefore give a query exactly:
 the upper half of a float's bits, the upper half of the remainder, and the rest. Parts that are zero in all rows of a
 block are left out, as for queries that are bf16. Probabilities have two parts, 16 bits, and each is off by at most 1e-5
-of itself. With INT8, queries and weights are integers of 15 bits, as in `integers`: an upper byte and a lower one, both
+of itself. If queries, K and V are bf16, they have one part, as in FlashAttention. With INT8, queries and weights are integers of 15 bits, as in `integers`: an upper byte and a lower one, both
 signed.
 
 How they are stored. For scores, A is 16 rows of K in the cache, and B the queries, packed once. A vector then has the
@@ -301,8 +301,8 @@ _AT_ONCE = 4
 
 
 @functools.cache
-def make_amx_softmax(k_kind, v_kind):
-    """`amx_softmax` for storage kinds of K and of V."""
+def make_amx_softmax(k_kind, v_kind, weight_parts):
+    """`amx_softmax` for storage kinds of K and of V, and so many parts of a weight, which is 2 if V is INT8."""
 
     @emits(soft_cap=types.float32)
     def amx_softmax(b, f, s_at, count, scales, soft_cap, partly, bounds_at, state):
@@ -323,7 +323,8 @@ def make_amx_softmax(k_kind, v_kind):
                       t1: r0 | r1 | ... | r15    ->    low parts    (t0 t1) of r0 | of r1 | ... | of r15
         """
         _AmxSoftmax(
-            b, (k_kind, v_kind), f, s_at, count, scales, soft_cap, partly, bounds_at, state
+            b, (k_kind, v_kind, weight_parts), f, s_at, count, scales, soft_cap, partly, bounds_at,
+            state,
         ).emit()
 
     return amx_softmax
@@ -333,7 +334,7 @@ class _AmxSoftmax:
     """Emits `amx_softmax`."""
 
     def __init__(self, b, kinds, data, s_at, count, scales, soft_cap, partly, bounds_at, state):
-        self.kind, self.v_kind = kinds
+        self.kind, self.v_kind, self.parts = kinds
         self.b, self.v, self.data, self.s_at = b, AmxWords(b), data, s_at
         self.places, self.soft_cap, self.state = scales, soft_cap, state
         v = self.v
@@ -476,12 +477,12 @@ class _AmxSoftmax:
         return weight
 
     def put_floats(self):
-        """Store weights as two bf16 numbers, with two tokens in each lane."""
+        """Store weights as one or two bf16 numbers, with two tokens in each lane."""
         b, v = self.b, self.v
         with steps(b, I64(0), I64(KV_TILE), _AT_ONCE) as (t, _):
             tokens = [b.add(t, I64(i)) for i in range(_AT_ONCE)]
             weights = [self.weight_of(token, i) for i, token in enumerate(tokens)]
-            for part in range(2):
+            for part in range(self.parts):
                 # Rounded to the nearest.
                 bits = [b.add(b.bitcast(x, v.int_type), v.splat_int(0x8000)) for x in weights]
                 for i in range(0, _AT_ONCE, 2):
@@ -668,8 +669,8 @@ class _ValuePacking:
 
 
 @functools.cache
-def make_amx_accumulate(kind):
-    """`amx_accumulate` for a storage kind of V."""
+def make_amx_accumulate(kind, weight_parts):
+    """`amx_accumulate` for a storage kind of V and so many parts of a weight."""
 
     @emits()
     def amx_accumulate(b, f, weights_at, scales_at, packed_at, columns, spare_at, outputs):
@@ -680,7 +681,9 @@ def make_amx_accumulate(kind):
         transposed output rows: the 16 floats of column d are at ``f[outputs.at + 16 * d]``. ``f[spare_at:]`` has room
         for 512 floats.
         """
-        _AmxSums(b, kind, f, weights_at, scales_at, packed_at, columns, spare_at, outputs).emit()
+        _AmxSums(
+            b, (kind, weight_parts), f, weights_at, scales_at, packed_at, columns, spare_at, outputs
+        ).emit()
 
     return amx_accumulate
 
@@ -689,16 +692,17 @@ class _AmxSums:
     """Emits `amx_accumulate`. Weights are in tiles 4 to 7, V in 2 and 3, sums in 0 and 1."""
 
     def __init__(
-        self, b, kind, data, weights_at, scales_at, packed_at, columns, spare_at, outputs
+        self, b, kinds, data, weights_at, scales_at, packed_at, columns, spare_at, outputs
     ):  # fmt: skip
-        self.b, self.v, self.amx, self.kind, self.data = b, AmxWords(b), Amx(b), kind, data
+        self.kind, self.parts = kinds
+        self.b, self.v, self.amx, self.data = b, AmxWords(b), Amx(b), data
         self.weights_at, self.scales_at, self.packed_at = weights_at, scales_at, packed_at
         self.columns, self.spare_at, self.outputs = columns, spare_at, outputs
         self.rescale = self.v.load_floats(data, outputs.rescale_at)
 
     def emit(self):
         """Emit the code."""
-        for part in range(2):
+        for part in range(self.parts):
             for half in range(_HALVES[self.kind]):
                 self.load_weights(part, half)
         if self.kind == "bf16":
@@ -748,11 +752,11 @@ class _AmxSums:
             for i in range(2):
                 amx.load(i, self.pointer(self.sum_at(two[i])), I64(64))
             for half in range(_HALVES[self.kind]):
-                for i in range(2):
-                    self.load_values(2 + i, half, two[i])
-                    amx.multiply(product, i, 2 + i, 4 + half)
-                for i in range(2):
-                    amx.multiply(product, i, 2 + i, 6 + half)
+                for part in range(self.parts):
+                    for i in range(2):
+                        if part == 0:
+                            self.load_values(2 + i, half, two[i])
+                        amx.multiply(product, i, 2 + i, 4 + _HALVES[self.kind] * part + half)
             for i in range(2):
                 amx.store(i, self.pointer(self.sum_at(two[i])), I64(64))
 
