@@ -1,8 +1,8 @@
 """``python -m perf``: numkv beside other libraries, each in a process of its own, and the machine's read bandwidth.
 
-Writes a Markdown report and a picture. ``python -m perf against COMMIT`` is this tree's numkv against another's;
-``amx``, ``compile``, ``files``, ``install``, ``machines``, ``neighbour``, ``prefixes``, ``sparse`` and ``threads`` do
-other things: see perf/README.md.
+It takes at most ten minutes on two cores, with ``--full`` an hour. Writes a Markdown report and a picture.
+``python -m perf against COMMIT`` is this tree's numkv against another's; ``amx``, ``compile``, ``files``, ``install``,
+``machines``, ``neighbour``, ``prefixes``, ``sparse`` and ``threads`` do other things: see perf/README.md.
 """
 
 import argparse
@@ -37,8 +37,10 @@ from perf.shapes import (
 from perf.workers import Died, Library, Missing, Worker
 
 KINDS = list(LARGEST_ERROR)
+#: The shapes of ten minutes.
+SHORT = [*"ABCDEFP"]
 #: What the race is compared on with each library alone: a shape and a kind.
-CHECKED = "C/bf16,C/int8,P/fp32"
+CHECKED, CHECKED_IN_SHORT = "C/bf16,C/int8,P/fp32", "C/int8"
 #: Modules of other commands, and what they are told first.
 COMMANDS = {
     "against": "against",
@@ -79,25 +81,35 @@ def _places(text):
 
 def parse(argv=None):
     """The options of a command line."""
-    parser = argparse.ArgumentParser(prog="python -m perf", description=__doc__)
+    first = argparse.ArgumentParser(add_help=False)
+    first.add_argument(
+        "--full", action="store_true", help="all shapes, 1 second for each contestant, more checks"
+    )
+    full = first.parse_known_args(argv)[0].full
+    parser = argparse.ArgumentParser(prog="python -m perf", description=__doc__, parents=[first])
     parser.add_argument(
-        "--shapes", **_some_of(SHAPES | PREFILL), help="P is prefill, the others decode"
+        "--shapes",
+        **(_some_of(SHAPES | PREFILL) | ({} if full else {"default": SHORT})),
+        help=f"P is prefill, the others decode ({','.join(SHORT)})",
     )
     parser.add_argument("--kinds", **(_some_of(KINDS) | {"default": RACED}))
     parser.add_argument("--peers", **_some_of(PEERS))
     parser.add_argument(
-        "--seconds", type=float, default=1.0, help="for each contestant, shape and kind (1)"
+        "--seconds",
+        type=float,
+        default=1.0 if full else 0.25,
+        help="for each contestant, shape and kind (0.25)",
     )
     parser.add_argument(
         "--patience",
         type=float,
-        default=600.0,
-        help="seconds for a shape and kind, until rounds with other load count too (600)",
+        default=600.0 if full else 20.0,
+        help="seconds for a shape and kind, until rounds with other load count too (20)",
     )
     parser.add_argument(
         "--check",
         type=_places,
-        default=_places(CHECKED),
+        default=_places(CHECKED if full else CHECKED_IN_SHORT),
         metavar=CHECKED,
         help="where to compare the race with each library alone, of what is raced; or none",
     )

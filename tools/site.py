@@ -2,12 +2,14 @@
 
 Pages lie in ``docs/``, and are read on a code forge too: links are those between files of the repository. On the site,
 files outside of ``docs/`` get an address: pages of measurements under ``results/``, other pages at the top, what is no
-page under ``source/``. Three comments stand for text that is put in their place:
+page under ``source/``. Four comments stand for text that is put in their place:
 
 ``<!-- code: PATH -->``, ``<!-- code: PATH NAME -->``
     A file, or a function or class in it, as it is in the repository now.
 ``<!-- figures -->``
     The pages of measurements, with their pictures.
+``<!-- machines -->``
+    The races of all processors, side by side.
 ``<!-- python -->``
     Nothing; the blocks of such a page are run by a test of their own.
 
@@ -32,7 +34,11 @@ _LINK = re.compile(r"(?<!\\)\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^(```.*?^```[^\n]*$)", re.M | re.S)
 _NAME = re.compile(r"<code>(?:numkv\.)?(\w+(?:\.\w+)*)</code>")
 _MENTIONED = re.compile(r"(?<![\w/])docs/([\w/]+)\.md")
-_COMMENT = re.compile(r"^<!-- (code|figures)(?:: (\S+)(?: (\S+))?)? -->$", re.M)
+_COMMENT = re.compile(r"^<!-- (code|figures|machines)(?:: (\S+)(?: (\S+))?)? -->$", re.M)
+
+
+# The kinds of a race's first table.
+_KINDS = ("fp32", "fp16", "bf16", "int8", "int4")
 
 
 def pages() -> list[Path]:
@@ -110,7 +116,8 @@ def source_of(path: str, name: str | None = None) -> str:
 
 def expand(text: str) -> str:
     """Put code and figures in the place of comments that stand for them."""
-    return _COMMENT.sub(lambda m: _figures() if m[1] == "figures" else _code(m[2], m[3]), text)
+    tables = {"figures": _figures, "machines": _machines}
+    return _COMMENT.sub(lambda m: tables[m[1]]() if m[1] in tables else _code(m[2], m[3]), text)
 
 
 def _code(path: str, name: str | None) -> str:
@@ -134,6 +141,27 @@ def _figures() -> str:
         drawn.append(f"### {title}\n\n![{picture[1]}](../perf/results/{picture[2]})\n")
         drawn.append(f"[{page.name[:10]}: all numbers, and how they were measured{link}\n")
     return "\n".join([*drawn, *plain])
+
+
+def _machines() -> str:
+    """The newest race of each processor, side by side: numkv's share of the bandwidth, its speed beside the best peer."""
+    races = dict[str, tuple[str, dict[str, list[str]]]]()
+    for page in sorted((ROOT / "perf/results").glob("*-peers.md")):
+        text = page.read_text(encoding="utf-8")
+        rows = re.findall(r"^\| (\w+: [^|]+) \| (\d[^|]*\|.*) \|$", text, re.M)
+        cells = {name: [x.strip() for x in rest.split("|")] for name, rest in rows}
+        summary = {name: found for name, found in cells.items() if len(found) == 2 * len(_KINDS)}
+        if summary:
+            machine = re.sub(r"^\d{4}-\d\d-\d\d-|-peers$", "", page.stem)
+            races[machine] = f"[{machine}, {page.name[:10]}](../perf/results/{page.name})", summary
+    titles = [title for title, _ in races.values()]
+    lines = [f"| shape | kind | {' | '.join(titles)} |", f"|---|---|{'---|' * len(titles)}"]
+    for shape in dict.fromkeys(name for _, found in races.values() for name in found):
+        for i, kind in enumerate(_KINDS):
+            some = [found.get(shape) for _, found in races.values()]
+            cells_of = [f"{x[2 * i]}, × {x[2 * i + 1]}" if x else "–" for x in some]
+            lines.append(f"| {shape} | {kind} | {' | '.join(cells_of)} |")
+    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------- what mkdocs calls

@@ -6,7 +6,6 @@ import argparse
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from numkv.cli.output import Size, UsageError, table
 from numkv.demo.cache import CacheChoice
 from numkv.drawing.picture import format_bytes
 from numkv.errors import NumkvError
-from numkv.kinds import Kind, kind, kinds
+from numkv.kinds import kind, kinds
 from numkv.planning import LayerNeeds, ModelNeeds, Rows, needs_of
 from numkv.planning.scale import Load, Network, Sharding, best_sharding, cost_of
 
@@ -312,7 +311,7 @@ def plan_profile(arguments: argparse.Namespace) -> str:
         f"layers=numkv.Profile.load({str(arguments.profile)!r})",
         f"max_nbytes={int(memory):_}",
     ]
-    code = f"numkv.PagedKVCache({', '.join(given + _block_size_code(found))})"
+    code = f"numkv.PagedKVCache({', '.join(given)})"
     return "\n".join([*lines, "", f"    cache = {code}"])
 
 
@@ -350,19 +349,13 @@ def cache_code(needs: ModelNeeds, choice: CacheChoice, memory: int) -> str:
             name += "_"
         names.append(name)
     lines = [f"{name} = {code}" for name, code in said.items()]
-    given = ["layers=layers", f"max_nbytes={int(memory):_}", *_block_size_code(layers)]
+    given = ["layers=layers", f"max_nbytes={int(memory):_}"]
     given += ["state_slots=numkv.StateSlots(64)"] * any(of.states for of in layers)
     lines += [
         f"layers = {_repeated(names)}",
         f"cache = numkv.PagedKVCache({', '.join(given)})",
     ]
     return "\n".join(f"    {line}" for line in lines)
-
-
-def _block_size_code(layers: Iterable[LayerSpec]) -> list[str]:
-    """The argument `block_size` where keys are stored by channel, which needs whole groups of tokens."""
-    groups = [x.kind.group_tokens for x in layers if isinstance(x.kind, Kind)]
-    return [f"block_size={max(groups)}"] * any(groups)
 
 
 def _spec_code(of: LayerSpec) -> str:

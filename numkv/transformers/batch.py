@@ -133,7 +133,7 @@ class ContinuousBatch:
         profile: Profile | str | os.PathLike[str] | None = None,
         max_nbytes: int | str = "4GiB",
         store: PrefixStore | None = None,
-        block_size: int = 64,
+        block_size: int = 128,
         tokens_per_pass: int = 512,
         max_running: int = 64,
     ) -> None:

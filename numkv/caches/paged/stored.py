@@ -70,7 +70,7 @@ class StoredSequences:
         layers: Iterable[LayerSpec] | None = None,
         num_blocks: int | None = None,
         max_nbytes: int | None = None,
-        block_size: int = 16,
+        block_size: int = 128,
         kind: str | Kind | None = None,
         rotate: bool | None = None,
         target: str = "cpu",
