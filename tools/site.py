@@ -144,7 +144,7 @@ def _figures() -> str:
 
 
 def _machines() -> str:
-    """The newest race of each processor, side by side: numkv's share of the bandwidth, its speed beside the best peer."""
+    """The newest race of each processor, side by side: numkv's share of the bandwidth and its speed."""
     races = dict[str, tuple[str, dict[str, list[str]]]]()
     for page in sorted((ROOT / "perf/results").glob("*-peers.md")):
         text = page.read_text(encoding="utf-8")

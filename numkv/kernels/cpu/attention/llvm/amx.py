@@ -7,8 +7,8 @@ not; `FEW_ROWS` is the limit.
 How numbers are split. A float32 has 24 significant bits, a bf16 number 8. Three parts therefore give a query exactly:
 the upper half of a float's bits, the upper half of the remainder, and the rest. Parts that are zero in all rows of a
 block are left out, as for queries that are bf16. Probabilities have two parts, 16 bits, and each is off by at most 1e-5
-of itself. If queries, K and V are bf16, they have one part, as in FlashAttention. With INT8, queries and weights are integers of 15 bits, as in `integers`: an upper byte and a lower one, both
-signed.
+of itself. If queries, K and V are bf16, they have one part, as in FlashAttention. With INT8, queries and weights are
+integers of 15 bits, as in `integers`: an upper byte and a lower one, both signed.
 
 How they are stored. For scores, A is 16 rows of K in the cache, and B the queries, packed once. A vector then has the
 scores of 16 query rows with one token, so maxima, exponentials and sums never cross lanes. Two or four such vectors of
