@@ -16,7 +16,9 @@ LAYERS, KV_HEADS, DIM = 4, 2, 64
 
 def serve(store, prompt):
     """What a process does with a prompt; returns how many tokens it found, and how long the look took."""
-    cache = numkv.PagedKVCache(LAYERS, KV_HEADS, DIM, num_blocks=256, kind="int8", store=store)
+    cache = numkv.PagedKVCache(
+        LAYERS, KV_HEADS, DIM, num_blocks=256, block_size=16, kind="int8", store=store
+    )
     begin = time.perf_counter()
     seq = cache.add(prompt)  # looks into the pool, memory of the host, the store
     seconds = time.perf_counter() - begin

@@ -46,7 +46,9 @@ class Server:
     """Requests that wait, run, or are swapped out."""
 
     def __init__(self, num_blocks, max_batch_tokens):
-        self.cache = numkv.PagedKVCache(LAYERS, KV_HEADS, DIM, num_blocks=num_blocks, kind="int8")
+        self.cache = numkv.PagedKVCache(
+            LAYERS, KV_HEADS, DIM, num_blocks=num_blocks, block_size=16, kind="int8"
+        )
         self.max_batch_tokens = max_batch_tokens
         self.model = Model()
         self.waiting, self.swapped = deque(), deque()

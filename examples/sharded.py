@@ -42,7 +42,7 @@ def generate(cache, tokens, new):
 
 
 def main(transport=None, tokens=500, new=8):
-    sizes = {"num_blocks": 64, "kind": "fp16"}
+    sizes = {"num_blocks": 64, "block_size": 16, "kind": "fp16"}
     transport = LocalShards() if transport is None else transport
     with ShardedKVCache(
         LAYERS, KV_HEADS, DIM, **sizes, heads=2, context=2, stripe=16, transport=transport

@@ -26,7 +26,7 @@ def run(cache, sequences, new_tokens):
 
 
 def main(requests=16, answer=5):
-    cache = numkv.PagedKVCache(LAYERS, KV_HEADS, DIM, num_blocks=128, kind="int8")
+    cache = numkv.PagedKVCache(LAYERS, KV_HEADS, DIM, num_blocks=128, block_size=16, kind="int8")
     prompts = [np.append(SYSTEM, [1, 2, user]) for user in range(requests)]
 
     computed, sequences = 0, []
