@@ -10,7 +10,7 @@ from perf import traffic
 from perf.shapes import COLD, SHAPES
 from perf.test_attention import layers_of_rows
 
-BLOCK_SIZE, LIMIT = 16, 1.05
+BLOCK_SIZE, LIMIT = 128, 1.05
 
 
 def paged(x, order, batch, blocks):

@@ -38,7 +38,7 @@ PEERS = [name for name in MODULES if name != "numkv"]
 OURS = "numkv"
 CONTIGUOUS = ""
 #: Its other forms: over blocks, and, in the races of 4 bits, over int8.
-PAGED = "paged by 16"
+PAGED = "paged by 128"
 INT8_BESIDE = "over int8"
 
 #: Stands where a kind does, for what is no attention over a problem: the library's `CALLS`, whose makers take nothing.

@@ -147,7 +147,7 @@ def test_lines():
     assert {
         "A/int4",
         "G/code4",
-        "F/bf16 paged by 16",
+        "F/bf16 paged by 128",
         "P/fp32",
         "KVCache.append fp16",
         "import",
@@ -155,7 +155,7 @@ def test_lines():
     assert {x.group for x in lines} == against.GROUPS.keys()
     assert sum(x.group == against.ATTENTION for x in lines) == 13 * 6 * 2 + 2
     picked = [x for x in names if re.search("^F/int8|^import$", x)]
-    assert picked == ["F/int8", "F/int8 paged by 16", "import"]
+    assert picked == ["F/int8", "F/int8 paged by 128", "import"]
 
 
 def test_tables():

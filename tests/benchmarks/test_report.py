@@ -22,6 +22,9 @@ TINY = Shape(2, 4, 2, 8, 32)
 
 def test_options():
     options = program.parse([])
+    assert options.shapes == [*"ABCDEFP"]
+    assert (options.seconds, options.patience) == (0.25, 20.0)
+    options = program.parse(["--full"])
     assert options.shapes == [*"ABCDEFGHIJK", "L4", "L8", "P"]
     assert (options.seconds, options.patience) == (1.0, 600.0)
     assert options.kinds[:4] == ["fp32", "fp16", "bf16", "int8"]
@@ -46,7 +49,8 @@ def test_reports_are_not_overwritten(tmp_path):
 
 
 def test_where_to_check():
-    assert program.parse([]).check == [("C", "bf16"), ("C", "int8"), ("P", "fp32")]
+    assert program.parse([]).check == [("C", "int8")]
+    assert program.parse(["--full"]).check == [("C", "bf16"), ("C", "int8"), ("P", "fp32")]
     assert program.parse(["--check", "none"]).check == []
     with pytest.raises(SystemExit):
         program.parse(["--check", "C"])
@@ -178,7 +182,7 @@ def test_document():
     assert "](p.svg)" in text
     assert "](q.svg)" in text
     assert "**2 of 2 lines meet their bars.**" in text
-    assert "- A/fp32 paged by 16: 0.90" not in text
+    assert "- A/fp32 paged by 128: 0.90" not in text
     assert "### fp32" in text
     assert "Prefill" not in text
     prose = [line for line in text.splitlines() if not line.startswith("|")]

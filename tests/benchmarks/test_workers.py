@@ -336,8 +336,10 @@ def test_a_busy_machine_is_reported():
 
 
 def test_commands(monkeypatch):
-    for name, module in program.COMMANDS.items():
-        monkeypatch.setattr(f"perf.{module}.main", lambda argv: argv == ["x"])
+    for name, command in program.COMMANDS.items():
+        module, *first = command.split()
+        told = [*first, "x"]
+        monkeypatch.setattr(f"perf.{module}.main", lambda argv, told=told: argv == told)
         with pytest.raises(SystemExit) as error:
             program.main([name, "x"])
         assert error.value.code is True
