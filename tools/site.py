@@ -67,7 +67,7 @@ def _within(page: Path, target: str) -> Path | None:
 
 
 def address(path: Path) -> str:
-    """Where a file of the repository is on the site, such as ``results/2026-11-26-accuracy.md``."""
+    """Where a file of the repository is on the site, such as ``results/2026-11-27-accuracy.md``."""
     inside = path.relative_to(ROOT).as_posix()
     if inside.startswith("docs/"):
         return inside.removeprefix("docs/")
