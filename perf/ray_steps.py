@@ -23,7 +23,7 @@ HEADS, Q_HEADS, DIM, LAYERS = 8, 32, 64, 4
 
 def caches(blocks: int, shards: int) -> dict:
     """One process, and shards here and in actors."""
-    sizes = {"num_blocks": blocks, "kind": "fp16"}
+    sizes = {"num_blocks": blocks, "block_size": 16, "kind": "fp16"}
     made = {"one process": numkv.PagedKVCache(LAYERS, HEADS, DIM, **sizes)}
     for by in ("heads", "context"):
         divided = {by: shards}

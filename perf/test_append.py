@@ -48,7 +48,7 @@ def test_paged_prompt(measure, target, to, rng, kind):
     """A prompt of four sequences into the blocks of a cache, by slots."""
     heads, dim, each = 8, 128, 512
     cache = numkv.PagedKVCache(
-        1, heads, dim, num_blocks=4 * each // 16, kind=kind, target=target.name
+        1, heads, dim, num_blocks=4 * each // 128, kind=kind, target=target.name
     )
     seqs = [cache.add() for _ in range(4)]
     rows = rng.standard_normal((4 * each, heads, dim), np.float32)

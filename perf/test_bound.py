@@ -45,7 +45,7 @@ def single(kind, of_rows, layers, length, rng):
 def batch(kind, of_rows, layers, length, rng, sequences):
     """The same of a `PagedKVCache`."""
     shape = SHAPES["F"]
-    blocks = sequences * (length // 16 + 1)
+    blocks = sequences * (length // 128 + 1)
     cache = numkv.PagedKVCache(layers, shape.kv_heads, shape.dim, num_blocks=blocks, kind=kind)
     seqs = [cache.add() for _ in range(sequences)]
     x = rows(rng, shape.kv_heads, (length - 1) * sequences, of_rows)

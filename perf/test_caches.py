@@ -58,7 +58,7 @@ def test_wrapper_put(measure, rng):
 @pytest.mark.parametrize("kind", ["fp16", "int8"])
 def test_swap(measure, rng, kind):
     """A sequence of 4,096 tokens out of a cache and in again."""
-    cache = numkv.PagedKVCache(2, HEADS, DIM, num_blocks=600, kind=kind)
+    cache = numkv.PagedKVCache(2, HEADS, DIM, num_blocks=80, kind=kind)
     rows = rng.standard_normal((4096, HEADS, DIM), np.float32)
     seq = cache.add()
     step = cache.reserve([seq], 4096)

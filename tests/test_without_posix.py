@@ -31,7 +31,7 @@ assert len(numkv.load("saved")) == 40
 assert main(["show", "saved"]) == 0
 for found in (0, 32):
     with PrefixStore("store", mark="mine", max_nbytes=10_000) as store:
-        paged = numkv.PagedKVCache(1, 2, 8, num_blocks=8, store=store)
+        paged = numkv.PagedKVCache(1, 2, 8, num_blocks=8, block_size=16, store=store)
         seq = paged.add(range(40))
         assert paged.cached_len(seq) == found
         step = paged.reserve([seq], [40 - found])

@@ -784,7 +784,7 @@ def errors(run):
     layer = numkv.ContiguousLayer(8, 2, 64, kind="int8", **place)
     paged = numkv.PagedLayer(2, 4, 2, 64, **place)
     cache = numkv.KVCache(2, 2, 64, max_seq_len=4, **place)
-    many = numkv.PagedKVCache(2, 2, 64, num_blocks=4, **place)
+    many = numkv.PagedKVCache(2, 2, 64, num_blocks=4, block_size=16, **place)
     rows, q = run.draw(3, 2, 64), run.draw(3, 4, 64)
     nan = np.ones((3, 2, 64), np.float32)
     nan[1, 1, 5] = np.nan

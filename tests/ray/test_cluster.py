@@ -36,7 +36,7 @@ def model():
 def sharded(model, *, heads=1, context=1, **options) -> ShardedBatch:
     config = model.config
     cache = ShardedKVCache(
-        config.num_layers, config.num_kv_heads, config.head_dim, num_blocks=24, kind="fp32",
+        config.num_layers, config.num_kv_heads, config.head_dim, num_blocks=24, block_size=16, kind="fp32",
         heads=heads, context=context, stripe=16, limits=PATIENT,
         transport=RayShards(num_cpus=1, start_timeout=PATIENCE), **options,
     )  # fmt: skip
@@ -136,7 +136,7 @@ def test_a_node_that_is_killed_while_texts_are_decoded(cluster, model, alone, tm
 
 def test_an_actor_that_does_not_answer_is_lost_with_its_sequences(cluster):
     cache = ShardedKVCache(
-        1, 2, 8, num_blocks=400, context=2, stripe=16, limits=PATIENT,
+        1, 2, 8, num_blocks=400, block_size=16, context=2, stripe=16, limits=PATIENT,
         transport=RayShards(num_cpus=0, start_timeout=PATIENCE),
     )  # fmt: skip
     with cache:

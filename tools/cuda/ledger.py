@@ -393,7 +393,7 @@ def cache_lines(make: Maker) -> Iterator[Line]:
     """A step of caches of many sequences."""
     numkv = make.numkv
     sizes = {"num_kv_heads": HEADS, "head_dim": DIM, "kind": "fp16", "target": "cuda"}
-    paged = numkv.PagedKVCache(num_layers=LAYERS, num_blocks=512, **sizes)
+    paged = numkv.PagedKVCache(num_layers=LAYERS, num_blocks=512, block_size=16, **sizes)
     prompts = [np.arange(5) + 100 * i for i in range(B)]
     seqs = [paged.add(prompt) for prompt in prompts]
     row, q = make.array((B, HEADS, DIM), np.float16), make.array((B, Q_HEADS, DIM), np.float16)

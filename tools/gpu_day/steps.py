@@ -256,7 +256,9 @@ def step_graph() -> float:
 
     layers, heads, dim, seqs = 2, 2, 128, 3
     make = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
-    cache = numkv.PagedKVCache(layers, heads, dim, num_blocks=256, kind="bf16", target="cuda")
+    cache = numkv.PagedKVCache(
+        layers, heads, dim, num_blocks=256, block_size=16, kind="bf16", target="cuda"
+    )
     ids, stream = [], torch.cuda.Stream()
     for n in (70, 333, 5):
         ids.append(cache.add())

@@ -323,7 +323,15 @@ def make_amx_softmax(k_kind, v_kind, weight_parts):
                       t1: r0 | r1 | ... | r15    ->    low parts    (t0 t1) of r0 | of r1 | ... | of r15
         """
         _AmxSoftmax(
-            b, (k_kind, v_kind, weight_parts), f, s_at, count, scales, soft_cap, partly, bounds_at,
+            b,
+            (k_kind, v_kind, weight_parts),
+            f,
+            s_at,
+            count,
+            scales,
+            soft_cap,
+            partly,
+            bounds_at,
             state,
         ).emit()
 
