@@ -263,7 +263,7 @@ def at_once(query: Any, pending: Pending, plan: Any, scaling: Any, softcap: Any,
     if ring is not None:
         ring.end = group.end_after
     if group.moves:
-        layer.finish(group.step, bound.pool)
+        layer.change(group.step.after, group.step.shrink)
     else:
         layer.metadata = group.after
     return out
@@ -345,8 +345,7 @@ class Group:
         self.shape_q, self.shape_k, self.shape_v = query.shape, keys.shape, values.shape
         self.shape_out = (batch, columns, q_heads, dim_v)
         self.before, self.after, self.step = step.before, step.after, step
-        grows = step.num_blocks != step.before.num_blocks
-        self.moves = grows or step.copies is not None or step.shrink is not None
+        self.moves = step.copies is not None or step.shrink is not None
         self.plan = plan
 
     def _plan_in_full(self, step: Step, places: GroupsOfStep, ring: NewestTokenGroups) -> None:
@@ -436,15 +435,15 @@ def prepared(
         None where the pass needs more than the compiled call does; then nothing has changed.
     """
     layer, keys, values = pending.layer, pending.keys, pending.values
-    metadata, pool = layer.metadata, layer.pool
-    if metadata is None or pending.done is not None or plan.whole is not plan:
+    ring, pool = layer.ring, layer.pool
+    if layer.metadata is None or pending.done is not None or plan.whole is not plan:
         return None
-    ring = layer.ring
     if pool.rotate or (ring is not None and (ring.first or not pool.by_channel)):
         return None
-    if not _fits(query, keys, values, metadata.batch, pool):
+    if not _fits(query, keys, values, layer.metadata.batch, pool):
         return None
-    step = plan.step(metadata, keep=layer.record_past)
+    step = plan.step(layer)
+    metadata, pool = layer.metadata, layer.pool
     if step.new is not None or step.queries is not None or step.ranges is not None:
         return None
     end_after = in_full = kinds = None
@@ -478,8 +477,7 @@ def prepared(
         if not np.array_equal(ring.end, group.end):
             return None
         ring.end = group.end
-    if group.moves:
-        pool = layer.make_room(step)
+    step.copy_blocks(pool)
     if (
         bound is None or bound.group is not group or bound.pool is not pool or bound.in_full is not in_full
         or scaling != bound.scaling or softcap != bound.softcap or s_aux is not bound.s_aux
@@ -568,16 +566,17 @@ def _append(q: Any, pending: Pending, plan: Any, sm_scale: float) -> tuple[Step,
             "NumkvCache: expected a mask of all new columns for rows that are to be stored, got a part"
         )
     layer = pending.layer
-    metadata, pool = layer.begin(pending.keys, pending.values)
+    pool = layer.begin(pending.keys, pending.values)
     check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
-    step = plan.step(metadata, keep=layer.record_past)
+    step = plan.step(layer)
+    pool = layer.pool
     k = _new_rows(pending.keys, pool.k_kind, "key_states")
     v = None if pool.is_latent else _new_rows(pending.values, pool.v_kind, "value_states")
     k, v = pool.check_rows(k, v, check_finite=True)
-    pool = layer.make_room(step)
+    step.copy_blocks(pool)
     pool.scatter(k, v, step.slots)
     in_full = None if layer.ring is None else layer.ring.write(k, v, step, pool)
-    layer.finish(step, pool)
+    layer.change(step.after, step.shrink)
     if layer.options.shared.tolerance is not None:
         layer.options.shared.tolerance.look(layer, q, k, pool, step, sm_scale)
     pending.done = (plan, step, pool, in_full)

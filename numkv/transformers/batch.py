@@ -23,7 +23,7 @@ from numkv.access import Access, busy, writes
 from numkv.caches import FullPrecision, Profile
 from numkv.errors import CacheFull, DimensionMismatch, NonFiniteInput, NotSupported, NumkvError
 from numkv.interrupts import signals_deferred
-from numkv.numbers import check_size, parse_size
+from numkv.numbers import check_nbytes, check_size
 from numkv.store import PrefixStore
 from numkv.torch import PagedKVCache
 from numkv.transformers.cache import read_profile
@@ -149,7 +149,7 @@ class ContinuousBatch:
         profile = read_profile(profile, given)
         self._tokens_per_pass = check_size("tokens_per_pass", tokens_per_pass, 1)
         self._max_running = check_size("max_running", max_running, 1)
-        nbytes = parse_size(max_nbytes)[0] if isinstance(max_nbytes, str) else max_nbytes
+        nbytes = check_nbytes("max_nbytes", max_nbytes)
         config = inner.config.get_text_config(decoder=True)
         for part in (inner.config, config):
             check_config(part, name)

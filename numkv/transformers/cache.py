@@ -31,7 +31,7 @@ from numkv.transformers.internals import (
     set_cache_maker,
     transformers_makes_cache,
 )
-from numkv.transformers.layers import HybridLayer, LatentLayer, NumkvLayer, Options
+from numkv.transformers.layers import HybridLayer, LatentLayer, NumkvLayer, Options, Shared
 from numkv.transformers.saved import SavedCache, snapshot
 from numkv.transformers.tolerance import Tolerance
 
@@ -67,7 +67,11 @@ class NumkvCache(Cache):  # type: ignore[misc]
         How many of each sequence's newest and first tokens are read in full precision, as the model computes them,
         beside quantised storage. It makes no layer see more of them than it does.
     profile : Profile or path, optional
-        Kinds of each layer, as `numkv fit` chose them for this checkpoint, in place of other options but `capacity`.
+        Kinds of each layer, as `numkv fit` chose them for this checkpoint, in place of other options but `capacity` and
+        `max_nbytes`.
+    max_nbytes : int or str, optional
+        Bytes of the buffers of K and V of all layers, such as ``"4GiB"``. A pass that needs more raises `CacheFull`
+        before it changes anything, and a shorter one may follow.
 
     Raises
     ------
@@ -75,7 +79,8 @@ class NumkvCache(Cache):  # type: ignore[misc]
         If the model has layers that would not be right: attention that chooses tokens by an index, ALiBi, cross
         attention. If `full_precision` is given and neither K nor V is quantised. Keys by channel take no window of more
         than 64 tokens in full precision, no `rotate`, and no layers that see 64 tokens or fewer. Of models with latent
-        attention, if `rotate`, `full_precision`, a `v_kind` or a `profile` is given, as V is a part of K's rows.
+        attention, if `rotate`, `full_precision`, a `v_kind` or a `profile` is given, as V is a part of K's rows. Of
+        models whose layers have states of transformers', if `max_nbytes` is given, as a pass has changed some by then.
     UnsupportedDType, DimensionMismatch, ValueError, TypeError
         If a kind or a number is not one, or a profile is of a model of another shape.
     NumkvError
@@ -110,8 +115,9 @@ class NumkvCache(Cache):  # type: ignore[misc]
         rotate: bool = False,
         full_precision: FullPrecision | None = None,
         profile: Profile | str | os.PathLike[str] | None = None,
+        max_nbytes: int | str | None = None,
     ) -> None:
-        options = Options(kind, k_kind, v_kind, capacity, rotate, full_precision)
+        options = Options(kind, k_kind, v_kind, capacity, rotate, full_precision, max_nbytes)
         asked = {
             "kind": kind,
             "k_kind": k_kind,
@@ -151,6 +157,11 @@ class NumkvCache(Cache):  # type: ignore[misc]
             raise NotSupported(
                 f"NumkvCache: expected a model with layers of attention, got {config.model_type!r}, which has none"
             )
+        if max_nbytes is not None and any(isinstance(x, LinearAttentionCacheLayerMixin) for x in layers):
+            raise NotSupported(
+                f"NumkvCache: expected no `max_nbytes` for {config.model_type!r}, whose layers have states that a pass "
+                "without room has changed by then, got one; leave it out"
+            )
         super().__init__(layers=layers)
 
     #: Of files: a mark has to say whose K and V it holds.
@@ -169,9 +180,13 @@ class NumkvCache(Cache):  # type: ignore[misc]
         return made
 
     @property
-    def _access(self) -> Access:
+    def _shared(self) -> Shared:
         own = next(layer for layer in self.layers if isinstance(layer, NumkvLayer))
-        return own.options.shared.access
+        return own.options.shared
+
+    @property
+    def _access(self) -> Access:
+        return self._shared.access
 
     def __repr__(self) -> str:
         own = [layer for layer in self.layers if isinstance(layer, NumkvLayer)]
@@ -185,6 +200,11 @@ class NumkvCache(Cache):  # type: ignore[misc]
     def nbytes(self) -> int:
         """Bytes of the buffers of K and V."""
         return sum(layer.nbytes for layer in self.layers if isinstance(layer, NumkvLayer))
+
+    @property
+    def max_nbytes(self) -> int | None:
+        """Bytes that they may take."""
+        return self._shared.max_nbytes
 
     @property
     def max_cache_len(self) -> int:
@@ -309,6 +329,7 @@ def use(
     rotate: bool = False,
     full_precision: FullPrecision | None = None,
     profile: Profile | str | os.PathLike[str] | None = None,
+    max_nbytes: int | str | None = None,
     tolerance: float | None = None,
 ) -> _Model:
     """Have a model attend by numkv, and ``model.generate`` make a `NumkvCache` where it is given no cache.
@@ -320,8 +341,8 @@ def use(
     ----------
     model : transformers.PreTrainedModel
         A decoder on the CPU, or one wrapped by PEFT or ``torch.compile``; then the inner model is switched.
-    kind, k_kind, v_kind, rotate, full_precision, profile
-        How K and V are stored; see `NumkvCache`.
+    kind, k_kind, v_kind, rotate, full_precision, profile, max_nbytes
+        How K and V are stored, and in how many bytes; see `NumkvCache`.
     capacity : int, optional
         Tokens of each sequence to reserve room for; without it as many as ``generate`` may make.
     tolerance : float, optional
@@ -359,7 +380,7 @@ def use(
     """
     options = {
         "kind": kind, "k_kind": k_kind, "v_kind": v_kind, "capacity": capacity, "rotate": rotate,
-        "full_precision": full_precision, "profile": profile,
+        "full_precision": full_precision, "profile": profile, "max_nbytes": max_nbytes,
     }  # fmt: skip
     if isinstance(profile, (str, os.PathLike)):
         options["profile"] = Profile.load(profile)  # once, and not when text is generated

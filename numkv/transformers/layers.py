@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,18 +16,18 @@ from numkv import targets
 from numkv.access import Access
 from numkv.caches import FullPrecision, Profile
 from numkv.caches.layer_spec import in_full, refuse_longer_than_group
-from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
+from numkv.errors import CacheFull, DimensionMismatch, NotSupported, UnsupportedDType
 from numkv.interrupts import uninterrupted
 from numkv.kinds import Kind, kind_of_dtype, kinds_of, refuse_channels
 from numkv.kinds import kind as kind_of
-from numkv.numbers import check_flag, check_size
+from numkv.numbers import check_flag, check_nbytes, check_size
 from numkv.storage.buffer import refuse_rotated_channels
 from numkv.storage.latents import LatentPool
 from numkv.storage.pool import Pool
 from numkv.torch.tensors import array_of
 from numkv.transformers.full_precision import FullPrecisionRing, NewestTokenGroups
 from numkv.transformers.internals import CacheLayerMixin, LinearAttentionLayer
-from numkv.transformers.metadata import BatchMetadata, Shrink, Step
+from numkv.transformers.metadata import BatchMetadata, Move, Step
 
 # Short blocks are copied fast where beams part, and long ones read as fast as memory without blocks.
 _BLOCK_SIZE = 256
@@ -47,21 +48,106 @@ _EXPANDING = {
 
 
 class Shared:
-    """What all layers of a cache have in common, whatever they are stored in."""
+    """What all layers of a cache have in common, whatever they are stored in.
 
-    def __init__(self) -> None:
-        self.access = Access()
+    Parameters
+    ----------
+    max_nbytes : int, optional
+        Bytes that their buffers may take together.
+    """
+
+    def __init__(self, max_nbytes: int | None = None) -> None:
+        self.access, self.max_nbytes = Access(), max_nbytes
+        #: Those that are in use; none of them is kept by this.
+        self.layers: weakref.WeakSet[NumkvLayer] = weakref.WeakSet()
         #: Of layers that attend by compiled calls: see `numkv.transformers.attention`.
         self.groups: dict[tuple[Any, ...], Any] = {}
         #: What asks about the keys of a first prompt: a `numkv.transformers.tolerance.Tolerance`, or None.
         self.tolerance: Any = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            **self.__dict__,
-            "groups": {},
-            "tolerance": None,
-        }  # which hold addresses: a copy makes its own
+    def __reduce__(self) -> Any:
+        return Shared, (self.max_nbytes,)  # groups hold addresses, and layers come by themselves
+
+    def make_room(self, own: NumkvLayer, offset: int, mask: Any, columns: int) -> None:
+        """Give layers room for a pass before the first of them is written; without tokens each in its turn.
+
+        A layer that drops most of a long pass again gets the room for it in its turn, too.
+
+        Parameters
+        ----------
+        own : NumkvLayer
+            The layer whose turn it is.
+        offset, columns : int
+            Columns so far, and those of the pass.
+        mask : bool array (batch, columns or more), or None
+            Which of them are tokens.
+
+        Raises
+        ------
+        CacheFull
+            If all of it takes more than `max_nbytes`. Layers are as they were; without tokens they have no buffers.
+        """
+        held = _by_history(x for x in self.layers if x.get_seq_length() == offset)
+        more = {at: at.more(mask, columns) for at in held}
+        least = {at: at.used + n if n else 0 for at, n in more.items()}
+        if all(n <= at.num_blocks for at, n in least.items()):
+            return
+        lasting, beside = dict(least), 0
+        for at, layers in held.items():
+            if 0 <= at.reach and not layers[0].record_past and least[at] > 2 * at.enough:
+                lasting[at] = min(at.enough, at.num_blocks)
+                beside = max(beside, (least[at] - lasting[at]) * layers[0].block_nbytes)
+        for at, n in self._blocks(held, lasting, beside, offset, columns).items():
+            _move(held[at], at, n)
+        at = own.metadata
+        assert at is not None
+        if least.get(at, 0) > at.num_blocks:
+            _move([own], at, least[at])
+
+    def _blocks(
+        self, held: dict[BatchMetadata, list[NumkvLayer]], least: dict[BatchMetadata, int], beside: int, offset: int,
+        columns: int,
+    ) -> dict[BatchMetadata, int]:  # fmt: skip
+        """Blocks of the pools that change: twice as many if there are too few, as far as `max_nbytes` goes."""
+        found = {}
+        for at, layers in held.items():
+            if least[at] > at.num_blocks:
+                grown = max(2 * at.num_blocks, layers[0].reserved(at.batch))
+                found[at] = max(least[at], grown if at.reach < 0 else min(grown, 2 * at.enough))
+        if self.max_nbytes is None:
+            return found
+        found = found if offset else {at: least[at] for at in found}
+        of_block = {at: sum(x.block_nbytes for x in layers) for at, layers in held.items()}
+        rest = self.max_nbytes - beside - sum(x.nbytes for x in self.layers)
+        if sum((n - at.num_blocks) * of_block[at] for at, n in found.items()) <= rest:
+            return found
+        # What others have too much of is given to those that have too little.
+        least = {at: max(1, least[at] or at.used) for at in held}
+        rest += sum((at.num_blocks - n) * of_block[at] for at, n in least.items())
+        if rest < 0:
+            for layer in () if offset else self.layers:
+                layer.drop()
+            raise CacheFull(
+                f"NumkvCache: expected K and V within `max_nbytes`, {self.max_nbytes}, got {columns} columns after "
+                f"{offset}, with which they take {self.max_nbytes - rest}; pass fewer, or make the cache with more"
+            )
+        spare = {at: found.get(at, at.num_blocks) - n for at, n in least.items()}
+        asked = sum(n * of_block[at] for at, n in spare.items())
+        return {at: n + spare[at] * rest // asked for at, n in least.items()}
+
+
+def _by_history(layers: Iterable[NumkvLayer]) -> dict[BatchMetadata, list[NumkvLayer]]:
+    found: dict[BatchMetadata, list[NumkvLayer]] = {}
+    for layer in layers:
+        if layer.metadata is not None:
+            found.setdefault(layer.metadata, []).append(layer)
+    return found
+
+
+def _move(layers: list[NumkvLayer], held: BatchMetadata, num_blocks: int) -> None:
+    """Give layers of one history pools of so many blocks."""
+    for layer in layers if num_blocks != held.num_blocks else ():
+        layer.change(*held.packed(num_blocks))
 
 
 class Options:
@@ -77,6 +163,8 @@ class Options:
         Whether rows are rotated.
     full_precision : FullPrecision, optional
         Newest and first tokens of each sequence that are kept in full precision, too.
+    max_nbytes : int or str, optional
+        Bytes that the buffers of all layers may take.
     """
 
     #: Kv heads and elements of K and V that rows must have, if a profile says so.
@@ -90,6 +178,7 @@ class Options:
         capacity: int | None = None,
         rotate: bool = False,
         full_precision: FullPrecision | None = None,
+        max_nbytes: int | str | None = None,
     ) -> None:
         if kind is not None and k_kind is not None and v_kind is not None:
             raise ValueError(
@@ -108,7 +197,7 @@ class Options:
             refuse_rotated_channels(self.k_kind, self.rotate)
             if self.full_precision is not None:
                 refuse_longer_than_group(self.full_precision.window, self.k_kind)
-        self.shared = Shared()
+        self.shared = Shared(None if max_nbytes is None else check_nbytes("max_nbytes", max_nbytes))
 
     @property
     def group_tokens(self) -> int:
@@ -277,6 +366,7 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         self.bound: Any = None
         # Of the last pass of one token: shapes, dtype, what is pending, and what comes back for it.
         self._rows: tuple[Any, ...] | None = None
+        options.shared.layers.add(self)
 
     @property
     def takes_channels(self) -> bool:
@@ -297,8 +387,7 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         """Make the buffers for K and V of these shapes."""
         _check_rows(key_states, value_states)
         batch, heads, _, dim = map(int, key_states.shape)
-        options, tokens = self.options, self.options.capacity
-        size = max(self.block_size, options.group_tokens)
+        options = self.options
         own = _own_kind(key_states), _own_kind(value_states)
         kinds = options.k_kind or own[0], options.v_kind or own[1]
         shape = heads, dim, int(value_states.shape[3])
@@ -310,9 +399,16 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
                 expected=shape,
                 actual=options.shape,
             )
+        self.block_size = max(self.block_size, options.group_tokens)
+        blocks = 1 if options.shared.max_nbytes is not None else max(1, self.reserved(batch))
+        self.allocate(batch, blocks, shape, kinds, own)
+
+    def reserved(self, batch: int) -> int:
+        """Blocks that hold the capacity asked for."""
+        tokens, size = self.options.capacity, self.block_size
         if self.reach >= 0:
             tokens = min(tokens, self.reach + size)
-        self.allocate(batch, max(1, batch * -(-tokens // size)), shape, kinds, own)
+        return batch * -(-tokens // size)
 
     def allocate(
         self, batch: int, num_blocks: int, shape: tuple[int, int, int], kinds: tuple[Kind, Kind], own: tuple[Any, Any]
@@ -365,8 +461,12 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "bound": None, "_rows": None}
 
-    def begin(self, key_states: Any, value_states: Any) -> tuple[BatchMetadata, Pool]:
-        """The metadata and the pool that new rows meet, both checked."""
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.options.shared.layers.add(self)
+
+    def begin(self, key_states: Any, value_states: Any) -> Pool:
+        """The pool that new rows meet, checked."""
         batch, heads, _, dim = key_states.shape
         dims = (heads, dim, value_states.shape[3])
         if key_states.shape[:3] != value_states.shape[:3]:
@@ -379,7 +479,10 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.metadata is None or self.pool is None:
             self.lazy_initialization(key_states, value_states)
         elif self.metadata.columns == 0 and (batch, *dims) != (self.metadata.batch, *self._dims()):
-            self.lazy_initialization(key_states, value_states)  # after a reset
+            for layer in self.options.shared.layers:  # after a reset
+                if layer.get_seq_length() == 0:
+                    layer.drop()
+            self.lazy_initialization(key_states, value_states)
         metadata, pool = self.metadata, self.pool
         assert metadata is not None
         assert pool is not None
@@ -396,29 +499,12 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
                 expected=self._dims(),
                 actual=tuple(map(int, dims)),
             )
-        return metadata, pool
+        return pool
 
     def _dims(self) -> tuple[int, int, int]:
         pool = self.pool
         assert pool is not None
         return int(pool.k.shape[1]), pool.head_dim, pool.head_dim_v
-
-    def make_room(self, step: Step) -> Pool:
-        """The pool with room for a step's rows; the layer's metadata stay as they are."""
-        pool = self.pool
-        assert pool is not None
-        bigger = pool
-        if step.num_blocks != int(pool.k.shape[0]):
-            bigger = pool.like(step.num_blocks)
-        if step.copies is not None:
-            pool.copy_blocks(step.copies[0], bigger, step.copies[1])
-        return bigger
-
-    @uninterrupted
-    def finish(self, step: Step, pool: Pool) -> None:
-        """Take over what holds after a step whose rows are in `pool`."""
-        self.pool = pool
-        self.change(step.after, step.shrink)
 
     # -- what transformers asks
 
@@ -449,6 +535,16 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         pools = self.pool, None if self.ring is None else self.ring.pool
         return sum(pool.nbytes for pool in pools if pool is not None)
 
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of a block."""
+        pool = self.pool
+        assert pool is not None
+        buffers = [x for _, x in pool.stored]
+        grow = [x.words for x in buffers]
+        grow += [x.scales for x in buffers if x.kind.scales_per != "head"]
+        return int(sum(x.nbytes for x in grow)) // int(pool.k.shape[0])
+
     def activate_past_recording(self) -> None:
         """Keep what leaves the reach until the next crop."""
         self.record_past = True
@@ -464,17 +560,24 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.ring is not None:
             self.ring.crop(np.zeros_like(self.ring.end))
 
-    def change(self, metadata: BatchMetadata, shrink: Shrink | None = None) -> None:
-        """Take new metadata, and a smaller pool if they say so."""
-        if shrink is not None:
-            pool = self.pool
+    @uninterrupted
+    def change(self, metadata: BatchMetadata, move: Move | None = None) -> None:
+        """Take new metadata, and another pool if they say so."""
+        made = pool = self.pool
+        if move is not None:
             assert pool is not None
-            num_blocks, source, target = shrink
-            self.pool = pool.like(num_blocks)
-            pool.copy_blocks(source, self.pool, target)
-        self.metadata = metadata
+            num_blocks, source, target = move
+            made = pool.like(num_blocks)
+            pool.copy_blocks(source, made, target)
+        self.pool, self.metadata = made, metadata
 
-    def cropped(self, tokens_to_remove: int) -> tuple[BatchMetadata, Shrink | None] | None:
+    @uninterrupted
+    def drop(self) -> None:
+        """Forget all tokens, and have no buffers."""
+        self.metadata = self.pool = self.ring = self.bound = None
+        self.is_initialized = False
+
+    def cropped(self, tokens_to_remove: int) -> tuple[BatchMetadata, Move | None] | None:
         """What the layer holds without the last ``-tokens_to_remove`` columns, if it holds anything; checked."""
         if tokens_to_remove > 0:
             raise ValueError(

@@ -24,6 +24,7 @@ from numkv.snapshots.saved import (
     flag,
     integer,
     integers,
+    optional,
     part,
     parts,
     storage_kind,
@@ -35,7 +36,7 @@ from numkv.transformers.families import types_of_layers
 from numkv.transformers.full_precision import NewestTokenGroups
 from numkv.transformers.internals import inner_model
 from numkv.transformers.layers import HybridLayer, LatentLayer, NumkvLayer, Options, Shared
-from numkv.transformers.metadata import BatchMetadata
+from numkv.transformers.metadata import BatchMetadata, Move
 
 _INT32, _UINT8 = np.dtype(np.int32), np.dtype(np.uint8)
 _CPU = targets.get("cpu")
@@ -182,6 +183,7 @@ class SavedCache(Saved):
     options: list[SavedOptions] = parts(SavedOptions)
     tokens: list[SavedTokens] = parts(SavedTokens)
     layers: list[SavedLayer] = parts(SavedLayer)
+    max_nbytes: int | None = optional(missing=None)
 
     def check(self) -> None:
         """See `Saved.check`."""
@@ -248,7 +250,7 @@ class SavedCache(Saved):
 
     def restored(self, source: Source) -> list[NumkvLayer]:
         """Return the layers, with what they held."""
-        shared, options = Shared(), [x.options for x in self.options]
+        shared, options = Shared(self.max_nbytes), [x.options for x in self.options]
         for each in options:
             each.shared = shared
         tokens = [x.restored(number, source) for number, x in enumerate(self.tokens)]
@@ -343,7 +345,7 @@ def snapshot(layers: Sequence[Any], held: Any) -> Snapshot:
     options: dict[Options, int] = {}
     tokens: dict[BatchMetadata, int] = {}
     saved_layers, tensors = [], list[Tensor]()
-    packed: dict[BatchMetadata, tuple[BatchMetadata, NDArray[Any]]] = {}
+    packed: dict[BatchMetadata, tuple[BatchMetadata, Move]] = {}
     for number, layer in enumerate(layers):
         if not isinstance(layer, NumkvLayer) or isinstance(layer, HybridLayer):
             raise NotSupported(
@@ -354,7 +356,7 @@ def snapshot(layers: Sequence[Any], held: Any) -> Snapshot:
         if at is not None and pool is not None:
             if at not in packed:
                 packed[at] = at.packed()
-            less, blocks = packed[at]
+            _, (_, blocks, _) = packed[at]
             newest = None if layer.ring is None else layer.ring.pool
             rows = SavedRows(
                 tokens=tokens.setdefault(at, len(tokens)), k_kind=pool.k_kind, v_kind=pool.v_kind,
@@ -377,7 +379,7 @@ def snapshot(layers: Sequence[Any], held: Any) -> Snapshot:
             arrays[f"valid.{number}"] = less.valid.astype(np.uint8)
     saved = SavedCache(
         options=[SavedOptions.of(x) for x in options],
-        tokens=[SavedTokens.of(packed[at][0]) for at in tokens], layers=saved_layers,
+        tokens=[SavedTokens.of(packed[at][0]) for at in tokens], layers=saved_layers, max_nbytes=held.max_nbytes,
     )  # fmt: skip
     return Snapshot(saved, tensors, [(held, True)], arrays)
 
