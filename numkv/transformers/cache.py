@@ -251,6 +251,7 @@ class NumkvCache(Cache):  # type: ignore[misc]
     @uninterrupted
     def reorder_cache(self, beam_idx: Any) -> None:
         """Take sequences in another order; those that are taken twice share their blocks."""
+        self._shared.refuse_batch(len(beam_idx))
         super().reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:

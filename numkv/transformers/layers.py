@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -87,22 +88,39 @@ class Shared:
         CacheFull
             If all of it takes more than `max_nbytes`. Layers are as they were; without tokens they have no buffers.
         """
-        held = _by_history(x for x in self.layers if x.get_seq_length() == offset)
+        held: dict[BatchMetadata, list[NumkvLayer]] = {}
+        for layer in self.layers:
+            if layer.metadata is not None and layer.metadata.columns == offset:
+                held.setdefault(layer.metadata, []).append(layer)
         more = {at: at.more(mask, columns) for at in held}
         least = {at: at.used + n if n else 0 for at, n in more.items()}
         if all(n <= at.num_blocks for at, n in least.items()):
             return
+        needed = least[own.metadata]
         lasting, beside = dict(least), 0
         for at, layers in held.items():
             if 0 <= at.reach and not layers[0].record_past and least[at] > 2 * at.enough:
-                lasting[at] = min(at.enough, at.num_blocks)
-                beside = max(beside, (least[at] - lasting[at]) * layers[0].block_nbytes)
-        for at, n in self._blocks(held, lasting, beside, offset, columns).items():
-            _move(held[at], at, n)
-        at = own.metadata
-        assert at is not None
-        if least.get(at, 0) > at.num_blocks:
-            _move([own], at, least[at])
+                lasting[at] = at.enough
+                beside = max(beside, (least[at] - at.enough) * layers[0].block_nbytes)
+        found = self._blocks(held, lasting, beside, offset, columns)
+        for at in sorted(found, key=lambda x: found[x] - x.num_blocks):
+            for layer in held[at]:
+                layer.resize(found[at])
+        own.resize(max(needed, own.metadata.num_blocks))
+
+    def refuse_batch(self, batch: int) -> None:
+        """Refuse more sequences whose tokens in full precision `max_nbytes` is too small for."""
+        rings = [x for x in self.layers if x.ring is not None]
+        nbytes = sum(x.nbytes for x in self.layers)
+        nbytes += sum((batch - x.metadata.batch) * x.ring.pool.nbytes // x.metadata.batch for x in rings)
+        if self.max_nbytes is not None and nbytes > self.max_nbytes:
+            raise self._full(f"{batch} sequences", nbytes)
+
+    def _full(self, what: str, nbytes: int) -> CacheFull:
+        return CacheFull(
+            f"NumkvCache: expected K and V within `max_nbytes`, {self.max_nbytes}, got {what}, with which they take "
+            f"{nbytes}; pass fewer, or make the cache with more"
+        )
 
     def _blocks(
         self, held: dict[BatchMetadata, list[NumkvLayer]], least: dict[BatchMetadata, int], beside: int, offset: int,
@@ -122,32 +140,15 @@ class Shared:
         if sum((n - at.num_blocks) * of_block[at] for at, n in found.items()) <= rest:
             return found
         # What others have too much of is given to those that have too little.
-        least = {at: max(1, least[at] or at.used) for at in held}
+        least = {at: least[at] or at.used for at in held}
         rest += sum((at.num_blocks - n) * of_block[at] for at, n in least.items())
         if rest < 0:
             for layer in () if offset else self.layers:
                 layer.drop()
-            raise CacheFull(
-                f"NumkvCache: expected K and V within `max_nbytes`, {self.max_nbytes}, got {columns} columns after "
-                f"{offset}, with which they take {self.max_nbytes - rest}; pass fewer, or make the cache with more"
-            )
+            raise self._full(f"{columns} columns after {offset}", self.max_nbytes - rest)
         spare = {at: found.get(at, at.num_blocks) - n for at, n in least.items()}
         asked = sum(n * of_block[at] for at, n in spare.items())
         return {at: n + spare[at] * rest // asked for at, n in least.items()}
-
-
-def _by_history(layers: Iterable[NumkvLayer]) -> dict[BatchMetadata, list[NumkvLayer]]:
-    found: dict[BatchMetadata, list[NumkvLayer]] = {}
-    for layer in layers:
-        if layer.metadata is not None:
-            found.setdefault(layer.metadata, []).append(layer)
-    return found
-
-
-def _move(layers: list[NumkvLayer], held: BatchMetadata, num_blocks: int) -> None:
-    """Give layers of one history pools of so many blocks."""
-    for layer in layers if num_blocks != held.num_blocks else ():
-        layer.change(*held.packed(num_blocks))
 
 
 class Options:
@@ -400,7 +401,7 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
                 actual=options.shape,
             )
         self.block_size = max(self.block_size, options.group_tokens)
-        blocks = 1 if options.shared.max_nbytes is not None else max(1, self.reserved(batch))
+        blocks = max(1, self.reserved(batch)) if options.shared.max_nbytes is None else 0
         self.allocate(batch, blocks, shape, kinds, own)
 
     def reserved(self, batch: int) -> int:
@@ -543,7 +544,7 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         buffers = [x for _, x in pool.stored]
         grow = [x.words for x in buffers]
         grow += [x.scales for x in buffers if x.kind.scales_per != "head"]
-        return int(sum(x.nbytes for x in grow)) // int(pool.k.shape[0])
+        return sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in grow)
 
     def activate_past_recording(self) -> None:
         """Keep what leaves the reach until the next crop."""
@@ -570,6 +571,12 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
             made = pool.like(num_blocks)
             pool.copy_blocks(source, made, target)
         self.pool, self.metadata = made, metadata
+
+    def resize(self, num_blocks: int) -> None:
+        """Take a pool of so many blocks."""
+        held = self.metadata
+        if num_blocks != held.num_blocks:
+            self.change(*held.packed(num_blocks))
 
     @uninterrupted
     def drop(self) -> None:

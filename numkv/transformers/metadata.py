@@ -481,11 +481,10 @@ class BatchMetadata:
         return (less, move) if less.num_blocks < self.num_blocks else (metadata, None)
 
     @_once
-    def packed(self, num_blocks: int = 1) -> tuple[BatchMetadata, Move]:
+    def packed(self, num_blocks: int = 0) -> tuple[BatchMetadata, Move]:
         """The same tokens in the first blocks of another pool, of `num_blocks` at least."""
         used = np.flatnonzero(self._counts()).astype(np.int32)
-        used = used if len(used) else np.zeros(1, np.int32)
-        renamed = np.zeros(self.num_blocks, np.int32)
+        renamed = np.zeros(max(1, self.num_blocks), np.int32)
         renamed[used] = np.arange(len(used))
         made = replace(
             self, num_blocks=max(num_blocks, len(used)), table=renamed[np.maximum(self.table, 0)]

@@ -89,7 +89,7 @@ class SavedTokens(Saved):
     """A `BatchMetadata`: which tokens layers of one history hold. Its table and its padding are tensors."""
 
     block_size: int = integer(1)
-    blocks: int = integer(1)
+    blocks: int = integer()
     reach: int = integer(-1)
     columns: int = integer()
     lengths: list[int] = integers()
