@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from numkv.access import writes
 from numkv.attention.attend import attend, check_queries, check_sinks
@@ -26,7 +25,7 @@ from numkv.storage.pool import Pool
 from numkv.torch.tensors import array_of, tensor_of
 from numkv.transformers.forward_pass import PASS
 from numkv.transformers.full_precision import GroupsOfStep, NewestTokenGroups
-from numkv.transformers.internals import repeat_kv, sdpa_attention_forward
+from numkv.transformers.internals import own_attention, sdpa_attention_forward
 from numkv.transformers.layers import LatentRows, NumkvLayer, Pending, Rows
 from numkv.transformers.masks import Plan
 from numkv.transformers.metadata import Step
@@ -177,33 +176,12 @@ def _without_cache(
         raise NotSupported(
             "attention implementation 'numkv': expected a mask with a soft cap or sinks"
         )
-    return _in_full(module, query, key, value, mask, dropout, scaling, softcap, sinks)
-
-
-def _in_full(
-    module: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float, scaling: float | None,
-    softcap: float | None, sinks: Any,
-) -> Any:  # fmt: skip
-    """Attend with a soft cap or sinks, which PyTorch's attention has not."""
-    group = query.shape[1] // key.shape[1]
-    key, value = repeat_kv(key, group), repeat_kv(value, group)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = torch.matmul(query, key.transpose(2, 3)) * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if mask is not None:
-        if mask.dtype == torch.bool:
-            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-        else:
-            scores = scores + mask
-    if sinks is not None:
-        column = sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)
-        scores = torch.cat([scores, column], -1)
-    weights = functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    if sinks is not None:
-        weights = weights[..., :-1]
-    weights = functional.dropout(weights, p=dropout, training=module.training)
-    return torch.matmul(weights, value).transpose(1, 2).contiguous()
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(
+            ~mask, torch.finfo(query.dtype).min
+        )
+    own = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": sinks}
+    return own_attention(module)(module, query, key, value, mask, **own, **others)[0]
 
 
 # -- by one compiled call
@@ -309,9 +287,8 @@ class Group:
         self.end_after: Any = None
         self._memory: Any = None
         self._table: Any = None
-        self._tiles: Any = (
-            None  # of each sequence, as the memory is planned for; None if it has to be planned
-        )
+        # Of each sequence, as the memory is planned for; None if it has to be planned.
+        self._tiles: Any = None
 
     def prepare(
         self, plan: Any, step: Step, query: Any, keys: Any, values: Any, ring: Any, end_after: Any
@@ -352,11 +329,8 @@ class Group:
         """Plan the full-precision part of a pass, and its quantisation."""
         memory, older = self._memory, places.older
         part = memory.part_in_full(places.table.shape[1])
-        part.block_table[:], part.seq_lens[:], part.q_starts[:] = (
-            places.table,
-            places.lengths,
-            step.starts,
-        )
+        part.block_table[:], part.seq_lens[:] = places.table, places.lengths
+        part.q_starts[:] = step.starts
         part.slots[:], part.ranges[:], memory.ranges[:] = places.slots, places.newer, older
         part.plan(-1, int(ring.pool.k.shape[2]), 0, 0)
         memory.quantise(places.groups, places.to_groups, bool((older[:, 0] < older[:, 1]).any()))

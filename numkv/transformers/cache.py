@@ -119,24 +119,19 @@ class NumkvCache(Cache):  # type: ignore[misc]
     ) -> None:
         options = Options(kind, k_kind, v_kind, capacity, rotate, full_precision, max_nbytes)
         asked = {
-            "kind": kind,
-            "k_kind": k_kind,
-            "v_kind": v_kind,
-            "rotate": rotate or None,
+            "kind": kind, "k_kind": k_kind, "v_kind": v_kind, "rotate": rotate or None,
             "full_precision": full_precision,
-        }
+        }  # fmt: skip
         kinds = read_profile(profile, asked)
         if not isinstance(config, PreTrainedConfig):
             raise TypeError(
                 f"`config`: expected a transformers.PreTrainedConfig, got {type(config).__name__}; pass model.config"
             )
-        check_config(config, "NumkvCache")
-        config = config.get_text_config(decoder=True)
-        check_config(config, "NumkvCache")
-        latent = has_latents(config)
-        kept = full_precision is not None
-        other_v = v_kind is not None and v_kind != k_kind
-        if latent and (rotate or kept or other_v or profile is not None):
+        for of in (config, config.get_text_config(decoder=True)):
+            check_config(of, "NumkvCache")
+        config = of
+        latent, other_v = has_latents(config), v_kind not in (None, k_kind)
+        if latent and (rotate or other_v or full_precision is not None or profile is not None):
             raise NotSupported(
                 "NumkvCache: expected no rotate, full_precision, v_kind or profile for latent attention, "
                 "whose V is a part of K's rows, got one; pass kind alone"
@@ -145,19 +140,20 @@ class NumkvCache(Cache):  # type: ignore[misc]
             _layer(number, name, options, of_type, latent)
             for number, (name, of_type) in enumerate(types_of_layers(config, "NumkvCache"))
         ]
-        own = [layer for layer in layers if isinstance(layer, NumkvLayer)]
+        own = {i: layer for i, layer in enumerate(layers) if isinstance(layer, NumkvLayer)}
         if kinds is not None:
             check_profile(kinds, len(own), config)
-            for layer, of_layer in zip(own, options.of_layers(kinds), strict=True):
+            for layer, of_layer in zip(own.values(), options.of_layers(kinds), strict=True):
                 layer.options = of_layer
-        for number, layer in enumerate(layers):
-            if isinstance(layer, NumkvLayer):
-                layer.options.check_layer(number, layer)
+        for number, layer in own.items():
+            layer.options.check_layer(number, layer)
         if not own:
             raise NotSupported(
                 f"NumkvCache: expected a model with layers of attention, got {config.model_type!r}, which has none"
             )
-        if max_nbytes is not None and any(isinstance(x, LinearAttentionCacheLayerMixin) for x in layers):
+        if max_nbytes is not None and any(
+            isinstance(x, LinearAttentionCacheLayerMixin) for x in layers
+        ):
             raise NotSupported(
                 f"NumkvCache: expected no `max_nbytes` for {config.model_type!r}, whose layers have states that a pass "
                 "without room has changed by then, got one; leave it out"

@@ -72,7 +72,8 @@ class ModelJudge:
         expected = self._expected[held_out]
         if expected is None:
             expected = [
-                _log_softmax(self._logits(ids, NumkvCache(self._model.config))) for ids in texts
+                self._logits(ids, NumkvCache(self._model.config)).float().log_softmax(-1)
+                for ids in texts
             ]
             self._expected[held_out] = expected
         for layers in candidates:
@@ -94,10 +95,6 @@ class ModelJudge:
 
 def _rows(x: Any) -> Any:
     return x[0].transpose(0, 1).float().numpy()
-
-
-def _log_softmax(logits: Any) -> Any:
-    return torch.log_softmax(logits.float(), -1)
 
 
 def _divergence(expected: Any, logits: Any) -> float:

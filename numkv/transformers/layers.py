@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -99,7 +99,7 @@ class Shared:
         needed = least[own.metadata]
         lasting, beside = dict(least), 0
         for at, layers in held.items():
-            if 0 <= at.reach and not layers[0].record_past and least[at] > 2 * at.enough:
+            if at.reach >= 0 and not layers[0].record_past and least[at] > 2 * at.enough:
                 lasting[at] = at.enough
                 beside = max(beside, (least[at] - at.enough) * layers[0].block_nbytes)
         found = self._blocks(held, lasting, beside, offset, columns)
@@ -112,7 +112,9 @@ class Shared:
         """Refuse more sequences whose tokens in full precision `max_nbytes` is too small for."""
         rings = [x for x in self.layers if x.ring is not None]
         nbytes = sum(x.nbytes for x in self.layers)
-        nbytes += sum((batch - x.metadata.batch) * x.ring.pool.nbytes // x.metadata.batch for x in rings)
+        nbytes += sum(
+            (batch - x.metadata.batch) * x.ring.pool.nbytes // x.metadata.batch for x in rings
+        )
         if self.max_nbytes is not None and nbytes > self.max_nbytes:
             raise self._full(f"{batch} sequences", nbytes)
 
@@ -209,6 +211,14 @@ class Options:
     def num_sink_tokens(self) -> int:
         """First tokens that are kept in full."""
         return 0 if self.full_precision is None else self.full_precision.num_sink_tokens
+
+    @property
+    def in_full(self) -> tuple[int, int]:
+        """Blocks of each sequence for tokens in full precision, and tokens of a block."""
+        first, kept = self.num_sink_tokens, self.full_precision
+        if self.group_tokens:
+            return NewestTokenGroups.shape(first, self.group_tokens)
+        return 1, first + (0 if kept is None else kept.window)
 
     def check_layer(self, number: int, layer: NumkvLayer) -> None:
         """Refuse keys by channel where no token would be read as a code, and for latents."""
@@ -392,14 +402,8 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         own = _own_kind(key_states), _own_kind(value_states)
         kinds = options.k_kind or own[0], options.v_kind or own[1]
         shape = heads, dim, int(value_states.shape[3])
-        if options.shape is not None and options.shape != shape:
-            raise DimensionMismatch(
-                f"`profile`: expected a profile of this model, whose layer has {heads} kv heads and rows of {dim} and "
-                f"{shape[2]} elements, got one of {options.shape[0]}, {options.shape[1]} and {options.shape[2]}; make "
-                "another with `numkv fit`",
-                expected=shape,
-                actual=options.shape,
-            )
+        if options.shape is not None:
+            check_profiled(shape, options.shape)
         self.block_size = max(self.block_size, options.group_tokens)
         blocks = max(1, self.reserved(batch)) if options.shared.max_nbytes is None else 0
         self.allocate(batch, blocks, shape, kinds, own)
@@ -550,7 +554,6 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         """Keep what leaves the reach until the next crop."""
         self.record_past = True
 
-    @uninterrupted
     def reset(self) -> None:
         """Forget all tokens; the buffers stay if the next batch is of the same size."""
         held = self.metadata
@@ -594,7 +597,6 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
             return None
         return self.metadata.cropped(-int(tokens_to_remove), kept=self.record_past)
 
-    @uninterrupted
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` columns."""
         left = self.cropped(tokens_to_remove)
@@ -603,7 +605,6 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
             if self.ring is not None:
                 self.ring.crop(left[0].lengths)
 
-    @uninterrupted
     def reorder_cache(self, beam_idx: Any) -> None:
         """Take sequences in another order; those that are taken twice share their blocks."""
         if self.metadata is not None:
@@ -674,6 +675,17 @@ class HybridLayer(LinearAttentionLayer, NumkvLayer):  # type: ignore[misc]
         NumkvLayer.reorder_cache(self, beam_idx)
 
     offload = prefetch = NumkvLayer.offload
+
+
+def check_profiled(wanted: tuple[int, int, int], got: tuple[int, ...]) -> None:
+    """Refuse a profile whose layer has other kv heads and elements of K and V than the model's."""
+    if wanted != got:
+        raise DimensionMismatch(
+            f"`profile`: expected a layer of {wanted[0]} kv heads and rows of {wanted[1]} and {wanted[2]} elements, as "
+            f"this model has, got one of {got[0]}, {got[1]} and {got[2]}; make another with `numkv fit`",
+            expected=wanted,
+            actual=got,
+        )
 
 
 def _check_rows(key_states: Any, value_states: Any) -> None:

@@ -13,10 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from numkv import targets
 from numkv.caches import FullPrecision
 from numkv.errors import NotSupported
-from numkv.kinds import Kind
 from numkv.snapshots.fields import claims, expect
 from numkv.snapshots.saved import (
     Saved,
@@ -30,16 +28,13 @@ from numkv.snapshots.saved import (
     storage_kind,
 )
 from numkv.snapshots.snapshot import Snapshot, Source, Tensor, fill_all
-from numkv.storage.pool import Pool
-from numkv.storage.saved import block_tensor
+from numkv.storage.saved import block_specs, block_tensors
 from numkv.transformers.families import types_of_layers
-from numkv.transformers.full_precision import NewestTokenGroups
 from numkv.transformers.internals import inner_model
 from numkv.transformers.layers import HybridLayer, LatentLayer, NumkvLayer, Options, Shared
 from numkv.transformers.metadata import BatchMetadata, Move
 
 _INT32, _UINT8 = np.dtype(np.int32), np.dtype(np.uint8)
-_CPU = targets.get("cpu")
 # Of each weight, runs of so many elements from so many places are in a mark.
 _RUNS, _RUN = 4, 256
 
@@ -232,15 +227,14 @@ class SavedCache(Saved):
     def _specs_of(self, number: int, rows: SavedRows, latent: bool) -> dict[str, Spec]:
         """The tensors of a layer."""
         tokens, options = self.tokens[rows.tokens], self.options[self.layers[number].options]
+        sides = [("k", rows.k_kind, rows.head_dim), ("v", rows.v_kind, rows.head_dim_v)]
         shape = tokens.blocks, rows.num_kv_heads, tokens.block_size
-        found = _block_specs(f"k.{number}", rows.k_kind, rows.head_dim, shape)
-        if not latent:
-            found |= _block_specs(f"v.{number}", rows.v_kind, rows.head_dim_v, shape)
+        found = block_specs(sides[: 2 - latent], number, shape)
         if rows.newest_k is not None:
-            blocks, size = _newest_shape(options.options, len(tokens.lengths))
-            newest = blocks, rows.num_kv_heads, size
-            found |= _block_specs(f"newest_k.{number}", rows.newest_k, rows.head_dim, newest)
-            found |= _block_specs(f"newest_v.{number}", rows.newest_v, rows.head_dim_v, newest)
+            blocks, size = options.options.in_full
+            sides = [("k", rows.newest_k, rows.head_dim), ("v", rows.newest_v, rows.head_dim_v)]
+            shape = blocks * len(tokens.lengths), rows.num_kv_heads, size
+            found |= block_specs(sides, number, shape, "newest_")
         return found
 
     @property
@@ -273,22 +267,6 @@ class SavedCache(Saved):
         return layers
 
 
-def _newest_shape(options: Options, batch: int) -> tuple[int, int]:
-    """Blocks and their tokens of what a layer keeps in full."""
-    first, some, kept = options.num_sink_tokens, options.group_tokens, options.full_precision
-    if some:
-        return batch * (NewestTokenGroups.BLOCKS + -(-first // some)), some
-    return batch, first + (0 if kept is None else kept.window)
-
-
-def _block_specs(name: str, kind: Kind, dim: int, shape: tuple[int, int, int]) -> dict[str, Spec]:
-    """The tensors of blocks ``(num_blocks, num_kv_heads, block_size)`` of one side."""
-    found = {name: Spec(kind.word, (*shape, kind.words_per_row(dim)))}
-    if kind.has_scales:
-        found[name.replace(".", "_scale.")] = Spec(kind.scale_word, kind.scale_shape(shape, dim))
-    return found
-
-
 def _empty(x: SavedLayer, options: Options) -> NumkvLayer:
     """A layer as it was made."""
     layer = (LatentLayer if x.latent else NumkvLayer)(options, x.reach)
@@ -301,29 +279,11 @@ def _tensors(number: int, layer: NumkvLayer, blocks: NDArray[Any]) -> list[Tenso
     pool, held = layer.pool, layer.metadata
     assert pool is not None
     assert held is not None
-    fills = held.fills()[blocks]
-    found = _tensors_of("", number, pool, blocks, fills)
+    found = block_tensors(pool, number, blocks, held.fills()[blocks])
     if layer.ring is not None:
         newest = layer.ring.pool
         count, _, size, _ = map(int, newest.k.shape)
-        found += _tensors_of("newest_", number, newest, np.arange(count), np.full(count, size))
-    return found
-
-
-def _tensors_of(
-    prefix: str, number: int, pool: Pool, blocks: NDArray[Any], fills: NDArray[Any]
-) -> list[Tensor]:
-    found = []
-    for side, x in pool.stored:
-        name = f"{prefix}{side}.{number}"
-        found.append(block_tensor(_CPU, name, x.words, blocks, fills))
-        if x.kind.has_scales:
-            of_scales = fills // max(1, x.kind.group_tokens)
-            found.append(
-                block_tensor(
-                    _CPU, name.replace(".", "_scale."), x.scales, blocks, of_scales, x.kind
-                )
-            )
+        found += block_tensors(newest, number, np.arange(count), np.full(count, size), "newest_")
     return found
 
 

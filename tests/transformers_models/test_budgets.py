@@ -59,11 +59,11 @@ def seen(cache):
             found.append(None)
             continue
         rows = [
-            x.words[int(block)].tobytes()
-            for _, x in pool.stored
-            for block in at.table[at.held()]
+            x.words[int(block)].tobytes() for _, x in pool.stored for block in at.table[at.held()]
         ]
-        ring = None if layer.ring is None else (layer.ring.end.tolist(), layer.ring.pool.k.tobytes())
+        ring = (
+            None if layer.ring is None else (layer.ring.end.tolist(), layer.ring.pool.k.tobytes())
+        )
         found.append((at.columns, at.lengths.tolist(), at.first.tolist(), rows, ring))
     return found
 
@@ -126,7 +126,9 @@ def test_the_same_bits_and_nothing_lost(family, options, blocks):
                 text.mask = text.mask[:, : text.mask.shape[1] - some]
         else:
             own.cache = (
-                copy.deepcopy(own.cache) if rng.random() < 0.5 else pickle.loads(pickle.dumps(own.cache))
+                copy.deepcopy(own.cache)
+                if rng.random() < 0.5
+                else pickle.loads(pickle.dumps(own.cache))
             )
             assert own.cache.max_nbytes == limit
         assert own.cache.nbytes <= limit
