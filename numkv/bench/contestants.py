@@ -203,7 +203,6 @@ def _store(layer: NumkvLayer, k: Any, v: Any, plan: Any) -> None:
     layer.begin(k, v)
     step = plan.step(layer)
     pool = layer.pool
-    assert pool is not None
     rows = (
         array_of(x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]), name)
         for name, x in (("k", k), ("v", v))

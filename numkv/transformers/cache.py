@@ -31,13 +31,14 @@ from numkv.transformers.internals import (
     set_cache_maker,
     transformers_makes_cache,
 )
-from numkv.transformers.layers import HybridLayer, LatentLayer, NumkvLayer, Options, Shared
+from numkv.transformers.layers import HybridLayer, LatentLayer, NumkvLayer, Options
 from numkv.transformers.saved import SavedCache, snapshot
 from numkv.transformers.tolerance import Tolerance
 
 _Model = TypeVar("_Model")
 _BEFORE = "_numkv_before"  # on a model: the attention implementation that it had
-_OF_NUMKV = {"full_attention", "sliding_attention", "chunked_attention"}
+#: Layers whose rows are numkv's.
+OF_NUMKV = {"full_attention", "sliding_attention", "chunked_attention"}
 _HYBRID = {"hybrid", "hybrid_sliding"}
 _OF_TRANSFORMERS = {"linear_attention", "conv", "dummy"}
 
@@ -159,6 +160,7 @@ class NumkvCache(Cache):  # type: ignore[misc]
                 "without room has changed by then, got one; leave it out"
             )
         super().__init__(layers=layers)
+        self._shared = options.shared
 
     #: Of files: a mark has to say whose K and V it holds.
     needs_mark = True
@@ -173,12 +175,8 @@ class NumkvCache(Cache):  # type: ignore[misc]
         """See `numkv.snapshots.snapshot`."""
         made = cls.__new__(cls)
         Cache.__init__(made, layers=saved.restored(source))
+        made._shared = made.layers[0].options.shared
         return made
-
-    @property
-    def _shared(self) -> Shared:
-        own = next(layer for layer in self.layers if isinstance(layer, NumkvLayer))
-        return own.options.shared
 
     @property
     def _access(self) -> Access:
@@ -302,7 +300,7 @@ def _layer(number: int, name: str, options: Options, given: dict[str, Any], late
     window = given.pop("sliding_window", None)
     if name in _OF_TRANSFORMERS:
         return layer_of_transformers(name, given)
-    if name not in _OF_NUMKV and name not in _HYBRID:
+    if name not in OF_NUMKV and name not in _HYBRID:
         raise NotSupported(
             f"NumkvCache: expected layers of full, sliding, chunked or linear attention, got {name!r} for layer "
             f"{number}; use another cache for this model"

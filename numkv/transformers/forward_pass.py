@@ -18,14 +18,12 @@ from numkv.errors import NotSupported
 from numkv.kinds import kind, kind_of_dtype
 from numkv.storage.buffer import source_dtypes
 from numkv.torch.tensors import array_of
-from numkv.transformers.cache import check_profile
+from numkv.transformers.cache import OF_NUMKV, check_profile
 from numkv.transformers.families import has_latents, is_set, types_of_layers
 from numkv.transformers.layers import check_profiled
 
 #: The keyword argument of a model's call.
 PASS = "numkv_pass"
-# Layers whose rows a `PagedKVCache` keeps, and the argument that says how far each of them sees.
-_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # RoPE whose angles depend on how long the longest text of a call is.
 _OF_LENGTH = {"dynamic", "longrope"}
 
@@ -109,7 +107,7 @@ def layers_of_model(
     _refuse_what_batches_change(config, name)
     types = types_of_layers(config, name)
     for number, (of, _) in enumerate(types):
-        if of not in _TYPES:
+        if of not in OF_NUMKV:
             raise NotSupported(
                 f"{name}: expected layers of full, sliding or chunked attention, got {of!r} for layer {number}; run "
                 "this model by `generate`, with numkv.transformers.use"

@@ -26,11 +26,10 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from numkv.transformers.metadata import Seen
 
 __all__ = [
-    "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "LinearAttentionLayer", "attention_of",
-    "can_choose_attention", "causal_mask_function", "forget_cache_maker", "generation_settings", "has_own_cache",
-    "inner_model", "layer_of_transformers",
-    "layers_of", "logits_processors", "makes_caches", "own_attention", "sdpa_attention_forward", "sdpa_mask", "seen_by",
-    "set_cache_maker", "stopping_criteria",
+    "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "LinearAttentionLayer", "attention_of", "can_choose_attention",
+    "causal_mask_function", "forget_cache_maker", "generation_settings", "has_own_cache", "inner_model",
+    "layer_of_transformers", "layers_of", "logits_processors", "makes_caches", "own_attention",
+    "sdpa_attention_forward", "sdpa_mask", "seen_by", "set_cache_maker", "stopping_criteria",
     "transformers_makes_cache",
 ]  # fmt: skip
 
@@ -69,7 +68,7 @@ def attention_of(model: Any) -> str:
 
 def own_attention(module: Any) -> Any:
     """Return the attention function of a layer's own code, which takes soft caps and sinks."""
-    return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+    return sys.modules[type(module).__module__].eager_attention_forward
 
 
 def can_choose_attention(model: Any) -> bool:

@@ -40,10 +40,9 @@ class ModelJudge:
         self, model: Any, texts: Sequence[Any], held_out: Sequence[Any], name: str = ""
     ) -> None:
         self.name = name
+        empty = DynamicCache(config=model.config)
         with torch.no_grad():
-            rows = model(
-                texts[0][None], past_key_values=DynamicCache(config=model.config)
-            ).past_key_values
+            rows = model(texts[0][None], past_key_values=empty).past_key_values
         # Layers that have a state alone have no keys.
         of_layers = [layer for layer in rows.layers if getattr(layer, "keys", None) is not None]
         self._rows = [(_rows(layer.keys), _rows(layer.values)) for layer in of_layers]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -96,13 +97,12 @@ class Shared:
         least = {at: at.used + n if n else 0 for at, n in more.items()}
         if all(n <= at.num_blocks for at, n in least.items()):
             return
-        needed = least[own.metadata]
-        lasting, beside = dict(least), 0
+        needed, beside = least[own.metadata], 0
         for at, layers in held.items():
             if at.reach >= 0 and not layers[0].record_past and least[at] > 2 * at.enough:
-                lasting[at] = at.enough
                 beside = max(beside, (least[at] - at.enough) * layers[0].block_nbytes)
-        found = self._blocks(held, lasting, beside, offset, columns)
+                least[at] = at.enough
+        found = self._blocks(held, least, beside, offset, columns)
         for at in sorted(found, key=lambda x: found[x] - x.num_blocks):
             for layer in held[at]:
                 layer.resize(found[at])
@@ -110,11 +110,9 @@ class Shared:
 
     def refuse_batch(self, batch: int) -> None:
         """Refuse more sequences whose tokens in full precision `max_nbytes` is too small for."""
-        rings = [x for x in self.layers if x.ring is not None]
         nbytes = sum(x.nbytes for x in self.layers)
-        nbytes += sum(
-            (batch - x.metadata.batch) * x.ring.pool.nbytes // x.metadata.batch for x in rings
-        )
+        for ring, at in ((x.ring, x.metadata) for x in self.layers if x.ring is not None):
+            nbytes += (batch - at.batch) * (ring.pool.nbytes // at.batch)
         if self.max_nbytes is not None and nbytes > self.max_nbytes:
             raise self._full(f"{batch} sequences", nbytes)
 
@@ -244,6 +242,7 @@ class Options:
             yield made
 
 
+@dataclass(slots=True)
 class Pending:
     """New rows that `NumkvLayer.update` has taken and the attention function stores.
 
@@ -259,14 +258,11 @@ class Pending:
         Of latents, what makes K and V of them; see `LatentRows`.
     """
 
-    __slots__ = ("done", "keys", "layer", "values", "weight")
-
-    def __init__(self, layer: NumkvLayer, keys: Any, values: Any) -> None:
-        self.layer = layer
-        self.keys = keys
-        self.values = values
-        self.done: tuple[Any, Step, Pool, Any] | None = None
-        self.weight: Any = None
+    layer: NumkvLayer
+    keys: Any
+    values: Any
+    done: tuple[Any, Step, Pool, Any] | None = None
+    weight: Any = None
 
 
 class Rows(torch.Tensor):  # type: ignore[misc]
@@ -370,9 +366,10 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         self.block_size = _BLOCK_SIZE
         while 0 <= reach < 4 * self.block_size and self.block_size > _SMALLEST:
             self.block_size //= 2
-        self.metadata: BatchMetadata | None = None
-        self.pool: Pool | None = None
-        self.ring: FullPrecisionRing | NewestTokenGroups | None = None
+        # A `BatchMetadata`, a `Pool`, and what else of newest and first tokens is in full; None before the first pass.
+        self.metadata: Any = None
+        self.pool: Any = None
+        self.ring: Any = None
         #: What a compiled call of the layer needs: see `numkv.transformers.attention`.
         self.bound: Any = None
         # Of the last pass of one token: shapes, dtype, what is pending, and what comes back for it.
@@ -470,7 +467,7 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         self.__dict__.update(state)
         self.options.shared.layers.add(self)
 
-    def begin(self, key_states: Any, value_states: Any) -> Pool:
+    def begin(self, key_states: Any, value_states: Any) -> Any:
         """The pool that new rows meet, checked."""
         batch, heads, _, dim = key_states.shape
         dims = (heads, dim, value_states.shape[3])
@@ -488,9 +485,7 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
                 if layer.get_seq_length() == 0:
                     layer.drop()
             self.lazy_initialization(key_states, value_states)
-        metadata, pool = self.metadata, self.pool
-        assert metadata is not None
-        assert pool is not None
+        metadata = self.metadata
         if batch != metadata.batch:
             raise DimensionMismatch(
                 f"NumkvCache: expected a batch of {metadata.batch}, as is in the cache, got {batch}; call reset() "
@@ -504,11 +499,10 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
                 expected=self._dims(),
                 actual=tuple(map(int, dims)),
             )
-        return pool
+        return self.pool
 
     def _dims(self) -> tuple[int, int, int]:
         pool = self.pool
-        assert pool is not None
         return int(pool.k.shape[1]), pool.head_dim, pool.head_dim_v
 
     # -- what transformers asks
@@ -543,9 +537,7 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def block_nbytes(self) -> int:
         """Bytes of a block."""
-        pool = self.pool
-        assert pool is not None
-        buffers = [x for _, x in pool.stored]
+        buffers = [x for _, x in self.pool.stored]
         grow = [x.words for x in buffers]
         grow += [x.scales for x in buffers if x.kind.scales_per != "head"]
         return sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in grow)
@@ -569,7 +561,6 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         """Take new metadata, and another pool if they say so."""
         made = pool = self.pool
         if move is not None:
-            assert pool is not None
             num_blocks, source, target = move
             made = pool.like(num_blocks)
             pool.copy_blocks(source, made, target)
@@ -587,7 +578,7 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         self.metadata = self.pool = self.ring = self.bound = None
         self.is_initialized = False
 
-    def cropped(self, tokens_to_remove: int) -> tuple[BatchMetadata, Move | None] | None:
+    def cropped(self, tokens_to_remove: int) -> Any:
         """What the layer holds without the last ``-tokens_to_remove`` columns, if it holds anything; checked."""
         if tokens_to_remove > 0:
             raise ValueError(

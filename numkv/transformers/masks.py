@@ -65,16 +65,14 @@ class Plan:
             If the cache's budget is too small; see `numkv.transformers.layers.Shared.make_room`.
         """
         keep = layer.record_past
-        found = self._steps.get((id(layer.metadata), keep))
-        if found is None:
+        if (id(layer.metadata), keep) not in self._steps:
             seen = self._checked(layer.metadata)
             layer.options.shared.make_room(layer, self.offset, self._padding, self.columns)
-            metadata = layer.metadata
-            found = self._steps.get((id(metadata), keep))
-            if found is None:
-                step = metadata.advance(self._padding, self.columns, seen, keep=keep)
-                found = self._steps[id(metadata), keep] = metadata, step
-        return found[1]
+            of = layer.metadata
+            if (id(of), keep) not in self._steps:
+                step = of.advance(self._padding, self.columns, seen, keep=keep)
+                self._steps[id(of), keep] = of, step
+        return self._steps[id(layer.metadata), keep][1]
 
     def _checked(self, metadata: BatchMetadata) -> Seen:
         """What tokens see, where the mask says so and is made for a layer; takes the padding out of it."""

@@ -32,7 +32,7 @@ from numkv.storage.saved import block_specs, block_tensors
 from numkv.transformers.families import types_of_layers
 from numkv.transformers.internals import inner_model
 from numkv.transformers.layers import HybridLayer, LatentLayer, NumkvLayer, Options, Shared
-from numkv.transformers.metadata import BatchMetadata, Move
+from numkv.transformers.metadata import BatchMetadata
 
 _INT32, _UINT8 = np.dtype(np.int32), np.dtype(np.uint8)
 # Of each weight, runs of so many elements from so many places are in a mark.
@@ -107,9 +107,7 @@ class SavedTokens(Saved):
         expect(len(self.lengths) == len(self.first) > 0, "sequences without lengths")
         for length, first in zip(self.lengths, self.first, strict=True):
             expect(0 <= length <= self.columns, f"{length} tokens in {self.columns} columns")
-            expect(
-                self.padded or length == self.columns, "fewer tokens than columns, and no padding"
-            )
+            expect(self.padded or length == self.columns, "columns that are no tokens, unpadded")
             held = -(-(length - first * self.block_size) // self.block_size)
             expect(0 <= held <= self.width, "a table that is too short")
 
@@ -134,9 +132,8 @@ class SavedTokens(Saved):
             self.block_size, self.blocks, self.reach, self.columns, lengths, first, table, valid, self.shared
         )  # fmt: skip
         live = table[made.held()]
-        expect(
-            bool(((live >= 0) & (live < self.blocks)).all()), "a table names a block that is none"
-        )
+        known = bool(((live >= 0) & (live < self.blocks)).all())
+        expect(known, "a table names a block that is none")
         for row, own in zip(table, made.held(), strict=True):
             expect(len(np.unique(row[own])) == own.sum(), "a sequence has a block twice")
         expect(self.shared or len(np.unique(live)) == len(live), "sequences share blocks")
@@ -201,12 +198,9 @@ class SavedCache(Saved):
                 as_asked = got.scales_per == "none" if asked is None else got == asked
                 expect(as_asked, f"rows in {got} in layer {number}")
             newest = bool(options.group_tokens or options.full_precision)
-            given = rows.newest_k is not None, rows.newest_v is not None
-            full = all(
-                of is None or of.scales_per == "none" for of in (rows.newest_k, rows.newest_v)
-            )
-            expect(given == (newest, newest) and full, f"newest tokens in layer {number}")
-            ends = rows.newest_from
+            ends, found = rows.newest_from, (rows.newest_k, rows.newest_v)
+            full = all(of is not None and of.scales_per == "none" for of in found)
+            expect(full if newest else found == (None, None), f"newest tokens in layer {number}")
             expect(len(ends) == len(tokens.lengths) * newest, f"newest tokens in layer {number}")
             expect(all(a <= b for a, b in zip(ends, tokens.lengths, strict=False)), "newest tokens")
             shape = options.shape
@@ -276,10 +270,7 @@ def _empty(x: SavedLayer, options: Options) -> NumkvLayer:
 
 def _tensors(number: int, layer: NumkvLayer, blocks: NDArray[Any]) -> list[Tensor]:
     """Return where the blocks of a layer lie."""
-    pool, held = layer.pool, layer.metadata
-    assert pool is not None
-    assert held is not None
-    found = block_tensors(pool, number, blocks, held.fills()[blocks])
+    found = block_tensors(layer.pool, number, blocks, layer.metadata.fills()[blocks])
     if layer.ring is not None:
         newest = layer.ring.pool
         count, _, size, _ = map(int, newest.k.shape)
@@ -305,7 +296,6 @@ def snapshot(layers: Sequence[Any], held: Any) -> Snapshot:
     options: dict[Options, int] = {}
     tokens: dict[BatchMetadata, int] = {}
     saved_layers, tensors = [], list[Tensor]()
-    packed: dict[BatchMetadata, tuple[BatchMetadata, Move]] = {}
     for number, layer in enumerate(layers):
         if not isinstance(layer, NumkvLayer) or isinstance(layer, HybridLayer):
             raise NotSupported(
@@ -314,9 +304,7 @@ def snapshot(layers: Sequence[Any], held: Any) -> Snapshot:
             )
         rows, at, pool = None, layer.metadata, layer.pool
         if at is not None and pool is not None:
-            if at not in packed:
-                packed[at] = at.packed()
-            _, (_, blocks, _) = packed[at]
+            _, (_, blocks, _) = at.packed()
             newest = None if layer.ring is None else layer.ring.pool
             rows = SavedRows(
                 tokens=tokens.setdefault(at, len(tokens)), k_kind=pool.k_kind, v_kind=pool.v_kind,
@@ -333,13 +321,13 @@ def snapshot(layers: Sequence[Any], held: Any) -> Snapshot:
         )  # fmt: skip
     arrays = {}
     for at, number in tokens.items():
-        less, _ = packed[at]
+        less, _ = at.packed()
         arrays[f"table.{number}"] = np.ascontiguousarray(less.table, np.int32)
         if less.valid is not None:
             arrays[f"valid.{number}"] = less.valid.astype(np.uint8)
     saved = SavedCache(
         options=[SavedOptions.of(x) for x in options],
-        tokens=[SavedTokens.of(packed[at][0]) for at in tokens], layers=saved_layers, max_nbytes=held.max_nbytes,
+        tokens=[SavedTokens.of(at.packed()[0]) for at in tokens], layers=saved_layers, max_nbytes=held.max_nbytes,
     )  # fmt: skip
     return Snapshot(saved, tensors, [(held, True)], arrays)
 
