@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 import numkv
+from numkv.files.api import written_in
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -16,7 +17,7 @@ def run(arguments: argparse.Namespace) -> None:
         The options.
     """
     for number, path in enumerate(arguments.path):
-        found = numkv.load(path)
+        found = numkv.load(path, mark=written_in(path))
         if len(arguments.path) > 1:
             print(f"{chr(10) if number else ''}==> {path} <==")
         for cache in found if isinstance(found, list) else [found]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 
 import torch
@@ -229,24 +229,33 @@ class NumkvCache(Cache):  # type: ignore[misc]
     @uninterrupted
     def reset(self) -> None:
         """Forget all tokens."""
-        super().reset()
+        self._change("reset", NumkvLayer.emptied)
 
     @uninterrupted
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` columns; see `transformers.Cache.crop`."""
-        for layer in self.layers:  # what cannot be cropped says so before anything is
-            if isinstance(layer, NumkvLayer):
-                layer.cropped(tokens_to_remove)
-        for layer in sorted(
-            self.layers, key=lambda x: not isinstance(x, LinearAttentionCacheLayerMixin)
-        ):
-            layer.crop(tokens_to_remove)
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"`crop`: expected minus the number of tokens to remove, got {tokens_to_remove}"
+            )
+        self._change("crop", lambda x: x.cropped(-int(tokens_to_remove)), tokens_to_remove)
 
     @uninterrupted
     def reorder_cache(self, beam_idx: Any) -> None:
         """Take sequences in another order; those that are taken twice share their blocks."""
-        self._shared.refuse_batch(len(beam_idx))
-        super().reorder_cache(beam_idx)
+        order = tuple(beam_idx.tolist())
+        self._shared.refuse_batch(len(order))
+        self._change("reorder_cache", lambda x: x.selected(order), beam_idx)
+
+    def _change(self, name: str, change: Callable[[NumkvLayer], Any], *args: Any) -> None:
+        """Change all layers, transformers' parts by a method; none is changed where one of numkv's cannot be."""
+        own = [x for x in self.layers if isinstance(x, NumkvLayer) and x.metadata is not None]
+        found = [change(x) for x in own]
+        for layer in self.layers:
+            if not isinstance(layer, NumkvLayer) or isinstance(layer, HybridLayer):
+                getattr(layer, name)(*args)
+        for layer, held in zip(own, found, strict=True):
+            layer.take(held)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Take each sequence so many times; they share their blocks."""

@@ -15,7 +15,7 @@ full precision. A query reads its own group in full precision and earlier groups
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,19 +61,24 @@ class InFull:
         self.pool = Pool.allocate(pool.target, of_pool, pool.head_dim, pool.head_dim_v, *kinds)
         self.end: Ints = np.zeros(batch, np.int64)
 
-    def crop(self, lengths: Ints) -> None:
-        """Drop full-precision tokens past these lengths of the sequences; quantised tokens stay quantised."""
-        self.end = np.minimum(self.end, lengths)
+    def cropped(self, lengths: Ints) -> Self:
+        """Without full-precision tokens past these lengths of the sequences; quantised tokens stay quantised."""
+        return self._with(self.pool, np.minimum(self.end, lengths))
 
-    def select(self, rows: Ints) -> None:
-        """Take sequences of these numbers, in this order."""
+    def selected(self, rows: Ints) -> Self:
+        """Sequences of these numbers, in this order."""
         source, to = (
             (x[:, None] * self.blocks + np.arange(self.blocks)).reshape(-1).astype(np.int32)
             for x in (rows, np.arange(len(rows)))
         )
-        pool, self.pool = self.pool, self.pool.like(len(to))
-        pool.copy_blocks(source, self.pool, to)
-        self.end = self.end[rows]
+        pool = self.pool.like(len(to))
+        self.pool.copy_blocks(source, pool, to)
+        return self._with(pool, self.end[rows])
+
+    def _with(self, pool: Pool, end: Ints) -> Self:
+        made = copy.copy(self)
+        made.pool, made.end = pool, end
+        return made
 
 
 class FullPrecisionRing(InFull):

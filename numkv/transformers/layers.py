@@ -36,6 +36,8 @@ _BLOCK_SIZE = 256
 _SMALLEST = 16
 _GROUP = kind_of("int8_channel").group_tokens
 _Tensor = torch.Tensor
+#: Metadata, a pool, and what else is in full.
+Held = tuple[BatchMetadata, Any, Any]
 # What may be asked of rows on their way; everything else would compute with them.
 _ASKED = {
     _Tensor.shape.__get__, _Tensor.dtype.__get__, _Tensor.device.__get__, _Tensor.ndim.__get__,
@@ -546,25 +548,23 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         """Keep what leaves the reach until the next crop."""
         self.record_past = True
 
-    def reset(self) -> None:
-        """Forget all tokens; the buffers stay if the next batch is of the same size."""
-        held = self.metadata
-        if held is not None:
-            self.metadata = BatchMetadata.empty(
-                held.batch, held.block_size, held.num_blocks, held.reach
-            )
-        if self.ring is not None:
-            self.ring.crop(np.zeros_like(self.ring.end))
-
-    @uninterrupted
-    def change(self, metadata: BatchMetadata, move: Move | None = None) -> None:
-        """Take new metadata, and another pool if they say so."""
-        made = pool = self.pool
+    def changed(self, metadata: BatchMetadata, move: Move | None = None, ring: Any = None) -> Held:
+        """What it holds with other metadata: these, its pool or the one that they say, and what is in full."""
+        pool = self.pool
         if move is not None:
             num_blocks, source, target = move
-            made = pool.like(num_blocks)
-            pool.copy_blocks(source, made, target)
-        self.pool, self.metadata = made, metadata
+            pool = self.pool.like(num_blocks)
+            self.pool.copy_blocks(source, pool, target)
+        return metadata, pool, self.ring if ring is None else ring
+
+    @uninterrupted
+    def take(self, held: Held) -> None:
+        """Hold what `changed` gave."""
+        self.metadata, self.pool, self.ring = held
+
+    def change(self, metadata: BatchMetadata, move: Move | None = None) -> None:
+        """Take new metadata, and another pool if they say so."""
+        self.take(self.changed(metadata, move))
 
     def resize(self, num_blocks: int) -> None:
         """Take a pool of so many blocks."""
@@ -578,30 +578,21 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         self.metadata = self.pool = self.ring = self.bound = None
         self.is_initialized = False
 
-    def cropped(self, tokens_to_remove: int) -> Any:
-        """What the layer holds without the last ``-tokens_to_remove`` columns, if it holds anything; checked."""
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"`crop`: expected minus the number of tokens to remove, got {tokens_to_remove}"
-            )
-        if self.metadata is None:
-            return None
-        return self.metadata.cropped(-int(tokens_to_remove), kept=self.record_past)
+    def emptied(self) -> Held:
+        """What it holds without tokens; the buffers stay if the next batch is of the same size."""
+        at = self.metadata
+        empty = BatchMetadata.empty(at.batch, at.block_size, at.num_blocks, at.reach)
+        return self.changed(empty, None, self.ring and self.ring.cropped(empty.lengths))
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` columns."""
-        left = self.cropped(tokens_to_remove)
-        if left is not None:
-            self.change(*left)
-            if self.ring is not None:
-                self.ring.crop(left[0].lengths)
+    def cropped(self, columns: int) -> Held:
+        """What it holds without the last columns."""
+        left, move = self.metadata.cropped(columns, kept=self.record_past)
+        return self.changed(left, move, self.ring and self.ring.cropped(left.lengths))
 
-    def reorder_cache(self, beam_idx: Any) -> None:
-        """Take sequences in another order; those that are taken twice share their blocks."""
-        if self.metadata is not None:
-            self.change(self.metadata.selected(tuple(beam_idx.tolist())))
-            if self.ring is not None:
-                self.ring.select(beam_idx.cpu().numpy())
+    def selected(self, order: tuple[int, ...]) -> Held:
+        """What it holds with sequences in another order; those that are taken twice share their blocks."""
+        chosen = self.metadata.selected(order)
+        return self.changed(chosen, None, self.ring and self.ring.selected(np.array(order)))
 
     def offload(self) -> None:
         """Not on the CPU."""
@@ -649,21 +640,6 @@ class HybridLayer(LinearAttentionLayer, NumkvLayer):  # type: ignore[misc]
         """Keep what a crop may need, in both."""
         LinearAttentionLayer.activate_past_recording(self)
         NumkvLayer.activate_past_recording(self)
-
-    def reset(self) -> None:
-        """Forget all tokens and states."""
-        LinearAttentionLayer.reset(self)
-        NumkvLayer.reset(self)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove tokens from both."""
-        LinearAttentionLayer.crop(self, tokens_to_remove)
-        NumkvLayer.crop(self, tokens_to_remove)
-
-    def reorder_cache(self, beam_idx: Any) -> None:
-        """Take sequences in another order, in both."""
-        LinearAttentionLayer.reorder_cache(self, beam_idx)
-        NumkvLayer.reorder_cache(self, beam_idx)
 
     offload = prefetch = NumkvLayer.offload
 

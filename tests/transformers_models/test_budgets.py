@@ -98,8 +98,7 @@ def test_the_same_bits_and_nothing_lost(family, options, blocks):
             before = seen(own.cache)
             try:
                 found = own.add(ids, padding)
-            except numkv.CacheFull as error:
-                assert str(error).startswith("NumkvCache: expected K and V within `max_nbytes`")
+            except numkv.CacheFull:
                 refused += 1
                 after = seen(own.cache)
                 assert after == before if own.mask.shape[1] else not any(after)
