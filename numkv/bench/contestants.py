@@ -202,12 +202,11 @@ def _store(layer: NumkvLayer, k: Any, v: Any, plan: Any) -> None:
     """What a forward pass does with new rows, without queries."""
     layer.begin(k, v)
     step = plan.step(layer)
-    pool = layer.pool
     rows = (
         array_of(x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]), name)
         for name, x in (("k", k), ("v", v))
     )
-    pool.scatter(*pool.check_rows(*rows, check_finite=True), step.slots)
+    layer.pool.scatter(*layer.pool.check_rows(*rows, check_finite=True), step.slots)
     layer.change(step.after, step.shrink)
 
 

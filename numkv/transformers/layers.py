@@ -120,8 +120,8 @@ class Shared:
 
     def _full(self, what: str, nbytes: int) -> CacheFull:
         return CacheFull(
-            f"NumkvCache: expected K and V within `max_nbytes`, {self.max_nbytes}, got {what}, with which they take "
-            f"{nbytes}; pass fewer, or make the cache with more"
+            f"NumkvCache: expected K and V of at most {self.max_nbytes} bytes, its `max_nbytes`, got {what}, with "
+            f"which they take {nbytes}; nothing was stored: pass fewer, crop the cache, or make it with more"
         )
 
     def _blocks(
@@ -147,7 +147,7 @@ class Shared:
         if rest < 0:
             for layer in () if offset else self.layers:
                 layer.drop()
-            raise self._full(f"{columns} columns after {offset}", self.max_nbytes - rest)
+            raise self._full(f"{columns} new tokens after {offset}", self.max_nbytes - rest)
         spare = {at: found.get(at, at.num_blocks) - n for at, n in least.items()}
         asked = sum(n * of_block[at] for at, n in spare.items())
         return {at: n + spare[at] * rest // asked for at, n in least.items()}
@@ -244,7 +244,7 @@ class Options:
             yield made
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Pending:
     """New rows that `NumkvLayer.update` has taken and the attention function stores.
 
@@ -568,9 +568,8 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def resize(self, num_blocks: int) -> None:
         """Take a pool of so many blocks."""
-        held = self.metadata
-        if num_blocks != held.num_blocks:
-            self.change(*held.packed(num_blocks))
+        if num_blocks != self.metadata.num_blocks:
+            self.change(*self.metadata.packed(num_blocks))
 
     @uninterrupted
     def drop(self) -> None:

@@ -144,7 +144,9 @@ def test_the_last_block_is_used(llama):
             text.add(torch.full((1, 100), 5))
         text.add(torch.full((1, 7 * 256 - text.mask.shape[1]), 5))
         assert text.cache.nbytes == 7 * BLOCK
-        with pytest.raises(numkv.CacheFull, match="got 1 columns after 1792, with which they take"):
+        with pytest.raises(
+            numkv.CacheFull, match="got 1 new tokens after 1792, with which they take"
+        ):
             text.add(torch.full((1, 1), 5))
         text.cache.crop(-3)
         text.mask = text.mask[:, :-3]
@@ -200,7 +202,7 @@ def test_beams_that_reach_it_in_the_middle(llama):
     """The error leaves the cache of the last whole pass, with which a shorter call goes on."""
     given = prompts([250])
     cache = NumkvCache(llama.config, max_nbytes=5 * BLOCK)
-    with pytest.raises(numkv.CacheFull, match="got 1 columns after"):
+    with pytest.raises(numkv.CacheFull, match="got 1 new tokens after"):
         llama.generate(
             **given, past_key_values=cache, max_new_tokens=40, num_beams=4, do_sample=False
         )
@@ -224,7 +226,9 @@ def test_a_budget_that_is_too_small_for_a_block(llama):
     for limit in (0, 1, "1KiB", BLOCK - 1):
         cache = NumkvCache(llama.config, max_nbytes=limit)
         for _ in range(2):
-            with pytest.raises(numkv.CacheFull, match=r"which they take \d+; pass fewer, or make"):
+            with pytest.raises(
+                numkv.CacheFull, match=r"they take \d+; nothing was stored: pass fewer"
+            ):
                 Text(llama, cache).add(torch.full((1, 3), 5))
             assert cache.nbytes == 0
             assert cache.get_seq_length() == 0
