@@ -83,7 +83,7 @@ def attention(
         return of_batch.attend(module, query, key, value, scaling, softcap, s_aux), None
     if isinstance(key, Rows):
         return _over_cache(
-            key.pending.layer, query, key, value, attention_mask, dropout, scaling, softcap, s_aux, others
+            key.pending.layer(), query, key, value, attention_mask, dropout, scaling, softcap, s_aux, others
         ), None  # fmt: skip
     return _without_cache(
         module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux, others
@@ -202,7 +202,7 @@ def at_once(query: Any, pending: Pending, plan: Any, scaling: Any, softcap: Any,
     tensor (batch, T, num_q_heads, head_dim_v), or None
         None where this pass or layer needs more; then nothing has changed.
     """
-    layer = pending.layer
+    layer = pending.layer()
     bound, ring = layer.bound, layer.ring
     if not (
         bound is not None and (group := bound.group).plan is plan and layer.metadata is group.before
@@ -408,7 +408,7 @@ def prepared(
     BoundLayer or None
         None where the pass needs more than the compiled call does; then nothing has changed.
     """
-    layer, keys, values = pending.layer, pending.keys, pending.values
+    layer, keys, values = pending.layer(), pending.keys, pending.values
     ring, pool = layer.ring, layer.pool
     if layer.metadata is None or pending.done is not None or plan.whole is not plan:
         return None
@@ -539,7 +539,7 @@ def _append(q: Any, pending: Pending, plan: Any, sm_scale: float) -> tuple[Step,
         raise NotSupported(
             "NumkvCache: expected a mask of all new columns for rows that are to be stored, got a part"
         )
-    layer = pending.layer
+    layer = pending.layer()
     pool = layer.begin(pending.keys, pending.values)
     check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
     step = plan.step(layer)

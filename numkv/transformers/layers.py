@@ -250,8 +250,8 @@ class Pending:
 
     Attributes
     ----------
-    layer : NumkvLayer
-        Where they go.
+    layer : weak reference to NumkvLayer
+        Where they go; the layer keeps these rows for the next pass, and a cache is freed once nothing holds it.
     keys, values : tensor (batch, num_kv_heads, T, head_dim)
         The rows.
     done : tuple of Plan, Step, Pool and rows in full, or None
@@ -260,7 +260,7 @@ class Pending:
         Of latents, what makes K and V of them; see `LatentRows`.
     """
 
-    layer: NumkvLayer
+    layer: Any
     keys: Any
     values: Any
     done: tuple[Any, Step, Pool, Any] | None = None
@@ -292,7 +292,7 @@ class Rows(torch.Tensor):  # type: ignore[misc]
         )
 
     def __repr__(self, **_: Any) -> str:
-        return f"Rows({tuple(self.shape)}, on their way into {self.pending.layer!r})"
+        return f"Rows({tuple(self.shape)}, on their way into {self.pending.layer()!r})"
 
 
 class LatentRows(Rows):
@@ -455,7 +455,7 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
             rows: tuple[Any, Any] = made[4]
             return rows
         key, value = key_states.as_subclass(Rows), value_states.as_subclass(Rows)
-        key.pending = value.pending = pending = Pending(self, key_states, value_states)
+        key.pending = value.pending = pending = Pending(weakref.ref(self), key_states, value_states)
         self._rows = None
         if key_states.shape[2] == 1 and not is_dynamo_compiling():  # as the next ones will be
             shapes = key_states.shape, value_states.shape
@@ -612,7 +612,7 @@ class LatentLayer(NumkvLayer):
     ) -> tuple[Any, Any]:
         """Take latents ``(batch, 1, T, rank)`` and rotary keys ``(batch, 1, T, rotary_dim)``."""
         # V is the first part of a row, and is stored with it.
-        pending = Pending(self, torch.cat([key_states, value_states], -1), key_states)
+        pending = Pending(weakref.ref(self), torch.cat([key_states, value_states], -1), key_states)
         key, value = key_states.as_subclass(LatentRows), value_states.as_subclass(LatentRows)
         key.pending = value.pending = pending
         return key, value
