@@ -273,3 +273,8 @@ def parse_size(text: str) -> tuple[int, bool]:
     power = " kmgtp".index((prefix or " ").lower())
     size = int(Fraction(number) * (1024 if binary else 1000) ** power)
     return size, bool(prefix) and not binary
+
+
+def check_nbytes(name: str, given: Any) -> int:
+    """Take an argument that is a number of bytes, or a size as `parse_size` reads it."""
+    return check_size(name, parse_size(given)[0] if isinstance(given, str) else given)

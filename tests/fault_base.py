@@ -2,15 +2,22 @@
 
 import dataclasses
 import functools
+import gc
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
+from failing_memory import failing
 
 import numkv
+from numkv.kernels import scratch
 
 F32 = np.float32
 HEADS, Q_HEADS, DIM, BLOCK = 2, 4, 8, 2
+#: More allocations than any method makes.
+MOST = 600
 TABLES = [np.cos(np.arange(64)[:, None] * [1.0, 0.3, 0.1, 0.01]).astype(F32)]
 TABLES.append(np.sin(np.arange(64)[:, None] * [1.0, 0.3, 0.1, 0.01]).astype(F32))
 
@@ -80,3 +87,59 @@ def plain(x):
     if x is None or isinstance(x, int | float | str | bool | bytes | range):
         return x
     return type(x).__name__  # another cache, say
+
+
+def run_out(monkeypatch, subject, call, name, every, most=MOST):
+    """Fail every so many allocations of a call: the object has to be as before, or as after it."""
+    lent, (prepare, do) = _lent(monkeypatch), subject.split(call)
+
+    def make():
+        found = subject.make()
+        prepare(found)
+        return found
+
+    good = make()
+    before = subject.see(good)
+    result = plain(do(good))
+    after = subject.see(good)
+    assert subject.see(make()) == before
+    for at in range(1 + zlib.crc32(name.encode()) % every, most + every, every):
+        found = make()
+        failed = None
+        try:
+            with failing(at) as memory:
+                do(found)
+        except MemoryError as error:
+            failed = type(error)
+        if not memory.failed:
+            assert failed is None
+            break
+        assert lent[0] == 0, f"allocation {at}: scratch memory was not given back"
+        if failed is not None:
+            assert subject.see(found) == before, f"allocation {at}: the object has changed"
+            assert plain(do(found)) == result, f"allocation {at}: another result the second time"
+        assert subject.see(found) == after, f"allocation {at}: another state in the end"
+        del found
+    else:
+        pytest.fail(f"more than {most} allocations")
+    gc.collect(0)
+
+
+def _lent(monkeypatch):
+    """How many workspaces are lent out; none are kept, so that calls have to make theirs."""
+    count = [0]
+    borrow, give_back = scratch.Workspaces.borrow, scratch.Workspaces.give_back
+
+    def lend(self):
+        self._free.clear()
+        workspace = borrow(self)
+        count[0] += 1
+        return workspace
+
+    def take_back(self, workspace):
+        count[0] -= 1
+        give_back(self, workspace)
+
+    monkeypatch.setattr(scratch.Workspaces, "borrow", lend)
+    monkeypatch.setattr(scratch.Workspaces, "give_back", take_back)
+    return count

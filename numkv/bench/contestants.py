@@ -200,15 +200,14 @@ class _Numkv(Contestant):
 
 def _store(layer: NumkvLayer, k: Any, v: Any, plan: Any) -> None:
     """What a forward pass does with new rows, without queries."""
-    metadata, _ = layer.begin(k, v)
-    step = plan.step(metadata, keep=False)
-    pool = layer.make_room(step)
+    layer.begin(k, v)
+    step = plan.step(layer)
     rows = (
         array_of(x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]), name)
         for name, x in (("k", k), ("v", v))
     )
-    pool.scatter(*pool.check_rows(*rows, check_finite=True), step.slots)
-    layer.finish(step, pool)
+    layer.pool.scatter(*layer.pool.check_rows(*rows, check_finite=True), step.slots)
+    layer.change(step.after, step.shrink)
 
 
 class _NothingStored(Cache):  # type: ignore[misc]

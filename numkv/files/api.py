@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -235,6 +236,13 @@ def _load(
             expect(len(made.sequences) == 1, f"{len(made.sequences)} sequences, and not one")
             return made.sequences[0]
         return made.sequences if name == _MANY else made
+
+
+def written_in(path: str | os.PathLike[str]) -> Any:
+    """Import the room of the class that a file names, and return the mark that the file has."""
+    with _reading(_check_path(path)) as file:
+        importlib.import_module(_ELSEWHERE.get(file.fields.text("class"), "numkv"))
+        return file.fields.get("mark")
 
 
 def save_sequences(

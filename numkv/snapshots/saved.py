@@ -44,9 +44,9 @@ def integer(least: int = 0, most: int | str = MOST, missing: Any = _NEEDED) -> A
     )
 
 
-def optional(least: int = 0, most: int = MOST) -> Any:
+def optional(least: int = 0, most: int = MOST, missing: Any = _NEEDED) -> Any:
     """An integer, or None."""
-    return entry(lambda f, name, x: f.optional(name, least, most))
+    return entry(lambda f, name, x: f.optional(name, least, most), missing)
 
 
 def integers(count: int | str | None = None, most: int = MOST) -> Any:

@@ -171,3 +171,29 @@ def block_tensor(
         return tensor
     bad = f"{_NOT_FINITE} among those of {name[0]}, {_UNCHECKED}; remove their sequences"
     return checked(tensor, partial(are_scales, scales_of), bad)
+
+
+def block_tensors(
+    pool: Pool, number: int, ids: NDArray[Any], fills: NDArray[Any], prefix: str = ""
+) -> list[Tensor]:
+    """Blocks of K and V of a pool, and scales that come with tokens; see `block_tensor`, and `block_specs`."""
+    found = []
+    for side, x in pool.stored:
+        found.append(block_tensor(pool.target, f"{prefix}{side}.{number}", x.words, ids, fills))
+        if x.kind.has_scales:
+            name, of_scales = f"{prefix}{side}_scale.{number}", fills // max(1, x.kind.group_tokens)
+            found.append(block_tensor(pool.target, name, x.scales, ids, of_scales, x.kind))
+    return found
+
+
+def block_specs(
+    sides: Sequence[Side], number: int, shape: tuple[int, int, int], prefix: str = ""
+) -> dict[str, Spec]:
+    """The tensors of blocks ``(num_blocks, num_kv_heads, block_size)``."""
+    specs = {}
+    for side, kind, dim in sides:
+        specs[f"{prefix}{side}.{number}"] = Spec(kind.word, (*shape, kind.words_per_row(dim)))
+        if kind.has_scales:
+            scales = Spec(kind.scale_word, kind.scale_shape(shape, dim))
+            specs[f"{prefix}{side}_scale.{number}"] = scales
+    return specs

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from numkv.access import writes
 from numkv.attention.attend import attend, check_queries, check_sinks
@@ -26,7 +25,7 @@ from numkv.storage.pool import Pool
 from numkv.torch.tensors import array_of, tensor_of
 from numkv.transformers.forward_pass import PASS
 from numkv.transformers.full_precision import GroupsOfStep, NewestTokenGroups
-from numkv.transformers.internals import repeat_kv, sdpa_attention_forward
+from numkv.transformers.internals import own_attention, sdpa_attention_forward
 from numkv.transformers.layers import LatentRows, NumkvLayer, Pending, Rows
 from numkv.transformers.masks import Plan
 from numkv.transformers.metadata import Step
@@ -84,7 +83,7 @@ def attention(
         return of_batch.attend(module, query, key, value, scaling, softcap, s_aux), None
     if isinstance(key, Rows):
         return _over_cache(
-            key.pending.layer, query, key, value, attention_mask, dropout, scaling, softcap, s_aux, others
+            key.pending.layer(), query, key, value, attention_mask, dropout, scaling, softcap, s_aux, others
         ), None  # fmt: skip
     return _without_cache(
         module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux, others
@@ -177,33 +176,12 @@ def _without_cache(
         raise NotSupported(
             "attention implementation 'numkv': expected a mask with a soft cap or sinks"
         )
-    return _in_full(module, query, key, value, mask, dropout, scaling, softcap, sinks)
-
-
-def _in_full(
-    module: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float, scaling: float | None,
-    softcap: float | None, sinks: Any,
-) -> Any:  # fmt: skip
-    """Attend with a soft cap or sinks, which PyTorch's attention has not."""
-    group = query.shape[1] // key.shape[1]
-    key, value = repeat_kv(key, group), repeat_kv(value, group)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = torch.matmul(query, key.transpose(2, 3)) * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if mask is not None:
-        if mask.dtype == torch.bool:
-            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-        else:
-            scores = scores + mask
-    if sinks is not None:
-        column = sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)
-        scores = torch.cat([scores, column], -1)
-    weights = functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    if sinks is not None:
-        weights = weights[..., :-1]
-    weights = functional.dropout(weights, p=dropout, training=module.training)
-    return torch.matmul(weights, value).transpose(1, 2).contiguous()
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(
+            ~mask, torch.finfo(query.dtype).min
+        )
+    own = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": sinks}
+    return own_attention(module)(module, query, key, value, mask, **own, **others)[0]
 
 
 # -- by one compiled call
@@ -224,7 +202,7 @@ def at_once(query: Any, pending: Pending, plan: Any, scaling: Any, softcap: Any,
     tensor (batch, T, num_q_heads, head_dim_v), or None
         None where this pass or layer needs more; then nothing has changed.
     """
-    layer = pending.layer
+    layer = pending.layer()
     bound, ring = layer.bound, layer.ring
     if not (
         bound is not None and (group := bound.group).plan is plan and layer.metadata is group.before
@@ -263,7 +241,7 @@ def at_once(query: Any, pending: Pending, plan: Any, scaling: Any, softcap: Any,
     if ring is not None:
         ring.end = group.end_after
     if group.moves:
-        layer.finish(group.step, bound.pool)
+        layer.change(group.step.after, group.step.shrink)
     else:
         layer.metadata = group.after
     return out
@@ -309,9 +287,8 @@ class Group:
         self.end_after: Any = None
         self._memory: Any = None
         self._table: Any = None
-        self._tiles: Any = (
-            None  # of each sequence, as the memory is planned for; None if it has to be planned
-        )
+        # Of each sequence, as the memory is planned for; None if it has to be planned.
+        self._tiles: Any = None
 
     def prepare(
         self, plan: Any, step: Step, query: Any, keys: Any, values: Any, ring: Any, end_after: Any
@@ -345,19 +322,15 @@ class Group:
         self.shape_q, self.shape_k, self.shape_v = query.shape, keys.shape, values.shape
         self.shape_out = (batch, columns, q_heads, dim_v)
         self.before, self.after, self.step = step.before, step.after, step
-        grows = step.num_blocks != step.before.num_blocks
-        self.moves = grows or step.copies is not None or step.shrink is not None
+        self.moves = step.copies is not None or step.shrink is not None
         self.plan = plan
 
     def _plan_in_full(self, step: Step, places: GroupsOfStep, ring: NewestTokenGroups) -> None:
         """Plan the full-precision part of a pass, and its quantisation."""
         memory, older = self._memory, places.older
         part = memory.part_in_full(places.table.shape[1])
-        part.block_table[:], part.seq_lens[:], part.q_starts[:] = (
-            places.table,
-            places.lengths,
-            step.starts,
-        )
+        part.block_table[:], part.seq_lens[:] = places.table, places.lengths
+        part.q_starts[:] = step.starts
         part.slots[:], part.ranges[:], memory.ranges[:] = places.slots, places.newer, older
         part.plan(-1, int(ring.pool.k.shape[2]), 0, 0)
         memory.quantise(places.groups, places.to_groups, bool((older[:, 0] < older[:, 1]).any()))
@@ -435,16 +408,16 @@ def prepared(
     BoundLayer or None
         None where the pass needs more than the compiled call does; then nothing has changed.
     """
-    layer, keys, values = pending.layer, pending.keys, pending.values
-    metadata, pool = layer.metadata, layer.pool
-    if metadata is None or pending.done is not None or plan.whole is not plan:
+    layer, keys, values = pending.layer(), pending.keys, pending.values
+    ring, pool = layer.ring, layer.pool
+    if layer.metadata is None or pending.done is not None or plan.whole is not plan:
         return None
-    ring = layer.ring
     if pool.rotate or (ring is not None and (ring.first or not pool.by_channel)):
         return None
-    if not _fits(query, keys, values, metadata.batch, pool):
+    if not _fits(query, keys, values, layer.metadata.batch, pool):
         return None
-    step = plan.step(metadata, keep=layer.record_past)
+    step = plan.step(layer)
+    metadata, pool = layer.metadata, layer.pool
     if step.new is not None or step.queries is not None or step.ranges is not None:
         return None
     end_after = in_full = kinds = None
@@ -478,8 +451,7 @@ def prepared(
         if not np.array_equal(ring.end, group.end):
             return None
         ring.end = group.end
-    if group.moves:
-        pool = layer.make_room(step)
+    step.copy_blocks(pool)
     if (
         bound is None or bound.group is not group or bound.pool is not pool or bound.in_full is not in_full
         or scaling != bound.scaling or softcap != bound.softcap or s_aux is not bound.s_aux
@@ -567,17 +539,18 @@ def _append(q: Any, pending: Pending, plan: Any, sm_scale: float) -> tuple[Step,
         raise NotSupported(
             "NumkvCache: expected a mask of all new columns for rows that are to be stored, got a part"
         )
-    layer = pending.layer
-    metadata, pool = layer.begin(pending.keys, pending.values)
+    layer = pending.layer()
+    pool = layer.begin(pending.keys, pending.values)
     check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
-    step = plan.step(metadata, keep=layer.record_past)
+    step = plan.step(layer)
+    pool = layer.pool
     k = _new_rows(pending.keys, pool.k_kind, "key_states")
     v = None if pool.is_latent else _new_rows(pending.values, pool.v_kind, "value_states")
     k, v = pool.check_rows(k, v, check_finite=True)
-    pool = layer.make_room(step)
+    step.copy_blocks(pool)
     pool.scatter(k, v, step.slots)
     in_full = None if layer.ring is None else layer.ring.write(k, v, step, pool)
-    layer.finish(step, pool)
+    layer.change(step.after, step.shrink)
     if layer.options.shared.tolerance is not None:
         layer.options.shared.tolerance.look(layer, q, k, pool, step, sm_scale)
     pending.done = (plan, step, pool, in_full)

@@ -23,7 +23,7 @@ from numkv.access import Access, busy, writes
 from numkv.caches import FullPrecision, Profile
 from numkv.errors import CacheFull, DimensionMismatch, NonFiniteInput, NotSupported, NumkvError
 from numkv.interrupts import signals_deferred
-from numkv.numbers import check_size, parse_size
+from numkv.numbers import check_nbytes, check_size
 from numkv.store import PrefixStore
 from numkv.torch import PagedKVCache
 from numkv.transformers.cache import read_profile
@@ -140,16 +140,13 @@ class ContinuousBatch:
         name = "ContinuousBatch"
         self._model = inner = inner_model(model)
         given = {
-            "kind": kind,
-            "v_kind": v_kind,
-            "rotate": rotate or None,
-            "full_precision": full_precision,
-        }
+            "kind": kind, "v_kind": v_kind, "rotate": rotate or None, "full_precision": full_precision,
+        }  # fmt: skip
         given = {key: x for key, x in given.items() if x is not None}
         profile = read_profile(profile, given)
         self._tokens_per_pass = check_size("tokens_per_pass", tokens_per_pass, 1)
         self._max_running = check_size("max_running", max_running, 1)
-        nbytes = parse_size(max_nbytes)[0] if isinstance(max_nbytes, str) else max_nbytes
+        nbytes = check_nbytes("max_nbytes", max_nbytes)
         config = inner.config.get_text_config(decoder=True)
         for part in (inner.config, config):
             check_config(part, name)
@@ -512,17 +509,12 @@ class ContinuousBatch:
         try:
             ids = [x.request.ids()[x.start : x.start + x.tokens] for x in parts]
             rows = np.concatenate([np.array(x, np.int64) for x in ids])
-            places = np.concatenate([np.arange(x.start, x.start + x.tokens) for x in parts])
+            at = np.concatenate([np.arange(x.start, x.start + x.tokens) for x in parts])
+            of_rows = torch.from_numpy(rows), torch.from_numpy(at)
             last = np.cumsum([x.tokens for x in parts]) - 1
             whole = [x.start + x.tokens == len(x.request.ids()) for x in parts]
             ends = torch.from_numpy(last[whole])
-            logits = run_model(
-                self._model,
-                torch.from_numpy(rows),
-                torch.from_numpy(places),
-                ends,
-                Pass(step, self._widen),
-            )
+            logits = run_model(self._model, *of_rows, ends, Pass(step, self._widen))
             makers = [part.request for part, ended in zip(parts, whole, strict=True) if ended]
             for request, row in zip(makers, logits, strict=True):
                 chosen.append((request, *_chosen(request, row)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 
 import torch
@@ -37,7 +37,8 @@ from numkv.transformers.tolerance import Tolerance
 
 _Model = TypeVar("_Model")
 _BEFORE = "_numkv_before"  # on a model: the attention implementation that it had
-_OF_NUMKV = {"full_attention", "sliding_attention", "chunked_attention"}
+#: Layers whose rows are numkv's.
+OF_NUMKV = {"full_attention", "sliding_attention", "chunked_attention"}
 _HYBRID = {"hybrid", "hybrid_sliding"}
 _OF_TRANSFORMERS = {"linear_attention", "conv", "dummy"}
 
@@ -67,7 +68,11 @@ class NumkvCache(Cache):  # type: ignore[misc]
         How many of each sequence's newest and first tokens are read in full precision, as the model computes them,
         beside quantised storage. It makes no layer see more of them than it does.
     profile : Profile or path, optional
-        Kinds of each layer, as `numkv fit` chose them for this checkpoint, in place of other options but `capacity`.
+        Kinds of each layer, as `numkv fit` chose them for this checkpoint, in place of other options but `capacity` and
+        `max_nbytes`.
+    max_nbytes : int or str, optional
+        Bytes of the buffers of K and V of all layers, such as ``"4GiB"``. A pass that needs more raises `CacheFull`
+        before it changes anything, and a shorter one may follow.
 
     Raises
     ------
@@ -75,7 +80,8 @@ class NumkvCache(Cache):  # type: ignore[misc]
         If the model has layers that would not be right: attention that chooses tokens by an index, ALiBi, cross
         attention. If `full_precision` is given and neither K nor V is quantised. Keys by channel take no window of more
         than 64 tokens in full precision, no `rotate`, and no layers that see 64 tokens or fewer. Of models with latent
-        attention, if `rotate`, `full_precision`, a `v_kind` or a `profile` is given, as V is a part of K's rows.
+        attention, if `rotate`, `full_precision`, a `v_kind` or a `profile` is given, as V is a part of K's rows. Of
+        models whose layers have states of transformers', if `max_nbytes` is given, as a pass has changed some by then.
     UnsupportedDType, DimensionMismatch, ValueError, TypeError
         If a kind or a number is not one, or a profile is of a model of another shape.
     NumkvError
@@ -110,27 +116,23 @@ class NumkvCache(Cache):  # type: ignore[misc]
         rotate: bool = False,
         full_precision: FullPrecision | None = None,
         profile: Profile | str | os.PathLike[str] | None = None,
+        max_nbytes: int | str | None = None,
     ) -> None:
-        options = Options(kind, k_kind, v_kind, capacity, rotate, full_precision)
+        options = Options(kind, k_kind, v_kind, capacity, rotate, full_precision, max_nbytes)
         asked = {
-            "kind": kind,
-            "k_kind": k_kind,
-            "v_kind": v_kind,
-            "rotate": rotate or None,
+            "kind": kind, "k_kind": k_kind, "v_kind": v_kind, "rotate": rotate or None,
             "full_precision": full_precision,
-        }
+        }  # fmt: skip
         kinds = read_profile(profile, asked)
         if not isinstance(config, PreTrainedConfig):
             raise TypeError(
                 f"`config`: expected a transformers.PreTrainedConfig, got {type(config).__name__}; pass model.config"
             )
-        check_config(config, "NumkvCache")
-        config = config.get_text_config(decoder=True)
-        check_config(config, "NumkvCache")
-        latent = has_latents(config)
-        kept = full_precision is not None
-        other_v = v_kind is not None and v_kind != k_kind
-        if latent and (rotate or kept or other_v or profile is not None):
+        for of in (config, config.get_text_config(decoder=True)):
+            check_config(of, "NumkvCache")
+        config = of
+        latent, other_v = has_latents(config), v_kind not in (None, k_kind)
+        if latent and (rotate or other_v or full_precision is not None or profile is not None):
             raise NotSupported(
                 "NumkvCache: expected no rotate, full_precision, v_kind or profile for latent attention, "
                 "whose V is a part of K's rows, got one; pass kind alone"
@@ -139,19 +141,26 @@ class NumkvCache(Cache):  # type: ignore[misc]
             _layer(number, name, options, of_type, latent)
             for number, (name, of_type) in enumerate(types_of_layers(config, "NumkvCache"))
         ]
-        own = [layer for layer in layers if isinstance(layer, NumkvLayer)]
+        own = {i: layer for i, layer in enumerate(layers) if isinstance(layer, NumkvLayer)}
         if kinds is not None:
             check_profile(kinds, len(own), config)
-            for layer, of_layer in zip(own, options.of_layers(kinds), strict=True):
+            for layer, of_layer in zip(own.values(), options.of_layers(kinds), strict=True):
                 layer.options = of_layer
-        for number, layer in enumerate(layers):
-            if isinstance(layer, NumkvLayer):
-                layer.options.check_layer(number, layer)
+        for number, layer in own.items():
+            layer.options.check_layer(number, layer)
         if not own:
             raise NotSupported(
                 f"NumkvCache: expected a model with layers of attention, got {config.model_type!r}, which has none"
             )
+        if max_nbytes is not None and any(
+            isinstance(x, LinearAttentionCacheLayerMixin) for x in layers
+        ):
+            raise NotSupported(
+                f"NumkvCache: expected no `max_nbytes` for {config.model_type!r}, whose layers have states that a pass "
+                "without room has changed by then, got one; leave it out"
+            )
         super().__init__(layers=layers)
+        self._shared = options.shared
 
     #: Of files: a mark has to say whose K and V it holds.
     needs_mark = True
@@ -166,12 +175,12 @@ class NumkvCache(Cache):  # type: ignore[misc]
         """See `numkv.snapshots.snapshot`."""
         made = cls.__new__(cls)
         Cache.__init__(made, layers=saved.restored(source))
+        made._shared = made.layers[0].options.shared
         return made
 
     @property
     def _access(self) -> Access:
-        own = next(layer for layer in self.layers if isinstance(layer, NumkvLayer))
-        return own.options.shared.access
+        return self._shared.access
 
     def __repr__(self) -> str:
         own = [layer for layer in self.layers if isinstance(layer, NumkvLayer)]
@@ -185,6 +194,11 @@ class NumkvCache(Cache):  # type: ignore[misc]
     def nbytes(self) -> int:
         """Bytes of the buffers of K and V."""
         return sum(layer.nbytes for layer in self.layers if isinstance(layer, NumkvLayer))
+
+    @property
+    def max_nbytes(self) -> int | None:
+        """Bytes that they may take."""
+        return self._shared.max_nbytes
 
     @property
     def max_cache_len(self) -> int:
@@ -215,23 +229,33 @@ class NumkvCache(Cache):  # type: ignore[misc]
     @uninterrupted
     def reset(self) -> None:
         """Forget all tokens."""
-        super().reset()
+        self._change("reset", NumkvLayer.emptied)
 
     @uninterrupted
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` columns; see `transformers.Cache.crop`."""
-        for layer in self.layers:  # what cannot be cropped says so before anything is
-            if isinstance(layer, NumkvLayer):
-                layer.cropped(tokens_to_remove)
-        for layer in sorted(
-            self.layers, key=lambda x: not isinstance(x, LinearAttentionCacheLayerMixin)
-        ):
-            layer.crop(tokens_to_remove)
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"`crop`: expected minus the number of tokens to remove, got {tokens_to_remove}"
+            )
+        self._change("crop", lambda x: x.cropped(-int(tokens_to_remove)), tokens_to_remove)
 
     @uninterrupted
     def reorder_cache(self, beam_idx: Any) -> None:
         """Take sequences in another order; those that are taken twice share their blocks."""
-        super().reorder_cache(beam_idx)
+        order = tuple(beam_idx.tolist())
+        self._shared.refuse_batch(len(order))
+        self._change("reorder_cache", lambda x: x.selected(order), beam_idx)
+
+    def _change(self, name: str, change: Callable[[NumkvLayer], Any], *args: Any) -> None:
+        """Change all layers, transformers' parts by a method; none is changed where one of numkv's cannot be."""
+        own = [x for x in self.layers if isinstance(x, NumkvLayer) and x.metadata is not None]
+        found = [change(x) for x in own]
+        for layer in self.layers:
+            if not isinstance(layer, NumkvLayer) or isinstance(layer, HybridLayer):
+                getattr(layer, name)(*args)
+        for layer, held in zip(own, found, strict=True):
+            layer.take(held)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Take each sequence so many times; they share their blocks."""
@@ -285,7 +309,7 @@ def _layer(number: int, name: str, options: Options, given: dict[str, Any], late
     window = given.pop("sliding_window", None)
     if name in _OF_TRANSFORMERS:
         return layer_of_transformers(name, given)
-    if name not in _OF_NUMKV and name not in _HYBRID:
+    if name not in OF_NUMKV and name not in _HYBRID:
         raise NotSupported(
             f"NumkvCache: expected layers of full, sliding, chunked or linear attention, got {name!r} for layer "
             f"{number}; use another cache for this model"
@@ -309,6 +333,7 @@ def use(
     rotate: bool = False,
     full_precision: FullPrecision | None = None,
     profile: Profile | str | os.PathLike[str] | None = None,
+    max_nbytes: int | str | None = None,
     tolerance: float | None = None,
 ) -> _Model:
     """Have a model attend by numkv, and ``model.generate`` make a `NumkvCache` where it is given no cache.
@@ -320,8 +345,8 @@ def use(
     ----------
     model : transformers.PreTrainedModel
         A decoder on the CPU, or one wrapped by PEFT or ``torch.compile``; then the inner model is switched.
-    kind, k_kind, v_kind, rotate, full_precision, profile
-        How K and V are stored; see `NumkvCache`.
+    kind, k_kind, v_kind, rotate, full_precision, profile, max_nbytes
+        How K and V are stored, and in how many bytes; see `NumkvCache`.
     capacity : int, optional
         Tokens of each sequence to reserve room for; without it as many as ``generate`` may make.
     tolerance : float, optional
@@ -359,7 +384,7 @@ def use(
     """
     options = {
         "kind": kind, "k_kind": k_kind, "v_kind": v_kind, "capacity": capacity, "rotate": rotate,
-        "full_precision": full_precision, "profile": profile,
+        "full_precision": full_precision, "profile": profile, "max_nbytes": max_nbytes,
     }  # fmt: skip
     if isinstance(profile, (str, os.PathLike)):
         options["profile"] = Profile.load(profile)  # once, and not when text is generated

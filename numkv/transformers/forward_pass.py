@@ -14,17 +14,16 @@ from typing import Any, NamedTuple
 import torch
 
 from numkv.caches import LayerSpec
-from numkv.errors import DimensionMismatch, NotSupported
+from numkv.errors import NotSupported
 from numkv.kinds import kind, kind_of_dtype
 from numkv.storage.buffer import source_dtypes
 from numkv.torch.tensors import array_of
-from numkv.transformers.cache import check_profile
+from numkv.transformers.cache import OF_NUMKV, check_profile
 from numkv.transformers.families import has_latents, is_set, types_of_layers
+from numkv.transformers.layers import check_profiled
 
 #: The keyword argument of a model's call.
 PASS = "numkv_pass"
-# Layers whose rows a `PagedKVCache` keeps, and the argument that says how far each of them sees.
-_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # RoPE whose angles depend on how long the longest text of a call is.
 _OF_LENGTH = {"dynamic", "longrope"}
 
@@ -108,7 +107,7 @@ def layers_of_model(
     _refuse_what_batches_change(config, name)
     types = types_of_layers(config, name)
     for number, (of, _) in enumerate(types):
-        if of not in _TYPES:
+        if of not in OF_NUMKV:
             raise NotSupported(
                 f"{name}: expected layers of full, sliding or chunked attention, got {of!r} for layer {number}; run "
                 "this model by `generate`, with numkv.transformers.use"
@@ -132,7 +131,11 @@ def layers_of_model(
     specs, widen = [], []
     for number, (of, arguments) in enumerate(types):
         rows = probe.found[number]
-        spec = _spec(rows, given) if profile is None else _profiled(rows, number, profile[number])
+        if profile is None:
+            spec = _spec(rows, given)
+        else:
+            spec = profile[number]
+            check_profiled(rows[:3], (spec.num_kv_heads, spec.head_dim, spec.head_dim_v))
         reach = arguments.get("sliding_window")
         if reach is not None:
             sees = (
@@ -151,19 +154,6 @@ def _spec(rows: Rows, given: dict[str, Any]) -> LayerSpec:
     own = kind_of_dtype(rows.dtype)
     assert own is not None
     return LayerSpec(rows.heads, rows.dim, head_dim_v=rows.dim_v, **{"kind": own, **given})
-
-
-def _profiled(rows: Rows, number: int, of: LayerSpec) -> LayerSpec:
-    """A profile's layer, whose shape must be the model's."""
-    wanted, got = rows[:3], (of.num_kv_heads, of.head_dim, of.head_dim_v)
-    if wanted != got:
-        raise DimensionMismatch(
-            f"`profile`: expected kv heads and elements of K and V {wanted} in layer {number}, got {got}; make another "
-            "with `numkv fit`",
-            expected=wanted,
-            actual=got,
-        )
-    return of
 
 
 def _refuse_what_batches_change(config: Any, name: str) -> None:

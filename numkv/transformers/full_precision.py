@@ -15,7 +15,7 @@ full precision. A query reads its own group in full precision and earlier groups
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +31,8 @@ from numkv.transformers.metadata import Step
 Ints = NDArray[np.int64]
 
 
-class FullPrecisionRing:
-    """Full-precision rows of the last and the first tokens of each sequence of a layer.
+class InFull:
+    """Rows in full precision of some tokens of each sequence of a layer.
 
     Parameters
     ----------
@@ -42,34 +42,63 @@ class FullPrecisionRing:
         Kinds of K and V, as the model computes them.
     batch : int
         Number of sequences.
-    kept : FullPrecision
-        Number of last and of first tokens; one of the two is at least 1.
+    shape : tuple of int
+        Blocks of each sequence, and tokens of a block.
 
     Attributes
     ----------
     pool : Pool
-        A block for each sequence: position p below `first` is in slot p, a later one in slot ``first + p % window``.
+        The blocks.
     end : int64 array (batch,)
         Position from which on each sequence's tokens are in full precision, apart from the first ones.
+    """
+
+    def __init__(
+        self, pool: Pool, kinds: tuple[Kind, Kind], batch: int, shape: tuple[int, int]
+    ) -> None:
+        (self.blocks, size), heads = shape, int(pool.k.shape[1])
+        of_pool = batch * self.blocks, heads, size
+        self.pool = Pool.allocate(pool.target, of_pool, pool.head_dim, pool.head_dim_v, *kinds)
+        self.end: Ints = np.zeros(batch, np.int64)
+
+    def cropped(self, lengths: Ints) -> Self:
+        """Without full-precision tokens past these lengths of the sequences; quantised tokens stay quantised."""
+        return self._with(self.pool, np.minimum(self.end, lengths))
+
+    def selected(self, rows: Ints) -> Self:
+        """Sequences of these numbers, in this order."""
+        source, to = (
+            (x[:, None] * self.blocks + np.arange(self.blocks)).reshape(-1).astype(np.int32)
+            for x in (rows, np.arange(len(rows)))
+        )
+        pool = self.pool.like(len(to))
+        self.pool.copy_blocks(source, pool, to)
+        return self._with(pool, self.end[rows])
+
+    def _with(self, pool: Pool, end: Ints) -> Self:
+        made = copy.copy(self)
+        made.pool, made.end = pool, end
+        return made
+
+
+class FullPrecisionRing(InFull):
+    """The last and the first tokens of each sequence.
+
+    A sequence has a block: position p below `first` is in slot p, a later one in slot ``first + p % window``.
+
+    Parameters
+    ----------
+    pool, kinds, batch
+        See `InFull`.
+    kept : FullPrecision
+        Number of last and of first tokens; one of the two is at least 1.
     """
 
     def __init__(
         self, pool: Pool, kinds: tuple[Kind, Kind], batch: int, kept: FullPrecision
     ) -> None:
         self.window, self.first = kept.window, kept.num_sink_tokens
-        shape = (batch, int(pool.k.shape[1]), self.first + self.window)
-        self.pool = Pool.allocate(pool.target, shape, pool.head_dim, pool.head_dim_v, *kinds)
-        self.end: Ints = np.zeros(batch, np.int64)
-
-    def crop(self, lengths: Ints) -> None:
-        """Drop full-precision tokens past these lengths of the sequences; quantised tokens stay quantised."""
-        self.end = np.minimum(self.end, lengths)
-
-    def select(self, rows: Ints) -> None:
-        """Take sequences of these numbers, in this order."""
-        pool, self.pool = self.pool, self.pool.like(len(rows))
-        pool.copy_blocks(rows.astype(np.int32), self.pool, np.arange(len(rows), dtype=np.int32))
-        self.end = self.end[rows]
+        super().__init__(pool, kinds, batch, (1, self.first + self.window))
 
     def write(self, k: Any, v: Any, step: Step, pool: Pool) -> FullPrecisionRing:
         """Store those of a pass's checked rows that are recent after it, or first; return this, for its queries."""
@@ -151,30 +180,19 @@ class GroupsOfStep(NamedTuple):
     first: Ints
 
 
-class NewestTokenGroups:
-    """Full-precision rows of the newest token groups of each sequence of a layer with keys by channel.
+class NewestTokenGroups(InFull):
+    """The newest token groups of each sequence of a layer with keys by channel.
 
     Two groups stay, so that up to one group of last tokens can be cropped without loss. If a crop makes an earlier
     group the newest, its codes are decoded. The groups of first tokens also stay; they are always read in full
-    precision.
+    precision. A sequence has a block for each group: those of first tokens, then a ring.
 
     Parameters
     ----------
-    pool : Pool
-        The quantised rows.
-    kinds : tuple of Kind
-        Of K and V, as the model computes them.
-    batch : int
-        Sequences.
+    pool, kinds, batch
+        See `InFull`.
     first : int
         First tokens of each that are read in full.
-
-    Attributes
-    ----------
-    pool : Pool
-        Blocks of a group, as many for each sequence: those of first tokens, then a ring.
-    end : int64 array (batch,)
-        Position from which on each sequence's tokens are in full precision, apart from the first ones.
     """
 
     #: Newest token groups of each sequence.
@@ -182,27 +200,16 @@ class NewestTokenGroups:
 
     def __init__(self, pool: Pool, kinds: tuple[Kind, Kind], batch: int, first: int = 0) -> None:
         self._group, self.first = pool.k_kind.group_tokens, first
-        self._kept = -(-first // self._group)
-        shape = (batch * (self._kept + self.BLOCKS), int(pool.k.shape[1]), self._group)
+        shape = self.shape(first, self._group)
+        self._kept = shape[0] - self.BLOCKS
         taken = source_dtypes(pool.k_kind)
         of_k, of_v = (of if of.dtype in taken else kind("fp32") for of in kinds)
-        self.pool = Pool.allocate(pool.target, shape, pool.head_dim, pool.head_dim_v, of_k, of_v)
-        self.end: Ints = np.zeros(batch, np.int64)
+        super().__init__(pool, (of_k, of_v), batch, shape)
 
-    def crop(self, lengths: Ints) -> None:
-        """Forget tokens past these lengths of the sequences."""
-        self.end = np.minimum(self.end, lengths)
-
-    def select(self, rows: Ints) -> None:
-        """Take sequences of these numbers, in this order."""
-        some = np.arange(self._kept + self.BLOCKS)
-        source, to = (
-            (x[:, None] * len(some) + some).reshape(-1).astype(np.int32)
-            for x in (rows, np.arange(len(rows)))
-        )
-        pool, self.pool = self.pool, self.pool.like(len(to))
-        pool.copy_blocks(source, self.pool, to)
-        self.end = self.end[rows]
+    @classmethod
+    def shape(cls, first: int, group: int) -> tuple[int, int]:
+        """Blocks of each sequence, and tokens of a block."""
+        return -(-first // group) + cls.BLOCKS, group
 
     def write(self, k: Any, v: Any, step: Step, pool: Pool) -> NewestTokenGroups:
         """Keep a pass's checked rows, and quantise the groups that are complete; what its queries read in full."""
@@ -284,10 +291,8 @@ class NewestTokenGroups:
 
         See `FullPrecisionRing.attend`.
         """
-        places, starts = (
-            self.of_step(step, columns),
-            np.arange(len(step.after.lengths) + 1) * columns,
-        )
+        starts = np.arange(len(step.after.lengths) + 1) * columns
+        places = self.of_step(step, columns)
         parts = [
             Part(self.pool, places.table, places.newer, lens=places.lengths),
             Part(pool, step.table, places.older),

@@ -7,6 +7,7 @@ transformers that changes one therefore fails a test with its name. The rest of 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,17 +20,16 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
     get_layer_types_and_kwargs,
 )
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from numkv.transformers.metadata import Seen
 
 __all__ = [
-    "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "LinearAttentionLayer", "attention_of",
-    "can_choose_attention", "causal_mask_function", "forget_cache_maker", "generation_settings", "has_own_cache",
-    "inner_model", "layer_of_transformers",
-    "layers_of", "logits_processors", "makes_caches", "repeat_kv", "sdpa_attention_forward", "sdpa_mask", "seen_by",
-    "set_cache_maker", "stopping_criteria",
+    "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "LinearAttentionLayer", "attention_of", "can_choose_attention",
+    "causal_mask_function", "forget_cache_maker", "generation_settings", "has_own_cache", "inner_model",
+    "layer_of_transformers", "layers_of", "logits_processors", "makes_caches", "own_attention",
+    "sdpa_attention_forward", "sdpa_mask", "seen_by", "set_cache_maker", "stopping_criteria",
     "transformers_makes_cache",
 ]  # fmt: skip
 
@@ -64,6 +64,11 @@ def attention_of(model: Any) -> str:
     """Return the name of the attention implementation that a model has."""
     name: str = model.config._attn_implementation
     return name
+
+
+def own_attention(module: Any) -> Any:
+    """Return the attention function of a layer's own code, which takes soft caps and sinks."""
+    return sys.modules[type(module).__module__].eager_attention_forward
 
 
 def can_choose_attention(model: Any) -> bool:

@@ -40,10 +40,9 @@ class ModelJudge:
         self, model: Any, texts: Sequence[Any], held_out: Sequence[Any], name: str = ""
     ) -> None:
         self.name = name
+        empty = DynamicCache(config=model.config)
         with torch.no_grad():
-            rows = model(
-                texts[0][None], past_key_values=DynamicCache(config=model.config)
-            ).past_key_values
+            rows = model(texts[0][None], past_key_values=empty).past_key_values
         # Layers that have a state alone have no keys.
         of_layers = [layer for layer in rows.layers if getattr(layer, "keys", None) is not None]
         self._rows = [(_rows(layer.keys), _rows(layer.values)) for layer in of_layers]
@@ -72,7 +71,8 @@ class ModelJudge:
         expected = self._expected[held_out]
         if expected is None:
             expected = [
-                _log_softmax(self._logits(ids, NumkvCache(self._model.config))) for ids in texts
+                self._logits(ids, NumkvCache(self._model.config)).float().log_softmax(-1)
+                for ids in texts
             ]
             self._expected[held_out] = expected
         for layers in candidates:
@@ -94,10 +94,6 @@ class ModelJudge:
 
 def _rows(x: Any) -> Any:
     return x[0].transpose(0, 1).float().numpy()
-
-
-def _log_softmax(logits: Any) -> Any:
-    return torch.log_softmax(logits.float(), -1)
 
 
 def _divergence(expected: Any, logits: Any) -> float:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,24 +18,26 @@ from numkv import targets
 from numkv.access import Access
 from numkv.caches import FullPrecision, Profile
 from numkv.caches.layer_spec import in_full, refuse_longer_than_group
-from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
+from numkv.errors import CacheFull, DimensionMismatch, NotSupported, UnsupportedDType
 from numkv.interrupts import uninterrupted
 from numkv.kinds import Kind, kind_of_dtype, kinds_of, refuse_channels
 from numkv.kinds import kind as kind_of
-from numkv.numbers import check_flag, check_size
+from numkv.numbers import check_flag, check_nbytes, check_size
 from numkv.storage.buffer import refuse_rotated_channels
 from numkv.storage.latents import LatentPool
 from numkv.storage.pool import Pool
 from numkv.torch.tensors import array_of
 from numkv.transformers.full_precision import FullPrecisionRing, NewestTokenGroups
 from numkv.transformers.internals import CacheLayerMixin, LinearAttentionLayer
-from numkv.transformers.metadata import BatchMetadata, Shrink, Step
+from numkv.transformers.metadata import BatchMetadata, Move, Step
 
 # Short blocks are copied fast where beams part, and long ones read as fast as memory without blocks.
 _BLOCK_SIZE = 256
 _SMALLEST = 16
 _GROUP = kind_of("int8_channel").group_tokens
 _Tensor = torch.Tensor
+#: Metadata, a pool, and what else is in full.
+Held = tuple[BatchMetadata, Any, Any]
 # What may be asked of rows on their way; everything else would compute with them.
 _ASKED = {
     _Tensor.shape.__get__, _Tensor.dtype.__get__, _Tensor.device.__get__, _Tensor.ndim.__get__,
@@ -47,21 +52,105 @@ _EXPANDING = {
 
 
 class Shared:
-    """What all layers of a cache have in common, whatever they are stored in."""
+    """What all layers of a cache have in common, whatever they are stored in.
 
-    def __init__(self) -> None:
-        self.access = Access()
+    Parameters
+    ----------
+    max_nbytes : int, optional
+        Bytes that their buffers may take together.
+    """
+
+    def __init__(self, max_nbytes: int | None = None) -> None:
+        self.access, self.max_nbytes = Access(), max_nbytes
+        #: Those that are in use; none of them is kept by this.
+        self.layers: weakref.WeakSet[NumkvLayer] = weakref.WeakSet()
         #: Of layers that attend by compiled calls: see `numkv.transformers.attention`.
         self.groups: dict[tuple[Any, ...], Any] = {}
         #: What asks about the keys of a first prompt: a `numkv.transformers.tolerance.Tolerance`, or None.
         self.tolerance: Any = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            **self.__dict__,
-            "groups": {},
-            "tolerance": None,
-        }  # which hold addresses: a copy makes its own
+    def __reduce__(self) -> Any:
+        return Shared, (self.max_nbytes,)  # groups hold addresses, and layers come by themselves
+
+    def make_room(self, own: NumkvLayer, offset: int, mask: Any, columns: int) -> None:
+        """Give layers room for a pass before the first of them is written; without tokens each in its turn.
+
+        A layer that drops most of a long pass again gets the room for it in its turn, too.
+
+        Parameters
+        ----------
+        own : NumkvLayer
+            The layer whose turn it is.
+        offset, columns : int
+            Columns so far, and those of the pass.
+        mask : bool array (batch, columns or more), or None
+            Which of them are tokens.
+
+        Raises
+        ------
+        CacheFull
+            If all of it takes more than `max_nbytes`. Layers are as they were; without tokens they have no buffers.
+        """
+        held: dict[BatchMetadata, list[NumkvLayer]] = {}
+        for layer in self.layers:
+            if layer.metadata is not None and layer.metadata.columns == offset:
+                held.setdefault(layer.metadata, []).append(layer)
+        more = {at: at.more(mask, columns) for at in held}
+        least = {at: at.used + n if n else 0 for at, n in more.items()}
+        if all(n <= at.num_blocks for at, n in least.items()):
+            return
+        needed, beside = least[own.metadata], 0
+        for at, layers in held.items():
+            if at.reach >= 0 and not layers[0].record_past and least[at] > 2 * at.enough:
+                beside = max(beside, (least[at] - at.enough) * layers[0].block_nbytes)
+                least[at] = at.enough
+        found = self._blocks(held, least, beside, offset, columns)
+        for at in sorted(found, key=lambda x: found[x] - x.num_blocks):
+            for layer in held[at]:
+                layer.resize(found[at])
+        own.resize(max(needed, own.metadata.num_blocks))
+
+    def refuse_batch(self, batch: int) -> None:
+        """Refuse more sequences whose tokens in full precision `max_nbytes` is too small for."""
+        nbytes = sum(x.nbytes for x in self.layers)
+        for ring, at in ((x.ring, x.metadata) for x in self.layers if x.ring is not None):
+            nbytes += (batch - at.batch) * (ring.pool.nbytes // at.batch)
+        if self.max_nbytes is not None and nbytes > self.max_nbytes:
+            raise self._full(f"{batch} sequences", nbytes)
+
+    def _full(self, what: str, nbytes: int) -> CacheFull:
+        return CacheFull(
+            f"NumkvCache: expected K and V of at most {self.max_nbytes} bytes, its `max_nbytes`, got {what}, with "
+            f"which they take {nbytes}; nothing was stored: pass fewer, crop the cache, or make it with more"
+        )
+
+    def _blocks(
+        self, held: dict[BatchMetadata, list[NumkvLayer]], least: dict[BatchMetadata, int], beside: int, offset: int,
+        columns: int,
+    ) -> dict[BatchMetadata, int]:  # fmt: skip
+        """Blocks of the pools that change: twice as many if there are too few, as far as `max_nbytes` goes."""
+        found = {}
+        for at, layers in held.items():
+            if least[at] > at.num_blocks:
+                grown = max(2 * at.num_blocks, layers[0].reserved(at.batch))
+                found[at] = max(least[at], grown if at.reach < 0 else min(grown, 2 * at.enough))
+        if self.max_nbytes is None:
+            return found
+        found = found if offset else {at: least[at] for at in found}
+        of_block = {at: sum(x.block_nbytes for x in layers) for at, layers in held.items()}
+        rest = self.max_nbytes - beside - sum(x.nbytes for x in self.layers)
+        if sum((n - at.num_blocks) * of_block[at] for at, n in found.items()) <= rest:
+            return found
+        # What others have too much of is given to those that have too little.
+        least = {at: least[at] or at.used for at in held}
+        rest += sum((at.num_blocks - n) * of_block[at] for at, n in least.items())
+        if rest < 0:
+            for layer in () if offset else self.layers:
+                layer.drop()
+            raise self._full(f"{columns} new tokens after {offset}", self.max_nbytes - rest)
+        spare = {at: found.get(at, at.num_blocks) - n for at, n in least.items()}
+        asked = sum(n * of_block[at] for at, n in spare.items())
+        return {at: n + spare[at] * rest // asked for at, n in least.items()}
 
 
 class Options:
@@ -77,6 +166,8 @@ class Options:
         Whether rows are rotated.
     full_precision : FullPrecision, optional
         Newest and first tokens of each sequence that are kept in full precision, too.
+    max_nbytes : int or str, optional
+        Bytes that the buffers of all layers may take.
     """
 
     #: Kv heads and elements of K and V that rows must have, if a profile says so.
@@ -90,6 +181,7 @@ class Options:
         capacity: int | None = None,
         rotate: bool = False,
         full_precision: FullPrecision | None = None,
+        max_nbytes: int | str | None = None,
     ) -> None:
         if kind is not None and k_kind is not None and v_kind is not None:
             raise ValueError(
@@ -108,7 +200,7 @@ class Options:
             refuse_rotated_channels(self.k_kind, self.rotate)
             if self.full_precision is not None:
                 refuse_longer_than_group(self.full_precision.window, self.k_kind)
-        self.shared = Shared()
+        self.shared = Shared(None if max_nbytes is None else check_nbytes("max_nbytes", max_nbytes))
 
     @property
     def group_tokens(self) -> int:
@@ -119,6 +211,14 @@ class Options:
     def num_sink_tokens(self) -> int:
         """First tokens that are kept in full."""
         return 0 if self.full_precision is None else self.full_precision.num_sink_tokens
+
+    @property
+    def in_full(self) -> tuple[int, int]:
+        """Blocks of each sequence for tokens in full precision, and tokens of a block."""
+        first, kept = self.num_sink_tokens, self.full_precision
+        if self.group_tokens:
+            return NewestTokenGroups.shape(first, self.group_tokens)
+        return 1, first + (0 if kept is None else kept.window)
 
     def check_layer(self, number: int, layer: NumkvLayer) -> None:
         """Refuse keys by channel where no token would be read as a code, and for latents."""
@@ -144,13 +244,14 @@ class Options:
             yield made
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Pending:
     """New rows that `NumkvLayer.update` has taken and the attention function stores.
 
     Attributes
     ----------
-    layer : NumkvLayer
-        Where they go.
+    layer : weak reference to NumkvLayer
+        Where they go; the layer keeps these rows for the next pass, and a cache is freed once nothing holds it.
     keys, values : tensor (batch, num_kv_heads, T, head_dim)
         The rows.
     done : tuple of Plan, Step, Pool and rows in full, or None
@@ -159,14 +260,11 @@ class Pending:
         Of latents, what makes K and V of them; see `LatentRows`.
     """
 
-    __slots__ = ("done", "keys", "layer", "values", "weight")
-
-    def __init__(self, layer: NumkvLayer, keys: Any, values: Any) -> None:
-        self.layer = layer
-        self.keys = keys
-        self.values = values
-        self.done: tuple[Any, Step, Pool, Any] | None = None
-        self.weight: Any = None
+    layer: Any
+    keys: Any
+    values: Any
+    done: tuple[Any, Step, Pool, Any] | None = None
+    weight: Any = None
 
 
 class Rows(torch.Tensor):  # type: ignore[misc]
@@ -194,7 +292,7 @@ class Rows(torch.Tensor):  # type: ignore[misc]
         )
 
     def __repr__(self, **_: Any) -> str:
-        return f"Rows({tuple(self.shape)}, on their way into {self.pending.layer!r})"
+        return f"Rows({tuple(self.shape)}, on their way into {self.pending.layer()!r})"
 
 
 class LatentRows(Rows):
@@ -270,13 +368,15 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         self.block_size = _BLOCK_SIZE
         while 0 <= reach < 4 * self.block_size and self.block_size > _SMALLEST:
             self.block_size //= 2
-        self.metadata: BatchMetadata | None = None
-        self.pool: Pool | None = None
-        self.ring: FullPrecisionRing | NewestTokenGroups | None = None
+        # A `BatchMetadata`, a `Pool`, and what else of newest and first tokens is in full; None before the first pass.
+        self.metadata: Any = None
+        self.pool: Any = None
+        self.ring: Any = None
         #: What a compiled call of the layer needs: see `numkv.transformers.attention`.
         self.bound: Any = None
         # Of the last pass of one token: shapes, dtype, what is pending, and what comes back for it.
         self._rows: tuple[Any, ...] | None = None
+        options.shared.layers.add(self)
 
     @property
     def takes_channels(self) -> bool:
@@ -297,22 +397,22 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         """Make the buffers for K and V of these shapes."""
         _check_rows(key_states, value_states)
         batch, heads, _, dim = map(int, key_states.shape)
-        options, tokens = self.options, self.options.capacity
-        size = max(self.block_size, options.group_tokens)
+        options = self.options
         own = _own_kind(key_states), _own_kind(value_states)
         kinds = options.k_kind or own[0], options.v_kind or own[1]
         shape = heads, dim, int(value_states.shape[3])
-        if options.shape is not None and options.shape != shape:
-            raise DimensionMismatch(
-                f"`profile`: expected a profile of this model, whose layer has {heads} kv heads and rows of {dim} and "
-                f"{shape[2]} elements, got one of {options.shape[0]}, {options.shape[1]} and {options.shape[2]}; make "
-                "another with `numkv fit`",
-                expected=shape,
-                actual=options.shape,
-            )
+        if options.shape is not None:
+            check_profiled(shape, options.shape)
+        self.block_size = max(self.block_size, options.group_tokens)
+        blocks = max(1, self.reserved(batch)) if options.shared.max_nbytes is None else 0
+        self.allocate(batch, blocks, shape, kinds, own)
+
+    def reserved(self, batch: int) -> int:
+        """Blocks that hold the capacity asked for."""
+        tokens, size = self.options.capacity, self.block_size
         if self.reach >= 0:
             tokens = min(tokens, self.reach + size)
-        self.allocate(batch, max(1, batch * -(-tokens // size)), shape, kinds, own)
+        return batch * -(-tokens // size)
 
     def allocate(
         self, batch: int, num_blocks: int, shape: tuple[int, int, int], kinds: tuple[Kind, Kind], own: tuple[Any, Any]
@@ -355,7 +455,7 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
             rows: tuple[Any, Any] = made[4]
             return rows
         key, value = key_states.as_subclass(Rows), value_states.as_subclass(Rows)
-        key.pending = value.pending = pending = Pending(self, key_states, value_states)
+        key.pending = value.pending = pending = Pending(weakref.ref(self), key_states, value_states)
         self._rows = None
         if key_states.shape[2] == 1 and not is_dynamo_compiling():  # as the next ones will be
             shapes = key_states.shape, value_states.shape
@@ -365,8 +465,12 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "bound": None, "_rows": None}
 
-    def begin(self, key_states: Any, value_states: Any) -> tuple[BatchMetadata, Pool]:
-        """The metadata and the pool that new rows meet, both checked."""
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.options.shared.layers.add(self)
+
+    def begin(self, key_states: Any, value_states: Any) -> Any:
+        """The pool that new rows meet, checked."""
         batch, heads, _, dim = key_states.shape
         dims = (heads, dim, value_states.shape[3])
         if key_states.shape[:3] != value_states.shape[:3]:
@@ -379,10 +483,11 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.metadata is None or self.pool is None:
             self.lazy_initialization(key_states, value_states)
         elif self.metadata.columns == 0 and (batch, *dims) != (self.metadata.batch, *self._dims()):
-            self.lazy_initialization(key_states, value_states)  # after a reset
-        metadata, pool = self.metadata, self.pool
-        assert metadata is not None
-        assert pool is not None
+            for layer in self.options.shared.layers:  # after a reset
+                if layer.get_seq_length() == 0:
+                    layer.drop()
+            self.lazy_initialization(key_states, value_states)
+        metadata = self.metadata
         if batch != metadata.batch:
             raise DimensionMismatch(
                 f"NumkvCache: expected a batch of {metadata.batch}, as is in the cache, got {batch}; call reset() "
@@ -396,29 +501,11 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
                 expected=self._dims(),
                 actual=tuple(map(int, dims)),
             )
-        return metadata, pool
+        return self.pool
 
     def _dims(self) -> tuple[int, int, int]:
         pool = self.pool
-        assert pool is not None
         return int(pool.k.shape[1]), pool.head_dim, pool.head_dim_v
-
-    def make_room(self, step: Step) -> Pool:
-        """The pool with room for a step's rows; the layer's metadata stay as they are."""
-        pool = self.pool
-        assert pool is not None
-        bigger = pool
-        if step.num_blocks != int(pool.k.shape[0]):
-            bigger = pool.like(step.num_blocks)
-        if step.copies is not None:
-            pool.copy_blocks(step.copies[0], bigger, step.copies[1])
-        return bigger
-
-    @uninterrupted
-    def finish(self, step: Step, pool: Pool) -> None:
-        """Take over what holds after a step whose rows are in `pool`."""
-        self.pool = pool
-        self.change(step.after, step.shrink)
 
     # -- what transformers asks
 
@@ -449,57 +536,62 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         pools = self.pool, None if self.ring is None else self.ring.pool
         return sum(pool.nbytes for pool in pools if pool is not None)
 
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of a block."""
+        buffers = [x for _, x in self.pool.stored]
+        grow = [x.words for x in buffers]
+        grow += [x.scales for x in buffers if x.kind.scales_per != "head"]
+        return sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in grow)
+
     def activate_past_recording(self) -> None:
         """Keep what leaves the reach until the next crop."""
         self.record_past = True
 
-    @uninterrupted
-    def reset(self) -> None:
-        """Forget all tokens; the buffers stay if the next batch is of the same size."""
-        held = self.metadata
-        if held is not None:
-            self.metadata = BatchMetadata.empty(
-                held.batch, held.block_size, held.num_blocks, held.reach
-            )
-        if self.ring is not None:
-            self.ring.crop(np.zeros_like(self.ring.end))
-
-    def change(self, metadata: BatchMetadata, shrink: Shrink | None = None) -> None:
-        """Take new metadata, and a smaller pool if they say so."""
-        if shrink is not None:
-            pool = self.pool
-            assert pool is not None
-            num_blocks, source, target = shrink
-            self.pool = pool.like(num_blocks)
-            pool.copy_blocks(source, self.pool, target)
-        self.metadata = metadata
-
-    def cropped(self, tokens_to_remove: int) -> tuple[BatchMetadata, Shrink | None] | None:
-        """What the layer holds without the last ``-tokens_to_remove`` columns, if it holds anything; checked."""
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"`crop`: expected minus the number of tokens to remove, got {tokens_to_remove}"
-            )
-        if self.metadata is None:
-            return None
-        return self.metadata.cropped(-int(tokens_to_remove), kept=self.record_past)
+    def changed(self, metadata: BatchMetadata, move: Move | None = None, ring: Any = None) -> Held:
+        """What it holds with other metadata: these, its pool or the one that they say, and what is in full."""
+        pool = self.pool
+        if move is not None:
+            num_blocks, source, target = move
+            pool = self.pool.like(num_blocks)
+            self.pool.copy_blocks(source, pool, target)
+        return metadata, pool, self.ring if ring is None else ring
 
     @uninterrupted
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` columns."""
-        left = self.cropped(tokens_to_remove)
-        if left is not None:
-            self.change(*left)
-            if self.ring is not None:
-                self.ring.crop(left[0].lengths)
+    def take(self, held: Held) -> None:
+        """Hold what `changed` gave."""
+        self.metadata, self.pool, self.ring = held
+
+    def change(self, metadata: BatchMetadata, move: Move | None = None) -> None:
+        """Take new metadata, and another pool if they say so."""
+        self.take(self.changed(metadata, move))
+
+    def resize(self, num_blocks: int) -> None:
+        """Take a pool of so many blocks."""
+        if num_blocks != self.metadata.num_blocks:
+            self.change(*self.metadata.packed(num_blocks))
 
     @uninterrupted
-    def reorder_cache(self, beam_idx: Any) -> None:
-        """Take sequences in another order; those that are taken twice share their blocks."""
-        if self.metadata is not None:
-            self.change(self.metadata.selected(tuple(beam_idx.tolist())))
-            if self.ring is not None:
-                self.ring.select(beam_idx.cpu().numpy())
+    def drop(self) -> None:
+        """Forget all tokens, and have no buffers."""
+        self.metadata = self.pool = self.ring = self.bound = None
+        self.is_initialized = False
+
+    def emptied(self) -> Held:
+        """What it holds without tokens; the buffers stay if the next batch is of the same size."""
+        at = self.metadata
+        empty = BatchMetadata.empty(at.batch, at.block_size, at.num_blocks, at.reach)
+        return self.changed(empty, None, self.ring and self.ring.cropped(empty.lengths))
+
+    def cropped(self, columns: int) -> Held:
+        """What it holds without the last columns."""
+        left, move = self.metadata.cropped(columns, kept=self.record_past)
+        return self.changed(left, move, self.ring and self.ring.cropped(left.lengths))
+
+    def selected(self, order: tuple[int, ...]) -> Held:
+        """What it holds with sequences in another order; those that are taken twice share their blocks."""
+        chosen = self.metadata.selected(order)
+        return self.changed(chosen, None, self.ring and self.ring.selected(np.array(order)))
 
     def offload(self) -> None:
         """Not on the CPU."""
@@ -520,7 +612,7 @@ class LatentLayer(NumkvLayer):
     ) -> tuple[Any, Any]:
         """Take latents ``(batch, 1, T, rank)`` and rotary keys ``(batch, 1, T, rotary_dim)``."""
         # V is the first part of a row, and is stored with it.
-        pending = Pending(self, torch.cat([key_states, value_states], -1), key_states)
+        pending = Pending(weakref.ref(self), torch.cat([key_states, value_states], -1), key_states)
         key, value = key_states.as_subclass(LatentRows), value_states.as_subclass(LatentRows)
         key.pending = value.pending = pending
         return key, value
@@ -548,22 +640,18 @@ class HybridLayer(LinearAttentionLayer, NumkvLayer):  # type: ignore[misc]
         LinearAttentionLayer.activate_past_recording(self)
         NumkvLayer.activate_past_recording(self)
 
-    def reset(self) -> None:
-        """Forget all tokens and states."""
-        LinearAttentionLayer.reset(self)
-        NumkvLayer.reset(self)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove tokens from both."""
-        LinearAttentionLayer.crop(self, tokens_to_remove)
-        NumkvLayer.crop(self, tokens_to_remove)
-
-    def reorder_cache(self, beam_idx: Any) -> None:
-        """Take sequences in another order, in both."""
-        LinearAttentionLayer.reorder_cache(self, beam_idx)
-        NumkvLayer.reorder_cache(self, beam_idx)
-
     offload = prefetch = NumkvLayer.offload
+
+
+def check_profiled(wanted: tuple[int, int, int], got: tuple[int, ...]) -> None:
+    """Refuse a profile whose layer has other kv heads and elements of K and V than the model's."""
+    if wanted != got:
+        raise DimensionMismatch(
+            f"`profile`: expected a layer of {wanted[0]} kv heads and rows of {wanted[1]} and {wanted[2]} elements, as "
+            f"this model has, got one of {got[0]}, {got[1]} and {got[2]}; make another with `numkv fit`",
+            expected=wanted,
+            actual=got,
+        )
 
 
 def _check_rows(key_states: Any, value_states: Any) -> None:

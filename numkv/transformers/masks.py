@@ -49,28 +49,33 @@ class Plan:
         """That of the mask."""
         return self._arguments["batch_size"], 1, self.columns, self._arguments["kv_length"]
 
-    def step(self, metadata: BatchMetadata, *, keep: bool) -> Step:
-        """What the pass does to layers with these metadata; worked out once.
+    def step(self, layer: Any) -> Step:
+        """What the pass does to a layer, which has room for it then; worked out once for layers of one history.
 
         Parameters
         ----------
-        metadata : BatchMetadata
-            What the layer holds.
-        keep : bool
-            Whether it keeps tokens out of reach.
+        layer : NumkvLayer
+            The layer; its buffers and its metadata may be others afterwards.
 
         Raises
         ------
         NotSupported, DimensionMismatch
             If the mask is of another kind, or does not fit what is in the cache.
+        CacheFull
+            If the cache's budget is too small; see `numkv.transformers.layers.Shared.make_room`.
         """
-        key = (id(metadata), keep)
-        found = self._steps.get(key)
-        if found is None:
-            found = self._steps[key] = (metadata, self._new_step(metadata, keep))
-        return found[1]
+        keep = layer.record_past
+        if (id(layer.metadata), keep) not in self._steps:
+            seen = self._checked(layer.metadata)
+            layer.options.shared.make_room(layer, self.offset, self._padding, self.columns)
+            of = layer.metadata
+            if (id(of), keep) not in self._steps:
+                step = of.advance(self._padding, self.columns, seen, keep=keep)
+                self._steps[id(of), keep] = of, step
+        return self._steps[id(layer.metadata), keep][1]
 
-    def _new_step(self, metadata: BatchMetadata, keep: bool) -> Step:
+    def _checked(self, metadata: BatchMetadata) -> Seen:
+        """What tokens see, where the mask says so and is made for a layer; takes the padding out of it."""
         if self.seen is None:
             raise NotSupported(
                 "NumkvCache: expected a causal mask, with a window, chunks, padding or blocks that see both ways, got "
@@ -86,7 +91,7 @@ class Plan:
         padding = self._arguments["attention_mask"]
         if padding is not None and self._padding is None:
             self._padding = padding.to("cpu", torch.bool).numpy()
-        return metadata.advance(self._padding, self.columns, self.seen, keep=keep)
+        return self.seen
 
     def tensor(self, *, explicit: bool = False) -> Any:
         """The mask that transformers' ``sdpa`` would have got; None where that needs none.

@@ -23,8 +23,8 @@ from numkv.errors import DimensionMismatch, NotSupported
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
-#: Blocks of a smaller pool, and which of this one's go where in it.
-Shrink = tuple[int, NDArray[np.int32], NDArray[np.int32]]
+#: Blocks of another pool, and which of this one's go where in it.
+Move = tuple[int, NDArray[np.int32], NDArray[np.int32]]
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -70,10 +70,8 @@ class Step:
 
     Attributes
     ----------
-    num_blocks : int
-        Blocks that the pool needs.
     copies : tuple of int32 array (n,), or None
-        Blocks to copy before anything is written: from, to; into a new pool where `num_blocks` is not the pool's.
+        Blocks to copy before anything is written: from, to.
     slots : int64 array (batch * T,)
         Where each new row goes, -1 for padding.
     queries : int64 array (n,) or None
@@ -82,7 +80,7 @@ class Step:
         Block table, lengths and where queries start, as attention takes them; ranges of the queries, or None.
     after : BatchMetadata
         What holds after the pass.
-    shrink : Shrink or None
+    shrink : Move or None
         Blocks of a smaller pool for the tokens that remain after the pass, and copies into it.
     before, new, seen, columns : BatchMetadata, bool array (batch, columns) or None, Seen, int
         What it was worked out from.
@@ -90,7 +88,6 @@ class Step:
         Positions from which and up to which each new token sees its block.
     """
 
-    num_blocks: int
     copies: tuple[NDArray[np.int32], NDArray[np.int32]] | None
     slots: Ints
     queries: Ints | None
@@ -99,12 +96,17 @@ class Step:
     starts: Ints
     ranges: Ints | None
     after: BatchMetadata
-    shrink: Shrink | None
+    shrink: Move | None
     before: BatchMetadata
     new: Flags | None
     seen: Seen
     columns: int
     blocks: tuple[Ints, Ints] | None
+
+    def copy_blocks(self, pool: Any) -> None:
+        """Copy the blocks that sequences part with."""
+        if self.copies is not None:
+            pool.copy_blocks(self.copies[0], pool, self.copies[1])
 
     def of_last(self, columns: int) -> Step:
         """Return the step for the queries of the last columns alone."""
@@ -156,7 +158,7 @@ class BatchMetadata:
     shared : bool
         Whether sequences may share blocks.
     made : dict
-        What crops and reorderings have made of it.
+        What crops, reorderings and other pools have made of it.
     """
 
     block_size: int
@@ -259,7 +261,7 @@ class BatchMetadata:
         counts = np.full(self.batch, new_columns, np.int64) if new is None else new.sum(1)
         size, base = self.block_size, self.first * self.block_size
         old, end = self.lengths - base, self.lengths + counts - base
-        copies, num_blocks, table = self._make_room(old, end)
+        copies, table = self._placed(old, end)
         valid = self._joined(new, new_columns)
         # Where the new rows go.
         at = np.maximum(old[:, None] + ordinal - 1, 0)
@@ -273,57 +275,55 @@ class BatchMetadata:
         self._check_seen(seen, counts, blocks)
         queries, lengths, starts, ranges = self._queries(new, ordinal, end, seen, blocks)
         after = replace(
-            self, num_blocks=num_blocks, columns=self.columns + new_columns,
-            lengths=self.lengths + counts, table=table, valid=valid,
+            self, columns=self.columns + new_columns, lengths=self.lengths + counts, table=table,
+            valid=valid,
         )  # fmt: skip
         after, shrink = (after, None) if keep else after._within_reach()
         return Step(
-            num_blocks, copies, slots.reshape(-1), queries, table, lengths, starts, ranges, after,
-            shrink, self, new, seen, new_columns, blocks,
+            copies, slots.reshape(-1), queries, table, lengths, starts, ranges, after, shrink, self,
+            new, seen, new_columns, blocks,
         )  # fmt: skip
 
-    def _make_room(
-        self, old: Ints, end: Ints
-    ) -> tuple[tuple[NDArray[np.int32], NDArray[np.int32]] | None, int, NDArray[np.int32]]:
-        """Blocks for rows up to `end`: copies, blocks of the pool, and the table."""
+    def more(self, mask: Flags | None, new_columns: int) -> int:
+        """Return the free blocks that a pass takes; see `advance`."""
+        new = self.check_mask(mask, new_columns)
+        base = self.first * self.block_size
+        old = self.lengths - base
+        end = old + (new_columns if new is None else new.sum(1))
+        missing, divided = self._missing(old, end)
+        return int(missing.sum()) + len(divided)
+
+    def _missing(self, old: Ints, end: Ints) -> tuple[Ints, list[int]]:
+        """Blocks that sequences lack for rows up to `end`, and the sequences that need a copy of their last one."""
         size = self.block_size
-        have, need = -(-old // size), -(-end // size)
-        missing = np.maximum(need - have, 0)
-        divided = self._to_divide(old, end) if self.shared else []
-        wanted = int(missing.sum()) + len(divided)
-        if wanted == 0:
-            return None, self.num_blocks, self.table
-        used = self._used()
-        free = np.flatnonzero(used == 0)
-        num_blocks = self.num_blocks
-        sources: NDArray[np.int64] = np.zeros(0, np.int64)
-        if len(free) < wanted:
-            num_blocks = max(2 * num_blocks, num_blocks - len(free) + wanted)
-            free = np.concatenate([free, np.arange(self.num_blocks, num_blocks)])
-            sources = np.flatnonzero(used)  # a larger pool takes all that there is
-        width = max(self.table.shape[1], int(need.max()))
+        missing = np.maximum(-(-end // size) - -(-old // size), 0)
+        return missing, self._to_divide(old, end) if self.shared else []
+
+    def _placed(
+        self, old: Ints, end: Ints
+    ) -> tuple[tuple[NDArray[np.int32], NDArray[np.int32]] | None, NDArray[np.int32]]:
+        """Blocks for rows up to `end`: copies, and the table; the pool has room for them."""
+        size = self.block_size
+        missing, divided = self._missing(old, end)
+        if not missing.any() and not divided:
+            return None, self.table
+        free = np.flatnonzero(self._counts() == 0).astype(np.int32)
+        have = -(-old // size)
+        width = max(self.table.shape[1], int((have + missing).max()))
         table = np.full((self.batch, width), -1, np.int32)
         table[:, : self.table.shape[1]] = self.table
-        targets = sources
-        taken = 0
-        for b in divided:
-            place = int(old[b]) // size
-            sources = np.append(sources, table[b, place])
-            targets = np.append(targets, free[taken])
-            table[b, place] = free[taken]
-            taken += 1
+        own, free = free[: len(divided)], free[len(divided) :]
+        places = divided, old[divided] // size
+        sources = table[places]
+        table[places] = own
         for b in map(int, np.flatnonzero(missing)):
-            more = int(missing[b])
-            table[b, have[b] : need[b]] = free[taken : taken + more]
-            taken += more
-        copies = None
-        if len(sources):
-            copies = (sources.astype(np.int32), targets.astype(np.int32))
-        return copies, num_blocks, table
+            more, free = np.split(free, [missing[b]])
+            table[b, have[b] : have[b] + missing[b]] = more
+        return (sources, own) if divided else None, table
 
     def _to_divide(self, old: Ints, end: Ints) -> list[int]:
         """Sequences that write to a block that another one holds too, but for the last of its holders."""
-        used = self._used()
+        used = self._counts()
         found = []
         for b in np.flatnonzero((old % self.block_size != 0) & (end > old)):
             block = self.table[b, old[b] // self.block_size]
@@ -332,9 +332,19 @@ class BatchMetadata:
                 found.append(int(b))
         return found
 
-    def _used(self) -> Ints:
+    def _counts(self) -> Ints:
         """Return how many sequences hold each block."""
         return np.bincount(self.table[self.held()], minlength=self.num_blocks)
+
+    @property
+    def used(self) -> int:
+        """Blocks with tokens."""
+        return int(np.count_nonzero(self._counts()))
+
+    @property
+    def enough(self) -> int:
+        """Blocks that hold what is within reach; past twice as many a pass leaves a smaller pool."""
+        return max(1, self.batch * (-(-self.reach // self.block_size) + 2))
 
     def held(self) -> Flags:
         """Which entries of the table are blocks."""
@@ -452,7 +462,7 @@ class BatchMetadata:
 
     # -- what drops tokens
 
-    def _within_reach(self) -> tuple[BatchMetadata, Shrink | None]:
+    def _within_reach(self) -> tuple[BatchMetadata, Move | None]:
         """Without the blocks that no later token sees; in a smaller pool, if this one is twice as large as needed."""
         if self.reach < 0:
             return self, None
@@ -465,37 +475,24 @@ class BatchMetadata:
             held = int((-(-(self.lengths - first * size) // size)).max(initial=0))
             table = np.ascontiguousarray(table[:, :held])
             metadata = replace(self, first=first, table=table)
-        enough = max(1, self.batch * (-(-self.reach // size) + 2))
-        if self.num_blocks <= 2 * enough:
+        if self.num_blocks <= 2 * self.enough:
             return metadata, None
-        less, used = metadata.packed(enough)
-        if less.num_blocks >= self.num_blocks:
-            return metadata, None
-        return less, (less.num_blocks, used, np.arange(len(used), dtype=np.int32))
-
-    def packed(self, num_blocks: int = 1) -> tuple[BatchMetadata, NDArray[np.int32]]:
-        """The same tokens in the first blocks of a smaller pool.
-
-        Parameters
-        ----------
-        num_blocks : int
-            Blocks that it has at least.
-
-        Returns
-        -------
-        BatchMetadata
-        int32 array (n,)
-            The blocks of this pool that are the first ones there; one at least.
-        """
-        used = np.flatnonzero(self._used()).astype(np.int32)
-        used = used if len(used) else np.zeros(1, np.int32)
-        renamed = np.zeros(self.num_blocks, np.int32)
-        renamed[used] = np.arange(len(used))
-        table = renamed[np.maximum(self.table, 0)]
-        return replace(self, num_blocks=max(num_blocks, len(used)), table=table), used
+        less, move = metadata.packed(self.enough)
+        return (less, move) if less.num_blocks < self.num_blocks else (metadata, None)
 
     @_once
-    def cropped(self, columns: int, *, kept: bool) -> tuple[BatchMetadata, Shrink | None]:
+    def packed(self, num_blocks: int = 0) -> tuple[BatchMetadata, Move]:
+        """The same tokens in the first blocks of another pool, of `num_blocks` at least."""
+        used = np.flatnonzero(self._counts()).astype(np.int32)
+        renamed = np.zeros(max(1, self.num_blocks), np.int32)
+        renamed[used] = np.arange(len(used))
+        made = replace(
+            self, num_blocks=max(num_blocks, len(used)), table=renamed[np.maximum(self.table, 0)]
+        )
+        return made, (made.num_blocks, used, np.arange(len(used), dtype=np.int32))
+
+    @_once
+    def cropped(self, columns: int, *, kept: bool) -> tuple[BatchMetadata, Move | None]:
         """Without the last columns, and without what is then out of reach.
 
         Parameters

@@ -13,10 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from numkv import targets
 from numkv.caches import FullPrecision
 from numkv.errors import NotSupported
-from numkv.kinds import Kind
 from numkv.snapshots.fields import claims, expect
 from numkv.snapshots.saved import (
     Saved,
@@ -24,21 +22,19 @@ from numkv.snapshots.saved import (
     flag,
     integer,
     integers,
+    optional,
     part,
     parts,
     storage_kind,
 )
 from numkv.snapshots.snapshot import Snapshot, Source, Tensor, fill_all
-from numkv.storage.pool import Pool
-from numkv.storage.saved import block_tensor
+from numkv.storage.saved import block_specs, block_tensors
 from numkv.transformers.families import types_of_layers
-from numkv.transformers.full_precision import NewestTokenGroups
 from numkv.transformers.internals import inner_model
 from numkv.transformers.layers import HybridLayer, LatentLayer, NumkvLayer, Options, Shared
 from numkv.transformers.metadata import BatchMetadata
 
 _INT32, _UINT8 = np.dtype(np.int32), np.dtype(np.uint8)
-_CPU = targets.get("cpu")
 # Of each weight, runs of so many elements from so many places are in a mark.
 _RUNS, _RUN = 4, 256
 
@@ -88,7 +84,7 @@ class SavedTokens(Saved):
     """A `BatchMetadata`: which tokens layers of one history hold. Its table and its padding are tensors."""
 
     block_size: int = integer(1)
-    blocks: int = integer(1)
+    blocks: int = integer()
     reach: int = integer(-1)
     columns: int = integer()
     lengths: list[int] = integers()
@@ -111,9 +107,7 @@ class SavedTokens(Saved):
         expect(len(self.lengths) == len(self.first) > 0, "sequences without lengths")
         for length, first in zip(self.lengths, self.first, strict=True):
             expect(0 <= length <= self.columns, f"{length} tokens in {self.columns} columns")
-            expect(
-                self.padded or length == self.columns, "fewer tokens than columns, and no padding"
-            )
+            expect(self.padded or length == self.columns, "columns that are no tokens, unpadded")
             held = -(-(length - first * self.block_size) // self.block_size)
             expect(0 <= held <= self.width, "a table that is too short")
 
@@ -138,9 +132,8 @@ class SavedTokens(Saved):
             self.block_size, self.blocks, self.reach, self.columns, lengths, first, table, valid, self.shared
         )  # fmt: skip
         live = table[made.held()]
-        expect(
-            bool(((live >= 0) & (live < self.blocks)).all()), "a table names a block that is none"
-        )
+        known = bool(((live >= 0) & (live < self.blocks)).all())
+        expect(known, "a table names a block that is none")
         for row, own in zip(table, made.held(), strict=True):
             expect(len(np.unique(row[own])) == own.sum(), "a sequence has a block twice")
         expect(self.shared or len(np.unique(live)) == len(live), "sequences share blocks")
@@ -182,6 +175,7 @@ class SavedCache(Saved):
     options: list[SavedOptions] = parts(SavedOptions)
     tokens: list[SavedTokens] = parts(SavedTokens)
     layers: list[SavedLayer] = parts(SavedLayer)
+    max_nbytes: int | None = optional(missing=None)
 
     def check(self) -> None:
         """See `Saved.check`."""
@@ -204,12 +198,9 @@ class SavedCache(Saved):
                 as_asked = got.scales_per == "none" if asked is None else got == asked
                 expect(as_asked, f"rows in {got} in layer {number}")
             newest = bool(options.group_tokens or options.full_precision)
-            given = rows.newest_k is not None, rows.newest_v is not None
-            full = all(
-                of is None or of.scales_per == "none" for of in (rows.newest_k, rows.newest_v)
-            )
-            expect(given == (newest, newest) and full, f"newest tokens in layer {number}")
-            ends = rows.newest_from
+            ends, found = rows.newest_from, (rows.newest_k, rows.newest_v)
+            full = all(of is not None and of.scales_per == "none" for of in found)
+            expect(full if newest else found == (None, None), f"newest tokens in layer {number}")
             expect(len(ends) == len(tokens.lengths) * newest, f"newest tokens in layer {number}")
             expect(all(a <= b for a, b in zip(ends, tokens.lengths, strict=False)), "newest tokens")
             shape = options.shape
@@ -230,15 +221,14 @@ class SavedCache(Saved):
     def _specs_of(self, number: int, rows: SavedRows, latent: bool) -> dict[str, Spec]:
         """The tensors of a layer."""
         tokens, options = self.tokens[rows.tokens], self.options[self.layers[number].options]
+        sides = [("k", rows.k_kind, rows.head_dim), ("v", rows.v_kind, rows.head_dim_v)]
         shape = tokens.blocks, rows.num_kv_heads, tokens.block_size
-        found = _block_specs(f"k.{number}", rows.k_kind, rows.head_dim, shape)
-        if not latent:
-            found |= _block_specs(f"v.{number}", rows.v_kind, rows.head_dim_v, shape)
+        found = block_specs(sides[: 2 - latent], number, shape)
         if rows.newest_k is not None:
-            blocks, size = _newest_shape(options.options, len(tokens.lengths))
-            newest = blocks, rows.num_kv_heads, size
-            found |= _block_specs(f"newest_k.{number}", rows.newest_k, rows.head_dim, newest)
-            found |= _block_specs(f"newest_v.{number}", rows.newest_v, rows.head_dim_v, newest)
+            blocks, size = options.options.in_full
+            sides = [("k", rows.newest_k, rows.head_dim), ("v", rows.newest_v, rows.head_dim_v)]
+            shape = blocks * len(tokens.lengths), rows.num_kv_heads, size
+            found |= block_specs(sides, number, shape, "newest_")
         return found
 
     @property
@@ -248,7 +238,7 @@ class SavedCache(Saved):
 
     def restored(self, source: Source) -> list[NumkvLayer]:
         """Return the layers, with what they held."""
-        shared, options = Shared(), [x.options for x in self.options]
+        shared, options = Shared(self.max_nbytes), [x.options for x in self.options]
         for each in options:
             each.shared = shared
         tokens = [x.restored(number, source) for number, x in enumerate(self.tokens)]
@@ -271,22 +261,6 @@ class SavedCache(Saved):
         return layers
 
 
-def _newest_shape(options: Options, batch: int) -> tuple[int, int]:
-    """Blocks and their tokens of what a layer keeps in full."""
-    first, some, kept = options.num_sink_tokens, options.group_tokens, options.full_precision
-    if some:
-        return batch * (NewestTokenGroups.BLOCKS + -(-first // some)), some
-    return batch, first + (0 if kept is None else kept.window)
-
-
-def _block_specs(name: str, kind: Kind, dim: int, shape: tuple[int, int, int]) -> dict[str, Spec]:
-    """The tensors of blocks ``(num_blocks, num_kv_heads, block_size)`` of one side."""
-    found = {name: Spec(kind.word, (*shape, kind.words_per_row(dim)))}
-    if kind.has_scales:
-        found[name.replace(".", "_scale.")] = Spec(kind.scale_word, kind.scale_shape(shape, dim))
-    return found
-
-
 def _empty(x: SavedLayer, options: Options) -> NumkvLayer:
     """A layer as it was made."""
     layer = (LatentLayer if x.latent else NumkvLayer)(options, x.reach)
@@ -296,32 +270,11 @@ def _empty(x: SavedLayer, options: Options) -> NumkvLayer:
 
 def _tensors(number: int, layer: NumkvLayer, blocks: NDArray[Any]) -> list[Tensor]:
     """Return where the blocks of a layer lie."""
-    pool, held = layer.pool, layer.metadata
-    assert pool is not None
-    assert held is not None
-    fills = held.fills()[blocks]
-    found = _tensors_of("", number, pool, blocks, fills)
+    found = block_tensors(layer.pool, number, blocks, layer.metadata.fills()[blocks])
     if layer.ring is not None:
         newest = layer.ring.pool
         count, _, size, _ = map(int, newest.k.shape)
-        found += _tensors_of("newest_", number, newest, np.arange(count), np.full(count, size))
-    return found
-
-
-def _tensors_of(
-    prefix: str, number: int, pool: Pool, blocks: NDArray[Any], fills: NDArray[Any]
-) -> list[Tensor]:
-    found = []
-    for side, x in pool.stored:
-        name = f"{prefix}{side}.{number}"
-        found.append(block_tensor(_CPU, name, x.words, blocks, fills))
-        if x.kind.has_scales:
-            of_scales = fills // max(1, x.kind.group_tokens)
-            found.append(
-                block_tensor(
-                    _CPU, name.replace(".", "_scale."), x.scales, blocks, of_scales, x.kind
-                )
-            )
+        found += block_tensors(newest, number, np.arange(count), np.full(count, size), "newest_")
     return found
 
 
@@ -343,7 +296,6 @@ def snapshot(layers: Sequence[Any], held: Any) -> Snapshot:
     options: dict[Options, int] = {}
     tokens: dict[BatchMetadata, int] = {}
     saved_layers, tensors = [], list[Tensor]()
-    packed: dict[BatchMetadata, tuple[BatchMetadata, NDArray[Any]]] = {}
     for number, layer in enumerate(layers):
         if not isinstance(layer, NumkvLayer) or isinstance(layer, HybridLayer):
             raise NotSupported(
@@ -352,9 +304,7 @@ def snapshot(layers: Sequence[Any], held: Any) -> Snapshot:
             )
         rows, at, pool = None, layer.metadata, layer.pool
         if at is not None and pool is not None:
-            if at not in packed:
-                packed[at] = at.packed()
-            less, blocks = packed[at]
+            _, (_, blocks, _) = at.packed()
             newest = None if layer.ring is None else layer.ring.pool
             rows = SavedRows(
                 tokens=tokens.setdefault(at, len(tokens)), k_kind=pool.k_kind, v_kind=pool.v_kind,
@@ -371,13 +321,13 @@ def snapshot(layers: Sequence[Any], held: Any) -> Snapshot:
         )  # fmt: skip
     arrays = {}
     for at, number in tokens.items():
-        less, _ = packed[at]
+        less, _ = at.packed()
         arrays[f"table.{number}"] = np.ascontiguousarray(less.table, np.int32)
         if less.valid is not None:
             arrays[f"valid.{number}"] = less.valid.astype(np.uint8)
     saved = SavedCache(
         options=[SavedOptions.of(x) for x in options],
-        tokens=[SavedTokens.of(packed[at][0]) for at in tokens], layers=saved_layers,
+        tokens=[SavedTokens.of(at.packed()[0]) for at in tokens], layers=saved_layers, max_nbytes=held.max_nbytes,
     )  # fmt: skip
     return Snapshot(saved, tensors, [(held, True)], arrays)
 

@@ -4,16 +4,13 @@ Of each method the first allocation fails, then the second, and so on until it n
 object must be as before the call; it can be used; and the same call, with memory, does what it does to another object.
 """
 
-import gc
 import inspect
-import zlib
 
 import numpy as np
 import pytest
 from failing_memory import failing
-from fault_subjects import LEFT_OUT, SUBJECTS, plain
-
-from numkv.kernels import scratch
+from fault_base import run_out
+from fault_subjects import LEFT_OUT, SUBJECTS
 
 CASES = [(name, call) for name, subject in SUBJECTS.items() for call in subject.calls]
 #: Subjects that differ from another one in an option that few methods look at.
@@ -21,31 +18,8 @@ VARIATIONS = {
     "KVCache int8", "KVCache fp32, rotated", "PagedLayer int8", "ContiguousLayer int8",
     "ContiguousLayer int8, residual", "PagedKVCache int8, windows", "Step fp32", "CausalCache int8",
 }  # fmt: skip
-#: More allocations than any method makes.
-MOST = 600
 #: By day every so many allocations fail, from another one on for each method; nightly all of them.
 BY_DAY = 16
-
-
-@pytest.fixture
-def lent(monkeypatch):
-    """How many workspaces are lent out; none are kept, so that calls have to make theirs."""
-    count = [0]
-    borrow, give_back = scratch.Workspaces.borrow, scratch.Workspaces.give_back
-
-    def lend(self):
-        self._free.clear()
-        workspace = borrow(self)
-        count[0] += 1
-        return workspace
-
-    def take_back(self, workspace):
-        count[0] -= 1
-        give_back(self, workspace)
-
-    monkeypatch.setattr(scratch.Workspaces, "borrow", lend)
-    monkeypatch.setattr(scratch.Workspaces, "give_back", take_back)
-    return count
 
 
 @pytest.mark.parametrize(
@@ -57,41 +31,9 @@ def lent(monkeypatch):
         for case in CASES
     ],
 )
-def test_nothing_changes_where_memory_runs_out(request, name, call, lent):
-    subject = SUBJECTS[name]
-    prepare, do = subject.split(call)
-
-    def make():
-        found = subject.make()
-        prepare(found)
-        return found
-
-    good = make()
-    before = subject.see(good)
-    result = plain(do(good))
-    after = subject.see(good)
-    assert subject.see(make()) == before
+def test_nothing_changes_where_memory_runs_out(request, monkeypatch, name, call):
     every = 1 if request.config.getoption("nightly") else BY_DAY
-    for at in range(1 + zlib.crc32(f"{name}: {call}".encode()) % every, MOST + every, every):
-        found = make()
-        failed = None
-        try:
-            with failing(at) as memory:
-                do(found)
-        except MemoryError as error:
-            failed = type(error)
-        if not memory.failed:
-            assert failed is None
-            break
-        assert lent[0] == 0, f"allocation {at}: scratch memory was not given back"
-        if failed is not None:
-            assert subject.see(found) == before, f"allocation {at}: the object has changed"
-            assert plain(do(found)) == result, f"allocation {at}: another result the second time"
-        assert subject.see(found) == after, f"allocation {at}: another state in the end"
-        del found
-    else:
-        pytest.fail(f"more than {MOST} allocations")
-    gc.collect(0)
+    run_out(monkeypatch, SUBJECTS[name], call, f"{name}: {call}", every)
 
 
 def test_variations_are_subjects():

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,13 @@ def test_attention():
         "module", "query", "key", "value", "attention_mask", "dropout", "scaling",
     ]  # fmt: skip
     assert internals.sdpa_attention_forward is sdpa_attention.sdpa_attention_forward
-    assert internals.repeat_kv(torch.ones(1, 2, 3, 4), 2).shape == (1, 4, 3, 4)
+    for family in ("gemma2", "gpt_oss"):  # soft caps and sinks
+        layer = make(family).model.layers[0].self_attn
+        own = internals.own_attention(layer)
+        assert own is sys.modules[type(layer).__module__].eager_attention_forward
+        assert {"module", "query", "key", "value", "attention_mask", "dropout", "scaling"} <= set(
+            parameters(own)
+        )
 
 
 def test_masks():

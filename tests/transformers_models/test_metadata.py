@@ -20,20 +20,20 @@ class Model:
         self.columns = [[] for _ in range(batch)]
         self.next = 0
 
-    def move(self, num_blocks, copies):
-        bigger = (
-            self.pool
-            if num_blocks == len(self.pool)
-            else np.full((num_blocks, self.pool.shape[1]), -1)
-        )
-        if copies is not None:
-            bigger[copies[1]] = self.pool[copies[0]]
-        self.pool = bigger
+    def move(self, num_blocks, source, to):
+        pool, self.pool = self.pool, np.full((num_blocks, self.pool.shape[1]), -1)
+        self.pool[to] = pool[source]
 
     def advance(self, new, seen, keep):
         mask = np.concatenate([np.array(self.columns, bool).reshape(len(new), -1), new], 1)
+        more = self.metadata.more(mask, new.shape[1])
+        if more and self.metadata.used + more > self.metadata.num_blocks:
+            self.metadata, move = self.metadata.packed(self.metadata.used + more)
+            self.move(*move)
         step = self.metadata.advance(mask, new.shape[1], seen, keep=keep)
-        self.move(step.num_blocks, step.copies)
+        assert more == 0 or step.after.table is not self.metadata.table
+        if step.copies is not None:
+            self.pool[step.copies[1]] = self.pool[step.copies[0]]
         numbers = np.arange(self.next, self.next + new.size)
         self.next += new.size
         written = step.slots >= 0
@@ -46,7 +46,7 @@ class Model:
         self.check_queries(step, new, seen)
         self.metadata = step.after
         if step.shrink is not None:
-            self.move(step.shrink[0], step.shrink[1:])
+            self.move(*step.shrink)
 
     def check_queries(self, step, new, seen):
         """Each query of a token sees what the lists say."""
@@ -82,7 +82,7 @@ class Model:
     def crop(self, n, kept):
         self.metadata, shrink = self.metadata.cropped(n, kept=kept)
         if shrink is not None:
-            self.move(shrink[0], shrink[1:])
+            self.move(*shrink)
         for b, flags in enumerate(self.columns):
             gone = sum(flags[len(flags) - n :])
             self.tokens[b] = self.tokens[b][: len(self.tokens[b]) - gone]
@@ -117,7 +117,7 @@ def test_random_programs(seed, seen):
             model.crop(int(rng.integers(0, past + 1)), keep)
             past = 0
         if reach >= 0 and not keep:  # memory is bounded by the window
-            used = np.count_nonzero(model.metadata._used())
+            used = model.metadata.used
             assert used <= model.metadata.batch * 3
             assert model.metadata.num_blocks <= 2 * max(1, 4 * 4)
 
@@ -126,9 +126,9 @@ def test_sequences_that_part_share_blocks_and_copy_one():
     model = Model(batch=1, block_size=4, reach=-1)
     model.advance(np.ones((1, 10), bool), Seen(), keep=False)
     model.select([0, 0, 0])
-    assert np.count_nonzero(model.metadata._used()) == 3
+    assert model.metadata.used == 3
     model.advance(np.ones((3, 1), bool), Seen(), keep=False)
-    assert np.count_nonzero(model.metadata._used()) == 5  # two full ones, and a last one each
+    assert model.metadata.used == 5  # two full ones, and a last one each
     step = model.metadata.advance(np.ones((3, 12), bool), 1, Seen())
     assert step.copies is None
 
@@ -166,7 +166,7 @@ def test_masks_that_do_not_fit():
 
 
 def test_tokens_that_are_gone():
-    metadata = BatchMetadata.empty(1, 4, 4, 5)
+    metadata = BatchMetadata.empty(1, 4, 5, 5)
     after = metadata.advance(None, 20, Seen(window=6)).after
     with pytest.raises(NotSupported, match="dropped"):
         after.advance(None, 1, Seen())

@@ -104,7 +104,7 @@ def test_another_model(tmp_path):
         )
         with (
             torch.no_grad(),
-            pytest.raises(DimensionMismatch, match="has 2 kv heads and rows of 16"),
+            pytest.raises(DimensionMismatch, match="of 2 kv heads and rows of 16"),
         ):
             model(IDS, past_key_values=cache)
     with pytest.raises(TypeError, match=r"numkv\.Profile"):

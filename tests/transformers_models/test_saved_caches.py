@@ -15,6 +15,7 @@ from decoder_models import make, prompts  # noqa: E402
 from file_surgery import File, changed, places  # noqa: E402
 
 import numkv  # noqa: E402
+from numkv.cli import main  # noqa: E402
 from numkv.transformers import NumkvCache, mark_of  # noqa: E402
 
 CHILD = """
@@ -161,6 +162,28 @@ def test_other_models_are_refused_by_name(saved):
         mark_of(nowhere)
     with pytest.raises(TypeError, match=re.escape("expected a transformers.PreTrainedModel")):
         mark_of(None)
+
+
+def test_the_command_draws_it(saved, capsys):
+    """In a process that has not imported numkv.transformers, too; a file's own mark is no question here."""
+    path, mark = saved
+    cache = numkv.load(path, mark=mark)
+    arguments = [sys.executable, "-m", "numkv", "show", str(path)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert f"NumkvCache: int8, {len(cache)} layers" in done.stdout
+    assert "2 of 2, 256 tokens each" in done.stdout
+    assert main(["show", str(path)]) == 0
+    assert capsys.readouterr().out.rstrip("\n") == done.stdout.rstrip("\n")
+
+
+def test_an_emptied_cache_and_its_budget(tmp_path):
+    model, cache, _ = filled(lengths=(30,), kind="int8", max_nbytes="1MiB")
+    cache.reset()
+    numkv.save(tmp_path / "cache", cache, mark="m")
+    again = numkv.load(tmp_path / "cache", mark="m")
+    assert (again.max_nbytes, again.nbytes, again.get_seq_length()) == (2**20, 0, 0)
+    assert len(goes_on(model, again, prompts([5]))[0][0]) == 35
 
 
 def test_states_of_transformers_are_refused(tmp_path):

@@ -23,7 +23,7 @@ from numkv.snapshots.fields import Fields, claims, expect
 from numkv.snapshots.saved import Saved, Spec, entry, integer, integers, parts
 from numkv.snapshots.snapshot import Options, Snapshot, Source, Tensor, fill_all
 from numkv.storage.buffer import Buffer
-from numkv.storage.saved import block_tensor, head_scales_tensor
+from numkv.storage.saved import block_tensor, block_tensors, head_scales_tensor
 
 _BUFFERS = ("k", "v", "k_scale", "v_scale")
 _HEAD_SCALES = ("k_head_scale", "v_head_scale")  # of kinds whose heads have scales, by layer
@@ -284,13 +284,7 @@ def store_tensors(
     for slot, ((pool, _), own) in enumerate(
         zip(store.parts, own_blocks(store, every, numbers), strict=True)
     ):
-        for side, x in pool.stored:
-            where = ids[own], fills[own]
-            found.append(block_tensor(store.target, f"{side}.{slot}", x.words, *where))
-            if x.kind.has_scales:
-                name = f"{side}_scale.{slot}"
-                where = ids[own], fills[own] // max(1, x.kind.group_tokens)
-                found.append(block_tensor(store.target, name, x.scales, *where, x.kind))
+        found += block_tensors(pool, slot, ids[own], fills[own])
     for layer in store.layers.storing:
         for side, x in store.place(layer)[0].stored:
             if x.kind.scales_per == "head":
