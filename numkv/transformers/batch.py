@@ -47,7 +47,7 @@ class BatchStats(NamedTuple):
     waiting: int
     """Requests that wait for room."""
     running: int
-    """Requests that have a sequence in the cache."""
+    """Requests that have tokens in the cache."""
     passes: int
     """Passes of the model."""
     prompt_tokens: int
@@ -104,6 +104,9 @@ class ContinuousBatch:
     -----
     One thread at a time drives the batch: `step`, `run`, and iteration over the batch. Meanwhile others may `submit`,
     cancel requests, ask for `stats`, and wait for results.
+
+    In an event loop passes run in a thread. Tasks that iterate over requests by ``async for`` share them, and
+    ``async with`` closes the batch after the last one.
 
     Results do not depend on the other requests but for the rounding of the model's own linear layers, whose sums depend
     on how many rows they are given.
@@ -172,7 +175,10 @@ class ContinuousBatch:
         self._vocabulary = int(config.vocab_size)
         self._positions = getattr(config, "max_position_embeddings", None)
         self._access, self._submitting = Access(), threading.Lock()
-        self._driver = 0  # the thread of the last pass
+        self._driver = 0  # the thread of the pass under way
+        self._in_loop: asyncio.Future[list[BatchEvent]] | None = (
+            None  # the last pass of an event loop
+        )
         self._new: list[BatchRequest] = []
         self._waiting: list[BatchRequest] = []
         # And the sequence of each, in the order in which they began.
@@ -247,8 +253,9 @@ class ContinuousBatch:
         with self._submitting:
             number, self._number = self._number, self._number + 1
         made = BatchRequest(
-            self.advance, number, self._model, ids, generation_config, options, more
-        )
+            self._advance, self._advance_in_loop, number, self._model, ids, generation_config,
+            options, more,
+        )  # fmt: skip
         placed = made.most_tokens - 1  # the last token is not read
         if self._positions is not None and placed > self._positions:
             raise DimensionMismatch(
@@ -267,11 +274,6 @@ class ContinuousBatch:
             self._refuse_closed("submit")
             self._new.append(made)
         return made
-
-    @property
-    def pending(self) -> int:
-        """Requests that have not ended."""
-        return len(self._unfinished())
 
     def _unfinished(self) -> list[BatchRequest]:
         return [request for request in self._requests() if not request.done]
@@ -292,7 +294,9 @@ class ContinuousBatch:
         -------
         BatchStats
         """
-        return BatchStats(len(self._new) + len(self._waiting), len(self._running), **self._counts)
+        unfinished = self._unfinished()
+        running = sum(request in self._running for request in unfinished)
+        return BatchStats(len(unfinished) - running, running, **self._counts)
 
     # -- driving
 
@@ -313,21 +317,24 @@ class ContinuousBatch:
             If the model has changed. The requests stay as they are.
         """
         self._refuse_closed("step")
-        self._driver = threading.get_ident()
         events: list[BatchEvent] = []
-        self._drop_ended()
-        self._is_as_it_was()
-        parts = self._next_parts(events)
-        if parts:
-            self._run(parts, events)
-        self._drop_ended()
+        self._driver = threading.get_ident()
+        try:
+            self._drop_ended()
+            self._is_as_it_was()
+            parts = self._next_parts(events)
+            if parts:
+                self._run(parts, events)
+            self._drop_ended()
+        finally:
+            self._driver = 0
         return events
 
-    def advance(self) -> None:
+    def _advance(self) -> list[BatchEvent]:
         """Run one pass, or wait a moment for that of another thread."""
         if not self._access.writer:
             try:
-                self.step()
+                return self.step()
             except NumkvError as error:
                 if type(error) is not NumkvError or not self._access.writer:
                     raise
@@ -335,6 +342,21 @@ class ContinuousBatch:
             raise busy(self, "advance")  # it would wait for itself
         else:
             time.sleep(_LOOK)
+        return []
+
+    async def _advance_in_loop(self) -> list[BatchEvent]:
+        """Await the pass that this event loop has under way, or else one more; it goes on where a task is cancelled."""
+        if (pass_of_loop := self._under_way()) is None:
+            pass_of_loop = asyncio.get_running_loop().run_in_executor(None, self._advance)
+            self._in_loop = pass_of_loop
+        return await asyncio.shield(pass_of_loop)
+
+    def _under_way(self) -> asyncio.Future[list[BatchEvent]] | None:
+        """Return the pass that the running event loop has begun and that has not ended."""
+        last = self._in_loop
+        if last is None or last.done() or last.get_loop() is not asyncio.get_running_loop():
+            return None
+        return last
 
     def run(self) -> None:
         """Run until every request has ended, those that are submitted meanwhile included."""
@@ -347,9 +369,9 @@ class ContinuousBatch:
             yield from self.step()
 
     async def __aiter__(self) -> AsyncIterator[BatchEvent]:
-        """Events until every request has ended; passes run in a thread, while the event loop goes on."""
+        """Events until every request has ended."""
         while self.has_requests:
-            for event in await asyncio.to_thread(self.step):
+            for event in await self._advance_in_loop():
                 yield event
 
     @writes
@@ -369,6 +391,16 @@ class ContinuousBatch:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        while (pass_of_loop := self._under_way()) is not None:
+            for request in self._unfinished():
+                request.cancel()
+            await asyncio.wait([pass_of_loop])
         self.close()
 
     def _refuse_closed(self, name: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,8 +48,8 @@ class BatchRequest:
     """
 
     def __init__(
-        self, advance: Callable[[], None], number: int, model: Any, ids: NDArray[np.int64], config: Any,
-        options: dict[str, Any], more: dict[str, Any],
+        self, advance: Callable[[], object], advance_in_loop: Callable[[], Awaitable[object]], number: int,
+        model: Any, ids: NDArray[np.int64], config: Any, options: dict[str, Any], more: dict[str, Any],
     ) -> None:  # fmt: skip
         settings, others = generation_settings(model, config, options)
         if others:
@@ -59,7 +59,8 @@ class BatchRequest:
         self.number, self.prompt_len, self.cached_len = number, len(ids), 0
         self.finish_reason: str | None = None
         self.error: Exception | None = None
-        self._advance, self._ids = advance, [int(x) for x in ids]
+        self._advance, self._advance_in_loop = advance, advance_in_loop
+        self._ids = [int(x) for x in ids]
         self._prompt = ids
         self._most = _new_tokens(settings, len(ids))
         settings.max_new_tokens, settings.max_length = self._most, len(ids) + self._most
@@ -128,13 +129,26 @@ class BatchRequest:
     def __iter__(self) -> Iterator[int]:
         """New token ids as they come; runs the batch."""
         given = self.prompt_len
-        while True:
-            while given < len(self._ids):
+        while not self.done or given < len(
+            self._ids
+        ):  # in this order: the last token comes before the end
+            if given < len(self._ids):
                 yield self._ids[given]
                 given += 1
-            if self.done:
-                break
-            self._advance()
+            else:
+                self._advance()
+        if self.error is not None:
+            raise self.error
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        """New token ids as they come; passes are shared with other tasks of the event loop."""
+        given = self.prompt_len
+        while not self.done or given < len(self._ids):
+            if given < len(self._ids):
+                yield self._ids[given]
+                given += 1
+            else:
+                await self._advance_in_loop()
         if self.error is not None:
             raise self.error
 
