@@ -10,6 +10,7 @@ The life of a request: *waiting* until there is room, *running* while it has a s
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import threading
 import time
@@ -176,14 +177,13 @@ class ContinuousBatch:
         self._positions = getattr(config, "max_position_embeddings", None)
         self._access, self._submitting = Access(), threading.Lock()
         self._driver = 0  # the thread of the pass under way
-        self._in_loop: asyncio.Future[list[BatchEvent]] | None = (
-            None  # the last pass of an event loop
-        )
+        # Passes under way of event loops, which their tasks share.
+        self._in_loops: dict[object, asyncio.Future[list[BatchEvent]]] = {}
         self._new: list[BatchRequest] = []
         self._waiting: list[BatchRequest] = []
         # And the sequence of each, in the order in which they began.
         self._running: dict[BatchRequest, int] = {}
-        self._number, self._is_closed = 0, False
+        self._numbers, self._is_closed = itertools.count(), False
         self._counts = dict.fromkeys(BatchStats._fields[2:], 0)
 
     def __repr__(self) -> str:
@@ -250,11 +250,9 @@ class ContinuousBatch:
             "seed": seed, "tokenizer": tokenizer, "logits_processor": logits_processor,
             "stopping_criteria": stopping_criteria,
         }  # fmt: skip
-        with self._submitting:
-            number, self._number = self._number, self._number + 1
         made = BatchRequest(
-            self._advance, self._advance_in_loop, number, self._model, ids, generation_config,
-            options, more,
+            self._advance, self._advance_in_loop, next(self._numbers), self._model, ids,
+            generation_config, options, more,
         )  # fmt: skip
         placed = made.most_tokens - 1  # the last token is not read
         if self._positions is not None and placed > self._positions:
@@ -345,18 +343,12 @@ class ContinuousBatch:
         return []
 
     async def _advance_in_loop(self) -> list[BatchEvent]:
-        """Await the pass that this event loop has under way, or else one more; it goes on where a task is cancelled."""
-        if (pass_of_loop := self._under_way()) is None:
-            pass_of_loop = asyncio.get_running_loop().run_in_executor(None, self._advance)
-            self._in_loop = pass_of_loop
-        return await asyncio.shield(pass_of_loop)
-
-    def _under_way(self) -> asyncio.Future[list[BatchEvent]] | None:
-        """Return the pass that the running event loop has begun and that has not ended."""
-        last = self._in_loop
-        if last is None or last.done() or last.get_loop() is not asyncio.get_running_loop():
-            return None
-        return last
+        """Run one pass in a thread, or await that of another task; it goes on where a task is cancelled."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._in_loops:
+            self._in_loops[loop] = made = loop.run_in_executor(None, self._advance)
+            made.add_done_callback(lambda _: self._in_loops.pop(loop))
+        return await asyncio.shield(self._in_loops[loop])
 
     def run(self) -> None:
         """Run until every request has ended, those that are submitted meanwhile included."""
@@ -397,10 +389,10 @@ class ContinuousBatch:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        while (pass_of_loop := self._under_way()) is not None:
+        while under_way := self._in_loops.get(asyncio.get_running_loop()):
             for request in self._unfinished():
                 request.cancel()
-            await asyncio.wait([pass_of_loop])
+            await asyncio.wait([under_way])
         self.close()
 
     def _refuse_closed(self, name: str) -> None:
@@ -479,11 +471,9 @@ class ContinuousBatch:
 
     def _has_room(self, request: BatchRequest) -> bool:
         """Return whether a request may begin: alone always, with others only if they keep room to go on."""
-        if not self._running:
-            return True
-        groups = self._blocks_for(1)
-        needed = self._blocks_for(len(request.ids())) + groups * (1 + len(self._running))
-        return needed <= self.cache.num_free
+        running = len(self._running)
+        needed = self._blocks_for(len(request.ids())) + self._blocks_for(1) * (1 + running)
+        return not running or needed <= self.cache.num_free
 
     def _begin(self, request: BatchRequest, events: list[BatchEvent]) -> int | None:
         """Add a sequence for a request; return the tokens that it has then, or None if it failed."""
@@ -540,24 +530,15 @@ class ContinuousBatch:
     def _pass(self, parts: list[_Part], step: Any, events: list[BatchEvent]) -> None:
         """Run the model and choose tokens; nothing has changed where that raises."""
         before = [part.request.generator_state() for part in parts]
-        chosen: list[tuple[BatchRequest, int | None, str | None, Exception | None]] = []
         try:
-            ids = [x.request.ids()[x.start : x.start + x.tokens] for x in parts]
-            rows = np.concatenate([np.array(x, np.int64) for x in ids])
+            rows = np.concatenate([x.request.ids()[x.start : x.start + x.tokens] for x in parts])
             places = np.concatenate([np.arange(x.start, x.start + x.tokens) for x in parts])
             last = np.cumsum([x.tokens for x in parts]) - 1
             whole = [x.start + x.tokens == len(x.request.ids()) for x in parts]
-            ends = torch.from_numpy(last[whole])
-            logits = run_model(
-                self._model,
-                torch.from_numpy(rows),
-                torch.from_numpy(places),
-                ends,
-                Pass(step, self._widen),
-            )
+            ids, positions, ends = map(torch.from_numpy, (rows, places, last[whole]))
+            logits = run_model(self._model, ids, positions, ends, Pass(step, self._widen))
             makers = [part.request for part, ended in zip(parts, whole, strict=True) if ended]
-            for request, row in zip(makers, logits, strict=True):
-                chosen.append((request, *_chosen(request, row)))
+            chosen = [(x, *_chosen(x, row)) for x, row in zip(makers, logits, strict=True)]
             with signals_deferred:
                 self.cache.commit(step, token_ids=rows)
                 self._note(parts, chosen, events)

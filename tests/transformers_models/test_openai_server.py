@@ -172,12 +172,14 @@ def test_a_folder_with_a_tokenizer(client, tmp_path, template, reason):
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     asked = {"model": "model", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
-    with serving(folder) as (_, address):
-        with openai.OpenAI(base_url=address + "/v1", api_key="none", max_retries=0) as other:
-            assert text_of(other) == text_of(client)
-            for stream in (False, True):
-                with pytest.raises(openai.BadRequestError, match=reason):
-                    other.chat.completions.create(**asked, stream=stream)
+    with contextlib.ExitStack() as stack:
+        _, address = stack.enter_context(serving(folder))
+        other = openai.OpenAI(base_url=address + "/v1", api_key="none", max_retries=0)
+        stack.enter_context(other)
+        assert text_of(other) == text_of(client)
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match=reason):
+                other.chat.completions.create(**asked, stream=stream)
 
 
 class Made:
