@@ -1,7 +1,6 @@
 """A server with OpenAI's completions and chat completions, over one `ContinuousBatch`.
 
-Needs ``pip install ".[transformers,server]"``. ``python examples/openai_server.py`` serves the bundled model, whose
-tokens are bytes; ``--model DIR`` any decoder that transformers loads from a folder.
+Needs ``pip install ".[transformers,server]"``. Without ``--model DIR`` it serves the bundled model, of bytes.
 """
 
 import argparse
@@ -11,22 +10,35 @@ import json
 import time
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated
 
-import transformers
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
-from pydantic import BaseModel, Field, model_validator
-from starlette.datastructures import Headers
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from jinja2 import TemplateError
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from pydantic import BaseModel, Field
+from tokenizers.decoders import DecodeStream
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from numkv.demo import BUNDLED_MODEL
 from numkv.errors import NumkvError
 from numkv.transformers import ContinuousBatch
 
 MOST_BYTES, MOST_WAITING = 1 << 20, 256
-TEMPLATE = "# {role}: {content}\n"  # of the bundled model, which has read code
+TEMPLATE = "{{ bos_token }}{% for x in messages %}# {{ x.role }}: {{ x.content }}\n{% endfor %}"
+
+
+def tokenizer_of(folder):
+    """The folder's own; for the bundled model, which has read code, bytes: 0 begins and ends a text."""
+    if folder != BUNDLED_MODEL:
+        return AutoTokenizer.from_pretrained(folder)
+    vocabulary = {x if byte else "<|endoftext|>": byte for byte, x in bytes_to_unicode().items()}
+    return GPT2Tokenizer(vocabulary, [], add_bos_token=True, chat_template=TEMPLATE)
 
 
 class Options(BaseModel, extra="forbid"):  # rather than do something else than what was asked
@@ -34,24 +46,23 @@ class Options(BaseModel, extra="forbid"):  # rather than do something else than 
     user: str | None = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, ge=0, le=1)
-    n: int = Field(1, ge=1, le=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    n: int | None = Field(None, ge=1, le=1)
     seed: int | None = Field(None, ge=0)
-    stop: str | Annotated[list[str], Field(max_length=4)] = []
-    stream: bool = False
-    stream_options: dict[str, bool] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def without_nulls(cls, given):
-        """OpenAI's null is the same as nothing."""
-        is_dict = isinstance(given, dict)
-        return {key: x for key, x in given.items() if x is not None} if is_dict else given
+    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
+    stream: bool | None = None
+    stream_options: dict[str, bool | None] | None = None
 
 
 class Completion(Options):
     prompt: str | list[int]
+
+    def ids(self, tokenizer):
+        return tokenizer.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt
+
+    def answer(self, text, end):
+        return {"object": "text_completion", "choices": [{"text": text} | end]}
 
 
 class Message(BaseModel):
@@ -62,225 +73,119 @@ class Message(BaseModel):
 class Chat(Options):
     messages: list[Message] = Field(min_length=1)
 
+    def ids(self, tokenizer):
+        messages = [x.model_dump() for x in self.messages]
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
 
-class Text:
-    """A folder's tokenizer, or bytes."""
-
-    def __init__(self, folder):
-        self.own = None
-        if folder != BUNDLED_MODEL:
-            self.own = transformers.AutoTokenizer.from_pretrained(folder)
-
-    def encode(self, text):
-        return [0, *text.encode()] if self.own is None else self.own.encode(text)
-
-    def decode(self, ids):
-        if self.own is None:
-            return bytes(x for x in ids if x).decode(errors="replace")
-        return self.own.decode(ids, skip_special_tokens=True)
-
-    def chat(self, messages):
-        if self.own is None:
-            return self.encode("".join(TEMPLATE.format(**x) for x in messages))
-        if not self.own.chat_template:
-            raise HTTPException(400, "this model has no chat template; use /v1/completions")
-        try:
-            options = {"add_generation_prompt": True, "return_dict": False}
-            return self.own.apply_chat_template(messages, **options)
-        except Exception as error:  # templates raise what they like
-            raise HTTPException(400, f"the chat template refuses this: {error}") from error
+    def answer(self, text, end):
+        kind, name = (".chunk", "delta") if self.stream else ("", "message")
+        choice = {name: {"role": "assistant", "content": text}} | end
+        return {"object": "chat.completion" + kind, "choices": [choice]}
 
 
-class Limit:
-    """Refuses large bodies. It hands on `receive` itself, by which clients that hang up are noticed."""
-
-    def __init__(self, app):
-        self.app = app
-
-    async def __call__(self, scope, receive, send):
-        answer = self.app
-        if scope["type"] == "http" and scope["method"] == "POST":
-            size = int(Headers(scope=scope).get("content-length", MOST_BYTES + 1))
-            if size > MOST_BYTES:
-                said = {"message": f"expected at most {MOST_BYTES} bytes"}
-                answer = JSONResponse({"error": said}, 413)
-        await answer(scope, receive, send)
-
-
-class Engine:
-    """Drives the batch in a thread, one pass after another, and hands tokens to those who wait."""
-
-    def __init__(self, batch):
-        self.batch, self.queues, self.ends = batch, {}, False
-        self.wake = asyncio.Event()
-        self.task = asyncio.create_task(self.run())
-
-    async def run(self):
-        while not self.ends:
-            try:
-                for event in await asyncio.to_thread(self.batch.step):
-                    take = self.queues.pop if event.done else self.queues.get
-                    if (queue := take(event.request, None)) is not None:
-                        queue.put_nowait(event)
-            except Exception as error:  # of the model: nobody gets anything
-                traceback.print_exc()
-                self.drop(HTTPException(500, f"{type(error).__name__}: {error}"))
-            if not self.batch.has_requests:
-                await self.wake.wait()
-                self.wake.clear()
-
-    def drop(self, why):
-        for request, queue in self.queues.items():
-            request.cancel()
-            queue.put_nowait(why)
-
-    async def end(self):
-        self.ends = True
-        self.wake.set()
-        await self.task
-        self.drop(HTTPException(503, "the server ends"))
-
-    def submit(self, *args, **options):
-        request = self.batch.submit(*args, **options)
-        queue = self.queues[request] = asyncio.Queue()
-        self.wake.set()
-        return request, queue
-
-    async def texts(self, text, stops, request, queue):
-        """Pieces of text as they come, without stop strings; the last one has the reason why it ends."""
-        ids, begin, read, held, reason = [], 0, 0, "", None
-        try:
-            while reason is None:
-                event = await queue.get()
-                if event is None:  # the client is gone
-                    return
-                if isinstance(event, HTTPException):
-                    raise event
-                if request.error is not None:
-                    raise HTTPException(500, str(request.error)) from request.error
-                reason = request.finish_reason if event.done else None
-                ids += [] if event.token is None else [event.token]
-                found = text.decode(ids[begin:])  # of the newest tokens and those before them
-                if reason or not found.endswith("\ufffd"):  # which is half a character
-                    held += found[len(text.decode(ids[begin:read])) :]
-                    begin, read = read, len(ids)
-                cut = min((x for x in map(held.find, stops) if x >= 0), default=len(held))
-                reason = "stop" if cut < len(held) else reason
-                if reason is None:  # the beginning of a stop string may be there
-                    cut = max(0, cut - max(map(len, stops), default=1) + 1)
-                if cut or reason:
-                    yield held[:cut], reason
-                    held = held[cut:]
-        finally:
-            request.cancel()
-            self.queues.pop(request, None)
-            self.wake.set()
+async def pieces(request, tokenizer, stop):
+    """Text as it comes, without stop strings; the last piece has the reason why it ends."""
+    stops = [x for x in ([stop] if isinstance(stop, str) else stop or []) if x]
+    stream, held = DecodeStream(skip_special_tokens=True), ""
+    most_held = max(map(len, stops), default=1) - 1  # as a stop string may begin there
+    try:
+        async for token in request:
+            held += stream.step(tokenizer.backend_tokenizer, token) or ""
+            if found := [x for x in map(held.find, stops) if x >= 0]:
+                yield held[: min(found)], "stop"
+                return
+            if cut := max(0, len(held) - most_held):
+                yield held[:cut], None
+                held = held[cut:]
+        yield held, request.finish_reason
+    finally:
+        request.cancel()
 
 
-def make(folder=BUNDLED_MODEL, kind=None, max_nbytes="1GiB", **options):
-    """The application."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
-    text, name = Text(folder), Path(folder).name
+async def refuse(http, error):
+    status, message = getattr(error, "status_code", 500), f"{type(error).__name__}: {error}"
+    if isinstance(error, RequestValidationError):
+        each = (f"{'.'.join(map(str, x['loc']))}: {x['msg']}" for x in error.errors())
+        status, message = 422, "; ".join(each)
+    return JSONResponse({"error": {"message": getattr(error, "detail", message)}}, status)
+
+
+def make(folder=BUNDLED_MODEL, **options):
+    """The application; the options are those of `ContinuousBatch`."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    tokenizer, name = tokenizer_of(folder), Path(folder).name
+    positions = model.config.get_text_config().max_position_embeddings
 
     @contextlib.asynccontextmanager
     async def lifespan(app):
-        with ContinuousBatch(model, kind, max_nbytes=max_nbytes, **options) as batch:
-            app.state.batch, app.state.engine = batch, Engine(batch)
+        async with ContinuousBatch(model, **options) as app.state.batch:
             yield
-            await app.state.engine.end()
 
-    app = FastAPI(lifespan=lifespan)
-    app.add_middleware(Limit)
+    handlers = dict.fromkeys((HTTPException, RequestValidationError, Exception), refuse)
+    app = FastAPI(lifespan=lifespan, exception_handlers=handlers, max_body_size=MOST_BYTES)
 
-    async def refuse(http: Request, error: Exception):
-        status, message = getattr(error, "status_code", 400), getattr(error, "detail", str(error))
-        if isinstance(error, RequestValidationError):
-            each = (f"{'.'.join(map(str, x['loc']))}: {x['msg']}" for x in error.errors())
-            status, message = 422, "; ".join(each)
-        return JSONResponse({"error": {"message": message}}, status)
+    for path, kind in (("/v1/completions", Completion), ("/v1/chat/completions", Chat)):
 
-    for kind_of in (HTTPException, RequestValidationError, NumkvError, ValueError, TypeError):
-        app.add_exception_handler(kind_of, refuse)
+        @app.post(path)
+        async def answer(body: kind, http: Request):
+            return await complete(body, http)
 
-    @app.post("/v1/completions")
-    async def completions(body: Completion, http: Request):
-        ids = text.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
-        return await complete(ids, body, http, False)
-
-    @app.post("/v1/chat/completions")
-    async def chat(body: Chat, http: Request):
-        return await complete(text.chat([x.model_dump() for x in body.messages]), body, http, True)
-
-    async def complete(ids, body, http, is_chat):
-        batch, engine = app.state.batch, app.state.engine
+    async def complete(body, http):
         if body.model not in (None, name):
             raise HTTPException(404, f"this server has the model {name!r}")
-        if batch.stats().waiting >= MOST_WAITING:
+        if app.state.batch.stats().waiting >= MOST_WAITING:
             raise HTTPException(429, "too many requests wait; try again later")
-        stops = [x for x in ([body.stop] if isinstance(body.stop, str) else body.stop) if x]
-        given = {"do_sample": body.temperature > 0}
-        if body.temperature > 0:
-            given |= {"temperature": body.temperature, "top_p": body.top_p, "seed": body.seed}
-        usual = max(1, min(128, model.config.get_text_config().max_position_embeddings - len(ids)))
-        most = body.max_completion_tokens or body.max_tokens or usual
-        request, queue = engine.submit(ids, most, **given)
-        kind = "chat.completion" if is_chat else "text_completion"
-        head = {"id": f"cmpl-{request.number}", "created": int(time.time()), "model": name}
-        head["object"] = kind + ".chunk" * (is_chat and body.stream)
-        pieces = engine.texts(text, stops, request, queue)
-        if body.stream:
-            use = request if body.stream_options.get("include_usage") else None
-            found = streamed(pieces, head, is_chat, use)
-            return StreamingResponse(found, media_type="text/event-stream")
-
-        async def end_if_gone():
-            while not await http.is_disconnected():
-                await asyncio.sleep(0.1)
-            queue.put_nowait(None)
-
-        watch = asyncio.create_task(end_if_gone())
-        found = [x async for x in pieces]
-        watch.cancel()
-        reason = found[-1][1] if found else "cancelled"
-        choice = choices("".join(x for x, _ in found), reason, "message" if is_chat else None)
-        return head | {"choices": choice, "usage": used(request)}
-
-    def choices(said, reason, name):
-        found = {"text": said} if name is None else {name: {"role": "assistant", "content": said}}
-        return [found | {"index": 0, "finish_reason": reason}]
-
-    def used(request):
-        asked, made = request.prompt_len, len(request.tokens)
-        return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
-
-    async def streamed(pieces, head, is_chat, use):
-        name = "delta" if is_chat else None
+        given = {"temperature": 1.0, "top_p": 1.0, "seed": None}
+        given |= body.model_dump(include=set(given), exclude_none=True)
+        given = {"do_sample": True} | given if given["temperature"] else {"do_sample": False}
         try:
-            async with contextlib.aclosing(pieces):
-                async for said, reason in pieces:
-                    yield line(head | {"choices": choices(said, reason, name)})
-            if use is not None:
-                yield line(head | {"choices": [], "usage": used(use)})
-        except HTTPException as error:
-            yield line({"error": {"message": error.detail}})
-        yield "data: [DONE]\n\n"
+            ids = body.ids(tokenizer)
+            usual = max(1, min(128, positions - len(ids)))
+            most = body.max_completion_tokens or body.max_tokens or usual
+            request = app.state.batch.submit(ids, most, **given)
+        except (NumkvError, TemplateError, TypeError, ValueError) as error:
+            raise HTTPException(400, str(error)) from error
+        head = {"id": f"cmpl-{request.number}", "created": int(time.time()), "model": name}
 
-    def line(x):
-        return f"data: {json.dumps(x)}\n\n"
+        def part(text, reason):
+            return head | body.answer(text, {"index": 0, "finish_reason": reason})
+
+        def usage():
+            asked, made = request.prompt_len, len(request.tokens)
+            return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
+
+        async def events():
+            try:
+                async for text, reason in found:
+                    yield f"data: {json.dumps(part(text, reason))}\n\n"
+                if (body.stream_options or {}).get("include_usage"):
+                    last = part("", None) | {"choices": [], "usage": usage()}
+                    yield f"data: {json.dumps(last)}\n\n"
+            except Exception as error:  # the status has been sent
+                traceback.print_exc()
+                yield f"data: {(await refuse(http, error)).body.decode()}\n\n"
+            yield "data: [DONE]\n\n"
+
+        found = pieces(request, tokenizer, body.stop)
+        if body.stream:
+            return StreamingResponse(events(), media_type="text/event-stream")
+        gone = asyncio.create_task(http.receive())  # after the body only the connection's end comes
+        gone.add_done_callback(lambda _: request.cancel())
+        texts, reasons = zip(*[x async for x in found], strict=True)
+        return part("".join(texts), reasons[-1]) | {"usage": usage()}
 
     @app.get("/v1/models")
-    async def models():
+    async def served():
         return {"object": "list", "data": [{"id": name, "object": "model"}]}
 
     @app.get("/metrics")
     async def metrics():
-        batch = app.state.batch
-        gauges = {"blocks": batch.cache.num_blocks, "blocks_free": batch.cache.num_free}
-        lines = []
-        for x, y in (batch.stats()._asdict() | gauges).items():
-            type_of = "gauge" if x in ("waiting", "running", *gauges) else "counter"
-            lines.append(f"# TYPE numkv_{x} {type_of}\nnumkv_{x} {y}\n")
-        return PlainTextResponse("".join(lines), media_type="text/plain; version=0.0.4")
+        cache, counts = app.state.batch.cache, app.state.batch.stats()._asdict()
+        counts |= {"blocks": cache.num_blocks, "blocks_free": cache.num_free}
+        gauges = dict.fromkeys(("waiting", "running", "blocks", "blocks_free"), GaugeMetricFamily)
+        found = [gauges.get(x, CounterMetricFamily)(f"numkv_{x}", x, n) for x, n in counts.items()]
+        lines = generate_latest(SimpleNamespace(collect=lambda: found))
+        return Response(lines, media_type=CONTENT_TYPE_LATEST)
 
     return app
 
@@ -291,5 +196,5 @@ if __name__ == "__main__":
     parser.add_argument("--kind", help="storage kind of K and V, such as int8_channel")
     parser.add_argument("--max-nbytes", default="1GiB")
     parser.add_argument("--port", type=int, default=8000)
-    given = parser.parse_args()
-    uvicorn.run(make(given.model, given.kind, given.max_nbytes), port=given.port)
+    given = vars(parser.parse_args())
+    uvicorn.run(port=given.pop("port"), app=make(given.pop("model"), **given))

@@ -10,6 +10,7 @@ The life of a request: *waiting* until there is room, *running* while it has a s
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import threading
 import time
@@ -47,7 +48,7 @@ class BatchStats(NamedTuple):
     waiting: int
     """Requests that wait for room."""
     running: int
-    """Requests that have a sequence in the cache."""
+    """Requests that have tokens in the cache."""
     passes: int
     """Passes of the model."""
     prompt_tokens: int
@@ -104,6 +105,9 @@ class ContinuousBatch:
     -----
     One thread at a time drives the batch: `step`, `run`, and iteration over the batch. Meanwhile others may `submit`,
     cancel requests, ask for `stats`, and wait for results.
+
+    In an event loop passes run in a thread. Tasks that iterate over requests by ``async for`` share them, and
+    ``async with`` closes the batch after the last one.
 
     Results do not depend on the other requests but for the rounding of the model's own linear layers, whose sums depend
     on how many rows they are given.
@@ -169,12 +173,14 @@ class ContinuousBatch:
         self._vocabulary = int(config.vocab_size)
         self._positions = getattr(config, "max_position_embeddings", None)
         self._access, self._submitting = Access(), threading.Lock()
-        self._driver = 0  # the thread of the last pass
+        self._driver = 0  # the thread of the pass under way
+        # Passes under way of event loops, which their tasks share.
+        self._in_loops: dict[object, asyncio.Future[list[BatchEvent]]] = {}
         self._new: list[BatchRequest] = []
         self._waiting: list[BatchRequest] = []
         # And the sequence of each, in the order in which they began.
         self._running: dict[BatchRequest, int] = {}
-        self._number, self._is_closed = 0, False
+        self._numbers, self._is_closed = itertools.count(), False
         self._counts = dict.fromkeys(BatchStats._fields[2:], 0)
 
     def __repr__(self) -> str:
@@ -241,11 +247,10 @@ class ContinuousBatch:
             "seed": seed, "tokenizer": tokenizer, "logits_processor": logits_processor,
             "stopping_criteria": stopping_criteria,
         }  # fmt: skip
-        with self._submitting:
-            number, self._number = self._number, self._number + 1
         made = BatchRequest(
-            self.advance, number, self._model, ids, generation_config, options, more
-        )
+            self._advance, self._advance_in_loop, next(self._numbers), self._model, ids,
+            generation_config, options, more,
+        )  # fmt: skip
         placed = made.most_tokens - 1  # the last token is not read
         if self._positions is not None and placed > self._positions:
             raise DimensionMismatch(
@@ -264,11 +269,6 @@ class ContinuousBatch:
             self._refuse_closed("submit")
             self._new.append(made)
         return made
-
-    @property
-    def pending(self) -> int:
-        """Requests that have not ended."""
-        return len(self._unfinished())
 
     def _unfinished(self) -> list[BatchRequest]:
         return [request for request in self._requests() if not request.done]
@@ -289,7 +289,9 @@ class ContinuousBatch:
         -------
         BatchStats
         """
-        return BatchStats(len(self._new) + len(self._waiting), len(self._running), **self._counts)
+        unfinished = self._unfinished()
+        running = sum(request in self._running for request in unfinished)
+        return BatchStats(len(unfinished) - running, running, **self._counts)
 
     # -- driving
 
@@ -310,21 +312,24 @@ class ContinuousBatch:
             If the model has changed. The requests stay as they are.
         """
         self._refuse_closed("step")
-        self._driver = threading.get_ident()
         events: list[BatchEvent] = []
-        self._drop_ended()
-        self._is_as_it_was()
-        parts = self._next_parts(events)
-        if parts:
-            self._run(parts, events)
-        self._drop_ended()
+        self._driver = threading.get_ident()
+        try:
+            self._drop_ended()
+            self._is_as_it_was()
+            parts = self._next_parts(events)
+            if parts:
+                self._run(parts, events)
+            self._drop_ended()
+        finally:
+            self._driver = 0
         return events
 
-    def advance(self) -> None:
+    def _advance(self) -> list[BatchEvent]:
         """Run one pass, or wait a moment for that of another thread."""
         if not self._access.writer:
             try:
-                self.step()
+                return self.step()
             except NumkvError as error:
                 if type(error) is not NumkvError or not self._access.writer:
                     raise
@@ -332,6 +337,15 @@ class ContinuousBatch:
             raise busy(self, "advance")  # it would wait for itself
         else:
             time.sleep(_LOOK)
+        return []
+
+    async def _advance_in_loop(self) -> list[BatchEvent]:
+        """Run one pass in a thread, or await that of another task; it goes on where a task is cancelled."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._in_loops:
+            self._in_loops[loop] = made = loop.run_in_executor(None, self._advance)
+            made.add_done_callback(lambda _: self._in_loops.pop(loop))
+        return await asyncio.shield(self._in_loops[loop])
 
     def run(self) -> None:
         """Run until every request has ended, those that are submitted meanwhile included."""
@@ -344,9 +358,9 @@ class ContinuousBatch:
             yield from self.step()
 
     async def __aiter__(self) -> AsyncIterator[BatchEvent]:
-        """Events until every request has ended; passes run in a thread, while the event loop goes on."""
+        """Events until every request has ended."""
         while self.has_requests:
-            for event in await asyncio.to_thread(self.step):
+            for event in await self._advance_in_loop():
                 yield event
 
     @writes
@@ -366,6 +380,16 @@ class ContinuousBatch:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        while under_way := self._in_loops.get(asyncio.get_running_loop()):
+            for request in self._unfinished():
+                request.cancel()
+            await asyncio.wait([under_way])
         self.close()
 
     def _refuse_closed(self, name: str) -> None:
@@ -444,11 +468,9 @@ class ContinuousBatch:
 
     def _has_room(self, request: BatchRequest) -> bool:
         """Return whether a request may begin: alone always, with others only if they keep room to go on."""
-        if not self._running:
-            return True
-        groups = self._blocks_for(1)
-        needed = self._blocks_for(len(request.ids())) + groups * (1 + len(self._running))
-        return needed <= self.cache.num_free
+        running = len(self._running)
+        needed = self._blocks_for(len(request.ids())) + self._blocks_for(1) * (1 + running)
+        return not running or needed <= self.cache.num_free
 
     def _begin(self, request: BatchRequest, events: list[BatchEvent]) -> int | None:
         """Add a sequence for a request; return the tokens that it has then, or None if it failed."""
@@ -505,19 +527,15 @@ class ContinuousBatch:
     def _pass(self, parts: list[_Part], step: Any, events: list[BatchEvent]) -> None:
         """Run the model and choose tokens; nothing has changed where that raises."""
         before = [part.request.generator_state() for part in parts]
-        chosen: list[tuple[BatchRequest, int | None, str | None, Exception | None]] = []
         try:
-            ids = [x.request.ids()[x.start : x.start + x.tokens] for x in parts]
-            rows = np.concatenate([np.array(x, np.int64) for x in ids])
-            at = np.concatenate([np.arange(x.start, x.start + x.tokens) for x in parts])
-            of_rows = torch.from_numpy(rows), torch.from_numpy(at)
+            rows = np.concatenate([x.request.ids()[x.start : x.start + x.tokens] for x in parts])
+            places = np.concatenate([np.arange(x.start, x.start + x.tokens) for x in parts])
             last = np.cumsum([x.tokens for x in parts]) - 1
             whole = [x.start + x.tokens == len(x.request.ids()) for x in parts]
-            ends = torch.from_numpy(last[whole])
-            logits = run_model(self._model, *of_rows, ends, Pass(step, self._widen))
+            ids, positions, ends = map(torch.from_numpy, (rows, places, last[whole]))
+            logits = run_model(self._model, ids, positions, ends, Pass(step, self._widen))
             makers = [part.request for part, ended in zip(parts, whole, strict=True) if ended]
-            for request, row in zip(makers, logits, strict=True):
-                chosen.append((request, *_chosen(request, row)))
+            chosen = [(x, *_chosen(x, row)) for x, row in zip(makers, logits, strict=True)]
             with signals_deferred:
                 self.cache.commit(step, token_ids=rows)
                 self._note(parts, chosen, events)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,8 +49,8 @@ class BatchRequest:
     """
 
     def __init__(
-        self, advance: Callable[[], None], number: int, model: Any, ids: NDArray[np.int64], config: Any,
-        options: dict[str, Any], more: dict[str, Any],
+        self, advance: Callable[[], object], advance_in_loop: Callable[[], Awaitable[object]], number: int,
+        model: Any, ids: NDArray[np.int64], config: Any, options: dict[str, Any], more: dict[str, Any],
     ) -> None:  # fmt: skip
         settings, others = generation_settings(model, config, options)
         if others:
@@ -59,8 +60,9 @@ class BatchRequest:
         self.number, self.prompt_len, self.cached_len = number, len(ids), 0
         self.finish_reason: str | None = None
         self.error: Exception | None = None
-        self._advance, self._ids = advance, [int(x) for x in ids]
+        self._advance, self._advance_in_loop = advance, advance_in_loop
         self._prompt = ids
+        self._ids: list[int] = ids.tolist()
         self._most = _new_tokens(settings, len(ids))
         settings.max_new_tokens, settings.max_length = self._most, len(ids) + self._most
         _refuse_modes(settings)
@@ -68,9 +70,11 @@ class BatchRequest:
         self._processors = logits_processors(
             model, settings, row, more["logits_processor"] or LogitsProcessorList()
         )
-        self._criteria = stopping_criteria(
+        criteria = stopping_criteria(
             model, settings, more["stopping_criteria"] or StoppingCriteriaList(), more["tokenizer"]
         )
+        # `ended_by` counts tokens itself, so as to tell the reasons apart.
+        self._criteria = [x for x in criteria if type(x).__name__ != "MaxLengthCriteria"]
         self._generator = None
         if settings.do_sample:
             self._generator = torch.Generator()
@@ -119,22 +123,28 @@ class BatchRequest:
         Exception
             What it failed with.
         """
-        while not self.done:
-            self._advance()
-        if self.error is not None:
-            raise self.error
-        return self.tokens
+        return list(self)
 
     def __iter__(self) -> Iterator[int]:
         """New token ids as they come; runs the batch."""
-        given = self.prompt_len
-        while True:
-            while given < len(self._ids):
-                yield self._ids[given]
-                given += 1
-            if self.done:
+        for place in itertools.count(self.prompt_len):
+            # In this order, as another thread adds the last token before the end.
+            while not self.done and place == len(self._ids):
+                self._advance()
+            if place == len(self._ids):
                 break
-            self._advance()
+            yield self._ids[place]
+        if self.error is not None:
+            raise self.error
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        """New token ids as they come; passes are shared with other tasks of the event loop."""
+        for place in itertools.count(self.prompt_len):
+            while not self.done and place == len(self._ids):
+                await self._advance_in_loop()
+            if place == len(self._ids):
+                break
+            yield self._ids[place]
         if self.error is not None:
             raise self.error
 
@@ -167,17 +177,9 @@ class BatchRequest:
     def ended_by(self, token: int) -> str | None:
         """The reason for which a next token would be the last one, or None."""
         row = torch.tensor([*self._ids, token])[None]
-        if not bool(self._criteria(row, None).all()):
-            return None
-        return "length" if row.shape[1] == self.most_tokens and not self._stops(row) else "stop"
-
-    def _stops(self, row: Any) -> bool:
-        """Return whether something else than the length ends a text."""
-        return any(
-            bool(x(row, None).all())
-            for x in self._criteria
-            if type(x).__name__ != "MaxLengthCriteria"
-        )
+        if any(bool(x(row, None).all()) for x in self._criteria):
+            return "stop"
+        return "length" if row.shape[1] >= self.most_tokens else None
 
     def generator_state(self) -> Any:
         """Return the state of what it is sampled by, for `set_generator_state`."""

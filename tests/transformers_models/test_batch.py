@@ -61,11 +61,16 @@ def batch_of(model, kind="fp32", blocks=64, **options):
 def at_random_times(batch, prompts, seed=0, **options):
     """Submit texts between passes, until all have ended."""
     rng, waiting, requests = random.Random(seed), list(prompts), []
-    while waiting or batch.pending:
+    while waiting or unfinished(batch):
         while waiting and rng.random() < 0.5:
             requests.append(batch.submit(waiting.pop(0), NEW, **options))
         batch.step()
     return requests
+
+
+def unfinished(batch):
+    """How many requests have not ended."""
+    return batch.stats().waiting + batch.stats().running
 
 
 def nothing_is_left(batch):
@@ -427,7 +432,7 @@ def test_cancelled_ones_give_their_blocks_back_where_nothing_else_runs():
         batch.step()
         for request in requests:
             request.cancel()
-        assert (batch.pending, batch.has_requests) == (0, True)
+        assert (unfinished(batch), batch.has_requests) == (0, True)
         model.train()
         with pytest.raises(NotSupported, match="train mode"):
             batch.step()  # gives them back first
@@ -552,7 +557,7 @@ def test_another_thread_may_submit_but_not_drive():
         first = batch.submit(prompts[0], 40, logits_processor=[Driving()])
         thread = threading.Thread(target=submit)
         thread.start()
-        while thread.is_alive() or batch.pending:
+        while thread.is_alive() or unfinished(batch):
             batch.step()
         thread.join()
         assert not errors
@@ -611,6 +616,119 @@ def test_an_event_loop():
 
     with batch_of(model) as batch:
         assert asyncio.run(main(batch)) == expected
+
+
+def in_tasks(batch, requests, wait=0):
+    """What tasks of one event loop read of requests."""
+
+    async def read(request):
+        found = []
+        async for token in request:
+            found.append(token)
+            await asyncio.sleep(wait)
+        return found
+
+    async def main():
+        async with batch:
+            return await asyncio.gather(*map(read, requests), return_exceptions=True)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("wait", [0, 0.001])
+def test_tasks_share_passes(wait):
+    model, prompts = make("llama"), texts(8)
+    expected = [generated(model, x) for x in prompts]
+    batch = batch_of(model, tokens_per_pass=1000)
+    requests = [batch.submit(x, NEW) for x in prompts]
+    failing = batch.submit(prompts[0], NEW, logits_processor=[Failing(ValueError("mine"))])
+    *found, error = in_tasks(batch, [*requests, failing], wait)
+    assert found == expected
+    assert str(error) == "mine"
+    assert batch.stats().passes < 3 * NEW
+    nothing_is_left(batch)
+    assert model.config._attn_implementation == "sdpa"
+    with pytest.raises(NumkvError, match="closed"):
+        batch.submit([3])
+
+
+def test_a_pass_that_fails_fails_each_task(monkeypatch):
+    """They may try again: nothing has changed."""
+    model, prompts = make("llama"), texts(4)
+    expected = [generated(model, x) for x in prompts]
+
+    async def main():
+        async with batch_of(model) as batch:
+            requests = [batch.submit(x, NEW) for x in prompts]
+            with monkeypatch.context() as patch:
+                patch.setattr(type(batch), "_next_parts", lambda *_: 1 / 0)
+                tasks = [anext(aiter(x)) for x in requests]
+                found = await asyncio.gather(*tasks, return_exceptions=True)
+            assert [type(x) for x in found] == [ZeroDivisionError] * 4
+            return [[token async for token in x] for x in requests]
+
+    assert asyncio.run(main()) == expected
+
+
+def test_tasks_that_are_cancelled():
+    """The pass goes on for the others, and is over before the batch is closed."""
+    model, prompts = make("llama"), texts(2)
+    expected, inside, passed = generated(model, prompts[0]), threading.Event(), threading.Event()
+
+    class Waiting(transformers.LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            inside.set()
+            assert passed.wait(30)
+            return scores
+
+    async def main():
+        batch = batch_of(model)
+        async with batch:
+            requests = [batch.submit(x, NEW, logits_processor=[Waiting()]) for x in prompts]
+            first, second = (asyncio.create_task(anext(aiter(x))) for x in requests)
+            await asyncio.to_thread(inside.wait, 30)
+            first.cancel()
+            await asyncio.wait([first])
+            assert first.cancelled()
+            assert not second.done()
+            passed.set()
+            assert await second == generated(model, prompts[1])[0]
+            assert [x async for x in requests[0]] == expected  # it was not the request's end
+            inside.clear(), passed.clear()
+            last = batch.submit(prompts[0], NEW, logits_processor=[Waiting()])
+            reader = asyncio.create_task(anext(aiter(last), None))
+            await asyncio.to_thread(inside.wait, 30)
+            asyncio.get_running_loop().call_later(0.1, passed.set)
+        assert last.finish_reason == "cancelled"
+        assert await reader is None
+        nothing_is_left(batch)
+
+    asyncio.run(main())
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_one_batch_in_two_event_loops_at_once():
+    model, prompts = make("llama"), texts(6)
+    expected, found = [generated(model, x) for x in prompts], {}
+
+    def drive(numbers):
+        async def read(i):
+            found[i] = [token async for token in requests[i]]
+
+        async def main():
+            await asyncio.gather(*map(read, numbers))
+
+        asyncio.run(main())
+
+    with batch_of(model) as batch:
+        requests = [batch.submit(x, NEW) for x in prompts]
+        threads = [threading.Thread(target=drive, args=(range(i, 6, 2),)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert [found.get(i) for i in range(6)] == expected
+        nothing_is_left(batch)
 
 
 def test_a_model_in_use_stays_so():

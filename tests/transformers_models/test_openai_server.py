@@ -1,42 +1,60 @@
 """`examples/openai_server.py` serves the bundled model to OpenAI's own client, and to clients that do wrong."""
 
 import asyncio
+import contextlib
 import runpy
+import shutil
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
+
+from numkv.demo import BUNDLED_MODEL
+from numkv.errors import NumkvError
 
 pytest.importorskip("transformers", minversion="5.19")
 openai = pytest.importorskip(
     "openai", reason="the client of OpenAI is no extra: pip install openai"
 )
 uvicorn = pytest.importorskip("uvicorn", reason="the server is in the extra server")
-pytest.importorskip("fastapi", reason="the server is in the extra server")
+pytest.importorskip("fastapi", "0.164", reason="the server is in the extra server")
+pytest.importorskip("prometheus_client", reason="the server is in the extra server")
 httpx = pytest.importorskip("httpx", reason="what raw requests are made with: pip install httpx")
 
 ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = runpy.run_path(str(ROOT / "examples" / "openai_server.py"))
 PROMPT = "def mean(values):\n"
 GREEDY = {"model": "model", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
 
 
-@pytest.fixture(scope="module")
-def server():
-    """A server on a free port, and the name of its application's address."""
-    app = runpy.run_path(str(ROOT / "examples" / "openai_server.py"))["make"](max_nbytes="32MiB")
-    made = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+@contextlib.contextmanager
+def serving(folder=BUNDLED_MODEL, **options):
+    """An application on a free port, and its address; it ends cleanly."""
+    app = EXAMPLE["make"](folder, max_nbytes="32MiB")
+    made = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", **options))
     thread = threading.Thread(target=made.run)
     thread.start()
     while not made.started:
         time.sleep(0.05)
         assert thread.is_alive()
     host, port = made.servers[0].sockets[0].getsockname()[:2]
-    yield app, f"http://{host}:{port}"
-    made.should_exit = True
-    thread.join(20)
+    try:
+        yield app, f"http://{host}:{port}"
+    finally:
+        made.should_exit = True
+        thread.join(20)
     assert not thread.is_alive()
-    assert app.state.engine.task.done()
+    with pytest.raises(NumkvError, match="closed"):
+        app.state.batch.submit([1])
+    assert not app.state.batch.has_requests
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving() as made:
+        yield made
 
 
 @pytest.fixture
@@ -48,10 +66,9 @@ def client(server):
 def nothing_runs(server):
     """Wait until nothing of a request is left."""
     batch, until = server[0].state.batch, time.monotonic() + 20
-    while batch.pending or batch.stats().running:
+    while batch.stats()[:2] != (0, 0):
         assert time.monotonic() < until
         time.sleep(0.05)
-    assert not server[0].state.engine.queues
 
 
 def text_of(client, **options):
@@ -124,7 +141,7 @@ def test_a_client_that_hangs_up(server, stream):
         (422, {"prompt": "a", "n": 2}), (422, {"prompt": "a", "stream": 3}), (422, {"prompt": "a", "stop": ["b"] * 5}),
         (404, {"prompt": "a", "model": "other"}), (400, {"prompt": [999]}), (400, {"prompt": []}),
         (422, {"prompt": "a", "tools": []}), (422, {"prompt": "a", "logprobs": 3}),
-        (400, {"prompt": "a", "max_tokens": 2048}), (400, {"prompt": "a" * 3000}), (413, {"prompt": "a" * (1 << 20)}),
+        (400, {"prompt": "a", "max_tokens": 2048}), (400, {"prompt": "a" * 3000}), (422, {"prompt": "a", "top_p": "b"}),
     ],
 )  # fmt: skip
 def test_wrong_bodies(server, status, body):
@@ -132,6 +149,73 @@ def test_wrong_bodies(server, status, body):
     assert answer.status_code == status
     assert len(answer.json()["error"]["message"]) > 15
     nothing_runs(server)
+
+
+def test_bodies_that_are_too_large(server):
+    """Said at once or in chunks, which have no length."""
+    body = b'{"prompt": "' + b"a" * (1 << 20) + b'"}'
+    json = {"content-type": "application/json"}
+    for content in (body, (body[i : i + 99999] for i in range(0, len(body), 99999))):
+        with contextlib.suppress(httpx.WriteError):  # it may close before all has been sent
+            answer = httpx.post(server[1] + "/v1/completions", content=content, headers=json)
+            assert (answer.status_code, "Large" in answer.text) == (413, True)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [(None, "chat_template is not set"), ("{{ raise_exception('tools only') }}", "tools only")],
+)
+def test_a_folder_with_a_tokenizer(client, tmp_path, template, reason):
+    """Its text is that of the bundled model; a chat that its template does not take is refused."""
+    folder = shutil.copytree(BUNDLED_MODEL, tmp_path / "model")
+    tokenizer = EXAMPLE["tokenizer_of"](BUNDLED_MODEL)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    asked = {"model": "model", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+    with contextlib.ExitStack() as stack:
+        _, address = stack.enter_context(serving(folder))
+        other = openai.OpenAI(base_url=address + "/v1", api_key="none", max_retries=0)
+        stack.enter_context(other)
+        assert text_of(other) == text_of(client)
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match=reason):
+                other.chat.completions.create(**asked, stream=stream)
+
+
+class Made:
+    """A request that makes given tokens."""
+
+    def __init__(self, ids):
+        self.ids, self.finish_reason, self.cancel = ids, "length", mock.Mock()
+
+    async def __aiter__(self):
+        for token in self.ids:
+            yield token
+
+
+def pieces_of(ids, stop=None):
+    async def main():
+        found = EXAMPLE["pieces"](request, EXAMPLE["tokenizer_of"](BUNDLED_MODEL), stop)
+        return [x async for x in found]
+
+    request = Made(ids)
+    found = asyncio.run(main())
+    request.cancel.assert_called_once_with()
+    return found
+
+
+@pytest.mark.parametrize("text", ["aé", "€ and 𝄞", "\r\n\t ā Ā", "<s> I'm 12"])
+def test_bytes_as_tokens(text):
+    """Characters come whole, as soon as they can; half of one at the end does not."""
+    tokenizer = EXAMPLE["tokenizer_of"](BUNDLED_MODEL)
+    ids = tokenizer.encode(text)
+    assert ids == [0, *text.encode()]
+    whole = [(x, None) for x in text]
+    assert pieces_of(ids) == [*whole, ("", "length")]
+    assert pieces_of([*ids, *"é".encode()[:1]]) == [*whole, ("", "length")]
+    assert pieces_of(ids, text[-1]) == [*whole[:-1], ("", "stop")]
+    assert pieces_of(ids, ["", text[-1] + "b"]) == [*whole[:-1], (text[-1], "length")]
+    assert pieces_of([200, 97, 0]) == [("\ufffda", None), ("", "length")]  # no text
 
 
 def test_what_clients_send_that_says_nothing(server, client):
@@ -163,10 +247,11 @@ def test_metrics(server, client):
     text_of(client)
     lines = httpx.get(server[1] + "/metrics").text.splitlines()
     found = dict(x.split() for x in lines if not x.startswith("#"))
-    assert int(found["numkv_new_tokens"]) >= 24
-    assert found["numkv_running"] == "0"
+    assert float(found["numkv_new_tokens_total"]) >= 24
+    assert float(found["numkv_running"]) == 0
+    assert float(found["numkv_blocks"]) > 0
     assert "# TYPE numkv_waiting gauge" in lines
-    assert "# TYPE numkv_passes counter" in lines
+    assert "# TYPE numkv_passes_total counter" in lines
 
 
 def test_a_model_that_fails(server, client, monkeypatch):
@@ -180,3 +265,14 @@ def test_a_model_that_fails(server, client, monkeypatch):
             list(client.completions.create(**GREEDY, stream=True))
     assert len(text_of(client)) == 24
     nothing_runs(server)
+
+
+def test_an_end_in_the_middle_of_an_answer():
+    """Those that wait too long are cut off; the pass under way ends before the batch is closed."""
+    body = {"prompt": "a", "max_tokens": 1500, "temperature": 0, "stream": True}
+    with contextlib.ExitStack() as of_client:
+        with serving(timeout_graceful_shutdown=1) as (app, address):
+            found = httpx.stream("POST", address + "/v1/completions", json=body)
+            next(of_client.enter_context(found).iter_lines())
+            assert app.state.batch.stats().running == 1
+        assert not app.state.batch.has_requests
