@@ -3,15 +3,18 @@
 The words and scales equal those of `numkv.rows.int4` and `numkv.rows.codebook` bit for bit: the same operations on the
 same floats, and sums of integers, whose order makes no difference. Only the method differs:
 
-*Groups of INT4.* The elements of a group stay in registers. The three scales that are tried are lanes of one vector.
+*Groups of INT4.* The elements of four groups stay in registers, and their scales are lanes of one vector.
 
-*Codebooks.* A row is read five times: for its largest element, its mean square, the errors under all three scales, the
-fitted scale, and its codes. Levels are found for bytes, four vectors of floats at a time::
+*Codebooks.* A row is read four times: for its largest element, its mean square, the errors and least-squares sums under
+all three scales, and its codes. Levels are found for bytes, four vectors of floats at a time::
 
-    y = min(2 * size, 254)                          an integer; twice the edges are integers, too
+    y = floor(2 * size), at most 255               twice the edges are integers, too
     number = first[y // 16] + sum over j of (y >= edges[j][y // 16])
 
 At most three edges are among 16 neighbours, so lookups in tables of 16 bytes replace a search.
+
+Divisions are products: see `numkv.kernels.cpu.vectors.words.Words.divider`. So rows and groups are first multiplied by
+powers of two, which bring them far from the ends of float32's range.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from numkv.kernels.cpu.vectors.emit import (
     scratch_floats,
     steps,
 )
-from numkv.kernels.cpu.vectors.stored import has_lookups, looked_up
+from numkv.kernels.cpu.vectors.stored import has_lookups, looked_up, looked_up_far
 from numkv.kernels.cpu.vectors.words import Words
 from numkv.rows import code4, code6, codebook, int4
 from numkv.rows.codec import row_codec
@@ -44,6 +47,8 @@ _CODEBOOKS = {"code4": code4, "code6": code6}
 _NOT_FINITE = 0x7F800000
 # Scales that are tried for a group or a row.
 _TRIED = 3
+# Of longer rows of codebooks, sums would not fit into 32 bits, nor sizes in sixteenths of a scale into 16.
+_LONGEST = 2048
 
 
 def row_storer(kind, compute="float32"):
@@ -63,15 +68,17 @@ def row_storer(kind, compute="float32"):
 
         return store_int4
     if kind in _CODEBOOKS:
-        store_codes = _make_store_codes(kind)
+        store_codes, store_long = _make_store_codes(kind), row_codec(kind, compute)[0]
 
         @register_jitable
         def store_coded(x, words, scales):
-            scales[0] = store_codes(x, words, len(x))
+            if len(x) > _LONGEST:
+                store_long(x, words, scales)
+            else:
+                scales[0] = store_codes(x, words, len(x))
 
         return store_coded
-    store_row, _ = row_codec(kind, compute)
-    return store_row
+    return row_codec(kind, compute)[0]
 
 
 class _Rows(Words):
@@ -93,6 +100,17 @@ class _Rows(Words):
     def smaller(self, a, b):
         """Lane by lane the smaller."""
         return self.b.select(self.b.fcmp_ordered("<", a, b), a, b)
+
+    def products(self, a, b):
+        """The sum of the products of words, by lanes."""
+        total = self.splat_int(0)
+        for x, y in zip(a, b, strict=True):
+            total = self.add_pairs(total, x, y)
+        return total
+
+    def squares(self, words):
+        """The sum of the squares of words, by lanes."""
+        return self.products(words, words)
 
     def joined(self, vectors, of=I8):
         """The low bits of integers, vectors one after another, as one vector of narrower ones."""
@@ -161,7 +179,7 @@ class _Int4Groups:
             b.store(of_group, b.gep(self.scales, [group]))
             tried = b.zext(b.extract_element(best, lane), I64)
             at = b.add(b.mul(tried, I64(_TOGETHER * int4.GROUP)), I64(j * int4.GROUP))
-            packed = self.packed(at)
+            packed = self.packed_codes(at)
             packed = b.select(b.extract_element(usable, lane), packed, _same(0xFF, packed))
             place = b.gep(self.words, [b.mul(group, I64(int4.GROUP // 2))])
             b.store(packed, b.bitcast(place, packed.type.as_pointer()), align=1)
@@ -188,14 +206,22 @@ class _Int4Groups:
         reach = b.fdiv(v.larger(high, minus_low), _same(-int4.LOWEST, high))
         widest = v.larger(span, reach)
         tried = [self.tried(i, high, minus_low, widest) for i in range(_TRIED)]
+        small = b.fcmp_ordered("<", widest, _same(2.0**-32, widest))
+        factor = b.select(small, _same(2.0**64, widest), _same(1.0, widest))
+        totals = [[] for _ in tried]
+        for j, group in enumerate(groups):
+            lane = I32(j)
+            by = v.splat(b.extract_element(factor, lane))
+            xs = [b.fmul(x, by) for x in self.load(group)]
+            for i, (_, _, scale, lowest) in enumerate(tried):
+                divided = v.divider(b.extract_element(b.fmul(scale, factor), lane))
+                lowest = v.splat(b.extract_element(lowest, lane))
+                places = [divided(x) for x in xs]
+                totals[i].append(self.squared_error(places, i * _TOGETHER + j, lowest))
         best, word, least = _same(0, high, I32), _same(0, high, I32), _same(math.inf, high)
-        for i, (step, this, scale, lowest) in enumerate(tried):
-            totals = []
-            for j, group in enumerate(groups):
-                numbers = (v.splat(b.extract_element(x, I32(j))) for x in (scale, lowest))
-                totals.append(self.squared_error(self.load(group), i * _TOGETHER + j, *numbers))
+        for i, (step, this, scale, _) in enumerate(tried):
             unit = b.fdiv(scale, widest)
-            error = b.sitofp(v.folds(totals, b.add), self.floats)
+            error = b.sitofp(v.folds(totals[i], b.add), self.floats)
             error = b.fmul(b.fmul(error, unit), unit)
             tiny = b.fcmp_ordered("<", step, _same(2.0**-123, step))
             error = b.select(tiny, _same(math.inf, step), error)
@@ -226,22 +252,20 @@ class _Int4Groups:
         near = b.ashr(b.add(bits, _same(unit // 2, bits)), _same(unit.bit_length() - 1, bits))
         return b.add(b.mul(near, _same(int4.OFFSETS, near)), offset)
 
-    def squared_error(self, xs, at, scale, lowest):
-        """The squared error of a group, by lanes, under a scale and a lowest level; its codes are kept at `at`."""
+    def squared_error(self, places, at, lowest):
+        """The squared error of a group, by lanes, from places in units of its scale; its codes are kept at `at`."""
         b, v = self.b, self.v
-        total = v.splat_int(0)
-        for i, x in enumerate(xs):
-            place = b.fdiv(x, scale)
+        off = []
+        for i, place in enumerate(places):
             code = b.fadd(b.fsub(place, lowest), v.splat(0.5))
             code = v.smaller(v.larger(code, v.splat(0.0)), v.splat(15.0))
             code = b.fptosi(code, v.int_type)
             v.store(b.bitcast(code, v.type), self.codes, I64(at * int4.GROUP + i * v.lanes))
-            off = b.fsub(place, b.fadd(b.sitofp(code, v.type), lowest))
-            off = b.fptosi(v.size_of(b.fmul(off, v.splat(512.0))), v.int_type)  # 16 bits
-            total = v.add_pairs(total, off, off)
-        return total
+            error = b.fsub(place, b.fadd(b.sitofp(code, v.type), lowest))
+            off.append(b.fptosi(b.fmul(error, v.splat(512.0)), v.int_type))  # 16 bits
+        return v.squares([v.packed(*pair) for pair in zip(off[::2], off[1::2], strict=True)])
 
-    def packed(self, at):
+    def packed_codes(self, at):
         """Return the bytes of a group whose codes were kept at `at`."""
         b, v = self.b, self.v
         pairs = []
@@ -295,13 +319,16 @@ class _CodebookRow:
     def store(self):
         """All of it; the scale, a float."""
         b = self.b
-        most, largest = self.largest()
-        fitted = self.scale_of(largest)
+        most = self.largest()
+        largest, power = b.bitcast(most, FLOAT), b.and_(most, I32(_NOT_FINITE))
+        # With this factor the largest magnitude is from 2 up to 4.
+        self.factor = b.bitcast(b.sub(I32(_NOT_FINITE), power), FLOAT)
+        fitted = self.scale_of(b.fmul(largest, self.factor))
         small = b.fcmp_ordered("<", largest, FLOAT(float(np.float32(codebook.TINY))))
-        scale = b.select(small, FLOAT(0.0), fitted)
+        scale = b.select(small, FLOAT(0.0), b.fdiv(fitted, self.factor))
         odd = b.icmp_signed(">=", most, I32(_NOT_FINITE))
         scale = b.select(odd, FLOAT(math.nan), scale)
-        self.put_codes(scale)
+        self.put_codes(fitted, scale)
         return scale
 
     def each(self):
@@ -315,32 +342,26 @@ class _CodebookRow:
         base = b.select(inside, b.gep(self.x, [b.mul(i, I64(self.chunk))]), self.last)
         return [v.load_row(base, I64(j * v.lanes)) for j in range(4)]
 
-    def sums(self):
-        """A place for sums of 32 bits without a sign, by lanes: their lower and upper halves are added apart."""
-        return [cgutils.alloca_once_value(self.b, self.v.splat_int(0)) for _ in range(2)]
+    def sizes(self, xs, divided):
+        """Magnitudes of a chunk, times the row's factor, in units of a divisor."""
+        factor = self.v.splat(self.factor)
+        return [divided(self.b.fmul(self.v.size_of(x), factor)) for x in xs]
 
-    def add(self, sums, numbers):
-        """Add integers without a sign."""
-        b, v = self.b, self.v
-        low, high = b.and_(numbers, v.splat_int(0xFFFF)), b.lshr(numbers, v.splat_int(16))
-        for slot, part in zip(sums, (low, high), strict=True):
-            b.store(b.add(b.load(slot), part), slot)
+    def sums(self, count):
+        """Return places for sums of 32 bits, by lanes."""
+        return [cgutils.alloca_once_value(self.b, self.v.splat_int(0)) for _ in range(count)]
 
-    def total(self, sums):
-        """Return the sum of all lanes, i64."""
-        b, v = self.b, self.v
-        low, high = (b.zext(b.load(slot), ir.VectorType(I64, v.lanes)) for slot in sums)
-        return v.fold(b.add(low, b.shl(high, _same(16, high))), b.add)
+    def add(self, slot, numbers):
+        """Add to a sum."""
+        self.b.store(self.b.add(self.b.load(slot), numbers), slot)
 
-    def squares(self, numbers):
-        """Return the sum of the squares of four vectors of 15 bits, by lanes."""
-        total = self.v.splat_int(0)
-        for x in numbers:
-            total = self.v.add_pairs(total, x, x)
-        return total
+    def whole_parts(self, floats):
+        """Floats of a chunk as words, rounded towards 0."""
+        parts = [self.b.fptosi(x, self.v.int_type) for x in floats]
+        return [self.v.packed(*parts[:2]), self.v.packed(*parts[2:])]
 
     def largest(self):
-        """Return the largest magnitude: its bits, and itself."""
+        """Return the bits of the largest magnitude."""
         b, v = self.b, self.v
         peak = cgutils.alloca_once_value(b, v.splat_int(0))
         with self.each() as (i, _):
@@ -348,28 +369,26 @@ class _CodebookRow:
             for x in self.load(i):
                 found = v.larger_size(x, found)
             b.store(found, peak)
-        most = v.fold(b.load(peak), v.larger_int)
-        return most, b.bitcast(most, FLOAT)
-
-    def sizes(self, xs, scale):
-        """Magnitudes in units of a scale."""
-        return [self.b.fdiv(self.v.size_of(x), scale) for x in xs]
+        return v.fold(b.load(peak), v.larger_int)
 
     def mean_square(self, largest):
         """The mean square of the row, in units of the largest magnitude's square."""
         b, v = self.b, self.v
-        divisor, sums = v.splat(largest), self.sums()
+        divided, sums = v.divider(largest), self.sums(2)
         with self.each() as (i, _):
-            sizes = self.sizes(self.load(i), divisor)
-            parts = [b.fptosi(b.fmul(x, v.splat(32767.0)), v.int_type) for x in sizes]
-            self.add(sums, self.squares(parts))
-        total = b.sitofp(self.total(sums), FLOAT)
+            sizes = self.sizes(self.load(i), divided)
+            squares = v.squares(self.whole_parts([b.fmul(x, v.splat(32767.0)) for x in sizes]))
+            # Lower and upper halves apart: the sum of four squares takes all bits.
+            self.add(sums[0], b.and_(squares, v.splat_int(0xFFFF)))
+            self.add(sums[1], b.lshr(squares, v.splat_int(16)))
+        low, high = (b.zext(b.load(slot), ir.VectorType(I64, v.lanes)) for slot in sums)
+        total = b.sitofp(v.fold(b.add(low, b.shl(high, _same(16, high))), b.add), FLOAT)
         square = FLOAT(float(np.float32(32767.0**2)))
         return b.fdiv(total, b.fmul(b.sitofp(self.count, FLOAT), square))
 
     def scale_of(self, largest):
         """Return the scale; see `numkv.rows.codebook.scale_finder`."""
-        b = self.b
+        b, v = self.b, self.v
         signature = ir.FunctionType(FLOAT, [FLOAT])
         root = cgutils.get_or_insert_function(b.module, signature, "llvm.sqrt.f32")
         root = b.call(root, [self.mean_square(largest)])
@@ -377,104 +396,104 @@ class _CodebookRow:
         of_largest = b.fdiv(largest, FLOAT(float(self.levels[-1])))
         between = b.fmul(b.fadd(of_normal, of_largest), FLOAT(0.5))
         scales = of_normal, between, of_largest
+        sums = self.under(scales)
+        errors = [total for total, _, _ in sums]
+        errors = b.sub(v.folds([*errors, errors[-1]], b.add), self.of_pads(8 * self.levels[0]))
         best, least = FLOAT(0.0), FLOAT(math.inf)
-        for scale, error in zip(scales, self.squared_errors(scales), strict=True):
+        along = squares = v.splat_int(0)
+        for i, (scale, (_, *of_scale)) in enumerate(zip(scales, sums, strict=True)):
             # Relative to one of them, so that tiny errors do not vanish when they are squared.
             unit = b.fdiv(scale, of_largest)
-            error = b.fmul(b.fmul(b.sitofp(error, FLOAT), unit), unit)
+            error = b.sitofp(b.extract_element(errors, I32(i)), FLOAT)
+            error = b.fmul(b.fmul(error, unit), unit)
             less = b.fcmp_ordered("<", error, least)
             best, least = b.select(less, scale, best), b.select(less, error, least)
-        return self.fitted(best)
+            along, squares = (b.select(less, *x) for x in zip(of_scale, (along, squares), strict=True))
+        # By least squares, for the levels that this scale has chosen.
+        squares = b.sub(v.fold(squares, b.add), b.extract_element(self.of_pads(self.levels[0]), I32(0)))
+        below = b.fmul(b.sitofp(squares, FLOAT), FLOAT(16.0))
+        factor = b.fdiv(b.sitofp(v.fold(along, b.add), FLOAT), below)
+        return b.fmul(best, factor)
 
-    def squared_errors(self, scales):
-        """The squared errors of the row under scales, i64."""
+    def under(self, scales):
+        """Sums of the row under each scale, by lanes: squared errors, products with levels, squares of levels."""
         b, v = self.b, self.v
-        divisors, sums = [v.splat(x) for x in scales], [self.sums() for _ in scales]
+        divide = [v.divider(b.fmul(x, FLOAT(1 / 16))) for x in scales]
+        sums = [self.sums(3) for _ in scales]
         with self.each() as (i, _):
             xs = self.load(i)
-            for divisor, slots in zip(divisors, sums, strict=True):
-                sizes, errors = self.sizes(xs, divisor), []
-                for size, level in zip(sizes, self.levels_of(sizes), strict=True):
-                    off = b.fmul(b.fsub(size, b.sitofp(level, v.type)), v.splat(8.0))
-                    off = v.smaller(v.size_of(off), v.splat(32767.0))
-                    errors.append(b.fptosi(off, v.int_type))
-                self.add(slots, self.squares(errors))
-        of_pads = b.mul(self.pads, I64((8 * self.levels[0]) ** 2))
-        return [b.sub(self.total(slots), of_pads) for slots in sums]
+            for divided, (errors, along, squares) in zip(divide, sums, strict=True):
+                places = self.sizes(xs, divided)  # in sixteenths of the scale
+                sixteenths = self.whole_parts(places)
+                halves = [b.lshr(x, v.splat_word(3)) for x in sixteenths]
+                levels = self.levels_of(self.numbers_of(v.packed(*halves)))
+                levels = v.interleave(levels, _same(0, levels))
+                self.add(along, v.products(sixteenths, levels))
+                self.add(squares, v.squares(levels))
+                wide = [x for pair in levels for x in v.interleave(pair, _same(0, pair))]
+                off = []
+                for place, level in zip(places, wide, strict=True):
+                    level = b.sitofp(b.bitcast(level, v.int_type), v.type)
+                    off.append(b.fmul(v.fma(level, v.splat(-16.0), place), v.splat(0.5)))
+                self.add(errors, v.squares(self.whole_parts(off)))
+        return [[b.load(slot) for slot in of_scale] for of_scale in sums]
 
-    def fitted(self, scale):
-        """The best scale for the levels that a scale has chosen, by least squares."""
+    def of_pads(self, error):
+        """What zeros after the row's end add to four sums of squares, each the square of a number."""
+        b, pads = self.b, self.b.trunc(self.pads, I32)
+        found = ir.Constant(ir.VectorType(I32, 4), ir.Undefined)
+        for i in range(4):
+            found = b.insert_element(found, b.mul(pads, I32(error**2)), I32(i))
+        return found
+
+    def numbers_of(self, twice):
+        """The numbers of the levels nearest to magnitudes, from twice the magnitudes in units of the scale, as bytes."""
         b, v = self.b, self.v
-        divisor, along = v.splat(scale), self.sums()
-        squares = self.sums()
-        with self.each() as (i, _):
-            sizes = self.sizes(self.load(i), divisor)
-            levels, products = self.levels_of(sizes), v.splat_int(0)
-            for size, level in zip(sizes, levels, strict=True):
-                most = v.smaller(b.fmul(size, v.splat(16.0)), v.splat(float(1 << 20)))
-                products = b.add(products, b.mul(b.fptosi(most, v.int_type), level))
-            self.add(along, products)
-            self.add(squares, self.squares(levels))
-        of_pads = b.mul(self.pads, I64(self.levels[0] ** 2))
-        below = b.sitofp(b.sub(self.total(squares), of_pads), FLOAT)
-        factor = b.fdiv(b.sitofp(self.total(along), FLOAT), b.fmul(below, FLOAT(16.0)))
-        return b.fmul(scale, factor)
-
-    def numbers_of(self, sizes):
-        """The numbers of the levels nearest to magnitudes in units of the scale, of a chunk, as bytes."""
-        b, v = self.b, self.v
-        twice = [v.smaller(b.fadd(x, x), v.splat(254.0)) for x in sizes]
-        twice = v.joined([v.low_byte(b.fptosi(x, v.int_type)) for x in twice])
-
-        def reached(edges):
-            return b.sext(b.icmp_unsigned(">=", twice, edges), twice.type)
-
         if not has_lookups():
             found = _same(0, twice)
             for edge in self.edges:
-                found = b.sub(found, reached(_same(edge, twice)))
+                found = b.sub(found, b.sext(b.icmp_unsigned(">=", twice, _same(edge, twice)), twice.type))
             return found
         words = b.lshr(v.words(twice), v.splat_word(4))
         place = b.and_(b.bitcast(words, twice.type), _same(15, twice))
         found = looked_up(b, place, [sum(x <= 16 * i for x in self.edges) for i in range(16)])
         inside = [[x for x in self.edges if 16 * i < x < 16 * i + 16] for i in range(16)]
+        # CPUs compare bytes with a sign.
+        twice = b.xor(twice, _same(128, twice))
         for j in range(max(map(len, inside))):
-            edges = [some[j] if j < len(some) else 255 for some in inside]
-            found = b.sub(found, reached(looked_up(b, place, edges)))
+            edges = [(some[j] if j < len(some) else 256) - 129 for some in inside]
+            above = b.icmp_signed(">", twice, looked_up(b, place, edges))
+            found = b.sub(found, b.sext(above, twice.type))
         return found
 
-    def levels_of(self, sizes):
-        """The levels nearest to magnitudes, as integers."""
-        b, v = self.b, self.v
-        numbers = self.numbers_of(sizes)
-        low = b.and_(numbers, _same(15, numbers)) if self.sign > 16 else numbers
-        tables = [self.levels[i : i + 16] for i in range(0, self.sign, 16)]
-        found = [looked_up(b, low, [*table, *[0] * (16 - len(table))]) for table in tables]
-        if len(found) > 1:
-            upper = b.icmp_unsigned(">", numbers, _same(15, numbers))
-            found = [b.select(upper, found[1], found[0])]
-        levels = found[0]
-        starts = range(0, self.chunk, v.lanes)
-        parts = [v.shuffle(levels, levels, range(i, i + v.lanes)) for i in starts]
-        return [b.zext(x, v.int_type) for x in parts]
+    def levels_of(self, numbers):
+        """The levels of numbers, as bytes."""
+        if self.sign == 32:
+            return looked_up_far(self.b, numbers, self.levels)
+        return looked_up(self.b, numbers, [*self.levels, *[0] * (16 - self.sign)])
 
-    def put_codes(self, scale):
-        """Put the codes down; zeros where the scale is 0 or NaN."""
+    def put_codes(self, fitted, scale):
+        """Put the codes down; zeros where the scale is 0 or NaN. `fitted` is the scale times the row's factor."""
         b, v = self.b, self.v
-        usable, divisor = b.fcmp_ordered(">", scale, FLOAT(0.0)), v.splat(scale)
+        usable, divided = b.fcmp_ordered(">", scale, FLOAT(0.0)), v.divider(b.fmul(fitted, FLOAT(0.5)))
+        # A quotient of at most 2**-150 would be 0, without a sign.
+        above, lift = v.splat(b.fmul(scale, FLOAT(-(2.0**-50)))), v.splat(2.0**100)
         each, of = self.bytes_of
         size = self.chunk * each // of
         rest = cgutils.alloca_once(b, I8, I64(size))
         with self.each() as (i, _):
-            places = [b.fdiv(x, divisor) for x in self.load(i)]
-            numbers = self.numbers_of([v.size_of(x) for x in places])
-            below = [b.fcmp_ordered("<", x, v.splat(0.0)) for x in places]
-            below = v.joined([b.sext(x, v.int_type) for x in below])
-            codes = b.or_(numbers, b.and_(below, _same(self.sign, below)))
+            xs = self.load(i)
+            numbers = self.numbers_of(v.packed(*self.whole_parts(self.sizes(xs, divided))))
+            below = [b.fcmp_ordered("<", b.fmul(x, lift), above) for x in xs]
+            below = [b.select(x, v.splat_int(self.sign), v.splat_int(0)) for x in below]
+            signs = v.packed(v.packed(*below[:2]), v.packed(*below[2:]))
+            codes = b.bitcast(b.or_(numbers, signs), v.int_type)
+            order = [4 * piece + j for j in range(4) for piece in range(v.lanes // 4)]
+            codes = b.bitcast(v.shuffle(codes, codes, order), numbers.type)
             inside = b.icmp_signed("<", i, self.whole)
             base = b.select(inside, b.gep(self.words, [b.mul(i, I64(size))]), rest)
             at = 0
-            for part in self.packed(codes):
+            for part in self.packed_codes(codes):
                 part = b.select(usable, part, _same(0, part))
                 place = b.bitcast(b.gep(base, [I64(at)]), part.type.as_pointer())
                 b.store(part, place, align=1)
@@ -484,7 +503,7 @@ class _CodebookRow:
             start = b.gep(self.words, [b.mul(self.whole, I64(size))])
             cgutils.raw_memcpy(b, start, rest, left, I64(1))
 
-    def packed(self, codes):
+    def packed_codes(self, codes):
         """Codes as they lie in memory: vectors of bytes."""
         b, v = self.b, self.v
         if self.kind == "code4":

@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from numkv.kernels.cpu.vectors.emit import I8, I16, I32, I64
-from numkv.kernels.cpu.vectors.features import ADD_BYTES, HAS_FOURS, LANES
+from numkv.kernels.cpu.vectors.features import ADD_BYTES, HAS_FMA, HAS_FOURS, LANES, PACKS
 from numkv.kernels.cpu.vectors.stored import (
     LOOKED_UP,
     in_words,
@@ -159,6 +159,47 @@ class Words(Vectors):
                      for x in (start + i, count + start + i)]  # fmt: skip
             found.append(self.shuffle(a, b, lanes))
         return found
+
+    def packed(self, a, b):
+        """Integers of two vectors in half of their bits, by turns of 128 bits: `interleave` with zeros undoes it.
+
+        32 bits become words with a sign, words become bytes without one. Numbers out of range become the nearest.
+        """
+        wide = a.type.element.width
+        if (self.lanes, wide) in PACKS:
+            narrow = self.word_type if wide == 32 else self.bytes_type
+            signature = ir.FunctionType(narrow, [a.type] * 2)
+            name = PACKS[self.lanes, wide]
+            return self.b.call(cgutils.get_or_insert_function(self.b.module, signature, name), [a, b])
+        count, each = a.type.count, 128 // wide
+        ends = [ir.Constant(a.type, [i] * count) for i in ((-0x8000, 0x7FFF) if wide == 32 else (0, 255))]
+        low, high = ends
+        parts = []
+        for x in (a, b):
+            x = self.b.select(self.b.icmp_signed("<", x, low), low, x)
+            x = self.b.select(self.b.icmp_signed(">", x, high), high, x)
+            parts.append(self.b.trunc(x, ir.VectorType(ir.IntType(wide // 2), count)))
+        lanes = [start + i for piece in range(0, count, each) for start in (piece, count + piece) for i in range(each)]
+        return self.shuffle(*parts, lanes)
+
+    def divider(self, divisor):
+        """The function that divides vectors by a float: ``fdiv(x, divisor)`` to the bit, far from the ends of the range.
+
+        Three products take a fraction of the time of a division: a quotient, its exact rest, and what the rest adds
+        (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990). A rest below
+        2**-126 would not be exact.
+        """
+        by = self.splat(divisor)
+        if not HAS_FMA:
+            return lambda x: self.b.fdiv(x, by)
+        inverse = self.splat(self.b.fdiv(self.float(1.0), divisor))
+        minus = self.b.fsub(self.splat(-0.0), by)
+
+        def divided(x):
+            near = self.b.fmul(x, inverse)
+            return self.fma(self.fma(near, minus, x), inverse, near)
+
+        return divided
 
     def in_order(self, parts):
         """Four vectors, each with every fourth piece of 128 bits, as four with the pieces in order.
