@@ -35,6 +35,7 @@ from numkv.kernels.cpu.vectors.emit import (
     I32,
     I64,
     emits,
+    opaque_number,
     scratch_floats,
     steps,
 )
@@ -141,23 +142,27 @@ _TOGETHER = 4
 @emits()
 def store_int4_groups(b, x, words, scales, count):
     """Put the first `count` whole groups of a row into their words and scales."""
-    coder = _Int4Groups(b, x, words, scales)
-    last = b.sub(count, I64(1))
+    coder = _Int4Groups(b, x, words, scales, count)
     with steps(b, I64(0), count, _TOGETHER) as (first, _):
-        groups = []
-        for i in range(_TOGETHER):  # past the last one, that one again
-            group = b.add(first, I64(i))
-            groups.append(b.select(b.icmp_signed("<", group, last), group, last))
-        coder.store(groups)
+        coder.store(first)
 
 
 class _Int4Groups:
     """Emits `store_int4_groups`."""
 
-    def __init__(self, b, x, words, scales):
+    def __init__(self, b, x, words, scales, count):
         self.b, self.v, self.x, self.words, self.scales = b, _Rows(b), x, words, scales
         self.floats, self.ints = (ir.VectorType(x, _TOGETHER) for x in (FLOAT, I32))
-        self.codes = scratch_floats(b, FLOAT, _TRIED * _TOGETHER * int4.GROUP)
+        self.last = b.sub(count, I64(1))
+        self.codes, self.numbers, self.totals = (
+            scratch_floats(b, FLOAT, _TRIED * _TOGETHER * size)
+            for size in (int4.GROUP, 4, self.v.lanes)
+        )
+
+    def group(self, first, i):
+        """Return the number of a group; past the last one, that one again."""
+        group = self.b.add(first, i)
+        return self.b.select(self.b.icmp_signed("<", group, self.last), group, self.last)
 
     def load(self, group):
         """The elements of a group."""
@@ -165,11 +170,12 @@ class _Int4Groups:
         starts = range(0, int4.GROUP, self.v.lanes)
         return [self.v.load_row(self.x, self.b.add(first, I64(i))) for i in starts]
 
-    def store(self, groups):
-        """Return the words and scales of some groups."""
+    def store(self, first):
+        """Store the words and scales of some groups."""
         b = self.b
+        groups = [self.group(first, I64(i)) for i in range(_TOGETHER)]
         high, minus_low, finite = self.ends([self.load(group) for group in groups])
-        best, word = self.best(groups, high, minus_low)
+        best, word = self.best(first, high, minus_low)
         word = b.select(finite, word, _same(0x7FC0, word))
         scale = b.bitcast(b.shl(word, _same(16, word)), self.floats)
         usable = b.fcmp_ordered(">", scale, _same(0.0, scale))
@@ -199,29 +205,20 @@ class _Int4Groups:
         finite = b.icmp_signed("<", peak, _same(_NOT_FINITE, peak))
         return v.folds(high, v.larger), v.folds(minus_low, v.larger), finite
 
-    def best(self, groups, high, minus_low):
+    def best(self, first, high, minus_low):
         """Which of the scales that are tried is the best, and its word; see `numkv.rows.int4.int4_scale`."""
         b, v = self.b, self.v
         span = b.fadd(*(b.fdiv(x, _same(15.0, x)) for x in (high, minus_low)))
         reach = b.fdiv(v.larger(high, minus_low), _same(-int4.LOWEST, high))
         widest = v.larger(span, reach)
         tried = [self.tried(i, high, minus_low, widest) for i in range(_TRIED)]
-        small = b.fcmp_ordered("<", widest, _same(2.0**-32, widest))
-        factor = b.select(small, _same(2.0**64, widest), _same(1.0, widest))
-        totals = [[] for _ in tried]
-        for j, group in enumerate(groups):
-            lane = I32(j)
-            by = v.splat(b.extract_element(factor, lane))
-            xs = [b.fmul(x, by) for x in self.load(group)]
-            for i, (_, _, scale, lowest) in enumerate(tried):
-                divided = v.divider(b.extract_element(b.fmul(scale, factor), lane))
-                lowest = v.splat(b.extract_element(lowest, lane))
-                places = [divided(x) for x in xs]
-                totals[i].append(self.squared_error(places, i * _TOGETHER + j, lowest))
+        self.sum_errors(first, widest, tried)
         best, word, least = _same(0, high, I32), _same(0, high, I32), _same(math.inf, high)
         for i, (step, this, scale, _) in enumerate(tried):
             unit = b.fdiv(scale, widest)
-            error = b.sitofp(v.folds(totals[i], b.add), self.floats)
+            at = [I64((i * _TOGETHER + j) * v.lanes) for j in range(_TOGETHER)]
+            totals = [b.bitcast(v.load_floats(self.totals, x), v.int_type) for x in at]
+            error = b.sitofp(v.folds(totals, b.add), self.floats)
             error = b.fmul(b.fmul(error, unit), unit)
             tiny = b.fcmp_ordered("<", step, _same(2.0**-123, step))
             error = b.select(tiny, _same(math.inf, step), error)
@@ -229,6 +226,29 @@ class _Int4Groups:
             best = b.select(less, _same(i, best), best)
             word, least = b.select(less, this, word), b.select(less, error, least)
         return best, word
+
+    def sum_errors(self, first, widest, tried):
+        """Sum the squared errors of some groups under the scales that are tried."""
+        b, v = self.b, self.v
+        small = b.fcmp_ordered("<", widest, _same(2.0**-32, widest))
+        factor = b.select(small, _same(2.0**64, widest), _same(1.0, widest))
+        for i, (_, _, scale, lowest) in enumerate(tried):
+            scale = b.fmul(scale, factor)
+            inverse = b.fdiv(_same(1.0, scale), scale)
+            for j, of_groups in enumerate((scale, inverse, lowest, factor)):
+                v.store(of_groups, self.numbers, I64((4 * i + j) * _TOGETHER))
+        # A loop, as LLVM would keep far more at hand than there are registers.
+        with steps(b, I64(0), opaque_number(b, _TOGETHER), 1) as (group, _):
+            numbers = [v.load_one(self.numbers, b.add(group, I64(i * _TOGETHER))) for i in range(4 * _TRIED)]
+            factor = v.splat(numbers[3])
+            xs = [b.fmul(x, factor) for x in self.load(self.group(first, group))]
+            for i in range(_TRIED):
+                scale, inverse, lowest, _ = numbers[4 * i : 4 * i + 4]
+                divided = v.divider(scale, inverse)
+                at = b.add(group, I64(i * _TOGETHER))
+                places = [divided(x) for x in xs]
+                total = self.squared_error(places, b.mul(at, I64(int4.GROUP)), v.splat(lowest))
+                v.store(b.bitcast(total, v.type), self.totals, b.mul(at, I64(v.lanes)))
 
     def tried(self, i, high, minus_low, widest):
         """Return candidate scale `i`: before rounding, its word, its value, and its lowest level."""
@@ -260,7 +280,7 @@ class _Int4Groups:
             code = b.fadd(b.fsub(place, lowest), v.splat(0.5))
             code = v.smaller(v.larger(code, v.splat(0.0)), v.splat(15.0))
             code = b.fptosi(code, v.int_type)
-            v.store(b.bitcast(code, v.type), self.codes, I64(at * int4.GROUP + i * v.lanes))
+            v.store(b.bitcast(code, v.type), self.codes, b.add(at, I64(i * v.lanes)))
             error = b.fsub(place, b.fadd(b.sitofp(code, v.type), lowest))
             off.append(b.fptosi(b.fmul(error, v.splat(512.0)), v.int_type))  # 16 bits
         return v.squares([v.packed(*pair) for pair in zip(off[::2], off[1::2], strict=True)])

@@ -182,17 +182,17 @@ class Words(Vectors):
         lanes = [start + i for piece in range(0, count, each) for start in (piece, count + piece) for i in range(each)]
         return self.shuffle(*parts, lanes)
 
-    def divider(self, divisor):
+    def divider(self, divisor, inverse=None):
         """The function that divides vectors by a float: ``fdiv(x, divisor)`` to the bit, far from the ends of the range.
 
         Three products take a fraction of the time of a division: a quotient, its exact rest, and what the rest adds
         (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990). A rest below
-        2**-126 would not be exact.
+        2**-126 would not be exact. `inverse` is the divisor's, if the caller has it.
         """
         by = self.splat(divisor)
         if not HAS_FMA:
             return lambda x: self.b.fdiv(x, by)
-        inverse = self.splat(self.b.fdiv(self.float(1.0), divisor))
+        inverse = self.splat(inverse or self.b.fdiv(self.float(1.0), divisor))
         minus = self.b.fsub(self.splat(-0.0), by)
 
         def divided(x):
