@@ -52,6 +52,7 @@ _NOT_FINITE = 0x7F800000
 _TRIED = 3
 # Of longer rows of codebooks, sums would not fit into 32 bits, nor sizes in sixteenths of a scale into 16.
 _LONGEST = 2048
+_FOUR_FLOATS = ir.VectorType(FLOAT, 4)
 # Rows of codebooks that are taken at once.
 _ROWS = 8
 
@@ -461,22 +462,21 @@ class _CodebookRows:
         """Find and store the scale: the best of those that are tried, fitted to its levels by least squares."""
         b, v = self.b, self.v
         largest, self.factor, *scales = self.recall(0, 1, 2, 3, 4)
-        sums = self.under(scales)
-        errors = [total for total, _, _ in sums]
-        errors = b.sub(v.folds([*errors, errors[-1]], b.add), self.of_pads(8 * self.levels[0]))
-        best, least = FLOAT(0.0), FLOAT(math.inf)
-        along = squares = v.splat_int(0)
-        for i, (scale, (_, *of_scale)) in enumerate(zip(scales, sums, strict=True)):
+        # By least squares, for the levels that each of them has chosen; without branches, which nobody could foresee.
+        errors, along, squares = (
+            b.sub(v.folds([*sums, sums[-1]], b.add), self.of_pads(pad))
+            for sums, pad in zip(self.under(scales), (8 * self.levels[0], 0, self.levels[0]), strict=True)
+        )
+        errors, along, squares = (b.sitofp(x, _FOUR_FLOATS) for x in (errors, along, squares))
+        factors = b.fdiv(along, b.fmul(squares, _same(16.0, squares)))
+        fitted, least = FLOAT(0.0), FLOAT(math.inf)
+        for i, scale in enumerate(scales):
             # Relative to one of them, so that tiny errors do not vanish when they are squared.
             unit = b.fdiv(scale, scales[-1])
-            error = b.sitofp(b.extract_element(errors, I32(i)), FLOAT)
-            error = b.fmul(b.fmul(error, unit), unit)
+            error = b.fmul(b.fmul(b.extract_element(errors, I32(i)), unit), unit)
+            of_scale = b.fmul(scale, b.extract_element(factors, I32(i)))
             less = b.fcmp_ordered("<", error, least)
-            best, least = b.select(less, scale, best), b.select(less, error, least)
-            along, squares = (b.select(less, *x) for x in zip(of_scale, (along, squares), strict=True))
-        sums = b.sub(v.folds([along, squares] * 2, b.add), self.of_pads(0, self.levels[0], 0, 0))
-        along, squares = (b.sitofp(b.extract_element(sums, I32(i)), FLOAT) for i in range(2))
-        fitted = b.fmul(best, b.fdiv(along, b.fmul(squares, FLOAT(16.0))))
+            fitted, least = b.select(less, of_scale, fitted), b.select(less, error, least)
         small = b.fcmp_ordered("<", largest, FLOAT(float(np.float32(codebook.TINY))))
         scale = b.select(small, FLOAT(0.0), b.fdiv(fitted, self.factor))
         odd = b.icmp_signed(">=", b.bitcast(largest, I32), I32(_NOT_FINITE))
@@ -542,7 +542,7 @@ class _CodebookRows:
         return b.fdiv(total, b.fmul(b.sitofp(self.count, FLOAT), square))
 
     def under(self, scales):
-        """Sums of the row under each scale, by lanes: squared errors, products with levels, squares of levels."""
+        """Sums of the row by lanes, under each scale: of squared errors, products with levels, squares of levels."""
         b, v = self.b, self.v
         divide = [v.divider(b.fmul(x, FLOAT(1 / 16))) for x in scales]
         sums = [self.sums(3) for _ in scales]
@@ -562,15 +562,15 @@ class _CodebookRows:
                     level = b.sitofp(b.bitcast(level, v.int_type), v.type)
                     off.append(b.fmul(v.fma(level, v.splat(-16.0), place), v.splat(0.5)))
                 self.add(errors, v.squares(self.whole_parts(off)))
-        return [[b.load(slot) for slot in of_scale] for of_scale in sums]
+        return [[b.load(slot) for slot in slots] for slots in zip(*sums, strict=True)]
 
-    def of_pads(self, *numbers):
-        """What zeros after the row's end add to four sums of squares: each the square of a number."""
-        b, numbers = self.b, numbers if len(numbers) > 1 else 4 * numbers
-        pads = b.trunc(self.pads, I32)
+    def of_pads(self, number):
+        """What zeros after the row's end add to sums of squares, each the square of a number; four times."""
+        b = self.b
+        of_pads = b.mul(b.trunc(self.pads, I32), I32(number**2))
         found = ir.Constant(ir.VectorType(I32, 4), ir.Undefined)
-        for i, number in enumerate(numbers):
-            found = b.insert_element(found, b.mul(pads, I32(number**2)), I32(i))
+        for i in range(4):
+            found = b.insert_element(found, of_pads, I32(i))
         return found
 
     def numbers_of(self, twice):
