@@ -203,6 +203,7 @@ class _Int4Groups:
         lanes = self.v.lanes
         # Of each group: where its elements, words and scale are.
         self.places = [cgutils.alloca_once(b, I64, I64(lanes)) for _ in range(3)]
+        self.next = [cgutils.alloca_once(b, I64) for _ in range(2)]  # a row, and a group in it
         self.codes = scratch_floats(b, FLOAT, _TRIED * lanes * int4.GROUP)
         self.numbers = scratch_floats(b, FLOAT, 4 * _TRIED * lanes)
         self.vectors = scratch_floats(b, FLOAT, 3 * lanes * lanes)
@@ -211,27 +212,31 @@ class _Int4Groups:
         """Store the groups of some rows."""
         b, v = self.b, self.v
         total = b.mul(self.each, rows)
+        for slot in self.next:
+            b.store(I64(0), slot)
         with steps(b, I64(0), total, v.lanes) as (first, _):
             left = b.sub(total, first)
             count = b.select(b.icmp_signed("<", left, I64(v.lanes)), left, I64(v.lanes))
             with steps(b, I64(0), count, 1) as (i, _):
-                self.find(b.add(first, i), i)
+                self.find(i)
                 self.find_ends(i)
             # Of lanes past `count`, nothing is stored.
             high, minus_low, peak = self.folded(v.larger), self.folded(v.larger, 1), self.folded(v.larger_int, 2)
             finite = b.icmp_signed("<", peak, v.splat_int(_NOT_FINITE))
             self.put_codes(count, finite, *self.best(count, high, minus_low))
 
-    def find(self, group, i):
-        """Find the place of a group."""
+    def find(self, i):
+        """Find the place of the next group."""
         b = self.b
-        row = b.udiv(group, self.each)
-        in_row = b.sub(group, b.mul(row, self.each))
+        row, in_row = (b.load(slot) for slot in self.next)
         for slot, step, size in zip(
             self.places, (self.dim, self.words_step, self.scales_step), (int4.GROUP, int4.GROUP // 2, 2), strict=True
         ):  # fmt: skip
             place = b.add(b.mul(row, step), b.mul(in_row, I64(size)))
             b.store(place, b.gep(slot, [i]))
+        ended = b.icmp_signed("==", b.add(in_row, I64(1)), self.each)
+        b.store(b.add(row, b.zext(ended, I64)), self.next[0])
+        b.store(b.select(ended, I64(0), b.add(in_row, I64(1))), self.next[1])
 
     def place(self, of, i):
         """Return where something of a group is."""
