@@ -23,10 +23,10 @@ import math
 
 import numpy as np
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
 from numba.extending import register_jitable
 
+from numkv.kernels.cpu.vectors.arrays import row_of
 from numkv.kernels.cpu.vectors.emit import (
     DOUBLE,
     FLOAT,
@@ -39,7 +39,6 @@ from numkv.kernels.cpu.vectors.emit import (
     scratch_floats,
     steps,
 )
-from numkv.kernels.cpu.vectors.arrays import row_of
 from numkv.kernels.cpu.vectors.stored import has_lookups, looked_up, looked_up_far
 from numkv.kernels.cpu.vectors.words import Words
 from numkv.rows import code4, code6, codebook, int4
@@ -75,7 +74,9 @@ def _coder(kind, compute):
         @register_jitable
         def store_rest(x, words, scales):
             first = whole(len(x))
-            scales[first // int4.GROUP] = int4.store_int4_group(x, first, len(x) - first, words, first // 2)
+            scales[first // int4.GROUP] = int4.store_int4_group(
+                x, first, len(x) - first, words, first // 2
+            )
 
         return whole, store_int4_rows, store_rest
 
@@ -108,8 +109,8 @@ def row_storer(kind, compute="float32"):
 def token_storer(kind, compute="float32"):
     """The function that stores the rows of a token: ``store(x, dim, pool, scales, block, offset)``.
 
-    `x` has the rows of all heads, of `dim` elements, one after another. `scales` is what `by_row` returns. None for kinds
-    whose rows gain nothing by it.
+    `x` has the rows of all heads, of `dim` elements, one after another; `scales` is a result of `by_row`. None for
+    kinds that gain nothing by it.
     """
     if kind not in _CODED:
         return None
@@ -161,14 +162,14 @@ class _Rows(Words):
         """The sum of the squares of words, by lanes."""
         return self.products(words, words)
 
-    def joined(self, vectors, of=I8):
-        """The low bits of integers, vectors one after another, as one vector of narrower ones."""
+    def joined(self, vectors):
+        """The low bytes of integers, vectors one after another, as one vector."""
         b = self.b
         while len(vectors) > 1:
             width = 2 * vectors[0].type.count
             pairs = zip(vectors[::2], vectors[1::2], strict=True)
             vectors = [self.shuffle(x, y, range(width)) for x, y in pairs]
-        return b.trunc(vectors[0], ir.VectorType(of, vectors[0].type.count))
+        return b.trunc(vectors[0], ir.VectorType(I8, vectors[0].type.count))
 
     def low_byte(self, x):
         """Clear all but the low byte of integers, which lets LLVM pack them by saturating instructions."""
@@ -221,7 +222,11 @@ class _Int4Groups:
                 self.find(i)
                 self.find_ends(i)
             # Of lanes past `count`, nothing is stored.
-            high, minus_low, peak = self.folded(v.larger), self.folded(v.larger, 1), self.folded(v.larger_int, 2)
+            high, minus_low, peak = (
+                self.folded(v.larger),
+                self.folded(v.larger, 1),
+                self.folded(v.larger_int, 2),
+            )
             finite = b.icmp_signed("<", peak, v.splat_int(_NOT_FINITE))
             self.put_codes(count, finite, *self.best(count, high, minus_low))
 
@@ -332,7 +337,9 @@ class _Int4Groups:
                 scale, inverse, lowest, _ = numbers[4 * i : 4 * i + 4]
                 divided = v.divider(scale, inverse)
                 at = b.mul(b.add(group, I64(i * v.lanes)), I64(int4.GROUP))
-                self.keep(self.squared_error([divided(x) for x in xs], at, v.splat(lowest)), group, i)
+                self.keep(
+                    self.squared_error([divided(x) for x in xs], at, v.splat(lowest)), group, i
+                )
 
     def squared_error(self, places, at, lowest):
         """The squared error of a group, by lanes, from places in units of its scale; its codes are kept at `at`."""
@@ -358,7 +365,8 @@ class _Int4Groups:
             v.store(b.bitcast(of_groups, v.type), self.numbers, I64(i * v.lanes))
         with steps(b, I64(0), count, 1) as (group, _):
             best, word, fill = (
-                b.bitcast(v.load_one(self.numbers, b.add(group, I64(i * v.lanes))), I32) for i in range(3)
+                b.bitcast(v.load_one(self.numbers, b.add(group, I64(i * v.lanes))), I32)
+                for i in range(3)
             )
             at = b.add(b.mul(b.zext(best, I64), I64(v.lanes)), group)
             packed = self.packed_codes(b.mul(at, I64(int4.GROUP)), fill)
@@ -470,7 +478,9 @@ class _CodebookRows:
         # By least squares, for the levels that each of them has chosen; without branches, which nobody could foresee.
         errors, along, squares = (
             b.sub(v.folds([*sums, sums[-1]], b.add), self.of_pads(pad))
-            for sums, pad in zip(self.under(scales), (8 * self.levels[0], 0, self.levels[0]), strict=True)
+            for sums, pad in zip(
+                self.under(scales), (8 * self.levels[0], 0, self.levels[0]), strict=True
+            )
         )
         errors, along, squares = (b.sitofp(x, _FOUR_FLOATS) for x in (errors, along, squares))
         factors = b.fdiv(along, b.fmul(squares, _same(16.0, squares)))
@@ -579,12 +589,14 @@ class _CodebookRows:
         return found
 
     def numbers_of(self, twice):
-        """The numbers of the levels nearest to magnitudes, from twice the magnitudes in units of the scale, as bytes."""
+        """The numbers of the levels nearest to magnitudes, from `twice` these in units of the scale, as bytes."""
         b, v = self.b, self.v
         if not has_lookups():
             found = _same(0, twice)
             for edge in self.edges:
-                found = b.sub(found, b.sext(b.icmp_unsigned(">=", twice, _same(edge, twice)), twice.type))
+                found = b.sub(
+                    found, b.sext(b.icmp_unsigned(">=", twice, _same(edge, twice)), twice.type)
+                )
             return found
         words = b.lshr(v.words(twice), v.splat_word(4))
         place = b.and_(b.bitcast(words, twice.type), _same(15, twice))
@@ -608,7 +620,10 @@ class _CodebookRows:
         """Put the codes down; zeros where the scale is 0 or NaN."""
         b, v = self.b, self.v
         self.factor, fitted, scale = self.recall(1, 5, 6)
-        usable, divided = b.fcmp_ordered(">", scale, FLOAT(0.0)), v.divider(b.fmul(fitted, FLOAT(0.5)))
+        usable, divided = (
+            b.fcmp_ordered(">", scale, FLOAT(0.0)),
+            v.divider(b.fmul(fitted, FLOAT(0.5))),
+        )
         words = b.gep(self.words, [b.mul(self.row, self.words_step)])
         # A quotient of at most 2**-150 would be 0, without a sign.
         above, lift = v.splat(b.fmul(scale, FLOAT(-(2.0**-50)))), v.splat(2.0**100)

@@ -164,18 +164,6 @@ ADD_BYTES = {
     )
     if feature in FEATURES
 }
-#: Packing: of integers of two vectors half of the bits, saturated; words keep a sign, bytes have none. By lanes of 32 bits
-#: and bits of the integers.
-PACKS = {
-    (lanes, bits): f"llvm.x86.{name}"
-    for lanes, feature, words, bytes_ in (
-        (16, "avx512bw", "avx512.packssdw.512", "avx512.packuswb.512"),
-        (8, "avx2", "avx2.packssdw", "avx2.packuswb"),
-        (4, "sse2", "sse2.packssdw.128", "sse2.packuswb.128"),
-    )
-    for bits, name in ((32, words), (16, bytes_))
-    if feature in FEATURES
-}
 #: Whether INT4 rows are multiplied as integers.
 INT4_INTEGERS = LANES in ADD_BYTES
 #: Whether products are added to sums by an instruction, rounded once; without it they are rounded by themselves.

@@ -80,7 +80,9 @@ def levels_of(builder, kind, packed, without_sign=False):
     table = [x + 128 if without_sign else x for x in _TABLES[kind]]
     if kind == "code6":
         count = packed.type.count
-        return _pick(builder, *2 * [looked_up_far(builder, _sixes(builder, packed), table)], range(count))
+        return _pick(
+            builder, *2 * [looked_up_far(builder, _sixes(builder, packed), table)], range(count)
+        )
     b, count = builder, packed.type.count
     wide = b.zext(packed, ir.VectorType(I16, count))
     # Byte 2 j gets the low nibble of byte j, byte 2 j + 1 the high one; above them is what does not matter.

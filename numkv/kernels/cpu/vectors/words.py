@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from numkv.kernels.cpu.vectors.emit import I8, I16, I32, I64
-from numkv.kernels.cpu.vectors.features import ADD_BYTES, HAS_FMA, HAS_FOURS, LANES, PACKS
+from numkv.kernels.cpu.vectors.features import ADD_BYTES, ADD_PAIRS, HAS_FMA, HAS_FOURS, LANES
 from numkv.kernels.cpu.vectors.stored import (
     LOOKED_UP,
     in_words,
@@ -165,25 +165,31 @@ class Words(Vectors):
 
         32 bits become words with a sign, words become bytes without one. Numbers out of range become the nearest.
         """
-        wide = a.type.element.width
-        if (self.lanes, wide) in PACKS:
+        wide, count = a.type.element.width, a.type.count
+        if self.lanes in ADD_PAIRS:  # such CPUs have these, too
+            cpu, of = {16: ("avx512", ".512"), 8: ("avx2", ""), 4: ("sse2", ".128")}[self.lanes]
             narrow = self.word_type if wide == 32 else self.bytes_type
+            name = f"llvm.x86.{cpu}.{'packssdw' if wide == 32 else 'packuswb'}{of}"
             signature = ir.FunctionType(narrow, [a.type] * 2)
-            name = PACKS[self.lanes, wide]
-            return self.b.call(cgutils.get_or_insert_function(self.b.module, signature, name), [a, b])
-        count, each = a.type.count, 128 // wide
-        ends = [ir.Constant(a.type, [i] * count) for i in ((-0x8000, 0x7FFF) if wide == 32 else (0, 255))]
-        low, high = ends
+            function = cgutils.get_or_insert_function(self.b.module, signature, name)
+            return self.b.call(function, [a, b])
+        low, high = (
+            ir.Constant(a.type, [i] * count)
+            for i in ((-0x8000, 0x7FFF) if wide == 32 else (0, 255))
+        )
         parts = []
         for x in (a, b):
             x = self.b.select(self.b.icmp_signed("<", x, low), low, x)
             x = self.b.select(self.b.icmp_signed(">", x, high), high, x)
             parts.append(self.b.trunc(x, ir.VectorType(ir.IntType(wide // 2), count)))
-        lanes = [start + i for piece in range(0, count, each) for start in (piece, count + piece) for i in range(each)]
-        return self.shuffle(*parts, lanes)
+        each = 128 // wide
+        places = [(piece, count + piece) for piece in range(0, count, each)]
+        return self.shuffle(
+            *parts, [start + i for both in places for start in both for i in range(each)]
+        )
 
     def divider(self, divisor, inverse=None):
-        """The function that divides vectors by a float: ``fdiv(x, divisor)`` to the bit, far from the ends of the range.
+        """Return a function that divides vectors by a float, to the bit far from the ends of float32's range.
 
         Three products take a fraction of the time of a division: a quotient, its exact rest, and what the rest adds
         (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990). A rest below
