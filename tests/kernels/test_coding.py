@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 import numkv
-from numkv.kernels.cpu.vectors.coding import row_storer
+from numkv.kernels.cpu.vectors.arrays import by_row
+from numkv.kernels.cpu.vectors.coding import row_storer, token_storer
+from numkv.kernels.cpu.vectors.emit import I64, emits, steps
+from numkv.kernels.cpu.vectors.words import Words
 from numkv.rows.codec import row_codec
 
 KINDS = ["int4", "code4", "code6"]
@@ -79,6 +82,68 @@ def test_hostile_rows(kind, rng):
         for x in hostile(dim, rng):
             with np.errstate(all="ignore"):
                 assert stored(compiled(kind), kind, x) == stored(store, kind, x), x
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_a_token(kind, rng):
+    """All heads at once: as row by row, in pools of any strides, also where rows are too long for vector code."""
+    of, store = numkv.kind(kind), compiled(kind)
+    together = token_storer(kind)
+    put = numba.njit(lambda x, dim, pool, scale: together(x, dim, pool, by_row(scale), 1, 2))
+    for heads, dim in ((1, 32), (3, 96), (9, 40), (17, 128), (5, 64), (2, 2056), (0, 64)):
+        words, shape = of.words_per_row(dim), (2, heads, 3)
+        pool = np.full((*shape, words + 5), 0x55, np.uint8)
+        scale = np.full((*of.scale_shape(shape, dim), 2)[: 3 + 1], 77, of.scale_word)
+        scale = scale if of.group_size else scale[..., 0]
+        x = rng.standard_normal((heads, dim)).astype(F32) * F32(10) ** rng.integers(
+            -8, 8, (heads, 1)
+        )
+        x = x.astype(F32)
+        if heads > 2:
+            x[1], x[2, 3] = 0, np.nan
+        expected, of_rows = pool.copy(), scale.copy()
+        for h in range(heads):
+            to = of_rows[1, h, 2] if of.group_size else of_rows[1, h, 2:]
+            store(x[h], expected[1, h, 2, :words], to)
+        put(x.reshape(-1), dim, pool[..., :words], scale)
+        assert np.array_equal(pool, expected), (heads, dim)
+        assert scale.tobytes() == of_rows.tobytes(), (heads, dim)
+
+
+@emits()
+def divide(b, x, divisors, out):
+    """Divide rows of as many elements as a vector has."""
+    v = Words(b)
+    with steps(b, I64(0), I64(COUNT), 1) as (i, _):
+        at = b.mul(i, I64(v.lanes))
+        v.store(v.divider(v.load_one(divisors, i))(v.load_floats(x, at)), out, at)
+
+
+#: Divisors of the next test.
+COUNT = 3000
+
+
+def test_quotients_are_rounded_as_by_division(rng):
+    """Dividends whose quotients lie next to the middle between two floats: an error of 2**-24 units would show."""
+    divisors = rng.integers(1 << 22, 1 << 23, COUNT) * 2 + 1  # odd numbers have an inverse
+    rows = []
+    for s in map(int, divisors):
+        row = []
+        for bits in (24, 25):  # a quotient from 1 on, or below
+            inverse, end = pow(s, -1, 1 << bits), 1 << 25
+            for off in (-3, -2, -1, 1, 2, 3):
+                middle = -off * inverse % (1 << bits)
+                middle += 1 << 24 if bits == 24 else 0
+                x, rest = divmod(middle * s + off, 1 << bits)
+                assert rest == 0
+                if 1 << 24 <= middle < end and 1 << 23 <= x < 1 << 24:
+                    row.append(x)
+        rows.append(np.resize(row or [1 << 23], 16))
+    x, by = np.array(rows, F32)[:, : Words(None).lanes].copy(), divisors.astype(F32)
+    out = np.empty_like(x)
+    numba.njit(lambda x, by, out: divide(x, by, out))(x, by, out)
+    assert np.array_equal(out, x / by[:, None])
+    assert len(np.unique(x)) > COUNT
 
 
 COMPILE = """

@@ -28,7 +28,7 @@ from numkv.kernels.cpu import overlap
 from numkv.kernels.cpu.overlap import lie_well
 from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
 from numkv.kernels.cpu.vectors.arrays import by_row, row_of, table_of
-from numkv.kernels.cpu.vectors.coding import row_storer
+from numkv.kernels.cpu.vectors.coding import row_storer, token_storer
 from numkv.kernels.cpu.vectors.launch import on_threads
 from numkv.kernels.operations import Operations, implements
 from numkv.kinds import kind
@@ -38,30 +38,44 @@ from numkv.rows.convert import codec
 from numkv.rows.quantize import is_finite
 
 
-def row_writer(SRC, DST):
-    """The function that puts one row of kind `SRC` into words of kind `DST`.
+def token_writer(SRC, DST):
+    """The function that puts the rows of a token, of kind `SRC`, into a pool of kind `DST`.
 
-    ``put(source, words, scales, x)``; `x` is a row of float32 to work in.
+    ``put(rows, t, pool, scales, slot, x)``; `x` has room for these rows as float32, to work in.
     """
     load, _ = codec(SRC)
-    store_row = row_storer(DST)
+    store_row, store_rows = row_storer(DST), token_storer(DST)
 
     @register_jitable
-    def put(source, words, scales, x):
-        if SRC == DST:
-            for d in range(len(source)):
-                words[d] = source[d]
-        else:
-            for d in range(len(source)):
-                x[d] = load(source[d])
-            store_row(x, words, scales)
+    def put_one_by_one(rows, t, pool, scales, slot, x):
+        block, offset = slot // pool.shape[2], slot % pool.shape[2]
+        floats = x[: rows.shape[2]]
+        for h in range(rows.shape[1]):
+            source = row_of(rows, (np.int64(t), np.int64(h)))
+            words = row_of(pool, (block, np.int64(h), offset))
+            if SRC == DST:
+                for d in range(len(source)):
+                    words[d] = source[d]
+            else:
+                for d in range(len(source)):
+                    floats[d] = load(source[d])
+                store_row(floats, words, row_of(scales, (block, np.int64(h), offset)))
 
-    return put
+    @register_jitable
+    def put_together(rows, t, pool, scales, slot, x):
+        dim = np.int64(rows.shape[2])
+        for h in range(rows.shape[1]):
+            source, floats = row_of(rows, (np.int64(t), np.int64(h))), x[h * dim : (h + 1) * dim]
+            for d in range(dim):
+                floats[d] = load(source[d])
+        store_rows(x, dim, pool, scales, slot // pool.shape[2], slot % pool.shape[2])
+
+    return put_together if store_rows else put_one_by_one
 
 
 def make_append_rows(SRC, DST, BY_SLOT):
     """Make the kernel that puts rows of kind `SRC` into a pool of kind `DST`, by given slots or by a block table."""
-    put = row_writer(SRC, DST)
+    put = token_writer(SRC, DST)
 
     def kernel(rows, pool, scale, places, start, launch, worker, workers):
         if launch != 0:
@@ -69,7 +83,7 @@ def make_append_rows(SRC, DST, BY_SLOT):
             return
         num_tokens, block_size = np.int64(rows.shape[0]), np.int64(pool.shape[2])
         scales = by_row(scale)
-        x = np.empty(rows.shape[2], np.float32)
+        x = np.empty(rows.shape[1] * rows.shape[2], np.float32)
         for t in range(num_tokens * worker // workers, num_tokens * (worker + 1) // workers):
             if BY_SLOT:
                 slot = np.int64(places[t])
@@ -77,11 +91,7 @@ def make_append_rows(SRC, DST, BY_SLOT):
                     continue
             else:
                 slot = slot_of(places, start + t, block_size)
-            block, offset = slot // block_size, slot % block_size
-            for h in range(rows.shape[1]):
-                place = (block, np.int64(h), offset)
-                source = row_of(rows, (np.int64(t), np.int64(h)))
-                put(source, row_of(pool, place), row_of(scales, place), x)
+            put(rows, t, pool, scales, slot, x)
 
     return kernel
 
@@ -102,7 +112,7 @@ def _append_rows(src: str, dst: str, by_slot: bool) -> Any:
 def make_small_append(SRC, DST, BY_SLOT):
     """Make the kernel that checks and stores rows of K and V of kind `SRC` in pools of kind `DST`, on one thread."""
     load, _ = codec(SRC)
-    put = row_writer(SRC, DST)
+    put = token_writer(SRC, DST)
     OF_POOL = kind(DST)
     QUANTISED, GROUP, elements = OF_POOL.has_scales, OF_POOL.group_size, elements_in(OF_POOL)
 
@@ -144,9 +154,9 @@ def make_small_append(SRC, DST, BY_SLOT):
                             bad += 0 if is_finite(load(row[d])) else 1
                         if bad:
                             return -1
-        x = np.empty(max(k.shape[2], v.shape[2]), np.float32)
+        x = np.empty(heads * max(k.shape[2], v.shape[2]), np.float32)
         for rows, pool, scale in ((k, k_pool, k_scale), (v, v_pool, v_scale)):
-            floats, scales = x[: rows.shape[2]], by_row(scale)
+            scales = by_row(scale)
             for t in range(num_tokens):
                 if BY_SLOT:
                     slot = np.int64(places[t])
@@ -154,11 +164,7 @@ def make_small_append(SRC, DST, BY_SLOT):
                         continue
                 else:
                     slot = slot_of(places, start + t, block_size)
-                block, offset = slot // block_size, slot % block_size
-                for h in range(heads):
-                    place = (block, np.int64(h), offset)
-                    source = row_of(rows, (np.int64(t), np.int64(h)))
-                    put(source, row_of(pool, place), row_of(scales, place), floats)
+                put(rows, t, pool, scales, slot, x)
         return num_tokens
 
     return kernel

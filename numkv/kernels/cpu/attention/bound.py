@@ -21,7 +21,7 @@ from numba import types
 from numba.extending import register_jitable
 
 from numkv.kernels.builder import SCALES, WORDS, array
-from numkv.kernels.cpu.append import row_writer
+from numkv.kernels.cpu.append import token_writer
 from numkv.kernels.cpu.attention.driver import attend_to
 from numkv.kernels.cpu.attention.offsets import WORKER_INTS
 from numkv.kernels.cpu.attention.plan import plan_of, plan_size
@@ -140,8 +140,8 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE, FULL_K, FULL_
     """
     load_row, _ = codec(ROWS_KIND)
     load_query, store_result = codec(Q_KIND, COMPUTE)
-    put_k, put_v = row_writer(ROWS_KIND, FULL_K), row_writer(ROWS_KIND, V_KIND)
-    put_full_v = row_writer(ROWS_KIND, FULL_V)
+    put_k, put_v = token_writer(ROWS_KIND, FULL_K), token_writer(ROWS_KIND, V_KIND)
+    put_full_v = token_writer(ROWS_KIND, FULL_V)
     OF_K, OF_V = kind(K_KIND), kind(V_KIND)
     K_CODES, V_CODES = OF_K.has_scales, OF_V.has_scales
     elements_k, elements_v = elements_in(OF_K), elements_in(OF_V)
@@ -174,13 +174,9 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE, FULL_K, FULL_
 
     @register_jitable
     def write(rows, pool, scale, slots, put, x):
-        block_size, scales = np.int64(pool.shape[2]), by_row(scale)
+        scales = by_row(scale)
         for t in range(rows.shape[0]):
-            block, offset = slots[t] // block_size, slots[t] % block_size
-            for h in range(rows.shape[1]):
-                place = (block, np.int64(h), offset)
-                source = row_of(rows, (np.int64(t), np.int64(h)))
-                put(source, row_of(pool, place), row_of(scales, place), x)
+            put(rows, t, pool, scales, slots[t], x)
 
     @register_jitable
     def take(q, queries):
@@ -258,8 +254,8 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE, FULL_K, FULL_
             return -2
 
         slots = ints_at(step, _SLOTS)
-        x = np.empty(max(dim, dim_v), np.float32)
-        write(v, v_pool, v_scale, slots, put_v, x[:dim_v])
+        x = np.empty(heads * max(dim, dim_v), np.float32)
+        write(v, v_pool, v_scale, slots, put_v, x)
         # Results that overwrote the queries would leave none for a call that has to start again.
         apart = BY_CHANNEL or not AS_IT_IS or address_of(out) == address_of(q)
         given = np.int64(0)
@@ -273,8 +269,8 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE, FULL_K, FULL_
             full_k, full_k_scale = full_k_at(other, _K), full_k_scale_at(other, _K_SCALE)
             full_v, full_v_scale = full_v_at(other, _V), full_v_scale_at(other, _V_SCALE)
             full_slots, groups = ints_at(also, _SLOTS), ints_at(step, _GROUPS)
-            write(k, full_k, full_k_scale, full_slots, put_k, x[:dim])
-            write(v, full_v, full_v_scale, full_slots, put_full_v, x[:dim_v])
+            write(k, full_k, full_k_scale, full_slots, put_k, x)
+            write(v, full_v, full_v_scale, full_slots, put_full_v, x)
             if len(groups):
                 quantise(
                     int_at(step, _QUANTISE),
@@ -295,7 +291,7 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE, FULL_K, FULL_
                     int_at(step, _MERGE_STATES), (results, lse, coded, of_codes, results, lse)
                 )
         else:
-            write(k, k_pool, k_scale, slots, put_k, x[:dim])
+            write(k, k_pool, k_scale, slots, put_k, x)
             if not attended(layer, step, step, k_pool, k_scale, v_pool, v_scale, given, launch):
                 return -3
         if apart:

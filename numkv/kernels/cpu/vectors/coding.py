@@ -3,15 +3,18 @@
 The words and scales equal those of `numkv.rows.int4` and `numkv.rows.codebook` bit for bit: the same operations on the
 same floats, and sums of integers, whose order makes no difference. Only the method differs:
 
-*Groups of INT4.* The elements of a group stay in registers. The three scales that are tried are lanes of one vector.
+*Groups of INT4.* The elements of four groups stay in registers, and their scales are lanes of one vector.
 
-*Codebooks.* A row is read five times: for its largest element, its mean square, the errors under all three scales, the
-fitted scale, and its codes. Levels are found for bytes, four vectors of floats at a time::
+*Codebooks.* A row is read four times: for its largest element, its mean square, the errors and least-squares sums under
+all three scales, and its codes. Levels are found for bytes, four vectors of floats at a time::
 
-    y = min(2 * size, 254)                          an integer; twice the edges are integers, too
+    y = floor(2 * size), at most 255               twice the edges are integers, too
     number = first[y // 16] + sum over j of (y >= edges[j][y // 16])
 
 At most three edges are among 16 neighbours, so lookups in tables of 16 bytes replace a search.
+
+Divisions are products: see `numkv.kernels.cpu.vectors.words.Words.divider`. So rows and groups are first multiplied by
+powers of two, which bring them far from the ends of float32's range.
 """
 
 from __future__ import annotations
@@ -20,10 +23,10 @@ import math
 
 import numpy as np
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
 from numba.extending import register_jitable
 
+from numkv.kernels.cpu.vectors.arrays import row_of
 from numkv.kernels.cpu.vectors.emit import (
     DOUBLE,
     FLOAT,
@@ -31,19 +34,57 @@ from numkv.kernels.cpu.vectors.emit import (
     I16,
     I32,
     I64,
+    as_bytes,
     emits,
     scratch_floats,
     steps,
 )
-from numkv.kernels.cpu.vectors.stored import has_lookups, looked_up
+from numkv.kernels.cpu.vectors.stored import has_lookups, looked_up, looked_up_far
 from numkv.kernels.cpu.vectors.words import Words
 from numkv.rows import code4, code6, codebook, int4
 from numkv.rows.codec import row_codec
 
 _CODEBOOKS = {"code4": code4, "code6": code6}
+_CODED = ("int4", *_CODEBOOKS)
 _NOT_FINITE = 0x7F800000
 # Scales that are tried for a group or a row.
 _TRIED = 3
+# Of longer rows of codebooks, sums would not fit into 32 bits, nor sizes in sixteenths of a scale into 16.
+_LONGEST = 2048
+_FOUR_FLOATS = ir.VectorType(FLOAT, 4)
+# Rows of codebooks that are taken at once.
+_ROWS = 8
+
+
+def _coder(kind, compute):
+    """How a kind's rows become codes.
+
+    Returns
+    -------
+    whole, store_rows, store_rest : function
+        ``whole(dim)`` is the number of elements of a row that `store_rows` stores, and ``store_rest(x, words, scales)``
+        the rest of a row.
+    """
+    if kind == "int4":
+
+        @register_jitable
+        def whole(dim):
+            return dim // int4.GROUP * int4.GROUP
+
+        @register_jitable
+        def store_rest(x, words, scales):
+            first = whole(len(x))
+            scales[first // int4.GROUP] = int4.store_int4_group(
+                x, first, len(x) - first, words, first // 2
+            )
+
+        return whole, store_int4_rows, store_rest
+
+    @register_jitable
+    def whole_or_none(dim):
+        return dim if dim <= _LONGEST else 0
+
+    return whole_or_none, _make_store_codes(kind), row_codec(kind, compute)[0]
 
 
 def row_storer(kind, compute="float32"):
@@ -51,27 +92,43 @@ def row_storer(kind, compute="float32"):
 
     Rows, words and scales lie one after another in memory.
     """
-    if kind == "int4":
+    if kind not in _CODED:
+        return row_codec(kind, compute)[0]
+    whole, store_rows, store_rest = _coder(kind, compute)
 
-        @register_jitable
-        def store_int4(x, words, scales):
-            whole = len(x) // int4.GROUP
-            store_int4_groups(x, words, scales, whole)
-            first = whole * int4.GROUP
-            if first < len(x):
-                scales[whole] = int4.store_int4_group(x, first, len(x) - first, words, first // 2)
+    @register_jitable
+    def store_row(x, words, scales):
+        dim = np.int64(len(x))
+        store_rows(x, dim, whole(dim), 1, words, 0, scales, 0)
+        if whole(dim) < dim:
+            store_rest(x, words, scales)
 
-        return store_int4
-    if kind in _CODEBOOKS:
-        store_codes = _make_store_codes(kind)
-
-        @register_jitable
-        def store_coded(x, words, scales):
-            scales[0] = store_codes(x, words, len(x))
-
-        return store_coded
-    store_row, _ = row_codec(kind, compute)
     return store_row
+
+
+def token_storer(kind, compute="float32"):
+    """The function that stores the rows of a token: ``store(x, dim, pool, scales, block, offset)``.
+
+    `x` has the rows of all heads, of `dim` elements, one after another; `scales` is a result of `by_row`. None for
+    kinds that gain nothing by it.
+    """
+    if kind not in _CODED:
+        return None
+    whole, store_rows, store_rest = _coder(kind, compute)
+
+    @register_jitable
+    def store_together(x, dim, pool, scales, block, offset):
+        heads, place = np.int64(pool.shape[1]), (block, np.int64(0), offset)
+        store_rows(
+            x, dim, whole(dim), heads, row_of(pool, place), np.int64(pool.strides[1]),
+            row_of(scales, place), np.int64(scales.strides[1]),
+        )  # fmt: skip
+        if whole(dim) < dim:
+            for h in range(heads):
+                place = (block, np.int64(h), offset)
+                store_rest(x[h * dim : (h + 1) * dim], row_of(pool, place), row_of(scales, place))
+
+    return store_together
 
 
 class _Rows(Words):
@@ -94,14 +151,25 @@ class _Rows(Words):
         """Lane by lane the smaller."""
         return self.b.select(self.b.fcmp_ordered("<", a, b), a, b)
 
-    def joined(self, vectors, of=I8):
-        """The low bits of integers, vectors one after another, as one vector of narrower ones."""
+    def products(self, a, b):
+        """The sum of the products of words, by lanes."""
+        total = self.splat_int(0)
+        for x, y in zip(a, b, strict=True):
+            total = self.add_pairs(total, x, y)
+        return total
+
+    def squares(self, words):
+        """The sum of the squares of words, by lanes."""
+        return self.products(words, words)
+
+    def joined(self, vectors):
+        """The low bytes of integers, vectors one after another, as one vector."""
         b = self.b
         while len(vectors) > 1:
             width = 2 * vectors[0].type.count
             pairs = zip(vectors[::2], vectors[1::2], strict=True)
             vectors = [self.shuffle(x, y, range(width)) for x, y in pairs]
-        return b.trunc(vectors[0], ir.VectorType(of, vectors[0].type.count))
+        return b.trunc(vectors[0], ir.VectorType(I8, vectors[0].type.count))
 
     def low_byte(self, x):
         """Clear all but the low byte of integers, which lets LLVM pack them by saturating instructions."""
@@ -116,141 +184,210 @@ def _same(value, like, element=None):
 
 # -- INT4
 
-# Groups that are taken at once: lanes of a vector.
-_TOGETHER = 4
-
 
 @emits()
-def store_int4_groups(b, x, words, scales, count):
-    """Put the first `count` whole groups of a row into their words and scales."""
-    coder = _Int4Groups(b, x, words, scales)
-    last = b.sub(count, I64(1))
-    with steps(b, I64(0), count, _TOGETHER) as (first, _):
-        groups = []
-        for i in range(_TOGETHER):  # past the last one, that one again
-            group = b.add(first, I64(i))
-            groups.append(b.select(b.icmp_signed("<", group, last), group, last))
-        coder.store(groups)
+def store_int4_rows(b, x, dim, whole, rows, words, words_step, scales, scales_step):
+    """Put the first `whole` elements of rows of `dim` floats, whole groups, into their words and scales.
+
+    Words and scales of a row begin `words_step` and `scales_step` bytes after those of the row before.
+    """
+    _Int4Groups(b, x, dim, whole, words, words_step, scales, scales_step).store(rows)
 
 
 class _Int4Groups:
-    """Emits `store_int4_groups`."""
+    """Emits `store_int4_rows`. The groups of all rows are taken a vector's lanes at a time."""
 
-    def __init__(self, b, x, words, scales):
+    def __init__(self, b, x, dim, whole, words, words_step, scales, scales_step):
         self.b, self.v, self.x, self.words, self.scales = b, _Rows(b), x, words, scales
-        self.floats, self.ints = (ir.VectorType(x, _TOGETHER) for x in (FLOAT, I32))
-        self.codes = scratch_floats(b, FLOAT, _TRIED * _TOGETHER * int4.GROUP)
+        self.dim, self.words_step, self.scales_step = dim, words_step, scales_step
+        self.each = b.ashr(whole, I64(int4.GROUP.bit_length() - 1))
+        lanes = self.v.lanes
+        # Of each group: where its elements, words and scale are.
+        self.places = [cgutils.alloca_once(b, I64, I64(lanes)) for _ in range(3)]
+        self.next = [cgutils.alloca_once(b, I64) for _ in range(2)]  # a row, and a group in it
+        self.codes = scratch_floats(b, FLOAT, _TRIED * lanes * int4.GROUP)
+        self.numbers = scratch_floats(b, FLOAT, 4 * _TRIED * lanes)
+        self.vectors = scratch_floats(b, FLOAT, 3 * lanes * lanes)
 
-    def load(self, group):
-        """The elements of a group."""
-        first = self.b.mul(group, I64(int4.GROUP))
-        starts = range(0, int4.GROUP, self.v.lanes)
-        return [self.v.load_row(self.x, self.b.add(first, I64(i))) for i in starts]
-
-    def store(self, groups):
-        """Return the words and scales of some groups."""
-        b = self.b
-        high, minus_low, finite = self.ends([self.load(group) for group in groups])
-        best, word = self.best(groups, high, minus_low)
-        word = b.select(finite, word, _same(0x7FC0, word))
-        scale = b.bitcast(b.shl(word, _same(16, word)), self.floats)
-        usable = b.fcmp_ordered(">", scale, _same(0.0, scale))
-        for j, group in enumerate(groups):
-            lane = I32(j)
-            of_group = b.trunc(b.extract_element(word, lane), I16)
-            b.store(of_group, b.gep(self.scales, [group]))
-            tried = b.zext(b.extract_element(best, lane), I64)
-            at = b.add(b.mul(tried, I64(_TOGETHER * int4.GROUP)), I64(j * int4.GROUP))
-            packed = self.packed(at)
-            packed = b.select(b.extract_element(usable, lane), packed, _same(0xFF, packed))
-            place = b.gep(self.words, [b.mul(group, I64(int4.GROUP // 2))])
-            b.store(packed, b.bitcast(place, packed.type.as_pointer()), align=1)
-
-    def ends(self, groups):
-        """Of groups of vectors: the largest element, minus the smallest one, and whether all are finite."""
+    def store(self, rows):
+        """Store the groups of some rows."""
         b, v = self.b, self.v
-        found = []
-        for xs in groups:
-            peak, high, low = v.splat_int(0), xs[0], xs[0]
-            for x in xs:
-                peak = v.larger_size(x, peak)
-                high, low = v.larger(x, high), v.smaller(x, low)
-            found.append((high, b.fsub(v.splat(-0.0), low), peak))
-        high, minus_low, peak = zip(*found, strict=True)
-        peak = v.folds(peak, v.larger_int)
-        finite = b.icmp_signed("<", peak, _same(_NOT_FINITE, peak))
-        return v.folds(high, v.larger), v.folds(minus_low, v.larger), finite
+        total = b.mul(self.each, rows)
+        for slot in self.next:
+            b.store(I64(0), slot)
+        with steps(b, I64(0), total, v.lanes) as (first, _):
+            left = b.sub(total, first)
+            count = b.select(b.icmp_signed("<", left, I64(v.lanes)), left, I64(v.lanes))
+            with steps(b, I64(0), count, 1) as (i, _):
+                self.find(i)
+                self.find_ends(i)
+            # Of lanes past `count`, nothing is stored.
+            high, minus_low, peak = (
+                self.folded(v.larger),
+                self.folded(v.larger, 1),
+                self.folded(v.larger_int, 2),
+            )
+            finite = b.icmp_signed("<", peak, v.splat_int(_NOT_FINITE))
+            self.put_codes(count, finite, *self.best(count, high, minus_low))
 
-    def best(self, groups, high, minus_low):
+    def find(self, i):
+        """Find the place of the next group."""
+        b = self.b
+        row, in_row = (b.load(slot) for slot in self.next)
+        for slot, step, size in zip(
+            self.places, (self.dim, self.words_step, self.scales_step), (int4.GROUP, int4.GROUP // 2, 2), strict=True
+        ):  # fmt: skip
+            place = b.add(b.mul(row, step), b.mul(in_row, I64(size)))
+            b.store(place, b.gep(slot, [i]))
+        ended = b.icmp_signed("==", b.add(in_row, I64(1)), self.each)
+        b.store(b.add(row, b.zext(ended, I64)), self.next[0])
+        b.store(b.select(ended, I64(0), b.add(in_row, I64(1))), self.next[1])
+
+    def place(self, of, i):
+        """Return where something of a group is."""
+        return self.b.load(self.b.gep(self.places[of], [i]))
+
+    def keep(self, vector, i, of=0):
+        """Keep a vector of a group for `folded`."""
+        at = self.b.mul(self.b.add(i, I64(of * self.v.lanes)), I64(self.v.lanes))
+        self.v.store(self.b.bitcast(vector, self.v.type), self.vectors, at)
+
+    def folded(self, combine, of=0):
+        """The lanes of each group's vector combined: a vector with an element for each group."""
+        b, v = self.b, self.v
+        type_ = v.type if combine == v.larger else v.int_type
+        at = [I64((of * v.lanes + i) * v.lanes) for i in range(v.lanes)]
+        return v.folds([b.bitcast(v.load_floats(self.vectors, x), type_) for x in at], combine)
+
+    def load(self, i):
+        """The elements of a group."""
+        first = self.place(0, i)
+        starts = range(0, int4.GROUP, self.v.lanes)
+        return [self.v.load_row(self.x, self.b.add(first, I64(j))) for j in starts]
+
+    def find_ends(self, i):
+        """Find the largest element of a group, minus the smallest one, and the largest magnitude, by lanes."""
+        b, v = self.b, self.v
+        xs = self.load(i)
+        peak, high, low = v.splat_int(0), xs[0], xs[0]
+        for x in xs:
+            peak = v.larger_size(x, peak)
+            high, low = v.larger(x, high), v.smaller(x, low)
+        for of, vector in enumerate((high, b.fsub(v.splat(-0.0), low), peak)):
+            self.keep(vector, i, of)
+
+    def best(self, count, high, minus_low):
         """Which of the scales that are tried is the best, and its word; see `numkv.rows.int4.int4_scale`."""
         b, v = self.b, self.v
-        span = b.fadd(*(b.fdiv(x, _same(15.0, x)) for x in (high, minus_low)))
-        reach = b.fdiv(v.larger(high, minus_low), _same(-int4.LOWEST, high))
+        span = b.fadd(*(b.fdiv(x, v.splat(15.0)) for x in (high, minus_low)))
+        reach = b.fdiv(v.larger(high, minus_low), v.splat(-int4.LOWEST))
         widest = v.larger(span, reach)
         tried = [self.tried(i, high, minus_low, widest) for i in range(_TRIED)]
-        best, word, least = _same(0, high, I32), _same(0, high, I32), _same(math.inf, high)
-        for i, (step, this, scale, lowest) in enumerate(tried):
-            totals = []
-            for j, group in enumerate(groups):
-                numbers = (v.splat(b.extract_element(x, I32(j))) for x in (scale, lowest))
-                totals.append(self.squared_error(self.load(group), i * _TOGETHER + j, *numbers))
+        self.sum_errors(count, widest, tried)
+        best, word, least = v.splat_int(0), v.splat_int(0), v.splat(math.inf)
+        for i, (step, this, scale, _) in enumerate(tried):
             unit = b.fdiv(scale, widest)
-            error = b.sitofp(v.folds(totals, b.add), self.floats)
+            error = b.sitofp(self.folded(b.add, i), v.type)
             error = b.fmul(b.fmul(error, unit), unit)
-            tiny = b.fcmp_ordered("<", step, _same(2.0**-123, step))
-            error = b.select(tiny, _same(math.inf, step), error)
+            tiny = b.fcmp_ordered("<", step, v.splat(2.0**-123))
+            error = b.select(tiny, v.splat(math.inf), error)
             less = b.fcmp_ordered("<", error, least)
-            best = b.select(less, _same(i, best), best)
+            best = b.select(less, v.splat_int(i), best)
             word, least = b.select(less, this, word), b.select(less, error, least)
         return best, word
 
     def tried(self, i, high, minus_low, widest):
         """Return candidate scale `i`: before rounding, its word, its value, and its lowest level."""
         b, v = self.b, self.v
-        factor = float(np.float32(23 + i) / np.float32(25))
-        step = b.fmul(widest, _same(factor, widest))
+        step = b.fmul(widest, v.splat(float(np.float32(23 + i) / np.float32(25))))
         middle = b.fsub(b.fdiv(high, step), b.fdiv(minus_low, step))
-        middle = b.fadd(middle, _same(float(int4.OFFSETS // 2), step))
-        middle = v.larger(middle, _same(0.0, step))
-        offset = b.fptosi(v.smaller(middle, _same(int4.OFFSETS - 1.0, step)), self.ints)
+        middle = b.fadd(middle, v.splat(float(int4.OFFSETS // 2)))
+        middle = v.larger(middle, v.splat(0.0))
+        offset = b.fptosi(v.smaller(middle, v.splat(int4.OFFSETS - 1.0)), v.int_type)
         word = self.word_near(step, offset)
-        scale = b.bitcast(b.shl(word, _same(16, word)), self.floats)
-        lowest = b.fmul(b.sitofp(offset, self.floats), _same(0.5, step))
-        return step, word, scale, b.fadd(lowest, _same(int4.LOWEST, step))
+        scale = b.bitcast(b.shl(word, v.splat_int(16)), v.type)
+        lowest = b.fmul(b.sitofp(offset, v.type), v.splat(0.5))
+        return step, word, scale, b.fadd(lowest, v.splat(int4.LOWEST))
 
     def word_near(self, step, offset):
         """The nearest words that end with the bits of offsets; see `numkv.rows.int4`."""
-        b = self.b
-        bits = b.sub(b.bitcast(step, self.ints), b.shl(offset, _same(16, offset)))
-        unit = int4.OFFSETS << 16
-        near = b.ashr(b.add(bits, _same(unit // 2, bits)), _same(unit.bit_length() - 1, bits))
-        return b.add(b.mul(near, _same(int4.OFFSETS, near)), offset)
-
-    def squared_error(self, xs, at, scale, lowest):
-        """The squared error of a group, by lanes, under a scale and a lowest level; its codes are kept at `at`."""
         b, v = self.b, self.v
-        total = v.splat_int(0)
-        for i, x in enumerate(xs):
-            place = b.fdiv(x, scale)
+        bits = b.sub(b.bitcast(step, v.int_type), b.shl(offset, v.splat_int(16)))
+        unit = int4.OFFSETS << 16
+        near = b.ashr(b.add(bits, v.splat_int(unit // 2)), v.splat_int(unit.bit_length() - 1))
+        return b.add(b.mul(near, v.splat_int(int4.OFFSETS)), offset)
+
+    def sum_errors(self, count, widest, tried):
+        """Sum the squared errors of some groups under the scales that are tried, by lanes."""
+        b, v = self.b, self.v
+        small = b.fcmp_ordered("<", widest, v.splat(2.0**-32))
+        factor = b.select(small, v.splat(2.0**64), v.splat(1.0))
+        for i, (_, _, scale, lowest) in enumerate(tried):
+            scale = b.fmul(scale, factor)
+            inverse = b.fdiv(v.splat(1.0), scale)
+            for j, of_groups in enumerate((scale, inverse, lowest, factor)):
+                v.store(of_groups, self.numbers, I64((4 * i + j) * v.lanes))
+        with steps(b, I64(0), count, 1) as (group, _):
+            numbers = [
+                v.load_one(self.numbers, b.add(group, I64(i * v.lanes))) for i in range(4 * _TRIED)
+            ]
+            factor = v.splat(numbers[3])
+            xs = [b.fmul(x, factor) for x in self.load(group)]
+            for i in range(_TRIED):
+                scale, inverse, lowest, _ = numbers[4 * i : 4 * i + 4]
+                divided = v.divider(scale, inverse)
+                at = b.mul(b.add(group, I64(i * v.lanes)), I64(int4.GROUP))
+                self.keep(
+                    self.squared_error([divided(x) for x in xs], at, v.splat(lowest)), group, i
+                )
+
+    def squared_error(self, places, at, lowest):
+        """The squared error of a group, by lanes, from places in units of its scale; its codes are kept at `at`."""
+        b, v = self.b, self.v
+        off = []
+        for i, place in enumerate(places):
             code = b.fadd(b.fsub(place, lowest), v.splat(0.5))
             code = v.smaller(v.larger(code, v.splat(0.0)), v.splat(15.0))
             code = b.fptosi(code, v.int_type)
-            v.store(b.bitcast(code, v.type), self.codes, I64(at * int4.GROUP + i * v.lanes))
-            off = b.fsub(place, b.fadd(b.sitofp(code, v.type), lowest))
-            off = b.fptosi(v.size_of(b.fmul(off, v.splat(512.0))), v.int_type)  # 16 bits
-            total = v.add_pairs(total, off, off)
-        return total
+            v.store(b.bitcast(code, v.type), self.codes, b.add(at, I64(i * v.lanes)))
+            error = b.fsub(place, b.fadd(b.sitofp(code, v.type), lowest))
+            off.append(b.fptosi(b.fmul(error, v.splat(512.0)), v.int_type))  # 16 bits
+        return v.squares([v.packed(*pair) for pair in zip(off[::2], off[1::2], strict=True)])
 
-    def packed(self, at):
-        """Return the bytes of a group whose codes were kept at `at`."""
+    def put_codes(self, count, finite, best, word):
+        """Put words and scales down."""
         b, v = self.b, self.v
+        word = b.select(finite, word, v.splat_int(0x7FC0))
+        scale = b.bitcast(b.shl(word, v.splat_int(16)), v.type)
+        # Where the scale is 0 or NaN, all bits are set.
+        fill = b.sext(b.not_(b.fcmp_ordered(">", scale, v.splat(0.0))), v.int_type)
+        for i, of_groups in enumerate((best, word, fill)):
+            v.store(b.bitcast(of_groups, v.type), self.numbers, I64(i * v.lanes))
+        with steps(b, I64(0), count, 1) as (group, _):
+            best, word, fill = (
+                b.bitcast(v.load_one(self.numbers, b.add(group, I64(i * v.lanes))), I32)
+                for i in range(3)
+            )
+            at = b.add(b.mul(b.zext(best, I64), I64(v.lanes)), group)
+            packed = self.packed_codes(b.mul(at, I64(int4.GROUP)), fill)
+            for value, base, place in (
+                (b.trunc(word, I16), self.scales, self.place(2, group)),
+                (packed, self.words, self.place(1, group)),
+            ):
+                place = b.gep(as_bytes(b, base), [place])
+                b.store(value, b.bitcast(place, value.type.as_pointer()), align=1)
+
+    def packed_codes(self, at, fill):
+        """Return the bytes of a group whose codes were kept at `at`, with the bits of `fill` set."""
+        b, v = self.b, self.v
+        fill = b.bitcast(v.splat(b.bitcast(fill, FLOAT)), v.int_type)
         pairs = []
         for i in range(0, int4.GROUP // 2, v.lanes):
             low, high = (
                 b.bitcast(v.load_floats(self.codes, b.add(at, I64(j))), v.int_type)
                 for j in (i, i + int4.GROUP // 2)
             )
-            pairs.append(v.low_byte(b.or_(low, b.shl(high, v.splat_int(4)))))
+            pairs.append(v.low_byte(b.or_(fill, b.or_(low, b.shl(high, v.splat_int(4))))))
         return v.joined(pairs)
 
 
@@ -260,49 +397,109 @@ class _Int4Groups:
 def _make_store_codes(kind):
     """`store_codes` for a kind of codes of a codebook."""
 
-    @emits(types.float32)
-    def store_codes(b, x, words, count):
-        """Put a row of `count` floats into its words, and return its scale."""
-        return _CodebookRow(b, kind, x, words, count).store()
+    @emits()
+    def store_codes(b, x, dim, whole, rows, words, words_step, scales, scales_step):
+        """Put rows of `dim` floats into their words and scales, if `whole` is not 0; see `store_int4_rows`."""
+        rows = b.select(b.icmp_signed(">", whole, I64(0)), rows, I64(0))
+        _CodebookRows(b, kind, x, dim, words, words_step, scales, scales_step).store(rows)
 
     return store_codes
 
 
-class _CodebookRow:
-    """Emits `store_codes`."""
+class _CodebookRows:
+    """Emits `store_codes`. Each step is taken for some rows, so that the CPU overlaps what they wait for."""
 
-    def __init__(self, b, kind, x, words, count):
-        self.b, self.v, self.kind, self.words = b, _Rows(b), kind, words
+    def __init__(self, b, kind, x, dim, words, words_step, scales, scales_step):
+        self.b, self.v, self.kind, self.words, self.scales = b, _Rows(b), kind, words, scales
+        self.words_step, self.scales_step = words_step, scales_step
         book = _CODEBOOKS[kind]
         self.levels, self.of_normal = book.LEVELS, book.OF_NORMAL
         self.sign = len(self.levels)
         self.edges = [int(2 * edge) for edge in book.EDGES]
         self.bytes_of = {"code4": (1, 2), "code6": (3, 4)}[kind]  # bytes of so many elements
-        self.count, self.chunk = count, 4 * self.v.lanes
-        self.chunks = b.sdiv(b.add(count, I64(self.chunk - 1)), I64(self.chunk))
-        self.whole = b.sdiv(count, I64(self.chunk))
+        self.count, self.chunk = dim, 4 * self.v.lanes
+        self.chunks = b.sdiv(b.add(dim, I64(self.chunk - 1)), I64(self.chunk))
+        self.whole = b.sdiv(dim, I64(self.chunk))
         # The elements after whole chunks are padded with zeros.
-        self.left = b.sub(count, b.mul(self.whole, I64(self.chunk)))
-        self.x, element = x, x.type.pointee
-        self.last = cgutils.alloca_once(b, element, I64(self.chunk))
-        self.pads = b.sub(b.mul(self.chunks, I64(self.chunk)), count)
-        size = I64(8 if element == DOUBLE else 4)
+        self.left = b.sub(dim, b.mul(self.whole, I64(self.chunk)))
+        self.pads = b.sub(b.mul(self.chunks, I64(self.chunk)), dim)
+        self.rows, self.element = x, x.type.pointee
+        self.lasts = cgutils.alloca_once(b, self.element, I64(_ROWS * self.chunk))
+        # Of each row: the largest magnitude, the factor, the scales that are tried, the fitted one, and the scale.
+        self.kept = scratch_floats(b, FLOAT, 7 * _ROWS)
+
+    def store(self, rows):
+        """Store some rows."""
+        b = self.b
+        with steps(b, I64(0), rows, _ROWS) as (first, _):
+            left = b.sub(rows, first)
+            count = b.select(b.icmp_signed("<", left, I64(_ROWS)), left, I64(_ROWS))
+            for step in (self.find_scales, self.fit, self.put_codes):
+                with steps(b, I64(0), count, 1) as (i, _):
+                    self.row, self.i = b.add(first, i), i
+                    self.x = b.gep(self.rows, [b.mul(self.row, self.count)])
+                    self.last = b.gep(self.lasts, [b.mul(i, I64(self.chunk))])
+                    step()
+
+    def kept_at(self, number):
+        """Where a number of the row is kept."""
+        return self.b.add(self.i, I64(number * _ROWS))
+
+    def recall(self, *numbers):
+        """Numbers of the row."""
+        return [self.v.load_one(self.kept, self.kept_at(i)) for i in numbers]
+
+    def find_scales(self):
+        """Find the scales that are tried; see `numkv.rows.codebook.scale_finder`."""
+        b, size = self.b, I64(8 if self.element == DOUBLE else 4)
         with b.if_then(b.icmp_signed(">", self.left, I64(0))):
             cgutils.memset(b, self.last, b.mul(I64(self.chunk), size), 0)
-            start = b.gep(x, [b.sub(count, self.left)])
+            start = b.gep(self.x, [b.sub(self.count, self.left)])
             cgutils.raw_memcpy(b, self.last, start, self.left, size)
+        most = self.largest()
+        # With this factor the largest magnitude is from 2 up to 4.
+        power = b.and_(most, I32(_NOT_FINITE))
+        self.factor = b.bitcast(b.sub(I32(_NOT_FINITE), power), FLOAT)
+        largest = b.fmul(b.bitcast(most, FLOAT), self.factor)
+        signature = ir.FunctionType(FLOAT, [FLOAT])
+        root = cgutils.get_or_insert_function(b.module, signature, "llvm.sqrt.f32")
+        root = b.call(root, [self.mean_square(largest)])
+        of_normal = b.fmul(b.fmul(largest, root), FLOAT(float(np.float32(self.of_normal))))
+        of_largest = b.fdiv(largest, FLOAT(float(self.levels[-1])))
+        between = b.fmul(b.fadd(of_normal, of_largest), FLOAT(0.5))
+        numbers = b.bitcast(most, FLOAT), self.factor, of_normal, between, of_largest
+        for i, number in enumerate(numbers):
+            self.v.store(number, self.kept, self.kept_at(i))
 
-    def store(self):
-        """All of it; the scale, a float."""
-        b = self.b
-        most, largest = self.largest()
-        fitted = self.scale_of(largest)
+    def fit(self):
+        """Find and store the scale: the best of those that are tried, fitted to its levels by least squares."""
+        b, v = self.b, self.v
+        largest, self.factor, *scales = self.recall(0, 1, 2, 3, 4)
+        # By least squares, for the levels that each of them has chosen; without branches, which nobody could foresee.
+        errors, along, squares = (
+            b.sub(v.folds([*sums, sums[-1]], b.add), self.of_pads(pad))
+            for sums, pad in zip(
+                self.under(scales), (8 * self.levels[0], 0, self.levels[0]), strict=True
+            )
+        )
+        errors, along, squares = (b.sitofp(x, _FOUR_FLOATS) for x in (errors, along, squares))
+        factors = b.fdiv(along, b.fmul(squares, _same(16.0, squares)))
+        fitted, least = FLOAT(0.0), FLOAT(math.inf)
+        for i, scale in enumerate(scales):
+            # Relative to one of them, so that tiny errors do not vanish when they are squared.
+            unit = b.fdiv(scale, scales[-1])
+            error = b.fmul(b.fmul(b.extract_element(errors, I32(i)), unit), unit)
+            of_scale = b.fmul(scale, b.extract_element(factors, I32(i)))
+            less = b.fcmp_ordered("<", error, least)
+            fitted, least = b.select(less, of_scale, fitted), b.select(less, error, least)
         small = b.fcmp_ordered("<", largest, FLOAT(float(np.float32(codebook.TINY))))
-        scale = b.select(small, FLOAT(0.0), fitted)
-        odd = b.icmp_signed(">=", most, I32(_NOT_FINITE))
+        scale = b.select(small, FLOAT(0.0), b.fdiv(fitted, self.factor))
+        odd = b.icmp_signed(">=", b.bitcast(largest, I32), I32(_NOT_FINITE))
         scale = b.select(odd, FLOAT(math.nan), scale)
-        self.put_codes(scale)
-        return scale
+        for i, number in ((5, fitted), (6, scale)):
+            v.store(number, self.kept, self.kept_at(i))
+        place = b.gep(as_bytes(b, self.scales), [b.mul(self.row, self.scales_step)])
+        b.store(scale, b.bitcast(place, FLOAT.as_pointer()), align=4)
 
     def each(self):
         """A loop over chunks: gives the number of one."""
@@ -315,32 +512,26 @@ class _CodebookRow:
         base = b.select(inside, b.gep(self.x, [b.mul(i, I64(self.chunk))]), self.last)
         return [v.load_row(base, I64(j * v.lanes)) for j in range(4)]
 
-    def sums(self):
-        """A place for sums of 32 bits without a sign, by lanes: their lower and upper halves are added apart."""
-        return [cgutils.alloca_once_value(self.b, self.v.splat_int(0)) for _ in range(2)]
+    def sizes(self, xs, divided):
+        """Magnitudes of a chunk, times the row's factor, in units of a divisor."""
+        factor = self.v.splat(self.factor)
+        return [divided(self.b.fmul(self.v.size_of(x), factor)) for x in xs]
 
-    def add(self, sums, numbers):
-        """Add integers without a sign."""
-        b, v = self.b, self.v
-        low, high = b.and_(numbers, v.splat_int(0xFFFF)), b.lshr(numbers, v.splat_int(16))
-        for slot, part in zip(sums, (low, high), strict=True):
-            b.store(b.add(b.load(slot), part), slot)
+    def sums(self, count):
+        """Return places for sums of 32 bits, by lanes."""
+        return [cgutils.alloca_once_value(self.b, self.v.splat_int(0)) for _ in range(count)]
 
-    def total(self, sums):
-        """Return the sum of all lanes, i64."""
-        b, v = self.b, self.v
-        low, high = (b.zext(b.load(slot), ir.VectorType(I64, v.lanes)) for slot in sums)
-        return v.fold(b.add(low, b.shl(high, _same(16, high))), b.add)
+    def add(self, slot, numbers):
+        """Add to a sum."""
+        self.b.store(self.b.add(self.b.load(slot), numbers), slot)
 
-    def squares(self, numbers):
-        """Return the sum of the squares of four vectors of 15 bits, by lanes."""
-        total = self.v.splat_int(0)
-        for x in numbers:
-            total = self.v.add_pairs(total, x, x)
-        return total
+    def whole_parts(self, floats):
+        """Floats of a chunk as words, rounded towards 0."""
+        parts = [self.b.fptosi(x, self.v.int_type) for x in floats]
+        return [self.v.packed(*parts[:2]), self.v.packed(*parts[2:])]
 
     def largest(self):
-        """Return the largest magnitude: its bits, and itself."""
+        """Return the bits of the largest magnitude."""
         b, v = self.b, self.v
         peak = cgutils.alloca_once_value(b, v.splat_int(0))
         with self.each() as (i, _):
@@ -348,143 +539,120 @@ class _CodebookRow:
             for x in self.load(i):
                 found = v.larger_size(x, found)
             b.store(found, peak)
-        most = v.fold(b.load(peak), v.larger_int)
-        return most, b.bitcast(most, FLOAT)
-
-    def sizes(self, xs, scale):
-        """Magnitudes in units of a scale."""
-        return [self.b.fdiv(self.v.size_of(x), scale) for x in xs]
+        return v.fold(b.load(peak), v.larger_int)
 
     def mean_square(self, largest):
         """The mean square of the row, in units of the largest magnitude's square."""
         b, v = self.b, self.v
-        divisor, sums = v.splat(largest), self.sums()
+        divided, sums = v.divider(largest), self.sums(2)
         with self.each() as (i, _):
-            sizes = self.sizes(self.load(i), divisor)
-            parts = [b.fptosi(b.fmul(x, v.splat(32767.0)), v.int_type) for x in sizes]
-            self.add(sums, self.squares(parts))
-        total = b.sitofp(self.total(sums), FLOAT)
+            sizes = self.sizes(self.load(i), divided)
+            squares = v.squares(self.whole_parts([b.fmul(x, v.splat(32767.0)) for x in sizes]))
+            # Lower and upper halves apart: the sum of four squares takes all bits.
+            self.add(sums[0], b.and_(squares, v.splat_int(0xFFFF)))
+            self.add(sums[1], b.lshr(squares, v.splat_int(16)))
+        low, high = (b.zext(b.load(slot), ir.VectorType(I64, v.lanes)) for slot in sums)
+        total = b.sitofp(v.fold(b.add(low, b.shl(high, _same(16, high))), b.add), FLOAT)
         square = FLOAT(float(np.float32(32767.0**2)))
         return b.fdiv(total, b.fmul(b.sitofp(self.count, FLOAT), square))
 
-    def scale_of(self, largest):
-        """Return the scale; see `numkv.rows.codebook.scale_finder`."""
-        b = self.b
-        signature = ir.FunctionType(FLOAT, [FLOAT])
-        root = cgutils.get_or_insert_function(b.module, signature, "llvm.sqrt.f32")
-        root = b.call(root, [self.mean_square(largest)])
-        of_normal = b.fmul(b.fmul(largest, root), FLOAT(float(np.float32(self.of_normal))))
-        of_largest = b.fdiv(largest, FLOAT(float(self.levels[-1])))
-        between = b.fmul(b.fadd(of_normal, of_largest), FLOAT(0.5))
-        scales = of_normal, between, of_largest
-        best, least = FLOAT(0.0), FLOAT(math.inf)
-        for scale, error in zip(scales, self.squared_errors(scales), strict=True):
-            # Relative to one of them, so that tiny errors do not vanish when they are squared.
-            unit = b.fdiv(scale, of_largest)
-            error = b.fmul(b.fmul(b.sitofp(error, FLOAT), unit), unit)
-            less = b.fcmp_ordered("<", error, least)
-            best, least = b.select(less, scale, best), b.select(less, error, least)
-        return self.fitted(best)
-
-    def squared_errors(self, scales):
-        """The squared errors of the row under scales, i64."""
+    def under(self, scales):
+        """Sums of the row by lanes, under each scale: of squared errors, products with levels, squares of levels."""
         b, v = self.b, self.v
-        divisors, sums = [v.splat(x) for x in scales], [self.sums() for _ in scales]
+        divide = [v.divider(b.fmul(x, FLOAT(1 / 16))) for x in scales]
+        sums = [self.sums(3) for _ in scales]
         with self.each() as (i, _):
             xs = self.load(i)
-            for divisor, slots in zip(divisors, sums, strict=True):
-                sizes, errors = self.sizes(xs, divisor), []
-                for size, level in zip(sizes, self.levels_of(sizes), strict=True):
-                    off = b.fmul(b.fsub(size, b.sitofp(level, v.type)), v.splat(8.0))
-                    off = v.smaller(v.size_of(off), v.splat(32767.0))
-                    errors.append(b.fptosi(off, v.int_type))
-                self.add(slots, self.squares(errors))
-        of_pads = b.mul(self.pads, I64((8 * self.levels[0]) ** 2))
-        return [b.sub(self.total(slots), of_pads) for slots in sums]
+            for divided, (errors, along, squares) in zip(divide, sums, strict=True):
+                places = self.sizes(xs, divided)  # in sixteenths of the scale
+                sixteenths = self.whole_parts(places)
+                halves = [b.lshr(x, v.splat_word(3)) for x in sixteenths]
+                levels = self.levels_of(self.numbers_of(v.packed(*halves)))
+                levels = v.interleave(levels, _same(0, levels))
+                self.add(along, v.products(sixteenths, levels))
+                self.add(squares, v.squares(levels))
+                wide = [x for pair in levels for x in v.interleave(pair, _same(0, pair))]
+                off = []
+                for place, level in zip(places, wide, strict=True):
+                    level = b.sitofp(b.bitcast(level, v.int_type), v.type)
+                    off.append(b.fmul(v.fma(level, v.splat(-16.0), place), v.splat(0.5)))
+                self.add(errors, v.squares(self.whole_parts(off)))
+        return [[b.load(slot) for slot in slots] for slots in zip(*sums, strict=True)]
 
-    def fitted(self, scale):
-        """The best scale for the levels that a scale has chosen, by least squares."""
+    def of_pads(self, number):
+        """What zeros after the row's end add to sums of squares, each the square of a number; four times."""
+        b = self.b
+        of_pads = b.mul(b.trunc(self.pads, I32), I32(number**2))
+        found = ir.Constant(ir.VectorType(I32, 4), ir.Undefined)
+        for i in range(4):
+            found = b.insert_element(found, of_pads, I32(i))
+        return found
+
+    def numbers_of(self, twice):
+        """The numbers of the levels nearest to magnitudes, from `twice` these in units of the scale, as bytes."""
         b, v = self.b, self.v
-        divisor, along = v.splat(scale), self.sums()
-        squares = self.sums()
-        with self.each() as (i, _):
-            sizes = self.sizes(self.load(i), divisor)
-            levels, products = self.levels_of(sizes), v.splat_int(0)
-            for size, level in zip(sizes, levels, strict=True):
-                most = v.smaller(b.fmul(size, v.splat(16.0)), v.splat(float(1 << 20)))
-                products = b.add(products, b.mul(b.fptosi(most, v.int_type), level))
-            self.add(along, products)
-            self.add(squares, self.squares(levels))
-        of_pads = b.mul(self.pads, I64(self.levels[0] ** 2))
-        below = b.sitofp(b.sub(self.total(squares), of_pads), FLOAT)
-        factor = b.fdiv(b.sitofp(self.total(along), FLOAT), b.fmul(below, FLOAT(16.0)))
-        return b.fmul(scale, factor)
-
-    def numbers_of(self, sizes):
-        """The numbers of the levels nearest to magnitudes in units of the scale, of a chunk, as bytes."""
-        b, v = self.b, self.v
-        twice = [v.smaller(b.fadd(x, x), v.splat(254.0)) for x in sizes]
-        twice = v.joined([v.low_byte(b.fptosi(x, v.int_type)) for x in twice])
-
-        def reached(edges):
-            return b.sext(b.icmp_unsigned(">=", twice, edges), twice.type)
-
         if not has_lookups():
             found = _same(0, twice)
             for edge in self.edges:
-                found = b.sub(found, reached(_same(edge, twice)))
+                found = b.sub(
+                    found, b.sext(b.icmp_unsigned(">=", twice, _same(edge, twice)), twice.type)
+                )
             return found
         words = b.lshr(v.words(twice), v.splat_word(4))
         place = b.and_(b.bitcast(words, twice.type), _same(15, twice))
         found = looked_up(b, place, [sum(x <= 16 * i for x in self.edges) for i in range(16)])
         inside = [[x for x in self.edges if 16 * i < x < 16 * i + 16] for i in range(16)]
+        # CPUs compare bytes with a sign.
+        twice = b.xor(twice, _same(128, twice))
         for j in range(max(map(len, inside))):
-            edges = [some[j] if j < len(some) else 255 for some in inside]
-            found = b.sub(found, reached(looked_up(b, place, edges)))
+            edges = [(some[j] if j < len(some) else 256) - 129 for some in inside]
+            above = b.icmp_signed(">", twice, looked_up(b, place, edges))
+            found = b.sub(found, b.sext(above, twice.type))
         return found
 
-    def levels_of(self, sizes):
-        """The levels nearest to magnitudes, as integers."""
-        b, v = self.b, self.v
-        numbers = self.numbers_of(sizes)
-        low = b.and_(numbers, _same(15, numbers)) if self.sign > 16 else numbers
-        tables = [self.levels[i : i + 16] for i in range(0, self.sign, 16)]
-        found = [looked_up(b, low, [*table, *[0] * (16 - len(table))]) for table in tables]
-        if len(found) > 1:
-            upper = b.icmp_unsigned(">", numbers, _same(15, numbers))
-            found = [b.select(upper, found[1], found[0])]
-        levels = found[0]
-        starts = range(0, self.chunk, v.lanes)
-        parts = [v.shuffle(levels, levels, range(i, i + v.lanes)) for i in starts]
-        return [b.zext(x, v.int_type) for x in parts]
+    def levels_of(self, numbers):
+        """The levels of numbers, as bytes."""
+        if self.sign == 32:
+            return looked_up_far(self.b, numbers, self.levels)
+        return looked_up(self.b, numbers, [*self.levels, *[0] * (16 - self.sign)])
 
-    def put_codes(self, scale):
+    def put_codes(self):
         """Put the codes down; zeros where the scale is 0 or NaN."""
         b, v = self.b, self.v
-        usable, divisor = b.fcmp_ordered(">", scale, FLOAT(0.0)), v.splat(scale)
+        self.factor, fitted, scale = self.recall(1, 5, 6)
+        usable, divided = (
+            b.fcmp_ordered(">", scale, FLOAT(0.0)),
+            v.divider(b.fmul(fitted, FLOAT(0.5))),
+        )
+        words = b.gep(self.words, [b.mul(self.row, self.words_step)])
+        # A quotient of at most 2**-150 would be 0, without a sign.
+        above, lift = v.splat(b.fmul(scale, FLOAT(-(2.0**-50)))), v.splat(2.0**100)
         each, of = self.bytes_of
         size = self.chunk * each // of
         rest = cgutils.alloca_once(b, I8, I64(size))
         with self.each() as (i, _):
-            places = [b.fdiv(x, divisor) for x in self.load(i)]
-            numbers = self.numbers_of([v.size_of(x) for x in places])
-            below = [b.fcmp_ordered("<", x, v.splat(0.0)) for x in places]
-            below = v.joined([b.sext(x, v.int_type) for x in below])
-            codes = b.or_(numbers, b.and_(below, _same(self.sign, below)))
+            xs = self.load(i)
+            numbers = self.numbers_of(v.packed(*self.whole_parts(self.sizes(xs, divided))))
+            below = [b.fcmp_ordered("<", b.fmul(x, lift), above) for x in xs]
+            below = [b.select(x, v.splat_int(self.sign), v.splat_int(0)) for x in below]
+            signs = v.packed(v.packed(*below[:2]), v.packed(*below[2:]))
+            codes = b.bitcast(b.or_(numbers, signs), v.int_type)
+            order = [4 * piece + j for j in range(4) for piece in range(v.lanes // 4)]
+            codes = b.bitcast(v.shuffle(codes, codes, order), numbers.type)
             inside = b.icmp_signed("<", i, self.whole)
-            base = b.select(inside, b.gep(self.words, [b.mul(i, I64(size))]), rest)
+            base = b.select(inside, b.gep(words, [b.mul(i, I64(size))]), rest)
             at = 0
-            for part in self.packed(codes):
+            for part in self.packed_codes(codes):
                 part = b.select(usable, part, _same(0, part))
                 place = b.bitcast(b.gep(base, [I64(at)]), part.type.as_pointer())
                 b.store(part, place, align=1)
                 at += part.type.count
         with b.if_then(b.icmp_signed(">", self.left, I64(0))):
             left = b.sdiv(b.mul(self.left, I64(each)), I64(of))
-            start = b.gep(self.words, [b.mul(self.whole, I64(size))])
+            start = b.gep(words, [b.mul(self.whole, I64(size))])
             cgutils.raw_memcpy(b, start, rest, left, I64(1))
 
-    def packed(self, codes):
+    def packed_codes(self, codes):
         """Codes as they lie in memory: vectors of bytes."""
         b, v = self.b, self.v
         if self.kind == "code4":

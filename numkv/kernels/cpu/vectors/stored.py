@@ -80,7 +80,9 @@ def levels_of(builder, kind, packed, without_sign=False):
     table = [x + 128 if without_sign else x for x in _TABLES[kind]]
     if kind == "code6":
         count = packed.type.count
-        return _pick(builder, *2 * [_of_64(builder, _sixes(builder, packed), table)], range(count))
+        return _pick(
+            builder, *2 * [looked_up_far(builder, _sixes(builder, packed), table)], range(count)
+        )
     b, count = builder, packed.type.count
     wide = b.zext(packed, ir.VectorType(I16, count))
     # Byte 2 j gets the low nibble of byte j, byte 2 j + 1 the high one; above them is what does not matter.
@@ -97,7 +99,7 @@ def pair_of_code6(builder, word):
     for i in range(2):
         code = b.and_(b.lshr(word, I16(6 * i)), I16(63))
         codes = b.insert_element(codes, b.trunc(code, I8), I32(i))
-    return _pick(b, *2 * [_of_64(b, codes, _TABLES["code6"])], range(2))
+    return _pick(b, *2 * [looked_up_far(b, codes, _TABLES["code6"])], range(2))
 
 
 def level_words(builder, kind, packed):
@@ -151,9 +153,11 @@ def _sixes(b, packed):
     return b.bitcast(codes, packed.type)
 
 
-def _of_64(b, codes, table):
-    """Return ``table[codes]`` for codes below 64; with VBMI and 64 codes only the lower six bits matter."""
+def looked_up_far(b, codes, table):
+    """``table[codes]`` of a table of 32 or 64; with VBMI and 64 codes only the lower six bits matter."""
     count = codes.type.count
+    if _OF_64:
+        table = [*table] * (64 // len(table))
     if "vector" in _OF_64:
         if count < 64:
             codes = _pick(b, codes, codes, range(64))
@@ -168,9 +172,9 @@ def _of_64(b, codes, table):
         ]
         return _joined(b, found)
     low = b.and_(codes, ir.Constant(codes.type, [I8(15)] * count))
-    found = [looked_up(b, low, table[i : i + 16]) for i in range(0, 64, 16)]
+    found = [looked_up(b, low, table[i : i + 16]) for i in range(0, len(table), 16)]
     zero = ir.Constant(codes.type, None)
-    for shift in (3, 2):  # bit 4, and then bit 5, to where the sign is
+    for shift in (3, 2)[: len(found) // 2]:  # bit 4, and then bit 5, to where the sign is
         bit = b.shl(codes, ir.Constant(codes.type, [I8(shift)] * count))
         upper = b.icmp_signed("<", bit, zero)
         found = [b.select(upper, y, x) for x, y in zip(found[::2], found[1::2], strict=True)]

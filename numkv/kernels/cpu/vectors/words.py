@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from numkv.kernels.cpu.vectors.emit import I8, I16, I32, I64
-from numkv.kernels.cpu.vectors.features import ADD_BYTES, HAS_FOURS, LANES
+from numkv.kernels.cpu.vectors.features import ADD_BYTES, ADD_PAIRS, HAS_FMA, HAS_FOURS, LANES
 from numkv.kernels.cpu.vectors.stored import (
     LOOKED_UP,
     in_words,
@@ -159,6 +159,53 @@ class Words(Vectors):
                      for x in (start + i, count + start + i)]  # fmt: skip
             found.append(self.shuffle(a, b, lanes))
         return found
+
+    def packed(self, a, b):
+        """Integers of two vectors in half of their bits, by turns of 128 bits: `interleave` with zeros undoes it.
+
+        32 bits become words with a sign, words become bytes without one. Numbers out of range become the nearest.
+        """
+        wide, count = a.type.element.width, a.type.count
+        if self.lanes in ADD_PAIRS:  # such CPUs have these, too
+            cpu, of = {16: ("avx512", ".512"), 8: ("avx2", ""), 4: ("sse2", ".128")}[self.lanes]
+            narrow = self.word_type if wide == 32 else self.bytes_type
+            name = f"llvm.x86.{cpu}.{'packssdw' if wide == 32 else 'packuswb'}{of}"
+            signature = ir.FunctionType(narrow, [a.type] * 2)
+            function = cgutils.get_or_insert_function(self.b.module, signature, name)
+            return self.b.call(function, [a, b])
+        low, high = (
+            ir.Constant(a.type, [i] * count)
+            for i in ((-0x8000, 0x7FFF) if wide == 32 else (0, 255))
+        )
+        parts = []
+        for x in (a, b):
+            x = self.b.select(self.b.icmp_signed("<", x, low), low, x)
+            x = self.b.select(self.b.icmp_signed(">", x, high), high, x)
+            parts.append(self.b.trunc(x, ir.VectorType(ir.IntType(wide // 2), count)))
+        each = 128 // wide
+        places = [(piece, count + piece) for piece in range(0, count, each)]
+        return self.shuffle(
+            *parts, [start + i for both in places for start in both for i in range(each)]
+        )
+
+    def divider(self, divisor, inverse=None):
+        """Return a function that divides vectors by a float, to the bit far from the ends of float32's range.
+
+        Three products take a fraction of the time of a division: a quotient, its exact rest, and what the rest adds
+        (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990). A rest below
+        2**-126 would not be exact. `inverse` is the divisor's, if the caller has it.
+        """
+        by = self.splat(divisor)
+        if not HAS_FMA:
+            return lambda x: self.b.fdiv(x, by)
+        inverse = self.splat(inverse or self.b.fdiv(self.float(1.0), divisor))
+        minus = self.b.fsub(self.splat(-0.0), by)
+
+        def divided(x):
+            near = self.b.fmul(x, inverse)
+            return self.fma(self.fma(near, minus, x), inverse, near)
+
+        return divided
 
     def in_order(self, parts):
         """Four vectors, each with every fourth piece of 128 bits, as four with the pieces in order.
