@@ -191,8 +191,8 @@ class Words(Vectors):
     def divider(self, divisor, inverse=None):
         """Return a function that divides vectors by a float, to the bit far from the ends of float32's range.
 
-        Three products take a fraction of the time of a division: a quotient, its exact rest, and what the rest adds. See
-        Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990. A rest below
+        Three products take a fraction of the time of a division: a quotient, its exact rest, and what the rest adds.
+        See Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor" (1990). A rest below
         2**-126 would not be exact. `inverse` is the divisor's, if the caller has it.
         """
         by = self.splat(divisor)
