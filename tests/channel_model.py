@@ -107,30 +107,35 @@ class Sequence:
             )
         return np.stack(found)
 
+    def _weights(self, q, positions, window):
+        """Of queries that read the same rows: their numbers, weights ``(heads, n, group, tokens)`` and V of these."""
+        heads, dim, positions = self.k.shape[1], self.k.shape[2], np.asarray(positions)
+        owns = np.array([self.own(int(x)) for x in positions])
+        for own in np.unique(owns):
+            at = np.flatnonzero(owns == own)
+            k, v = self.seen(int(positions[at].max()))
+            tokens, here = np.arange(len(k)), positions[at, None]
+            hidden = (tokens > here) | ((tokens < here - window) if window >= 0 else False)
+            query = q[at].astype(float).reshape(len(at), heads, -1, dim).swapaxes(0, 1)
+            scores = query @ k.transpose(1, 2, 0)[:, None] * dim**-0.5
+            scores[np.broadcast_to(hidden[:, None], scores.shape)] = -np.inf
+            weights = np.exp(scores - scores.max(axis=3, keepdims=True))
+            yield at, weights / weights.sum(axis=3, keepdims=True), v
+
     def attended(self, q, positions, window=-1):
         """Attention of queries ``(n, q heads, dim)``."""
         out = np.zeros((*q.shape[:2], self.v.shape[2]))
-        group = q.shape[1] // self.k.shape[1]
-        for i, position in enumerate(positions):
-            k, v = self.seen(position, window)
-            for h in range(q.shape[1]):
-                g = h // group
-                out[i, h], _ = naive.attention_row(
-                    q[i, h].astype(float), k[:, g], v[:, g], q.shape[2] ** -0.5, 0.0, None
-                )
+        for at, weights, v in self._weights(q, positions, window):
+            found = weights @ v.swapaxes(0, 1)[:, None]
+            out[at] = found.swapaxes(0, 1).reshape(len(at), *out.shape[1:])
         return out
 
     def mass(self, q, window=-1):
         """Attention ``(heads, n)`` that tokens get from the queries of the last ones, in float64."""
-        n, heads, dim = self.k.shape
-        found = np.zeros((heads, n))
-        for i, position in enumerate(range(n - len(q), n)):
-            k, _ = self.seen(position, window)
-            for h in range(q.shape[1]):
-                g = h // (q.shape[1] // heads)
-                scores = k[:, g] @ q[i, h].astype(float) * dim**-0.5
-                p = np.exp(scores - scores.max())
-                found[g, position + 1 - len(k) : position + 1] += p / p.sum()
+        n = len(self)
+        found = np.zeros((self.k.shape[1], n))
+        for _, weights, _ in self._weights(q, range(n - len(q), n), window):
+            found[:, : weights.shape[3]] += weights.sum(axis=(1, 2))
         return found
 
 

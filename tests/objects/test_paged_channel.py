@@ -52,8 +52,12 @@ class Played:
         self.model[seq] = Sequence.empty(HEADS, DIM, self.kind, self.sinks)
         return seq
 
-    def step(self, seqs, lens, accepted=None, write=False, ids=None, new=None):
-        """Append to both layers, attend with every new token, and keep what is accepted."""
+    def step(self, seqs, lens, accepted=None, write=False, ids=None, new=None, sparse=None):
+        """Append to both layers, attend with every new token, and keep what is accepted.
+
+        Blocks are chosen for every token as well, which takes long; the model chooses for some of them.
+        """
+        sparse = self.sparse if sparse is None else sparse
         new = [rows(self.rng, n) for n in lens] if new is None else new
         k, v = (np.concatenate(x) for x in zip(*new, strict=True))
         q = queries(self.rng, sum(lens))
@@ -65,18 +69,20 @@ class Played:
             else:
                 step.append(layer, self.to(k), self.to(v))
             out, first = self.host(step.attention(layer, self.to(q))), 0
-            if self.sparse:
+            if sparse:
                 most = int(self.rng.integers(2, 5))
-                sparse = self.host(step.sparse_attention(layer, self.to(q), most_blocks=most))
+                by_choice = self.host(step.sparse_attention(layer, self.to(q), most_blocks=most))
             for seq, (of_k, of_v) in zip(seqs, new, strict=True):
                 longer, n = self.model[seq].extended(of_k, of_v), len(of_k)
                 places = range(len(longer) - n, len(longer))
                 wanted = longer.attended(q[first : first + n], places)
                 close(out[first : first + n], wanted, self.limit)
-                if self.sparse:
-                    size, part = self.cache.block_size, slice(first, first + n)
-                    wanted = longer.attended_sparsely(q[part], places, size, most)
-                    close(sparse[part], wanted, self.limit)
+                if sparse:
+                    some = np.unique(np.linspace(0, n - 1, 12).astype(int))
+                    wanted = longer.attended_sparsely(
+                        q[first + some], some + places[0], self.cache.block_size, most
+                    )
+                    close(by_choice[first + some], wanted, self.limit)
                 first += n
         if accepted is None:
             self.cache.commit(step, token_ids=ids)
@@ -209,7 +215,7 @@ def test_sparse_reading(play, kind, block_size, first):
     kept = numkv.FullPrecision(num_sink_tokens=first) if first else None
     p = play(kind, num_blocks=96, block_size=block_size, full_precision=kept, key_bounds=True)
     a, b = p.add(), p.add()
-    p.step([a, b], [600, 62])
+    p.step([a, b], [600, 62], sparse=False)
     p.step([a, b], [1, 1])
     p.step([b, a], [64, 3], accepted=[3, 2])
     if block_size == 64:
@@ -286,7 +292,8 @@ def test_prefixes(play, kind):
     p.look()
     p.cache.remove(a)
     del p.model[a]
-    p.step([p.add()], [p.cache.num_free // 3 * 64])  # evicts what nobody has, rows in full as well
+    # Evicts what no sequence has, rows in full as well.
+    p.step([p.add()], [p.cache.num_free // 3 * 64], sparse=False)
     c = p.cache.add(other)
     assert p.cache.cached_len(c) == 128
     p.model[c] = Sequence(p.model[b].k[:128], p.model[b].v[:128], kind)
@@ -380,7 +387,7 @@ def test_a_lookup_brings_prefixes_by_channel(play, tmp_path):
     p = play("int4_channel", num_blocks=16, store=stored_in(tmp_path), key_bounds=True)
     seq, wanted, _ = played_prompt(p, ids, k, v, 200)
     p.cache.remove(seq)
-    p.step([p.add()], [p.cache.num_free // 3 * 64])
+    p.step([p.add()], [p.cache.num_free // 3 * 64], sparse=False)
     p.cache.remove(p.model.popitem()[0])
     lookup = p.cache.lookup(ids)
     assert lookup.future.result() == 192

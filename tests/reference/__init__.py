@@ -10,9 +10,10 @@ Arithmetic is float64, rounded once; what is stored of rows that are only conver
 
 import contextlib
 import os
+from importlib import import_module
 
 from numkv.kernels.operations import load, operations_in
-from reference import attention, choice, codes, writes
+from reference import attention, choice, codes, rows, writes
 
 #: Whose memory NumPy sees: on a GPU operations stay what they are.
 TARGETS = ("cpu", "cuda") if os.environ.get("NUMBA_ENABLE_CUDASIM") == "1" else ("cpu",)
@@ -50,10 +51,12 @@ def stand_in(wanted=True) -> None:
         return
     found = operations()
     for name in TARGETS:
-        ops = vars(load(name))
+        ops, convert = vars(load(name)), vars(import_module(f"numkv.kernels.{name}.convert"))
         if wanted:
-            _own[name] = dict(ops)
-        ops.update(found if wanted else _own.pop(name))
+            _own[name] = dict(ops), {"dequantise": convert["dequantise"]}
+        of_ops, of_convert = (found, {"dequantise": rows.dequantise}) if wanted else _own.pop(name)
+        ops.update(of_ops)
+        convert.update(of_convert)
     for cache in _kept():
         cache.cache_clear()
 

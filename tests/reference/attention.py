@@ -68,28 +68,34 @@ class Sight:
         )
 
     def of(self, b):
-        """The queries of a sequence: number, position, tokens that it sees, and their positions."""
+        """A sequence's queries, tokens that any of them may see, who sees which, and how far these are from it."""
         first, last = int(self.starts[b]), int(self.starts[b + 1])
-        for i in range(first, min(last, self.tokens)):
-            length = int(self.lens[b])
-            position = length - (last - first) + i - first
-            if not len(self.ranges):
-                begin = max(0, position - self.window_left) if self.window_left >= 0 else 0
-                seen = np.arange(begin, max(begin, min(position + 1, length)))
-                yield i, position, seen, seen
-                continue
-            row = self.ranges[i].astype(np.int64)
-            begin, end = max(int(row[0]), 0), min(int(row[1]), length)
-            seen = where = np.arange(begin, max(begin, end))
-            if len(row) > 2:
-                plain, position = int(row[2]), int(row[3])
-                bits = np.unpackbits(row[4:].astype(np.uint32).view(np.uint8), bitorder="little")
-                j = seen - plain
-                seen = seen[(j < 0) | (np.append(bits, 0)[np.clip(j, 0, len(bits))] != 0)]
-                below = np.concatenate([[0], np.cumsum(bits)])
-                j = seen - plain
-                where = np.where(j <= 0, seen, plain + below[np.clip(j, 0, len(bits))])
-            yield i, position, seen, where
+        queries = np.arange(first, min(last, self.tokens))
+        length = int(self.lens[b])
+        position = length - last + queries
+        begin = np.zeros(len(queries), np.int64)
+        if len(self.ranges):
+            rows = self.ranges[queries].astype(np.int64)
+            begin, end = np.maximum(rows[:, 0], 0), np.minimum(rows[:, 1], length)
+        else:
+            end = np.minimum(position + 1, length)
+            if self.window_left >= 0:
+                begin = np.maximum(0, position - self.window_left)
+        some = begin < end
+        tokens = np.arange(begin[some].min(initial=length), end[some].max(initial=0))
+        seen = (tokens >= begin[:, None]) & (tokens < end[:, None])
+        where = tokens[None]
+        if len(self.ranges) and rows.shape[1] > 2:
+            plain, position = rows[:, 2:3], rows[:, 3]
+            words = np.ascontiguousarray(rows[:, 4:].astype(np.uint32))
+            bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").astype(np.int64)
+            column = np.zeros((len(bits), 1), np.int64)
+            j = tokens - plain
+            at = np.clip(j, 0, bits.shape[1])
+            seen &= (j < 0) | (np.take_along_axis(np.append(bits, column, 1), at, 1) != 0)
+            below = np.append(column, np.cumsum(bits, axis=1), 1)
+            where = np.where(j <= 0, tokens, plain + np.take_along_axis(below, at, 1))
+        return queries, tokens, seen, np.abs(position[:, None] - where)
 
 
 def slots_in(pool, table, tokens, by_slot):
@@ -108,18 +114,37 @@ def gathered(pool, kind, scale, slots):
     return values(pool[at], kind, scale[at] if kind in CODES else scale).swapaxes(0, 1)
 
 
-def softmax(scores, values_, sink):
-    """Rows ``(heads, group, n)`` over ``(heads, n, dim)``: results and logs of sums; `sink` is ``(heads, group)``."""
-    if not scores.shape[2]:
-        return np.zeros((*scores.shape[:2], values_.shape[2])), sink
-    top = np.maximum(scores.max(axis=2), sink)
-    weights = np.exp(scores - top[..., None])
-    total = weights.sum(axis=2) + np.where(sink == top, 1, np.exp(sink - top))
-    return weights @ values_ / total[..., None], top + np.log(total)
+def softmax(scores, seen, values_, sink):
+    """Rows ``(heads, n, group, tokens)`` over ``(heads, tokens, dim)`` where seen: results and logs of sums.
+
+    `sink` is ``(heads, 1, group)``.
+    """
+    scores = np.where(seen[:, None], scores, -np.inf)
+    top = np.maximum(scores.max(axis=3, initial=-np.inf), sink)
+    weights = np.where(seen[:, None], np.exp(scores - top[..., None]), 0)
+    total = weights.sum(axis=3) + np.where(sink == top, 1, np.exp(sink - top))
+    nothing = ~seen.any(axis=1)[:, None]
+    result = weights @ values_[:, None] / total[..., None]
+    return np.where(nothing[..., None], 0, result), np.where(nothing, sink, top + np.log(total))
 
 
-def capped(scores, cap):
+def scores_of(q, keys, sm_scale, cap):
+    """Scores ``(heads, n, group, tokens)`` of queries ``(n, q heads, dim)`` and keys ``(heads, tokens, dim)``."""
+    (n, q_heads, dim), (heads, tokens, _) = q.shape, keys.shape
+    group = q_heads // heads
+    query = q.reshape(n, heads, group, dim).swapaxes(0, 1).reshape(heads, n * group, dim)
+    scores = (query @ keys.swapaxes(1, 2) * sm_scale).reshape(heads, n, group, tokens)
     return cap * np.tanh(scores / cap) if cap > 0 else scores
+
+
+#: Scores that are computed at once.
+BATCH = 2**18
+
+
+def batches(count, scores):
+    """Slices of so many queries, each of which has so many scores."""
+    size = max(1, BATCH // max(1, scores))
+    return [slice(n, n + size) for n in range(0, count, size)]
 
 
 @operation(Operations.attend)
@@ -127,40 +152,33 @@ def attend(
     q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, block_table, seq_lens, q_starts, ranges, by_slot,
     sm_scale, logits_soft_cap, window_left, sinks, out, lse,
 ):  # fmt: skip
-    rows, heads, q_heads = floats(q, q_kind), k.shape[1], q.shape[1]
-    by_head = (heads, q_heads // heads)
+    rows, heads = floats(q, q_kind), k.shape[1]
+    by_head = (heads, 1, q.shape[1] // heads)
     sink = np.full(by_head, -np.inf)
     if len(sinks):
-        sink = sinks[:q_heads].astype(np.float64).reshape(by_head)
+        sink = sinks[: q.shape[1]].astype(np.float64).reshape(by_head)
         sink = np.where(np.isnan(sink), -np.inf, sink)
-    slopes = (
-        sinks[q_heads:].astype(np.float64).reshape(*by_head, 1) if len(sinks) > q_heads else None
-    )
+    slopes = sinks[q.shape[1] :].astype(np.float64).reshape(-1)
     capacity = block_table.shape[1] * (1 if by_slot else k.shape[2])
     sight = Sight(len(q), ranges, seq_lens, q_starts, window_left, capacity)
     for b in range(len(q_starts) - 1):
-        queries = list(sight.of(b))
-        tokens = np.unique(
-            np.concatenate([np.empty(0, np.int64), *(seen for _, _, seen, _ in queries)])
-        )
+        queries, tokens, seen, distance = sight.of(b)
         slots = slots_in(k, block_table[b], tokens, by_slot)
         there = (slots >= 0) & (slots < k.shape[0] * k.shape[2])  # of others CUDA knows no better
-        tokens, slots = tokens[there], slots[there]
+        seen, slots = seen[:, there], slots[there]
+        distance = np.broadcast_to(distance, (len(queries), len(tokens)))[:, there]
         keys, rows_v = gathered(k, k_kind, k_scale, slots), gathered(v, v_kind, v_scale, slots)
-        for i, position, seen, where in queries:
-            if not there.all():
-                seen, where = seen[np.isin(seen, tokens)], where[np.isin(seen, tokens)]
-            at = np.searchsorted(tokens, seen)
-            at = slice(at[0], at[-1] + 1) if len(at) and at[-1] - at[0] == len(at) - 1 else at
-            query = rows[i].reshape(*by_head, -1)
-            scores = capped(query @ keys[:, at].swapaxes(1, 2) * sm_scale, logits_soft_cap)
-            if slopes is not None:
-                scores = scores - slopes * np.abs(position - where)
-            result, log = softmax(scores, rows_v[:, at], sink)
-            result = stored(result.reshape(1, q_heads, -1), q_kind, None, out.dtype, None)[0]
-            out[i] = result[0]
+        finite = np.isfinite(rows_v).all()  # else a value that a query does not see would be in its sum
+        for some in batches(len(queries), len(slots) * q.shape[1] if finite else BATCH):
+            at = slice(None) if finite else np.flatnonzero(seen[some.start])
+            scores = scores_of(rows[queries[some]], keys[:, at], sm_scale, logits_soft_cap)
+            if len(slopes):
+                scores = scores - slopes.reshape(*by_head, 1) * distance[some, None][..., at]
+            result, log = softmax(scores, seen[some][:, at], rows_v[:, at], sink)
+            result = result.swapaxes(0, 1).reshape(len(queries[some]), *out.shape[1:])
+            out[queries[some]] = stored(result, q_kind, None, out.dtype, None)[0]
             if lse.size:
-                lse[i] = log.ravel()
+                lse[queries[some]] = log.swapaxes(0, 1).reshape(len(queries[some]), q.shape[1])
 
 
 @operation(Operations.attention_weights)
@@ -169,20 +187,20 @@ def attention_weights(
     logits_soft_cap, window_left, weights,
 ):  # fmt: skip
     rows, heads = floats(q, q_kind), k.shape[1]
-    group, columns = q.shape[1] // heads, weights.shape[2]
     capacity = block_table.shape[1] * (1 if by_slot else k.shape[2])
     sight = Sight(len(q), ranges, seq_lens, q_starts, window_left, capacity)
     if len(ranges):
         sight.lens = seq_lens
     total = np.zeros(weights.shape)
     for b in range(len(q_starts) - 1):
-        for i, _, seen, _ in sight.of(b):
-            seen = seen[seen < columns]
-            keys = gathered(k, k_kind, k_scale, slots_in(k, block_table[b], seen, by_slot))
-            query = rows[i].reshape(heads, group, -1)
-            scores = capped(query @ keys.swapaxes(1, 2) * sm_scale, logits_soft_cap)
-            of_row = lse[i].astype(np.float64).reshape(heads, group, 1)
-            total[b][:, seen] += np.exp(scores - of_row).sum(axis=1)
+        queries, tokens, seen, _ = sight.of(b)
+        seen, tokens = seen[:, tokens < weights.shape[2]], tokens[tokens < weights.shape[2]]
+        keys = gathered(k, k_kind, k_scale, slots_in(k, block_table[b], tokens, by_slot))
+        for some in batches(len(queries), len(tokens) * q.shape[1]):
+            scores = scores_of(rows[queries[some]], keys, sm_scale, logits_soft_cap)
+            of_row = lse[queries[some]].astype(np.float64).reshape(-1, heads, scores.shape[2])
+            found = np.exp(scores - of_row.swapaxes(0, 1)[..., None])
+            total[b][:, tokens] += np.where(seen[some, None], found, 0).sum(axis=(1, 2))
     weights[...] = total
 
 

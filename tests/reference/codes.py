@@ -91,10 +91,10 @@ def attend_codes(q, q_kind, book, stored, options, out, lse):
             continue
         scores = code_scores(rows[some], book, stored, tokens, options)
         v = decoded(stored.v_codes[:, tokens], stored.v_scales[:, tokens], book.v_levels, book.back)
-        by_head = scores.reshape(count, heads, -1, len(tokens))
-        for i, row in enumerate(by_head):
-            seen = row[0, 0] != -np.inf
-            result, log = softmax(row[..., seen], v[:, seen], np.full(row.shape[:2], -np.inf))
-            out[some][i] = result.reshape(-1, v.shape[2])
-            if lse.size:
-                lse[some][i] = log.ravel()
+        seen = scores[:, 0] != -np.inf
+        by_head = scores.reshape(count, heads, -1, len(tokens)).swapaxes(0, 1)
+        none = np.full((heads, 1, by_head.shape[2]), -np.inf)
+        result, log = softmax(by_head, seen, v, none)
+        out[some] = result.swapaxes(0, 1).reshape(count, -1, v.shape[2])
+        if lse.size:
+            lse[some] = log.swapaxes(0, 1).reshape(count, -1)

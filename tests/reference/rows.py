@@ -61,6 +61,15 @@ def values(words, kind, scale):
     return found * scale.astype(np.float64)[:, None] if kind in FP8 else found
 
 
+def dequantise(codes, kind, scale, out):
+    """Stand in for `numkv.kernels.cpu.convert.dequantise` and CUDA's."""
+    codes, scale, out = _on_host((codes, scale, out))
+    if kind in FP8:
+        out[...] = floats(codes, kind) * scale.astype(np.float64)[..., None]
+    else:
+        out[...] = values(codes.swapaxes(0, 1), kind, scale.swapaxes(0, 1)).swapaxes(0, 1)
+
+
 def stored(x, kind, scale, words, scales):
     """Rows ``(n, heads, dim)`` as words of a kind, and the scales that they bring along, or None."""
     if kind in CODES:
