@@ -36,7 +36,7 @@ LIKE_OTHERS = {
 #: Kinds that slow tests compile, not those of every run: conversions of their own, which `tests/rows` looks at by
 #: day, and otherwise like others.
 LEFT_TO_CI = {
-    "fp64": ("kernels",), "code6": ("kernels",),
+    "fp64": ("kernels",), "code6": ("kernels",), "int4_channel": ("kernels/test_channel",),
     "bf16": ("kernels/test_append", "kernels/test_choice", "kernels/test_hadamard"),
     "int8": ("kernels/test_choice",),
     "fp16": (
