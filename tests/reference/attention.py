@@ -168,7 +168,8 @@ def attend(
         seen, slots = seen[:, there], slots[there]
         distance = np.broadcast_to(distance, (len(queries), len(tokens)))[:, there]
         keys, rows_v = gathered(k, k_kind, k_scale, slots), gathered(v, v_kind, v_scale, slots)
-        finite = np.isfinite(rows_v).all()  # else a value that a query does not see would be in its sum
+        # Else a value that a query does not see would be in its sum.
+        finite = np.isfinite(rows_v).all()
         for some in batches(len(queries), len(slots) * q.shape[1] if finite else BATCH):
             at = slice(None) if finite else np.flatnonzero(seen[some.start])
             scores = scores_of(rows[queries[some]], keys[:, at], sm_scale, logits_soft_cap)
