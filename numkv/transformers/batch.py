@@ -174,7 +174,7 @@ class ContinuousBatch:
         self._positions = getattr(config, "max_position_embeddings", None)
         self._access, self._submitting = Access(), threading.Lock()
         self._driver = 0  # the thread of the pass under way
-        # Passes under way of event loops, which their tasks share.
+        # The last pass of each event loop, which its tasks share while it is under way.
         self._in_loops: dict[object, asyncio.Future[list[BatchEvent]]] = {}
         self._new: list[BatchRequest] = []
         self._waiting: list[BatchRequest] = []
@@ -342,10 +342,9 @@ class ContinuousBatch:
     async def _advance_in_loop(self) -> list[BatchEvent]:
         """Run one pass in a thread, or await that of another task; it goes on where a task is cancelled."""
         loop = asyncio.get_running_loop()
-        if loop not in self._in_loops:
-            self._in_loops[loop] = made = loop.run_in_executor(None, self._advance)
-            made.add_done_callback(lambda _: self._in_loops.pop(loop))
-        return await asyncio.shield(self._in_loops[loop])
+        if (last := self._in_loops.get(loop)) is None or last.done():
+            self._in_loops[loop] = last = loop.run_in_executor(None, self._advance)
+        return await asyncio.shield(last)
 
     def run(self) -> None:
         """Run until every request has ended, those that are submitted meanwhile included."""
@@ -386,10 +385,11 @@ class ContinuousBatch:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        while under_way := self._in_loops.get(asyncio.get_running_loop()):
+        loop = asyncio.get_running_loop()
+        while (last := self._in_loops.get(loop)) is not None and not last.done():
             for request in self._unfinished():
                 request.cancel()
-            await asyncio.wait([under_way])
+            await asyncio.wait([last])
         self.close()
 
     def _refuse_closed(self, name: str) -> None:
