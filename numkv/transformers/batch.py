@@ -343,6 +343,8 @@ class ContinuousBatch:
         """Run one pass in a thread, or await that of another task; it goes on where a task is cancelled."""
         loop = asyncio.get_running_loop()
         if (last := self._in_loops.get(loop)) is None or last.done():
+            for ended in [x for x, done in self._in_loops.items() if done.done()]:
+                self._in_loops.pop(ended, None)  # else it would keep its loop
             self._in_loops[loop] = last = loop.run_in_executor(None, self._advance)
         return await asyncio.shield(last)
 
