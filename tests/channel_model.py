@@ -118,9 +118,13 @@ class Sequence:
             hidden = (tokens > here) | ((tokens < here - window) if window >= 0 else False)
             query = q[at].astype(float).reshape(len(at), heads, -1, dim).swapaxes(0, 1)
             scores = query @ k.transpose(1, 2, 0)[:, None] * dim**-0.5
-            scores[np.broadcast_to(hidden[:, None], scores.shape)] = -np.inf
-            weights = np.exp(scores - scores.max(axis=3, keepdims=True))
-            yield at, weights / weights.sum(axis=3, keepdims=True), v
+            np.copyto(scores, -np.inf, where=hidden[:, None])
+            scores -= scores.max(axis=3, keepdims=True)
+            np.copyto(scores, 0, where=hidden[:, None])  # NumPy takes thrice as long for -inf
+            weights = np.exp(scores, out=scores)
+            np.copyto(weights, 0, where=hidden[:, None])
+            weights /= weights.sum(axis=3, keepdims=True)
+            yield at, weights, v
 
     def attended(self, q, positions, window=-1):
         """Attention of queries ``(n, q heads, dim)``."""

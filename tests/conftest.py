@@ -170,10 +170,13 @@ ABOVE_KERNELS = (
 def is_on_reference(node) -> bool:
     """Whether a test, or a file of tests while it is imported, runs on the reference in place of kernels."""
     option = node.config.option
-    by_day = not option.nightly and not {node.path.parent.name, node.path.stem}.isdisjoint(
-        ABOVE_KERNELS
-    )
+    by_day = not option.nightly and is_above_kernels(node)
     return option.reference or (by_day and node.get_closest_marker("kernels") is None)
+
+
+def is_above_kernels(node) -> bool:
+    """Whether a test is of what lies above kernels."""
+    return not {node.path.parent.name, node.path.stem}.isdisjoint(ABOVE_KERNELS)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -204,17 +207,19 @@ def place_of(item) -> str:
 
 
 def is_nightly(item) -> bool:
-    """Whether a test is for nightly runs only: it is marked so, and not for the simulator, which compiles nothing.
+    """Whether a test is for nightly runs only: it is marked so, or asks for a kind that another one stands for.
 
-    Or it asks of the CPU for a kind that another one stands for.
+    Tests of kernels in the simulator are for all runs, as it compiles nothing.
     """
     from kinds import is_like_others
 
     params = item.callspec.params if hasattr(item, "callspec") else {}
     target = params.get("target")
-    if target == "cpu" and is_like_others(place_of(item), params.values()):
+    if target == "cuda" and SIMULATED and not is_above_kernels(item):
+        return False
+    if target is not None and is_like_others(place_of(item), params.values()):
         return True
-    return item.get_closest_marker("nightly") is not None and (target != "cuda" or not SIMULATED)
+    return item.get_closest_marker("nightly") is not None
 
 
 def is_slow(item) -> bool:

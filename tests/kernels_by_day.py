@@ -10,7 +10,10 @@ _SAME = ("fp32", "fp16", "bf16", "fp8_e4m3", "int8", "int4", "code4")
 _ATTENTION = {
     *(f"K {kind}, V {kind}, computing in float32" for kind in _SAME),
     *(f"K {k}, V {v}, computing in float32" for k, v in APART),
-    *(f"K {kind}, V int8, computing in float32" for kind in ("int8_channel", "int4_channel_fine")),
+    *(
+        f"K {kind}, V int8, computing in float32"
+        for kind in ("int8_channel", "int4_channel_fine", "int4_channel")
+    ),
     "K bf16, V bf16, computing in pairs of bf16",
     "K fp64, V fp64, computing in float64",
 }

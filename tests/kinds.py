@@ -21,7 +21,8 @@ IN_FLOAT64 = ["fp64"]
 CONVERSIONS = [("fp32", "fp64"), ("fp32", "fp16"), ("fp64", "fp32"), ("bf16", "fp32")]
 #: Kinds that differ from another one in how an element is converted, which `tests/rows` looks at in every run: where a
 #: test asks for one of them on the CPU, in these folders and files, it is for nightly runs. So fp8_e4m3 stands for both
-#: kinds of 8 bits, and in objects, which know no kinds, fp32 for fp64. Of operations whose code for one float kind is
+#: kinds of 8 bits, and in objects, which know no kinds, fp32 for fp64, and int4_channel_fine, which has more words, for
+#: int4_channel; there on both targets. Of operations whose code for one float kind is
 #: that for another with another conversion, one kind of 16 bits and one of the others stand for all.
 LIKE_OTHERS = {
     "fp8_e5m2": ("kernels", "objects"),
@@ -32,6 +33,7 @@ LIKE_OTHERS = {
     "fp16": ("kernels/test_append_paged", "kernels/test_shift"),
     "bf16": ("kernels/test_compress", "kernels/test_mass", "test_device"),
     "int8": ("test_device",),
+    "int4_channel": ("objects",),
 }  # fmt: skip
 #: Kinds that slow tests compile, not those of every run: conversions of their own, which `tests/rows` looks at by
 #: day, and otherwise like others.

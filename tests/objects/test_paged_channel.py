@@ -139,7 +139,7 @@ def test_steps(play, kind, block_size):
 def test_steps_on_kernels(play, kind):
     p = play(kind)
     a, b = p.add(), p.add()
-    p.step([a, b], [70, 63], write=True)
+    p.step([a, b], [66, 3], write=True)
     p.step([a, b], [1, 2])
     p.look()
 
@@ -233,7 +233,7 @@ def test_sparse_reading_on_kernels(target, to, host, rng, kind):
     """Where a sequence has no more blocks than are read: what attention gives."""
     p = Played(make(kind, target, key_bounds=True), rng, to, host, kind)
     a, b = p.add(), p.add()
-    for lens in ([330, 70], [1, 1]):
+    for lens in ([260, 70], [1, 1]):
         new = [rows(rng, n) for n in lens]
         step = p.cache.reserve([a, b], lens)
         for layer in range(2):

@@ -115,16 +115,24 @@ def gathered(pool, kind, scale, slots):
 
 
 def softmax(scores, seen, values_, sink):
-    """Rows ``(heads, n, group, tokens)`` over ``(heads, tokens, dim)`` where seen: results and logs of sums.
+    """Rows ``(heads, n, group, tokens)``, which change, over ``(heads, tokens, dim)``: results and logs of sums.
 
     `sink` is ``(heads, 1, group)``.
     """
-    scores = np.where(seen[:, None], scores, -np.inf)
+    hidden, nothing = ~seen[:, None], ~seen.any(axis=1)[:, None]
+    np.copyto(scores, -np.inf, where=hidden)
     top = np.maximum(scores.max(axis=3, initial=-np.inf), sink)
-    weights = np.where(seen[:, None], np.exp(scores - top[..., None]), 0)
+    scores -= top[..., None]
+    np.copyto(scores, 0, where=hidden)  # NumPy takes thrice as long for what is not finite
+    weights = np.exp(scores, out=scores)
+    np.copyto(weights, 0, where=hidden)
     total = weights.sum(axis=3) + np.where(sink == top, 1, np.exp(sink - top))
-    nothing = ~seen.any(axis=1)[:, None]
-    result = weights @ values_[:, None] / total[..., None]
+    if np.isfinite(values_).all():
+        result = weights @ values_[:, None]
+    else:  # nothing times what is hidden would be NaN
+        rows = [weights[:, i][..., row] @ values_[:, row] for i, row in enumerate(seen)]
+        result = np.stack(rows, axis=1)
+    result /= total[..., None]
     return np.where(nothing[..., None], 0, result), np.where(nothing, sink, top + np.log(total))
 
 
@@ -168,14 +176,11 @@ def attend(
         seen, slots = seen[:, there], slots[there]
         distance = np.broadcast_to(distance, (len(queries), len(tokens)))[:, there]
         keys, rows_v = gathered(k, k_kind, k_scale, slots), gathered(v, v_kind, v_scale, slots)
-        # Else a value that a query does not see would be in its sum.
-        finite = np.isfinite(rows_v).all()
-        for some in batches(len(queries), len(slots) * q.shape[1] if finite else BATCH):
-            at = slice(None) if finite else np.flatnonzero(seen[some.start])
-            scores = scores_of(rows[queries[some]], keys[:, at], sm_scale, logits_soft_cap)
+        for some in batches(len(queries), len(slots) * q.shape[1]):
+            scores = scores_of(rows[queries[some]], keys, sm_scale, logits_soft_cap)
             if len(slopes):
-                scores = scores - slopes.reshape(*by_head, 1) * distance[some, None][..., at]
-            result, log = softmax(scores, seen[some][:, at], rows_v[:, at], sink)
+                scores = scores - slopes.reshape(*by_head, 1) * distance[some, None]
+            result, log = softmax(scores, seen[some], rows_v, sink)
             result = result.swapaxes(0, 1).reshape(len(queries[some]), *out.shape[1:])
             out[queries[some]] = stored(result, q_kind, None, out.dtype, None)[0]
             if lse.size:
