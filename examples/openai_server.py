@@ -14,13 +14,14 @@ from types import SimpleNamespace
 from typing import Annotated
 
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from jinja2 import TemplateError
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
 from tokenizers.decoders import DecodeStream
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -110,8 +111,7 @@ async def refuse(http, error):
     return JSONResponse({"error": {"message": getattr(error, "detail", message)}}, status)
 
 
-def make(folder=BUNDLED_MODEL, **options):
-    """The application; the options are those of `ContinuousBatch`."""
+def make(folder=BUNDLED_MODEL, **options):  # those of `ContinuousBatch`
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     tokenizer, name = tokenizer_of(folder), Path(folder).name
     positions = model.config.get_text_config().max_position_embeddings

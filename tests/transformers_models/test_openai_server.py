@@ -151,6 +151,16 @@ def test_wrong_bodies(server, status, body):
     nothing_runs(server)
 
 
+def test_what_the_framework_refuses(server):
+    headers = {"content-type": "application/json"}
+    body = b'{"prompt": "\xff"}'
+    for answer, status in (
+        (httpx.post(server[1] + "/v1/completions", content=body, headers=headers), 400),
+        (httpx.get(server[1] + "/nothing"), 404),
+    ):
+        assert (answer.status_code, len(answer.json()["error"]["message"]) > 5) == (status, True)
+
+
 def test_bodies_that_are_too_large(server):
     """Said at once or in chunks, which have no length."""
     body = b'{"prompt": "' + b"a" * (1 << 20) + b'"}'
