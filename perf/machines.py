@@ -32,7 +32,7 @@ KINDS = ("fp32", "fp16", "bf16", "int8", "int4")
 
 
 def variables_of(cpu):
-    """What has Numba compile for a CPU; features are none but the name's own."""
+    """What has Numba compile for a CPU, with none but the name's own features; or this CPU's but AMX."""
     if cpu == WITHOUT_AMX:
         features = re.sub(r"\+amx", "-amx", llvmlite.binding.get_host_cpu_features().flatten())
         return {"NUMBA_CPU_NAME": "host", "NUMBA_CPU_FEATURES": features}

@@ -1,8 +1,9 @@
 """Intel's matrix unit (AMX): many query rows over K and V in bf16 or INT8.
 
 Scores, softmax and sums are each done for all query rows of an item before the next begins. Output rows are stored as
-columns until the item ends. Queries and weights are split into parts, which together are exact or good to 16 bits. So
-results meet the same bounds as those of vector code.
+columns until the item ends. Queries and weights are split into parts, which together are exact or good to 16 bits. If
+queries, K and V are bf16, weights have one part of 8 bits, as in vector code for pairs of bf16. So results meet the
+same bounds as those of vector code.
 
 Vector code does the rest: items of few query rows, and tiles with NaN or infinity in which query rows see different
 tokens.
@@ -73,7 +74,7 @@ def _query_floats(sizes):
 _ROWS, _COLUMNS = np.int64(0), np.int64(1)
 
 
-def make_amx_load(K_KIND, V_KIND, WEIGHT_PARTS):
+def make_amx_load(K_KIND):
     """The step `LOAD`, which sets the unit up."""
     load_queries = _make_load_queries(K_KIND)
 

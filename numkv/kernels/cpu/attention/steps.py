@@ -152,9 +152,13 @@ class Steps:
         """Return the kernel of a step, compiled at the first call."""
         k_kind, v_kind, compute = self._kinds
         of_both = f"K {k_kind}, V {v_kind}, computing in {compute}"
-        if self._with_amx and step in _OF_AMX:
+        if self._with_amx and step == state.LOAD:
+            return _compiled(
+                make_amx_load, step, f"queries for a matrix unit, K {k_kind}", (k_kind,)
+            )
+        if self._with_amx and step in (state.ATTEND, state.ATTEND_MANY):
             label = f"attention on a matrix unit, {of_both}"
-            return _compiled(_OF_AMX[step], step, label, (k_kind, v_kind, self._weight_parts))
+            return _compiled(make_amx_attend, step, label, (k_kind, v_kind, self._weight_parts))
         if step in _ROWS:
             rows = _ROWS[step]
             label = f"attention of {rows} query rows, {of_both}"
@@ -188,9 +192,6 @@ class Steps:
 
 
 _ROWS = {state.OF_1: 1, state.OF_2: 2, state.OF_4: 4, state.OF_8: 8}
-_OF_AMX: dict[int, Callable[..., Any]] = {
-    state.LOAD: make_amx_load, state.ATTEND: make_amx_attend, state.ATTEND_MANY: make_amx_attend,
-}  # fmt: skip
 
 
 def _compiled(maker: Callable[..., Any], step: int, label: str, args: Any) -> Any:
