@@ -334,7 +334,7 @@ class ContinuousBatch:
                 if type(error) is not NumkvError or not self._access.writer:
                     raise
         elif self._driver == threading.get_ident():
-            raise busy(self, "advance")  # it would wait for itself
+            raise busy(self, "step")  # it would wait for itself
         else:
             time.sleep(_LOOK)
         return []
