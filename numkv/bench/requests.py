@@ -1,5 +1,7 @@
 """Many requests to one model: `ContinuousBatch` beside `generate`, one after another and padded, and `generate_batch`.
 
+A single request is also made by `numkv.transformers.use`.
+
 Requests come all at once. Each has a part of its own, whose length is log-uniform, perhaps behind a beginning that all
 have in common, and makes so many tokens. Random weights name no end, so each makes all of them.
 """
@@ -8,9 +10,10 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -22,21 +25,20 @@ from numkv.bench.contestants import Kinds
 from numkv.bench.models import build, head_dim, num_kv_heads
 from numkv.errors import NumkvError
 from numkv.numbers import memory_of_machine
-from numkv.transformers import ContinuousBatch
+from numkv.transformers import ContinuousBatch, restore, use
 
-BATCH, ALONE, PADDED, OWN = (
-    "numkv, ContinuousBatch", "generate, one after another", "generate, padded batch", "generate_batch",
-)  # fmt: skip
+BATCH, USE = "numkv {}, ContinuousBatch", "numkv {}, use"
+ALONE, PADDED, OWN = "generate, one after another", "generate, padded batch", "generate_batch"
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked of a model.
+    """A workload of requests.
 
     Attributes
     ----------
     requests, shared, longest, new : int
-        How many, tokens that all begin with, tokens of an own part at most, tokens that each makes.
+        Number of requests, tokens of the common prefix, most tokens of an own part, new tokens of each.
     """
 
     requests: int
@@ -59,7 +61,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Served:
-    """How a load went.
+    """What a method took for a workload.
 
     Attributes
     ----------
@@ -85,54 +87,75 @@ class Served:
 
 
 class LeftOut(Exception):
-    """A way that is not measured; says why."""
+    """A method is not measured, for this reason."""
 
 
 class _Late(Exception):
-    """Time is up."""
+    """The time is over."""
 
 
 def serve(
-    model: Any, load: Load, kinds: Kinds, seed: int, seconds: float, say: Callable[[str], None]
+    model: Any,
+    load: Load,
+    kinds: Sequence[Kinds],
+    seed: int,
+    seconds: float,
+    say: Callable[[str], None],
 ) -> Iterator[tuple[str, Served | LeftOut]]:
-    """Serve a load in every way.
+    """Serve a workload by every method.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
         The model.
     load : Load
-        What is asked of it.
-    kinds : Kinds
-        How numkv stores rows.
+        The workload.
+    kinds : sequence of Kinds
+        How numkv stores rows; each is measured.
     seed : int
         Of the prompts.
     seconds : float
         What takes longer is left out.
     say : callable
-        Is told what begins.
+        Called with a line about each method that begins.
 
     Yields
     ------
     str
-        The way.
+        The method.
     Served or LeftOut
-        How it went, or why it was left out.
+        What it took, or why it was left out.
     """
     prompts = load.prompts(model.config.vocab_size, seed)
-    ways: dict[str, Callable[[], Served]] = {
-        BATCH: lambda: _batch(model, prompts, load, kinds, seconds),
-        ALONE: lambda: _alone(model, prompts, load, seconds),
-    }
-    if load.requests > 1:
-        ways[PADDED] = lambda: _padded(model, prompts, load, seconds)
-        ways[OWN] = lambda: _own(model, prompts, load, seed, seconds)
-    for name, way in ways.items():
+    say("kernels")  # which the first short request compiles, or reads from disk
+    short = _methods(
+        model, [prompts[0][:600]], replace(load, requests=1, new=2), kinds, seed, seconds
+    )
+    for method in short.values():
+        with suppress(LeftOut):
+            method()
+    for name, method in _methods(model, prompts, load, kinds, seed, seconds).items():
         say(f"{load.requests} requests, {name}")
         try:
-            yield name, way()
+            yield name, method()
         except LeftOut as why:
             yield name, why
+
+
+def _methods(
+    model: Any, prompts: list[list[int]], load: Load, kinds: Sequence[Kinds], seed: int, seconds: float
+) -> dict[str, Callable[[], Served]]:  # fmt: skip
+    """Return what serves the prompts, by name."""
+    methods: dict[str, Callable[[], Served]] = {}
+    for of in kinds:
+        methods[BATCH.format(of.label)] = partial(_batch, model, prompts, load, of, seconds)
+        if load.requests == 1:
+            methods[USE.format(of.label)] = partial(_used, model, prompts, load, of, seconds)
+    methods[ALONE] = partial(_alone, model, prompts, load, seconds)
+    if load.requests > 1:
+        methods[PADDED] = partial(_padded, model, prompts, load, seconds)
+        methods[OWN] = partial(_own, model, prompts, load, seed, seconds)
+    return methods
 
 
 def _batch(
@@ -159,6 +182,18 @@ def _batch(
             return Served(took, median(firsts.values()), peak, [x.result() for x in requests])
     except NumkvError as error:
         raise LeftOut(str(error)) from error
+
+
+def _used(model: Any, prompts: list[list[int]], load: Load, kinds: Kinds, seconds: float) -> Served:
+    """Serve one request after another by `generate` of a model that `use` has switched."""
+    try:
+        use(model, k_kind=kinds.k_kind, v_kind=kinds.v_kind, rotate=kinds.rotate)
+    except NumkvError as error:
+        raise LeftOut(str(error)) from error
+    try:
+        return _alone(model, prompts, load, seconds)
+    finally:
+        restore(model)
 
 
 @contextmanager
@@ -197,8 +232,9 @@ def _generated(model: Any, ids: Any, mask: Any, load: Load) -> tuple[list[list[i
         pad_token_id=0, eos_token_id=None, return_dict_in_generate=True, stopping_criteria=[watch],
     )  # fmt: skip
     made = found.sequences[:, ids.shape[1] :].tolist()
-    nbytes = sum(
-        x.nbytes for layer in found.past_key_values.layers for x in (layer.keys, layer.values)
+    cache = found.past_key_values
+    nbytes = getattr(cache, "nbytes", None) or sum(
+        x.nbytes for layer in cache.layers for x in (layer.keys, layer.values)
     )
     return made, watch.first, nbytes
 

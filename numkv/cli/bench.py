@@ -371,8 +371,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
            "N", nargs="*")
     option(parser, "--prefill", "time prompts of N tokens too, in batches with padding as well", count, "N", nargs="+")
     flag(parser, "--no-padding", "prompts without padding only")
-    option(parser, "--requests", "in place of steps, serve N requests at once by ContinuousBatch (in the first of the "
-           "kinds), by generate, one after another and padded, and by generate_batch", count, "N", nargs="+")
+    option(parser, "--requests", "in place of steps, serve N requests at once by ContinuousBatch, generate, one after "
+           "another and padded, and generate_batch; one request also by use", count, "N", nargs="+")
     option(parser, "--shared", "tokens that all requests begin with (default: 0 4096)", at_least(0), "N", nargs="+",
            default=[0, 4096])
     option(parser, "--longest", "tokens of a request's own part, from 64 on", count, "N", default=4096)
@@ -434,7 +434,7 @@ def run(arguments: argparse.Namespace) -> None:
         with listening_to_kernels(bar.say):
             model, kinds, about = _prepare(arguments, bar)
             if arguments.requests:
-                found: Any = bench_requests.measure(arguments, model, kinds[0], about, bar.say)
+                found: Any = bench_requests.measure(arguments, model, kinds, about, bar.say)
             else:
                 found = _steps(arguments, model, kinds, about, bar, started)
     finally:

@@ -14,15 +14,16 @@ from typing import Any
 from numkv.cli.output import markdown_table, save_figure, table, wrapped
 
 _HOW = """\
-All requests come at once. Own parts of prompts are log-uniform in length. Tokens a second are new tokens over the time
-from the first request to the last token, prompts included; the first token is the median over the requests; the cache
-is what it holds at its peak. Same tokens: as generate alone makes, which the rounding of 16-bit weights may part.
+All requests are submitted at once. The own parts of their prompts have log-uniform lengths. New tokens a second count
+the time from the first submit to the last token, prompts included. The first token's time is the median over the
+requests. Cache is its size at the peak. Same tokens counts the requests that get the tokens of `generate` alone:
+linear layers in 16 bits round differently at another batch size, so random weights soon choose other tokens.
 """
 
 
 @dataclass(frozen=True)
 class Part:
-    """One load, and how it went in each way."""
+    """One workload, and what each method took."""
 
     title: str
     found: list[tuple[str, Any]]
@@ -30,7 +31,7 @@ class Part:
     def rows(self) -> tuple[list[str], list[list[str]]]:
         """Header and cells of a table."""
         header = [
-            "way",
+            "method",
             "new tok/s",
             "× one after another",
             "first token, s",
@@ -79,7 +80,7 @@ def measure(
         The options.
     model : transformers.PreTrainedModel
         The model.
-    kinds : Kinds
+    kinds : sequence of Kinds
         How numkv stores rows.
     about : About
         What else to say.
@@ -97,7 +98,7 @@ def measure(
         for count in arguments.requests:
             load = Load(count, shared, arguments.longest, arguments.new)
             common = f"{shared:,} tokens in common and " if shared else ""
-            title = f"{count:,} requests, {common}up to {load.longest:,} tokens of their own"
+            title = f"{count:,} request{'s' * (count > 1)}, {common}up to {load.longest:,} tokens of their own"
             part = Part(title, [])
             try:
                 for way in serve(model, load, kinds, arguments.seed, 60 * arguments.minutes, say):
@@ -132,7 +133,7 @@ def page(parts: Sequence[Part], about: Any, path: Path, picture: Path | None) ->
     ]
     if picture is not None:
         relative = os.path.relpath(picture, path.parent).replace(os.sep, "/")
-        lines.append(f"![New tokens a second by way]({relative})")
+        lines.append(f"![New tokens a second by method]({relative})")
     for part in parts:
         lines += [f"## {part.title}", markdown_table(*part.rows()), *map(wrapped, part.left_out())]
     return "\n\n".join(lines) + "\n"

@@ -335,10 +335,11 @@ def test_requests(config_file, tmp_path, capsys):
     arguments += ["--picture", str(picture)] if draws else []
     assert main(["bench", "transformers", *arguments]) == 0
     printed = capsys.readouterr().out
-    for count, each in ((1, 2), (4, 3)):
+    for count, each in ((1, 3), (4, 3)):
         lines = [x.split() for x in printed.splitlines() if x.endswith(f" {count}/{count}")]
         assert 2 * each <= len(lines) <= 2 * (each + 1)  # `generate_batch` may not be done
-    assert printed.count("numkv, ContinuousBatch") == 4
+    assert printed.count("numkv fp32/fp32+rotate, ContinuousBatch") == 4
+    assert printed.count("numkv fp32/fp32+rotate, use") == 2
     assert printed.splitlines()[-1].startswith(f"written: {page}")
     text = page.read_text()
     assert "4 requests, 70 tokens in common and up to 100 tokens of their own" in text
@@ -347,7 +348,7 @@ def test_requests(config_file, tmp_path, capsys):
 
 def test_requests_that_take_too_long(made):
     """They end within a prompt, and leave no hook behind."""
-    model, load, kinds = made().model, requests.Load(3, 0, 80, 4), FP32
+    model, load, kinds = made().model, requests.Load(3, 0, 80, 4), [FP32]
     found = dict(requests.serve(model, load, kinds, 0, 1e-9, lambda _: None))
     assert all(isinstance(x, requests.LeftOut) for x in found.values())
     assert str(found[requests.PADDED]) == "not done in 0 s"
@@ -362,10 +363,10 @@ def test_requests_that_are_interrupted(config_file, monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(requests, "_alone", interrupted)
+    monkeypatch.setattr(requests, "_padded", interrupted)
     words = f"--model {config_file} --dtype fp32 --kind int8 --requests 2 --shared 0 --longest 64 --new 3"
     assert main(["bench", "transformers", *words.split()]) == 130
     printed = capsys.readouterr().out
     assert "2 requests, up to 64 tokens" in printed
-    assert "numkv, ContinuousBatch" in printed
+    assert "numkv int8, ContinuousBatch" in printed
     assert "partial: interrupted" in printed
