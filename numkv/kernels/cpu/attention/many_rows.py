@@ -44,7 +44,7 @@ from numkv.kernels.cpu.attention.state import (
 )
 from numkv.kernels.cpu.attention.vector import make_slope_of, visible_in_tile, visible_to_tokens
 from numkv.kernels.cpu.vectors.emitted import inlined
-from numkv.kernels.cpu.vectors.features import MANY_ROWS
+from numkv.kernels.cpu.vectors.features import SCORE_ROWS
 from numkv.kernels.cpu.vectors.stored import ON_LINE
 
 _floats_of = floats_reader("float32")
@@ -240,7 +240,7 @@ def _panel_at(at, sizes, rows, head, row):
 @inlined
 def _whole_blocks(tokens):
     """Round a number of tokens up to whole blocks of rows."""
-    return (tokens + MANY_ROWS - 1) // MANY_ROWS * MANY_ROWS
+    return (tokens + SCORE_ROWS - 1) // SCORE_ROWS * SCORE_ROWS
 
 
 @inlined

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from numkv.kernels.cpu.vectors.features import LANES, MANY_VECTORS
+from numkv.kernels.cpu.vectors.features import LANES, SCORE_VECTORS
 
 #: Tokens in a KV tile: its scores stay in L1, and V rows are fetched while K rows are used.
 KV_TILE = 64
@@ -16,10 +16,11 @@ KV_TILE = 64
 QUERY_ROWS = 64
 #: The same on a matrix unit, which needs K and V repacked: more rows share that cost.
 AMX_QUERY_ROWS = 256
-#: The same where vector code widens K and V once for many query rows. A power of two, as are many groups of q heads.
-MANY_QUERY_ROWS = 256
 #: Query rows that are multiplied with a tile and weighted before the next: their scores stay in L1.
-PANEL = MANY_VECTORS * LANES
+PANEL = SCORE_VECTORS * LANES
+#: Query rows of an item where vector code widens K and V once for many of them. A power of two, as are many groups of
+#: q heads.
+MANY_QUERY_ROWS = 256
 #: Query rows of a sequence up to which vector code is as fast as a matrix unit, or faster.
 FEW_ROWS = 8
 #: Bits of the kernel's `flags`: blocks of one token, whose block table names slots.

@@ -139,8 +139,11 @@ REGISTERS = 32 if LANES == 16 or platform.machine() in ("aarch64", "arm64") else
 #: Vector registers for accumulators: about half of all.
 ACCUMULATORS = 16 if LANES == 16 else 8
 #: Sums of many query rows that stay in registers, in addition to the factors: rows of numbers that are repeated in all
-#: lanes, by vectors. AVX-512 and NEON have 32 registers, AVX2 and SSE 16.
-MANY_ROWS, MANY_VECTORS = 8 if REGISTERS == 32 else 4, 2
+#: lanes, by vectors. Of scores these are K rows by vectors of query rows, of weighted V rows query rows by vectors of
+#: columns. AVX-512 and NEON have 32 registers. AVX2 and SSE have 16, of which sums take 12: with 8, each product waits
+#: for the one before it.
+SCORE_ROWS, SCORE_VECTORS = (8, 2) if REGISTERS == 32 else (4, 3)
+SUM_ROWS, SUM_VECTORS = (8 if REGISTERS == 32 else 6), 2
 #: Products of 16-bit integers, added in pairs: by lanes of the sums, the instruction where there is one.
 ADD_PAIRS = {
     lanes: name

@@ -110,12 +110,6 @@ class Vectors:
         """An integer vector whose lanes all hold a number."""
         return ir.Constant(self.int_type, [ir.Constant(self.int, value)] * self.lanes)
 
-    def splat_bit(self, value):
-        """A mask whose lanes are all an LLVM truth value."""
-        type_ = ir.VectorType(ir.IntType(1), self.lanes)
-        first = self.b.insert_element(ir.Constant(type_, ir.Undefined), value, I32(0))
-        return self.shuffle(first, first, [0] * self.lanes)
-
     def shuffle(self, a, b, lanes):
         """Lanes picked from `a` (0 …) and `b` (from its number of lanes on)."""
         mask = ir.Constant(ir.VectorType(I32, len(lanes)), [ir.Constant(I32, i) for i in lanes])

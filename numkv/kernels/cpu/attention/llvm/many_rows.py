@@ -20,7 +20,7 @@ from numba.core import cgutils
 from numkv.kernels.cpu.attention.offsets import EXTENTS
 from numkv.kernels.cpu.attention.records import PANEL
 from numkv.kernels.cpu.vectors.emit import I32, I64, emits, steps
-from numkv.kernels.cpu.vectors.features import MANY_ROWS, MANY_VECTORS
+from numkv.kernels.cpu.vectors.features import SCORE_ROWS, SCORE_VECTORS, SUM_ROWS, SUM_VECTORS
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.vectors import Vectors, exp2, tanh
 
@@ -113,7 +113,7 @@ def make_many_qk(kind):
 
         Query rows are those of `transpose_queries`, in as many vectors as `count` rows need. K row t is at ``keys_at +
         t * step``, as `widen_rows` writes it. Both have `size` numbers, a multiple of the lanes of a vector. `tokens`
-        is a multiple of `MANY_ROWS`. A row of scores has `PANEL` floats. All floats are in one array. A score does not
+        is a multiple of `SCORE_ROWS`. A row of scores has `PANEL` floats. All floats are in one array. A score does not
         depend on the other rows of its panel.
 
         A vector has query rows, and a number of a K row is repeated in all lanes, so no sum crosses lanes. Sums of a
@@ -148,30 +148,33 @@ class ProductsOfPanels:
             for bit, at in streams
         ]
 
-    def emit(self, count):
-        """The code for `count` query rows: those that fill one vector, or more."""
-        one = self.b.icmp_signed("<=", count, I64(self.v.lanes))
-        with self.b.if_else(one) as (of_one, of_more):
-            with of_one:
-                self.emit_for(1)
+    def emit(self, count, vectors=1):
+        """The code for `count` query rows, which fill `vectors` vectors or more."""
+        if vectors == SCORE_VECTORS:
+            self.emit_for(vectors)
+            return
+        enough = self.b.icmp_signed("<=", count, I64(vectors * self.v.lanes))
+        with self.b.if_else(enough) as (of_these, of_more):
+            with of_these:
+                self.emit_for(vectors)
             with of_more:
-                self.emit_for(MANY_VECTORS)
+                self.emit(count, vectors + 1)
 
     def emit_for(self, vectors):
         """The code for so many vectors of query rows."""
         b, v = self.b, self.v
-        sums = [[cgutils.alloca_once(b, v.type) for _ in range(vectors)] for _ in range(MANY_ROWS)]
-        with steps(b, I64(0), self.tokens, MANY_ROWS) as (t0, _):
+        sums = [[cgutils.alloca_once(b, v.type) for _ in range(vectors)] for _ in range(SCORE_ROWS)]
+        with steps(b, I64(0), self.tokens, SCORE_ROWS) as (t0, _):
             for slot in (x for slots in sums for x in slots):
                 b.store(v.splat(0.0), slot)
             rows = [
-                b.add(self.keys_at, b.mul(b.add(t0, I64(t)), self.step)) for t in range(MANY_ROWS)
+                b.add(self.keys_at, b.mul(b.add(t0, I64(t)), self.step)) for t in range(SCORE_ROWS)
             ]
             with steps(b, I64(0), self.size, _UNROLL) as (d0, _):
                 turn = b.ashr(d0, I64(_UNROLL.bit_length() - 1))
                 for asked, stream in self.streams:
                     with b.if_then(asked):
-                        stream.issue(MANY_ROWS * _UNROLL * self.elements, turn)
+                        stream.issue(SCORE_ROWS * _UNROLL * self.elements, turn)
                 for i in range(_UNROLL):
                     d = b.add(d0, I64(i))
                     at = b.add(self.q_at, b.mul(d, I64(PANEL)))
@@ -336,7 +339,7 @@ def make_many_pv(in_pairs):
 
         Weight p[t, r] of `count` query rows is at ``p_at + t * PANEL + r``. V row t is at ``values_at + t * step``, as
         `widen_rows` writes it. Output row r is at ``outputs.at + r * outputs.step``, and has whole vectors. All floats
-        are in one array. Up to `MANY_ROWS` rows are read past the last one, but not written.
+        are in one array. Up to `SUM_ROWS` rows are read past the last one, but not written.
 
         A vector has columns, and a weight is repeated in all lanes. Sums of a block of rows and columns stay in
         registers while all tokens are added.
@@ -364,21 +367,21 @@ class _PanelSums:
     def emit(self):
         """Emit the code: blocks of several vectors of columns, then of one."""
         b, v = self.b, self.v
-        wide = MANY_VECTORS * v.lanes
+        wide = SUM_VECTORS * v.lanes
         whole = b.and_(self.outputs.step, I64(-wide))
         with (
             steps(b, I64(0), whole, wide) as (column, _),
-            steps(b, I64(0), self.count, MANY_ROWS) as (r, _),
+            steps(b, I64(0), self.count, SUM_ROWS) as (r, _),
         ):
-            self.add_block(r, column, MANY_VECTORS)
+            self.add_block(r, column, SUM_VECTORS)
         rest = b.icmp_signed("<", whole, self.outputs.step)
-        with b.if_then(rest), steps(b, I64(0), self.count, MANY_ROWS) as (r, _):
+        with b.if_then(rest), steps(b, I64(0), self.count, SUM_ROWS) as (r, _):
             self.add_block(r, whole, 1)
 
     def add_block(self, first_row, column, vectors):
         """Add to the sums of a block of rows and of some vectors of columns."""
         b, v, outputs = self.b, self.v, self.outputs
-        sums = [[cgutils.alloca_once(b, v.type) for _ in range(vectors)] for _ in range(MANY_ROWS)]
+        sums = [[cgutils.alloca_once(b, v.type) for _ in range(vectors)] for _ in range(SUM_ROWS)]
         left = b.sub(self.count, first_row)
         places = []
         for i, slots in enumerate(sums):
@@ -400,9 +403,10 @@ class _PanelSums:
                 for slot, value in zip(slots, values, strict=True):
                     b.store(self.add(b.load(slot), weight, value), slot)
         for i, (place, slots) in enumerate(zip(places, sums, strict=True)):
-            there = v.splat_bit(b.icmp_signed(">", left, I64(i)))
-            for j, slot in enumerate(slots):
-                v.store_masked(b.load(slot), self.data, b.add(place, I64(j * v.lanes)), there)
+            # A branch, not a mask: on Zen 1 to 3 a masked store is many micro-operations.
+            with b.if_then(b.icmp_signed(">", left, I64(i)), likely=True):
+                for j, slot in enumerate(slots):
+                    v.store(b.load(slot), self.data, b.add(place, I64(j * v.lanes)))
 
     def add(self, total, weight, value):
         """A sum and one more product."""
