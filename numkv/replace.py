@@ -1,4 +1,4 @@
-"""A file that appears as a whole or not at all, also after a power cut: saved caches, objects of stores, kernels."""
+"""Atomic replacement of files, safe against power cuts: for saved caches, objects of stores, and kernels."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from numkv.errors import NotSupported
 
 #: Ending of the names of files that are being written.
 SUFFIX = ".partial"
-#: Buffers that one call of the system takes; it is 1,024 where POSIX is.
+#: The most buffers of one system call: 1,024 on POSIX systems.
 _MOST_VIEWS = 1000
 _HOUR = 3600
-#: Windows renames no file that is open, and has no such locks.
+#: Windows cannot rename an open file.
 _CLOSED_FIRST = os.name == "nt"
 
 
@@ -26,23 +26,23 @@ _CLOSED_FIRST = os.name == "nt"
 def replacing(
     path: str | os.PathLike[str], *, durable: bool = True, tidy: bool = True, mode: int = 0o666
 ) -> Iterator[int]:
-    """Write a file beside another one, which it replaces once all of it is on the disk.
+    """Write a temporary file, which replaces a path once all of it is on the disk.
 
-    The new file has a unique name, so any number of writers may replace one path at the same time. Each writes a file
-    of its own, and the last one to finish stays. After any error the new file is gone, and the old one is what it was.
-    Only a process that is killed leaves its file behind, under the name ``.<name>.<random>.partial``; the next writer
-    of the path removes it. A writer holds a lock on its file, which ends with its process.
+    The temporary file has a unique name, so any number of writers may replace one path at the same time; the last one
+    to finish stays. After an error the temporary file is removed, and the old file is unchanged. Only a killed process
+    leaves its file, named ``.<name>.<random>.partial``; the next writer of the path removes it. A writer locks its
+    file until its process ends.
 
     Parameters
     ----------
     path : path-like
-        What is replaced, or comes to be. Where it is a symbolic link, that is what it points to.
+        The file to replace or create. A symbolic link is followed.
     durable : bool
-        Whether the file has to be on the disk first, and its name afterwards.
+        Whether the file is fsynced before the rename, and its folder after it.
     tidy : bool
-        Whether to look for files that killed writers of this path have left.
+        Whether to remove files of killed writers of this path.
     mode : int
-        Permissions of a new file, but for those that the process masks.
+        Permissions of a new file, without those that the process masks.
 
     Yields
     ------
@@ -52,18 +52,18 @@ def replacing(
     Raises
     ------
     NotSupported
-        If the path is something else than a file.
+        If the path is not a file.
     OSError
-        As the system gave it.
+        The system's error.
     """
     place = os.path.realpath(os.fsdecode(path))
     _check_kind(place)
     folder, name = os.path.split(place)
-    # Names may have 255 bytes; the end says enough of a long one.
+    # Names have at most 255 bytes; the end identifies a long one.
     start = f".{name[-60:]}."
     partial = os.path.join(folder, f"{start}{_boot()}{secrets.token_hex(8)}{SUFFIX}")
     if tidy:
-        _remove_abandoned(folder, start)  # whose room may be needed
+        _remove_abandoned(folder, start)  # first, because their room may be needed
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     try:
         descriptor = os.open(partial, flags, mode)
@@ -73,7 +73,7 @@ def replacing(
             if durable:
                 os.fsync(descriptor)
             if not _CLOSED_FIRST:
-                os.replace(partial, place)  # while the lock says that its writer lives
+                os.replace(partial, place)  # while the lock shows that its writer lives
         finally:
             os.close(descriptor)
         if _CLOSED_FIRST:
@@ -87,7 +87,7 @@ def replacing(
 
 
 def write_all(descriptor: int, views: Sequence[memoryview]) -> int:
-    """Write all bytes, however many the system takes at a time; how many there were."""
+    """Write all bytes, in as many system calls as needed; return their number."""
     rest = list(views)
     while rest:
         if hasattr(os, "writev"):
@@ -99,7 +99,7 @@ def write_all(descriptor: int, views: Sequence[memoryview]) -> int:
 
 
 def after(views: list[memoryview], n: int) -> list[memoryview]:
-    """What comes after the first `n` bytes."""
+    """Return the bytes after the first `n`."""
     for i, view in enumerate(views):
         if n < len(view):
             return [view[n:], *views[i + 1 :]]
@@ -108,22 +108,22 @@ def after(views: list[memoryview], n: int) -> list[memoryview]:
 
 
 def _remove_abandoned(folder: str, start: str) -> None:
-    """Remove files of this name whose writers are gone, as far as can be told."""
+    """Remove temporary files of this name whose writers have ended, as far as is known."""
     flags = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     names: list[str] = []
-    with contextlib.suppress(OSError):  # a folder that may be written to and not read
+    with contextlib.suppress(OSError):  # a folder that is writable but not readable
         names = os.listdir(folder)
     for name in names:
         if not (name.startswith(start) and name.endswith(SUFFIX)):
             continue
         path = os.path.join(folder, name)
-        with contextlib.suppress(OSError):  # another writer was faster, or it is not ours to remove
+        with contextlib.suppress(OSError):  # another writer was faster, or permission is missing
             descriptor = os.open(path, flags)
             try:
                 if _locked(descriptor, wait=False):
                     found = os.fstat(descriptor)
-                    # A writer takes its lock before it writes. Some file systems keep the locks of other machines
-                    # from us: what those left has to be old, too.
+                    # A writer locks its file before it writes. Some file systems hide the locks of other machines,
+                    # so files of those must also be old.
                     sure = name.startswith(start + _boot()) and found.st_size > 0
                     if sure or time.time() - found.st_mtime > _HOUR:
                         os.unlink(path)
@@ -132,19 +132,19 @@ def _remove_abandoned(folder: str, start: str) -> None:
 
 
 def _locked(descriptor: int, *, wait: bool) -> bool:
-    """Lock a file until its last descriptor is closed; whether that has been done."""
+    """Lock a file until its last descriptor is closed; return whether it is locked."""
     try:
         import fcntl
 
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except (ImportError, OSError):  # no such locks on this system, or another one's
+    except (ImportError, OSError):  # no such locks on this system, or locked by another process
         return False
     return True
 
 
 @functools.cache
 def _boot() -> str:
-    """Which machine this is, since it started: eight digits."""
+    """Return eight digits that identify this machine since its last start."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read(8)
@@ -166,7 +166,7 @@ def _check_kind(place: str) -> None:
 
 
 def _sync_folder(folder: str) -> None:
-    """Have the new name on the disk too; some systems cannot, or do not let a folder be opened."""
+    """Fsync a folder, so that a new name is on the disk; some systems cannot, or do not open folders."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:

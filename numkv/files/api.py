@@ -38,7 +38,7 @@ _CACHES: tuple[Any, ...] = (
     KVCache, ContiguousLayer, PagedLayer, PagedKVCache, *_WITH_SHIFT, EncoderCache, HeadCompressor, MultiHeadCompressor,
     PagedCompressor,
 )  # fmt: skip
-#: What a file can hold, by the name of its class; see `numkv.snapshots.snapshot`.
+#: Classes of savable objects by name; see `numkv.snapshots.snapshot`.
 _CLASSES = {x.__name__: x for x in _CACHES} | {_ONE: Sequences, _MANY: Sequences}
 #: Of rooms above, which put their classes there when they are imported.
 _ELSEWHERE = {"NumkvCache": "numkv.transformers"}
@@ -46,9 +46,9 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def savable(cls: _Class) -> _Class:
-    """Have `save` and `load` take a class, which has what `numkv.snapshots.snapshot` says.
+    """Make `save` and `load` accept a class with the methods of `numkv.snapshots.snapshot`.
 
-    Where it has a true ``needs_mark``, both ask for a mark.
+    If its ``needs_mark`` is true, both require a mark.
     """
     _CLASSES[cls.__name__] = cls
     return cls
@@ -57,9 +57,9 @@ def savable(cls: _Class) -> _Class:
 def save(path: str | os.PathLike[str], cache: Any, *, mark: Mark | None = None) -> None:
     """Save a cache or sequences to a file; `load` restores them bit for bit.
 
-    The file is safetensors with a checksum of each tensor: see docs/files.md. Tokens are saved,
-    not the room for more. An existing file is replaced when the new one is complete and fsynced. So a crash or a full
-    disk leaves the old file.
+    The file is safetensors with a checksum of each tensor: see docs/files.md. Tokens are saved, not the room for more.
+    An existing file is replaced when the new one is complete and fsynced. So a crash or a full disk leaves the old
+    file.
 
     Parameters
     ----------
@@ -68,12 +68,12 @@ def save(path: str | os.PathLike[str], cache: Any, *, mark: Mark | None = None) 
     cache : KVCache, ContiguousLayer, PagedLayer, PagedKVCache, CausalCache, \
 EncoderCache, WrapperCache, HeadCompressor, MultiHeadCompressor, PagedCompressor, NumkvCache, SwappedSequence or \
 sequence of SwappedSequence
-        What is saved; it does not change. Of a `PagedKVCache` the sequences are saved, not the prefixes of removed
-        ones, and not pins. Of a multi-sequence cache its cells are saved, not the pass that has begun.
+        The object to save, which does not change. A `PagedKVCache` saves its sequences, without pins and without
+        prefixes of removed sequences. A multi-sequence cache saves its cells, without a pass that has begun.
     mark : str or mapping, optional
         Compared by `load`: the model, its revision, its RoPE, and everything else that decides these rows; a text, or
-        texts, numbers and None by name. A `numkv.transformers.NumkvCache` needs one, such as
-        `numkv.transformers.mark_of` makes.
+        texts, numbers and None by name. A `numkv.transformers.NumkvCache` needs one, such as that of
+        `numkv.transformers.mark_of`.
 
     Raises
     ------
@@ -82,11 +82,11 @@ sequence of SwappedSequence
     NumkvError
         If the cache is being changed, was changed meanwhile, has an open step, is closed, or holds NaN in its scales.
     OSError
-        If the file cannot be written, as the system gave it; the old file is untouched.
+        The system's error, if the file cannot be written; the old file is untouched.
     NotSupported
-        If `path` is something else than a file, or a `NumkvCache` has layers with states of transformers' own.
+        If `path` is not a file, or a `NumkvCache` has layers with states of transformers' own.
     TypeError
-        If `cache` is something else, or `mark` no such mark.
+        If `cache` or `mark` has another type.
 
     Notes
     -----
@@ -143,35 +143,35 @@ def load(
     """Load a file that `save` wrote.
 
     The file is not trusted: sizes are compared with the file, and bounded, before anything is allocated, and all is
-    compared with its checksum. Checksums find damage; they do not say who wrote the file.
+    compared with its checksum. Checksums detect damage, not malice.
 
     Parameters
     ----------
     path : path-like
         The file.
     target : {"cpu", "cuda"}, optional
-        Where the cache goes; ``"cpu"``, or where `pool` is. A file knows no target.
+        Target of the cache: by default that of `pool`, or ``"cpu"``. A file stores no target.
     mark : str or mapping, optional
-        What the file must have been marked with; None takes any, but not of a `NumkvCache`.
+        The mark that the file must have. None accepts any mark, except for a `NumkvCache`.
     shift : callable, optional
-        How keys are shifted, for a cache of cells; see `CausalCache`. It is not in the file, but of a `rope_shift` the
-        file knows the angles. For a `WrapperCache` one for all children, or a sequence with one for each.
+        The key shift of a cache of cells; see `CausalCache`. A file stores only the angles of a `rope_shift`. A
+        `WrapperCache` accepts one for all children, or a sequence with one for each.
     pool : PagedPool, optional
-        Where a `PagedLayer` takes its blocks from; without it the layer owns one.
+        The pool of a `PagedLayer`; without it the layer owns one.
     max_nbytes : int, optional
-        Memory that the cache may take, room for more tokens included; what the machine has, if None.
+        Most memory of the cache, room for more tokens included. By default the memory of the machine is the bound.
 
     Returns
     -------
     object
-        Of the class that was saved: a cache, a `SwappedSequence`, or a list of these.
+        An object of the saved class: a cache, a `SwappedSequence`, or a list of these.
 
     Raises
     ------
     NotSupported
-        If it is no such file, damaged, of another version, marked otherwise, too large, or contradicts itself. If its
-        class is of `numkv.transformers`, which is not imported, or an option does not suit the class. The message
-        states the reason, and `pool` is unchanged.
+        If it is no such file, damaged, of another version or mark, too large, or contradicts itself. If its class is of
+        `numkv.transformers`, which is not imported, or an option does not suit the class. The message states the
+        reason, and `pool` is unchanged.
     CacheFull
         If `pool` has too few blocks.
     DimensionMismatch
@@ -179,9 +179,9 @@ def load(
     NumkvError
         If there is not enough memory.
     OSError
-        If the file cannot be read, as the system gave it.
+        The system's error, if the file cannot be read.
     TypeError
-        If an argument is none of these.
+        If an argument has another type.
     """
     path, checked = _check_path(path), check_mark("mark", mark)
     most = _check_bytes(max_nbytes)
@@ -215,7 +215,7 @@ def _load(
                 f"`path`: expected a class that is imported, got a {name} in {path}; import {_ELSEWHERE[name]} before"
             )
         if cls is None:
-            raise Damaged(f"it holds a {name}, which is no cache")
+            raise Damaged(f"it stores a {name}, which is no cache")
         _check_marked(cls, checked)
         if cls is not PagedLayer:
             _refuse(name, pool=pool)
@@ -228,7 +228,7 @@ def _load(
         if plan.nbytes > most:
             raise NotSupported(
                 f"`path`: expected a cache of at most {most} bytes, got one of {plan.nbytes} in {path}; "
-                "pass max_nbytes if it is meant"
+                "pass a larger max_nbytes"
             )
         made = plan.build()
         file.verify()
@@ -253,7 +253,7 @@ def save_sequences(
     Parameters
     ----------
     path : path-like
-        The file; one that is there is replaced when the new one is complete.
+        The file; an existing one is replaced when the new one is complete.
     sequences : sequence of SwappedSequence
         One or more, of one geometry; see `PagedKVCache.swap_out`.
     mark : str or mapping, optional
@@ -264,7 +264,7 @@ def save_sequences(
     NumkvError
         If there are none, they do not have one geometry, or one contradicts itself.
     OSError
-        As the system gave it; the old file is untouched.
+        The system's error; the old file is untouched.
     """
     save(path, list(sequences), mark=mark)
 
@@ -289,9 +289,9 @@ def load_sequences(
     Raises
     ------
     NotSupported
-        If it is no such file, damaged, of another version, marked otherwise, or contradicts itself.
+        If it is no such file, damaged, of another version or mark, or contradicts itself.
     OSError
-        If the file cannot be read, as the system gave it.
+        The system's error, if the file cannot be read.
     """
     path, checked = _check_path(path), check_mark("mark", mark)
     found = _load(path, checked, sys.maxsize, Options(None, None, None), only=(_ONE, _MANY))
@@ -300,7 +300,7 @@ def load_sequences(
 
 @contextlib.contextmanager
 def _reading(path: str) -> Iterator[Container]:
-    """Open a file; what is wrong with it becomes an error that names it."""
+    """Open a file; errors name its path."""
     try:
         with opened(path) as file:
             yield file
@@ -308,12 +308,12 @@ def _reading(path: str) -> Iterator[Container]:
         raise NotSupported(f"`path`: {error}, in {path}") from error
     except Damaged as error:
         raise NotSupported(
-            f"`path`: expected a file as numkv.save wrote it, got a damaged one in {path}: {error}; save it anew"
+            f"`path`: expected a file of numkv.save, got a damaged one in {path}: {error}; save it anew"
         ) from error
     except RecursionError as error:
         raise NotSupported(f"`path`: expected a flat header, got a deeper one in {path}") from error
     except MemoryError as error:
-        raise NumkvError(f"`path`: there is not enough memory for what is in {path}") from error
+        raise NumkvError(f"`path`: there is not enough memory for the contents of {path}") from error
 
 
 def _check_path(path: Any) -> str:
@@ -344,7 +344,7 @@ def _compare_marks(path: str, file: Container, mark: Any) -> None:
 
 
 def _check_marked(cls: Any, mark: Any) -> None:
-    """Refuse to save and to load K and V of a model that is not named."""
+    """Require a mark for classes that need one."""
     if mark is None and getattr(cls, "needs_mark", False):
         raise TypeError(
             f"`mark`: expected the mark of a model, without which a {cls.__name__} would go to any of the same shapes, "
@@ -361,7 +361,7 @@ def _check_bytes(max_nbytes: Any) -> int:
 
 
 def _refuse(name: str, **given: Any) -> None:
-    """Refuse options that a class has no use for."""
+    """Reject options that a class does not use."""
     for option, value in given.items():
         if value is not None:
             raise NotSupported(

@@ -1,11 +1,11 @@
-"""Files of tensors with checksums: written in one go, and read into memory that is there already.
+"""Files of tensors with checksums: written in one go, and read into existing memory.
 
 A file is safetensors: eight bytes with the length of a JSON header, the header, and the tensors one after another. Its
-metadata has the entry ``numkv``, JSON too, which says what the tensors are and holds the CRC-32 of each, and the entry
-``numkv_crc32``, the CRC-32 of that text.
+metadata has the entry ``numkv``, also JSON, with the small values of the object and the CRC-32 of each tensor, and the
+entry ``numkv_crc32``, the CRC-32 of that text.
 
-What is read is not trusted. The header is bounded and checked before anything is allocated: every tensor lies within
-the file, none overlaps another, nothing is left over.
+A file is not trusted. Its header is bounded and checked before anything is allocated: tensors lie within the file, do
+not overlap, and leave no gap.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from numkv.snapshots.fields import Damaged, Fields, Foreign, expect
 from numkv.snapshots.saved import Spec
 from numkv.snapshots.snapshot import Tensor, bytes_of
 
-# Chunks that may wait for their checksum; more would hold memory for nothing.
+# Most chunks that wait for their checksum; more would only use memory.
 _WAITING = 4
 
 _Job = tuple[str, Sequence[memoryview]]
 
 
 class Checksums:
-    """CRC-32 by name, of memory that is handed over piece by piece; a context manager.
+    """CRC-32 by name, of memory that is passed piece by piece; a context manager.
 
-    Another thread computes it while the disk works: CRC-32 runs at several GB a second on one core, and zlib lets other
-    threads run. It finds damage (flipped bits, mixed or broken transfers), not malice.
+    Another thread computes it while the disk works: CRC-32 runs at several GB a second on one core, and zlib releases
+    the GIL. It detects damage (flipped bits, mixed or broken transfers), not malice.
 
     Attributes
     ----------
     found : dict of str to int
-        The checksum of each name, complete once the context has been left.
+        The checksum of each name, complete after the context ends.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Checksums:
             self._worker = None
 
     def add(self, name: str, views: Sequence[memoryview]) -> None:
-        """Go on with the checksum of a name; the memory must not change before the context is left."""
+        """Continue the checksum of a name; the memory must not change before the context ends."""
         if self._worker is None:
             self._update(name, views)
         else:
@@ -86,17 +86,17 @@ class Checksums:
         self.found[name] = found
 
 
-#: Of the one format that is read and written; earlier ones were never published.
+#: The only format that is read and written; earlier ones were never published.
 FORMAT_VERSION = 3
 
-# Bytes that are read or written in one call; and arrays, of which the systems take 1,024.
+# Most bytes of one read or write, and most arrays, of which systems accept 1,024.
 _CHUNK = 8 << 20
 _VIEWS = 1000
-# Bytes of a header, which is safetensors' own bound, and brackets within brackets.
+# Most bytes of a header, which is safetensors' own bound, and most levels of brackets.
 _LONGEST_HEADER = 100_000_000
 _DEEPEST = 32
 
-#: NumPy's dtypes by the names that safetensors has for them; floats of 16 and 8 bits are words.
+#: NumPy's dtypes by their names in safetensors; floats of 16 and 8 bits are words.
 DTYPES = {
     name: np.dtype(dtype)
     for name, dtype in {
@@ -117,16 +117,16 @@ def write(path: str | os.PathLike[str], fields: dict[str, Any], tensors: list[Te
     path : path-like
         The file.
     fields : dict
-        What the header says, for JSON.
+        The small values of the header, for JSON.
     tensors : list of Tensor
-        What is written, in this order.
+        The tensors, in the order of the file.
 
     Raises
     ------
     OSError
-        As the system gave it; the old file is untouched.
+        The system's error; the old file is untouched.
     """
-    # Checksums are known last, and come first: their place is as long whatever they are.
+    # Checksums stand first and are known last, so they have a fixed length.
     header = _header(fields, tensors, dict.fromkeys((tensor.name for tensor in tensors), 0))
     with replacing(path) as descriptor:
         write_all(descriptor, [memoryview(header)])
@@ -187,7 +187,7 @@ def _chunks(pieces: Iterable[NDArray[Any]]) -> Iterator[list[memoryview]]:
 
 
 class Entry(NamedTuple):
-    """A tensor in a file, and its first and last byte behind the header."""
+    """A tensor in a file, and its byte range after the header."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -211,12 +211,12 @@ def read_header(descriptor: int, dtypes: dict[str, np.dtype[Any]]) -> Header:
     descriptor : int
         The open file.
     dtypes : dict of str to dtype
-        Those that it may have, by their names in the file.
+        The permitted dtypes by their names in the file.
 
     Raises
     ------
     Damaged
-        If it is none, or what it says is not true.
+        If it is no such file, or its header contradicts its size.
     """
     size = os.fstat(descriptor).st_size
     if size < 10:
@@ -234,7 +234,7 @@ def read_header(descriptor: int, dtypes: dict[str, np.dtype[Any]]) -> Header:
         entries = _parse(header.decode())
     except UnicodeDecodeError as error:
         raise Foreign(
-            f"expected a safetensors file, got a header that is no text ({error})"
+            f"expected a safetensors file, got a header that is not UTF-8 ({error})"
         ) from error
     except Damaged as error:
         raise Foreign(f"expected a safetensors file, got a damaged header ({error})") from error
@@ -262,12 +262,12 @@ def read_at(descriptor: int, offset: int, views: list[memoryview]) -> None:
 
 
 class Container:
-    """An open file: its header, which has been checked, and its tensors, which are checked as they are read.
+    """An open file: its checked header, and its tensors, which are checked as they are read.
 
     Attributes
     ----------
     fields : Fields
-        What the header says.
+        The small values of the header.
     """
 
     def __init__(self, descriptor: int, checksums: Checksums) -> None:
@@ -276,7 +276,7 @@ class Container:
         if "numkv" not in metadata:
             raise Foreign(f"expected a file of numkv's format {FORMAT_VERSION}, got another one")
         text = metadata["numkv"]
-        # Before anything that the text says is believed, its version too.
+        # Before any of the text is used, also its version.
         found = f"{zlib.crc32(text.encode('utf-8', 'surrogatepass')):08x}"
         expect(found == metadata.get("numkv_crc32"), "the checksum of the header is wrong")
         self.fields = Fields(_parse(text))
@@ -299,17 +299,17 @@ class Container:
 
     @property
     def names(self) -> set[str]:
-        """Names of all tensors."""
+        """Return the names of all tensors."""
         return set(self._entries)
 
     def spec(self, name: str) -> Spec:
-        """What a tensor is."""
+        """Return the dtype and shape of a tensor."""
         expect(name in self._entries, f"there is no tensor {name!r}")
         entry = self._entries[name]
         return Spec(entry.dtype, entry.shape)
 
     def take(self, name: str, spec: Spec) -> None:
-        """Expect a tensor, and that it is what it has to be."""
+        """Require a tensor of this dtype and shape."""
         found = self.spec(name)
         expect(
             found == spec,
@@ -318,7 +318,7 @@ class Container:
         self._taken.add(name)
 
     def all_taken(self) -> None:
-        """Expect that there is no other tensor than those which were taken."""
+        """Require that every tensor was taken."""
         rest = sorted(self.names - self._taken)
         expect(not rest, f"there are {len(rest)} unexpected tensors, {rest[:1]} first")
 
@@ -349,7 +349,7 @@ class Container:
         expect(found == self._expected[name], f"the checksum of tensor {name!r} is wrong")
 
     def verify(self) -> None:
-        """Compare the checksums of all that was read, and see that it was all."""
+        """Compare all checksums, and require that every tensor was read."""
         for name, entry in self._entries.items():
             assert self._position[name] == entry.end - entry.begin, name
         self._checksums.__exit__()
@@ -364,11 +364,11 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Container]:
     Raises
     ------
     Damaged
-        If it is no such file, or not as it was written.
+        If it is no such file, or damaged.
     OSError
-        As the system gave it.
+        The system's error.
     """
-    # A pipe that nobody writes to must not hold us up.
+    # Opening a pipe without a writer would block.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     descriptor = os.open(path, flags)
     try:
@@ -380,13 +380,13 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Container]:
         os.close(descriptor)
 
 
-# A string may lack its end, so that the search is linear whatever the text.
+# The closing quote is optional, so that the search is linear for any text.
 _STRINGS = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _BRACKETS = re.compile(r"[\[\]{}]")
 
 
 def _parse(text: str) -> Any:
-    """Read JSON whose brackets are not too deep, and that has neither NaN nor a name twice."""
+    """Parse JSON with bounded depth, without NaN and without duplicate names."""
     depth = 0
     for bracket in _BRACKETS.findall(_STRINGS.sub("", text)):
         depth += 1 if bracket in "[{" else -1

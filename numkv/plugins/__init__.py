@@ -3,5 +3,5 @@
 - `numkv.plugins.sglang.NumkvStorage`: a back end of SGLang's HiCache.
 - `numkv.plugins.lmcache.NumkvBackend`: a storage plug-in of LMCache, through which vLLM reaches it too.
 
-Each module imports its engine, and nothing of numkv imports them. docs/store.md says how they are configured.
+Each module imports its engine; no other module of numkv imports them. docs/store.md has their configuration.
 """

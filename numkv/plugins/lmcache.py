@@ -1,7 +1,7 @@
-"""A storage plug-in of LMCache over a `BlockStore`; through LMCache vLLM reaches it, which is not tested here.
+"""A storage plug-in of LMCache over a `BlockStore`; vLLM reaches it through LMCache, which is not tested here.
 
-Tried with the interface of lmcache 0.5.6. An object is a chunk: 4 bytes with the length of a JSON text, the text, which
-has shapes, dtypes and the memory format, and the chunk's bytes.
+Tested with the interface of lmcache 0.5.6. An object is a chunk: 4 bytes with the length of a JSON text; the text, with
+shapes, dtypes and the memory format; the chunk's bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class NumkvBackend(StoragePluginInterface):  # type: ignore[misc]
     Parameters
     ----------
     dst_device, config, metadata, local_cpu_backend, loop
-        LMCache's. ``config.extra_config`` has ``numkv.place``, and where wanted ``numkv.max_nbytes``,
+        LMCache's. ``config.extra_config`` has ``numkv.place``, and optionally ``numkv.max_nbytes``,
         ``numkv.durable``, ``numkv.timeout`` and ``numkv.mark``; see `numkv.store.BlockStore`.
     """
 
@@ -48,18 +48,18 @@ class NumkvBackend(StoragePluginInterface):  # type: ignore[misc]
     # -- what is there
 
     def contains(self, key: Any, pin: bool = False) -> bool:
-        """Return whether a chunk is there; there is nothing to pin, as a chunk that is read is copied."""
+        """Return whether a chunk exists; nothing is pinned, as reading copies a chunk."""
         return self._store.exists([key.to_string()])[0]
 
     def batched_contains(self, keys: list[Any], pin: bool = False) -> int:
-        """Return how many of the first chunks are there."""
+        """Return how many leading chunks exist."""
         found = self._store.exists([key.to_string() for key in keys])
         return found.index(False) if False in found else len(found)
 
     async def batched_async_contains(
         self, lookup_id: str, keys: list[Any], pin: bool = False
     ) -> int:
-        """The same, while the event loop goes on."""
+        """Call `batched_contains` without blocking the event loop."""
         return await asyncio.to_thread(self.batched_contains, keys, pin)
 
     def exists_in_put_tasks(self, key: Any) -> bool:
@@ -73,7 +73,7 @@ class NumkvBackend(StoragePluginInterface):  # type: ignore[misc]
         self, keys: Sequence[Any], objs: list[Any], transfer_spec: Any = None,
         on_complete_callback: Callable[[Any], None] | None = None,
     ) -> list[Future[bool]] | None:  # fmt: skip
-        """Have chunks written by a thread, which holds a reference to each meanwhile."""
+        """Write chunks in a thread, which keeps a reference to each meanwhile."""
         with self._lock:
             new = [i for i, key in enumerate(keys) if key.to_string() not in self._putting]
             self._putting.update(keys[i].to_string() for i in new)
@@ -86,7 +86,7 @@ class NumkvBackend(StoragePluginInterface):  # type: ignore[misc]
         self, keys: Sequence[Any], objs: list[Any], transfer_spec: Any = None,
         on_complete_callback: Callable[[Any], None] | None = None,
     ) -> None:  # fmt: skip
-        """The same; returns when they are written."""
+        """Write chunks, and return when they are written."""
         for future in (
             self.batched_submit_put_task(keys, objs, transfer_spec, on_complete_callback) or ()
         ):
@@ -109,7 +109,7 @@ class NumkvBackend(StoragePluginInterface):  # type: ignore[misc]
     # -- in
 
     def get_blocking(self, key: Any) -> Any:
-        """Read a chunk; None if it is not there, or there is no memory for it."""
+        """Read a chunk; return None if it is missing, or memory is short."""
         return self.batched_get_blocking([key])[0]
 
     def batched_get_blocking(self, keys: list[Any]) -> list[Any]:
@@ -122,7 +122,7 @@ class NumkvBackend(StoragePluginInterface):  # type: ignore[misc]
     async def batched_get_non_blocking(
         self, lookup_id: str, keys: list[Any], transfer_spec: Any = None
     ) -> list[Any]:
-        """Read chunks up to the first that is not there, while the event loop goes on."""
+        """Read chunks up to the first missing one, without blocking the event loop."""
         found = await asyncio.to_thread(self.batched_get_blocking, keys)
         end = found.index(None) if None in found else len(found)
         for obj in found[end:]:
@@ -131,7 +131,7 @@ class NumkvBackend(StoragePluginInterface):  # type: ignore[misc]
         return found[:end]
 
     def _unpacked(self, data: memoryview) -> Any:
-        """A chunk in LMCache's own memory; None if there is none left."""
+        """Return a chunk in LMCache's own memory; None if that is full."""
         end = 4 + int.from_bytes(data[:4], "little")
         facts = json.loads(bytes(data[4:end]))
         shapes = [torch.Size(shape) for shape in facts["shapes"]]
@@ -145,32 +145,32 @@ class NumkvBackend(StoragePluginInterface):  # type: ignore[misc]
     # -- the rest
 
     def pin(self, key: Any) -> bool:
-        """Return whether the chunk is there; nothing is pinned."""
+        """Return whether the chunk exists; nothing is pinned."""
         return self.contains(key)
 
     def unpin(self, key: Any) -> bool:
-        """Return whether the chunk is there."""
+        """Return whether the chunk exists."""
         return self.contains(key)
 
     def remove(self, key: Any, force: bool = True) -> bool:
-        """Delete a chunk; whether it is gone."""
+        """Delete a chunk; return whether it was deleted."""
         return self._store.remove([key.to_string()])[0]
 
     def touch_cache(self) -> None:
-        """Nothing: reading notes the use of a chunk."""
+        """Do nothing: reading records the use of a chunk."""
 
     def get_allocator_backend(self) -> Any:
-        """What gives memory for chunks that are read."""
+        """Return the allocator of memory for chunks that are read."""
         return self.local_cpu_backend
 
     def close(self) -> None:
-        """Write what is under way, and ask the store nothing any more."""
+        """Finish pending writes, and stop all requests."""
         self._writers.shutdown()
         self._store.close()
 
 
 def _packed(obj: Any) -> bytes:
-    """An object's bytes behind what they are."""
+    """Return the description and the bytes of an object."""
     facts = {
         "shapes": [list(shape) for shape in obj.get_shapes()],
         "dtypes": [str(dtype).removeprefix("torch.") for dtype in obj.get_dtypes()],

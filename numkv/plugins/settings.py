@@ -1,4 +1,4 @@
-"""What a plug-in's settings say of its store."""
+"""The store of a plug-in, from the engine's settings."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _NAMES = ("place", "max_nbytes", "durable", "timeout", "local", "local_nbytes", 
 
 
 def store_of(settings: Mapping[str, Any] | None, prefix: str, mark: dict[str, Any]) -> BlockStore:
-    """The store that settings name.
+    """Make the store that settings describe.
 
     Parameters
     ----------
     settings : mapping
-        ``place``, and where wanted other arguments of `BlockStore`, behind `prefix`; others are somebody else's.
+        ``place`` and, optionally, other arguments of `BlockStore`, after `prefix`. Other settings are ignored.
     prefix : str
-        What their names begin with.
+        The prefix of their names.
     mark : dict
-        What bytes depend on, as far as the engine says it; the user's ``mark`` comes beside it.
+        The facts of the engine that decide the bytes, in addition to the user's ``mark``.
 
     Raises
     ------

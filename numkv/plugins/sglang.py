@@ -1,7 +1,7 @@
 """SGLang's HiCache over a `BlockStore`: ``--hicache-storage-backend dynamic``.
 
-Tried with the interface of sglang 0.5.23: pages of keys and values of one pool. Further pools of hybrid models
-(``batch_get_v2`` and its like) are not taken.
+Tested with the interface of sglang 0.5.23: pages of keys and values of one pool. Further pools of hybrid models
+(``batch_get_v2`` and the like) are not supported.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from numkv.plugins.settings import store_of
 
-#: What SGLang's configuration says of whose pages these are. Ranks of an MLA model have the same pages.
+#: The facts of SGLang's configuration that decide pages. All ranks of an MLA model have the same pages.
 _SHARED = (
     "model_name", "is_mla_model", "is_page_first_layout", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size",
     "dcp_rank", "dcp_size", "logical_page_size",
@@ -28,10 +28,10 @@ class NumkvStorage(HiCacheStorage):  # type: ignore[misc]
     Parameters
     ----------
     storage_config : HiCacheStorageConfig
-        SGLang's; its ``extra_config`` has ``place``, and where wanted ``max_nbytes``, ``durable``, ``timeout`` and
+        SGLang's; its ``extra_config`` has ``place``, and optionally ``max_nbytes``, ``durable``, ``timeout`` and
         ``mark``; see `numkv.store.BlockStore`.
     kwargs : mapping, optional
-        What SGLang hands over beside it.
+        Other arguments of SGLang, which are ignored.
     """
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
@@ -42,13 +42,13 @@ class NumkvStorage(HiCacheStorage):  # type: ignore[misc]
     # -- single pages, and several
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
-        """Read a page into a tensor; None if it is not there."""
+        """Read a page into a tensor; return None if it is missing."""
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[Any]:
-        """Read pages into tensors; None for each that is not there."""
+        """Read pages into tensors; return None for each missing one."""
         targets = list(target_locations or [])
         if len(targets) != len(keys) or any(target is None for target in targets):
             raise ValueError("`target_locations`: expected a tensor for each key")
@@ -58,7 +58,7 @@ class NumkvStorage(HiCacheStorage):  # type: ignore[misc]
     def set(
         self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Write a page; whether it is there now."""
+        """Write a page; return whether it exists now."""
         return self.batch_set([key], [value])
 
     def batch_set(
@@ -68,15 +68,15 @@ class NumkvStorage(HiCacheStorage):  # type: ignore[misc]
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        """Write pages; whether all are there now."""
+        """Write pages; return whether all exist now."""
         return all(self._store.put(keys, [_bytes_of(x.contiguous()) for x in values]))
 
     def exists(self, key: str) -> bool:
-        """Return whether a page is there."""
+        """Return whether a page exists."""
         return self._store.exists([key])[0]
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """Return how many of the first pages are there."""
+        """Return how many leading pages exist."""
         found = self._store.exists(keys)
         return found.index(False) if False in found else len(found)
 
@@ -85,7 +85,7 @@ class NumkvStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_get_v1(
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
-        """Read pages into the host pool; which there were."""
+        """Read pages into the host pool; return for each whether it existed."""
         pages = [self.mem_pool_host.get_dummy_flat_data_page() for _ in keys]
         found = self._store.get_into(keys, [_bytes_of(page) for page in pages])
         for first, page, is_there in zip(
@@ -98,7 +98,7 @@ class NumkvStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_set_v1(
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
-        """Write pages of the host pool; which are there now."""
+        """Write pages of the host pool; return for each whether it exists now."""
         pages = [
             self.mem_pool_host.get_data_page(first) for first in self._firsts(keys, host_indices)
         ]
@@ -120,7 +120,7 @@ class NumkvStorage(HiCacheStorage):  # type: ignore[misc]
         self._store.clear()
 
     def close(self) -> None:
-        """Ask the store nothing any more."""
+        """Stop all requests."""
         self._store.close()
 
 

@@ -1,1 +1,1 @@
-"""Snapshots: what an object that holds tokens consists of, as small values and tensors; it says so in one place."""
+"""Snapshots: the small values and tensors of an object with tokens, declared in one place."""

@@ -1,4 +1,4 @@
-"""`Fields`: the header of a file, each entry of which is checked as it is asked for."""
+"""`Fields`: the header of a file; each entry is checked when it is read."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any
 from numkv.errors import NumkvError
 from numkv.kinds import Kind, kind
 
-#: What sizes and positions stay below.
+#: Exclusive bound of sizes and positions.
 MOST = 2**31 - 1
 
 
 class Damaged(Exception):
-    """A file is not as it was written; `numkv.load` makes it an error that names the path."""
+    """A file is damaged; `numkv.load` raises an error that names the path."""
 
 
 class Foreign(Damaged):
-    """A file is none of numkv's, as far as can be seen."""
+    """A file does not seem to be one of numkv's."""
 
 
 def expect(holds: bool, reason: str) -> None:
-    """Go on, or say what is wrong with the file."""
+    """Raise `Damaged` with a reason unless a condition holds."""
     if not holds:
         raise Damaged(reason)
 
 
 @contextlib.contextmanager
 def claims(what: str) -> Iterator[None]:
-    """Run a check of the library on what a file claims: its errors are about the file."""
+    """Turn errors of the library's checks into `Damaged`, for values from a file."""
     try:
         yield
     except (NumkvError, ValueError, TypeError, IndexError, KeyError, OverflowError) as error:
@@ -43,9 +43,9 @@ class Fields:
     Parameters
     ----------
     entries : object
-        What should be a JSON object.
+        The JSON value, which should be an object.
     where : str
-        What messages call it.
+        Its name in messages.
     """
 
     def __init__(self, entries: Any, where: str = "the header") -> None:
@@ -54,7 +54,7 @@ class Fields:
         self._where = where
 
     def get(self, name: str) -> Any:
-        """An entry as it is."""
+        """Return an entry unchecked."""
         expect(name in self._by_name, f"{self._where} has no {name!r}")
         return self._by_name[name]
 
@@ -63,41 +63,41 @@ class Fields:
         return name in self._by_name
 
     def integer(self, name: str, least: int = 0, most: int = MOST) -> int:
-        """An integer in ``[least, most]``."""
+        """Return an integer in ``[least, most]``."""
         return self._integer(name, self.get(name), least, most)
 
     def optional(self, name: str, least: int = 0, most: int = MOST) -> int | None:
-        """An integer, or None."""
+        """Return an integer, or None."""
         return None if self.get(name) is None else self.integer(name, least, most)
 
     def integers(
         self, name: str, count: int | None = None, least: int = 0, most: int = MOST
     ) -> list[int]:
-        """A list of integers, of which there are `count`."""
+        """Return a list of `count` integers."""
         return [self._integer(name, x, least, most) for x in self.entries(name, count)]
 
     def entries(self, name: str, count: int | None = None) -> list[Any]:
-        """A list, of `count` entries."""
+        """Return a list of `count` entries."""
         found = self.get(name)
         self._expect(isinstance(found, list), name, "a list", found)
         self._expect(count is None or len(found) == count, name, f"{count} entries", found)
         return list(found)
 
     def flag(self, name: str) -> bool:
-        """A truth value."""
+        """Return a truth value."""
         found = self.get(name)
         self._expect(isinstance(found, bool), name, "true or false", found)
         return bool(found)
 
     def text(self, name: str, among: Sequence[str] = ()) -> str:
-        """A string."""
+        """Return a string."""
         found = self.get(name)
         self._expect(isinstance(found, str), name, "a string", found)
         self._expect(not among or found in among, name, f"one of {', '.join(among)}", found)
         return str(found)
 
     def kind(self, name: str) -> Kind:
-        """A storage kind, by its own name."""
+        """Return a storage kind, from its name."""
         found = self.text(name)
         with claims(f"{name!r} in {self._where}"):
             wanted = kind(found)

@@ -1,7 +1,7 @@
-"""Where the elements of tensors lie: rows in slots of an array, and blocks of one.
+"""Places of a tensor's elements in arrays: rows in slots, and whole blocks.
 
-Both give their memory piece by piece to be written, and take elements piece by piece to where they belong. On the host
-these are parts of the array itself; from and to a device they go by way of one copy of what is saved.
+Both yield memory piece by piece for writing, and scatter elements piece by piece when a file is read. On the host these
+pieces are views of the array; on a device one copy of the saved part comes between.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from numkv.targets.base import Array, Target
 
 Ints = NDArray[np.int64]
 
-# Runs of rows that are shorter than this are copied together first, as many bytes at a time.
+# Shorter runs of rows are first copied together, up to so many bytes at a time.
 _SHORT_RUN = 16 << 10
 _STAGED = 4 << 20
 
 
 def checked(tensor: Tensor, holds: Callable[[NDArray[Any]], bool], bad: str) -> Tensor:
-    """A tensor whose elements are looked at, when they are written and when they are read.
+    """Return a tensor whose elements are checked when they are written and read.
 
     Parameters
     ----------
     tensor : Tensor
         Scales, or the like.
     holds : callable
-        Whether elements are what they should be.
+        Returns whether elements are valid.
     bad : str
-        What is said of a cache that has others.
+        Message for a cache with invalid elements.
     """
 
     def pieces() -> Iterator[NDArray[Any]]:
@@ -49,7 +49,7 @@ def checked(tensor: Tensor, holds: Callable[[NDArray[Any]], bool], bad: str) -> 
             given = list(arrays)
             read(given)
             plain = all(map(holds, given))
-            expect(plain, f"{tensor.name!r} holds NaN, infinity or a negative number")
+            expect(plain, f"{tensor.name!r} has NaN, infinity or a negative number")
 
         tensor.fill(read_checked)
 
@@ -104,7 +104,7 @@ class Rows:
 
     @property
     def _shape(self) -> tuple[int, ...]:
-        """As one block."""
+        """Return the shape as one block."""
         return (1, int(self.x.shape[1]), len(self.slots), *map(int, self.x.shape[3:]))
 
     def _copy(self, source: Array, slots: Ints, to: Array, to_slots: Ints) -> None:
@@ -113,12 +113,12 @@ class Rows:
 
 
 def _by_row(x: NDArray[Any]) -> NDArray[Any]:
-    """An array of rows, also where a row has one element."""
+    """Return an array of rows, also if a row has one element."""
     return x if x.ndim == 4 else x[..., None]
 
 
 def _runs(x: NDArray[Any], slots: Ints) -> tuple[list[tuple[int, int, int]], bool]:
-    """Slots as runs of neighbours in one block: block, offset, length; whether they are too short to be read alone."""
+    """Return runs of adjacent slots as (block, offset, length), and whether they are too short to be read alone."""
     if not len(slots):
         return [], False
     size = x.shape[2]
@@ -133,7 +133,7 @@ def _runs(x: NDArray[Any], slots: Ints) -> tuple[list[tuple[int, int, int]], boo
 
 
 def _steps(x: NDArray[Any], slots: Ints) -> Iterator[tuple[Ints, Ints]]:
-    """Blocks and offsets of slots, of not too many at a time."""
+    """Yield blocks and offsets of slots, in batches of bounded size."""
     size, most = x.shape[2], max(1, _STAGED // max(1, x.shape[3] * x.itemsize))
     for i in range(0, len(slots), most):
         part = slots[i : i + most]
@@ -141,7 +141,7 @@ def _steps(x: NDArray[Any], slots: Ints) -> Iterator[tuple[Ints, Ints]]:
 
 
 def blocks_of(target: Target, x: Array, ids: NDArray[Any]) -> NDArray[Any]:
-    """Copies of blocks of an array, in host memory."""
+    """Copy blocks of an array to host memory."""
     if target.values_on_host:
         return np.asarray(x[ids])
     made = target.empty((len(ids), *map(int, x.shape[1:])), x.dtype)
@@ -152,7 +152,7 @@ def blocks_of(target: Target, x: Array, ids: NDArray[Any]) -> NDArray[Any]:
 def put_blocks(
     target: Target, content: NDArray[Any], x: Array, ids: NDArray[Any], chosen: NDArray[Any] | None = None
 ) -> None:  # fmt: skip
-    """Copy blocks from host memory to where they go in an array: all, or those that are chosen."""
+    """Copy blocks from host memory into an array: all, or the chosen ones."""
     source = np.arange(len(ids)) if chosen is None else chosen
     _copy_blocks(target, target.asarray(content), source, x, ids)
 
@@ -167,7 +167,7 @@ def _copy_blocks(
 
 @dataclass
 class Blocks:
-    """Blocks of an array, whole and once each; what comes after the tokens in a block is written as zeros."""
+    """Distinct whole blocks of an array; slots after the last token are written as zeros."""
 
     target: Target
     x: Array
@@ -201,7 +201,7 @@ class Blocks:
 
 
 def _neighbours(ids: NDArray[Any], apart: NDArray[np.bool_]) -> Iterator[tuple[int, int, int]]:
-    """Blocks as runs of neighbours, but for those that stand apart: first, end, and which of them is the first."""
+    """Yield runs of adjacent block ids as (first, end, index of the first); blocks in `apart` form runs of one."""
     ends = np.flatnonzero((np.diff(ids) != 1) | apart[1:] | apart[:-1]) + 1
     for run in np.split(np.arange(len(ids)), ends):
         if len(run):

@@ -1,13 +1,13 @@
-"""`Snapshot`: an object as small values, small arrays and tensors, and `plan`: how it is made of these again.
+"""`Snapshot`: an object as small values, small arrays and tensors, and `plan`, which rebuilds the object.
 
-The class of an object that can be saved has a `Saved` and two methods::
+The class of a savable object has a `Saved` and two methods::
 
-    __saved__                                       its small values, with which tensors there are, and bytes in all
-    __snapshot__(self)                              what it consists of now
-    __restore__(cls, saved, source, options)        an object of what a file says, which has been checked
+    __saved__                                       its small values, the list of its tensors, and bytes in all
+    __snapshot__(self)                              its present contents
+    __restore__(cls, saved, source, options)        an object rebuilt from checked values
 
-A `Tensor` says where its elements lie, so that the same list of tensors serves an object that is saved and an empty one
-that is filled. Nothing is copied before it is written.
+A `Tensor` knows where its elements lie, so one list of tensors serves for saving an object and for filling an empty
+one. Nothing is copied before it is written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Read = Callable[[Iterable[NDArray[Any]]], None]
 
 
 class Tensor(NamedTuple):
-    """A tensor, and where its elements lie.
+    """A tensor, and the places of its elements.
 
     Attributes
     ----------
@@ -40,9 +40,9 @@ class Tensor(NamedTuple):
     spec : Spec
         Dtype and shape.
     pieces : callable
-        Gives contiguous arrays that hold the elements in order, when they are to be written.
+        Yields contiguous arrays with the elements in order, for writing.
     fill : callable
-        Puts elements where they lie, which it gets from a `Read`.
+        Stores elements in their places, from a `Read`.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Tensor(NamedTuple):
 
     @classmethod
     def of(cls, name: str, x: NDArray[Any]) -> Tensor:
-        """A tensor that is an array."""
+        """Return an array as a tensor."""
         lies = np.ascontiguousarray(x)
         return cls(name, Spec(x.dtype, x.shape), lambda: [lies], lambda read: read([lies]))
 
@@ -61,10 +61,10 @@ class Source(Protocol):
     """Where tensors are read from: an open file, or a part of one."""
 
     def spec(self, name: str) -> Spec:
-        """What a tensor is."""
+        """Return the dtype and shape of a tensor."""
 
     def take(self, name: str, spec: Spec) -> None:
-        """Expect a tensor, and that it is what it has to be."""
+        """Require a tensor of this dtype and shape."""
 
     def array(self, name: str) -> NDArray[Any]:
         """Read a small tensor, and compare its checksum at once."""
@@ -73,20 +73,20 @@ class Source(Protocol):
         """Read the next elements of a tensor into contiguous arrays."""
 
     def verify(self) -> None:
-        """Compare the checksums of all that was read, and see that it was all."""
+        """Compare all checksums, and require that every tensor was read."""
 
 
 class Snapshot(NamedTuple):
-    """What an object consists of.
+    """The contents of an object.
 
     Attributes
     ----------
     saved : Saved
         Small values.
     tensors : list of Tensor
-        What lies in buffers.
+        Large tensors in buffers.
     held : list of (object, bool)
-        What nobody may change while it is written, and whether new tokens would change it.
+        Objects that must not change while they are written, and whether new tokens count as a change.
     arrays : mapping of str to array
         Small arrays in host memory, by the names of tensors.
     """
@@ -97,22 +97,22 @@ class Snapshot(NamedTuple):
     arrays: Mapping[str, NDArray[Any]] = MappingProxyType({})
 
     def all_tensors(self, prefix: str = "") -> list[Tensor]:
-        """All tensors, small ones first, with something before their names."""
+        """Return all tensors, small ones first, with a prefix to their names."""
         found = [Tensor.of(name, x) for name, x in self.arrays.items()] + self.tensors
         return [x._replace(name=prefix + x.name) for x in found] if prefix else found
 
 
 class Options(NamedTuple):
-    """The arguments of `numkv.load` that say what a cache is to be made with.
+    """The arguments of `numkv.load` from which a cache is made.
 
     Attributes
     ----------
     target : str or None
         Name of the target.
     shift : object
-        The shift, or what holds one for each child.
+        The shift, or a sequence with one for each child.
     pool : PagedPool or None
-        Where a layer takes its blocks from.
+        The pool of a layer.
     """
 
     target: str | None
@@ -121,19 +121,19 @@ class Options(NamedTuple):
 
     @property
     def place(self) -> Target:
-        """Where the cache goes."""
+        """Return the target of the cache."""
         return targets.get("cpu" if self.target is None else self.target)
 
 
 class Plan(NamedTuple):
-    """How an object is made from what has been checked.
+    """The steps that make an object from checked values.
 
     Attributes
     ----------
     nbytes : int
-        Bytes that it takes.
+        Its bytes.
     build : callable
-        Allocates it and reads its content; what it has taken of others it gives back after an error.
+        Allocates it and reads its content; after an error it releases blocks of a shared pool.
     """
 
     nbytes: int
@@ -141,17 +141,17 @@ class Plan(NamedTuple):
 
 
 def plan(cls: Any, fields: Fields, source: Source, options: Options) -> Plan:
-    """Check what a file says of an object of a class, and how to make it."""
+    """Check the values of an object in a file, and return the plan to make it."""
     saved: Saved = cls.__saved__.read(fields)
     for name, spec in saved.specs().items():
         source.take(name, spec)
-    # A pool that is given is there already.
+    # The memory of a given pool exists already.
     nbytes = saved.nbytes if options.pool is None else 0
     return Plan(nbytes, functools.partial(cls.__restore__, saved, source, options))
 
 
 class Under:
-    """The part of a source whose names begin with a prefix."""
+    """The tensors of a source whose names begin with a prefix."""
 
     def __init__(self, source: Source, prefix: str) -> None:
         self._source, self._prefix = source, prefix
@@ -177,7 +177,7 @@ def bytes_of(x: NDArray[Any]) -> memoryview:
 
 
 def crc32_of(arrays: Iterable[NDArray[Any]]) -> str:
-    """The CRC-32 of some arrays, one after another, in hexadecimal."""
+    """Return the CRC-32 of arrays, one after another, in hexadecimal."""
     found = 0
     for x in arrays:
         found = zlib.crc32(bytes_of(np.ascontiguousarray(x)), found) if x.size else found
@@ -185,6 +185,6 @@ def crc32_of(arrays: Iterable[NDArray[Any]]) -> str:
 
 
 def fill_all(source: Source, tensors: Iterable[Tensor]) -> None:
-    """Read tensors to where their elements lie."""
+    """Read tensors into their places."""
     for tensor in tensors:
         tensor.fill(functools.partial(source.fill, tensor.name))

@@ -89,7 +89,7 @@ class BlockStore:
     ) -> None:
         if mark is None:
             raise TypeError(
-                "`mark`: expected a text, or facts by name, got None; say whose bytes these are"
+                "`mark`: expected a text, or facts by name, got None; name the engine and the model of these bytes"
             )
         self._place = place_of(place, durable, file_system, timeout, local, local_nbytes)
         self._empty = Section.of(check_mark("mark", mark), None, {"objects": "bytes"}, 0, 0)
@@ -160,19 +160,19 @@ class BlockStore:
         Parameters
         ----------
         keys : sequence of str or bytes
-            Which.
+            Keys of the objects.
         buffers : sequence of writable, contiguous buffers
-            A buffer for each, of the object's bytes.
+            A buffer of the object's size for each key.
 
         Returns
         -------
         list of bool
-            Which were there, whole and of that many bytes. A buffer of another may have been written to.
+            Whether each object exists, is valid and has that size. If not, its buffer may have changed.
 
         Raises
         ------
         ValueError, TypeError
-            If there are not as many buffers as keys, or one is none that can be written to.
+            If there are not as many buffers as keys, or a buffer is not writable.
         """
         names, views = self._names(keys), [_view("buffers", x, True) for x in buffers]
         _check_count(names, views)
@@ -196,17 +196,17 @@ class BlockStore:
         return found
 
     def get(self, keys: Sequence[str | bytes]) -> list[bytearray | None]:
-        """Read objects whose sizes the caller does not know, which takes a question more than `get_into`.
+        """Read objects of unknown size, with one more request than `get_into`.
 
         Parameters
         ----------
         keys : sequence of str or bytes
-            Which.
+            Keys of the objects.
 
         Returns
         -------
         list of bytearray or None
-            The bytes of each; None where there is none.
+            The bytes of each object; None for a missing one.
         """
         header = self._empty.layout.header
         sizes = self._place.sizes([self._empty.key(name) for name in self._names(keys)])
@@ -217,24 +217,24 @@ class BlockStore:
         return [made[i] if there.get(i) else None for i in range(len(keys))]
 
     def put(self, keys: Sequence[str | bytes], buffers: Sequence[Any]) -> list[bool]:
-        """Write objects; what is there under a key already stays where it is the same, and is replaced otherwise.
+        """Write objects; an existing object is replaced if its bytes differ.
 
         Parameters
         ----------
         keys : sequence of str or bytes
-            Under which keys.
+            Keys of the objects.
         buffers : sequence of contiguous buffers
             Their bytes.
 
         Returns
         -------
         list of bool
-            Which are there now.
+            Whether each object exists now.
 
         Raises
         ------
         ValueError, TypeError
-            If there are not as many buffers as keys, or one is none.
+            If there are not as many buffers as keys, or one is not a contiguous buffer.
         """
         names, views = self._names(keys), [_view("buffers", x, False) for x in buffers]
         _check_count(names, views)
@@ -258,7 +258,7 @@ class BlockStore:
         return good
 
     def remove(self, keys: Sequence[str | bytes]) -> list[bool]:
-        """Delete objects; return which keys have none now."""
+        """Delete objects; return for each key whether no object exists now."""
         names = self._names(keys)
         return [self._place.delete_bad(self._empty.key(name)) for name in names]
 
@@ -319,7 +319,7 @@ class BlockStore:
         self._count(evicted=evicted)
 
     def _drop(self, key: str, error: Exception) -> None:
-        log.warning("%s/%s is damaged or another's, and deleted: %s", self._place, key, error)
+        log.warning("%s/%s is damaged or of another mark, and deleted: %s", self._place, key, error)
         self._place.delete_bad(key)
         self._count(damaged=1)
 

@@ -380,7 +380,7 @@ class Engine:
             try:
                 self._on_event(event)
             except Exception:
-                log.exception("on_event failed; the event has happened")
+                log.exception("on_event raised an exception, which is ignored")
 
     def stats(self) -> StoreStats:
         """Return the current counts."""
@@ -429,7 +429,7 @@ class Engine:
             try:
                 self._do_some(buffers)
             except Exception:  # an exception of the file system
-                log.exception("the store goes on")
+                log.exception("a thread of the store failed and continues")
 
     def _do_some(self, buffers: dict[int, Bytes]) -> None:
         """Write a block, then report events and record uses."""
@@ -468,7 +468,7 @@ class Engine:
                 error = "its memory was changed by compiled code of the user's own"
             else:
                 outcome = self._put_in_time(waiting.section, waiting.of, data)
-        except Exception as problem:  # a full disk, no memory, whatever a file system raises
+        except Exception as problem:  # a full disk, no memory, any error of a file system
             error = f"{type(problem).__name__}: {problem}"
             if self.place.answers:
                 log.warning("a block could not be written to %s: %s", self.place, error)
@@ -525,7 +525,7 @@ class Engine:
                 if attempt >= self.place.attempts or not self.place.answers:
                     raise
             time.sleep(_BACKOFF * 2**attempt * random.uniform(0.5, 1.0))
-        raise AssertionError("an attempt is the last")
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _content(self, waiting: _Waiting, buffers: dict[int, Bytes]) -> Bytes | None:
         """Return the content of a block, copied from its pool if it is there; None if it was replaced."""
@@ -554,7 +554,7 @@ class Engine:
         with self._changed:
             while key in self._deleting:
                 self._changed.wait(1.0)
-            is_bad = key in self._bad  # whatever its header says
+            is_bad = key in self._bad  # even if its header is valid
             self._bad.discard(key)  # because it is replaced
         if not is_bad and self.place.holds(key, header, nbytes):
             self.place.touch(key, age)
@@ -573,8 +573,8 @@ class Engine:
         """Wait for the current queue, and return how many blocks were given up since the last call."""
         if getattr(_own, "inside", False):
             raise NumkvError(
-                "flush: expected a thread that the store does not write with, got one; flush and close from "
-                "elsewhere than from `on_event`"
+                "flush: expected a thread of the caller's, got one that the store writes with; flush and close "
+                "outside of `on_event`"
             )
         until = None if timeout is None else time.monotonic() + timeout
         with self._changed:
@@ -602,7 +602,7 @@ class Engine:
         return bool(self._bad or self._deleting or self._used or self._noting)
 
     def _do_here(self) -> None:
-        """Do some of the work in this thread, when no other can be started any more."""
+        """Do some of the work in this thread, because no other can be started."""
         self._changed.release()
         try:
             self._do_some({})
@@ -619,7 +619,7 @@ class Engine:
         """Write all waiting blocks, then accept and return none."""
         with (
             self._changed
-        ):  # which `flush` gives up while it waits: nothing is added after what it has waited for
+        ):  # `flush` releases it while it waits, so nothing is added after the blocks that it waited for
             lost = 0 if self.closed else self.flush(timeout)
             self.closed = True
             for waiting in list(self._queue.values()):

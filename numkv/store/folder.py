@@ -38,7 +38,7 @@ _LEFT = 0.9
 
 
 class Jobs(Protocol):
-    """Objects that are to be read. Nothing is made for one before its turn, nor kept after it."""
+    """Objects to read. Memory for an object is allocated at its turn, and released after it."""
 
     keys: Sequence[str]
     """Where they lie, below the root."""
@@ -271,7 +271,7 @@ class Folder:
         """
         try:
             import fcntl
-        except ImportError:  # Windows: several may, which deletes too much at worst
+        except ImportError:  # Windows: several processes may evict at once, which at worst deletes too much
             yield
             return
         try:

@@ -1,11 +1,11 @@
-"""The format of an object: a header that says what a block is, then its bytes in all layers.
+"""The format of an object: a header that describes a block, then its bytes in all layers.
 
 Byte format, version 1
 ----------------------
 All integers are little-endian. The header has a multiple of 64 bytes, and the content follows it:
 
 ======  =============================================================================================
-offset  what
+offset  content
 ======  =============================================================================================
 0       ``"numkvblk"``
 8       version of the format u32, bytes of the header u32
@@ -206,4 +206,4 @@ class Objects:
         if crc32_of(content) != crc:
             raise DamagedObject("the checksum of the content is wrong")
         if not self._of.sound(content):
-            raise DamagedObject("it has scales that are none")
+            raise DamagedObject("it has NaN, infinity or negative numbers as scales")

@@ -207,12 +207,12 @@ def _shared(
 
 
 def check_bound(given: Any, name: str = "max_nbytes") -> int | None:
-    """Bytes that objects may have together, or None."""
+    """Return a valid bound on the bytes of all objects, or None."""
     return None if given is None else check_size(name, given, 1, 2**62)
 
 
 def check_timeout(given: Any) -> float | None:
-    """Seconds, or None for any number of them."""
+    """Return a valid timeout in seconds, or None for no timeout."""
     return None if given is None else check_number("timeout", given, 0.0)
 
 

@@ -17,9 +17,9 @@ from numkv.store.objects import Section
 from numkv.store.places import check_bound, check_timeout, place_of
 from numkv.store.records import Event, StoreStats
 
-#: Bytes of the host tier, if nothing is said.
+#: Bytes of the host tier by default.
 _HOST_BYTES = 256 << 20
-#: Seconds without any answer of a network, if nothing is said.
+#: Seconds without any answer of a network by default.
 _PATIENCE = 0.3
 
 
@@ -42,24 +42,25 @@ class PrefixStore:
         Everything that decides rows in addition to tokens: the model and its revision, as a text, or texts, numbers
         and None by name. A model with other weights needs another mark.
     rope : str or mapping, optional
-        The same of RoPE, if `mark` does not say it: its base and scaling.
+        The base and scaling of RoPE, if `mark` does not include them.
     max_nbytes : int, optional
-        Bytes that objects in `place` may have together, those of other marks too; what was used longest ago is deleted
-        first. Each process that writes may go beyond it by a sixteenth. Without it there is no bound.
+        Most bytes of all objects in `place`, those of other marks too. The least recently used objects are deleted
+        first. Each writing process may exceed the bound by a sixteenth. By default there is no bound.
     host_nbytes : int
         Bytes of the host tier: blocks that pools have evicted, and blocks that wait to be written.
     durable : bool
-        Whether each block is on the disk (``fsync``) before it counts as written. If not, a power cut may lose
-        the newest ones; a process that is killed loses none that counts.
+        Whether each block is fsynced before it counts as written. If not, a power cut may lose the newest blocks; a
+        killed process loses none that counted as written.
     file_system : fsspec.AbstractFileSystem, optional
-        Where `place` is.
+        The file system of `place`.
     timeout : float or None
-        Seconds without any answer after which a lookup on a network goes on without the store; a store that is slow and
-        answers is read on. None: for ever. The store is then left alone, and asked again from time to time.
+        Seconds without any answer after which a lookup on a network continues without the store. A slow store that
+        answers is read to the end. The store is then probed from time to time. None means no timeout.
     local : path-like, optional
-        A folder of this machine that keeps copies of what was read and written last, so that a network is asked once.
+        A folder of this machine with copies of the objects read and written last, so that each is requested from the
+        network once.
     local_nbytes : int, optional
-        Bytes of these copies; None: as many as there is room for.
+        Most bytes of these copies; None means no bound.
     on_event : callable, optional
         Called with a `PrefixFound` in `add`, and in a thread of the store with a `BlocksWritten`, `BlocksDropped`,
         `StoreSilent` or `StoreAnswers`. Its exceptions are logged and not raised. It may not flush or close.
@@ -69,18 +70,18 @@ class PrefixStore:
     NotSupported
         If a URL needs a package that is not installed.
     DimensionMismatch, TypeError, ValueError
-        If an argument is none of these.
+        If an argument is invalid.
 
     Notes
     -----
-    What cannot be written or read never fails a call of the cache: it is counted (`stats`), told (`on_event`), logged
-    under ``numkv.store``, and computed anew. A network that does not answer costs one lookup `timeout` seconds; later
-    ones do not ask it until it has answered a request that the store makes by itself. What is to be written waits
-    meanwhile, in the pool or, within `host_nbytes`, in the host tier.
+    A block that cannot be written or read never fails a call of the cache. It is counted (`stats`), reported
+    (`on_event`), logged under ``numkv.store``, and computed anew. A network that does not answer delays one lookup by
+    `timeout` seconds. Later lookups skip it until the store's own probe is answered. Blocks to write wait meanwhile, in
+    the pool or, within `host_nbytes`, in the host tier.
 
-    Whoever can write to `place` decides what is found there: checksums find damage, not malice.
+    Checksums detect damage, not malice: give write access to `place` only to trusted users.
 
-    On a file system of fsspec what was written longest ago is deleted first, as it keeps no time of reading.
+    On a file system of fsspec the objects written longest ago are deleted first, as it stores no time of reading.
 
     Examples
     --------
@@ -121,7 +122,7 @@ class PrefixStore:
     ) -> None:
         if mark is None:
             raise TypeError(
-                "`mark`: expected a text, or facts by name, got None; say which model's blocks these are"
+                "`mark`: expected a text, or facts by name, got None; name the model of these blocks"
             )
         self._mark, self._rope = check_mark("mark", mark), check_mark("rope", rope)
         for name, given in (("mark", self._mark), ("rope", self._rope)):
@@ -191,7 +192,7 @@ class PrefixStore:
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait at most.
+            The most seconds to wait.
 
         Returns
         -------
@@ -202,19 +203,19 @@ class PrefixStore:
         Raises
         ------
         TimeoutError
-            If they are not written by then; the store goes on with them.
+            If they are not written by then; the store continues to write them.
         NumkvError
             If it is called by `on_event`, in a thread that writes.
         """
         return self._engine.flush(check_timeout(timeout))
 
     def close(self, timeout: float | None = None) -> int:
-        """Write all waiting blocks, and close. Caches that use the store go on without it.
+        """Write all waiting blocks, and close. Caches that use the store continue without it.
 
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait at most.
+            The most seconds to wait.
 
         Returns
         -------

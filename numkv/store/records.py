@@ -1,4 +1,4 @@
-"""What a `PrefixStore` reports: counts, and events."""
+"""Counts and events that a `PrefixStore` reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 class StoreStats:
     """Counts of one `PrefixStore` since it was made; all but `lookups` and bytes count blocks.
 
-    Checkpoints of states count as blocks where objects are meant: in all but `wanted`, `missed` and what was found.
+    Checkpoints of states also count as blocks, but not in `wanted`, `missed` and the counts of found blocks.
     """
 
     lookups: int = 0
@@ -21,13 +21,13 @@ class StoreStats:
     wanted: int = 0
     """Full blocks of these prompts."""
     found_in_pool: int = 0
-    """Of these, blocks that the cache had itself."""
+    """Blocks found in the cache's own pool."""
     found_in_host: int = 0
     """Blocks that came from the host tier."""
     found_in_store: int = 0
     """Blocks that were read."""
     missed: int = 0
-    """Blocks that were in none of them, or behind such a block."""
+    """Blocks found nowhere, or after such a block."""
     written: int = 0
     """Blocks written."""
     already_there: int = 0
@@ -35,9 +35,9 @@ class StoreStats:
     dropped: int = 0
     """Blocks given up: evicted by the pool while the host tier was full of blocks that wait to be written."""
     failed: int = 0
-    """Blocks that could not be written, for want of room on the disk, say; see `last_error`."""
+    """Blocks that could not be written, as on a full disk; see `last_error`."""
     damaged: int = 0
-    """Objects that were not as they were written; they have been deleted."""
+    """Objects that failed their checksum, and were deleted."""
     refused: int = 0
     """Objects of another mark, RoPE, kind, size or version, found in this one's place; they have been deleted."""
     evicted: int = 0
@@ -53,11 +53,11 @@ class StoreStats:
     bytes_read: int = 0
     """Bytes of the objects read."""
     errors: Mapping[str, int] = field(default_factory=dict)
-    """Requests that failed or had no answer, by what was asked and what went wrong, as ``"read: TimeoutError"``."""
+    """Requests that failed or had no answer, by request and error, such as ``"read: TimeoutError"``."""
     answers: bool = True
-    """Whether the place answers, as far as is known; while it does not, nothing is asked of it."""
+    """Whether the place answers, as far as is known; if not, no request is made."""
     last_error: str = ""
-    """What the system said when something could not be read or written last."""
+    """Message of the last failed read or write."""
 
     @property
     def hit_rate(self) -> float:
@@ -67,18 +67,18 @@ class StoreStats:
 
 @dataclass(frozen=True, slots=True)
 class ByteStats:
-    """Counts of one `BlockStore` since it was made; of objects, but for bytes and errors."""
+    """Counts of one `BlockStore` since it was made; all but bytes and errors count objects."""
 
     found: int = 0
     """Objects read."""
     missed: int = 0
-    """Objects that were not there, or not what they should be."""
+    """Objects that were missing or invalid."""
     written: int = 0
-    """Objects that are there since they were written, or were before."""
+    """Objects that were written, or existed before with the same bytes."""
     failed: int = 0
     """Objects that could not be written; see `last_error`."""
     damaged: int = 0
-    """Objects that were not as they were written, or another's; they have been deleted."""
+    """Objects that were damaged or of another mark, and were deleted."""
     evicted: int = 0
     """Objects deleted to keep to `max_nbytes`."""
     bytes_written: int = 0
@@ -108,10 +108,10 @@ class BlocksDropped:
     block_hashes: NDArray[np.uint8]
     """Names ``(n, 32)``."""
     reason: str
-    """``"full"``: no room in the host tier; ``"failed"``: the system refused; ``"damaged"``; ``"refused"``: of another
+    """``"full"``: no room in the host tier; ``"failed"``: a system error; ``"damaged"``; ``"refused"``: of another
     mark, RoPE, kind, size or version."""
     error: str = ""
-    """What the system said, or what is wrong."""
+    """The error's message, or the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class PrefixFound:
     wanted: int
     """Full blocks that were looked for."""
     in_pool: int
-    """Blocks that the cache had itself."""
+    """Blocks found in the cache's own pool."""
     in_host: int
     """Blocks that came from the host tier."""
     in_store: int
@@ -129,12 +129,12 @@ class PrefixFound:
     missed: int
     """The others."""
     nbytes: int
-    """Bytes that were brought into the pool."""
+    """Bytes copied into the pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreSilent:
-    """The place has stopped answering: caches go on without it, and writes wait."""
+    """The place has stopped answering: caches continue without it, and writes wait."""
 
     error: str
     """What went wrong."""
@@ -145,5 +145,5 @@ class StoreAnswers:
     """The place answers again."""
 
 
-#: What `on_event` is called with.
+#: The events that `on_event` receives.
 Event = BlocksWritten | BlocksDropped | PrefixFound | StoreSilent | StoreAnswers

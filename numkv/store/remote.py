@@ -1,4 +1,4 @@
-"""Objects in any file system that fsspec knows: S3 and its like, other machines' disks, memory."""
+"""Objects in any file system of fsspec: S3 and the like, other machines' disks, memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def opened(url: str) -> tuple[Any, str]:
         found: tuple[Any, str] = url_to_fs(url, use_listings_cache=False)
     except ImportError as error:
         raise NotSupported(
-            f"`place`: {url} needs fsspec and what it has for this protocol ({error}); "
+            f"`place`: {url} needs fsspec and its package for this protocol ({error}); "
             "pip install 'numkv[store]', and s3fs, gcsfs or the like"
         ) from error
     return found
@@ -213,12 +213,12 @@ class RemoteFolder:
         if error is not None and not isinstance(error, FileNotFoundError):
             raise error
         self._fs.invalidate_cache()
-        # By the store's own clock, as far as it can be told.
+        # By the store's own clock, as far as it is known.
         now = max(map(_seconds, listed.values()), default=0.0)
         for path, info in listed.items():
             stamp = _seconds(info)
             key = str(path)[str(path).rindex(self.root) + len(self.root) + 1 :]
-            # Without a time nobody can tell whether it is being written.
+            # Without a time, an object that is being written cannot be recognised.
             if key.endswith(SUFFIX) and stamp and now - stamp > _ABANDONED:
                 self.delete_bad(key)
             else:
