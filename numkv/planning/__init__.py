@@ -1,7 +1,7 @@
-"""What a model keeps of the tokens that it has seen, read from its ``config.json``; nothing else is needed.
+"""The memory that a model's cache needs, computed from its ``config.json`` alone.
 
-`needs_of` reads it, for every decoder of transformers 5: rows of each layer, windows and chunks, latents, layers that
-share another's rows, states, cross attention. What it does not understand, it names.
+`needs_of` supports every decoder of transformers 5: rows of each layer, windows and chunks, latents, layers that share
+another's rows, states, cross attention. Its remarks name entries that it does not know.
 """
 
 from numkv.planning.description import LayerNeeds, ModelNeeds, Rows, State

@@ -1,4 +1,4 @@
-"""What a model keeps of the tokens that it has seen, layer by layer, and what that costs in bytes."""
+"""The rows and states that each layer of a model stores, and their bytes."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _BYTES = {
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows that a layer keeps: one of K and one of V for each token and kv head, or fewer.
+    """Rows that a layer stores: one of K and one of V for each token and kv head, or fewer.
 
     Attributes
     ----------
     what : str
-        ``"keys and values"``, ``"latents"`` (of which V is a part), ``"compressed keys"`` (which are V, too),
+        ``"keys and values"``, ``"latents"`` (whose first elements are V), ``"compressed keys"`` (which are also V),
         ``"index keys"``, or ``"keys and values of the text that is read"`` (cross attention).
     heads, dim, dim_v : int
-        Kv heads, and elements of a row of K and of V; `dim_v` is 0 where V needs no rows of its own.
+        Kv heads, and elements of a row of K and of V; `dim_v` is 0 if V has no rows of its own.
     limit : int or None
-        Tokens that are kept at most, the newest included: a window or a chunk. None: all.
+        Most tokens that are stored, the newest included: a window or a chunk. None for no limit.
     tokens_per_row : int
-        Tokens that share a row: 1, or more where the model compresses them.
+        Tokens that share a row: 1, or more if the model compresses them.
     of_source : bool
-        Whether there is a row for each token of the text that is read, such as an encoder's, and none for new tokens.
+        Whether rows belong to the tokens of a source text, such as an encoder's, and not to new tokens.
     latent_dim : int
-        The first elements of a row of K that are V, in latent attention; else 0.
+        Number of first elements of a row of K that are V, in latent attention; else 0.
     """
 
     what: str
@@ -50,7 +50,7 @@ class Rows:
     latent_dim: int = 0
 
     def row_bytes(self, k_kind: Kind, v_kind: Kind) -> int:
-        """Bytes of one row of all heads, scales included.
+        """Return the bytes of one row of all heads, scales included.
 
         Parameters
         ----------
@@ -65,7 +65,7 @@ class Rows:
         return self.heads * (row + (v_kind.row_bytes(self.dim_v) if self.dim_v else 0))
 
     def bounds_bytes(self) -> int:
-        """Bytes of the bounds of a block's keys, for sparse reading; 0 of what is no K and V.
+        """Return the bytes of the bounds of a block's keys, for sparse attention; 0 for rows other than K and V.
 
         Returns
         -------
@@ -74,15 +74,15 @@ class Rows:
         return 8 * self.heads * self.dim if self.dim_v and not self.of_source else 0
 
     def kept(self, tokens: int, block_size: int | None = None) -> int:
-        """Return how many tokens' rows there is room for when a sequence has some tokens.
+        """Return the number of tokens for which rows are allocated.
 
         Parameters
         ----------
         tokens : int
-            Tokens of the sequence, or of the text that is read.
+            Tokens of the sequence, or of the source text.
         block_size : int, optional
-            Tokens in a block. Limited rows then take as many blocks as a decode step may need: a window that lies
-            askew, and the new token before what falls out is given back.
+            Tokens in a block. Limited rows then need the most blocks of a decode step: a window that is not aligned to
+            blocks, and the new token before old blocks are released.
 
         Returns
         -------
@@ -98,16 +98,16 @@ class Rows:
 
 @dataclass(frozen=True)
 class State:
-    """Numbers that a layer keeps for a sequence, however long it is.
+    """A state of constant size that a layer stores for each sequence.
 
     Attributes
     ----------
     what : str
         ``"convolution"``, ``"recurrent"``, …
     numbers : int
-        How many.
+        Number of its elements.
     dtype : str or None
-        Their dtype; None: that of the model.
+        Their dtype; None for the model's.
     """
 
     what: str
@@ -115,7 +115,7 @@ class State:
     dtype: str | None = None
 
     def nbytes(self, dtype: str) -> int:
-        """Bytes, in a model of some dtype.
+        """Return the bytes in a model of some dtype.
 
         Parameters
         ----------
@@ -131,18 +131,18 @@ class State:
 
 @dataclass(frozen=True)
 class LayerNeeds:
-    """What one layer keeps.
+    """The rows and states of one layer.
 
     Attributes
     ----------
     type : str
-        Its type, in the words of `layer_types` of transformers 5.
+        Its type, as named in `layer_types` of transformers 5.
     rows : tuple of Rows
-        What grows with tokens.
+        Rows, which grow with tokens.
     states : tuple of State
-        What does not.
+        States of constant size.
     shares : int or None
-        The layer whose rows it reads, having none of its own.
+        The layer whose rows it reads, if it has none of its own.
     """
 
     type: str
@@ -153,24 +153,24 @@ class LayerNeeds:
 
 @dataclass(frozen=True)
 class ModelNeeds:
-    """What a model keeps of each sequence; made by `needs_of`.
+    """The rows and states that a model stores for each sequence; made by `needs_of`.
 
     Attributes
     ----------
     model_type : str
-        As the config names it; "" where it does not.
+        The family named by the config; "" without a name.
     layers : tuple of LayerNeeds
-        From the first layer to the last.
+        All layers, in order.
     dtype : str
-        The model's, in which states are kept that have no dtype of their own.
+        The model's dtype, which is also that of states without a dtype of their own.
     context : int or None
-        Tokens that the model was made for, if the config says.
+        The model's context length, if the config has it.
     remarks : tuple of str
-        Entries of the config that were not understood, by name, and what is assumed instead.
+        Names of unknown entries of the config, and the assumptions made instead.
     q_heads : int or None
-        Query heads of a layer, if all have as many.
+        Query heads of a layer, if they are equal in all layers.
     parameters : int or None
-        Numbers in the weights, of families whose config says all of them.
+        Number of weights, for families whose config determines it.
     """
 
     model_type: str
@@ -183,21 +183,21 @@ class ModelNeeds:
 
     @property
     def weight_bytes(self) -> int | None:
-        """Bytes of the weights in the model's dtype; None if they are not known."""
+        """Return the bytes of the weights in the model's dtype; None if they are unknown."""
         return None if self.parameters is None else self.parameters * _BYTES[self.dtype]
 
     @property
     def rows(self) -> tuple[Rows, ...]:
-        """The rows of all layers."""
+        """Return the rows of all layers."""
         return tuple(rows for layer in self.layers for rows in layer.rows)
 
     @property
     def windows_full_at(self) -> int:
-        """Tokens from which on no limited row grows any more; 0 without limits."""
+        """Return the sequence length at which the last window is full; 0 without windows."""
         return max((rows.limit or 0 for rows in self.rows), default=0)
 
     def state_bytes(self) -> int:
-        """Bytes of the states of one sequence.
+        """Return the bytes of the states of one sequence.
 
         Returns
         -------
@@ -208,19 +208,19 @@ class ModelNeeds:
     def bytes_per_token(
         self, k_kind: str | Kind, v_kind: str | Kind | None = None, *, tokens: int = 0
     ) -> int:
-        """Bytes that one more token costs in all layers, scales included, rows that tokens share by their share.
+        """Return the bytes of one more token in all layers, scales included; shared rows count in part.
 
         Parameters
         ----------
         k_kind, v_kind : str or Kind
             Kinds of K and of V; V's is K's if None.
         tokens : int
-            Tokens of the sequence so far: layers whose limit they reach grow no more.
+            Tokens of the sequence so far; layers whose window is full do not grow.
 
         Returns
         -------
         int
-            Rounded up.
+            Bytes, rounded up.
         """
         tokens = check_size("tokens", tokens)
         growing = (
@@ -231,7 +231,7 @@ class ModelNeeds:
         return self._sum(growing, k_kind, v_kind, lambda rows: 1)
 
     def bytes_per_source_token(self, k_kind: str | Kind, v_kind: str | Kind | None = None) -> int:
-        """Bytes that a token of the text that is read across costs in all layers.
+        """Return the bytes of one token of the source text, in all layers with cross attention.
 
         Parameters
         ----------
@@ -254,7 +254,7 @@ class ModelNeeds:
         source_tokens: int = 0,
         key_bounds: bool = False,
     ) -> int:
-        """Bytes of one sequence, states and scales included.
+        """Return the bytes of one sequence, states and scales included.
 
         Parameters
         ----------
@@ -265,9 +265,9 @@ class ModelNeeds:
         block_size : int, optional
             Tokens in a block, to which lengths are rounded up; exact lengths if None.
         source_tokens : int
-            Tokens of the text that it reads by cross attention.
+            Tokens of the source text of cross attention.
         key_bounds : bool
-            Whether bounds of keys are stored next to the blocks, as by ``LayerSpec(key_bounds=True)``. It needs a
+            Whether bounds of keys are stored for each block, as by ``LayerSpec(key_bounds=True)``. It needs a
             `block_size`.
 
         Returns
@@ -277,12 +277,12 @@ class ModelNeeds:
         Raises
         ------
         ValueError
-            If bounds are asked for without blocks.
+            If `key_bounds` is set without `block_size`.
 
         Notes
         -----
-        Scales of heads, of the 8-bit floats, are the cache's and not a sequence's; they are not counted. A prompt
-        that is stored in one step takes all of its blocks in all layers until the step ends.
+        The scales of heads of 8-bit floats belong to the cache, not to a sequence, and are not counted. A prompt that
+        is stored in one step needs all of its blocks in all layers until the step ends.
         """
         tokens = check_size("tokens", tokens)
         source_tokens = check_size("source_tokens", source_tokens)
@@ -312,19 +312,19 @@ class ModelNeeds:
         source_tokens: int = 0,
         key_bounds: bool = False,
     ) -> int | None:
-        """Tokens of one sequence that fit.
+        """Return the tokens of one sequence that fit into some memory.
 
         Parameters
         ----------
         memory : int
-            Bytes.
+            Bytes of memory.
         k_kind, v_kind, block_size, source_tokens, key_bounds
             See `sequence_bytes`.
 
         Returns
         -------
         int or None
-            None if any number fits, as nothing grows without limit; 0 if not even one does.
+            None if any number fits, because nothing grows without limit; 0 if not one fits.
         """
 
         def cost(tokens: int) -> int:
@@ -354,7 +354,7 @@ class ModelNeeds:
         v_kind: str | Kind | None,
         count: Callable[[Rows], int],
     ) -> int:
-        """Bytes of some rows, each as often as `count` says."""
+        """Return the bytes of rows, each multiplied by its `count`."""
         k, v = kinds_of(k_kind, None, v_kind, by_channel=True)
         shared: dict[int, int] = {}  # by the number of tokens that share a row
         for one in rows:

@@ -1,4 +1,4 @@
-"""The entries of a `config.json`: read from where models keep them, under the names that families give them."""
+"""The entries of a `config.json`, found under the names and in the places that families use."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from numkv.errors import NumkvError
 
 
 class ConfigError(NumkvError, ValueError):
-    """A config that cannot be read, or lacks what says how much a model keeps."""
+    """A config that cannot be read, or lacks the sizes of a model's cache."""
 
 
-# Under what names families keep an entry; what is said of a decoder alone comes first.
+# Names of an entry in the families; names that only decoders have come first.
 _NAMES = {
     "num_hidden_layers": (
         "decoder_layers", "num_decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers", "layers",
@@ -49,13 +49,13 @@ _NAMES = {
     "mamba_n_groups": ("mamba_n_groups", "mamba_ngroups", "n_groups"),
 }  # fmt: skip
 
-# Where models that also see or hear keep the entries of the decoder.
+# Entries with the decoder's config, in models that also read images or sound.
 _INSIDE = (
     "text_config", "llm_config", "language_config", "lm_config", "language_model_config", "text_model_config",
     "decoder", "generator", "decoder_config",
 )  # fmt: skip
-_OUTER = ("thinker_config",)  # that again have a decoder inside
-_SHARED = ("dtype", "torch_dtype", "is_encoder_decoder")  # told outside
+_OUTER = ("thinker_config",)  # which contain a decoder's config again
+_SHARED = ("dtype", "torch_dtype", "is_encoder_decoder")  # found in the outer config
 
 _SUSPECT = re.compile(
     r"slid|window|chunk|mamba|ssm|state_size|conv|lora_rank|latent|^index|_kv|kv_|layer_type|block_type|block_config|pattern|"
@@ -70,39 +70,39 @@ _HARMLESS = re.compile(
 
 _MOST = 2**40  # of anything: what is more is no size
 _MOST_LAYERS = 100_000
-# Families that transformers has no class for; their files say everything.
+# Families without a class in transformers; their files have all entries.
 _OTHERS = ("deci", "nemotron_nas", "openelm", "phi4flash")
 
 
 def is_suspect(name: str) -> bool:
-    """Return whether an entry of this name may mean that a layer keeps something else than K and V of every token."""
+    """Return whether an entry of this name may mean that a layer stores other rows than K and V of every token."""
     return bool(_SUSPECT.search(name) and not _HARMLESS.search(name) and not name.startswith("_"))
 
 
 @functools.cache
 def _families() -> Any:
-    """What transformers' classes of configs fill in, by `model_type`; made by ``python -m tools.families``."""
+    """Return the defaults of transformers' config classes, by `model_type`; made by ``python -m tools.families``."""
     return json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
 
 
 class Keys:
-    """A decoder's entries, with those that its family fills in.
+    """A decoder's entries, with the defaults of its family.
 
     Parameters
     ----------
     content : mapping
         Entries of the file.
     where : str
-        What errors name.
+        Name of the file in errors.
     filled : mapping, optional
-        What the model around the decoder fills in, other than the decoder's family does.
+        Defaults of the outer model, where they differ from those of the decoder's family.
 
     Attributes
     ----------
     model_type : str
-        The family; "" if it is not said.
+        The family; "" if the file does not name one.
     known : bool
-        Whether it is one whose defaults are known.
+        Whether the defaults of the family are known.
     """
 
     def __init__(
@@ -117,14 +117,14 @@ class Keys:
         self._defaults: dict[str, Any] = {**(defaults or {}), **(filled or {})}
 
     def get(self, name: str, default: Any = None) -> Any:
-        """An entry under any of its names, or what its family fills in.
+        """Return an entry under any of its names, or its family's default.
 
         Parameters
         ----------
         name : str
             Its present name.
         default : object
-            What comes back where it is missing or None.
+            Value for an entry that is missing or None.
 
         Returns
         -------
@@ -134,24 +134,24 @@ class Keys:
         self._seen.update(names)
         for source in (self._content, self._defaults):
             found = [source[one] for one in names if one in source]
-            if found:  # null in the file is an answer, too
+            if found:  # null in the file overrides the default
                 return next((value for value in found if value is not None), default)
         return default
 
     def said(self, name: str) -> Any:
-        """An entry that the file itself has under this very name, or None."""
+        """Return an entry of the file under exactly this name, or None."""
         self._seen.add(name)
         return self._content.get(name)
 
     def size(self, name: str, default: int | None = None) -> int:
-        """An entry that is a positive integer.
+        """Return an entry that is a positive integer.
 
         Parameters
         ----------
         name : str
             Its present name.
         default : int, optional
-            What comes back where it is missing.
+            Value for a missing entry.
 
         Returns
         -------
@@ -160,7 +160,7 @@ class Keys:
         Raises
         ------
         ConfigError
-            If it is none.
+            If it is no positive integer.
         """
         found = self.get(name, default)
         if isinstance(found, bool) or not isinstance(found, int) or not 0 < found <= _MOST:
@@ -177,7 +177,7 @@ class Keys:
         Raises
         ------
         ConfigError
-            If it is none.
+            If it is no positive integer.
         """
         n = self.size("num_hidden_layers")
         if n > _MOST_LAYERS:
@@ -185,11 +185,11 @@ class Keys:
         return n
 
     def peek(self, name: str) -> Any:
-        """An entry of the file under this very name; looking at it does not count as reading it."""
+        """Return an entry of the file under exactly this name, without marking it as read."""
         return self._content.get(name)
 
     def list_of(self, name: str, length: int) -> list[Any] | None:
-        """An entry that is a list with one item for each layer, or more, which are left out; None if it is missing."""
+        """Return an entry that is a list with an item for each layer, without further items; None if it is missing."""
         found = self.get(name)
         if found is None:
             return None
@@ -200,17 +200,17 @@ class Keys:
         return list(found[:length])
 
     def error(self, what: str) -> ConfigError:
-        """An error that names the file."""
+        """Return an error that names the file."""
         return ConfigError(f"{self._where}: {what}")
 
     def changed(self, changes: Mapping[str, Any]) -> Keys:
-        """The same with other entries, such as those of one layer; what is read of it counts as read here."""
+        """Return a copy with other entries, such as those of one layer; both share the record of read entries."""
         other = Keys({**self._content, **changes}, self._where)
         other._seen, other._defaults = self._seen, self._defaults
         return other
 
     def not_understood(self) -> Iterator[str]:
-        """Names of entries that nobody has read, and that may mean that a layer keeps something else."""
+        """Yield names of unread entries that may mean that a layer stores other rows."""
         for name, value in self._content.items():
             if value and name not in self._seen and name not in self._defaults and is_suspect(name):
                 yield name
@@ -234,9 +234,9 @@ def open_config(config: str | Path | Mapping[str, Any]) -> tuple[Keys, Mapping[s
     Raises
     ------
     ConfigError
-        If it is no such file.
+        If it is no config.
     OSError
-        If there is none.
+        If the file does not exist.
     """
     if isinstance(config, Mapping):
         where, outer = "config", config
@@ -257,13 +257,13 @@ def open_config(config: str | Path | Mapping[str, Any]) -> tuple[Keys, Mapping[s
     kind, more = _inside(content)
     if (
         content is outer and kind is not None
-    ):  # a flat file of a model that has a decoder inside by now
+    ):  # a flat file of a model whose class now has an inner decoder
         content, filled = {**content, "model_type": kind}, more
     return Keys(content, where, filled), outer
 
 
 def _inside(content: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """The family of the decoder inside of a model, and what the model fills in for it."""
+    """Return the family of a model's inner decoder, and the model's defaults for it."""
     name = str(content.get("model_type") or "").replace("-", "_")
     kind, more = _families()["inside"].get(name, (None, {}))
     return kind, more

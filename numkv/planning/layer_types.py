@@ -1,4 +1,4 @@
-"""Which type each layer has: as a config lists them, or by its family's pattern."""
+"""The type of each layer: from the config's list, or by its family's pattern."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attenti
 LINEAR, CONV, HYBRID, HYBRID_SLIDING = "linear_attention", "conv", "hybrid", "hybrid_sliding"
 INDEXED, NOTHING = "indexed_attention", "none"
 
-# Other names of types, of older configs and of other code than transformers'.
+# Other names of types, in older configs and in code outside of transformers.
 _SAME = {
     "attention": FULL, "full": FULL, "global": FULL, "global_attention": FULL, "softmax_attention": FULL, "attn": FULL,
     "sliding": SLIDING, "local": SLIDING, "local_attention": SLIDING, "swa": SLIDING, "sliding_window": SLIDING,
@@ -32,7 +32,7 @@ _Pattern = Callable[[Keys, int], "list[str]"]
 
 
 def _every(step: int, most: str, other: str, key: str = "", first: bool = False) -> _Pattern:
-    """Each `step`-th layer is another one: the last of so many, or the first."""
+    """Return a pattern in which every `step`-th layer, the last or the first of each run, is of type `other`."""
 
     def pattern(keys: Keys, n: int) -> list[str]:
         size = int(keys.get(key, step) if key else step)
@@ -43,7 +43,7 @@ def _every(step: int, most: str, other: str, key: str = "", first: bool = False)
 
 
 def _where(other: str, most: str, chosen: Callable[[int, int], bool]) -> _Pattern:
-    """Layers for which a function of their number and the number of layers says so are another type."""
+    """Return a pattern in which layers chosen by a function of (index, number of layers) are of type `other`."""
     return lambda keys, n: [other if chosen(i, n) else most for i in range(n)]
 
 
@@ -273,7 +273,7 @@ _PATTERNS: dict[str, _Pattern] = {
 
 
 def layer_types_of(keys: Keys) -> list[str]:
-    """Return the type of each layer, in transformers' present words; words that nobody knows stay as they are.
+    """Return the type of each layer, by transformers' present names; unknown names stay unchanged.
 
     Parameters
     ----------
@@ -308,7 +308,7 @@ def layer_types_of(keys: Keys) -> list[str]:
 
 
 def _by_keys(keys: Keys, n: int) -> list[str]:
-    """Types of a family that is not known, by entries whose meaning is the same wherever they are."""
+    """Return the types of an unknown family, from entries with the same meaning in all families."""
     if keys.get("attention_chunk_size"):
         return _llama4(keys, n) if keys.get("no_rope_layers") else [CHUNKED] * n
     if keys.get("full_attention_interval"):
@@ -335,7 +335,7 @@ _DELTA_HEADS = ("kimi_linear", "bailing_hybrid", "glm5_next_text")
 
 
 def states_of(keys: Keys, layer_type: str) -> tuple[State, ...]:
-    """States of a layer.
+    """Return the states of a layer.
 
     Parameters
     ----------
@@ -350,7 +350,7 @@ def states_of(keys: Keys, layer_type: str) -> tuple[State, ...]:
 
     Notes
     -----
-    Sizes and dtypes are those that transformers keeps: recurrences in float32, convolutions in the model's dtype.
+    Sizes and dtypes are those of transformers: recurrences in float32, convolutions in the model's dtype.
     """
     if layer_type == "conv":
         return (_convolution(keys.size("hidden_size"), int(keys.get("conv_L_cache", 3))),)
@@ -418,7 +418,7 @@ def _mamba(keys: Keys) -> tuple[State, ...]:
 
 
 def _mamba_2(keys: Keys) -> tuple[State, ...]:
-    """Mamba 2: heads, and B and C of each group behind the same convolution."""
+    """Mamba 2: heads, and B and C of each group in the same convolution."""
     expanded = int(float(keys.get("mamba_expand", 2)) * keys.size("hidden_size"))
     if keys.model_type == "mamba2":
         heads, dim = keys.size("num_heads"), keys.size("head_dim")
@@ -478,14 +478,14 @@ def _xlstm(keys: Keys) -> tuple[State, ...]:
 
 
 def _inkling_states(keys: Keys) -> tuple[State, ...]:
-    """Short convolutions over K, V, what attention gives and what the feed-forward part gives."""
+    """Inkling: short convolutions over K, V, the output of attention and the output of the feed-forward part."""
     width = int(keys.get("conv_kernel_size") or keys.get("sconv_kernel_size") or 4)
     rows = keys.size("num_key_value_heads") * keys.size("head_dim")
     return (State("convolution", 2 * (rows + keys.size("hidden_size")) * width, _FP32),)
 
 
 def _zaya(keys: Keys) -> tuple[State, ...]:
-    """A convolution over Q and K, and half of the last token's value."""
+    """Zaya: a convolution over Q and K, and half of the last token's value."""
     dim = keys.size("head_dim")
     kv_heads = keys.size("num_key_value_heads")
     width = int(keys.get("conv_kernel_size") or 2)
@@ -494,7 +494,7 @@ def _zaya(keys: Keys) -> tuple[State, ...]:
 
 
 def _unfinished(keys: Keys, name: str) -> tuple[State, ...]:
-    """DeepSeek V4: tokens that do not fill a compressed row yet, and those that the next one overlaps."""
+    """DeepSeek V4: tokens of an incomplete compressed row, and those that the next row overlaps."""
     rates = keys.get("compress_rates") or {}
     dim, index = keys.size("head_dim"), keys.size("index_head_dim")
     if name == "heavily_compressed_attention":

@@ -1,4 +1,4 @@
-"""From the entries of a config to what each layer keeps, and how many numbers the weights are."""
+"""The rows and states of each layer, and the number of weights, from the entries of a config."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numkv.planning.layer_types import FULL, HYBRID, LINEAR, SLIDING, layer_type
 
 
 class _Family(NamedTuple):
-    """What the entries of a config leave to the family, as its class in transformers has it."""
+    """Properties of a family that its configs do not have, as in its transformers class."""
 
     norms: int = 2  #: of a layer, each as wide as the hidden states
     head_norms: bool = False  #: of queries and of keys, each as wide as a head
@@ -32,19 +32,19 @@ _FAMILIES = {
 
 
 def parameters_of(keys: Keys, layers: int, head_dim: int, kv_heads: int) -> int | None:
-    """Numbers in the weights of a decoder with layers that are alike.
+    """Return the number of weights of a decoder with equal layers.
 
     Parameters
     ----------
     keys : Keys
         Its entries.
     layers, head_dim, kv_heads : int
-        What has been read of them.
+        Number of layers, elements of a head's row, and kv heads.
 
     Returns
     -------
     int or None
-        None for other families, such as those with experts, and where the file does not say all.
+        None for other families, such as those with experts, and if entries are missing.
     """
     family = _FAMILIES.get(keys.model_type)
     hidden, inner = keys.get("hidden_size"), keys.get("intermediate_size")
@@ -63,14 +63,14 @@ def parameters_of(keys: Keys, layers: int, head_dim: int, kv_heads: int) -> int 
     return total
 
 
-# What keeps something of its own that no number of rows describes.
+# Families that store other things than rows and states.
 _REFUSED = {
     "blt": "three decoders over bytes and patches, each with a cache of its own",
     "reformer": "hashed buckets of hidden states",
     "xlnet": "hidden states of earlier segments",
     "pi0": "a cache that belongs to the model inside",
 }
-# Models that compute K and V anew, as transformers gives them no cache.
+# Models that compute K and V anew, because transformers has no cache for them.
 _UNCACHED = ("openai_gpt", "xlm")
 _CROSS = "keys and values of the text that is read"
 _K_AND_V = "keys and values"
@@ -83,26 +83,26 @@ _DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
 def needs_of(config: str | Path | Mapping[str, Any], *, expanded: bool = False) -> ModelNeeds:
-    """Read what a decoder keeps of each sequence from its config.
+    """Return the rows and states that a decoder stores for each sequence, from its config.
 
     Parameters
     ----------
     config : path or mapping
         A ``config.json`` of Hugging Face's transformers, the folder it is in, or its content.
     expanded : bool
-        Whether latent attention keeps K and V of every head, and not the latents that they are made of.
+        Whether latent attention stores K and V of every head, instead of the latents that produce them.
 
     Returns
     -------
     ModelNeeds
-        Its `remarks` name the entries that were not understood, and what is assumed instead.
+        Its `remarks` name unknown entries, and the assumptions made instead.
 
     Raises
     ------
     ConfigError
         If it is no config, or lacks the sizes.
     NotSupported
-        If the model keeps something that is no rows and no state.
+        If the model stores other things than rows and states.
     OSError
         If there is no such file.
 
@@ -130,7 +130,7 @@ def _needs_of(keys: Keys, outer: Mapping[str, Any], expanded: bool) -> ModelNeed
     for name in (str(outer.get("model_type")), keys.model_type):
         if name in _REFUSED:
             raise NotSupported(
-                f"expected a model that keeps rows or states, got {name!r}, which keeps {_REFUSED[name]}"
+                f"expected a model that stores rows or states, got {name!r}, which stores {_REFUSED[name]}"
             )
     remarks: list[str] = []
     layers = _layers(keys, expanded, remarks)
@@ -160,7 +160,7 @@ def _needs_of(keys: Keys, outer: Mapping[str, Any], expanded: bool) -> ModelNeed
 
 
 def _q_heads(keys: Keys) -> int | None:
-    """Query heads of every layer; None if layers differ."""
+    """Return the query heads of every layer; None if layers differ."""
     types = layer_types_of(keys)
     own = (keys.changed(_changes(keys, i, len(types), x)) for i, x in enumerate(types))
     first, *rest = [x.get("num_attention_heads") for x in own]
@@ -168,7 +168,7 @@ def _q_heads(keys: Keys) -> int | None:
 
 
 def _parameters(keys: Keys, outer: Mapping[str, Any], layers: list[LayerNeeds]) -> int | None:
-    """Numbers in the weights, where layers are alike and stored as they are computed."""
+    """Return the number of weights if all layers are equal; else None."""
     alike = {(rows.heads, rows.dim, rows.dim_v) for layer in layers for rows in layer.rows}
     if len(alike) != 1 or outer.get("quantization_config") or keys.get("quantization_config"):
         return None
@@ -177,7 +177,7 @@ def _parameters(keys: Keys, outer: Mapping[str, Any], layers: list[LayerNeeds]) 
 
 
 def _layers(keys: Keys, expanded: bool, remarks: list[str]) -> list[LayerNeeds]:
-    """What each layer keeps of a sequence's own tokens."""
+    """Return the rows and states of each layer for a sequence's own tokens."""
     types = layer_types_of(keys)
     n = len(types)
     _check_count(keys, n, remarks)
@@ -206,11 +206,11 @@ def _layers(keys: Keys, expanded: bool, remarks: list[str]) -> list[LayerNeeds]:
     ]
     if "reference_sliding_attention" in types:
         remarks.append(
-            "`layer_types` 'reference_sliding_attention': all tokens are counted as the prompt, which is kept whole"
+            "`layer_types` 'reference_sliding_attention': all tokens are counted as the prompt, which is stored whole"
         )
     if keys.model_type in _UNCACHED:
         remarks.append(
-            f"`model_type` {keys.model_type!r}: transformers keeps no cache for this family; its K and V are counted"
+            f"`model_type` {keys.model_type!r}: transformers has no cache for this family; its K and V are counted"
         )
     if keys.model_type == "longcat_flash":  # two attentions in each
         layers = [layer for layer in layers for _ in range(2)]
@@ -222,7 +222,7 @@ def _layers(keys: Keys, expanded: bool, remarks: list[str]) -> list[LayerNeeds]:
 
 
 def _check_sizes(keys: Keys, layer: LayerNeeds) -> None:
-    """What was worked out from several entries is a size, or they do not belong together."""
+    """Check that all sizes computed from several entries are positive."""
     for rows in layer.rows:
         numbers = (rows.heads, rows.dim, rows.dim_v + 1, rows.tokens_per_row, rows.limit or 1)
         if not all(isinstance(n, int) and n > 0 for n in numbers):
@@ -243,7 +243,7 @@ def _check_count(keys: Keys, n: int, remarks: list[str]) -> None:
 
 
 def _changes(keys: Keys, i: int, n: int, name: str) -> dict[str, Any]:
-    """Entries that one layer has of its own."""
+    """Return the entries that differ for one layer."""
     changes: dict[str, Any] = {}
     sliding = name in (SLIDING, "hybrid_sliding")
     if (
@@ -293,7 +293,7 @@ _IN_LISTS = {
     "sliding_window": ("sliding_window",),
     "attention_chunk_size": ("attention_chunk_size",),
 }
-# Windows of families whose configs work them out.
+# Windows of families whose config classes compute them.
 _WINDOWS = {"modernbert_decoder": 1, "dots3_note_text": 512}
 _DOTS3 = {
     "num_key_value_heads": 64,
@@ -304,7 +304,7 @@ _DOTS3 = {
 
 
 def _sources(keys: Keys, types: list[str]) -> dict[int, int]:
-    """Of layers that read another layer's rows, which."""
+    """Return the source layer of each layer that reads another layer's rows."""
     n = len(types)
     listed = keys.get("kv_source_layers")
     if isinstance(listed, list) and len(listed) >= n:
@@ -350,14 +350,14 @@ def _rows(keys: Keys, i: int, name: str, expanded: bool) -> tuple[Rows, ...]:
 
 
 def _crossing(keys: Keys) -> list[int]:
-    """Layers that attend to something else than the sequence, and to that alone."""
+    """Return the layers that attend only to another input than the sequence."""
     mllama = keys.model_type == "mllama_text_model"
     listed = keys.get("cross_attention_layers", [3, 8, 13, 18, 23, 28, 33, 38] if mllama else [])
     return listed if isinstance(listed, list) else []
 
 
 def _attention(keys: Keys, limit: int | None, expanded: bool) -> tuple[Rows, ...]:
-    """K and V, or the latents that they are made of."""
+    """Return the rows of K and V, or of the latents that produce them."""
     rank = keys.get("kv_lora_rank")
     if rank:
         rope = int(keys.get("qk_rope_head_dim", 64))
@@ -370,8 +370,8 @@ def _attention(keys: Keys, limit: int | None, expanded: bool) -> tuple[Rows, ...
 
 
 def _kv_heads(keys: Keys) -> int:
-    """Kv heads of a layer, as many as query heads where nothing is said."""
-    if keys.get("num_attention_heads") is None:  # JetMoE says those of K and V alone
+    """Return the kv heads of a layer; by default as many as query heads."""
+    if keys.get("num_attention_heads") is None:  # JetMoE has only those of K and V
         return keys.size("num_key_value_heads")
     heads = keys.size("num_attention_heads")
     if keys.model_type in ("falcon", "RefinedWeb", "RefinedWebModel"):
@@ -391,7 +391,7 @@ def _kv_heads(keys: Keys) -> int:
 
 
 def _head_dim(keys: Keys) -> int:
-    """Elements of a head's row."""
+    """Return the elements of a head's row."""
     if keys.model_type in _DIVIDED and keys.get("hidden_size"):
         return keys.size("hidden_size") // keys.size("num_attention_heads")
     if keys.model_type in ("zamba", "zamba2"):
@@ -421,7 +421,7 @@ _DIVIDED = (
 
 
 def _index(keys: Keys, i: int, name: str) -> tuple[Rows, ...]:
-    """Keys of an indexer, which chooses the tokens that are attended to."""
+    """Return the keys of an indexer, which chooses the visible tokens."""
     if name not in ("indexed_attention", "minimax_m3_sparse"):
         return ()
     kinds = keys.get("indexer_types")
@@ -436,13 +436,13 @@ def _index(keys: Keys, i: int, name: str) -> tuple[Rows, ...]:
             return ()
     sparse = keys.get("sparse_attention_config") or {}
     dim = int(sparse.get("sparse_index_dim") or keys.get("index_head_dim", 128))
-    if keys.model_type == "glm5_next_text":  # with a gate beside each
+    if keys.model_type == "glm5_next_text":  # each with a gate
         dim *= 2
     return (Rows("index keys", 1, dim, 0),)
 
 
 def _compressed(keys: Keys, name: str) -> tuple[Rows, ...]:
-    """DeepSeek V4: a window of keys that are values, too, and one for each few tokens before."""
+    """DeepSeek V4: a window of keys that are also values, and one such key for every few earlier tokens."""
     rates = keys.get("compress_rates") or {}
     sparse = name == "compressed_sparse_attention"
     legacy = keys.get("compress_rate_csa" if sparse else "compress_rate_hca")
@@ -458,7 +458,7 @@ def _compressed(keys: Keys, name: str) -> tuple[Rows, ...]:
 
 
 def _of_block(keys: Keys, block: Any) -> LayerNeeds:
-    """A layer of DeciLM: no attention, a linear map instead of it, or attention with kv heads of its own."""
+    """Return a layer of DeciLM: without attention, with a linear map instead, or with its own number of kv heads."""
     attention = block.get("attention") if isinstance(block, Mapping) else None
     if not isinstance(attention, Mapping):
         raise keys.error(f"block_configs: expected an `attention` in each, got {block!r:.80}")
@@ -476,10 +476,10 @@ def _of_block(keys: Keys, block: Any) -> LayerNeeds:
 
 
 def _reads_across(keys: Keys, outer: Mapping[str, Any]) -> bool:
-    """Return whether layers of the decoder also keep K and V of another text, such as an encoder's."""
+    """Return whether layers of the decoder also store K and V of a source text, such as an encoder's."""
     keys.get("cross_attention_hidden_size")
     if _crossing(keys):
-        return False  # told by `_rows`
+        return False  # `_rows` has them
     whole = outer.get("is_encoder_decoder")
     if whole is None:
         whole = keys.get("is_encoder_decoder")

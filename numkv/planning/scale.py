@@ -1,21 +1,21 @@
-"""What a decode step costs on many nodes: a model of `numkv.ray`, to be fitted to measured messages.
+"""A cost model of decode steps of `numkv.ray` on many nodes, to be fitted to measured messages.
 
-A *group* of nodes holds some sequences: ``heads`` parts of the kv heads times ``context`` columns of tokens, and one
-caller that sends each of them one message a layer. For a layer of a step, with n = heads * context nodes::
+A *group* of nodes stores some sequences: ``heads`` parts of the kv heads times ``context`` columns of tokens. A caller
+sends each node one message a layer. For a layer of a step, with n = heads * context nodes::
 
-    latency                           of one message and its answer; those to all nodes travel at once
-    n * message                       what the caller spends on each message, one after another
-    bytes / bandwidth                 of all messages and answers, through the caller's link
-    rows read / memory_bandwidth      by the node that has most: heads are whole
+    latency                           of one message and its reply; those to all nodes travel at once
+    n * message                       the caller's time for each message, one after another
+    bytes / bandwidth                 of all messages and replies, through the caller's link
+    rows read / memory_bandwidth      by the node with most rows: heads are whole
     partial results / memory_bandwidth    merged by the caller, by context only
 
-and for a step weights / memory_bandwidth: the caller computes the model, beside the nodes. Its arithmetic is left out.
+and for a step weights / memory_bandwidth, because the caller computes the model. Its arithmetic is not counted.
 
-A window bounds the rows that are read. By heads it bounds those that are kept, too; by context columns keep all
-(`ShardedKVCache`), and a window may lie in one of them.
+A window bounds the rows that are read. By heads it also bounds the stored rows; by context, columns store all rows
+(`ShardedKVCache`), and one column may contain the whole window.
 
-Nothing overlaps, which a caller may do better (`ShardedStep.submit`). Nodes that a group does not need make more
-groups, each with its share of the sequences.
+The model assumes no overlap; a caller may do better with `ShardedStep.submit`. Further nodes form more groups, each
+with its share of the sequences.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 
 class Network(NamedTuple):
-    """Nodes, and what is between them; times in seconds, sizes in bytes.
+    """Properties of nodes and of the network between them; times in seconds, sizes in bytes.
 
     The first four fit decode steps over two and four actors of Ray, with a thread each. The actors shared two cores of
     an AMD EPYC with other work (2026-11-24, ``python -m perf.ray_steps``). For twelve steps of 16 to 108 ms, the
@@ -34,19 +34,19 @@ class Network(NamedTuple):
     """
 
     latency: float = 0.2e-3
-    """Of a message and its answer."""
+    """Seconds of a message and its reply."""
     message: float = 1.9e-3
-    """What a message and its answer cost the caller."""
+    """Seconds of the caller's own work for a message and its reply."""
     bandwidth: float = 0.13e9
     """Bytes a second of the caller's link."""
     memory_bandwidth: float = 4.5e9
-    """Bytes of rows that a node attends to in a second, and of weights that the caller reads."""
+    """Bytes a second of rows that a node reads, and of weights that the caller reads."""
     memory: float = 64e9
-    """Bytes that a node has for rows."""
+    """Bytes of a node for rows."""
 
 
 class Load(NamedTuple):
-    """A model, and what it is to decode."""
+    """A model, and its sequences to decode."""
 
     layers: int
     q_heads: int
@@ -54,21 +54,21 @@ class Load(NamedTuple):
     head_dim: int
     head_dim_v: int
     row_bytes: int
-    """Of K and V of one kv head and token, as they are stored."""
+    """Stored bytes of K and V of one kv head and token."""
     batch: int
     """Sequences."""
     context: int
     """Tokens of each."""
     windows: tuple[int, ...] = ()
-    """Of those layers that have one: tokens that a query sees, itself included."""
+    """Tokens that a query sees, itself included, in layers with a window."""
     weights: int = 0
     """Bytes of the model's weights."""
     word: int = 4
-    """Bytes of an element of queries and new rows, as they are sent."""
+    """Bytes of an element of queries and new rows in messages."""
 
 
 class GroupCost(NamedTuple):
-    """Seconds of a decode step in a group, by what they are spent on."""
+    """Seconds of a decode step in a group, by cause."""
 
     latency: float
     messages: float
@@ -79,7 +79,7 @@ class GroupCost(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Return the sum of all causes."""
         return sum(self)
 
 
@@ -95,16 +95,16 @@ class Sharding(NamedTuple):
     memory: float
     """Bytes of rows on the fullest node."""
     bytes_per_step: float
-    """Through the link of a caller."""
+    """Bytes of a step through the link of a caller."""
 
     @property
     def nodes(self) -> int:
-        """Nodes that are used."""
+        """Return the number of used nodes."""
         return self.groups * self.heads * self.context
 
     @property
     def bandwidth_needed(self) -> float:
-        """Bytes a second with which the network takes a tenth of the rest of the step."""
+        """Return the bytes a second at which the network adds a tenth to the rest of the step."""
         rest = self.cost.total - self.cost.network
         return self.bytes_per_step / (0.1 * rest) if rest else math.inf
 
@@ -112,14 +112,14 @@ class Sharding(NamedTuple):
 def cost_of(
     load: Load, network: Network, heads: int, context: int, batch: int
 ) -> tuple[GroupCost, float, float]:
-    """The cost of a step in a group.
+    """Return the cost of a step in a group.
 
     Parameters
     ----------
     load : Load
         The model, and the length of its sequences.
     network : Network
-        Nodes and what is between them.
+        Nodes and their network.
     heads, context : int
         Parts of the kv heads, and columns.
     batch : int
@@ -129,7 +129,7 @@ def cost_of(
     -------
     cost : GroupCost
     bytes_per_step : float
-        Through the caller's link.
+        Bytes through the caller's link.
     memory : float
         Bytes of rows on the fullest node.
     """
@@ -158,16 +158,16 @@ def cost_of(
 
 
 def shardings(load: Load, network: Network, nodes: int) -> list[Sharding]:
-    """All ways to use so many nodes in equal groups whose rows fit, parts and columns powers of two.
+    """Return all divisions of nodes into equal groups whose rows fit, with powers of two as parts and columns.
 
     Parameters
     ----------
     load : Load
-        What is to be decoded.
+        The model and its sequences.
     network : Network
-        Nodes and what is between them.
+        Nodes and their network.
     nodes : int
-        How many.
+        Number of nodes.
 
     Returns
     -------
@@ -189,16 +189,16 @@ def shardings(load: Load, network: Network, nodes: int) -> list[Sharding]:
 def best_sharding(
     load: Load, network: Network, nodes: int, *, heads_only: bool = False
 ) -> Sharding | None:
-    """The way with the most tokens a second; of those within a hundredth, the one with the fewest nodes.
+    """Return the division with the most tokens a second; within 1 % of it, the one with the fewest nodes.
 
     Parameters
     ----------
     load : Load
-        What is to be decoded.
+        The model and its sequences.
     network : Network
-        Nodes and what is between them.
+        Nodes and their network.
     nodes : int
-        How many there are.
+        Number of nodes.
     heads_only : bool
         Whether the context stays whole.
 

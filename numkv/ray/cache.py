@@ -1,11 +1,11 @@
 """`ShardedKVCache`: a paged cache whose shards live in other processes, by kv heads, by context, or both.
 
-The metadata of sequences is kept here: lengths, which column has which tokens, token ids. Shards hold rows. What cannot
-fail on a shard (`commit`, `remove`, `fork` …) is decided here and rides along with the next message to it. A step
+The cache stores the metadata of sequences: lengths, the column of each token, token ids. Shards store rows. Operations
+that cannot fail on a shard (`commit`, `remove`, `fork` …) are decided here and sent with the next message to it. A step
 begins with its first layer's message: L layers are L messages to each shard.
 
-Blocks are counted on the safe side, from what shards said last. Where that is not certainly enough for a step,
-`reserve` asks all shards before it answers.
+Free blocks are estimated from below, from the last reports of shards. If a step might need more, `reserve` asks all
+shards first.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ShardedStats(NamedTuple):
     messages: tuple[int, ...]
     """Messages to each shard so far."""
     sent_nbytes: tuple[int, ...]
-    """Bytes of the arrays in them."""
+    """Bytes of the arrays in these messages."""
 
 
 @explains
@@ -65,20 +65,20 @@ class ShardedKVCache:
     num_blocks : int
         Blocks of each shard.
     heads : int
-        Parts that the kv heads are divided into, which may differ by one head.
+        Number of parts of the kv heads, which differ by at most one head.
     context : int
-        Columns that the tokens of sequences are divided into.
+        Number of columns that share the tokens of sequences.
     transport : Transport, optional
-        Where shards live: `RayShards` if None, actors of a Ray on this machine; `LocalShards` for this process.
+        The processes of the shards: by default `RayShards`, Ray actors on this machine; `LocalShards` for this process.
     stripe : int, optional
-        Tokens of a sequence that stay together in a column, a multiple of the block size; 16 blocks if None.
+        Adjacent tokens of a sequence in one column, a multiple of the block size; 16 blocks by default.
     store : mapping, optional
-        Arguments of `numkv.store.PrefixStore`, which each shard makes for itself: `place` must be one that all
-        machines reach. It is where lost sequences come back from.
+        Arguments of a `numkv.store.PrefixStore` for each shard; all machines must reach its `place`. Lost sequences are
+        restored from it.
     limits : Limits, optional
-        What may be on its way to a shard at once, and how long it may take to answer.
+        Bounds of the pending messages to a shard, and the timeout of a reply.
     **options
-        What else `PagedKVCache` takes: `block_size`, `kind`, `rotate`, `target`.
+        Other arguments of `PagedKVCache`: `block_size`, `kind`, `rotate`, `target`.
 
     Raises
     ------
@@ -87,10 +87,10 @@ class ShardedKVCache:
 
     Notes
     -----
-    By heads results are those of one `PagedKVCache` to the bit; by context to float rounding, and the same in every
-    run. By context, blocks behind sliding windows are kept.
+    By heads, results equal those of one `PagedKVCache` bit for bit. By context they differ by float rounding, and are
+    the same in every run. By context, blocks behind sliding windows stay in memory.
 
-    Threads: one at a time uses the cache and its steps.
+    Only one thread at a time may use the cache and its steps.
 
     Examples
     --------
@@ -142,41 +142,41 @@ class ShardedKVCache:
         self._stripe = stripe
         self._next = self._steps_made = 0
 
-    # -- what it is
+    # -- properties
 
     @property
     def num_layers(self) -> int:
-        """Layers."""
+        """Return the number of layers."""
         return self._shards.model.num_layers
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """What each layer keeps, on all shards; see `numkv.PagedKVCache.layers`."""
+        """Return the description of each layer, over all shards; see `numkv.PagedKVCache.layers`."""
         return self._shards.model.layers
 
     @property
     def block_size(self) -> int:
-        """Tokens in a block."""
+        """Return the tokens of a block."""
         return self._shards.model.block_size
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of each shard."""
+        """Return the blocks of each shard."""
         return int(self._shards.arguments["num_blocks"])
 
     @property
     def num_shards(self) -> int:
-        """Shards."""
+        """Return the number of shards."""
         return self._shards.layout.num_shards
 
     @property
     def sequences(self) -> tuple[int, ...]:
-        """The sequences, in the order in which they came."""
+        """Return the sequences, in the order of `add`."""
         return tuple(self._shards.sequences)
 
     @property
     def messages(self) -> tuple[int, ...]:
-        """Messages to each shard so far."""
+        """Return the number of messages to each shard so far."""
         return tuple(channel.sent for channel in self._shards.channels)
 
     def __len__(self) -> int:
@@ -191,15 +191,15 @@ class ShardedKVCache:
         )
 
     def length(self, seq: int) -> int:
-        """Committed tokens of a sequence."""
+        """Return the committed tokens of a sequence."""
         return self._sequence(seq).length
 
     def cached_len(self, seq: int) -> int:
-        """Tokens of a sequence that came from the prefix cache, or the store, when it was added."""
+        """Return how many tokens the prefix cache or the store had when the sequence was added."""
         return self._sequence(seq).cached
 
     def runs(self, seq: int) -> tuple[Run, ...]:
-        """Return where the tokens of a sequence are.
+        """Return the columns of a sequence's tokens.
 
         Parameters
         ----------
@@ -209,7 +209,7 @@ class ShardedKVCache:
         Returns
         -------
         tuple of (int, int)
-            Columns, and how many tokens each holds there, in order.
+            Column and number of tokens of each run, in order.
         """
         return self._sequence(seq).runs
 
@@ -265,7 +265,7 @@ class ShardedKVCache:
 
     @whole
     def add(self, tokens: Any = None, *, extra: Extra | None = None) -> int:
-        """Add a sequence; with its token ids, begin with what shards and the store have of them.
+        """Add a sequence; given token ids, reuse the prefix that shards and the store have.
 
         Parameters
         ----------
@@ -295,7 +295,7 @@ class ShardedKVCache:
         return seq
 
     def _found(self, seq: int, state: Sequence, full: NDArray[np.int32]) -> Sequence:
-        """A new sequence with as many of these tokens as all shards have or find."""
+        """Return a new sequence with the prefix of these tokens that all shards have or find."""
         size, names = self.block_size, state.names
         if not self._shards.is_split:
             runs: tuple[Run, ...] = ((0, len(full)),)
@@ -313,7 +313,7 @@ class ShardedKVCache:
         return self._shards.cut_found(seq, wanted, {x.shard: x.value for x in tickets})
 
     def _known(self, names: NDArray[np.uint8]) -> tuple[Run, ...]:
-        """Return where the blocks of a prompt are, as far as that is known, or may be brought from the store."""
+        """Return the columns of a prompt's blocks, as far as they are known or the store may have them."""
         runs: list[Run] = []
         free = self._shards.free_blocks()
         for name in names:
@@ -370,14 +370,14 @@ class ShardedKVCache:
     def reserve(
         self, sequences: Iterable[int], new_lens: Any, *, expect: Any = None
     ) -> ShardedStep:
-        """Take room for new tokens of some sequences, all or nothing.
+        """Reserve room for new tokens of some sequences, all or nothing.
 
         Parameters
         ----------
         sequences, new_lens
             See `numkv.PagedKVCache.reserve`.
         expect : int or int array (num_seqs,), optional
-            How many tokens each of them has, as far as the caller knows: it may not have heard of a loss.
+            The length of each sequence as the caller knows it; a loss of shards may have shortened it since.
 
         Returns
         -------
@@ -386,9 +386,9 @@ class ShardedKVCache:
         Raises
         ------
         CacheFull
-            If shards have too few free blocks; on no shard anything has changed.
+            If shards have too few free blocks; no shard has changed.
         ShardLost
-            If a shard was lost that had to be asked.
+            If a shard that had to be asked was lost.
         DimensionMismatch
             If a sequence has another length than expected; nothing has changed.
         IndexError, NumkvError, ValueError
@@ -423,7 +423,7 @@ class ShardedKVCache:
     def _place(
         self, states: dict[int, Sequence], lens: Any, free: list[int], certain: bool
     ) -> dict[int, tuple[tuple[Run, ...], list[Run]]] | None:
-        """Return where new tokens of sequences go; None if there may be too few free blocks."""
+        """Choose columns for new tokens of sequences; return None if there may be too few free blocks."""
         left = list(free)
         found: dict[int, tuple[tuple[Run, ...], list[Run]]] = {}
         for (seq, state), n in zip(states.items(), lens.tolist(), strict=True):
@@ -438,7 +438,7 @@ class ShardedKVCache:
         return None if short else found
 
     def _costs(self, placed: dict[int, tuple[tuple[Run, ...], list[Run]]]) -> dict[int, int]:
-        """The most blocks that new tokens can take in each column: with copies of last blocks that are shared."""
+        """Return the most blocks that new tokens can need in each column, copies of shared last blocks included."""
         size = self.block_size
         groups = 1 if self._shards.is_split else self._shards.model.num_groups
         costs: dict[int, int] = {}
@@ -451,7 +451,7 @@ class ShardedKVCache:
         return costs
 
     def _start(self, step: ShardedStep) -> None:
-        """Have a step begin with its first message."""
+        """Queue the beginning of a step, which is sent with its first message."""
         sequences, later = self._shards.sequences, self._shards.later
         costs = self._costs({seq: (sequences[seq].runs, p) for seq, p in step.pieces.items()})
         for part in step.parts:
@@ -480,13 +480,13 @@ class ShardedKVCache:
         Raises
         ------
         ShardLost
-            If a shard was lost before it had the rows; the step is rolled back on all.
+            If a shard was lost before it had the rows; the step is rolled back on all shards.
         NumkvError, IndexError, DimensionMismatch
             See `numkv.PagedKVCache.commit`.
 
         Notes
         -----
-        Shards are notified with their next message. What is lost with a shard until then is found out then.
+        Shards are notified with their next message. Losses until then are also noticed then.
         """
         self._check_open(step)
         keep = step.new_lens
@@ -512,7 +512,7 @@ class ShardedKVCache:
         self._keep(step, keep, ids)
 
     def _keep(self, step: ShardedStep, keep: Any, ids: NDArray[np.int32] | None) -> None:
-        """Commit a step of which all shards have all rows."""
+        """Commit a step whose rows are on all shards."""
         ends = np.cumsum(step.new_lens)
         named: dict[int, list[Any]] = {part.column: [] for part in step.parts}
         took: dict[int, dict[int, int]] = {part.column: {} for part in step.parts}
@@ -546,7 +546,7 @@ class ShardedKVCache:
     def rollback(self, step: ShardedStep) -> None:
         """End a step without keeping any of its tokens; see `numkv.PagedKVCache.rollback`.
 
-        A step that an error has rolled back already is left as it is.
+        A step that an error has rolled back already is ignored.
         """
         if isinstance(step, ShardedStep) and step.shards is self._shards and step.rolled_back:
             return
@@ -557,7 +557,7 @@ class ShardedKVCache:
 
     @writes
     def stats(self) -> ShardedStats:
-        """Counts of the cache and of its shards; asks all of them.
+        """Ask all shards, and return the counts of the cache and of its shards.
 
         Returns
         -------
@@ -566,7 +566,7 @@ class ShardedKVCache:
         Raises
         ------
         ShardLost
-            If one was lost.
+            If a shard was lost.
         """
         tickets = self._ask("stats")
         return ShardedStats(
@@ -578,7 +578,7 @@ class ShardedKVCache:
         )
 
     def _ask(self, name: str, *arguments: Any) -> list[Any]:
-        """Ask all shards that live."""
+        """Send an operation to all working shards, and return their replies."""
         tickets = [
             channel.send(name, *arguments)
             for channel in self._shards.channels
@@ -589,12 +589,12 @@ class ShardedKVCache:
 
     @writes
     def check(self) -> None:
-        """Prove the accounting of all shards, and that they have of each sequence what is recorded here.
+        """Verify the block accounting of all shards, and their lengths of each sequence.
 
         Raises
         ------
         NumkvError
-            If something is wrong.
+            If a check fails.
         ShardLost
             If a shard was lost.
         """
@@ -612,12 +612,12 @@ class ShardedKVCache:
 
     @writes
     def flush(self, timeout: float | None = None) -> int:
-        """Wait until shards have written all that was committed; see `numkv.store.PrefixStore.flush`.
+        """Wait until shards have written all committed blocks; see `numkv.store.PrefixStore.flush`.
 
         Parameters
         ----------
         timeout : float, optional
-            Seconds that each shard waits at most.
+            The most seconds that each shard waits.
 
         Returns
         -------
@@ -636,7 +636,7 @@ class ShardedKVCache:
         """Remove all sequences and forget all cached prefixes; see `numkv.PagedKVCache.clear`."""
         if self._shards.open_steps:
             raise NumkvError("clear: expected a cache without open steps; end them first")
-        self._shards.sequences.clear()  # first: who is interrupted while shards answer has cleared them
+        self._shards.sequences.clear()  # first, so that an interrupt during the replies leaves none
         self._shards.directory.clear()
         self._ask("clear")
 
@@ -662,17 +662,17 @@ class ShardedKVCache:
 
     @whole
     def revive(self) -> None:
-        """Look for places for shards that were lost and found none.
+        """Place lost shards that had found no place.
 
         Raises
         ------
         ShardLost
-            If there still is none that the cache could work with.
+            If no column has all of its shards.
         """
         self._shards.revive()
 
     def close(self) -> None:
-        """End all shards. The cache cannot be used any more."""
+        """End all shards, and the use of this cache."""
         for step in list(self._shards.open_steps.values()):
             step.end()
         self._shards.open_steps.clear()
@@ -682,23 +682,23 @@ class ShardedKVCache:
 
     @whole
     def move(self, seq: int, to: int, source: int | None = None) -> None:
-        """Move what a column holds of a sequence to another column, as it is stored.
+        """Move the rows of a sequence from one column to another, as they are stored.
 
         Parameters
         ----------
         seq : int
             The sequence.
         to : int
-            The column that gets it, which holds nothing of the sequence.
+            The receiving column, which has no tokens of the sequence.
         source : int, optional
-            The column that has it; the only one if None.
+            The sending column; by default the only one with tokens of the sequence.
 
         Raises
         ------
         CacheFull
             If the column has too few free blocks; nothing has moved.
         NotSupported
-            If it holds tokens of the sequence already, or `source` holds none.
+            If `to` has tokens of the sequence already, or `source` has none.
         ShardLost, IndexError, NumkvError
             If a shard was lost; if there is no such sequence or column; if the sequence has an open step.
         """
@@ -714,12 +714,12 @@ class ShardedKVCache:
             source = next(iter(held))
         if source not in held or to in held or to in self._shards.dead:
             raise NotSupported(
-                f"`to`: expected a column that lives and holds nothing of sequence {seq}, which is in {sorted(held)}, "
+                f"`to`: expected a working column without tokens of sequence {seq}, which is in {sorted(held)}, "
                 f"got {to}; `source` {source}"
             )
         if to in state.columns:
             self._shards.later(to, "remove", seq)
-        # Until all is there, the sequence is where it was.
+        # The sequence stays in its old column until the new one has all rows.
         self._shards.sequences[seq] = state = state._replace(columns=state.columns - {to})
         out = [self._shards.channels[s].send("swap_out", seq) for s in layout.shards_of(source)]
         self._shards.gather(out)
@@ -738,17 +738,17 @@ class ShardedKVCache:
         self._shards.sequences[seq] = state._replace(runs=runs, columns=columns)
 
     def balance(self, most: int = 1) -> int:
-        """Move sequences from the fullest column to the emptiest, as long as that reduces their difference.
+        """Move sequences from the fullest column to the emptiest, while that reduces their difference.
 
         Parameters
         ----------
         most : int
-            Sequences to move at most.
+            The most sequences to move.
 
         Returns
         -------
         int
-            How many were moved.
+            Number of moved sequences.
 
         Raises
         ------
@@ -807,7 +807,7 @@ class ShardedKVCache:
 
 
 def _check_lengths(states: dict[int, Sequence], expected: NDArray[np.int64]) -> None:
-    """Refuse to go on from another length than the caller believes, such as after a loss."""
+    """Raise an error for sequences whose length differs from the caller's, as after a loss."""
     for (seq, state), length in zip(states.items(), expected.tolist(), strict=True):
         if state.length != length:
             raise DimensionMismatch(

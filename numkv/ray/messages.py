@@ -1,4 +1,4 @@
-"""Messages between a cache and its shards, as tuples that pickle well, and what is raised where none arrives.
+"""Messages between a cache and its shards, as tuples that pickle well, and the errors of lost shards.
 
 A message is ``(number, operations)``, an operation ``(name, arguments)``, and an answer ``(number, free blocks, value,
 error, name of the operation that failed)``. Arrays are sent without conversion. Pickle's protocol 5 moves their buffers
@@ -21,16 +21,16 @@ Message = tuple[int, list[Operation]]
 
 
 class Answer(NamedTuple):
-    """What a shard says to a message."""
+    """The reply of a shard to a message."""
 
     number: int
     free: int
     """Free blocks, after the message."""
     value: Any
-    """Of the last operation."""
+    """Value of the last operation."""
     error: BaseException | None = None
     failed: str = ""
-    """Name of the operation that raised it; those behind it were not done."""
+    """Name of the operation that raised the error; later ones were not executed."""
 
 
 class _Words(NamedTuple):
@@ -44,7 +44,7 @@ _WORDS = {1: np.uint8, 2: np.uint16}
 
 
 def packed(x: Any) -> Any:
-    """What is sent in place of arrays: contiguous ones of NumPy's dtypes."""
+    """Replace arrays by contiguous ones of NumPy's dtypes."""
     if not isinstance(x, np.ndarray):
         return each(packed, x)
     x = np.require(x, requirements="C")
@@ -54,14 +54,14 @@ def packed(x: Any) -> Any:
 
 
 def unpacked(x: Any) -> Any:
-    """What was given to `packed`."""
+    """Invert `packed`."""
     if type(x) is _Words:
         return x.words.view(np.dtype(getattr(ml_dtypes, x.dtype)))
     return each(unpacked, x)
 
 
 def each(change: Callable[[Any], Any], x: Any) -> Any:
-    """A list, a tuple or a dictionary of what a function makes of its parts; anything else as it is."""
+    """Apply a function to the items of a list, tuple or dictionary; return anything else unchanged."""
     if type(x) in (tuple, list):
         return type(x)(map(change, x))
     if type(x) is dict:
@@ -70,7 +70,7 @@ def each(change: Callable[[Any], Any], x: Any) -> Any:
 
 
 def nbytes(x: Any) -> int:
-    """Bytes of the arrays in a message."""
+    """Return the bytes of the arrays in a message."""
     if isinstance(x, np.ndarray):
         return x.nbytes
     if isinstance(x, (tuple, list)):
@@ -86,7 +86,7 @@ class ShardDown(NumkvError):
     Attributes
     ----------
     shard : int
-        Which one.
+        Its number.
     """
 
     def __init__(self, shard: int, reason: str) -> None:
@@ -98,28 +98,28 @@ class ShardDown(NumkvError):
 
 
 class ShardLost(NumkvError):
-    """Shards were lost, and tokens with them. The cache can be used again: as its lengths say.
+    """Shards and their tokens were lost. The cache is usable again, with the lengths given here.
 
-    Steps that wrote to lost shards are rolled back on all of them. Sequences that are not named have all tokens that
-    were committed. The call that raises has waited for new shards, which takes seconds. Calls that compute tokens again
-    may lose shards too, and raise another error of this class: give ``reserve(expect=...)`` the length that a step is
-    to go on from.
+    Steps that wrote to lost shards are rolled back on all shards. Sequences that are not named keep all committed
+    tokens. The call that raises has waited for new shards, which takes seconds. Calls that compute tokens again may
+    also lose shards, and raise another error of this class. So pass ``reserve(expect=...)`` the length from which a
+    step continues.
 
     Attributes
     ----------
     sequences : tuple of int
-        Sequences that are shorter than they were: those that had tokens on the shards. By heads these are all.
+        Sequences that were shortened: those with tokens on lost shards. By heads these are all.
     lengths : dict of int to int
-        How many tokens each of them still has. By heads that is what the prefix store had, 0 without one; by context
-        what comes before the first token that was lost.
+        Tokens that each of them still has. By heads these are the tokens in the prefix store, or 0 without one. By
+        context they are the tokens before the first lost one.
     tokens : dict of int to int32 array
-        Ids of the tokens that are to be computed again, from that length on, as far as they are known.
+        Ids of the tokens to compute again, from that length on, as far as they are known.
     shards : tuple of int
-        The shards.
+        Numbers of the lost shards.
     steps : tuple of ShardedStep
         Steps that were rolled back.
     hopeless : bool
-        Whether there are no shards left to go on with; `ShardedKVCache.revive` looks for places.
+        Whether no column has all of its shards; call `ShardedKVCache.revive` to place them again.
     """
 
     def __init__(

@@ -72,7 +72,7 @@ def number_before(runs: Iterable[Run], column: int, positions: Ints) -> Ints:
 
 
 def visible(runs: Iterable[Run], column: int, positions: Ints, window: int) -> Ints:
-    """Return which of a column's tokens queries at some positions see: their own and earlier ones.
+    """Return the visible range of queries among a column's tokens: their own token and earlier ones.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ def visible(runs: Iterable[Run], column: int, positions: Ints, window: int) -> I
     Returns
     -------
     int64 array (n, 2)
-        First, and end, counted among the column's own tokens.
+        Begin and end, counted among the column's own tokens.
     """
     runs = list(runs)
     high = number_before(runs, column, positions + 1)
@@ -176,12 +176,12 @@ class Sequence(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Committed tokens."""
+        """Return the number of committed tokens."""
         return sum(n for _, n in self.runs)
 
 
 class NamedBlocks(NamedTuple):
-    """Blocks of a sequence that are full now, in one column: what a shard registers."""
+    """Full blocks of a sequence in one column, for its shards to register."""
 
     seq: int
     first: int
@@ -204,7 +204,7 @@ def shortened(state: Sequence, length: int, block_size: int) -> Sequence:
 def after_step(
     seq: int, state: Sequence, pieces: list[Run], ids: NDArray[np.int32] | None, block_size: int, is_split: bool
 ) -> tuple[Sequence, dict[int, NamedBlocks]]:  # fmt: skip
-    """Return a sequence with more tokens, and by column the blocks that have names now.
+    """Return a sequence with more tokens, and for each column the newly named blocks.
 
     Parameters
     ----------
@@ -213,7 +213,7 @@ def after_step(
     state : Sequence
         The sequence before.
     pieces : list of (int, int)
-        Where the new tokens are.
+        Runs of the new tokens.
     ids : int32 array, optional
         Their ids, if they are known.
     block_size : int

@@ -42,7 +42,7 @@ class _Open(NamedTuple):
     starts: Any
     """Where queries of each sequence start; None: the step's own tokens are the queries."""
     ranges: dict[int, Any]
-    """What queries see, by window."""
+    """Visible ranges of the queries, by window."""
 
 
 class Shard:

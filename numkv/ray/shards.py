@@ -39,7 +39,7 @@ class Layout(NamedTuple):
     """
 
     columns: int
-    """Among which tokens are divided."""
+    """Number of columns that share the tokens."""
     bounds: tuple[int, ...]
     """First kv head of each part, and the number of all."""
 
@@ -63,7 +63,7 @@ class Layout(NamedTuple):
         Raises
         ------
         DimensionMismatch
-            If there are more parts than heads, or a number is no size.
+            If there are more parts than heads, or a number is not positive.
         """
         parts = check_size("heads", heads, 1, _MOST_SHARDS)
         columns = check_size("context", context, 1, _MOST_SHARDS)
@@ -359,7 +359,7 @@ class Shards:
         """Replace a shard by an empty one; return whether that succeeded."""
         try:
             if not may:
-                raise ShardDown(shard, "it was lost again and again")
+                raise ShardDown(shard, "its replacements were lost too")
             self.transport.replace(shard)
         except ShardDown:
             self.gone.add(shard)

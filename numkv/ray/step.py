@@ -1,4 +1,4 @@
-"""`ShardedStep`: new tokens on their way through the layers of a sharded cache, and `Attending`, a layer's result."""
+"""`ShardedStep`, the new tokens of a forward pass, and `Attending`, the pending result of a layer."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from numkv.writing.paged import paged_write
 
 
 class Partial(NamedTuple):
-    """Attention over the tokens of one column."""
+    """The attention result of one column."""
 
     rows: NDArray[np.int64] | None
-    """Of which queries; None: of all."""
+    """Indices of its queries; None for all."""
     out: NDArray[Any]
     lse: NDArray[np.float32] | None
 
@@ -32,20 +32,20 @@ class Partial(NamedTuple):
 def merged(
     parts: list[Partial], shape: tuple[int, ...], dtype: Any, sinks: Any, is_split: bool
 ) -> tuple[NDArray[Any], Any]:
-    """Merge what columns return, in the order of columns: the result does not depend on which comes first.
+    """Merge the results of columns by lse, in the order of columns, whatever the order of their replies.
 
     Parameters
     ----------
     parts : list of Partial
-        In the order of columns.
+        Results, in the order of columns.
     shape : tuple of int
-        Of the result.
+        Shape of the merged output.
     dtype : dtype
-        Of the result.
+        Dtype of the merged output.
     sinks : array (num_q_heads,), optional
-        Logits that take part without a value; they are no column's.
+        Sink logits, which belong to no column.
     is_split : bool
-        Whether tokens are divided among columns; else the result of the one stays as it is.
+        Whether tokens are divided among columns; if not, the only result is returned unchanged.
 
     Returns
     -------
@@ -78,30 +78,30 @@ Ints = NDArray[np.int64]
 
 
 class Part(NamedTuple):
-    """What one column has to do with a step."""
+    """The share of one column in a step."""
 
     column: int
     seqs: list[int]
-    """The step's sequences that have tokens here, or get some."""
+    """Sequences of the step with old or new tokens in this column."""
     new_lens: list[int]
-    """How many tokens each of them gets here."""
+    """Number of new tokens of each of them in this column."""
     rows: Ints | None
-    """Which of the step's tokens they have: whose queries come here; None: all."""
+    """Indices of the step's tokens whose queries attend to this column; None for all."""
     kept: Ints | None
-    """Which of the step's tokens are stored here; None: all."""
+    """Indices of the step's tokens that are stored in this column; None for all."""
     starts: Ints | None
-    """Where queries of each sequence start among `rows`; None where the step's own tokens are the queries."""
+    """Start of each sequence's queries among `rows`; None if the step's own tokens are the queries."""
     ranges: dict[int, Ints]
-    """What each query sees here, by window."""
+    """Visible range of each query in this column, by window."""
 
 
 def host_rows(name: str, x: Any, shape: tuple[int | str, ...]) -> NDArray[Any]:
-    """An array on the host, of a float dtype that rows and queries may have.
+    """Return rows or queries as a host array of a float dtype.
 
     Raises
     ------
     DimensionMismatch, UnsupportedDType
-        If it is none, or has another shape; a text in `shape` stands for any number.
+        If the dtype or the shape differs; a text in `shape` stands for any number.
     """
     rows = np.asarray(x)
     if rows.dtype not in QUERY_DTYPES:
@@ -118,18 +118,18 @@ def host_rows(name: str, x: Any, shape: tuple[int | str, ...]) -> NDArray[Any]:
 
 
 class Queries:
-    """Queries of a layer that are checked, and what shards are asked with them.
+    """Checked queries of a layer, and the options that shards receive with them.
 
     Parameters
     ----------
     shards : Shards
-        Of the cache.
+        Shards of the cache.
     q : array (num_tokens, num_q_heads, head_dim)
         The queries.
     num_tokens : int
-        How many there should be.
+        Expected number of queries.
     options : tuple
-        `sm_scale`, `logits_soft_cap`, `sinks` and `return_lse`, as attention takes them.
+        `sm_scale`, `logits_soft_cap`, `sinks` and `return_lse`, as for attention.
     """
 
     def __init__(self, shards: Any, q: Any, num_tokens: int, options: tuple[Any, ...]) -> None:
@@ -145,7 +145,7 @@ class Queries:
             self._options["return_lse"] = self.return_lse
 
     def of(self, part: int, rows: Ints | None) -> tuple[NDArray[Any], dict[str, Any]]:
-        """Queries of a part's heads, all or some, and the options that its shards get."""
+        """Return the queries of a part's heads, all or some, and the options for its shards."""
         heads, options = self._shards.layout.q_heads(part, self.q.shape[1]), self._options
         if self.sinks is not None and not self._shards.is_split:
             options = {**options, "sinks": self.sinks[heads]}
@@ -153,7 +153,7 @@ class Queries:
 
 
 class Attending:
-    """Attention of a layer that shards are computing; made by `ShardedStep.submit`."""
+    """The pending attention of a layer; made by `ShardedStep.submit`."""
 
     def __init__(
         self,
@@ -166,21 +166,21 @@ class Attending:
         self._found: tuple[Any, Any] | None = None
 
     def result(self) -> Any:
-        """Wait for it.
+        """Wait for the result.
 
         Returns
         -------
         out : array (num_tokens, num_q_heads, head_dim_v)
-            In q's dtype.
+            Output in q's dtype.
         lse : float32 array (num_tokens, num_q_heads)
-            Only if it was asked for.
+            Only with `return_lse`.
 
         Raises
         ------
         ShardLost
             If a shard was lost.
         NumkvError
-            What a shard raised. After both the step is rolled back on all shards.
+            The error of a shard. After either error the step is rolled back on all shards.
         """
         queries, shards = self._queries, self._shards
         if self._found is None:
@@ -197,7 +197,7 @@ class Attending:
 
 
 def _side_by_side(values: list[Any]) -> tuple[Any, Any]:
-    """Output and lse of all heads of a column."""
+    """Concatenate the heads' outputs and lse of a column's shards."""
     if isinstance(values[0], tuple):
         outs, lses = zip(*values, strict=True)
     else:
@@ -214,18 +214,18 @@ class ShardedStep:
     Attributes
     ----------
     open : bool
-        Whether it has neither been committed nor rolled back.
+        Whether it was neither committed nor rolled back.
     sequences : tuple of int
         Its sequences.
     new_lens : int64 array (num_seqs,)
-        How many tokens each of them gets.
+        Number of new tokens of each sequence.
     positions : int64 array (num_tokens,)
         Position of each new token in its sequence.
 
     Notes
     -----
-    `append_attend`, and `append` or `write` followed by `attention`, are one message to each shard and layer. `submit`
-    is the first of these without the waiting.
+    `append_attend`, or `append` or `write` followed by `attention`, sends one message per shard and layer. `submit` is
+    `append_attend` without waiting.
     """
 
     def __init__(
@@ -253,17 +253,17 @@ class ShardedStep:
 
     @property
     def num_tokens(self) -> int:
-        """New tokens of all sequences."""
+        """Return the number of new tokens of all sequences."""
         return len(self.positions)
 
     @property
     def columns(self) -> set[int]:
-        """Columns that it writes to or reads."""
+        """Return the columns that the step writes to or reads."""
         return {part.column for part in self.parts}
 
     @property
     def unwritten_layers(self) -> list[int]:
-        """Layers without rows of the new tokens so far; none if there are no new tokens."""
+        """Return the layers that still lack rows of the new tokens; none if there are no new tokens."""
         missing: list[int] = np.flatnonzero(~self._written).tolist() if self.num_tokens else []
         return missing
 
@@ -278,7 +278,7 @@ class ShardedStep:
 
     @writes
     def append(self, layer: int, k: Any, v: Any, *, check_finite: bool = True) -> None:
-        """Note ready rows of the new tokens; they are sent with the layer's queries, or by `commit`.
+        """Record finished rows of the new tokens; they are sent with the layer's queries, or by `commit`.
 
         Parameters
         ----------
@@ -288,7 +288,7 @@ class ShardedStep:
         Raises
         ------
         DimensionMismatch, UnsupportedDType, IndexError, NumkvError
-            If they do not fit; nothing is noted.
+            If they do not fit; nothing is recorded.
         """
         number = self._check_layer(layer)
         k, v, check_finite = self._check_rows(k, v, check_finite)
@@ -300,7 +300,7 @@ class ShardedStep:
         self, layer: int, qkv: Any, *, num_q_heads: int, cos: Any = None, sin: Any = None, qk_mode: QKMode | int,
         q_norm_weight: Any = None, k_norm_weight: Any = None, eps: float = 1e-6, check_finite: bool = True,
     ) -> NDArray[Any]:  # fmt: skip
-        """Split and normalise the new tokens' projections, apply RoPE, and note K and V, in this process.
+        """Split and normalise the new tokens' projections, apply RoPE, and record K and V, in this process.
 
         Parameters
         ----------
@@ -310,12 +310,12 @@ class ShardedStep:
         Returns
         -------
         array (num_tokens, num_q_heads, head_dim)
-            q, in qkv's dtype.
+            Queries in qkv's dtype.
 
         Raises
         ------
         DimensionMismatch, UnsupportedDType, NotSupported, IndexError, ValueError
-            See `numkv.Step.write`; nothing is noted.
+            See `numkv.Step.write`; nothing is recorded.
         """
         number, of, n = self._check_layer(layer), self.shards.rows, self.num_tokens
         qkv = np.asarray(qkv)
@@ -352,7 +352,7 @@ class ShardedStep:
         Returns
         -------
         out : array (num_tokens, num_q_heads, head_dim_v)
-            In q's dtype.
+            Output in q's dtype.
         lse : float32 array (num_tokens, num_q_heads)
             Only with `return_lse`.
 
@@ -417,7 +417,7 @@ class ShardedStep:
         return_lse: bool = False,
         check_finite: bool = True,
     ) -> Attending:
-        """`append_attend` without waiting: what does not need the result can be computed, or sent, meanwhile.
+        """Start `append_attend` without waiting, so that the caller can compute or send other work meanwhile.
 
         Parameters
         ----------
@@ -427,11 +427,11 @@ class ShardedStep:
         Returns
         -------
         Attending
-            Its `result` waits.
+            The pending result; `Attending.result` waits.
 
         Notes
         -----
-        Where as much as may be is on its way to a shard already, this waits for the oldest answer.
+        If the pending messages to a shard reach its `Limits`, this call waits for the oldest reply.
         """
         rows = self._check_rows(k, v, check_finite)
         options = sm_scale, logits_soft_cap, sinks, return_lse
@@ -475,7 +475,7 @@ class ShardedStep:
         self._held.clear()
 
     def end(self) -> None:
-        """Take no more rows."""
+        """Mark the step as ended."""
         self.open = False
         self._held.clear()
         self.tickets = []
@@ -500,7 +500,7 @@ def _parts(
     windows: Sequence[int],
     is_split: bool,
 ) -> list[Part]:
-    """What each column has to do with new tokens of some sequences."""
+    """Return the share of each column in a step."""
     if not is_split:
         return [Part(0, list(sequences), new_lens.tolist(), None, None, None, {})]
     ends = np.cumsum(new_lens)

@@ -21,11 +21,11 @@ from numkv.ray.messages import (
 )
 from numkv.ray.shard import BOOKKEEPING, Shard, ShardSpec
 
-#: Places that are tried for an actor.
+#: Attempts to place an actor.
 _PLACES = 3
-#: What errors begin with where there was no answer, which may be as there is no place at all.
+#: Beginning of the error for a missing reply, whose cause may be that there is no place.
 _LATE = "no answer in"
-#: Operations that may wait for a message to ride along with.
+#: Most operations that wait to be sent with the next message.
 _MOST_WAITING = 256
 
 
@@ -38,7 +38,7 @@ class Delivery(Protocol):
         Parameters
         ----------
         timeout : float or None
-            Seconds to wait at most.
+            The most seconds to wait.
 
         Returns
         -------
@@ -52,7 +52,7 @@ class Delivery(Protocol):
 
 
 class Transport(Protocol):
-    """Carries messages. Those to one shard arrive in the order in which they are sent."""
+    """Carries messages. Messages to one shard arrive in the order of sending."""
 
     def start(self, specs: Sequence[ShardSpec]) -> None:
         """Make the shards; they are numbered from 0.
@@ -60,7 +60,7 @@ class Transport(Protocol):
         Parameters
         ----------
         specs : sequence of ShardSpec
-            One for each.
+            The arguments of each shard.
         """
 
     def send(self, shard: int, message: Message) -> Delivery:
@@ -97,7 +97,7 @@ class Transport(Protocol):
 
 
 class LocalShards:
-    """A `Transport` whose shards are objects in this process: for tests, and to see what sharding itself costs.
+    """A `Transport` whose shards are objects in this process: for tests, and to measure the cost of sharding itself.
 
     Examples
     --------
@@ -125,14 +125,14 @@ class LocalShards:
         self.shards = [Shard(spec) for spec in specs]
 
     def send(self, shard: int, message: Message) -> Delivery:
-        """Have a message handled at once; see `Transport.send`."""
+        """Handle a message at once; see `Transport.send`."""
         found = self.shards[shard]
         if found is None:
             return _Here(shard, None)
         return _Here(shard, found.handle(_copied(message)))
 
     def replace(self, shard: int) -> None:
-        """Make a shard anew; see `Transport.replace`."""
+        """Replace a shard by a new one; see `Transport.replace`."""
         self.shards[shard] = Shard(self._specs[shard])
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class _Here:
         self._shard, self._answer = shard, answer
 
     def result(self, timeout: float | None) -> Answer:
-        """The answer; see `Delivery.result`."""
+        """Return the reply; see `Delivery.result`."""
         if self._answer is None:
             raise ShardDown(self._shard, "it has ended")
         return self._answer
@@ -165,25 +165,25 @@ def _copied(x: Any) -> Any:
 class RayShards:
     """A `Transport` whose shards are Ray actors.
 
-    Where this process has not started Ray, it is started: a cluster of its own on this machine, or as part of the one
-    at `address`. Actors end with the process that made them. One that is lost is made anew wherever Ray finds a place
-    for it.
+    If this process has not started Ray, it is started here: as a separate cluster on this machine, or connected to the
+    cluster at `address`. Actors end with the process that made them. A lost actor is replaced wherever Ray finds a
+    place.
 
     Parameters
     ----------
     address : str
-        ``"local"``: a cluster of its own, whatever else runs on this machine. Others are joined by name: ``"auto"``, or
-        an address as `ray.init` takes it. After a `ray.init` of yours its cluster is used.
+        ``"local"`` starts a separate cluster, even if another one runs on this machine. ``"auto"``, or an address as
+        for `ray.init`, joins a cluster. If the process has called `ray.init`, that cluster is used.
     num_cpus : float
-        CPUs that each actor asks Ray for; with 0 any number of actors finds a place.
+        CPUs that each actor requests of Ray; 0 permits any number of actors.
     num_gpus : float
-        GPUs that each actor asks for.
+        GPUs that each actor requests.
     spread : bool
-        Whether actors are put on different nodes as far as there are such.
+        Whether actors are placed on different nodes if possible.
     threads : int, optional
-        Threads that each actor computes with; None: as many as its machine has cores.
+        Threads of each actor's computations; by default as many as its machine has cores.
     start_timeout : float
-        Seconds that actors may take to be there.
+        Seconds until all actors must have started.
 
     Raises
     ------
@@ -219,7 +219,7 @@ class RayShards:
         self._actors: list[Any] = []
 
     def start(self, specs: Sequence[ShardSpec]) -> None:
-        """Make the shards, and wait until they are there; see `Transport.start`."""
+        """Make the shards, and wait until they have started; see `Transport.start`."""
         self._specs = list(specs)
         self._actors = [self._made(spec) for spec in specs]  # all at once
         try:
@@ -239,7 +239,7 @@ class RayShards:
         return actor.remote(spec, self._threads)
 
     def _wait(self, shard: int) -> None:
-        """Wait until a shard is there."""
+        """Wait until a shard has started."""
         ready = self._actors[shard].__ray_ready__.remote()
         _Coming(self._ray, shard, ready).result(self._timeout)
 
@@ -254,7 +254,7 @@ class RayShards:
             raise ShardDown(shard, str(error)) from None
 
     def replace(self, shard: int) -> None:
-        """Make a shard anew; see `Transport.replace`."""
+        """Replace a shard by a new one; see `Transport.replace`."""
         for left in range(_PLACES - 1, -1, -1):
             self._kill(shard)
             self._actors[shard] = self._made(self._specs[shard])
@@ -272,7 +272,7 @@ class RayShards:
             self._ray.kill(actor)
 
     def close(self) -> None:
-        """End the actors, and Ray too where this object has started it; see `Transport.close`."""
+        """End the actors, and also Ray if this object has started it; see `Transport.close`."""
         if self._ray.is_initialized():
             for shard in range(len(self._actors)):
                 self._kill(shard)
@@ -282,13 +282,13 @@ class RayShards:
 
 
 class _Coming:
-    """A `Delivery` by Ray."""
+    """A pending `Delivery` of Ray."""
 
     def __init__(self, ray: Any, shard: int, reference: Any) -> None:
         self._ray, self._shard, self._reference = ray, shard, reference
 
     def result(self, timeout: float | None) -> Answer:
-        """The answer; see `Delivery.result`."""
+        """Return the reply; see `Delivery.result`."""
         try:
             found: Answer = self._ray.get(self._reference, timeout=timeout)
         except self._ray.exceptions.GetTimeoutError:
@@ -351,7 +351,7 @@ class Ticket:
             self.value = unpacked(answer.value)
         elif answer.failed in BOOKKEEPING or answer.failed == "lost":
             self.down = ShardDown(
-                self.shard, f"its books are wrong, {answer.failed}: {answer.error!r}"
+                self.shard, f"its bookkeeping is wrong, {answer.failed}: {answer.error!r}"
             )
         else:
             self.error = answer.error
@@ -412,14 +412,14 @@ class Channel:
             self.send("sync").wait()
 
     def send(self, name: str, *arguments: Any) -> Ticket:
-        """Send a message, and what waits along with it.
+        """Send a message, with all queued operations before it.
 
         Parameters
         ----------
         name : str
-            What the shard is to do; its value is the message's.
+            Name of the operation, whose value is that of the reply.
         *arguments
-            For that.
+            Arguments of the operation.
 
         Returns
         -------

@@ -1,7 +1,7 @@
 """Where arrays live and kernels run: ``"cpu"`` and ``"cuda"``.
 
-A target takes arrays in (`Target.asarray`), allocates them, brings them back to the host, and gives the view that its
-kernels work on (`Target.words`). Objects hold a target and never ask which one it is.
+A target accepts arrays (`Target.asarray`), allocates them, copies them to the host, and returns the views for kernels
+(`Target.words`). Objects have a target and never ask for its name.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["Array", "CpuTarget", "Target", "get", "of"]
 
 
 def get(target: str) -> Target:
-    """The target of a name.
+    """Return the target of a name.
 
     Parameters
     ----------
     target : {"cpu", "cuda"}
-        Where to compute. ``"cuda"`` needs an NVIDIA GPU and the ``cuda`` extra, or ``NUMBA_ENABLE_CUDASIM=1``.
+        Its name. ``"cuda"`` needs an NVIDIA GPU and the ``cuda`` extra, or ``NUMBA_ENABLE_CUDASIM=1``.
 
     Returns
     -------
@@ -37,7 +37,7 @@ def get(target: str) -> Target:
     ValueError
         If there is no such target.
     NotSupported
-        If ``"cuda"`` is asked for where there is no CUDA.
+        If CUDA is not available.
     """
     if isinstance(target, str):
         if target == "cpu":
@@ -62,27 +62,27 @@ def _cuda() -> Target:
 
 
 def by_key(key: str) -> Target:
-    """The target of a key; see `numkv.targets.base.Target`. What is made by one is for arrays of that key alone."""
+    """Return the target of a key; see `numkv.targets.base.Target.key`."""
     return _CPU if key == "cpu" else _cuda()
 
 
 def of(x: Any) -> Target:
-    """The target that an array is on.
+    """Return the target of an array.
 
     Parameters
     ----------
     x : object
-        An array, or what hands one over.
+        An array, or an object with an array interface.
 
     Returns
     -------
     Target
-        CUDA for device arrays, else the CPU, whose checks say what is wrong with anything that is no array at all.
+        CUDA for device arrays, else the CPU, whose checks reject anything that is no array.
     """
     if isinstance(x, np.ndarray):
         return _CPU
     try:
-        if getattr(x, "__cuda_ndarray__", False):  # whose interface takes long to make
+        if getattr(x, "__cuda_ndarray__", False):  # first, because its interface is slow to make
             return get("cuda")
         if type(x).__module__.partition(".")[0] == "torch" and hasattr(x, "is_cuda"):
             return get("cuda") if x.is_cuda else _CPU
@@ -93,32 +93,33 @@ def of(x: Any) -> Target:
             return get("cuda")
     except (NumkvError, MemoryError):
         raise
-    except Exception:  # an object that fails to say where it is
+    except Exception:  # an object with a broken interface
         return _CPU
     return _CPU
 
 
 def on_stream(stream: Any) -> contextlib.AbstractContextManager[None]:
-    """A context in which this thread's CUDA calls run on a stream.
+    """Return a context in which this thread's CUDA calls run on a stream.
 
     Outside of it, a call with arrays of torch or CuPy runs on the library's current stream. Other calls run on the
-    legacy default stream. Calls on the CPU are done when they return, here as elsewhere.
+    legacy default stream. Calls on the CPU are always complete when they return.
 
     Parameters
     ----------
     stream : object
-        A stream of numba.cuda, CuPy or torch, an object with ``__cuda_stream__``, or a stream's pointer; of the device
-        that the arrays are on. None for the streams of the arrays, as outside.
+        A stream of numba.cuda, CuPy or torch, an object with ``__cuda_stream__``, or a stream's pointer, on the device
+        of the arrays. None chooses the streams of the arrays, as outside of a context.
 
     Returns
     -------
     context manager
-        The innermost one holds. It can be entered again, by other threads too, each for itself.
+        The innermost context decides. Any number of threads may enter it, each for itself.
 
     Raises
     ------
     NotSupported
-        If it is no stream, or there is no CUDA; by a call within, if the stream is of another device than its arrays.
+        If it is no stream, or CUDA is not available. Calls within raise it if the stream and their arrays are on
+        different devices.
 
     Examples
     --------
@@ -128,7 +129,7 @@ def on_stream(stream: Any) -> contextlib.AbstractContextManager[None]:
     ...     layer.append(k, v)
     ...     out = layer.decode_attention(q)
     """
-    if stream is None and not has_streams:  # nothing has been named
+    if stream is None and not has_streams:  # no context has named a stream
         return contextlib.nullcontext()
     get("cuda")
     from numkv.targets.cuda_calls import named

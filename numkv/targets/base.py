@@ -1,4 +1,4 @@
-"""What a target is: the protocol that every place to compute follows, and the types of arrays."""
+"""`Target`: the protocol of every place to compute, and the types of arrays."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from numkv.kinds import Kind, kinds
 from numkv.targets.call import Marker
 from numkv.targets.fixed import Fixed, Layout
 
-#: What modules take from here that `numkv.arrays` has not been brought to yet.
+#: Modules import these from here or from `numkv.arrays`.
 Array = arrays.AnyArray
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-#: Words of the floats that kernels do not see as such: ``uint16`` for 16-bit floats, ``uint8`` for 8-bit ones.
+#: Words in which kernels see small floats: ``uint16`` for 16-bit floats, ``uint8`` for 8-bit ones.
 WORD_OF = {k.dtype: k.word for k in kinds() if k.is_float and k.word != k.dtype}
-#: Of these, the dtypes that torch has and NumPy has not, by the names of torch.
+#: Those of these dtypes that torch has and NumPy lacks, by torch's names.
 TORCH_DTYPES = {f"torch.{dtype}": dtype for dtype in WORD_OF if dtype != np.float16}
 
 
@@ -32,15 +32,15 @@ def masked(name: str) -> NotSupported:
 
 
 def no_array(name: str, x: Any, where: str, error: Exception) -> UnsupportedDType:
-    """Return the error for an object that promises an array and fails to hand it over."""
+    """Return the error for an object whose array interface fails."""
     return UnsupportedDType(
-        f"`{name}`: expected an array {where}, got {type(x).__name__}, which fails to hand one over "
+        f"`{name}`: expected an array {where}, got {type(x).__name__}, whose array interface fails "
         f"({type(error).__name__}: {error})"
     )
 
 
 def check_real(name: str, x: arrays.Array, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-    """Refuse what is no float array of native byte order and of `shape`, as an argument of `Target.reals`."""
+    """Require a float array of native byte order and of `shape`, as an argument of `Target.reals`."""
     got = f"expected {dtype} {shape}, got {x.dtype} {tuple(x.shape)}"
     if (x.dtype.kind != "f" and x.dtype != BF16) or not x.dtype.isnative:
         raise UnsupportedDType(f"`{name}`: {got}; convert it to a float dtype")
@@ -51,79 +51,76 @@ def check_real(name: str, x: arrays.Array, dtype: np.dtype[Any], shape: tuple[in
 
 
 class Target(Protocol):
-    """What objects and functions need of a place to compute."""
+    """The operations of a place to compute."""
 
     name: str
     #: Whether the host sees the values of arrays without waiting for a device.
     values_on_host: bool
-    #: Whether compiled host code can take the buffers, by a jitclass.
+    #: Whether compiled host code can use the buffers, by a jitclass.
     has_jit_views: bool
-    #: New elements of K below which a call is small, and one function on one thread may do it; 0 if there is none.
+    #: A call with fewer new elements of K is small: one function on one thread may do it; 0 if there is none.
     small_call: int
 
     @property
     def chooses_stream(self) -> bool:
-        """Whether a call that comes now has to choose where it runs, by `on` or `run`; not within one that has."""
+        """Return whether the next call must choose a stream, by `on` or `run`; False within a call that has chosen."""
 
     @property
     def key(self) -> str:
-        """What things are kept by that are made once and used again: where this thread works.
-
-        On CUDA a device and a stream, in whose order they have been made.
-        """
+        """Return the key of reusable objects: on CUDA the device and the stream of this thread."""
 
     @property
     def device_key(self) -> str:
-        """What `constant` arrays are kept by: the device on which this thread works."""
+        """Return the key of `constant` arrays: the device of this thread."""
 
     @property
     def ops(self) -> Operations:
-        """The target's operations: see `numkv.kernels`."""
+        """Return the target's operations: see `numkv.kernels`."""
 
     def asarray(self, x: Any, name: str = "array") -> arrays.Array:
-        """`x` as an array of this target, without a copy where it is already here.
+        """Return `x` as an array of this target, without a copy if it is already here.
 
         Parameters
         ----------
         x : object
-            An array of this target or one that hands its memory over; on CUDA also a NumPy array, which is copied.
+            An array of this target, or an object with an array interface; on CUDA also a NumPy array, which is copied.
         name : str
-            What errors call it.
+            Its name in errors.
         """
 
     def accept(self, x: Any, name: str) -> arrays.Array:
-        """`x` as an array of this target, without a copy, or an error that names it."""
+        """Return `x` as an array of this target without a copy, or raise an error that names it."""
 
     def on(self, *arrays: Any, after: Any = None, default: Any = None) -> Any:
-        """A context in which operations run on one stream: on CUDA that of the call that this one is a part of.
+        """Return a context in which operations run on one stream: on CUDA that of the enclosing call, if any.
 
-        Else it is the one that `numkv.on_stream` names, `default`, or the one that the library of the first foreign
-        array has current; else the legacy default stream.
+        Without one it is the stream named by `numkv.on_stream`, then `default`, then the current stream of the first
+        foreign array's library, then the legacy default stream.
 
         Parameters
         ----------
         *arrays : object
-            What a caller passed.
+            The caller's arrays.
         after : object
-            What `place` gave, where that has got so far at least before anything runs.
+            A place returned by `place`, whose earlier work must be done first.
         default : object
-            What `place` gave, or None.
+            A place returned by `place`, or None.
         """
 
     def place(self) -> Any:
-        """Return where this thread works; None on the CPU."""
+        """Return this thread's device and stream; None on the CPU."""
 
     def run(
         self, function: Any, call: Any, arrays: tuple[Any, ...], options: tuple[Any, ...]
     ) -> Any:
-        """Run a public function on its stream: it is called again, when there is nothing to choose any more.
+        """Choose the stream of a public function, and call the function on it.
 
         Parameters
         ----------
         function : function
             The function.
         call : object
-            A `numkv.targets.call.Call`: the names of its arguments.
+            A `numkv.targets.call.Call` with the names of its arguments.
         arrays, options : tuple
             Its arguments, in that order.
         """
@@ -132,128 +129,128 @@ class Target(Protocol):
         self, k: tuple[str, tuple[int, ...], Kind, int], v: tuple[str, tuple[int, ...], Kind, int],
         marker: Marker | None = None,
     ) -> int:  # fmt: skip
-        """A number under which a kernel reports NaN and infinity in rows that it was to quantise; 0 on the CPU.
+        """Return the number under which a kernel reports NaN and infinity in rows to quantise; 0 on the CPU.
 
         Parameters
         ----------
         k, v : tuple of str, tuple, Kind and int
-            What errors call the arrays that K and V come from, the shapes of these, what they were stored in, and how
-            many axes of an index mean anything.
+            For the arrays of K and of V: the name in errors, the shape, the storage kind, and the number of axes of an
+            index.
         marker : Marker, optional
-            Whom to tell; without it the error is raised by a later function.
+            Receives the report; without it a later function raises the error.
         """
 
     def mend_rows(
         self, k: arrays.Array | None, v: arrays.Array | None, slots: arrays.Array, look: int
     ) -> None:
-        """Have a kernel look for NaN and infinity in rows that pools of floats hold, and put zeros in place of such.
+        """Replace rows with NaN or infinity by zeros, in pools of floats.
 
-        On the CPU nothing happens, as values are looked at before they are written.
+        On the CPU nothing happens, because values are checked before they are written.
 
         Parameters
         ----------
         k, v : float32 array (num_blocks, num_kv_heads, block_size, head_dim) or None
-            The pools, one at least.
+            The pools; at least one is given.
         slots : int64 array (num_tokens,)
-            Where the rows are; -1 for tokens that have none there.
+            Slots of the rows; -1 for tokens without a row.
         look : int
-            What `watch` gave.
+            A number returned by `watch`.
         """
 
     def new_watch(self) -> Any:
-        """What an object that writes has, for kernels to report to; None on the CPU."""
+        """Return a new receiver of kernels' reports for an object that writes; None on the CPU."""
 
     def collect_late(self, watch: Any, wait: bool = False) -> None:
-        """Call `Marker.mark` for what kernels have reported; with `wait` once all that was launched is done."""
+        """Call `Marker.mark` for kernels' reports; with `wait`, after all launched kernels have ended."""
 
     def repeats(self) -> Any:
-        """What makes an object's calls that repeat the short way; None where there is none."""
+        """Return a recorder that replays an object's repeated calls; None if there is none."""
 
     def number(self, value: int, which: int) -> int:
-        """A number that differs between an object's calls that are the same otherwise; on the CPU the value itself."""
+        """Mark a number that differs between an object's otherwise equal calls; on the CPU return the value."""
 
     def length(self, length: int) -> arrays.Array:
-        """An array of one element, an int32 or int64."""
+        """Return an array of one element, an int32 or int64."""
 
     def refuse_capture(self, what: str, instead: str = "") -> None:
-        """Refuse to do what a CUDA graph would repeat with the numbers of the day, while a stream is captured.
+        """Raise an error while a stream is captured, for calls whose host numbers a CUDA graph would freeze.
 
         Parameters
         ----------
         what : str
-            What is refused, by the name that users know it by.
+            Name of the call, for users.
         instead : str
-            What to use in a graph; by default functions, and steps with buffers.
+            The remedy; by default functions, and steps with buffers.
         """
 
     def hold(self, *objects: Any) -> bool:
-        """Have the CUDA graph that is being captured keep objects; False, and nothing, where none is."""
+        """Keep objects alive as long as the CUDA graph being captured; return False if there is none."""
 
     def fixed(self, layout: Layout) -> Fixed:
-        """New arrays of integers, of these shapes and dtypes, which stay where they are and are filled anew."""
+        """Return new integer arrays at fixed addresses, which can be filled again."""
 
     def constant(self, x: np.ndarray[Any, Any]) -> arrays.Array:
-        """A copy that nobody writes to, for calls on all streams of this thread's device."""
+        """Return a constant copy, for calls on all streams of this thread's device."""
 
     def mark_queries(self, starts: arrays.Array, queries: str) -> None:
-        """Say what the host knows of an array of where queries start, so that kernels need not look.
+        """Record what the host knows of the starts of queries, so that kernels need not read them.
 
         Parameters
         ----------
         starts : array
-            The array.
+            The starts of queries.
         queries : {"one each", "fewer"}
-            Each sequence has one; or there may be fewer queries than `q` has rows.
+            Each sequence has one query; or there may be fewer queries than `q` has rows.
         """
 
     def share_memory(self, a: arrays.Array, b: arrays.Array) -> bool:
-        """Return whether two arrays of this target have a byte in common; where that is too hard to tell, yes."""
+        """Return whether two arrays of this target have a byte in common; True if that is too expensive to decide."""
 
     def same_memory(self, a: arrays.Array, b: arrays.Array) -> bool:
         """Return whether two arrays of a dtype and a shape have the same elements in the same places."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> arrays.Array:
-        """A new array whose elements are undefined."""
+        """Return a new array with undefined elements."""
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> arrays.Array:
-        """A new array of zeros."""
+        """Return a new array of zeros."""
 
     def column(
         self, pages: arrays.Array, start: int, shape: tuple[int, ...], dtype: np.dtype[Any]
     ) -> arrays.Array:
-        """A view of shape ``(rows, *shape)`` on rows of bytes ``(rows, n)``: of each what comes after byte `start`."""
+        """Return a view of shape ``(rows, *shape)`` on rows of bytes ``(rows, n)``, from byte `start` of each."""
 
     def to_host(self, x: arrays.Array) -> np.ndarray[Any, Any]:
-        """`x` as a NumPy array; a copy on CUDA."""
+        """Return `x` as a NumPy array; a copy on CUDA."""
 
     def words(self, x: arrays.Array) -> arrays.Array:
-        """Return the array that kernels see: 16-bit and 8-bit floats as unsigned words, others as they are."""
+        """Return the array that kernels see: 16-bit and 8-bit floats as unsigned words, others unchanged."""
 
     def typed(self, words: arrays.Array, dtype: np.dtype[Any]) -> arrays.Array:
         """Return the array that a user sees of float words: the inverse of `words`."""
 
     def dequantise(self, kind: Kind, codes: arrays.Array, scale: arrays.Array) -> arrays.Array:
-        """Values ``(heads, tokens, head_dim)`` of codes ``(heads, tokens, words)`` and their scales' words, float32."""
+        """Return float32 values ``(heads, tokens, head_dim)`` of codes ``(heads, tokens, words)`` and their scales."""
 
     def one_head(self, x: arrays.Array) -> arrays.Array:
-        """A view of shape ``(tokens, 1, width)`` on an array of shape ``(tokens, width)``."""
+        """Return a view of shape ``(tokens, 1, width)`` on an array of shape ``(tokens, width)``."""
 
     def token_major(self, x: arrays.Array) -> arrays.Array:
-        """A view of shape ``(tokens, heads, dim)`` on an array of shape ``(heads, tokens, dim)``."""
+        """Return a view of shape ``(tokens, heads, dim)`` on an array of shape ``(heads, tokens, dim)``."""
 
     def dim_major(self, x: arrays.Array) -> arrays.Array:
-        """A view of shape ``(heads, dim, tokens)`` on an array of shape ``(heads, tokens, dim)``."""
+        """Return a view of shape ``(heads, dim, tokens)`` on an array of shape ``(heads, tokens, dim)``."""
 
     def by_token(self, x: arrays.Array) -> arrays.Array:
-        """A view of shape ``(tokens, heads, 1, …)`` on an array of one block, ``(1, heads, tokens, …)``."""
+        """Return a view of shape ``(tokens, heads, 1, …)`` on an array of one block, ``(1, heads, tokens, …)``."""
 
     def index(self, x: Any, dtype: Any) -> arrays.Array:
-        """Integers, here or in a NumPy array, as the array of this target that its kernels take."""
+        """Return integers of this target or of a NumPy array as an array for this target's kernels."""
 
     def index_all(self, given: list[tuple[Any, Any]]) -> list[arrays.Array]:
-        """`index` of many NumPy arrays, each with its dtype; on CUDA by one copy, which nobody waits for."""
+        """Return the `index` of many NumPy arrays, each with its dtype; on CUDA by one asynchronous copy."""
 
     def reals(
         self, name: str, x: Any, dtype: np.dtype[Any], shape: tuple[int, ...]
     ) -> arrays.Array:
-        """A small float argument (norm weights, sinks) as an array of this target, of `dtype` and `shape`."""
+        """Return a small float argument (norm weights, sinks) as an array of this target, of `dtype` and `shape`."""

@@ -1,4 +1,4 @@
-"""What a target needs to know of a public function that it runs."""
+"""Descriptions of public functions for the target that runs them."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Any, NamedTuple
 
 from numkv.errors import NonFiniteInput
 
-#: What notes that a kernel has found a token's rows to be NaN or infinite: by the token's number, the error, and which
-#: of its object's calls it was.
+#: Records that a kernel found NaN or infinity in a token's rows, given the token's number, the error, and the number of
+#: the object's call.
 Mark = Callable[[int, NonFiniteInput, int], None]
 
 
 class Marker(NamedTuple):
-    """Whom to tell of a call's rows that a kernel finds to be NaN or infinite.
+    """The receiver of reports of NaN and infinity in a call's rows.
 
     Attributes
     ----------
     watch : object
-        What the object has from `numkv.targets.base.Target.new_watch`.
+        The object's own `numkv.targets.base.Target.new_watch`.
     mark : function
-        Takes it.
+        Called with each report.
     first : int
         Number of the call's first token.
     skipped : int
-        Tokens of the arrays that the caller passed before those that are looked at, which come back in indices.
+        Tokens of the caller's arrays before the checked ones, which are added to indices in errors.
     """
 
     watch: Any
@@ -34,21 +34,21 @@ class Marker(NamedTuple):
 
 
 class Call:
-    """A public function, and what it is called with.
+    """The arguments of a public function.
 
     Parameters
     ----------
     arrays, options : str
         Names of its arguments, arrays first.
     written : str
-        Which of the arrays it writes to.
+        Names of the arrays that it writes to.
     late : bool
-        Whether it writes rows in which a kernel may find NaN and infinity, which then is said here.
+        Whether it may raise late errors: for NaN and infinity that a kernel found in rows.
     """
 
     def __init__(self, arrays: str, options: str, written: str = "", late: bool = False) -> None:
         self.arrays, self.options = arrays.split(), options.split()
         self.written = frozenset(self.arrays.index(name) for name in written.split())
         self.late = late
-        #: Where among the options it says whether to look at values first, which waits; None if it never does.
+        #: Index of the option that checks values first, which waits for the device; None if there is none.
         self.validate = self.options.index("validate") if "validate" in self.options else None

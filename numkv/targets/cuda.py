@@ -1,7 +1,6 @@
 """The CUDA target: arrays in the memory of an NVIDIA GPU, or in Numba's simulator of one.
 
-Besides `numkv.kernels.cuda` the only module that imports ``numba.cuda``; `numkv.targets.get` imports it when the target
-is first asked for.
+Only this module and `numkv.kernels.cuda` import ``numba.cuda``; `numkv.targets.get` imports it on first use.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from numkv.targets.streamed import has_streams
 
 
 def _names_a_dtype(typestr: str) -> bool:
-    """Return whether NumPy knows a dtype by its typestr; those of ml_dtypes are void, or ``"<f1"``."""
+    """Return whether NumPy has a dtype of this typestr; those of ml_dtypes are void, or ``"<f1"``."""
     return typestr[1] != "V" and typestr[1:] != "f1"
 
 
@@ -55,36 +54,36 @@ class CudaTarget:
 
     @property
     def chooses_stream(self) -> bool:
-        """Whether a call that comes now has to choose a stream; not within one that has."""
+        """Return whether the next call must choose a stream; False within a call that has chosen."""
         return streams.chosen() is None
 
     @property
     def key(self) -> str:
-        """Device and stream on which this thread works."""
+        """Return the device and the stream of this thread."""
         here = streams.current()
         return f"cuda:{here.device}:{here.handle}"
 
     @property
     def device_key(self) -> str:
-        """Device on which this thread works."""
+        """Return the device of this thread."""
         return f"cuda:{streams.current().device}"
 
     @property
     def ops(self) -> Operations:
-        """CUDA's operations."""
+        """Return CUDA's operations."""
         return load("cuda")
 
-    # -- taking arrays in
+    # -- arrays of callers
 
     def asarray(self, x: Any, name: str = "array") -> Array:
-        """`x` as a device array: copied where it is in host memory, else taken as it is.
+        """Return `x` as a device array; host memory is copied.
 
         Parameters
         ----------
         x : object
-            A list, a NumPy array or anything that `accept` takes.
+            A list, a NumPy array or any argument of `accept`.
         name : str
-            What errors call it.
+            Its name in errors.
         """
         if isinstance(x, np.ma.MaskedArray):
             raise masked(name)
@@ -98,11 +97,10 @@ class CudaTarget:
         return self.accept(x, name)
 
     def accept(self, x: Any, name: str) -> Array:
-        """`x` as a device array, without a copy.
+        """Return `x` as a device array, without a copy.
 
-        Takes Numba's device arrays, and whatever has ``__cuda_array_interface__`` or hands device memory over by
-        ``__dlpack__``. What is still being written on another stream is waited for if ``__cuda_array_interface__``
-        names the stream.
+        Accepts Numba's device arrays, and objects with ``__cuda_array_interface__`` or, for device memory,
+        ``__dlpack__``. If ``__cuda_array_interface__`` names a stream, its pending writes come first.
         """
         try:
             return self._accept(x, name)
@@ -137,7 +135,7 @@ class CudaTarget:
         )
 
     def _from_torch(self, x: Any, name: str) -> Array:
-        """A tensor on the device, whatever its dtype."""
+        """Return the device array of a tensor of any dtype."""
         if x.requires_grad:
             raise NotSupported(
                 f"`{name}`: expected a tensor without a gradient, as numkv computes none, got one with "
@@ -151,7 +149,7 @@ class CudaTarget:
         return memory.foreign(x.data_ptr(), tuple(x.shape), steps, dtype, x)
 
     def _from_interface(self, x: Any, interface: dict[str, Any], dtype: Any) -> Array:
-        """What an object's ``__cuda_array_interface__`` describes; the device waits for its stream, not the host."""
+        """Return the array of a ``__cuda_array_interface__``; the device, not the host, waits for its stream."""
         if self._simulated:
             array = self._cuda.as_cuda_array(x)
             return array if dtype is None else array.view(dtype)
@@ -165,7 +163,7 @@ class CudaTarget:
 
     @staticmethod
     def _on_host(x: Any) -> bool:
-        """Return whether `x` is, or hands over, host memory."""
+        """Return whether `x` is in host memory."""
         if getattr(x, "__cuda_ndarray__", False):
             return False
         if isinstance(x, (np.ndarray, np.generic, list, tuple, int, float)):
@@ -193,56 +191,56 @@ class CudaTarget:
     # -- streams
 
     def on(self, *arrays: Any, after: Any = None, default: Any = None) -> Any:
-        """A context in which operations run on the stream that is named, or that `arrays` come from."""
+        """Return a context on the named stream, or on that of `arrays`; see `Target.on`."""
         place = calls.place_of(arrays, default)
         if after is not None and after is not place and place.capturing():
-            after = None  # a graph cannot wait for what is not in it
+            after = None  # a graph cannot wait for work outside of it
         return streams.on(place, after)
 
     def place(self) -> Any:
-        """Return where this thread works."""
+        """Return this thread's device and stream."""
         return streams.current()
 
     def run(
         self, function: Any, call: Any, arrays: tuple[Any, ...], options: tuple[Any, ...]
     ) -> Any:
-        """Run a public function on its stream, the short way if it repeats; see `numkv.targets.cuda_calls`."""
+        """Run a public function on its stream, or replay it if it repeats; see `numkv.targets.cuda_calls`."""
         return self._calls.run(function, call, arrays, options)
 
     def watch(self, k: Any, v: Any, marker: Any = None) -> int:
-        """A number under which a kernel reports NaN and infinity in rows that it was to quantise."""
+        """Return the number under which a kernel reports NaN and infinity in rows to quantise."""
         return calls.watch(k, v, marker)
 
     def mend_rows(self, k: Any, v: Any, slots: Array, look: int) -> None:
-        """Have a kernel look at rows that pools of floats hold, and put zeros in place of those that are not finite."""
+        """Replace rows with NaN or infinity by zeros, in pools of floats."""
         from numkv.kernels.cuda.finite import mend_rows
 
         mend_rows(k, v, slots, look)  # type: ignore[no-untyped-call]
 
     def new_watch(self) -> Any:
-        """What an object that writes has, for kernels to report to."""
+        """Return a new receiver of kernels' reports for an object that writes."""
         return Watch()
 
     def collect_late(self, watch: Any, wait: bool = False) -> None:
-        """Call `Marker.mark` for what kernels have reported; with `wait` once all that was launched is done."""
+        """Call `Marker.mark` for kernels' reports; with `wait`, after all launched kernels have ended."""
         calls.collect_late(watch, wait)
 
     def repeats(self) -> Any:
-        """What makes an object's calls that repeat the short way; None in the simulator."""
+        """Return a recorder that replays an object's repeated calls; None in the simulator."""
         return None if self._simulated else Repeats(self.accept)
 
     def number(self, value: int, which: int) -> int:
-        """A number that differs between calls that are the same otherwise, where one is written down."""
+        """Mark a number that differs between otherwise equal calls, if a call is recorded."""
         return value if streams.recording() is None else Number.of(value, which)
 
     def length(self, length: int) -> Array:
-        """An array of one element; it is a part of one that has been made already."""
+        """Return an array of one element, as a view on a cached array."""
         if self._simulated:
             return self._upload(np.array([length], np.int64))
         return uploads.length(length)
 
     def refuse_capture(self, what: str, instead: str = "") -> None:
-        """Refuse to do what a CUDA graph would repeat with the numbers of the day, while a stream is captured."""
+        """Raise an error while a stream is captured, for calls whose host numbers a CUDA graph would freeze."""
         if calls.capturing():
             raise NotSupported(
                 f"{what}: expected a stream that is not captured, as a CUDA graph would repeat this with the same "
@@ -250,23 +248,23 @@ class CudaTarget:
             )
 
     def hold(self, *objects: Any) -> bool:
-        """Have the CUDA graph that is being captured keep objects; False, and nothing, where none is."""
+        """Keep objects alive as long as the CUDA graph being captured; return False if there is none."""
         return not self._simulated and graphs.hold(streams.current(), *objects)
 
     def fixed(self, layout: Layout) -> Fixed:
-        """New arrays of integers, filled by one copy that nobody waits for."""
+        """Return new integer arrays at fixed addresses, filled by one asynchronous copy."""
         return DeviceFixed(layout)
 
     def constant(self, x: HostArray) -> Array:
-        """A copy on the device, made while the host waits, also beside a capture."""
+        """Return a copy on the device; the host waits for it. It may be made during a capture."""
         return self._cuda.to_device(x) if self._simulated else uploads.constant(x)
 
     def mark_queries(self, starts: Any, queries: str) -> None:
-        """Leave a mark on the array, which attention looks for."""
+        """Mark the array, for attention to read."""
         starts.queries = queries
 
     def share_memory(self, a: Any, b: Any) -> bool:
-        """Whether two device arrays have a byte in common, or may have: strided ones of unlike steps count as such."""
+        """Return whether two device arrays may have a byte in common; arrays of different strides count as such."""
         return may_overlap(self._lies(a), self._lies(b))
 
     def same_memory(self, a: Any, b: Any) -> bool:
@@ -274,17 +272,17 @@ class CudaTarget:
         return self._lies(a) == self._lies(b)
 
     def _lies(self, x: Any) -> Memory:
-        """Return where a device array lies."""
+        """Return the memory of a device array."""
         return Memory(memory.pointer_of(x), tuple(x.shape), tuple(x.strides), int(x.dtype.itemsize))
 
     # -- making arrays
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """A new device array whose elements are undefined, in memory of the current stream."""
+        """Return a new device array with undefined elements, in memory of the current stream."""
         return memory.empty(tuple(shape), np.dtype(dtype))
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """A new device array of zeros, for buffers; it waits until they are there."""
+        """Return a new device array of zeros, for buffers, and wait until they are written."""
         if 0 not in shape:
             self.refuse_capture("a new buffer of zeros")
         array: Any = memory.buffer(tuple(shape), np.dtype(dtype))
@@ -297,7 +295,7 @@ class CudaTarget:
         return array
 
     def column(self, pages: Any, start: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """A view of shape ``(rows, *shape)`` on rows of bytes ``(rows, n)``: of each what comes after byte `start`."""
+        """Return a view of shape ``(rows, *shape)`` on rows of bytes ``(rows, n)``, from byte `start` of each."""
         if self._simulated:
             return type(pages)(column_of(memory.simulated(pages), start, shape, dtype))
         strides = column_strides(int(pages.strides[0]), shape, dtype)
@@ -305,7 +303,7 @@ class CudaTarget:
         return memory.foreign(pointer, (int(pages.shape[0]), *shape), strides, dtype, pages)
 
     def to_host(self, x: Any) -> HostArray:
-        """A copy of `x` as a NumPy array; waits for the device."""
+        """Wait for the device, and return a copy of `x` as a NumPy array."""
         if isinstance(x, np.ndarray):
             return x
         streams.spoil()
@@ -320,7 +318,7 @@ class CudaTarget:
     # -- views
 
     def words(self, x: Any) -> Array:
-        """Return the array that kernels see: 16-bit and 8-bit floats as unsigned words, others as they are."""
+        """Return the array that kernels see: 16-bit and 8-bit floats as unsigned words, others unchanged."""
         word = WORD_OF.get(x.dtype)
         return x if word is None else memory.reinterpret(x, word)
 
@@ -329,7 +327,7 @@ class CudaTarget:
         return words if dtype == words.dtype else memory.reinterpret(words, dtype)
 
     def dequantise(self, kind: Kind, codes: Array, scale: Array) -> Array:
-        """Values ``(heads, tokens, head_dim)`` of codes ``(heads, tokens, words)`` and their scales' words, float32."""
+        """Return float32 values ``(heads, tokens, head_dim)`` of codes ``(heads, tokens, words)`` and their scales."""
         from numkv.kernels.cuda.convert import dequantise
 
         heads, tokens, words = codes.shape
@@ -338,7 +336,7 @@ class CudaTarget:
         return out
 
     def one_head(self, x: Any) -> Array:
-        """A view of shape ``(tokens, 1, width)`` on an array of shape ``(tokens, width)``."""
+        """Return a view of shape ``(tokens, 1, width)`` on an array of shape ``(tokens, width)``."""
         tokens, width = x.shape
         if self._simulated:
             return x.reshape((tokens, 1, width))
@@ -346,19 +344,19 @@ class CudaTarget:
         return memory.viewed(x, (tokens, 1, width), (by_token, by_token, by_element), x.dtype)
 
     def token_major(self, x: Any) -> Array:
-        """A view of shape ``(tokens, heads, dim)`` on an array of shape ``(heads, tokens, dim)``."""
+        """Return a view of shape ``(tokens, heads, dim)`` on an array of shape ``(heads, tokens, dim)``."""
         return self._transposed(x, (1, 0, 2))
 
     def dim_major(self, x: Any) -> Array:
-        """A view of shape ``(heads, dim, tokens)`` on an array of shape ``(heads, tokens, dim)``."""
+        """Return a view of shape ``(heads, dim, tokens)`` on an array of shape ``(heads, tokens, dim)``."""
         return self._transposed(x, (0, 2, 1))
 
     def by_token(self, x: Any) -> Array:
-        """A view of shape ``(tokens, heads, 1, …)`` on an array of one block, ``(1, heads, tokens, …)``."""
+        """Return a view of shape ``(tokens, heads, 1, …)`` on an array of one block, ``(1, heads, tokens, …)``."""
         return self._transposed(x, (2, 1, 0, *range(3, len(x.shape))))
 
     def _transposed(self, x: Any, axes: tuple[int, ...]) -> Array:
-        """A view of an array, with its axes in another order."""
+        """Return a view of an array with permuted axes."""
         if self._simulated:
             return x.transpose(axes)
         shape, strides = (tuple(sizes[i] for i in axes) for sizes in (x.shape, x.strides))
@@ -367,13 +365,13 @@ class CudaTarget:
     # -- small arguments
 
     def index(self, x: Any, dtype: Any) -> Array:
-        """Integers as a device array: a NumPy array is copied as `dtype`; kernels take device arrays of any width."""
+        """Return integers as a device array: a NumPy array is copied as `dtype`, a device array keeps its width."""
         if isinstance(x, np.ndarray):
             return self._upload(np.ascontiguousarray(x, dtype).reshape(x.shape))
         return x
 
     def index_all(self, given: list[tuple[Any, Any]]) -> list[Array]:
-        """Many arrays of integers, by one copy."""
+        """Return the `index` of many integer arrays, by one copy."""
         host = [np.ascontiguousarray(x, dtype).reshape(x.shape) for x, dtype in given]
         if self._simulated:
             return [self._upload(x) for x in host]
@@ -382,7 +380,7 @@ class CudaTarget:
         return uploads.upload_all(host)
 
     def _upload(self, x: HostArray) -> Array:
-        """A copy on the device, which nobody waits for."""
+        """Return an asynchronous copy on the device."""
         streams.spoil()
         self.refuse_capture("a copy to the device")
         if self._simulated:
@@ -390,7 +388,7 @@ class CudaTarget:
         return uploads.upload(x)
 
     def reals(self, name: str, x: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-        """A small float argument as a device array of `dtype` and `shape`; converted on the host if it must be."""
+        """Return a small float argument as a device array of `dtype` and `shape`; the host converts it if necessary."""
         x = self.accept(x, name)
         check_real(name, x, dtype, shape)
         if x.dtype == dtype:

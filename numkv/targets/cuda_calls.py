@@ -1,4 +1,4 @@
-"""Calls of public functions on CUDA: which stream they run on, and the short way of those that repeat."""
+"""Calls of public functions on CUDA: the choice of their stream, and the replay of repeated calls."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from numkv.targets.call import Call, Marker
 SIMULATED = streams.SIMULATED
 
 
-#: What can be a part of a CUDA graph.
+#: Calls that a CUDA graph can contain, for messages.
 CAPTURABLE = (
     "functions such as paged_append and paged_decode_attention over device arrays, or steps of a PagedKVCache that "
     "lie in its step_buffers"
 )
 
-#: Layouts of calls that are kept for the short way.
+#: Most layouts of calls that are kept for replay.
 MOST_REPLAYS = 4096
 
 
 def handle_of(stream: Any) -> int:
-    """The pointer of a stream that a caller names: Numba's, CuPy's, torch's, by ``__cuda_stream__``, or an integer.
+    """Return the pointer of a stream of Numba, CuPy, torch, ``__cuda_stream__``, or an integer.
 
     Raises
     ------
     NotSupported
-        If it is none.
+        If it is no stream.
     """
     found: Any = None
     if isinstance(stream, (int, np.integer)) and not isinstance(stream, (bool, np.bool_)):
@@ -68,19 +68,19 @@ def handle_of(stream: Any) -> int:
 
 
 def named(stream: Any) -> streams.naming:
-    """A context in which this thread's calls run on a stream that a caller names; see `numkv.on_stream`."""
+    """Return a context in which this thread's calls run on a stream; see `numkv.on_stream`."""
     handle = None if stream is None else handle_of(stream)
     return streams.naming(0 if SIMULATED and stream is not None else handle, stream)
 
 
 def torch_stream(device: int) -> int:
-    """The stream that torch has current."""
+    """Return torch's current stream."""
     return int(_raw_stream()(device))
 
 
 @functools.cache
 def _raw_stream() -> Callable[[int], int]:
-    """What tells the pointer of torch's current stream, without a stream object where torch lets it."""
+    """Return a function for the pointer of torch's current stream, without a stream object if possible."""
     import torch
 
     raw: Callable[[int], int] | None
@@ -89,7 +89,7 @@ def _raw_stream() -> Callable[[int], int]:
 
 
 def _producer(x: Any) -> int | None:
-    """The stream that an array's library has current; None where it does not say."""
+    """Return the current stream of an array's library; None if it is unknown."""
     if type(x).__module__.partition(".")[0] == "torch":
         return torch_stream(x.device.index) if getattr(x, "is_cuda", False) else None
     if getattr(x, "__cuda_ndarray__", False):
@@ -100,7 +100,7 @@ def _producer(x: Any) -> int | None:
 
 
 def _device_of(arrays: tuple[Any, ...]) -> int:
-    """The device that arrays are on; where they do not say, the thread's."""
+    """Return the device of arrays; the thread's if they have no known device."""
     if streams.one_device():
         return 0
     there = {device for device in map(_own_device, arrays) if device is not None}
@@ -112,7 +112,7 @@ def _device_of(arrays: tuple[Any, ...]) -> int:
 
 
 def _own_device(x: Any) -> int | None:
-    """The device that an array is on; None where it does not say."""
+    """Return the device of an array; None if it is unknown."""
     if type(x).__module__.partition(".")[0] == "torch" and getattr(x, "is_cuda", False):
         return int(x.device.index)
     if getattr(x, "__cuda_ndarray__", False):
@@ -129,7 +129,7 @@ def _own_device(x: Any) -> int | None:
 
 
 def beside(x: Any) -> Any:
-    """A context in which this thread works on an array's device: on the stream that it works on if that is there."""
+    """Return a context on an array's device, which keeps the thread's stream if it is on that device."""
     if SIMULATED or streams.one_device():
         return contextlib.nullcontext()
     device = _own_device(x)
@@ -138,7 +138,7 @@ def beside(x: Any) -> Any:
 
 
 def capturing() -> bool:
-    """Whether what this thread launches now becomes a part of a CUDA graph: numkv's, or one of torch's stream."""
+    """Return whether this thread's launches are captured: on numkv's stream, or on torch's."""
     here = streams.chosen()
     if here is not None:
         return here.capturing()
@@ -154,7 +154,7 @@ def capturing() -> bool:
 
 
 def place_of(arrays: tuple[Any, ...], default: streams.Place | None = None) -> streams.Place:
-    """Return where a call runs that was passed these arrays; see `numkv.targets.base.Target.on`."""
+    """Return the place of a call with these arrays; see `numkv.targets.base.Target.on`."""
     here = streams.chosen()
     if here is not None:
         return here
@@ -170,11 +170,11 @@ def place_of(arrays: tuple[Any, ...], default: streams.Place | None = None) -> s
 
 
 class Unlike(Exception):
-    """An argument that the short way does not know."""
+    """An argument that prevents a replay."""
 
 
-# Of an argument its pointer, what else matters of it, and the stream of its library: None where it does not say, for
-# torch the device, as a negative number.
+# An argument's pointer, its layout, and the stream of its library: None if unknown, for torch the device as a negative
+# number.
 _Read = tuple[int, Any, int | None]
 
 
@@ -203,7 +203,7 @@ def _number(x: Any) -> _Read:
 
 @functools.cache
 def _reader(of: type) -> Callable[[Any], _Read] | None:
-    """What tells the pointer and the layout of an argument of a type; None where nothing does."""
+    """Return the function that reads pointer and layout of a type's arguments; None if there is none."""
     if of is type(None) or of in (bool, int, float, str):
         return _number
     if issubclass(of, (int, float)):  # enums, NumPy's floats
@@ -216,7 +216,7 @@ def _reader(of: type) -> Callable[[Any], _Read] | None:
 
 
 def described(arrays: tuple[Any, ...], layout: list[Any], pointers: list[int]) -> int | None:
-    """Append to a layout what matters of arguments, and to `pointers` where they lie.
+    """Append the layouts of arguments to `layout`, and their addresses to `pointers`.
 
     Returns
     -------
@@ -226,7 +226,7 @@ def described(arrays: tuple[Any, ...], layout: list[Any], pointers: list[int]) -
     Raises
     ------
     Unlike, TypeError, AttributeError
-        If there is an argument that the short way does not know.
+        If an argument prevents a replay.
     """
     producer: int | None = None
     for x in arrays:
@@ -242,7 +242,7 @@ def described(arrays: tuple[Any, ...], layout: list[Any], pointers: list[int]) -
 def given_of(
     arrays: tuple[Any, ...], accept: Callable[[Any, str], Array], names: Sequence[str] = ()
 ) -> list[Given | None] | None:
-    """Return where arguments lie, None for those that are no arrays; None where one goes backwards."""
+    """Return the memory of arguments, with None for others than arrays; None if an array has negative strides."""
     given: list[Given | None] = []
     for i, x in enumerate(arrays):
         if x is None or isinstance(x, (bool, int, float)):
@@ -261,7 +261,7 @@ def returned(
     replay: Replay, held: list[Any], arrays: tuple[Any, ...], accept: Callable[[Any, str], Array],
     names: Sequence[str] = (),
 ) -> Any:  # fmt: skip
-    """What a call returns that was made the short way."""
+    """Return the result of a replayed call."""
     found = []
     for x in replay.results:
         if type(x) is Made:
@@ -275,7 +275,7 @@ def keep(
     kept: dict[Any, Replay], most: int, key: Any, recording: streams.Recording, given: list[Given | None] | None,
     written: frozenset[int], place: streams.Place, result: Any, note: Any, foreign: int | None = None,
 ) -> None:  # fmt: skip
-    """Keep what was recorded for the short way, if launches are all that it takes; see `replay_of`."""
+    """Store a recording for replay, if it consists of launches only; see `replay_of`."""
     results = result if isinstance(result, tuple) else () if result is None else (result,)
     if given is not None:
         replay = replay_of(recording, given, written, results, place, foreign)
@@ -289,10 +289,10 @@ def keep(
 def find(
     kept: dict[Any, Replay], what: tuple[Any, ...], arrays: tuple[Any, ...], own: Any = None
 ) -> tuple[Any, Replay | None, streams.Place, list[int]]:
-    """A call, by what it is and what it was passed, as it was made before.
+    """Look up an earlier equal call, by its function and arguments.
 
-    Returns its key, None if it cannot be repeated; the earlier call, if it can be replayed; where it runs; and the
-    addresses of its arrays. Of an object's call `own` is one of its arrays, which says on which device it is.
+    Returns its key, or None if it cannot be replayed; the earlier call, if there is one to replay; its place; and the
+    addresses of its arrays. For an object's call, `own` is one of the object's arrays, which determines the device.
     """
     layout: list[Any] = [what]
     pointers: list[int] = []
@@ -301,7 +301,7 @@ def find(
         producer = described(arrays, layout, pointers) or 0
         theirs = torch_stream(-1 - producer) if producer < 0 else producer
         place = streams.place(0, theirs) if easy else place_of((*arrays, own))
-        if producer < 0:  # which may be another one
+        if producer < 0:  # torch's current stream may differ now
             layout.append(theirs)
         layout.append(place)
         key = tuple(layout)
@@ -317,7 +317,7 @@ def find(
 
 
 class Calls:
-    """How public functions run on CUDA."""
+    """Runs public functions on CUDA."""
 
     def __init__(self, accept: Callable[[Any, str], Array]) -> None:
         self._accept = accept
@@ -339,7 +339,7 @@ class Calls:
             raise_late(place)
         if replay is not None:
             numbers: tuple[int, ...] = ()
-            if replay.note is not None:  # each call reports what it finds as its own
+            if replay.note is not None:  # each call needs its own number for reports
                 numbers = 0, late.of_functions(place.device).look(replay.note)
             held = replay.run(place, pointers, numbers)
             if held is not None:
@@ -365,7 +365,7 @@ class Calls:
 
 
 def _number_of_look(recording: streams.Recording) -> Number | None:
-    """Return the number under which a function's call reports what is not finite; None if it looks for nothing."""
+    """Return the number under which a call reports NaN and infinity; None if it checks nothing."""
     for _, _, _, _, args in recording.launches:
         for x in args:
             for n in x if isinstance(x, tuple) else (x,):
@@ -375,7 +375,7 @@ def _number_of_look(recording: streams.Recording) -> Number | None:
 
 
 def _named(call: Call, arrays: tuple[Any, ...], options: tuple[Any, ...]) -> dict[str, Any]:
-    """Arguments by their names."""
+    """Return arguments by name."""
     return dict(zip((*call.arrays, *call.options), (*arrays, *options), strict=True))
 
 
@@ -383,12 +383,12 @@ _pending: list[NonFiniteInput] = []
 
 
 def raise_late(place: streams.Place) -> None:
-    """Raise what writes of functions before found in their rows, as far as it has arrived.
+    """Raise the late errors of earlier functions' writes, as far as their reports have arrived.
 
     Parameters
     ----------
     place : Place
-        Where the call runs that comes: what has arrived is fetched when no stream is captured, as that waits.
+        Place of the next call. Reports are fetched only while no stream is captured, because fetching waits.
     """
     arrived = late.functions_arrived()
     if arrived and not (place.capturing() or capturing()):
@@ -401,14 +401,14 @@ def raise_late(place: streams.Place) -> None:
 def _collect_functions(watch: late.Watch) -> None:
     told = -1
     for report in watch.take():
-        if report.call != told:  # of each call the first token
+        if report.call != told:  # only the first token of each call
             told = report.call
             _pending.append(_late_error(report))
 
 
 def collect_late(watch: Any, wait: bool = False) -> None:
     """See `numkv.targets.base.Target.collect_late`."""
-    if watch is None or not (wait or watch.arrived()) or capturing():  # which waiting would break
+    if watch is None or not (wait or watch.arrived()) or capturing():  # waiting would end a capture
         return
     if wait:
         late.wait()

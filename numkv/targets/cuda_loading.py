@@ -1,4 +1,4 @@
-"""Loading ``numba.cuda``, or saying what is missing; imported without it."""
+"""The import of ``numba.cuda``, with errors that name missing requirements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REMEDY = (
 
 
 def load_cuda() -> Any:
-    """``numba.cuda``, or an error that says what is missing."""
+    """Return ``numba.cuda``, or raise an error that names missing requirements."""
     simulated = bool(config.ENABLE_CUDASIM)
     if not simulated and importlib.util.find_spec("numba_cuda") is None:
         raise NotSupported(f'target "cuda" needs the package numba-cuda; {_REMEDY}')

@@ -1,8 +1,8 @@
-"""An object's calls on CUDA that repeat: the launches of the first one, made again; see `numkv.kernels.cuda.replays`.
+"""Replays of an object's repeated calls on CUDA; see `numkv.kernels.cuda.replays`.
 
-An object has buffers of its own, and numbers that move on. So it stores its calls itself, by the caller's arguments.
-Each time it checks its own state, and passes the differences: pointers of its tables, and numbers. Where its buffers
-are replaced it begins anew.
+An object's buffers and numbers change between calls. So it stores its calls itself, by the caller's arguments. For each
+replay it checks its own state, and passes the differences: pointers of its tables, and numbers. When its buffers are
+replaced, it discards its calls.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from numkv.kernels.cuda.replays import Replay
 from numkv.kernels.cuda.uploads import pointer_of_length
 from numkv.targets.cuda_calls import find, given_of, keep, returned
 
-#: Layouts of calls that an object keeps.
+#: Most layouts of calls that an object stores.
 MOST_REPLAYS = 1024
 
 
 class _Missed:
-    """What a call gives that was not made."""
+    """The result of a call that was not replayed."""
 
     def __repr__(self) -> str:
         return "no call"
@@ -36,7 +36,7 @@ class Call:
     Attributes
     ----------
     replay : Replay or None
-        The same call as it was made before; None where there was none, or where it has to go the long way.
+        The earlier equal call; None if there is none, or it cannot be replayed.
     """
 
     __slots__ = ("_accept", "_arrays", "_kept", "_key", "_place", "_pointers", "replay")
@@ -49,19 +49,19 @@ class Call:
         self.replay, self._kept, self._accept = replay, kept, accept
 
     def run(self, own: Sequence[int] = (), numbers: Sequence[int] = ()) -> Any:
-        """Make the call as before.
+        """Replay the call.
 
         Parameters
         ----------
         own : sequence of int
-            Pointers of the object's arrays that differ from call to call, in the order in which `long` took them.
+            Pointers of the object's arrays that differ from call to call, in the order of `long`.
         numbers : sequence of int
-            What is different beside them, by `numkv.kernels.cuda.launches.Number.which`.
+            Other differences, in the order of `numkv.kernels.cuda.launches.Number.which`.
 
         Returns
         -------
         object
-            What the call returns; `MISSED`, and nothing has happened, where arrays may overlap anew.
+            The result of the call; `MISSED`, without any effect, if arrays may overlap now.
         """
         replay: Any = self.replay
         pointers = self._pointers
@@ -71,24 +71,24 @@ class Call:
         return returned(replay, held, self._arrays, self._accept)
 
     def length(self, length: int) -> int | None:
-        """The pointer of an array of one element, this length, on the call's stream; None if there is none yet."""
+        """Return the pointer of a cached array of this length on the call's stream; None if there is none."""
         return pointer_of_length(self._place, length)
 
     def long(
         self, function: Callable[[], Any], own: Callable[[], Sequence[Array]], note: Callable[[], Any],
         written: frozenset[int] = frozenset(), after: Any = None,
     ) -> Any:  # fmt: skip
-        """Make the call by a function, and keep it if launches are all that it takes.
+        """Make the call in full, and store it for replay if it consists of launches only.
 
         Parameters
         ----------
         function : function
-            Does it, and gives what the call returns.
+            Makes the call, and returns its result.
         own, note : function
-            Asked afterwards, on the call's stream: the object's arrays that differ from call to call, and what the
-            object wants to know of a call that is kept.
+            Called afterwards, on the call's stream. They return the object's arrays that differ from call to call, and
+            a note that the object stores with the call.
         written : set of int
-            Which of the arrays given it writes to.
+            Indices of the arrays that the call writes to.
         after : object
             See `numkv.targets.base.Target.on`.
         """
@@ -110,7 +110,7 @@ class Repeats:
 
     __slots__ = ("_accept", "_kept")
 
-    #: What `Call.run` returns of a call that it has not made.
+    #: The result of `Call.run` for a call that was not replayed.
     missed = MISSED
 
     def __init__(self, accept: Callable[[Any, str], Array]) -> None:
@@ -119,18 +119,18 @@ class Repeats:
 
     @staticmethod
     def pointer(x: Array) -> int:
-        """Return where an array lies."""
+        """Return the address of an array."""
         return memory.pointer_of(x)
 
     def find(
         self, what: tuple[Any, ...], arrays: tuple[Any, ...], own: Any, after: Any = None
     ) -> Call:
-        """A call by its method, layer and options, and by the arrays that a caller passed; see `cuda_calls.find`.
+        """Look up a call by its method, layer, options and the caller's arrays; see `cuda_calls.find`.
 
-        Of `after` see `numkv.targets.base.Target.on`.
+        For `after` see `numkv.targets.base.Target.on`.
         """
         key, replay, place, pointers = find(self._kept, what, arrays, own)
-        # What objects do is not for graphs, or not like this.
+        # An object's calls are not captured by graphs, or not in this form.
         if (after is not None and after is not place) or (place.handle and place.capturing()):
             key = replay = None
         return Call(key, place, pointers, arrays, replay, self._kept, self._accept)

@@ -1,4 +1,4 @@
-"""Small arrays of integers at fixed places, which are filled anew from the host: what a CUDA graph reads."""
+"""Small integer arrays at fixed addresses, which the host fills again: for CUDA graphs to read."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ Layout = list[tuple[tuple[int, ...], Any]]
 
 
 class Fixed(Protocol):
-    """Arrays that stay where they are; made by `numkv.targets.base.Target.fixed`."""
+    """Arrays at fixed addresses; made by `numkv.targets.base.Target.fixed`."""
 
     #: The arrays, on the target.
     arrays: list[Any]
 
     def update(self, host: list[np.ndarray[Any, Any]]) -> None:
-        """Fill all arrays, in the order of the current stream; the host does not wait, and may change its own."""
+        """Fill all arrays in the order of the current stream, without waiting; `host` may change afterwards."""
 
     def arrived(self) -> int:
-        """Return how many updates the target has been through, with all that was launched before the last of these."""
+        """Return how many updates the target has completed, with all work launched before them."""
 
 
 class HostFixed:
@@ -37,5 +37,5 @@ class HostFixed:
         self._updates += 1
 
     def arrived(self) -> int:
-        """All updates."""
+        """Return the number of all updates."""
         return self._updates

@@ -1,4 +1,4 @@
-"""Where strided arrays lie, and whether two of them may share a byte; for memory that NumPy does not see."""
+"""The memory of strided arrays, and whether two of them may share a byte; for memory that NumPy cannot read."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 
 
 class Memory(NamedTuple):
-    """Where an array lies.
+    """The memory of an array.
 
     Attributes
     ----------
     address : int
-        Of the element whose indices are all 0.
+        Address of the element with all indices 0.
     shape, strides : tuple of int
         Sizes of the axes, and bytes from one index to the next.
     itemsize : int
@@ -27,19 +27,19 @@ class Memory(NamedTuple):
     itemsize: int
 
     def steps(self) -> list[tuple[int, int]]:
-        """Of axes with more than one index, the step, without its sign, and how often it is taken."""
+        """Return the absolute stride and the number of steps of each axis with more than one index."""
         both = zip(self.strides, self.shape, strict=True)
         return [(abs(step), n - 1) for step, n in both if n > 1]
 
     def lowest(self) -> int:
-        """The lowest address."""
+        """Return the lowest address."""
         both = zip(self.strides, self.shape, strict=True)
         return self.address + sum(min(0, step * (n - 1)) for step, n in both)
 
     def width(self, period: int | None = None) -> int:
-        """Bytes from the first to the last.
+        """Return the bytes from the first to the last.
 
-        With `period`, the bytes that it covers in each of the periods that its longer steps lie on; 0 if they do not.
+        With `period`, return the bytes covered in each period, if all longer steps are multiples of it; else 0.
         """
         found = self.itemsize
         for step, times in self.steps():
@@ -53,8 +53,8 @@ class Memory(NamedTuple):
 def may_overlap(a: Memory, b: Memory) -> bool:
     """Return whether two arrays may share a byte.
 
-    Views of one buffer that lie side by side in a common period, such as ``kv[:, 0]`` and ``kv[:, 1]``, are told apart.
-    Other views whose ends overlap are not: the answer is yes.
+    Adjacent views in a common period of one buffer, such as ``kv[:, 0]`` and ``kv[:, 1]``, do not share a byte. For
+    other views whose ends overlap the answer is yes.
     """
     if 0 in a.shape or 0 in b.shape:
         return False
@@ -73,12 +73,12 @@ def may_overlap(a: Memory, b: Memory) -> bool:
 def column_of(
     pages: np.ndarray[Any, Any], start: int, shape: tuple[int, ...], dtype: np.dtype[Any]
 ) -> np.ndarray[Any, Any]:
-    """A view of shape ``(rows, *shape)`` on rows of bytes; see `numkv.targets.base.Target.column`."""
+    """Return a view of shape ``(rows, *shape)`` on rows of bytes; see `numkv.targets.base.Target.column`."""
     nbytes = math.prod(shape) * dtype.itemsize
     return pages[:, start : start + nbytes].view(dtype).reshape((len(pages), *shape))
 
 
 def column_strides(step: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[int, ...]:
-    """Strides of such a view on rows that are `step` bytes apart."""
+    """Return the strides of such a view on rows that are `step` bytes apart."""
     inner = [math.prod(shape[i + 1 :]) * dtype.itemsize for i in range(len(shape))]
     return (step, *inner)

@@ -1,4 +1,4 @@
-"""`streamed`: a method whose work on the device is on one stream."""
+"""`streamed`: a decorator that runs a method on one stream."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any, TypeVar
 
 from numkv.keywords import explain
 
-#: Names of targets with streams that have been made: without any there is nothing to choose.
+#: Names of loaded targets with streams; without any there is no choice.
 has_streams: list[str] = []
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def streamed(method: _F) -> _F:
-    """Have a method run on the stream that `numkv.on_stream` names, or that its arrays come from.
+    """Run a method on the stream that `numkv.on_stream` names, or on that of its arrays.
 
-    Its object has ``_runs_on()``: the target, and an array of its own or None. While that stream is captured the method
-    is refused, as it goes by numbers of the host.
+    Its object has ``_runs_on()``, which returns the target, and an array of the object or None. While that stream is
+    captured the method raises an error, because it depends on numbers of the host.
     """
     name = method.__name__
 
