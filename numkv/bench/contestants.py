@@ -1,4 +1,4 @@
-"""Who takes part: a cache, the attention over it, and how it goes back to where it was after a step."""
+"""Contestants: a cache, the attention over it, and the restoring of its state after a step."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ from numkv.transformers.masks import plan_of_mask
 
 #: Room of caches that reserve it is a multiple of this.
 ROOM = 16
-#: Of `QuantizedCache`, by the name on the command line: what it is called, its backend, and bits.
+#: Variants of `QuantizedCache` by their names on the command line: label, backend and bits.
 _QUANTISED: dict[str, tuple[str, str, int | None]] = {
     "fp8": ("fp8", "fp8", None),
     "quanto": ("quanto int4", "quanto", 4),
     "hqq": ("HQQ int8", "hqq", 8),
 }
-#: Of turboquantcpu, by the name on the command line: its modes.
+#: Modes of turboquantcpu by their names on the command line.
 _TURBOQUANT = {
     "turboquantcpu": "prod",
     **{f"turboquantcpu-{mode}": mode for mode in ("mse", "qjl", "polar")},
 }
 _WITHOUT = "numkv_bench_without"
 _SMALL = 4096
-#: A cache that grows by each step may do so by one part in so many.
+#: A cache that grows with each step is cut back after it has grown by one part in so many.
 _GROWTH = 128
 
 
 @dataclass(frozen=True)
 class Kinds:
-    """How a `NumkvCache` stores rows.
+    """The storage kinds of a `NumkvCache`.
 
     Attributes
     ----------
     label : str
-        What the kinds are called.
+        Name of the kinds.
     k_kind, v_kind : str
         Storage kinds.
     rotate : bool
@@ -76,7 +76,7 @@ class Contestant:
     cache : transformers.Cache
         The cache, empty.
     room : int
-        Tokens that it reserves room for; 0 where it has none to spare.
+        Reserved room in tokens; 0 for a cache without spare room.
     """
 
     implementation = "sdpa"
@@ -92,7 +92,7 @@ class Contestant:
         self.cache.update(k, v, layer)
 
     def keep(self) -> None:
-        """Note what `restore` goes back to: the cache as it is."""
+        """Record the cache's present state, for `restore`."""
         self._kept = []
         for layer in self.cache.layers:
             held = dict(vars(layer))
@@ -105,33 +105,33 @@ class Contestant:
             self._kept.append((layer, held, copies))
 
     def restore(self, *, exactly: bool = False) -> None:
-        """Take away what steps have added since `keep`.
+        """Remove the tokens added since `keep`.
 
         Parameters
         ----------
         exactly : bool
-            Whether all of it; if not, a cache may grow a little first, where taking it away changes what a step costs.
+            Whether to remove them now. If not, a cache may grow a little first, if cutting changes the cost of steps.
         """
         for layer, held, copies in self._kept:
             vars(layer).clear()
             vars(layer).update(held)
-            for name, x in copies.items():  # counters that are changed in place
+            for name, x in copies.items():  # counters, which are changed in place
                 held[name].copy_(x)
 
     def enter(self) -> None:
-        """Have the model attend in this contestant's way."""
+        """Set the model's attention to this contestant's."""
         self.model.set_attn_implementation(self.implementation)
 
     def leave(self) -> None:
-        """Undo `enter` where the next contestant's does not."""
+        """Undo `enter`, if the next contestant's `enter` does not."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of K and V, scales and room included."""
+        """Return the bytes of K and V, scales and spare room included."""
         return sum(sum(map(_nbytes, vars(layer).values())) for layer in self.cache.layers)
 
     def read_by_step(self, context: int) -> int:
-        """Bytes that a step has to read of them: those of the tokens, without spare room."""
+        """Return the bytes that a step reads: those of the tokens, without spare room."""
         return self.nbytes * context // max(self.room, context)
 
 
@@ -146,9 +146,9 @@ def _nbytes(x: Any) -> int:
 
 
 class _Dynamic(Contestant):
-    """Each step copies its rows into new memory and gives up the old, whose pages the system may have to map anew.
+    """DynamicCache: each step copies all rows into new memory, whose pages the system may have to map.
 
-    So that this happens as it does while text is generated, the cache grows, and is cut back rarely.
+    The cache grows and is rarely cut back, so that this costs as much as in text generation.
     """
 
     def restore(self, *, exactly: bool = False) -> None:
@@ -162,7 +162,7 @@ class _Dynamic(Contestant):
 
     def keep(self) -> None:
         super().keep()
-        for _, held, _ in self._kept:  # nothing but how many there are, so that no memory is held
+        for _, held, _ in self._kept:  # only their number, so that no memory is kept
             held["keys"] = held["values"] = held["keys"].to("meta")
 
 
@@ -175,8 +175,8 @@ class _Numkv(Contestant):
 
     def store(self, layer: int, k: Any, v: Any) -> None:
         batch, _, tokens, _ = k.shape
-        # One plan for all layers, as in a forward pass: layers of different plans have metadata of their own, and every
-        # later step would be worked out for each of them, where a model's layers share one.
+        # One plan for all layers, as in a forward pass. With different plans, every later step would compute metadata
+        # for each layer, which a model's layers share.
         if self._plan is None:
             self._plan = plan_of_mask(batch, tokens, tokens, mask_function=causal_mask_function)
         _store(self.cache.layers[layer], k, v, self._plan)
@@ -188,7 +188,7 @@ class _Numkv(Contestant):
         self.room = layer.pool.k.shape[0] * layer.block_size // layer.metadata.batch
 
     def restore(self, *, exactly: bool = False) -> None:
-        if any(self.cache.is_sliding):  # whose layers would have to keep more for a crop
+        if any(self.cache.is_sliding):  # sliding layers would have to store more tokens for a crop
             super().restore(exactly=exactly)
         else:
             self.cache.crop(int(self._kept[0][1]["metadata"].columns - self.cache.get_seq_length()))
@@ -199,7 +199,7 @@ class _Numkv(Contestant):
 
 
 def _store(layer: NumkvLayer, k: Any, v: Any, plan: Any) -> None:
-    """What a forward pass does with new rows, without queries."""
+    """Store new rows as a forward pass does, without queries."""
     layer.begin(k, v)
     step = plan.step(layer)
     rows = (
@@ -211,7 +211,7 @@ def _store(layer: NumkvLayer, k: Any, v: Any, plan: Any) -> None:
 
 
 class _NothingStored(Cache):  # type: ignore[misc]
-    """A cache of so many columns that keeps no rows."""
+    """A cache of a given length that stores no rows."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(layers=DynamicCache(config=config).layers)
@@ -228,7 +228,7 @@ class _NothingStored(Cache):  # type: ignore[misc]
 
 
 class _Floor(Contestant):
-    """Everything but attention and its cache."""
+    """The model without attention and its cache."""
 
     implementation = _WITHOUT
 
@@ -236,10 +236,10 @@ class _Floor(Contestant):
         self.cache.columns = int(k.shape[2])
 
     def keep(self) -> None:
-        """There is nothing to note."""
+        """Do nothing: there is no state."""
 
     def restore(self, *, exactly: bool = False) -> None:
-        """There is nothing to take away."""
+        """Do nothing: there are no tokens."""
 
     @property
     def nbytes(self) -> int:
@@ -247,9 +247,9 @@ class _Floor(Contestant):
 
 
 class _TurboQuantCpu(Contestant):
-    """The package keeps compressed copies beside the model's own cache, over which the model attends.
+    """turboquantcpu: the package stores compressed copies in addition to the model's own cache.
 
-    `base` is that cache, which its modes share here.
+    `base` is the model's own cache, which all modes share here.
     """
 
     def __init__(self, model: Any, base: Contestant, mode: str, context: int) -> None:
@@ -326,14 +326,14 @@ AttentionMaskInterface.register(_WITHOUT, _no_mask)
 
 
 def queries_of(model: Any, ids: Any) -> list[float]:
-    """By layer, how far scores spread over keys of independent normal numbers with variance 1.
+    """Return for each layer the spread of scores over keys of independent standard normal numbers.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
         The model.
     ids : int64 tensor (batch, tokens)
-        What it reads.
+        Its input.
     """
     found: list[float] = []
     modules = [m for m in model.modules() if hasattr(m, "layer_idx")]
@@ -355,20 +355,20 @@ def queries_of(model: Any, ids: Any) -> list[float]:
 def candidates(
     wanted: list[str], kinds: list[Kinds], model: Any, context: int, room: int
 ) -> Iterator[tuple[str, Callable[[], Contestant]]]:
-    """Names, and what makes each; making raises where something is missing.
+    """Yield the name and the factory of each contestant; a factory raises an error if a package is missing.
 
     Parameters
     ----------
     wanted : list of str
         See `numkv.cli.bench.CONTESTANTS`.
     kinds : list of Kinds
-        Of numkv.
+        Storage kinds of numkv.
     model : transformers.PreTrainedModel
         The model.
     context : int
-        Tokens that will be in the caches before a step.
+        Tokens in the caches before a step.
     room : int
-        Tokens that those which reserve room have it for.
+        Reserved room in tokens, for caches that reserve it.
     """
     config = model.config
     if "dynamic" in wanted:

@@ -1,4 +1,4 @@
-"""Decode steps of a whole model at some context, and prompts, contestants in turns."""
+"""Decode steps and prompts of a whole model, with contestants in turns."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from numkv.bench.models import head_dim, num_kv_heads, num_parameters
 from numkv.bench.rounds import DYNAMIC, FLOOR, Agreement, Line, Measured, take_rounds
 from numkv.errors import NotSupported
 
-#: Steps by which logits are compared; they warm up, too.
+#: Steps by which logits are compared; they also warm up.
 CHECKS = 4
-#: How far scores spread: a query at 32k tokens then attends to some dozens of them, as those of trained models do.
+#: Spread of scores: with it, a query at 32k tokens attends to some dozens of them, as in trained models.
 SPREAD = 2.5
-#: Who reads prompts.
+#: Contestants for prompts.
 _OF_PROMPTS = ("dynamic", "static", "numkv", "floor")
-#: A model of more weights is not widened to fp32, which would take too much memory.
+#: Most weights of a model that is widened to fp32, because of its memory.
 _WIDENED = 1_500_000_000
 
 
 @dataclass
 class Bench:
-    """A model, and how it is measured.
+    """A model, and the settings of its measurement.
 
     Attributes
     ----------
@@ -43,15 +43,15 @@ class Bench:
     kinds : list of Kinds
         Storage kinds of numkv.
     batch, seed, rounds : int
-        Sequences; what random numbers start from; rounds that are wanted.
+        Number of sequences, seed of random numbers, and wanted number of rounds.
     probe : callable
-        Gives the bandwidth, bytes a second.
-    say : callable
-        Is told what is being done.
-    told : callable
-        Is told of rounds: counted, left out, wanted.
+        Measures the read bandwidth in bytes a second.
+    report : callable
+        Called with the name of each piece of work.
+    count_rounds : callable
+        Called with the number of rounds that count, that were left out, and that are wanted.
     enough : callable
-        Asked after each round whether to give up.
+        Called after each round; returns whether to stop.
     """
 
     model: Any
@@ -61,8 +61,8 @@ class Bench:
     seed: int
     rounds: int
     probe: Callable[[], float]
-    say: Callable[[str], None] = lambda what: None
-    told: Callable[[int, int, int], None] = lambda done, left_out, wanted: None
+    report: Callable[[str], None] = lambda what: None
+    count_rounds: Callable[[int, int, int], None] = lambda done, left_out, wanted: None
     enough: Callable[[], bool] = lambda: False
     _spread: list[float] = field(default_factory=list)
 
@@ -71,7 +71,7 @@ class Bench:
     def decode(self, context: int, deadline: float) -> Line:
         """Time steps at a context, until a deadline on `time.monotonic`."""
         gc.collect()  # caches of the last context
-        self.say(f"{context:,} tokens: filling caches")
+        self.report(f"{context:,} tokens: filling caches")
         room = -(-(context + 1) // ROOM) * ROOM
         made = candidates(self.wanted, self.kinds, self.model, context, room)
         contestants, absent = self._made(made)
@@ -81,10 +81,10 @@ class Bench:
         expected = self._reference(context, ids)
         agreement: dict[str, Agreement] = {}
         for name, one in list(contestants.items()):
-            self.say(f"{context:,} tokens: warming up {name}")
+            self.report(f"{context:,} tokens: warming up {name}")
             try:
                 found = [self._logits(one, ids[i]) for i in range(CHECKS)]
-            except Exception as error:  # theirs, whatever it is
+            except Exception as error:  # any error of a contestant
                 absent[name] = _reason(error)
                 del contestants[name]
                 continue
@@ -98,7 +98,9 @@ class Bench:
         def turn(one: Contestant) -> float:
             one.enter()
             try:
-                self._step(one, ids[0])  # brings code and counters of this contestant near
+                self._step(
+                    one, ids[0]
+                )  # loads the code and counters of this contestant into caches
                 one.restore()
                 start = time.perf_counter()
                 self._step(one, ids[1])
@@ -127,26 +129,26 @@ class Bench:
         for name, make in found:
             try:
                 contestants[name] = make()
-            except Exception as error:  # theirs, whatever it is
+            except Exception as error:  # any error of a contestant
                 absent[name] = _reason(error)
         return contestants, absent
 
     def _fill(
         self, contestants: dict[str, Contestant], context: int, absent: dict[str, str]
     ) -> None:
-        """Give all of them the same random rows, a layer after the other."""
+        """Fill all caches with the same random rows, layer by layer."""
         for layer, k, v in self._rows(context):
             for name, one in list(contestants.items()):
                 try:
                     one.store(layer, k, v)
-                except Exception as error:  # theirs, whatever it is
+                except Exception as error:  # any error of a contestant
                     absent[name] = _reason(error)
                     del contestants[name]
         for one in contestants.values():
             one.keep()
 
     def _rows(self, context: int) -> Iterator[tuple[int, Any, Any]]:
-        """Random keys and values of each layer that has attention."""
+        """Yield random keys and values of each layer with attention."""
         config = self.model.config
         heads, dim = num_kv_heads(config), head_dim(config)
         if not self._spread:
@@ -170,7 +172,7 @@ class Bench:
         return torch.randint(1, vocabulary, (count, self.batch, 1), generator=generator)
 
     def _step(self, one: Contestant, ids: Any, model: Any = None) -> Any:
-        """A step, as ``generate`` makes it."""
+        """Compute a step as ``generate`` does."""
         held = int(one.cache.get_seq_length())
         mask = torch.ones(self.batch, held + 1, dtype=torch.long)
         positions = torch.full((self.batch, 1), held)
@@ -188,14 +190,14 @@ class Bench:
             one.leave()
 
     def _reference(self, context: int, ids: Any) -> list[Any] | None:
-        """Logits of the same model in fp32 over the same rows; None where there is no room for it."""
+        """Return the logits of the same model in fp32 over the same rows; None if memory is short."""
         if num_parameters(self.model) > _WIDENED:
             return None
-        self.say(f"{context:,} tokens: reference in fp32")
+        self.report(f"{context:,} tokens: reference in fp32")
         wide = copy.deepcopy(self.model).float()
         try:
             wide.set_attn_implementation("sdpa")
-        except ValueError:  # a model that it is not made for
+        except ValueError:  # an unsupported model
             return None
         one = Contestant(wide, DynamicCache(config=wide.config))
         for layer, k, v in self._rows(context):
@@ -212,16 +214,16 @@ class Bench:
     def _rounds(
         self, turns: Mapping[str, Callable[[], float]], deadline: float, **more: Any
     ) -> Measured:
-        """Let contestants take turns, in another order each time."""
+        """Run rounds of all contestants, each in random order."""
         order = random.Random(self.seed)
-        self.told(0, 0, self.rounds)
+        self.count_rounds(0, 0, self.rounds)
         return take_rounds(
             turns,
             self.probe,
             self.rounds,
             deadline,
             shuffled=lambda names: order.sample(names, len(names)),
-            told=lambda done, left_out: self.told(done, left_out, self.rounds),
+            count_rounds=lambda done, left_out: self.count_rounds(done, left_out, self.rounds),
             enough=self.enough,
             **more,
         )
@@ -255,10 +257,10 @@ class Bench:
                 return logits[:, -1].float(), time.perf_counter() - start, one
 
         for name, make in made.items():
-            self.say(f"prompts of {tokens:,} tokens: warming up {name}")
+            self.report(f"prompts of {tokens:,} tokens: warming up {name}")
             try:
                 logits, _, one = read(make)
-            except Exception as error:  # theirs, whatever it is
+            except Exception as error:  # any error of a contestant
                 absent[name] = _reason(error)
                 continue
             expected = logits if expected is None else expected

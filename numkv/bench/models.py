@@ -1,4 +1,4 @@
-"""Models with random weights, made of a config."""
+"""Models with random weights, made from a config."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import transformers
 
 from numkv.errors import NotSupported
 
-#: Config class and sizes. The second has the attention of a model with 8 billion weights in 4 of its layers, and little
-#: beside it, so that a step is attention more than anything else.
+#: Config class and sizes. The second has 4 layers with the attention of a model of 8 billion weights, and little else,
+#: so that attention dominates a step.
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2.5-0.5b": (
         "Qwen2Config",
@@ -40,14 +40,14 @@ def config_of(model: str, layers: int | None = None) -> Any:
     model : str
         Name or path.
     layers : int, optional
-        Only so many layers.
+        Number of layers, if it differs from the config's.
 
     Raises
     ------
     NotSupported
-        If it is no config of a model that transformers knows.
+        If transformers cannot read the config.
     OSError
-        If there is no such file.
+        If the file does not exist.
     """
     if model in PRESETS:
         name, sizes = PRESETS[model]
@@ -70,23 +70,23 @@ def config_of(model: str, layers: int | None = None) -> Any:
 
 
 def build(config: Any, dtype: str, seed: int) -> Any:
-    """A model with random weights, the same for the same seed."""
+    """Return a model with random weights, which are equal for equal seeds."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
     return model.eval().requires_grad_(False)
 
 
 def num_parameters(model: Any) -> int:
-    """Weights of a model, tied ones once."""
+    """Return the number of weights of a model, tied ones counted once."""
     return sum(p.numel() for p in model.parameters())
 
 
 def num_kv_heads(config: Any) -> int:
-    """Heads of K and V; as many as those of queries where a config does not say."""
+    """Return the number of kv heads; by default that of query heads."""
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def head_dim(config: Any) -> int:
-    """Elements of a row of K; of the hidden size's part where a config does not say."""
+    """Return the elements of a row of K; by default the hidden size by the number of heads."""
     found = getattr(config, "head_dim", None)
     return int(found or config.hidden_size // config.num_attention_heads)

@@ -1,4 +1,4 @@
-"""Rounds in which contestants take turns, medians of what is formed within a round, and the read bandwidth beside."""
+"""Rounds of all contestants, medians of ratios within rounds, and the machine's read bandwidth."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from typing import Any
 import numba
 import numpy as np
 
-#: A share of the cores above which a round does not count.
+#: A round does not count if other processes use more than this share of the cores.
 MOST = 0.05
-#: Seconds that the system's clock, which counts hundredths, needs for a share to mean anything.
+#: Shortest time in seconds for which a share is computed, because the system counts hundredths of a second.
 _SHORTEST = 0.2
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _busy_seconds(stat: str = "/proc/stat") -> float | None:
-    """Seconds that all cores have been busy since the start, what the host took among them; None if not known."""
+    """Return the busy seconds of all cores since the start, time taken by the host included; None if unknown."""
     try:
         numbers = [int(x) for x in Path(stat).read_text().split("\n", 1)[0].split()[1:9]]
         _, _, _, idle, waiting, *_ = numbers
@@ -39,12 +39,12 @@ def _busy_seconds(stat: str = "/proc/stat") -> float | None:
 
 
 class Load:
-    """Measures from its making on.
+    """Measures the CPU use of other processes since it was made.
 
     Parameters
     ----------
     clock, busy, own, thread : callable
-        Seconds: of the wall, of all cores (or None), of this process, and of this thread.
+        Return seconds: of the wall clock, of all cores (or None), of this process, and of this thread.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class Load:
         return self._clock(), self._busy(), self._own(), self._thread()
 
     def of_others(self) -> float:
-        """The share of all cores that others have used since.
+        """Return the share of all cores that other processes have used.
 
-        Where the system does not say, it is the share of the time in which this thread, which never sleeps, did not
-        run. Of a fraction of a second nothing is known, and it is 0.
+        If the system does not report it, this is the share of the time in which this thread, which never sleeps, did
+        not run. It is 0 for less than 0.2 seconds.
         """
         start, busy, own, thread = self._start
         now, busy_now, own_now, thread_now = self._now()
@@ -77,24 +77,24 @@ class Load:
         return max(0.0, used / passed / num_cores())
 
 
-#: Fewer rounds without other load than that say less than all rounds do.
+#: With fewer undisturbed rounds than this, all rounds count.
 FEWEST = 5
-#: Contestants that are slower than the first one by more than this have a turn in one round of so many only.
+#: Contestants slower than the first one by more than this factor take part in one of so many rounds.
 SLOW, EVERY = 2.0, 4
 
 
 @dataclass(frozen=True)
 class Round:
-    """One turn of each.
+    """One turn of each contestant.
 
     Attributes
     ----------
     seconds : dict of str to float
-        By contestant; those that sat out are not there.
+        Seconds by contestant, without those that skipped the round.
     probe : float
-        Bytes a second that the machine reads.
+        The machine's read bandwidth in bytes a second.
     others : float
-        The share of the cores that something else used.
+        Share of the cores that other processes used.
     """
 
     seconds: dict[str, float]
@@ -104,14 +104,14 @@ class Round:
 
 @dataclass(frozen=True)
 class Spread:
-    """A median, and the middle half of what it is of.
+    """A median with its quartiles.
 
     Attributes
     ----------
     middle, low, high : float
         The median and the quartiles.
     count : int
-        How many numbers it is of.
+        Number of values.
     """
 
     middle: float
@@ -121,7 +121,7 @@ class Spread:
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Spread | None:
-        """That of some numbers; None of none."""
+        """Return the spread of numbers; None if there are none."""
         if not numbers:
             return None
         if len(numbers) == 1:
@@ -132,22 +132,22 @@ class Spread:
 
 @dataclass
 class Measured:
-    """What was measured.
+    """The result of a measurement.
 
     Attributes
     ----------
     rounds : list of Round
-        Those that count.
+        The rounds that count.
     left_out : int
-        Rounds in which something else ran.
+        Number of disturbed rounds, in which other processes ran.
     noisy : bool
-        Whether time ran out as so many were left out.
+        Whether time ran out because many rounds were disturbed.
     all_count : bool
-        Whether there were so few others that all rounds count, disturbed ones too.
+        Whether disturbed rounds count too, because there were too few others.
     lost : dict of str to str
-        Who could not finish, and why.
+        Contestants that failed, and the reasons.
     wanted : int
-        Rounds that were wanted; 0 for those that there are.
+        Wanted number of rounds; 0 for the present number.
     """
 
     rounds: list[Round]
@@ -158,7 +158,7 @@ class Measured:
     wanted: int = 0
 
     def seconds(self, name: str) -> float | None:
-        """Median time of a step; None if there was none."""
+        """Return the median time of a step; None if there was none."""
         found = Spread.of([x.seconds[name] for x in self.rounds if name in x.seconds])
         return None if found is None else found.middle
 
@@ -174,25 +174,25 @@ class Measured:
         return Spread.of([other / own for own, other, _ in self._pairs(name, base)])
 
     def beyond(self, name: str, floor: str) -> float | None:
-        """Median of the seconds that a step takes beyond one of `floor`."""
+        """Return the median of the seconds of a step beyond those of `floor`."""
         found = Spread.of([own - other for own, other, _ in self._pairs(name, floor)])
         return None if found is None else found.middle
 
     def share(self, name: str, floor: str, size: int) -> float | None:
-        """Share of the bandwidth at which `size` bytes are read in the seconds beyond `floor`.
+        """Return the share of the bandwidth at which `size` bytes are read in the seconds beyond `floor`.
 
-        None where these are no more than the floor's own noise.
+        It is None if these seconds are within the floor's own noise.
         """
         readable = Spread.of([(own - other) * p for own, other, p in self._pairs(name, floor)])
         return size / readable.middle if readable is not None and readable.low > 0 else None
 
     def probe(self) -> float:
-        """Median of the bandwidth."""
+        """Return the median of the bandwidth."""
         return median(x.probe for x in self.rounds)
 
 
 def _takes_part(number: int, own: float | None, first: float | None) -> bool:
-    """Return whether a contestant has a turn in a round, by what its last step and the first contestant's took."""
+    """Return whether a contestant takes part in a round, given its last time and the first contestant's."""
     return number % EVERY == 0 or own is None or first is None or own <= SLOW * first
 
 
@@ -206,32 +206,32 @@ def take_rounds(
     shuffled: Callable[[list[str]], list[str]] = list,
     load: Callable[[], Load] = Load,
     clock: Callable[[], float] = time.monotonic,
-    told: Callable[[int, int], None] = lambda done, left_out: None,
+    count_rounds: Callable[[int, int], None] = lambda done, left_out: None,
     enough: Callable[[], bool] = lambda: False,
 ) -> Measured:
-    """Let contestants take turns until enough rounds count, or time is up.
+    """Run rounds of all contestants until enough rounds count, or time is up.
 
     Parameters
     ----------
     turns : dict of str to callable
-        By contestant: does a step, and gives its seconds. One that raises has no further turn. The first one is what
-        is slow is measured by.
+        By contestant, a function that computes a step and returns its seconds. A contestant that raises an error takes
+        no further part. Slow contestants are compared with the first one.
     probe : callable
-        Gives the bandwidth, bytes a second.
+        Measures the read bandwidth in bytes a second.
     count : int
-        Rounds without other load that are wanted.
+        Wanted number of undisturbed rounds.
     deadline : float
-        When to give up, on `clock`. `fewest` rounds are taken in any case.
+        Time on `clock` at which to stop, after at least `fewest` rounds.
     fewest : int
         See `FEWEST`.
     shuffled : callable
-        Puts names in the order of a round.
+        Returns names in the order of a round.
     load, clock : callable
-        Make a `Load`, and tell the time.
-    told : callable
-        Is told of each round: how many count, how many are left out.
+        Return a new `Load`, and the time.
+    count_rounds : callable
+        Called after each round with the number of rounds that count and that were left out.
     enough : callable
-        Asked after each round whether to give up, even before `fewest` rounds.
+        Called after each round; returns whether to stop, even before `fewest` rounds.
 
     Returns
     -------
@@ -255,17 +255,17 @@ def take_rounds(
         for name in shuffled(names):
             try:
                 seconds[name] = last[name] = turns[name]()
-            except Exception as error:  # theirs, whatever it is
+            except Exception as error:  # any error of a contestant
                 lost[name] = f"{type(error).__name__}: {error}".split("\n")[0]
         others, after = watched.of_others(), probe()
         one = Round(seconds, 2 / (1 / before + 1 / after) if before and after else math.nan, others)
         (quiet if others <= MOST else disturbed).append(one)
         before = after
-        told(len(quiet), len(disturbed))
+        count_rounds(len(quiet), len(disturbed))
     left_out, some = len(disturbed), len(quiet) >= fewest
     rounds = quiet if some else quiet + disturbed
     all_count = not some and left_out > 0
-    noisy = all_count or (gave_up and len(quiet) + left_out >= count)  # else there was no time
+    noisy = all_count or (gave_up and len(quiet) + left_out >= count)  # else only time was short
     return Measured(rounds, left_out, noisy, all_count, lost, count)
 
 
@@ -282,12 +282,12 @@ def _sum(x: Any) -> Any:
 
 
 class Probe:
-    """Reads 256 MB on some threads. They are Python's own, so that no OpenMP runtime is disturbed.
+    """Reads 256 MB on some threads of Python, so that no OpenMP runtime is disturbed.
 
     Parameters
     ----------
     num_threads : int
-        Threads.
+        Number of threads.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -296,7 +296,7 @@ class Probe:
         self()
 
     def __call__(self) -> float:
-        """Bytes a second: the median of a few passes."""
+        """Return bytes a second: the median of a few passes."""
         times = []
         for _ in range(_PASSES):
             start = time.perf_counter()
@@ -309,20 +309,20 @@ class Probe:
         self._pool.shutdown()
 
 
-#: Names of the contestants that others are compared with.
+#: Names of the contestants with which others are compared.
 DYNAMIC, STATIC, FLOOR = "DynamicCache + SDPA", "StaticCache + SDPA", "attention left out"
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How a contestant's logits agree with a reference's.
+    """The agreement of a contestant's logits with a reference's.
 
     Attributes
     ----------
     same, predictions : int
-        How many greedy tokens are the same, and of how many.
+        Number of equal greedy tokens, and of all predictions.
     error : float
-        Relative L2 error of the logits, the mean over the predictions.
+        Mean relative L2 error of the logits over the predictions.
     """
 
     same: int
@@ -332,28 +332,28 @@ class Agreement:
 
 @dataclass
 class Line:
-    """What ran in turns: steps at one context, or prompts of one length.
+    """The results of one measurement: steps at one context, or prompts of one length.
 
     Attributes
     ----------
     tokens : int
         The context, or the length of the prompts.
     measured : Measured
-        Times.
+        The times.
     batch : int
-        Sequences.
+        Number of sequences.
     prompt : bool
         Whether prompts were read; if not, each step computed a token of each sequence.
     padded : bool
-        Whether half of the sequences have half of the tokens, and padding before them.
+        Whether half of the sequences have half of the tokens, with padding on the left.
     sizes : dict of str to int
-        By contestant, the bytes of its cache, room included.
+        Bytes of the cache by contestant, spare room included.
     read : dict of str to int
-        By contestant, the bytes that a step has to read of it.
+        Bytes that a step reads by contestant.
     agreement : dict of str to Agreement
-        By contestant.
+        Agreement by contestant.
     absent : dict of str to str
-        Who did not take part, and why.
+        Contestants that did not take part, and the reasons.
     """
 
     tokens: int
@@ -368,7 +368,7 @@ class Line:
 
     @property
     def title(self) -> str:
-        """What ran."""
+        """Return the title of the measurement."""
         if not self.prompt:
             what = f"Decode at {self.tokens:,} tokens"
         else:
@@ -379,18 +379,18 @@ class Line:
 
     @property
     def names(self) -> list[str]:
-        """Who has been timed, in order."""
+        """Return the timed contestants, in order."""
         return [name for name in self.sizes if self.measured.seconds(name) is not None]
 
     @property
     def new_tokens(self) -> int:
-        """Tokens that a turn computes; padding is none."""
+        """Return the tokens that a turn computes, without padding."""
         if not self.prompt:
             return self.batch
         short = self.batch // 2 if self.padded else 0
         return (self.batch - short) * self.tokens + short * (self.tokens // 2)
 
     def rate(self, name: str) -> float:
-        """Tokens a second."""
+        """Return tokens a second."""
         seconds = self.measured.seconds(name)
         return self.new_tokens / seconds if seconds else 0.0

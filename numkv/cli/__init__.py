@@ -47,12 +47,12 @@ examples:
   numkv bench transformers --context 16384    tokens per second of a whole model
 """
 _COMMANDS_TITLE = "commands"
-# What may follow a kind.
+# Options after a kind.
 _MORE = ", with +rotate, +windowN, +sinksN added"
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line that says what may have been meant, and whose help begins with commands."""
+    """A parser with one-line errors that suggest the nearest choice, and with commands first in its help."""
 
     def error(self, message: str) -> NoReturn:
         choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
@@ -60,21 +60,21 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}{near} (see {self.prog} --help)")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Refuse what this command does not know, which argparse leaves to the command above it."""
+        """Reject unknown arguments of this command, which argparse would pass to its parent."""
         usage = self.format_usage()
         options = ["--help", *re.findall(r"--[\w-]+", usage)]
         commands = re.search(r"\{([^}]*)\}\s+\.\.\.", usage)
         for word in map(str, sys.argv[1:] if args is None else args):
             name = word.partition("=")[0]
             if name == "--" or (commands is not None and name in commands[1].split(",")):
-                break  # behind these come no options, or those of a command
-            is_option = name.startswith("--") and " " not in word  # as argparse takes it
+                break  # no options follow, or those of a command
+            is_option = name.startswith("--") and " " not in word  # argparse's rule
             if is_option and not any(x.startswith(name) for x in options):
                 self.error(f"unrecognized arguments: {name}{meant(name, options)}")
         return super().parse_known_args(args, namespace)
 
     def format_help(self) -> str:
-        """The help, its commands before its options."""
+        """Return the help, with commands before options."""
         parts = super().format_help().split("\n\n")
         commands = [part for part in parts if part.startswith(_COMMANDS_TITLE)]
         others = [part for part in parts if part not in commands]
@@ -103,13 +103,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(arguments)
         sys.stdout.flush()
     except (UsageError, NumkvError, OSError) as error:
-        if isinstance(error, BrokenPipeError):  # the reader, such as `head`, has seen enough
+        if isinstance(error, BrokenPipeError):  # the reader, such as `head`, has ended
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         print(f"numkv: {_one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
-        if interrupt.args:  # what was measured so far
+        if interrupt.args:  # partial results
             print(*interrupt.args, "partial: interrupted before everything was measured", sep="\n")
             sys.stdout.flush()
         print("\nnumkv: interrupted", file=sys.stderr)
@@ -124,7 +124,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _print_anywhere() -> None:
-    """Let what is printed to a closed stream go nowhere, and a terminal show a question mark for what it cannot."""
+    """Discard output to closed streams, and replace characters that a terminal cannot show by question marks."""
     if sys.stdout is None:
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (for as long as the process runs)
     if sys.stderr is None:
@@ -152,7 +152,7 @@ def _plain_kind(text: str) -> CacheChoice:
     choice = CacheChoice.parse(text)
     if choice.options:
         raise NotSupported(
-            f"expected a kind alone, got {text!r}; `numkv eval` and `numkv accuracy` take what follows a '+'"
+            f"expected a kind alone, got {text!r}; only `numkv eval` and `numkv accuracy` accept options after a '+'"
         )
     return choice
 
@@ -167,7 +167,7 @@ def _planned_kind(text: str) -> CacheChoice:
 def _row_kind(text: str) -> str:
     kind = numkv.kind(text)
     if not kind.is_query:
-        raise NotSupported(f"expected a kind that new rows may have, got {kind}")
+        raise NotSupported(f"expected a float kind for new rows, got {kind}")
     return kind.name
 
 

@@ -28,8 +28,8 @@ from numkv.demo.network import blas_threads_for
 from numkv.demo.recall import Haystack, Recall, haystacks, recall
 from numkv.kinds import kinds
 
-#: Every kind but the widest, and what else can be done with them: keys by channel, values in fewer bits than keys,
-#: tokens in full precision beside, compressed heads, and tokens that are dropped.
+#: Every kind but the widest, and combinations: keys by channel, values in fewer bits than keys, some tokens in full
+#: precision, compressed heads, and dropped tokens.
 DEFAULT_CACHES = [
     *(kind.name for kind in kinds()[1:]),
     "int8_channel", "int8_channel/int4", "int4_channel_fine", "int4_channel",
@@ -39,10 +39,10 @@ DEFAULT_CACHES = [
     "codes8", "codes6", "codes4", "codes4+sketch", "codes3", "last512", "last256",
 ]  # fmt: skip
 DEFAULT_MODULES = ["csv", "calendar", "fractions", "graphlib", "shlex", "textwrap"]
-#: Tokens of a text that are computed at once: fewer than in a window of recent tokens, which is whole for the last of
-#: them and lacks as many for the first.
+#: Tokens of a text that are computed at once: fewer than in a full-precision window, which the first of them sees
+#: shortened by as many tokens.
 CHUNK = 64
-#: Fewer tokens than that are no text that queries of several tokens could attend to.
+#: Least tokens of the random rows, so that several queries have tokens to attend to.
 LEAST_ROWS = 2 * accuracy.NUM_QUERIES
 _KL, _COPIED = "KL, nats/token", "names copied"
 
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> None:
     earlier = [_read(path, settings) for path in arguments.add or []]
     choices = [replace(choice, target=arguments.target) for choice in arguments.kind]
     caches = {choice.label: choice for choice in choices}
-    if arguments.out is not None:  # rather now than after minutes
+    if arguments.out is not None:  # before minutes of work
         arguments.out.mkdir(parents=True, exist_ok=True)
     with kernel_progress():
         for cache in (None, *caches.values()):
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _texts(
     model: Model, documents: Sequence[Document], count: int, context: int
 ) -> tuple[list[Haystack], list[Haystack]]:
-    """Texts with names to copy, and the same texts with other names where these are defined."""
+    """Return texts with names to copy, and the same texts whose definitions have other names."""
     try:
         texts, others = (
             haystacks(model.tokenizer, documents, context=context, num_texts=count, defined=x)
@@ -130,7 +130,7 @@ def _measure(
     caches: dict[str, AnyChoice], rows: dict[str, RowErrors], arguments: argparse.Namespace, context: int,
     so_far: SoFar,
 ) -> tuple[list[Measured], Recall]:  # fmt: skip
-    """The caches on the model, fp32 first, and what of the needles can be guessed without them."""
+    """Measure the caches on the model, fp32 first, and the share of needles that can be guessed."""
     compared: dict[str, Any] = {label: x for label, x in caches.items() if label != "fp32"}
     reference = CacheChoice(target=arguments.target)
     options: dict[str, Any] = {"target": arguments.target, "chunk": CHUNK}
@@ -179,7 +179,7 @@ def _measure(
 def _row_errors(
     choices: Sequence[AnyChoice], num_tokens: int, target: str, progress: Progress, so_far: SoFar
 ) -> tuple[dict[str, RowErrors], list[RowErrors]]:
-    """Errors of caches by their label, and those of the baselines."""
+    """Return the errors of caches by label, and those of the baselines."""
     errors: dict[str, dict[str, float]] = {}
     num_done, total = 0, len(accuracy.ROWS) * len(choices)
     for name, make in accuracy.ROWS.items():
@@ -206,7 +206,7 @@ def _row_errors(
 
 
 def _read(path: Path, settings: dict[str, Any]) -> tuple[list[Measured], dict[str, Any]]:
-    """Caches of an earlier report, which must have been measured in the same way."""
+    """Return the caches of an earlier report, which must have the same settings."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         before = content["settings"]

@@ -1,4 +1,4 @@
-"""What ``numkv accuracy`` has measured, as tables, a page and a picture."""
+"""The results of ``numkv accuracy``, as tables, a page and a picture."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from numkv.demo.evaluate import Score
 from numkv.demo.recall import DISTANCES, Recall
 from numkv.kinds import kinds
 
-# Colour and marker of a kind, by what shares a scale in it.
+# Colour and marker of a kind, by the group that shares a scale.
 _BY_SCALES = {
     "none": ("#7f7f7f", "s"),
     "head": ("#e45756", "P"),
@@ -45,7 +45,7 @@ class Panel:
     Attributes
     ----------
     title, x_label : str
-        What is shown, and over what.
+        Title, and label of the horizontal axis.
     points : sequence of tuple of str, float, float
         Label, bytes and error; errors of 0 are left out, as most axes are logarithmic.
     linear : str
@@ -59,14 +59,14 @@ class Panel:
 
 
 def draw(panels: Sequence[Panel], path: Path) -> None:
-    """Draw panels, two in a line, each with its lower envelope: the least error for so many bytes.
+    """Draw panels, two in a line, each with its lower envelope: the least error for a number of bytes.
 
     Parameters
     ----------
     panels : sequence of Panel
-        What to draw.
+        The panels.
     path : pathlib.Path
-        Where the picture goes; its suffix says in which format.
+        File of the picture; its suffix is the format.
 
     Raises
     ------
@@ -84,7 +84,7 @@ def draw(panels: Sequence[Panel], path: Path) -> None:
         _plot(panel, ax)
     for ax in axes[len(panels) :]:
         ax.set_visible(False)
-    canvas.draw()  # settles the layout, which the places of labels depend on
+    canvas.draw()  # computes the layout, on which the places of labels depend
     for panel, ax in zip(panels, axes, strict=False):
         _label(panel, ax, canvas.get_renderer())
     save_figure(figure, path)
@@ -155,7 +155,7 @@ def _label(panel: Panel, ax: Any, renderer: Any) -> None:
 
 
 def _offsets(width: float, height: float) -> list[tuple[float, float]]:
-    """Return where a label's lower left corner may be from its point, in pixels."""
+    """Return candidates for the offset of a label's lower left corner from its point, in pixels."""
     steps = [0.0]
     for n in range(1, 15):
         steps += [n * height / 2, -n * height / 2]
@@ -175,7 +175,7 @@ def _cost(
     taken: Sequence[tuple[float, float, float, float]],
     inside: Sequence[float],
 ) -> float:
-    """Distance of a label from its point, and a lot for what it covers."""
+    """Return the distance of a label from its point, plus a penalty for everything that it covers."""
     left, bottom = point[0] + offset[0], point[1] + offset[1]
     right, top = left + size[0], bottom + size[1]
     covered = sum(
@@ -198,7 +198,7 @@ _FEWEST, _MOST = 3.0, 9.0
 
 @dataclass(frozen=True)
 class RowErrors:
-    """How far attention over random rows was off.
+    """Errors of attention over random rows.
 
     Attributes
     ----------
@@ -217,7 +217,7 @@ class RowErrors:
 
 @dataclass(frozen=True)
 class Measured:
-    """A cache, and all that was found of it.
+    """All results of a cache.
 
     Attributes
     ----------
@@ -226,13 +226,13 @@ class Measured:
     num_bytes : float
         Bytes of a token in all layers of the model.
     score : Score
-        Of the model's predictions.
+        Score of the model's predictions.
     recall : Recall
-        Of the names copied from far back.
+        Recall of names copied from far back.
     rows : RowErrors or None
-        Of random rows; None where it was not asked for.
+        Errors over random rows; None if they were not measured.
     outliers : tuple of Score
-        Of predictions with keys that have outlier channels, by `numkv.demo.evaluate.OUTLIER_FACTORS`.
+        Scores of predictions with outlier channels in keys, by `numkv.demo.evaluate.OUTLIER_FACTORS`.
     """
 
     label: str
@@ -245,18 +245,18 @@ class Measured:
 
 @dataclass(frozen=True)
 class Report:
-    """What was measured, and how it is told.
+    """All results, and their presentation.
 
     Attributes
     ----------
     caches : sequence of Measured
-        The first is fp32's, the reference; the others from the most bytes to the fewest.
+        First the reference in fp32, then the others from the most bytes to the fewest.
     baselines : sequence of RowErrors
-        Of what numkv does not store.
+        Errors of formats that numkv does not store.
     without : Recall
-        Of texts whose needles are missing, over fp32.
+        Recall over fp32 of texts without needles.
     settings : dict
-        How it was measured.
+        Settings of the measurement.
     num_elements : int
         Elements of a token's keys and values in all layers of the model.
     """
@@ -269,17 +269,17 @@ class Report:
 
     @cached_property
     def better(self) -> dict[str, str | None]:
-        """For each cache one that is better, or None; see `numkv.demo.accuracy.better_caches`."""
+        """Return a better cache for each cache, or None; see `numkv.demo.accuracy.better_caches`."""
         return accuracy.better_caches(
             {x.label: (x.num_bytes, x.score.kl_divergence) for x in self.caches}
         )
 
     def bits(self, x: Measured) -> float:
-        """Bits of an element, scales included."""
+        """Return the bits of an element, scales included."""
         return 8 * x.num_bytes / self.num_elements
 
     def model_cells(self) -> _Cells:
-        """The model's predictions and its recall, by cache."""
+        """Return the table of the model's predictions and recall, by cache."""
         reference = self.caches[0]
         cells: list[Sequence[str]] = []
         for x in self.caches:
@@ -314,7 +314,7 @@ class Report:
         return header, cells
 
     def recall_cells(self) -> _Cells:
-        """Names copied, by cache and distance."""
+        """Return the table of copied names, by cache and distance."""
         cells: list[Sequence[str]] = [
             (
                 label,
@@ -333,7 +333,7 @@ class Report:
         return ("cache", "bytes/token", "bits/byte of names", "copied", *distances), cells
 
     def outlier_cells(self) -> _Cells:
-        """What outlier channels in keys cost, by cache."""
+        """Return the table of the cost of outlier channels in keys, by cache."""
         reference = self.caches[0]
         more = [
             x.outliers[-1].bits_per_byte - reference.outliers[-1].bits_per_byte for x in self.caches
@@ -352,7 +352,7 @@ class Report:
         return ("cache", "bytes/token", *columns, f"bits/byte more, × {factors[-1]}"), cells
 
     def about_outliers(self) -> str:
-        """What the outlier channels are."""
+        """Describe the outlier channels."""
         told, scores = self.settings["outliers"], self.caches[0].outliers
         sizes = " and ".join(str(factor) for factor in told["factors"][1:])
         return (
@@ -364,7 +364,7 @@ class Report:
         )
 
     def worse_cells(self) -> _Cells:
-        """Caches above the lower envelope, and what to take instead."""
+        """Return the table of caches above the lower envelope, each with a better one."""
         by_label = {x.label: x for x in self.caches}
         cells: list[Sequence[str]] = []
         for x in self.caches:
@@ -376,7 +376,7 @@ class Report:
         return ("not worth its bytes", *columns, "better", *columns), cells
 
     def row_cells(self) -> _Cells:
-        """Errors of attention over random rows."""
+        """Return the table of errors of attention over random rows."""
         cells: list[Sequence[str]] = [
             (
                 row.label,
@@ -389,7 +389,7 @@ class Report:
         return ("cache", "bytes/token/head", "bits/element", *accuracy.ROWS), cells
 
     def about_model(self) -> str:
-        """What the predictions were measured on."""
+        """Describe the texts of the predictions."""
         told, score = self.settings, self.caches[0].score
         windows = "in all" if told["windows"] is None else f"{told['windows']} of each module's"
         return (
@@ -399,18 +399,18 @@ class Report:
         )
 
     def about_recall(self) -> str:
-        """What the needles are."""
+        """Describe the needles."""
         told = self.settings
         return (
             f"Recall: {told['needle_texts']} texts of {told['context']:,} tokens, lines of the same modules, with "
             f"definitions of {self.caches[0].recall.num_needles} random names. Each name is used once, about as many "
-            "tokens further on as the column says; its first 4 letters are given, 8 are to be told. Copied: share "
-            "of these that the model finds most probable. fp32 is what the model can do, which is less the further it "
-            "has to look back. No needle: fp32 on texts whose definitions have other names, what can be guessed."
+            "tokens later as the column gives; its first 4 letters are given, 8 are predicted. Copied: share of these "
+            "that the model finds most probable. fp32 is the model's own limit, which falls with the distance. No "
+            "needle: fp32 on texts whose definitions have other names, the share that can be guessed."
         )
 
     def about_envelope(self) -> str:
-        """Which caches lie on the envelope, in few bits."""
+        """Name the caches of few bits on the envelope."""
         found = [
             f"{x.label} ({x.num_bytes:,.0f} bytes, {x.score.kl_divergence:.2e})"
             for x in reversed(self.caches)
@@ -422,7 +422,7 @@ class Report:
         )
 
     def about_rows(self) -> str:
-        """What the random rows are."""
+        """Describe the random rows."""
         return (
             "Relative L2 error of the attention output against float64 on the unrounded rows: "
             f"{self.settings['rows']:,} tokens, {accuracy.NUM_KV_HEADS} kv heads, {accuracy.NUM_Q_HEADS} q heads, "
@@ -430,13 +430,13 @@ class Report:
             f"of K and of V is {accuracy.OUTLIER:g} times the others. Offset: it has {accuracy.OUTLIER:g} added "
             f"instead. Sharp: a query is the sum of {accuracy.NUM_SOUGHT} keys, and attends to few tokens. Slow bias: "
             f"before RoPE, {accuracy.BIASES[0]:g} to {accuracy.BIASES[1]:g} are added to 4 pairs of channels of K "
-            "whose frequency is low, as in keys of Qwen2.5; fast bias: whose frequency is high. Heavy tails: K is of "
-            "Student's t with 3 degrees of freedom. What is called per-row, of one scale for each row, is a baseline "
-            "that is computed in NumPy; numkv stores no such kind."
+            "whose frequency is low, as in keys of Qwen2.5; fast bias: whose frequency is high. Heavy tails: K has "
+            "Student's t distribution with 3 degrees of freedom. Per-row, with one scale for each row, is a baseline "
+            "computed in NumPy; numkv has no such kind."
         )
 
     def about_caches(self) -> str:
-        """What labels mean."""
+        """Explain the labels."""
         return (
             "int4 has a scale and an offset for each 32 elements; channel: keys have a scale and a zero point for each "
             "channel of 64 tokens, of which the newest are in full precision, counted in bytes per token, and values "
@@ -447,7 +447,7 @@ class Report:
         )
 
     def about_rotation(self) -> list[str]:
-        """What rotation makes of the errors, for each kind that was measured both ways, and beside the baseline."""
+        """Compare the errors with and without rotation, for the baseline and each kind measured with both."""
         by_label = {row.label: row for row in self._rows}
         pairs = [(accuracy.PER_ROW[False], "int4+rotate")]
         pairs += [(x, f"{x}+rotate") for x in by_label]
@@ -465,7 +465,7 @@ class Report:
         return lines
 
     def _sections(self) -> list[tuple[str, str, _Cells | None]]:
-        """Headings, what is said below them, and tables."""
+        """Return headings, texts and tables."""
         worse = self.worse_cells() if any(self.better.values()) else None
         return [
             (
@@ -480,7 +480,7 @@ class Report:
         ]
 
     def terminal(self) -> str:
-        """All of it as text."""
+        """Return the report as text."""
         parts = []
         for heading, about, cells in self._sections():
             said, drawn = wrapped(about, 100), "" if cells is None else table(*cells)
@@ -490,7 +490,7 @@ class Report:
         return "\n\n".join(part for part in parts if part)
 
     def markdown(self, picture: str | None) -> str:
-        """All of it as a page."""
+        """Return the report as a page."""
         versions = (
             f"numkv {numkv.__version__}, Python {platform.python_version()}, NumPy {np.__version__}"
         )
@@ -505,7 +505,7 @@ class Report:
         return "\n\n".join(part for part in parts if part) + "\n"
 
     def panels(self) -> list[Panel]:
-        """The plots of the picture."""
+        """Return the plots of the picture."""
         context = self.settings["context"]
         few = [x for x in self.caches if _FEWEST <= self.bits(x) < _MOST]
         return [
@@ -515,7 +515,7 @@ class Report:
                 [(x.label, x.num_bytes, x.score.kl_divergence) for x in self.caches],
             ),
             Panel(
-                f"names copied from far back at {context:,} tokens: share that is not, %",
+                f"names from far back at {context:,} tokens: share not copied, %",
                 "bytes per token",
                 [(x.label, x.num_bytes, 100 * (1 - x.recall.copied)) for x in self.caches],
                 "y",
@@ -542,16 +542,16 @@ class Report:
 
     @property
     def _rows(self) -> list[RowErrors]:
-        """Errors over random rows: of caches, then of baselines."""
+        """Return the errors over random rows: of caches, then of baselines."""
         return [*(x.rows for x in self.caches if x.rows is not None), *self.baselines]
 
     def data(self) -> dict[str, Any]:
-        """What a later report can take over."""
+        """Return the results for a later report."""
         return {"settings": self.settings, "caches": [asdict(x) for x in self.caches]}
 
 
 def _difference(score: Score, reference: Score) -> tuple[float, str]:
-    """Bits per byte more than the reference's, and the standard error of that."""
+    """Return the excess bits per byte over the reference, and its standard error."""
     more = score.bits_per_byte - reference.bits_per_byte
     each = np.subtract(score.by_document, reference.by_document)
     if len(each) < 2:
@@ -569,7 +569,7 @@ def _facts(x: Measured) -> tuple[str, str, str, str]:
 
 
 def _percent(x: float) -> str:
-    """Three digits, of small numbers two and a power of ten."""
+    """Format with three digits; small numbers with two and a power of ten."""
     return f"{100 * x:#.3g}".rstrip(".") + " %" if x >= 1e-4 else f"{100 * x:.1e} %"
 
 
@@ -579,9 +579,9 @@ def write(report: Report, folder: Path) -> None:
     Parameters
     ----------
     report : Report
-        What was measured.
+        The results.
     folder : pathlib.Path
-        Where they go.
+        The folder of these files.
     """
     picture: str | None = "accuracy.svg"
     try:

@@ -39,29 +39,29 @@ from numkv.demo.cache import CacheChoice
 
 _NONE = "–"
 _HOW = """\
-Contestants take turns in random order: in each round one step of each that counts, after one that does not; those that
-take more than twice DynamicCache's time sit three rounds of four out. Caches are filled with random rows, and are cut
-back after steps. Ratios (× as fast; the middle half of the rounds in brackets) and shares are formed within a round,
-medians count. "Attention" is what a step takes beyond the step in which attention and its cache are left out;
-"bandwidth" is at what share of the machine's read bandwidth, probed before and after each round, the cache is read in
-that time. "Ceiling" is the share of the speed without attention. Rounds in which something else used more than 5 % of
-the cores do not count. The logit error is the mean relative L2 error; random weights do not damp errors from layer
-to layer as trained ones do.
+In each round every contestant computes one step that is timed, after one that is not, in random order. Contestants
+slower than twice DynamicCache's time take part in one round of four. Caches are filled with random rows, and cut back
+after steps. Ratios (× as fast; quartiles in brackets) and shares are computed within a round; tables have the medians.
+"Attention" is the time of a step beyond that of the model without attention and cache. "Bandwidth" is the rate at which
+the cache is read in that time, as a share of the machine's read bandwidth, which is measured before and after each
+round. "Ceiling" is the speed as a share of that without attention. Rounds in which other processes used more than 5 %
+of the cores do not count. The logit error is the mean relative L2 error; random weights do not damp errors from layer
+to layer as trained weights do.
 """
 
 
 @dataclass(frozen=True)
 class About:
-    """What a page says beside the tables.
+    """Facts for the text of a page.
 
     Attributes
     ----------
     model, described, command, versions : str
         The model's name and sizes, the command, and versions of packages.
     threads : int
-        Threads that PyTorch has.
+        Number of PyTorch's threads.
     reference : str
-        What logits are compared with.
+        The reference of the logits.
     """
 
     model: str
@@ -72,7 +72,7 @@ class About:
     reference: str
 
     def foot(self, lines: Sequence[Line]) -> str:
-        """What stands below the tables."""
+        """Return the text below the tables."""
         parts = [
             f"{self.model}: {self.described}; {self.threads} threads. {_machine()}. {self.versions}."
         ]
@@ -98,12 +98,12 @@ def _size(size: int) -> str:
 
 
 def rows(line: Line) -> tuple[list[str], list[list[str]]]:
-    """Header and cells of a line's table.
+    """Return the header and the cells of a measurement's table.
 
     Parameters
     ----------
     line : Line
-        What was measured.
+        The measurement.
 
     Returns
     -------
@@ -143,15 +143,15 @@ def rows(line: Line) -> tuple[list[str], list[list[str]]]:
 
 
 def verdict(line: Line) -> str:
-    """Return how many rounds count, what the machine read, and whether the figures can be trusted."""
+    """Return a sentence with the number of rounds, the read bandwidth, and a warning about noise."""
     measured = line.measured
     said = f"{len(measured.rounds)} rounds"
     if len(measured.rounds) < measured.wanted:
         said += f", as time was up before there were {measured.wanted}"
     if measured.all_count:
-        said += f", {measured.left_out} of them beside something else that ran"
+        said += f", {measured.left_out} of them disturbed by other processes"
     else:
-        said += f", {measured.left_out} left out as something else ran"
+        said += f", {measured.left_out} left out because other processes ran"
     said += f"; {measured.probe() / 1e9:.1f} GB/s of read bandwidth."
     if measured.noisy or measured.all_count:
         said = f"NOISY: time was up before there were enough undisturbed rounds. {said}"
@@ -159,7 +159,7 @@ def verdict(line: Line) -> str:
 
 
 def _absent(line: Line) -> list[str]:
-    """Who is absent, a reason that several share once."""
+    """Return a line for each reason of absence, with all contestants that share it."""
     found: dict[str, list[str]] = {}
     for name, why in line.absent.items():
         found.setdefault(why, []).append(name)
@@ -167,12 +167,12 @@ def _absent(line: Line) -> list[str]:
 
 
 def terminal(line: Line) -> str:
-    """A line's table and what is said about it, for the terminal.
+    """Return a measurement's table and its text, for the terminal.
 
     Parameters
     ----------
     line : Line
-        What was measured.
+        The measurement.
 
     Returns
     -------
@@ -184,16 +184,16 @@ def terminal(line: Line) -> str:
 
 
 def page(lines: Sequence[Line], about: About, path: Path, picture: Path | None) -> str:
-    """A page in Markdown.
+    """Return a page in Markdown.
 
     Parameters
     ----------
     lines : sequence of Line
-        What was measured.
+        The measurements.
     about : About
-        What else to say.
+        Facts for the text.
     path, picture : pathlib.Path
-        Where the page goes, and the picture, if there is one.
+        Files of the page and of the picture, if there is one.
 
     Returns
     -------
@@ -215,21 +215,21 @@ def page(lines: Sequence[Line], about: About, path: Path, picture: Path | None) 
 
 
 _OURS, _THEIRS, _BELOW = "#4c78a8", "#b0b0b0", "#dddddd"
-#: Bars that are longer than DynamicCache's by more than this are cut off.
+#: Bars longer than DynamicCache's by more than this factor are cut off.
 _LONGEST = 2.0
 
 
 def draw(lines: Sequence[Line], model: str, path: Path) -> None:
-    """Draw a panel for each line: a bar for each contestant, lighter up to where attention begins.
+    """Draw a panel for each measurement: a bar for each contestant, with a lighter part for all but attention.
 
     Parameters
     ----------
     lines : sequence of Line
-        What was measured.
+        The measurements.
     model : str
         Name of the model.
     path : pathlib.Path
-        Where the picture goes; its suffix says in which format.
+        File of the picture; its suffix is the format.
 
     Raises
     ------
@@ -253,7 +253,7 @@ def draw(lines: Sequence[Line], model: str, path: Path) -> None:
 
 
 def _number(x: float) -> str:
-    """Three digits, and all of a large number."""
+    """Format a number with three significant digits, or more if it is large."""
     return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 
@@ -285,7 +285,7 @@ def _plot(line: Line, model: str, ax: Any) -> None:
     ax.tick_params(labelsize=8)
 
 
-#: By default; those of the second list take minutes to be filled.
+#: Contestants by default; those of the second list need minutes to fill.
 _USUAL = ["dynamic", "static", "fp8", "quanto", "turboquantcpu", "numkv", "floor"]
 CONTESTANTS = [
     *_USUAL, "hqq", "turboquantcpu-mse", "turboquantcpu-qjl", "turboquantcpu-polar"
@@ -300,12 +300,12 @@ _NO_PICTURE = "--picture needs matplotlib, which is not installed; try pip insta
 
 
 class Bar:
-    """How far rounds are: a bar on a terminal, redrawn between rounds, so that nothing runs beside them.
+    """A progress bar on a terminal, drawn between rounds, so that it never disturbs them.
 
     Parameters
     ----------
     stream : file, optional
-        Where to draw; stderr by default. Where it is no terminal, it says in a line what begins.
+        Output; stderr by default. If it is no terminal, each measurement prints one line.
     """
 
     WIDTH = 24
@@ -320,13 +320,13 @@ class Bar:
         print(f"\r{text.ljust(self._drawn)}", end="", file=self._stream, flush=True)
         self._drawn = len(text)
 
-    def say(self, what: str) -> None:
-        """Name what is being done."""
+    def report(self, what: str) -> None:
+        """Show the name of the present work."""
         self._what = what.partition(":")[0]
         if self._on_terminal:
             self._line(f"{what}…")
 
-    def told(self, done: int, left_out: int, wanted: int) -> None:
+    def count_rounds(self, done: int, left_out: int, wanted: int) -> None:
         """Draw how many rounds count, and how many are left out."""
         if self._on_terminal:
             full = self.WIDTH * done // wanted
@@ -339,7 +339,7 @@ class Bar:
             print(f"{self._what}: {wanted} rounds…", file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Remove it."""
+        """Remove the bar."""
         if self._drawn:
             self._line("")
             print("\r", end="", file=self._stream, flush=True)
@@ -347,7 +347,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class _Job:
-    """One thing to measure: steps at a context, or prompts of a length."""
+    """One measurement: steps at a context, or prompts of a length."""
 
     tokens: int
     prompt: bool = False
@@ -355,12 +355,12 @@ class _Job:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Give a parser the options of ``numkv bench transformers``.
+    """Add the options of ``numkv bench transformers`` to a parser.
 
     Parameters
     ----------
     parser : argparse.ArgumentParser
-        The command's.
+        Parser of the command.
     """
     count = at_least(1)
     # fmt: off
@@ -369,14 +369,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--layers", "only the first N layers of the model", count, "N")
     option(parser, "--context", "tokens in the caches before a step (default: 64 16384, or none with --prefill)", count,
            "N", nargs="*")
-    option(parser, "--prefill", "time prompts of N tokens too, in batches with padding as well", count, "N", nargs="+")
+    option(parser, "--prefill", "also time prompts of N tokens, with and without padding", count, "N", nargs="+")
     flag(parser, "--no-padding", "prompts without padding only")
-    option(parser, "--requests", "in place of steps, serve N requests at once by ContinuousBatch, generate, one after "
-           "another and padded, and generate_batch; one request also by use", count, "N", nargs="+")
-    option(parser, "--shared", "tokens that all requests begin with (default: 0 4096)", at_least(0), "N", nargs="+",
+    option(parser, "--requests", "instead of steps, serve N requests at once with ContinuousBatch, generate (one after "
+           "another, and padded) and generate_batch; one request also with use", count, "N", nargs="+")
+    option(parser, "--shared", "tokens of a prefix of all requests (default: 0 4096)", at_least(0), "N", nargs="+",
            default=[0, 4096])
-    option(parser, "--longest", "tokens of a request's own part, from 64 on", count, "N", default=4096)
-    option(parser, "--new", "tokens that each request makes", count, "N", default=64)
+    option(parser, "--longest", "most tokens of a request's own part, which has at least 64", count, "N", default=4096)
+    option(parser, "--new", "new tokens of each request", count, "N", default=64)
     option(parser, "--contestants", f"of {', '.join(CONTESTANTS)} (default: {' '.join(_USUAL)})", metavar="NAME",
            default=_USUAL, nargs="+", choices=CONTESTANTS)
     option(parser, "--kind", "storage kinds of numkv, or K/V such as int8/fp16, with +rotate added (default: "
@@ -386,7 +386,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--threads", "of PyTorch and numkv (default: theirs)", count, "N")
     option(parser, "--rounds", f"rounds that count, for each context; three times as many up to {_SHORT:,} tokens, a "
            "quarter for prompts", count, "N", default=30)
-    option(parser, "--minutes", "when to give up and print what there is, of requests each way (default: 10)", _minutes,
+    option(parser, "--minutes", "time limit, with requests that of each method (default: 10)", _minutes,
            "M", default=10.0)
     option(parser, "--seed", "of all random numbers (default: 0)", int, "N", default=0)
     option(parser, "--picture", "draw it: .png or .svg; needs matplotlib", Path, "FILE")
@@ -413,28 +413,26 @@ def run(arguments: argparse.Namespace) -> None:
     Raises
     ------
     UsageError
-        If a package is missing, or a contestant or a kind is not one that can be asked for.
+        If a package is missing, or a contestant or a kind is unknown.
     """
     started = time.monotonic()
     if arguments.picture is not None and arguments.picture.suffix not in (".png", ".svg"):
         raise UsageError(
             f"--picture: expected a name that ends in .png or .svg, got {arguments.picture}"
         )
-    if arguments.picture is not None and not _is_there(
-        "matplotlib"
-    ):  # rather now than after minutes
+    if arguments.picture is not None and not _is_installed("matplotlib"):
         raise UsageError(_NO_PICTURE)
     for name in ("torch", "transformers"):
-        if not _is_there(name):
+        if not _is_installed(name):
             raise UsageError(
                 f'bench transformers needs {name}, which is not installed; try pip install "numkv[transformers]"'
             )
     bar = Bar()
     try:
-        with listening_to_kernels(bar.say):
+        with listening_to_kernels(bar.report):
             model, kinds, about = _prepare(arguments, bar)
             if arguments.requests:
-                found: Any = bench_requests.measure(arguments, model, kinds, about, bar.say)
+                found: Any = bench_requests.measure(arguments, model, kinds, about, bar.report)
             else:
                 found = _steps(arguments, model, kinds, about, bar, started)
     finally:
@@ -465,7 +463,7 @@ def _steps(
     try:
         bench = Bench(
             model, list(arguments.contestants), kinds, arguments.batch, arguments.seed, arguments.rounds, probe,
-            bar.say, bar.told,
+            bar.report, bar.count_rounds,
         )  # fmt: skip
         jobs = _jobs(arguments)
         deadline = started + 60 * arguments.minutes
@@ -485,7 +483,7 @@ def _steps(
         probe.close()
 
 
-def _is_there(name: str) -> bool:
+def _is_installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
@@ -512,7 +510,7 @@ def _measured(bench: Any, job: _Job, until: float, rounds: int) -> Any:
 
 
 def _prepare(arguments: argparse.Namespace, bar: Bar) -> tuple[Any, list[Any], About]:
-    """The model, how numkv stores rows, and what is said about it."""
+    """Return the model, the storage kinds of numkv, and the facts for the text."""
     import torch  # before any of numkv's threads start
     import transformers
 
@@ -526,7 +524,7 @@ def _prepare(arguments: argparse.Namespace, bar: Bar) -> tuple[Any, list[Any], A
         numkv.set_num_threads(arguments.threads)
     kinds = [Kinds(*_kinds(CacheChoice.parse(text))) for text in arguments.kind]
     config = config_of(arguments.model, arguments.layers)
-    bar.say(f"{arguments.model}: building the model")
+    bar.report(f"{arguments.model}: building the model")
     model = build(config, arguments.dtype, arguments.seed)
     heads = f"{config.num_attention_heads} q and {num_kv_heads(config)} kv heads"
     described = (
@@ -539,7 +537,7 @@ def _prepare(arguments: argparse.Namespace, bar: Bar) -> tuple[Any, list[Any], A
         command=shlex.join(["numkv", *getattr(arguments, "argv", [])]),
         versions=_versions(),
         threads=int(torch.get_num_threads()),
-        reference="the same model and rows in fp32, or DynamicCache's where that would be too large",
+        reference="the same model and rows in fp32, or DynamicCache's if that would be too large",
     )
     return model, kinds, about
 

@@ -1,4 +1,4 @@
-"""``numkv bench transformers --requests``: what many requests at once take, by table, page and picture."""
+"""``numkv bench transformers --requests``: many requests at once, as a table, a page and a picture."""
 
 from __future__ import annotations
 
@@ -14,55 +14,44 @@ from typing import Any
 from numkv.cli.output import markdown_table, save_figure, table, wrapped
 
 _HOW = """\
-All requests are submitted at once. The own parts of their prompts have log-uniform lengths. New tokens a second count
-the time from the first submit to the last token, prompts included. The first token's time is the median over the
-requests. Cache is its size at the peak. Same tokens counts the requests that get the tokens of `generate` alone:
-linear layers in 16 bits round differently at another batch size, so random weights soon choose other tokens.
+All requests arrive at once. The own parts of their prompts have log-uniform lengths. New tokens a second count the time
+from the first request to the last token, prompts included. The first token's time is the median over the requests.
+Cache is its size at the peak. Same tokens counts the requests that get the same tokens as from `generate` alone: linear
+layers in 16 bits round differently at another batch size, so with random weights texts soon diverge.
 """
 
 
 @dataclass(frozen=True)
-class Part:
-    """One workload, and what each method took."""
+class Section:
+    """The results of one workload, by method."""
 
     title: str
-    found: list[tuple[str, Any]]
+    results: list[tuple[str, Any]]
 
     def rows(self) -> tuple[list[str], list[list[str]]]:
-        """Header and cells of a table."""
-        header = [
-            "method",
-            "new tok/s",
-            "× one after another",
-            "first token, s",
-            "cache",
-            "same tokens",
-        ]
-        served = {name: x for name, x in self.found if not isinstance(x, Exception)}
+        """Return the header and the cells of a table."""
+        header = ["method", "new tok/s", "× one after another", "first token, s", "cache"]
+        header.append("same tokens")
+        served = {name: x for name, x in self.results if not isinstance(x, Exception)}
         alone = next((x for name, x in served.items() if "one after" in name), None)
         cells = []
-        for name, x in self.found:
+        for name, x in self.results:
             if name not in served:
                 cells.append([name, *["–"] * 5])
                 continue
-            same = (
-                None
-                if alone is None
-                else sum(a == b for a, b in zip(x.tokens, alone.tokens, strict=True))
-            )
-            cells.append(
-                [
-                    name, f"{x.rate:,.1f}", "–" if alone is None else f"{x.rate / alone.rate:.2f}",
-                    "–" if math.isnan(x.first) else f"{x.first:.2f}",
-                    f"{x.nbytes / 1e6:,.1f} MB" if x.nbytes else "–",
-                    "–" if same is None else f"{same}/{len(x.tokens)}",
-                ]
-            )  # fmt: skip
+            speed = same = "–"
+            if alone is not None:
+                speed = f"{x.rate / alone.rate:.2f}"
+                equal = sum(a == b for a, b in zip(x.tokens, alone.tokens, strict=True))
+                same = f"{equal}/{len(x.tokens)}"
+            first = "–" if math.isnan(x.first) else f"{x.first:.2f}"
+            nbytes = f"{x.nbytes / 1e6:,.1f} MB" if x.nbytes else "–"
+            cells.append([name, f"{x.rate:,.1f}", speed, first, nbytes, same])
         return header, cells
 
     def left_out(self) -> list[str]:
-        """A line for each way that was left out."""
-        return [f"Left out: {name}: {x}." for name, x in self.found if isinstance(x, Exception)]
+        """Return a line for each method that was left out."""
+        return [f"Left out: {name}: {x}." for name, x in self.results if isinstance(x, Exception)]
 
     def text(self) -> str:
         """Return the table on a terminal."""
@@ -70,9 +59,9 @@ class Part:
 
 
 def measure(
-    arguments: argparse.Namespace, model: Any, kinds: Any, about: Any, say: Any
-) -> list[Part]:
-    """Measure each load, and print its table when it is done; an interrupt carries what is there of one.
+    arguments: argparse.Namespace, model: Any, kinds: Any, about: Any, report: Any
+) -> list[Section]:
+    """Measure each workload, and print its table when it is done; an interrupt carries the partial table.
 
     Parameters
     ----------
@@ -81,46 +70,48 @@ def measure(
     model : transformers.PreTrainedModel
         The model.
     kinds : sequence of Kinds
-        How numkv stores rows.
+        Storage kinds of numkv.
     about : About
-        What else to say.
-    say : callable
-        Is told what begins.
+        Facts for the text.
+    report : callable
+        Called with the name of each measurement before it begins.
 
     Returns
     -------
-    list of Part
+    list of Section
     """
-    from numkv.bench.requests import Load, serve
+    from numkv.bench.requests import Workload, serve
 
-    parts = []
+    sections = []
     for shared in arguments.shared:
         for count in arguments.requests:
-            load = Load(count, shared, arguments.longest, arguments.new)
+            workload = Workload(count, shared, arguments.longest, arguments.new)
             common = f"{shared:,} tokens in common and " if shared else ""
-            title = f"{count:,} request{'s' * (count > 1)}, {common}up to {load.longest:,} tokens of their own"
-            part = Part(title, [])
+            title = f"{count:,} request{'s' * (count > 1)}, {common}up to {workload.longest:,} tokens of their own"
+            section = Section(title, [])
             try:
-                for way in serve(model, load, kinds, arguments.seed, 60 * arguments.minutes, say):
-                    part.found.append(way)
+                for method in serve(
+                    model, workload, kinds, arguments.seed, 60 * arguments.minutes, report
+                ):
+                    section.results.append(method)
             except KeyboardInterrupt:
-                raise KeyboardInterrupt(part.text(), about.foot([])) from None
-            print(part.text(), flush=True)
-            parts.append(part)
-    return parts
+                raise KeyboardInterrupt(section.text(), about.foot([])) from None
+            print(section.text(), flush=True)
+            sections.append(section)
+    return sections
 
 
-def page(parts: Sequence[Part], about: Any, path: Path, picture: Path | None) -> str:
-    """A page in Markdown.
+def page(sections: Sequence[Section], about: Any, path: Path, picture: Path | None) -> str:
+    """Return a page in Markdown.
 
     Parameters
     ----------
-    parts : sequence of Part
-        What was measured.
+    sections : sequence of Section
+        The results.
     about : About
-        What else to say.
+        Facts for the text.
     path, picture : pathlib.Path
-        Where the page goes, and the picture, if there is one.
+        Files of the page and of the picture, if there is one.
 
     Returns
     -------
@@ -133,35 +124,39 @@ def page(parts: Sequence[Part], about: Any, path: Path, picture: Path | None) ->
     ]
     if picture is not None:
         relative = os.path.relpath(picture, path.parent).replace(os.sep, "/")
-        lines.append(f"![New tokens a second by method]({relative})")
-    for part in parts:
-        lines += [f"## {part.title}", markdown_table(*part.rows()), *map(wrapped, part.left_out())]
+        lines.append(f"![New tokens a second, by method]({relative})")
+    for section in sections:
+        lines += [
+            f"## {section.title}",
+            markdown_table(*section.rows()),
+            *map(wrapped, section.left_out()),
+        ]
     return "\n\n".join(lines) + "\n"
 
 
-def draw(parts: Sequence[Part], model: str, path: Path) -> None:
-    """Draw new tokens a second: a group of bars for each load.
+def draw(sections: Sequence[Section], model: str, path: Path) -> None:
+    """Draw new tokens a second: a group of bars for each workload.
 
     Parameters
     ----------
-    parts : sequence of Part
-        What was measured.
+    sections : sequence of Section
+        The results.
     model : str
         Name of the model.
     path : pathlib.Path
-        Where the picture goes.
+        File of the picture.
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 1.2 + 1.1 * len(parts)), layout="constrained")
-    axes = figure.subplots(len(parts), 1, squeeze=False)[:, 0]
-    for part, ax in zip(parts, axes, strict=True):
-        served = [(name, x) for name, x in part.found if not isinstance(x, Exception)][::-1]
+    figure = Figure(figsize=(9, 1.2 + 1.1 * len(sections)), layout="constrained")
+    axes = figure.subplots(len(sections), 1, squeeze=False)[:, 0]
+    for section, ax in zip(sections, axes, strict=True):
+        served = [(name, x) for name, x in section.results if not isinstance(x, Exception)][::-1]
         rates = [x.rate for _, x in served]
         colours = ["#4c78a8" if name.startswith("numkv") else "#b0b0b0" for name, _ in served]
         ax.barh(range(len(served)), rates, color=colours)
         ax.set_yticks(range(len(served)), [name for name, _ in served], fontsize=8)
-        ax.set_title(part.title, fontsize=9, loc="left")
+        ax.set_title(section.title, fontsize=9, loc="left")
         ax.spines[["top", "right"]].set_visible(False)
     axes[-1].set_xlabel("new tokens a second", fontsize=8)
     figure.suptitle(model, fontsize=10)

@@ -1,4 +1,4 @@
-"""``numkv cache`` and ``numkv warmup``: folders of compiled kernels, what lies in them, to clear and to fill them."""
+"""``numkv cache`` and ``numkv warmup``: list, clear and fill the folders of compiled kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from numkv.kernels.disk_cache import is_stale, kernel_files, places
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print what there is, or remove it and say what was removed.
+    """List compiled kernels, or remove them.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def warm_up(arguments: argparse.Namespace) -> None:
-    """Fill the folders: compile ahead of time.
+    """Compile kernels ahead of time.
 
     Parameters
     ----------
@@ -89,12 +89,10 @@ def warm_up(arguments: argparse.Namespace) -> None:
 
 
 def _load(files: list[Path]) -> None:
-    """Put exported kernels where this machine looks for them, refusing those for another GPU if it has one."""
+    """Install exported kernels on this machine; reject kernels for another GPU if it has one."""
     try:
         numkv.targets.get("cuda")
-    except (
-        NotSupported
-    ):  # without a GPU they can be put there, without Numba's package for CUDA not
+    except NotSupported:  # installing needs no GPU, but Numba's package for CUDA
         if find_spec("numba_cuda") is None:
             raise
     from numkv.kernels.cuda.carried import device, take
@@ -125,7 +123,7 @@ def _show(folders: dict[Path, list[Path]]) -> None:
 
 
 def _clear(folders: dict[Path, list[Path]], *, only_stale: bool) -> None:
-    """Remove files, going on where one cannot be removed."""
+    """Remove files; continue after an error."""
     errors = []
     count = total = 0
     for folder, files in folders.items():
@@ -161,7 +159,7 @@ def _size(files: Iterable[Path]) -> int:
 
 
 def warnings_of(folders: Iterable[Path]) -> list[str]:
-    """What is said about folders in which others could put machine code.
+    """Return warnings for folders in which other users could put machine code.
 
     Parameters
     ----------
@@ -171,7 +169,7 @@ def warnings_of(folders: Iterable[Path]) -> list[str]:
     Returns
     -------
     list of str
-        A line for each folder that another user can write, or that lies in one where he can exchange it.
+        A line for each folder that another user can write to or replace.
     """
     found = []
     for folder in folders:
@@ -186,9 +184,9 @@ def warnings_of(folders: Iterable[Path]) -> list[str]:
 
 
 def _open_to_others(folder: Path, *, below: bool) -> str | None:
-    """Why users other than this one and root can change what is in a folder; None if they cannot.
+    """Return why users other than this one and root can change a folder's contents; None if they cannot.
 
-    In a sticky folder, such as /tmp, they cannot exchange what lies ``below``, which belongs to another.
+    In a sticky folder, such as /tmp, they cannot replace the folder ``below``, which belongs to another user.
     """
     if not hasattr(os, "geteuid"):  # Windows has other rules
         return None
@@ -216,7 +214,7 @@ def _name(of: Callable[[], str], number: int) -> str:
 
 
 def _is_private_group(folder: Path, gid: int) -> bool:
-    """Whether a folder's group has its user's name and no other members, as many systems make one for each user."""
+    """Return whether a folder's group is its user's private group, with the same name and no other members."""
     import grp
 
     try:

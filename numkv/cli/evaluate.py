@@ -1,4 +1,4 @@
-"""``numkv eval``: what cache kinds cost in quality."""
+"""``numkv eval``: the quality of cache kinds."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def check_context(arguments: argparse.Namespace, model: Model) -> int:
-    """Tokens in a window: those asked for, or the model's context.
+    """Return the tokens of a window: those of the option, or the model's context.
 
     Parameters
     ----------
     arguments : argparse.Namespace
         The options.
     model : Model
-        The ruler.
+        The model.
 
     Returns
     -------
@@ -77,7 +77,7 @@ def check_context(arguments: argparse.Namespace, model: Model) -> int:
     Raises
     ------
     UsageError
-        If the model has less.
+        If the model's context is shorter.
     """
     context: int = arguments.context or model.config.max_context
     if context > model.config.max_context:
@@ -86,7 +86,7 @@ def check_context(arguments: argparse.Namespace, model: Model) -> int:
 
 
 def documents_of(arguments: argparse.Namespace) -> tuple[list[Document], str]:
-    """The texts to evaluate on, and what to call them.
+    """Return the texts to evaluate on, and their name.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""``numkv fit``: which storage kinds a checkpoint stands, layer by layer, and a profile that caches take."""
+"""``numkv fit``: choose storage kinds for each layer of a checkpoint, and write a profile for caches."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from numkv.demo.network import blas_threads_for
 from numkv.errors import NumkvError
 from numkv.kinds import kinds_of
 
-#: Tokens of a window, and how many of each text are read.
+#: Tokens of a window, and windows of each text.
 CONTEXT, WINDOWS = 512, 2
-#: Above this, a scale that all channels of a row share loses the small ones.
+#: Above this spread, a scale shared by all channels of a row loses the small channels.
 WIDE = 10.0
 _WEAK = "chosen by Python code that comes with numkv: weak evidence for other uses of the model; pass --text with yours"
 
@@ -91,14 +91,14 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def report(found: Fit, name: str) -> str:
-    """The tables: how large channels are and what each side costs, what was chosen, and what that is beside others.
+    """Return the tables: spread of channels and cost of each side, the choice, and the comparison with uniform kinds.
 
     Parameters
     ----------
     found : Fit
-        What was found.
+        The result.
     name : str
-        The model's.
+        Name of the model.
 
     Returns
     -------
@@ -143,14 +143,14 @@ def _shown(found: Fit) -> list[Way]:
 
 
 def draw(found: Fit, path: Path) -> None:
-    """Draw what each layer's kinds cost, and what was chosen.
+    """Draw the cost of each layer's kinds, and the choice.
 
     Parameters
     ----------
     found : Fit
-        What was found.
+        The result.
     path : pathlib.Path
-        The picture.
+        File of the picture.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -183,7 +183,7 @@ def draw(found: Fit, path: Path) -> None:
 
 
 def _texts(arguments: argparse.Namespace) -> tuple[list[Document], list[str]]:
-    """Return the text to choose by and the one to measure on, and what is to be said of them."""
+    """Return the text for the choice, the text for the measurement, and remarks on them."""
     if arguments.text is None:
         found = {document.name: document for document in held_out().documents}
         return [found["calendar.py"], found["csv.py"]], [_WEAK]
@@ -197,7 +197,7 @@ def _texts(arguments: argparse.Namespace) -> tuple[list[Document], list[str]]:
 
 
 def _budget(text: str, judge: Judge) -> int:
-    """Bytes of a token: a number, or what a kind takes in all layers."""
+    """Return the bytes of a token: a number, or those of a kind in all layers."""
     if text.replace(",", "").isdigit():
         return int(text.replace(",", ""))
     try:
@@ -210,7 +210,7 @@ def _budget(text: str, judge: Judge) -> int:
 def _of_transformers(
     arguments: argparse.Namespace, texts: Sequence[Document]
 ) -> tuple[Judge, bool, list[str]]:
-    """A model that transformers loads, on the texts, and whether its layers take keys by channel."""
+    """Load a model with transformers; return its judge, and whether its layers support keys by channel."""
     try:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -233,7 +233,7 @@ def _of_transformers(
             tokenizer = None
         if (
             tokenizer is not None and not tokenizer("text").input_ids
-        ):  # made of nothing, where there are no files
+        ):  # transformers makes an empty tokenizer if the files are missing
             tokenizer = None
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     if tokenizer is None:

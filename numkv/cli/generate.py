@@ -1,4 +1,4 @@
-"""The command without a name: continue texts, then say what the cache cost."""
+"""The command without a name: continue texts, then print the cost of the cache."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class Run:
     choice : CacheChoice
         The cache.
     tokens : list of list of int
-        What each text was continued with.
+        New tokens of each text.
     logits : sequence of ndarray
-        What the tokens were chosen from, in the order in which they were computed.
+        Logits of the chosen tokens, in the order of computation.
     num_read : int
-        Tokens of the prompts that were computed; others were in the cache already.
+        Computed tokens of the prompts; the others were in the cache already.
     prefill_s, decode_s : float
-        Seconds.
+        Seconds of prompts and of decode steps.
     sharing : Sharing or None
-        The blocks in the end; None for a contiguous cache.
+        Use of the blocks at the end; None for a contiguous cache.
     """
 
     choice: CacheChoice
@@ -58,7 +58,7 @@ class Run:
     sharing: Sharing | None
 
     def bytes_per_token(self, config: ModelConfig) -> int:
-        """Bytes that a token costs in all layers."""
+        """Return the bytes of a token in all layers."""
         return config.num_layers * self.choice.bytes_per_token(config.num_kv_heads, config.head_dim)
 
 
@@ -82,7 +82,7 @@ def summary(
     prompts : sequence of sequence of int
         The prompts' tokens.
     limits : sequence of int
-        Tokens that were to be generated at most.
+        Most tokens to generate for each text.
 
     Returns
     -------
@@ -132,7 +132,7 @@ def _caption(
 
 
 def _blocks(config: ModelConfig, run: Run, sharing: Sharing) -> str:
-    """What is in the blocks, and what sharing them is worth."""
+    """Describe the use of the blocks, and the memory saved by sharing."""
     size = run.choice.block_size or 1
     num_slots = sharing.num_blocks * size
     blocks = (
@@ -179,7 +179,7 @@ class Config:
     def __init__(self, path):
         self.path = path
 '''
-#: Tokens in a block where several texts share a cache and nothing else is asked for.
+#: Default tokens of a block if several texts share a cache.
 DEFAULT_BLOCK_SIZE = 16
 
 
@@ -191,7 +191,7 @@ def run(arguments: argparse.Namespace) -> None:
     arguments : argparse.Namespace
         The options.
     """
-    targets.get(arguments.target)  # where there is no CUDA, say so before anything else
+    targets.get(arguments.target)  # raises first if CUDA is not available
     texts = _texts(arguments)
     model = load_model(arguments.model)
     prompts = [model.tokenizer.encode(text.text) for text in texts]
@@ -247,7 +247,7 @@ def _read(path: Path) -> str:
 def _limits(
     model: Model, texts: Sequence[Document], prompts: Sequence[Sequence[int]], num_tokens: int
 ) -> list[int]:
-    """Return how many tokens to generate for each text: as many as asked for, within the context."""
+    """Return how many tokens to generate for each text, within the model's context."""
     context = model.config.max_context
     for text, prompt in zip(texts, prompts, strict=True):
         if not prompt:
@@ -271,7 +271,7 @@ def _headline(model: Model, choice: CacheChoice) -> str:
 
 
 def _warm_up(model: Model, choice: CacheChoice) -> None:
-    """Make kernels ready, so that compiling is not counted as computing."""
+    """Load or compile kernels first, so that their time is not counted."""
     with kernel_progress():
         model.warm_up(choice, choice.target)
 
@@ -279,11 +279,11 @@ def _warm_up(model: Model, choice: CacheChoice) -> None:
 def _continue_sharded(
     model: Model, sharded: ShardedChoice, capacities: Sequence[int], *work: Any
 ) -> Run:
-    """Continue prompts over shards, and say how many messages they got."""
+    """Continue prompts over shards, and print the number of messages."""
     print(f"starting {sharded.shards} shards by {sharded.by}", file=sys.stderr)
     with (batch := sharded.batch(model, capacities)).cache as cache:
         warm = batch.start()
-        warm.forward([0, 0])  # so that loading kernels is not counted as computing
+        warm.forward([0, 0])  # so that the loading of kernels is not counted
         warm.step(0)
         cache.remove(warm.seq)
         before = cache.messages

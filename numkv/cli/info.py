@@ -1,4 +1,4 @@
-"""``numkv info``: what to paste into a bug report."""
+"""``numkv info``: facts for a bug report."""
 
 from __future__ import annotations
 

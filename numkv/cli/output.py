@@ -1,4 +1,4 @@
-"""What commands read and print: options, tables, sizes, progress, pictures."""
+"""Input and output of commands: options, tables, sizes, progress, pictures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from numkv.numbers import parse_size
 
 
 class Size(int):
-    """A number of bytes, and in which units sizes beside it are written: in those that it was given in.
+    """A number of bytes that remembers its units, in which related sizes are written.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ class Size(int):
 
 
 class UsageError(Exception):
-    """Something the user can put right; printed as one line."""
+    """An error that the user can correct; printed as one line."""
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -94,13 +94,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The same in Markdown."""
+    """Return the same table in Markdown."""
     rule = ["---", *["--:"] * (len(header) - 1)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))
 
 
 def wrapped(text: str, width: int = 120, indent: str = "") -> str:
-    """Lines of a paragraph, the first without `indent`; no percent sign is parted from its number."""
+    """Wrap a paragraph, with `indent` from the second line on; a percent sign stays with its number."""
     bound = text.replace(" %", "\N{NO-BREAK SPACE}%")
     lines = textwrap.fill(
         bound, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
@@ -109,16 +109,16 @@ def wrapped(text: str, width: int = 120, indent: str = "") -> str:
 
 
 def styled(text: str, style: str, stream: TextIO) -> str:
-    """Text in an ANSI style for a terminal, unless ``NO_COLOR`` is set (https://no-color.org)."""
+    """Return text in an ANSI style for a terminal, unless ``NO_COLOR`` is set (https://no-color.org)."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty()
     return text if plain else f"\x1b[{style}m{text}\x1b[0m"
 
 
 @contextmanager
 def stoppable(what: str) -> Iterator[list[bool]]:
-    """In this context Ctrl-C makes the list that it yields non-empty: work stops soon, and its results are shown.
+    """Handle Ctrl-C in this context: the first fills the yielded list, so that work can stop and show its results.
 
-    A second one interrupts at once, as does the first outside of the main thread.
+    A second Ctrl-C interrupts at once, as does the first outside of the main thread.
     """
     asked: list[bool] = []
     before = signal.getsignal(signal.SIGINT)
@@ -157,7 +157,7 @@ class SoFar:
         Parameters
         ----------
         row, column : str
-            Where.
+            Names of its row and column.
         text : str
             The cell's text.
         """
@@ -173,7 +173,7 @@ class SoFar:
 
 
 class Progress:
-    """A line on stderr that says what takes so long; work of less than a second shows none.
+    """A line on stderr that names slow work; work of less than a second shows none.
 
     On a terminal the line is redrawn in place and removed at the end. Elsewhere a new line is
     written every few seconds.
@@ -181,9 +181,9 @@ class Progress:
     Parameters
     ----------
     what : str
-        The work.
+        Name of the work.
     stream : file, optional
-        Where to write; stderr by default.
+        Output; stderr by default.
     """
 
     DELAY = 1.0
@@ -200,7 +200,7 @@ class Progress:
         self._thread = threading.Thread(target=self._draw_until_done, daemon=True)
 
     def update(self, done: int, total: int) -> None:
-        """Note how far the work is; cheap enough for any loop.
+        """Record the progress of the work; cheap enough for any loop.
 
         Parameters
         ----------
@@ -239,7 +239,7 @@ class Progress:
 
 @contextmanager
 def listening_to_kernels(tell: Callable[[str], None]) -> Iterator[None]:
-    """In this context a function is told which kernels are compiled; the library then writes no lines of its own."""
+    """Call a function with the name of each kernel compiled in this context, instead of the library's own lines."""
     logger = logging.getLogger("numkv.kernels")
     handler, level = logging.Handler(logging.INFO), logger.level
     handler.emit = lambda record: tell(record.getMessage())  # type: ignore[method-assign]
@@ -254,7 +254,7 @@ def listening_to_kernels(tell: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def kernel_progress() -> Iterator[Progress]:
-    """A `Progress` that names the kernel being compiled."""
+    """Yield a `Progress` that names the kernel being compiled."""
 
     def tell(message: str) -> None:
         verb, _, kernel = message.partition(" ")
@@ -267,13 +267,13 @@ def kernel_progress() -> Iterator[Progress]:
 
 
 def load_model(path: Path) -> Model:
-    """Load a checkpoint, and say so where it takes long."""
+    """Load a checkpoint, with a progress line."""
     with Progress(f"loading {path}") as progress:
         return Model.load(path, progress.update)
 
 
 def cpu_name() -> str:
-    """What the system calls the CPU."""
+    """Return the system's name of the CPU."""
     with suppress(OSError):
         listing = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
         for line in listing.splitlines():
@@ -283,14 +283,14 @@ def cpu_name() -> str:
 
 
 def version_of(package: str) -> str | None:
-    """The version of a package; None if it is not installed."""
+    """Return the version of a package; None if it is not installed."""
     with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return None
 
 
 def save_figure(figure: Any, path: Path, **options: Any) -> None:
-    """Write a figure of matplotlib, the same bytes each time; the suffix says in which format."""
+    """Write a figure of matplotlib reproducibly; the suffix is the format."""
     import matplotlib
 
     with matplotlib.rc_context({"svg.hashsalt": "numkv", "svg.fonttype": "none"}):
@@ -301,7 +301,7 @@ T = TypeVar("T")
 
 
 def checked(convert: Callable[[str], T], what: str) -> Callable[[str], T]:
-    """An argparse type whose error says what was expected."""
+    """Return an argparse type whose error names the expected value."""
 
     def check(text: str) -> T:
         try:
@@ -328,7 +328,7 @@ def option(
     parser: Any, name: str, meaning: str, of: Any = None, metavar: str | None = None, *,
     default: Any = None, **more: Any,
 ) -> None:  # fmt: skip
-    """Add an option, whose help ends with its default if there is one."""
+    """Add an option; its help ends with its default if there is one."""
     if of is not None:
         more["type"] = of
     if metavar is not None:
@@ -339,5 +339,5 @@ def option(
 
 
 def flag(parser: Any, name: str, meaning: str) -> None:
-    """Add an option that is there or not."""
+    """Add an option without a value."""
     parser.add_argument(name, action="store_true", help=meaning)

@@ -1,4 +1,4 @@
-"""``numkv plan``: what a model keeps of each token and of each sequence, and how many fit."""
+"""``numkv plan``: the bytes of a token and of a sequence of a model, and how many fit."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def parse_seconds(text: str) -> float:
 
 
 def plan_nodes(arguments: argparse.Namespace, needs: ModelNeeds, choice: CacheChoice) -> str:
-    """Return the tables: the best way for each number of nodes, and where heads stop paying.
+    """Return the tables: the best division for each number of nodes, and the limit of useful head parts.
 
     Parameters
     ----------
     arguments : argparse.Namespace
         The options.
     needs : ModelNeeds
-        What the model keeps.
+        Rows and states of the model.
     choice : CacheChoice
         Storage kinds.
 
@@ -97,7 +97,7 @@ def plan_nodes(arguments: argparse.Namespace, needs: ModelNeeds, choice: CacheCh
 def _load(
     needs: ModelNeeds, choice: CacheChoice, arguments: argparse.Namespace, context: int
 ) -> Load:  # fmt: skip
-    """The model as layers that are alike but for windows, which is what `ShardedKVCache` keeps."""
+    """Return the model as layers that differ only in windows, as `ShardedKVCache` requires."""
     rows = [_rows_of(layer) for layer in needs.layers if layer.type != "none"]
     first = rows[0] if rows else None
     if first is None or any(x is None or _shape(x) != _shape(first) for x in rows):
@@ -140,7 +140,7 @@ def _shape(rows: Rows) -> tuple[int, int, int]:
 
 
 def _counted(memory: Size, load: Load) -> str:
-    """What a step is made of here."""
+    """Return a sentence on the parts of a step that are counted."""
     what = "tokens/s count messages and attention"
     if not load.weights:
         return f"{what}; the model's weights are not counted (--weights), nor its arithmetic."
@@ -171,7 +171,7 @@ def _row(
 
 
 def _remarks(load: Load, network: Network) -> list[str]:
-    """Return where heads stop paying, and from which length on context does."""
+    """Return sentences on the largest useful number of head parts, and the least length for context columns."""
     found = []
     last = cost_of(load, network, 1, 1, load.batch)[0].total
     stops = load.kv_heads
@@ -208,7 +208,7 @@ def _remarks(load: Load, network: Network) -> list[str]:
 
 
 def _draw(path: Path, ways: list[Any]) -> None:
-    """Tokens a second over nodes."""
+    """Draw tokens a second over nodes."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -263,7 +263,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _safe_choice(needs: ModelNeeds) -> CacheChoice:
-    """Return the smallest kind that keys with outlier channels do not spoil."""
+    """Return the smallest kind that stays accurate for keys with outlier channels."""
     if any(rows.latent_dim for rows in needs.rows):
         return CacheChoice("bf16")
     by_channel = CacheChoice("int8_channel")
@@ -274,7 +274,7 @@ def _safe_choice(needs: ModelNeeds) -> CacheChoice:
 
 
 def plan_profile(arguments: argparse.Namespace) -> str:
-    """What a token costs in a profile of `numkv fit`, and the lines of Python that make a cache of it.
+    """Return the bytes of a token in a profile of `numkv fit`, and Python code for its cache.
 
     Parameters
     ----------
@@ -316,21 +316,21 @@ def plan_profile(arguments: argparse.Namespace) -> str:
 
 
 def cache_code(needs: ModelNeeds, choice: CacheChoice, memory: int) -> str:
-    """The lines of Python that make a cache for a model.
+    """Return Python code that makes a cache for a model.
 
     Parameters
     ----------
     needs : ModelNeeds
-        What the model keeps.
+        Rows and states of the model.
     choice : CacheChoice
-        How rows are stored.
+        Storage kinds.
     memory : int
         Bytes of the cache.
 
     Returns
     -------
     str
-        Or why there are none.
+        The code, or the reason why there is none.
     """
     k_kind, v_kind = choice.kinds
     storage: dict[str, Any] = {"kind": k_kind, "rotate": choice.rotate}
@@ -340,7 +340,7 @@ def cache_code(needs: ModelNeeds, choice: CacheChoice, memory: int) -> str:
         layers = LayerSpec.for_model(needs, **storage)
     except NumkvError as error:
         return f"    {error}"
-    said: dict[str, str] = {}  # how specs are made, and what they are called
+    said: dict[str, str] = {}  # code of specs, and their names
     names = []
     for layer, of in zip(needs.layers, layers, strict=True):
         name = f"of_layer_{of.shares}" if of.shares is not None else layer.type.partition("_")[0]
@@ -359,7 +359,7 @@ def cache_code(needs: ModelNeeds, choice: CacheChoice, memory: int) -> str:
 
 
 def _spec_code(of: LayerSpec) -> str:
-    """A `LayerSpec` as one writes it."""
+    """Return the code of a `LayerSpec`."""
     if of.shares is not None:
         return f"numkv.LayerSpec(shares={of.shares})"
     given = [] if of.num_kv_heads is None else [f"{of.num_kv_heads}, {of.head_dim}"]
@@ -375,7 +375,7 @@ def _spec_code(of: LayerSpec) -> str:
 
 
 def _repeated(names: list[str]) -> str:
-    """A list of names, the part that repeats once."""
+    """Return the code of a list of names, with a repeated part written once."""
     n = len(names)
     size = next(i for i in range(1, n + 1) if all(names[j] == names[j % i] for j in range(n)))
     parts = [_runs(names[:size]), _runs(names[n - n % size :])]
@@ -393,10 +393,10 @@ def _runs(names: list[str]) -> str:
 
 
 def _about(needs: ModelNeeds) -> list[str]:
-    """What the layers keep, alike ones together."""
+    """Describe the layers, equal ones together."""
     counts = Counter(_of_layer(needs, layer) for layer in needs.layers)
     if list(counts) == [""]:
-        return ["This model keeps nothing of its tokens."]
+        return ["This model stores nothing of its tokens."]
     return [
         f"{count} layer{'s' * (count > 1)} {what}" if what else f"{count} without a cache"
         for what, count in counts.items()
@@ -428,7 +428,7 @@ def _of_rows(rows: Rows) -> str:
 
 
 def _per_token(arguments: argparse.Namespace, needs: ModelNeeds, choices: list[CacheChoice]) -> str:
-    """Return the table of what tokens cost, by kind."""
+    """Return the table of bytes of a token, by kind."""
     memory, options = arguments.memory, _counted_with(arguments)
     full_at = needs.windows_full_at
     alike = len({(layer.rows, layer.shares) for layer in needs.layers}) == 1
@@ -457,7 +457,7 @@ def _per_token(arguments: argparse.Namespace, needs: ModelNeeds, choices: list[C
 
 
 def _counted_with(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What bytes are counted with."""
+    """Return the options of counting."""
     names = ("block_size", "source_tokens", "key_bounds")
     return {name: getattr(arguments, name) for name in names}
 
@@ -465,7 +465,7 @@ def _counted_with(arguments: argparse.Namespace) -> dict[str, Any]:
 def _per_sequence(
     arguments: argparse.Namespace, needs: ModelNeeds, choices: list[CacheChoice]
 ) -> str:
-    """Return the table of what a sequence of some length takes, and how many of them fit."""
+    """Return the table of bytes of a sequence, and how many fit."""
     contexts, options = arguments.context, _counted_with(arguments)
     if not contexts:
         most = needs.context
@@ -488,7 +488,7 @@ def _per_sequence(
 def _notes(
     arguments: argparse.Namespace, needs: ModelNeeds, choices: list[CacheChoice]
 ) -> list[str]:
-    """What is counted, and what was not understood."""
+    """Return remarks on counted and unknown entries."""
     listed = {name for choice in choices for name in choice.kinds}
     notes = []
     of_rows = [kind.name for kind in kinds() if kind.scales_per == "row" and kind.name in listed]
@@ -518,7 +518,7 @@ def _notes(
 
 
 def _choices(arguments: argparse.Namespace, needs: ModelNeeds) -> list[CacheChoice]:
-    """Return the kinds to list: those that were asked for, else all that can store such rows."""
+    """Return the kinds to list: those of the option, else all that can store such rows."""
     if arguments.kind is not None:
         asked: list[CacheChoice] = arguments.kind
         return asked
@@ -528,7 +528,7 @@ def _choices(arguments: argparse.Namespace, needs: ModelNeeds) -> list[CacheChoi
 
 
 def _needs(arguments: argparse.Namespace) -> ModelNeeds:
-    """What is in the file, overruled by sizes on the command line."""
+    """Return the needs from the file, or from sizes on the command line."""
     path = arguments.path or arguments.config
     if arguments.path is not None and arguments.config is not None:
         raise UsageError("plan takes one config, got two")

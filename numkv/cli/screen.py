@@ -1,8 +1,7 @@
-"""Shows texts while they grow, and below them what the cache does.
+"""Growing texts, and a live panel of the cache below them.
 
 The text scrolls in the upper part of a terminal, by the terminal's own margins (DECSTBM), so nothing is drawn twice.
-Where there is no terminal, or one that says it is dumb or wants no decoration (``NO_COLOR``), or a small one, there is
-no panel below.
+There is no panel without a terminal, on a dumb or small one, or with ``NO_COLOR``.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from numkv.drawing.describe import picture_of
 from numkv.drawing.picture import format_bytes, plural
 from numkv.drawing.text import has_graphics, text_of
 
-#: Control characters would move the cursor or worse; the text shows a sign in their place.
+#: Control characters could move the cursor; the text shows a sign in their place.
 _CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), 127) if code not in (9, 10)}
 _MAX_PROMPT_LINES = 20
 
 
 def show(text: str) -> None:
-    """Print text at once, whatever characters are in it.
+    """Print any text at once.
 
     Parameters
     ----------
@@ -38,17 +37,17 @@ def show(text: str) -> None:
 
 
 class Screen:
-    """Prints texts one below the other, though all of them grow at the same time.
+    """Prints texts one below the other, although all of them grow at the same time.
 
-    One text is seen growing, what is new in later ones waits until it has ended. Several texts have
-    a line with their names, as in ``head`` and ``tail``.
+    One text is shown while it grows; tokens of later texts wait until it has ended. Several texts have a line with
+    their names, as in ``head`` and ``tail``.
 
     Parameters
     ----------
     tokenizer : Tokenizer
-        Turns tokens into text.
+        Converts tokens to text.
     texts : sequence of Document
-        The texts as they are before they grow.
+        The prompts.
     """
 
     def __init__(self, tokenizer: Tokenizer, texts: Sequence[Document]) -> None:
@@ -65,7 +64,7 @@ class Screen:
         Parameters
         ----------
         text : int
-            Which text.
+            Number of the text.
         token : int or None
             Its next token; None for its end.
         """
@@ -101,12 +100,12 @@ _SAVE, _RESTORE, _DOWN = "\x1b7", "\x1b8", "\x1bD"
 
 
 class Live:
-    """The panel at the bottom of a terminal, from entering to leaving a ``with`` block.
+    """The panel at the bottom of a terminal, shown within a ``with`` block.
 
     Parameters
     ----------
     draw : callable
-        Given the tokens generated so far, the seconds and the width, the lines of the panel.
+        Returns the lines of the panel, given the tokens generated so far, the seconds and the width.
     """
 
     def __init__(self, draw: Callable[[int, float, int], Sequence[str]]) -> None:
@@ -118,13 +117,13 @@ class Live:
     def __enter__(self) -> Live:
         self._begun = time.monotonic()
         if self._size is not None:
-            # Room below the cursor, which stays where it is in its column; margins move it, so it is kept.
+            # Make room below the cursor, and save its position, because margins move it.
             _write(_DOWN * _LINES + f"\x1b[{_LINES}A" + _SAVE + self._margins() + _RESTORE)
             self._show()
         return self
 
     def token(self) -> None:
-        """Count a token, and draw the panel anew if it is time."""
+        """Count a token, and redraw the panel if it is time."""
         self._tokens += 1
         if self._size is not None and time.monotonic() - self._drawn >= _SECONDS:
             now = _size()
@@ -159,7 +158,7 @@ def _write(text: str) -> None:
 
 
 def _size() -> tuple[int, int] | None:
-    """Columns and rows, if there is a terminal to draw on."""
+    """Return columns and rows of the terminal; None if there is none to draw on."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") in ("", "dumb", "unknown"):
         return None
     try:
@@ -173,7 +172,7 @@ def _size() -> tuple[int, int] | None:
 
 
 def panel(cache: Any) -> Callable[[int, float, int], Sequence[str]]:
-    """What `Live` draws of a cache of the demo.
+    """Return the function that draws a cache of the demo, for `Live`.
 
     Parameters
     ----------
@@ -204,7 +203,7 @@ def panel(cache: Any) -> Callable[[int, float, int], Sequence[str]]:
         rule = "\N{BOX DRAWINGS LIGHT HORIZONTAL}" if graphics else "-"
         head = f"{rule * 2} {'; '.join(facts)} "
         lines = text_of(picture_of(shown), width, graphics).splitlines()[1:]
-        if len(lines) > _LINES - 1:  # of many sequences the first ones, and the legend
+        if len(lines) > _LINES - 1:  # the first of many sequences, and the legend
             lines = [*lines[: _LINES - 2], lines[-1]]
         return [head[:width].ljust(width, rule), *lines]
 

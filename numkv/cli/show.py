@@ -1,4 +1,4 @@
-"""``numkv show FILE``: what is in a saved cache."""
+"""``numkv show FILE``: draw the contents of a saved cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``numkv stream``: a text that outlives its context."""
+"""``numkv stream``: continue a text beyond its context."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _show_first_shift(model: Model, tokens: Sequence[int], shift: Shift) -> None:
-    """Print what the cache held before and after its first shift."""
-    start = len(model.tokenizer.encode(""))  # tokens that are no text
+    """Print the cache's text before and after its first shift."""
+    start = len(model.tokenizer.encode(""))  # start tokens, which are no text
     before = tokens[: shift.num_tokens]
     show(f"==> in the cache before the first shift: {len(before):,} tokens <==\n")
     show(_text(model, before[start:]) + "\n")

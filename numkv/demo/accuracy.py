@@ -1,4 +1,4 @@
-"""How far attention over a cache is from attention over the rows that were put into it.
+"""The error of attention over a cache, compared with attention over the original rows.
 
 `evaluate` measures caches on a model's predictions, this module on random rows. Each cache stores the same rows. Its
 output for the newest tokens' queries is compared with attention in float64 over the original rows.
@@ -23,19 +23,19 @@ from numkv.storage.hadamard import Rotation
 Array = NDArray[np.float64]
 
 HEAD_DIM, NUM_KV_HEADS, NUM_Q_HEADS = 128, 8, 32
-#: Tokens whose queries are measured, the newest.
+#: Number of newest tokens whose queries are measured.
 NUM_QUERIES = 8
-#: How many times the others the outlying channel is.
+#: Factor of the outlier channel over the others.
 OUTLIER = 20.0
 _OUTLYING = 42
-#: What is added to 8 channels of keys before RoPE, at least and at most: 4 pairs of each kv head.
+#: Least and largest bias, added to 8 channels of keys before RoPE: 4 pairs of each kv head.
 BIASES = (50.0, 100.0)
 _THETA, _PAIRS = 1e6, 4
-#: Keys whose sum a query of the sharp rows is.
+#: Number of keys whose sum is a query of the sharp rows.
 NUM_SOUGHT = 4
-#: What the baseline is called, without and with rotation.
+#: Names of the baseline without and with rotation.
 PER_ROW = {False: "per-row 4 bits", True: "per-row 4 bits+rotate"}
-#: Bytes of its key and value: two codes to a byte, and scales of 4 bytes, as int8 has.
+#: Bytes of the baseline's key and value: two codes to a byte, and scales of 4 bytes, as in int8.
 PER_ROW_BYTES = 2.0 * (HEAD_DIM // 2 + 4)
 
 
@@ -97,7 +97,7 @@ def _biased(num_tokens: int, first: int, end: int) -> Rows:
 
 
 def _rope(x: Array, position: int) -> Array:
-    """Rows from a position on, rotated in half-split pairs."""
+    """Apply RoPE in half-split pairs to rows from a position on."""
     half = HEAD_DIM // 2
     angles = np.outer(np.arange(position, position + len(x)), _THETA ** (-np.arange(half) / half))
     turn, (a, b) = np.exp(1j * angles)[:, None], (x[..., :half], x[..., half:])
@@ -110,7 +110,7 @@ def _heavy_tails(num_tokens: int) -> Rows:
     return Rows(np.random.default_rng(3).standard_t(3, rows.k.shape), rows.v, rows.q)
 
 
-#: What rows there are: their name, and what draws those of so many tokens, the same each time.
+#: Sets of rows by name: a function that draws the rows of a number of tokens, reproducibly.
 ROWS: dict[str, Callable[[int], Rows]] = {
     "Gaussian": _gaussian,
     "outlier": _outlier,
@@ -123,7 +123,7 @@ ROWS: dict[str, Callable[[int], Rows]] = {
 
 
 def row_shape() -> ModelConfig:
-    """A model's configuration with the sizes of the rows and one layer, for `CacheFactory`; the rest is not meant.
+    """Return a model configuration with the sizes of the rows and one layer, for `CacheFactory`.
 
     Returns
     -------
@@ -138,16 +138,16 @@ def row_shape() -> ModelConfig:
 
 
 def attended(factory: CacheFactory, rows: Rows, target: str = "cpu") -> Array:
-    """Put rows into a cache, and attend with the newest tokens' queries.
+    """Store rows in a cache, and attend with the newest tokens' queries.
 
     Parameters
     ----------
     factory : callable
         Makes the cache, such as a `CacheChoice`.
     rows : Rows
-        What goes in, in float32.
+        The rows, stored from float32.
     target : str
-        Where the cache lives.
+        Target of the cache.
 
     Returns
     -------
@@ -160,7 +160,7 @@ def attended(factory: CacheFactory, rows: Rows, target: str = "cpu") -> Array:
     heads = np.concatenate([q, rows.k, rows.v], axis=1).astype(np.float32)
     cache = factory(row_shape(), [num_tokens])
     text = cache.add()
-    # Older tokens first, as a prompt comes in pieces; then the queries' own tokens in one.
+    # Older tokens first, in chunks as of a prompt; then the queries' own tokens at once.
     older = num_tokens - num_queries
     bounds = [*range(0, older, PREFILL_CHUNK), older, num_tokens]
     for begin, end in itertools.pairwise(bounds):
@@ -173,7 +173,7 @@ def attended(factory: CacheFactory, rows: Rows, target: str = "cpu") -> Array:
 
 
 def exact_attention(k: Array, v: Array, q: Array) -> Array:
-    """Attention in float64 of the newest tokens' queries, each to the tokens up to its own.
+    """Return attention in float64 of the newest tokens' queries, each to the tokens up to its own.
 
     Parameters
     ----------
@@ -196,7 +196,7 @@ def exact_attention(k: Array, v: Array, q: Array) -> Array:
 
 
 def per_row_attention(rows: Rows, rotate: bool) -> Array:
-    """What 4 bits with one symmetric scale for each row would give: a baseline, which numkv does not store.
+    """Return attention with 4 bits and one symmetric scale for each row: a baseline that numkv does not store.
 
     Codes are -7 to 7; arithmetic is float64.
 
@@ -205,7 +205,7 @@ def per_row_attention(rows: Rows, rotate: bool) -> Array:
     rows : Rows
         Keys, values and queries.
     rotate : bool
-        Whether all of them are rotated before, and the output back.
+        Whether all of them are rotated first, and the output is rotated back.
 
     Returns
     -------
@@ -227,12 +227,12 @@ def _per_row(x: Array) -> Array:
 
 
 def relative_error(actual: Array, expected: Array) -> float:
-    """L2 norm of the difference of all outputs, relative to that of what was expected.
+    """Return the L2 norm of the difference of all outputs, relative to that of the expected outputs.
 
     Parameters
     ----------
     actual, expected : float64 arrays
-        Of one shape.
+        Outputs of one shape.
 
     Returns
     -------
@@ -242,9 +242,9 @@ def relative_error(actual: Array, expected: Array) -> float:
 
 
 def better_caches(points: Mapping[str, tuple[float, float]]) -> dict[str, str | None]:
-    """Which caches lie on the lower envelope of loss over bytes, and what is better than each of the others.
+    """Find the caches above the lower envelope of loss over bytes, and a better one for each.
 
-    A cache lies above the envelope if another one takes no more bytes and loses no more, and less of one of them.
+    A cache lies above the envelope if another one is not larger in bytes or loss, and smaller in one of them.
 
     Parameters
     ----------
@@ -254,8 +254,7 @@ def better_caches(points: Mapping[str, tuple[float, float]]) -> dict[str, str | 
     Returns
     -------
     dict of str to (str or None)
-        For each cache the one that loses least of those that are better, and of these the one of fewest bytes; None for
-        a cache on the envelope.
+        For each cache the better one with the least loss, then with the fewest bytes; None for a cache on the envelope.
     """
     found: dict[str, str | None] = {}
     for label, (size, loss) in points.items():

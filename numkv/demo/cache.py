@@ -1,4 +1,4 @@
-"""Which KV cache the demo's model runs on."""
+"""The KV caches of the demo's model."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from numkv.kinds import kinds_of
 
 
 class Step(Protocol):
-    """New tokens on their way through the layers; `numkv.Step` is one."""
+    """New tokens of a forward pass; `numkv.Step` is one."""
 
     def write(self, layer: int, qkv: Any, **options: Any) -> Any:
-        """Norm and rotate q and k, store k and v, return q; see `numkv.Step.write`."""
+        """Normalise q and k, apply RoPE, store k and v, return q; see `numkv.Step.write`."""
 
     def attention(self, layer: int, q: Any) -> Any:
         """Attend with queries of the new tokens."""
 
 
 class Cache(Protocol):
-    """What the forward pass asks of the cache of all layers; `numkv.PagedKVCache` is one."""
+    """The cache of all layers, as the forward pass uses it; `numkv.PagedKVCache` is one."""
 
     def add(self, tokens: Any = None) -> int:
-        """Add a text, with what is cached already of a prompt; return its number."""
+        """Add a text, reuse the cached prefix of its prompt, and return its number."""
 
     def length(self, seq: int) -> int:
-        """Tokens of a text."""
+        """Return the tokens of a text."""
 
     def truncate(self, seq: int, length: int) -> None:
-        """Forget all but the first tokens of a text."""
+        """Drop all but the first tokens of a text."""
 
     def reserve(self, sequences: Iterable[int], new_lens: Any) -> Any:
         """Return a `Step` of new tokens of some texts."""
@@ -45,10 +45,10 @@ class Cache(Protocol):
         """Keep the tokens of a step."""
 
     def rollback(self, step: Any) -> None:
-        """Forget the tokens of a step."""
+        """Drop the tokens of a step."""
 
 
-# What may follow a kind.
+# Options after a kind.
 _OPTION_NAMES = ("rotate", "window", "sinks")
 _OPTION = re.compile("(rotate)|(window|sinks)([0-9]+)")
 
@@ -64,7 +64,7 @@ class LayerCache:
     layers : sequence of Layer or CompressedLayer
         From the first layer to the last.
     **attending
-        What attention is told beside queries.
+        Options of attention.
     """
 
     def __init__(self, layers: Sequence[Layer | CompressedLayer], **attending: Any) -> None:
@@ -72,7 +72,7 @@ class LayerCache:
         self.attending = attending
 
     def add(self, tokens: Any = None) -> int:
-        """Return the number of the one text; nothing is known of its prompt."""
+        """Return the number of the only text; no prefix is reused."""
         return 0
 
     def length(self, seq: int) -> int:
@@ -85,14 +85,14 @@ class LayerCache:
             layer.truncate(length)
 
     def reserve(self, sequences: Iterable[int], new_lens: Any) -> _LayerStep:
-        """Start a step; the layers find out for themselves whether there is room."""
+        """Start a step; the layers check the room themselves."""
         return _LayerStep(self)
 
     def commit(self, step: _LayerStep, *, token_ids: Any = None) -> None:
-        """Keep the tokens of a step, which the layers have done."""
+        """Do nothing: the layers have stored the tokens already."""
 
     def rollback(self, step: _LayerStep) -> None:
-        """Forget the tokens of a step, also where only some layers have them."""
+        """Drop the tokens of a step, also if only some layers have them."""
         self.truncate(0, step.start)
 
 
@@ -104,7 +104,7 @@ class _LayerStep:
         self.start = cache.length(0)
 
     def write(self, layer: int, qkv: Any, **options: Any) -> Any:
-        """Norm and rotate q and k, store k and v, return q."""
+        """Normalise q and k, apply RoPE, store k and v, return q."""
         return self._cache.layers[layer].write(qkv, **options)
 
     def attention(self, layer: int, q: Any) -> Any:
@@ -115,9 +115,9 @@ class _LayerStep:
 def rotated(
     qkv: Any, start: int, head_dim: int, target: str, *, num_q_heads: int, **options: Any
 ) -> tuple[Any, Any, Any]:
-    """q, k and v ``(num_tokens, heads, head_dim)`` of new tokens from a position on, normed and rotated, in float32.
+    """Return q, k and v ``(num_tokens, heads, head_dim)`` of new tokens, normalised and with RoPE, in float32.
 
-    A layer that holds these tokens alone does it, for caches that do not.
+    A layer with these tokens alone computes them, for caches without a fused write.
     """
     num_kv_heads = (qkv.shape[1] // head_dim - num_q_heads) // 2
     layer = numkv.ContiguousLayer(len(qkv), num_kv_heads, head_dim, kind="fp32", target=target)
@@ -128,7 +128,7 @@ def rotated(
 
 @dataclass(frozen=True)
 class Sharing:
-    """How the texts in a paged cache share its blocks.
+    """The sharing of blocks by the texts in a paged cache.
 
     Attributes
     ----------
@@ -149,12 +149,12 @@ class Sharing:
 
     @classmethod
     def of(cls, cache: numkv.PagedKVCache) -> Sharing:
-        """Look at a cache.
+        """Count the blocks of a cache.
 
         Parameters
         ----------
         cache : numkv.PagedKVCache
-            A cache whose layers all attend to everything, without forks: shared blocks are full.
+            A cache without windows and forks, so that shared blocks are full.
 
         Returns
         -------
@@ -175,7 +175,7 @@ class CacheChoice:
     kind : str
         Storage kind of K and V, or of K.
     v_kind : str, optional
-        That of V where it differs.
+        Storage kind of V, if it differs.
     target : str
         ``"cpu"`` or ``"cuda"``.
     block_size : int, optional
@@ -183,7 +183,7 @@ class CacheChoice:
     rotate : bool
         Whether rows are rotated before they are quantised; contiguous caches only, as are the next two.
     window, sinks : int
-        The newest and the first tokens, which are kept in full precision.
+        Number of newest and of first tokens in full precision.
     """
 
     kind: str = "fp32"
@@ -235,12 +235,12 @@ class CacheChoice:
 
     @property
     def kinds(self) -> tuple[str, str]:
-        """Kinds of K and of V."""
+        """Return the kinds of K and of V."""
         return self.kind, self.v_kind or self.kind
 
     @property
     def options(self) -> dict[str, Any]:
-        """What else than kinds a contiguous layer is told: only what has been asked for."""
+        """Return the set options of a contiguous layer, in addition to kinds."""
         found: dict[str, Any] = {"rotate": True} if self.rotate else {}
         if self.window or self.sinks:
             found["full_precision"] = numkv.FullPrecision(self.window, self.sinks)
@@ -260,14 +260,14 @@ class CacheChoice:
     def bytes_per_token(
         self, num_kv_heads: int, head_dim: int, head_dim_v: int | None = None
     ) -> int:
-        """Bytes that a token costs in one layer, scales included, where it is not kept in full precision.
+        """Return the bytes of a token in one layer, scales included, without full precision.
 
         Parameters
         ----------
         num_kv_heads, head_dim : int
             Sizes of the layer.
         head_dim_v : int, optional
-            Elements of a V row, where they differ from those of a K row.
+            Elements of a V row, if they differ from those of a K row.
 
         Returns
         -------
@@ -277,14 +277,14 @@ class CacheChoice:
         return num_kv_heads * (k.row_bytes(head_dim) + v.row_bytes(head_dim_v or head_dim))
 
     def bytes_at(self, config: ModelConfig, num_tokens: int) -> float:
-        """Bytes of a token in all layers of a full cache, with its share of what is kept in full precision.
+        """Return the bytes of a token in all layers of a full cache, with its share of full-precision tokens.
 
         Parameters
         ----------
         config : ModelConfig
             Sizes of the model.
         num_tokens : int
-            Tokens of the one text that the cache has room for.
+            Tokens of the only text.
 
         Returns
         -------
@@ -293,7 +293,7 @@ class CacheChoice:
         return self._layer(config, num_tokens).nbytes * config.num_layers / num_tokens
 
     def __call__(self, config: ModelConfig, capacities: Sequence[int]) -> Cache:
-        """Make a cache for texts of so many tokens each."""
+        """Make a cache for texts with these capacities."""
         if self.block_size is not None:
             if self.options:
                 raise numkv.NotSupported(
@@ -311,7 +311,7 @@ class CacheChoice:
         return LayerCache([self._layer(config, capacities[0]) for _ in range(config.num_layers)])
 
     def layers(self, config: ModelConfig) -> list[numkv.LayerSpec]:
-        """What the layers of a model keep in a cache in blocks."""
+        """Return the layer descriptions of a paged cache."""
         kind, v_kind = self.kinds
         sizes = (config.num_kv_heads, config.head_dim)
         return [numkv.LayerSpec(*sizes, kind=kind, v_kind=v_kind)] * config.num_layers
@@ -325,7 +325,7 @@ class CacheChoice:
 
 
 class CompressedLayer:
-    """What `LayerCache` asks of a layer, with heads in a compressor.
+    """A layer of a `LayerCache` whose heads are in a compressor.
 
     Parameters
     ----------
@@ -345,11 +345,11 @@ class CompressedLayer:
         return len(self.compressor)
 
     def truncate(self, length: int) -> None:
-        """Forget all but the first tokens."""
+        """Drop all but the first tokens."""
         self.compressor.truncate(length)
 
     def write(self, qkv: Any, **options: Any) -> Any:
-        """Norm and rotate q and k, compress k and v, return q."""
+        """Normalise q and k, apply RoPE, compress k and v, return q."""
         start, count = self.seq_len, len(qkv)
         if start + count > self.capacity:
             raise numkv.CacheFull(
@@ -368,14 +368,14 @@ class CompressedLayer:
 
 @dataclass(frozen=True)
 class CompressorChoice:
-    """How heads are compressed; calling it makes the cache of a model.
+    """A compressor of heads; calling it makes the cache of a model.
 
     Parameters
     ----------
     bits : int
         Bits of a code.
     sketch : bool
-        Whether keys have a sketch too, of a sign for each element.
+        Whether keys also have a sketch, with a sign for each element.
     target : str
         ``"cpu"`` or ``"cuda"``.
     """
@@ -390,16 +390,16 @@ class CompressorChoice:
         return f"codes{self.bits}{'+sketch' if self.sketch else ''}"
 
     def config(self, head_dim: int) -> numkv.CompressorConfig:
-        """The compressors' config, for keys and values of so many elements."""
+        """Return the compressors' config for a head dim."""
         return numkv.CompressorConfig(head_dim, self.bits, head_dim if self.sketch else None)
 
     def bytes_at(self, config: ModelConfig, num_tokens: int) -> float:
-        """Bytes of a token in all layers, however many there are; see `CacheChoice.bytes_at`."""
+        """Return the bytes of a token in all layers; see `CacheChoice.bytes_at`."""
         one = numkv.MultiHeadCompressor(config.num_kv_heads, self.config(config.head_dim))
         return float(config.num_layers * one.bytes_per_token)
 
     def __call__(self, config: ModelConfig, capacities: Sequence[int]) -> Cache:
-        """Make a cache for one text of so many tokens."""
+        """Make a cache for one text with this capacity."""
         capacity, of = _capacity(self, capacities), self.config(config.head_dim)
         options: dict[str, Any] = {"num_q_heads": config.num_q_heads, "target": self.target}
         return LayerCache(
@@ -416,13 +416,13 @@ class CompressorChoice:
 class NewestChoice:
     """The newest tokens in fp16, and no others; calling it makes the cache of a model.
 
-    It shows what dropping rows costs, beside what rounding them does. Attention has a window; the tokens before it are
-    in memory here, but a cache that drops them would do the same, and only those in the window are counted.
+    It shows the cost of dropping rows, compared with rounding them. Attention has a window. Tokens before it stay in
+    memory here but are not counted, because a cache that drops them would have the same results.
 
     Parameters
     ----------
     window : int
-        How many tokens a query sees, its own included.
+        Tokens that a query sees, its own included.
     target : str
         ``"cpu"`` or ``"cuda"``.
     """
@@ -436,12 +436,12 @@ class NewestChoice:
         return f"last{self.window}"
 
     def bytes_at(self, config: ModelConfig, num_tokens: int) -> float:
-        """Bytes of the window in all layers, by token of a text of so many; see `CacheChoice.bytes_at`."""
+        """Return the bytes of the window in all layers, divided by the tokens; see `CacheChoice.bytes_at`."""
         one = numkv.kind("fp16").bytes_per_token(config.num_kv_heads, config.head_dim)
         return config.num_layers * one * min(1.0, self.window / num_tokens)
 
     def __call__(self, config: ModelConfig, capacities: Sequence[int]) -> Cache:
-        """Make a cache for one text of so many tokens."""
+        """Make a cache for one text with this capacity."""
         sizes = (_capacity(self, capacities), config.num_kv_heads, config.head_dim)
         layers = [
             numkv.ContiguousLayer(*sizes, kind="fp16", target=self.target)
@@ -454,14 +454,14 @@ AnyChoice = CacheChoice | CompressorChoice | NewestChoice
 
 
 def _capacity(choice: AnyChoice, capacities: Sequence[int]) -> int:
-    """Return the tokens of the one text that a cache is for."""
+    """Return the capacity for the only text."""
     if len(capacities) != 1:
         raise numkv.NotSupported(f"{choice.label}: expected one text, got {len(capacities)}")
     return capacities[0]
 
 
 def parse_cache(text: str) -> AnyChoice:
-    """Read storage kinds, ``"codes4"`` or ``"codes4+sketch"`` of a compressor, or ``"last512"``, the newest tokens.
+    """Parse storage kinds, ``"codes4"`` or ``"codes4+sketch"`` of a compressor, or ``"last512"``, the newest tokens.
 
     Parameters
     ----------

@@ -23,17 +23,17 @@ from numkv.snapshots.fields import Damaged
 
 
 class CheckpointError(NumkvError, ValueError):
-    """A checkpoint lacks something, or holds something that does not fit its configuration."""
+    """A checkpoint is incomplete, or has parts that do not fit its configuration."""
 
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """How Llama 3.1 stretches the low rotary frequencies to a longer context.
+    """Llama 3.1's scaling of low rotary frequencies to a longer context.
 
     Attributes
     ----------
     factor : float
-        What frequencies of long wavelength are divided by.
+        Divisor of frequencies of long wavelength.
     low_freq_factor, high_freq_factor : float
         Wavelengths above ``original / low`` are divided, those below ``original / high`` are kept,
         and those in between are blended.
@@ -60,15 +60,15 @@ class ModelConfig:
     num_q_heads, num_kv_heads, head_dim : int
         Sizes of its attention.
     max_context : int
-        Positions that the model was made for.
+        The model's context length.
     rms_norm_eps, rope_theta : float
-        Constants of the norms and of the rotation.
+        Constants of the norms and of RoPE.
     rope_scaling : Llama3Scaling or None
-        How the rotation is stretched.
+        Scaling of RoPE.
     tied_embeddings : bool
         Whether the output matrix is the embedding.
     bos_token : int or None
-        Token that every text starts with.
+        First token of every text.
     eos_tokens : tuple of int
         Tokens that end a text.
     """
@@ -112,9 +112,9 @@ class ModelConfig:
         FileNotFoundError
             If there is no ``config.json``.
         CheckpointError
-            If an entry is missing or makes no sense.
+            If an entry is missing or invalid.
         NotSupported
-            If the model is none that this forward pass computes.
+            If this forward pass does not support the model.
         """
         content = read_json(directory / "config.json")
         generation = directory / "generation_config.json"
@@ -182,7 +182,7 @@ class ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file that must hold an object.
+    """Read a JSON file that must contain an object.
 
     Parameters
     ----------
@@ -196,7 +196,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises
     ------
     CheckpointError
-        If the file is no JSON, or no object.
+        If the file is not a JSON object.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -219,7 +219,7 @@ def _positive_int(content: dict[str, Any], key: str, default: int | None = None)
 
 
 def _refuse_variants(content: dict[str, Any]) -> None:
-    """Raise `NotSupported` for members of the families that the forward pass does not compute."""
+    """Raise `NotSupported` for variants of the families that the forward pass does not support."""
     for key in ("attention_bias", "mlp_bias", "use_sliding_window", "quantization_config"):
         if content.get(key):
             raise NotSupported(f"config.json: {key} = {content[key]!r} is not supported")
@@ -255,7 +255,7 @@ Progress = Callable[[int, int], None]
 _FLOATS = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("<f2")} | {
     name: DTYPES[name] for name in ("F32", "F64")
 }
-#: What tensors may be that nobody takes.
+#: Tensors that may stay unused.
 _OTHERS = {name: np.dtype(x) for name, x in {
     "BOOL": "u1", "I16": "<i2", "U32": "<u4", "U64": "<u8", "F8_E4M3": "u1", "F8_E5M2": "u1",
 }.items()}  # fmt: skip
@@ -301,11 +301,11 @@ class Weights:
     embedding : ndarray
         ``(vocab_size, hidden_size)``.
     layers : tuple of LayerWeights
-        From the first layer to the last.
+        All layers, in order.
     norm : ndarray
         Scales ``(hidden_size,)`` of the last norm.
     output : ndarray
-        ``(vocab_size, hidden_size)``; the embedding itself where the two are tied.
+        ``(vocab_size, hidden_size)``; the embedding itself if the two are tied.
     """
 
     embedding: Array
@@ -324,7 +324,7 @@ class Weights:
 
 
 class _TensorFiles:
-    """The tensors of a folder by name; each is taken once, and `finish` raises if one is left."""
+    """The tensors of a folder by name; each is taken once, and `finish` rejects unused ones."""
 
     def __init__(self, directory: Path, progress: Progress | None) -> None:
         index = directory / "model.safetensors.index.json"
@@ -384,7 +384,7 @@ class _TensorFiles:
         return stacked
 
     def finish(self, tied: bool) -> None:
-        """Raise if a tensor that would matter was not taken."""
+        """Raise an error if a relevant tensor was not taken."""
         left = sorted(
             name
             for name in self._owner

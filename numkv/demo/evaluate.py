@@ -1,4 +1,4 @@
-"""What a cache kind costs in quality: bits per byte, KL divergence and top-1 agreement.
+"""The quality of cache kinds: bits per byte, KL divergence and top-1 agreement.
 
 The texts are modules of the standard library that the bundled model never saw. They are cut into windows of the model's
 whole context. Every window runs through the reference cache and all caches to judge, so all of them see the same
@@ -44,7 +44,7 @@ class Document:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The held-out modules as the running Python has them.
+    """The held-out modules in the running Python's versions.
 
     Attributes
     ----------
@@ -65,7 +65,7 @@ class HeldOut:
 
     @property
     def is_reference(self) -> bool:
-        """Whether this is the reference text to the byte."""
+        """Return whether all bytes equal the reference text."""
         return not self.changed and not self.missing
 
     def __str__(self) -> str:
@@ -112,16 +112,16 @@ def held_out(listing: Path = BUNDLED_MODEL / "heldout.json", root: Path | None =
 
 @dataclass(frozen=True)
 class Score:
-    """How a cache did.
+    """The score of a cache.
 
     Attributes
     ----------
     label : str
         Name of the cache.
     num_tokens, num_bytes : int
-        How much text was predicted.
+        Predicted tokens and bytes of the text.
     bits_per_byte : float
-        Bits the model needs for a byte of the text, with this cache.
+        Cross entropy of the text in bits per byte, with this cache.
     kl_divergence : float
         Mean over tokens of the divergence of the predicted distribution from the reference's, in
         nats.
@@ -168,27 +168,27 @@ def evaluate(
     Parameters
     ----------
     model : Model
-        The ruler.
+        The model.
     documents : sequence of Document
-        Texts.
+        The texts.
     caches : mapping of str to callable
-        What to judge: a name, and what makes the cache, such as a `CacheChoice`.
+        Factories of the caches by name, such as a `CacheChoice`.
     context : int, optional
         Tokens in a window; the model's whole context by default.
     windows : int, optional
-        At most so many windows of each text, at even distances, and not the first, which has no context before it,
-        where there are others; all of them by default.
+        Most windows of each text, at even distances, without the first if there are others, because it has no context
+        before it. By default all windows are measured.
     reference : callable, optional
-        The cache that predictions are compared with; fp32 by default.
+        Factory of the reference cache; fp32 by default.
     target : str
-        Where all the caches live.
+        Target of all caches.
     chunk : int
-        Tokens that are computed at once. Only caches whose tokens change as they get older can tell: those that
-        quantise what leaves a window of recent tokens do so before the chunk's first queries.
+        Tokens that are computed at once. It matters only for caches with a full-precision window: they quantise the
+        tokens that leave it before the chunk's first queries.
     progress : callable, optional
         Called with the number of tokens done and their total.
     enough : callable, optional
-        Asked after each window whether to leave out those that are left.
+        Called after each window; returns whether to skip the rest.
 
     Returns
     -------
@@ -248,7 +248,7 @@ def evaluate(
 
 
 def _some(windows: list[tuple[int, int, int]], most: int | None) -> list[tuple[int, int, int]]:
-    """At most so many of the windows, at even distances."""
+    """Return at most `most` windows, at even distances."""
     if most is None:
         return windows
     later = windows[1:] or windows
@@ -259,7 +259,7 @@ def _some(windows: list[tuple[int, int, int]], most: int | None) -> list[tuple[i
 def _num_bytes(
     model: Model, document: Document, scored: Sequence[NDArray[np.int64]], whole: bool
 ) -> int:
-    """Bytes of a text that are predicted."""
+    """Return the predicted bytes of a text."""
     if whole:
         return len(document.text.encode())
     size = 0
@@ -271,7 +271,7 @@ def _num_bytes(
 
 
 def _windows(num_tokens: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """Windows ``[begin, end)`` of inputs, and the first input whose prediction is scored."""
+    """Yield windows ``[begin, end)`` of inputs, and the first input whose prediction is scored."""
     first = 0
     for begin in range(0, num_tokens - 1, size // 2):
         end = min(begin + size, num_tokens - 1)
@@ -284,7 +284,7 @@ def _windows(num_tokens: int, size: int) -> Iterator[tuple[int, int, int]]:
 def _score(
     sessions: list[Session], sums: list[_Sums], tokens: NDArray[np.int64], skip: int
 ) -> None:
-    """Run all but the last of `tokens`; score their predictions but the first `skip`."""
+    """Run all but the last of `tokens`, and score their predictions without the first `skip`."""
     inputs, targets = tokens[:-1], tokens[1 + skip :]
     expected: Array | None = None
     for session, total in zip(sessions, sums, strict=True):
@@ -300,7 +300,7 @@ def _score(
 
 
 def log_softmax(logits: Array) -> Array:
-    """Logarithms of probabilities, in float64.
+    """Return logarithms of probabilities, in float64.
 
     Parameters
     ----------
@@ -316,18 +316,18 @@ def log_softmax(logits: Array) -> Array:
     return result
 
 
-#: By what `with_outliers` multiplies, for reports.
+#: Factors of `with_outliers` in reports.
 OUTLIER_FACTORS = (1, 16, 64)
-#: Tokens of a window, and bytes of the text, on which that is measured.
+#: Tokens of a window, and bytes of the text, for measurements with outliers.
 OUTLIER_CONTEXT, OUTLIER_BYTES = 640, 2600
 
 
 def with_outliers(model: Model, factor: int) -> Model:
-    """A model with outlier channels in its keys that computes what it did before: a judge of storage kinds.
+    """Return an equivalent model with outlier channels in its keys, to compare storage kinds.
 
     Keys of many trained models have a few channels 10 to 100 times as large as the others, by biases (Qwen2 and 2.5) or
-    by weights of norms. The bundled model has none, so it cannot tell kinds that break on them. Here one RoPE pair of
-    all keys is multiplied by a power of two, and that of all queries divided by it: scores are the same, keys are not.
+    by weights of norms. The bundled model has none, so it cannot detect kinds that fail on them. Here one RoPE pair of
+    all keys is multiplied by a power of two, and that of all queries divided by it: scores stay equal, keys change.
 
     Parameters
     ----------
@@ -339,7 +339,7 @@ def with_outliers(model: Model, factor: int) -> Model:
     Returns
     -------
     Model
-        Its predictions over an fp32 cache are the same.
+        The changed model, with equal predictions over an fp32 cache.
     """
     scale = np.ones(model.config.head_dim, np.float32)
     scale[[model.config.head_dim // 2 - 3, -3]] = factor
@@ -356,6 +356,6 @@ def _scaled(config: ModelConfig, layer: LayerWeights, scale: np.ndarray) -> Laye
 
 
 def beginning(document: Document) -> Document:
-    """Return the first bytes of a text, on which that is measured: kinds differ by far more than texts."""
+    """Return the beginning of a text, which is enough: kinds differ by far more than texts."""
     text = document.text.encode()[:OUTLIER_BYTES].decode(errors="ignore")
     return Document(document.name, text)

@@ -1,9 +1,9 @@
-"""Choose storage kinds for each layer of a model, K and V apart, by what they change in its predictions.
+"""Choose storage kinds for K and for V of each layer of a model, by their effect on its predictions.
 
 Each kind of each side of each layer is tried alone, in a cache without other rounding. Its cost is the Kullback-Leibler
-divergence of the next token's probabilities, in nats a token. Costs are taken to add up. From the fewest bytes on, the
-layer is widened next that saves most divergence for a byte, until the budget is spent. What comes out is measured as a
-whole, beside the same kinds in all layers, on text that had no part in the choice.
+divergence of the next token's probabilities, in nats a token. Costs are assumed to add up. The search starts from the
+fewest bytes. It always widens the layer that saves most divergence for a byte, until the budget is spent. The result is
+measured as a whole, and compared with uniform kinds, on other text than that of the choice.
 """
 
 from __future__ import annotations
@@ -26,41 +26,41 @@ from numkv.kinds import kind
 
 Layers = Sequence[LayerSpec]
 Progress = Callable[[int, int], None]
-#: Kinds that are tried unless others are asked for; and those of keys by channel, where caches take them.
+#: Kinds that are tried by default, and those of keys by channel, for caches that support them.
 K_KINDS, V_KINDS = ("bf16", "int8", "int4"), ("int8", "int4")
 CHANNEL_KINDS = ("int8_channel", "int4_channel_fine", "int4_channel")
-#: Caches that are measured together, as they share the reference.
+#: Number of caches that are measured together, because they share the reference.
 _TOGETHER = 8
 
 
 class Judge(Protocol):
-    """A model and its texts: what kinds are tried on."""
+    """A model and the texts on which kinds are tried."""
 
     @property
     def name(self) -> str:
-        """What the model is called."""
+        """Return the name of the model."""
 
     @property
     def layers(self) -> Layers:
-        """The layers that have rows, stored as the model computes them."""
+        """Return the layers with rows, in the model's own dtype."""
 
     def divergences(self, candidates: Sequence[Layers], held_out: bool) -> list[float]:
-        """Mean KL of predictions over each cache from those over `layers`, in nats a token."""
+        """Return the mean KL of predictions over each cache from those over `layers`, in nats a token."""
 
     def rows(self) -> list[tuple[Any, Any]]:
-        """K and V ``(num_tokens, num_kv_heads, head_dim)`` of each layer, of the beginning of a text, in floats."""
+        """Return K and V ``(num_tokens, num_kv_heads, head_dim)`` of each layer, for the beginning of a text."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a layer may be stored.
+    """Storage kinds of a layer.
 
     Attributes
     ----------
     kind, v_kind : str
         Kinds of K and of V.
     rotate : bool
-        Whether rows are rotated before.
+        Whether rows are rotated first.
     """
 
     kind: str
@@ -73,26 +73,26 @@ class Way:
 
     @property
     def is_even(self) -> bool:
-        """Whether K and V have as many bits."""
+        """Return whether K and V have equal bits."""
         return kind(self.kind).of_rows == self.v_kind
 
     def of(self, layer: LayerSpec) -> LayerSpec:
-        """A layer stored in this way."""
+        """Return a layer with these kinds."""
         return replace(layer, kind=self.kind, v_kind=self.v_kind, rotate=self.rotate)
 
 
 @dataclass(frozen=True)
 class Judged:
-    """Layers as they were measured together.
+    """The measurement of all layers together.
 
     Attributes
     ----------
     label : str
-        What they are called.
+        Name of their kinds.
     profile : Profile
         The layers.
     divergence : float
-        On the text that had no part in the choice, in nats a token.
+        KL divergence on other text than that of the choice, in nats a token.
     """
 
     label: str
@@ -102,22 +102,22 @@ class Judged:
 
 @dataclass(frozen=True)
 class Fit:
-    """What `fit` found.
+    """The result of `fit`.
 
     Attributes
     ----------
     chosen : Judged
-        The best that takes no more bytes than the budget.
+        The best choice within the budget.
     ways : tuple of Way
-        How it stores each layer.
+        Its kinds of each layer.
     costs : tuple of dict
-        Of each layer, the divergence of each way that was tried.
+        For each layer, the divergence of each tried `Way`.
     spreads : tuple of (float, float)
-        How wide the channels of K and of V of each layer are: see `spread`.
+        For each layer, the spread of channels of K and of V: see `spread`.
     uniform : tuple of Judged
-        One way for all layers, for each that gives K and V as many bits.
+        Equal kinds in all layers, for each `Way` with equal bits of K and V.
     budget : int
-        Bytes that a token may take.
+        Most bytes of a token.
     """
 
     chosen: Judged
@@ -129,10 +129,10 @@ class Fit:
 
 
 def spread(rows: NDArray[Any]) -> float:
-    """How many times as large the widest channel of rows ``(num_tokens, num_kv_heads, head_dim)`` is as the median one.
+    """Return the ratio of the widest channel of rows ``(num_tokens, num_kv_heads, head_dim)`` to the median one.
 
-    A channel is as wide as its largest element; the head with the largest ratio counts. Rows of 8 bits or fewer whose
-    scale is shared by all channels lose the small ones where it is much above 10.
+    The width of a channel is its largest element; the head with the largest ratio counts. Far above 10, rows of 8 bits
+    or fewer with one scale for all channels lose the small channels.
     """
     size = np.abs(rows).max(axis=0).astype(np.float64)
     middle = np.median(size, axis=-1)
@@ -140,7 +140,7 @@ def spread(rows: NDArray[Any]) -> float:
 
 
 def ways(of_k: Sequence[str] = K_KINDS, of_v: Sequence[str] = V_KINDS) -> list[Way]:
-    """What is tried for a layer: kinds of K beside kinds of V, and where both are quantised, rotated too."""
+    """Return the combinations of kinds of K and of V, also with rotation if both are quantised."""
     found = [Way(k, v) for k in of_k for v in of_v]
     both = [way for way in found if kind(way.kind).has_scales and kind(way.v_kind).has_scales]
     return found + [replace(way, rotate=True) for way in both if not kind(way.kind).group_tokens]
@@ -154,21 +154,21 @@ def fit(
     progress: Progress | None = None,
     told: Callable[[int, Mapping[Way, float]], None] = lambda layer, costs: None,
 ) -> Fit:
-    """Choose how each layer of a model is stored.
+    """Choose the storage kinds of each layer of a model.
 
     Parameters
     ----------
     judge : Judge
         The model and its texts.
     budget : int
-        Bytes that a token's rows may take in all layers, scales included; newest tokens that keys by channel have in
+        Most bytes of a token's rows in all layers, scales included. The newest tokens that keys by channel store in
         full are not counted.
     tried : sequence of Way, optional
-        What each layer may be stored as; `ways` by default.
+        The kinds to try in each layer; `ways` by default.
     progress : callable, optional
         Called with the number of measurements done and their total.
     told : callable, optional
-        Called with the number of each layer and what each way costs in it, as soon as that is measured.
+        Called with the number of each layer and the costs of its kinds, as soon as they are measured.
 
     Returns
     -------
@@ -177,7 +177,7 @@ def fit(
     Raises
     ------
     ValueError
-        If nothing that is tried is as small as the budget.
+        If no tried kind is within the budget.
     """
     layers = judge.layers
     tried = ways() if tried is None else tried
@@ -221,7 +221,7 @@ def fit(
 
     measure(alone, False, add_layers)
     fitting: list[list[Way]] = []
-    for rotate in (False, True):  # one or the other in all layers, as a `PagedKVCache` has it
+    for rotate in (False, True):  # equal in all layers, as in a `PagedKVCache`
         of_layers = [{way: x for way, x in of.items() if way.rotate == rotate} for of in costs]
         if least_bytes(layers, of_layers) <= budget:
             fitting.append(choose(layers, of_layers, budget))
@@ -252,7 +252,7 @@ def fit(
 
 
 def least_bytes(layers: Layers, costs: Sequence[dict[Way, float]]) -> int:
-    """Bytes of a token where each layer takes as few as it may."""
+    """Return the bytes of a token with the smallest kinds of each layer."""
     return sum(
         min((Profile([way.of(layer)]).bytes_per_token for way in of), default=2**62)
         for layer, of in zip(layers, costs, strict=True)
@@ -260,16 +260,16 @@ def least_bytes(layers: Layers, costs: Sequence[dict[Way, float]]) -> int:
 
 
 def choose(layers: Layers, costs: Sequence[dict[Way, float]], budget: int) -> list[Way]:
-    """Widen layers from the fewest bytes on, always where a byte saves most.
+    """Widen layers from the fewest bytes on, always the layer in which a byte saves most.
 
     Parameters
     ----------
     layers : sequence of LayerSpec
         The layers.
     costs : sequence of dict
-        What each way costs in each layer.
+        For each layer, the cost of each `Way`.
     budget : int
-        Bytes of a token, as many as the smallest ways take or more.
+        Most bytes of a token, at least those of the smallest kinds.
 
     Returns
     -------
@@ -286,7 +286,7 @@ def choose(layers: Layers, costs: Sequence[dict[Way, float]], budget: int) -> li
         for size, cost, _, way in points:
             if hull and (cost >= hull[-1][1] or size == hull[-1][0]):
                 continue
-            # What saves less for a byte than what comes behind it is left out.
+            # Keep only the convex hull: leave out points that save less for a byte than the next one.
             while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], (size, cost)):
                 hull.pop()
             hull.append((size, cost, way))
@@ -308,7 +308,7 @@ def choose(layers: Layers, costs: Sequence[dict[Way, float]], budget: int) -> li
 
 
 def _slope(a: Sequence[Any], b: Sequence[Any]) -> float:
-    """Divergence that each byte from one point to the next saves."""
+    """Return the divergence saved for each byte from one point to the next."""
     return float((a[1] - b[1]) / (b[0] - a[0]))
 
 
@@ -317,7 +317,7 @@ def _all(layers: Layers, found: Sequence[Way]) -> list[LayerSpec]:
 
 
 def _with_side(layers: Layers, i: int, kind: str, v_kind: str, rotate: bool) -> list[LayerSpec]:
-    """The layers as the model computes them, but for one side of one."""
+    """Return the layers in the model's own dtype, except for one side of one layer."""
     made = [replace(layer, rotate=rotate) for layer in layers]
     made[i] = replace(made[i], kind=kind or made[i].kind, v_kind=v_kind or made[i].v_kind)
     return made
@@ -331,13 +331,13 @@ class DemoJudge:
     model : Model
         The model.
     texts, held_out : sequence of Document
-        What kinds are chosen by, and what the choice is measured on.
+        Texts of the choice, and texts of its measurement.
     context : int
         Tokens in a window.
     windows : int, optional
-        At most so many windows of each text.
+        Most windows of each text.
     name : str
-        What the model is called.
+        Name of the model.
     """
 
     def __init__(
@@ -365,7 +365,7 @@ class DemoJudge:
         return [score.kl_divergence for score in scores[1:]]
 
     def rows(self) -> list[tuple[Any, Any]]:
-        """See `Judge.rows`; of the first window."""
+        """Return the rows of the first window; see `Judge.rows`."""
         ids = self._model.tokenizer.encode(self._texts[0][0].text)[: self._context]
         session = self._model.start(len(ids), CacheChoice("fp32"))
         session.forward(ids)

@@ -1,4 +1,4 @@
-"""Chooses the next token, again and again."""
+"""Text generation: the choice of the next token."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from numkv.demo.model import Session
 
 @dataclass(frozen=True)
 class Choice:
-    """A token that was chosen for a text, and from what.
+    """A token chosen for a text, and its logits.
 
     Attributes
     ----------
     text : int
-        Which text.
+        Number of the text.
     token : int or None
-        The token; None where the text has ended.
+        The token; None if the text has ended.
     logits : ndarray
         ``(vocab_size,)``, before temperature and top-k.
     """
@@ -35,7 +35,7 @@ class Chooser(Protocol):
     """Chooses the next token of a text."""
 
     def choose(self, logits: NDArray[np.floating[Any]]) -> int:
-        """Return a token, with the logits of all."""
+        """Return a token, given the logits of all."""
 
 
 class Sampler:
@@ -44,9 +44,9 @@ class Sampler:
     Parameters
     ----------
     temperature : float
-        What logits are divided by; 0 always takes the largest.
+        Divisor of the logits; with 0 the largest logit always wins.
     top_k : int
-        How many of the largest logits take part; 0 is all.
+        Number of the largest logits to choose from; 0 for all.
     seed : int
         Seed of the random numbers.
     """
@@ -83,7 +83,7 @@ class Sampler:
 
 
 class Replay:
-    """Chooses given tokens, whatever the logits.
+    """Chooses given tokens, and ignores the logits.
 
     Parameters
     ----------
@@ -106,7 +106,7 @@ def generate(
     choosers: Sequence[Chooser],
     stop: Collection[int] = (),
 ) -> Iterator[Choice]:
-    """Continue texts, all of them in one pass per token; a text that ends leaves the others alone.
+    """Continue texts, all of them in one pass per token, each until its own end.
 
     Parameters
     ----------
@@ -115,9 +115,9 @@ def generate(
     logits : ndarray
         ``(num_texts, vocab_size)``, of the first token; both as `Batch.prefill` returns them.
     limits : sequence of int
-        Tokens to generate at most, for each text.
+        Most tokens to generate for each text.
     choosers : sequence of Chooser
-        How the tokens of each text are chosen.
+        The chooser of each text.
     stop : collection of int
         Tokens that end a text; they are not yielded.
 

@@ -1,4 +1,4 @@
-"""A model: what does not change from text to text."""
+"""A model, and batches of texts that it computes."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from numkv.demo.tokenizer import Tokenizer, load_tokenizer
 Array = NDArray[np.float32]
 Tokens = Iterable[int] | NDArray[np.integer[Any]]
 
-#: Tokens of a prompt that are computed at once: enough for the matrices to be fast, few enough for
-#: activations and scores to stay small and for progress to be seen.
+#: Tokens of a prompt that are computed at once: enough for fast matrices, few enough for small activations and scores,
+#: and for visible progress.
 PREFILL_CHUNK = 256
 
 
 class Batch:
-    """Texts that are computed together: their tokens so far are in one cache.
+    """Texts that are computed together, with their tokens in one cache.
 
     Parameters
     ----------
     network : Network
         The layers, on the cache's target.
     cache : Cache
-        Where K and V are kept.
+        The cache of K and V.
     """
 
     def __init__(self, network: Network, cache: Cache) -> None:
@@ -44,8 +44,7 @@ class Batch:
         Parameters
         ----------
         prompt : sequence of int
-            Its first tokens. What the cache has of them already, because an earlier text began the
-            same way, is taken over; the rest is still to be computed.
+            Its first tokens. A prefix that the cache has from an earlier text is reused; the rest must be computed.
 
         Returns
         -------
@@ -106,7 +105,7 @@ class Batch:
         )
 
     def hidden(self, seqs: Sequence[int], tokens: Tokens, counts: Sequence[int]) -> Array:
-        """Run new tokens of several texts through all layers, and keep their K and V.
+        """Run new tokens of several texts through all layers, and store their K and V.
 
         Parameters
         ----------
@@ -115,7 +114,7 @@ class Batch:
         tokens : sequence of int
             The next tokens of all texts, one text after another.
         counts : sequence of int
-            How many each of them gets.
+            Number of new tokens of each text.
 
         Returns
         -------
@@ -141,19 +140,19 @@ class Batch:
 
 
 class Session:
-    """One text of a batch, or by itself.
+    """One text of a batch.
 
     Parameters
     ----------
     batch : Batch
-        The texts it is computed with.
+        The batch of the text.
     seq : int
         Its number in the cache.
 
     Attributes
     ----------
     num_reused : int
-        Tokens of its prompt that the cache had when it was started.
+        Tokens of its prompt that were reused from the cache.
     """
 
     def __init__(self, batch: Batch, seq: int) -> None:
@@ -163,11 +162,11 @@ class Session:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the cache."""
+        """Return the tokens in the cache."""
         return self.batch.cache.length(self.seq)
 
     def rewind(self, num_tokens: int = 0) -> None:
-        """Forget all but the first `num_tokens` tokens.
+        """Drop all but the first `num_tokens` tokens.
 
         Parameters
         ----------
@@ -177,7 +176,7 @@ class Session:
         self.batch.cache.truncate(self.seq, num_tokens)
 
     def forward(self, tokens: Tokens) -> Array:
-        """Compute the logits of the token after each of `tokens`, and keep their K and V.
+        """Compute the logits of the token after each of `tokens`, and store their K and V.
 
         Parameters
         ----------
@@ -201,7 +200,7 @@ class Session:
     def prefill(
         self, tokens: Tokens, progress: Progress | None = None, chunk: int = PREFILL_CHUNK
     ) -> Array:
-        """Compute a prompt piece by piece, and the logits of the token after it alone.
+        """Compute a prompt in chunks, and the logits of the token after it.
 
         Parameters
         ----------
@@ -254,9 +253,9 @@ class Model:
     config : ModelConfig
         Sizes and constants.
     weights : Weights
-        Everything that was learned.
+        All weights.
     tokenizer : Tokenizer
-        Text to tokens and back.
+        Converts between text and tokens.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, tokenizer: Tokenizer) -> None:
@@ -286,7 +285,7 @@ class Model:
         CheckpointError
             If the files do not fit together.
         NotSupported
-            If the architecture is not computed here.
+            If the architecture is not supported.
         """
         config = ModelConfig.read(directory)
         tokenizer = load_tokenizer(directory, config)
@@ -295,17 +294,17 @@ class Model:
     def batch(
         self, capacities: Sequence[int], cache: CacheFactory | None = None, target: str = "cpu"
     ) -> Batch:
-        """Make room for texts.
+        """Make a batch for texts.
 
         Parameters
         ----------
         capacities : sequence of int
-            Tokens that each text may have.
+            Most tokens of each text.
         cache : callable, optional
             Makes the cache, such as a `CacheChoice`, which needs a `block_size` for several texts;
             an fp32 cache on `target` by default.
         target : str
-            Where the cache lives.
+            Target of the cache.
 
         Returns
         -------
@@ -318,16 +317,16 @@ class Model:
     def start(
         self, capacity: int | None = None, cache: CacheFactory | None = None, target: str = "cpu"
     ) -> Session:
-        """Start a text by itself.
+        """Start a single text.
 
         Parameters
         ----------
         capacity : int, optional
-            Tokens the cache has room for; the model's context by default.
+            Most tokens of the text; the model's context by default.
         cache : callable, optional
             Makes the cache; an fp32 cache on `target` by default.
         target : str
-            Where the cache lives.
+            Target of the cache.
 
         Returns
         -------
@@ -344,7 +343,7 @@ class Model:
         cache : callable, optional
             Makes the cache; an fp32 cache on `target` by default.
         target : str
-            Where the cache lives.
+            Target of the cache.
         """
         session = self.start(3, cache, target)
         session.forward([0, 0])

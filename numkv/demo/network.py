@@ -1,7 +1,7 @@
 """The forward pass of a Qwen3 or Llama decoder: matrices in NumPy, the KV cache in numkv.
 
-The cache receives the fused q, k and v projections of a layer. It norms and rotates them, stores K and V, and attends.
-All arithmetic is float32.
+The cache receives the fused q, k and v projections of a layer. It normalises them, applies RoPE, stores K and V, and
+attends. All arithmetic is float32.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class Network:
     config : ModelConfig
         Sizes and constants.
     weights : Weights
-        Everything that was learned.
+        All weights.
     num_positions : int
         The most tokens that a text may have.
     target : str
-        Where caches live; arrays are moved there and back.
+        Target of the caches; arrays are copied there and back.
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class Network:
         tokens : int array (num_tokens,)
             The new tokens of the step's texts, one text after another.
         step : Step
-            Where their K and V go, and what they attend to.
+            The step of the cache, which stores their K and V and attends.
 
         Returns
         -------
         ndarray
-            ``(num_tokens, hidden_size)``: the last layer's output, normed.
+            ``(num_tokens, hidden_size)``: the last layer's output, normalised.
 
         Raises
         ------
@@ -179,10 +179,10 @@ _SPELLINGS = ("scipy_openblas_{}64_", "openblas_{}64_", "openblas_{}")
 def blas_threads_for(weights: Weights) -> Iterator[None]:
     """Compute the matrix products of a small model on one thread.
 
-    OpenBLAS's threads spin while they wait for work, just when numkv's kernels need the cores. With small matrices that
-    costs more than the threads save, up to a factor of 30 on a busy machine. NumPy has no setting for it, and the
-    environment variable is read when NumPy is imported, so OpenBLAS itself is asked. With another BLAS, or where the
-    user has set the variable, nothing is changed.
+    OpenBLAS's threads spin while they wait for work, when numkv's kernels need the cores. For small matrices that costs
+    more than the threads save, up to a factor of 30 on a busy machine. NumPy has no setting for it, and the environment
+    variable is read when NumPy is imported, so this calls OpenBLAS itself. With another BLAS, or if the user has set
+    the variable, nothing changes.
 
     Parameters
     ----------
@@ -207,10 +207,10 @@ def blas_threads_for(weights: Weights) -> Iterator[None]:
 
 
 def _openblas() -> tuple[Callable[[], int], Callable[[int], Any]] | None:
-    """OpenBLAS's functions that get and set the number of threads."""
+    """Return OpenBLAS's functions that get and set the number of threads; None if they are missing."""
     try:
         path = importlib.import_module("numpy._core._multiarray_umath").__file__
-        # Symbols are looked up in the libraries that this one is linked with, too.
+        # The lookup includes the libraries that this one is linked with.
         library = ctypes.CDLL(path)
     except (ImportError, OSError):  # a NumPy built in some other way
         return None

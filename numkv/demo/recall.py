@@ -1,9 +1,8 @@
-"""Long-range recall: whether a model still finds in its cache what a text said once, far back.
+"""Long-range recall: whether a model still finds a name in its cache that a text defined far back.
 
-Texts are lines of held-out modules, of the kind that the bundled model knows. Into them go needles: definitions of
-names of random letters, which no other text has, and further on a line that uses each name. Its first letters are
-given, and the others can be told from the definition alone: a model that finds it copies them (induction), one whose
-cache has lost it guesses.
+Texts are lines of held-out modules, of the kind that the bundled model knows, with needles between them: definitions
+of random names, and a later line that uses each name. Its first letters are given, and only the definition determines
+the others. A model that finds the definition copies them (induction); one whose cache has lost it guesses.
 
 Source: Olsson et al., "In-context Learning and Induction Heads" (arXiv:2209.11895), for copying as a measure.
 """
@@ -23,8 +22,8 @@ from numkv.demo.evaluate import Document, log_softmax
 from numkv.demo.model import PREFILL_CHUNK, Model, Session
 from numkv.demo.tokenizer import Tokenizer
 
-#: How far back definitions are, as shares of the context. The bundled model, most of whose training had windows of 256
-#: to 1,024 bytes, finds nothing that is much further away, whatever the cache.
+#: Distances of definitions, as shares of the context. The bundled model, trained mostly on windows of 256 to 1,024
+#: bytes, finds nothing much further away with any cache.
 DISTANCES = (0.1, 0.2, 0.3, 0.4)
 #: Letters of a name, and those that are given.
 _LETTERS, _GIVEN = 12, 4
@@ -33,12 +32,12 @@ _LONGEST_LINE = 80
 
 @dataclass(frozen=True)
 class Needle:
-    """Where a name is to be copied.
+    """The place of a name to copy.
 
     Attributes
     ----------
     begin, end : int
-        Its tokens to tell, ``[begin, end)``.
+        Its tokens to predict, ``[begin, end)``.
     num_bytes : int
         Their bytes.
     group : int
@@ -63,7 +62,7 @@ class Haystack:
     tokens : int array (num_tokens,)
         The text.
     needles : tuple of Needle
-        What is to be copied, from the first to the last.
+        The names to copy, in order.
     """
 
     tokens: NDArray[np.int64]
@@ -72,7 +71,7 @@ class Haystack:
 
 @dataclass(frozen=True)
 class Recall:
-    """How a cache did.
+    """The recall with a cache.
 
     Attributes
     ----------
@@ -81,11 +80,11 @@ class Recall:
     num_needles : int
         Names to copy.
     bits_per_byte : float
-        Bits the model needs for a byte of the names.
+        Cross entropy of the names in bits per byte.
     copied : float
         Share of the names' tokens that are the most probable ones.
     by_distance : tuple of float
-        The same for each distance alone, from the nearest.
+        This share for each distance, from the nearest.
     """
 
     label: str
@@ -104,22 +103,22 @@ def haystacks(
     num_needles: int = 8,
     defined: bool = True,
 ) -> list[Haystack]:
-    """Make texts with needles, the same each time.
+    """Make texts with needles, reproducibly.
 
     Names are used in the second half of a text, and defined before by `DISTANCES` of the context.
 
     Parameters
     ----------
     tokenizer : Tokenizer
-        The model's.
+        The model's tokenizer.
     documents : sequence of Document
-        Where the other lines are from.
+        Source of the other lines.
     context : int
         Tokens of a text.
     num_texts, num_needles : int
-        How many texts, and names in each; fewer where the context has less than 100 tokens for each.
+        Number of texts, and of names in each; fewer if the context has less than 100 tokens for each.
     defined : bool
-        Whether definitions have the names that are used; if not, other names: what can be guessed without them.
+        Whether definitions have the names that are used. If not, they have other names, so names can only be guessed.
 
     Returns
     -------
@@ -143,7 +142,7 @@ def haystacks(
 
 
 def _lines(documents: Sequence[Document], first: int) -> list[str]:
-    """Lines of all documents from one on; none is blank twice, and none is very long."""
+    """Return the lines of all documents from one on, without very long and repeated blank lines."""
     first = first % max(len(documents), 1)
     lines = [
         line
@@ -165,7 +164,7 @@ def _haystack(
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text)[len(start) :]
 
-    # Where pieces are to go: definitions, and uses with the needle's group, the last of which has to fit.
+    # Places of definitions, and of uses with the needle's group; the last use must fit.
     last_use = max(context / 2, min(context * 0.95, context - 100))
     uses = np.linspace(context / 2, last_use, num_needles)
     pieces: list[tuple[float, int, str, str]] = []
@@ -213,18 +212,18 @@ def recall(
 ) -> list[Recall]:
     """Measure how well names are copied from caches.
 
-    All tokens of a text are given, also those of the names, whatever the model would have said.
+    All tokens of a text are given, also those of the names, whatever the model predicts.
 
     Parameters
     ----------
     model : Model
-        The reader.
+        The model.
     texts : sequence of Haystack
-        From `haystacks`.
+        Texts of `haystacks`.
     caches : mapping of str to callable
-        What to judge: a name, and what makes the cache, such as a `CacheChoice`.
+        Factories of the caches by name, such as a `CacheChoice`.
     target : str
-        Where all the caches live.
+        Target of all caches.
     chunk : int
         Tokens that are computed at once; see `numkv.demo.evaluate.evaluate`.
     progress : callable, optional
@@ -251,7 +250,7 @@ def recall(
 
 
 def _told(session: Session, text: Haystack, chunk: int) -> list[tuple[Needle, float, NDArray[Any]]]:
-    """Needles of a text with their bits, and which of their tokens are the most probable ones."""
+    """Return the needles of a text, with their bits, and whether each of their tokens is the most probable one."""
     inputs, expected = text.tokens[:-1], text.tokens[1:]
     first = text.needles[0].begin - 1
     session.rewind()

@@ -1,4 +1,4 @@
-"""The demo's model over a sharded cache: `ShardedChoice` makes it, `ShardedBatch` goes on when shards are lost."""
+"""The demo's model over a sharded cache: `ShardedChoice` makes it, `ShardedBatch` recovers when shards are lost."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from numkv.demo.model import PREFILL_CHUNK, Batch, Model, Session, Tokens
 from numkv.demo.network import Network
 from numkv.ray import RayShards, ShardedKVCache, ShardLost, Transport
 
-#: What a cache can be divided by.
+#: Axes that can divide a cache.
 WAYS = ("heads", "context")
 
-#: Tokens in a block, and in a stripe, where nothing else is asked for: short texts too are divided by context.
+#: Default tokens of a block and of a stripe, so that short texts are also divided by context.
 _BLOCK_SIZE, _STRIPE = 16, 64
 
-#: Losses in one step after which it is given up: something else is wrong then.
+#: Losses in one step after which it fails, because the cause is another one.
 _LOSSES = 8
 
 
 class ShardedChoice(NamedTuple):
-    """How a cache is divided, and of what kind it is; calling it makes the cache of a model.
+    """The division and the kinds of a cache; calling it makes the cache of a model.
 
     Attributes
     ----------
     kinds : CacheChoice
         Storage kinds, target and block size.
     shards : int
-        How many.
+        Number of shards.
     by : {"heads", "context"}
-        What is divided.
+        The divided axis.
     transport : Transport, optional
-        Where shards live; actors of Ray if None.
+        Transport to the shards; Ray actors by default.
     """
 
     kinds: CacheChoice
@@ -44,7 +44,7 @@ class ShardedChoice(NamedTuple):
     transport: Transport | None = None
 
     def __call__(self, config: ModelConfig, capacities: Sequence[int]) -> ShardedKVCache:
-        """Make a cache for texts of so many tokens each."""
+        """Make a cache for texts with these capacities."""
         size = self.kinds.block_size or _BLOCK_SIZE
         blocks = sum(-(-capacity // size) for capacity in capacities)
         by_context = self.by == "context"
@@ -60,14 +60,14 @@ class ShardedChoice(NamedTuple):
         )
 
     def batch(self, model: Model, capacities: Sequence[int]) -> ShardedBatch:
-        """Make room for texts.
+        """Make a batch for texts.
 
         Parameters
         ----------
         model : Model
             The model.
         capacities : sequence of int
-            Tokens that each text may have.
+            Most tokens of each text.
 
         Returns
         -------
@@ -78,7 +78,7 @@ class ShardedChoice(NamedTuple):
 
 
 class ShardedBatch(Batch):
-    """Texts whose tokens are in a sharded cache: what is lost with a shard is computed again.
+    """Texts with tokens in a sharded cache; tokens of lost shards are computed again.
 
     Attributes
     ----------
@@ -100,7 +100,7 @@ class ShardedBatch(Batch):
         return session
 
     def hidden(self, seqs: Sequence[int], tokens: Tokens, counts: Sequence[int]) -> Any:
-        """Run new tokens through all layers, as often as shards are lost meanwhile; see `Batch.hidden`."""
+        """Run new tokens through all layers, again after each loss of shards; see `Batch.hidden`."""
         return self._again_after_losses(lambda: Batch.hidden(self, seqs, tokens, counts))
 
     def _again_after_losses(self, do: Callable[[], Any]) -> Any:
@@ -112,7 +112,7 @@ class ShardedBatch(Batch):
         return do()
 
     def _recompute(self, lost: ShardLost) -> None:
-        """Compute what is missing of all texts."""
+        """Compute the missing tokens of all texts."""
         if lost.hopeless:
             raise lost
         missing, losses = dict(lost.tokens), 0
@@ -126,7 +126,10 @@ class ShardedBatch(Batch):
                 losses += 1
                 if again.hopeless or losses > _LOSSES:
                     raise
-                for seq, ids in again.tokens.items():  # they come before what was missing already
+                for (
+                    seq,
+                    ids,
+                ) in again.tokens.items():  # they precede the tokens that were missing already
                     missing[seq] = np.concatenate([ids, missing.get(seq, ids[:0])])
                 continue
             self.recomputed += len(chunk)

@@ -1,7 +1,7 @@
-"""Texts that outlive their context: keep the first tokens, drop the middle, shift the rest.
+"""Texts longer than their context: keep the first tokens, drop the middle, shift the rest.
 
-What is kept is not computed again: `numkv.CausalCache.remove` closes the gap in the positions and turns the keys that
-move by the angle between their old and new ones.
+Kept tokens are not computed again: `numkv.CausalCache.remove` closes the gap in the positions, and shifts the keys that
+move.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from numkv.demo.network import rotary_tables
 
 
 def num_to_discard(context: int, keep: int, num_tokens: int) -> int:
-    """Say how many tokens to drop so that half of what is not kept becomes free.
+    """Return how many tokens to drop, so that half of the room after the kept tokens becomes free.
 
     Parameters
     ----------
     context : int
-        Tokens that there is room for.
+        Room of the cache, in tokens.
     keep : int
-        First tokens that stay.
+        Number of first tokens that stay.
     num_tokens : int
-        Tokens that there are.
+        Present number of tokens.
 
     Returns
     -------
     int
-        At least one token becomes free; 0 where enough is free already.
+        Number of tokens to drop, so that at least one becomes free; 0 if enough is free already.
     """
     wanted = max((context - keep) // 2, 1)
     return max(0, wanted - (context - num_tokens))
@@ -41,14 +41,14 @@ def num_to_discard(context: int, keep: int, num_tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Shift:
-    """What a shift did.
+    """A shift of the context.
 
     Attributes
     ----------
     num_tokens : int
         Tokens before it.
     begin, end : int
-        Positions ``[begin, end)`` that were dropped; what came after them moved down.
+        Positions ``[begin, end)`` that were dropped; later tokens moved down.
     """
 
     num_tokens: int
@@ -57,27 +57,27 @@ class Shift:
 
 
 class ShiftingCache:
-    """A `numkv.demo.cache.Cache` of one text that makes room for itself.
+    """A `numkv.demo.cache.Cache` of one text that drops tokens to make room.
 
     Parameters
     ----------
     config : ModelConfig
         Sizes and rotation of the model.
     context : int
-        Tokens that there is room for.
+        Room of the cache, in tokens.
     keep : int
-        First tokens that always stay.
+        Number of first tokens that always stay.
     choice : CacheChoice, optional
         Kinds and target of the cache; fp32 on the CPU by default.
 
     Attributes
     ----------
     shifts : list of Shift
-        What was dropped so far.
+        All shifts so far.
     cells : numkv.CausalCache
-        Where its rows are.
+        The cache of rows.
     head_dim, target : int, str
-        Their width and their target.
+        Elements of a row, and target of the cache.
     """
 
     def __init__(
@@ -96,20 +96,20 @@ class ShiftingCache:
         self._length = 0
 
     def add(self, tokens: Any = None) -> int:
-        """Return the number of the one text; nothing is known of its prompt."""
+        """Return the number of the only text; no prefix is reused."""
         return 0
 
     def length(self, seq: int) -> int:
-        """Tokens of the text that are in the cache."""
+        """Return the tokens of the text in the cache."""
         return self._length
 
     def truncate(self, seq: int, length: int) -> None:
-        """Forget all but the first tokens."""
+        """Drop all but the first tokens."""
         self.cells.remove(0, length)
         self._length = length
 
     def reserve(self, sequences: Iterable[int], new_lens: Any) -> _Step:
-        """Start a step; where there is no room for its tokens, drop some from the middle first."""
+        """Start a step; if there is no room for its tokens, drop some from the middle first."""
         (count,) = new_lens
         if self._length + count > self.context:
             gone = max(
@@ -133,7 +133,7 @@ class ShiftingCache:
         self._length += step.count
 
     def rollback(self, step: _Step) -> None:
-        """Forget the tokens of a step."""
+        """Drop the tokens of a step."""
         self.cells.remove(0, self._length)
 
 
@@ -146,7 +146,7 @@ class _Step:
         self.count = count
 
     def write(self, layer: int, qkv: Any, **options: Any) -> Any:
-        """Norm and rotate q and k, store k and v, return q."""
+        """Normalise q and k, apply RoPE, store k and v, return q."""
         cache = self._cache
         q, k, v = rotated(qkv, self._start, cache.head_dim, cache.target, **options)
         cache.cells.put(layer, k, v)

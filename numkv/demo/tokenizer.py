@@ -17,7 +17,7 @@ class ByteTokenizer:
     Parameters
     ----------
     bos_token : int or None
-        Token put before every text.
+        First token of every text.
     """
 
     def __init__(self, bos_token: int | None = None) -> None:
@@ -38,7 +38,7 @@ class ByteTokenizer:
         return self._start + list(text.encode())
 
     def stream(self) -> ByteStream:
-        """Start turning bytes into text.
+        """Start to convert bytes to text.
 
         Returns
         -------
@@ -48,7 +48,7 @@ class ByteTokenizer:
 
 
 class ByteStream:
-    """Turns bytes into text as they come; what is printed is never half a character."""
+    """Converts bytes to text one by one, and returns only whole characters."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -106,11 +106,11 @@ class JsonTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included."""
+        """Return the number of tokens, added ones included."""
         return int(self._backend.get_vocab_size())
 
     def stream(self) -> JsonStream:
-        """Start turning tokens into text.
+        """Start to convert tokens to text.
 
         Returns
         -------
@@ -120,11 +120,10 @@ class JsonTokenizer:
 
 
 class JsonStream:
-    """Turns tokens of a `JsonTokenizer` into text as they come; what is printed is never half a character.
+    """Converts tokens of a `JsonTokenizer` to text one by one, and returns only whole characters.
 
-    A token's text may depend on the token before it (a leading space) and end within a character.
-    So a short window of tokens is decoded twice, without and with the new ones, and only a
-    difference that is whole is given out.
+    A token's text may depend on the token before it (a leading space) and end within a character. So a short window of
+    tokens is decoded twice, without and with the new ones, and only a whole difference is returned.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -173,8 +172,7 @@ def load_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:
     Returns
     -------
     Tokenizer
-        A `JsonTokenizer` where there is a ``tokenizer.json``, else a `ByteTokenizer` for a
-        vocabulary of 256.
+        A `JsonTokenizer` if there is a ``tokenizer.json``, else a `ByteTokenizer` for a vocabulary of 256.
 
     Raises
     ------

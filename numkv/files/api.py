@@ -313,7 +313,9 @@ def _reading(path: str) -> Iterator[Container]:
     except RecursionError as error:
         raise NotSupported(f"`path`: expected a flat header, got a deeper one in {path}") from error
     except MemoryError as error:
-        raise NumkvError(f"`path`: there is not enough memory for the contents of {path}") from error
+        raise NumkvError(
+            f"`path`: there is not enough memory for the contents of {path}"
+        ) from error
 
 
 def _check_path(path: Any) -> str:

@@ -1,7 +1,7 @@
 """`ShardedKVCache`: a paged cache whose shards live in other processes, by kv heads, by context, or both.
 
 The cache stores the metadata of sequences: lengths, the column of each token, token ids. Shards store rows. Operations
-that cannot fail on a shard (`commit`, `remove`, `fork` …) are decided here and sent with the next message to it. A step
+that cannot fail on a shard (`commit`, `remove`, `fork` …) are decided here and sent with its next message. A step
 begins with its first layer's message: L layers are L messages to each shard.
 
 Free blocks are estimated from below, from the last reports of shards. If a step might need more, `reserve` asks all

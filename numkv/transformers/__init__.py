@@ -1,14 +1,14 @@
 """numkv as cache and attention of Hugging Face's transformers, on the CPU.
 
-``numkv.transformers.use(model, kind="int8")`` is all that ``model.generate`` needs. In steps of its own::
+``numkv.transformers.use(model, kind="int8")`` is all that ``model.generate`` needs. In single steps::
 
     model.set_attn_implementation("numkv")
     model.generate(**inputs, past_key_values=NumkvCache(model.config, kind="int8"))
 
 Many requests at once, in one pool of blocks, are a `ContinuousBatch`.
 
-Importing this registers the attention function and the mask function ``numkv``. docs/transformers.md says what goes
-with it, and what is refused.
+Importing this registers the attention function and the mask function ``numkv``. docs/transformers.md lists supported
+models and options.
 
 It needs transformers 5.19 or a later 5, and PyTorch 2.8 or newer: ``pip install "numkv[transformers]"``.
 """
@@ -30,7 +30,7 @@ for _what, _found, _from, _below in (
 ):
     if not _from <= tuple(map(int, _found.split(".")[:2])) < _below:
         raise ImportError(
-            f"numkv.transformers needs {_what}, as caches and masks differ from version to version, got {_found}; try "
+            f"numkv.transformers needs {_what}, because caches and masks differ between versions, got {_found}; try "
             'pip install "numkv[transformers]"'
         )
 

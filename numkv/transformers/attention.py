@@ -1,4 +1,4 @@
-"""The attention function ``numkv``: over a `NumkvCache` on numkv's kernels, without one as transformers does it.
+"""The attention function ``numkv``: numkv's kernels over a `NumkvCache`, transformers' own attention without one.
 
 Passes of few tokens without new padding append rows and answer queries by one compiled call, which gets no more than
 addresses (`at_once`). A model's layers differ in their buffers alone. The first layer of a forward pass makes the plan
@@ -31,7 +31,9 @@ from numkv.transformers.masks import Plan
 from numkv.transformers.metadata import Step
 
 _Tensor, _empty, _CPU = torch.Tensor, torch.empty, torch.device("cpu")
-_ALWAYS = np.ones(1, np.int64)  # whoever replaces buffers binds anew
+_ALWAYS = np.ones(
+    1, np.int64
+)  # constant, because a layer whose buffers are replaced is bound again
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # which cannot look into the cache
@@ -56,26 +58,26 @@ def attention(
     query : tensor (batch, num_q_heads, T, head_dim)
         Queries of the new columns.
     key, value : tensor (batch, num_kv_heads, T, head_dim)
-        What the cache gave back, or all of K and V where there is none.
+        The return value of the cache's `update`, or all of K and V without a cache.
     attention_mask : Plan
-        From `numkv.transformers.masks.plan_of_mask`.
+        A plan of `numkv.transformers.masks.plan_of_mask`.
     dropout : float
-        Only without a `NumkvCache`.
+        Dropout, only without a `NumkvCache`.
     scaling, softcap, s_aux : optional
-        What scores are multiplied by, the soft cap, and sinks ``(num_q_heads,)``.
+        Scale of the scores, soft cap, and sinks ``(num_q_heads,)``.
     **others
-        `sliding_window` and what else a model hands on: the mask has it already.
+        `sliding_window` and other arguments of models, which the mask contains already.
 
     Returns
     -------
     tensor (batch, T, num_q_heads, head_dim_v)
     None
-        In place of weights.
+        Instead of weights.
 
     Raises
     ------
     NotSupported
-        If something is asked for that would not be right.
+        If an option is not supported.
     """
     of_batch = others.get(PASS)
     if of_batch is not None:
@@ -106,7 +108,7 @@ def _over_cache(
     _refuse_more("NumkvCache", dropout, others)
     keys, values = pending.keys, pending.values
     if not (query.dtype is keys.dtype is values.dtype) and torch.is_autocast_enabled("cpu"):
-        # RoPE leaves queries and K in float32; PyTorch's own attention casts them, too.
+        # RoPE leaves queries and K in float32; PyTorch's own attention also casts them.
         dtype = torch.get_autocast_dtype("cpu")
         query, pending.keys, pending.values = query.to(dtype), keys.to(dtype), values.to(dtype)
     if (
@@ -124,7 +126,7 @@ def _over_cache(
     scale = None if scaling is None else float(scaling)
     options = check_options({"sm_scale": scale, "logits_soft_cap": softcap, "sinks": sinks})
     if latent:
-        if scaling is None:  # which rows of latents do not say
+        if scaling is None:  # rows of latents do not determine it
             options = options._replace(sm_scale=query.shape[3] ** -0.5)
         return attend_absorbed(query, value, pending, mask, options)
     return append_and_attend(query, pending, mask, options)
@@ -195,12 +197,12 @@ def at_once(query: Any, pending: Pending, plan: Any, scaling: Any, softcap: Any,
     query, pending, plan
         See `append_and_attend`.
     scaling, softcap, s_aux : float, float and tensor (num_q_heads,), or None
-        As a model hands them on.
+        The model's own arguments.
 
     Returns
     -------
     tensor (batch, T, num_q_heads, head_dim_v), or None
-        None where this pass or layer needs more; then nothing has changed.
+        None, without any change, if this pass or layer needs `append_and_attend`.
     """
     layer = pending.layer()
     bound, ring = layer.bound, layer.ring
@@ -228,7 +230,7 @@ def at_once(query: Any, pending: Pending, plan: Any, scaling: Any, softcap: Any,
     query, k, v = query.contiguous(), k.contiguous(), v.contiguous()
     if bound.sinks is not None:
         bound.sinks.copy_(s_aux.detach())
-    out = _empty(shape, dtype=group.dtype, device=_CPU)  # whatever the default is
+    out = _empty(shape, dtype=group.dtype, device=_CPU)  # even if the default device is another
     rows = query.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
     kernel = group.kernel
     if group.workers == 1:
@@ -253,25 +255,25 @@ class Group:
     Attributes
     ----------
     kernel : BoundKernel
-        Of their kinds, for addresses.
+        The compiled kernel for their kinds.
     plan : Plan
-        The forward pass that it is prepared for.
+        The prepared forward pass.
     before : BatchMetadata
-        What layers hold that have not been called in this pass.
+        Metadata of layers before this pass.
     step : Step
-        What the pass does to them.
+        Changes of the pass to layers.
     moves : bool
-        Whether it changes or copies buffers.
+        Whether the pass replaces or copies buffers.
     after : BatchMetadata
-        What they hold then.
+        Metadata of layers after this pass.
     dtype : torch.dtype
-        Of all tensors of a call.
+        Dtype of all tensors of a call.
     shape_q, shape_k, shape_v, shape_out : torch.Size or tuple of int
         Their shapes in this pass.
     address, workers : int
-        Of the record of the pass, and how many threads a call takes.
+        Address of the record of the pass, and number of threads of a call.
     end, end_after : int64 array (batch,)
-        Of keys by channel, from which position on tokens are in full before and after it: one object for all layers.
+        For keys by channel, the first position in full precision before and after the pass; shared by all layers.
     """
 
     __slots__ = (
@@ -287,7 +289,7 @@ class Group:
         self.end_after: Any = None
         self._memory: Any = None
         self._table: Any = None
-        # Of each sequence, as the memory is planned for; None if it has to be planned.
+        # KV tiles of each sequence in the present plan of memory; None if there is no plan.
         self._tiles: Any = None
 
     def prepare(
@@ -295,9 +297,9 @@ class Group:
     ) -> None:
         """Plan a pass; the last plan is reused as far as possible.
 
-        `ring` and `end_after` are a layer's `NewestTokenGroups` and what its `end` will be, or None.
+        `ring` and `end_after` are a layer's `NewestTokenGroups` and its next `end`, or None.
         """
-        self.plan = None  # until it is done
+        self.plan = None  # until planning has succeeded
         batch, q_heads, columns, dim = query.shape
         heads, dim_v = keys.shape[1], values.shape[3]
         extents = (batch, batch * columns, step.table.shape[1], q_heads, heads, dim, dim_v)
@@ -308,7 +310,7 @@ class Group:
         if step.table is not self._table:
             memory.block_table[:], self._table = step.table, step.table
         memory.seq_lens[:], memory.slots[:] = step.lengths, step.slots
-        # Splits depend on how many KV tiles there are; with a window, which moves, on more than that.
+        # Splits depend on the number of KV tiles; with a window, which moves, also on its place.
         tiles, window = -(-step.lengths // self.kernel.kv_tile), step.seen.window - 1
         if ring is not None:
             self._plan_in_full(step, ring.of_step(step, columns), ring)
@@ -346,18 +348,18 @@ class BoundLayer:
     pool : Pool
         Its buffers.
     window : int
-        Tokens that one sees, its own included; 0 for all.
+        Tokens that a query sees, its own included; 0 for all.
     scaling, softcap, s_aux : float, float and tensor (num_q_heads,), or None
-        As a model hands them on.
+        The model's own arguments.
     num_q_heads : int
-        Q heads.
+        Number of q heads.
     in_full : Pool or None
-        Of keys by channel, where the newest groups are in full.
+        For keys by channel, the pool of the newest groups in full precision.
 
     Attributes
     ----------
     address : int
-        Of its record.
+        Address of its record.
     sinks : tensor (num_q_heads,) or None
         Memory for sinks, which a model may change between two passes.
     """
@@ -394,7 +396,7 @@ class BoundLayer:
 def prepared(
     query: Any, pending: Any, plan: Any, scaling: Any, softcap: Any, s_aux: Any
 ) -> BoundLayer | None:
-    """Prepare a pass for a layer and those like it, and bind the layer if it is not bound to this.
+    """Prepare a pass for a layer and its group, and bind the layer if necessary.
 
     Parameters
     ----------
@@ -406,7 +408,7 @@ def prepared(
     Returns
     -------
     BoundLayer or None
-        None where the pass needs more than the compiled call does; then nothing has changed.
+        None, without any change, if the pass needs `append_and_attend`.
     """
     layer, keys, values = pending.layer(), pending.keys, pending.values
     ring, pool = layer.ring, layer.pool
@@ -495,11 +497,11 @@ def append_and_attend(query: Any, pending: Pending, plan: Any, options: CheckedO
     query : tensor (batch, num_q_heads, T, head_dim)
         Queries of the new columns.
     pending : Pending
-        From `numkv.transformers.layers.NumkvLayer.update`.
+        The result of `numkv.transformers.layers.NumkvLayer.update`.
     plan : Plan
-        Of this forward pass.
+        Plan of this forward pass.
     options : CheckedOptions
-        Scale, soft cap and sinks, checked.
+        Checked scale, soft cap and sinks.
 
     Returns
     -------
@@ -516,7 +518,7 @@ def append_and_attend(query: Any, pending: Pending, plan: Any, options: CheckedO
     chosen = q if step.queries is None else q[step.queries]
     found = attend(pool, step.table, chosen, step.lengths, step.starts, options, ranges=step.ranges)
     out = tensor_of(found)
-    if step.queries is not None:  # the others are padding, and see nothing
+    if step.queries is not None:  # the others are padding, whose output is zero
         whole = out.new_zeros((q.shape[0], *out.shape[1:]))
         whole[tensor_of(step.queries)] = out
         out = whole
@@ -524,10 +526,7 @@ def append_and_attend(query: Any, pending: Pending, plan: Any, options: CheckedO
 
 
 def _append(q: Any, pending: Pending, plan: Any, sm_scale: float) -> tuple[Step, Pool, Any]:
-    """Return the step, the pool that holds its rows, and what else of them is in full, or None.
-
-    Layers that share these rows find them there.
-    """
+    """Store pending rows, once for all layers that share them; return the step, the pool, and full-precision copies."""
     if pending.done is not None:
         done, step, pool, in_full = pending.done
         if done is not plan.whole:
@@ -558,7 +557,7 @@ def _append(q: Any, pending: Pending, plan: Any, sm_scale: float) -> tuple[Step,
 
 
 def _new_rows(x: Any, kind: Kind, name: str) -> Any:
-    """Return rows in a dtype that can be stored in a kind."""
+    """Return rows in a dtype that a kind can store."""
     rows = _by_token(x, name)
     return rows if rows.dtype in source_dtypes(kind) else _by_token(x.float(), name)
 
@@ -575,16 +574,16 @@ def _by_token(x: Any, name: str) -> Any:
 def attend_absorbed(
     query: Any, value: Any, pending: Pending, plan: Any, options: CheckedOptions
 ) -> Any:
-    """Append pending latents and attend over them, with the weight of K and V multiplied to queries and outputs.
+    """Append pending latents and attend over them; the weight of K and V multiplies queries and outputs instead.
 
     Parameters
     ----------
     query : tensor (batch, num_q_heads, T, nope_dim + rotary_dim)
         Queries of the new columns.
     value : tensor (batch, num_q_heads, T, head_dim_v)
-        What `expand_kv` has made of latents: its shape counts.
+        The result of `expand_kv`, of which only the shape is used.
     pending : Pending
-        From `LatentLayer.update`.
+        The result of `LatentLayer.update`.
     plan, options
         See `append_and_attend`.
 
@@ -598,7 +597,7 @@ def attend_absorbed(
     if weight is None or tuple(weight.shape) != (heads * (nope + dim_v), rank):
         got = "none" if weight is None else f"one of shape {tuple(weight.shape)}"
         raise NotSupported(
-            f"NumkvCache: expected a weight {(heads * (nope + dim_v), rank)} that makes K and V of latents, got {got}; "
+            f"NumkvCache: expected a weight {(heads * (nope + dim_v), rank)} from latents to K and V, got {got}; "
             "use another cache for this model"
         )
     of_k, of_v = weight.view(heads, nope + dim_v, rank).split([nope, dim_v], 1)

@@ -1,6 +1,6 @@
 """Full-precision copies of a layer's newest and first tokens, in addition to the quantised rows of all tokens.
 
-Quantisation does most harm to the newest tokens, which get most attention (Liu et al., "KIVI", arXiv:2402.02750,
+Quantisation harms the newest tokens most, because they get most attention (Liu et al., "KIVI", arXiv:2402.02750,
 section 3.3). It also harms the first ones. Models use these as attention sinks (Xiao et al., "Efficient Streaming
 Language Models with Attention Sinks", arXiv:2309.17453, section 3).
 
@@ -62,11 +62,11 @@ class InFull:
         self.end: Ints = np.zeros(batch, np.int64)
 
     def cropped(self, lengths: Ints) -> Self:
-        """Without full-precision tokens past these lengths of the sequences; quantised tokens stay quantised."""
+        """Return a copy without full-precision tokens past these lengths; quantised tokens stay quantised."""
         return self._with(self.pool, np.minimum(self.end, lengths))
 
     def selected(self, rows: Ints) -> Self:
-        """Sequences of these numbers, in this order."""
+        """Return a copy with the sequences of these numbers, in this order."""
         source, to = (
             (x[:, None] * self.blocks + np.arange(self.blocks)).reshape(-1).astype(np.int32)
             for x in (rows, np.arange(len(rows)))
@@ -101,7 +101,7 @@ class FullPrecisionRing(InFull):
         super().__init__(pool, kinds, batch, (1, self.first + self.window))
 
     def write(self, k: Any, v: Any, step: Step, pool: Pool) -> FullPrecisionRing:
-        """Store those of a pass's checked rows that are recent after it, or first; return this, for its queries."""
+        """Store the newest and first of a pass's checked rows; return the object that its queries read."""
         self.end = np.maximum(self.end, step.after.lengths - self.window)
         position = step.positions()
         kept = (position >= self.end[:, None]) | (position < self.first)
@@ -125,13 +125,13 @@ class FullPrecisionRing(InFull):
         pool : Pool
             The quantised rows.
         step : Step
-            Of the pass.
+            Step of the pass.
         columns : int
             Columns of the queries.
         q : array (batch * columns, num_q_heads, head_dim)
             Queries.
         options : CheckedOptions
-            Without a window.
+            Options without a window.
 
         Returns
         -------
@@ -166,16 +166,16 @@ class GroupsOfStep(NamedTuple):
     """The tokens that a pass writes in full precision, quantises and reads, for keys by channel."""
 
     slots: Ints
-    """Where new rows go ``(batch * T,)``, -1 for padding."""
+    """Slots of new rows ``(batch * T,)``, -1 for padding."""
     groups: Ints
-    """The groups that are complete then, numbers of those in full."""
+    """Full-precision blocks of the groups that the pass completes."""
     to_groups: Ints
-    """Where their codes go."""
+    """Blocks for their codes."""
     table: NDArray[np.int32]
-    """Blocks in full of each sequence, and from `lengths` how many tokens are there."""
+    """Full-precision blocks of each sequence; `lengths` has the number of tokens in them."""
     lengths: Ints
     newer: Ints
-    """What each query sees of these, of the codes, and of first tokens in full."""
+    """Visible ranges of each query: of these blocks, of the codes, and of first tokens in full precision."""
     older: Ints
     first: Ints
 
@@ -192,7 +192,7 @@ class NewestTokenGroups(InFull):
     pool, kinds, batch
         See `InFull`.
     first : int
-        First tokens of each that are read in full.
+        First tokens of each sequence that are read in full precision.
     """
 
     #: Newest token groups of each sequence.
@@ -208,23 +208,23 @@ class NewestTokenGroups(InFull):
 
     @classmethod
     def shape(cls, first: int, group: int) -> tuple[int, int]:
-        """Blocks of each sequence, and tokens of a block."""
+        """Return the blocks of each sequence, and the tokens of a block."""
         return -(-first // group) + cls.BLOCKS, group
 
     def write(self, k: Any, v: Any, step: Step, pool: Pool) -> NewestTokenGroups:
-        """Keep a pass's checked rows, and quantise the groups that are complete; what its queries read in full."""
+        """Store a pass's checked rows, and quantise complete groups; return the object that its queries read."""
         some, start, stop = self._group, step.before.lengths, step.after.lengths
         begin = start // some * some
-        last = np.maximum(-(-stop // some) - self.BLOCKS, 0) * some  # from there on tokens stay
+        last = np.maximum(-(-stop // some) - self.BLOCKS, 0) * some  # tokens from here on stay
         now, blocks = self, int((-(-(stop - begin) // some)).max(initial=0))
-        if blocks > self.BLOCKS:  # for this pass alone
+        if blocks > self.BLOCKS:  # only for this pass
             now = copy.copy(self)
             now.pool = self.pool.like(len(start) * (self._kept + blocks))
             self._copy(np.maximum(begin, self.end), start, now)
         else:
-            self.end = np.maximum(self.end, last)  # others' places are written to
+            self.end = np.maximum(self.end, last)  # the places of earlier tokens are overwritten
         of, at = _tokens(np.maximum(begin, self.first), np.minimum(self.end, start))
-        if len(of):  # cropped into: all that is left are codes
+        if len(of):  # groups that a crop cut have only codes
             slots = _slots_of(step, of, at)
             rows = pool.k_buffer.gather(slots), pool.v_buffer.gather(slots)
             now.pool.scatter(*rows, now._slots(of, at))
@@ -239,13 +239,13 @@ class NewestTokenGroups(InFull):
         return now
 
     def _copy(self, low: Ints, high: Ints, to: NewestTokenGroups) -> None:
-        """Copy the rows of some tokens, and of the first tokens before them."""
+        """Copy the rows of some tokens, and of the first tokens."""
         for begin, end in ((low, high), (np.zeros_like(low), np.minimum(high, self.first))):
             held = _tokens(begin, end)
             self.pool.copy_tokens(self._slots(*held), to.pool, to._slots(*held))
 
     def after(self, step: Step) -> Ints | None:
-        """What `end` is after a pass for which rows have but to be written; None where others move first, or come."""
+        """Return `end` after a pass that only writes rows; None if it must first move or decode rows."""
         some, start, stop = self._group, step.before.lengths, step.after.lengths
         begin = start // some * some
         blocks = int((-(-(stop - begin) // some)).max(initial=0))
@@ -256,7 +256,7 @@ class NewestTokenGroups(InFull):
         return found
 
     def of_step(self, step: Step, columns: int) -> GroupsOfStep:
-        """Return where the rows of a pass go, and what the queries of its last columns read."""
+        """Return the slots of a pass's rows, and the ranges that the queries of its last columns read."""
         some, start, lengths = self._group, step.before.lengths, step.after.lengths
         position, sequences = step.positions(), np.arange(len(lengths))[:, None]
         slots = self._slots(sequences, position)
@@ -308,7 +308,7 @@ class NewestTokenGroups(InFull):
 def _attend_to_seen(
     parts: list[Part], q: Any, step: Step, starts: Ints, options: CheckedOptions
 ) -> Any:
-    """Attend to the parts that at least one query sees; without any, to the first part."""
+    """Attend to the parts that at least one query sees, or to the first part if there are none."""
     seen = [part for part in parts if (part.ranges[:, 0] < part.ranges[:, 1]).any()]
     return attend_to_parts(seen or parts[:1], q, step.lengths, starts, options)
 

@@ -54,14 +54,14 @@ def inner_model(model: Any) -> Any:
             owner = getattr(inner, "get_base_model", lambda: None)()
         inner = owner
     raise TypeError(
-        "numkv.transformers: expected a transformers.PreTrainedModel, such as AutoModelForCausalLM.from_pretrained "
-        "gives, or what PEFT or torch.compile makes of one, got "
+        "numkv.transformers: expected a transformers.PreTrainedModel, as from AutoModelForCausalLM.from_pretrained, "
+        "or one wrapped by PEFT or torch.compile, got "
         f"{model.__name__ if isinstance(model, type) else type(model).__name__}; pass the model itself"
     )
 
 
 def attention_of(model: Any) -> str:
-    """Return the name of the attention implementation that a model has."""
+    """Return the name of a model's attention implementation."""
     name: str = model.config._attn_implementation
     return name
 
@@ -88,7 +88,7 @@ def makes_caches(model: Any) -> bool:
 
 
 def set_cache_maker(model: Any, maker: Callable[..., None]) -> None:
-    """Have `generate` call this in place of the model's own method, which has the same parameters but for `self`."""
+    """Replace the model's own method, which `generate` calls, by a function with the same parameters without `self`."""
     setattr(model, _MAKE_CACHE, maker)
 
 
@@ -108,12 +108,12 @@ def transformers_makes_cache(model: Any, *args: Any, **kwargs: Any) -> None:
 def layers_of(config: Any) -> list[tuple[str, dict[str, Any]]]:
     """Return the types of layers, and the arguments of each one's cache."""
     types, arguments = get_layer_types_and_kwargs(config)
-    # With `assistant_early_exit` there are fewer layers than types: transformers sets `num_hidden_layers` alone.
+    # With `assistant_early_exit` there are fewer layers than types: transformers sets only `num_hidden_layers`.
     return list(zip(types, arguments, strict=False))
 
 
 def layer_of_transformers(name: str, arguments: dict[str, Any]) -> Any:
-    """Return the layer that a `DynamicCache` has of a type."""
+    """Return a `DynamicCache`'s layer of a type."""
     return DYNAMIC_LAYER_TYPE_MAPPING[name](**arguments)
 
 
@@ -128,7 +128,7 @@ def seen_by(mask_function: Any) -> Seen | None:
         return None
     first, second = _two(mask_function, "or_masks")
     ids = _inside(second, "blockwise_overlay").get("block_sequence_ids")
-    if ids is not None:  # what is seen without blocks, and blocks
+    if ids is not None:  # the visibility without blocks, and the blocks
         seen = seen_by(first)
         if seen is None or seen.blocks is not None:
             return None

@@ -1,4 +1,4 @@
-"""Models of transformers as `numkv.demo.fit` judges storage kinds by: a text through a `NumkvCache` of each profile."""
+"""Models of transformers for `numkv.demo.fit`: a text runs through a `NumkvCache` of each profile."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class ModelJudge:
     texts, held_out : sequence of int tensor (num_tokens,)
         Token ids by which kinds are chosen, and those on which the choice is measured.
     name : str
-        What the model is called.
+        Name of the model.
 
     Raises
     ------
     NotSupported
-        If the model is none that `NumkvCache` takes, or has latent attention, which has one kind for all.
+        If `NumkvCache` does not support the model, or it has latent attention, which has one kind for all layers.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ModelJudge:
         empty = DynamicCache(config=model.config)
         with torch.no_grad():
             rows = model(texts[0][None], past_key_values=empty).past_key_values
-        # Layers that have a state alone have no keys.
+        # Layers with only a state have no keys.
         of_layers = [layer for layer in rows.layers if getattr(layer, "keys", None) is not None]
         self._rows = [(_rows(layer.keys), _rows(layer.values)) for layer in of_layers]
         self._model, self._texts = numkv.transformers.use(model), (texts, held_out)
@@ -53,10 +53,10 @@ class ModelJudge:
         own = [layer for layer in cache.layers if isinstance(layer, NumkvLayer)]
         if any(isinstance(layer, LatentLayer) for layer in own):
             raise NotSupported(
-                "numkv fit: expected a model with rows of K and of V, got one with latent attention, whose one kind "
-                "`numkv.transformers.use(model, kind=…)` takes"
+                "numkv fit: expected a model with rows of K and of V, got one with latent attention; choose its kind by "
+                "`numkv.transformers.use(model, kind=…)`"
             )
-        #: Whether all layers see more tokens than keys by channel keep in full.
+        #: Whether all layers see more tokens than keys by channel store in full.
         self.takes_channels = all(layer.takes_channels for layer in own)
         self.layers = [
             LayerSpec(
@@ -97,7 +97,7 @@ def _rows(x: Any) -> Any:
 
 
 def _divergence(expected: Any, logits: Any) -> float:
-    """KL summed over tokens, in nats, in float64."""
+    """Return the KL divergence summed over tokens, in nats, in float64."""
     total = 0.0
     for begin in range(0, len(expected), _ROWS):
         known = expected[begin : begin + _ROWS].double()

@@ -1,4 +1,4 @@
-"""The mask function ``numkv``: in place of a mask, it returns a plan of the forward pass for all layers of a kind.
+"""The mask function ``numkv``: instead of a mask, it returns a plan of the forward pass for all layers of a kind.
 
 transformers calls it once for each kind of layer, and passes its result to every attention function. The plan describes
 the mask: causal, a window or chunks, and padding. The rest depends on the cache, and is computed for the first layer.
@@ -17,19 +17,19 @@ from numkv.transformers.metadata import BatchMetadata, Seen, Step
 
 
 class Plan:
-    """What attention functions get in place of a mask.
+    """The argument of attention functions instead of a mask.
 
-    It has the shape of a mask, and where transformers makes a mask of a ready one, it stays as it is.
+    It has the shape of a mask, and stays unchanged where transformers converts a finished mask.
 
     Attributes
     ----------
     seen : Seen or None
-        What each token sees; None for a mask that numkv's kernels have no form of.
+        Visibility of tokens; None for a mask that numkv's kernels do not support.
     columns, offset : int
-        Columns of the pass, and those before.
+        Columns of the pass, and earlier columns.
     whole : Plan
-        The plan that this one is a part of, or itself: models whose last layers share rows compute them for the last
-        columns alone.
+        The plan of all columns: itself, except in models whose last layers share rows and compute only the last
+        columns.
     """
 
     __slots__ = ("_arguments", "_padding", "_steps", "columns", "offset", "seen", "whole")
@@ -46,21 +46,21 @@ class Plan:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """That of the mask."""
+        """Return the shape of the mask."""
         return self._arguments["batch_size"], 1, self.columns, self._arguments["kv_length"]
 
     def step(self, layer: Any) -> Step:
-        """What the pass does to a layer, which has room for it then; worked out once for layers of one history.
+        """Make room in a layer, and return the step of the pass, which layers of one history share.
 
         Parameters
         ----------
         layer : NumkvLayer
-            The layer; its buffers and its metadata may be others afterwards.
+            The layer, whose buffers and metadata may be replaced.
 
         Raises
         ------
         NotSupported, DimensionMismatch
-            If the mask is of another kind, or does not fit what is in the cache.
+            If the mask is of another kind, or does not fit the cache's tokens.
         CacheFull
             If the cache's budget is too small; see `numkv.transformers.layers.Shared.make_room`.
         """
@@ -75,7 +75,7 @@ class Plan:
         return self._steps[id(layer.metadata), keep][1]
 
     def _checked(self, metadata: BatchMetadata) -> Seen:
-        """What tokens see, where the mask says so and is made for a layer; takes the padding out of it."""
+        """Return the visibility of tokens, after a check that the mask fits the layer's metadata."""
         if self.seen is None:
             raise NotSupported(
                 "NumkvCache: expected a causal mask, with a window, chunks, padding or blocks that see both ways, got "
@@ -85,8 +85,8 @@ class Plan:
         if self.offset != metadata.columns:
             raise NotSupported(
                 f"NumkvCache: expected a layer with {self.offset} tokens, as the mask is made for, got one with "
-                f"{metadata.columns}: another thread goes on with this cache, where one thread at a time may, or a "
-                "pass failed or left layers out; then call reset() and start again"
+                f"{metadata.columns}: another thread uses this cache, which only one thread at a time may, or a pass "
+                "failed or skipped layers; then call reset() and start again"
             )
         padding = self._arguments["attention_mask"]
         if padding is not None and self._padding is None:
@@ -94,7 +94,7 @@ class Plan:
         return self.seen
 
     def tensor(self, *, explicit: bool = False) -> Any:
-        """The mask that transformers' ``sdpa`` would have got; None where that needs none.
+        """Return the mask for transformers' ``sdpa``; None if it needs none.
 
         Parameters
         ----------
@@ -111,11 +111,11 @@ class Plan:
         return mask if self.whole is self else mask[:, :, -self.columns :]
 
     def contiguous(self) -> Plan:
-        """Itself: `generate` asks this of masks that it makes for caches of a fixed size."""
+        """Return itself: `generate` calls this for caches of a fixed size."""
         return self
 
     def __getitem__(self, index: Any) -> Plan:
-        """Return the plan of the last columns, which is all that models ask for: ``[:, :, -n:, :]``."""
+        """Return the plan of the last columns, the only index that models use: ``[:, :, -n:, :]``."""
         each = slice(None)
         if not (isinstance(index, tuple) and len(index) == 4 and isinstance(index[2], slice)):
             self._refuse()
@@ -131,7 +131,7 @@ class Plan:
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise NotSupported(
-            "attention implementation 'numkv': expected a model that hands its mask on to the attention function, got "
+            "attention implementation 'numkv': expected a model that passes its mask to the attention function, got "
             "one that computes with it; choose another with model.set_attn_implementation"
         )
 
@@ -158,15 +158,15 @@ def plan_of_mask(
     Parameters
     ----------
     batch_size, q_length, kv_length, q_offset, kv_offset : int
-        Sizes, and the columns that come before.
+        Sizes, and numbers of earlier columns.
     mask_function : callable
-        What tells which query sees which key.
+        Returns whether a query sees a key.
     attention_mask : bool tensor (batch_size, columns) or Plan, optional
-        Which columns are tokens; or what is already made, as `generate` does for caches of a fixed size, and PaliGemma.
+        Which columns are tokens; or a finished plan, from `generate` for caches of a fixed size, or from PaliGemma.
     local_size : int, optional
         The window or chunk.
     **options
-        Passed on where a mask is made.
+        Options of transformers' own mask function.
 
     Returns
     -------

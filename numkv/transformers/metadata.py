@@ -1,12 +1,12 @@
-"""Which tokens a cache layer holds, in which blocks, and what a forward pass changes: plain numbers, no tensors.
+"""The tokens of a cache layer, their blocks, and the changes of a forward pass: plain numbers, no tensors.
 
 `BatchMetadata` is never changed. A forward pass, a crop or a reordering makes a new object, so layers with the same
 history share one. The metadata of a pass are computed once for all of them. A failed pass leaves a layer's metadata as
 it was.
 
-A batch has *columns*, which transformers counts, padding included, and each sequence *tokens*, which are stored:
-padding is not. Tokens lie in blocks, as in a paged pool. Sequences that beam search has split share blocks until one
-of them writes to the last.
+A batch has *columns*, which transformers counts, padding included. A sequence has *tokens*, which are stored, unlike
+padding. Tokens lie in blocks, as in a paged pool. Sequences that beam search has split share blocks until one of them
+writes to the last.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from numkv.errors import DimensionMismatch, NotSupported
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
-#: Blocks of another pool, and which of this one's go where in it.
+#: Number of blocks of another pool, and copies (from, to) from this one into it.
 Move = tuple[int, NDArray[np.int32], NDArray[np.int32]]
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _once(method: _Method) -> _Method:
-    """Have a method of metadata return one object for the same arguments, as layers that share metadata share that."""
+    """Cache a method of metadata by its arguments, so that layers that share metadata share its results."""
 
     @functools.wraps(method)
     def found(self: BatchMetadata, *args: Any, **kwargs: Any) -> Any:
@@ -43,17 +43,17 @@ def _once(method: _Method) -> _Method:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
-    """What a token sees, apart from causality.
+    """Visibility of tokens, in addition to causality.
 
     Attributes
     ----------
     window : int
-        Tokens, its own included; 0 for all.
+        Visible tokens, its own included; 0 for all.
     chunk : int
-        Tokens of a chunk, of which it sees its own; 0 for none.
+        Tokens of a chunk, within which a token sees; 0 for none.
     blocks : int array (batch, columns) or None
-        The block of each column, earlier ones included, or -1: tokens of a block see all of it, later ones too, as
-        those of an image do.
+        The block of each column, earlier ones included, or -1. Tokens of a block, such as an image, also see its later
+        tokens.
     cuts : bool
         Whether blocks end where the window begins.
     """
@@ -66,26 +66,26 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """What one forward pass does to layers of one history.
+    """The changes of one forward pass to layers of one history.
 
     Attributes
     ----------
     copies : tuple of int32 array (n,), or None
         Blocks to copy before anything is written: from, to.
     slots : int64 array (batch * T,)
-        Where each new row goes, -1 for padding.
+        Slot of each new row, -1 for padding.
     queries : int64 array (n,) or None
-        Which of the ``batch * T`` queries are computed; None for all.
+        Indices of the computed queries among ``batch * T``; None for all.
     table, lengths, starts, ranges : array
-        Block table, lengths and where queries start, as attention takes them; ranges of the queries, or None.
+        Block table, lengths, starts of queries and visible ranges (or None), as arguments of attention.
     after : BatchMetadata
-        What holds after the pass.
+        Metadata after the pass.
     shrink : Move or None
         Blocks of a smaller pool for the tokens that remain after the pass, and copies into it.
     before, new, seen, columns : BatchMetadata, bool array (batch, columns) or None, Seen, int
-        What it was worked out from.
+        Arguments from which the step was computed.
     blocks : tuple of int64 array (batch, columns), or None
-        Positions from which and up to which each new token sees its block.
+        Range of positions in which each new token sees its block.
     """
 
     copies: tuple[NDArray[np.int32], NDArray[np.int32]] | None
@@ -104,12 +104,12 @@ class Step:
     blocks: tuple[Ints, Ints] | None
 
     def copy_blocks(self, pool: Any) -> None:
-        """Copy the blocks that sequences part with."""
+        """Copy the blocks that sequences stop sharing."""
         if self.copies is not None:
             pool.copy_blocks(self.copies[0], pool, self.copies[1])
 
     def of_last(self, columns: int) -> Step:
-        """Return the step for the queries of the last columns alone."""
+        """Return the step for only the queries of the last columns."""
         metadata, new = self.before, self.new
         ordinal = _ordinal(new, self.columns)[:, -columns:]
         new = None if new is None else new[:, -columns:]
@@ -118,16 +118,16 @@ class Step:
         return replace(self, queries=queries, lengths=lengths, starts=starts, ranges=ranges)
 
     def limits(self, columns: int) -> tuple[Ints, Ints]:
-        """From where and up to where the queries of the last columns see tokens: positions, each (batch, columns)."""
+        """Return the begin and end of the visible positions of the last columns' queries, each (batch, columns)."""
         ordinal = _ordinal(self.new, self.columns)[:, -columns:]
         return self.before._limits(ordinal, self.seen, self._blocks(columns))
 
     def positions(self) -> Ints:
-        """Position of each new token, (batch or 1, columns); of padding, that of the token before it."""
+        """Return the position of each new token, (batch or 1, columns); padding has that of the token before it."""
         return self.before.lengths[:, None] + _ordinal(self.new, self.columns) - 1
 
     def _blocks(self, columns: int) -> tuple[Ints, Ints] | None:
-        """`blocks` of the last columns."""
+        """Return `blocks` of the last columns."""
         if self.blocks is None:
             return None
         return self.blocks[0][:, -columns:], self.blocks[1][:, -columns:]
@@ -135,7 +135,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchMetadata:
-    """The tokens of a batch, as layers of one history hold them.
+    """The tokens of a batch, in all layers of one history.
 
     Attributes
     ----------
@@ -144,21 +144,21 @@ class BatchMetadata:
     num_blocks : int
         Blocks of the pool.
     reach : int
-        Earlier tokens that a new one may see, so that older ones are dropped; -1 for all.
+        Number of earlier tokens that a new one may see; older ones are dropped. -1 for all.
     columns : int
         Columns so far, padding included.
     lengths : int64 array (batch,)
-        Tokens of each sequence, those dropped included.
+        Tokens of each sequence, dropped ones included.
     first : int64 array (batch,)
-        Blocks of each sequence that were dropped.
+        Number of dropped blocks of each sequence.
     table : int32 array (batch, width)
-        Its blocks from there on; entries past its length mean nothing.
+        Later blocks of each sequence; entries past its length are undefined.
     valid : bool array (batch, columns) or None
         Which columns are tokens; None if all are.
     shared : bool
         Whether sequences may share blocks.
     made : dict
-        What crops, reorderings and other pools have made of it.
+        Cached results of crops, reorderings and other methods.
     """
 
     block_size: int
@@ -191,7 +191,7 @@ class BatchMetadata:
     # -- a forward pass
 
     def check_mask(self, mask: Flags | None, new_columns: int) -> Flags | None:
-        """Take apart a padding mask over earlier and new columns.
+        """Check a padding mask over earlier and new columns, and return its new part.
 
         Parameters
         ----------
@@ -210,7 +210,7 @@ class BatchMetadata:
         DimensionMismatch
             If the mask has another batch, or fewer columns.
         NotSupported
-            If it says something else about earlier columns than it did when they came.
+            If earlier columns differ from the masks of earlier passes.
         """
         if mask is None:
             if self.valid is None or self.valid.all():
@@ -238,7 +238,7 @@ class BatchMetadata:
     def advance(
         self, mask: Flags | None, new_columns: int, seen: Seen, *, keep: bool = False
     ) -> Step:
-        """Work out a forward pass over new columns.
+        """Compute the step of a forward pass over new columns.
 
         Parameters
         ----------
@@ -247,9 +247,9 @@ class BatchMetadata:
         new_columns : int
             Columns of the pass, T.
         seen : Seen
-            What each token sees.
+            Visibility of tokens.
         keep : bool
-            Whether tokens out of reach are kept, as a crop may bring them back into it.
+            Whether tokens out of reach are kept, because a crop may bring them back into it.
 
         Raises
         ------
@@ -263,11 +263,11 @@ class BatchMetadata:
         old, end = self.lengths - base, self.lengths + counts - base
         copies, table = self._placed(old, end)
         valid = self._joined(new, new_columns)
-        # Where the new rows go.
+        # Slots of the new rows.
         at = np.maximum(old[:, None] + ordinal - 1, 0)
         if table.shape[1]:
             slots = np.take_along_axis(table, at // size, 1).astype(np.int64) * size + at % size
-        else:  # padding alone, so far
+        else:  # only padding so far
             slots = np.full(at.shape, -1, np.int64)
         if new is not None:
             slots[~new] = -1
@@ -285,7 +285,7 @@ class BatchMetadata:
         )  # fmt: skip
 
     def more(self, mask: Flags | None, new_columns: int) -> int:
-        """Return the free blocks that a pass takes; see `advance`."""
+        """Return the free blocks that a pass needs; see `advance`."""
         new = self.check_mask(mask, new_columns)
         base = self.first * self.block_size
         old = self.lengths - base
@@ -294,7 +294,7 @@ class BatchMetadata:
         return int(missing.sum()) + len(divided)
 
     def _missing(self, old: Ints, end: Ints) -> tuple[Ints, list[int]]:
-        """Blocks that sequences lack for rows up to `end`, and the sequences that need a copy of their last one."""
+        """Return the missing blocks of sequences for rows up to `end`, and the sequences that copy their last block."""
         size = self.block_size
         missing = np.maximum(-(-end // size) - -(-old // size), 0)
         return missing, self._to_divide(old, end) if self.shared else []
@@ -302,7 +302,7 @@ class BatchMetadata:
     def _placed(
         self, old: Ints, end: Ints
     ) -> tuple[tuple[NDArray[np.int32], NDArray[np.int32]] | None, NDArray[np.int32]]:
-        """Blocks for rows up to `end`: copies, and the table; the pool has room for them."""
+        """Return copies and the table for rows up to `end`; the pool has room for them."""
         size = self.block_size
         missing, divided = self._missing(old, end)
         if not missing.any() and not divided:
@@ -322,7 +322,7 @@ class BatchMetadata:
         return (sources, own) if divided else None, table
 
     def _to_divide(self, old: Ints, end: Ints) -> list[int]:
-        """Sequences that write to a block that another one holds too, but for the last of its holders."""
+        """Return the sequences that write to a shared block, without the last owner of each block."""
         used = self._counts()
         found = []
         for b in np.flatnonzero((old % self.block_size != 0) & (end > old)):
@@ -333,37 +333,37 @@ class BatchMetadata:
         return found
 
     def _counts(self) -> Ints:
-        """Return how many sequences hold each block."""
+        """Return how many sequences own each block."""
         return np.bincount(self.table[self.held()], minlength=self.num_blocks)
 
     @property
     def used(self) -> int:
-        """Blocks with tokens."""
+        """Return the number of blocks with tokens."""
         return int(np.count_nonzero(self._counts()))
 
     @property
     def enough(self) -> int:
-        """Blocks that hold what is within reach; past twice as many a pass leaves a smaller pool."""
+        """Return the number of blocks for tokens within reach; a pool of more than twice as many is shrunk."""
         return max(1, self.batch * (-(-self.reach // self.block_size) + 2))
 
     def held(self) -> Flags:
-        """Which entries of the table are blocks."""
+        """Return which entries of the table are blocks."""
         return self._in_block(np.arange(self.table.shape[1])) > 0
 
     def fills(self) -> Ints:
-        """Tokens in each block of the pool, of the sequence that has most in it."""
+        """Return the tokens in each block of the pool, for the owner with most of them."""
         found, held = np.zeros(self.num_blocks, np.int64), self.held()
         np.maximum.at(found, self.table[held], self._in_block(np.arange(self.table.shape[1]))[held])
         return found
 
     def _in_block(self, places: Ints) -> Ints:
-        """Tokens of each sequence in its blocks at these places of the table, (batch, n)."""
+        """Return the tokens of each sequence in its blocks at these columns of the table, (batch, n)."""
         size = self.block_size
         left: Ints = (self.lengths - self.first * size)[:, None] - places[None] * size
         return np.clip(left, 0, size)
 
     def _joined(self, new: Flags | None, new_columns: int) -> Flags | None:
-        """Which columns are tokens, with the new ones."""
+        """Return which columns are tokens, with the new ones."""
         if new is None and self.valid is None:
             return None
         past = np.ones((self.batch, self.columns), bool) if self.valid is None else self.valid
@@ -374,7 +374,7 @@ class BatchMetadata:
     def _block_ends(
         self, ids: NDArray[Any], valid: Flags | None, new_columns: int
     ) -> tuple[Ints, Ints]:
-        """Positions from which and up to which new tokens see their blocks, as far as they have come."""
+        """Return the ranges of positions in which new tokens see their blocks, as far as these are stored."""
         columns = self.columns + new_columns
         if ids.shape[0] != self.batch or ids.shape[1] < columns:
             raise DimensionMismatch(
@@ -427,10 +427,10 @@ class BatchMetadata:
         seen: Seen,
         blocks: tuple[Ints, Ints] | None,
     ) -> tuple[Ints | None, Ints, Ints, Ints | None]:
-        """Which queries are computed, lengths, where each sequence's queries start, and ranges."""
+        """Return the computed queries, lengths, starts of each sequence's queries, and ranges."""
         batch, columns = self.batch, ordinal.shape[1]
         each = np.arange(batch + 1) * columns
-        # Padding that comes after tokens sees these.
+        # Padding after tokens sees these tokens.
         late = new is not None and bool((~new & (self.lengths[:, None] + ordinal > 0)).any())
         plain = not seen.chunk and blocks is None
         if plain and (new is None or (columns == 1 and (end > 0).all())):
@@ -446,7 +446,7 @@ class BatchMetadata:
     def _limits(
         self, ordinal: Ints, seen: Seen, blocks: tuple[Ints, Ints] | None
     ) -> tuple[Ints, Ints]:
-        """From which position on, and up to which, queries see tokens."""
+        """Return the begin and end of the visible positions of queries."""
         high = self.lengths[:, None] + ordinal
         if seen.chunk:
             low = (high - 1) // seen.chunk * seen.chunk
@@ -460,10 +460,10 @@ class BatchMetadata:
                 low = np.minimum(low, blocks[0])
         return np.maximum(low, 0), high
 
-    # -- what drops tokens
+    # -- dropping tokens
 
     def _within_reach(self) -> tuple[BatchMetadata, Move | None]:
-        """Without the blocks that no later token sees; in a smaller pool, if this one is twice as large as needed."""
+        """Drop blocks that no later token sees; shrink the pool if it is twice as large as needed."""
         if self.reach < 0:
             return self, None
         metadata, size = self, self.block_size
@@ -482,7 +482,7 @@ class BatchMetadata:
 
     @_once
     def packed(self, num_blocks: int = 0) -> tuple[BatchMetadata, Move]:
-        """The same tokens in the first blocks of another pool, of `num_blocks` at least."""
+        """Return the same tokens in the first blocks of another pool, with at least `num_blocks`."""
         used = np.flatnonzero(self._counts()).astype(np.int32)
         renamed = np.zeros(max(1, self.num_blocks), np.int32)
         renamed[used] = np.arange(len(used))
@@ -493,12 +493,12 @@ class BatchMetadata:
 
     @_once
     def cropped(self, columns: int, *, kept: bool) -> tuple[BatchMetadata, Move | None]:
-        """Without the last columns, and without what is then out of reach.
+        """Return a copy without the last columns, and without blocks that are then out of reach.
 
         Parameters
         ----------
         columns : int
-            How many, from 0 up.
+            Number of columns to drop, from 0 up.
         kept : bool
             Whether tokens out of reach were kept since the last crop.
 
@@ -518,7 +518,7 @@ class BatchMetadata:
         if columns and self.reach >= 0 and self.columns > self.reach and not kept:
             raise RuntimeError(
                 "`crop`: this layer drops tokens that leave its window, so it cannot go back; call "
-                "`activate_past_recording` before the tokens that are to be removed come"
+                "`activate_past_recording` before the tokens to remove are added"
             )
         left = self.columns - columns
         lengths, valid = self.lengths - columns, None
@@ -538,7 +538,7 @@ class BatchMetadata:
 
     @_once
     def selected(self, order: tuple[int, ...]) -> BatchMetadata:
-        """Sequences of these numbers, in this order; those that come twice share their blocks."""
+        """Return the sequences of these numbers, in this order; repeated ones share their blocks."""
         rows = list(order)
         valid = None if self.valid is None else self.valid[rows]
         shared = self.shared or len(set(rows)) < len(rows)
@@ -549,5 +549,5 @@ class BatchMetadata:
 
 
 def _ordinal(new: Flags | None, columns: int) -> Ints:
-    """Return how many tokens of a pass have come up to each column: per sequence, or equal for all."""
+    """Return the number of tokens of a pass up to each column: per sequence, or equal for all."""
     return np.arange(1, columns + 1)[None] if new is None else new.cumsum(1)

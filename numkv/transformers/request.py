@@ -1,4 +1,4 @@
-"""One text of a `ContinuousBatch`: its tokens, how the next one is chosen, and what ends it."""
+"""One text of a `ContinuousBatch`: its tokens, the choice of the next one, and the conditions of its end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from numkv.numbers import check_size
 from numkv.transformers.internals import generation_settings, logits_processors, stopping_criteria
 
 _MODES = {"greedy_search", "sample"}
-# Tokens that are made where neither a call nor the model says how many, as in `generate`.
+# Default number of new tokens if neither the call nor the model sets it, as in `generate`.
 _NEW_TOKENS = 20
 
 
@@ -25,27 +25,27 @@ class BatchEvent(NamedTuple):
 
     request: BatchRequest
     token: int | None
-    """The token; None where a request ended without one, as it failed or was cancelled."""
+    """The token; None if a request ended without one, by failure or cancellation."""
     done: bool
     """Whether the request has ended."""
 
 
 class BatchRequest:
-    """A text that a `ContinuousBatch` goes on with; `ContinuousBatch.submit` makes it.
+    """A text that a `ContinuousBatch` continues; `ContinuousBatch.submit` makes it.
 
     Attributes
     ----------
     number : int
-        Of its batch's requests, from 0 on.
+        Number among its batch's requests, from 0 on.
     prompt_len : int
         Tokens of the prompt.
     cached_len : int
-        Tokens that were found when it first began, and not computed.
+        Tokens of the prompt that were reused when it first began.
     finish_reason : str or None
         ``"stop"`` at an end token, a stop string or a criterion, ``"length"``, ``"cancelled"``, ``"error"``; None
         before it has ended.
     error : Exception or None
-        What it failed with.
+        The error of a failed request.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class BatchRequest:
         criteria = stopping_criteria(
             model, settings, more["stopping_criteria"] or StoppingCriteriaList(), more["tokenizer"]
         )
-        # `ended_by` counts tokens itself, so as to tell the reasons apart.
+        # `ended_by` counts tokens itself, to distinguish the reasons.
         self._criteria = [x for x in criteria if type(x).__name__ != "MaxLengthCriteria"]
         self._generator = None
         if settings.do_sample:
@@ -85,7 +85,7 @@ class BatchRequest:
                 self._generator.manual_seed(check_size("seed", seed, 0, 2**63 - 1))
         elif more["seed"] is not None:
             raise TypeError(
-                "`seed`: expected None without do_sample=True, as the most probable token is taken"
+                "`seed`: expected None without do_sample=True, which chooses the most probable token"
             )
 
     def __repr__(self) -> str:
@@ -97,17 +97,17 @@ class BatchRequest:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Return whether the request has ended."""
         return self.finish_reason is not None
 
     @property
     def tokens(self) -> list[int]:
-        """Its new token ids so far."""
+        """Return the new token ids so far."""
         return self._ids[self.prompt_len :]
 
     @property
     def most_tokens(self) -> int:
-        """Tokens that its text may have in the end, the prompt's included."""
+        """Return the most tokens of the whole text, prompt included."""
         return self.prompt_len + self._most
 
     def result(self) -> list[int]:
@@ -116,19 +116,19 @@ class BatchRequest:
         Returns
         -------
         list of int
-            Its new token ids; of a cancelled one those that it had by then.
+            All new token ids, or those before it was cancelled.
 
         Raises
         ------
         Exception
-            What it failed with.
+            The error of a failed request.
         """
         return list(self)
 
     def __iter__(self) -> Iterator[int]:
-        """New token ids as they come; runs the batch."""
+        """Yield new token ids as they are made; runs the batch."""
         for place in itertools.count(self.prompt_len):
-            # In this order, as another thread adds the last token before the end.
+            # In this order, because another thread adds the last token before the end.
             while not self.done and place == len(self._ids):
                 self._advance()
             if place == len(self._ids):
@@ -138,7 +138,7 @@ class BatchRequest:
             raise self.error
 
     async def __aiter__(self) -> AsyncIterator[int]:
-        """New token ids as they come; passes are shared with other tasks of the event loop."""
+        """Yield new token ids as they are made; passes are shared with other tasks of the event loop."""
         for place in itertools.count(self.prompt_len):
             while not self.done and place == len(self._ids):
                 await self._advance_in_loop()
@@ -149,24 +149,24 @@ class BatchRequest:
             raise self.error
 
     def cancel(self) -> None:
-        """End it; any thread may call this. The next pass gives its blocks back."""
+        """End the request; any thread may call this. The next pass releases its blocks."""
         if not self.done:
             self.finish_reason = "cancelled"
 
     # -- for the batch
 
     def ids(self) -> list[int]:
-        """All ids: the prompt's, and new ones. It is the request's own list."""
+        """Return the request's own list of all ids: the prompt's and new ones."""
         return self._ids
 
     def shared_len(self, other: BatchRequest) -> int:
-        """Tokens with which both prompts begin."""
+        """Return the length of the common prefix of both prompts."""
         most = min(self.prompt_len, other.prompt_len)
         differ = self._prompt[:most] != other._prompt[:most]
         return int(differ.argmax()) if differ.any() else most
 
     def choose(self, logits: Any) -> int:
-        """Choose the next token by its logits ``(vocabulary,)``, as `generate` does."""
+        """Choose the next token from logits ``(vocabulary,)``, as `generate` does."""
         row = torch.tensor(self._ids)[None]
         scores = self._processors(row, logits[None].clone())
         if self._generator is None:
@@ -175,31 +175,31 @@ class BatchRequest:
         return int(torch.multinomial(probabilities, 1, generator=self._generator))
 
     def ended_by(self, token: int) -> str | None:
-        """The reason for which a next token would be the last one, or None."""
+        """Return the reason why a next token would be the last one, or None."""
         row = torch.tensor([*self._ids, token])[None]
         if any(bool(x(row, None).all()) for x in self._criteria):
             return "stop"
         return "length" if row.shape[1] >= self.most_tokens else None
 
     def generator_state(self) -> Any:
-        """Return the state of what it is sampled by, for `set_generator_state`."""
+        """Return the state of its random generator, for `set_generator_state`."""
         return None if self._generator is None else self._generator.get_state()
 
     def set_generator_state(self, state: Any) -> None:
-        """Go back to a state, where a pass has failed after tokens had been chosen."""
+        """Restore a state, after a pass failed that had chosen tokens."""
         if self._generator is not None:
             self._generator.set_state(state)
 
 
 def prompt_of(given: Any, vocabulary: int) -> NDArray[np.int64]:
-    """Check a prompt: a row of token ids that the model has.
+    """Check a prompt: one row of valid token ids.
 
     Parameters
     ----------
     given : tensor, array or sequence of int
         The ids.
     vocabulary : int
-        How many ids there are.
+        Number of ids of the model.
     """
     if isinstance(given, torch.Tensor):
         given = given.detach().cpu().numpy()
@@ -208,14 +208,14 @@ def prompt_of(given: Any, vocabulary: int) -> NDArray[np.int64]:
         ids = ids[0]
     if ids.ndim != 1:
         raise DimensionMismatch(
-            f"`input_ids`: expected the token ids of one text, got shape {ids.shape}; submit each text by itself",
+            f"`input_ids`: expected the token ids of one text, got shape {ids.shape}; submit each text separately",
             actual=ids.shape,
         )
     if not len(ids):
         raise DimensionMismatch("`input_ids`: expected at least one token id, got none")
     if ids.dtype.kind not in "iu":
         raise TypeError(
-            f"`input_ids`: expected integers, got {ids.dtype}; pass what a tokenizer gives"
+            f"`input_ids`: expected integers, got {ids.dtype}; pass a tokenizer's input_ids"
         )
     if ids.min() < 0 or ids.max() >= vocabulary:
         raise ValueError(
@@ -226,7 +226,7 @@ def prompt_of(given: Any, vocabulary: int) -> NDArray[np.int64]:
 
 
 def _new_tokens(settings: Any, prompt_len: int) -> int:
-    """Tokens that are to be made at most."""
+    """Return the most new tokens."""
     most = settings.max_new_tokens
     if most is None:
         most = _NEW_TOKENS if settings.max_length is None else settings.max_length - prompt_len
@@ -240,7 +240,7 @@ def _new_tokens(settings: Any, prompt_len: int) -> int:
 
 
 def _refuse_modes(settings: Any) -> None:
-    """Refuse what needs more than one row of logits for each token."""
+    """Reject modes that need more than one row of logits for each token."""
     mode = getattr(settings.get_generation_mode(), "value", None)
     if mode not in _MODES or (settings.num_return_sequences or 1) > 1:
         raise NotSupported(

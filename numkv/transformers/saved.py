@@ -35,13 +35,13 @@ from numkv.transformers.layers import HybridLayer, LatentLayer, NumkvLayer, Opti
 from numkv.transformers.metadata import BatchMetadata
 
 _INT32, _UINT8 = np.dtype(np.int32), np.dtype(np.uint8)
-# Of each weight, runs of so many elements from so many places are in a mark.
+# Each weight contributes runs of so many elements from so many places to a mark.
 _RUNS, _RUN = 4, 256
 
 
 @dataclass(kw_only=True)
 class SavedOptions(Saved):
-    """The options of a layer, as `numkv.transformers.layers.Options` takes them."""
+    """The options of a layer: `numkv.transformers.layers.Options`."""
 
     k_kind: Any = storage_kind(optional=True)
     v_kind: Any = storage_kind(optional=True)
@@ -53,7 +53,7 @@ class SavedOptions(Saved):
 
     @classmethod
     def of(cls, options: Options) -> SavedOptions:
-        """Those of a layer."""
+        """Return the saved options of a layer."""
         kept = options.full_precision
         return cls(
             k_kind=options.k_kind, v_kind=options.v_kind, capacity=options.capacity, rotate=options.rotate,
@@ -63,12 +63,12 @@ class SavedOptions(Saved):
 
     def check(self) -> None:
         """See `Saved.check`."""
-        expect(len(self.shape) in (0, 3), "the shape of a profile's layer has other than 3 numbers")
+        expect(len(self.shape) in (0, 3), "the shape of a profile's layer does not have 3 numbers")
         _ = self.options
 
     @property
     def options(self) -> Options:
-        """The same as an object, checked."""
+        """Return the checked options as an object."""
         kept = self.window or self.num_sink_tokens
         with claims("options"):
             made = Options(
@@ -81,7 +81,7 @@ class SavedOptions(Saved):
 
 @dataclass(kw_only=True)
 class SavedTokens(Saved):
-    """A `BatchMetadata`: which tokens layers of one history hold. Its table and its padding are tensors."""
+    """A `BatchMetadata`: the tokens of layers of one history. Its table and its padding are tensors."""
 
     block_size: int = integer(1)
     blocks: int = integer()
@@ -95,7 +95,7 @@ class SavedTokens(Saved):
 
     @classmethod
     def of(cls, x: BatchMetadata) -> SavedTokens:
-        """Those of layers."""
+        """Return the saved metadata of layers."""
         return cls(
             block_size=x.block_size, blocks=x.num_blocks, reach=x.reach, columns=x.columns,
             lengths=x.lengths.tolist(), first=x.first.tolist(), width=x.table.shape[1],
@@ -112,7 +112,7 @@ class SavedTokens(Saved):
             expect(0 <= held <= self.width, "a table that is too short")
 
     def specs_of(self, number: int) -> dict[str, Spec]:
-        """Its tensors."""
+        """Return its tensors."""
         batch = len(self.lengths)
         found = {f"table.{number}": Spec(_INT32, (batch, self.width))}
         if self.padded:
@@ -120,20 +120,20 @@ class SavedTokens(Saved):
         return found
 
     def restored(self, number: int, source: Source) -> BatchMetadata:
-        """The metadata that it says, checked."""
+        """Return the checked metadata."""
         lengths, first = (np.array(x, np.int64) for x in (self.lengths, self.first))
         table, valid = source.array(f"table.{number}"), None
         if self.padded:
             found = source.array(f"valid.{number}")
             expect(bool((found <= 1).all()), "padding that is neither 0 nor 1")
             valid = found.astype(np.bool_)
-            expect(bool((valid.sum(1) == lengths).all()), "other tokens than columns show")
+            expect(bool((valid.sum(1) == lengths).all()), "lengths that differ from the padding")
         made = BatchMetadata(
             self.block_size, self.blocks, self.reach, self.columns, lengths, first, table, valid, self.shared
         )  # fmt: skip
         live = table[made.held()]
         known = bool(((live >= 0) & (live < self.blocks)).all())
-        expect(known, "a table names a block that is none")
+        expect(known, "a table has an invalid block")
         for row, own in zip(table, made.held(), strict=True):
             expect(len(np.unique(row[own])) == own.sum(), "a sequence has a block twice")
         expect(self.shared or len(np.unique(live)) == len(live), "sequences share blocks")
@@ -168,7 +168,7 @@ class SavedLayer(Saved):
 
 @dataclass(kw_only=True)
 class SavedCache(Saved):
-    """A `NumkvCache`: layers, and what several of them have in common once."""
+    """A `NumkvCache`: layers, with common options and metadata stored once."""
 
     layout = "transformers"
 
@@ -191,7 +191,7 @@ class SavedCache(Saved):
                 continue
             expect(rows.tokens < len(self.tokens), f"layer {number} has no tokens")
             tokens = self.tokens[rows.tokens]
-            expect(tokens.reach == x.reach, f"layer {number} reaches other tokens than it has")
+            expect(tokens.reach == x.reach, f"layer {number} has the tokens of another window")
             size = max(layer.block_size, options.group_tokens)
             expect(tokens.block_size == size, f"blocks of {tokens.block_size} in layer {number}")
             for asked, got in ((options.k_kind, rows.k_kind), (options.v_kind, rows.v_kind)):
@@ -205,7 +205,7 @@ class SavedCache(Saved):
             expect(all(a <= b for a, b in zip(ends, tokens.lengths, strict=False)), "newest tokens")
             shape = options.shape
             same = shape in (None, (rows.num_kv_heads, rows.head_dim, rows.head_dim_v))
-            expect(same, f"layer {number} is none of its profile")
+            expect(same, f"layer {number} differs from its profile")
 
     def specs(self) -> dict[str, Spec]:
         """See `Saved.specs`."""
@@ -219,7 +219,7 @@ class SavedCache(Saved):
         return found
 
     def _specs_of(self, number: int, rows: SavedRows, latent: bool) -> dict[str, Spec]:
-        """The tensors of a layer."""
+        """Return the tensors of a layer."""
         tokens, options = self.tokens[rows.tokens], self.options[self.layers[number].options]
         sides = [("k", rows.k_kind, rows.head_dim), ("v", rows.v_kind, rows.head_dim_v)]
         shape = tokens.blocks, rows.num_kv_heads, tokens.block_size
@@ -237,7 +237,7 @@ class SavedCache(Saved):
         return sum(spec.nbytes for spec in self.specs().values())
 
     def restored(self, source: Source) -> list[NumkvLayer]:
-        """Return the layers, with what they held."""
+        """Return the layers, with their tokens."""
         shared, options = Shared(self.max_nbytes), [x.options for x in self.options]
         for each in options:
             each.shared = shared
@@ -262,14 +262,14 @@ class SavedCache(Saved):
 
 
 def _empty(x: SavedLayer, options: Options) -> NumkvLayer:
-    """A layer as it was made."""
+    """Return a new layer without rows."""
     layer = (LatentLayer if x.latent else NumkvLayer)(options, x.reach)
     layer.record_past = x.record_past
     return layer
 
 
 def _tensors(number: int, layer: NumkvLayer, blocks: NDArray[Any]) -> list[Tensor]:
-    """Return where the blocks of a layer lie."""
+    """Return the tensors of a layer's blocks."""
     found = block_tensors(layer.pool, number, blocks, layer.metadata.fills()[blocks])
     if layer.ring is not None:
         newest = layer.ring.pool
@@ -279,12 +279,12 @@ def _tensors(number: int, layer: NumkvLayer, blocks: NDArray[Any]) -> list[Tenso
 
 
 def snapshot(layers: Sequence[Any], held: Any) -> Snapshot:
-    """What the layers of a cache consist of.
+    """Return the snapshot of a cache.
 
     Parameters
     ----------
     layers : sequence
-        Of a `NumkvCache`.
+        Layers of a `NumkvCache`.
     held : object
         The cache, which must not change meanwhile.
 
@@ -333,7 +333,7 @@ def snapshot(layers: Sequence[Any], held: Any) -> Snapshot:
 
 
 def mark_of(model: Any) -> dict[str, str | int | float | None]:
-    """Make the mark of a model, by which `numkv.load` and a `PrefixStore` tell K and V of another one.
+    """Make the mark of a model, by which `numkv.load` and a `PrefixStore` recognise its K and V.
 
     Parameters
     ----------
@@ -344,7 +344,7 @@ def mark_of(model: Any) -> dict[str, str | int | float | None]:
     -------
     dict
         Its type, its layers, a digest of its RoPE, its dtype, and a digest of some rows of each of its weights, those
-        of adapters included. More entries may be added: whatever else K and V depend on.
+        of adapters included. Add entries for everything else that decides K and V.
 
     Raises
     ------

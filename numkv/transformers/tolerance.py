@@ -1,4 +1,4 @@
-"""A warning where quantised keys move a model's scores too far: `use(model, tolerance=…)`."""
+"""A warning if quantised keys change a model's scores too much: `use(model, tolerance=…)`."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from numkv.storage.pool import Pool
 from numkv.transformers.layers import NumkvLayer
 from numkv.transformers.metadata import Step
 
-#: Newest queries of a prompt that are asked about.
+#: Number of newest queries of a prompt that are measured.
 _QUERIES = 8
-#: What is tried for the layers that break it, and what it is called.
+#: Alternatives for layers that exceed it, with their names.
 _OTHERS = (("int8", False, "kind='int8'"), ("int8", True, "kind='int8', rotate=True"))
 _LAST = "k_kind='bf16'"
 
 
 class Tolerance:
-    """Looks at the first prompt of a model, and warns once.
+    """Measures the first prompt of a model, and warns once.
 
     Parameters
     ----------
     most : float
-        How far scores may be off: see `numkv.KVCache.key_error`.
+        Largest tolerated error of scores: see `numkv.KVCache.key_error`.
 
     Raises
     ------
@@ -44,14 +44,14 @@ class Tolerance:
         self.most = float(most)
         self.has_looked = False
         self._layers: list[NumkvLayer] = []
-        #: Of each layer that was looked at, its error and those of what is tried, if it breaks the tolerance.
+        #: Error of each measured layer, with those of the alternatives if it exceeds the tolerance.
         self._found: dict[int, tuple[float, list[float]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_layers": [], "_found": {}}
 
     def watch(self, cache: Any) -> None:
-        """Have the layers of a new `NumkvCache` show their first prompt, unless one has been seen."""
+        """Measure the first prompt of a new `NumkvCache`, unless one was measured before."""
         layers = [layer for layer in cache.layers if isinstance(layer, NumkvLayer)]
         if self.has_looked:
             return
@@ -59,8 +59,8 @@ class Tolerance:
             layer.options.k_kind is not None and layer.options.k_kind.has_scales for layer in layers
         ):
             raise NotSupported(
-                "`tolerance`: expected None where keys are not quantised, whose error no scale tells; leave it out, or "
-                "choose kind='int8'"
+                "`tolerance`: expected None for keys that are not quantised, whose error it does not measure; leave it "
+                "out, or choose kind='int8'"
             )
         self._layers, self._found = layers, {}
         for layer in layers:
@@ -69,16 +69,16 @@ class Tolerance:
     def look(
         self, layer: NumkvLayer, q: Any, k: Any, pool: Pool, step: Step, sm_scale: float
     ) -> None:
-        """Estimate the error of a layer's keys, and warn where it is the last one.
+        """Estimate the error of a layer's keys, and warn after the last layer.
 
         Parameters
         ----------
         layer : NumkvLayer
             The layer.
         q, k : array (batch * T, num_heads, head_dim)
-            Queries and keys of the pass, of which the first sequence's are asked about.
+            Queries and keys of the pass, of which those of the first sequence are measured.
         pool, step
-            Where they are.
+            The layer's pool, and the step of the pass.
         sm_scale : float
             Scale of the scores.
         """
@@ -120,21 +120,21 @@ class Tolerance:
         if not broken:
             return
         worst = max(error for error, _ in broken.values())
-        remedy = f"8 bits do not keep it there either: pass {_LAST}"
+        remedy = f"8 bits exceed it too: pass {_LAST}"
         for i, (_, _, name) in enumerate(_OTHERS):
             least = max(others[i] for _, others in broken.values())
             if least <= self.most:
-                remedy = f"with {name} it is {least:.2g} there"
+                remedy = f"{name} reduces it to {least:.2g}"
                 break
         warnings.warn(
-            f"numkv.transformers: keys in {kinds} move scores by {worst:.2g}, more than tolerance={self.most:g}, in "
+            f"numkv.transformers: keys in {kinds} change scores by {worst:.2g}, more than tolerance={self.most:g}, in "
             f"layers {', '.join(map(str, broken))} of {count}; {remedy}. `numkv fit` chooses kinds by layer",
             stacklevel=2,
         )
 
 
 def _error_in(kind: str, rotate: bool, k: Any, q: Any, sm_scale: float) -> float:
-    """Return the error of the head that is off furthest, of the same keys in another kind."""
+    """Return the largest error over heads for the same keys in another kind."""
     tokens, heads, dim = (int(n) for n in k.shape)
     layer = ContiguousLayer(tokens, heads, dim, kind=kind, rotate=rotate)
     layer.append(k, k)

@@ -348,7 +348,7 @@ def test_requests(config_file, tmp_path, capsys):
 
 def test_requests_that_take_too_long(made):
     """They end within a prompt, and leave no hook behind."""
-    model, load, kinds = made().model, requests.Load(3, 0, 80, 4), [FP32]
+    model, load, kinds = made().model, requests.Workload(3, 0, 80, 4), [FP32]
     found = dict(requests.serve(model, load, kinds, 0, 1e-9, lambda _: None))
     assert all(isinstance(x, requests.LeftOut) for x in found.values())
     assert str(found[requests.PADDED]) == "not done in 0 s"

@@ -169,7 +169,7 @@ def with_biases(layers=2, size=30.0):
 def test_a_broken_tolerance_is_told_once():
     """The layers are named, and the kind that keeps it; another text, a copy and a fresh cache say nothing more."""
     model = numkv.transformers.use(with_biases(), kind="int4", tolerance=0.2)
-    said = r"keys in int4 move scores by .*, more than tolerance=0.2, in layers 0, 1 of 3; with kind='int8'.* it is"
+    said = r"keys in int4 change scores by .*, more than tolerance=0.2, in layers 0, 1 of 3; kind='int8'.* reduces it to"
     with pytest.warns(UserWarning, match=said):
         model.generate(IDS, max_new_tokens=3, do_sample=False)
     model.generate(IDS, max_new_tokens=3, do_sample=False)  # warnings are errors in tests
@@ -181,7 +181,7 @@ def test_the_estimate_is_that_of_a_layer():
     model = numkv.transformers.use(with_biases(3), kind="int8", tolerance=1e-9)
     ids = torch.cat([torch.zeros(1, 4, dtype=torch.long), IDS[:, :20]], 1).repeat(2, 1)
     mask = (torch.arange(24) >= 4).long().repeat(2, 1)
-    with pytest.warns(UserWarning, match="move scores by") as found:
+    with pytest.warns(UserWarning, match="change scores by") as found:
         out = model.generate(
             ids,
             attention_mask=mask,
@@ -189,7 +189,7 @@ def test_the_estimate_is_that_of_a_layer():
             do_sample=False,
             return_dict_in_generate=True,
         )
-    said = float(str(found[0].message).split("move scores by ")[1].split(",")[0])
+    said = float(str(found[0].message).split("change scores by ")[1].split(",")[0])
     worst = 0.0
     layers = out.past_key_values.layers
     alone = numkv.transformers.use(with_biases(3), kind="fp32")
@@ -224,7 +224,7 @@ def test_a_tolerance_that_is_kept_is_silent():
 
 def test_where_no_kind_of_8_bits_keeps_it():
     model = numkv.transformers.use(with_biases(), kind="int8", tolerance=1e-6)
-    with pytest.warns(UserWarning, match=r"8 bits do not keep it there either: pass k_kind='bf16'"):
+    with pytest.warns(UserWarning, match=r"8 bits exceed it too: pass k_kind='bf16'"):
         model.generate(IDS, max_new_tokens=1, do_sample=False)
 
 
