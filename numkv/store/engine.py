@@ -617,7 +617,9 @@ class Engine:
 
     def close(self, timeout: float | None) -> int:
         """Write all waiting blocks, then accept and return none."""
-        with self._changed:  # `flush` releases it while it waits, so nothing is added after the blocks that it waited for
+        with (
+            self._changed
+        ):  # `flush` releases it while it waits, and nothing is added after its last check
             lost = 0 if self.closed else self.flush(timeout)
             self.closed = True
             for waiting in list(self._queue.values()):

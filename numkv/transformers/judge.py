@@ -53,8 +53,8 @@ class ModelJudge:
         own = [layer for layer in cache.layers if isinstance(layer, NumkvLayer)]
         if any(isinstance(layer, LatentLayer) for layer in own):
             raise NotSupported(
-                "numkv fit: expected a model with rows of K and of V, got one with latent attention; choose its kind by "
-                "`numkv.transformers.use(model, kind=…)`"
+                "numkv fit: expected a model with rows of K and of V, got one with latent attention; choose its kind "
+                "by `numkv.transformers.use(model, kind=…)`"
             )
         #: Whether all layers see more tokens than keys by channel store in full.
         self.takes_channels = all(layer.takes_channels for layer in own)

@@ -169,7 +169,7 @@ def with_biases(layers=2, size=30.0):
 def test_a_broken_tolerance_is_told_once():
     """The layers are named, and the kind that keeps it; another text, a copy and a fresh cache say nothing more."""
     model = numkv.transformers.use(with_biases(), kind="int4", tolerance=0.2)
-    said = r"keys in int4 change scores by .*, more than tolerance=0.2, in layers 0, 1 of 3; kind='int8'.* reduces it to"
+    said = r"keys in int4 change scores by .*, more than tolerance=0.2, in layers 0, 1 of 3; kind='int8'.* reduces it"
     with pytest.warns(UserWarning, match=said):
         model.generate(IDS, max_new_tokens=3, do_sample=False)
     model.generate(IDS, max_new_tokens=3, do_sample=False)  # warnings are errors in tests
