@@ -92,23 +92,29 @@ def lines_by_room(root=PACKAGE):
     return found
 
 
+def _defined(nodes):
+    """Return the names that a file defines, also as attributes."""
+    names = set()
+    for node in nodes:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+            names.add(node.id if isinstance(node, ast.Name) else node.attr)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+        elif isinstance(node, ast.Assign) and any(
+            getattr(t, "id", "") == "__slots__" for t in node.targets
+        ):
+            names.update(x.value for x in ast.walk(node.value) if isinstance(x, ast.Constant))
+    return names
+
+
 def private_uses(root=PACKAGE):
-    """``(file, line, name)`` of private names of other objects that no class or function of the file defines."""
+    """Return ``(file, line, name)`` of private names of other objects that the file does not define."""
     found = []
     for path in sources(root):
         nodes = nodes_of(path)
-        own = {"_replace", "_asdict", "_fields", "_make", "_field_defaults"}
-        for node in nodes:
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                own.add(node.name)
-            elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
-                own.add(node.id if isinstance(node, ast.Name) else node.attr)
-            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                own.add(node.target.id)
-            elif isinstance(node, ast.Assign) and any(
-                getattr(t, "id", "") == "__slots__" for t in node.targets
-            ):
-                own.update(x.value for x in ast.walk(node.value) if isinstance(x, ast.Constant))
+        own = _defined(nodes) | {"_replace", "_asdict", "_fields", "_make", "_field_defaults"}
         for node in nodes:
             if not isinstance(node, ast.Attribute) or isinstance(node.ctx, ast.Store):
                 continue
@@ -199,6 +205,8 @@ def weigh():
     lines = lines_by_room()
     known = classes()
     members, parameters, most = public_surface()
+    ours = set().union(*(_defined(nodes_of(path)) for path in sources()))
+    private = [name for _, _, name in private_uses()]
     named = {
         (name, file): ancestors(name, known, file) for name, es in known.items() for file, _ in es
     }
@@ -208,7 +216,8 @@ def weigh():
             n for r, n in lines.items() if r not in APPLICATION
         ),
         "files": len(sources()),
-        "private names used across files": len(private_uses()),
+        "private names used across files": sum(name in ours for name in private),
+        "private names of other libraries": sum(name not in ours for name in private),
         "ancestors of a class": max(len(x) for x in named.values()),
         "public members": members,
         "public parameters": parameters,

@@ -101,7 +101,7 @@ class PagedPool:
         """The buffers as kernels take them."""
         return self._pool
 
-    def _runs_on(self) -> tuple[Target, Any]:
+    def __runs_on__(self) -> tuple[Target, Any]:
         return self._pool.target, self._pool.k
 
     @property

@@ -164,7 +164,7 @@ class SingleSequence:
             rotate=pool.rotate, full_precision=None if full is None else full.kept,
         )  # fmt: skip
 
-    def _runs_on(self) -> tuple[Target, Any]:
+    def __runs_on__(self) -> tuple[Target, Any]:
         return self._target, self._pool.k
 
     def _dims(self) -> str:

@@ -78,7 +78,7 @@ class Heads:
         self._quantiser = quantiser_of(config, num_heads, self._target)
         self._access = Access()
 
-    def _runs_on(self) -> tuple[Target, Any]:
+    def __runs_on__(self) -> tuple[Target, Any]:
         return self._target, self._quantiser.levels
 
     def _allocate(self, capacity: int) -> tuple[Encoded, Encoded]:

@@ -17,7 +17,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 def streamed(method: _F) -> _F:
     """Run a method on the stream that `numkv.on_stream` names, or on that of its arrays.
 
-    Its object has ``_runs_on()``, which returns the target, and an array of the object or None. While that stream is
+    Its object has ``__runs_on__()``, which returns the target, and an array of the object or None. While that stream is
     captured the method raises an error, because it depends on numbers of the host.
     """
     name = method.__name__
@@ -27,7 +27,7 @@ def streamed(method: _F) -> _F:
         try:
             if not has_streams:
                 return method(self, *args, **kwargs)
-            target, own = self._runs_on()
+            target, own = self.__runs_on__()
             with target.on(*args, *kwargs.values(), own):
                 target.refuse_capture(f"{type(self).__name__}.{name}")
                 return method(self, *args, **kwargs)

@@ -293,7 +293,7 @@ def append_lines(make: Maker) -> Iterator[Line]:
 
     slots = make.array((B,), np.int64)
     for kind in kinds():
-        if kind.name in ("code4", "code6"):
+        if kind.codes_dtype is not None:  # its arrays have another dtype than its words
             continue
         k, v, scales = make.pools(kind.name, 64)
         dtype = kind.dtype if kind.is_query else np.float16

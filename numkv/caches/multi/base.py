@@ -94,7 +94,7 @@ class MultiSequenceCache(ABC):
             If an argument is of no type that it may have.
         """
         self._check_ready()
-        self._runs_on()[0].refuse_capture("start_forward")
+        self.__runs_on__()[0].refuse_capture("start_forward")
         if not isinstance(batch, Batch):
             raise TypeError(f"`batch`: expected a Batch, got {type(batch).__name__}")
         rows = read_rows(batch.positions, batch.sequences)
@@ -453,7 +453,7 @@ class MultiSequenceCache(ABC):
         return self._cache_arrays(check_layer("layer", layer))
 
     @abstractmethod
-    def _runs_on(self) -> tuple[Target, Any]: ...
+    def __runs_on__(self) -> tuple[Target, Any]: ...
 
     @abstractmethod
     def _cache_arrays(self, layer: int) -> CacheArrays: ...

@@ -106,7 +106,7 @@ class LayeredCache(MultiSequenceCache):
         # What `arrays` gave, and the generation that it is of.
         self._given: dict[int, tuple[int, CacheArrays]] = {}
 
-    def _runs_on(self) -> tuple[Target, Any]:
+    def __runs_on__(self) -> tuple[Target, Any]:
         pool = next(iter(self._layers.values()), None)
         return getattr(self, "_target", targets.get("cpu")), None if pool is None else pool.k
 

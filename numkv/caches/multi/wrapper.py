@@ -180,8 +180,8 @@ class WrapperCache(MultiSequenceCache):
         """The child that `set_layer_type` chose."""
         return self._children[self._type]
 
-    def _runs_on(self) -> tuple[Target, Any]:
-        return self._children[0]._runs_on()
+    def __runs_on__(self) -> tuple[Target, Any]:
+        return self._children[0].__runs_on__()
 
     def _child(self, layer: int) -> MultiSequenceCache:
         """The child of a layer."""

@@ -229,7 +229,7 @@ class Step:
         state = "open" if self.open else "ended"
         return f"<Step: {state}, {self.num_tokens} new tokens of {len(self.sequences)} sequences>"
 
-    def _runs_on(self) -> tuple[Target, Any]:
+    def __runs_on__(self) -> tuple[Target, Any]:
         return self._store.target, self._store.pools[0].k
 
     def _layer(self, layer: int) -> tuple[Pool, int]:

@@ -117,7 +117,7 @@ class StoredSequences:
         made._adopt(store, dict(self._sequences), self._next)
         return made
 
-    def _runs_on(self) -> tuple[Target, Any]:
+    def __runs_on__(self) -> tuple[Target, Any]:
         return self._target, self._pools[0].k
 
     # -- what it is

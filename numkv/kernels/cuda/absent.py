@@ -128,7 +128,7 @@ def pretend(cc: tuple[int, int]) -> None:
     NumkvError
         If the process has used CUDA already, or has the simulator.
     """
-    if streams.SIMULATED or streams._places:
+    if streams.SIMULATED or streams.places:
         raise NumkvError("expected a process that has not used CUDA, without NUMBA_ENABLE_CUDASIM")
     import cuda.core
     from cuda.bindings import driver

@@ -133,7 +133,8 @@ class Place:
         return bool(status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
 
-_places: dict[tuple[int, int], Place] = {}
+#: All places of this process, by device and stream.
+places: dict[tuple[int, int], Place] = {}
 
 
 class Recording:
@@ -172,10 +173,10 @@ _here = _Here()
 
 def place(device: int, handle: int) -> Place:
     """Return the place of a stream of a device."""
-    found = _places.get((device, handle))
+    found = places.get((device, handle))
     if found is None:
         _refuse_after_fork()
-        found = _places.setdefault((device, handle), Place(device, handle))
+        found = places.setdefault((device, handle), Place(device, handle))
     return found
 
 
@@ -302,9 +303,9 @@ def _refuse_after_fork() -> None:
 
 def _after_fork() -> None:
     """Clear the parent's state in a forked child."""
-    if _places and not SIMULATED:
+    if places and not SIMULATED:
         _forked.append(True)
-        _places.clear()
+        places.clear()
         _here.place, _here.ready = None, False
 
 
