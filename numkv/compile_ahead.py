@@ -292,9 +292,8 @@ def _run(
             paged_decode_attention(
                 q, paged.k, paged.v, place.asarray(blocks), place.asarray(lens), logits_soft_cap=cap, **scales
             )  # fmt: skip
-        if (
-            place.values_on_host or not place.repeats()
-        ):  # on the CPU one kernel does all, in the simulator too
+        # On the CPU one kernel does all, in the simulator too.
+        if place.values_on_host or not place.repeats():
             continue
         prompt, starts = (
             place.asarray(np.ones((_PROMPT, 1, dim), source.dtype)),

@@ -20,6 +20,7 @@ from statistics import fmean
 
 import numpy as np
 
+from numkv.cli.output import cpu_name
 from perf import bars, envs, fairness, report
 from perf.load import MOST, Load, peak_memory
 from perf.peers import LARGEST_ERROR, OURS, PEERS, RACED, cores, threads
@@ -229,15 +230,6 @@ def show(line):
     sys.stdout.flush()
 
 
-def cpu():
-    """The processor's name, as the system gives it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(x.split(":")[1].strip() for x in lines if x.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
 def unused(path):
     """The path, or with a number where there is a report already."""
     names = (path.with_stem(f"{path.stem}-{n}") for n in itertools.count(2))
@@ -248,8 +240,8 @@ def told(options, libraries, missing, probe):
     """Paragraphs: on what, with which versions, how, and who is missing."""
     versions = ", ".join(library.versions for library in libraries)
     paragraphs = [
-        f"{cpu()}, {cores()} cores, {platform.system()}; Python {platform.python_version()}, NumPy {np.__version__}, "
-        f"{versions}. {threads()} threads for each. Read bandwidth: {probe.versions}.",
+        f"{cpu_name()}, {cores()} cores, {platform.system()}; Python {platform.python_version()}, "
+        f"NumPy {np.__version__}, {versions}. {threads()} threads for each. Read bandwidth: {probe.versions}.",
         f"`python -m perf --seconds {options.seconds:g}`: each library in a process of its own, of which one runs at a "
         f"time while the others sleep; turns in random order, "
         f"{rounds_of(options.seconds)} rounds without other load, where slow contestants sit rounds out; "
@@ -296,8 +288,8 @@ def run(options, problems):
 
     today = datetime.date.today().isoformat()
     options.out.mkdir(parents=True, exist_ok=True)
-    path = unused(options.out / f"{today}-{report.slug(cpu())}-{cores()}-cores-peers.md")
-    title = f"{today}: numkv beside others, {cores()} cores of {cpu()}"
+    path = unused(options.out / f"{today}-{report.slug(cpu_name())}-{cores()}-cores-peers.md")
+    title = f"{today}: numkv beside others, {cores()} cores of {cpu_name()}"
     decode, prefill, compared = [], [], []
 
     def write(pictures=()):

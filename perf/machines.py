@@ -9,7 +9,6 @@ Each build is in a process of its own; they take turns, with the read bandwidth 
 import argparse
 import datetime
 import os
-import platform
 import re
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from statistics import median
 import llvmlite.binding
 import numba
 
+from numkv.cli.output import cpu_name
 from perf import bandwidth, envs
 from perf.bars import has_feature
 from perf.load import Load
@@ -115,18 +115,9 @@ def main(argv):
         finally:
             for library in (*builds.values(), *([probe] if "probe" in locals() else [])):
                 library.close()
-    print(f"{datetime.date.today()}, {os.cpu_count()} cores, {threads()} threads, {cpu_model()}; {versions}; "
+    cpu = f"{cpu_name()}, {numba.config.CPU_NAME or 'host'}"
+    print(f"{datetime.date.today()}, {os.cpu_count()} cores, {threads()} threads, {cpu}; {versions}; "
           f"Numba {numba.__version__}\n")  # fmt: skip
     print(table(header, rows, (3, 4, 5, 6)))
     print(f"\nother processes used {others:.0%} of the cores")
     return 0
-
-
-def cpu_model():
-    """What Linux calls the processor."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            names = [x.partition(":")[2].strip() for x in lines if x.startswith("model name")]
-    except OSError:
-        names = []
-    return f"{names[0] if names else platform.processor()}, {numba.config.CPU_NAME or 'host'}"

@@ -94,9 +94,8 @@ def fitted(counted: list[GroupCost], seconds: list[float]) -> Network:
     a = np.array([(c.latency, c.messages, c.network, c.read + c.merge) for c in counted])
     b = np.array(seconds)
     best, found = np.inf, np.zeros(4)
-    for n in range(
-        1, 5
-    ):  # nothing costs less than nothing: the best of those where no factor is below 0
+    # Nothing costs less than nothing: the best of those where no factor is below 0.
+    for n in range(1, 5):
         for some in map(list, itertools.combinations(range(4), n)):
             x, *_ = np.linalg.lstsq(a[:, some] / b[:, None], np.ones(len(b)), rcond=None)
             error = np.square(a[:, some] @ x / b - 1).sum()

@@ -46,9 +46,8 @@ def for_arm(text):
     text = re.sub(runtime, r"declare void @\1(ptr)", text, flags=re.M | re.S)
     for name, stand_in in STAND_INS.items():
         text = text.replace(f"@{stand_in}(", f"@{name}(")
-    return text.replace(
-        "define linkonce_odr ", "define "
-    )  # or nothing would be left that is needed
+    # Or nothing would be left that is needed.
+    return text.replace("define linkonce_odr ", "define ")
 
 
 def main(folder, kinds):

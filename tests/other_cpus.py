@@ -14,12 +14,8 @@ KINDS = {
     "haswell": ("fp16", "int8", "int4", "code4", "code6"),
     "x86-64": ("fp16", "int8", "int4", "code4", "code6"),
     "sandybridge": ("fp16",),  # neither multiply-add nor integers of 256 bits
-    "skylake-avx512": (
-        "int8",
-        "int4",
-        "code4",
-        "code6",
-    ),  # products of bytes and words are added by two instructions
+    # Products of bytes and words are added by two instructions.
+    "skylake-avx512": ("int8", "int4", "code4", "code6"),
     "alderlake": ("int8", "int4"),  # dot products in vectors of 256 bits
 }
 

@@ -78,10 +78,8 @@ def add_cases(case):
     case(write_and_attend, "fp32", "int8", "fp32", 512, 64, 9, queries=2)
     case(write_and_attend, "bf16", "int4", "bf16", 64, 32, 5)
     case(write_and_attend, "fp64", "fp64", "fp64", 24, 6, 2, tokens=(1, 9))
-    for kind in (
-        "int8",
-        "bf16",
-    ):  # so many rows that blocks take several times what they take at once
+    # So many rows that blocks take several times what they take at once.
+    for kind in ("int8", "bf16"):
         case(write_and_attend, "fp32", kind, "fp32", 64, 32, 3, tokens=(40, 2))
     case(write_bad, "int8", everyday=True)
     case(write_bad, "int4")

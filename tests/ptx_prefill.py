@@ -278,9 +278,8 @@ def in_chunks(rng, shape, kind, q_kind, *ends, uneven=0, apart=None, **options):
     chunks = [attend(*ends) for ends in zip((0, *ends), (*ends, len(q)), strict=True)]
     out, lse = (np.concatenate(parts) for parts in zip(*chunks, strict=True))
     if apart is None:
-        assert asked() == calls + 1 + len(
-            chunks
-        )  # each of them went to the kernel for many query rows
+        # Each of them went to the kernel for many query rows.
+        assert asked() == calls + 1 + len(chunks)
         np.testing.assert_array_equal(operands.words(out), operands.words(whole[0]))
         np.testing.assert_array_equal(lse, whole[1])
     else:

@@ -153,9 +153,8 @@ def append_bad(rng, source, kind, dim):
             chosen = np.ones_like(bad) if looks else ~bad
             operands.assert_same(got[chosen], want[chosen])
             operands.assert_same(got_scale[chosen], want_scale[chosen])
-            if (
-                kind == "int4" and not looks
-            ):  # no number only where a group has one that is not finite
+            # No number only where a group has one that is not finite.
+            if kind == "int4" and not looks:
                 finite = np.isfinite(rows.astype(F32))
                 whole = np.logical_and.reduceat(finite, np.arange(0, dim, 32), axis=-1)
                 _, wanted = pool_after(

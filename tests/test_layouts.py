@@ -361,9 +361,8 @@ def test_groups_of_layers():
     for in_group in zip(*groups, strict=True):
         assert len({windows[layer] for layer in in_group}) == 1
     assert sorted(layer for buffer in groups for layer in buffer) == list(range(6))
-    assert (
-        cache.nbytes == len(groups) * 2 * 16 * 4 * 8 * 4
-    )  # buffers, K and V, blocks, tokens, elements, bytes
+    # Buffers, K and V, blocks, tokens, elements, bytes.
+    assert cache.nbytes == len(groups) * 2 * 16 * 4 * 8 * 4
 
     seq = cache.add()
     step = cache.reserve([seq], [11])

@@ -98,9 +98,8 @@ class Bench:
         def turn(one: Contestant) -> float:
             one.enter()
             try:
-                self._step(
-                    one, ids[0]
-                )  # loads the code and counters of this contestant into caches
+                # Loads the code and counters of this contestant into caches.
+                self._step(one, ids[0])
                 one.restore()
                 start = time.perf_counter()
                 self._step(one, ids[1])

@@ -231,9 +231,8 @@ def _of_transformers(
             tokenizer = AutoTokenizer.from_pretrained(arguments.model)
         except (OSError, ValueError, KeyError):
             tokenizer = None
-        if (
-            tokenizer is not None and not tokenizer("text").input_ids
-        ):  # transformers makes an empty tokenizer if the files are missing
+        # Transformers makes an empty tokenizer if the files are missing.
+        if tokenizer is not None and not tokenizer("text").input_ids:
             tokenizer = None
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     if tokenizer is None:

@@ -13,7 +13,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -93,9 +93,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join((styled(lines[0], "1", sys.stdout), *lines[1:]))
 
 
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return the same table in Markdown."""
-    rule = ["---", *["--:"] * (len(header) - 1)]
+def markdown_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int] = (0,)
+) -> str:
+    """Return the same table in Markdown; columns outside of `left` are aligned on the right."""
+    rule = ["---" if i in left else "--:" for i in range(len(header))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))
 
 

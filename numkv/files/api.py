@@ -107,7 +107,9 @@ sequence of SwappedSequence
     (5, True)
     """
     path, checked = _check_path(path), check_mark("mark", mark)
-    place, own = cache.__runs_on__() if hasattr(cache, "__runs_on__") else (targets.get("cpu"), None)
+    place, own = (
+        cache.__runs_on__() if hasattr(cache, "__runs_on__") else (targets.get("cpu"), None)
+    )
     with place.on(own):
         _save(path, checked, cache)
 

@@ -255,9 +255,8 @@ def open_config(config: str | Path | Mapping[str, Any]) -> tuple[Keys, Mapping[s
         content = {"model_type": kind, **shared, **content[inside]}
         content = {**content, "model_type": content["model_type"] or kind}
     kind, more = _inside(content)
-    if (
-        content is outer and kind is not None
-    ):  # a flat file of a model whose class now has an inner decoder
+    # A flat file of a model whose class now has an inner decoder.
+    if content is outer and kind is not None:
         content, filled = {**content, "model_type": kind}, more
     return Keys(content, where, filled), outer
 

@@ -51,9 +51,8 @@ def float32_to_fp16(x):
     bits = np.float32(x).view(np.uint32)
     sign = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(0x8000))
     magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
-    if magnitude >= np.uint32(
-        0x7F800000
-    ):  # infinity; NaN keeps the top of its payload and turns quiet
+    # Infinity; NaN keeps the top of its payload and turns quiet.
+    if magnitude >= np.uint32(0x7F800000):
         if magnitude > np.uint32(0x7F800000):
             payload = np.uint32(np.uint32(magnitude >> np.uint32(13)) & np.uint32(0x03FF))
             return np.uint16(np.uint32(sign | np.uint32(0x7E00)) | payload)

@@ -617,9 +617,8 @@ class Engine:
 
     def close(self, timeout: float | None) -> int:
         """Write all waiting blocks, then accept and return none."""
-        with (
-            self._changed
-        ):  # `flush` releases it while it waits, and nothing is added after its last check
+        # `flush` releases it while it waits, and nothing is added after its last check.
+        with self._changed:
             lost = 0 if self.closed else self.flush(timeout)
             self.closed = True
             for waiting in list(self._queue.values()):

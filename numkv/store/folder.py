@@ -271,9 +271,8 @@ class Folder:
         """
         try:
             import fcntl
-        except (
-            ImportError
-        ):  # Windows: several processes may evict at once, which at worst deletes too much
+        except ImportError:
+            # Windows: several processes may evict at once, which at worst deletes too much.
             yield
             return
         try:

@@ -90,9 +90,8 @@ class CudaTarget:
         if self._on_host(x):
             x = CpuTarget().asarray(x, name)
             host = np.ascontiguousarray(x).reshape(x.shape)
-            word = WORD_OF.get(
-                x.dtype
-            )  # Numba copies no dtypes of ml_dtypes, as they have no buffers
+            # Numba copies no dtypes of ml_dtypes, as they have no buffers.
+            word = WORD_OF.get(x.dtype)
             return self.typed(self._upload(host if word is None else host.view(word)), x.dtype)
         return self.accept(x, name)
 

@@ -31,9 +31,8 @@ from numkv.transformers.masks import Plan
 from numkv.transformers.metadata import Step
 
 _Tensor, _empty, _CPU = torch.Tensor, torch.empty, torch.device("cpu")
-_ALWAYS = np.ones(
-    1, np.int64
-)  # constant, because a layer whose buffers are replaced is bound again
+# Constant, because a layer whose buffers are replaced is bound again.
+_ALWAYS = np.ones(1, np.int64)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # which cannot look into the cache

@@ -282,10 +282,8 @@ class Projection(Rotating):
         assert kind is not None
         target, shape = pool.target, (1, int(pool.k.shape[1]), self.num_tokens)
         sides = []
-        for dim in (
-            pool.head_dim,
-            pool.head_dim_v,
-        ):  # not zeros, for which CUDA waits: each row is written
+        # Not zeros, for which CUDA waits: each row is written.
+        for dim in (pool.head_dim, pool.head_dim_v):
             words = target.empty((*shape, kind.words_per_row(dim)), kind.word)
             scales = target.empty(kind.scale_shape(shape, dim), kind.scale_word)
             sides.append(Buffer(target, words, scales, kind, None))

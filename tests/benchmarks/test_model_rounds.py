@@ -60,10 +60,8 @@ def test_when_time_is_up_what_there_is_counts_and_is_noisy():
     ticks = count()
     busy = Scripted(1.0 if n % 3 else 0.0 for n in count())
     found = rounds_of({"a": steps(1.0)}, 9, load=busy, clock=lambda: next(ticks), deadline=15)
-    assert (len(found.rounds), found.left_out) == (
-        7,
-        14,
-    )  # time is asked for from the fifth round on
+    # Time is asked for from the fifth round on.
+    assert (len(found.rounds), found.left_out) == (7, 14)
     assert found.noisy
     assert not found.all_count
     ticks = count()

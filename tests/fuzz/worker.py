@@ -65,6 +65,5 @@ def main(path: str, only: str) -> None:
             "defects": [(call, *defect) for call, defect in count.defects],
         }
         print(json.dumps(told), flush=True)
-    os._exit(
-        0
-    )  # NumPy's arrays must not outlive the allocator, which Python would clear away first
+    # NumPy's arrays must not outlive the allocator, which Python would clear away first.
+    os._exit(0)

@@ -20,9 +20,8 @@ from numkv.kernels.cpu.vectors.features import HAS_BF16_PAIRS, has_amx
 MANY = [
     Shape(4, 2, 64, (200, 40), new=(150, 40)),  # several items, and rows that end within a panel
     Shape(33, 1, 16, (70,)),  # one row more than a panel, of one token
-    Shape(
-        7, 1, 40, (130,), new=(90,), head_dim_v=24
-    ),  # tokens that lie in two panels, short vectors
+    # Tokens that lie in two panels, short vectors.
+    Shape(7, 1, 40, (130,), new=(90,), head_dim_v=24),
     Shape(3, 1, 128, (300,), new=(13,)),  # seen alike by all but for the last tiles
     Shape(5, 1, 24, (140,), new=(3,)),  # rows that fill a vector, or nearly
     Shape(10, 2, 16, (140,), new=(4,)),  # a vector and a few rows more

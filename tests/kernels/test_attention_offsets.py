@@ -168,9 +168,8 @@ def test_parts_of_a_group(rng, tile, begin, end, block_size, first, heads, parts
                 head,
             )
         ]
-        shift = (
-            pool.ctypes.data % LINE > 0
-        )  # a run may begin within the line in which another one ends
+        # A run may begin within the line in which another one ends.
+        shift = pool.ctypes.data % LINE > 0
         assert list(dict.fromkeys(asked)) == list(dict.fromkeys(wanted))
         assert len(asked) <= len(set(asked)) + shift * len(blocks) * heads
 

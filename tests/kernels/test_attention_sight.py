@@ -99,9 +99,8 @@ class Problem:
             self.q, *values, self.lens, self.starts, **oracle
         )  # fmt: skip
         bound = tolerances.attention(self.kind, "fp32")
-        if (
-            "slopes" in oracle and "ranges" in options
-        ):  # biases far from 0, of which float32 rounds the last digits
+        # Biases far from 0, of which float32 rounds the last digits.
+        if "slopes" in oracle and "ranges" in options:
             bound += 2.0**-23 * float(self.slopes.max()) * max(self.shape.lens)
         summed = naive.attention_to_seen(
             self.q, values[0], np.abs(values[1]), self.lens, self.starts, **oracle

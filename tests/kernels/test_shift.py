@@ -265,6 +265,5 @@ def test_shifted_keys(target, to, host, rng, dim, rotary_dim, interleaved):
     assert np.array_equal(got[:, 16 * still :], codes[moved][:, 16 * still :])
     assert np.array_equal(got_scale[:, still:], scale[moved][:, still:])
     _, best = naive.int4_quantise(want)
-    assert (
-        np.mean(naive.words(best) == naive.words(got_scale)) > 0.8
-    )  # a hair decides some searches
+    # A hair decides some searches.
+    assert np.mean(naive.words(best) == naive.words(got_scale)) > 0.8

@@ -230,9 +230,8 @@ class InPagedKVCache:
         for layer in range(LAYERS):
             step.append(layer, k[layer], v[layer])
             out, lse = step.attention(layer, q[layer], return_lse=True)
-            weights = step.attention_weights(
-                layer, q[layer], lse=lse
-            )  # of all the step's sequences
+            # Of all the step's sequences.
+            weights = step.attention_weights(layer, q[layer], lse=lse)
             found.append((out, weights.reshape(weights.shape[1:])))
         self.cache.commit(step)
         return found

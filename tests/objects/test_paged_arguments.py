@@ -117,9 +117,8 @@ def test_an_iterable_that_raises_or_changes_the_cache(cache):
     refused(cache, Broken, None, cache.reserve, raises(), 1)
     refused(cache, Broken, None, cache.decode_attention, 0, raises(), queries(2))
     refused(cache, numkv.NumkvError, "remove: .* being changed", cache.reserve, removes(), 1)
-    with pytest.raises(
-        IndexError, match="`seq`"
-    ):  # a reader: it was removed before it was looked up
+    # A reader: it was removed before it was looked up.
+    with pytest.raises(IndexError, match="`seq`"):
         cache.decode_attention(0, removes(), queries(1))
 
 

@@ -186,9 +186,8 @@ def test_the_end_of_a_prefix_is_evicted_first(cpu):
     """In all groups alike: what one has more of than another is of no use."""
     to, host = cpu
     cache = make(2, windows=[-1, 50], num_blocks=24)
-    cache.remove(
-        started(cache, to, PROMPT)
-    )  # 4 blocks in each group, and a part of one that is no more
+    # 4 blocks in each group, and a part of one that is no more.
+    cache.remove(started(cache, to, PROMPT))
     other = cache.add()
     fill(cache, [other], 18)  # 18 blocks, of which two were cached
     assert cache.stats().pool.evictions == 2

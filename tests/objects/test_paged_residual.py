@@ -177,9 +177,8 @@ def test_a_prompt_a_fork_a_second_prompt_and_a_cut(target, to, host, kind, full)
     plain.add(second, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5][: cache.length(second)])
     third = cache.fork(first)
     plain.fork(first, third)
-    cache.truncate(
-        third, 5
-    )  # rows in full of tokens 4 are there, of none before but the first ones
+    # Rows in full of tokens 4 are there, of none before but the first ones.
+    cache.truncate(third, 5)
     plain.truncate(third, 5)
     grow(cache, plain, [third, second, first], [[7], [2, 7], [7]], to, host, accepted=[1, 1, 1])
     check(cache, plain, to, host)
@@ -440,9 +439,8 @@ def test_a_prefix_whose_rows_in_full_are_gone_is_taken_over_no_further():
         plain.add(other, text[: cache.length(other)])
         check(cache, plain)
         cache.remove(other)
-    fresh = cache.blocks.allocate(
-        cache.num_free - 2
-    )  # what was released is evicted, the first ones first
+    # What was released is evicted, the first ones first.
+    fresh = cache.blocks.allocate(cache.num_free - 2)
     other = cache.add([*text[:21], 99])
     assert cache.cached_len(other) < 20
     plain.add(other, text[: cache.length(other)])

@@ -72,9 +72,8 @@ def test_a_copy_shares_nothing(target, to, host, how):
     other.check()
     grow(other, to, a, [*TEXT, 20, 21])
     other.compact(b, range(1, 7))
-    assert (
-        other.cached_len(other.add([50, *TEXT])) == 7
-    )  # what was pinned, and a part of the block after
+    # What was pinned, and a part of the block after.
+    assert other.cached_len(other.add([50, *TEXT])) == 7
     other.blocks.unpin(pinned)
     other.clear()
     assert state_of(cache) == before

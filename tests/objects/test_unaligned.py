@@ -46,9 +46,8 @@ COPIED = {"q_norm_weight", "k_norm_weight"}
 @pytest.mark.parametrize("call", CALLS)
 def test_each_array_is_refused_by_name(call):
     function, arguments = CALLS[call]
-    function(
-        **{n: x.copy() for n, x in arguments.items()}
-    )  # fine; what kernels are there no longer matters
+    # Fine; what kernels are there no longer matters.
+    function(**{n: x.copy() for n, x in arguments.items()})
     wide = [name for name, x in arguments.items() if x.itemsize > 1]
     for name, odd in itertools.product(wide, (packed, shifted, backwards)):
         given = {n: x.copy() for n, x in arguments.items()}

@@ -97,9 +97,8 @@ def test_windows_in_blocks_leave_room_for_the_next_token(window, size):
     rows = Rows("keys and values", 1, 8, 8, window)
     most = 0
     for length in range(1, 40):
-        first = max(
-            0, length - 1 - window
-        )  # of the token before, whose window is not given back yet
+        # Of the token before, whose window is not given back yet.
+        first = max(0, length - 1 - window)
         most = max(most, -(-length // size) - first // size)
         assert rows.kept(length, size) >= most * size
     assert rows.kept(39, size) == most * size

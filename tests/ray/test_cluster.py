@@ -154,9 +154,8 @@ def test_an_actor_that_does_not_answer_is_lost_with_its_sequences(cluster):
         pid = ray.get(cache._shards.transport._actors[column].__ray_call__.remote(pid_of))
         step = cache.reserve([b], 1)
         os.kill(pid, signal.SIGSTOP)
-        cache._shards.channels[column]._limits = Limits(
-            timeout=5.0
-        )  # others may have to load kernels first
+        # Others may have to load kernels first.
+        cache._shards.channels[column]._limits = Limits(timeout=5.0)
         one = np.ones((1, 2, 8), np.float32)
         with pytest.raises(ShardLost, match=r"no answer in 5\.0 s") as lost:
             step.append_attend(0, one, one, np.ones((1, 4, 8), np.float32))

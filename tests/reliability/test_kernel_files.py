@@ -207,9 +207,8 @@ def test_processes_that_find_damage_at_the_same_time(start, tmp_path):
         path.write_bytes(path.read_bytes()[:-1])
     found = list(map(result, [start() for _ in range(2)]))
     assert sum(len(said) for _, said in found) >= 2  # each damaged file is found by one of them
-    assert (
-        sum(misses for misses, _ in found) >= 2
-    )  # one may compile a kernel that both found damaged
+    # One may compile a kernel that both found damaged.
+    assert sum(misses for misses, _ in found) >= 2
     for _, said in found:
         assert all("cannot be used" in text for text in said)
     assert result(start()) == (0, [])

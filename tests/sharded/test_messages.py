@@ -59,9 +59,8 @@ def test_the_next_layer_may_be_sent_before_the_last_one_is_awaited():
     q = rng.standard_normal((5, Q_HEADS, DIM), np.float32)
     step, other = cache.reserve([cache.add()], 5), waited.reserve([waited.add()], 5)
     handles = [step.submit(layer, k + layer, v, q) for layer in range(4)]
-    assert (
-        max(len(channel._in_flight) for channel in cache._shards.channels) == 3
-    )  # the first was received
+    # The first was received.
+    assert max(len(channel._in_flight) for channel in cache._shards.channels) == 3
     for layer in (3, 1, 0, 2):
         want = other.append_attend(layer, k + layer, v, q)
         np.testing.assert_array_equal(handles[layer].result(), want)

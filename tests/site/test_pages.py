@@ -42,9 +42,8 @@ def named(path):
 def with_code():
     found = [page for page in PAGES if BLOCK.search(page.read_text())]
     return [
-        pytest.param(
-            page, marks=[pytest.mark.slow] * (page.name == "own_kernels.md")
-        )  # which compiles
+        # Which compiles.
+        pytest.param(page, marks=[pytest.mark.slow] * (page.name == "own_kernels.md"))
         for page in found
     ]
 

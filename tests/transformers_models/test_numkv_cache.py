@@ -262,9 +262,8 @@ def test_use_and_restore():
     assert torch.equal(found.sequences, expected)
     assert type(found.past_key_values) is NumkvCache
     full = found.past_key_values.layers[0]
-    assert (
-        full.metadata.num_blocks == 2
-    )  # one block for each sequence: what generate may make is reserved
+    # One block for each sequence: what generate may make is reserved.
+    assert full.metadata.num_blocks == 2
     again = model.generate(**given, **GREEDY, use_cache=False)
     assert torch.equal(again, expected)
     twin = copy.deepcopy(model)

@@ -72,12 +72,8 @@ def _append() -> Built:
         k_src, k_kind, v_src, v_kind, by_slot = case
         name = f"append[K {k_src} to {k_kind}, V {v_src} to {v_kind}, by {'slot' if by_slot else 'table'}]"
         yield name, append._append(*case)
-        if case in (
-            cases[1],
-            cases[5],
-            cases[8],
-            cases[-2],
-        ):  # all kinds, and one kernel for both sides
+        # All kinds, and one kernel for both sides.
+        if case in (cases[1], cases[5], cases[8], cases[-2]):
             yield f"{name[:-1]}, octets]", append._append_octets(*case)
     for bytes_, word in append._UNSIGNED.items():
         yield f"copy_rows[{word}]", append._copy_rows(bytes_)

@@ -57,9 +57,8 @@ LIMITS = [
     Limit(r"^paged_(append|write) ", {"launches": 1}),
     Limit(r"^PagedKVCache .*: a step", {"launches": 3 * LAYERS, "async copies": 1}),
     Limit(r"^CausalCache .*: a pass", {"launches": 3 * LAYERS, "async copies": 1}),
-    Limit(
-        r"^WrapperCache .*: a pass", {"launches": 3 * LAYERS, "async copies": 2}
-    ),  # of two caches
+    # Of two caches.
+    Limit(r"^WrapperCache .*: a pass", {"launches": 3 * LAYERS, "async copies": 2}),
     Limit(r"^(KVCache|\w+Layer) .*: (append|write)", {"launches": 1}),
     Limit(r"^(KVCache|\w+Layer) .*: decode_attention", {"launches": 2}),
     Limit(r"rotated: a token", {"launches": 3}),  # rows of K, rows of V, and the append

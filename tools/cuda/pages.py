@@ -1,9 +1,8 @@
-"""Pages under ``perf/results`` that the instruments write: what was run, on what, with which versions, and tables."""
+"""Pages of the instruments under ``perf/results``: the command, the machine, versions, and tables."""
 
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import platform
 import subprocess
 from collections.abc import Collection, Sequence
@@ -17,36 +16,22 @@ PACKAGES = (
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """A Markdown table, its numbers on the right.
+    """Return a Markdown table; see `numkv.cli.output.markdown_table`."""
+    from numkv.cli.output import markdown_table  # not before a stub driver is loaded
 
-    Parameters
-    ----------
-    heads : sequence of str
-        Names of the columns.
-    rows : sequence of sequences of str
-        As long as `heads`.
-    left : collection of int
-        Columns that are words.
-    """
-    rule = [("---" if i in left else "--:") for i in range(len(heads))]
-    return "\n".join(
-        "| " + " | ".join(cells) + " |" for cells in [list(heads), rule, *map(list, rows)]
-    )
+    return markdown_table(heads, rows, left)
 
 
 def versions() -> str:
-    """The packages that decide what machine code comes out, as far as they are installed."""
-    found = []
-    for name in PACKAGES:
-        try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ", ".join(found)
+    """Return the versions of the installed packages that decide the machine code."""
+    from numkv.cli.output import version_of
+
+    found = {name: version_of(name) for name in PACKAGES}
+    return ", ".join(f"{name} {version}" for name, version in found.items() if version)
 
 
 def commit() -> str:
-    """The commit of this tree; with a plus where files differ from it."""
+    """Return the commit of this tree, with a plus if files differ from it."""
     git = ["git", "-C", str(Path(__file__).resolve().parent)]
     try:
         head = subprocess.run(
@@ -60,23 +45,11 @@ def commit() -> str:
     return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
 
-def processor() -> str:
-    """The CPU's name."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor()
-    names = [
-        line.partition(":")[2].strip()
-        for line in text.splitlines()
-        if line.startswith("model name")
-    ]
-    return names[0] if names else platform.processor()
-
-
 def write(path: Path, title: str, about: str, *parts: str) -> None:
-    """Write a page: the title, where and when it was made, what it is about, and its tables."""
+    """Write a page: title, date and machine, subject, and tables."""
+    from numkv.cli.output import cpu_name
+
     today = datetime.datetime.now(datetime.UTC).date()
-    where = f"{today}, commit {commit()}, {processor()}, Python {platform.python_version()}. {versions()}."
+    where = f"{today}, commit {commit()}, {cpu_name()}, Python {platform.python_version()}. {versions()}."
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n\n".join([f"# {title}", where, about.strip(), *parts]) + "\n")

@@ -153,9 +153,8 @@ def start() -> Device:
     driver = stub_driver.load()
     from numba.core import config
 
-    os.environ["NUMBA_CACHE_DIR"] = config.CACHE_DIR = str(
-        folder
-    )  # numba may have been imported before
+    # Numba may have been imported before.
+    os.environ["NUMBA_CACHE_DIR"] = config.CACHE_DIR = str(folder)
     driver.poison(0xA5)
     _give_ptx()
     _started.append(Device(driver))

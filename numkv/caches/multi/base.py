@@ -4,7 +4,7 @@ Its life is ``set_config``, ``init``, passes and changes, ``close``. A pass begi
 puts its rows and attends. Changes (`start_forward`, `remove`, `compact`, `copy_prefix`) are planned first and then
 committed, so that a `numkv.WrapperCache` can plan for all its children before it changes one::
 
-    public method: check arguments -> _plan_...: raise, or return what to do -> _commit_...: do it, without fail
+    public method: check arguments -> _plan_...: raise, or return a commit -> the commit changes the cache, without fail
 
 Public methods are marked for `numkv.access` here, and in no subclass. They call methods with an underscore, which a
 `numkv.WrapperCache` calls on its children.
@@ -13,6 +13,7 @@ Public methods are marked for `numkv.access` here, and in no subclass. They call
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, Self, Unpack
 
 import numpy as np
@@ -48,12 +49,15 @@ from numkv.numbers import check_flag, check_size
 from numkv.targets.base import Array, Target
 from numkv.targets.streamed import streamed
 
+#: A planned change, which cannot fail.
+Commit = Callable[[], None]
+
 
 class MultiSequenceCache(ABC):
     """The common part of all multi-sequence caches: changes that are planned and then committed, and passes.
 
-    A subclass plans with ``_plan_…``, which raises or returns what to do and changes nothing, and does it with
-    ``_commit_…``, which cannot fail. `numkv.WrapperCache` plans for all its children before it commits any.
+    A subclass plans with ``_plan_…``, which changes nothing and raises, or returns a function that makes the change and
+    cannot fail. `numkv.WrapperCache` plans for all its children before it commits any.
 
     Notes
     -----
@@ -100,7 +104,7 @@ class MultiSequenceCache(ABC):
         rows = read_rows(batch.positions, batch.sequences)
         items = check_indices("multimodal", batch.multimodal, len(rows.positions))
         reserve = check_flag("reserve", reserve)
-        self._commit_forward(self._plan_forward(rows, items, reserve))
+        self._plan_forward(rows, items, reserve)()
 
     @streamed
     @drops
@@ -134,7 +138,7 @@ class MultiSequenceCache(ABC):
             end = check_integer("end", end)
             if end < begin:
                 raise ValueError(f"`end`: expected a position from {begin} up, got {end}")
-        self._commit_remove(self._plan_remove(seq, begin, end))
+        self._plan_remove(seq, begin, end)()
 
     @streamed
     @drops
@@ -171,7 +175,7 @@ class MultiSequenceCache(ABC):
         """
         self._check_ready()
         seq, keep = check_sequence("seq", seq), check_kept("keep", keep, LAST_POSITION + 1)
-        self._commit_compact(self._plan_compact(seq, keep))
+        self._plan_compact(seq, keep)()
 
     @drops
     def copy_prefix(self, src: int, dst: int, length: int) -> None:
@@ -199,7 +203,7 @@ class MultiSequenceCache(ABC):
         """
         self._check_ready()
         src, dst = check_sequence("src", src), check_sequence("dst", dst)
-        self._commit_copy(self._plan_copy(src, dst, check_size("length", length)))
+        self._plan_copy(src, dst, check_size("length", length))()
 
     @reads
     def can_resume(self, seq: int, pos: int) -> bool:
@@ -480,28 +484,16 @@ class MultiSequenceCache(ABC):
     def _attend(self, layer: int, q: Any, options: CheckedOptions) -> Any: ...
 
     @abstractmethod
-    def _plan_forward(self, rows: Rows, items: tuple[int, ...], reserve: bool) -> Any: ...
+    def _plan_forward(self, rows: Rows, items: tuple[int, ...], reserve: bool) -> Commit: ...
 
     @abstractmethod
-    def _commit_forward(self, plan: Any) -> None: ...
+    def _plan_remove(self, seq: int, begin: int, end: int | None) -> Commit: ...
 
     @abstractmethod
-    def _plan_remove(self, seq: int, begin: int, end: int | None) -> Any: ...
+    def _plan_compact(self, seq: int, keep: NDArray[np.int64]) -> Commit: ...
 
     @abstractmethod
-    def _commit_remove(self, plan: Any) -> None: ...
-
-    @abstractmethod
-    def _plan_compact(self, seq: int, keep: NDArray[np.int64]) -> Any: ...
-
-    @abstractmethod
-    def _commit_compact(self, plan: Any) -> None: ...
-
-    @abstractmethod
-    def _plan_copy(self, src: int, dst: int, length: int) -> Any: ...
-
-    @abstractmethod
-    def _commit_copy(self, plan: Any) -> None: ...
+    def _plan_copy(self, src: int, dst: int, length: int) -> Commit: ...
 
     # -- from `set_config` and `init` to `close`, and copies
 
@@ -594,7 +586,7 @@ class MultiSequenceCache(ABC):
             *kinds, _size("max_sequences", max_sequences, 1), _size("capacity", capacity, 1),
             _size("max_batch", max_batch), targets.get(target), check_flag("rotate", rotate),
         )  # fmt: skip
-        self._commit_init(self._plan_init(setup))
+        self._plan_init(setup)()
 
     def _check_new(self) -> None:
         if self._state != "new":
@@ -603,10 +595,7 @@ class MultiSequenceCache(ABC):
             )
 
     @abstractmethod
-    def _plan_init(self, setup: Setup) -> Any: ...
-
-    @abstractmethod
-    def _commit_init(self, plan: Any) -> None: ...
+    def _plan_init(self, setup: Setup) -> Commit: ...
 
     @drops
     def close(self) -> None:

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from numkv.access import Access, drops, reads
 from numkv.attention.attend import attend, check_queries
-from numkv.attention.mass import attention_mass
+from numkv.attention.mass import attention_mass, mass_of_parts
 from numkv.attention.options import CheckedOptions
 from numkv.attention.parts import Part, attend_to_parts
 from numkv.caches.late_reports import CellReports
@@ -36,10 +36,11 @@ from numkv.caches.multi.arguments import (
     check_indices,
     check_sequence,
 )
+from numkv.caches.multi.base import Commit
 from numkv.caches.multi.forward_pass import UNLIMITED, ForwardPass, View, as_table
 from numkv.caches.multi.layered import LayeredCache, check_picklable
 from numkv.caches.multi.saved import SavedCells, saved_config
-from numkv.cells.cells import Cells, Compaction, Copy, Forward, Removal, Rows
+from numkv.cells.cells import Cells, Compaction, Copy, Removal, Rows
 from numkv.checks import check_array
 from numkv.compaction.key_shift import Shift, plan_shift, turns_of
 from numkv.drawing.page import drawn
@@ -51,17 +52,6 @@ from numkv.storage import jit_views
 from numkv.storage.buffer import source_dtypes
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array
-
-
-class _Change(NamedTuple):
-    """The planned changes of a removal, a compaction or a copy, none of which fails."""
-
-    cells: Callable[[], None]
-    """Changes the cells."""
-    moves: list[Callable[[], object]]
-    """Move rows."""
-    after: ForwardPass | None
-    """The pass that goes on with what is left of its tokens."""
 
 
 @drawn
@@ -258,7 +248,7 @@ class CausalCache(LayeredCache):
 
     # -- its life
 
-    def _plan_init(self, setup: Setup) -> tuple[Setup, CacheConfig, Cells]:
+    def _plan_init(self, setup: Setup) -> Commit:
         config = self._config or CacheConfig()
         window = UNLIMITED if self._window < 0 else self._window
         memory = window if self._memory is None else self._memory
@@ -285,10 +275,11 @@ class CausalCache(LayeredCache):
                 actual=num_cells,
             )
         kept = None if memory == UNLIMITED else memory
-        return setup, config, Cells(num_cells, kept, self._num_sinks)
+        cells = Cells(num_cells, kept, self._num_sinks)
+        return lambda: self._begin(setup, config, cells)
 
-    def _commit_init(self, plan: tuple[Setup, CacheConfig, Cells]) -> None:
-        setup, self._config, self._cells = plan
+    def _begin(self, setup: Setup, config: CacheConfig, cells: Cells) -> None:
+        self._config, self._cells = config, cells
         self._k_kind, self._v_kind, self._target = setup.k_kind, setup.v_kind, setup.target
         self._max_batch, self._rotate = setup.max_batch, setup.rotate
         self._permuted_v = self._config.permuted_v
@@ -343,7 +334,7 @@ class CausalCache(LayeredCache):
         )  # fmt: skip
         kinds, rotate = (saved.k_kind, saved.v_kind), saved.rotation is not None
         setup = Setup(*kinds, 1, saved.num_cells, saved.max_batch, options.place, rotate)
-        made._commit_init((setup, saved.config.config, cells))
+        made._begin(setup, saved.config.config, cells)
         return made
 
     def _copied(self, access: Access) -> Self:
@@ -376,35 +367,38 @@ class CausalCache(LayeredCache):
 
     # -- changes
 
-    def _plan_forward(
-        self, rows: Rows, items: tuple[int, ...], reserve: bool
-    ) -> tuple[Forward | None, ForwardPass]:
-        if reserve:
-            no_cells = np.full(len(rows.positions), -1, np.int64)
-            return None, ForwardPass(self._view, rows, no_cells, reserve=True)
-        self._reports.refuse(rows.sequences)
-        plan = self._cells.plan_forward(rows)
-        return plan, ForwardPass(self._view, rows, plan.cells, reserve=False)
+    def _plan_forward(self, rows: Rows, items: tuple[int, ...], reserve: bool) -> Commit:
+        plan, cells = None, np.full(len(rows.positions), -1, np.int64)
+        if not reserve:
+            self._reports.refuse(rows.sequences)
+            plan = self._cells.plan_forward(rows)
+            cells = plan.cells
+        new = ForwardPass(self._view, rows, cells, reserve=reserve)
 
-    def _commit_forward(self, plan: tuple[Forward | None, ForwardPass]) -> None:
-        forward, self._pass = plan
-        if forward is not None:
-            self._reports.give(forward.cells)
-            self._cells.commit_forward(forward)
-        self._changed()
+        def commit() -> None:
+            self._pass = new
+            if plan is not None:
+                self._reports.give(plan.cells)
+                self._cells.commit_forward(plan)
+            self._changed()
 
-    def _plan_change(self, cells: Callable[[], None], moves: list[Callable[[], object]]) -> _Change:
-        return _Change(cells, moves, None if self._pass is None else self._pass.before_change())
+        return commit
 
-    def _commit_change(self, plan: _Change) -> None:
-        plan.cells()
-        for move in plan.moves:
-            move()
-        # Last, so that concurrent results belong to the earlier pass.
-        self._pass = plan.after
-        self._changed()
+    def _plan_change(self, cells: Callable[[], None], moves: list[Callable[[], object]]) -> Commit:
+        """Plan a change of cells, then moves of rows; the pass continues with its remaining tokens."""
+        after = None if self._pass is None else self._pass.before_change()
 
-    def _plan_remove(self, seq: int, begin: int, end: int | None) -> _Change:
+        def commit() -> None:
+            cells()
+            for move in moves:
+                move()
+            # Last, so that concurrent results belong to the earlier pass.
+            self._pass = after
+            self._changed()
+
+        return commit
+
+    def _plan_remove(self, seq: int, begin: int, end: int | None) -> Commit:
         removal = self._cells.plan_removal(seq, begin, end)
         moves: list[Callable[[], object]] = []
         if len(removal.moved):
@@ -424,9 +418,7 @@ class CausalCache(LayeredCache):
             self._shift, self._layers, removal.moved, removal.offset, max(1, self._max_batch)
         )
 
-    _commit_remove = _commit_change
-
-    def _plan_compact(self, seq: int, keep: NDArray[np.int64]) -> _Change:
+    def _plan_compact(self, seq: int, keep: NDArray[np.int64]) -> Commit:
         compaction: Compaction = self._cells.plan_compaction(seq, keep)
         moves: list[Callable[[], object]] = []
         for moved, offset in compaction.moves:
@@ -439,13 +431,9 @@ class CausalCache(LayeredCache):
             moves += plan_shift(self._shift, self._layers, moved, offset, max(1, self._max_batch))
         return self._plan_change(lambda: self._cells.commit_compaction(compaction), moves)
 
-    _commit_compact = _commit_change
-
-    def _plan_copy(self, src: int, dst: int, length: int) -> _Change:
+    def _plan_copy(self, src: int, dst: int, length: int) -> Commit:
         copy: Copy = self._cells.plan_copy(src, dst, length)
         return self._plan_change(lambda: self._cells.commit_copy(copy), [])
-
-    _commit_copy = _commit_change
 
     def _can_resume(self, seq: int, pos: int) -> bool:
         return self._cells.can_resume(seq, pos, self._window)
@@ -628,20 +616,13 @@ class CausalCache(LayeredCache):
         table, lens, starts, ranges = now.on_target()
         counts, heads = now.counts(), int(pool.k.shape[1])
         columns, sinks = max(counts, default=0), now.sinks_on_target()
-        if sinks is not None and lse is None:
-            # With the lse known, the mass of each token is independent of the others.
-            parts = [Part(pool, table, x, by_slot=True) for x in (ranges, sinks)]
-            asked = options._replace(return_lse=True)
-            lse = attend_to_parts(parts, q, lens, starts, asked)[1]
-        each = [
-            attention_mass(
-                pool, table, q, lens, starts, columns, options, lse=lse, ranges=part, by_slot=True
+        if sinks is None:
+            weights = attention_mass(
+                pool, table, q, lens, starts, columns, options, lse=lse, ranges=ranges, by_slot=True
             )
-            for part in (ranges, sinks) if part is not None
-        ]  # fmt: skip
-        weights = each[0]
-        if len(each) > 1:
-            weights = self._target.asarray(sum(map(self._target.to_host, each)))
+        else:
+            parts = [Part(pool, table, x, by_slot=True) for x in (ranges, sinks)]
+            weights = mass_of_parts(parts, q, lens, starts, columns, options, lse)
         self._end_reading(layer, begun)
         found: dict[int, Array] = {}
         for run, (seq, n) in enumerate(zip(now.rows.sequences, counts, strict=True)):

@@ -7,7 +7,7 @@ the item's placeholder token, by which `remove` finds out whether to remove them
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,28 +17,19 @@ from numkv.attention.attend import attend, check_queries
 from numkv.attention.options import CheckedOptions
 from numkv.caches.late_reports import LayerReports
 from numkv.caches.multi.arguments import Setup, check_layer, check_sequence
+from numkv.caches.multi.base import Commit
 from numkv.caches.multi.layered import LayeredCache
 from numkv.caches.multi.saved import SavedEncoder, SavedLayer, saved_config
 from numkv.cells.cells import Rows
 from numkv.checks import check_array
 from numkv.drawing.page import drawn
 from numkv.errors import NotSupported, NumkvError
-from numkv.kinds import QUERY_DTYPES, Kind
+from numkv.kinds import QUERY_DTYPES
 from numkv.numbers import check_flag
 from numkv.snapshots.snapshot import Options, Source
 from numkv.storage.pool import Pool
-from numkv.targets.base import Array, Target
+from numkv.targets.base import Array
 from numkv.targets.streamed import streamed
-
-
-class _Ready(NamedTuple):
-    """The arguments of `init`, checked."""
-
-    k_kind: Kind
-    v_kind: Kind
-    target: Target
-    permuted_v: bool
-    rotate: bool
 
 
 @drawn
@@ -109,7 +100,7 @@ class EncoderCache(LayeredCache):
 
     # -- its life
 
-    def _plan_init(self, setup: Setup) -> _Ready:
+    def _plan_init(self, setup: Setup) -> Commit:
         if setup.max_sequences > 1:
             raise NumkvError(
                 f"`max_sequences`: expected 1, as encoder rows are of one sequence, got {setup.max_sequences}"
@@ -117,17 +108,14 @@ class EncoderCache(LayeredCache):
         config = self._config
         if config is not None and config.padding > 1:
             raise NumkvError(f"`padding`: expected 1 for an EncoderCache, got {config.padding}")
-        return _Ready(
-            setup.k_kind, setup.v_kind, setup.target, config is not None and config.permuted_v,
-            setup.rotate,
-        )  # fmt: skip
 
-    def _commit_init(self, plan: _Ready) -> None:
-        self._ready = plan
-        self._k_kind, self._v_kind, self._target = plan.k_kind, plan.v_kind, plan.target
-        self._rotate = plan.rotate
-        self._reports = LayerReports(plan.target)
-        self._state = "ready"
+        def commit() -> None:
+            self._k_kind, self._v_kind, self._target = setup.k_kind, setup.v_kind, setup.target
+            self._rotate, self._permuted_v = setup.rotate, config is not None and config.permuted_v
+            self._reports = LayerReports(setup.target)
+            self._state = "ready"
+
+        return commit
 
     def _close(self) -> None:
         super()._close()
@@ -136,7 +124,7 @@ class EncoderCache(LayeredCache):
     def _values(self) -> dict[str, Any]:
         config = None if self._config is None else saved_config(self._config)
         return {
-            "config": config, "permuted_v": self._ready.permuted_v, "position": self._position,
+            "config": config, "permuted_v": self._permuted_v, "position": self._position,
             "stored": self._stored, "cached": self._cached,
         }  # fmt: skip
 
@@ -181,43 +169,36 @@ class EncoderCache(LayeredCache):
 
     # -- changes
 
-    def _plan_forward(self, rows: Rows, items: tuple[int, ...], reserve: bool) -> tuple[int, bool]:
+    def _plan_forward(self, rows: Rows, items: tuple[int, ...], reserve: bool) -> Commit:
         if self._cached:
             self._reports.refuse()
-        return int(rows.positions[items[-1]]) if items else self._position, reserve
+        return lambda: self._begin(rows, items, reserve)
 
-    def _commit_forward(self, plan: tuple[int, bool]) -> None:
-        self._position, self._reserve = plan
+    def _begin(self, rows: Rows, items: tuple[int, ...], reserve: bool) -> None:
+        if items:
+            self._position = int(rows.positions[items[-1]])
+        self._reserve = reserve
 
-    def _plan_remove(self, seq: int, begin: int, end: int | None) -> bool:
-        return begin <= self._stored and (end is None or self._stored < end)
+    def _plan_remove(self, seq: int, begin: int, end: int | None) -> Commit:
+        removes = begin <= self._stored and (end is None or self._stored < end)
+        return lambda: self._keep_at(None if removes else self._stored)
 
-    def _commit_remove(self, plan: bool) -> None:
-        if plan:
-            self._drop()
-
-    def _plan_compact(self, seq: int, keep: NDArray[np.int64]) -> int | None:
+    def _plan_compact(self, seq: int, keep: NDArray[np.int64]) -> Commit:
         at = np.flatnonzero(keep == self._stored)
-        return int(at[0]) if len(at) else None
+        return lambda: self._keep_at(int(at[0]) if len(at) else None)
 
-    def _commit_compact(self, plan: int | None) -> None:
-        if plan is None:
-            self._drop()
+    def _keep_at(self, position: int | None) -> None:
+        """Move the item to a position, or drop it with None."""
+        if position is None:
+            self._cached = False
+            self._reports.clear()
         else:
-            self._stored = plan
+            self._stored = position
 
-    def _drop(self) -> None:
-        """Let the rows be no item's any more."""
-        self._cached = False
-        self._reports.clear()
-
-    def _plan_copy(self, src: int, dst: int, length: int) -> None:
+    def _plan_copy(self, src: int, dst: int, length: int) -> Commit:
         raise NotSupported(
             "copy_prefix: an EncoderCache has one sequence, and nothing to share with others"
         )
-
-    def _commit_copy(self, plan: None) -> None:
-        raise AssertionError("never planned")
 
     def _can_resume(self, seq: int, pos: int) -> bool:
         return True
@@ -364,7 +345,7 @@ class EncoderCache(LayeredCache):
         target, everything = self._target, slice(None)
         k = target.token_major(pool.rows("k", 0, everything))
         v = pool.rows("v", 0, everything)
-        v = target.dim_major(v) if self._ready.permuted_v else target.token_major(v)
+        v = target.dim_major(v) if self._permuted_v else target.token_major(v)
         self._end_reading(layer, begun)
         return k, v, None
 

@@ -168,9 +168,8 @@ class ForwardPass:
             target = self._view.target
             if not table.size:
                 table = np.zeros((len(lens), 1), np.int32)
-            elif (
-                not target.values_on_host and table.shape[1] % _WIDTH
-            ):  # of few widths, so that calls repeat
+            elif not target.values_on_host and table.shape[1] % _WIDTH:
+                # Of few widths, so that calls repeat.
                 wide = np.zeros((len(lens), -(-table.shape[1] // _WIDTH) * _WIDTH), np.int32)
                 wide[:, : table.shape[1]] = table
                 table = wide

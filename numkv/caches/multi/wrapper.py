@@ -19,7 +19,7 @@ from numkv.arrays import CacheArrays
 from numkv.attention.options import CheckedOptions
 from numkv.caches.layer_spec import LayerSpec
 from numkv.caches.multi.arguments import CacheConfig, Setup
-from numkv.caches.multi.base import MultiSequenceCache
+from numkv.caches.multi.base import Commit, MultiSequenceCache
 from numkv.caches.multi.causal import CausalCache
 from numkv.caches.multi.encoder import EncoderCache
 from numkv.cells.cells import Rows
@@ -264,13 +264,24 @@ class WrapperCache(MultiSequenceCache):
         for child in self._children:
             child._check_new()
 
-    def _plan_init(self, setup: Setup) -> list[Any]:
-        return [child._plan_init(setup) for child in self._children]
+    def _plan_all(self, plan: Callable[[MultiSequenceCache], Commit]) -> Commit:
+        """Plan a change of all children."""
+        commits = [plan(child) for child in self._children]
 
-    def _commit_init(self, plan: list[Any]) -> None:
-        for child, part in zip(self._children, plan, strict=True):
-            child._commit_init(part)
-        self._state = "ready"
+        def commit() -> None:
+            for each in commits:
+                each()
+
+        return commit
+
+    def _plan_init(self, setup: Setup) -> Commit:
+        commit = self._plan_all(lambda child: child._plan_init(setup))
+
+        def ready() -> None:
+            commit()
+            self._state = "ready"
+
+        return ready
 
     def _close(self) -> None:
         self._state = "closed"
@@ -349,34 +360,23 @@ class WrapperCache(MultiSequenceCache):
 
     # -- changes
 
-    def _plan_forward(self, rows: Rows, items: tuple[int, ...], reserve: bool) -> list[Any]:
-        return [child._plan_forward(rows, items, reserve) for child in self._children]
+    def _plan_forward(self, rows: Rows, items: tuple[int, ...], reserve: bool) -> Commit:
+        commit = self._plan_all(lambda child: child._plan_forward(rows, items, reserve))
 
-    def _commit_forward(self, plan: list[Any]) -> None:
-        for child, part in zip(self._children, plan, strict=True):
-            child._commit_forward(part)
-        self._type = 0
+        def begin() -> None:
+            commit()
+            self._type = 0
 
-    def _plan_remove(self, seq: int, begin: int, end: int | None) -> list[Any]:
-        return [child._plan_remove(seq, begin, end) for child in self._children]
+        return begin
 
-    def _commit_remove(self, plan: list[Any]) -> None:
-        for child, part in zip(self._children, plan, strict=True):
-            child._commit_remove(part)
+    def _plan_remove(self, seq: int, begin: int, end: int | None) -> Commit:
+        return self._plan_all(lambda child: child._plan_remove(seq, begin, end))
 
-    def _plan_compact(self, seq: int, keep: NDArray[np.int64]) -> list[Any]:
-        return [child._plan_compact(seq, keep) for child in self._children]
+    def _plan_compact(self, seq: int, keep: NDArray[np.int64]) -> Commit:
+        return self._plan_all(lambda child: child._plan_compact(seq, keep))
 
-    def _commit_compact(self, plan: list[Any]) -> None:
-        for child, part in zip(self._children, plan, strict=True):
-            child._commit_compact(part)
-
-    def _plan_copy(self, src: int, dst: int, length: int) -> list[Any]:
-        return [child._plan_copy(src, dst, length) for child in self._children]
-
-    def _commit_copy(self, plan: list[Any]) -> None:
-        for child, part in zip(self._children, plan, strict=True):
-            child._commit_copy(part)
+    def _plan_copy(self, src: int, dst: int, length: int) -> Commit:
+        return self._plan_all(lambda child: child._plan_copy(src, dst, length))
 
     def _can_resume(self, seq: int, pos: int) -> bool:
         return all(child._can_resume(seq, pos) for child in self._children)

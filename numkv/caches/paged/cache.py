@@ -343,9 +343,8 @@ class PagedKVCache(StoredSequences):
                 group.begins_anew
                 and (begin := length // group.chunk * group.chunk) < starts[number]
             ):
-                known = min(
-                    known, begin
-                )  # codes will be made of decoded rows: no name stands for these
+                # Codes will be made of decoded rows: no name stands for these.
+                known = min(known, begin)
         slots, slot, marks = self._store.states, state.slot, state.marks
         if slots is not None and length < state.length:
             slot = slots.restore(marks, length, state.length) if length else -1

@@ -56,9 +56,8 @@ def with_tiers(
     if like is not None:
         made.take(like)
     full = dataclasses.replace(store, tiers=made)
-    full.__dict__["continuations"] = (
-        store.continuations
-    )  # what is cached on the first is not on the second
+    # What is cached on the first is not on the second.
+    full.__dict__["continuations"] = store.continuations
     made.belongs_to(full)
     return full
 

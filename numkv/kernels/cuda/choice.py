@@ -124,9 +124,8 @@ def make_choose_blocks():
         counts = cuda.shared.array(DIGITS, types.int32)
         larger = cuda.shared.array(MARKS, types.int32)
         alike = cuda.shared.array(MARKS, types.int32)
-        state = cuda.shared.array(
-            2, types.int64
-        )  # the lowest chosen score, and how many equal ones are chosen
+        # The lowest chosen score, and how many equal ones are chosen.
+        state = cuda.shared.array(2, types.int64)
         thread = np.int64(cuda.threadIdx.x)
         for item in range(
             np.int64(cuda.blockIdx.x), scores.shape[0] * heads, np.int64(cuda.gridDim.x)

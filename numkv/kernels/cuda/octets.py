@@ -480,9 +480,8 @@ def _quotient(x, divisor, inverse):
 @register_jitable
 def _four_codes(x, at, scale, inverse):
     """Return four INT8 codes as a word."""
-    middle = np.float32(
-        12582912.0
-    )  # 1.5 * 2**23: the nearest integer is in the last byte of the sum
+    # 1.5 * 2**23: the nearest integer is in the last byte of the sum.
+    middle = np.float32(12582912.0)
     a = np.float32(_quotient(np.float32(x[at]), scale, inverse) + middle).view(np.uint32)
     b = np.float32(_quotient(np.float32(x[at + 1]), scale, inverse) + middle).view(np.uint32)
     c = np.float32(_quotient(np.float32(x[at + 2]), scale, inverse) + middle).view(np.uint32)

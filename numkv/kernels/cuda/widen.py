@@ -120,9 +120,8 @@ def fp8_words(kind: str, to: str) -> Any:
             return bits
         magnitude = bits & U32(MAGNITUDES)
         marks = (magnitude + U32(special)) & U32(SIGNS)
-        found = fma(
-            (bits & U32(SIGNS)) | U32(magnitude >> U32(shift)), U32(power), U32(SIGNS)
-        )  # plus -0
+        # Plus -0.
+        found = fma((bits & U32(SIGNS)) | U32(magnitude >> U32(shift)), U32(power), U32(SIGNS))
         return found | (marks - (marks >> U32(below)))
 
     @register_jitable
