@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import numkv
-from numkv.cli.output import markdown_table, save_figure, table, wrapped
+from numkv.cli.output import is_installed, markdown_table, save_figure, table, wrapped
 from numkv.demo import accuracy
 from numkv.demo.accuracy import better_caches
 from numkv.demo.evaluate import Score
@@ -583,14 +583,11 @@ def write(report: Report, folder: Path) -> None:
     folder : pathlib.Path
         The folder of these files.
     """
-    picture: str | None = "accuracy.svg"
-    try:
-        draw(report.panels(), folder / "accuracy.svg")
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] != "matplotlib":
-            raise
-        picture = None
+    picture = "accuracy.svg" if is_installed("matplotlib") else None
+    if picture is None:
         print(f"numkv: {_NO_PICTURE}", file=sys.stderr)
+    else:
+        draw(report.panels(), folder / picture)
     (folder / "accuracy.md").write_text(report.markdown(picture), encoding="utf-8")
     (folder / "accuracy.json").write_text(json.dumps(report.data(), indent=1), encoding="utf-8")
     written = ["accuracy.md", "accuracy.json", *([picture] if picture else [])]

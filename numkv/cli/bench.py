@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
-import importlib.util
-import os
 import platform
 import shlex
 import sys
@@ -24,11 +20,14 @@ from numkv.cli import bench_requests
 from numkv.cli.output import (
     UsageError,
     at_least,
+    check_picture,
     cpu_name,
     flag,
+    is_installed,
     listening_to_kernels,
     markdown_table,
     option,
+    page_head,
     save_figure,
     stoppable,
     table,
@@ -199,15 +198,11 @@ def page(lines: Sequence[Line], about: About, path: Path, picture: Path | None) 
     -------
     str
     """
-    today = datetime.date.today().isoformat()
-    parts = [
-        f"# {today}: {about.model} in transformers, numkv and transformers' own caches, {num_cores()} cores",
-        wrapped(f"`{about.command}`: {about.foot(lines)}".replace("\n", " ")),
-        wrapped(" ".join(_HOW.split())),
-    ]
-    if picture is not None:
-        relative = os.path.relpath(picture, path.parent).replace(os.sep, "/")
-        parts.append(f"![Time of a step by contestant]({relative})")
+    title = (
+        f"{about.model} in transformers, numkv and transformers' own caches, {num_cores()} cores"
+    )
+    facts = f"`{about.command}`: {about.foot(lines)}"
+    parts = page_head(title, facts, _HOW, path, picture, "Time of a step by contestant")
     for line in lines:
         parts += [f"## {line.title}", markdown_table(*rows(line)), wrapped(verdict(line))]
         parts += [wrapped(x) for x in _absent(line)]
@@ -296,7 +291,6 @@ _PROMPTS = 4
 #: At short contexts, where steps are quick and ratios near 1, there are more of them.
 _SHORT, _MORE = 1024, 3
 _PACKAGES = ("torch", "transformers", "optimum-quanto", "hqq", "turboquantcpu")
-_NO_PICTURE = "--picture needs matplotlib, which is not installed; try pip install matplotlib"
 
 
 class Bar:
@@ -416,14 +410,9 @@ def run(arguments: argparse.Namespace) -> None:
         If a package is missing, or a contestant or a kind is unknown.
     """
     started = time.monotonic()
-    if arguments.picture is not None and arguments.picture.suffix not in (".png", ".svg"):
-        raise UsageError(
-            f"--picture: expected a name that ends in .png or .svg, got {arguments.picture}"
-        )
-    if arguments.picture is not None and not _is_installed("matplotlib"):
-        raise UsageError(_NO_PICTURE)
+    check_picture(arguments.picture)
     for name in ("torch", "transformers"):
-        if not _is_installed(name):
+        if not is_installed(name):
             raise UsageError(
                 f'bench transformers needs {name}, which is not installed; try pip install "numkv[transformers]"'
             )
@@ -481,10 +470,6 @@ def _steps(
         return lines
     finally:
         probe.close()
-
-
-def _is_installed(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
 
 
 def _jobs(arguments: argparse.Namespace) -> list[_Job]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from numkv.cli.output import markdown_table, save_figure, table, wrapped
+from numkv.cli.output import markdown_table, page_head, save_figure, table, wrapped
 
 _HOW = """\
 All requests arrive at once. The own parts of their prompts have log-uniform lengths. New tokens a second count the time
@@ -117,14 +115,9 @@ def page(sections: Sequence[Section], about: Any, path: Path, picture: Path | No
     -------
     str
     """
-    lines = [
-        f"# {datetime.date.today().isoformat()}: many requests to {about.model} in transformers",
-        wrapped(f"`{about.command}`: {about.foot([])}".replace("\n", " ")),
-        wrapped(" ".join(_HOW.split())),
-    ]
-    if picture is not None:
-        relative = os.path.relpath(picture, path.parent).replace(os.sep, "/")
-        lines.append(f"![New tokens a second, by method]({relative})")
+    title = f"many requests to {about.model} in transformers"
+    facts = f"`{about.command}`: {about.foot([])}"
+    lines = page_head(title, facts, _HOW, path, picture, "New tokens a second, by method")
     for section in sections:
         lines += [
             f"## {section.title}",

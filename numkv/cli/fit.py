@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from numkv.cli.output import (
     Progress,
     SoFar,
     UsageError,
+    check_picture,
     kernel_progress,
     load_model,
     save_figure,
@@ -42,8 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
     arguments : argparse.Namespace
         The options.
     """
-    if arguments.picture is not None and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--picture: needs matplotlib; pip install matplotlib")
+    check_picture(arguments.picture)
     texts, notes = _texts(arguments)
     judge: Judge
     of_k: tuple[str, ...] = (*K_KINDS, *CHANNEL_KINDS)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib.metadata
+import importlib.util
 import logging
 import os
 import platform
@@ -289,6 +291,34 @@ def version_of(package: str) -> str | None:
     with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return None
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package can be imported."""
+    return importlib.util.find_spec(package) is not None
+
+
+def check_picture(path: Path | None) -> None:
+    """Raise `UsageError`, before any work, if a picture is wanted that cannot be drawn."""
+    if path is None:
+        return
+    if path.suffix not in (".png", ".svg"):
+        raise UsageError(f"--picture: expected a name that ends in .png or .svg, got {path}")
+    if not is_installed("matplotlib"):
+        raise UsageError(
+            "--picture needs matplotlib, which is not installed; try pip install matplotlib"
+        )
+
+
+def page_head(
+    title: str, about: str, how: str, path: Path, picture: Path | None, caption: str
+) -> list[str]:
+    """Return the first paragraphs of a page in the file `path`: title and date, facts, method, picture."""
+    date = datetime.date.today().isoformat()
+    head = [f"# {date}: {title}", wrapped(" ".join(about.split())), wrapped(" ".join(how.split()))]
+    if picture is not None:
+        head.append(f"![{caption}]({os.path.relpath(picture, path.parent).replace(os.sep, '/')})")
+    return head
 
 
 def save_figure(figure: Any, path: Path, **options: Any) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from numkv.caches import LayerSpec, Profile
-from numkv.cli.output import Size, UsageError, table
+from numkv.cli.output import Size, UsageError, check_picture, save_figure, table
 from numkv.demo.cache import CacheChoice
 from numkv.drawing.picture import format_bytes
 from numkv.errors import NumkvError
@@ -209,10 +209,8 @@ def _remarks(load: Load, network: Network) -> list[str]:
 
 def _draw(path: Path, ways: list[Any]) -> None:
     """Draw tokens a second over nodes."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UsageError("--picture needs matplotlib") from None
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for label, index in (("best", 1), ("heads only", 2)):
@@ -224,7 +222,7 @@ def _draw(path: Path, ways: list[Any]) -> None:
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
 DEFAULT_MEMORY = Size(8 * 1024**3)
@@ -240,6 +238,7 @@ def run(arguments: argparse.Namespace) -> None:
     arguments : argparse.Namespace
         The options.
     """
+    check_picture(arguments.picture)
     if arguments.profile is not None:
         print(plan_profile(arguments))
         return

@@ -234,7 +234,8 @@ def test_errors_are_one_line(tmp_path, capsys):
 
 @pytest.mark.parametrize("missing", ["matplotlib", "transformers", "torch"])
 def test_what_is_missing_is_named(missing, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "_is_there", lambda name: name != missing)
+    for place in ("numkv.cli.bench", "numkv.cli.output"):
+        monkeypatch.setattr(f"{place}.is_installed", lambda name: name != missing)
     options = ["--picture", "a.svg"] if missing == "matplotlib" else []
     assert main(["bench", "transformers", *options]) == 2
     assert f"needs {missing}, which is not installed; try pip install" in capsys.readouterr().err
