@@ -1,8 +1,8 @@
-"""What transformers' classes of configs fill in where a file is silent, for `numkv.planning`.
+"""Write the defaults of transformers' config classes, for `numkv.planning`.
 
-``python -m tools.families`` writes ``numkv/planning/families.json`` from the transformers that is installed: by
-`model_type`, the default of each entry that has to do with what is cached, null for those without one, and which
-decoder stands inside a model that also sees or hears. tests/transformers_models/test_plans.py compares them.
+``python -m tools.families`` writes ``numkv/planning/families.json`` from the installed transformers. By `model_type` it
+has the default of each entry that concerns a cache (null without one), and the inner decoder of models that also read
+images or sound. tests/transformers_models/test_plans.py compares the file with transformers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _plain(value: Any) -> bool:
 
 
 def differing(decoder: Any) -> dict[str, Any]:
-    """What a model fills in for the decoder inside of it, other than the decoder's class does."""
+    """Return a model's defaults for its inner decoder, where they differ from the decoder's class."""
     own, filled = decoder.to_dict(), defaults_of(type(decoder))
     found = {name: own[name] for name in filled if name in own and own[name] != filled[name]}
     types = found.pop("layer_types", None)
@@ -56,12 +56,12 @@ def differing(decoder: Any) -> dict[str, Any]:
 
 
 def defaults_of(cls: Any) -> dict[str, Any]:
-    """The defaults of a class, before it works out one entry from others."""
+    """Return the defaults of a class, before it computes entries from others."""
     found = {}
     for field in dataclasses.fields(cls):
         concerns = _CONCERNS.search(field.name) and not _NOT.search(field.name)
         if not concerns and field.name != "attn_config":
-            if is_suspect(field.name):  # known, and read by nobody
+            if is_suspect(field.name):  # known, but never read
                 found[field.name] = None
             continue
         default = field.default
@@ -72,13 +72,13 @@ def defaults_of(cls: Any) -> dict[str, Any]:
         if isinstance(default, (list, tuple)):
             default = list(default)
         found[field.name] = default if _plain(default) else None
-    with contextlib.suppress(Exception):  # a class that cannot be made of nothing
+    with contextlib.suppress(Exception):  # a class that needs arguments
         found |= {name: None for name in cls().to_dict() if name not in found and is_suspect(name)}
     return dict(sorted(found.items()))
 
 
 def families() -> dict[str, Any]:
-    """The table."""
+    """Return the table."""
     import transformers
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -96,7 +96,7 @@ def families() -> dict[str, Any]:
             whole = outer()
             made = whole.get_text_config(decoder=True)
             decoder = type(made)
-        except Exception:  # it cannot be made of nothing: its own entries, then
+        except Exception:  # it needs arguments: use its own entries
             made, decoder = None, outer
         kind = decoder.model_type.replace("-", "_")
         found[kind] = defaults_of(decoder)
@@ -113,7 +113,7 @@ def families() -> dict[str, Any]:
 
 
 def text_of(table: dict[str, Any]) -> str:
-    """One line for each family."""
+    """Return the JSON text with one line for each family."""
     lines = [f'{{"transformers": {json.dumps(table["transformers"])},']
     for part in ("families", "inside"):
         rows = [f"{json.dumps(name)}: {json.dumps(row)}" for name, row in table[part].items()]

@@ -1,19 +1,18 @@
-"""Do the tests notice? Change one thing in the source at a time, and run the tests that bear the file's name.
+"""Mutation tests: change one thing in the source at a time, and run the tests of that file.
 
     python tools/mutate.py --count 120                 a random choice of mutants, spread over the files
     python tools/mutate.py --files numkv/rows/int4.py  all mutants of some files
-    python tools/mutate.py --again                     those that no test has caught so far, with today's
-    python tools/mutate.py --report                    what is known, and how the survivors differ
+    python tools/mutate.py --again                     survivors so far, with the present tests
+    python tools/mutate.py --report                    results so far, and the changes of the survivors
 
-A mutant turns a comparison round, adds 1 to a constant or takes it away, exchanges ``and`` and ``or``, ``+`` and
-``-``, negates a condition, moves the bound of a slice, or leaves a statement out. It is caught if a test fails, or if
-they need more than `SECONDS` of processor time or do not end at all. Time is the processor's, so that a busy machine
-catches none.
+A mutant reverses a comparison, adds or subtracts 1 of a constant, exchanges ``and`` and ``or``, or ``+`` and ``-``,
+negates a condition, moves the bound of a slice, or removes a statement. It is caught if a test fails, if the tests
+need more than `SECONDS` of processor time, or if they hang. Processor time does not depend on the machine's load.
 
 The work is done in a copy of the tree in a temporary folder. Results are appended to a file of JSON lines (``--log``),
-so that a run that was stopped goes on where it was: a mutant is known by its file, function, line of text and change.
-`tools/mutate_tests.py` says which tests bear which name. The unchanged file goes first: its tests have to pass, and in
-time. A file that kernels are made of has them all compiled anew, which is part of that time; others find them.
+so that a stopped run can continue. A mutant is identified by its file, function, line of text and change.
+`tools/mutate_tests.py` lists the tests of each file. The tests of the unchanged file run first and must pass in time.
+For files of kernels, that time includes compilation; other files use kernels on disk.
 """
 
 import argparse
@@ -37,14 +36,14 @@ from pathlib import Path
 from mutate_tests import EQUIVALENT, tests_of
 
 ROOT = Path(__file__).resolve().parents[1]
-#: Processor seconds that the tests of a mutant may take.
+#: Most processor seconds for the tests of a mutant.
 SECONDS = 60
-#: Seconds by the clock after which tests that take no processor time hang.
+#: Seconds of the clock after which tests without processor time count as hanging.
 HANGS = 900
 FOLDERS = ("rows", "kernels", "blocks", "cells", "storage", "caches/paged")
-#: Those that the kernels on disk depend on: `numkv.kernels.disk_cache`.
+#: Files on which kernels on disk depend: `numkv.kernels.disk_cache`.
 _SOURCES = ("blocks", "cells", "kernels", "rows")
-#: Not mutated: what only CUDA runs, and vector code whose text is LLVM's.
+#: Files without mutants: code for CUDA alone, and vector code that is LLVM text.
 LEFT_OUT = (
     "kernels/cuda",
     "kernels/cpu/attention/llvm",
@@ -58,12 +57,12 @@ SIGN = {"<": ast.Lt, "<=": ast.LtE, ">": ast.Gt, ">=": ast.GtE, "==": ast.Eq, "!
 
 @dataclass(frozen=True)
 class Mutant:
-    """A file with one piece of text in another's place."""
+    """A file with one piece of text replaced."""
 
     file: str
     function: str
     line: int
-    #: First and last character of what is replaced.
+    #: First and last character of the replaced text.
     begin: int
     end: int
     change: str
@@ -72,16 +71,16 @@ class Mutant:
 
     @property
     def key(self):
-        """What it is known by, wherever its line has moved."""
+        """Return its identity, which does not depend on the line's number."""
         parts = (self.file, self.function, self.text, self.change, self.new)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 class Finder:
-    """Finds the places of a file."""
+    """Finds the places of mutants in a file."""
 
     def visit(self, node):
-        """Go through a node by its own method, or through all that is in it."""
+        """Visit a node by its own method, or visit its children."""
         getattr(self, METHODS.get(type(node), "visit_all"))(node)
 
     def __init__(self, file, source):
@@ -93,7 +92,7 @@ class Finder:
         self.names, self.found = [], []
 
     def place(self, node):
-        """First and last character of a node; columns of `ast` count bytes."""
+        """Return the first and last character of a node; columns of `ast` count bytes."""
         rows = (node.lineno - 1, node.col_offset), (node.end_lineno - 1, node.end_col_offset)
         return [
             self.starts[row] + len(self.lines[row].encode()[:column].decode())
@@ -125,7 +124,7 @@ class Finder:
         self.names.pop()
 
     def leave_alone(self, node):
-        """Messages, imports and what is exported."""
+        """Skip messages, imports and exports."""
 
     def visit_assign(self, node):
         if any(isinstance(t, ast.Name) and t.id.startswith("__") for t in node.targets):
@@ -150,7 +149,7 @@ class Finder:
         self.visit_all(node)
 
     def between(self, left, right):
-        """The place between two operands, without parentheses that close or open there."""
+        """Return the place between two operands, without parentheses."""
         begin, end = self.place(left)[1], self.place(right)[0]
         text = self.source[begin:end]
         bare = text.strip(" ()\\\n")
@@ -189,7 +188,7 @@ class Finder:
         self.visit_all(node)
 
 
-#: How nodes are gone through.
+#: Methods by type of node.
 METHODS = {
     ast.FunctionDef: "visit_function", ast.ClassDef: "visit_function", ast.Raise: "leave_alone",
     ast.JoinedStr: "leave_alone", ast.Import: "leave_alone", ast.ImportFrom: "leave_alone", ast.Assert: "leave_alone",
@@ -200,21 +199,21 @@ METHODS = {
 
 
 def mutants_of(file):
-    """All mutants of a file, a path from the root on."""
+    """Return all mutants of a file, given by its path from the root."""
     finder = Finder(file, (ROOT / file).read_text())
     finder.visit(ast.parse(finder.source))
     return finder.found
 
 
 def files():
-    """What is mutated."""
+    """Return the files that are mutated."""
     found = sorted(p for folder in FOLDERS for p in (ROOT / "numkv" / folder).rglob("*.py"))
     names = [path.relative_to(ROOT).as_posix() for path in found]
     return [n for n in names if not n.startswith(tuple(f"numkv/{part}" for part in LEFT_OUT))]
 
 
 def choose(chosen, seed):
-    """Every mutant of some files in random order, one of each file after another."""
+    """Return all mutants of some files in random order, alternating between files."""
     rng = random.Random(seed)
     queues = []
     for file in chosen:
@@ -230,16 +229,16 @@ def choose(chosen, seed):
 
 
 def makes_kernels(file):
-    """Whether kernels are compiled anew when a file has changed."""
+    """Return whether a change of a file compiles kernels again."""
     return file.split("/")[1] in _SOURCES
 
 
 class Workplace:
-    """A copy of the tree, in which one file at a time is another."""
+    """A copy of the tree, in which one file at a time is replaced."""
 
     def __init__(self, folder):
         self.folder = folder
-        #: Tests whose kernels are compiled here, of files that none are made of.
+        #: Tests of files without kernels whose kernels are compiled already.
         self.warm: set[tuple[str, ...]] = set()
         listed = subprocess.run(
             ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
@@ -251,7 +250,7 @@ class Workplace:
                 shutil.copyfile(ROOT / name, folder / "tree" / name)
 
     def test(self, file, source, seconds):
-        """Run the tests of a file with another source: what came out, and the processor time."""
+        """Run the tests of a file with another source; return the outcome and the processor time."""
         tree = self.folder / "tree"
         before = (tree / file).read_text()
         (tree / file).write_text(source)
@@ -287,7 +286,7 @@ class Workplace:
             os.killpg(process.pid, signal.SIGKILL)
             raise
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # what a test that was ended has left
+            os.killpg(process.pid, signal.SIGKILL)  # processes of a test that was killed
         now = resource.getrusage(resource.RUSAGE_CHILDREN)
         spent = now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
         code = process.returncode
@@ -307,7 +306,7 @@ class Workplace:
 
 
 def judged(path):
-    """What the log says, by key; later lines count."""
+    """Return the results in the log by key; later lines replace earlier ones."""
     lines = path.read_text().splitlines() if path.exists() else []
     return {line["key"]: line for line in map(json.loads, lines)}
 
@@ -319,7 +318,7 @@ def keep(path, **line):
 
 
 def check_unchanged(place, file, log):
-    """Whether the tests of a file pass in time when it is as it is; said once."""
+    """Return whether the tests of an unchanged file pass in time; print it once."""
     key = f"{file} {tests_of(file)}"
     known = judged(log).get(key)
     source = (place.folder / "tree" / file).read_text()
@@ -338,7 +337,7 @@ def check_unchanged(place, file, log):
 
 
 def run(mutants, log, count, again=frozenset()):
-    """Judge so many mutants that the log does not know, or that are to be judged `again`."""
+    """Run the tests of some mutants that are not in the log, or are to be tested `again`."""
     done = {key for key, line in judged(log).items() if "outcome" in line} - again
     with tempfile.TemporaryDirectory(prefix="numkv-mutants-") as folder:
         place = Workplace(Path(folder))
@@ -374,7 +373,7 @@ def run(mutants, log, count, again=frozenset()):
 
 
 def report(log):
-    """Print what is known; returns whether a survivor has no explanation."""
+    """Print the results; return whether a survivor has no explanation."""
     lines = [line for line in judged(log).values() if "outcome" in line]
     by_room = collections.defaultdict(collections.Counter)
     for line in lines:
@@ -419,7 +418,7 @@ def main():
         help="judge the survivors again, and those that were too slow",
     )
     parser.add_argument(
-        "--report", action="store_true", help="print what is known, and judge nothing"
+        "--report", action="store_true", help="print the results so far, and test nothing"
     )
     arguments = parser.parse_args()
     if not arguments.report:

@@ -1,7 +1,7 @@
-"""Which tests bear the name of a file that `mutate.py` changes, and which survivors no test can catch.
+"""The tests of each file that `mutate.py` changes, and the survivors that no test can catch.
 
-Tests of the CPU target alone: they run a changed kernel as compiled code, and a changed cache on `tests/reference`, and
-need not wait for the simulator. What would compile for longer than a mutant may take is a part, chosen as by ``-k``.
+These are tests of the CPU target: they run a changed kernel as compiled code, and a changed cache on `tests/reference`,
+without the slow simulator. Where compilation would exceed the time of a mutant, words as for ``-k`` choose some tests.
 """
 
 __all__ = ["EQUIVALENT", "tests_of"]
@@ -20,10 +20,10 @@ _CELLS = (
 )
 _ATTENTION = "kernels/test_attention kernels/test_attention_ranges kernels/test_attention_paged"
 _FP32 = "fp32 and not fp64 and not fp16 and not bf16 and not int"
-#: Of tests that have other names than of kinds, too.
+#: The same for tests whose names have other words than kinds.
 _NARROW = "not fp64 and not fp16 and not bf16 and not fp8 and not int8 and not int4"
 
-#: By path within numkv, the longest that fits: files of tests, and which of their tests.
+#: Files of tests, and words for their tests, by path within numkv; the longest fitting path counts.
 _TESTS = {
     "rows/address": ("rows/test_address", ""),
     "rows/codec": ("rows/test_codec", ""),
@@ -96,10 +96,10 @@ _TESTS = {
     "storage": ("objects/test_contiguous_layer objects/test_kv_cache", ""),
 }
 
-#: Of these, those whose tests are slow ones, by and large: of users' compiled code, and of threads.
+#: Files whose tests are mostly marked slow: of users' compiled code, and of threads.
 _SLOW = {"kernels/cpu/threads", "kernels/scratch", "storage/jit_views", "storage/own_kernels"}
 
-#: Survivors that behave as the original does, by key, and why.
+#: Survivors that behave as the original, by key, with the reason.
 EQUIVALENT: dict[str, str] = {
     "dc75126d728f9522": "NumPy's memory begins at multiples of 16: one byte less is enough, too",
     "3c1cba1959214daf": "how many threads work: speed alone",
@@ -120,7 +120,7 @@ EQUIVALENT: dict[str, str] = {
 
 
 def tests_of(file):
-    """Arguments of pytest; none if no test bears the file's name."""
+    """Return arguments of pytest; none if the file has no tests."""
     name = file.removeprefix("numkv/").removesuffix(".py")
     fitting = [path for path in _TESTS if f"{name}/".startswith(f"{path}/")]
     if not fitting:

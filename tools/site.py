@@ -1,19 +1,19 @@
-"""What mkdocs asks while it builds the site (`hooks` of mkdocs.yml), and what tests ask about its pages.
+"""Hooks of mkdocs for the site (`hooks` of mkdocs.yml), and functions for tests of its pages.
 
-Pages lie in ``docs/``, and are read on a code forge too: links are those between files of the repository. On the site,
-files outside of ``docs/`` get an address: pages of measurements under ``results/``, other pages at the top, what is no
-page under ``source/``. Four comments stand for text that is put in their place:
+Pages in ``docs/`` are also read on a code forge, so links are those between files of the repository. On the site, files
+outside of ``docs/`` get addresses: pages of measurements under ``results/``, other pages at the top, other files under
+``source/``. Four comments are replaced by text:
 
 ``<!-- code: PATH -->``, ``<!-- code: PATH NAME -->``
-    A file, or a function or class in it, as it is in the repository now.
+    A file of the repository, or a function or class in it.
 ``<!-- figures -->``
-    The pages of measurements, with their pictures.
+    All pages of measurements, with their pictures.
 ``<!-- machines -->``
     The races of all processors, side by side.
 ``<!-- python -->``
-    Nothing; the blocks of such a page are run by a test of their own.
+    Nothing; a separate test runs the blocks of such a page.
 
-On API pages, names in docstrings and pages that docstrings speak of become links.
+On API pages, names and pages in docstrings become links.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _MENTIONED = re.compile(r"(?<![\w/])docs/([\w/]+)\.md")
 _COMMENT = re.compile(r"^<!-- (code|figures|machines)(?:: (\S+)(?: (\S+))?)? -->$", re.M)
 
 
-# The kinds of a race's first table.
+# Kinds in a race's first table.
 _KINDS = ("fp32", "fp16", "bf16", "int8", "int4")
 
 
 def pages() -> list[Path]:
-    """All pages of the site: those in ``docs/``, and what is linked to from there, and from there on."""
+    """Return all pages of the site: those in ``docs/``, and all pages that these link to."""
     found = sorted((ROOT / "docs").rglob("*.md")) + sorted((ROOT / "perf/results").glob("*.md"))
     for page in found:  # grows meanwhile
         for target, _ in links(page):
@@ -53,7 +53,7 @@ def pages() -> list[Path]:
 
 
 def links(page: Path) -> Iterator[tuple[str, str]]:
-    """Targets and anchors of the links of a page to files; code and links to the web are left out."""
+    """Yield targets and anchors of a page's links to files, without code and links to the web."""
     text = re.sub(r"`[^`\n]*`", "", _FENCE.sub("", expand(page.read_text(encoding="utf-8"))))
     for link in _LINK.findall(text):
         target, _, anchor = link.partition("#")
@@ -62,12 +62,12 @@ def links(page: Path) -> Iterator[tuple[str, str]]:
 
 
 def _within(page: Path, target: str) -> Path | None:
-    """The file that a link of a page leads to, if there is a path."""
+    """Return the file of a page's link; None for a link without a path."""
     return Path(posixpath.normpath((page.parent / target).as_posix())) if target else None
 
 
 def address(path: Path) -> str:
-    """Where a file of the repository is on the site, such as ``results/2026-11-27-accuracy.md``."""
+    """Return the address of a file on the site, such as ``results/2026-11-27-accuracy.md``."""
     inside = path.relative_to(ROOT).as_posix()
     if inside.startswith("docs/"):
         return inside.removeprefix("docs/")
@@ -81,12 +81,12 @@ def address(path: Path) -> str:
 
 
 def source_of(path: str, name: str | None = None) -> str:
-    """The text of a file, or of one function or class in it with its decorators.
+    """Return the text of a file, or of one function or class in it with its decorators.
 
     Parameters
     ----------
     path : str
-        The file, from the repository's root on.
+        The file, from the repository's root.
     name : str, optional
         A name at the top of the module.
 
@@ -97,7 +97,7 @@ def source_of(path: str, name: str | None = None) -> str:
     Raises
     ------
     LookupError
-        If there is no such file or name: a page that shows code would be wrong.
+        If there is no such file or name.
     """
     file = ROOT / path
     if not file.is_file():
@@ -115,7 +115,7 @@ def source_of(path: str, name: str | None = None) -> str:
 
 
 def expand(text: str) -> str:
-    """Put code and figures in the place of comments that stand for them."""
+    """Replace comments by code and figures."""
     tables = {"figures": _figures, "machines": _machines}
     return _COMMENT.sub(lambda m: tables[m[1]]() if m[1] in tables else _code(m[2], m[3]), text)
 
@@ -125,7 +125,7 @@ def _code(path: str, name: str | None) -> str:
 
 
 def _figures() -> str:
-    """Pages of measurements, the newest first: those with a picture, then the others."""
+    """List pages of measurements, the newest first: those with a picture, then the others."""
     drawn, plain, titles = ["## Pictures\n"], ["\n## Other pages\n"], set()
     for page in sorted((ROOT / "perf/results").glob("*.md"), reverse=True):
         text = page.read_text(encoding="utf-8")
@@ -144,7 +144,7 @@ def _figures() -> str:
 
 
 def _machines() -> str:
-    """The newest race of each processor, side by side: numkv's share of the bandwidth and its speed."""
+    """Return a table of the newest race of each processor: numkv's share of the bandwidth and its speed."""
     races = dict[str, tuple[str, dict[str, list[str]]]]()
     for page in sorted((ROOT / "perf/results").glob("*-peers.md")):
         text = page.read_text(encoding="utf-8")
@@ -164,7 +164,7 @@ def _machines() -> str:
     return "\n".join(lines)
 
 
-# ---------------------------------------------------------------- what mkdocs calls
+# ---------------------------------------------------------------- hooks of mkdocs
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -183,7 +183,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Put code and figures in, and have links lead to addresses on the site."""
+    """Insert code and figures, and change links to addresses on the site."""
     here = Path(page.file.abs_src_path)
     base = posixpath.dirname(address(here))
 
@@ -199,7 +199,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Make links of names and pages on the pages of the API, whose docstrings are read in Python too."""
+    """Link names and pages in docstrings on API pages."""
     if not page.file.src_uri.startswith("api/"):
         return html
     of_classes = {name.rpartition(".")[2]: name for name in _documented()}
@@ -226,6 +226,6 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
 
 
 def _documented() -> Iterator[str]:
-    """Names that pages of the API show."""
+    """Yield the names on API pages."""
     for path in (ROOT / "docs/api").glob("*.md"):
         yield from re.findall(r"^::: (\S+)$", path.read_text(encoding="utf-8"), re.M)

@@ -1,10 +1,10 @@
-"""How often do queries stop on their way through `Step.attention`, and how often does a result come back?
+"""Count the functions through which queries pass in `Step.attention`, and those that return an array.
 
     python tools/stops.py [--names]
 
-A stop is a function of numkv that is handed the queries or a view of them while the call runs; a return is a stop that
-gives back an array. Calls of many sorts are followed, on the CPU: the most stops and returns of one call, and all
-functions that any of them meets.
+A stop is a function of numkv that receives the queries or a view of them; a return is a stop that returns an array.
+Calls of many sorts are followed on the CPU. The output has the most stops and returns of one call, and all functions of
+all calls.
 """
 
 import argparse
@@ -19,7 +19,7 @@ ROOT = Path(numkv.__file__).resolve().parent
 CODES = {"kind": "int8", "full_precision": numkv.FullPrecision(window=8, num_sink_tokens=2)}
 SINKS = np.zeros(4, np.float32)
 SLOPES = np.ones(4, np.float32)
-#: How layers are made, tokens of a sequence's step, and options of the call.
+#: Options of layers, tokens of a sequence's step, and options of the call.
 CALLS = {
     "plain": ({}, 1, {}),
     "prompt": ({}, 20, {}),
@@ -33,7 +33,7 @@ CALLS = {
 
 
 def follow(layer, tokens, options):
-    """Functions that the queries of one call stop in, and those of them that give back an array."""
+    """Return the functions that receive the queries of one call, and those of them that return an array."""
     rows = np.random.default_rng(0).standard_normal((3, 40, 4, 64)).astype(np.float32)
     cache = numkv.PagedKVCache(layers=[numkv.LayerSpec(2, 64, **layer)], num_blocks=64)
     first = cache.add()
@@ -74,7 +74,7 @@ def follow(layer, tokens, options):
 
 
 def main():
-    """Follow every call, and print what was counted."""
+    """Follow every call, and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--names", action="store_true", help="name the functions of each call")
     names = parser.parse_args().names

@@ -1,11 +1,11 @@
-"""What numkv weighs: code lines by room, private names used across files, ancestors, the public surface.
+"""Measure the size of numkv: code lines by room, private names used across files, ancestors, the public surface.
 
     python tools/weigh.py            a table, and the rooms
-    python tools/weigh.py --where    where private names of other files are used, and which classes have many ancestors
+    python tools/weigh.py --where    also the uses of other files' private names, and classes with many ancestors
 
-A code line is one that is not blank, no comment and no part of a docstring. A private name counts where a file uses
-``x._name`` of an object other than ``self`` or ``cls`` and does not define that name itself. `tests/ratchet.json`
-bounds these numbers: `tests/test_ratchet.py`.
+A code line is not blank, not a comment and not part of a docstring. A private name counts if a file uses ``x._name`` of
+an object other than ``self`` or ``cls``, and does not define that name. If no file of numkv defines it, it is another
+library's. `tests/ratchet.json` bounds these numbers: `tests/test_ratchet.py`.
 """
 
 import argparse
@@ -20,31 +20,31 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "numkv"
-#: Rooms on top of the library, which are an application.
+#: Rooms of the application on top of the library.
 APPLICATION = ("bench", "cli", "demo", "drawing")
-#: Classes that say what something is and hold nothing: no ancestors to look for behaviour in.
+#: Base classes without behaviour of their own, which do not count as ancestors.
 _NO_ANCESTORS = ("Protocol", "NamedTuple", "Exception", "Enum", "IntEnum", "StrEnum", "Generic")
 
 
 def sources(root=PACKAGE):
-    """Python files below a folder."""
+    """Return the Python files below a folder."""
     return sorted(root.rglob("*.py"))
 
 
 @functools.cache
 def tree_of(path):
-    """The syntax tree of a file."""
+    """Return the syntax tree of a file."""
     return ast.parse(path.read_text())
 
 
 @functools.cache
 def nodes_of(path):
-    """All nodes of a file's syntax tree, which are walked once for all that is counted."""
+    """Return all nodes of a file's syntax tree, walked once for all counts."""
     return _nodes(tree_of(path))
 
 
 def _nodes(tree):
-    """What `ast.walk` gives, but for contexts and operators, which nothing here asks for; several times as fast."""
+    """Return the nodes of `ast.walk` without contexts and operators; several times as fast."""
     found = [tree]
     for node in found:  # grows meanwhile
         for field, value in vars(node).items():
@@ -56,7 +56,7 @@ def _nodes(tree):
 
 
 def code_lines(text):
-    """The numbers of lines that are code."""
+    """Return the numbers of the code lines."""
     return _code_lines(text, _nodes(ast.parse(text)))
 
 
@@ -73,7 +73,7 @@ def _code_lines(text, nodes):
 
 
 def room_of(path, root=PACKAGE):
-    """The folder below the package that a file is in; of the package's own files none."""
+    """Return the folder of a file below the package; "" for the package's own files."""
     parts = path.relative_to(root).parts
     return (
         "/".join(parts[:2])
@@ -85,7 +85,7 @@ def room_of(path, root=PACKAGE):
 
 
 def lines_by_room(root=PACKAGE):
-    """Code lines of each room."""
+    """Return the code lines of each room."""
     found = Counter()
     for path in sources(root):
         found[room_of(path, root)] += len(_code_lines(path.read_text(), nodes_of(path)))
@@ -130,7 +130,7 @@ def private_uses(root=PACKAGE):
 
 
 def classes(root=PACKAGE):
-    """Classes by name, with the names of their bases, as far as source tells."""
+    """Return classes by name, with the names of their bases in the source."""
     found = {}
     for path in sources(root):
         for node in nodes_of(path):
@@ -141,31 +141,31 @@ def classes(root=PACKAGE):
 
 
 def ancestors(name, known, file=None):
-    """Names of numkv's own classes that a class derives from, exceptions and protocols apart."""
+    """Return numkv's own ancestors of a class, without exceptions and protocols."""
     entries = known.get(name, [])
     entry = next((e for e in entries if e[0] == file), entries[0] if entries else None)
     if entry is None:
         return set()
     found = set()
     for base in entry[1]:
-        if base in known and base != name and not _says_only(base, known):
+        if base in known and base != name and not _is_only_a_type(base, known):
             found |= {base} | ancestors(base, known)
     return found
 
 
-def _says_only(name, known):
-    """Whether a class is a protocol, a named tuple or an exception."""
+def _is_only_a_type(name, known):
+    """Return whether a class is a protocol, a named tuple or an exception."""
     return any(
         base in _NO_ANCESTORS
         or base.endswith("Error")
-        or (base in known and base != name and _says_only(base, known))
+        or (base in known and base != name and _is_only_a_type(base, known))
         for _, bases in known.get(name, ())
         for base in bases
     )
 
 
 def public_surface():
-    """Public members and parameters of what ``import numkv`` offers."""
+    """Count the public members and parameters of ``import numkv``."""
     sys.path.insert(0, str(ROOT))
     numkv = importlib.import_module("numkv")
     members = parameters = 0
@@ -187,7 +187,7 @@ def public_surface():
 
 
 def _is_ours(thing, member):
-    """Whether one of numkv's classes brings a member."""
+    """Return whether one of numkv's classes defines a member."""
     return any(member in vars(c) for c in thing.__mro__ if c.__module__.startswith("numkv")) or (
         dataclasses.is_dataclass(thing) and member in {f.name for f in dataclasses.fields(thing)}
     )
@@ -201,7 +201,7 @@ def _parameters(function):
 
 
 def weigh():
-    """The numbers that are bounded, by their names."""
+    """Return the bounded numbers by name."""
     lines = lines_by_room()
     known = classes()
     members, parameters, most = public_surface()
