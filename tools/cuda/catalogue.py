@@ -1,6 +1,6 @@
-"""Every CUDA kernel, for kinds that bring out all of its branches: what can be compiled without a GPU.
+"""All CUDA kernels, with kinds that cover their branches, for compilation without a GPU.
 
-Not all combinations of kinds are there, as each takes seconds.
+Not all combinations of kinds are listed, because each compiles for seconds.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from numkv.kernels.cuda.streams import SIMULATED
 from numkv.kinds import kinds
 
 Built = Iterator[tuple[str, Any]]
-#: Kinds that only pools have, not queries: each is named in one case at least.
+#: Kinds of pools alone, not of queries: each is in at least one case.
 STORED_ONLY = [k.name for k in kinds() if not k.is_query]
 BY_CHANNEL = [k.name for k in kinds(by_channel=True) if k.group_tokens]
 
 
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """Names of kernels with what they are for in brackets, their plain Python, and signatures to compile them for."""
+    """Yield names of kernels with their variant in brackets, their plain Python functions, and signatures."""
     for of_file in (
         _append,
         _attention,

@@ -3,11 +3,11 @@
     NUMBA_ENABLE_CUDASIM=0 python -m tools.cuda.counts [--kinds bf16,fp32,...] [--groups 1,4,8] [--batches 1,8,64,256]
         [--length 8192] [--heads 8] [--tokens 1] [--blocks 16] [--page perf/results/NAME.md]
 
-Kernels' real PTX runs on the interpreter (`tools.cuda.ptx_machine`). What a tile of 64 tokens of K and V takes is the
-difference between sequences of 512 and of 256 tokens, which are one split each, over the tiles in between. For the
-share, every sequence has as many tokens as is asked for, and of each launch a few blocks run, evenly spaced; the rest
-is taken to be like them. What is not tiles is the count of items, the search for them, loads of queries, stores of
-results, and the merge of splits. All sequences share the same blocks of the pool, which no count depends on.
+Kernels' real PTX runs on the interpreter (`tools.cuda.ptx_machine`). The cost of a tile of 64 tokens of K and V is the
+difference between sequences of 512 and of 256 tokens, which are one split each, divided by the tiles between them. For
+the share, all sequences have the requested length. A few evenly spaced blocks of each launch run; the rest is assumed
+to be equal. Instructions outside of tiles count items, search for them, load queries, store results and merge splits.
+All sequences share the same blocks of the pool, on which no count depends.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class Call(NamedTuple):
     group: int
     batch: int
     length: int
-    q_kind: str = ""  #: that of the pool if empty, or bf16 if queries cannot have that
+    q_kind: str = ""  #: if empty, the pool's kind, or bf16 if queries cannot have it
     heads: int = 8
     tokens: int = 1  #: queries of each sequence
     dim: int = 128
 
 
 class Share(NamedTuple):
-    """What a call executes, in warp instructions."""
+    """The warp instructions of a call."""
 
     outside: float  #: share of instructions outside of tiles
-    items: float  #: what a tile does not explain, without the merge, for each split of each head of each sequence
-    merge: float  #: the same of the launches after the first
+    items: float  #: instructions outside of tiles and merge, for each split of each head of each sequence
+    merge: float  #: instructions of the launches after the first, likewise
 
 
 def _run(call: Call) -> None:
@@ -104,7 +104,7 @@ def _words(x: Any, kind: Any) -> Any:
 
 
 def executed(device: ptx_device.Device, call: Call, blocks: int = 0) -> list[float]:
-    """Warp instructions of each launch of a call, by those of a few of its blocks if `blocks` is not 0.
+    """Return the warp instructions of each launch of a call, estimated from `blocks` of its blocks if not 0.
 
     Raises
     ------
@@ -130,7 +130,7 @@ def executed(device: ptx_device.Device, call: Call, blocks: int = 0) -> list[flo
 
 
 def per_tile(device: ptx_device.Device, call: Call) -> float:
-    """Warp instructions of a tile of 64 tokens for one kv head."""
+    """Return the warp instructions of a tile of 64 tokens for one kv head."""
     short, long = 256, 512
     one = call._replace(batch=1, heads=8)
     counts = [sum(executed(device, one._replace(length=n))) for n in (short, long)]
@@ -138,7 +138,7 @@ def per_tile(device: ptx_device.Device, call: Call) -> float:
 
 
 def share(device: ptx_device.Device, call: Call, tile: float, blocks: int) -> Share:
-    """What a call executes outside of tiles, if a tile takes `tile`."""
+    """Return the instructions of a call outside of tiles, if a tile takes `tile`."""
     launches = executed(device, call, blocks)
     whole = call.batch * call.heads
     tiles = tile * whole * -(-call.length // TILE)

@@ -1,17 +1,16 @@
-"""Every CUDA kernel's real PTX on small inputs against the oracle, and what happens when a barrier is missing.
+"""Run the real PTX of every CUDA kernel on small inputs, and compare with the oracle; also without its barriers.
 
     NUMBA_ENABLE_CUDASIM=0 python -m tools.cuda.interpret [--cases REGEX] [--mutants] [--keep FILE.json] [--seconds N]
         [--page perf/results/NAME.md]
 
-Runs the cases of ``tests/ptx_cases.py`` on the interpreter (`tools.cuda.ptx_machine`), with the code that
-the linker makes of each kernel for sm_90. A case passes if its result is within the bounds of the tests and no kernel
-of it did anything wrong: races between barriers, uninitialised reads of registers and of shared and local memory,
-divergent barriers, stray and misaligned accesses. With ``--mutants``, each barrier of each kernel that a case launches,
-and each wait for copies, is left out in turn, and the case has to fail. A barrier that no case has missed yet is left
-out again in the next one that launches its kernel.
+Runs the cases of ``tests/ptx_cases.py`` on the interpreter (`tools.cuda.ptx_machine`), with the linker's code of each
+kernel for sm_90. A case passes if its result is within the bounds of the tests and its kernels have no errors: races
+between barriers, uninitialised reads of registers and of shared and local memory, divergent barriers, stray and
+misaligned accesses. With ``--mutants``, each barrier of each launched kernel, and each wait for copies, is removed in
+turn, and the case must fail. A removal that no case has detected yet is tried again in the next case of the kernel.
 
-All cases take half an hour. With ``--keep`` each is written down as soon as it is known, and later runs with the same
-kernels leave it out; ``--seconds`` ends a run in time. Repeat it until nothing is left.
+All cases take half an hour. With ``--keep`` each result is recorded at once, and later runs with the same kernels skip
+it. ``--seconds`` ends a run in time; repeat it until all cases have run.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ TESTS = Path(__file__).resolve().parents[2] / "tests"
 
 @dataclass
 class Outcome:
-    """What a case did."""
+    """The result of a case."""
 
     name: str
     error: str  #: empty if it passed
@@ -60,14 +59,14 @@ class Mutant:
 
     case: str
     kernel: str
-    barrier: int  #: among those of the program
+    barrier: int  #: its index among the program's barriers
     barriers: int
-    caught: str  #: by what; empty if by nothing
+    caught: str  #: the error that detected it; empty if it was not detected
     name: str = ""  #: the kernel's whole name
 
 
 def all_cases() -> dict[str, Any]:
-    """The cases of the tests, by name."""
+    """Return the cases of the tests, by name."""
     if str(TESTS) not in sys.path:
         sys.path.insert(0, str(TESTS))
     import ptx_cases
@@ -77,7 +76,7 @@ def all_cases() -> dict[str, Any]:
 
 
 def few_blocks() -> None:
-    """Have numkv launch as few blocks as it does in the simulator: so each takes several items, one after another."""
+    """Make numkv launch as few blocks as in the simulator, so that each processes several items."""
     for file in (*FILES, "attention.splits"):
         importlib.import_module(f"numkv.kernels.cuda.{file}")
     for name, module in list(sys.modules.items()):
@@ -92,7 +91,7 @@ def run_case(device: ptx_device.Device, case: Any) -> Outcome:
     start, error = time.perf_counter(), ""
     try:
         case.run(rng)
-    except Exception as problem:  # of a mutant: anything may come of it
+    except Exception as problem:  # a mutant may raise anything
         error = f"{type(problem).__name__}: {problem}"
     try:
         device.check()
@@ -121,7 +120,7 @@ def _without(name: str, barrier: int) -> Callable[[str, Program], Program]:
 def mutants(device: ptx_device.Device, case: Any, known: set[str]) -> list[Mutant]:
     """Leave out each barrier of each kernel of a case that passes.
 
-    Those in `known` stay: they were missed in other cases, which caught that. What is caught here joins them.
+    Barriers in `known` stay, because other cases have detected their removal. Those detected here are added to it.
     """
     programs: dict[str, Program] = {}
 
@@ -155,7 +154,7 @@ def mutants(device: ptx_device.Device, case: Any, known: set[str]) -> list[Mutan
 
 
 def case_table(outcomes: list[Outcome]) -> str:
-    """A line for each case."""
+    """Return a table with a line for each case."""
     rows = []
     for outcome in outcomes:
         verdict = (
@@ -178,7 +177,7 @@ def case_table(outcomes: list[Outcome]) -> str:
 
 
 def mutant_table(found: list[Mutant]) -> str:
-    """A line for each kernel, with the barriers that nothing missed."""
+    """Return a table with a line for each kernel, with the barriers whose removal no case detected."""
     by_kernel: dict[tuple[str, str], list[Mutant]] = {}
     for mutant in found:
         by_kernel.setdefault((mutant.case, mutant.kernel), []).append(mutant)
@@ -208,13 +207,13 @@ def mutant_table(found: list[Mutant]) -> str:
 
 
 class Kept:
-    """What earlier runs found, in a file; forgotten where the kernels have changed."""
+    """Results of earlier runs, in a file; dropped if the kernels have changed."""
 
     def __init__(self, path: Path | None) -> None:
         self.path, self.sources = path, resources.digest()
         self.outcomes: dict[str, Outcome] = {}
         self.mutants: dict[str, list[Mutant]] = {}
-        self.known: set[str] = set()  #: barriers of kernels that have been missed
+        self.known: set[str] = set()  #: barriers whose removal was detected
         if path is None or not path.exists():
             return
         kept = json.loads(path.read_text())
@@ -226,14 +225,14 @@ class Kept:
             self.known = set(kept["known"])
 
     def add_mutants(self, case: str, found: list[Mutant]) -> None:
-        """Put down a case's mutants; those that nothing caught before count here, and no more where they were."""
+        """Record a case's mutants; those that earlier cases did not detect now count for this case."""
         again = {(m.name, m.barrier) for m in found}
         for name, those in self.mutants.items():
             self.mutants[name] = [m for m in those if m.caught or (m.name, m.barrier) not in again]
         self.mutants[case] = found
 
     def write(self) -> None:
-        """Write everything down."""
+        """Write the file."""
         if self.path is not None:
             outcomes = {name: asdict(outcome) for name, outcome in self.outcomes.items()}
             found = {name: [asdict(m) for m in those] for name, those in self.mutants.items()}
@@ -244,7 +243,7 @@ class Kept:
 def run_cases(
     device: ptx_device.Device, cases: list[Any], with_mutants: bool, kept: Kept, seconds: float
 ) -> int:
-    """Run those that are not known yet, and say how each went; how many were left as time was up."""
+    """Run the cases without a result and print each one; return how many did not run in time."""
     end, left = time.monotonic() + seconds, 0
     for case in cases:
         if case.name in kept.outcomes and (case.name in kept.mutants or not with_mutants):
@@ -266,7 +265,7 @@ def run_cases(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run cases, and their mutants; 1 if a case fails or too few mutants are caught, 3 if cases are left."""
+    """Run cases and mutants; return 1 if a case fails or too few mutants are caught, 3 if cases remain."""
     parse = argparse.ArgumentParser(
         prog="python -m tools.cuda.interpret", description=(__doc__ or "").partition("\n")[0]
     )

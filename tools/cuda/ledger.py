@@ -1,14 +1,14 @@
-"""What a call of numkv asks of the CUDA driver, and how long the host takes over it; no GPU needed.
+"""Count the driver calls of each CUDA call of numkv, and time its host code; no GPU needed.
 
     NUMBA_ENABLE_CUDASIM=0 python -m tools.cuda.ledger [--lines REGEX] [--page perf/results/NAME.md]
 
 Every operation of the CUDA target runs on the stub driver (`tools.cuda.stub_driver`), warm: kernels are compiled and
 loaded, but do nothing. For each line the table has launches, copies, allocations, frees and waits a call, and host
-microseconds a call, without a log. Arrays are Numba's own, torch-like ones (what numkv asks of a tensor, by methods and
-attributes), and CuPy-like ones (``__cuda_array_interface__`` of version 3, with a stream). A real driver adds about
-2 us a launch; the table says nothing about a GPU.
+microseconds a call, without a log. Arrays are Numba's own, torch-like ones (with the methods and attributes of tensors
+that numkv uses), and CuPy-like ones (``__cuda_array_interface__`` of version 3, with a stream). A real driver adds some
+2 us a launch; times on a GPU are not measured.
 
-Lines that ask for more than `LIMITS` allow are marked; ``--strict`` then exits with 1.
+Lines that exceed `LIMITS` are marked; ``--strict`` then exits with 1.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from tools.cuda import pages, stub_driver
 
 __all__ = ["LIMITS", "Line", "Measured", "measure", "over", "table"]
 
-#: Of a decode call: sequences, kv heads, q heads of each, head dim, tokens of a block, tokens of a sequence.
+#: Sizes of a decode call: sequences, kv heads, q heads, head dim, tokens of a block, tokens of a sequence.
 B, HEADS, GROUP, DIM, BLOCK, LENGTH = 8, 8, 4, 128, 16, 8192
 Q_HEADS = HEADS * GROUP
 LAYERS = 4
 
-#: Calls that ask the driver where it is, and for nothing.
+#: Driver calls that only query the current device and stream.
 ASKING = {
     "cuCtxGetCurrent",
     "cuCtxGetDevice",
@@ -45,7 +45,7 @@ ASKING = {
 
 
 class Limit(NamedTuple):
-    """The most that lines of a name may ask for in a call; groups that are not named may ask for nothing."""
+    """The most driver calls of lines with some names, by group; other groups must have none."""
 
     lines: str  #: a regular expression
     most: dict[str, int]
@@ -69,7 +69,7 @@ LIMITS = [
 
 @dataclass
 class Line:
-    """A call, and how often `call` makes it."""
+    """A line of the table: a function, and the number of calls that it makes."""
 
     name: str
     call: Callable[[], object]
@@ -78,7 +78,7 @@ class Line:
 
 @dataclass
 class Measured:
-    """What a line costs for each call."""
+    """The cost of a line for each call."""
 
     name: str
     groups: dict[str, float]
@@ -87,7 +87,7 @@ class Measured:
 
 
 class Foreign:
-    """An array of another library, as numkv sees it."""
+    """An array of another library, with the attributes that numkv uses."""
 
     def __init__(self, array: Any) -> None:
         self.dtype, self.shape, self._array = array.dtype, array.shape, array
@@ -102,7 +102,7 @@ class Foreign:
 
 
 class Named(NamedTuple):
-    """A dtype, or a device, of torch."""
+    """A stand-in for a dtype or a device of torch."""
 
     name: str
     index: int = 0
@@ -112,7 +112,7 @@ class Named(NamedTuple):
 
 
 class Tensor:
-    """What numkv asks of a tensor of torch on a device; each answer takes about as long as torch's."""
+    """A stand-in for a tensor of torch on a device; its attributes are about as slow as torch's."""
 
     is_cuda, requires_grad, device = True, False, Named("cuda:0")
     dtypes: ClassVar[dict[str, Named]] = {}
@@ -134,32 +134,32 @@ Tensor.__module__ = "torch"
 
 
 def stand_in_for_torch() -> None:
-    """Have numkv find a torch whose current stream is the default one."""
+    """Install a stand-in for torch whose current stream is the default one."""
     torch: Any = types.ModuleType("torch")
     torch._C = types.SimpleNamespace(_cuda_getCurrentRawStream=lambda device: 0)
     sys.modules["torch"] = torch
 
 
 def cupy_like(array: Any) -> Any:
-    """An array as CuPy hands it over; itself where the interface has no name for its dtype."""
+    """Return an array with CuPy's interface; the array itself if the interface lacks its dtype."""
     return array if array.dtype.str[1] == "V" else Foreign(array)
 
 
 def measure(driver: stub_driver.Driver, line: Line, seconds: float = 0.2) -> Measured:
-    """Count what a warm call asks for, then time it.
+    """Count the driver calls of a warm call, then time it.
 
     Parameters
     ----------
     driver : Driver
         The stub.
     line : Line
-        What to call.
+        The line.
     seconds : float
-        For how long.
+        Duration of the timing.
     """
     for _ in range(3):
         line.call()
-    rounds = 8  # what is put off, as Numba does with frees, shows as a fraction
+    rounds = 8  # deferred work, such as Numba's frees, shows as a fraction
     with driver.calls() as log:
         for _ in range(rounds):
             line.call()
@@ -176,13 +176,13 @@ def measure(driver: stub_driver.Driver, line: Line, seconds: float = 0.2) -> Mea
     finally:
         driver.logging(True)
     groups = {group: n / many for group, n in log.groups().items()}
-    # The median of the faster half: a neighbour makes calls slower, nothing makes them faster.
+    # The median of the faster half, because other processes only make calls slower.
     half = sorted(taken)[: max(1, len(taken) // 2)]
     return Measured(line.name, groups, others, half[len(half) // 2] / line.calls * 1e6)
 
 
 def over(measured: Measured) -> list[str]:
-    """What a line asks for beyond its limit; empty where there is none."""
+    """Return the groups in which a line exceeds its limit."""
     for limit in LIMITS:
         if re.search(limit.lines, measured.name):
             return [
@@ -194,7 +194,7 @@ def over(measured: Measured) -> list[str]:
 
 
 def table(rows: list[Measured]) -> str:
-    """The lines as a Markdown table."""
+    """Return the lines as a Markdown table."""
     heads = ["a call of", *stub_driver.GROUPS, "other calls", "host us", "over its limit"]
     body = [
         [
@@ -227,7 +227,7 @@ class Maker:
     def pools(
         self, kind: str, blocks: int = B * LENGTH // BLOCK
     ) -> tuple[Any, Any, dict[str, Any]]:
-        """Pools of K and V, and keywords with their scales."""
+        """Return pools of K and V, and keywords with their scales."""
         of = self.numkv.kind(kind)
         shape = (blocks, HEADS, BLOCK, of.words_per_row(DIM))
         dtype = of.word if of.has_scales and of.scales_per != "head" else of.dtype
@@ -263,7 +263,7 @@ def attention_lines(make: Maker) -> Iterator[Line]:
             )
         for name, wrap in ARRAYS:
             if name != "Numba" and kind == "bf16":
-                continue  # such arrays come by DLPack
+                continue  # such arrays use DLPack
             a = [wrap(x) for x in (q, k, v, *places)]
             more = {"out": wrap(out), **{key: wrap(x) for key, x in scales.items()}}
             yield Line(
@@ -286,7 +286,7 @@ def attention_lines(make: Maker) -> Iterator[Line]:
 
 
 def append_lines(make: Maker) -> Iterator[Line]:
-    """Ready rows into slots: every kind that functions tell by its arrays."""
+    """Rows into slots, for every kind that functions recognise by its arrays."""
     numkv = make.numkv
     from numkv.kinds import kinds
 
@@ -444,7 +444,7 @@ def cache_lines(make: Maker) -> Iterator[Line]:
 
 
 def swap(cache: Any, seqs: list[int]) -> None:
-    """A sequence to the host and back."""
+    """Move a sequence to the host and back."""
     swapped = cache.swap_out(seqs[0])
     cache.remove(seqs[0])
     seqs[0] = cache.swap_in(swapped)
@@ -485,7 +485,7 @@ def cell_lines(make: Maker, row: Any, q: Any) -> Iterator[Line]:
 
 
 def other_lines(make: Maker) -> Iterator[Line]:
-    """Operations that no step needs."""
+    """Operations outside of steps."""
     numkv, f32 = make.numkv, np.float32
     a, b = (
         (make.array((B, Q_HEADS, DIM), np.float16), make.array((B, Q_HEADS), f32)) for _ in range(2)

@@ -3,11 +3,11 @@
     NUMBA_ENABLE_CUDASIM=0 python -m tools.cuda.prefill_counts [--kinds bf16,fp16,...] [--dim 128] [--group 4]
         [--tokens 256] [--page perf/results/NAME.md]
 
-The kernel's real PTX runs on the interpreter (`tools.cuda.ptx_machine`). What a KV tile takes is the difference
+The kernel's real PTX runs on the interpreter (`tools.cuda.ptx_machine`). The cost of a KV tile is the difference
 between sequences of 1,024 and of 512 tokens that end with the same 64 queries. Its flop are those of two products of
-64 query rows, the tile's tokens and the head dim. A whole prefill, of a sequence without a past, also has masked tiles,
-loads of queries and stores of results; its flop are those of visible pairs of a query and a token only. A kind is
-that of K and V, or theirs and the queries', with a colon between them; queries are bf16 where they cannot have it.
+64 query rows, the tile's tokens and the head dim. A whole prefill of a new sequence also has masked tiles, loads of
+queries and stores of results; its flop count only visible pairs of a query and a token. A kind is that of K and V, or
+theirs and the queries', separated by a colon. Queries are bf16 if they cannot have the kind.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def executed(
     dim: int,
     group: int,
 ) -> int:
-    """Warp instructions of a call for one sequence and one kv head.
+    """Return the warp instructions of a call for one sequence and one kv head.
 
     Raises
     ------
     PtxError
-        If a kernel does anything wrong.
+        If a kernel has an error.
     RuntimeError
-        If another kernel was chosen.
+        If numkv chose another kernel.
     """
     from numkv import kind as kind_of
     from numkv import targets
@@ -93,7 +93,7 @@ def executed(
 def tile_instructions(
     device: ptx_device.Device, kind: str, q_kind: str, dim: int, group: int
 ) -> float:
-    """Warp instructions of 64 query rows and 64 tokens."""
+    """Return the warp instructions of 64 query rows and 64 tokens."""
     short, long = (executed(device, kind, q_kind, n, QUERIES, dim, group) for n in LENGTHS)
     return (long - short) / ((LENGTHS[1] - LENGTHS[0]) / 64 * -(-QUERIES * group // 64))
 

@@ -1,4 +1,4 @@
-"""What PTX's arithmetic does that NumPy has no function for; values of inactive threads may be anything."""
+"""PTX arithmetic that NumPy lacks; values of inactive threads are undefined."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _nan(a: Values, b: Values) -> Values:
     return np.isnan(a) | np.isnan(b)
 
 
-#: Comparisons by name. Those of floats that end in u hold where a NaN is among the two; ``ne`` does not.
+#: Comparisons by name. Comparisons of floats that end in u are true if an operand is NaN; ``ne`` is false.
 COMPARISONS: dict[str, Callable[[Values, Values], Values]] = {
     "eq": np.equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal, "neu": np.not_equal,
@@ -25,7 +25,7 @@ COMPARISONS: dict[str, Callable[[Values, Values], Values]] = {
     "geu": lambda a, b: ~np.less(a, b), "num": lambda a, b: ~_nan(a, b), "nan": _nan,
 }  # fmt: skip
 
-#: Functions of one value, beside those of NumPy.
+#: Functions of one value, in addition to NumPy's.
 FUNCTIONS: dict[str, Callable[[Values], Values]] = {
     "rcp": lambda a: np.divide(np.ones_like(a), a), "rsqrt": lambda a: np.divide(np.ones_like(a), np.sqrt(a)),
     "ex2": np.exp2, "lg2": np.log2, "sqrt": np.sqrt, "sin": np.sin, "cos": np.cos, "tanh": np.tanh,
@@ -33,12 +33,12 @@ FUNCTIONS: dict[str, Callable[[Values], Values]] = {
 
 
 def not_equal(a: Values, b: Values) -> Values:
-    """``setp.ne`` of floats: false where a NaN is among the two."""
+    """``setp.ne`` of floats: false if an operand is NaN."""
     return np.not_equal(a, b) & ~_nan(a, b)
 
 
 def fma32(a: Values, b: Values, c: Values) -> Values:
-    """The product is exact in float64; the sum is rounded there first, which is off once in 2**29 by half a unit."""
+    """``fma``: the product is exact in float64, where the sum is rounded first; once in 2**29 it is half a unit off."""
     return (np.multiply(a, b, dtype=np.float64) + c).astype(np.float32)
 
 
@@ -62,7 +62,7 @@ def fma32_zero(a: Values, b: Values, c: Values) -> Values:
 
 
 def fma32_sat(a: Values, b: Values, c: Values) -> Values:
-    """``fma.rn.sat``: between 0 and 1, and 0 in place of NaN."""
+    """``fma.rn.sat``: clamped to 0 to 1; NaN becomes 0."""
     return np.fmin(np.fmax(fma32(a, b, c), np.float32(0)), np.float32(1))
 
 
@@ -74,7 +74,7 @@ def _halves(a: Values) -> tuple[Values, Values]:
 
 
 def fma64(a: Values, b: Values, c: Values) -> Values:
-    """Dekker's product and Knuth's sum; their errors are added last, so it is rounded as if once, nearly always."""
+    """``fma`` of float64 by Dekker's product and Knuth's sum, with their errors added last: nearly always exact."""
     product = a * b
     (ah, al), (bh, bl) = _halves(a), _halves(b)
     error = ((ah * bh - product) + ah * bl + al * bh) + al * bl
@@ -85,7 +85,7 @@ def fma64(a: Values, b: Values, c: Values) -> Values:
 
 
 def divide(a: Values, b: Values) -> Values:
-    """Integers divided, rounded towards zero; by 0 it gives all bits, as it does on NVIDIA's GPUs."""
+    """Divide integers, rounded towards zero; division by 0 sets all bits, as on NVIDIA's GPUs."""
     a, b = np.broadcast_arrays(a, b)
     safe = np.where(b == 0, b.dtype.type(1), b)
     quotient = np.floor_divide(a, safe)
@@ -105,7 +105,7 @@ def high(a: Values, b: Values) -> Values:
 
 
 def shift_left(a: Values, n: Values) -> Values:
-    """``shl``: by the bits of a word or more, it gives 0."""
+    """``shl``: a shift by the width of the word or more is 0."""
     bits = 8 * a.dtype.itemsize
     return np.where(
         n >= bits, a.dtype.type(0), np.left_shift(a, np.minimum(n, bits - 1).astype(a.dtype))
@@ -113,7 +113,7 @@ def shift_left(a: Values, n: Values) -> Values:
 
 
 def shift_right(a: Values, n: Values) -> Values:
-    """``shr``: by the bits of a word or more, it leaves the sign, or 0."""
+    """``shr``: a shift by the width of the word or more leaves the sign, or 0."""
     bits = 8 * a.dtype.itemsize
     shifted = np.right_shift(a, np.minimum(n, bits - 1).astype(a.dtype))
     return shifted if a.dtype.kind == "i" else np.where(n >= bits, a.dtype.type(0), shifted)
@@ -132,10 +132,10 @@ def permute(a: Values, b: Values, selector: Values) -> Values:
 
 
 def convert_to_int(a: Values, to: Any, mode: str) -> Values:
-    """Floats as integers: rounded, and cut to what the integer holds; a NaN is 0."""
+    """Convert floats to integers: rounded, and clamped to the integer's range; NaN becomes 0."""
     rounded = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}[mode](a)
     limits = np.iinfo(to)
-    # In float64, what is beyond the last integer that it holds goes there by hand.
+    # float64 does not have the largest integers exactly, so values beyond them are clamped by hand.
     inside = (rounded >= float(limits.min)) & (rounded < float(limits.max))
     found = np.where(inside, rounded, 0).astype(to)
     return np.where(
@@ -146,7 +146,7 @@ def convert_to_int(a: Values, to: Any, mode: str) -> Values:
 
 
 def extract(a: Values, first: Values, count: Values) -> Values:
-    """``bfe``: a field of bits, with its sign where the type has one."""
+    """``bfe``: a field of bits, sign-extended for signed types."""
     bits = 8 * a.dtype.itemsize
     first, count = np.asarray(first) & 255, np.asarray(count) & 255
     wide = a.astype(object) if bits == 64 else a.astype(np.int64)

@@ -5,9 +5,8 @@
     ... calls of numkv with target "cuda" ...
     device.launches  # what each kernel did
 
-Whatever launches a kernel, its PTX comes out of the same linker that makes the machine code elsewhere: of the
-optimised program, with the signature and the options of the run. Results are those of calls of numkv; they are compared
-by who calls.
+The PTX comes from the same linker as machine code: from the optimised program, with the signature and the options of
+the run. Results are those of calls of numkv; the caller compares them.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ class Device:
     Attributes
     ----------
     launches : list of Done
-        What has run, in order.
+        All launches, in order.
     change : function or None
-        Takes a kernel's name and its program and gives the one to run: for mutants.
+        Returns the program to run, given a kernel's name and program: for mutants.
     choose : function or None
-        Takes the number of a launch's blocks and gives the numbers of those to run: for counts of large launches.
+        Returns the numbers of the blocks to run, given the number of blocks: for counts of large launches.
     """
 
     def __init__(self, driver: stub_driver.Driver) -> None:
@@ -61,7 +60,7 @@ class Device:
         driver.on_launch(self._launch, self._replay)
 
     def check(self) -> None:
-        """Raise what went wrong in a launch: the interpreter's error, or problems that it found."""
+        """Raise the error of a launch: the interpreter's error, or the problems that it found."""
         error, self.driver.error = self.driver.error, None
         if error is not None:
             raise error
@@ -77,7 +76,7 @@ class Device:
         self.driver.error = None
 
     def program(self, function: int) -> Program:
-        """The program of a function of the driver."""
+        """Return the program of a function of the driver."""
         image = self.driver.image(function)
         if image not in self._programs:
             if image[:4] == b"\x7fELF":
@@ -103,7 +102,7 @@ class Device:
 
     def _run(self, launch: stub_driver.Launch, program: Program, params: dict[str, bytes]) -> None:
         if self.driver.error is not None:
-            return  # what comes after a failure says nothing
+            return  # launches after a failure are meaningless
         if self.change is not None:
             program = self.change(launch.name, program)
         key = id(program)
@@ -129,7 +128,7 @@ class Device:
 
 
 def short(name: str) -> str:
-    """The name of a kernel's factory, out of its mangled name."""
+    """Return the name of a kernel's factory, from its mangled name."""
     found = re.search(r"\d+make_([a-z_]+?)\d+_3clocals", name)
     return found[1] if found else name[:60]
 
@@ -138,7 +137,7 @@ _started: list[Device] = []
 
 
 def start() -> Device:
-    """Load the stub driver and have the linker give PTX in place of machine code; the same device in every call.
+    """Load the stub driver, and make the linker return PTX; every call returns the same device.
 
     Raises
     ------
@@ -147,7 +146,7 @@ def start() -> Device:
     """
     if _started:
         return _started[0]
-    # Kernels on disk are machine code; what is kept here is PTX, so it needs a place of its own.
+    # Kernels on disk are machine code, but these are PTX, so they need their own folder.
     folder = Path(tempfile.gettempdir(), f"numkv-ptx-{os.getuid()}")
     folder.mkdir(parents=True, exist_ok=True)
     driver = stub_driver.load()
@@ -162,7 +161,7 @@ def start() -> Device:
 
 
 def _give_ptx() -> None:
-    """Have Numba's linker make PTX of what it would make machine code of."""
+    """Make Numba's linker return PTX instead of machine code."""
     from cuda.core import ObjectCode
     from numba.cuda.cudadrv import driver
 

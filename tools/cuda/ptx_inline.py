@@ -1,6 +1,6 @@
-"""Functions that NVVM left as such, put where they are called, in text: ``pow`` of float64, for one.
+"""Inlining of functions in PTX text, such as ``pow`` of float64, which NVVM does not inline.
 
-Only words are passed, each as a whole; anything else is an error.
+Arguments must be whole words; anything else is an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Function(NamedTuple):
 
 
 def _end(text: str, start: int) -> int:
-    """Where the brace closes that opens before `start`."""
+    """Return the position after the closing brace of the brace before `start`."""
     depth = 1
     for at in range(start, len(text)):
         depth += (text[at] == "{") - (text[at] == "}")
@@ -44,19 +44,19 @@ def _functions(text: str) -> dict[str, _Function]:
 
 
 def inlined(text: str, entry: str) -> str:
-    """The body of an entry with all calls replaced.
+    """Return the body of an entry with all calls inlined.
 
     Parameters
     ----------
     text : str
         The module, without comments.
     entry : str
-        What stands between the entry's braces.
+        The text between the entry's braces.
 
     Raises
     ------
     ValueError
-        If a function is called that the module does not have, or something else than whole words is passed.
+        If the module lacks a called function, or an argument is not a whole word.
     """
     functions, number = _functions(text), 0
     while match := CALL.search(entry):
@@ -88,7 +88,7 @@ def inlined(text: str, entry: str) -> str:
 
 
 def _renamed(body: str, number: int) -> str:
-    """A function's registers and labels, with names of their own."""
+    """Rename a function's registers and labels, so that they are unique."""
     body = re.sub(r"%(?!n?tid\b|n?ctaid\b|laneid\b|warpid\b)(\w+)", rf"%in{number}_\1", body)
     labels = set(re.findall(r"(\$[\w$]+)\s*:", body))
     for label in sorted(labels, key=len, reverse=True):
@@ -97,7 +97,7 @@ def _renamed(body: str, number: int) -> str:
 
 
 def _moves(text: str, places: dict[str, str]) -> str:
-    """Accesses to parameters as moves between registers."""
+    """Replace accesses to parameters by moves between registers."""
     for name, register in places.items():
         memory = rf"\[\s*{re.escape(name)}\s*(?:\+\s*0)?\s*\]"
         text = re.sub(

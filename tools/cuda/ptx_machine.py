@@ -1,12 +1,11 @@
-"""Runs PTX in NumPy: the threads of a few blocks at once, each instruction for all that are there.
+"""An interpreter of PTX in NumPy: it runs the threads of a few blocks at once, each instruction for all active threads.
 
-Threads go on from the lowest address that any of them is at, so those that parted meet again. It finds what a result
-does not show: races between barriers, values that nobody set, barriers that some threads miss, accesses that are
-misaligned or outside of what they may touch; and it counts executed warp instructions. What it does not know of PTX is
-an error, as is what a kernel must not do.
+Threads continue from the lowest address of any thread, so diverged threads meet again. The interpreter finds errors
+that a result does not show: races between barriers, uninitialised values, divergent barriers, and misaligned or stray
+accesses. It also counts executed warp instructions. Unknown PTX is an error.
 
-What it leaves out: approximate instructions are exact here; ``ftz`` flushes nothing; the memory model of global memory
-(blocks take turns, and every store is seen at once); sizes of caches and registers.
+It does not model some things: approximate instructions are exact; ``ftz`` flushes nothing; blocks run in turns and see
+every store at once, unlike global memory; caches and registers have no sizes.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from tools.cuda.ptx_translate import Translator, dtype_of, reads_and_writes
 
 __all__ = ["Compiled", "Run", "run"]
 
-#: Threads that run at once, about: more make NumPy's work larger, and its overhead less.
+#: Approximate number of threads that run at once; more threads reduce NumPy's overhead.
 THREADS_AT_ONCE = 1024
-#: Basic blocks that a batch may run before it is said to hang.
+#: Most basic blocks of a batch, after which it counts as hanging.
 MOST_STEPS = 3_000_000
 
-#: What an atomic operation makes of the old value and the given one.
+#: New values of atomic operations, from the old value and the operand.
 ATOMICS: dict[str, Any] = {
     "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
     "xor": np.bitwise_xor,
@@ -44,7 +43,7 @@ FAR = np.int64(1) << np.int64(40)
 
 @dataclass
 class Run:
-    """What a launch did."""
+    """The result of a launch."""
 
     problems: Problems = field(default_factory=Problems)
     warp_instructions: int = 0
@@ -55,7 +54,7 @@ class Run:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing went wrong."""
+        """Return whether the launch had no problem."""
         return not self.problems.counts
 
 
@@ -107,7 +106,7 @@ def _successors(program: Program) -> dict[int, list[int]]:
 
 
 def unset_somewhere(program: Program) -> set[str]:
-    """Registers that are read where some path through the program has not set them."""
+    """Return the registers that may be read before they are set, on some path through the program."""
     names = {register: 1 << i for i, register in enumerate(program.registers)}
     for x in program.code:
         if unknown := [r for part in reads_and_writes(x) for r in part if r not in names]:
@@ -137,7 +136,7 @@ def unset_somewhere(program: Program) -> set[str]:
             found |= {r for r in reads if not names[r] & known}
             for register in writes:
                 known |= names[register]
-    # Marks move through plain copies.
+    # Copies pass marks on.
     changed = True
     while changed:
         changed = False
@@ -322,7 +321,7 @@ class _Batch(TensorInstructions):
     def atomic(
         self, space: str, operation: str, base: Any, offset: int, values: tuple[Any, ...], mask: Any, at: int
     ) -> Any:  # fmt: skip
-        """One thread after another reads a word and puts another in its place; what they read."""
+        """Change words atomically, thread by thread; return the old words."""
         a, lanes = self._addresses(base, offset, mask)
         parts = [np.broadcast_to(v, (self.total,)) for v in values]
         parts = parts if mask is None else [v[mask] for v in parts]
@@ -351,7 +350,7 @@ class _Batch(TensorInstructions):
         return found
 
     def unset(self, marks: Any, mask: Any, at: int) -> None:
-        """Look for threads that read a register that they have not set."""
+        """Record threads that read a register before they set it."""
         if not (marks if mask is None else marks[mask]).all():
             self.result.problems.add(
                 "register read that was not set", at, self.program.code[at].text
@@ -370,7 +369,7 @@ class _Batch(TensorInstructions):
         return np.repeat(bits, 32)
 
     def _members(self, members: Any, mask: Any, at: int) -> None:
-        """Check that the threads that are to meet here are here."""
+        """Check that all threads that must meet here are active."""
         here = self.active_mask(mask)
         named = np.broadcast_to(members, (self.total,))
         active = slice(None) if mask is None else mask
@@ -385,7 +384,7 @@ class _Batch(TensorInstructions):
     def shuffle(
         self, mode: str, value: Any, by: Any, clamp: Any, members: Any, mask: Any, at: int
     ) -> tuple[Any, Any]:
-        """``shfl.sync``: each thread takes another's value; and whether that was one of its segment."""
+        """``shfl.sync``: return another thread's value for each thread, and whether it is in the same segment."""
         self._members(members, mask, at)
         value, by, clamp = (
             np.broadcast_to(v, (self.total,)).astype(np.int64) for v in (value, by, clamp)
@@ -420,10 +419,10 @@ class _Batch(TensorInstructions):
         found = chosen.any(1) if mode == "any" else (chosen | ~here).all(1)
         return np.repeat(found, 32)
 
-    # -- going through the program
+    # -- execution
 
     def start(self, numbers: Any, grid: tuple[int, int, int], params: dict[str, bytes]) -> None:
-        """Set everything back for blocks of these numbers."""
+        """Reset all state for blocks of these numbers."""
         self.numbers, self.grid, self.params = numbers, grid, params
         size = self.program.shared_end + self.shared_bytes
         self.shared = SharedMemory(
@@ -487,7 +486,7 @@ class _Batch(TensorInstructions):
         raise PtxError("the kernel does not end")
 
     def _release(self, at: Any, waits_at: Any, alive: Any) -> None:
-        """Let those blocks go on all of whose threads wait."""
+        """Release the blocks whose threads all wait."""
         waiting = (waits_at >= 0).reshape(self.blocks, -1)
         living = alive.reshape(self.blocks, -1)
         ready = (waiting | ~living).all(1) & waiting.any(1)
@@ -533,19 +532,19 @@ def run(
     params : dict of str to bytes
         Each parameter's bytes.
     find : function
-        Takes an address, gives the first address and the bytes of the allocation that it lies in, or None.
+        Returns the first address and the bytes of the allocation that contains an address, or None.
     only : int array or None
-        Numbers of the blocks to run; all of them if it is None.
+        Numbers of the blocks to run; all blocks if None.
 
     Returns
     -------
     Run
-        What happened; results are in memory.
+        Counts and problems; results are in memory.
 
     Raises
     ------
     PtxError
-        If it cannot go on: an access outside of memory, or an instruction that is not known. The run is its `result`.
+        If it cannot continue: an access outside of memory, or an unknown instruction. The run is its `result`.
     """
     result = Run()
     threads = block[0] * block[1] * block[2]

@@ -1,9 +1,9 @@
-"""The memory that an interpreted kernel sees, and who touched what of it since the last barrier.
+"""The memory of an interpreted kernel, with the threads that accessed it since the last barrier.
 
-Global memory is the stub driver's, so addresses are those of the process; an access has to lie within one allocation.
-Shared memory and registers exist once for each block that runs. Every word of shared memory remembers the last thread
-that wrote it and those that read it since the block's last barrier: what meets there is a race, as are values that
-nobody wrote.
+Global memory is the stub driver's, so addresses are those of the process; an access must lie within one allocation.
+Shared memory and registers exist once for each running block. Every word of shared memory records the last thread that
+wrote it, and the threads that read it since the block's last barrier: conflicting accesses are a race. Uninitialised
+reads are errors too.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tools.cuda.ptx_program import SHARED_START, PtxError
 __all__ = ["GlobalMemory", "LocalMemory", "Problems", "SharedMemory"]
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
-#: Who has written a word that threads change by atomic instructions.
+#: The writer of a word that threads change by atomic instructions.
 _MANY = -(1 << 40)
 
 
 class Problems:
-    """What a kernel did wrong, by kind, with the first places of each; notes are no mistakes."""
+    """Errors of a kernel by kind, with the first places of each; notes are not errors."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -33,14 +33,14 @@ class Problems:
         self.where: dict[str, list[tuple[int, str]]] = {}
 
     def add(self, kind: str, at: int, detail: object) -> None:
-        """Put down a problem at an instruction."""
+        """Record a problem at an instruction."""
         self.counts[kind] += 1
         places = self.where.setdefault(kind, [])
         if len(places) < 4:
             places.append((at, str(detail)))
 
     def stop(self, kind: str, at: int, detail: object) -> PtxError:
-        """Put down a problem after which a kernel cannot go on; the error to raise."""
+        """Record a fatal problem, and return the error to raise."""
         self.add(kind, at, detail)
         return PtxError(f"{kind} at instruction {at}: {detail}")
 
@@ -51,9 +51,9 @@ class GlobalMemory:
     Parameters
     ----------
     find : function
-        Takes an address, gives the first address and the bytes of its allocation, or None.
+        Returns the first address and the bytes of an address's allocation, or None.
     problems : Problems
-        Takes what goes wrong.
+        Records errors.
     """
 
     def __init__(self, find: Callable[[int], tuple[int, int] | None], problems: Problems) -> None:
@@ -77,7 +77,7 @@ class GlobalMemory:
         return base, size, self._views[base][1]
 
     def _parts(self, a: Any, total: int, at: int) -> list[tuple[Any, int, dict[int, Any]]]:
-        """Threads by the allocation that they go to: a mask or None for all, its base and its views."""
+        """Return threads by allocation: a mask (None for all), its base and its views."""
         if (a & np.uint64(total - 1)).any():
             raise self.problems.stop(
                 "misaligned access to global memory", at, f"{hex(int(a.max()))}, {total} bytes"
@@ -101,7 +101,7 @@ class GlobalMemory:
         return parts
 
     def load(self, a: Any, size: int, count: int, at: int) -> list[Any]:
-        """Values of `count` words of `size` bytes at addresses."""
+        """Return the values of `count` words of `size` bytes at addresses."""
         parts = self._parts(a, size * count, at)
         if parts[0][0] is None:
             _, base, views = parts[0]
@@ -115,7 +115,7 @@ class GlobalMemory:
         return found
 
     def store(self, a: Any, size: int, values: list[Any], at: int) -> None:
-        """Put words at addresses."""
+        """Store words at addresses."""
         if len(a) > 1:
             self._conflicts(a, values, at)
         for mine, base, views in self._parts(a, size * len(values), at):
@@ -125,7 +125,7 @@ class GlobalMemory:
                 views[size][index + k] = value[chosen]
 
     def _conflicts(self, a: Any, values: list[Any], at: int) -> None:
-        """Threads that store different values to one address by one instruction."""
+        """Record threads that store different values to one address by one instruction."""
         order = np.argsort(a, kind="stable")
         same = a[order][1:] == a[order][:-1]
         if not same.any():
@@ -146,11 +146,11 @@ class SharedMemory:
     blocks, threads : int
         Blocks, and threads of each.
     size : int
-        Bytes of a block, from address 0 on; those below `SHARED_START` are nobody's.
+        Bytes of a block, from address 0 on; those below `SHARED_START` are unused.
     grain : int
-        Bytes of a word that is watched: the least that the kernel accesses at once.
+        Bytes of a tracked word: the smallest access of the kernel.
     problems : Problems
-        Takes what goes wrong.
+        Records errors.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class SharedMemory:
         return [self.views[size][index + k] for k in range(count)]
 
     def store(self, a: Any, size: int, values: list[Any], lanes: Ints, at: int) -> None:
-        """Put words at addresses."""
+        """Store words at addresses."""
         place = self._index(a, size, size * len(values), lanes, at)
         packed = np.stack(values, axis=1) if len(values) > 1 else values[0].reshape(-1, 1)
         words = np.ascontiguousarray(packed).view(f"u{self.grain}")
@@ -213,9 +213,10 @@ class SharedMemory:
     def atomic(
         self, a: Any, change: Callable[[Any, int], Any], dtype: Any, lanes: Ints, at: int
     ) -> Any:
-        """Change words one thread after another: ``change(old, i)`` is what the i-th thread puts; what they found.
+        """Change words thread by thread, the i-th to ``change(old, i)``; return the old words.
 
-        These do not race with each other, but with what other threads read and write plainly before the next barrier.
+        These changes do not race with each other, but with plain reads and writes of other threads before the next
+        barrier.
         """
         size = dtype.itemsize
         place = self._index(a, size, size, lanes, at)
@@ -246,7 +247,7 @@ class SharedMemory:
         return found
 
     def copied_to(self, a: Any, size: int, lanes: Ints, at: int) -> Ints:
-        """The words that copies of `size` bytes go to, which are nobody's until they arrive: ``(thread, word)``."""
+        """Return the target words ``(thread, word)`` of copies of `size` bytes; no thread may access them until then."""
         place = self._index(a, size, size, lanes, at)
         words = place[:, None] // self.grain + np.arange(size // self.grain)
         flat, whose = words.reshape(-1), np.repeat(lanes, words.shape[1])
@@ -268,7 +269,7 @@ class SharedMemory:
         return words
 
     def arrive(self, words: Ints, values: Any, lanes: Ints) -> None:
-        """Put what has been copied where it goes: now its threads have written it."""
+        """Store copied data, as written now by its threads."""
         flat, whose = words.reshape(-1), np.repeat(lanes, words.shape[1])
         self.views[self.grain][flat] = (
             np.ascontiguousarray(values).view(f"u{self.grain}").reshape(-1)
@@ -278,7 +279,7 @@ class SharedMemory:
         self.written_after[flat] = self.warp_epoch[whose]
 
     def _ordered(self, others: Ints, after: Ints, lanes: Ints) -> Any:
-        """Whether another thread's access came before a barrier of the warp that both are in."""
+        """Return whether another thread's access precedes a barrier of the warp of both."""
         return (others // 32 == lanes // 32) & (after < self.warp_epoch[lanes])
 
     def _writes(self, x: Ints, new: Any, lanes: Ints, at: int) -> None:
@@ -303,7 +304,7 @@ class SharedMemory:
         if met.any():
             after = self.read_after[x]
             met &= ~(self._ordered(first, after, lanes) & self._ordered(last, after, lanes))
-            # Where nothing changes, whoever read it got the same either way.
+            # If the value does not change, earlier readers read the same.
             if (met & (old[x] != new)).any():
                 self.problems.add(
                     "race: written after another thread read it", at, self._place(x, met)

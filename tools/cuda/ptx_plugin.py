@@ -2,7 +2,7 @@
 
     NUMBA_ENABLE_CUDASIM=0 python -m pytest -p tools.cuda.ptx_plugin tests/kernels -k cuda
 
-A test fails if a kernel that it launched did something that its result need not show: see `tools.cuda.ptx_machine`.
+A test also fails if one of its kernels has an error that the result does not show: see `tools.cuda.ptx_machine`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ device = ptx_device.start()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Look, after a test, at what its kernels did."""
+    """Check a test's kernels after the test."""
     device.forget()
     try:
         result = yield

@@ -1,6 +1,6 @@
-"""PTX read into instructions, basic blocks and sizes, for `tools.cuda.ptx_machine`.
+"""A parser of PTX into instructions, basic blocks and sizes, for `tools.cuda.ptx_machine`.
 
-What is known of PTX is what NVVM makes of Numba's kernels: one entry, and few functions. Anything else is an error.
+It supports the PTX of NVVM for Numba's kernels: one entry, and few functions. Anything else is an error.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from tools.cuda.ptx_inline import inlined
 
 __all__ = ["BITS", "Instruction", "Param", "Program", "PtxError", "parse"]
 
-#: Bits of a type; a predicate's are said to be 1.
+#: Bits of a type; a predicate counts as 1 bit.
 BITS = {f"{letter}{bits}": bits for letter in "usfb" for bits in (8, 16, 32, 64)} | {
     "pred": 1,
     "f16x2": 32,
 }
 
-#: Where shared and local memory lie among generic addresses: above what a process can map.
+#: Generic addresses of shared and local memory: above the addresses of a process.
 SHARED_WINDOW, LOCAL_WINDOW = 1 << 56, 2 << 56
-#: The first byte of shared memory that a kernel gets, so that a null pointer is no address.
+#: First byte of a kernel's shared memory, so that a null pointer is invalid.
 SHARED_START = 1024
 
 
 class PtxError(Exception):
-    """What the interpreter does not know, or a kernel must not do."""
+    """PTX that the interpreter does not support, or an error of a kernel."""
 
 
 class Instruction(NamedTuple):
     """An instruction, as written."""
 
-    predicate: str  #: the register that decides whether it runs; empty for none
+    predicate: str  #: the register of the condition; empty for none
     negated: bool  #: runs where that is false
     opcode: str  #: with all of its parts, as in ``add.s64``
     operands: tuple[str, ...]
@@ -67,7 +67,7 @@ class Program:
     blocks: dict[int, int] = field(default_factory=dict)  #: start of a basic block to its end
 
     def barriers(self) -> list[int]:
-        """Instructions at which the threads of a block wait for each other, or one for its copies."""
+        """Return the instructions at which threads wait for each other, or for their copies."""
         return [i for i, x in enumerate(self.code) if is_barrier(x) or is_wait(x)]
 
     def without(self, number: int) -> Program:
@@ -138,7 +138,7 @@ def _params(text: str) -> list[Param]:
 
 
 def _shared(text: str) -> tuple[dict[str, int], int]:
-    """Addresses of shared arrays, one behind the other, and where those start whose size the launch says."""
+    """Return the addresses of shared arrays, and the start of dynamic shared memory."""
     found, dynamic, end = {}, [], SHARED_START
     for match in re.finditer(
         r"\.shared\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(?:\[(\d*)\])?\s*;", text
@@ -155,7 +155,7 @@ def _shared(text: str) -> tuple[dict[str, int], int]:
 
 
 class _Body:
-    """Reads what stands between an entry's braces."""
+    """Parses the text between an entry's braces."""
 
     def __init__(self, text: str) -> None:
         self.registers: dict[str, str] = {}
@@ -221,7 +221,7 @@ def _instruction(s: str) -> Instruction:
 
 
 def ends_block(x: Instruction) -> bool:
-    """Whether what comes next is not always run right after this."""
+    """Return whether the next instruction does not always follow this one."""
     return x.opcode.startswith(("bra", "ret", "exit", "trap")) or is_barrier(x)
 
 

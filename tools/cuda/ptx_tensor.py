@@ -1,10 +1,10 @@
-"""What a warp does as one, and copies that go on behind it, for `ptx_machine`.
+"""Instructions of whole warps, and asynchronous copies, for `ptx_machine`.
 
 These are ``mma``, ``ldmatrix``, ``movmatrix`` and ``cp.async``.
 
-A copy's bytes are in shared memory when the thread that started it has waited for its group, and not before: until
-then nobody may read or write what it goes to, and what others did there has to lie before a barrier. Products are
-exact, and rounded to float32 once for each instruction; a GPU rounds more often.
+A copy's bytes arrive in shared memory when the thread that started it has waited for its group. Until then no thread
+may access its target, and earlier accesses of others must precede a barrier. Products are exact, and rounded to float32
+once for each instruction; a GPU rounds more often.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["TensorInstructions", "fma_pair", "from_pair", "to_pair"]
 
 
 class _Copies(NamedTuple):
-    """What threads have started to copy by one instruction."""
+    """The copies that threads have started by one instruction."""
 
     lanes: Any
     group: Any  #: of each thread: how many it had committed before
@@ -42,7 +42,7 @@ class TensorInstructions:
         raise NotImplementedError
 
     def start_copies(self) -> None:
-        """Forget the copies of the blocks before."""
+        """Drop the copies of earlier blocks."""
         self._pending: list[_Copies] = []
         self._committed = np.zeros(self.total, np.int64)
 
@@ -73,7 +73,7 @@ class TensorInstructions:
         self._committed[slice(None) if mask is None else mask] += 1
 
     def wait_for_copies(self, groups: int, mask: Any) -> None:
-        """``cp.async.wait_group``: what arrives is written by the threads that wait."""
+        """``cp.async.wait_group``: the waiting threads write the arriving bytes."""
         waits = np.ones(self.total, np.bool_) if mask is None else mask
         left = []
         for copies in self._pending:
@@ -87,7 +87,7 @@ class TensorInstructions:
         self._pending = left
 
     def _whole_warps(self, mask: Any, at: int) -> Any:
-        """The threads that are here, which have to be those of whole warps, one warp a row."""
+        """Return the active threads, one warp a row; they must form whole warps."""
         if mask is None:
             return self.lanes.reshape(-1, 32)
         warps = mask.reshape(-1, 32)
@@ -153,7 +153,7 @@ class TensorInstructions:
 
 
 def _to_odd(x: Any) -> Any:
-    """float64 as float32, rounded to odd: so that rounding it once more to fewer bits is as rounding once."""
+    """Round float64 to float32, to odd, so that a second rounding to fewer bits equals a single rounding."""
     near = x.astype(np.float32)
     near = np.where(abs(near) > abs(x), np.nextafter(near, np.float32(0)), near)
     inexact = (near != x) & np.isfinite(x)

@@ -1,8 +1,8 @@
 """PTX instructions as lines of Python over NumPy arrays, an element for each thread, for `tools.cuda.ptx_machine`.
 
-A basic block becomes a function of two kinds: for all threads, or for those of a mask ``M``. A register is one array,
-which other types see as views: ``%r5`` is ``r5_u32``, ``r5_s32`` or ``r5_f32``. Constants are NumPy scalars, so that
-no value is promoted. What is not known here is an error: `PtxError`.
+A basic block becomes two functions: for all threads, and for those of a mask ``M``. A register is one array with views
+of other types: ``%r5`` is ``r5_u32``, ``r5_s32`` or ``r5_f32``. Constants are NumPy scalars, so that values are not
+promoted. Unknown PTX raises `PtxError`.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Translator:
             raise PtxError(f"only branches may have a predicate: {x.text}")
         reads, writes = reads_and_writes(x)
         lines = []
-        # Moving what nobody set is no mistake yet: the mark moves with it.
+        # A move of an uninitialised value is no error yet: its mark moves with it.
         moved = x.opcode.startswith("mov") and len(reads) == 1 and len(writes) == 1
         for register in dict.fromkeys(r for r in reads if r in self.tracked and not moved):
             lines.append(f"unset({self.view(register, 'set')}, {'M' if masked else 'None'}, {at})")
@@ -518,7 +518,7 @@ class Translator:
         raise PtxError(f"unknown instruction: {x.text}")
 
     def _tensor(self, x: Instruction, at: int, masked: bool) -> list[str]:
-        """What `ptx_tensor` runs: matrices in registers, and copies behind the program."""
+        """Return the lines for `ptx_tensor`: matrices in registers, and asynchronous copies."""
         mask = "M" if masked else "None"
         if x.opcode == "cp.async.commit_group":
             return [f"commit_copies({mask})"]

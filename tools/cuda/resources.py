@@ -2,11 +2,11 @@
 
     NUMBA_ENABLE_CUDASIM=0 python -m tools.cuda.resources [--kernels REGEX] [--keep FILE.json] [--page FILE.md]
 
-What runs is not the PTX that Numba shows: it is linked from optimised IR by nvJitLink, which optimises again. So the
-kernels of `tools.cuda.catalogue`, with the signatures and options of a run, are linked for each architecture in
-the same way, and ptxas says what they take. Not all combinations of kinds are in the catalogue; those that are have all
-branches of the code. A kernel takes seconds: with ``--keep`` each is written down as soon as it is known, and found
-there by later runs with the same sources, and ``--seconds`` ends a run in time. Repeat it until nothing is left.
+The code that runs is not the PTX that Numba shows: nvJitLink links it from optimised IR, and optimises again. So this
+tool links the kernels of `tools.cuda.catalogue` in the same way for each architecture, with the signatures and options
+of a run, and reads the report of ptxas. The catalogue has not all combinations of kinds, but all branches of the code.
+A kernel takes seconds. With ``--keep`` each result is recorded at once, and later runs with the same sources reuse it.
+``--seconds`` ends a run in time; repeat it until all kernels are done.
 
 A multiprocessor has 65,536 registers and 2,048 threads, so a block of 128 threads needs 32 registers or less to fill
 it; bytes of spills are read and written in the memory of the thread.
@@ -34,7 +34,7 @@ ARCHITECTURES = [(8, 0), (9, 0), (10, 0)]
 
 
 class Resources(NamedTuple):
-    """What a kernel takes."""
+    """The resources of a kernel."""
 
     kernel: str  #: its name in the catalogue
     architecture: str
@@ -47,12 +47,12 @@ class Resources(NamedTuple):
 
 
 def of_log(kernel: str, architecture: str, log: str) -> Resources:
-    """What ``ptxas -v`` said.
+    """Parse the output of ``ptxas -v``.
 
     Raises
     ------
     ValueError
-        If that is not in the log.
+        If the log lacks it.
     """
 
     def number(pattern: str, missing: int | None = None) -> int:
@@ -103,7 +103,7 @@ def variants() -> Iterator[tuple[str, Any]]:
 
 
 def of_kernel(name: str, kernel: Any, architectures: list[tuple[int, int]]) -> list[Resources]:
-    """What a kernel takes on each architecture, compiled as `numkv.kernels.cuda.launches` does."""
+    """Return the resources of a kernel on each architecture, compiled as by `numkv.kernels.cuda.launches`."""
     from numba import cuda
 
     from numkv.kernels.cuda.launches import architecture
@@ -155,7 +155,7 @@ def digest() -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print what each kernel takes, and write the page if asked to; 1 if kernels are left."""
+    """Print the resources of each kernel, and write the page if requested; return 1 if kernels remain."""
     parse = argparse.ArgumentParser(
         prog="python -m tools.cuda.resources", description=(__doc__ or "").partition("\n")[0]
     )

@@ -3,12 +3,11 @@
     NUMBA_ENABLE_CUDASIM=0 python -m tools.cuda.row_counts [--lines REGEX] [--keep FILE.json]
         [--before FILE.json] [--resources FILE.json] [--page FILE.md]
 
-Each line is one call of a kernel in the interpreter of PTX, for rows of a common shape: what all its warps execute, by
-row and by 16 bytes that have to be moved (read once, written once); how many of these are accesses of 16, 8, 4, 2 and 1
-bytes a thread to global memory, or to a space that the compiler does not know (generic, which are also given by
-themselves); to local memory; and how many are divisions and square roots, which the machine makes of ten instructions
-and more each. ``--before`` puts another run's
-figures beside these. What is counted is PTX, and says nothing of time.
+Each line is one call of a kernel in the interpreter of PTX, for rows of a common shape. It has the instructions of all
+warps, by row and by 16 bytes to move (read once, written once). Of these it counts accesses of 16, 8, 4, 2 and 1 bytes
+a thread to global memory, including the generic space, which is also listed separately; accesses to local memory; and
+divisions and square roots, which are ten machine instructions and more each. ``--before`` adds another run's figures.
+The counts are of PTX, not of time.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from tools.cuda.ptx_program import BITS, Instruction, Program
 
 __all__ = ["Counts", "Line", "counted", "lines"]
 
-#: What a block is for; dims, tokens and heads of all lines.
+#: Dims, tokens and heads of all lines.
 TOKENS, HEADS, BLOCK, DIM = 32, 4, 16, 128
 DTYPES = {
     "fp64": np.dtype(np.float64), "fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16),
@@ -40,7 +39,7 @@ LONG = ("div", "rem", "sqrt", "rcp")
 
 
 class Line(NamedTuple):
-    """A call, what it has to move, and in how many rows."""
+    """A call, the bytes that it must move, and its rows."""
 
     name: str
     rows: int
@@ -49,7 +48,7 @@ class Line(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What the warps of a call executed."""
+    """The instructions of a call's warps."""
 
     instructions: int
     wide: dict[str, int]  #: accesses to global memory, by the bytes of a thread
@@ -317,7 +316,7 @@ def _cells(line: Line, counts: Counts) -> list[str]:
 
 
 def table(found: dict[str, Counts], before: dict[str, Counts]) -> str:
-    """A line for each call, with what it was before."""
+    """Return a table with a line for each call, with its earlier counts."""
     names = [
         "instructions a row",
         "a 16 bytes",

@@ -1,15 +1,15 @@
-"""A libcuda.so.1 without a GPU, which writes down what is asked of it; built from ``stub_driver.c`` by the C compiler.
+"""A libcuda.so.1 without a GPU, which records all calls; built from ``stub_driver.c`` by the C compiler.
 
-Numba, cuda.core and cuda.bindings run on it as on a driver: device memory is host memory, launches do nothing unless
-`Driver.on_launch` is given something that runs them. It has to be loaded before anything loads a driver::
+Numba, cuda.core and cuda.bindings run on it as on a driver: device memory is host memory; launches do nothing unless
+`Driver.on_launch` sets a function that runs them. It must be loaded before any other driver::
 
     from tools.cuda import stub_driver
     driver = stub_driver.load()  # then import numba.cuda
     with driver.calls() as log: ...
     print(log.names)
 
-The list of the driver's functions comes from the installed cuda.bindings. Those that the C file does not have answer
-CUDA_ERROR_NOT_SUPPORTED, so a caller that comes to need one says so.
+The list of the driver's functions comes from the installed cuda.bindings. Functions that the C file lacks return
+CUDA_ERROR_NOT_SUPPORTED, so their callers fail.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = ["ASYNC_WAITS", "BLOCKING_WAITS", "Call", "Driver", "Launch", "Log", "
 
 C_FILE = Path(__file__).with_name("stub_driver.c")
 
-#: What kinds of calls there are in a ledger, by the names that the stub writes down. A copy to or from pageable memory
-#: counts as one that blocks, as the driver waits or stages it.
+#: Groups of calls in a ledger, by the names that the stub records. A copy to or from pageable memory counts as
+#: blocking, because the driver waits for it or stages it.
 LAUNCHES = {
     "cuLaunchKernel",
     "cuLaunchKernelEx",
@@ -82,7 +82,7 @@ class Call(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """What a launch asks for."""
+    """The arguments of a launch."""
 
     function: int  #: the handle
     name: str  #: of the kernel
@@ -95,13 +95,13 @@ class Launch(NamedTuple):
 
 @dataclass
 class Log:
-    """What was asked of the driver."""
+    """The recorded calls of the driver."""
 
     calls: list[Call] = field(default_factory=list)
 
     @property
     def names(self) -> Counter[str]:
-        """How often which function was called."""
+        """Return the number of calls of each function."""
         return Counter(call.name for call in self.calls)
 
     def groups(self) -> dict[str, int]:
@@ -111,7 +111,7 @@ class Log:
 
 
 def functions() -> list[str]:
-    """All functions of the driver, as the installed cuda.bindings knows them, without suffixes of versions."""
+    """Return the names of the driver's functions in the installed cuda.bindings, without suffixes of versions."""
     spec = importlib.util.find_spec("cuda.bindings")
     if spec is None or not spec.submodule_search_locations:
         raise RuntimeError("the stub driver needs cuda.bindings: pip install 'numkv[cuda]'")
@@ -120,7 +120,7 @@ def functions() -> list[str]:
 
 
 def source() -> str:
-    """The stub's C source: the written part, the functions that it lacks, and the table that finds them by name."""
+    """Return the stub's C source: the written part, the missing functions, and a table of all by name."""
     written = C_FILE.read_text()
     have = set(re.findall(r"^(?:EXPORT )?CUresult (cu\w+)\(", written, re.M))
     wanted = set(functions())
@@ -139,12 +139,12 @@ def source() -> str:
 
 
 def build(folder: Path | None = None) -> Path:
-    """Compile the stub; what is there already of the same source is taken.
+    """Compile the stub, unless it exists already from the same source.
 
     Parameters
     ----------
     folder : Path, optional
-        Where it goes: a folder of the temporary directory by default.
+        Target folder: one in the temporary directory by default.
 
     Returns
     -------
@@ -204,18 +204,18 @@ class Driver:
         self._hooks: tuple[object, ...] = ()
         self.error: BaseException | None = None
 
-    # -- what was called
+    # -- recorded calls
 
     def reset(self) -> None:
-        """Forget the calls so far."""
+        """Drop the calls recorded so far."""
         self._c.stub_reset()
 
     def logging(self, on: bool) -> None:
-        """Whether calls are written down from now on."""
+        """Choose whether calls are recorded from now on."""
         self._c.stub_logging(int(on))
 
     def log(self) -> Log:
-        """The calls since the last `reset`."""
+        """Return the calls since the last `reset`."""
         c = self._c
         return Log(
             [
@@ -226,7 +226,7 @@ class Driver:
 
     @contextlib.contextmanager
     def calls(self) -> Iterator[Log]:
-        """A log of the calls made within."""
+        """Record the calls within a context; yield the log."""
         log = Log()
         self.reset()
         try:
@@ -234,28 +234,28 @@ class Driver:
         finally:
             log.calls = self.log().calls
 
-    # -- what it is
+    # -- behaviour
 
     def devices(self, count: int, compute_capability: tuple[int, int] = (9, 0)) -> None:
-        """How many devices there are, and which; before the first one is asked for."""
+        """Set the number and the kind of devices, before their first use."""
         self._c.stub_devices(count, *compute_capability)
 
     @contextlib.contextmanager
     def failing(
         self, name: str, code: int, *, sticky: bool = False, after: int = 0
     ) -> Iterator[None]:
-        """Have calls fail within.
+        """Make calls fail within a context.
 
         Parameters
         ----------
         name : str
-            Of which function, as the log has it; "" for any that can fail.
+            Name of the function in the log; "" for any function that can fail.
         code : int
-            The driver's number of the error, such as 700 for an illegal address.
+            The driver's error number, such as 700 for an illegal address.
         sticky : bool
-            Whether everything fails from then on, as after a kernel that went astray; else one call.
+            Whether all later calls fail too, as after an invalid access of a kernel.
         after : int
-            Calls that pass before.
+            Number of successful calls before.
         """
         self._c.stub_fail(name.encode(), code, int(sticky), after)
         try:
@@ -264,11 +264,11 @@ class Driver:
             self._c.stub_fail(b"", 0, 0, 0)
 
     def poison(self, byte: int | None) -> None:
-        """Fill new memory with a byte; None leaves it as it comes."""
+        """Fill new memory with a byte; None does not fill it."""
         self._c.stub_poison(-1 if byte is None else byte)
 
     def allocation(self, address: int) -> tuple[int, int] | None:
-        """First address and bytes of the allocation that an address lies in; None outside of all."""
+        """Return the first address and the bytes of an address's allocation; None if there is none."""
         base, size, kind, device = (
             ctypes.c_uint64(),
             ctypes.c_size_t(),
@@ -279,7 +279,7 @@ class Driver:
         return (base.value, size.value) if self._c.stub_find(address, *parts) else None
 
     def image(self, function: int) -> bytes:
-        """The code that a function was loaded from: a cubin, or PTX."""
+        """Return the code of a loaded function: a cubin, or PTX."""
         return ctypes.string_at(
             self._c.stub_function_image(function), self._c.stub_function_image_size(function)
         )
@@ -289,16 +289,16 @@ class Driver:
     def on_launch(
         self, launch: Callable[[Launch], None] | None, replay: Callable[[int], None] | None = None
     ) -> None:
-        """Call something for every launch, and for every launch that a graph replays; None stops that.
+        """Set functions for every launch, and for every launch that a graph replays; None removes them.
 
-        Launches come from C, which no exception passes: the first one is kept in `error`.
+        C code calls them and cannot pass exceptions, so the first exception is stored in `error`.
 
         Parameters
         ----------
         launch : function or None
-            Takes a `Launch`. With ``node > 0`` a stream is captured: the arguments are to be kept, not run.
+            Called with a `Launch`. With ``node > 0`` a stream is captured: store the arguments, do not run them.
         replay : function, optional
-            Takes the number of such a node.
+            Called with the number of such a node.
         """
         if launch is None:
             self._c.stub_on_launch(None, None)
@@ -323,7 +323,7 @@ class Driver:
     def _guard(self, function: Callable[..., None], *args: object) -> None:
         try:
             function(*args)
-        except BaseException as error:  # the C code above knows no exceptions
+        except BaseException as error:  # the calling C code cannot pass exceptions
             self.error = self.error or error
 
 
@@ -331,7 +331,7 @@ _loaded: list[Driver] = []
 
 
 def load() -> Driver:
-    """Build and load the stub; the same one in every call.
+    """Build and load the stub; every call returns the same one.
 
     Raises
     ------
@@ -352,5 +352,5 @@ def load() -> Driver:
 
 
 def _maps_a_driver() -> bool:
-    """Whether this process has a libcuda.so.1."""
+    """Return whether this process has loaded a libcuda.so.1."""
     return "libcuda.so" in Path("/proc/self/maps").read_text()
