@@ -247,7 +247,7 @@ class SharedMemory:
         return found
 
     def copied_to(self, a: Any, size: int, lanes: Ints, at: int) -> Ints:
-        """Return the target words ``(thread, word)`` of copies of `size` bytes; no thread may access them until then."""
+        """Return the target words ``(thread, word)`` of copies of `size` bytes; no thread may access them earlier."""
         place = self._index(a, size, size, lanes, at)
         words = place[:, None] // self.grain + np.arange(size // self.grain)
         flat, whose = words.reshape(-1), np.repeat(lanes, words.shape[1])
