@@ -4,9 +4,9 @@
 
 FOLDER gets ``day.py`` (see `tools.gpu_day.day`), the project, wheels of what the other machine lacks, and machine code
 of the kernels that its calls launch, made here without a GPU. FILE lists what the other machine has, a name a line or
-as ``pip list --format=freeze`` prints it: of a name without a version the wheel stays here. All kernels take an hour or
-two, and stay on disk: ``--seconds`` ends a run in time, and the next one goes on. With ``--second`` the folder holds
-the wheels of Numba and LLVM alone, for a machine whose probe asks for them.
+as ``pip list --format=freeze`` prints it; a package listed without a version is not packed. Compiling all kernels takes
+an hour or two. They stay on disk: ``--seconds`` ends a run in time, and the next one goes on. With ``--second`` the
+folder holds the wheels of Numba and LLVM alone, for a machine whose probe asks for them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Bytes of the folder: a call carries 64 MiB in all.
+#: The folder's largest size in bytes: 64 MiB can be carried to the machine.
 MOST_BYTES = 50_000_000
-#: What runs there needs, beside what comes with Python and CUDA.
+#: Packages that the calls need, beside what comes with Python and CUDA.
 WHEELS = (
     "numba-cuda==0.30.4", "cuda-core==1.2.2", "cuda-bindings==13.5.0", "cuda-pathfinder==1.9.1", "ml_dtypes==0.5.4",
     "greenlet", "hypothesis", "pytest", "flashinfer-python==0.5.3", "apache-tvm-ffi==0.1.4",
@@ -39,7 +39,7 @@ PYTHON, PLATFORMS = "3.12", ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17
 
 
 def archive(to: Path) -> None:
-    """The project as it was committed, compressed; kernels are of that version only where nothing differs from it."""
+    """Compress the project as it was committed. Uncommitted changes raise: kernels would be of another version."""
     changed = subprocess.run(
         ["git", "status", "--porcelain", "numkv"],
         cwd=ROOT,
@@ -63,14 +63,14 @@ def archive(to: Path) -> None:
 
 
 def lacking(wanted: tuple[str, ...], has: str) -> list[str]:
-    """Those packages that a list of packages lacks.
+    """Return the wanted packages that a list of packages lacks.
 
     Parameters
     ----------
     wanted : tuple of str
         Names, with versions as in ``numba==0.68.1`` or without.
     has : str
-        A name a line, with a version or without.
+        One name a line, with a version or without.
     """
     there: dict[str, str] = {}
     for line in has.split():
@@ -105,7 +105,7 @@ def fetch(packages: list[str], to: Path) -> None:
 
 
 def kernels(to: Path, architecture: str, only: str, seconds: float) -> str:
-    """Write what the calls launch: of every case of the tests, and of every line that is timed.
+    """Compile and write the kernels of every case of the tests and of every line that is timed.
 
     Parameters
     ----------
@@ -114,9 +114,9 @@ def kernels(to: Path, architecture: str, only: str, seconds: float) -> str:
     architecture : str
         Such as ``"sm_90"``.
     only : str
-        A regular expression, of cases and lines.
+        A regular expression that names of cases and lines must match.
     seconds : float
-        When no more kernels are begun.
+        The time after which no other kernel is begun.
     """
     from numkv.kernels.cuda import carried, launches
     from tools.gpu_day import lines, steps
@@ -130,7 +130,9 @@ def kernels(to: Path, architecture: str, only: str, seconds: float) -> str:
                 continue
             try:
                 call()
-            except Exception:  # its results are rubbish, and what it launches is known by then
+            except (
+                Exception
+            ):  # there is no GPU to give results; the kernels it launches are known by then
                 continue
     done = []
     for kernel in found:
@@ -143,14 +145,14 @@ def kernels(to: Path, architecture: str, only: str, seconds: float) -> str:
 
 
 def _first(line: Any) -> None:
-    """The first call of a line."""
+    """Make the first call of a line."""
     from tools.gpu_day import lines
 
     lines.numkv_calls(line, 1).calls[0]()
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Pack; 1 if the folder is too large."""
+    """Pack the folder; return 1 if it is too large."""
     parse = argparse.ArgumentParser(
         prog="python -m tools.gpu_day", description=(__doc__ or "").partition("\n")[0]
     )

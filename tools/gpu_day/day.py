@@ -1,12 +1,12 @@
-"""The first hour on a GPU: five calls, each below ten minutes, that write what they find as they go.
+"""The first hour on a GPU: five calls, each below ten minutes, that write each result at once.
 
     python3 day.py probe | right | interop | fast | why
     python3 day.py short         probe, right and fast, for 30 minutes in all
 
-It lies in the folder that ``python -m tools.gpu_day`` makes, and needs no more than Python: what is missing is in the
-folder too. Results go to ``$OUT``, a line of JSON each. Whatever hangs, crashes or is refused is written down and left
-behind: a worker goes through its steps and says what it begins; one that is silent for too long is killed, and another
-goes on after that step. So are profilers and other libraries' kernels, each in a process of its own.
+``python -m tools.gpu_day`` puts this file in its folder. It needs only Python: missing packages are in the folder too.
+Results go to ``$OUT``, a line of JSON each. A worker process goes through its steps and reports each before it begins.
+A step that crashes, or is silent for too long, is recorded as failed; a new worker goes on after it. Profilers and
+other libraries' kernels run in workers too.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-#: Seconds of a call, all in all: each below the ten minutes after which a call is cut.
+#: Seconds that each call may take: below the ten minutes after which a call is cut.
 SECONDS = {"probe": 170, "right": 560, "interop": 240, "fast": 540, "why": 360}
-#: What is left out first where there are 30 minutes, which the machine's start is a part of.
+#: The calls of ``short``: they fit into 30 minutes together with the machine's start.
 SHORT = ("probe", "right", "fast")
-#: Seconds of silence after which a worker hangs: it may compile what the folder lacks.
+#: Seconds of silence after which a worker is taken to hang. It may compile kernels that the folder lacks.
 PATIENCE = 60
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 CONTESTANTS = (
     "numkv", "torch SDPA flash_attention", "torch SDPA cudnn_attention", "torch FlexAttention", "FlashInfer",
 )  # fmt: skip
 PROFILED = r"^(decode B8/(bf16|int8)|prefill P/bf16)$"
-#: Least tokens of a split that are compared, and for which lines: one sequence, and batches that pay for short splits.
+#: Minimum tokens of a split to compare, and the lines to time: one sequence, and batches that short splits slow down.
 SPLITS, SPLIT = (256, 512, 1024), r"^decode ((T1|A|B8)/bf16|B8/int4)$"
 
 
 class Worker:
-    """A process that goes through steps, begun anew after one that ends it.
+    """A process that goes through steps; a new one goes on after a step that ends it.
 
     Parameters
     ----------
     name : str
-        What results are written down under.
+        The worker's name in results.
     command : list of str
-        The process, which takes ``--from N``, the number of its first step.
+        The process's command, which takes ``--from N``, the number of its first step.
     patience : float
-        Seconds of silence.
+        Seconds of silence after which the process is killed.
     """
 
     def __init__(self, name: str, command: list[str], patience: float = PATIENCE) -> None:
@@ -133,7 +133,7 @@ class Worker:
 
 
 def _lines(stream, take) -> None:
-    """Hand over a stream's lines, and None in the end."""
+    """Call `take` with each line of a stream, and with None at its end."""
     with stream:
         for line in stream:
             take(line)
@@ -141,7 +141,7 @@ def _lines(stream, take) -> None:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """End a process and what it has begun, if it has not ended."""
+    """End a process and its children, unless it ends by itself."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(3)
     with contextlib.suppress(ProcessLookupError):
@@ -150,7 +150,7 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def workers(call: str, given: argparse.Namespace) -> list[list[Worker]]:
-    """What runs at the same time, one group after another."""
+    """Return groups of workers: those of a group run at the same time, groups one after another."""
     python = [sys.executable, "-m", "tools.gpu_day.steps"]
     lines = ["--lines", given.lines, "--seconds", str(given.seconds), "--cold", str(given.cold)]
     if call == "probe":
@@ -207,13 +207,13 @@ def workers(call: str, given: argparse.Namespace) -> list[list[Worker]]:
 
 
 def prepare(work: Path, write) -> None:
-    """Unpack the project, and put what the machine lacks where Python finds it."""
+    """Unpack the project, and install the packages that the machine lacks where Python finds them."""
     if not (work / "numkv").exists():
         with tarfile.open(HERE / "numkv.tar.xz") as archive:
             archive.extractall(work / "numkv", filter="data")
     wheels = sorted(HERE.glob("wheels/*.whl"))
     if wheels and not (work / "site").exists():
-        _told(write, "pip", [
+        _log(write, "pip", [
             sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir",
             "--target", str(work / "site"), *map(str, wheels),
         ], 120)  # fmt: skip
@@ -227,8 +227,8 @@ def prepare(work: Path, write) -> None:
     os.chdir(work / "numkv")
 
 
-def _told(write, name: str, command: list[str], seconds: float) -> bool:
-    """Run a command and write down what it said; whether it worked."""
+def _log(write, name: str, command: list[str], seconds: float) -> bool:
+    """Run a command and write what it printed; return whether it succeeded."""
     start = time.monotonic()
     try:
         done = subprocess.run(
@@ -250,7 +250,7 @@ def _told(write, name: str, command: list[str], seconds: float) -> bool:
 
 
 def run(call: str, given: argparse.Namespace) -> int:
-    """A call: 0 if everything in it was right."""
+    """Run one call; return 0 if every result was right."""
     start = time.monotonic()
     until = start + (given.limit or SECONDS[call])
     given.out.mkdir(parents=True, exist_ok=True)
@@ -265,11 +265,11 @@ def run(call: str, given: argparse.Namespace) -> int:
 
     prepare(given.work, write)
     if call == "probe":
-        _told(write, "nvidia-smi", ["nvidia-smi"], 20)
-        _told(write, "packages", [sys.executable, "-m", "pip", "list", "--format=freeze"], 30)
+        _log(write, "nvidia-smi", ["nvidia-smi"], 20)
+        _log(write, "packages", [sys.executable, "-m", "pip", "list", "--format=freeze"], 30)
     if (HERE / "kernels.zip").exists() and not (given.work / "loaded").exists():
         command = [sys.executable, "-m", "numkv", "warmup", "--load", str(HERE / "kernels.zip")]
-        if _told(write, "kernels", command, 60):
+        if _log(write, "kernels", command, 60):
             (given.work / "loaded").touch()
     results = []
     for group in workers(call, given):
@@ -293,7 +293,7 @@ def run(call: str, given: argparse.Namespace) -> int:
 
 
 def _needs(wrong: list[dict]) -> str:
-    """What the probe's errors ask for: the second folder, where Numba or LLVM do not fit."""
+    """Return what the probe's errors ask for: the second folder, where Numba or LLVM do not fit."""
     text = " ".join(str(x["what"]) for x in wrong)
     return (
         "the second folder"
@@ -303,7 +303,7 @@ def _needs(wrong: list[dict]) -> str:
 
 
 def main() -> int:
-    """Run a call, or several."""
+    """Run one call or several."""
     parse = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parse.add_argument("call", choices=[*SECONDS, "short"])
     parse.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "out")))
@@ -313,10 +313,10 @@ def main() -> int:
     parse.add_argument("--limit", type=float, help="seconds of the call, in place of its own")
     parse.add_argument("--processes", type=int, default=max(1, min(15, (os.cpu_count() or 2) - 1)))
     parse.add_argument("--patience", type=float, default=PATIENCE)
-    parse.add_argument("--cases", default="", help="a regular expression: those only")
-    parse.add_argument("--lines", default="", help="what is timed")
-    parse.add_argument("--profiled", default=PROFILED, help="what is profiled")
-    parse.add_argument("--split", default=SPLIT, help="what is timed with splits of other lengths")
+    parse.add_argument("--cases", default="", help="a regular expression of cases to run")
+    parse.add_argument("--lines", default="", help="a regular expression of lines to time")
+    parse.add_argument("--profiled", default=PROFILED, help="lines to profile, as --lines")
+    parse.add_argument("--split", default=SPLIT, help="lines to time with other split lengths")
     parse.add_argument("--seconds", type=float, default=0.3, help="for a line")
     parse.add_argument(
         "--cold", type=int, default=512 << 20, help="bytes of a line's buffers, above the L2"

@@ -1,7 +1,7 @@
-"""What is timed on a GPU, and who does it: numkv, and what of PyTorch, FlashInfer and flash-attn is installed.
+"""The lines that are timed on a GPU, and the contestants: numkv, and PyTorch, FlashInfer and flash-attn if installed.
 
-Each contestant is a function that makes calls for a line: one for each set of buffers, of which there are enough that
-none is still in L2 when its turn comes again. Peers are asked for what a line says, in their own layout.
+Each contestant is a function that makes calls for a line, one for each set of buffers. There are so many sets that none
+is still in L2 when its turn comes again. Peers get the shapes of a line in their own layout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from perf.shapes import Shape, attend
 
 __all__ = ["LINES", "PEERS", "Job", "Line", "numkv_calls", "turns"]
 
-#: Bytes that the buffers of a line take together: several times the L2 of any device.
+#: Total bytes of a line's buffers: several times the L2 of any device.
 COLD = 512 << 20
 BLOCK = 16
 #: Queries that are checked at a prompt's beginning and at its end.
@@ -44,7 +44,7 @@ class Line(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """What has to be read of K and V, or written; 0 where arithmetic is the bound."""
+        """Bytes of K and V that must be read or written; 0 where arithmetic is the bound."""
         s, per = self.shape, bytes_per_element(self.kind)
         if self.what == "prefill":
             return 0
@@ -53,7 +53,7 @@ class Line(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Of causal attention, two products."""
+        """Operations of the two products of causal attention; 0 where memory is the bound."""
         s = self.shape
         pairs = s.queries * (s.length - s.queries) + s.queries * (s.queries + 1) // 2
         return 2 * s.batch * s.q_heads * pairs * (s.dim + s.dim_v) if self.what == "prefill" else 0
@@ -63,7 +63,7 @@ class Line(NamedTuple):
         """Largest relative L2 error of a right result.
 
         A rounding to bf16 is off by 2**-8 at most and by 1.6e-3 in the root mean square. Weights and results are
-        rounded, by some scaled queries and keys as well: the square root of four such errors is 3.2e-3.
+        rounded; some contestants round scaled queries and keys too. Four such errors add up to 3.2e-3.
         """
         return 2e-3 if self.kind in ("fp16", "fp32") else 4e-3
 
@@ -75,19 +75,19 @@ class Job(NamedTuple):
     off: Callable[[Any], float] | None = None  #: relative L2 error of what the first call gave
 
     def checked(self, line: Line) -> dict[str, Any]:
-        """How far the first call is off beside float64, and how far it may be."""
+        """Return the error of the first call against float64, and the largest error allowed."""
         return {"off": self.off(self.calls[0]()), "bound": line.bound} if self.off else {}
 
 
-#: Rows ``(heads, tokens, width)`` of a sequence, on the host: of an array, by the sequence's number and its heads.
+#: Reads rows ``(heads, tokens, width)`` to the host, from an array, a sequence's number and a slice of heads.
 Part = Callable[[Any, int, slice], Any]
 
 
 def _off(line: Line, q: Any, k: Any, v: Any, part: Part, cached: Part | None = None) -> Any:
-    """What `Job.off` is: the worst error of two pairs of a sequence and a kv head, beside plain attention in float64.
+    """Make `Job.off`: the worst error of two pairs of a sequence and a kv head, against plain attention in float64.
 
-    `cached` reads K and V, where they lie in another way than queries and results. The pairs are such that exchanged
-    axes show.
+    `cached` reads K and V where their layout is not that of queries and results. The pairs are chosen so that swapped
+    axes are found.
     """
     s, cached = line.shape, cached or part
 
@@ -107,7 +107,7 @@ def _off(line: Line, q: Any, k: Any, v: Any, part: Part, cached: Part | None = N
 
 
 def bytes_per_element(kind: str) -> float:
-    """Of K and V, with their scales at 128 elements a row."""
+    """Return the bytes of an element of K or V, scales included, at 128 elements a row."""
     return {
         "fp32": 4,
         "fp16": 2,
@@ -139,7 +139,7 @@ LINES = [
 
 
 class Arrays:
-    """Makes arrays on the device, of numbers that are cheap to make."""
+    """Makes arrays on the device, of random numbers that repeat."""
 
     def __init__(self) -> None:
         from numkv import targets
@@ -180,7 +180,7 @@ def _q_dtype(line: Line) -> Any:
 
 
 def numkv_calls(line: Line, cold: int = COLD) -> Job:
-    """Numkv's calls of a line, over paged pools."""
+    """Make numkv's calls of a line, over paged pools."""
     makers = {
         "decode": _attend,
         "prefill": _attend,
@@ -192,12 +192,12 @@ def numkv_calls(line: Line, cold: int = COLD) -> Job:
 
 
 def _sets(size: float, cold: int) -> int:
-    """How many sets of buffers of `size` bytes are needed."""
+    """Return how many sets of buffers of `size` bytes are needed."""
     return max(1, min(64, math.ceil(cold / max(1.0, size))))
 
 
 def _decoded(codes: Any, scale: Any) -> Any:
-    """Rows of codes, as the tests' oracle reads them."""
+    """Return rows of codes as numbers, as the tests' oracle reads them."""
     sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
     import naive
 
@@ -288,7 +288,7 @@ def _write(line: Line, cold: int) -> Job:
 
 
 def _step(line: Line, cold: int) -> Job:
-    """A token of all sequences through all layers of a `PagedKVCache`, taken back afterwards."""
+    """Make a call that passes a token of all sequences through all layers of a `PagedKVCache`, then rolls back."""
     import numkv
 
     make, s = Arrays(), line.shape
@@ -322,7 +322,7 @@ def _step(line: Line, cold: int) -> Job:
 
 
 def _host(x: Any) -> Any:
-    """A tensor as a NumPy array."""
+    """Return a tensor as a NumPy array."""
     return x.float().cpu().numpy()
 
 
@@ -337,7 +337,7 @@ def _by_token(x: Any, i: int, heads: slice) -> Any:
 
 
 def _torch_rows(line: Line, cold: int) -> Any:
-    """Tensors ``q, k, v`` of a line, K and V contiguous by head, one pair for each set."""
+    """Make tensors ``q, k, v`` of a line, K and V contiguous by head, one pair for each set."""
     import torch
 
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[line.kind]
@@ -462,7 +462,7 @@ def _flashinfer(line: Line, cold: int) -> Job:
 
 
 class Peer(NamedTuple):
-    """Somebody else: the package that it needs, what it takes, and its calls."""
+    """Another library: the package that it needs, the lines that it can do, and its calls."""
 
     package: str
     kinds: tuple[str, ...]
@@ -486,6 +486,6 @@ PEERS = {
 
 
 def turns(calls: list[Callable[[], object]]) -> Callable[[], object]:
-    """A call that takes the sets of buffers in turns."""
+    """Make a call that uses the sets of buffers in turns."""
     following = itertools.cycle(calls)
     return lambda: next(following)()

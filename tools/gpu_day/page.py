@@ -1,4 +1,4 @@
-"""A page of what `tools.gpu_day.day` has written down: ``python -m tools.gpu_day.page FOLDER > page.md``."""
+"""Make a page of the results of `tools.gpu_day.day`: ``python -m tools.gpu_day.page FOLDER > page.md``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["page", "read"]
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """The results of all calls; a line that was cut in its middle is left out."""
+    """Read the results of all calls; skip a line that was cut off."""
     found = []
     for file in sorted(folder.glob("*.jsonl")):
         for line in file.read_text().splitlines():
@@ -23,7 +23,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 def _time(what: Any) -> str:
-    """A median with the middle half of the times, or why there is none."""
+    """Write a median with the middle half of the times, or why there is none."""
     return (
         f"{what[1]:,.1f} ({what[0]:,.1f} to {what[2]:,.1f})"
         if isinstance(what, list)
@@ -32,7 +32,7 @@ def _time(what: Any) -> str:
 
 
 def _wrong(what: Any) -> str:
-    """What was not right: an error's text, or how far a line is off."""
+    """Say what was wrong: an error's text, or a line's error."""
     if isinstance(what, dict):
         return f"wrong: off by {what['off']:.1e}, expected at most {what['bound']:.0e}"
     return " ".join(str(what).split())
@@ -53,9 +53,9 @@ def _row(found: dict[str, Any], copy: float) -> list[str]:
 
 
 def page(results: list[dict[str, Any]]) -> str:
-    """The page, as Markdown."""
+    """Return the page as Markdown."""
     first: dict[str, Any] = {}
-    for x in results:  # a call that was repeated: what came last
+    for x in results:  # of a repeated call the last result stands
         first[f"{x['call']}/{x['worker']}/{x['name']}"] = x
     results = list(first.values())
     probe = {x["name"]: x["what"] for x in results if x["call"] == "probe"}

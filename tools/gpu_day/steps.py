@@ -1,9 +1,9 @@
-"""What a worker of `tools.gpu_day.day` does: steps, each told before it begins and when it has ended.
+"""The steps of a worker of `tools.gpu_day.day`: each is reported before it begins and when it has ended.
 
     python -m tools.gpu_day.steps probe|cases|interop|time|profile [--from N] ...
 
-A step prints ``{"begin": …, "number": …}`` and then its result, so that whoever reads knows where a process stopped
-that says no more. A kernel gone astray ends the process: its device does nothing more for it.
+A step prints ``{"begin": …, "number": …}`` and then its result: so `day` knows the step at which a process hung or
+died. A kernel that accesses bad memory ends the process, as CUDA refuses all later calls.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ PACKAGES = (
     "numba", "numba-cuda", "llvmlite", "numpy", "cuda-core", "cuda-bindings", "nvidia-nvjitlink", "torch",
     "flashinfer-python",
 )  # fmt: skip
-#: Cases whose kernels for some kinds are quite unlike.
+#: Cases whose kernels differ much between kinds.
 BY_KIND = ("attention", "prefill", "prefill_codes")
 #: Largest relative error of a row of 16-bit floats against float64 or another library.
 CLOSE = 4e-3
 
 
-def say(**what: object) -> None:
-    """A line for who reads."""
+def report(**what: object) -> None:
+    """Print a line of JSON, which `day` reads."""
     print(json.dumps(what), flush=True)
 
 
 def go(steps: Steps, start: int) -> None:
-    """Do the steps from one on."""
+    """Do the steps from number `start` on."""
     for number, (name, step) in enumerate(steps.items()):
         if number < start:
             continue
-        say(begin=name, number=number)
+        report(begin=name, number=number)
         began = time.perf_counter()
         try:
             what = step()
             ok = not isinstance(what, dict) or what.get("off", 0.0) <= what.get("bound", 0.0)
         except Exception as error:
             what, ok = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}", False
-        say(name=name, ok=ok, what=what, seconds=round(time.perf_counter() - began, 3))
+        report(name=name, ok=ok, what=what, seconds=round(time.perf_counter() - began, 3))
         if not ok and "start a new process" in str(what):
             sys.exit(3)
-    say(done=True)
+    report(done=True)
 
 
 # ---------------------------------------------------------------- right
@@ -67,7 +67,7 @@ def go(steps: Steps, start: int) -> None:
 
 @functools.cache
 def cases() -> dict[str, Any]:
-    """Small calls of every kernel with their oracles: those of the tests."""
+    """Return the tests' cases: small calls of every kernel, with their oracles."""
     sys.path.insert(0, str(ROOT / "tests"))
     import ptx_cases
 
@@ -75,7 +75,7 @@ def cases() -> dict[str, Any]:
 
 
 def of_cases(only: str, share: str, families: bool) -> Steps:
-    """A share of the cases; or the first case of each family of kernels."""
+    """Return a share of the cases; with `families`, only the first case of each family of kernels."""
     chosen = dict.fromkeys(name for name in cases() if re.search(only, name))
     if families:
         first: dict[object, str] = {}
@@ -95,7 +95,7 @@ def case(name: str) -> None:
 
 
 def probe() -> Steps:
-    """Whether anything works."""
+    """Return the steps that show whether anything works."""
     small = cases()
     first = ("append[bf16, int8", "attention[h8.2-d64-n70.129, fp16", "prefill[h2.1-d64")
     names = [next(name for name in small if name.startswith(start)) for start in first]
@@ -104,7 +104,7 @@ def probe() -> Steps:
 
 
 def versions() -> dict[str, str]:
-    """Of what is installed."""
+    """Return the versions of the installed packages."""
     found = {}
     for name in PACKAGES:
         try:
@@ -115,7 +115,7 @@ def versions() -> dict[str, str]:
 
 
 def device() -> dict[str, Any]:
-    """What there is."""
+    """Return the name, capability and memory of the device."""
     from numba import cuda
 
     here = cuda.get_current_device()
@@ -128,7 +128,7 @@ def device() -> dict[str, Any]:
 
 
 class Paged:
-    """Tensors of paged decode: K and V in a pool of blocks of 16 tokens, as long as asked for."""
+    """Tensors of paged decode: K and V of sequences of given lengths, in a pool of blocks of 16 tokens."""
 
     def __init__(
         self, length: int, seqs: int = 1, heads: int = 2, group: int = 4, dim: int = 128
@@ -152,14 +152,14 @@ class Paged:
         numkv.paged_append(self.rows, self.rows, self.k, self.v, self.slots)
 
     def attend(self, out: Any = None) -> Any:
-        """Numkv's result."""
+        """Return numkv's result."""
         import numkv
 
         more = {} if out is None else {"out": out}
         return numkv.paged_decode_attention(self.q, self.k, self.v, self.table, self.lens, **more)
 
     def theirs(self) -> Any:
-        """PyTorch's result, in float32."""
+        """Return PyTorch's result, in float32."""
         import torch
 
         seqs, heads = self.q.shape[0], self.k.shape[1]
@@ -176,7 +176,7 @@ class Paged:
         return found[:, :, 0]
 
     def check(self, ours: Any) -> float:
-        """The error of a result beside PyTorch's; raises if it is too large."""
+        """Return the error of a result against PyTorch's; raise if it is too large."""
         import torch
 
         ours, theirs = torch.from_dlpack(ours).float(), self.theirs()
@@ -187,7 +187,7 @@ class Paged:
 
 
 def tensors() -> float:
-    """Tensors in, a tensor out."""
+    """Call attention with tensors and check the tensor that it returns."""
     import torch
 
     call = Paged(600, 3)
@@ -198,7 +198,7 @@ def tensors() -> float:
 
 
 def side_stream() -> float:
-    """All of it on a stream of torch's."""
+    """Append and attend on a stream of PyTorch's."""
     import torch
 
     call, stream = Paged(8000), torch.cuda.Stream()
@@ -211,7 +211,7 @@ def side_stream() -> float:
 
 
 def two_streams() -> float:
-    """Two calls at once, each with memory of its own."""
+    """Make two calls at once on two streams; each needs scratch memory of its own."""
     import torch
 
     calls, streams = [Paged(9000) for _ in range(2)], [torch.cuda.Stream() for _ in range(2)]
@@ -226,7 +226,7 @@ def two_streams() -> float:
 
 
 def torch_graph() -> float:
-    """A graph of torch's over append and attention, replayed with other numbers."""
+    """Capture append and attention in a graph of PyTorch's, and replay it with other numbers."""
     import torch
 
     call = Paged(5000, 2)
@@ -249,7 +249,7 @@ def torch_graph() -> float:
 
 
 def step_graph() -> float:
-    """Steps of a `PagedKVCache` that lie in buffers: captured once, replayed for sequences of other lengths."""
+    """Capture steps of a `PagedKVCache` in buffers once, and replay them for sequences of other lengths."""
     import torch
 
     import numkv
@@ -306,7 +306,7 @@ def step_graph() -> float:
 
 
 def other_libraries() -> str:
-    """CuPy's arrays, where it is installed."""
+    """Use CuPy's arrays, if it is installed."""
     import cupy
 
     import numkv
@@ -320,7 +320,7 @@ def other_libraries() -> str:
 
 
 def reports_nan() -> str:
-    """A NaN in a row that is quantised is told by a later call."""
+    """Quantise a row with a NaN: a later call raises."""
     import torch
 
     import numkv
@@ -338,7 +338,7 @@ def reports_nan() -> str:
 
 
 def large_pool(scale: float) -> str:
-    """A pool beyond 32 bits of addresses, written and read at its end."""
+    """Write and read the end of a pool that needs more than 32 bits of addresses."""
     import torch
 
     import numkv
@@ -365,14 +365,14 @@ def large_pool(scale: float) -> str:
 
 
 def long_sequence(scale: float) -> float:
-    """One of 131,072 tokens."""
+    """Attend over a sequence of 131,072 tokens."""
     call = Paged(max(20, int(131_072 * scale)))
     call.append()
     return call.check(call.attend())
 
 
 def interop(scale: float) -> Steps:
-    """With torch and others."""
+    """Return the steps that use PyTorch and CuPy."""
     return {
         "tensors": tensors, "a side stream": side_stream, "two streams": two_streams, "a graph of torch's": torch_graph,
         "steps in a graph": step_graph, "CuPy": other_libraries, "NaN": reports_nan,
@@ -384,7 +384,7 @@ def interop(scale: float) -> Steps:
 
 
 def times(name: str, only: str, seconds: float, cold: int) -> Steps:
-    """A contestant's lines, as called and by graph replay; numkv's after the copy bandwidth."""
+    """Return the steps that time a contestant's lines, by calls and graph replays; numkv's begin with the bandwidth."""
     chosen = [line for line in LINES if re.search(only, line.name)]
     steps: Steps = {}
     if name == "numkv":
@@ -396,7 +396,7 @@ def times(name: str, only: str, seconds: float, cold: int) -> Steps:
 
 
 def profile(only: str, cold: int) -> Steps:
-    """A few launches of each line, for a profiler that looks on."""
+    """Return steps that launch each line a few times, for a profiler."""
     chosen = [line for line in LINES if re.search(only, line.name)]
     return {x.name: partial(_once, x, cold) for x in chosen}
 
@@ -412,7 +412,7 @@ def _once(line: of_lines.Line, cold: int) -> int:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Do a group's steps."""
+    """Do the steps of the group that the arguments name."""
     parse = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parse.add_argument("group", choices=["probe", "cases", "interop", "time", "profile"])
     parse.add_argument("--from", type=int, default=0, dest="start", metavar="N")

@@ -1,4 +1,4 @@
-"""Times on a device, by its events: of calls as they are made, and of the same calls replayed from a graph."""
+"""Time calls by a device's events: as they are made, and replayed from a graph."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from tools.gpu_day.lines import Line, Peer, turns
 
 __all__ = ["copy_bandwidth", "ours", "theirs", "timed"]
 
-#: Calls between two events: the driver takes a microsecond or two for an event.
+#: Calls between two events, as an event costs the driver a microsecond or two.
 CALLS = 8
 
 
 def timed(call: Callable[[], object], seconds: float, calls: int = CALLS) -> list[float]:
-    """Seconds of single calls, on the device: means of a few calls between two events.
+    """Return seconds of single calls on the device: means of a few calls between two events.
 
     Parameters
     ----------
     call : function
         Makes one call, or `calls` of them where it replays a graph.
     seconds : float
-        How long.
+        How long to time.
     calls : int
         How many calls lie between two events.
     """
@@ -46,7 +46,7 @@ def timed(call: Callable[[], object], seconds: float, calls: int = CALLS) -> lis
 
 
 def copy_bandwidth(seconds: float, size: int) -> dict[str, float]:
-    """Bytes that a copy within the device's memory reads and writes in a second."""
+    """Return the bytes that a copy within the device's memory reads and writes in a second."""
     import numpy as np
     from numba import cuda
 
@@ -55,7 +55,7 @@ def copy_bandwidth(seconds: float, size: int) -> dict[str, float]:
 
 
 def _several(calls: list[Callable[[], object]]) -> Callable[[], None]:
-    """A call that makes `CALLS` of them, in turns."""
+    """Make a function that makes `CALLS` of the calls, in turns."""
     one = turns(calls)
 
     def several() -> None:
@@ -66,7 +66,7 @@ def _several(calls: list[Callable[[], object]]) -> Callable[[], None]:
 
 
 def ours(line: Line, seconds: float, cold: int) -> dict[str, Any]:
-    """Numkv's times of a line, with how far it is off, and the bytes and operations that it has to do."""
+    """Return numkv's times and error of a line, with the bytes and operations that it needs."""
     from cuda.core import Device, Stream
 
     import numkv
@@ -75,7 +75,7 @@ def ours(line: Line, seconds: float, cold: int) -> dict[str, Any]:
     found, several = job.checked(line), _several(job.calls)
     found |= {"bytes": line.bytes, "flops": line.flops, "eager": _spread(timed(several, seconds))}
     if line.what == "step":
-        return found  # goes by numbers of the host
+        return found  # a step reads numbers of the host, which a graph would freeze
     here = Device()
     here.set_current()
     builder = here.create_stream().create_graph_builder()
@@ -87,7 +87,7 @@ def ours(line: Line, seconds: float, cold: int) -> dict[str, Any]:
 
 
 def theirs(peer: Peer, line: Line, seconds: float, cold: int) -> dict[str, Any]:
-    """Another library's times of a line, with how far it is off."""
+    """Return another library's times and error of a line."""
     import torch
 
     job = peer.calls(line, cold)
@@ -103,5 +103,5 @@ def theirs(peer: Peer, line: Line, seconds: float, cold: int) -> dict[str, Any]:
 
 
 def _spread(found: list[float]) -> list[float]:
-    """Lower quartile, median and upper quartile, in microseconds."""
+    """Return the lower quartile, median and upper quartile in microseconds."""
     return [round(1e6 * x, 3) for x in quantiles(found, n=4)]
