@@ -1,4 +1,4 @@
-"""Intel's matrix unit for tests on CPUs without one: `amx_emulator.c`, built by the C compiler that is there.
+"""Intel's matrix unit for tests on CPUs without one: `amx_emulator.c`, built by the machine's C compiler.
 
 Its instructions raise SIGILL here, are decoded and done in C, a microsecond or two each. Kernels have to be compiled
 with the unit's names among the CPU's features, which is chosen before Numba is imported: `environment` is that of a
@@ -33,7 +33,7 @@ _NEEDED = {"avx512f", "avx512bw", "avx512dq", "avx512vnni", "avx512bf16"}
 
 
 def missing() -> str:
-    """Why there can be no emulator here; an empty text if there can."""
+    """Return why the emulator cannot run here; an empty text if it can."""
     import llvmlite.binding as llvm
 
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
@@ -62,7 +62,7 @@ def environment() -> dict[str, str]:
 
 
 class Emulator:
-    """The library, and what it has counted."""
+    """The emulator's library, and its counts of instructions."""
 
     def __init__(self, library):
         self.library, self.installed = library, False
@@ -75,11 +75,11 @@ class Emulator:
         self.installed = True
 
     def fault(self) -> str:
-        """What was wrong first since the last call; an empty text if nothing was."""
+        """Return the first error since the last call; an empty text if there was none."""
         return self.library.amx_fault().decode()
 
     def counts(self) -> dict[str, int]:
-        """How often each instruction ran since the last call."""
+        """Return how often each instruction ran since the last call."""
         found = (ctypes.c_int64 * len(INSTRUCTIONS))()
         self.library.amx_counts(found)
         return dict(zip(INSTRUCTIONS, found, strict=True))

@@ -67,7 +67,7 @@ def new_kv(*shape):
 
 
 STARTS = {"cu_seqlens_q": np.array([0, 1])}
-MANY = 1200  # tokens that go the general way
+MANY = 1200  # too many tokens for the shorter path of small calls
 CALLS = {
     "decode_attention": (numkv.decode_attention, attention()),
     "decode_attention int8": (numkv.decode_attention, attention("int8")),

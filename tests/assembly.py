@@ -30,7 +30,7 @@ class Blocks:
         for block in among:
             for after in self.successors[block] & among:
                 backwards[after].add(block)
-        # Kosaraju: in the reverse of the order in which blocks are left, whoever reaches one is in a loop with it.
+        # Kosaraju's algorithm: in reverse order of leaving blocks, every block that reaches one is in a loop with it.
         order, seen = [], set()
         for start in among:
             todo = [] if start in seen else [(start, iter(self.successors[start] & among))]

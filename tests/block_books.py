@@ -10,7 +10,7 @@ SIZE = 2  # tokens in a block
 
 
 def state_of(pool: BlockPool) -> list[np.ndarray]:
-    """Everything that a pool remembers, what it happens to hold in unused places included."""
+    """Return everything that a pool remembers, the contents of unused places included."""
     arrays = (
         pool._state, pool._digests, pool._tokens, pool._table, pool._evicted, pool._counters,
     )  # fmt: skip
@@ -22,7 +22,7 @@ def unchanged(pool: BlockPool, before: list[np.ndarray]) -> bool:
 
 
 def refused(pool: BlockPool, error, match: str, call, *args):
-    """A call that raises and leaves everything as it was."""
+    """Assert that a call raises and leaves the pool as it was."""
     before = state_of(pool)
     with pytest.raises(error, match=match):
         call(*args)

@@ -8,7 +8,7 @@ import numkv
 
 F32, F16 = np.float32, np.float16
 LAST = 2**31 - 1  # the largest position
-CACHES = {  # by name: what numkv is told, and what the oracle is told
+CACHES = {  # by name: the arguments of numkv's cache, and those of the oracle
     "causal": ({}, {}),
     "sliding": ({"window_left": 1}, {"window": 1}),
     "chunked": ({"chunk_size": 2}, {"chunk": 2}),

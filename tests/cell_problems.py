@@ -39,8 +39,8 @@ def plus_one(key, offset):
 class Pair:
     """A cache, initialised, and the oracle's cells of each of its children.
 
-    `types` says which child a layer belongs to, where there are several; `switch` that the wrapper
-    has to be told so by ``set_layer_type``.
+    `types` says which child a layer belongs to, where there are several; with `switch`, ``set_layer_type``
+    tells the wrapper so.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Pair:
         self.permuted_v, self.mask_dtype = permuted_v, mask_dtype
         self.types, self.switch = types, switch
         self.to, self.host = targets.get(target).asarray, targets.get(target).to_host
-        self.passing = False  # whether a pass is on that nothing has been changed under
+        self.passing = False  # whether a pass is on, and nothing was changed since it began
         self.sequences = set()
 
     def cells(self, layer):
@@ -69,7 +69,7 @@ class Pair:
     # -- nothing has changed
 
     def seen(self):
-        """All that can be seen without a new pass."""
+        """Return all that can be seen without a new pass."""
         answers = [
             self.cache.can_resume(seq, position)
             for seq in sorted(self.sequences)
@@ -85,7 +85,7 @@ class Pair:
 
     @contextlib.contextmanager
     def refused(self, error, match=None):
-        """The call fails, and all that could be seen before can be seen after."""
+        """Assert that a call fails and changes nothing that can be seen."""
         before = self.seen()
         with pytest.raises(error, match=match):
             yield
@@ -94,7 +94,7 @@ class Pair:
     # -- calls
 
     def start_forward(self, positions, sequences, reserve=False):
-        """Whether there was room; if there was none, everything is as it was."""
+        """Begin a pass; return whether there was room. If there was none, assert that nothing changed."""
         batch = numkv.Batch(positions, sequences)
         try:
             self.model.start_forward(positions, sequences, reserve=reserve)
@@ -143,7 +143,7 @@ class Pair:
     # -- comparisons
 
     def check(self, layer):
-        """What ``get`` gives is what the oracle says; returns it in host memory, values token-major."""
+        """Compare ``get`` with the oracle; return its result in host memory, values token-major."""
         cells = self.cells(layer)
         if layer not in cells.keys:
             with pytest.raises(IndexError):
@@ -169,7 +169,7 @@ class Pair:
         return k, v, mask
 
     def attends(self, layer, q, **options):
-        """What ``decode_attention`` gives is attention over what ``get`` shows."""
+        """Compare ``decode_attention`` with attention over the rows that ``get`` shows."""
         k, v, mask = self.check(layer)
         arrays = {n: self.to(x) for n, x in options.items() if isinstance(x, np.ndarray)}
         got = self.cache.decode_attention(layer, self.to(q), return_lse=True, **(options | arrays))

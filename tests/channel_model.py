@@ -1,4 +1,4 @@
-"""What caches with keys by channel must hold, in plain NumPy: rows in full, of which all codes follow."""
+"""A model in plain NumPy of caches with keys by channel: it keeps full rows, and derives all codes from them."""
 
 import functools
 
@@ -18,7 +18,7 @@ def close(found, wanted, limit=2e-4):
 
 
 class Sequence:
-    """Rows of a sequence ``(n, heads, dim)``, of which codes are made, and what is read where they are in full."""
+    """Rows of a sequence ``(n, heads, dim)``: the codes made of them, and the rows that are read in full."""
 
     def __init__(self, k, v, kind, full_v=None, full_from=0, sinks=0):
         self.k, self.v, self.kind, self.full_from, self.sinks = k, v, kind, full_from, sinks
@@ -49,7 +49,7 @@ class Sequence:
 
     @functools.lru_cache(maxsize=4)  # noqa: B019 - a sequence never changes, and every query reads it
     def coded(self):
-        """K and V as their codes say, in float64: of whole groups alone."""
+        """K and V decoded from their codes, in float64: of whole groups alone."""
         n = len(self) // TOKENS * TOKENS
         of = self.k[:n].reshape(-1, TOKENS, *self.k.shape[1:]).swapaxes(1, 2)
         words, shared = naive.channel_group(of, self.kind)
@@ -58,7 +58,7 @@ class Sequence:
         return k.swapaxes(1, 2).reshape(n, *self.k.shape[1:]), v
 
     def truncated(self, length):
-        """The first tokens, of a group whose rows in full are gone as its codes say: until it is complete again."""
+        """The first tokens. A cut group has lost its full rows: it is read by its codes until it is complete again."""
         kept, gone = length // TOKENS * TOKENS, (len(self) - 1) // TOKENS * TOKENS
         k, v, full_v = self.k[:length].copy(), self.v[:length], self.full_v[:length].copy()
         full_from = min(self.full_from, length)

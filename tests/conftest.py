@@ -19,7 +19,7 @@ TESTS = Path(__file__).resolve().parent
 
 
 def has_gpu() -> bool:
-    """Is there a driver with a device, and the package that compiles for it?"""
+    """Return whether there is a driver with a device, and the package that compiles for it."""
     if importlib.util.find_spec("numba_cuda") is None:
         return False
     try:
@@ -40,7 +40,7 @@ if "NUMBA_ENABLE_CUDASIM" not in os.environ and not has_gpu():
 # NumPy's own products on one thread: matrices of tests are small, and the threads of two workers wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-# Programs that tests run say nothing of compilations, which take as long as the machine has else to do.
+# Programs that tests run do not report compilations: their times depend on the machine's load.
 os.environ.setdefault("NUMKV_PROGRESS", "0")
 
 sys.path.insert(0, str(TESTS))
@@ -63,15 +63,15 @@ import reference  # noqa: E402
 
 
 def pytest_addoption(parser) -> None:
-    """Have a run that takes longer and looks further."""
+    """Add the options for longer runs, and for runs on the reference."""
     parser.addoption(
         "--nightly", action="store_true",
-        help="run the tests marked so too, and have hypothesis draw many examples, others in each run",
+        help="run tests marked nightly too; hypothesis draws many examples, others in each run",
     )  # fmt: skip
-    parser.addoption("--slow", action="store_true", help="run the tests marked so, too")
+    parser.addoption("--slow", action="store_true", help="run tests marked slow too")
     parser.addoption(
         "--reference", action="store_true",
-        help="run all tests, those of kernels too, on tests/reference in place of kernels",
+        help="run all tests, those of kernels too, on tests/reference instead of kernels",
     )  # fmt: skip
     parser.addoption(
         "--ledger", help="a file to append each test's CPU time to; see tests/ledger.py"
@@ -106,7 +106,7 @@ LONGEST = [
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at the options
 def pytest_cmdline_main(config) -> None:
-    """Run the whole suite in two workers, a file in one of them; what one has compiled the other loads from disk."""
+    """Run the whole suite in two workers, each file in one of them; they share compiled kernels on disk."""
     option = config.option
     if not config.pluginmanager.hasplugin("xdist") or hasattr(config, "workerinput"):
         return
@@ -120,7 +120,7 @@ def pytest_cmdline_main(config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items) -> None:
-    """Leave out what only nightly runs compile; where there are workers, begin with what takes long."""
+    """Leave out the tests of nightly runs; where there are workers, begin with the longest files."""
     nightly = config.getoption("nightly")
     for item in items:
         if is_of_slow_kind(item):
@@ -147,7 +147,7 @@ def pytest_collection_modifyitems(config, items) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector):
-    """Have the second worker collect from the end: of half of the files it finds the bytecode that the first wrote."""
+    """Have the second worker collect from the end: for half of the files it finds the first one's bytecode."""
     with reference.standing_in(is_on_reference(collector)):
         report = yield
     of = getattr(collector.config, "workerinput", {})
@@ -160,7 +160,7 @@ def pytest_make_collect_report(collector):
 MAY_COMPILE_MORE = ("tensors", "transformers_models", "ray")
 
 
-#: Tests of what lies above kernels, by folder or file: by day on `tests/reference`, unless they are marked `kernels`.
+#: Tests of code above kernels, by folder or file: daily runs use `tests/reference`, unless they are marked `kernels`.
 ABOVE_KERNELS = (
     "objects", "files", "store", "sharded", "demo", "site",
     "test_layouts", "test_layouts_of_codes", "test_show", "test_table",
@@ -168,27 +168,27 @@ ABOVE_KERNELS = (
 
 
 def is_on_reference(node) -> bool:
-    """Whether a test, or a file of tests while it is imported, runs on the reference in place of kernels."""
+    """Whether a test, or a file of tests while it is imported, runs on the reference instead of kernels."""
     option = node.config.option
     by_day = not option.nightly and is_above_kernels(node)
     return option.reference or (by_day and node.get_closest_marker("kernels") is None)
 
 
 def is_above_kernels(node) -> bool:
-    """Whether a test is of what lies above kernels."""
+    """Whether a test is of code above kernels."""
     return not {node.path.parent.name, node.path.stem}.isdisjoint(ABOVE_KERNELS)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Choose what stands behind the targets' operations, also for fixtures that several tests share."""
+    """Choose kernels or the reference for the targets' operations, also for fixtures that several tests share."""
     with reference.standing_in(is_on_reference(item)):
         return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Fail a test of every run that has a kernel made which is not on the list."""
+    """Fail a daily test that compiles a slow kernel which is not on the list."""
     result = yield
     option = item.config.option
     found = kernels_by_day.unlisted()
@@ -237,12 +237,12 @@ def is_of_slow_kind(item) -> bool:
 
 
 def pytest_collection() -> None:
-    """Have the garbage collector wait while tests are imported and collected: nearly all of it lives to the end."""
+    """Stop the garbage collector while tests are collected: nearly all of these objects live to the end."""
     gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Spare it the thousands of tests from now on: it went through them all the time."""
+    """Exempt the collected tests from garbage collection: each collection would go through all of them."""
     gc.enable()
     gc.collect()
     gc.freeze()

@@ -222,7 +222,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
-# Those with latent attention, of which transformers keeps latents, too.
+# Families with latent attention whose latents transformers can store too.
 LATENT_FAMILIES = {
     "deepseek_v2": ("DeepseekV2Config", {**_LATENT, "q_lora_rank": None}),
     "deepseek_v3": ("DeepseekV3Config", _LATENT),

@@ -1,7 +1,7 @@
-"""What numkv's plug-ins need of SGLang and LMCache, for tests where these are not installed.
+"""Stand-ins for the parts of SGLang and LMCache that numkv's plug-ins use, for machines without these engines.
 
 Names of methods and parameters are those of sglang 0.5.23 and lmcache 0.5.6; where the engines can be imported, tests
-take theirs and compare.
+use theirs and compare them with the stand-ins.
 """
 
 import enum
@@ -43,7 +43,7 @@ LMCACHE = {
 
 
 class Pages:
-    """As much of SGLang's host pool as plug-ins call: pages of tokens, one after another."""
+    """The methods of SGLang's host pool that plug-ins call: pages of tokens, one after another."""
 
     def __init__(self, pages, page_size=4, width=6, dtype=torch.bfloat16):
         self.page_size = page_size
@@ -65,7 +65,7 @@ class _HiCacheStorage:
 
 
 class MemoryFormat(enum.Enum):
-    """Of LMCache, one of its formats."""
+    """LMCache's memory format that plug-ins use."""
 
     UNDEFINED = 0
     KV_2LTD = enum.auto()
@@ -78,7 +78,7 @@ class _StoragePluginInterface:
 
 
 class Chunk:
-    """As much of a memory object of LMCache as plug-ins call."""
+    """The methods of a memory object of LMCache that plug-ins call."""
 
     def __init__(self, tensor, fmt):
         self.tensor, self._fmt, self.references = tensor, fmt, 1
@@ -104,7 +104,7 @@ class Chunk:
 
 
 class HostMemory:
-    """As much of LMCache's memory as plug-ins call: room for so many chunks."""
+    """The methods of LMCache's memory that plug-ins call: room for a number of chunks."""
 
     def __init__(self, room=100):
         self.room, self.given = room, []
@@ -117,7 +117,7 @@ class HostMemory:
 
 
 def install(monkeypatch):
-    """Have the engines' modules importable: their own, or what stands in for them; which of them are real."""
+    """Make the engines' modules importable, or stand-ins for them; return the names of the real ones."""
     real = {}
     for name, modules in {
         "sglang": {"sglang.srt.mem_cache.hicache_storage": {"HiCacheStorage": _HiCacheStorage}},

@@ -1,7 +1,7 @@
-"""An allocator of NumPy's that fails when it is told to, so that every place where memory runs out can be tried.
+"""An allocator for NumPy that fails on request, so that tests can let every allocation fail in turn.
 
-NumPy asks a handler for the memory of each array, temporary ones too, and lets it be exchanged for one thread. This one
-counts what it is asked for and refuses once. Its functions are compiled, as NumPy calls them where no Python may run.
+NumPy asks a handler for the memory of each array, temporary ones too, and a thread may set its own. This one counts
+requests and refuses one of them. Its functions are compiled, as NumPy calls them where no Python may run.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ def _allocate(counts, size):
     seen[0] += 1
     if seen[0] == seen[1]:
         seen[2] += 1
-        size = types.uintp(1) << types.uintp(62)  # which no machine has: malloc says no
+        size = types.uintp(1) << types.uintp(62)  # no machine has so much: malloc refuses
     return _malloc(size)
 
 
@@ -97,11 +97,11 @@ _set = _set_handler()
 
 
 class Memory:
-    """What a `failing` block has seen."""
+    """Counts of a `failing` block."""
 
     @property
     def asked(self):
-        """Allocations so far."""
+        """Number of allocations so far."""
         return int(_counts[0])
 
     @property

@@ -1,4 +1,4 @@
-"""What the table in `fault_subjects.py` is made of: a subject, rows, and values that can be compared."""
+"""Helpers of the table in `fault_subjects.py`: subjects, rows, and values that can be compared."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ TABLES.append(np.sin(np.arange(64)[:, None] * [1.0, 0.3, 0.1, 0.01]).astype(F32)
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """One object, what is seen of it, and its calls."""
+    """One object, all that can be seen of it, and its calls."""
 
     make: Callable[[], Any]
     see: Callable[[Any], Any]
@@ -33,7 +33,7 @@ class Subject:
     of: type | None
 
     def split(self, call):
-        """What comes before a call, and the call."""
+        """Return a call's preparation, and the call."""
         found = self.calls[call]
         return found if isinstance(found, tuple) else (lambda it: None, found)
 
@@ -59,7 +59,7 @@ FUSED = {
 
 
 def refused(call):
-    """A call that some objects refuse, whatever memory there is."""
+    """Mark a call that an object refuses, with or without memory."""
 
     def tried(it):
         try:
@@ -71,7 +71,7 @@ def refused(call):
 
 
 def plain(x):
-    """A value that can be compared: arrays as bytes, and what a partial function returns."""
+    """Return a value that can be compared: arrays become bytes, partial functions are called."""
     if isinstance(x, functools.partial):
         return x()
     if isinstance(x, np.ndarray | np.generic):
@@ -82,7 +82,7 @@ def plain(x):
         return {key: plain(value) for key, value in x.items()}
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         return repr([(f.name, plain(getattr(x, f.name))) for f in dataclasses.fields(x)])
-    if isinstance(x, functools.partial):  # what a look at the result gives, once there is memory
+    if isinstance(x, functools.partial):  # reads the result once there is memory again
         return plain(x())
     if x is None or isinstance(x, int | float | str | bool | bytes | range):
         return x
@@ -90,7 +90,7 @@ def plain(x):
 
 
 def run_out(monkeypatch, subject, call, name, every, most=MOST):
-    """Fail every so many allocations of a call: the object has to be as before, or as after it."""
+    """Fail every so many allocations of a call: the object must be as before the call, or as after it."""
     lent, (prepare, do) = _lent(monkeypatch), subject.split(call)
 
     def make():
@@ -126,7 +126,7 @@ def run_out(monkeypatch, subject, call, name, every, most=MOST):
 
 
 def _lent(monkeypatch):
-    """How many workspaces are lent out; none are kept, so that calls have to make theirs."""
+    """Count the workspaces in use; none are kept, so that each call allocates its own."""
     count = [0]
     borrow, give_back = scratch.Workspaces.borrow, scratch.Workspaces.give_back
 

@@ -1,4 +1,4 @@
-"""What is tried of bound calls in the test of memory that runs out; see `fault_subjects`."""
+"""Bound calls in the test of memory that runs out; see `fault_subjects`."""
 
 from fault_base import Q_HEADS, queries, rows
 

@@ -1,4 +1,4 @@
-"""What faults are thrown into of compressed heads."""
+"""Compressed heads in the test of memory that runs out; see `fault_subjects`."""
 
 from fault_base import HEADS, Q_HEADS, plain, queries, rows
 
@@ -76,7 +76,7 @@ _PAGED = {
     "truncate": lambda c: c.truncate(0, 5),
     "length": lambda c: c.length(2),
     "extend": lambda c: c.extend([1, 2], *rows(3, 7, dim=32), [2, 1]),
-    "extend, which parts a fork": lambda c: c.extend([3, 0], *rows(2, 7, dim=32)),
+    "extend a fork": lambda c: c.extend([3, 0], *rows(2, 7, dim=32)),
     "extend, which grows": lambda c: c.extend([2], *rows(200, 7, dim=32), 200),
     "decode_keys": lambda c: c.decode_keys(0),
     "decode_values": lambda c: c.decode_values(2),

@@ -13,7 +13,7 @@ import numkv
 
 
 class Arrays:
-    """What a function is given."""
+    """Arguments of functions."""
 
     def __init__(self, kind="fp32"):
         layer = numkv.PagedLayer(8, BLOCK, HEADS, DIM, kind=kind)
@@ -69,7 +69,7 @@ def _plan():
     return numkv.AppendPlan.select(numkv.AppendDescriptor(1, HEADS, 2, 13, DIM, DIM, "fp32"))
 
 
-#: A folder where no disk is waited for.
+#: A folder in memory where there is one, so that no disk is waited for.
 _IN_MEMORY = Path("/dev/shm")
 
 
@@ -98,7 +98,7 @@ def _rows_of(cache):
 def _load(it):
     try:
         return functools.partial(_rows_of, numkv.load(it.path / "a"))
-    except numkv.NumkvError as error:  # which says what it is that memory was too little for
+    except numkv.NumkvError as error:  # it says for what there was not enough memory
         if "there is not enough memory" not in str(error):
             raise
         raise MemoryError from error

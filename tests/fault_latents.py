@@ -1,4 +1,4 @@
-"""What is tried of caches of latents in the test of memory that runs out; see `fault_subjects`."""
+"""Caches of latents in the test of memory that runs out; see `fault_subjects`."""
 
 import functools
 
@@ -19,7 +19,7 @@ def _rows(n, seed):
     return rows(n, seed, 1)[0]
 
 
-#: Of a layer and of a step that are none of latents.
+#: Calls of a layer and of a step without latents.
 OF_LAYER = {"write_latents": refused(lambda c: c.write_latents(_rows(5, 7), **FUSED))}
 OF_STEP = {"write_latents": refused(lambda c: c.step.write_latents(1, _rows(5, 7), **FUSED))}
 

@@ -1,9 +1,9 @@
-"""What is tried of sparse reading in steps in the test of memory that runs out; see `fault_subjects`."""
+"""Sparse reading in steps in the test of memory that runs out; see `fault_subjects`."""
 
 from fault_base import BLOCK, DIM, HEADS, Subject, plain, queries, refused, rows
 from layer_lists import in_full, paged_kv_cache
 
-#: Of a step of a cache without bounds.
+#: Calls of a step of a cache without bounds.
 OF_STEP = {
     "sparse_attention": refused(lambda c: c.step.sparse_attention(0, queries(5), most_blocks=2))
 }

@@ -1,4 +1,4 @@
-"""What is tried of states in the test of memory that runs out; see `fault_subjects`."""
+"""States in the test of memory that runs out; see `fault_subjects`."""
 
 import fault_bound
 import numpy as np

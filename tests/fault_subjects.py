@@ -1,7 +1,7 @@
-"""Every class that holds tokens, and what is done to it: the table of the test of memory that runs out.
+"""The table of the test of memory that runs out: every class that holds tokens, with its calls.
 
-A `Subject` makes an object, says all that can be seen of it, and has a call for each method. What has to be done before
-a call stands before it in a pair: only the call itself has to leave everything as it was.
+A `Subject` makes an object, returns all that can be seen of it, and has a call for each method. A call's preparation
+stands before it in a pair: only the call itself has to leave everything as it was.
 """
 
 import dataclasses
@@ -122,7 +122,7 @@ def _see_layer(layer):
 
 
 def _of_now(stats):
-    """Statistics of blocks, without those that were taken, be it that they were given back."""
+    """Return statistics of blocks, without counts of allocations, which a failed call may raise."""
     return dataclasses.replace(stats, peak_used=0, allocations=0)
 
 
@@ -196,7 +196,7 @@ def _see_paged_cache(cache):
 
 
 def _books(cache):
-    """Tables and what is counted of their blocks, which are numbered as they come: any free one is as good."""
+    """Return tables and counts, with blocks numbered by first use: any free block is as good as another."""
     tables = [table.tolist() for state in cache._sequences.values() for table in state.tables]
     used = [block for block in dict.fromkeys(b for table in tables for b in table) if block >= 0]
     number = {block: i for i, block in enumerate(used)}
@@ -252,7 +252,7 @@ _PAGED_CACHE = {
     "commit": (_step_of_both, lambda c: c.commit(c.step)),
     "rollback": (_step_of_both, lambda c: c.rollback(c.step)),
 }
-# Of a cache with tokens in full precision: what it does otherwise than others, and what it refuses.
+# Calls that a cache with tokens in full precision does in its own way, or refuses.
 _IN_FULL = (
     "add a known prompt", "reserve", "truncate", "compact", "decode_attention", "commit", "append", "write",
     "attention",
@@ -471,14 +471,14 @@ def _see_scales(it):
 _SCALES = {"set_scales": lambda it: it.set_scales(np.full(HEADS, 2, F32), 3.0)}
 _SCALES_OF_A_LAYER = {"set_scales": lambda it: it.set_scales(0, np.full(HEADS, 2, F32), 3.0)}
 
-#: What is tried of every class that has such a method.
+#: Calls of every class that has such a method.
 _EVERYWHERE = {
     "copy": lambda subject, it: functools.partial(subject.see, it.copy()),
     "clear": lambda subject, it: it.clear(),
     "reserve": lambda subject, it: it.reserve(8),
     "bind": lambda subject, it: fault_bound.bind(it),
 }
-#: Methods that need no memory, or are an object's life and not its use.
+#: Methods that need no memory, or make and close objects.
 LEFT_OUT = fault_states.LEFT_OUT | {
     "init": "makes the object",
     "lookup": "changes nothing, and asks a store: tests/store/test_network.py",
@@ -571,5 +571,5 @@ def _subjects():
     return found
 
 
-#: By name: what is tried.
+#: Subjects by name.
 SUBJECTS = _subjects() | fault_channels.SUBJECTS | fault_latents.SUBJECTS | fault_sparse.SUBJECTS

@@ -1,4 +1,4 @@
-"""Saved files, taken apart and put together again by nothing of numkv's: for damage that has right checksums."""
+"""Read, change and write saved files without numkv's code: for damage with right checksums."""
 
 import json
 import zlib
@@ -31,7 +31,7 @@ class File:
         return cls(json.loads(metadata["numkv"]), tensors)
 
     def header(self, checksums=True):
-        """The safetensors header as an object; the checksums are made right again."""
+        """Return the safetensors header as an object, with renewed checksums if asked for."""
         if checksums and isinstance(self.fields, dict) and "crc32" in self.fields:
             self.fields["crc32"] = {
                 name: f"{zlib.crc32(x.tobytes()):08x}" for name, x in self.tensors.items()
@@ -49,7 +49,7 @@ class File:
         return found
 
     def write(self, path, header=None):
-        """Write it; with another header than its own, if one is given."""
+        """Write the file; with another header, if one is given."""
         given = self.header() if header is None else header
         text = given if isinstance(given, bytes) else json.dumps(given).encode()
         data = b"".join(x.tobytes() for x in self.tensors.values())
@@ -57,7 +57,7 @@ class File:
 
 
 def places(x, path=()):
-    """All values in nested lists and objects, by where they are."""
+    """Yield the paths of all values in nested lists and objects."""
     yield path
     items = x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, list) else ()
     for key, value in items:
@@ -65,7 +65,7 @@ def places(x, path=()):
 
 
 def changed(x, path, value):
-    """A copy with another value at a place; `value` may be a function of the old one."""
+    """Return a copy with another value at a path; `value` may be a function of the old one."""
     if not path:
         return value(x) if callable(value) else value
     copy = list(x) if isinstance(x, list) else dict(x)

@@ -18,7 +18,7 @@ KINDS = {"int8": ("int8", "int8", 8), "int4": ("int4", "int4", 34), "mixed": ("i
 
 
 def cases(names, on_cpu, on_cuda):
-    """A test on both targets, with fewer cases in the simulator: each is a target and what `names` are.
+    """Parametrise a test on both targets, with fewer cases in the simulator: a target and values of `names`.
 
     Mixed kinds are a kernel of their own on the CPU.
     """
@@ -32,7 +32,7 @@ def cases(names, on_cpu, on_cuda):
 
 
 class Model:
-    """Rows ``(heads, dim)`` of K and V one by one, and what each is read as."""
+    """Rows ``(heads, dim)`` of K and V one by one, and the values that reading them gives."""
 
     def __init__(self, kinds, window, sinks, rotate=False):
         self.kinds, self.window, self.sinks, self.rotate = kinds[:2], window, sinks, rotate
@@ -56,7 +56,7 @@ class Model:
         return [p for p, row in enumerate(self.rows) if row[2]]
 
     def stored(self, which, rows):
-        """What rows ``(tokens, heads, dim)`` are quantised as, in float32."""
+        """Return rows ``(tokens, heads, dim)`` after quantisation, in float32."""
         rows = np.asarray(rows)
         if not self.rotate:
             return rows
@@ -84,7 +84,7 @@ class Model:
 
 
 class Cache:
-    """One face for layers and for the second layer of a `KVCache`."""
+    """One interface for layers and for the second layer of a `KVCache`."""
 
     def __init__(self, layout, target, kinds, window, sinks, capacity=None, rotate=False):
         self.layout = layout

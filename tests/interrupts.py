@@ -35,7 +35,7 @@ def raising_signals():
 def left_out(filename):
     """Lines before which Python never looks for signals, as it does so at calls, at entries and in loops alone.
 
-    They give a claimed object free, or come right behind the call of a method by `reads`.
+    They release a claimed object, or follow directly on a method's call by `reads`.
     """
     found = set()
     for node in ast.walk(ast.parse("".join(linecache.getlines(filename)))):
@@ -54,7 +54,7 @@ def left_out(filename):
 
 
 def interrupted(do, it, at=-1):
-    """Call `do`, with a signal before a line of numkv; how many lines there were, and where the signal came."""
+    """Call `do`, with a signal before a line of numkv; return the number of lines, and where the signal came."""
     lines, where = 0, None
 
     def at_line(frame, event, arg):
@@ -82,7 +82,7 @@ def interrupted(do, it, at=-1):
 
 
 def walk(make, do, see, allowed=(), samples=None, name=""):
-    """Interrupt a call at some of its lines, or at all: what is seen is what was before, or what is after it.
+    """Interrupt a call at some or all of its lines: the object must be as before the call, or as after it.
 
     Parameters
     ----------
@@ -91,11 +91,11 @@ def walk(make, do, see, allowed=(), samples=None, name=""):
     do, see : function
         ``do(object)`` is the call; ``see(object)`` says what can be seen of one.
     allowed : sequence of function
-        Others of whose results an interrupted call may leave.
+        Other calls, whose results an interrupted call may leave.
     samples : int, optional
         How many lines; all if None.
     name : str
-        Of the call.
+        The call's name.
     """
     sound = [see(make())]
     for each in (do, *allowed):
@@ -109,5 +109,5 @@ def walk(make, do, see, allowed=(), samples=None, name=""):
     for at in chosen:
         it = make()
         _, where = interrupted(do, it, at)
-        if where is not None:  # there may be fewer lines than before, as something is known by now
+        if where is not None:  # later calls may run fewer lines, as they find things remembered
             assert see(it) in sound, f"{name}: torn by an interrupt at {where}"

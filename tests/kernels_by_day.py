@@ -1,4 +1,4 @@
-"""Which kernels that take seconds to compile the CPU compiles in every run; `pytest --ledger` says what each costs.
+"""The slow kernels that every run may compile on the CPU; `pytest --ledger` prints the time of each.
 
 A test that needs another one fails, until it has the marker `nightly` or `slow`, or the kernel stands here.
 """
@@ -18,7 +18,7 @@ _ATTENTION = {
     "K fp64, V fp64, computing in float64",
 }
 
-#: The first words of the labels of what is watched, and the rest of those labels that every run may have.
+#: By the first words of watched labels: the rest of the labels that every run may compile.
 BY_DAY = {
     **{f"attention of {rows} query rows": _ATTENTION for rows in (1, 2, 4, 8)},
     "append_attend": {
@@ -38,7 +38,7 @@ _unlisted: list[str] = []
 
 
 def watch() -> None:
-    """Note what is built from now on, by modules of kernels that are not imported yet."""
+    """Record kernels built from now on, by modules that are not imported yet."""
     from numkv.kernels import builder
 
     build = builder.build
@@ -53,7 +53,7 @@ def watch() -> None:
 
 
 def unlisted() -> list[str]:
-    """Labels of what was built since the last call and does not stand in the list."""
+    """Return labels of kernels that were built since the last call and are not in the list."""
     found = list(_unlisted)
     _unlisted.clear()
     return found

@@ -1,9 +1,9 @@
 """Processes that write to one store and are killed: ``python tests/killed_writers.py FOLDER KILLS [BYTES | mixed]``.
 
-Four processes add prompts, look at every row of what they find, and write down which blocks their store has said are
-written. One after another is killed (SIGKILL) at random moments, and another takes its place. In the end every block
-was written down has to be there, and be right, unless the store may evict. With "mixed" layers are not alike, and keep
-states. Prints what happened, as JSON.
+Four processes add prompts, check every row that they find, and record the blocks that their store has reported as
+written. One after another is killed (SIGKILL) at random moments, and another takes its place. In the end the store must
+hold each recorded block, with the right rows, unless it may evict. With "mixed" layers differ, and keep states. Prints
+counts as JSON.
 """
 
 import json
@@ -36,7 +36,7 @@ WRONG = 3
 
 
 def names_of_parts(of, number, tokens):
-    """Names of the blocks of a prompt in each part of the store: groups of layers, and states."""
+    """Return names of a prompt's blocks for each group of layers, and for states."""
     ids = np.array(prompt(number, tokens)[: tokens // SIZE * SIZE], np.int32)
     found = block_names(of._store, ids, None)
     if MIXED:
@@ -46,13 +46,13 @@ def names_of_parts(of, number, tokens):
 
 
 def named(of, number, tokens):
-    """Names of the blocks of a prompt, with its number and their places in it."""
+    """Return names of a prompt's blocks, with the prompt's number and their places in it."""
     parts = names_of_parts(of, number, tokens)
     return {x.tobytes(): (number, i) for names in parts for i, x in enumerate(names)}
 
 
 def write(folder, said, seed, max_nbytes):
-    """Add prompts, some new and some old, until somebody ends it."""
+    """Add prompts, some new and some old, until the process is killed."""
     rng, known = random.Random(seed), {}
     notes = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
@@ -91,8 +91,8 @@ def born(folder, notes, seed, max_nbytes):
 
 
 def run(folder, notes, kills, max_nbytes=None):
-    """Kill writers; what was found in the end."""
-    started(cache(None), prompt(1))  # kernels are loaded before anybody is born
+    """Kill writers; return the final counts."""
+    started(cache(None), prompt(1))  # loads kernels before processes fork
     rng = random.Random(kills)
     children = [born(folder, notes, seed, max_nbytes) for seed in range(WRITERS)]
     for kill in range(kills):
@@ -115,7 +115,7 @@ def run(folder, notes, kills, max_nbytes=None):
 
 
 def noted(notes):
-    """How many records there are."""
+    """Return the number of records."""
     return sum(path.stat().st_size for path in notes.iterdir()) // RECORD.size
 
 
@@ -137,7 +137,7 @@ class OneBlock:
 
 
 def check(folder, acknowledged):
-    """How many blocks are in the store, each of which has to be right."""
+    """Return the number of blocks in the store, and check each."""
     of = cache(store_in(folder))
     tiers, there = of._store.tiers, 0
     for number, i, name in acknowledged:

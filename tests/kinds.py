@@ -1,9 +1,8 @@
-"""Kinds that tests put together: each combination is a kernel of its own, and attention takes seconds to compile.
+"""Combinations of kinds that tests run: each is a kernel of its own, and attention takes seconds to compile.
 
-Every kind but those of `LIKE_OTHERS` is stored, read and attended to by itself in every run, on every target. Of the
-kinds of K, of V and of queries that may meet beside that, the lists below name those that the CPU compiles in every
-run. The others have the marker `nightly` (``python -m pytest --nightly``). On CUDA all of them run always, as the
-simulator compiles nothing.
+Every kind but those of `LIKE_OTHERS` is stored, read and attended to by itself in every run, on every target. The lists
+below name the mixed combinations of K, V and queries that the CPU compiles in every run. The others have the marker
+`nightly` (``python -m pytest --nightly``). On CUDA all of them run always, as the simulator compiles nothing.
 """
 
 import naive
@@ -12,18 +11,17 @@ import pytest
 FLOATS = list(naive.DTYPES)
 STORED = [*FLOATS, *naive.EVERYWHERE]
 
-#: Kinds of K and of V: codes beside floats, floats beside codes. K's side of the vector code and V's know nothing of
-#: each other, so integers and floats stand on each side once; so do both kinds of codes, each beside itself.
+#: Pairs of kinds of K and of V. The vector code of K and that of V are independent, so one pair of codes and floats and
+#: one of floats and codes suffice.
 APART = [("int8", "fp16"), ("fp32", "int8")]
-#: Kinds of both that meet queries in float64; codes, which are integers otherwise, do so in nightly runs.
+#: Kinds of K and V that meet queries in float64; codes, which are integers otherwise, do so in nightly runs.
 IN_FLOAT64 = ["fp64"]
-#: From where to where rows are rotated, beside those that keep their kind.
+#: Kinds before and after a rotation, where it changes the kind.
 CONVERSIONS = [("fp32", "fp64"), ("fp32", "fp16"), ("fp64", "fp32"), ("bf16", "fp32")]
-#: Kinds that differ from another one in how an element is converted, which `tests/rows` looks at in every run: where a
-#: test asks for one of them on the CPU, in these folders and files, it is for nightly runs. So fp8_e4m3 stands for both
-#: kinds of 8 bits, and in objects, which know no kinds, fp32 for fp64, and int4_channel_fine, which has more words, for
-#: int4_channel; there on both targets. Of operations whose code for one float kind is
-#: that for another with another conversion, one kind of 16 bits and one of the others stand for all.
+#: By folder or file: kinds that differ from another one only in the conversion of elements, which `tests/rows` checks
+#: in every run. Tests of these kinds on the CPU run nightly. So fp8_e4m3 stands for both 8-bit floats. Objects do not
+#: depend on kinds: there, on both targets, fp32 stands for fp64 and int4_channel_fine, which has more words, for
+#: int4_channel. Where operations differ only in conversions, one kind of 16 bits and one of the others stand for all.
 LIKE_OTHERS = {
     "fp8_e5m2": ("kernels", "objects"),
     "fp64": (
@@ -35,8 +33,7 @@ LIKE_OTHERS = {
     "int8": ("test_device",),
     "int4_channel": ("objects",),
 }  # fmt: skip
-#: Kinds that slow tests compile, not those of every run: conversions of their own, which `tests/rows` looks at by
-#: day, and otherwise like others.
+#: Kinds that only slow tests compile: they differ from others only in conversions, which `tests/rows` checks daily.
 LEFT_TO_CI = {
     "fp64": ("kernels",), "code6": ("kernels",), "int4_channel": ("kernels/test_channel",),
     "bf16": ("kernels/test_append", "kernels/test_choice", "kernels/test_hadamard"),
@@ -66,9 +63,9 @@ def is_like_others(place, values, kinds=LIKE_OTHERS):
 
 
 def attending(rows, order):
-    """Parameters of a test that attends.
+    """Return parameters of a test of attention.
 
-    `order` says what the values of a row are: K's kind (k), V's (v; K's if there is none) and the queries' (q; fp32).
+    `order` names the values of a row: K's kind (k), V's (v; K's if absent) and the queries' (q; fp32 if absent).
     """
     params = []
     for row in rows:
@@ -82,7 +79,7 @@ def attending(rows, order):
 
 
 def converting(rows):
-    """Parameters of a test that turns rows of one kind into another."""
+    """Return parameters of a test that converts rows of one kind to another."""
     return [_param(row, row[0] == row[1] or row in CONVERSIONS) for row in rows]
 
 

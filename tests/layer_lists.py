@@ -1,8 +1,8 @@
-"""A `PagedKVCache` whose layers differ in little: what all have is said once, the rest is listed by layer."""
+"""Make a `PagedKVCache` whose layers differ little: shared attributes are given once, others listed by layer."""
 
 import numkv
 
-#: Attributes of a `LayerSpec` that all layers of a cache may have alike, and what is listed.
+#: Attributes of a `LayerSpec` that may be given once for all layers, and those listed by layer.
 _OF_LAYERS = (
     "head_dim_v", "kind", "k_kind", "v_kind", "rotate", "full_precision", "key_bounds", "windows", "chunks", "shares",
     "states",
@@ -13,7 +13,7 @@ def specs(
     num_layers, num_kv_heads, head_dim, *, windows=None, chunks=None, shares=None, states=None, k_kind=None,
     kind="fp16", v_kind=None, **alike,
 ):  # fmt: skip
-    """A `LayerSpec` for each layer.
+    """Make a `LayerSpec` for each layer.
 
     Parameters
     ----------
@@ -22,11 +22,11 @@ def specs(
     windows, chunks : list, optional
         `window_left` and `chunk_size` of each layer.
     shares, states : dict, optional
-        Those of some layers.
+        Attributes of some layers, by number.
     k_kind, kind, v_kind : str
         As of a `KVCache`.
     **alike
-        What all have.
+        Attributes of all layers.
     """
     alike |= {"kind": k_kind or kind, "v_kind": v_kind or (kind if k_kind else None)}
     found = []
@@ -46,18 +46,18 @@ def specs(
 
 
 def in_full(window, num_sink_tokens=0, kind=None):
-    """The argument that asks for so many tokens in full precision: None for none."""
+    """Return the argument that asks for a number of tokens in full precision: None for none."""
     return numkv.FullPrecision(window, num_sink_tokens, kind) if window or num_sink_tokens else None
 
 
 def paged_kv_cache(num_layers, num_kv_heads, head_dim, *, cls=numkv.PagedKVCache, **options):
-    """The cache; what `specs` takes is for layers."""
+    """Make the cache; options of `specs` are for layers."""
     own = {name: options.pop(name) for name in _OF_LAYERS if name in options}
     return cls(layers=specs(num_layers, num_kv_heads, head_dim, **own), **options)
 
 
 def described(cache):
-    """The `LayerSpec` of a layer or pool, and of a cache that of its first layer."""
+    """Return the `LayerSpec` of a layer or pool, or of a cache's first layer."""
     layers = getattr(cache, "layers", None)
     if layers is None:
         return cache.spec

@@ -1,8 +1,8 @@
-"""What a test run spends its CPU time on: ``python -m pytest --ledger FILE``, then ``python tests/ledger.py FILE``.
+"""CPU time of a test run: ``python -m pytest --ledger FILE``, then ``python tests/ledger.py FILE``.
 
-Each process appends a line of JSON for each test: CPU seconds of the test with its fixtures, and of these what was
-compiled, what the simulator took, and what child processes took that have ended. CPU time of processes does not depend
-on what else the machine does, as wall time does; begin without kernels on disk to count what is compiled, too.
+Each process appends a line of JSON for each test: CPU seconds of the test with its fixtures, and of these the seconds
+of compiling, of the simulator, and of child processes that have ended. CPU time, unlike wall time, does not depend on
+the machine's load. Begin without kernels on disk to count compiling too.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class Ledger:
 
     def __init__(self, path, *, has_workers: bool) -> None:
         self._path = Path(path)
-        self._has_workers = has_workers  # children then, which write themselves
+        self._has_workers = has_workers  # children that write their own lines
         self._depth = 0
         self._label = ""
         self._last = 0.0, 0.0
@@ -37,7 +37,7 @@ class Ledger:
         self._compiled = []
 
     def pytest_sessionstart(self) -> None:
-        """Watch what compiles and what simulates."""
+        """Time the compiler and the simulator."""
         from numba.core.dispatcher import Dispatcher
 
         from numkv.kernels import builder
@@ -75,7 +75,7 @@ class Ledger:
         setattr(owner, name, timed)
 
     def pytest_collection_finish(self) -> None:
-        """Write what importing and collecting took."""
+        """Write the time of importing and collecting."""
         self._write("collection")
 
     def pytest_runtest_logfinish(self, nodeid) -> None:
@@ -84,7 +84,7 @@ class Ledger:
             self._write(nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        """Write what came after the last test."""
+        """Write the time after the last test."""
         self._write("end")
 
     def _write(self, nodeid) -> None:
@@ -104,7 +104,7 @@ class Ledger:
 
 
 def main(paths) -> None:
-    """Print the sums, and what is largest."""
+    """Print the sums and the largest times."""
     lines = [json.loads(line) for path in paths for line in Path(path).read_text().splitlines()]
     sums, files, tests, kernels = Counter(), defaultdict(Counter), Counter(), defaultdict(list)
     for line in lines:

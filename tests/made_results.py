@@ -1,4 +1,4 @@
-"""Results of comparisons that nobody measured."""
+"""Made-up results of comparisons, for tests of pages and pictures."""
 
 from perf import fairness, report
 
@@ -10,7 +10,7 @@ def compared(in_race, alone):
 
 
 def row(library, form, ratio):
-    """A contestant that takes so many milliseconds, at half of the bandwidth."""
+    """Return a contestant's result of `ratio` milliseconds, at half of the bandwidth."""
     return report.Row(library, form, seconds=ratio * 1e-3, share=0.5, ratio=ratio, bytes=1)
 
 

@@ -1,6 +1,6 @@
-"""The one form of message about an array argument."""
+"""The form of all messages about array arguments."""
 
 
 def about(name: str) -> str:
-    """A pattern for errors that name an argument, what was expected and what came."""
+    """Return a pattern of errors that name an argument, what was expected and what was got."""
     return rf"^`({name})`: expected .*got"

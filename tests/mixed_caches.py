@@ -1,4 +1,4 @@
-"""A `PagedKVCache` whose layers are not alike, beside plain dictionaries of rows."""
+"""A `PagedKVCache` whose layers differ, beside a model of plain dictionaries of rows."""
 
 import zlib
 from typing import NamedTuple
@@ -35,7 +35,7 @@ LAYERS = [
 
 
 def specs_of(layers=LAYERS, states=None, **alike):
-    """What a cache is told of such layers."""
+    """Return the `LayerSpec` of each layer."""
     return [
         numkv.LayerSpec(
             x.heads, x.dim, head_dim_v=x.dim_v, kind=x.kind, window_left=x.window, chunk_size=x.chunk or None,
@@ -58,7 +58,7 @@ def row(number, layer, text):
 
 
 class Plain:
-    """What sequences must hold: a text, and the rows of each layer in a list."""
+    """A model of sequences: each has a text, and a list of rows for each layer."""
 
     def __init__(self, layers=LAYERS):
         self.layers, self.texts, self.rows = layers, {}, {}
@@ -72,7 +72,7 @@ class Plain:
                     self.rows.setdefault(seq, {}).setdefault(number, []).append(found)
 
     def new_rows(self, number, seq, tokens):
-        """K and V that the model computes for tokens that come after a sequence's text."""
+        """Return K and V of tokens that follow a sequence's text."""
         text = self.texts.get(seq, [])
         found = [
             row(number, self.layers[number], text + tokens[: i + 1]) for i in range(len(tokens))
@@ -91,7 +91,7 @@ class Plain:
         self.texts[seq if to is None else to] = [self.texts[seq][i] for i in kept]
 
     def attended(self, seq, number, q, position=None):
-        """What a query of a token gives, by naive attention over the rows that it sees."""
+        """Return naive attention of a token's query over the rows that it sees."""
         layer = self.layers[number]
         source = number if layer.source is None else layer.source
         rows = self.rows[seq][source]
@@ -112,7 +112,7 @@ def queries(layer, n):
 
 
 def grow(cache, to, plain, seqs, texts, *, named=True, accepted=None, host=None):
-    """Let sequences go on with some texts each, and look at the attention of every new token."""
+    """Append texts to sequences, and check the attention of every new token."""
     step = cache.reserve(seqs, [len(x) for x in texts])
     for number, layer in enumerate(plain.layers):
         if layer.source is None:
@@ -139,7 +139,7 @@ def grow(cache, to, plain, seqs, texts, *, named=True, accepted=None, host=None)
 
 
 def check(cache, to, host, plain):
-    """Every sequence attends as its rows say, in every layer."""
+    """Check the attention of every sequence in every layer."""
     cache.check()
     seqs = [seq for seq in cache.sequences if cache.length(seq)]
     for seq in cache.sequences:

@@ -1,7 +1,7 @@
-"""The oracle: what numkv must compute, in plain NumPy float64, one loop at a time.
+"""The oracle: all that numkv computes, in plain NumPy float64, one loop at a time.
 
-It imports nothing of numkv (``test_layers.py`` checks that) and does no tricks: an invisible row is
-never touched, because only the visible range is sliced out.
+It imports nothing of numkv (``test_layers.py`` checks that) and is simple: it never reads a row that a query does not
+see, as it slices out the visible range.
 """
 
 import ml_dtypes
@@ -45,15 +45,15 @@ INT4_GROUP = 32
 
 
 def int4_lowest(scale):
-    """The value of code 0 in units of the scale: the last three bits of a bfloat16 scale move it by halves."""
+    """Return the value of code 0 in units of the scale: the last three bits of a bfloat16 scale move it by halves."""
     return (words(scale) & 7).astype(np.float32) / 2 - np.float32(9.25)
 
 
 def int4_quantise(x):
     """Codes, two to a byte, and bfloat16 scales of rows ``(..., d)``, for each 32 elements of a row.
 
-    Levels span a group from end to end, or 0.96 or 0.92 of that; of those that are as good, the first. Errors are cut
-    to a 512th of a scale and squared as integers, so no order of adding matters.
+    Levels span a group from end to end, or 0.96 or 0.92 of that, whichever has the least error; the first of equals.
+    Errors are cut to a 512th of a scale and squared as integers, so the order of adding does not matter.
     """
     x = np.asarray(x).astype(np.float32)
     codes, scales = [], []
@@ -143,8 +143,8 @@ def code6_unpack(codes):
 def codebook_quantise(x, bits):
     """Codes and float32 scales of rows ``(..., d)``: the sign above the number of a magnitude.
 
-    Of three scales the one with the least squared error is taken, the first of those that are as good, and then what
-    least squares make of it. Numbers are cut to integers before they are added up, so no order matters.
+    Of three scales the first with the least squared error is taken, then improved by least squares. Numbers are cut to
+    integers before they are added, so the order does not matter.
     """
     f32 = np.float32
     levels, of_normal = CODE_LEVELS[bits]
@@ -182,7 +182,7 @@ def codebook_quantise(x, bits):
 
 
 def nearest_level(size, levels):
-    """The nearest level to magnitudes in units of the scale; of two that are as near, the larger."""
+    """Return the nearest level to magnitudes in units of the scale; of two equally near, the larger."""
     middles = ((levels[1:] + levels[:-1]) / 2).astype(np.float32)
     return levels.astype(np.float32)[np.searchsorted(middles, size, side="right")]
 
@@ -260,7 +260,7 @@ def channel_fine(kind):
 
 
 def channel_group(x, kind):
-    """Words of token groups ``(..., 64, d)``, and what their channels share, as words of 16 bits ``(..., 2 d)``.
+    """Return words of token groups ``(..., 64, d)``, and scales and zeros of channels as 16-bit words ``(..., 2 d)``.
 
     Second codes follow a row's codes, and their channels the zero points.
     """
@@ -282,7 +282,7 @@ def channel_group(x, kind):
 
 
 def channel_values(stored, shared, kind):
-    """Float64 values of words ``(..., w)``; of what their channels share the axes before the last are broadcast."""
+    """Return float64 values of words ``(..., w)``; scales and zeros of channels are broadcast but for the last axis."""
     fine = channel_fine(kind)
     d = (shared.shape[-1] - fine) // 2
     codes = channel_codes(stored, kind).astype(np.float64)
@@ -310,7 +310,7 @@ def rotation(signs):
 CODES = {
     "int8": np.dtype(np.int8), "code6": np.dtype(np.int16), "int4": np.dtype(np.uint8), "code4": np.dtype(np.uint8),
 }  # fmt: skip
-#: Those that tests of every kind take; it has tests of its own, as each kind is compiled anew.
+#: Signs for tests of every kind: the same for all, as other signs have tests of their own.
 EVERYWHERE = ("int8", "int4")
 
 
@@ -322,7 +322,7 @@ def quantise(x, kind):
 
 
 def dequantise(codes, scale):
-    """Float64 values of codes, whose dtype, and that of their scales, say of which kind they are."""
+    """Return float64 values of codes; the dtypes of codes and scales tell the kind."""
     if codes.dtype == np.int8:
         return int8_dequantise(codes, scale)
     if codes.dtype == np.int16:
@@ -333,7 +333,7 @@ def dequantise(codes, scale):
 def gather(pool, block_table, seq_lens):
     """Paged rows side by side: ``pool (blocks, heads, block_size, ...)`` -> ``(num_seqs, heads, longest, ...)``.
 
-    What lies past a length stays 0, and its block is never looked up.
+    Rows past a length stay 0, and their blocks are never looked up.
     """
     pool = np.asarray(pool)
     _, heads, block_size = pool.shape[:3]
@@ -413,9 +413,9 @@ def attention(
 
 
 def seen_tokens(query, tokens, length, *, causal=True, window_left=-1, span=None, parents=None):
-    """What query number `query` of a sequence's `tokens` sees: tokens, and how far each is from it.
+    """Return the tokens that query number `query` of a sequence's `tokens` sees, and the distance of each.
 
-    `span` is a range in place of causality; `parents` are those of a tree of the newest tokens, or -1.
+    `span` is a range in place of causality; `parents` are the parents of the newest tokens in a tree, or -1.
     """
     if parents is not None:
         base, path = length - tokens, []
@@ -439,7 +439,7 @@ def attention_to_seen(
     q, k, v, seq_lens, cu_seqlens_q, *, sm_scale=None, logits_soft_cap=0.0, window_left=-1, sinks=None, causal=True,
     ranges=None, parents=None, slopes=None,
 ):  # fmt: skip
-    """`attention` where causality does not say it all: of ranges of queries, parents of a tree, slopes of biases."""
+    """Compute `attention` beyond causality: with ranges of queries, parents of a tree, slopes of biases."""
     q, k, v = (np.asarray(x).astype(np.float64) for x in (q, k, v))
     num_tokens, num_q_heads, head_dim = q.shape
     group = num_q_heads // k.shape[1]
@@ -548,7 +548,7 @@ NORM_MODES, INTERLEAVED_MODES = (1, 4), (3, 4)
 
 
 def write(qkv, num_q_heads, num_kv_heads, head_dim, mode, cos, sin, q_w, k_w, eps, pos_offset):
-    """What a layer must return as q and store as K and V, in float64."""
+    """Return the q that a layer returns, and the K and V that it stores, in float64."""
     q, k, v = split_qkv(qkv, num_q_heads, num_kv_heads, head_dim)
     if mode in NORM_MODES:
         q, k = rms_norm(q, q_w, eps), rms_norm(k, k_w, eps)
@@ -561,7 +561,7 @@ def write(qkv, num_q_heads, num_kv_heads, head_dim, mode, cos, sin, q_w, k_w, ep
 
 
 def latent_rows(rows, width, mode, cos, sin, weight, eps, positions):
-    """What a cache of latents must store of projections ``(tokens, heads, d)``: norm of `width` elements, then RoPE."""
+    """Return the rows that a cache of latents stores of projections ``(tokens, heads, d)``: norm of `width`, RoPE."""
     latent, key = np.split(np.asarray(rows).astype(np.float64), [width], axis=-1)
     if mode in NORM_MODES:
         latent = rms_norm(latent, weight, eps)

@@ -1,11 +1,10 @@
-"""The oracle of multi-sequence caches: cells, and every rule said once, as its definition reads.
+"""The oracle of multi-sequence caches: cells, and each rule written once, as it is defined.
 
-A cell holds a position, a set of sequences, and a row of K and V in each layer. Nothing is kept that
-could be found by looking at all cells, so that nothing can be out of date. It imports nothing of
-numkv.
+A cell holds a position, a set of sequences, and a row of K and V in each layer. All else is computed from the cells
+when it is needed, so that nothing can be out of date. It imports nothing of numkv.
 
-Keys are float64 and are never rounded: what they are off by at most after they were moved is added
-up in `slack`, by head, as an L2 norm, which neither a rotation nor a sum changes.
+Keys are float64 and are never rounded. `slack` is a bound on the error of keys that numkv moved: an L2 norm by head,
+which a rotation does not change.
 """
 
 import copy
@@ -25,7 +24,7 @@ class Refused(Exception):
 
 
 def num_cells(window, memory, max_sequences, capacity, max_batch, padding):
-    """How many cells there are, and how far back eviction leaves them; infinite for all the way."""
+    """Return the number of cells, and how many positions eviction keeps; infinite for all."""
     window = INFINITY if window < 0 else window
     memory = window if memory is None else memory
     if memory < INFINITY and max_sequences > 1:
@@ -40,8 +39,8 @@ def num_cells(window, memory, max_sequences, capacity, max_batch, padding):
 class Cells:
     """One cache; `window` -1 is unlimited, `chunk` 0 is none.
 
-    `shift(key, offset)` turns one key ``(num_kv_heads, head_dim)``, `loss(key)` says by how much
-    its storing may be off, ``(num_kv_heads,)``.
+    `shift(key, offset)` rotates one key ``(num_kv_heads, head_dim)``; `loss(key)` is the error bound of storing it,
+    ``(num_kv_heads,)``.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class Cells:
         return set().union(*self.sequences)
 
     def positions_of(self, seq):
-        """Positions that are stored of a sequence, in order."""
+        """Return the stored positions of a sequence, in order."""
         return sorted(self.positions[j] for j in self.holding(seq))
 
     def can_resume(self, seq, position):
@@ -138,7 +137,7 @@ class Cells:
             self.slack[layer] = np.zeros((n, heads))
 
     def put(self, layer, k, v):
-        """Store rows, given as the cache would give them back; none in a reserved pass."""
+        """Store rows, as the cache would return them; a reserved pass stores none."""
         self.allocate(layer, *k.shape[1:], v.shape[2])
         if self.chosen is not None:
             self.keys[layer][self.chosen] = k
@@ -146,7 +145,7 @@ class Cells:
             self.slack[layer][self.chosen] = 0
 
     def get(self, layer):
-        """Keys, values, how far off the keys may be, and the mask."""
+        """Return keys, values, the keys' error bound, and the mask."""
         shown = slice(self.shown.start, self.shown.stop)
         rows = (self.keys, self.values, self.slack)
         return (*(x[layer][shown] for x in rows), self.mask())
@@ -154,7 +153,7 @@ class Cells:
     # -- between passes
 
     def remove(self, seq, begin, end=None):
-        """Take positions out and close the gap; as if nothing had been asked where that fails."""
+        """Remove positions and close the gap; change nothing where that fails."""
         end = INFINITY if end is None else end
         own = self.holding(seq)
         moving = [j for j in own if self.positions[j] >= end] if end > begin else []
@@ -177,7 +176,7 @@ class Cells:
 
 
 class Several:
-    """Caches that do everything together, or none of them anything."""
+    """Caches that make each change together, or not at all."""
 
     def __init__(self, *children):
         self.children = list(children)
@@ -230,7 +229,7 @@ def as_stored(x, kind):
 
 
 def rotate(key, offset, cos, sin, interleaved):
-    """A key turned by `offset` positions, backwards if it is negative."""
+    """Return a key rotated by `offset` positions, backwards if it is negative."""
     turn = -1.0 if offset < 0 else 1.0
     row = abs(offset)
     return naive.rope(key, cos[row], turn * np.asarray(sin[row], np.float64), interleaved)
@@ -241,7 +240,7 @@ STEP = {"fp64": 1e-6, "fp32": 1e-6, "fp16": 2.0**-11 + 1e-6, "bf16": 2.0**-8 + 1
 
 
 def loss(kind):
-    """What storing a key that was computed in float32 may be off by, by head, as an L2 norm."""
+    """Return the error bound of storing a key computed in float32: an L2 norm by head."""
 
     def of(key):
         if kind == "int8":  # half a scale in every element

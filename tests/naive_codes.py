@@ -1,4 +1,4 @@
-"""The oracle of compressed heads: codes, scales, sketches and what they are read as, in plain NumPy float64.
+"""The oracle of compressed heads: codes, scales, sketches and the vectors decoded from them, in NumPy float64.
 
 Like ``naive.py`` it imports nothing of numkv. Arrays are by head: vectors ``(heads, tokens, dim)``.
 """
@@ -26,7 +26,7 @@ def quantise(x, rotation, levels):
 
 
 def scale_and_rest(x, z, codes, levels):
-    """The multiple of the levels that comes nearest to the vector, and what that leaves over, turned."""
+    """Return the scale that fits levels to the vector best, and the rotated residual."""
     norm = np.linalg.norm(np.asarray(x, np.float64), axis=-1)
     c = np.asarray(levels, np.float64)[codes]
     factor = np.sum(z * c, axis=-1) / np.sum(c * c, axis=-1)
@@ -66,7 +66,7 @@ def scores(q, keys, rotation, sketch, signs, residuals, sm_scale):
 
 
 def restrict(score, cap=0.0, window_left=-1):
-    """Scores ``(queries, q heads, tokens)`` of the newest tokens' queries, bounded; -inf for what one does not see."""
+    """Cap scores ``(queries, q heads, tokens)`` of the newest tokens' queries; -inf for tokens that are not seen."""
     queries, _, tokens = score.shape
     out = cap * np.tanh(score / cap) if cap else score.copy()
     for i in range(queries):

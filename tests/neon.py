@@ -1,8 +1,8 @@
 """Attention's kernels as they are made for a 64-bit ARM: ``python tests/neon.py FOLDER KIND…`` writes their assembly.
 
-In a process of its own, which takes itself for such a machine before numkv looks. Numba still makes code for this one,
-which is never run: its LLVM, in which vectors and intrinsics are what numkv asked for, goes through LLVM once more, for
-ARM. What Numba's runtime itself brings is left out, as it has been fitted to this machine by then.
+It runs in a process of its own, in which numkv sees an ARM machine. Numba still compiles for this machine; that code is
+never run. Its LLVM, with the vectors and intrinsics that numkv chose, is compiled once more, for ARM. Functions of
+Numba's runtime are left out, as they are already specific to this machine.
 """
 
 import itertools
@@ -16,9 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 #: Query rows that are taken at once: at most as many as a vector has lanes.
 ROWS = (1, 2, 4)
-#: Every 64-bit ARM since 2018 in servers has what this one has.
+#: A CPU whose instructions every 64-bit ARM server since 2018 has.
 CPU = "neoverse-n1"
-#: Instructions of ARM by functions that are called in their place while Numba makes code for this machine, too.
+#: ARM's instructions, and the functions called in their place while Numba compiles for this machine.
 STAND_INS = {f"llvm.aarch64.neon.{name}.v16i8": f"stand_in_for_{name}" for name in ("tbl1", "tbl4")}
 
 
@@ -26,7 +26,7 @@ def start(folder, kinds):
     """Start the process."""
     environment = {
         **os.environ,
-        # A CPU that has instructions for half floats: without, what is never run would still need functions for them.
+        # A CPU with instructions for half floats: for others, Numba's code would need functions that are not linked.
         "NUMBA_CPU_NAME": "haswell",
         "NUMBA_CPU_FEATURES": "",
         "NUMBA_CACHE_DIR": str(folder),
@@ -46,7 +46,7 @@ def for_arm(text):
     text = re.sub(runtime, r"declare void @\1(ptr)", text, flags=re.M | re.S)
     for name, stand_in in STAND_INS.items():
         text = text.replace(f"@{stand_in}(", f"@{name}(")
-    # Or nothing would be left that is needed.
+    # Otherwise LLVM would drop the functions as unused.
     return text.replace("define linkonce_odr ", "define ")
 
 

@@ -1,4 +1,4 @@
-"""A file system of fsspec that is far away, refuses, is silent, fails now and then, and counts what it is asked."""
+"""A slow file system of fsspec that can refuse, hang or fail at times, and counts its calls."""
 
 import threading
 import time
@@ -22,11 +22,11 @@ class Network(MemoryFileSystem):
         self.calls, self.now, self.peak = [], 0, 0
 
     def be_silent(self):
-        """Answer nothing from now on."""
+        """Let all calls hang from now on."""
         self._speak, self.silent = threading.Event(), True
 
     def speak(self):
-        """Answer again, also what has been asked."""
+        """Answer again, hanging calls too."""
         self.silent = False
         self._speak.set()
 
@@ -43,7 +43,7 @@ class Network(MemoryFileSystem):
                 self._speak.wait(60.0)
             if self.refuses or fails:
                 raise ConnectionError("no network")
-            with self.lock:  # its books are not made for threads
+            with self.lock:  # MemoryFileSystem is not safe for threads
                 return function(*args, **options)
         finally:
             with self.lock:
@@ -72,4 +72,4 @@ class Network(MemoryFileSystem):
         return self._call("rm", super().rm_file, path)
 
 
-assert fsspec  # the tests' own extra
+assert fsspec  # an extra for tests

@@ -1,9 +1,9 @@
-"""Arguments of operations, in words as kernels see them, and what they hold afterwards; knows nothing of numkv."""
+"""Arguments of operations, in words as kernels see them, and their contents afterwards; imports nothing of numkv."""
 
 import naive
 import numpy as np
 
-#: What an element of a pool that nobody writes to holds.
+#: The contents of pool elements that are never written.
 UNTOUCHED = 77
 
 
@@ -40,7 +40,7 @@ def pool(kind, shape, dim):
 
 
 def after(buffer, scale, kind, rows, slots):
-    """What a buffer and its scales hold after ``rows (num_tokens, num_kv_heads, dim)`` went into slots; -1 skips."""
+    """Return a buffer and its scales after ``rows (num_tokens, num_kv_heads, dim)`` went into slots; -1 skips."""
     buffer, scale, size = buffer.copy(), scale.copy(), buffer.shape[2]
     new, new_scale = stored(rows, kind)
     for t, slot in enumerate(slots):

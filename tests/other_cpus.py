@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 #: Names of CPUs, as LLVM has them, and how many floats their vectors have.
 LANES = {"haswell": 8, "x86-64": 4, "sandybridge": 8, "skylake-avx512": 16, "alderlake": 8}
-#: Kinds whose code is another on that CPU than on those before.
+#: Kinds whose code differs from that of the CPUs above.
 KINDS = {
     "haswell": ("fp16", "int8", "int4", "code4", "code6"),
     "x86-64": ("fp16", "int8", "int4", "code4", "code6"),

@@ -1,8 +1,8 @@
 """Keys with outlier channels, drawn anew for tests of storage kinds: what real models' keys look like.
 
 Each head draws from a generator of its own, in this order: bias, K, V, q. Large keys of models with RoPE gather in
-channels of low frequency (arXiv:2502.01563), which hardly turn within a block; a bias of high frequency is a stress
-test. The error is that of attention in float64, where all queries see all keys.
+channels of low frequency (arXiv:2502.01563), which hardly rotate within a block; a bias of high frequency is a stress
+test. Errors are errors of attention in float64, where all queries see all keys.
 """
 
 import math

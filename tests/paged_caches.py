@@ -29,7 +29,7 @@ def rows(layer, tokens, begin=0, salt=0):
 
 
 def write(step, to, texts, starts, salt=0):
-    """All layers' rows of a step in which each sequence's text grows from `starts` on."""
+    """Write all layers' rows of a step in which each sequence's text grows from `starts` on."""
     for layer in range(step._store.num_layers):
         parts = [rows(layer, t, n, salt) for t, n in zip(texts, starts, strict=True)]
         parts.append(rows(layer, []))  # a step may be empty
@@ -45,7 +45,7 @@ def grow(cache, to, seq, text, *, named=True, salt=0):
 
 
 def fill(cache, seqs, n):
-    """Let sequences grow by tokens of which nobody asks what they are."""
+    """Let sequences grow by arbitrary tokens."""
     step = cache.reserve(seqs, n)
     for layer in range(cache.num_layers):
         pool, _ = cache._store.place(layer)
@@ -71,7 +71,7 @@ def outputs(cache, to, host, seqs):
 
 
 def check_attention(cache, to, host, seq, text, salt=0, kind="fp32"):
-    """A sequence attends as if it were alone in the world."""
+    """Check that a sequence attends as if it were the only one."""
     assert cache.length(seq) == len(text)
     for layer, out in enumerate(outputs(cache, to, host, [seq])):
         x = rows(layer, text, salt=salt)
@@ -87,7 +87,7 @@ def check_attention(cache, to, host, seq, text, salt=0, kind="fp32"):
 
 
 def state_of(cache):
-    """Everything that a refused call leaves as it was."""
+    """Return everything that a refused call must leave as it was."""
     states = [
         (seq, s.length, [t.tolist() for t in s.tables], s.tokens.tolist(), s.registered, s.reserved)
         for seq, s in cache._sequences.items()

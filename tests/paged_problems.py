@@ -12,7 +12,7 @@ GARBAGE = [-(2**31), -1, 10**6, 2**31 - 1]  # blocks that are in no pool
 
 @dataclass(frozen=True)
 class Paged:
-    """A problem's rows in pools; what the oracle attends over is what the pools hold."""
+    """A problem's rows in pools; the oracle attends over the pools' contents."""
 
     problem: problems.Problem
     k_pool: np.ndarray
@@ -31,7 +31,7 @@ class Paged:
         return list(map(to, arrays)), {n: to(x) for n, x in scales.items() if x is not None}
 
     def run(self, to, **options):
-        """What numkv says."""
+        """Return numkv's results."""
         import numkv
 
         arrays, scales = self.arguments(to)
@@ -41,7 +41,7 @@ class Paged:
         return call(*arrays, **scales, **options)
 
     def expect(self, *, unsigned=False, **options):
-        """What the oracle says: out and lse, over rows gathered from the pools; V's may lose their signs."""
+        """Return the oracle's out and lse, over rows gathered from the pools; with `unsigned`, of V without signs."""
         p, values = self.problem, []
         for pool, scale in ((self.k_pool, self.k_scale), (self.v_pool, self.v_scale)):
             rows = naive.gather(pool, self.block_table, p.seq_lens)
@@ -93,7 +93,7 @@ def make(rng, shape, kind="fp32", q_kind="fp32", *, block_size=3, v_kind=None, s
     """Draw a problem and page it; blocks past a length are garbage, `spare` blocks belong to nobody."""
     problem = problems.make(rng, shape, "fp32", q_kind)
     v_kind = kind if v_kind is None else v_kind
-    # What the result is judged by.
+    # The kind that sets the tolerance.
     wide = tolerances.widest(kind, v_kind)
     needs = [-(-n // block_size) for n in shape.seq_lens]
     order = iter(rng.permutation(sum(needs) + spare))

@@ -1,6 +1,6 @@
 """A plugin, ``-p plain_simulator``: tests run in Numba's own simulator, one case of each on CUDA.
 
-Where `tests/simulator.py` differs, users would be the first to see it.
+It would show where `tests/simulator.py` differs from the simulator that users run.
 """
 
 import pytest

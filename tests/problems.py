@@ -39,11 +39,11 @@ class Problem:
     q_kind: str
 
     def expect(self, **options):
-        """What the oracle says: out and lse."""
+        """Return the oracle's out and lse."""
         return naive.attention(self.q, self.k, self.v, self.seq_lens, self.cu_seqlens_q, **options)
 
     def run(self, to, **options):
-        """What numkv says, on the target that `to` moves arrays to."""
+        """Return numkv's results, on the target that `to` moves arrays to."""
         import numkv
 
         arrays = [to(x) for x in (self.q, self.k, self.v, self.seq_lens)]

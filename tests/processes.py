@@ -1,4 +1,4 @@
-"""Scripts in processes of their own: for what a test cannot do to the process that runs it."""
+"""Run scripts in processes of their own, for tests that would disturb pytest's process."""
 
 import contextlib
 import importlib
@@ -13,11 +13,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-#: Seconds after which a process or thread of a test counts as hanging: it may have to compile on a machine that has
-#: much else to do.
+#: Seconds after which a test's process or thread is taken to hang: it may have to compile on a busy machine.
 PATIENCE = 900
 
-#: Numba's threading layers that there are here; TBB is looked for by the dynamic linker.
+#: Numba's threading layers on this machine; the dynamic linker finds TBB.
 LAYERS = ["omp", "workqueue"]
 with contextlib.suppress(ImportError):
     importlib.import_module("numba.np.ufunc.tbbpool")
@@ -26,10 +25,10 @@ with contextlib.suppress(ImportError):
 #: The first of them in every run, the others in CI.
 EACH_LAYER = [LAYERS[0], *(pytest.param(layer, marks=pytest.mark.slow) for layer in LAYERS[1:])]
 
-# Numba's word at a fork while threads of TBB are busy.
+# Numba prints this at a fork while threads of TBB are busy.
 _TBB_SAYS = "Unable to join threads to shut down before fork(). This can break multithreading in child processes.\n"
 
-# Every script can say `problem(tokens, kv_heads, dim)` and `decode(problem)`.
+# Every script can call `problem(tokens, kv_heads, dim)` and `decode(problem)`.
 COMMON = """
 import json, os, signal, sys, threading, time
 import numpy as np
@@ -47,7 +46,7 @@ def decode(problem):
 
 
 def run(script: str, *, timeout: float = PATIENCE, common: str = COMMON, **environment: str):
-    """Run a script and return what it printed last, read as JSON; it has to end well and say nothing on stderr."""
+    """Run a script and return its last line, read as JSON; it must succeed and write nothing to stderr."""
     settings = os.environ | {"PYTHONPATH": str(ROOT), "NUMKV_PROGRESS": "0"} | environment
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", common + textwrap.dedent(script)],

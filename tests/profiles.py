@@ -10,7 +10,7 @@ settings.register_profile("nightly", max_examples=300, stateful_step_count=50, p
 
 
 def machine(model, share=1):
-    """The test case of a state machine, with a `share` of the examples and of the steps that others get."""
+    """Return the test case of a state machine, with a `share` of the usual examples and steps."""
     case, usual = model.TestCase, settings()
     case.settings = settings(
         max_examples=max(1, int(usual.max_examples * share)),

@@ -1,8 +1,8 @@
 """Small calls of every CUDA kernel and kind, each compared with the float64 oracle; for the interpreter of PTX.
 
-A case runs a call of numkv on the target "cuda" and asserts its result. What its kernels did beside that is looked at
-by who calls: `tools.cuda.ptx_device`. Shapes are such that loops go round, tails are ragged and blocks take several
-items; a few have more threads than work.
+A case runs a call of numkv on the target "cuda" and asserts its result. The caller, `tools.cuda.ptx_device`, checks the
+kernels' accesses. Shapes are chosen so that loops repeat, tails are ragged and blocks take several items; a few have
+more threads than work.
 """
 
 import importlib
@@ -186,7 +186,7 @@ def attention(rng, shape, k_kind, q_kind, v_kind=None, block_size=16, **options)
 
 
 def attention_bounds(rng, shape, kind, q_kind, bound, block_size=16, **options):
-    """Closer than other tests ask for: what queries and weights in 16 bits, or in two halves of these, leave."""
+    """Within a tighter bound than other tests': the error of queries and weights in 16 bits, or in two such halves."""
     problem = paged_problems.make(rng, shape, kind, q_kind, block_size=block_size)
     out = problem.check(to, host, **options)
     tolerances.assert_rows_close(out, problem.expect(**options)[0], bound)

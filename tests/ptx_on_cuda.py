@@ -1,4 +1,4 @@
-"""What tests of the instruments share: a process without the simulator, and without a GPU's driver."""
+"""Skip tests of the instruments unless the process has neither the simulator nor a GPU's driver."""
 
 import importlib.util
 import os
@@ -18,5 +18,5 @@ if os.path.exists("/dev/nvidiactl"):
 
 from tools.cuda import ptx_device
 
-# Before any test has a driver loaded.
+# Must come before a test loads a driver.
 device = ptx_device.start()

@@ -1,7 +1,7 @@
 """Cases of attention's CUDA kernel for many query rows, for `ptx_cases`; each row is compared with float64.
 
-Pools are NaN wherever nothing may be read. Some cases have NaN and infinity in rows that some queries see and others do
-not: what comes of them is compared too.
+Pools are NaN wherever nothing may be read. Some cases have NaN and infinity in rows that only some queries see; these
+queries' results are compared too.
 """
 
 import functools
@@ -213,7 +213,7 @@ def forget_calls():
 
 
 def through_prefill(function):
-    """A case that fails if the kernel for many query rows takes nothing."""
+    """Make a case that fails if the kernel for many query rows is not used."""
 
     @functools.wraps(function)
     def run(*args, **options):

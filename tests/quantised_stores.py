@@ -53,7 +53,7 @@ class Stores:
         return self.in_layer(layer, k, v, to, host, **kw)
 
     def in_slots(self, k, v, to, host, target, **kw):
-        """The functional form, into pools of five blocks; what it has no slots in stays as it was."""
+        """Store by the functional form, into pools of five blocks; blocks without slots stay as they were."""
         size, heads = -(-len(k) // 4), k.shape[1]
         pools, scales = [], []
         for x in (k, v):
@@ -80,7 +80,7 @@ class Stores:
 
 
 def assert_int4_no_worse(values, scale, rows):
-    """Elements in range are off by half a scale at most, others by what they lie outside."""
+    """Check that elements in range are off by half a scale at most, others by their distance from the range."""
     x = np.asarray(rows).astype(np.float64)
     low = naive.int4_lowest(scale) * scale.astype(np.float64)
     low, scale = (

@@ -12,12 +12,12 @@ HEADS, DIM, TOKENS = 2, 8, 7
 
 
 def basis(dim):
-    """What a row is multiplied by before it is stored, as a column, in float64."""
+    """Return the matrix that a row, as a column, is multiplied by before it is stored, in float64."""
     return naive.rotation(Rotation(dim).signs)
 
 
 def turned(x):
-    """Rows as they are stored but for their kind, in float64."""
+    """Return rows as they are stored, before rounding to the kind, in float64."""
     return np.asarray(x).astype(np.float64) @ basis(x.shape[-1]).T
 
 
@@ -32,9 +32,9 @@ def rows(rng, tokens=TOKENS, dim=DIM, dim_v=None, heads=HEADS):
 
 
 def half_a_step(stored, kind):
-    """How far an element of the stored rows may be off, by row: ``(..., 1)``."""
+    """Return the error bound of stored elements, by row: ``(..., 1)``."""
     largest = np.abs(stored).max(axis=-1, keepdims=True)
-    # A search may leave out what is far from the rest.
+    # The search for a scale may clip outliers.
     step = {"int8": largest / 127, "int4": 2 * largest / 15 * 1.5, "fp16": largest * 2.0**-10,
             "fp32": largest * 1e-6, "fp64": largest * 1e-14}[kind]  # fmt: skip
     return 0.51 * step

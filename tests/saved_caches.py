@@ -1,4 +1,4 @@
-"""Caches of every class with something in them, and all that a caller can see of them, for tests of files."""
+"""Filled caches of every class, and all that a caller can see of them, for tests of files."""
 
 import numpy as np
 from layer_lists import paged_kv_cache
@@ -59,7 +59,7 @@ def layer(cls, target, n=13, **options):
 
 
 def paged_cache(target, **options):
-    """Three sequences, one of them a fork, of which one went on, and tokens that are known of two."""
+    """Three sequences: one is a fork, one was continued, and two have known token ids."""
     cache = paged_kv_cache(
         2, HEADS, DIM, num_blocks=40, block_size=4, target=target, **options
     )  # fmt: skip
@@ -189,7 +189,7 @@ def scaled(cache, target):
 
 
 def seen(cache, target):
-    """What a caller sees of a cache, as arrays and numbers; it does not change what is stored."""
+    """Return all that a caller sees of a cache, as arrays and numbers; changes nothing that is stored."""
     return list(_SEEN[type(cache).__name__](cache, target))
 
 
@@ -251,7 +251,7 @@ def _of_cells(cache, target):
 
 
 def _next_pass(cache, target):
-    """A pass that writes the same tokens to each cache that is looked at."""
+    """Make a pass that writes the same tokens to each cache."""
     cache.start_forward(numkv.Batch([8], [7]))
     for at in range(2):
         if type(cache).__name__ != "EncoderCache":

@@ -1,4 +1,4 @@
-"""Sharded caches in this process, whose shards die, are slow or are told things twice when a test says so."""
+"""Sharded caches in this process, whose shards die, are slow or get messages twice when a test asks for it."""
 
 import contextlib
 
@@ -9,15 +9,15 @@ from paged_caches import DIM, HEADS, Q_HEADS, rows
 from numkv.ray import LocalShards, ShardDown, ShardedKVCache
 from numkv.ray.messages import Answer
 
-#: Parts of heads, columns, tokens in a stripe.
+#: Number of slices of heads and of columns, and tokens in a stripe.
 LAYOUTS = [(1, 1, None), (2, 1, None), (1, 2, 2), (1, 3, 4), (2, 2, 2), (1, 2, 64)]
 
 
 class FaultyShards(LocalShards):
-    """Shards that fail as told: `at` says what happens to the n-th message with an operation, from now on.
+    """Shards that fail on request: `at` says what happens to the n-th message of an operation from now on.
 
-    Before: the shard dies before it has done it; after: when it has, but before it answers; slow: its answer takes
-    longer than anybody waits; twice: the message arrives twice.
+    Before: the shard dies before the operation; after: it dies after it, before it answers; slow: the answer comes
+    after the timeout; twice: the message arrives twice.
     """
 
     def __init__(self, places=99) -> None:
@@ -93,21 +93,21 @@ def make(
 
 
 def one(layers=2, *, num_blocks=256, block_size=2, kind="fp32", **options):
-    """The same in one process, as large as all shards."""
+    """Make the same cache in one process, as large as all shards."""
     return paged_kv_cache(
         layers, HEADS, DIM, num_blocks=num_blocks, block_size=block_size, kind=kind, **options
     )
 
 
 def queries(step_layer, texts, starts):
-    """Queries that depend on the tokens, as rows do."""
+    """Make queries that depend on the tokens, as rows do."""
     found = [rows(100 + step_layer, text, n)[0] for text, n in zip(texts, starts, strict=True)]
     found.append(rows(step_layer, [])[0])
     return np.ascontiguousarray(np.concatenate(found).repeat(Q_HEADS // HEADS, 1))
 
 
 def grow(cache, texts, *, named=True, salt=0, **options):
-    """Let sequences become `texts`, which begin as they do now; attention of all layers."""
+    """Let sequences become `texts`, which begin with their present texts; return attention of all layers."""
     seqs = list(texts)
     starts = [cache.length(seq) for seq in seqs]
     step = cache.reserve(seqs, [len(texts[seq]) - n for seq, n in zip(seqs, starts, strict=True)])

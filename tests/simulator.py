@@ -1,10 +1,10 @@
-"""Numba's CUDA simulator, several times as fast and with an order of threads that comes again.
+"""Numba's CUDA simulator, several times as fast and with a reproducible order of threads.
 
-Numba runs each simulated thread as a thread of the system, asks them in a busy loop whether all have reached
+Numba runs each simulated thread as a thread of the system, polls them in a busy loop until all have reached
 ``syncthreads``, and lists an array's attributes to look one up. Here the threads of a block are greenlets: one runs
 until it comes to ``syncthreads`` or to its end, then the next, in an order that is shuffled before every round. So a
-kernel that lacks a barrier finds what other threads have not written yet, or have already overwritten, and finds the
-same in every run of the test. Shared and local memory starts as poison: NaN, or the largest integer.
+kernel that lacks a barrier reads values that other threads have not written yet, or have overwritten, and does so in
+every run of the test. Shared and local memory starts as poison: NaN, or the largest integer.
 
 Exceptions are those of Numba: the thread's own, with ``tid`` and ``ctaid`` before its message.
 """
@@ -21,7 +21,7 @@ from numba.cuda.simulator import kernel, kernelapi
 from numba.cuda.simulator.cudadrv import devicearray
 from numba.np import numpy_support
 
-#: What every launch's order of threads starts from; `seed` sets it.
+#: The random seed of every launch's order of threads; `seed` sets it.
 _seed = 0
 
 
@@ -32,7 +32,7 @@ def seed(number: int) -> None:
 
 
 class Thread(greenlet):
-    """A simulated thread: what Numba's ``BlockThread`` is, as far as kernels see it."""
+    """A simulated thread, with the attributes of Numba's ``BlockThread`` that kernels use."""
 
     def __init__(self, block, args, block_index, thread_index) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Thread(greenlet):
         """Let the other threads come this far."""
         self.parent.switch()
 
-    # These are made of `syncthreads`.
+    # Numba's other barriers call `syncthreads`.
     syncthreads_count = kernel.BlockThread.syncthreads_count
     syncthreads_and = kernel.BlockThread.syncthreads_and
     syncthreads_or = kernel.BlockThread.syncthreads_or
@@ -63,7 +63,7 @@ class Thread(greenlet):
 def _run_block(block, block_index, *args) -> None:
     """Run the threads of a block: all of them to the next barrier, again and again, until they have ended."""
     shared = kernel._get_kernel_context().shared
-    shared._allocations.clear()  # Numba's blocks find what the one before left
+    shared._allocations.clear()  # Numba's own blocks would see the previous block's arrays
     shared._dynshared.fill(-1)  # NaN as floats
     order = random.Random(f"{_seed} {block_index}")
     points = itertools.product(*map(range, block._block_dim))
@@ -78,7 +78,7 @@ def _run_block(block, block_index, *args) -> None:
                     raise _located(error, thread).with_traceback(error.__traceback__) from None
             threads = [thread for thread in threads if not thread.dead]
     finally:
-        for thread in threads:  # after an error in another
+        for thread in threads:  # ends those that wait after an error in another
             thread.throw()
 
 
@@ -89,7 +89,7 @@ def _located(error: Exception, thread: Thread) -> Exception:
 
 
 def _poisoned(shape, dtype) -> np.ndarray:
-    """A new array that nobody can take for a written one."""
+    """Return a new array of poison."""
     if isinstance(dtype, types.Type):
         dtype = numpy_support.as_dtype(dtype)
     dtype = np.dtype(dtype)
@@ -102,7 +102,7 @@ def _local_array(self, shape, dtype) -> np.ndarray:
 
 
 def _shared_array(self, shape, dtype, dynamic=kernelapi.FakeCUDAShared.array) -> np.ndarray:
-    """The block's array of the line that asks for it: the first thread to come there makes it."""
+    """Return the block's array for the calling line; the first thread to reach the line makes it."""
     if shape == 0:
         return dynamic(self, shape, dtype)
     caller = sys._getframe(1)
@@ -135,7 +135,7 @@ def _set_item(self, index, value) -> None:
 
 
 def install() -> None:
-    """Have every launch of this process simulated in this way."""
+    """Replace Numba's simulator in this process."""
     kernel.BlockManager.run = _run_block
     # The simulated `cuda` module asks this name for the thread that is running.
     kernelapi.threading = SimpleNamespace(current_thread=getcurrent)

@@ -1,6 +1,6 @@
-"""Caches over a `numkv.store.PrefixStore` whose layers are not alike, and keep states, for its tests.
+"""Caches over a `numkv.store.PrefixStore` whose layers differ, and keep states, for its tests.
 
-It has what `stored_prefixes` has, so that one can stand for the other.
+It has the functions of `stored_prefixes`, so that a test can use either.
 """
 
 import zlib
@@ -46,7 +46,7 @@ def states_of(text):
 
 
 def grow(of, seq, text, layers=LAYERS):
-    """Let a sequence become `text` in one step; returns how much of it was there."""
+    """Let a sequence become `text` in one step; return the number of tokens found."""
     begin, to = of.length(seq), of._target.asarray
     step = of.reserve([seq], len(text) - begin)
     for number, layer in enumerate(layers):
@@ -61,7 +61,7 @@ def grow(of, seq, text, layers=LAYERS):
 
 
 def started(of, text, layers=LAYERS):
-    """A sequence with this text, and how much of it was found. Steps end at every second block."""
+    """Make a sequence with this text; return it and the number of tokens found. Steps end at every second block."""
     seq = of.add(text)
     found = of.cached_len(seq)
     for end in range((found // (2 * SIZE) + 1) * 2 * SIZE, len(text), 2 * SIZE):
@@ -72,7 +72,7 @@ def started(of, text, layers=LAYERS):
 
 
 def check_rows(of, seq, text, layers=LAYERS):
-    """Attention and states of a sequence are those of its text."""
+    """Check that a sequence has the attention and states of its text."""
     of.check()
     text = text[: of.length(seq)]
     plain, host = mixed_caches.Plain(layers), of._target.to_host

@@ -1,4 +1,4 @@
-"""Caches over a `numkv.store.PrefixStore`, whose rows say which tokens they are of, for its tests."""
+"""Caches over a `numkv.store.PrefixStore`, whose rows are computed from their tokens, for its tests."""
 
 import zlib
 
@@ -43,7 +43,7 @@ def rows(layer, text):
 
 
 def grow(of, seq, text):
-    """Let a sequence become `text`; returns how much of it was there."""
+    """Let a sequence become `text`; return the number of tokens found."""
     begin = of.length(seq)
     step = of.reserve([seq], len(text) - begin)
     for layer in range(of.num_layers):
@@ -54,7 +54,7 @@ def grow(of, seq, text):
 
 
 def started(of, text):
-    """A sequence with this text, and how much of it was found."""
+    """Make a sequence with this text; return it and the number of tokens found."""
     seq = of.add(text)
     return seq, grow(of, seq, text)
 
@@ -73,7 +73,7 @@ def stored_rows(of, seq, length=None):
 
 
 def check_rows(of, seq, text):
-    """The rows of a sequence are those of its text."""
+    """Check that a sequence has the rows of its text."""
     of.check()
     for layer, (k, v) in enumerate(stored_rows(of, seq)):
         want_k, want_v = rows(layer, text[: of.length(seq)])

@@ -1,4 +1,4 @@
-"""How far a result may be from the oracle: one table, by what is computed and in which dtype.
+"""Largest errors against the oracle: one table, by operation and dtype.
 
 =================  ==========================================================================
 moves and copies   exact, bit for bit
@@ -11,8 +11,8 @@ rotated rows       per element, relative to the row's largest: arithmetic, then 
 
 import numpy as np
 
-# A matrix unit takes weights beside bf16 in 16 bits: up to 1e-5 of what is summed, of which sums that cancel, in short
-# rows, make more. Storing values in bf16 costs 2e-3.
+# A matrix unit takes weights of bf16 values in 16 bits: up to 1e-5 of the sum's terms, relatively more where terms
+# cancel, in short rows. Storing values in bf16 costs 2e-3.
 ACCUMULATOR = {"fp32": 1e-5, "bf16": 1e-4, "fp64": 1e-12}
 # Half a unit in the last place, with a little room for a result on the wrong side of a tie.
 ROUNDING = {"fp64": 0.0, "fp32": 6.0e-8, "fp16": 5.0e-4, "bf16": 4.0e-3}
@@ -53,8 +53,8 @@ def row_errors(actual, expected, least=0) -> np.ndarray:
 def assert_rows_close(actual, expected, bound: float, summed=None) -> None:
     """Every output row within ``bound``; NaN never passes.
 
-    A short row can cancel, and its error is then large beside it. Where rows of any size are drawn, `summed` says what
-    was added up, without signs: a row of less than a twentieth of that is judged by a twentieth of it.
+    The terms of a short row can cancel, and its relative error is then large. `summed` is the sum of the terms without
+    signs: a row below a twentieth of it is judged relative to that twentieth.
     """
     assert np.shape(actual) == np.shape(expected)
     least = 0 if summed is None else np.linalg.norm(summed, axis=-1) / 20

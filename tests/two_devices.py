@@ -1,4 +1,4 @@
-"""Two devices on the stub driver, a fork, and the end of a process: each in one of its own. Prints "fine" in the end.
+"""Check two devices on the stub driver, a fork, or the end of a process, and print "fine".
 
 NUMBA_ENABLE_CUDASIM=0 python tests/two_devices.py devices|fork|end
 """
@@ -125,7 +125,7 @@ def devices():
     )
     cache.check()
 
-    # What a kernel of the other device reports is seen from here.
+    # Errors that a kernel of the other device reports are raised here.
     bad = row.copy()
     bad[0, 1, 3] = np.nan
     layer.append(on(1, bad), on_1)
@@ -167,7 +167,7 @@ def fork():
 
 
 def end():
-    """Arrays that live as long as their module does, beside a kernel of the user's own."""
+    """Keep arrays as long as their module lives, beside a kernel of the user's own."""
     global kept
     ptx_device.start()
     from numba import config, cuda

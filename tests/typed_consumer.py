@@ -1,6 +1,6 @@
-"""A program that uses numkv as a stranger would, under ``mypy --strict``: `mypy` of pyproject.toml checks it.
+"""A program that uses numkv as users do, under ``mypy --strict``: `mypy` of pyproject.toml checks it.
 
-It is never run: what is compared is which types numkv's annotations give.
+It is never run: it checks the types that numkv's annotations give.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from numkv import device
 
 
 def lse_of_kind(kind):
-    """A function that attends by hand: the log of the sum of exponentials of one query's scores."""
+    """Make a function that attends by hand: it returns the lse of one query's scores."""
     load, slot_of = device.load_row(kind), device.slot_of
 
     @register_jitable

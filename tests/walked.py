@@ -1,11 +1,11 @@
-"""A table that one test walks: for rows that take no time, of which each as a test of its own would cost more."""
+"""Run the rows of a table in one test: for rows so fast that a test for each would cost more."""
 
 import functools
 import inspect
 
 
 def each(names, rows):
-    """As ``pytest.mark.parametrize``, but in one test: fixtures are made once, and an error says which row it was."""
+    """Act as ``pytest.mark.parametrize``, but in one test: fixtures are made once, and an error names its row."""
     names = [name.strip() for name in names.split(",")]
     rows = [row if len(names) > 1 else (row,) for row in rows]
     assert rows

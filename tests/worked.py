@@ -1,4 +1,4 @@
-"""Numbers that were worked out apart from this repository, for the oracle and for the library."""
+"""Numbers computed without this repository, to test the oracle and the library."""
 
 # Rotations and norms of one row.
 A, R = -1.0954451, 0.3651484
