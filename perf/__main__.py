@@ -20,11 +20,12 @@ from statistics import fmean
 
 import numpy as np
 
+from numkv.bench.rounds import MOST
 from numkv.cli.output import cpu_name
 from perf import bars, envs, fairness, report
-from perf.load import MOST, Load, peak_memory
+from perf.load import peak_memory
 from perf.peers import LARGEST_ERROR, OURS, PEERS, RACED, cores, threads
-from perf.race import race, rounds_of
+from perf.race import race, rounds_of, share
 from perf.shapes import (
     COLD,
     MOST_LAYERS,
@@ -177,23 +178,20 @@ def measure(libraries, letter, kind, how, flops=0):
             beside.append(how.probe.ask("probe_pieces", size=size) / rate)
         return rate
 
+    pids = [how.probe.pid, *(library.pid for library in libraries)]
     result = race(
-        contestants,
-        how.seconds,
-        probe,
-        how.rng,
-        rounds_of(how.seconds),
-        lambda: Load([how.probe.pid, *(library.pid for library in libraries)]),
-        how.patience,
+        contestants, how.seconds, probe, how.rng, rounds_of(how.seconds), pids, how.patience
     )
-    line.probes, line.others = result.probes, fmean(result.others)
-    line.left_out, line.noisy = result.left_out, result.noisy
+    line.probes = [x.probe for x in result.rounds]
+    line.others = fmean(x.others for x in result.rounds)
+    line.left_out, line.noisy = 0 if result.all_count else result.left_out, result.noisy
     for row in rows:
         row.reason = row.reason or result.lost.get(row.name, "")
     for row in line.ran:
         row.seconds = result.seconds(row.name)
-        row.share = result.share(row.name, row.bytes)
-        row.ratio = result.ratio(row.name, line.ours.name) if line.ours else None
+        row.share = share(result, row.name, row.bytes)
+        faster = result.ratio(row.name, line.ours.name) if line.ours else None
+        row.ratio = 1 / faster.middle if faster else None
     return line
 
 

@@ -26,9 +26,10 @@ from statistics import geometric_mean, median
 
 import numpy as np
 
+from numkv.bench.rounds import MOST
 from perf import envs
 from perf.calls import CALLS as ONE_TOKEN
-from perf.load import MOST, Load, of_children
+from perf.load import beside, beside_children
 from perf.peers import CALLS, INT8_BESIDE, LARGEST_ERROR, OURS, CannotRun, numkv_, threads
 from perf.report import table
 from perf.shapes import PREFILL, PREFILL_KINDS, SHAPES, Problems
@@ -297,7 +298,7 @@ def add_run(line, contestants, seconds, load, say):
         say(f"  {line.name:40} does not run: {line.reason}")
         return
     line.runs.append(run)
-    line.others = max(line.others, watched.of_others() or 0.0)
+    line.others = max(line.others, watched.of_others())
     say(f"  {line.name:40} {run.ratio:.3f}")
 
 
@@ -308,13 +309,12 @@ def measure(lines, trees, problems, seconds, say):
         with contextlib.closing(Pair(trees, problems)) as pair:
             for line in warm:
                 made = lambda line=line: pair.contestants(line)  # noqa: E731
-                add_run(line, made, seconds, lambda: Load(pair.pids), say)
+                add_run(line, made, seconds, lambda: beside(pair.pids), say)
     for line in lines:
         if line.group == STARTS:
             script = SCRIPTS[line.form]
             made = lambda s=script: {name: Start(tree, s) for name, tree in trees.items()}  # noqa: E731
-            watch = lambda: Load([], process=of_children)  # noqa: E731
-            add_run(line, made, MORE_FOR_STARTS * seconds, watch, say)
+            add_run(line, made, MORE_FOR_STARTS * seconds, beside_children, say)
 
 
 def repeated(lines, repeat, measure, say):

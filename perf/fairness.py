@@ -10,9 +10,9 @@ from statistics import median
 
 import numpy as np
 
-from perf.load import Load
+from numkv.bench.rounds import FEWEST
 from perf.peers import CannotRun
-from perf.race import FEWEST_ROUNDS, race
+from perf.race import race
 from perf.workers import Died, Missing
 
 #: How far a time in the race may be from that alone, either way.
@@ -89,11 +89,11 @@ class Check:
         return list(self.found.values())
 
     def _race(self, libraries, contestants, probe, whose):
-        """A race, and what others used of the machine meanwhile."""
-        load = Load(x.pid for x in libraries)
-        result = race(contestants, self.seconds, probe, self.rng, FEWEST_ROUNDS)
+        """Return the result of a race, and note the share of the cores that other processes used."""
+        pids = [x.pid for x in libraries]
+        result = race(contestants, self.seconds, probe, self.rng, FEWEST, pids)
         for compared in whose:
-            compared.others = max(compared.others, load.of_others() or 0.0)
+            compared.others = max(compared.others, *(x.others for x in result.rounds))
         return result
 
     def _all_together(self, n):

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 import numkv
-from perf.load import Load
+from perf.load import beside
 from perf.report import table
 
 PIECE = 8 << 20
@@ -106,7 +106,7 @@ def main(argv):
     parser.add_argument("--kind", default="bf16", help="storage kind (bf16)")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(argv)
-    load = Load([os.getpid()])
+    load = beside([])
     with tempfile.TemporaryDirectory(dir=options.dir) as folder:
         times, size = measure(Path(folder), options.bytes, options.kind, options.rounds)
     best = {name: min(found) for name, found in times.items()}
@@ -116,7 +116,7 @@ def main(argv):
         rows.append([ours, *speeds, f"{best[plain] / best[ours]:.2f}"])
     print(f"a cache of {size / 2**30:.2f} GiB in {options.kind}, best of {options.rounds} rounds")
     print(table(["", "GB/s", "the disk alone", "ratio"], rows, (1, 2, 3)))
-    print(f"other processes used {load.of_others() or 0.0:.0%} of the cores")
+    print(f"other processes used {load.of_others():.0%} of the cores")
     return int(min(best["write"] / best["save"], best["read"] / best["load"]) < GOAL)
 
 

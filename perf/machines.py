@@ -12,16 +12,17 @@ import os
 import re
 import sys
 import tempfile
-from statistics import median
 
 import llvmlite.binding
 import numba
+import numpy as np
 
 from numkv.cli.output import cpu_name
 from perf import bandwidth, envs
 from perf.bars import has_feature
-from perf.load import Load
+from perf.load import beside
 from perf.peers import CONTIGUOUS, CannotRun, threads
+from perf.race import race, share
 from perf.report import table
 from perf.shapes import Problems
 from perf.workers import Died, Library
@@ -40,9 +41,9 @@ def variables_of(cpu):
 
 
 def measure(builds, probe, problem, kind, rounds, seconds):
-    """One line: seconds of a call by CPU, its ratio to the native build's, and the native build's share of the probe.
+    """Return the seconds of a call, the share of the probe, the ratio to the native build's time and the error, by CPU.
 
-    Medians; ratios and shares are of times of one round. A build that cannot run is left out, and its reason told.
+    Also return the reasons of builds that cannot run. Numbers are medians; ratios and shares are within rounds.
     """
     made, reasons = {}, {}
     for cpu, library in builds.items():
@@ -51,21 +52,15 @@ def measure(builds, probe, problem, kind, rounds, seconds):
             made[cpu] = library.only(kind, CONTIGUOUS)
         except (CannotRun, Died) as why:
             reasons[cpu] = str(why)
-    times, rates = {cpu: [] for cpu in made}, []
-    for number in range(rounds):
-        rates.append(probe())
-        # Every second round in the other order.
-        for cpu in list(made)[:: 1 if number % 2 else -1]:
-            times[cpu].append(median(made[cpu].turn(seconds)))
-    first = next(iter(made))
-    found = {}
-    for cpu, remote in made.items():
-        shares = [remote.bytes / t / rate for t, rate in zip(times[cpu], rates, strict=True)]
-        ratios = [t / own for t, own in zip(times[cpu], times[first], strict=True)]
-        found[cpu] = (median(times[cpu]), median(shares), median(ratios), remote.error)
+    pids, rng, first = [x.pid for x in builds.values()], np.random.default_rng(0), next(iter(made))
+    result = race(made, rounds * seconds, probe, rng, rounds, pids)
+    found = {
+        cpu: (result.seconds(cpu), share(result, cpu, x.bytes), 1 / result.ratio(cpu, first).middle, x.error)
+        for cpu, x in made.items() if cpu not in result.lost
+    }  # fmt: skip
     for library in builds.values():
         library.free()
-    return found, reasons
+    return found, reasons | result.lost
 
 
 def rows_of(shape, kind, found, reasons):
@@ -101,7 +96,7 @@ def main(argv):
                 cpu: Library("numkv", python=envs.this(), variables=variables_of(cpu))
                 for cpu in options.cpus.split(",")
             }
-            load = Load([probe.pid, *(library.pid for library in builds.values())])
+            load = beside([probe.pid, *(library.pid for library in builds.values())])
             for shape in options.shapes.split(","):
                 for kind in options.kinds.split(","):
                     line = measure(
@@ -111,7 +106,7 @@ def main(argv):
                     rows += rows_of(shape, kind, *line)
                     print(" ".join(map(str, rows[-1])), file=sys.stderr, flush=True)
             versions = builds[next(iter(builds))].versions
-            others = load.of_others() or 0.0
+            others = load.of_others()
         finally:
             for library in (*builds.values(), *([probe] if "probe" in locals() else [])):
                 library.close()

@@ -10,18 +10,16 @@ within a round.
 
 import argparse
 import contextlib
-import ctypes
 import itertools
 import json
-import os
 import random
 import subprocess
 import sys
-import time
-from pathlib import Path
 from statistics import median
 
-from perf.load import MOST, Load, of_children
+from numkv.bench.rounds import MOST
+from perf.load import beside_children
+from perf.neighbour_child import MOMENTS
 from perf.peers import cores
 from perf.report import number, table
 from perf.workers import ROOT, environment
@@ -34,7 +32,6 @@ ORDERS = {
     "numkv, threads, torch": ("numkv", "before", "start", "torch", "after", "set"),
 }
 ALONE = {"torch alone": ("torch", "after", "set"), "NumPy alone": ("after",)}
-MOMENTS = {"before": "not yet", "after": "yes", "set": "yes, torch.set_num_threads"}
 CALLS = ("torch attention", "torch product", "NumPy product")
 #: Environments. As they come, PyTorch's threads spin as libgomp has it, 300,000 turns; numkv's as numkv sets them up.
 AS_THEY_COME = "as they come"
@@ -50,98 +47,9 @@ WAITING = {
 NOTABLE = 1.15
 
 
-# ------------------------------------------------------------------ in the process that is measured
-
-
-def _median_time(call, seconds):
-    """Median time of a call, after one that does not count."""
-    call()
-    times, start = [], time.perf_counter()
-    while len(times) < 3 or time.perf_counter() - start < seconds:
-        before = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - before)
-    return median(times)
-
-
-def _numpy_product():
-    import numpy as np
-
-    a = np.ones((1024, 1024), np.float32)
-    return lambda: a @ a
-
-
-def _torch_product(size=1024):
-    import torch
-
-    a = torch.ones(size, size)
-    return lambda: a @ a
-
-
-def _torch_attention():
-    import torch
-
-    rows = torch.ones(3, 1, 32, 512, 128)
-    attention = torch.nn.functional.scaled_dot_product_attention
-    return lambda: attention(*rows, is_causal=True)
-
-
-def _decode():
-    import numpy as np
-
-    import numkv
-
-    k, v = np.ones((2, 1, 8, 4096, 128), np.float16)
-    q = np.ones((1, 32, 128), np.float32)
-    return lambda: numkv.decode_attention(q, k, v, [4096])
-
-
-def openmp():
-    """Of each OpenMP runtime that is loaded: whether regions nest, and how deep."""
-    lines = Path("/proc/self/maps").read_text().splitlines() if os.name == "posix" else []
-    found = {}
-    for path in sorted({line.split()[-1] for line in lines if "/" in line}):
-        name = Path(path).name
-        if not name.startswith(("libgomp", "libomp", "libiomp")):
-            continue
-        library = ctypes.CDLL(path)
-        whose = "torch's " if "torch" in path else ""
-        found[whose + name] = [library.omp_get_nested(), library.omp_get_max_active_levels()]
-    return found
-
-
-def _measured(seconds):
-    calls = {"NumPy product": _numpy_product}
-    if "torch" in sys.modules:
-        calls |= {"torch attention": _torch_attention, "torch product": _torch_product}
-    times = {name: _median_time(make(), seconds) for name, make in calls.items()}
-    return {"times": times, "openmp": openmp()}
-
-
-def child(steps, seconds):
-    """Do the steps; what was measured, by step."""
-    found = {}
-    for step in steps:
-        if step in ("torch", "numkv"):
-            __import__(step)
-        elif step == "start":
-            _decode()()
-        elif step in MOMENTS:
-            if step == "set":
-                sys.modules["torch"].set_num_threads(cores())
-            found[step] = _measured(seconds)
-        else:
-            call = {"decode": _decode, "product": lambda: _torch_product(512)}[step]()
-            found[step] = _median_time(call, seconds)
-    return found
-
-
-# ------------------------------------------------------------------ the process that asks
-
-
 def ask(steps, seconds, **variables):
     """Do the steps in a fresh process; a string says why there is no result."""
-    command = [sys.executable, "-m", "perf.neighbour", json.dumps([steps, seconds])]
+    command = [sys.executable, "-m", "perf.neighbour_child", json.dumps([steps, seconds])]
     env = environment(cores()) | variables
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -294,13 +202,9 @@ def main(argv):
     for name, part in PARTS.items():
         if options.part in (None, name):
             print(f"\n{name}\n", flush=True)
-            load = Load([], process=of_children)
+            load = beside_children()
             part(options.rounds, options.seconds, lambda x: print(x, file=sys.stderr, flush=True))
-            others = load.of_others() or 0.0
+            others = load.of_others()
             warning = ": REPEAT IT ON A QUIET MACHINE" if others > MOST else ""
             print(f"\nother processes used {others:.0%} of the cores{warning}", flush=True)
     return 0
-
-
-if __name__ == "__main__":
-    print(json.dumps(child(*json.loads(sys.argv[1]))))

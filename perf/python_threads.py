@@ -16,7 +16,7 @@ import threading
 import time
 from statistics import median
 
-from perf.load import Load, of_children
+from perf.load import beside_children
 from perf.peers import FLOATS, cores
 from perf.report import table
 from perf.workers import ROOT, environment
@@ -143,12 +143,12 @@ def main(argv):
     parser.add_argument("--seconds", type=float, default=0.3, help="of calls in a round (0.3)")
     options = parser.parse_args(argv)
     values = [*map(str, vars(options).values())]
-    load, status = Load([], process=of_children), 0
+    load, status = beside_children(), 0
     for part, threads in (("gains", 1), ("server", cores())):
         command = [sys.executable, "-m", "perf.python_threads", part, *values]
         status |= subprocess.run(command, env=environment(threads), cwd=ROOT).returncode
         print()
-    print(f"other processes used {load.of_others() or 0.0:.0%} of the cores")
+    print(f"other processes used {load.of_others():.0%} of the cores")
     return status
 
 

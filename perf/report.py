@@ -5,7 +5,8 @@ import textwrap
 from dataclasses import dataclass, field
 from statistics import median
 
-from perf import bars, load
+from numkv.bench.rounds import MOST
+from perf import bars
 from perf.fairness import TOLERANCE
 from perf.peers import CONTIGUOUS, OURS, PAGED
 from perf.shapes import labelled
@@ -288,7 +289,7 @@ def document(title, paragraphs, shapes, decode, prefill, compared=(), pictures=(
         )
     noisy = [x.others or 0 for x in (*decode, *prefill) if x.noisy]
     most = max([0, *noisy, *(x.others for x in compared)])
-    if noisy or most > load.MOST:
+    if noisy or most > MOST:
         parts.append(
             f"**Other processes used up to {most:.0%} of the cores meanwhile: do not quote it.**"
         )

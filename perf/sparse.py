@@ -18,7 +18,7 @@ import numkv
 from numkv.demo.evaluate import held_out
 from numkv.demo.model import Model
 from numkv.demo.network import Network
-from perf.load import Load
+from perf.load import beside
 from perf.report import table
 
 SIZE = 16
@@ -123,7 +123,7 @@ def main(argv=None):
     parser.add_argument("--seconds", type=float, default=4.0, help="for each line")
     parser.add_argument("--out", type=Path, help="also write the page there")
     options = parser.parse_args(argv)
-    load = Load([])
+    load = beside([])
     blocks, rows = -(-options.tokens // SIZE), []
     tops = [int(x) for x in options.tops.split(",")]
     for top, bits, mass, error in recall(options.tokens, options.last, tops):
@@ -143,10 +143,7 @@ def main(argv=None):
         "A decode step of one layer, bf16, 32 q heads over 8 kv heads of 128, choice included:", "",
         table(["context", "tokens read", "dense, us", "sparse, us", "times as fast"], rows, {0, 1, 2, 3, 4}), "",
     ]  # fmt: skip
-    others = load.of_others()
-    page.append(
-        "" if others is None else f"Other programs used {others:.0%} of the cores meanwhile."
-    )
+    page.append(f"Other programs used {load.of_others():.0%} of the cores meanwhile.")
     text = "\n".join(page)
     print(text)
     if options.out:

@@ -208,6 +208,7 @@ def take_rounds(
     clock: Callable[[], float] = time.monotonic,
     count_rounds: Callable[[int, int], None] = lambda done, left_out: None,
     enough: Callable[[], bool] = lambda: False,
+    took: dict[str, float] | None = None,
 ) -> Measured:
     """Run rounds of all contestants until enough rounds count, or time is up.
 
@@ -232,6 +233,8 @@ def take_rounds(
         Called after each round with the number of rounds that count and that were left out.
     enough : callable
         Called after each round; returns whether to stop, even before `fewest` rounds.
+    took : dict of str to float, optional
+        The seconds of each contestant's last turn, filled by turns that make several steps; by default those of a step.
 
     Returns
     -------
@@ -240,7 +243,7 @@ def take_rounds(
     quiet: list[Round] = []
     disturbed: list[Round] = []
     lost: dict[str, str] = {}
-    last: dict[str, float] = {}
+    last = {} if took is None else took
     fewest = min(fewest, count)
     first, before, gave_up = next(iter(turns), None), probe(), False
     while len(quiet) < count:
@@ -254,7 +257,9 @@ def take_rounds(
         seconds: dict[str, float] = {}
         for name in shuffled(names):
             try:
-                seconds[name] = last[name] = turns[name]()
+                seconds[name] = turns[name]()
+                if took is None:
+                    last[name] = seconds[name]
             except Exception as error:  # any error of a contestant
                 lost[name] = f"{type(error).__name__}: {error}".split("\n")[0]
         others, after = watched.of_others(), probe()

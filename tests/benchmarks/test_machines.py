@@ -10,7 +10,7 @@ from perf.peers import CannotRun
 class Build:
     """Stands for a process; a call takes `time` seconds, or cannot run."""
 
-    bytes, error = 100, 1e-7
+    bytes, error, pid = 100, 1e-7, 0
 
     def __init__(self, time):
         self.time, self.freed = time, False

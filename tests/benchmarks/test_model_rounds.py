@@ -1,9 +1,11 @@
 """`numkv bench`: rounds, what is left out of them, ratios within them, and the tables; on made-up times."""
 
+import os
 from itertools import count
 
 import pytest
 
+from numkv.bench import rounds
 from numkv.bench.rounds import (
     DYNAMIC,
     EVERY,
@@ -158,6 +160,14 @@ def test_load_of_others(monkeypatch):
     assert load(10.0, None, 13.0, 9.0, monkeypatch) == pytest.approx(0.1)
 
 
+def test_busy_seconds_of_all_cores(tmp_path):
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  100 10 20 5000 300 1 2 4 50 0\ncpu0 1 1 1 1\n")
+    ticks = os.sysconf("SC_CLK_TCK")
+    assert rounds._busy_seconds(stat) == (100 + 10 + 20 + 1 + 2 + 4) / ticks
+    assert rounds._busy_seconds(tmp_path / "none") is None
+
+
 def line(**options):
     names = (DYNAMIC, STATIC, "numkv bf16", FLOOR)
     sizes = dict(zip(names, (2_000_000, 2_500_000, 2_100_000, 0), strict=True))
@@ -201,7 +211,7 @@ def test_tokens_of_prompts_without_padding():
 
 def test_what_is_said_below_a_table():
     said = " ".join(bench.terminal(line()).split())
-    assert "3 rounds, 2 left out as something else ran; 0.5 GB/s" in said
+    assert "3 rounds, 2 left out because other processes ran; 0.5 GB/s" in said
     assert "NOISY" not in said
     assert "Absent: x, y: not installed" in said
     noisy = Measured(MEASURED.rounds, 3, noisy=True, all_count=True)

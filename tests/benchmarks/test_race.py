@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import numkv
+from numkv.bench.rounds import EVERY
 from perf import __main__ as program
 from perf import against, race, worker, workers
 from perf.peers import (
@@ -49,39 +50,7 @@ def decode(rng):
     return Decode(TINY, rng)
 
 
-# ------------------------------------------------------------------ statistics
-
-
-def test_medians():
-    result = race.Race(
-        {"numkv": [[1.0, 3.0], [10.0], [4.0]], "other": [[4.0], [], [2.0, 6.0, 100.0]]},
-        probes=[20.0, 40.0, 50.0],
-    )
-    assert result.seconds("numkv") == 3.5
-    assert result.seconds("other") == 5.0
-    # 40 bytes: 20, 4 and 10 bytes a second beside probes of 20, 40 and 50.
-    assert result.share("numkv", 40) == 0.2
-    assert result.share("other", 40) == pytest.approx((10 / 20 + (40 / 6) / 50) / 2)
-    assert result.ratio("other", "numkv") == (4 / 2 + 6 / 4) / 2
-
-
-def test_a_machine_that_slows_down_between_rounds_changes_no_share_and_no_ratio():
-    calls = {"numkv": [[1.0], [2.0], [2.0]], "other": [[3.0], [6.0], [6.0]]}
-    result = race.Race(calls, probes=[200.0, 100.0, 100.0])
-    assert result.ratio("other", "numkv") == 3
-    assert result.share("numkv", 100) == 0.5
-
-
-@pytest.mark.parametrize(("cost", "most"), [(1 / 16, 20), (1 / 4, 9), (50.0, 5)])
-def test_slow_contestants_sit_out_but_have_five_turns(cost, most):
-    spent, turns = 0.0, []
-    for n in range(race.ROUNDS):
-        if race.takes_part(n, spent, 2.0):
-            turns.append(n)
-            spent += cost
-    assert {0, 4, 8, 12, 16} <= set(turns)
-    assert len(turns) == most
-    assert spent <= 2.0 + race.FEWEST_ROUNDS * cost
+# ------------------------------------------------------------------ rounds
 
 
 class Turns:
@@ -97,24 +66,19 @@ class Turns:
         return [self.cost] * max(1, round(seconds / self.cost))
 
 
-def test_race(rng):
-    probed = []
-
-    def probe():
-        probed.append(1)
-        return 1000.0
-
+def test_race(rng, monkeypatch):
+    monkeypatch.setattr(race, "beside", lambda pids: SimpleNamespace(of_others=lambda: 0.02))
     contestants = {"quick": Turns(0.01), "slow": Turns(1.0), "dies": Turns(0.01, last=3)}
-    result = race.race(contestants, 2.0, probe, rng)
+    result = race.race(contestants, 2.0, lambda: 1000.0, rng, race.ROUNDS, [])
     assert result.seconds("quick") == 0.01
     assert result.seconds("slow") == 1
-    assert result.ratio("slow", "quick") == pytest.approx(100)
-    assert result.share("quick", 100) == pytest.approx(10)
-    assert len(result.probes) + 1 == len(probed) == race.ROUNDS + 1
-    assert result.probes == [1000.0] * race.ROUNDS
-    assert sum(bool(x) for x in result.calls["slow"]) == race.FEWEST_ROUNDS
-    assert sum(bool(x) for x in result.calls["quick"]) > 0.8 * race.ROUNDS
-    assert result.lost == {"dies": "died of old age"}
+    assert result.ratio("quick", "slow").middle == pytest.approx(100)
+    assert race.share(result, "quick", 100) == pytest.approx(10)
+    assert [x.probe for x in result.rounds] == [1000.0] * race.ROUNDS
+    # A slow contestant sits out, but has a turn in every fourth round.
+    assert sum("slow" in x.seconds for x in result.rounds) == race.ROUNDS / EVERY
+    assert sum("quick" in x.seconds for x in result.rounds) == race.ROUNDS
+    assert result.lost == {"dies": "Died: died of old age"}
 
 
 @pytest.mark.parametrize(
@@ -122,66 +86,6 @@ def test_race(rng):
 )
 def test_short_races_have_fewer_rounds(seconds, rounds):
     assert race.rounds_of(seconds) == rounds
-    assert race.takes_part(0, 1e9, seconds, rounds)
-    assert sum(race.takes_part(n, 1e9, seconds, rounds) for n in range(rounds)) in (3, 4, 5)
-
-
-class Neighbour:
-    """What others use in each round, as `load.Load` says it; a round takes a second."""
-
-    def __init__(self, *used):
-        self.used, self.rounds = used, 0
-
-    def load(self):
-        self.rounds += 1
-        return self
-
-    def of_others(self):
-        return self.used[(self.rounds - 1) % len(self.used)]
-
-    def race(self, rng, rounds, patience=np.inf):
-        contestants = {"all": Counts(self), "slow": Counts(self, 100.0)}
-        load, clock = self.load, lambda: float(self.rounds)
-        return race.race(contestants, 1.0, lambda: 10.0, rng, rounds, load, patience, clock)
-
-
-class Counts:
-    """A contestant whose calls take as many seconds as there have been rounds, or longer."""
-
-    def __init__(self, neighbour, more=0.0):
-        self.neighbour, self.more = neighbour, more
-
-    def turn(self, seconds):
-        return [self.neighbour.rounds + self.more]
-
-
-def test_rounds_with_other_load_are_left_out_and_more_run(rng):
-    neighbour = Neighbour(0.0, 0.5, 0.04)
-    result = neighbour.race(rng, 6)
-    assert neighbour.rounds == 9
-    assert (result.left_out, result.noisy) == (3, False)
-    assert [x for [x] in result.calls["slow"][::3]] == [101, 106]  # the first and fourth that count
-    assert result.probes == [10.0] * 6
-    assert result.others == [0.0, 0.04] * 3
-
-
-def test_patience_ends(rng):
-    result = Neighbour(0.5).race(rng, 20, patience=30.0)
-    assert result.noisy
-    assert result.left_out == 0
-    assert result.others == [0.5] * 31
-    assert [len(of) for of in result.calls.values()] == [31, 31]
-    assert all(result.calls["slow"])  # each was the first round again
-
-    result = Neighbour(*[0.0] * 6, *[0.5] * 100).race(rng, 20, patience=30.0)
-    assert not result.noisy  # there are enough without
-    assert result.others == [0.0] * 6
-    assert result.left_out == 25
-
-    result = Neighbour(0.0, 0.5, 0.5).race(rng, 20, patience=0.0)
-    assert len(result.others) == race.FEWEST_ROUNDS  # whatever the patience
-    assert result.noisy
-    assert Neighbour(None).race(rng, 5).others == [0.0] * 5  # a system that does not say
 
 
 # ------------------------------------------------------------------ turns

@@ -11,7 +11,18 @@ import pytest
 from made_results import compared, lines
 
 from perf import __main__ as program
-from perf import envs, fairness, load, neighbour, python_threads, race, report, worker, workers
+from perf import (
+    envs,
+    fairness,
+    load,
+    neighbour,
+    neighbour_child,
+    python_threads,
+    race,
+    report,
+    worker,
+    workers,
+)
 from perf.peers import CannotRun, numpy_
 from perf.shapes import (
     Shape,
@@ -91,7 +102,7 @@ def test_a_library_in_a_process(fake_library, rng, monkeypatch):
     assert (good.error, good.bytes, good.layers) == (0, 100, 3)
     assert all(x >= 0 for x in good.turn(0.001))
 
-    result = race.race({"good": good, "dying": dying}, 0.1, lambda: 1.0, rng, rounds=5)
+    result = race.race({"good": good, "dying": dying}, 0.1, lambda: 1.0, rng, 5, [])
     assert result.lost.keys() == {"good", "dying"}  # they shared the process
     assert "SIGABRT" in result.lost["dying"]
 
@@ -233,8 +244,7 @@ def fakes(monkeypatch, tmp_path):
     monkeypatch.setattr(program, "Library", FakeLibrary)
     monkeypatch.setattr(program, "load", lambda names: load_libraries(names, FakeLibrary))
     monkeypatch.setattr(program, "Worker", lambda module: probe)
-    for module in (program, fairness):
-        monkeypatch.setattr(module, "Load", lambda pids: SimpleNamespace(of_others=lambda: 0.02))
+    monkeypatch.setattr(race, "beside", lambda pids: SimpleNamespace(of_others=lambda: 0.02))
 
 
 load_libraries = program.load
@@ -289,24 +299,10 @@ def test_the_whole_program(fakes, tmp_path, capsys, monkeypatch):
     assert "was not checked" in capsys.readouterr().err
 
 
-def test_load_of_others(tmp_path, monkeypatch):
-    now = SimpleNamespace(clock=0.0, machine=100.0, own=7.0)
-    watched = load.Load(
-        [1], lambda: now.clock, lambda: now.machine, lambda pid: now.own if pid == 1 else 0.0
-    )
-    monkeypatch.setattr(load, "cores", lambda: 2)
-    now.clock, now.machine, now.own = 10.0, 115.0, 17.0  # 15 of 20 s busy, 10 of them our own
-    assert watched.of_others() == 0.25
-    now.machine = None
-    assert watched.of_others() is None
-
-    stat = tmp_path / "stat"
-    stat.write_text("cpu  100 10 20 5000 300 1 2 4 50 0\ncpu0 1 1 1 1\n")
-    ticks = load.os.sysconf("SC_CLK_TCK")
-    assert load._machine(stat) == (100 + 10 + 20 + 1 + 2 + 4) / ticks
-    assert load._machine(tmp_path / "none") is None
-    assert load._process(2**30) == 0
-    assert load.of_children() >= 0
+def test_load_beside_processes():
+    with subprocess.Popen([sys.executable, "-c", "print(sum(range(10**6)))"]) as child:
+        assert 0 <= load.beside([child.pid, 2**30]).of_others() <= 1
+    assert load.beside_children().of_others() >= 0
 
 
 def test_peak_memory(tmp_path):
@@ -380,7 +376,7 @@ def test_rounds_of_cases():
 
 
 def test_openmp_is_read_from_the_process():
-    for nested, levels in neighbour.openmp().values():
+    for nested, levels in neighbour_child.openmp().values():
         assert nested in (0, 1)
         assert levels >= 0
 
