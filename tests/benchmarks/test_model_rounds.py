@@ -218,7 +218,7 @@ def test_what_is_said_below_a_table():
     assert bench.verdict(Line(1, noisy)).startswith("NOISY")
     late = bench.verdict(Line(1, Measured(MEASURED.rounds, wanted=9)))
     assert late.startswith("3 rounds, as time was up before there were 9, 0 left out")
-    assert "3 of them beside something else" in bench.verdict(Line(1, noisy))
+    assert "3 of them disturbed by other processes" in bench.verdict(Line(1, noisy))
 
 
 def test_a_page(tmp_path):

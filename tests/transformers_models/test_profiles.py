@@ -246,7 +246,7 @@ def test_a_tolerance_needs_quantised_keys():
     for options in ({}, {"kind": "bf16"}, {"k_kind": "bf16", "v_kind": "int8"}, {"profile": MIXED}):
         model = model_of()
         with pytest.raises(
-            NotSupported, match="`tolerance`: expected None where keys are not quantised"
+            NotSupported, match="`tolerance`: expected None for keys that are not quantised"
         ):
             numkv.transformers.use(model, tolerance=0.5, **options)
         assert model.config._attn_implementation == "sdpa"

@@ -46,7 +46,7 @@ def model():
         (transformers.JetMoeConfig(), "reads K and V"),
         (transformers.MoshiConfig(), "do not show"),
         (transformers.BertConfig(), "both ways"),
-        (transformers.BltConfig(), "what layers there are"),
+        (transformers.BltConfig(), "describes its layers"),
         (transformers.MllamaConfig(), "cross attention to images"),
     ],
     ids=lambda x: type(x).__name__,
@@ -195,7 +195,7 @@ def test_two_threads(model, monkeypatch):
         model(**prompts([5]), past_key_values=cache)
         monkeypatch.setattr(on_transformers.attention, "at_once", in_between)
         model(token, past_key_values=cache)
-    assert "another thread goes on with this cache" in said[0]
+    assert "another thread uses this cache" in said[0]
     assert "another thread" in said[1]
 
 
