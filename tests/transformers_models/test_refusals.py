@@ -45,7 +45,7 @@ def model():
         (transformers.DogeConfig(), "reads K and V"),
         (transformers.JetMoeConfig(), "reads K and V"),
         (transformers.MoshiConfig(), "do not show"),
-        (transformers.BertConfig(), "both ways"),
+        (transformers.BertConfig(), "both directions"),
         (transformers.BltConfig(), "describes its layers"),
         (transformers.MllamaConfig(), "cross attention to images"),
     ],
