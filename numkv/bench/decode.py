@@ -9,6 +9,7 @@ import inspect
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,8 +74,11 @@ class Bench:
         gc.collect()  # caches of the last context
         self.report(f"{context:,} tokens: filling caches")
         room = -(-(context + 1) // ROOM) * ROOM
-        made = candidates(self.wanted, self.kinds, self.model, context, room)
-        contestants, absent = self._made(made)
+        contestants: dict[str, Contestant] = {}
+        absent: dict[str, str] = {}
+        for name, make in candidates(self.wanted, self.kinds, self.model, context, room):
+            with _or_absent(name, absent, contestants):
+                contestants[name] = make()
         self._fill(contestants, context, absent)
         _check_some(contestants, absent)
         ids = self._ids(CHECKS)
@@ -82,16 +86,12 @@ class Bench:
         agreement: dict[str, Agreement] = {}
         for name, one in list(contestants.items()):
             self.report(f"{context:,} tokens: warming up {name}")
-            try:
+            with _or_absent(name, absent, contestants):
                 found = [self._logits(one, ids[i]) for i in range(CHECKS)]
-            except Exception as error:  # any error of a contestant
-                absent[name] = _reason(error)
-                del contestants[name]
-                continue
-            if expected is None and name == DYNAMIC:
-                expected = found
-            if expected is not None and name != FLOOR:
-                agreement[name] = _agreement(found, expected)
+                if expected is None and name == DYNAMIC:
+                    expected = found
+                if expected is not None and name != FLOOR:
+                    agreement[name] = _agreement(found, expected)
         _check_some(contestants, absent)
         read = {name: one.read_by_step(context) for name, one in contestants.items()}
 
@@ -111,26 +111,9 @@ class Bench:
         sizes = {name: one.nbytes for name, one in contestants.items()}
         turns = {name: functools.partial(turn, one) for name, one in contestants.items()}
         measured = self._rounds(turns, deadline)
-        return Line(
-            context,
-            measured,
-            self.batch,
-            sizes=sizes,
-            read=read,
-            agreement=agreement,
-            absent=absent | measured.lost,
-        )
-
-    def _made(
-        self, found: Iterator[tuple[str, Callable[[], Contestant]]]
-    ) -> tuple[dict[str, Contestant], dict[str, str]]:
-        contestants, absent = {}, {}
-        for name, make in found:
-            try:
-                contestants[name] = make()
-            except Exception as error:  # any error of a contestant
-                absent[name] = _reason(error)
-        return contestants, absent
+        line = Line(context, measured, self.batch, sizes=sizes, read=read, agreement=agreement)
+        line.absent = absent | measured.lost
+        return line
 
     def _fill(
         self, contestants: dict[str, Contestant], context: int, absent: dict[str, str]
@@ -138,11 +121,8 @@ class Bench:
         """Fill all caches with the same random rows, layer by layer."""
         for layer, k, v in self._rows(context):
             for name, one in list(contestants.items()):
-                try:
+                with _or_absent(name, absent, contestants):
                     one.store(layer, k, v)
-                except Exception as error:  # any error of a contestant
-                    absent[name] = _reason(error)
-                    del contestants[name]
         for one in contestants.values():
             one.keep()
 
@@ -217,15 +197,10 @@ class Bench:
         order = random.Random(self.seed)
         self.count_rounds(0, 0, self.rounds)
         return take_rounds(
-            turns,
-            self.probe,
-            self.rounds,
-            deadline,
-            shuffled=lambda names: order.sample(names, len(names)),
+            turns, self.probe, self.rounds, deadline, shuffled=lambda names: order.sample(names, len(names)),
             count_rounds=lambda done, left_out: self.count_rounds(done, left_out, self.rounds),
-            enough=self.enough,
-            **more,
-        )
+            enough=self.enough, **more,
+        )  # fmt: skip
 
     # -- prompts
 
@@ -245,7 +220,8 @@ class Bench:
         made = dict(candidates(wanted, self.kinds, model, tokens, tokens + ROOM))
         expected: Any = None
         turns: dict[str, Callable[[], float]] = {}
-        absent, agreement, sizes = {}, {}, {}
+        absent: dict[str, str] = {}
+        agreement, sizes = {}, {}
 
         def read(make: Callable[[], Contestant]) -> tuple[Any, float, Contestant]:
             one = make()
@@ -257,17 +233,14 @@ class Bench:
 
         for name, make in made.items():
             self.report(f"prompts of {tokens:,} tokens: warming up {name}")
-            try:
+            with _or_absent(name, absent, turns):
                 logits, _, one = read(make)
-            except Exception as error:  # any error of a contestant
-                absent[name] = _reason(error)
-                continue
-            expected = logits if expected is None else expected
-            if name != FLOOR:
-                agreement[name] = _agreement([logits], [expected])
-            turns[name] = lambda make=make: read(make)[1]  # type: ignore[misc]
-            sizes[name] = one.nbytes
-            del one
+                expected = logits if expected is None else expected
+                if name != FLOOR:
+                    agreement[name] = _agreement([logits], [expected])
+                turns[name] = lambda make=make: read(make)[1]  # type: ignore[misc]
+                sizes[name] = one.nbytes
+                del one
         _check_some(turns, absent)
         measured = self._rounds(turns, deadline, fewest=2)
         line = Line(tokens, measured, batch, prompt=True, padded=padded, sizes=sizes)
@@ -287,6 +260,11 @@ def _check_some(contestants: dict[str, Any], absent: dict[str, str]) -> None:
         raise NotSupported(f"no contestant can run this model: {absent}")
 
 
-def _reason(error: Exception) -> str:
-    said = " ".join(str(error).split())
-    return f"{type(error).__name__}: {said}"[:300]
+@contextmanager
+def _or_absent(name: str, absent: dict[str, str], contestants: dict[str, Any]) -> Iterator[None]:
+    """Make a contestant absent if this context raises any error."""
+    try:
+        yield
+    except Exception as error:
+        absent[name] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        contestants.pop(name, None)

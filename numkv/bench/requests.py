@@ -27,11 +27,8 @@ from numkv.numbers import memory_of_machine
 from numkv.transformers import ContinuousBatch, restore, use
 
 BATCH, USE = "numkv {}, ContinuousBatch", "numkv {}, use"
-ALONE, PADDED, GENERATE_BATCH = (
-    "generate, one after another",
-    "generate, padded batch",
-    "generate_batch",
-)
+ALONE, PADDED = "generate, one after another", "generate, padded batch"
+GENERATE_BATCH = "generate_batch"
 
 
 @dataclass(frozen=True)
@@ -53,13 +50,9 @@ class Workload:
         """Return the prompts, which are equal for equal seeds."""
         rng = np.random.default_rng(seed)
         least = min(64, self.longest)
-        lengths = (
-            np.exp(rng.uniform(np.log(least), np.log(self.longest), self.requests))
-            .round()
-            .astype(int)
-        )
+        lengths = np.exp(rng.uniform(np.log(least), np.log(self.longest), self.requests))
         begin = rng.integers(1, vocabulary, self.shared).tolist()
-        return [begin + rng.integers(1, vocabulary, n).tolist() for n in lengths]
+        return [begin + rng.integers(1, vocabulary, round(n)).tolist() for n in lengths]
 
 
 @dataclass(frozen=True)
@@ -282,15 +275,8 @@ def _generate_batch(
     context = multiprocessing.get_context("spawn")
     parent_end, child_end = context.Pipe(duplex=False)
     dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(model.dtype, "fp32")
-    arguments = (
-        child_end,
-        model.config.to_dict(),
-        dtype,
-        torch.get_num_threads(),
-        prompts,
-        workload.new,
-        seed,
-    )
+    settings = model.config.to_dict(), dtype, seed, torch.get_num_threads()
+    arguments = child_end, settings, prompts, workload.new
     child = context.Process(target=_serve_in_child, args=arguments, daemon=True)
     child.start()
     child_end.close()
@@ -312,18 +298,19 @@ def _generate_batch(
 
 
 def _serve_in_child(
-    pipe: Any, config: dict[str, Any], dtype: str, threads: int, prompts: Any, new: int, seed: int
+    pipe: Any, settings: tuple[dict[str, Any], str, int, int], prompts: Any, new: int
 ) -> None:
     """Serve by `generate_batch` of transformers; send a message at the beginning, then the seconds and the tokens."""
+    config, dtype, seed, threads = settings
     torch.set_num_threads(threads)
     model = build(transformers.AutoConfig.for_model(**config), dtype, seed)
-    settings = transformers.GenerationConfig(
+    options = transformers.GenerationConfig(
         max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
     pipe.send("ready")
     begin = time.perf_counter()
     try:
-        found = model.generate_batch(inputs=prompts, generation_config=settings, progress_bar=False)
+        found = model.generate_batch(inputs=prompts, generation_config=options, progress_bar=False)
         generated: Any = [x.generated_tokens for x in found.values()]
         if len(generated) < len(prompts):
             generated = f"it answered only {len(generated)} of {len(prompts)} requests"

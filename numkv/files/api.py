@@ -107,9 +107,8 @@ sequence of SwappedSequence
     (5, True)
     """
     path, checked = _check_path(path), check_mark("mark", mark)
-    place, own = (
-        cache.__runs_on__() if hasattr(cache, "__runs_on__") else (targets.get("cpu"), None)
-    )
+    runs_on = getattr(cache, "__runs_on__", lambda: (targets.get("cpu"), None))
+    place, own = runs_on()
     with place.on(own):
         _save(path, checked, cache)
 
@@ -315,9 +314,7 @@ def _reading(path: str) -> Iterator[Container]:
     except RecursionError as error:
         raise NotSupported(f"`path`: expected a flat header, got a deeper one in {path}") from error
     except MemoryError as error:
-        raise NumkvError(
-            f"`path`: there is not enough memory for the contents of {path}"
-        ) from error
+        raise NumkvError(f"`path`: there is not enough memory to load {path}") from error
 
 
 def _check_path(path: Any) -> str:
