@@ -94,7 +94,7 @@ def test_a_sequence_moves_to_another_column():
     for seq, n in ((a, 12), (b, 6)):
         grow(cache, {seq: np.arange(n)})
         check_attention(cache, same, np.asarray, seq, np.arange(n))
-    with pytest.raises(numkv.NotSupported, match="holds nothing"):
+    with pytest.raises(numkv.NotSupported, match="without tokens of sequence"):
         cache.move(a, 1)
     with pytest.raises(IndexError, match="to"):
         cache.move(a, 2)

@@ -266,14 +266,14 @@ def test_the_command(config_file, tmp_path, capsys):
 
 def test_an_interrupt_shows_the_rounds_so_far(config_file, tmp_path, capsys, monkeypatch):
     """Ctrl-C in the first round: its table is shown as partial, later ones are not measured, and no page is written."""
-    page, told = tmp_path / "page.md", bench.Bar.told
+    page, count_rounds = tmp_path / "page.md", bench.Bar.count_rounds
 
     def once(bar, done, left_out, wanted):
-        told(bar, done, left_out, wanted)
+        count_rounds(bar, done, left_out, wanted)
         if done + left_out == 1:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(bench.Bar, "told", once)
+    monkeypatch.setattr(bench.Bar, "count_rounds", once)
     options = [
         "bench", "transformers", "--model", str(config_file), "--context", "40", "50", "--rounds", "9",
         "--contestants", "dynamic", "numkv", "--kind", "fp32", "--dtype", "fp32", "--threads", "1",
@@ -319,8 +319,8 @@ class Terminal(io.StringIO):
 def test_the_bar():
     stream = Terminal()
     bar = bench.Bar(stream)
-    bar.say("64 tokens: filling caches")
-    bar.told(3, 1, 6)
+    bar.report("64 tokens: filling caches")
+    bar.count_rounds(3, 1, 6)
     bar.close()
     assert "64 tokens: filling caches…" in stream.getvalue()
     assert f"[{'#' * 12}{'.' * 12}] 3 of 6 rounds, 1 left out" in stream.getvalue()
@@ -339,8 +339,8 @@ def test_requests(config_file, tmp_path, capsys):
     for count, each in ((1, 3), (4, 3)):
         lines = [x.split() for x in printed.splitlines() if x.endswith(f" {count}/{count}")]
         assert 2 * each <= len(lines) <= 2 * (each + 1)  # `generate_batch` may not be done
-    assert printed.count("numkv fp32/fp32+rotate, ContinuousBatch") == 4
-    assert printed.count("numkv fp32/fp32+rotate, use") == 2
+    assert printed.count("numkv fp32+rotate, ContinuousBatch") == 4
+    assert printed.count("numkv fp32+rotate, use") == 2
     assert printed.splitlines()[-1].startswith(f"written: {page}")
     text = page.read_text()
     assert "4 requests, 70 tokens in common and up to 100 tokens of their own" in text
