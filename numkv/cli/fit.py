@@ -22,7 +22,7 @@ from numkv.cli.output import (
 )
 from numkv.demo import BUNDLED_MODEL
 from numkv.demo.evaluate import Document, held_out
-from numkv.demo.fit import CHANNEL_KINDS, K_KINDS, V_KINDS, DemoJudge, Fit, Judge, Way, fit, ways
+from numkv.demo.fit import CHANNEL_KINDS, K_KINDS, V_KINDS, DemoJudge, Fit, Judge, Pair, fit, pairs
 from numkv.demo.network import blas_threads_for
 from numkv.errors import NumkvError
 from numkv.kinds import kinds_of
@@ -60,12 +60,12 @@ def run(arguments: argparse.Namespace) -> None:
             )
         notes, threads = notes + more, contextlib.nullcontext()
     budget = _budget(arguments.budget, judge)
-    tried = ways(arguments.k_kind or of_k, arguments.v_kind or V_KINDS)
-    shown = [way for way in tried if way.is_even]
+    tried = pairs(arguments.k_kind or of_k, arguments.v_kind or V_KINDS)
+    shown = [pair for pair in tried if pair.is_even]
 
-    def told(layer: int, costs: Mapping[Way, float]) -> None:
-        for way in shown:
-            so_far.note(str(layer), str(way), f"{costs[way]:.1e}")
+    def note(layer: int, costs: Mapping[Pair, float]) -> None:
+        for pair in shown:
+            so_far.note(str(layer), str(pair), f"{costs[pair]:.1e}")
 
     try:
         with (
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> None:
             SoFar("layer alone, KL", *map(str, shown)) as so_far,
             Progress("trying kinds") as progress,
         ):
-            found = fit(judge, budget, tried=tried, progress=progress.update, told=told)
+            found = fit(judge, budget, tried=tried, progress=progress.update, report=note)
     except ValueError as error:
         raise UsageError(f"--{error}") from None
     print(report(found, judge.name))
@@ -108,9 +108,9 @@ def report(found: Fit, name: str) -> str:
     rows = [
         (
             str(i), f"{k:.1f}{' !' if k > WIDE else ''}", f"{v:.1f}{' !' if v > WIDE else ''}",
-            *(f"{cost[way]:.1e}" for way in shown), str(way_of_layer),
+            *(f"{cost[pair]:.1e}" for pair in shown), str(chosen_pair),
         )
-        for i, ((k, v), cost, way_of_layer) in enumerate(zip(found.spreads, found.costs, found.ways, strict=True))
+        for i, ((k, v), cost, chosen_pair) in enumerate(zip(found.spreads, found.costs, found.kinds, strict=True))
     ]  # fmt: skip
     chosen = found.chosen
     others = sorted(found.uniform, key=lambda x: (x.profile.bytes_per_token, x.divergence))
@@ -136,9 +136,9 @@ def report(found: Fit, name: str) -> str:
     )
 
 
-def _shown(found: Fit) -> list[Way]:
-    """The ways that tables name: K and V in as many bits."""
-    return [way for way in found.costs[0] if way.is_even]
+def _shown(found: Fit) -> list[Pair]:
+    """Return the kinds that tables show: K and V in equally many bits."""
+    return [pair for pair in found.costs[0] if pair.is_even]
 
 
 def draw(found: Fit, path: Path) -> None:
@@ -157,11 +157,11 @@ def draw(found: Fit, path: Path) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     numbers = range(len(found.costs))
-    for way in _shown(found):
+    for pair in _shown(found):
         axes.semilogy(
-            numbers, [max(cost[way], 1e-8) for cost in found.costs], marker=".", label=str(way)
+            numbers, [max(cost[pair], 1e-8) for cost in found.costs], marker=".", label=str(pair)
         )
-    chosen = [max(cost[way], 1e-8) for cost, way in zip(found.costs, found.ways, strict=True)]
+    chosen = [max(cost[pair], 1e-8) for cost, pair in zip(found.costs, found.kinds, strict=True)]
     axes.semilogy(
         numbers,
         chosen,
@@ -203,7 +203,7 @@ def _budget(text: str, judge: Judge) -> int:
         k, v = kinds_of(text, None, None, by_channel=True)
     except NumkvError as error:
         raise UsageError(f"--budget: {error}") from None
-    return Profile([Way(k.name, v.name).of(layer) for layer in judge.layers]).bytes_per_token
+    return Profile([Pair(k.name, v.name).spec(x) for x in judge.layers]).bytes_per_token
 
 
 def _of_transformers(

@@ -52,8 +52,8 @@ class Judge(Protocol):
 
 
 @dataclass(frozen=True)
-class Way:
-    """Storage kinds of a layer.
+class Pair:
+    """Storage kinds of K and of V in a layer.
 
     Attributes
     ----------
@@ -76,7 +76,7 @@ class Way:
         """Return whether K and V have equal bits."""
         return kind(self.kind).of_rows == self.v_kind
 
-    def of(self, layer: LayerSpec) -> LayerSpec:
+    def spec(self, layer: LayerSpec) -> LayerSpec:
         """Return a layer with these kinds."""
         return replace(layer, kind=self.kind, v_kind=self.v_kind, rotate=self.rotate)
 
@@ -108,21 +108,21 @@ class Fit:
     ----------
     chosen : Judged
         The best choice within the budget.
-    ways : tuple of Way
+    kinds : tuple of Pair
         Its kinds of each layer.
     costs : tuple of dict
-        For each layer, the divergence of each tried `Way`.
+        For each layer, the divergence of each tried `Pair`.
     spreads : tuple of (float, float)
         For each layer, the spread of channels of K and of V: see `spread`.
     uniform : tuple of Judged
-        Equal kinds in all layers, for each `Way` with equal bits of K and V.
+        Equal kinds in all layers, for each `Pair` with equal bits of K and V.
     budget : int
         Most bytes of a token.
     """
 
     chosen: Judged
-    ways: tuple[Way, ...]
-    costs: tuple[dict[Way, float], ...]
+    kinds: tuple[Pair, ...]
+    costs: tuple[dict[Pair, float], ...]
     spreads: tuple[tuple[float, float], ...]
     uniform: tuple[Judged, ...]
     budget: int
@@ -139,20 +139,20 @@ def spread(rows: NDArray[Any]) -> float:
     return float((size.max(axis=-1) / np.where(middle > 0, middle, 1)).max())
 
 
-def ways(of_k: Sequence[str] = K_KINDS, of_v: Sequence[str] = V_KINDS) -> list[Way]:
-    """Return the combinations of kinds of K and of V, also with rotation if both are quantised."""
-    found = [Way(k, v) for k in of_k for v in of_v]
-    both = [way for way in found if kind(way.kind).has_scales and kind(way.v_kind).has_scales]
-    return found + [replace(way, rotate=True) for way in both if not kind(way.kind).group_tokens]
+def pairs(of_k: Sequence[str] = K_KINDS, of_v: Sequence[str] = V_KINDS) -> list[Pair]:
+    """Return the pairs of kinds of K and of V, also with rotation if both are quantised."""
+    found = [Pair(k, v) for k in of_k for v in of_v]
+    both = [pair for pair in found if kind(pair.kind).has_scales and kind(pair.v_kind).has_scales]
+    return found + [replace(pair, rotate=True) for pair in both if not kind(pair.kind).group_tokens]
 
 
 def fit(
     judge: Judge,
     budget: int,
     *,
-    tried: Sequence[Way] | None = None,
+    tried: Sequence[Pair] | None = None,
     progress: Progress | None = None,
-    told: Callable[[int, Mapping[Way, float]], None] = lambda layer, costs: None,
+    report: Callable[[int, Mapping[Pair, float]], None] = lambda layer, costs: None,
 ) -> Fit:
     """Choose the storage kinds of each layer of a model.
 
@@ -163,11 +163,11 @@ def fit(
     budget : int
         Most bytes of a token's rows in all layers, scales included. The newest tokens that keys by channel store in
         full are not counted.
-    tried : sequence of Way, optional
-        The kinds to try in each layer; `ways` by default.
+    tried : sequence of Pair, optional
+        The kinds to try in each layer; `pairs` by default.
     progress : callable, optional
         Called with the number of measurements done and their total.
-    told : callable, optional
+    report : callable, optional
         Called with the number of each layer and the costs of its kinds, as soon as they are measured.
 
     Returns
@@ -180,28 +180,28 @@ def fit(
         If no tried kind is within the budget.
     """
     layers = judge.layers
-    tried = ways() if tried is None else tried
+    tried = pairs() if tried is None else tried
     sides = sorted(
-        {(side, way.rotate) for way in tried for side in ((way.kind, ""), ("", way.v_kind))}
+        {(side, pair.rotate) for pair in tried for side in ((pair.kind, ""), ("", pair.v_kind))}
     )
     alone = [
         _with_side(layers, i, k, v, rotate)
         for i in range(len(layers)) for (k, v), rotate in sides
     ]  # fmt: skip
-    total = len(alone) + 3 + 2 * sum(way.is_even for way in tried)
+    total = len(alone) + 3 + 2 * sum(pair.is_even for pair in tried)
     done = 0
 
-    costs: list[dict[Way, float]] = []
+    costs: list[dict[Pair, float]] = []
 
     def add_layers(found: list[float]) -> None:
         while len(found) >= (len(costs) + 1) * len(sides):
             each = found[len(costs) * len(sides) :]
             cost = dict(zip(sides, each, strict=False))
             summed = {
-                way: cost[(way.kind, ""), way.rotate] + cost[("", way.v_kind), way.rotate]
-                for way in tried
+                pair: cost[(pair.kind, ""), pair.rotate] + cost[("", pair.v_kind), pair.rotate]
+                for pair in tried
             }
-            told(len(costs), summed)
+            report(len(costs), summed)
             costs.append(summed)
 
     def measure(
@@ -220,9 +220,9 @@ def fit(
         return found
 
     measure(alone, False, add_layers)
-    fitting: list[list[Way]] = []
+    fitting: list[list[Pair]] = []
     for rotate in (False, True):  # equal in all layers, as in a `PagedKVCache`
-        of_layers = [{way: x for way, x in of.items() if way.rotate == rotate} for of in costs]
+        of_layers = [{pair: x for pair, x in of.items() if pair.rotate == rotate} for of in costs]
         if least_bytes(layers, of_layers) <= budget:
             fitting.append(choose(layers, of_layers, budget))
     if not fitting:
@@ -230,20 +230,20 @@ def fit(
         raise ValueError(
             f"budget: expected at least {least} bytes a token, which the smallest kinds take, got {budget}"
         )
-    alike = [way for way in tried if way.is_even]
-    everywhere = [[way.of(layer) for layer in layers] for way in alike]
+    alike = [pair for pair in tried if pair.is_even]
+    everywhere = [[pair.spec(layer) for layer in layers] for pair in alike]
     of_uniform = measure(everywhere, False)
     of_fitting = measure([_all(layers, chosen) for chosen in fitting], False)
     candidates = [(tuple(chosen), cost) for chosen, cost in zip(fitting, of_fitting, strict=True)]
     candidates += [
-        ((way,) * len(layers), cost) for way, cost, made in zip(alike, of_uniform, everywhere, strict=True)
+        ((pair,) * len(layers), cost) for pair, cost, made in zip(alike, of_uniform, everywhere, strict=True)
         if Profile(made).bytes_per_token <= budget
     ]  # fmt: skip
     best = min(candidates, key=lambda x: x[1])[0]
     of_held_out = measure([_all(layers, best), *everywhere], True)
     uniform = tuple(
-        Judged(str(way), Profile(made, judge.name), cost)
-        for way, made, cost in zip(alike, everywhere, of_held_out[1:], strict=True)
+        Judged(str(pair), Profile(made, judge.name), cost)
+        for pair, made, cost in zip(alike, everywhere, of_held_out[1:], strict=True)
     )
     profile = Profile(_all(layers, best), judge.name)
     spreads = tuple((spread(k), spread(v)) for k, v in judge.rows())
@@ -251,15 +251,15 @@ def fit(
     return Fit(chosen, best, tuple(costs), spreads, uniform, budget)
 
 
-def least_bytes(layers: Layers, costs: Sequence[dict[Way, float]]) -> int:
+def least_bytes(layers: Layers, costs: Sequence[dict[Pair, float]]) -> int:
     """Return the bytes of a token with the smallest kinds of each layer."""
     return sum(
-        min((Profile([way.of(layer)]).bytes_per_token for way in of), default=2**62)
+        min((Profile([pair.spec(layer)]).bytes_per_token for pair in of), default=2**62)
         for layer, of in zip(layers, costs, strict=True)
     )
 
 
-def choose(layers: Layers, costs: Sequence[dict[Way, float]], budget: int) -> list[Way]:
+def choose(layers: Layers, costs: Sequence[dict[Pair, float]], budget: int) -> list[Pair]:
     """Widen layers from the fewest bytes on, always the layer in which a byte saves most.
 
     Parameters
@@ -267,29 +267,29 @@ def choose(layers: Layers, costs: Sequence[dict[Way, float]], budget: int) -> li
     layers : sequence of LayerSpec
         The layers.
     costs : sequence of dict
-        For each layer, the cost of each `Way`.
+        For each layer, the cost of each `Pair`.
     budget : int
         Most bytes of a token, at least those of the smallest kinds.
 
     Returns
     -------
-    list of Way
+    list of Pair
         One for each layer.
     """
     steps = []
     for layer, of_layer in zip(layers, costs, strict=True):
         points = sorted(
-            (Profile([way.of(layer)]).bytes_per_token, cost, str(way), way)
-            for way, cost in of_layer.items()
+            (Profile([pair.spec(layer)]).bytes_per_token, cost, str(pair), pair)
+            for pair, cost in of_layer.items()
         )
-        hull: list[tuple[int, float, Way]] = []
-        for size, cost, _, way in points:
+        hull: list[tuple[int, float, Pair]] = []
+        for size, cost, _, pair in points:
             if hull and (cost >= hull[-1][1] or size == hull[-1][0]):
                 continue
             # Keep only the convex hull: leave out points that save less for a byte than the next one.
             while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], (size, cost)):
                 hull.pop()
-            hull.append((size, cost, way))
+            hull.append((size, cost, pair))
         steps.append(hull)
     at = [0] * len(steps)
     used = sum(hull[0][0] for hull in steps)
@@ -312,8 +312,8 @@ def _slope(a: Sequence[Any], b: Sequence[Any]) -> float:
     return float((a[1] - b[1]) / (b[0] - a[0]))
 
 
-def _all(layers: Layers, found: Sequence[Way]) -> list[LayerSpec]:
-    return [way.of(layer) for way, layer in zip(found, layers, strict=True)]
+def _all(layers: Layers, found: Sequence[Pair]) -> list[LayerSpec]:
+    return [pair.spec(layer) for pair, layer in zip(found, layers, strict=True)]
 
 
 def _with_side(layers: Layers, i: int, kind: str, v_kind: str, rotate: bool) -> list[LayerSpec]:

@@ -11,7 +11,7 @@ from numkv.caches import LayerSpec, Profile
 from numkv.cli import fit as command
 from numkv.cli import main
 from numkv.demo.evaluate import Document, held_out, with_outliers
-from numkv.demo.fit import DemoJudge, Way, choose, fit, least_bytes, spread, ways
+from numkv.demo.fit import DemoJudge, Pair, choose, fit, least_bytes, pairs, spread
 from numkv.demo.model import Model
 
 LAYERS = [LayerSpec(2, 64, kind="fp32")] * 3
@@ -53,21 +53,22 @@ class Additive:
 def test_the_choice_is_near_the_best(seed):
     """Of all that fit, what is chosen costs at most what one layer less widened would: greedy steps are whole."""
     rng = np.random.default_rng(seed)
-    judge, tried = Additive(rng), ways(KINDS, KINDS)
-    smallest, largest = (size([Way(k, k).of(x) for x in LAYERS]) for k in ("int4", "int8"))
+    judge, tried = Additive(rng), pairs(KINDS, KINDS)
+    smallest, largest = (size([Pair(k, k).spec(x) for x in LAYERS]) for k in ("int4", "int8"))
     budget = int(rng.integers(smallest, largest + 1))
     found = fit(judge, budget, tried=tried)
-    chosen = [way.of(x) for way, x in zip(found.ways, LAYERS, strict=True)]
+    chosen = [pair.spec(x) for pair, x in zip(found.kinds, LAYERS, strict=True)]
     assert size(chosen) <= budget
     assert list(found.chosen.profile) == chosen
-    assert len({way.rotate for way in found.ways}) == 1
+    assert len({pair.rotate for pair in found.kinds}) == 1
     every = [
-        [way.of(x) for way, x in zip(found, LAYERS, strict=True)]
+        [pair.spec(x) for pair, x in zip(found, LAYERS, strict=True)]
         for rotate in (False, True)
-        for found in itertools.product([way for way in tried if way.rotate == rotate], repeat=3)
+        for found in itertools.product([pair for pair in tried if pair.rotate == rotate], repeat=3)
     ]
     step = max(
-        size([Way("int8", "int8").of(LAYERS[0])]) - size([Way("int4", "int4").of(LAYERS[0])]), 0
+        size([Pair("int8", "int8").spec(LAYERS[0])]) - size([Pair("int4", "int4").spec(LAYERS[0])]),
+        0,
     )
     best = min(
         judge.divergences([x for x in every if size(x) <= max(smallest, budget - step)], False)
@@ -80,27 +81,27 @@ def test_progress_ends_with_the_whole(rng):
     fit(
         judge,
         10**6,
-        tried=ways(KINDS, KINDS),
+        tried=pairs(KINDS, KINDS),
         progress=lambda done, total: told.append((done, total)),
     )
     assert told[-1][0] == told[-1][1] == judge.calls
 
 
 def test_a_budget_that_is_too_small(rng):
-    least = size([Way("int4", "int4").of(x) for x in LAYERS])
+    least = size([Pair("int4", "int4").spec(x) for x in LAYERS])
     assert (
-        fit(Additive(rng), least, tried=ways(KINDS, KINDS)).chosen.profile.bytes_per_token == least
+        fit(Additive(rng), least, tried=pairs(KINDS, KINDS)).chosen.profile.bytes_per_token == least
     )
     with pytest.raises(ValueError, match=f"at least {least} bytes"):
-        fit(Additive(rng), least - 1, tried=ways(KINDS, KINDS))
+        fit(Additive(rng), least - 1, tried=pairs(KINDS, KINDS))
 
 
 def test_a_way_that_costs_more_for_more_bytes_is_never_taken():
-    costs = [{Way("int4", "int4"): 1.0, Way("int8", "int4"): 2.0, Way("int8", "int8"): 0.5}]
-    budget = size([Way("int8", "int4").of(LAYERS[0])])
-    assert choose(LAYERS[:1], costs, budget) == [Way("int4", "int4")]
-    assert choose(LAYERS[:1], costs, 10**6) == [Way("int8", "int8")]
-    assert least_bytes(LAYERS[:1], costs) == size([Way("int4", "int4").of(LAYERS[0])])
+    costs = [{Pair("int4", "int4"): 1.0, Pair("int8", "int4"): 2.0, Pair("int8", "int8"): 0.5}]
+    budget = size([Pair("int8", "int4").spec(LAYERS[0])])
+    assert choose(LAYERS[:1], costs, budget) == [Pair("int4", "int4")]
+    assert choose(LAYERS[:1], costs, 10**6) == [Pair("int8", "int8")]
+    assert least_bytes(LAYERS[:1], costs) == size([Pair("int4", "int4").spec(LAYERS[0])])
 
 
 def test_the_spread_of_channels(rng):
@@ -119,8 +120,8 @@ def test_outlier_channels_are_seen_and_avoided():
     judge = DemoJudge(
         with_outliers(Model.load(), 64), [texts["calendar.py"]], [texts["csv.py"]], 256, 1
     )
-    int4 = size([Way("int4", "int4").of(x) for x in judge.layers])
-    found = fit(judge, int4 * 3 // 2, tried=ways(KINDS, KINDS))
+    int4 = size([Pair("int4", "int4").spec(x) for x in judge.layers])
+    found = fit(judge, int4 * 3 // 2, tried=pairs(KINDS, KINDS))
     assert min(k for k, _ in found.spreads) > 20
     assert max(v for _, v in found.spreads) < 4
     alone = {x.label: x.divergence for x in found.uniform}
@@ -180,11 +181,11 @@ def test_a_plan_takes_no_kind_beside_a_profile(tmp_path, capsys):
 
 
 def test_an_interrupt_shows_the_layers_that_were_measured(tmp_path, capsys, monkeypatch):
-    """Every layer whose ways were all measured is in the table; no profile is written."""
+    """Every layer whose kinds were all measured is in the table; no profile is written."""
 
-    def stopped(judge, budget, *, tried, progress, told):
+    def stopped(judge, budget, *, tried, progress, report):
         for layer in range(2):
-            told(layer, dict.fromkeys(tried, 0.5 + layer))
+            report(layer, dict.fromkeys(tried, 0.5 + layer))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "fit", stopped)
@@ -198,13 +199,13 @@ def test_an_interrupt_shows_the_layers_that_were_measured(tmp_path, capsys, monk
     assert not (tmp_path / "p").exists()
 
 
-def test_layers_are_told_as_they_are_measured():
-    """What is told is what the result has, in order, before the whole is measured."""
+def test_layers_are_reported_as_they_are_measured():
+    """Reported costs are those of the result, in order, before the whole is measured."""
     judge, seen = Additive(np.random.default_rng(0)), []
     found = fit(
         judge,
         10**6,
-        tried=ways(KINDS, KINDS),
-        told=lambda layer, costs: seen.append((layer, dict(costs))),
+        tried=pairs(KINDS, KINDS),
+        report=lambda layer, costs: seen.append((layer, dict(costs))),
     )
     assert seen == list(enumerate(found.costs))
