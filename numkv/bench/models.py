@@ -59,8 +59,10 @@ def config_of(model: str, layers: int | None = None) -> Any:
         try:
             config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
-            said = str(error).strip().split("\n")[0]
-            raise NotSupported(f"{path}: no config that transformers can read ({said})") from error
+            reason = str(error).strip().split("\n")[0]
+            raise NotSupported(
+                f"{path}: no config that transformers can read ({reason})"
+            ) from error
     text = config.get_text_config(decoder=True)
     if layers is not None:
         text.num_hidden_layers = min(layers, text.num_hidden_layers)

@@ -353,14 +353,14 @@ class Report:
 
     def about_outliers(self) -> str:
         """Describe the outlier channels."""
-        told, scores = self.settings["outliers"], self.caches[0].outliers
-        sizes = " and ".join(str(factor) for factor in told["factors"][1:])
+        facts, scores = self.settings["outliers"], self.caches[0].outliers
+        sizes = " and ".join(str(factor) for factor in facts["factors"][1:])
         return (
             f"KL divergence from fp32, in nats a token, where one RoPE pair of channels in all keys is {sizes} times "
             "as large, and that of the queries as many times smaller: over fp32 the model's predictions are the same "
             f"({', '.join(f'{score.bits_per_byte:.4f}' for score in scores)} bits/byte). Keys of many trained models "
-            f"have such channels. The first {scores[0].num_bytes:,} bytes of {told['text']}, windows of "
-            f"{told['context']:,} tokens."
+            f"have such channels. The first {scores[0].num_bytes:,} bytes of {facts['text']}, windows of "
+            f"{facts['context']:,} tokens."
         )
 
     def worse_cells(self) -> _Cells:
@@ -390,21 +390,21 @@ class Report:
 
     def about_model(self) -> str:
         """Describe the texts of the predictions."""
-        told, score = self.settings, self.caches[0].score
-        windows = "in all" if told["windows"] is None else f"{told['windows']} of each module's"
+        facts, score = self.settings, self.caches[0].score
+        windows = "in all" if facts["windows"] is None else f"{facts['windows']} of each module's"
         return (
-            f"{told['source']}: {score.num_bytes:,} bytes, {windows} windows of {told['context']:,} tokens, "
-            f"{told['chunk']} at once. Std. error: of the difference from fp32, over the texts. On envelope: no other "
-            "cache has as few bytes and as small a KL divergence."
+            f"{facts['source']}: {score.num_bytes:,} bytes, {windows} windows of {facts['context']:,} tokens, "
+            f"{facts['chunk']} at once. Std. error: of the difference from fp32, over the texts. On envelope: no "
+            "other cache has as few bytes and as small a KL divergence."
         )
 
     def about_recall(self) -> str:
         """Describe the needles."""
-        told = self.settings
+        facts = self.settings
         return (
-            f"Recall: {told['needle_texts']} texts of {told['context']:,} tokens, lines of the same modules, with "
-            f"definitions of {self.caches[0].recall.num_needles} random names. Each name is used once, about as many "
-            "tokens later as the column gives; its first 4 letters are given, 8 are predicted. Copied: share of these "
+            f"Recall: {facts['needle_texts']} texts of {facts['context']:,} tokens, lines of the same modules, with "
+            f"definitions of {self.caches[0].recall.num_needles} random names. Each name is used once, at about its "
+            "column's distance; its first 4 letters are given, 8 are predicted. Copied: share of these "
             "that the model finds most probable. fp32 is the model's own limit, which falls with the distance. No "
             "needle: fp32 on texts whose definitions have other names, the share that can be guessed."
         )
@@ -455,13 +455,13 @@ class Report:
         for plain, rotated in pairs:
             if rotated not in by_label:
                 continue
-            told = []
+            changes = []
             for name in accuracy.ROWS:
                 before, after = by_label[plain].errors[name], by_label[rotated].errors[name]
-                told.append(
+                changes.append(
                     f"{name} {_percent(before)} to {_percent(after)} (÷ {before / after:.2f})"
                 )
-            lines.append(f"From {plain} to {rotated}: {'; '.join(told)}.")
+            lines.append(f"From {plain} to {rotated}: {'; '.join(changes)}.")
         return lines
 
     def _sections(self) -> list[tuple[str, str, _Cells | None]]:
@@ -483,8 +483,8 @@ class Report:
         """Return the report as text."""
         parts = []
         for heading, about, cells in self._sections():
-            said, drawn = wrapped(about, 100), "" if cells is None else table(*cells)
-            parts += [said, drawn] if heading == _WORSE else [f"{drawn}\n{said}"]
+            text, drawn = wrapped(about, 100), "" if cells is None else table(*cells)
+            parts += [text, drawn] if heading == _WORSE else [f"{drawn}\n{text}"]
         parts.append("\n".join(wrapped(line, 100) for line in self.about_rotation()))
         parts.append(wrapped(self.about_caches(), 100))
         return "\n\n".join(part for part in parts if part)

@@ -144,17 +144,17 @@ def rows(line: Line) -> tuple[list[str], list[list[str]]]:
 def verdict(line: Line) -> str:
     """Return a sentence with the number of rounds, the read bandwidth, and a warning about noise."""
     measured = line.measured
-    said = f"{len(measured.rounds)} rounds"
+    text = f"{len(measured.rounds)} rounds"
     if len(measured.rounds) < measured.wanted:
-        said += f", as time was up before there were {measured.wanted}"
+        text += f", as time was up before there were {measured.wanted}"
     if measured.all_count:
-        said += f", {measured.left_out} of them disturbed by other processes"
+        text += f", {measured.left_out} of them disturbed by other processes"
     else:
-        said += f", {measured.left_out} left out because other processes ran"
-    said += f"; {measured.probe() / 1e9:.1f} GB/s of read bandwidth."
+        text += f", {measured.left_out} left out because other processes ran"
+    text += f"; {measured.probe() / 1e9:.1f} GB/s of read bandwidth."
     if measured.noisy or measured.all_count:
-        said = f"NOISY: time was up before there were enough undisturbed rounds. {said}"
-    return said
+        text = f"NOISY: time was up before there were enough undisturbed rounds. {text}"
+    return text
 
 
 def _absent(line: Line) -> list[str]:
@@ -324,9 +324,9 @@ class Bar:
         """Draw how many rounds count, and how many are left out."""
         if self._on_terminal:
             full = self.WIDTH * done // wanted
-            said = f", {left_out} left out" if left_out else ""
+            text = f", {left_out} left out" if left_out else ""
             self._line(
-                f"{self._what}  [{'#' * full}{'.' * (self.WIDTH - full)}] {done} of {wanted} rounds{said}, "
+                f"{self._what}  [{'#' * full}{'.' * (self.WIDTH - full)}] {done} of {wanted} rounds{text}, "
                 f"{time.monotonic() - self._started:.0f} s"
             )
         elif done == left_out == 0:

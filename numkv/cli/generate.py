@@ -289,9 +289,9 @@ def _continue_sharded(
         before = cache.messages
         run = _continue(model, sharded.kinds, batch, *work)
         steps = sum(map(len, run.tokens)) - len(run.tokens) + run.num_read
-        told = [b - a for a, b in zip(before, cache.messages, strict=True)]
+        sent = [b - a for a, b in zip(before, cache.messages, strict=True)]
     print(
-        f"{sharded.shards} shards by {sharded.by} got {', '.join(f'{n:,}' for n in told)} messages for {steps:,} "
+        f"{sharded.shards} shards by {sharded.by} got {', '.join(f'{n:,}' for n in sent)} messages for {steps:,} "
         f"tokens in {model.config.num_layers} layers; {batch.recomputed:,} tokens were computed again",
         file=sys.stderr,
     )

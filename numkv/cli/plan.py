@@ -71,8 +71,8 @@ def plan_nodes(arguments: argparse.Namespace, needs: ModelNeeds, choice: CacheCh
     )  # fmt: skip
     context = max(arguments.context or [needs.context or _CONTEXT])
     load = _load(needs, choice, arguments, context)
-    ways = [(n, best_sharding(load, network, n), best_sharding(load, network, n, heads_only=True))
-            for n in sorted(set(arguments.nodes))]  # fmt: skip
+    found = [(n, best_sharding(load, network, n), best_sharding(load, network, n, heads_only=True))
+             for n in sorted(set(arguments.nodes))]  # fmt: skip
     lines = [
         f"{load.batch:,} sequences of {load.context:,} tokens, {choice.label}, {load.q_heads} query heads; a node has "
         f"{arguments.memory.text()} and attends to {format_bytes(int(network.memory_bandwidth), True)}/s; a "
@@ -82,14 +82,14 @@ def plan_nodes(arguments: argparse.Namespace, needs: ModelNeeds, choice: CacheCh
         table(
             ("nodes", "used", "groups × heads × context", "ms/step", "tokens/s", "heads only", "messages", "network",
              "attention", "weights", "memory/node", "a link must give"),
-            [_row(arguments.memory, nodes, best, heads) for nodes, best, heads in ways],
+            [_row(arguments.memory, nodes, best, heads) for nodes, best, heads in found],
         ),
         "",
         _counted(arguments.memory, load),
         *_remarks(load, network),
     ]  # fmt: skip
     if arguments.picture is not None:
-        _draw(arguments.picture, ways)
+        _draw(arguments.picture, found)
         lines.append(f"Picture: {arguments.picture}")
     return "\n".join(lines)
 
@@ -112,7 +112,7 @@ def _load(
     if heads is None:
         if needs.model_type:
             raise UsageError(
-                "plan --nodes: the config says no number of query heads; give --q-heads"
+                "plan --nodes: the config has no number of query heads; give --q-heads"
             )
         heads = _Q_HEADS_PER_KV_HEAD * first.heads
     if heads % first.heads:
@@ -182,10 +182,10 @@ def _remarks(load: Load, network: Network) -> list[str]:
             break
         last = now
     if stops == load.kv_heads:
-        found.append(f"In one group heads pay as far as there are any: {stops} parts.")
+        found.append(f"In one group all {stops} head parts pay.")
     else:
         found.append(
-            f"In one group heads stop paying at {stops} parts: twice as many save less than a tenth."
+            f"In one group more than {stops} head parts do not pay: twice as many save less than a tenth."
         )
     lengths = [2**i for i in range(10, 31)]
     for length in lengths:
@@ -193,32 +193,30 @@ def _remarks(load: Load, network: Network) -> list[str]:
         halves = cost_of(own, network, stops, 2, load.batch)[0].total
         whole, _, memory = cost_of(own, network, stops, 1, load.batch)
         if memory > network.memory or halves < 0.9 * whole.total:
-            why = (
-                "as rows do not fit otherwise" if memory > network.memory else "as it saves a tenth"
-            )
+            why = "rows do not fit otherwise" if memory > network.memory else "it saves a tenth"
             found.append(
-                f"Behind them context is worth dividing from about {length:,} tokens on, {why}."
+                f"With these head parts, dividing the context pays from about {length:,} tokens on: {why}."
             )
             break
     found.append(
-        "A link must give what is in the last column for messages to take a tenth of the rest of a step; nothing "
-        "overlaps in this model."
+        "With the bandwidth in the last column, messages take a tenth of the rest of a step. The model assumes that "
+        "nothing overlaps."
     )
     return found
 
 
-def _draw(path: Path, ways: list[Any]) -> None:
+def _draw(path: Path, found: list[Any]) -> None:
     """Draw tokens a second over nodes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for label, index in (("best", 1), ("heads only", 2)):
-        points = [(way[0], way[index].tokens_per_second) for way in ways if way[index] is not None]
+        points = [(row[0], row[index].tokens_per_second) for row in found if row[index] is not None]
         if points:
             axes.plot(*zip(*points, strict=True), marker="o", label=label)
     axes.set(xscale="log", yscale="log", xlabel="nodes", ylabel="tokens/s")
-    axes.set_xticks([way[0] for way in ways], [f"{way[0]:,}" for way in ways])
+    axes.set_xticks([row[0] for row in found], [f"{row[0]:,}" for row in found])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend()
@@ -291,7 +289,7 @@ def plan_profile(arguments: argparse.Namespace) -> str:
         or arguments.nodes
     ):
         raise UsageError(
-            "--profile says shapes and kinds by itself: leave the config, --kind and --nodes out"
+            "--profile has shapes and kinds already: leave the config, --kind and --nodes out"
         )
     found, memory = Profile.load(arguments.profile), arguments.memory
     counts = Counter(
@@ -339,15 +337,15 @@ def cache_code(needs: ModelNeeds, choice: CacheChoice, memory: int) -> str:
         layers = LayerSpec.for_model(needs, **storage)
     except NumkvError as error:
         return f"    {error}"
-    said: dict[str, str] = {}  # code of specs, and their names
+    specs: dict[str, str] = {}  # code of specs, and their names
     names = []
     for layer, of in zip(needs.layers, layers, strict=True):
         name = f"of_layer_{of.shares}" if of.shares is not None else layer.type.partition("_")[0]
         code = _spec_code(of)
-        while said.setdefault(name, code) != code:
+        while specs.setdefault(name, code) != code:
             name += "_"
         names.append(name)
-    lines = [f"{name} = {code}" for name, code in said.items()]
+    lines = [f"{name} = {code}" for name, code in specs.items()]
     given = ["layers=layers", f"max_nbytes={int(memory):_}"]
     given += ["state_slots=numkv.StateSlots(64)"] * any(of.states for of in layers)
     lines += [
@@ -492,12 +490,12 @@ def _notes(
     notes = []
     of_rows = [kind.name for kind in kinds() if kind.scales_per == "row" and kind.name in listed]
     if of_rows:
-        others = "".join(f"; those of {name} are as many" for name in of_rows[1:])
+        others = "".join(f"; {name} has as many" for name in of_rows[1:])
         notes.append(
             f"The scales of {of_rows[0]} are counted: 4 bytes for each key and each value of a head{others}."
         )
     if "int4" in listed:
-        notes.append("Those of int4 are: 2 bytes for each 32 elements.")
+        notes.append("The scales of int4 are counted: 2 bytes for each 32 elements.")
     if needs.state_bytes():
         states = arguments.memory.text(needs.state_bytes())
         notes.append(f"States take {states} of each sequence, however long; they are counted.")
@@ -511,7 +509,7 @@ def _notes(
             f"Bounds of keys, {of_block} for each block in all layers, are counted where blocks are, not by token."
         )
     if any(rows.of_source for rows in needs.rows) and not arguments.source_tokens:
-        notes.append("Of the text that is read nothing is counted: give --source-tokens.")
+        notes.append("The text that is read is not counted: give --source-tokens.")
     notes += [f"NOT KNOWN: {remark}." for remark in needs.remarks]
     return notes
 

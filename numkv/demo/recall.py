@@ -239,17 +239,19 @@ def recall(
     done, found = 0, []
     for label, factory in caches.items():
         session = model.start(capacity, factory, target)
-        told: list[tuple[Needle, float, NDArray[Any]]] = []
+        scored: list[tuple[Needle, float, NDArray[Any]]] = []
         for text in texts:
-            told += _told(session, text, chunk)
+            scored += _scored(session, text, chunk)
             done += len(text.tokens)
             if progress is not None:
                 progress(done, total)
-        found.append(_summed(label, told))
+        found.append(_summed(label, scored))
     return found
 
 
-def _told(session: Session, text: Haystack, chunk: int) -> list[tuple[Needle, float, NDArray[Any]]]:
+def _scored(
+    session: Session, text: Haystack, chunk: int
+) -> list[tuple[Needle, float, NDArray[Any]]]:
     """Return the needles of a text, with their bits, and whether each of their tokens is the most probable one."""
     inputs, expected = text.tokens[:-1], text.tokens[1:]
     first = text.needles[0].begin - 1
@@ -267,12 +269,12 @@ def _told(session: Session, text: Haystack, chunk: int) -> list[tuple[Needle, fl
     return [(n, float(bits[s].sum()), right[s]) for n, s in zip(text.needles, spans, strict=True)]
 
 
-def _summed(label: str, told: Sequence[tuple[Needle, float, NDArray[Any]]]) -> Recall:
-    groups = [[right for n, _, right in told if n.group == g] for g in range(len(DISTANCES))]
+def _summed(label: str, scored: Sequence[tuple[Needle, float, NDArray[Any]]]) -> Recall:
+    groups = [[right for n, _, right in scored if n.group == g] for g in range(len(DISTANCES))]
     return Recall(
         label,
-        len(told),
-        sum(bits for _, bits, _ in told) / sum(n.num_bytes for n, _, _ in told),
-        float(np.concatenate([right for _, _, right in told]).mean()),
+        len(scored),
+        sum(bits for _, bits, _ in scored) / sum(n.num_bytes for n, _, _ in scored),
+        float(np.concatenate([right for _, _, right in scored]).mean()),
         tuple(float(np.concatenate(g).mean()) if g else math.nan for g in groups),
     )

@@ -46,10 +46,10 @@ def picture_of(cache: Any) -> Picture:
 
 def _storage(of: Any) -> str:
     """How the rows of a layer are stored, from its `LayerSpec`."""
-    said = f"{of.kind}" if of.v_kind in (None, of.kind) else f"{of.kind}/{of.v_kind}"
+    text = f"{of.kind}" if of.v_kind in (None, of.kind) else f"{of.kind}/{of.v_kind}"
     if of.v_kind == "latent":
-        said = f"{of.kind}, latent"
-    return f"{said}, rotated" if of.rotate else said
+        text = f"{of.kind}, latent"
+    return f"{text}, rotated" if of.rotate else text
 
 
 def _facts(cache: Any, of: Any, layers: int | None = None) -> list[str]:
@@ -72,9 +72,9 @@ def _one_sequence(cache: Any) -> Picture:
     length = len(cache) if several else cache.seq_len
     quantised = cache.quantised_tokens(0) if several else cache.quantised_tokens
     room = max(cache.capacity, length)
-    said = f"tokens: {length:,} of {room:,}"
+    text = f"tokens: {length:,} of {room:,}"
     if several and cache.max_seq_len is None:
-        said += ", grows"
+        text += ", grows"
     runs = [(room - length, State.FREE, "")]
     of = cache.layers[0] if several else cache.spec
     if of.full_precision is not None:
@@ -89,7 +89,7 @@ def _one_sequence(cache: Any) -> Picture:
     lines = []
     if several and (ahead := cache.__drawn__() - length) > 0:
         lines.append(("pending", f"{plural(ahead, 'token')} appended, which count after advance"))
-    return Picture(type(cache).__name__, facts, [Strip(said, runs)], lines)
+    return Picture(type(cache).__name__, facts, [Strip(text, runs)], lines)
 
 
 def _paged_layer(layer: Any) -> Picture:
@@ -102,9 +102,9 @@ def _paged_layer(layer: Any) -> Picture:
     if part and filled < len(own):
         states[own[filled]] = 3
     names = [(State.FREE, ""), (State.OTHER, ""), (State.FULL, ""), (State.PART, "")]
-    said = f"blocks: {len(own):,} of {pool.num_blocks:,}, {plural(layer.block_size, 'token')} each"
+    text = f"blocks: {len(own):,} of {pool.num_blocks:,}, {plural(layer.block_size, 'token')} each"
     line = ("table", f"{plural(layer.seq_len, 'token')}, blocks {in_short(own.tolist()) or 'none'}")
-    return Picture("PagedLayer", _facts(layer, layer.spec), [Strip.of(said, states, names)], [line])
+    return Picture("PagedLayer", _facts(layer, layer.spec), [Strip.of(text, states, names)], [line])
 
 
 # ---------------------------------------------------------------- blocks of many sequences
@@ -124,8 +124,8 @@ def _states_of(pool: Any) -> NDArray[np.int64]:
 
 def _block_strip(states: NDArray[np.int64], block_size: int) -> Strip:
     used = int(((states > 0) & (states < 4)).sum())
-    said = f"blocks: {used:,} of {len(states):,} in use, {plural(block_size, 'token')} each"
-    return Strip.of(said, states, _BLOCKS)
+    text = f"blocks: {used:,} of {len(states):,} in use, {plural(block_size, 'token')} each"
+    return Strip.of(text, states, _BLOCKS)
 
 
 def _paged_pool(pool: Any) -> Picture:
@@ -141,7 +141,7 @@ def _paged_cache(cache: Any) -> Picture:
     layers, in_full = cache.__drawn__()
     lines = []
     for seq in cache.sequences:
-        length, said = cache.length(seq), []
+        length, parts = cache.length(seq), []
         windows: dict[int, list[tuple[list[int], list[int]]]] = {}  # layers and blocks of groups
         for of_group in layers:
             table = cache.block_table(seq, of_group[0])
@@ -155,16 +155,16 @@ def _paged_cache(cache: Any) -> Picture:
         many = any(len(groups) > 1 for groups in windows.values())
         for window, groups in windows.items():
             what = "blocks" if window < 0 else f"window {window} blocks"
-            said += [] if many else [f"{what} {in_short(groups[0][1]) or 'none'}"]
+            parts += [] if many else [f"{what} {in_short(groups[0][1]) or 'none'}"]
         for table in in_full[seq]:
             own = table[table >= 0]
             last = table[length // cache.block_size :][:1]
             if length % cache.block_size and len(last) and last[0] >= 0 and states[last[0]] == 1:
                 states[last[0]] = 3
-            said.append(f"in full {in_short(own.tolist()) or 'none'}")
+            parts.append(f"in full {in_short(own.tolist()) or 'none'}")
         cached = cache.cached_len(seq)
         found = f" ({cached:,} found)" if cached else ""
-        lines.append((str(seq), ", ".join([f"{plural(length, 'token')}{found}", *said])))
+        lines.append((str(seq), ", ".join([f"{plural(length, 'token')}{found}", *parts])))
         lines += [("", _blocks_each(*item)) for item in windows.items() if many]
     return Picture(
         "PagedKVCache",
@@ -197,9 +197,9 @@ def _swapped(swapped: Any) -> Picture:
     num_blocks = sum(map(len, swapped.logical))
     full = num_blocks - bool(swapped.length % block_size) * len(swapped.logical)
     runs = [(full, State.FULL, ""), (num_blocks - full, State.PART, "")]
-    said = f"blocks: {num_blocks:,}, {plural(block_size, 'token')} each"
+    text = f"blocks: {num_blocks:,}, {plural(block_size, 'token')} each"
     known = f"{plural(swapped.length, 'token')}, {len(swapped.tokens):,} ids known"
-    return Picture("SwappedSequence", facts, [Strip(said, runs)], [("sequence", known)])
+    return Picture("SwappedSequence", facts, [Strip(text, runs)], [("sequence", known)])
 
 
 # ---------------------------------------------------------------- cells
@@ -234,16 +234,16 @@ def _cells(cache: Any) -> Picture:
     lines = []
     for seq in sequences:
         at = cache.positions(seq).tolist()
-        said = f"{plural(len(at), 'token')}, positions {in_short(at) or 'none'}"
-        lines.append((str(seq), said))
+        text = f"{plural(len(at), 'token')}, positions {in_short(at) or 'none'}"
+        lines.append((str(seq), text))
     return Picture(type(cache).__name__, _multi_facts(cache), [strip], lines)
 
 
 def _encoder(cache: Any) -> Picture:
     if (empty := _before(cache)) is not None:
         return empty
-    said = "rows are there" if cache.encoder_cached else "no rows"
-    return Picture("EncoderCache", [*_multi_facts(cache), said])
+    text = "rows are there" if cache.encoder_cached else "no rows"
+    return Picture("EncoderCache", [*_multi_facts(cache), text])
 
 
 def _wrapper(cache: Any) -> Picture:
@@ -292,10 +292,10 @@ def _strip_of_blocks(layers: list[Any]) -> Strip:
         full = own[: stored // size]
         states[full] = np.where(states[full] == 0, 1, 2)
     used = int((states > 0).sum())
-    said = f"blocks: {used:,} of {metadata.num_blocks:,}, {plural(size, 'token')} each"
+    text = f"blocks: {used:,} of {metadata.num_blocks:,}, {plural(size, 'token')} each"
     if reach >= 0:
-        said += f", of {plural(len(layers), 'layer')} that see {plural(reach, 'earlier token')}"
-    return Strip.of(said, states, _BLOCKS)
+        text += f", of {plural(len(layers), 'layer')} that see {plural(reach, 'earlier token')}"
+    return Strip.of(text, states, _BLOCKS)
 
 
 # ---------------------------------------------------------------- compressed heads
@@ -325,8 +325,8 @@ def _paged_compressor(compressor: Any) -> Picture:
     for seq, (blocks, length) in stored.sequences.items():
         if length % size and states[blocks[-1]] == 1:
             states[blocks[-1]] = 3
-        said = f"{plural(length, 'token')}, blocks {in_short(blocks.tolist()) or 'none'}"
-        lines.append((str(seq), said))
+        text = f"{plural(length, 'token')}, blocks {in_short(blocks.tolist()) or 'none'}"
+        lines.append((str(seq), text))
     strip = _block_strip(states, size)
     return Picture(type(compressor).__name__, _facts_of_codes(compressor), [strip], lines)
 

@@ -60,8 +60,8 @@ def page_of(picture: Picture) -> str:
 
 
 def _inner(picture: Picture) -> str:
-    said = html.escape(", ".join(picture.facts))
-    parts = [f"<div><b>{html.escape(picture.name)}</b>: {said}</div>"]
+    text = html.escape(", ".join(picture.facts))
+    parts = [f"<div><b>{html.escape(picture.name)}</b>: {text}</div>"]
     for strip in picture.strips:
         each, marks = strip.marks(_MOST_MARKS)
         title = html.escape(strip.title + (f", each sign {each:,} of them" if each > 1 else ""))

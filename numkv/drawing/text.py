@@ -106,18 +106,18 @@ def _lines(picture: Picture, width: int, graphics: bool) -> Iterator[str]:
     for strip in picture.strips:
         each, marks = strip.marks(_MOST_LINES * room)
         signs = "".join(label or (s.glyph if graphics else s.letter) for s, label in marks)
-        title, _, said = strip.title.partition(": ")
+        title, _, text = strip.title.partition(": ")
         if each > 1:
-            said += f", each sign {each:,} of them"
+            text += f", each sign {each:,} of them"
         rows = [signs[i : i + room] for i in range(0, len(signs), room)] or [""]
-        if len(rows[-1]) + 2 + len(said) <= room:
-            rows[-1] += f"  {said}"
+        if len(rows[-1]) + 2 + len(text) <= room:
+            rows[-1] += f"  {text}"
         else:
-            rows.append(said)
+            rows.append(text)
         for i, row in enumerate(rows):
             yield f"{'' if i else title:<{_MARGIN}}{row}"
-    for name, said in picture.lines[:_MOST_SEQUENCES]:
-        yield _cut(f"{name:<{_MARGIN}}{said}", width)
+    for name, text in picture.lines[:_MOST_SEQUENCES]:
+        yield _cut(f"{name:<{_MARGIN}}{text}", width)
     if len(picture.lines) > _MOST_SEQUENCES:
         yield f"{'':<{_MARGIN}}and {len(picture.lines) - _MOST_SEQUENCES:,} more"
     if states := picture.states():

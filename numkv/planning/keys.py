@@ -138,7 +138,7 @@ class Keys:
                 return next((value for value in found if value is not None), default)
         return default
 
-    def said(self, name: str) -> Any:
+    def written(self, name: str) -> Any:
         """Return an entry of the file under exactly this name, or None."""
         self._seen.add(name)
         return self._content.get(name)

@@ -459,8 +459,8 @@ def _delta_of_heads(keys: Keys) -> tuple[State, ...]:
     dim = int(given.get("head_dim") or keys.get("linear_head_dim") or 128)
     width = given.get("short_conv_kernel_size") or keys.get("linear_conv_kernel_dim") or 4
     if keys.model_type == "bailing_hybrid":
-        heads = int(keys.said("linear_num_heads") or keys.size("num_attention_heads"))
-        dim = int(keys.said("linear_head_dim") or keys.size("head_dim"))
+        heads = int(keys.written("linear_num_heads") or keys.size("num_attention_heads"))
+        dim = int(keys.written("linear_head_dim") or keys.size("head_dim"))
         width = keys.get("short_conv_kernel_size", 4)
     return (_convolution(3 * heads * dim, int(width)), _recurrence(heads * dim * dim))
 

@@ -184,7 +184,7 @@ def _layers(keys: Keys, expanded: bool, remarks: list[str]) -> list[LayerNeeds]:
     sources = _sources(keys, types)
     blocks = keys.get("block_configs")  # DeciLM: each layer as the search left it
     layers = []
-    said: set[str] = set()
+    unknown: set[str] = set()
     for i, name in enumerate(types):
         own = keys.changed(_changes(keys, i, n, name))
         if isinstance(blocks, list) and i < len(blocks):
@@ -197,12 +197,12 @@ def _layers(keys: Keys, expanded: bool, remarks: list[str]) -> list[LayerNeeds]:
             and name not in _COMPRESSED
             and name not in (LINEAR, "conv", "none")
         ):
-            said.add(name)
+            unknown.add(name)
             rows = _attention(own, None, expanded)
         layers.append(LayerNeeds(name, rows, states_of(own, name), shares))
     remarks += [
         f"`layer_types` {name!r}: not a type known here, so these layers are counted as full attention"
-        for name in sorted(said)
+        for name in sorted(unknown)
     ]
     if "reference_sliding_attention" in types:
         remarks.append(
@@ -232,14 +232,14 @@ def _check_sizes(keys: Keys, layer: LayerNeeds) -> None:
 
 
 def _check_count(keys: Keys, n: int, remarks: list[str]) -> None:
-    said = keys.get("num_hidden_layers")
+    count = keys.get("num_hidden_layers")
     if (
-        isinstance(said, int)
-        and said != n
+        isinstance(count, int)
+        and count != n
         and keys.model_type != "nemotron_h"
         and keys.get("layer_types")
     ):
-        remarks.append(f"`num_hidden_layers` {said}: `layer_types` lists {n}, which are counted")
+        remarks.append(f"`num_hidden_layers` {count}: `layer_types` lists {n}, which are counted")
 
 
 def _changes(keys: Keys, i: int, n: int, name: str) -> dict[str, Any]:
@@ -338,9 +338,9 @@ def _rows(keys: Keys, i: int, name: str, expanded: bool) -> tuple[Rows, ...]:
     limit = None
     if name in (SLIDING, "hybrid_sliding"):
         limit = keys.size("sliding_window", _WINDOWS.get(keys.model_type))
-        if keys.model_type == "mimo_v2_flash" and keys.said("sliding_window_size"):
-            limit = int(keys.said("sliding_window_size")) + 1
-        elif keys.model_type == "modernbert_decoder" and keys.said("sliding_window") is None:
+        if keys.model_type == "mimo_v2_flash" and keys.written("sliding_window_size"):
+            limit = int(keys.written("sliding_window_size")) + 1
+        elif keys.model_type == "modernbert_decoder" and keys.written("sliding_window") is None:
             limit = max(1, keys.size("local_attention") // 2)
         elif keys.get("use_bidirectional_attention") in (True, "all"):
             limit = limit // 2 + 1
@@ -385,7 +385,7 @@ def _kv_heads(keys: Keys) -> int:
         return int(inner["kv_n_heads"])
     if keys.model_type == "dbrx":
         return keys.size("num_key_value_heads", 1)
-    if not keys.known and keys.get("multi_query") and keys.said("num_key_value_heads") is None:
+    if not keys.known and keys.get("multi_query") and keys.written("num_key_value_heads") is None:
         return keys.size("num_kv_heads", 1)
     return keys.size("num_key_value_heads", heads)
 

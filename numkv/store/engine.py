@@ -140,7 +140,7 @@ class Engine:
         self._deleting: set[str] = set()
         self._events: list[Any] = []
         self._host_bytes = self._number = self._threads = self._noting = 0
-        self._made = self._told = 0  # events
+        self._made = self._sent = 0  # events
 
     # -- blocks to write
 
@@ -360,8 +360,8 @@ class Engine:
                 self.place, type(error).__name__, error,
             )  # fmt: skip
         with self._changed:
-            said = "" if error is None else f"{type(error).__name__}: {error}"
-            self._tell(StoreAnswers() if error is None else StoreSilent(said))
+            reason = "" if error is None else f"{type(error).__name__}: {error}"
+            self._tell(StoreAnswers() if error is None else StoreSilent(reason))
             self._start()
             self._changed.notify_all()
 
@@ -456,7 +456,7 @@ class Engine:
             self.tell_now(event)
         if events:
             with self._changed:
-                self._told += len(events)
+                self._sent += len(events)
                 self._changed.notify_all()
 
     def _write(self, waiting: _Waiting, buffers: dict[int, Bytes]) -> None:
@@ -580,7 +580,7 @@ class Engine:
         with self._changed:
             last, made = self._number, self._made
             self._start()
-            while (waiting := self._first_waiting() <= last) or self._told < made or self._tidies():
+            while (waiting := self._first_waiting() <= last) or self._sent < made or self._tidies():
                 if not (self._writing or self._deleting or self._noting or self.place.answers):
                     break  # the duration is unknown
                 # Also wait for the events of these blocks.

@@ -399,10 +399,10 @@ def raise_late(place: streams.Place) -> None:
 
 
 def _collect_functions(watch: late.Watch) -> None:
-    told = -1
+    last = -1
     for report in watch.take():
-        if report.call != told:  # only the first token of each call
-            told = report.call
+        if report.call != last:  # only the first token of each call
+            last = report.call
             _pending.append(_late_error(report))
 
 

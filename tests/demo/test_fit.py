@@ -177,7 +177,7 @@ def test_what_is_refused(capsys, monkeypatch, options, said):
 def test_a_plan_takes_no_kind_beside_a_profile(tmp_path, capsys):
     Profile(LAYERS).save(tmp_path / "p")
     assert main(["plan", "--profile", str(tmp_path / "p"), "--kind", "int8"]) == 2
-    assert "--profile says shapes and kinds" in capsys.readouterr().err
+    assert "--profile has shapes and kinds" in capsys.readouterr().err
 
 
 def test_an_interrupt_shows_the_layers_that_were_measured(tmp_path, capsys, monkeypatch):

@@ -196,7 +196,7 @@ def test_the_command_prints_table_and_picture(capsys, tmp_path):
     assert "8 sequences of 65,536 tokens, fp16" in output
     rows = [line.split()[0] for line in output.splitlines() if "×" in line and "%" in line]
     assert rows == ["8", "1,024"]
-    assert "heads pay" in output or "heads stop paying" in output
+    assert "head parts pay" in output or "head parts do not pay" in output
     tight = run(capsys, "plan", *sizes, "--nodes", 1, "--memory", "1MB")
     assert "rows do not fit" in tight
     assert main(["plan", *map(str, sizes), "--nodes", "8", "--latency", "fast"]) == 2
