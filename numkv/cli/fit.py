@@ -77,9 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
             found = fit(judge, budget, tried=tried, progress=progress.update, report=note)
     except ValueError as error:
         raise UsageError(f"--{error}") from None
-    print(report(found, judge.name))
-    for note in notes:
-        print(note)
+    print("\n".join([report(found, judge.name), *notes]))
     if arguments.out is not None:
         found.chosen.profile.save(arguments.out)
         print(

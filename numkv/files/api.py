@@ -107,8 +107,7 @@ sequence of SwappedSequence
     (5, True)
     """
     path, checked = _check_path(path), check_mark("mark", mark)
-    runs_on = getattr(cache, "__runs_on__", lambda: (targets.get("cpu"), None))
-    place, own = runs_on()
+    place, own = getattr(cache, "__runs_on__", lambda: (targets.get("cpu"), None))()
     with place.on(own):
         _save(path, checked, cache)
 
