@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc as _gc
 
-# What is imported stays, and with Numba's there is so much of it that to look for garbage meanwhile, a hundred times in
-# vain, is a quarter of the time.
+# Imported objects stay alive, and with Numba there are so many that collecting garbage meanwhile, a hundred times in
+# vain, takes a quarter of the time.
 _collects = _gc.isenabled()
 _gc.disable()
 try:

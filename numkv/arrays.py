@@ -59,15 +59,15 @@ class Array(Protocol):
     def __setitem__(self, index: Any, value: Any, /) -> None: ...
 
 
-#: What modules that are not converted yet call an array.
+#: The type of arrays in modules without exact types.
 AnyArray = Any
 
 
 class CacheArrays(NamedTuple):
-    """What your own kernels get of a cache: arrays of its target, the same fields whatever the cache.
+    """The arrays of a cache for your own kernels, on its target: the same fields for every class of cache.
 
-    It goes as it is into an ``@njit`` function and into a ``@cuda.jit`` kernel; `numkv.device` has the functions that
-    find, load and store a row. What does not apply has length 0. Ask the object for it before a launch: after a
+    Pass it to an ``@njit`` function or a ``@cuda.jit`` kernel; `numkv.device` has the functions that find, load and
+    store a row. Fields that do not apply have length 0. Ask the object for it before a launch: after a
     growth, or a change of tables that were copied, there is a new one, and else it costs microseconds.
 
     Attributes

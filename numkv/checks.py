@@ -17,11 +17,11 @@ from numkv.arrays import AnyArray, Array, HostArray
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError, UnsupportedDType
 from numkv.targets.base import Target, masked
 
-#: What a shape must be: numbers, and names of sizes that the caller is free to choose.
+#: An expected shape: numbers, and names of sizes that the caller is free to choose.
 Shape = tuple[int | str, ...]
-#: What a caller says of rows that are kept beyond a process: a text, or facts by name.
+#: A caller's mark of rows that outlive the process: a text, or facts by name.
 Mark = str | Mapping[str, str | int | float | bool | None]
-#: Arguments that results go to: a converted copy would be written to in vain.
+#: Arguments for results: these are never converted, as a copy would take the results.
 _WRITTEN = ("out", "q_out")
 
 
@@ -44,7 +44,7 @@ def _fits(actual: tuple[int, ...], shape: Shape) -> bool:
 
 
 def _remedy(name: str, actual: tuple[int, ...], shape: Shape) -> str:
-    """What to do about an array of another shape: the usual mistakes are known by what would mend them."""
+    """Return advice for an array of another shape, by the usual mistakes."""
     if name in _WRITTEN:
         return "make one of this shape"
     if len(actual) == len(shape):

@@ -34,7 +34,7 @@ Kinds = str | Kind | tuple[str | Kind, str | Kind]
 
 
 class _Plan(NamedTuple):
-    """What is to be compiled, checked."""
+    """The checked arguments: the kernels to compile."""
 
     kinds: list[tuple[Kind, Kind]]
     sources: list[Kind]

@@ -16,7 +16,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _C = TypeVar("_C")
 
 _OF_CALLS = "`window_left` of `decode_attention`: sliding_window - 1"
-#: What others call an argument; and numkv's names, with how a message writes each.
+#: Other libraries' names of an argument, and numkv's names with their descriptions in messages.
 _MEANINGS: list[tuple[str, dict[str, str]]] = [
     ("window window_size sliding_window", {
         "window_left": "`window_left`, earlier tokens that a query sees before its own: sliding_window - 1",
@@ -65,14 +65,14 @@ _TYPE_ERROR = re.compile(
 
 
 def meant(name: str, known: Collection[str]) -> str:
-    """What a message says behind the name of an unknown argument.
+    """Return the text of a message after the name of an unknown argument.
 
     Parameters
     ----------
     name : str
         The name.
     known : collection of str
-        Those that the call takes.
+        The arguments of the call.
 
     Returns
     -------

@@ -196,7 +196,7 @@ def _short(n: Any) -> str:
     return str(n)
 
 
-#: What an address can say: more bytes than that are refused before memory is asked for.
+#: Size of the address space: more bytes are refused before memory is requested.
 MOST_BYTES = 2**47
 
 

@@ -25,7 +25,7 @@ class Part(NamedTuple):
     table: Array
     """See `attend`."""
     ranges: Array
-    """What each query sees along its sequence's row of the table."""
+    """The range of tokens that each query sees, along its sequence's row of the table."""
     by_slot: bool = False
     """See `attend`."""
     lens: Array | None = None

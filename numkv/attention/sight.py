@@ -180,5 +180,5 @@ def _check_slopes(
 
 @functools.cache
 def _nothing(target: str, dtype: str, ndim: int) -> Array:
-    """What stands for an array that is not given."""
+    """Return the empty array that stands for a missing argument."""
     return targets.by_key(target).empty((0, 2)[:ndim], np.dtype(dtype))

@@ -23,7 +23,7 @@ from numkv.blocks.arrays import (
     num_blocks_of,
 )
 
-#: What `audit` finds.
+#: Results of `audit`.
 SOUND, BAD_LINK, BAD_NUMBER, EMPTY_PIN, BAD_STATE, BAD_TABLE, UNFINDABLE, BAD_COUNTER = range(8)
 
 

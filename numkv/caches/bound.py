@@ -117,7 +117,7 @@ class PreparedCall(NamedTuple):
     records: tuple[Any, Any]  #: which are at these addresses
 
     def run(self, q: Any, k: Any, v: Any, out: Any) -> Any:
-        """Append and attend; None, and nothing has changed, where that takes more than this."""
+        """Append and attend; return None, with nothing changed, if the compiled code cannot do it."""
         kernel, dtype, shape, step, workers, layer, _ = self
         found = _empty(shape, dtype) if out is None else out
         if not (
@@ -148,12 +148,12 @@ class _Plan(NamedTuple):
     most_tokens: int  #: that one compiled call takes
 
     def memory(self, last: Any, num_seqs: int, num_tokens: int, max_blocks: int) -> Any:
-        """Memory for a step: that of another one where it has the same extents."""
+        """Return memory for a step: that of the last step if it has the same extents."""
         extents = (num_seqs, num_tokens, max_blocks, *self.sizes)
         return last if last is not None and last.extents == extents else self.kernel.step(*extents)
 
     def call(self, kind: Kind, step: Any) -> tuple[Any, np.dtype[Any], tuple[int, ...], int, int]:
-        """What prepared calls of a step have in common, by its record."""
+        """Return the common values of a step's prepared calls, by its record."""
         shape = step.extents.num_tokens, self.sizes[0], self.sizes[3]
         return self.kernel, kind.dtype, shape, step.address, step.workers
 
@@ -163,7 +163,7 @@ _MOST_SEEN = 1024
 
 
 def is_number(x: Any) -> bool:
-    """Return whether something stands for all layers, as it has no entries of its own."""
+    """Return whether a value is one for all layers, as it has no entries of its own."""
     return not (isinstance(x, (list, tuple)) or getattr(x, "ndim", 0) == 1)
 
 
@@ -276,7 +276,7 @@ class Bound:
         return _Plan(of.group, self._options[layer].window_left, sizes, kernel, most)
 
     def _record(self, layer: int, kernel: Any) -> Any:
-        """The record of a layer for its compiled function; None where there is none, or where it reads others' rows."""
+        """Return a layer's record for its compiled function; None if it has none or reads another layer's rows."""
         of, options = self._layers[layer], self._options[layer]
         if kernel is None or of.source is not None:
             return None
@@ -307,7 +307,7 @@ class Bound:
         return checked
 
     def _check(self, layer: int, tokens: int, q: Any, k: Any, v: Any, out: Any) -> tuple[Any, ...]:
-        """Check arrays of a call that goes the ordinary way; they come back as the target's own."""
+        """Check the arrays of a call of the ordinary functions; return them as arrays of the target."""
         (pool, heads, _, _, _, source, *_), dtypes = self._layers[layer], (self.kind.dtype,)
         target, rows = pool.target, (tokens, int(pool.k.shape[1]))
         if source is not None:
@@ -449,7 +449,7 @@ class BoundAttention(Bound):
         return [] if left or len(memory) != len(self._plans) else memory
 
     def _in_two_calls(self, new: NewTokens, layer: int, arrays: tuple[Any, ...]) -> Any:
-        """Append and attend the ordinary ways, all checks first: of a call of a `BoundStep`."""
+        """Append and attend by the ordinary functions for a call of a `BoundStep`, all checks first."""
         pool, out = self._layers[layer].pool, arrays[3]
         with pool.target.on(*arrays[:3], pool.k, after=new.place):
             pool.target.refuse_capture("BoundStep")

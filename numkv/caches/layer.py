@@ -38,7 +38,7 @@ _MOST_POSITIONS = 2**62
 
 
 class Layer(SingleSequence):
-    """What contiguous and paged layers have in common: a block table over buffers, and a length."""
+    """The common part of contiguous and paged layers: a block table over buffers, and a length."""
 
     def __init__(
         self, pool: Pool, block_table: NDArray[np.int32], capacity: int,

@@ -1,4 +1,4 @@
-"""What caches of one sequence are rebuilt from: the small values of their snapshots."""
+"""Snapshots of caches of one sequence: the small values that caches are rebuilt from."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Removal(NamedTuple):
     moved: CellList
     """Cells whose position changes, by position."""
     offset: int
-    """What is added to their positions."""
+    """The number added to their positions."""
 
 
 class Compaction(NamedTuple):

@@ -29,7 +29,7 @@ from numkv.kernels.builder import array, build
 #: Cells that one element of ``vacant`` counts.
 SPAN = 256
 
-#: What `scan` may find.
+#: Results of `scan`.
 FINE, BAD_SEQUENCE, BAD_POSITION = range(3)
 
 LAST_POSITION = 2**31 - 1

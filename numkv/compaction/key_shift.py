@@ -279,7 +279,7 @@ def _turned(
 
 
 def turns_of(shift: Any) -> dict[str, Any] | None:
-    """What can be said of a shift, which is code: of RoPE, by how much one position turns a key."""
+    """Describe a key shift: of RoPE by the angles of one position, of a function only as such."""
     if not isinstance(shift, RopeShift):
         return None if shift is None else {"is": "a function"}
     cos, sin = (table[1:2] for table in shift._tables)

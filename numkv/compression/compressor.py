@@ -45,9 +45,9 @@ def check_heads(num_heads: Any, num_q_heads: Any) -> tuple[int, int]:
 
 
 class Codes(NamedTuple):
-    """What is stored of keys or of values; copies, on the compressor's target.
+    """The stored form of keys or of values; copies, on the compressor's target.
 
-    Of a `MultiHeadCompressor` each array has an axis of heads before these.
+    Arrays of a `MultiHeadCompressor` have an axis of heads before these.
 
     Attributes
     ----------
@@ -68,7 +68,7 @@ class Codes(NamedTuple):
 
 
 class Compressor(Heads):
-    """What the compressors of one head and of several have in common: encoded keys and values, by head."""
+    """The common part of compressors of one head and of several: encoded keys and values, by head."""
 
     def __init__(
         self, config: CompressorConfig, num_heads: int, num_q_heads: int, target: str

@@ -1,4 +1,4 @@
-"""What compressors are rebuilt from: the small values of their snapshots."""
+"""Snapshots of compressors: the small values that compressors are rebuilt from."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def _swapped(swapped: Any) -> Picture:
 
 
 def _before(cache: Any) -> Picture | None:
-    """What there is to say of a cache that has no memory (yet)."""
+    """Describe a cache without memory (yet); None for one with memory."""
     state, _ = cache.__drawn__()
     if state == "ready":
         return None

@@ -1,4 +1,4 @@
-"""What there is to draw of a cache: a headline, facts, strips of blocks, and pictures of its parts."""
+"""The picture of a cache: a headline, facts, strips of blocks, and pictures of its parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DECIMAL_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 class State(Enum):
-    """What a block, a cell or a token is; the value is what a legend calls it."""
+    """The state of a block, a cell or a token; the value is its name in a legend."""
 
     SHARED = "shared"
     FULL = "in use"

@@ -194,7 +194,7 @@ def layer_struct(k_kind, v_kind):
 
 
 def _functions(name):
-    """What stores and loads a row of a kind, and what checks rows before."""
+    """Return the functions that store and load a row of a kind, and those that check rows before."""
     return store_row(name), load_row(name), _rows_check(name), _load_check(name)
 
 

@@ -24,7 +24,7 @@ from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
 from numkv.targets.call import Marker
 
-#: What `v_kind` is where V is the first part of K's rows.
+#: The `v_kind` of caches whose V is the first part of K's rows.
 LATENT = "latent"
 
 

@@ -51,7 +51,7 @@ def rotation() -> Any:
 
 
 def seed_of(pool: Pool) -> int | None:
-    """What `rotation` reads."""
+    """Return the seed of a pool's rotation, which `rotation` reads; None without rotation."""
     return None if pool.k_rotation is None else pool.k_rotation.seed
 
 

@@ -31,7 +31,7 @@ _EAGER = 8
 
 
 class _Form(NamedTuple):
-    """What arrays of one form have in common."""
+    """Shape, dtype and strides of arrays."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -99,7 +99,7 @@ class CallCache:
 
 
 def _check_of(tensors: list[Any]) -> Callable[..., bool]:
-    """What says whether tensors are like these, but for their addresses; it holds none of them."""
+    """Return a function that compares tensors with these in all but addresses; it keeps none of them alive."""
     if len({id(x) for x in tensors}) == len(tensors):
         return _one_check(tensors)
     checks = [_one_check([x]) for x in tensors]  # as one check refuses a tensor that comes twice

@@ -21,7 +21,7 @@ _PLAIN = {
     "bool", "float", "int", "int | None", "Kind", "LayerSpec", "dict[int, LayerSpec]", "list[int]", "range", "str",
     "tuple[LayerSpec, ...]", "tuple[int, ...]",
 }  # fmt: skip
-# What a model calls for each token and layer; none of these keeps an array, or returns one but `out` and `q_out`.
+# Methods that a model calls for each token and layer; none keeps an array, or returns one except `out` and `q_out`.
 _MOMENTARY = {
     "__call__", "append", "attention", "attention_weights", "decode_attention", "put", "sparse_attention", "write",
     "write_latents",
@@ -124,7 +124,7 @@ class PagedKVCache(numkv.PagedKVCache):
     """`numkv.PagedKVCache` on tensors; its steps take and give tensors too."""
 
 
-# What `bind` gives.
+# Results of `bind`.
 
 
 @_on_tensors

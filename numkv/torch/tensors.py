@@ -184,7 +184,7 @@ def on_tensors(
 
 
 def converter(names: tuple[str, ...], *, keeps: bool) -> Callable[..., Any]:
-    """What gives a call's arguments with arrays in place of tensors: ``convert(args, kwargs)``; kwargs may change.
+    """Return a function ``convert(args, kwargs)`` that replaces tensors among arguments by arrays; kwargs may change.
 
     Parameters
     ----------

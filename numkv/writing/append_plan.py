@@ -86,7 +86,7 @@ class AppendArgs:
 
 @dataclass(frozen=True)
 class PrecisionGuarantee:
-    """What a plan promises about its numbers.
+    """The precision that a plan guarantees.
 
     Attributes
     ----------

@@ -41,9 +41,9 @@ _STORED = {
 def _by_slot(
     rows: np.dtype[Any], pool: np.dtype[Any]
 ) -> tuple[Any, np.dtype[Any] | None, bool, bool] | None:
-    """What puts rows of a dtype into slots of a caller's pools of another.
+    """Return the function that stores rows of a dtype in slots of a caller's pools of another dtype.
 
-    Beside it the dtype of scales, or None, and whether rows and pools are viewed as 16-bit words.
+    Also return the dtype of scales, or None, and whether rows and pools are viewed as 16-bit words.
     """
     kind = _STORED.get(pool)
     if kind is None or rows not in source_dtypes(kind):
@@ -55,7 +55,7 @@ def _by_slot(
 
 @functools.cache
 def _by_table(rows: np.dtype[Any], pool: str) -> Any:
-    """What puts rows of a dtype into pools of a kind by a block table, or None."""
+    """Return the function that stores rows of a dtype in pools of a kind by a block table, or None."""
     if rows not in source_dtypes(named(pool)):
         return None
     return _HOST.ops.small_append(_source_name(rows), pool, False)
@@ -63,7 +63,7 @@ def _by_table(rows: np.dtype[Any], pool: str) -> Any:
 
 @functools.cache
 def _copy(kind: str) -> Any:
-    """What copies rows of a kind into contiguous caches."""
+    """Return the function that copies rows of a kind into contiguous caches."""
     return _HOST.ops.small_copy(kind)
 
 
@@ -223,9 +223,9 @@ NOT_BY_SLOT = np.empty(0, np.int64)
 def _writer(
     qkv: np.dtype[Any], k_kind: str, v_kind: str, table: np.dtype[Any], by_slot: bool
 ) -> tuple[Any, bool, Any] | None:
-    """What writes projections of a dtype into pools of two kinds, with angles in tables of a dtype.
+    """Return the function that writes projections of a dtype into pools of two kinds, with tables of a dtype.
 
-    Beside it whether projections are viewed as 16-bit words, and what stands in for norm weights.
+    Also return whether projections are viewed as 16-bit words, and the stand-in for missing norm weights.
     """
     kind = kind_of_dtype(qkv)
     if kind is None or table not in (_FLOAT32, _FLOAT64):

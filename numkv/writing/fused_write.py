@@ -24,7 +24,7 @@ _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
 
 class QKMode(enum.IntEnum):
-    """What happens to q and k on their way into the cache; v is always copied."""
+    """The operations on q and k before they are stored; v is always copied."""
 
     COPY = 0
     """Nothing."""
@@ -48,12 +48,12 @@ class QKMode(enum.IntEnum):
         return self is QKMode.INTERLEAVED or self is QKMode.NORM_INTERLEAVED
 
 
-#: What the mean square of a row gets added before its root.
+#: The number added to the mean square of a row before its root.
 DEFAULT_EPS = 1e-6
 
 
 def check_mode(qk_mode: Any) -> QKMode:
-    """A mode from its number."""
+    """Return a mode from its number."""
     number = check_size("qk_mode", qk_mode)
     if number not in QKMode.__members__.values():
         raise ValueError(
@@ -64,12 +64,12 @@ def check_mode(qk_mode: Any) -> QKMode:
 
 @functools.cache
 def empty(target: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """What stands in for an array of no elements that a mode does not need."""
+    """Return the empty array that stands for an argument that a mode does not need."""
     return targets.by_key(target).empty(shape, dtype)
 
 
 class Rotating:
-    """What projections and rows of latents do alike: they are rotated by tables, or not."""
+    """The common part of writes of projections and of latents: rotation by tables, or none."""
 
     __slots__ = ()
     mode: QKMode

@@ -1,4 +1,4 @@
-"""What multi-sequence caches are rebuilt from: the small values of their snapshots."""
+"""Snapshots of multi-sequence caches: the small values that caches are rebuilt from."""
 
 from __future__ import annotations
 

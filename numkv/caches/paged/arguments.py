@@ -1,4 +1,4 @@
-"""What callers of a `PagedKVCache` pass: token ids, numbers of sequences, and numbers of new tokens."""
+"""Arguments of a `PagedKVCache`: token ids, numbers of sequences, and numbers of new tokens."""
 
 from __future__ import annotations
 

@@ -25,13 +25,13 @@ class Compaction(NamedTuple):
     state: SequenceState
     """The sequence as it will be."""
     forgotten: NDArray[np.int32]
-    """Blocks that change, and must not be found as what they were."""
+    """Blocks that change, so that their old contents must not be found any more."""
     moves: list[Callable[[], object]]
-    """What moves the rows, in this order, once these blocks are forgotten."""
+    """Functions that move the rows, in this order, once these blocks are forgotten."""
     taken: NDArray[np.int32]
     """Blocks that were allocated for it."""
     released: NDArray[np.int32]
-    """Blocks that the sequence has no use for afterwards."""
+    """Blocks that the sequence does not need afterwards."""
 
 
 class _Blocks(NamedTuple):
@@ -40,11 +40,11 @@ class _Blocks(NamedTuple):
     old: NDArray[np.int32]
     """Blocks whose content changes, in the order of the relocations; -1 where the new table has none yet."""
     fresh: NDArray[np.bool_]
-    """Which of them another block takes the place of; the others change in place."""
+    """Whether another block replaces each of them; the others change in place."""
     given_up: NDArray[np.int32]
     """Blocks that the sequence gives up; some may come back as fresh ones."""
     reusable: NDArray[np.int32]
-    """Those of them that nobody else uses."""
+    """Blocks among `given_up` that no other sequence uses."""
 
 
 def plan_compaction(
@@ -169,12 +169,12 @@ def _moved_in(store: BlockStore, plans: list[Relocation]) -> list[tuple[Ints, Po
 
 
 def _copy(source: Pool, here: Array, to: Pool, there: Array) -> Callable[[], object]:
-    """What copies the rows of some slots, on the target, to others."""
+    """Return a function that copies the rows of some slots, on the target, to others."""
     return lambda: source.copy_slots(here, there, to)
 
 
 def _parts(store: BlockStore, plans: list[Relocation]) -> list[tuple[int, slice]]:
-    """Which of the moved tokens are those of a layer: each may have scales of its own."""
+    """Return the slice of the moved tokens of each layer, as each layer may have scales of its own."""
     ends = [0, *np.cumsum([len(plan.moved) for plan in plans]).tolist()]
     return [
         (layer, slice(ends[number], ends[number + 1]))

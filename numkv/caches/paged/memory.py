@@ -152,7 +152,7 @@ def state_of(store: BlockStore) -> dict[str, Any]:
 
 
 def store_of(state: dict[str, Any]) -> BlockStore:
-    """What `state_of` was given, in buffers that lie where kernels like them."""
+    """Rebuild the argument of `state_of`, in buffers with the alignment of kernels."""
     layers, target, slots = state["layers"], targets.get(state["target"]), None
     if state["slots"] is not None:
         every, block_pool = state["slots"]

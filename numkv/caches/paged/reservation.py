@@ -216,7 +216,7 @@ def _is_zero(accepted: Any) -> bool:
 
 
 class Ending(NamedTuple):
-    """What becomes of a step's sequences; made by `end_step`."""
+    """The sequences after a step, and the blocks that change; made by `end_step`."""
 
     states: dict[int, SequenceState]
     names: list[NewNames]
@@ -224,9 +224,9 @@ class Ending(NamedTuple):
     released: NDArray[np.int32]
     """Blocks of tokens that were not accepted, and blocks behind windows."""
     slots: NDArray[np.int32]
-    """Slots of states that nobody needs any more."""
+    """Slots of states that are no longer needed."""
     checkpoints: list[Checkpoint]
-    """States that are to be registered."""
+    """States to register."""
 
 
 def end_step(

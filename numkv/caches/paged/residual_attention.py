@@ -22,14 +22,14 @@ from numkv.errors import NotSupported
 
 
 class Queries(NamedTuple):
-    """Whose queries a call has."""
+    """The queries of a call."""
 
     positions: Ints
-    """Of each in its sequence."""
+    """The position of each query in its sequence."""
     lens: Ints
-    """Tokens of each query's sequence."""
+    """The tokens of each query's sequence."""
     first: Ints
-    """The first token that each one's sequence still has in full; see `residual.split`."""
+    """The first token that each query's sequence still has in full; see `residual.split`."""
 
     def seen(self, sight: Sight | None, window: int, target: Any) -> Ints:
         """Tokens ``[low, high)`` that each sees."""
@@ -84,7 +84,7 @@ def parts_of(store: BlockStore, layer: int, twin: int, tables: Any, ranges: Rang
 def parts_of_queries(
     store: BlockStore, layer: int, states: Sequence[SequenceState], of: Ints, positions: Ints, options: CheckedOptions
 ) -> list[Part]:  # fmt: skip
-    """What queries see in a layer that has a twin: each is of a sequence, by number, and stands at a position."""
+    """Return the parts that queries see in a layer with a twin; `of` has the sequence's number of each query."""
     twin = store.layers.twin(layer)
     assert twin is not None
     group = store.place(twin)[1]

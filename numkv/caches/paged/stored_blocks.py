@@ -20,7 +20,7 @@ from numkv.interrupts import opened
 from numkv.store.engine import IN_STORE, Engine, FullBlock
 from numkv.store.objects import Section
 
-#: What gives content: a store, or a lookup that has asked it before.
+#: Sources of contents: a store, or a lookup with contents that it has read already.
 Source = Engine | Contents
 #: Blocks that a lookup reads before it asks for more memory.
 _AT_ONCE = 128
