@@ -19,7 +19,7 @@ from numkv.cli.output import Size, UsageError, at_least, checked, flag, option
 from numkv.demo import BUNDLED_MODEL
 from numkv.demo.cache import CacheChoice, parse_cache
 from numkv.demo.fit import CHANNEL_KINDS, K_KINDS, V_KINDS
-from numkv.demo.sharded import WAYS
+from numkv.demo.sharded import AXES
 from numkv.errors import NotSupported, NumkvError
 from numkv.keywords import meant
 from numkv.kinds import kinds
@@ -220,7 +220,7 @@ def _parser() -> argparse.ArgumentParser:
             f"{generate.DEFAULT_BLOCK_SIZE} for several, which share common prefixes)", _count, "N")
     option(parser, "--shards", "divide the cache among N actors of Ray, which needs the extra ray; other kinds stay "
             "in one process", _count, "N")
-    option(parser, "--by", "the axis that --shards divides", choices=WAYS, default=WAYS[0])
+    option(parser, "--by", "the axis that --shards divides", choices=AXES, default=AXES[0])
     _add_model_options(parser)
     _add_sampling_options(parser)
     parser.set_defaults(run=generate.run)

@@ -61,26 +61,21 @@ def warm_up(arguments: argparse.Namespace) -> None:
         )
     if arguments.load is not None:
         return _load(arguments.load)
+    storage = [choice.kinds for choice in arguments.kind]
+    names = ("head_dim", "rotate", "residual", "processes")
+    options = {"dtypes": arguments.dtype} | {name: getattr(arguments, name) for name in names}
     if arguments.export is not None:
         from numkv.compile_ahead import export
 
         with kernel_progress():
-            count = export(
-                arguments.export, arguments.arch, [choice.kinds for choice in arguments.kind], dtypes=arguments.dtype,
-                head_dim=arguments.head_dim, rotate=arguments.rotate, residual=arguments.residual,
-                processes=arguments.processes,
-            )  # fmt: skip
+            count = export(arguments.export, arguments.arch, storage, **options)
         size = format_bytes(arguments.export.stat().st_size)
         print(
             f"{arguments.export}: {count} kernels for {arguments.arch}, {size}, {time.perf_counter() - started:.1f} s"
         )
         return None
     with kernel_progress():
-        found = numkv.warmup(
-            [choice.kinds for choice in arguments.kind], dtypes=arguments.dtype, target=arguments.target,
-            head_dim=arguments.head_dim, rotate=arguments.rotate, residual=arguments.residual,
-            processes=arguments.processes,
-        )  # fmt: skip
+        found = numkv.warmup(storage, target=arguments.target, **options)
     print(
         f"{found['misses']} kernels compiled, {found['hits']} there already, "
         f"{time.perf_counter() - started:.1f} s"

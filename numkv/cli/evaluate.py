@@ -5,7 +5,15 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from numkv.cli.output import Progress, UsageError, kernel_progress, load_model, stoppable, table
+from numkv.cli.output import (
+    Progress,
+    UsageError,
+    kernel_progress,
+    load_model,
+    read_text,
+    stoppable,
+    table,
+)
 from numkv.demo.evaluate import Document, evaluate, held_out
 from numkv.demo.model import Model
 from numkv.demo.network import blas_threads_for
@@ -103,10 +111,7 @@ def documents_of(arguments: argparse.Namespace) -> tuple[list[Document], str]:
         If there is no text, or no such module.
     """
     if arguments.file is not None:
-        try:
-            texts = [Document(str(p), p.read_text(encoding="utf-8")) for p in arguments.file]
-        except UnicodeDecodeError:
-            raise UsageError("--file: not UTF-8 text") from None
+        texts = [Document(str(path), read_text(path, "--file")) for path in arguments.file]
         source = ", ".join(document.name for document in texts)
     else:
         found = held_out()

@@ -17,6 +17,7 @@ from numkv.cli.output import (
     check_picture,
     kernel_progress,
     load_model,
+    read_text,
     save_figure,
     table,
 )
@@ -184,10 +185,7 @@ def _texts(arguments: argparse.Namespace) -> tuple[list[Document], list[str]]:
     if arguments.text is None:
         found = {document.name: document for document in held_out().documents}
         return [found["calendar.py"], found["csv.py"]], [_WEAK]
-    try:
-        text = arguments.text.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise UsageError("--text: not UTF-8 text") from None
+    text = read_text(arguments.text, "--text")
     middle = len(text) // 2
     name = str(arguments.text)
     return [Document(name, text[:middle]), Document(name, text[middle:])], []

@@ -8,14 +8,13 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from numkv import PagedKVCache, targets
-from numkv.cli.output import Progress, UsageError, kernel_progress, load_model, table
+from numkv.cli.output import Progress, UsageError, kernel_progress, load_model, read_text, table
 from numkv.cli.screen import Live, Screen, panel
 from numkv.demo.cache import CacheChoice, Sharing
 from numkv.demo.checkpoint import ModelConfig
@@ -228,20 +227,13 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _texts(arguments: argparse.Namespace) -> list[Document]:
     if arguments.file is not None:
-        return [Document(str(path), _read(path)) for path in arguments.file]
+        return [Document(str(path), read_text(path, str(path))) for path in arguments.file]
     prompts = [DEFAULT_PROMPT] if arguments.prompt is None else arguments.prompt
     if any("\ud800" <= character <= "\udfff" for prompt in prompts for character in prompt):
         raise UsageError("--prompt: not UTF-8 text")
     if len(prompts) == 1:
         return [Document("--prompt", prompts[0])]
     return [Document(f"prompt {number}", prompt) for number, prompt in enumerate(prompts, 1)]
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise UsageError(f"{path}: not UTF-8 text") from None
 
 
 def _limits(

@@ -270,6 +270,14 @@ def kernel_progress() -> Iterator[Progress]:
         yield progress
 
 
+def read_text(path: Path, name: str) -> str:
+    """Return the text of a file; raise `UsageError` with this name if it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UsageError(f"{name}: not UTF-8 text") from None
+
+
 def load_model(path: Path) -> Model:
     """Load a checkpoint, with a progress line."""
     with Progress(f"loading {path}") as progress:

@@ -14,7 +14,7 @@ from numkv.demo.network import Network
 from numkv.ray import RayShards, ShardedKVCache, ShardLost, Transport
 
 #: Axes that can divide a cache.
-WAYS = ("heads", "context")
+AXES = ("heads", "context")
 
 #: Default tokens of a block and of a stripe, so that short texts are also divided by context.
 _BLOCK_SIZE, _STRIPE = 16, 64
