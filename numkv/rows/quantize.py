@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numba.extending import register_jitable
 
+from numkv.rows.convert import codec
+
 
 @register_jitable
 def largest_of(x):
@@ -58,3 +60,22 @@ def int8_code(x, scale):
 def is_finite(x):
     """Return whether a float is neither NaN nor infinite."""
     return x - x == x - x
+
+
+def finite_row(kind):
+    """The function that returns whether a row, in the words of a float kind of 16 bits or more, has finite floats only.
+
+    As in `largest_of`, it takes the largest integer, so that the loop becomes vector code.
+    """
+    infinity = codec(kind)[1](np.float32(np.inf))
+    WORD, INT = type(infinity), np.dtype(f"i{infinity.itemsize}").type
+    INFINITY, MAGNITUDE = infinity.view(INT), INT(np.iinfo(INT).max)
+
+    @register_jitable
+    def all_finite(row):
+        largest = INT(0)
+        for d in range(len(row)):
+            largest = max(largest, INT(WORD(row[d]).view(INT) & MAGNITUDE))
+        return largest < INFINITY
+
+    return all_finite

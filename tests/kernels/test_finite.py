@@ -48,6 +48,15 @@ def test_many_rows(target, rng, dim):
     assert first(target, rows, "fp32") == rows.size - 1
 
 
+def test_the_first_of_all_parts(rng, monkeypatch):
+    """Each thread looks through a part of the tokens."""
+    monkeypatch.setattr("numkv.kernels.cpu.threads.SERIAL_ELEMENTS", 0)
+    rows = rng.standard_normal((6, 2, 5)).astype(np.float32)
+    for flat in (59, 52, 13, 8):
+        rows.reshape(-1)[flat] = np.nan
+        assert first("cpu", rows, "fp32") == flat
+
+
 def test_strided_rows(target, to, rng):
     """Columns of fused projections, say; what lies beside them is not looked at."""
     wide = rng.standard_normal((6, 4, 9)).astype(np.float32)

@@ -1,9 +1,11 @@
 """`numkv.rows.quantize`: INT8 codes and scales of a row, against float64."""
 
+import naive
 import numpy as np
 import pytest
 
 from numkv.rows.quantize import (
+    finite_row,
     int8_code,
     int8_divisor,
     int8_quotient,
@@ -74,3 +76,21 @@ def test_is_finite(run, dtype):
         (np.inf, False), (-np.inf, False), (np.nan, False),
     ):  # fmt: skip
         assert bool(run(is_finite)(dtype(x))) is finite
+
+
+@pytest.mark.parametrize("kind", ["fp64", "fp32", "fp16", "bf16"])
+def test_finite_rows(run, kind):
+    """The numbers next to infinity are finite, and those behind it are NaN."""
+    infinity = naive.words(np.array([np.inf, -np.inf], naive.DTYPES[kind]))
+    row = np.resize(infinity - 1, 70)
+    row = row if row.itemsize == 2 else row.view(naive.DTYPES[kind])
+    assert run(finite_row(kind))(row)
+    for i, bad in (
+        (0, infinity[0]),
+        (37, infinity[1]),
+        (69, infinity[0] + 1),
+        (2, infinity[1] + 1),
+    ):
+        other = row.copy()
+        naive.words(other)[i] = bad
+        assert not run(finite_row(kind))(other)

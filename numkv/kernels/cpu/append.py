@@ -35,7 +35,7 @@ from numkv.kinds import kind
 from numkv.rows.address import slot_of
 from numkv.rows.codec import elements_in
 from numkv.rows.convert import codec
-from numkv.rows.quantize import is_finite
+from numkv.rows.quantize import finite_row
 
 
 def token_writer(SRC, DST):
@@ -111,8 +111,7 @@ def _append_rows(src: str, dst: str, by_slot: bool) -> Any:
 
 def make_small_append(SRC, DST, BY_SLOT):
     """Make the kernel that checks and stores rows of K and V of kind `SRC` in pools of kind `DST`, on one thread."""
-    load, _ = codec(SRC)
-    put = token_writer(SRC, DST)
+    all_finite, put = finite_row(SRC), token_writer(SRC, DST)
     OF_POOL = kind(DST)
     QUANTISED, GROUP, elements = OF_POOL.has_scales, OF_POOL.group_size, elements_in(OF_POOL)
 
@@ -148,11 +147,7 @@ def make_small_append(SRC, DST, BY_SLOT):
             for rows in (k, v):
                 for t in range(num_tokens):
                     for h in range(heads):
-                        row = row_of(rows, (np.int64(t), np.int64(h)))
-                        bad = np.int64(0)
-                        for d in range(len(row)):
-                            bad += 0 if is_finite(load(row[d])) else 1
-                        if bad:
+                        if not all_finite(row_of(rows, (np.int64(t), np.int64(h)))):
                             return -1
         x = np.empty(heads * max(k.shape[2], v.shape[2]), np.float32)
         for rows, pool, scale in ((k, k_pool, k_scale), (v, v_pool, v_scale)):

@@ -30,7 +30,7 @@ from numkv.kinds import kind
 from numkv.rows.address import slot_of
 from numkv.rows.codec import elements_in
 from numkv.rows.convert import codec
-from numkv.rows.quantize import is_finite
+from numkv.rows.quantize import finite_row
 from numkv.rows.rmsnorm import root_mean_square
 from numkv.rows.rope import rotate_pair
 
@@ -99,19 +99,6 @@ def _fits_pool(pool, scale, other, dim, has_scales, group_size):
     return True
 
 
-@register_jitable
-def _all_finite(qkv, first, stop, load):
-    """Return whether columns ``[first, stop)`` hold neither NaN nor infinity."""
-    for t in range(qkv.shape[0]):
-        row = row_of(qkv, (np.int64(t),))[first:stop]
-        bad = np.int64(0)
-        for d in range(len(row)):
-            bad += 0 if is_finite(load(row[d])) else 1
-        if bad > 0:
-            return False
-    return True
-
-
 def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
     """The kernel for qkv of kind `SRC` and pools of kinds `K_KIND` and `V_KIND`, computing in `COMPUTE`.
 
@@ -121,6 +108,7 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
     """
     F = np.float32 if COMPUTE == "float32" else np.float64
     load, store_q = codec(SRC, COMPUTE)
+    all_finite = finite_row(SRC)
     store_k = row_storer(K_KIND, COMPUTE)
     store_v = row_storer(V_KIND, COMPUTE)
     OF_K, OF_V = kind(K_KIND), kind(V_KIND)
@@ -184,8 +172,9 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
                     return np.int64(-1)
             if look == LOOK_FOR_NAN and (K_CODES or V_CODES):
                 columns = (k_first if K_CODES else v_first, width if V_CODES else v_first)
-                if not _all_finite(qkv, columns[0], columns[1], load):
-                    return np.int64(-1)
+                for t in range(num_tokens):
+                    if not all_finite(row_of(qkv, (np.int64(t),))[columns[0] : columns[1]]):
+                        return np.int64(-1)
         whole, c, s = np.empty(max(dim, dim_v), F), np.empty(half, F), np.empty(half, F)
         x, x_v = whole[:dim], whole[:dim_v]  # a row of q or k, and one of v
         low, high = x[:half], x[half : 2 * half]

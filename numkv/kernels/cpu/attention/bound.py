@@ -53,7 +53,7 @@ from numkv.kernels.scratch import aligned
 from numkv.kinds import kind
 from numkv.rows.codec import elements_in
 from numkv.rows.convert import codec
-from numkv.rows.quantize import is_finite
+from numkv.rows.quantize import finite_row
 
 # Indices of numbers in a layer's record, and of its arrays.
 _SCALE, _CAP, _WINDOW, _LOOK, _MARK, _MARK_SIZE, _LIVES, _LAYER_IN_FULL = range(8)
@@ -138,7 +138,7 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE, FULL_K, FULL_
     `FULL_K` and `FULL_V` are the kinds of the newest tokens' K and V if keys are stored by channel, else those of K and
     V.
     """
-    load_row, _ = codec(ROWS_KIND)
+    all_finite = finite_row(ROWS_KIND)
     load_query, store_result = codec(Q_KIND, COMPUTE)
     put_k, put_v = token_writer(ROWS_KIND, FULL_K), token_writer(ROWS_KIND, V_KIND)
     put_full_v = token_writer(ROWS_KIND, FULL_V)
@@ -163,12 +163,7 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE, FULL_K, FULL_
     def has_bad(rows):
         for t in range(rows.shape[0]):
             for h in range(rows.shape[1]):
-                row = row_of(rows, (np.int64(t), np.int64(h)))
-                # Counted in integers, which may be added in any order, so this is vector code.
-                bad = np.int64(0)
-                for d in range(len(row)):
-                    bad += 0 if is_finite(load_row(row[d])) else 1
-                if bad:
+                if not all_finite(row_of(rows, (np.int64(t), np.int64(h)))):
                     return True
         return False
 
