@@ -22,7 +22,10 @@ F32 = np.float32
 #: Shorter than a vector, whole chunks, chunks and a rest; groups of INT4 that are taken at once, and one more.
 DIMS = [8, 16, 32, 40, 64, 72, 96, 128, 136, 160, 200, 256, 1000]
 
-compiled = functools.cache(lambda kind: numba.njit(row_storer(kind)))
+
+@functools.cache
+def compiled(kind, compute="float32"):
+    return numba.njit(row_storer(kind, compute))
 
 
 def stored(store, kind, x):
@@ -45,6 +48,7 @@ def defined(kind, x):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("compute", [F32, np.float64])
 def test_rows(kind, compute, rng):
+    store = compiled(kind, compute.__name__)
     for dim in DIMS:
         for size in (1e-28, 1.0, 6e4, 1e30):
             for x in (
@@ -55,7 +59,7 @@ def test_rows(kind, compute, rng):
             ):
                 row = (x * size).astype(F32).astype(compute)
                 row[0] += compute(F32(size))
-                assert stored(compiled(kind), kind, row) == defined(kind, row), (dim, size)
+                assert stored(store, kind, row) == defined(kind, row), (dim, size)
 
 
 def hostile(dim, rng):
@@ -88,8 +92,8 @@ def test_hostile_rows(kind, rng):
 def test_rows_of_a_token(kind, rng):
     """All heads at once: as row by row, in pools of any strides, also where rows are too long for vector code."""
     of, store = numkv.kind(kind), compiled(kind)
-    together = token_storer(kind)
-    put = numba.njit(lambda x, dim, pool, scale: together(x, dim, pool, by_row(scale), 1, 2))
+    together = token_storer(kind, "fp32")
+    put = numba.njit(lambda rows, pool, scale, x: together(rows, 1, pool, by_row(scale), 5, x))
     for heads, dim in ((1, 32), (3, 96), (9, 40), (17, 128), (5, 64), (2, 2056), (0, 64)):
         words, shape = of.words_per_row(dim), (2, heads, 3)
         pool = np.full((*shape, words + 5), 0x55, np.uint8)
@@ -105,9 +109,14 @@ def test_rows_of_a_token(kind, rng):
         for h in range(heads):
             to = of_rows[1, h, 2] if of.group_size else of_rows[1, h, 2:]
             store(x[h], expected[1, h, 2, :words], to)
-        put(x.reshape(-1), dim, pool[..., :words], scale)
-        assert np.array_equal(pool, expected), (heads, dim)
-        assert scale.tobytes() == of_rows.tobytes(), (heads, dim)
+        before, of_before = pool.copy(), scale.copy()
+        wide = np.zeros((3, 2 * heads, dim + 1), F32)
+        wide[1, ::2, :dim] = x
+        for rows in (np.stack([x, x, x]), wide[:, ::2, :dim]):
+            pool[...], scale[...] = before, of_before
+            put(rows, pool[..., :words], scale, np.empty(heads * dim, F32))
+            assert np.array_equal(pool, expected), (heads, dim)
+            assert scale.tobytes() == of_rows.tobytes(), (heads, dim)
 
 
 @emits()

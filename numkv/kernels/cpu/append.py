@@ -44,7 +44,7 @@ def token_writer(SRC, DST):
     ``put(rows, t, pool, scales, slot, x)``; `x` has room for these rows as float32, to work in.
     """
     load, _ = codec(SRC)
-    store_row, store_rows = row_storer(DST), token_storer(DST)
+    store_row = row_storer(DST)
 
     @register_jitable
     def put_one_by_one(rows, t, pool, scales, slot, x):
@@ -56,21 +56,14 @@ def token_writer(SRC, DST):
             if SRC == DST:
                 for d in range(len(source)):
                     words[d] = source[d]
+            elif SRC == "fp32":
+                store_row(source, words, row_of(scales, (block, np.int64(h), offset)))
             else:
                 for d in range(len(source)):
                     floats[d] = load(source[d])
                 store_row(floats, words, row_of(scales, (block, np.int64(h), offset)))
 
-    @register_jitable
-    def put_together(rows, t, pool, scales, slot, x):
-        dim = np.int64(rows.shape[2])
-        for h in range(rows.shape[1]):
-            source, floats = row_of(rows, (np.int64(t), np.int64(h))), x[h * dim : (h + 1) * dim]
-            for d in range(dim):
-                floats[d] = load(source[d])
-        store_rows(x, dim, pool, scales, slot // pool.shape[2], slot % pool.shape[2])
-
-    return put_together if store_rows else put_one_by_one
+    return token_storer(DST, SRC) or put_one_by_one
 
 
 def make_append_rows(SRC, DST, BY_SLOT):

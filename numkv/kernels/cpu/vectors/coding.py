@@ -6,12 +6,15 @@ same floats, and sums of integers, whose order makes no difference. Only the met
 *Groups of INT4.* The elements of four groups stay in registers, and their scales are lanes of one vector.
 
 *Codebooks.* A row is read four times: for its largest element, its mean square, the errors and least-squares sums under
-all three scales, and its codes. Levels are found for bytes, four vectors of floats at a time::
+all three scales, and its codes. In between, vectors have a number of each row in their lanes. Roots and divisions take
+long, and a CPU cannot look far enough ahead to overlap those of several rows. Levels are found for bytes, four vectors
+of floats at a time::
 
     y = floor(2 * size), at most 255               twice the edges are integers, too
     number = first[y // 16] + sum over j of (y >= edges[j][y // 16])
 
-At most three edges are among 16 neighbours, so lookups in tables of 16 bytes replace a search.
+At most three edges are among 16 neighbours, so lookups in tables of 16 bytes replace a search. With VBMI, which has
+tables of 128 bytes, y is looked up itself.
 
 Divisions are products: see `numkv.kernels.cpu.vectors.words.Words.divider`. So rows and groups are first multiplied by
 powers of two, which bring them far from the ends of float32's range.
@@ -26,7 +29,7 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import register_jitable
 
-from numkv.kernels.cpu.vectors.arrays import row_of
+from numkv.kernels.cpu.vectors.arrays import address_of, row_of
 from numkv.kernels.cpu.vectors.emit import (
     DOUBLE,
     FLOAT,
@@ -39,10 +42,17 @@ from numkv.kernels.cpu.vectors.emit import (
     scratch_floats,
     steps,
 )
-from numkv.kernels.cpu.vectors.stored import has_lookups, looked_up, looked_up_far
+from numkv.kernels.cpu.vectors.stored import (
+    has_byte_lookups,
+    has_lookups,
+    looked_up,
+    looked_up_byte,
+    looked_up_far,
+)
 from numkv.kernels.cpu.vectors.words import Words
 from numkv.rows import code4, code6, codebook, int4
 from numkv.rows.codec import row_codec
+from numkv.rows.convert import codec
 
 _CODEBOOKS = {"code4": code4, "code6": code6}
 _CODED = ("int4", *_CODEBOOKS)
@@ -51,9 +61,9 @@ _NOT_FINITE = 0x7F800000
 _TRIED = 3
 # Of longer rows of codebooks, sums would not fit into 32 bits, nor sizes in sixteenths of a scale into 16.
 _LONGEST = 2048
-_FOUR_FLOATS = ir.VectorType(FLOAT, 4)
-# Rows of codebooks that are taken at once.
-_ROWS = 8
+# Numbers of rows of codebooks: the bits of the largest magnitude, a power of 2, the scale. Each divisor has two: the
+# largest magnitude times that power, sixteenths of the scales that are tried, and half of the fitted one.
+_MOST, _FACTOR, _SCALE, _LARGEST, _SIXTEENTHS, _HALF, _NUMBERS = 0, 1, 2, 3, 5, 11, 13
 
 
 def _coder(kind, compute):
@@ -65,6 +75,7 @@ def _coder(kind, compute):
         ``whole(dim)`` is the number of elements of a row that `store_rows` stores, and ``store_rest(x, words, scales)``
         the rest of a row.
     """
+    store_rows = _make_store_rows(kind, compute)
     if kind == "int4":
 
         @register_jitable
@@ -78,13 +89,13 @@ def _coder(kind, compute):
                 x, first, len(x) - first, words, first // 2
             )
 
-        return whole, store_int4_rows, store_rest
+        return whole, store_rows, store_rest
 
     @register_jitable
     def whole_or_none(dim):
         return dim if dim <= _LONGEST else 0
 
-    return whole_or_none, _make_store_codes(kind), row_codec(kind, compute)[0]
+    return whole_or_none, store_rows, row_codec(kind, compute)[0]
 
 
 def row_storer(kind, compute="float32"):
@@ -99,28 +110,39 @@ def row_storer(kind, compute="float32"):
     @register_jitable
     def store_row(x, words, scales):
         dim = np.int64(len(x))
-        store_rows(x, dim, whole(dim), 1, words, 0, scales, 0)
+        store_rows(address_of(x), 0, dim, whole(dim), 1, words, 0, scales, 0)
         if whole(dim) < dim:
             store_rest(x, words, scales)
 
     return store_row
 
 
-def token_storer(kind, compute="float32"):
-    """The function that stores the rows of a token: ``store(x, dim, pool, scales, block, offset)``.
+def token_storer(kind, rows_kind):
+    """The function that stores the rows of a token of a float kind: ``store(rows, t, pool, scales, slot, x)``.
 
-    `x` has the rows of all heads, of `dim` elements, one after another; `scales` is a result of `by_row`. None for
-    kinds that gain nothing by it.
+    `scales` is a result of `by_row`, and `x` has room for the rows of all heads as float32. None for kinds that gain
+    nothing by it.
     """
     if kind not in _CODED:
         return None
-    whole, store_rows, store_rest = _coder(kind, compute)
+    whole, store_rows, store_rest = _coder(kind, "float32")
+    load, _ = codec(rows_kind)
 
     @register_jitable
-    def store_together(x, dim, pool, scales, block, offset):
-        heads, place = np.int64(pool.shape[1]), (block, np.int64(0), offset)
+    def store_together(rows, t, pool, scales, slot, x):
+        heads, dim = np.int64(rows.shape[1]), np.int64(rows.shape[2])
+        block, offset = slot // pool.shape[2], slot % pool.shape[2]
+        at, step = address_of(x), 4 * dim
+        if rows_kind == "fp32" and whole(dim) == dim:
+            at, step = address_of(row_of(rows, (t, np.int64(0)))), np.int64(rows.strides[1])
+        else:
+            for h in range(heads):
+                source, floats = row_of(rows, (t, np.int64(h))), x[h * dim : (h + 1) * dim]
+                for d in range(dim):
+                    floats[d] = load(source[d])
+        place = (block, np.int64(0), offset)
         store_rows(
-            x, dim, whole(dim), heads, row_of(pool, place), np.int64(pool.strides[1]),
+            at, step, dim, whole(dim), heads, row_of(pool, place), np.int64(pool.strides[1]),
             row_of(scales, place), np.int64(scales.strides[1]),
         )  # fmt: skip
         if whole(dim) < dim:
@@ -129,6 +151,33 @@ def token_storer(kind, compute="float32"):
                 store_rest(x[h * dim : (h + 1) * dim], row_of(pool, place), row_of(scales, place))
 
     return store_together
+
+
+def _make_store_rows(kind, compute):
+    """`store_rows` for a kind, and rows of floats of a type."""
+    element = DOUBLE if compute == "float64" else FLOAT
+
+    @emits()
+    def store_rows(b, x, x_step, dim, whole, rows, words, words_step, scales, scales_step):
+        """Put the first `whole` elements of rows of `dim` floats, whole groups or all, into their words and scales.
+
+        `x` is the address of the first row. A row, its words and its scales begin `x_step`, `words_step` and
+        `scales_step` bytes after those of the row before.
+        """
+        steps_ = x_step, words_step, scales_step
+        x = b.inttoptr(x, element.as_pointer())
+        if kind == "int4":
+            _Int4Groups(b, whole, (x, words, scales), steps_).store(rows)
+        else:
+            rows = b.select(b.icmp_signed(">", whole, I64(0)), rows, I64(0))
+            _CodebookRows(b, kind, dim, (x, words, scales), steps_).store(rows)
+
+    return store_rows
+
+
+def _moved(b, pointer, size):
+    """A pointer some bytes further."""
+    return b.bitcast(b.gep(as_bytes(b, pointer), [size]), pointer.type)
 
 
 class _Rows(Words):
@@ -147,20 +196,21 @@ class _Rows(Words):
         bits = self.b.and_(self.b.bitcast(x, self.int_type), self.splat_int(0x7FFFFFFF))
         return self.b.bitcast(bits, self.type)
 
+    def size_of_words(self, x):
+        """Absolute values of words."""
+        negative = self.b.icmp_signed("<", x, self.splat_word(0))
+        return self.b.select(negative, self.b.sub(self.splat_word(0), x), x)
+
     def smaller(self, a, b):
         """Lane by lane the smaller."""
         return self.b.select(self.b.fcmp_ordered("<", a, b), a, b)
 
-    def products(self, a, b):
-        """The sum of the products of words, by lanes."""
-        total = self.splat_int(0)
-        for x, y in zip(a, b, strict=True):
-            total = self.add_pairs(total, x, y)
-        return total
-
     def squares(self, words):
         """The sum of the squares of words, by lanes."""
-        return self.products(words, words)
+        total = self.splat_int(0)
+        for x in words:
+            total = self.add_pairs(total, x, x)
+        return total
 
     def joined(self, vectors):
         """The low bytes of integers, vectors one after another, as one vector."""
@@ -170,6 +220,17 @@ class _Rows(Words):
             pairs = zip(vectors[::2], vectors[1::2], strict=True)
             vectors = [self.shuffle(x, y, range(width)) for x, y in pairs]
         return b.trunc(vectors[0], ir.VectorType(I8, vectors[0].type.count))
+
+    def keep(self, memory, vector, i, of=0):
+        """Keep a vector of a row or group for `folded`."""
+        at = self.b.mul(self.b.add(i, I64(of * self.lanes)), I64(self.lanes))
+        self.store(self.b.bitcast(vector, self.type), memory, at)
+
+    def folded(self, memory, combine, of=0):
+        """The lanes of each row's vector combined: a vector with an element for each row."""
+        type_ = self.type if combine == self.larger else self.int_type
+        at = [I64((of * self.lanes + i) * self.lanes) for i in range(self.lanes)]
+        return self.folds([self.b.bitcast(self.load_floats(memory, x), type_) for x in at], combine)
 
     def low_byte(self, x):
         """Clear all but the low byte of integers, which lets LLVM pack them by saturating instructions."""
@@ -185,21 +246,12 @@ def _same(value, like, element=None):
 # -- INT4
 
 
-@emits()
-def store_int4_rows(b, x, dim, whole, rows, words, words_step, scales, scales_step):
-    """Put the first `whole` elements of rows of `dim` floats, whole groups, into their words and scales.
-
-    Words and scales of a row begin `words_step` and `scales_step` bytes after those of the row before.
-    """
-    _Int4Groups(b, x, dim, whole, words, words_step, scales, scales_step).store(rows)
-
-
 class _Int4Groups:
-    """Emits `store_int4_rows`. The groups of all rows are taken a vector's lanes at a time."""
+    """Emits `store_rows`. The groups of all rows are taken a vector's lanes at a time."""
 
-    def __init__(self, b, x, dim, whole, words, words_step, scales, scales_step):
-        self.b, self.v, self.x, self.words, self.scales = b, _Rows(b), x, words, scales
-        self.dim, self.words_step, self.scales_step = dim, words_step, scales_step
+    def __init__(self, b, whole, arrays, steps_):
+        self.b, self.v, self.steps = b, _Rows(b), steps_
+        self.x, self.words, self.scales = arrays
         self.each = b.ashr(whole, I64(int4.GROUP.bit_length() - 1))
         lanes = self.v.lanes
         # Of each group: where its elements, words and scale are.
@@ -223,9 +275,9 @@ class _Int4Groups:
                 self.find_ends(i)
             # Of lanes past `count`, nothing is stored.
             high, minus_low, peak = (
-                self.folded(v.larger),
-                self.folded(v.larger, 1),
-                self.folded(v.larger_int, 2),
+                v.folded(self.vectors, v.larger),
+                v.folded(self.vectors, v.larger, 1),
+                v.folded(self.vectors, v.larger_int, 2),
             )
             finite = b.icmp_signed("<", peak, v.splat_int(_NOT_FINITE))
             self.put_codes(count, finite, *self.best(count, high, minus_low))
@@ -234,9 +286,9 @@ class _Int4Groups:
         """Find the place of the next group."""
         b = self.b
         row, in_row = (b.load(slot) for slot in self.next)
-        for slot, step, size in zip(
-            self.places, (self.dim, self.words_step, self.scales_step), (int4.GROUP, int4.GROUP // 2, 2), strict=True
-        ):  # fmt: skip
+        element = 8 if self.x.type.pointee == DOUBLE else 4
+        sizes = element * int4.GROUP, int4.GROUP // 2, 2
+        for slot, step, size in zip(self.places, self.steps, sizes, strict=True):
             place = b.add(b.mul(row, step), b.mul(in_row, I64(size)))
             b.store(place, b.gep(slot, [i]))
         ended = b.icmp_signed("==", b.add(in_row, I64(1)), self.each)
@@ -247,23 +299,10 @@ class _Int4Groups:
         """Return where something of a group is."""
         return self.b.load(self.b.gep(self.places[of], [i]))
 
-    def keep(self, vector, i, of=0):
-        """Keep a vector of a group for `folded`."""
-        at = self.b.mul(self.b.add(i, I64(of * self.v.lanes)), I64(self.v.lanes))
-        self.v.store(self.b.bitcast(vector, self.v.type), self.vectors, at)
-
-    def folded(self, combine, of=0):
-        """The lanes of each group's vector combined: a vector with an element for each group."""
-        b, v = self.b, self.v
-        type_ = v.type if combine == v.larger else v.int_type
-        at = [I64((of * v.lanes + i) * v.lanes) for i in range(v.lanes)]
-        return v.folds([b.bitcast(v.load_floats(self.vectors, x), type_) for x in at], combine)
-
     def load(self, i):
         """The elements of a group."""
-        first = self.place(0, i)
-        starts = range(0, int4.GROUP, self.v.lanes)
-        return [self.v.load_row(self.x, self.b.add(first, I64(j))) for j in starts]
+        first = _moved(self.b, self.x, self.place(0, i))
+        return [self.v.load_row(first, I64(j)) for j in range(0, int4.GROUP, self.v.lanes)]
 
     def find_ends(self, i):
         """Find the largest element of a group, minus the smallest one, and the largest magnitude, by lanes."""
@@ -274,7 +313,7 @@ class _Int4Groups:
             peak = v.larger_size(x, peak)
             high, low = v.larger(x, high), v.smaller(x, low)
         for of, vector in enumerate((high, b.fsub(v.splat(-0.0), low), peak)):
-            self.keep(vector, i, of)
+            v.keep(self.vectors, vector, i, of)
 
     def best(self, count, high, minus_low):
         """Which of the scales that are tried is the best, and its word; see `numkv.rows.int4.int4_scale`."""
@@ -287,7 +326,7 @@ class _Int4Groups:
         best, word, least = v.splat_int(0), v.splat_int(0), v.splat(math.inf)
         for i, (step, this, scale, _) in enumerate(tried):
             unit = b.fdiv(scale, widest)
-            error = b.sitofp(self.folded(b.add, i), v.type)
+            error = b.sitofp(v.folded(self.vectors, b.add, i), v.type)
             error = b.fmul(b.fmul(error, unit), unit)
             tiny = b.fcmp_ordered("<", step, v.splat(2.0**-123))
             error = b.select(tiny, v.splat(math.inf), error)
@@ -337,9 +376,8 @@ class _Int4Groups:
                 scale, inverse, lowest, _ = numbers[4 * i : 4 * i + 4]
                 divided = v.divider(scale, inverse)
                 at = b.mul(b.add(group, I64(i * v.lanes)), I64(int4.GROUP))
-                self.keep(
-                    self.squared_error([divided(x) for x in xs], at, v.splat(lowest)), group, i
-                )
+                error = self.squared_error([divided(x) for x in xs], at, v.splat(lowest))
+                v.keep(self.vectors, error, group, i)
 
     def squared_error(self, places, at, lowest):
         """The squared error of a group, by lanes, from places in units of its scale; its codes are kept at `at`."""
@@ -394,24 +432,12 @@ class _Int4Groups:
 # -- codebooks
 
 
-def _make_store_codes(kind):
-    """`store_codes` for a kind of codes of a codebook."""
-
-    @emits()
-    def store_codes(b, x, dim, whole, rows, words, words_step, scales, scales_step):
-        """Put rows of `dim` floats into their words and scales, if `whole` is not 0; see `store_int4_rows`."""
-        rows = b.select(b.icmp_signed(">", whole, I64(0)), rows, I64(0))
-        _CodebookRows(b, kind, x, dim, words, words_step, scales, scales_step).store(rows)
-
-    return store_codes
-
-
 class _CodebookRows:
-    """Emits `store_codes`. Each step is taken for some rows, so that the CPU overlaps what they wait for."""
+    """Emits `store_rows`. Each step is taken for some rows, so that the CPU overlaps what they wait for."""
 
-    def __init__(self, b, kind, x, dim, words, words_step, scales, scales_step):
-        self.b, self.v, self.kind, self.words, self.scales = b, _Rows(b), kind, words, scales
-        self.words_step, self.scales_step = words_step, scales_step
+    def __init__(self, b, kind, dim, arrays, steps_):
+        self.b, self.v, self.kind, self.steps = b, _Rows(b), kind, steps_
+        self.rows, self.words, self.scales = arrays
         book = _CODEBOOKS[kind]
         self.levels, self.of_normal = book.LEVELS, book.OF_NORMAL
         self.sign = len(self.levels)
@@ -423,83 +449,113 @@ class _CodebookRows:
         # The elements after whole chunks are padded with zeros.
         self.left = b.sub(dim, b.mul(self.whole, I64(self.chunk)))
         self.pads = b.sub(b.mul(self.chunks, I64(self.chunk)), dim)
-        self.rows, self.element = x, x.type.pointee
-        self.lasts = cgutils.alloca_once(b, self.element, I64(_ROWS * self.chunk))
-        # Of each row: the largest magnitude, the factor, the scales that are tried, the fitted one, and the scale.
-        self.kept = scratch_floats(b, FLOAT, 7 * _ROWS)
+        self.element = self.rows.type.pointee
+        self.lasts = cgutils.alloca_once(b, self.element, I64(self.v.lanes * self.chunk))
+        # Magnitudes of their elements, times the factor; numbers; vectors that are to be folded.
+        self.kept_sizes = cgutils.alloca_once(b, FLOAT, I64(self.v.lanes * _LONGEST))
+        self.numbers = scratch_floats(b, FLOAT, _NUMBERS * self.v.lanes)
+        self.vectors = scratch_floats(b, FLOAT, 3 * _TRIED * self.v.lanes**2)
 
     def store(self, rows):
         """Store some rows."""
-        b = self.b
-        with steps(b, I64(0), rows, _ROWS) as (first, _):
+        b, lanes = self.b, self.v.lanes
+        with steps(b, I64(0), rows, lanes) as (first, _):
             left = b.sub(rows, first)
-            count = b.select(b.icmp_signed("<", left, I64(_ROWS)), left, I64(_ROWS))
-            for step in (self.find_scales, self.fit, self.put_codes):
+            count = b.select(b.icmp_signed("<", left, I64(lanes)), left, I64(lanes))
+            for of_row, of_all in (
+                (self.find_largest, self.put_factors),
+                (self.add_squares, self.put_tried),
+                (self.add_errors, self.put_fitted),
+                (self.put_codes, None),
+            ):
                 with steps(b, I64(0), count, 1) as (i, _):
                     self.row, self.i = b.add(first, i), i
-                    self.x = b.gep(self.rows, [b.mul(self.row, self.count)])
+                    self.x = _moved(b, self.rows, b.mul(self.row, self.steps[0]))
                     self.last = b.gep(self.lasts, [b.mul(i, I64(self.chunk))])
-                    step()
+                    of_row()
+                if of_all:
+                    of_all()
 
-    def kept_at(self, number):
-        """Where a number of the row is kept."""
-        return self.b.add(self.i, I64(number * _ROWS))
+    # -- numbers of all rows, by lanes
 
-    def recall(self, *numbers):
-        """Numbers of the row."""
-        return [self.v.load_one(self.kept, self.kept_at(i)) for i in numbers]
+    def put(self, number, vector):
+        """Keep a number of each row."""
+        self.v.store(vector, self.numbers, I64(number * self.v.lanes))
 
-    def find_scales(self):
-        """Find the scales that are tried; see `numkv.rows.codebook.scale_finder`."""
-        b, size = self.b, I64(8 if self.element == DOUBLE else 4)
-        with b.if_then(b.icmp_signed(">", self.left, I64(0))):
-            cgutils.memset(b, self.last, b.mul(I64(self.chunk), size), 0)
-            start = b.gep(self.x, [b.sub(self.count, self.left)])
-            cgutils.raw_memcpy(b, self.last, start, self.left, size)
-        most = self.largest()
-        # With this factor the largest magnitude is from 2 up to 4.
-        power = b.and_(most, I32(_NOT_FINITE))
-        self.factor = b.bitcast(b.sub(I32(_NOT_FINITE), power), FLOAT)
-        largest = b.fmul(b.bitcast(most, FLOAT), self.factor)
-        signature = ir.FunctionType(FLOAT, [FLOAT])
-        root = cgutils.get_or_insert_function(b.module, signature, "llvm.sqrt.f32")
-        root = b.call(root, [self.mean_square(largest)])
-        of_normal = b.fmul(b.fmul(largest, root), FLOAT(float(np.float32(self.of_normal))))
-        of_largest = b.fdiv(largest, FLOAT(float(self.levels[-1])))
-        between = b.fmul(b.fadd(of_normal, of_largest), FLOAT(0.5))
-        numbers = b.bitcast(most, FLOAT), self.factor, of_normal, between, of_largest
-        for i, number in enumerate(numbers):
-            self.v.store(number, self.kept, self.kept_at(i))
+    def all_of(self, number):
+        """A number of each row."""
+        return self.v.load_floats(self.numbers, I64(number * self.v.lanes))
 
-    def fit(self):
-        """Find and store the scale: the best of those that are tried, fitted to its levels by least squares."""
+    def put_divisor(self, number, vector):
+        """Keep a divisor for each row, and its inverse."""
+        self.put(number, vector)
+        self.put(number + 1, self.b.fdiv(self.v.splat(1.0), vector))
+
+    def put_factors(self):
+        """Find the factor with which a row's largest magnitude is from 2 up to 4."""
         b, v = self.b, self.v
-        largest, self.factor, *scales = self.recall(0, 1, 2, 3, 4)
-        # By least squares, for the levels that each of them has chosen; without branches, which nobody could foresee.
-        errors, along, squares = (
-            b.sub(v.folds([*sums, sums[-1]], b.add), self.of_pads(pad))
-            for sums, pad in zip(
-                self.under(scales), (8 * self.levels[0], 0, self.levels[0]), strict=True
+        most = v.folded(self.vectors, v.larger_int)
+        power = b.and_(most, v.splat_int(_NOT_FINITE))
+        factor = b.bitcast(b.sub(v.splat_int(_NOT_FINITE), power), v.type)
+        most = b.bitcast(most, v.type)
+        self.put(_MOST, most)
+        self.put(_FACTOR, factor)
+        self.put_divisor(_LARGEST, b.fmul(most, factor))
+
+    def put_tried(self):
+        """Find the scales that are tried; see `numkv.rows.codebook.scale_finder`."""
+        b, v = self.b, self.v
+        wide = ir.VectorType(I64, v.lanes)
+        low, high = (b.zext(v.folded(self.vectors, b.add, of), wide) for of in (0, 1))
+        total = b.sitofp(b.add(low, b.shl(high, _same(16, high))), v.type)
+        square = b.fmul(b.sitofp(self.count, FLOAT), FLOAT(float(np.float32(32767.0**2))))
+        mean_square = b.fdiv(total, v.splat(square))
+        name = f"llvm.sqrt.v{v.lanes}f32"
+        root = cgutils.get_or_insert_function(b.module, ir.FunctionType(v.type, [v.type]), name)
+        largest = self.all_of(_LARGEST)
+        of_normal = b.fmul(b.fmul(largest, b.call(root, [mean_square])), v.splat(self.of_normal))
+        of_largest = b.fdiv(largest, v.splat(self.levels[-1]))
+        between = b.fmul(b.fadd(of_normal, of_largest), v.splat(0.5))
+        for i, scale in enumerate((of_normal, between, of_largest)):
+            self.put_divisor(_SIXTEENTHS + 2 * i, b.fmul(scale, v.splat(1 / 16)))
+
+    def put_fitted(self):
+        """Find the scale: the best of those that are tried, fitted to its levels by least squares."""
+        b, v = self.b, self.v
+        fitted, least = v.splat(0.0), v.splat(math.inf)
+        # What zeros after the row's end add to sums of squares.
+        pads = b.bitcast(v.splat(b.bitcast(b.trunc(self.pads, I32), FLOAT)), v.int_type)
+        of_pads = [b.mul(pads, v.splat_int(x**2)) for x in (8 * self.levels[0], 0, self.levels[0])]
+        for i in range(_TRIED):
+            # By least squares, for the levels that each of them has chosen.
+            error, along, squares = (
+                b.sitofp(b.sub(v.folded(self.vectors, b.add, 3 * i + j), of_pads[j]), v.type)
+                for j in range(3)
             )
-        )
-        errors, along, squares = (b.sitofp(x, _FOUR_FLOATS) for x in (errors, along, squares))
-        factors = b.fdiv(along, b.fmul(squares, _same(16.0, squares)))
-        fitted, least = FLOAT(0.0), FLOAT(math.inf)
-        for i, scale in enumerate(scales):
+            sixteenth = self.all_of(_SIXTEENTHS + 2 * i)
             # Relative to one of them, so that tiny errors do not vanish when they are squared.
-            unit = b.fdiv(scale, scales[-1])
-            error = b.fmul(b.fmul(b.extract_element(errors, I32(i)), unit), unit)
-            of_scale = b.fmul(scale, b.extract_element(factors, I32(i)))
+            unit = b.fdiv(sixteenth, self.all_of(_SIXTEENTHS + 2 * (_TRIED - 1)))
+            error = b.fmul(b.fmul(error, unit), unit)
+            factor = b.fdiv(along, b.fmul(squares, v.splat(16.0)))
+            of_scale = b.fmul(b.fmul(sixteenth, v.splat(16.0)), factor)
             less = b.fcmp_ordered("<", error, least)
             fitted, least = b.select(less, of_scale, fitted), b.select(less, error, least)
-        small = b.fcmp_ordered("<", largest, FLOAT(float(np.float32(codebook.TINY))))
-        scale = b.select(small, FLOAT(0.0), b.fdiv(fitted, self.factor))
-        odd = b.icmp_signed(">=", b.bitcast(largest, I32), I32(_NOT_FINITE))
-        scale = b.select(odd, FLOAT(math.nan), scale)
-        for i, number in ((5, fitted), (6, scale)):
-            v.store(number, self.kept, self.kept_at(i))
-        place = b.gep(as_bytes(b, self.scales), [b.mul(self.row, self.scales_step)])
-        b.store(scale, b.bitcast(place, FLOAT.as_pointer()), align=4)
+        most = self.all_of(_MOST)
+        small = b.fcmp_ordered("<", most, v.splat(float(np.float32(codebook.TINY))))
+        scale = b.select(small, v.splat(0.0), b.fdiv(fitted, self.all_of(_FACTOR)))
+        odd = b.icmp_signed(">=", b.bitcast(most, v.int_type), v.splat_int(_NOT_FINITE))
+        self.put(_SCALE, b.select(odd, v.splat(math.nan), scale))
+        self.put_divisor(_HALF, b.fmul(fitted, v.splat(0.5)))
+
+    # -- one row
+
+    def number(self, number):
+        """A number of the row."""
+        return self.v.load_one(self.numbers, self.b.add(self.i, I64(number * self.v.lanes)))
+
+    def divider(self, number):
+        """The function that divides by a divisor of the row."""
+        return self.v.divider(self.number(number), self.number(number + 1))
 
     def each(self):
         """A loop over chunks: gives the number of one."""
@@ -512,14 +568,25 @@ class _CodebookRows:
         base = b.select(inside, b.gep(self.x, [b.mul(i, I64(self.chunk))]), self.last)
         return [v.load_row(base, I64(j * v.lanes)) for j in range(4)]
 
-    def sizes(self, xs, divided):
-        """Magnitudes of a chunk, times the row's factor, in units of a divisor."""
-        factor = self.v.splat(self.factor)
-        return [divided(self.b.fmul(self.v.size_of(x), factor)) for x in xs]
+    def size_at(self, i, j):
+        """Where vector `j` of chunk `i` of the row's magnitudes is kept."""
+        at = self.b.mul(self.b.add(self.b.mul(self.i, self.chunks), i), I64(self.chunk))
+        return self.b.add(at, I64(j * self.v.lanes))
+
+    def sizes(self, i):
+        """The magnitudes of chunk `i`, times the row's factor."""
+        return [self.v.load_floats(self.kept_sizes, self.size_at(i, j)) for j in range(4)]
 
     def sums(self, count):
         """Return places for sums of 32 bits, by lanes."""
         return [cgutils.alloca_once_value(self.b, self.v.splat_int(0)) for _ in range(count)]
+
+    def add_products(self, slot, xs, ys):
+        """Add the products of words to a sum."""
+        total = self.b.load(slot)
+        for x, y in zip(xs, ys, strict=True):
+            total = self.v.add_pairs(total, x, y)
+        self.b.store(total, slot)
 
     def add(self, slot, numbers):
         """Add to a sum."""
@@ -530,67 +597,71 @@ class _CodebookRows:
         parts = [self.b.fptosi(x, self.v.int_type) for x in floats]
         return [self.v.packed(*parts[:2]), self.v.packed(*parts[2:])]
 
-    def largest(self):
-        """Return the bits of the largest magnitude."""
+    def find_largest(self):
+        """Find the bits of the largest magnitude, by lanes."""
         b, v = self.b, self.v
+        size = I64(8 if self.element == DOUBLE else 4)
+        with b.if_then(b.icmp_signed(">", self.left, I64(0))):
+            cgutils.memset(b, self.last, b.mul(I64(self.chunk), size), 0)
+            start = b.gep(self.x, [b.sub(self.count, self.left)])
+            cgutils.raw_memcpy(b, self.last, start, self.left, size)
         peak = cgutils.alloca_once_value(b, v.splat_int(0))
         with self.each() as (i, _):
             found = b.load(peak)
             for x in self.load(i):
                 found = v.larger_size(x, found)
             b.store(found, peak)
-        return v.fold(b.load(peak), v.larger_int)
+        v.keep(self.vectors, b.load(peak), self.i)
 
-    def mean_square(self, largest):
-        """The mean square of the row, in units of the largest magnitude's square."""
+    def add_squares(self):
+        """Sum the squares of magnitudes in units of the largest, by lanes; keep the magnitudes."""
         b, v = self.b, self.v
-        divided, sums = v.divider(largest), self.sums(2)
+        divided, factor = self.divider(_LARGEST), v.splat(self.number(_FACTOR))
+        sums = self.sums(2)
         with self.each() as (i, _):
-            sizes = self.sizes(self.load(i), divided)
-            squares = v.squares(self.whole_parts([b.fmul(x, v.splat(32767.0)) for x in sizes]))
+            sizes = [b.fmul(v.size_of(x), factor) for x in self.load(i)]
+            for j, size in enumerate(sizes):
+                v.store(size, self.kept_sizes, self.size_at(i, j))
+            parts = [b.fmul(divided(x), v.splat(32767.0)) for x in sizes]
+            squares = v.squares(self.whole_parts(parts))
             # Lower and upper halves apart: the sum of four squares takes all bits.
             self.add(sums[0], b.and_(squares, v.splat_int(0xFFFF)))
             self.add(sums[1], b.lshr(squares, v.splat_int(16)))
-        low, high = (b.zext(b.load(slot), ir.VectorType(I64, v.lanes)) for slot in sums)
-        total = b.sitofp(v.fold(b.add(low, b.shl(high, _same(16, high))), b.add), FLOAT)
-        square = FLOAT(float(np.float32(32767.0**2)))
-        return b.fdiv(total, b.fmul(b.sitofp(self.count, FLOAT), square))
+        self.keep(sums)
 
-    def under(self, scales):
-        """Sums of the row by lanes, under each scale: of squared errors, products with levels, squares of levels."""
+    def keep(self, sums):
+        """Keep sums of the row for all."""
+        for of, slot in enumerate(sums):
+            self.v.keep(self.vectors, self.b.load(slot), self.i, of)
+
+    def add_errors(self):
+        """Add up under each scale, by lanes: squared errors, products with levels, squares of levels."""
         b, v = self.b, self.v
-        divide = [v.divider(b.fmul(x, FLOAT(1 / 16))) for x in scales]
-        sums = [self.sums(3) for _ in scales]
+        divide = [self.divider(_SIXTEENTHS + 2 * i) for i in range(_TRIED)]
+        sums = self.sums(3 * _TRIED)
         with self.each() as (i, _):
-            xs = self.load(i)
-            for divided, (errors, along, squares) in zip(divide, sums, strict=True):
-                places = self.sizes(xs, divided)  # in sixteenths of the scale
+            sizes = self.sizes(i)
+            for n, divided in enumerate(divide):
+                places = [divided(x) for x in sizes]  # in sixteenths of the scale
                 sixteenths = self.whole_parts(places)
                 halves = [b.lshr(x, v.splat_word(3)) for x in sixteenths]
-                levels = self.levels_of(self.numbers_of(v.packed(*halves)))
+                levels = self.levels_at(v.packed(*halves))
                 levels = v.interleave(levels, _same(0, levels))
-                self.add(along, v.products(sixteenths, levels))
-                self.add(squares, v.squares(levels))
                 wide = [x for pair in levels for x in v.interleave(pair, _same(0, pair))]
                 off = []
                 for place, level in zip(places, wide, strict=True):
                     level = b.sitofp(b.bitcast(level, v.int_type), v.type)
                     off.append(b.fmul(v.fma(level, v.splat(-16.0), place), v.splat(0.5)))
-                self.add(errors, v.squares(self.whole_parts(off)))
-        return [[b.load(slot) for slot in slots] for slots in zip(*sums, strict=True)]
-
-    def of_pads(self, number):
-        """What zeros after the row's end add to sums of squares, each the square of a number; four times."""
-        b = self.b
-        of_pads = b.mul(b.trunc(self.pads, I32), I32(number**2))
-        found = ir.Constant(ir.VectorType(I32, 4), ir.Undefined)
-        for i in range(4):
-            found = b.insert_element(found, of_pads, I32(i))
-        return found
+                off = self.whole_parts(off)
+                for of, (x, y) in enumerate(((off, off), (sixteenths, levels), (levels, levels))):
+                    self.add_products(sums[3 * n + of], x, y)
+        self.keep(sums)
 
     def numbers_of(self, twice):
         """The numbers of the levels nearest to magnitudes, from `twice` these in units of the scale, as bytes."""
         b, v = self.b, self.v
+        if has_byte_lookups():
+            return looked_up_byte(b, twice, [sum(x <= i for x in self.edges) for i in range(256)])
         if not has_lookups():
             found = _same(0, twice)
             for edge in self.edges:
@@ -610,8 +681,12 @@ class _CodebookRows:
             found = b.sub(found, b.sext(above, twice.type))
         return found
 
-    def levels_of(self, numbers):
-        """The levels of numbers, as bytes."""
+    def levels_at(self, twice):
+        """The levels nearest to magnitudes; see `numbers_of`."""
+        if has_byte_lookups():
+            table = [self.levels[sum(x <= i for x in self.edges)] for i in range(256)]
+            return looked_up_byte(self.b, twice, table)
+        numbers = self.numbers_of(twice)
         if self.sign == 32:
             return looked_up_far(self.b, numbers, self.levels)
         return looked_up(self.b, numbers, [*self.levels, *[0] * (16 - self.sign)])
@@ -619,24 +694,26 @@ class _CodebookRows:
     def put_codes(self):
         """Put the codes down; zeros where the scale is 0 or NaN."""
         b, v = self.b, self.v
-        self.factor, fitted, scale = self.recall(1, 5, 6)
-        usable, divided = (
-            b.fcmp_ordered(">", scale, FLOAT(0.0)),
-            v.divider(b.fmul(fitted, FLOAT(0.5))),
-        )
-        words = b.gep(self.words, [b.mul(self.row, self.words_step)])
+        scale, divided = self.number(_SCALE), self.divider(_HALF)
+        place = b.gep(as_bytes(b, self.scales), [b.mul(self.row, self.steps[2])])
+        b.store(scale, b.bitcast(place, FLOAT.as_pointer()), align=4)
+        usable = b.fcmp_ordered(">", scale, FLOAT(0.0))
+        words = b.gep(self.words, [b.mul(self.row, self.steps[1])])
         # A quotient of at most 2**-150 would be 0, without a sign.
-        above, lift = v.splat(b.fmul(scale, FLOAT(-(2.0**-50)))), v.splat(2.0**100)
+        above = v.splat(b.fmul(scale, FLOAT(2.0**-50)))
         each, of = self.bytes_of
         size = self.chunk * each // of
         rest = cgutils.alloca_once(b, I8, I64(size))
         with self.each() as (i, _):
-            xs = self.load(i)
-            numbers = self.numbers_of(v.packed(*self.whole_parts(self.sizes(xs, divided))))
-            below = [b.fcmp_ordered("<", b.fmul(x, lift), above) for x in xs]
-            below = [b.select(x, v.splat_int(self.sign), v.splat_int(0)) for x in below]
-            signs = v.packed(v.packed(*below[:2]), v.packed(*below[2:]))
-            codes = b.bitcast(b.or_(numbers, signs), v.int_type)
+            numbers = self.numbers_of(
+                v.packed(*self.whole_parts([divided(x) for x in self.sizes(i)]))
+            )
+            below = [
+                b.bitcast(v.fma(x, v.splat(2.0**100), above), v.int_type) for x in self.load(i)
+            ]
+            below = [b.lshr(v.packed(*pair), v.splat_word(15)) for pair in (below[:2], below[2:])]
+            signs = b.shl(v.words(v.packed(*below)), v.splat_word(self.sign.bit_length() - 1))
+            codes = b.bitcast(b.or_(numbers, b.bitcast(signs, numbers.type)), v.int_type)
             order = [4 * piece + j for j in range(4) for piece in range(v.lanes // 4)]
             codes = b.bitcast(v.shuffle(codes, codes, order), numbers.type)
             inside = b.icmp_signed("<", i, self.whole)

@@ -54,6 +54,8 @@ _OF_64 = {
     )
     if feature in FEATURES and (feature != "neon" or _ON_ARM)
 }
+# The one that takes bytes of two vectors of 64, by seven bits of each number.
+_OF_128 = "llvm.x86.avx512.vpermi2var.qi.512"
 # An instruction that takes eight bits of 64 from any one on, for each of eight bytes.
 _SHIFTS = "llvm.x86.avx512.pmultishift.qb.512"
 
@@ -179,6 +181,21 @@ def looked_up_far(b, codes, table):
         upper = b.icmp_signed("<", bit, zero)
         found = [b.select(upper, y, x) for x, y in zip(found[::2], found[1::2], strict=True)]
     return found[0]
+
+
+def looked_up_byte(b, codes, table):
+    """``table[codes]`` of a table of 256 for 64 bytes, where `has_byte_lookups`."""
+    halves = [
+        _call(b, _OF_128, [ir.Constant(codes.type, [I8(x) for x in table[i : i + 64]]), codes,
+                           ir.Constant(codes.type, [I8(x) for x in table[i + 64 : i + 128]])])
+        for i in (0, 128)
+    ]  # fmt: skip
+    return b.select(b.icmp_signed("<", codes, ir.Constant(codes.type, None)), halves[1], halves[0])
+
+
+def has_byte_lookups():
+    """Return whether there is an instruction for `looked_up_byte`."""
+    return "avx512vbmi" in FEATURES
 
 
 def has_lookups():
