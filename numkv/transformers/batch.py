@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -22,9 +23,11 @@ import torch
 
 from numkv.access import Access, busy, writes
 from numkv.caches import FullPrecision, Profile
+from numkv.caches.paged.stored import BLOCK_SIZE
 from numkv.errors import CacheFull, DimensionMismatch, NonFiniteInput, NotSupported, NumkvError
 from numkv.interrupts import signals_deferred
 from numkv.numbers import check_nbytes, check_size
+from numkv.sparse.choice import check_counts
 from numkv.store import PrefixStore
 from numkv.torch import PagedKVCache
 from numkv.transformers.cache import read_profile
@@ -68,6 +71,8 @@ class _Part(NamedTuple):
     seq: int
     start: int
     tokens: int
+    is_sparse: bool
+    """Whether its queries choose the blocks that they read."""
 
 
 class ContinuousBatch:
@@ -89,6 +94,9 @@ class ContinuousBatch:
         Where prefixes are found that the pool has not, and kept past this process. Its mark has to name the model.
     block_size : int
         Tokens of a block.
+    most_blocks : int, optional
+        Blocks that a new token reads at most in layers that see all earlier tokens: those that it can attend to most.
+        Prompts read all. See `numkv.Step.sparse_attention`.
     tokens_per_pass : int
         Tokens that a pass of the model takes at most, of prompts and of running requests together.
     max_running : int
@@ -97,7 +105,8 @@ class ContinuousBatch:
     Raises
     ------
     NotSupported
-        If the model stores more than K and V, or its results for a text would depend on the other texts.
+        If the model stores more than K and V, or its results for a text would depend on the other texts. If
+        `most_blocks` is given and no layer sees all earlier tokens.
     CacheFull, DimensionMismatch, UnsupportedDType, ValueError, TypeError
         If an argument is no such thing.
 
@@ -137,7 +146,8 @@ class ContinuousBatch:
         profile: Profile | str | os.PathLike[str] | None = None,
         max_nbytes: int | str = "4GiB",
         store: PrefixStore | None = None,
-        block_size: int = 128,
+        block_size: int = BLOCK_SIZE,
+        most_blocks: int | None = None,
         tokens_per_pass: int = 512,
         max_running: int = 64,
     ) -> None:
@@ -164,9 +174,12 @@ class ContinuousBatch:
         try:
             self._is_as_it_was()
             specs, self._widen = layers_of_model(inner, given, profile, name)
+            specs = [replace(x, key_bounds=most_blocks is not None) for x in specs]
             self.cache = PagedKVCache(
                 layers=specs, max_nbytes=nbytes, block_size=block_size, store=store
             )
+            self._sees_all = [x.window_left < 0 and x.chunk_size is None for x in specs]
+            self._most_blocks = None if most_blocks is None else self._check_most(most_blocks)
         except BaseException:
             inner.set_attn_implementation(self._before)
             raise
@@ -182,6 +195,17 @@ class ContinuousBatch:
         self._running: dict[BatchRequest, int] = {}
         self._numbers, self._is_closed = itertools.count(), False
         self._counts = dict.fromkeys(BatchStats._fields[2:], 0)
+
+    def _check_most(self, most_blocks: Any) -> int:
+        """Check how many blocks a token reads, among which are those of first tokens in full precision."""
+        if not any(self._sees_all):
+            raise NotSupported(
+                "`most_blocks`: expected a model with layers that see all earlier tokens, got one whose layers all see "
+                "a window or a chunk; leave it out"
+            )
+        in_full = [x.full_precision for x in self.cache.layers if x.full_precision is not None]
+        first = max((x.num_sink_tokens for x in in_full), default=0)
+        return check_counts("most_blocks", most_blocks, 1, 1, -(-first // self.cache.block_size))[0]
 
     def __repr__(self) -> str:
         stats = self.stats()
@@ -418,8 +442,7 @@ class ContinuousBatch:
 
     def _blocks_for(self, tokens: int) -> int:
         """Blocks that so many tokens of a text take at least: those of layers that see everything."""
-        full = sum(of.window_left < 0 and of.chunk_size is None for of in self.cache.layers)
-        groups = -(-full // self.cache.layers_per_block)
+        groups = -(-sum(self._sees_all) // self.cache.layers_per_block)
         return groups * -(-tokens // self.cache.block_size)
 
     def _drop_ended(self) -> None:
@@ -444,7 +467,7 @@ class ContinuousBatch:
                 start = self.cache.length(seq)
                 todo = len(request.ids()) - start
                 if (todo > 1) == is_prompt and left:
-                    parts.append(_Part(request, seq, start, min(todo, left)))
+                    parts.append(self._part(request, start, left))
                     left -= parts[-1].tokens
         for request in list(self._waiting):
             if not left or len(self._running) >= self._max_running:
@@ -455,10 +478,17 @@ class ContinuousBatch:
                 break
             found = self._begin(request, events)
             if found is not None:
-                count = min(len(request.ids()) - found, left)
-                parts.append(_Part(request, self._running[request], found, count))
-                left -= count
+                parts.append(self._part(request, found, left))
+                left -= parts[-1].tokens
         return parts
+
+    def _part(self, request: BatchRequest, start: int, left: int) -> _Part:
+        """A request's next tokens; by their places, which no pass changes, they read sparsely or not."""
+        end, sparse = len(request.ids()), False
+        if self._most_blocks is not None:
+            sparse = start >= request.prompt_len
+            end = end if sparse else request.prompt_len
+        return _Part(request, self._running[request], start, min(end - start, left), sparse)
 
     def _waits_for_prefix(self, request: BatchRequest) -> bool:
         """Return whether a running request is about to compute blocks that this one begins with."""
@@ -496,9 +526,9 @@ class ContinuousBatch:
     def _run(self, parts: list[_Part], events: list[BatchEvent]) -> None:
         """A pass; where rows of one request cannot be stored, it alone fails."""
         try:
-            parts, step = self._reserve(parts, events)
+            parts, steps = self._reserve(parts, events)
             if parts:
-                self._pass(parts, step, events)
+                self._pass(parts, steps, events)
         except NonFiniteInput as error:
             if len(parts) == 1:
                 self._end(parts[0].request, "error", events, error)
@@ -507,13 +537,25 @@ class ContinuousBatch:
             for some in (parts[:middle], parts[middle:]):
                 self._run([part for part in some if part.request in self._running], events)
 
-    def _reserve(self, parts: list[_Part], events: list[BatchEvent]) -> tuple[list[_Part], Any]:
-        """Room for the new tokens, of which the newest requests make some where there is none."""
+    def _reserve(
+        self, parts: list[_Part], events: list[BatchEvent]
+    ) -> tuple[list[_Part], list[Any]]:
+        """Room for the new tokens, of which the newest requests make some where there is none.
+
+        Those that read sparsely come last, in a step of their own: see `Pass`.
+        """
         while parts:
+            dense = [x for x in parts if not x.is_sparse]
+            sparse = [x for x in parts if x.is_sparse]
             try:
-                step = self.cache.reserve([x.seq for x in parts], [x.tokens for x in parts])
-                return parts, step
+                steps = [
+                    (self.cache.reserve([x.seq for x in some], [x.tokens for x in some]), most)
+                    for some, most in ((dense, None), (sparse, self._most_blocks))
+                    if some
+                ]
+                return dense + sparse, steps
             except CacheFull as error:
+                self._roll_back()
                 newest = list(self._running)[-1]
                 if len(self._running) == 1:
                     self._end(newest, "error", events, error)
@@ -526,7 +568,14 @@ class ContinuousBatch:
                 parts = [x for x in parts if x.request is not newest]
         return [], None
 
-    def _pass(self, parts: list[_Part], step: Any, events: list[BatchEvent]) -> None:
+    def _roll_back(self) -> bool:
+        """Roll open steps back; return whether there were any."""
+        steps = self.cache.open_steps
+        for step in steps:
+            self.cache.rollback(step)
+        return bool(steps)
+
+    def _pass(self, parts: list[_Part], steps: list[Any], events: list[BatchEvent]) -> None:
         """Run the model and choose tokens; nothing has changed where that raises."""
         before = [part.request.generator_state() for part in parts]
         try:
@@ -535,15 +584,17 @@ class ContinuousBatch:
             last = np.cumsum([x.tokens for x in parts]) - 1
             whole = [x.start + x.tokens == len(x.request.ids()) for x in parts]
             ids, positions, ends = map(torch.from_numpy, (rows, places, last[whole]))
-            logits = run_model(self._model, ids, positions, ends, Pass(step, self._widen))
+            on = Pass(steps, self._widen, self._sees_all)
+            logits = run_model(self._model, ids, positions, ends, on)
             makers = [part.request for part, ended in zip(parts, whole, strict=True) if ended]
             chosen = [(x, *_chosen(x, row)) for x, row in zip(makers, logits, strict=True)]
             with signals_deferred:
-                self.cache.commit(step, token_ids=rows)
+                for step, _ in steps:
+                    own, rows = np.split(rows, [step.num_tokens])
+                    self.cache.commit(step, token_ids=own)
                 self._note(parts, chosen, events)
         except BaseException:
-            if step in self.cache.open_steps:
-                self.cache.rollback(step)
+            if self._roll_back():
                 for part, state in zip(parts, before, strict=True):
                     part.request.set_generator_state(state)
             raise

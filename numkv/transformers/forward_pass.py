@@ -33,14 +33,19 @@ class Pass:
 
     Parameters
     ----------
-    step : numkv.torch.Step
-        Where their rows go, and what they see.
+    steps : sequence of (numkv.torch.Step, int or None)
+        Where their rows go, and what they see, one step's after another's. With a number, it is that of the blocks that
+        a query reads: see `numkv.Step.sparse_attention`.
     widen : sequence of bool
         Of each layer, whether its rows are converted to float32 before they are stored.
+    sees_all : sequence of bool
+        Of each layer, whether its tokens see all earlier ones. Others do not read sparsely.
     """
 
-    def __init__(self, step: Any, widen: list[bool]) -> None:
-        self._step, self._widen = step, widen
+    def __init__(
+        self, steps: list[tuple[Any, int | None]], widen: list[bool], sees_all: list[bool]
+    ) -> None:
+        self._steps, self._widen, self._sees_all = steps, widen, sees_all
 
     def attend(
         self, module: Any, query: Any, key: Any, value: Any, scaling: float | None, softcap: float | None, sinks: Any
@@ -52,12 +57,18 @@ class Pass:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         if self._widen[layer]:
             k, v = k.float(), v.float()
-        self._step.append(layer, k.contiguous(), v.contiguous())
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         sinks = None if sinks is None else sinks.detach().float()
-        found = self._step.attention(
-            layer, q.contiguous(), sm_scale=scaling, logits_soft_cap=softcap, sinks=sinks
-        )
-        return found[None]
+        options = {"sm_scale": scaling, "logits_soft_cap": softcap, "sinks": sinks}
+        found, end = [], 0
+        for step, most in self._steps:
+            own = slice(end, end := end + step.num_tokens)
+            step.append(layer, k[own], v[own])
+            if most is None or not self._sees_all[layer]:
+                found.append(step.attention(layer, q[own], **options))
+            else:
+                found.append(step.sparse_attention(layer, q[own], most_blocks=most, **options))
+        return torch.cat(found)[None]
 
 
 class Rows(NamedTuple):

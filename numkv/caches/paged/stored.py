@@ -32,6 +32,8 @@ from numkv.store.prefix_store import PrefixStore
 from numkv.targets.base import Target
 from numkv.targets.streamed import streamed
 
+#: Tokens in a block, unless a caller says otherwise: few enough to share prefixes, and fast to read.
+BLOCK_SIZE = 128
 #: Layers that a cache can have; each takes some objects of Python's.
 _MOST_LAYERS = 2**16
 
@@ -70,7 +72,7 @@ class StoredSequences:
         layers: Iterable[LayerSpec] | None = None,
         num_blocks: int | None = None,
         max_nbytes: int | None = None,
-        block_size: int = 128,
+        block_size: int = BLOCK_SIZE,
         kind: str | Kind | None = None,
         rotate: bool | None = None,
         target: str = "cpu",
