@@ -10,17 +10,13 @@ import json
 import time
 import traceback
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Annotated
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from jinja2 import TemplateError
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, conlist
 from starlette.exceptions import HTTPException
 from tokenizers.decoders import DecodeStream
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer
@@ -51,7 +47,7 @@ class Options(BaseModel, extra="forbid"):  # rather than do something else than 
     top_p: float | None = Field(None, ge=0, le=1)
     n: int | None = Field(None, ge=1, le=1)
     seed: int | None = Field(None, ge=0)
-    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
+    stop: str | conlist(str, max_length=4) | None = None
     stream: bool | None = None
     stream_options: dict[str, bool | None] | None = None
 
@@ -111,10 +107,16 @@ async def refuse(http, error):
     return JSONResponse({"error": {"message": getattr(error, "detail", message)}}, status)
 
 
+class Server(FastAPI):  # which counts bodies, as it refuses an announced length in plain text
+    async def __call__(self, scope, *channels):
+        headers = [x for x in scope.get("headers", ()) if x[0] != b"content-length"]
+        await super().__call__(scope | {"headers": headers}, *channels)
+
+
 def make(folder=BUNDLED_MODEL, **options):  # those of `ContinuousBatch`
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     tokenizer, name = tokenizer_of(folder), Path(folder).name
-    positions = model.config.get_text_config().max_position_embeddings
+    room = model.config.get_text_config().max_position_embeddings
 
     @contextlib.asynccontextmanager
     async def lifespan(app):
@@ -122,7 +124,7 @@ def make(folder=BUNDLED_MODEL, **options):  # those of `ContinuousBatch`
             yield
 
     handlers = dict.fromkeys((HTTPException, RequestValidationError, Exception), refuse)
-    app = FastAPI(lifespan=lifespan, exception_handlers=handlers, max_body_size=MOST_BYTES)
+    app = Server(lifespan=lifespan, exception_handlers=handlers, max_body_size=MOST_BYTES)
 
     for path, kind in (("/v1/completions", Completion), ("/v1/chat/completions", Chat)):
 
@@ -137,18 +139,17 @@ def make(folder=BUNDLED_MODEL, **options):  # those of `ContinuousBatch`
             raise HTTPException(429, "too many requests wait; try again later")
         given = {"temperature": 1.0, "top_p": 1.0, "seed": None}
         given |= body.model_dump(include=set(given), exclude_none=True)
-        given = {"do_sample": True} | given if given["temperature"] else {"do_sample": False}
+        given = {"do_sample": True} | given if given["temperature"] > 1e-3 else {"do_sample": False}
         try:
             ids = body.ids(tokenizer)
-            usual = max(1, min(128, positions - len(ids)))
-            most = body.max_completion_tokens or body.max_tokens or usual
-            request = app.state.batch.submit(ids, most, **given)
+            new = body.max_completion_tokens or body.max_tokens or max(1, min(128, room - len(ids)))
+            request = app.state.batch.submit(ids, new, **given)
         except (NumkvError, TemplateError, TypeError, ValueError) as error:
             raise HTTPException(400, str(error)) from error
         head = {"id": f"cmpl-{request.number}", "created": int(time.time()), "model": name}
 
-        def part(text, reason):
-            return head | body.answer(text, {"index": 0, "finish_reason": reason})
+        def part(text, reason, **more):
+            return head | body.answer(text, {"index": 0, "finish_reason": reason}) | more
 
         def usage():
             asked, made = request.prompt_len, len(request.tokens)
@@ -159,8 +160,7 @@ def make(folder=BUNDLED_MODEL, **options):  # those of `ContinuousBatch`
                 async for text, reason in found:
                     yield f"data: {json.dumps(part(text, reason))}\n\n"
                 if (body.stream_options or {}).get("include_usage"):
-                    last = part("", None) | {"choices": [], "usage": usage()}
-                    yield f"data: {json.dumps(last)}\n\n"
+                    yield f"data: {json.dumps(part('', None, choices=[], usage=usage()))}\n\n"
             except Exception as error:  # the status has been sent
                 traceback.print_exc()
                 yield f"data: {(await refuse(http, error)).body.decode()}\n\n"
@@ -172,7 +172,7 @@ def make(folder=BUNDLED_MODEL, **options):  # those of `ContinuousBatch`
         gone = asyncio.create_task(http.receive())  # after the body only the connection's end comes
         gone.add_done_callback(lambda _: request.cancel())
         texts, reasons = zip(*[x async for x in found], strict=True)
-        return part("".join(texts), reasons[-1]) | {"usage": usage()}
+        return part("".join(texts), reasons[-1], usage=usage())
 
     @app.get("/v1/models")
     async def served():
@@ -181,11 +181,11 @@ def make(folder=BUNDLED_MODEL, **options):  # those of `ContinuousBatch`
     @app.get("/metrics")
     async def metrics():
         cache, counts = app.state.batch.cache, app.state.batch.stats()._asdict()
-        counts |= {"blocks": cache.num_blocks, "blocks_free": cache.num_free}
-        gauges = dict.fromkeys(("waiting", "running", "blocks", "blocks_free"), GaugeMetricFamily)
-        found = [gauges.get(x, CounterMetricFamily)(f"numkv_{x}", x, n) for x, n in counts.items()]
-        lines = generate_latest(SimpleNamespace(collect=lambda: found))
-        return Response(lines, media_type=CONTENT_TYPE_LATEST)
+        gauges = {x: counts.pop(x) for x in ("waiting", "running")}
+        gauges |= {"blocks": cache.num_blocks, "blocks_free": cache.num_free}
+        lines = [f"# TYPE numkv_{x} gauge\nnumkv_{x} {n}\n" for x, n in gauges.items()]
+        lines += [f"# TYPE numkv_{x}_total counter\nnumkv_{x}_total {counts[x]}\n" for x in counts]
+        return Response("".join(lines), media_type="text/plain; version=0.0.4")
 
     return app
 

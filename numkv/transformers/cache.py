@@ -21,6 +21,7 @@ from numkv.snapshots.snapshot import Snapshot, Source
 from numkv.transformers.families import check_config, has_latents, types_of_layers
 from numkv.transformers.internals import (
     LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
     attention_of,
     can_choose_attention,
     forget_cache_maker,
@@ -252,8 +253,10 @@ class NumkvCache(Cache):  # type: ignore[misc]
         own = [x for x in self.layers if isinstance(x, NumkvLayer) and x.metadata is not None]
         found = [change(x) for x in own]
         for layer in self.layers:
-            if not isinstance(layer, NumkvLayer) or isinstance(layer, HybridLayer):
+            if not isinstance(layer, NumkvLayer):
                 getattr(layer, name)(*args)
+            elif isinstance(layer, HybridLayer):
+                getattr(LinearAttentionLayer, name)(layer, *args)
         for layer, held in zip(own, found, strict=True):
             layer.take(held)
 

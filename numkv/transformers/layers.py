@@ -601,6 +601,15 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
 
     prefetch = offload
 
+    def reset(self, *_: Any) -> None:
+        """Refuse to change a layer without the others: see `NumkvCache.reset`, `crop` and `reorder_cache`."""
+        raise NotSupported(
+            "NumkvCache: expected a call of the cache's reset, crop or reorder_cache, which change all layers, got one "
+            "of a layer's"
+        )
+
+    crop = reorder_cache = reset
+
 
 class LatentLayer(NumkvLayer):
     """Latents of one attention layer with their rotary keys, a row for each token."""
@@ -641,6 +650,7 @@ class HybridLayer(LinearAttentionLayer, NumkvLayer):  # type: ignore[misc]
         NumkvLayer.activate_past_recording(self)
 
     offload = prefetch = NumkvLayer.offload
+    reset = crop = reorder_cache = NumkvLayer.reset
 
 
 def check_profiled(wanted: tuple[int, int, int], got: tuple[int, ...]) -> None:

@@ -10,11 +10,16 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.19")
 
+import naive_sparse  # noqa: E402
 import numpy as np  # noqa: E402
 from decoder_models import FAMILIES, VOCABULARY, make  # noqa: E402
 
 import numkv  # noqa: E402
 import numkv.torch  # noqa: E402
+from numkv.demo import BUNDLED_MODEL  # noqa: E402
+from numkv.demo.evaluate import held_out  # noqa: E402
+from numkv.demo.recall import haystacks  # noqa: E402
+from numkv.demo.tokenizer import ByteTokenizer  # noqa: E402
 from numkv.errors import CacheFull, DimensionMismatch, NonFiniteInput, NotSupported, NumkvError  # noqa: E402
 from numkv.store import PrefixStore  # noqa: E402
 from numkv.transformers import ContinuousBatch, forward_pass, use  # noqa: E402
@@ -288,6 +293,149 @@ def test_a_store_outlives_the_batch(tmp_path):
             found.append(batch.stats().found_tokens)
             store.flush()
     assert found[1] > found[0]
+
+
+# -- sparse reading
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+def test_as_many_blocks_as_there_are(family):
+    """Windows, which are never read sparsely, beside layers that see all; sinks."""
+    model, prompts = make(family), texts(8)
+    expected = [generated(model, x) for x in prompts]
+    with batch_of(model, blocks=100, most_blocks=14) as batch:  # 210 tokens
+        requests = at_random_times(batch, prompts)
+        assert [x.result() for x in requests] == expected
+        nothing_is_left(batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("fp32", {}), ("int8", {"full_precision": numkv.FullPrecision(20, 4)}), ("int4", {"rotate": True}),
+        ("int8_channel", {}),
+    ],
+)  # fmt: skip
+def test_each_chooses_as_it_does_alone(kind, options):
+    """Whatever runs beside it, how its prompt is divided, what it finds, and how often it is preempted."""
+    model, prompts, new = make("llama"), texts(12), 40
+    size = 64 if kind == "int8_channel" else BLOCK
+    options = options | {"most_blocks": 2 if size == 64 else 3, "block_size": size}
+    with batch_of(model, kind, **options) as batch:
+        alone = [batch.submit(x, new).result() for x in prompts]
+        of_block = batch.cache.nbytes // batch.cache.num_blocks
+    for blocks, tokens in ((10 if size == 64 else 20, 48), (200, 1000)):
+        given = options | {"max_nbytes": blocks * of_block, "tokens_per_pass": tokens}
+        with batch_of(model, kind, **given) as batch:
+            requests = [batch.submit(x, new) for x in prompts]
+            batch.run()
+            assert [x.result() for x in requests] == alone
+            assert (batch.stats().preemptions > 0) == (tokens == 48)
+            nothing_is_left(batch)
+    with batch_of(model, kind, **options | {"most_blocks": 20}) as batch:
+        assert [batch.submit(x, new).result() for x in prompts] != alone
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_outputs_over_chosen_blocks(family, monkeypatch):
+    """Recorded q, k, v of a batch, by the beginning of the text that they are of: prompts read all, new tokens few."""
+    model, most, rows, calls = make(family), 3, {}, []
+    attend, run = forward_pass.Pass.attend, ContinuousBatch._pass
+
+    def noted(self, parts, steps, events):
+        ids = [(x, x.request.ids()[: x.start + i + 1]) for x in parts for i in range(x.tokens)]
+        noted.tokens = [(tuple(ids), len(ids) <= x.request.prompt_len) for x, ids in ids]
+        run(self, parts, steps, events)
+
+    def recorded(self, module, query, key, value, scale, cap, sinks):
+        found = attend(self, module, query, key, value, scale, cap, sinks)
+        layer = module.layer_idx
+        q, k, v = (x[0].transpose(0, 1).numpy() for x in (query, key, value))
+        for i, (ids, of_prompt) in enumerate(noted.tokens if batch is not None else ()):
+            rows[layer, ids] = k[i], v[i]
+            if batch.cache.layers[layer].window_left < 0:
+                calls.append((layer, ids, of_prompt, q[i], (scale, cap, sinks), found[0, i].numpy()))
+        return found
+
+    monkeypatch.setattr(forward_pass.Pass, "attend", recorded)
+    monkeypatch.setattr(ContinuousBatch, "_pass", noted)
+    batch = None
+    with batch_of(model, blocks=20, most_blocks=most) as batch:
+        requests = at_random_times(batch, texts(12))
+        assert batch.stats().preemptions > 0
+        assert any(x.cached_len for x in requests)
+    sparse, rng = 0, random.Random(1)
+    for layer, ids, of_prompt, q, (scale, cap, sinks), got in rng.sample(calls, 500):
+        k, v = (
+            np.stack(x)
+            for x in zip(*(rows[layer, ids[: n + 1]] for n in range(len(ids))), strict=True)
+        )
+        expected, _ = naive_sparse.attention(
+            q, k, v, BLOCK, 1000 if of_prompt else most, sm_scale=scale, logits_soft_cap=cap or 0.0,
+            sinks=None if sinks is None else sinks.detach().double().numpy(),
+        )  # fmt: skip
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+        sparse += not of_prompt and len(ids) > most * BLOCK
+    assert sparse > 20
+
+
+def test_names_that_are_found_in_a_few_blocks():
+    """The bundled model copies them, over a third of what it has read, as it does over all; over the ends it cannot."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL, dtype="auto").eval()
+    documents = held_out().documents
+    if not documents:
+        pytest.skip("the held-out text is in the source tree alone")
+    (text,) = haystacks(
+        ByteTokenizer(0), documents, context=1000, num_texts=1, num_needles=4, defined=True
+    )
+    ids, found = text.tokens.tolist(), {}
+    names = [ids[x.begin : x.end] for x in text.needles]
+    for most in (None, 20, 2):
+        with batch_of(model, max_nbytes="32MiB", most_blocks=most, tokens_per_pass=512) as batch:
+            found[most] = [batch.submit(ids[: x.begin], 8).result() for x in text.needles]
+    copied = {
+        most: sum(x == y for x, y in zip(got, names, strict=True)) for most, got in found.items()
+    }
+    assert copied == {None: 3, 20: 3, 2: 0}
+
+
+def test_bounds_are_counted_and_a_store_keeps_no_choice(tmp_path):
+    """Prompts read all, so their blocks are those of a batch that reads all."""
+    model, prompts = make("llama"), texts(4, longest=120)
+    nbytes, count, found = 64 * BLOCK_NBYTES, {}, []
+    with batch_of(model, most_blocks=3) as batch:
+        expected = [batch.submit(x, NEW).result() for x in prompts]
+        assert batch.cache.nbytes <= nbytes < batch.cache.nbytes * 1.04
+        count[3] = batch.cache.num_blocks
+    for most in (None, 3):
+        with (
+            PrefixStore(tmp_path, mark="tiny llama") as store,
+            batch_of(model, store=store, most_blocks=most) as batch,
+        ):
+            made = [batch.submit(x, NEW).result() for x in prompts]
+            assert (made == expected) == (most == 3)
+            count[most] = batch.cache.num_blocks
+            found.append(batch.stats().found_tokens)
+            store.flush()
+    assert (count[None], count[3]) == (64, 56)  # two rows of float32 for each 16
+    assert found[1] > found[0]
+
+
+def test_numbers_of_blocks_that_are_refused():
+    model = make("llama")
+    for most, error, words in [
+        (0, DimensionMismatch, "at least 1"), (1, DimensionMismatch, "at least 2 blocks"), ("a", TypeError, "'a'|str"),
+        (2.5, TypeError, "float"), (True, TypeError, "bool"), (-1, DimensionMismatch, "at least"),
+    ]:  # fmt: skip
+        with pytest.raises(error, match=f"`most_blocks`.*({words})"):
+            batch_of(model, most_blocks=most)
+    in_full = numkv.FullPrecision(4, 40)  # three blocks, and one that is being written
+    with pytest.raises(DimensionMismatch, match="`most_blocks`: expected at least 4 blocks, 3 first"):
+        batch_of(model, "int8", full_precision=in_full, most_blocks=3)
+    batch_of(model, "int8", full_precision=in_full, most_blocks=4).close()
+    with pytest.raises(NotSupported, match="`most_blocks`.*a window or a chunk"):
+        batch_of(make("mistral_sliding"), most_blocks=3)
+    assert model.config._attn_implementation == "sdpa"
 
 
 # -- how tokens are chosen, and what ends a text

@@ -257,6 +257,27 @@ def test_offloading_is_not_there(model):
         cache.layers[0].offload()
 
 
+@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+def test_a_layer_does_not_change_without_the_others(family):
+    """Not even its linear state, which transformers' own methods change."""
+    model = make(family)
+    model.set_attn_implementation("numkv")
+    cache, expected = NumkvCache(model.config), NumkvCache(model.config)
+    ids = torch.arange(2, 9)[None]
+    with torch.no_grad():
+        first, _ = (model(ids, past_key_values=x).logits for x in (cache, expected))
+        for call in (
+            lambda x: x.reset(), lambda x: x.crop(-1), lambda x: x.reorder_cache(torch.tensor([0])),
+        ):  # fmt: skip
+            for layer in cache.layers:
+                with pytest.raises(NotSupported, match="all layers"):
+                    call(layer)
+        found, wanted = (model(ids, past_key_values=x).logits for x in (cache, expected))
+        assert torch.equal(found, wanted)
+        cache.reset()
+        assert torch.equal(model(ids, past_key_values=cache).logits, first)
+
+
 @pytest.mark.parametrize(
     ("found", "said"),
     [
