@@ -351,15 +351,16 @@ def test_outputs_over_chosen_blocks(family, monkeypatch):
         found = attend(self, module, query, key, value, scale, cap, sinks)
         layer = module.layer_idx
         q, k, v = (x[0].transpose(0, 1).numpy() for x in (query, key, value))
-        for i, (ids, of_prompt) in enumerate(noted.tokens if batch is not None else ()):
+        for i, (ids, of_prompt) in enumerate(noted.tokens):
             rows[layer, ids] = k[i], v[i]
             if batch.cache.layers[layer].window_left < 0:
-                calls.append((layer, ids, of_prompt, q[i], (scale, cap, sinks), found[0, i].numpy()))
+                calls.append(
+                    (layer, ids, of_prompt, q[i], (scale, cap, sinks), found[0, i].numpy())
+                )
         return found
 
     monkeypatch.setattr(forward_pass.Pass, "attend", recorded)
     monkeypatch.setattr(ContinuousBatch, "_pass", noted)
-    batch = None
     with batch_of(model, blocks=20, most_blocks=most) as batch:
         requests = at_random_times(batch, texts(12))
         assert batch.stats().preemptions > 0
@@ -430,10 +431,12 @@ def test_numbers_of_blocks_that_are_refused():
         with pytest.raises(error, match=f"`most_blocks`.*({words})"):
             batch_of(model, most_blocks=most)
     in_full = numkv.FullPrecision(4, 40)  # three blocks, and one that is being written
-    with pytest.raises(DimensionMismatch, match="`most_blocks`: expected at least 4 blocks, 3 first"):
+    with pytest.raises(
+        DimensionMismatch, match="`most_blocks`: expected at least 4 blocks, 3 first"
+    ):
         batch_of(model, "int8", full_precision=in_full, most_blocks=3)
     batch_of(model, "int8", full_precision=in_full, most_blocks=4).close()
-    with pytest.raises(NotSupported, match="`most_blocks`.*a window or a chunk"):
+    with pytest.raises(NotSupported, match=r"`most_blocks`.*a window or a chunk"):
         batch_of(make("mistral_sliding"), most_blocks=3)
     assert model.config._attn_implementation == "sdpa"
 
