@@ -203,8 +203,8 @@ class ContinuousBatch:
                 "`most_blocks`: expected a model with layers that see all earlier tokens, got one whose layers all see "
                 "a window or a chunk; leave it out"
             )
-        in_full = [x.full_precision for x in self.cache.layers if x.full_precision is not None]
-        first = max((x.num_sink_tokens for x in in_full), default=0)
+        in_full = [x.full_precision for x in self.cache.layers]
+        first = max(0 if x is None else x.num_sink_tokens for x in in_full)
         return check_counts("most_blocks", most_blocks, 1, 1, -(-first // self.cache.block_size))[0]
 
     def __repr__(self) -> str:
@@ -577,7 +577,7 @@ class ContinuousBatch:
 
     def _pass(self, parts: list[_Part], steps: list[Any], events: list[BatchEvent]) -> None:
         """Run the model and choose tokens; nothing has changed where that raises."""
-        before = [part.request.generator_state() for part in parts]
+        before = {part.request: part.request.generator_state() for part in parts}
         try:
             rows = np.concatenate([x.request.ids()[x.start : x.start + x.tokens] for x in parts])
             places = np.concatenate([np.arange(x.start, x.start + x.tokens) for x in parts])
@@ -587,27 +587,31 @@ class ContinuousBatch:
             on = Pass(steps, self._widen, self._sees_all)
             logits = run_model(self._model, ids, positions, ends, on)
             makers = [part.request for part, ended in zip(parts, whole, strict=True) if ended]
-            chosen = [(x, *_chosen(x, row)) for x, row in zip(makers, logits, strict=True)]
+            chosen = {x: _chosen(x, row) for x, row in zip(makers, logits, strict=True)}
             with signals_deferred:
                 for step, _ in steps:
                     own, rows = np.split(rows, [step.num_tokens])
                     self.cache.commit(step, token_ids=own)
-                self._note(parts, chosen, events)
+                    done, parts = parts[: len(step.sequences)], parts[len(step.sequences) :]
+                    self._note(done, chosen, events)
+                self._counts["passes"] += 1
         except BaseException:
             if self._roll_back():
-                for part, state in zip(parts, before, strict=True):
-                    part.request.set_generator_state(state)
+                for part in parts:
+                    part.request.set_generator_state(before[part.request])
             raise
 
-    def _note(self, parts: list[_Part], chosen: list[Any], events: list[BatchEvent]) -> None:
-        """Record a pass that has been committed."""
-        self._counts["passes"] += 1
+    def _note(
+        self, parts: list[_Part], chosen: dict[BatchRequest, Any], events: list[BatchEvent]
+    ) -> None:
+        """Record a step that has been committed."""
         self._counts["prompt_tokens"] += sum(
             min(x.start + x.tokens, x.request.prompt_len) - min(x.start, x.request.prompt_len) for x in parts
         )  # fmt: skip
-        for request, token, reason, error in chosen:
+        for request in (x.request for x in parts if x.request in chosen):
             if request.done:  # cancelled meanwhile
                 continue
+            token, reason, error = chosen[request]
             if token is not None:
                 request.ids().append(token)
                 self._counts["new_tokens"] += 1

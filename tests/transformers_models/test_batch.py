@@ -422,6 +422,32 @@ def test_bounds_are_counted_and_a_store_keeps_no_choice(tmp_path):
     assert found[1] > found[0]
 
 
+def test_a_step_that_cannot_end(monkeypatch):
+    """Prompts and new tokens are steps of one pass: what the first has done is noted, the second is done again."""
+    model, prompts = make("llama"), texts(4)
+    sampled = {"do_sample": True, "seed": 3}
+    with batch_of(model, most_blocks=3, blocks=100) as batch:
+        expected = [batch.submit(x, NEW, **sampled).result() for x in prompts]
+        commit, open_steps = batch.cache.commit, []
+
+        def failing(step, **options):
+            open_steps.append(len(batch.cache.open_steps))
+            if open_steps[-2:] == [2, 1] and 2 not in open_steps[:-2]:
+                raise MemoryError
+            commit(step, **options)
+
+        monkeypatch.setattr(batch.cache, "commit", failing)
+        requests = [batch.submit(prompts[0], NEW, **sampled)]
+        batch.step()
+        assert requests[0].tokens
+        requests += [batch.submit(x, NEW, **sampled) for x in prompts[1:]]
+        with pytest.raises(MemoryError):
+            batch.run()
+        batch.run()
+        assert [x.result() for x in requests] == expected
+        nothing_is_left(batch)
+
+
 def test_numbers_of_blocks_that_are_refused():
     model = make("llama")
     for most, error, words in [

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import operator
 import random
 import tempfile
 import types
@@ -13,7 +14,7 @@ from fault_base import Subject, run_out
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.19")
 
-from fuzz.hostile import VARIANTS, CallersOwn  # noqa: E402
+from fuzz.hostile import REFUSED, SAME, VARIANTS, CallersOwn  # noqa: E402
 
 import numkv  # noqa: E402
 from numkv.transformers import ContinuousBatch, NumkvCache, mark_of, use  # noqa: E402
@@ -137,6 +138,31 @@ def test_numbers_of_every_sort():
         refused += found[0] is not None
     assert taken > 10
     assert refused > 100
+
+
+def test_numbers_of_blocks_of_every_sort():
+    """Taken by a batch if they are integers from 2 on, or refused by name, with the model as it was."""
+    rng = random.Random(2)
+    model = transformers.LlamaForCausalLM(CONFIG).eval()
+    before, taken = model.config._attn_implementation, 0
+    variants = [x for x in VARIANTS["size"] if x.__name__ != "none"]
+    for i in range(300):
+        hostile = rng.choice(variants)(i % 7, rng)
+        number = hostile.value if hostile.plain is SAME else hostile.plain
+        good = number is not REFUSED and 2 <= operator.index(number) < 2**63
+        try:
+            batch = ContinuousBatch(model, max_nbytes="1MiB", most_blocks=hostile.value)
+            assert good
+            assert batch.submit([3, 4, 5], 2).result()
+            batch.close()
+            taken += 1
+        except CallersOwn:
+            assert hostile.plain is REFUSED
+        except (TypeError, ValueError) as error:
+            assert not good
+            assert "`most_blocks`" in str(error)
+        assert model.config._attn_implementation == before
+    assert 10 < taken < 200
 
 
 @pytest.mark.parametrize("value", [None, 1, "model", [], torch.nn.Linear(2, 2), NumkvCache(CONFIG)])
