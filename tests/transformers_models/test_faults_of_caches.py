@@ -159,8 +159,8 @@ def test_numbers_of_blocks_of_every_sort():
         except CallersOwn:
             assert hostile.plain is REFUSED
         except (TypeError, ValueError) as error:
-            assert not good
-            assert "`most_blocks`" in str(error)
+            said = str(error)
+            assert (good, "`most_blocks`" in said) == (False, True), said
         assert model.config._attn_implementation == before
     assert 10 < taken < 200
 
