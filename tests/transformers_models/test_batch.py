@@ -310,22 +310,22 @@ def test_as_many_blocks_as_there_are(family):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("kind", "blocks", "options"),
     [
-        ("fp32", {}), ("int8", {"full_precision": numkv.FullPrecision(20, 4)}), ("int4", {"rotate": True}),
-        ("int8_channel", {}),
+        ("fp32", 20, {}), ("int8", 44, {"full_precision": numkv.FullPrecision(20, 4)}), ("int8_channel", 24, {}),
+        pytest.param("int4", 20, {"rotate": True}, marks=pytest.mark.nightly),
     ],
 )  # fmt: skip
-def test_each_chooses_as_it_does_alone(kind, options):
+def test_each_chooses_as_it_does_alone(kind, blocks, options):
     """Whatever runs beside it, how its prompt is divided, what it finds, and how often it is preempted."""
-    model, prompts, new = make("llama"), texts(12), 40
-    size = 64 if kind == "int8_channel" else BLOCK
+    size, longest = (64, 330) if kind == "int8_channel" else (BLOCK, 130)
+    model, prompts, new = make("llama"), texts(12, longest=longest), 32
     options = options | {"most_blocks": 2 if size == 64 else 3, "block_size": size}
     with batch_of(model, kind, **options) as batch:
         alone = [batch.submit(x, new).result() for x in prompts]
         of_block = batch.cache.nbytes // batch.cache.num_blocks
-    for blocks, tokens in ((10 if size == 64 else 20, 48), (200, 1000)):
-        given = options | {"max_nbytes": blocks * of_block, "tokens_per_pass": tokens}
+    for count, tokens in ((blocks, 48), (500, 1000)):
+        given = options | {"max_nbytes": count * of_block, "tokens_per_pass": tokens}
         with batch_of(model, kind, **given) as batch:
             requests = [batch.submit(x, new) for x in prompts]
             batch.run()
@@ -361,8 +361,9 @@ def test_outputs_over_chosen_blocks(family, monkeypatch):
 
     monkeypatch.setattr(forward_pass.Pass, "attend", recorded)
     monkeypatch.setattr(ContinuousBatch, "_pass", noted)
-    with batch_of(model, blocks=20, most_blocks=most) as batch:
-        requests = at_random_times(batch, texts(12))
+    with batch_of(model, blocks=20 if family == "llama" else 10, most_blocks=most) as batch:
+        requests = [batch.submit(x, 30) for x in texts(12)]
+        batch.run()
         assert batch.stats().preemptions > 0
         assert any(x.cached_len for x in requests)
     sparse, rng = 0, random.Random(1)
@@ -418,7 +419,7 @@ def test_bounds_are_counted_and_a_store_keeps_no_choice(tmp_path):
             count[most] = batch.cache.num_blocks
             found.append(batch.stats().found_tokens)
             store.flush()
-    assert (count[None], count[3]) == (64, 56)  # two rows of float32 for each 16
+    assert (count[None], count[3]) == (64, 60)  # two rows of float32 for each 16
     assert found[1] > found[0]
 
 
@@ -451,8 +452,8 @@ def test_a_step_that_cannot_end(monkeypatch):
 def test_numbers_of_blocks_that_are_refused():
     model = make("llama")
     for most, error, words in [
-        (0, DimensionMismatch, "at least 1"), (1, DimensionMismatch, "at least 2 blocks"), ("a", TypeError, "'a'|str"),
-        (2.5, TypeError, "float"), (True, TypeError, "bool"), (-1, DimensionMismatch, "at least"),
+        (0, DimensionMismatch, "at least 1"), (1, DimensionMismatch, "at least 2 blocks"), ("a", TypeError, "str"),
+        (2.5, TypeError, "float"), (True, TypeError, "True"), (-1, DimensionMismatch, "at least"),
     ]:  # fmt: skip
         with pytest.raises(error, match=f"`most_blocks`.*({words})"):
             batch_of(model, most_blocks=most)
