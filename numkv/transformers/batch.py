@@ -566,7 +566,7 @@ class ContinuousBatch:
                         self._give_back(newest)
                     self._counts["preemptions"] += 1
                 parts = [x for x in parts if x.request is not newest]
-        return [], None
+        return [], []
 
     def _roll_back(self) -> bool:
         """Roll open steps back; return whether there were any."""
