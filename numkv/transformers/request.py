@@ -63,6 +63,9 @@ class BatchRequest:
         self._advance, self._advance_in_loop = advance, advance_in_loop
         self._prompt = ids
         self._ids: list[int] = ids.tolist()
+        self._row: Any = (
+            None  # of all ids, with room for those to come: long lists take long to convert
+        )
         self._most = _new_tokens(settings, len(ids))
         settings.max_new_tokens, settings.max_length = self._most, len(ids) + self._most
         _refuse_modes(settings)
@@ -167,7 +170,10 @@ class BatchRequest:
 
     def choose(self, logits: Any) -> int:
         """Choose the next token from logits ``(vocabulary,)``, as `generate` does."""
-        row = torch.tensor(self._ids)[None]
+        if self._row is None:
+            self._row = torch.empty((1, self.most_tokens), dtype=torch.int64)
+            self._row[0, : len(self._ids)] = torch.tensor(self._ids)
+        row = self._row[:, : len(self._ids)]
         scores = self._processors(row, logits[None].clone())
         if self._generator is None:
             return int(scores[0].argmax())
@@ -176,7 +182,8 @@ class BatchRequest:
 
     def ended_by(self, token: int) -> str | None:
         """Return the reason why a next token would be the last one, or None."""
-        row = torch.tensor([*self._ids, token])[None]
+        self._row[0, len(self._ids)] = token
+        row = self._row[:, : len(self._ids) + 1]
         if any(bool(x(row, None).all()) for x in self._criteria):
             return "stop"
         return "length" if row.shape[1] >= self.most_tokens else None
