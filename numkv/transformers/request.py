@@ -63,9 +63,8 @@ class BatchRequest:
         self._advance, self._advance_in_loop = advance, advance_in_loop
         self._prompt = ids
         self._ids: list[int] = ids.tolist()
-        self._row: Any = (
-            None  # of all ids, with room for those to come: long lists take long to convert
-        )
+        #: All ids in one tensor, with room for new ones, as long lists take long to convert; None before the first.
+        self._row: Any = None
         self._most = _new_tokens(settings, len(ids))
         settings.max_new_tokens, settings.max_length = self._most, len(ids) + self._most
         _refuse_modes(settings)
