@@ -278,7 +278,7 @@ def test_a_tolerance():
     """It is asked about whole groups, as the newest rows have no error."""
     model = use(make("llama"), "int4_channel", tolerance=1e-6)
     model.generate(prompts([40])["input_ids"], do_sample=False, max_new_tokens=2)
-    with pytest.warns(UserWarning, match="keys in int4_channel/int4 move scores"):
+    with pytest.warns(UserWarning, match="keys in int4_channel/int4 change scores"):
         model.generate(prompts([140])["input_ids"], do_sample=False, max_new_tokens=2)
 
 
