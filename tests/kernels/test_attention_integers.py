@@ -23,6 +23,7 @@ from numkv.kernels.cpu.attention.llvm.scales import make_gather_groups
 from numkv.kernels.cpu.attention.records import (
     INT4_SPAN,
     KV_TILE,
+    TILE_UNIT,
     Outputs,
     QueryPlaces,
     TileRows,
@@ -67,7 +68,7 @@ def run_weigh4(
     rows, count, f, s_at, scales, offsets, scale_offsets, scales_at, groups, begin, end, w_at, sums_at,
     codes, dim, o_at, o_step, rescale_at,
 ):  # fmt: skip
-    gather_groups(f, scales_at, scales, scale_offsets, groups)
+    gather_groups(f, scales_at, scales, scale_offsets, groups, KV_TILE)
     quantise_group_probs(rows, f, s_at, scales_at, dim, begin, end, w_at, sums_at)
     accumulate_int4(
         rows, count, f, WeightPlaces(w_at, sums_at), TileRows(codes, offsets, dim, scales_at, groups), begin, end,
@@ -82,7 +83,7 @@ def run_score4(
 ):  # fmt: skip
     blocks = q_step // INT4_SPAN
     groups = (dim + 31) // 32
-    gather_by_group(f, scales_at, scales, scale_offsets, groups)
+    gather_by_group(f, scales_at, scales, scale_offsets, groups, KV_TILE)
     for r in range(rows):
         spread_query(f[r * q_step : (r + 1) * q_step], q[r], np.float32(1))
         f[q_scales_at + r] = quantise_query(f, r * q_step, dim, q_step)
@@ -101,8 +102,12 @@ def at_once(rows):
 
 
 def table(rng, num_rows, step):
-    """Where `KV_TILE` rows start among `num_rows`, in a mixed order; `fill_ramp` leaves as many numbers more."""
-    return rng.permutation(num_rows)[:KV_TILE] * np.int64(step)
+    """Where `KV_TILE` rows start among `num_rows`, in a mixed order, some more than once."""
+    return np.resize(rng.permutation(num_rows), KV_TILE) * np.int64(step)
+
+
+def whole_units(tokens):
+    return -(-tokens // TILE_UNIT) * TILE_UNIT
 
 
 def packed(values):
@@ -153,7 +158,7 @@ def test_qk_int8(rng, dim):
     # The largest sums that there can be, of either sign, and others.
     codes = rng.integers(-128, 128, (100, dim), np.int8)
     codes[:2] = [[-128], [127]]
-    for rows, count in [(1, 64), (2, 64), (3, 17), (5, 64), (8, 33)]:
+    for rows, count in [(1, 64), (2, 256), (3, 17), (5, 150), (8, 33)]:
         q = rng.standard_normal((rows, dim), np.float32)
         q[-1] = rng.choice([-1e20, 1e20], dim) if rows == 8 else 3.0
         n = at_once(rows)
@@ -192,7 +197,7 @@ def test_qk_int8(rng, dim):
 
 
 @each("size", [1e-35, 1e-30, 1.0, 1e30])
-@each("begin, end", [(0, 64), (5, 38), (63, 64), (17, 18), (2, 2)])
+@each("begin, end", [(0, 64), (5, 38), (63, 64), (17, 18), (2, 2), (0, 256), (70, 150)])
 @each("rows", [1, 2, 4, 8])
 def test_quantise_probs(rng, rows, begin, end, size):
     rows = min(rows, row_unroll("float32"))
@@ -213,7 +218,8 @@ def test_quantise_probs(rng, rows, begin, end, size):
     weights[begin:end] = p[begin:end].astype(np.float64) * factors[begin:end, None]
     assert np.isfinite(scales).all()
     assert (codes[:begin] == 0).all()
-    assert (codes[end:] == 0).all()
+    assert (codes[end : whole_units(end)] == 0).all()
+    codes[whole_units(end) :] = 0  # not written
     peak = np.abs(weights).max(0)
     # Below 1e-33 weights may all become 0.
     error = np.abs(codes * scales.astype(np.float64) - weights)
@@ -251,8 +257,10 @@ def test_accumulate_int8(rng, dim):
         (1, 0, 64),
         (2, 5, 38),
         (3, 63, 64),
-        (5, 1, 64),
+        (5, 1, 256),
         (7, 0, 3),
+        (4, 0, 256),
+        (1, 100, 255),
         (8, 17, 19),
     ]:
         rows = min(rows, row_unroll("float32"))
@@ -310,10 +318,10 @@ class Int4:
 
     def __init__(self, rng, dim, size=1.0):
         self.dim, self.groups, self.blocks = dim, -(-dim // GROUP), -(-dim // INT4_SPAN)
-        codes = rng.integers(0, 16, (80, dim))
+        codes = rng.integers(0, 16, (320, dim))
         self.bytes = packed(codes).reshape(-1)
-        self.words, scale, minimum = scale_words(rng, (80, self.groups), size)
-        self.order = rng.permutation(80)[:KV_TILE]
+        self.words, scale, minimum = scale_words(rng, (320, self.groups), size)
+        self.order = rng.permutation(320)[:KV_TILE]
         self.offsets, self.scale_offsets = self.order * (dim // 2), self.order * self.groups
         values = codes * spread(scale, dim) + spread(minimum, dim)
         self.values = values[self.order]
@@ -366,14 +374,14 @@ def weigh4(rng, v, rows, begin, end, p=None, spoil=()):
 
 @numba.njit
 def run_gather(f, scales, offsets, groups):
-    gather_groups(f, 0, scales, offsets, groups)
+    gather_groups(f, 0, scales, offsets, groups, KV_TILE)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("run", [64, 16, 4, 1])
 def test_gather_groups_finds_tokens_one_after_another_and_apart(rng, groups, run):
-    words, scale, minimum = scale_words(rng, (80, groups))
-    starts = rng.permutation(80 // run)[: KV_TILE // run] * run
+    words, scale, minimum = scale_words(rng, (320, groups))
+    starts = rng.permutation(320 // run)[: KV_TILE // run] * run
     order = (starts[:, None] + np.arange(run)).reshape(-1)
     width = 2 if INT4_INTEGERS and groups <= 2 else 4
     fours = -(-groups // 4)
@@ -394,8 +402,10 @@ def test_accumulate_int4(rng, dim):
         (1, 0, 64),
         (2, 5, 38),
         (3, 63, 64),
-        (5, 1, 64),
+        (5, 1, 256),
         (7, 0, 3),
+        (4, 0, 256),
+        (1, 100, 255),
         (8, 17, 19),
     ]:
         unseen = [t for t in range(KV_TILE) if not begin <= t < end]
@@ -476,7 +486,7 @@ def test_bad_queries_have_the_scale_nan_and_zeros_no_scale(rng):
     k = Int4(rng, 96)
     q = rng.standard_normal((4, 96)).astype(np.float32)
     q[0, 95], q[1, 0], q[2] = np.nan, -np.inf, 0
-    scores, q_scales = score4(k, q, 64)
+    scores, q_scales = score4(k, q, KV_TILE)
     assert np.isnan(q_scales[:2]).all()
     assert np.isnan(scores[:2]).all()
     assert q_scales[2] == 0

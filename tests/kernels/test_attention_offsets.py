@@ -18,7 +18,7 @@ from numkv.kernels.cpu.attention.offsets import (
     locate_next_head,
     spread,
 )
-from numkv.kernels.cpu.attention.records import KV_TILE
+from numkv.kernels.cpu.attention.records import KV_TILE, TILE_UNIT
 from numkv.kernels.cpu.vectors.arrays import TABLE_ROW, record_of
 from numkv.kernels.cpu.vectors.prefetch import NO_MORE
 
@@ -33,11 +33,11 @@ K, K_SCALE, V, V_SCALE = (TABLE_ROW * i for i in range(4))
 
 
 @numba.njit
-def run_locate(k, v, tile, begin, end, entries, unit, head, offsets):
+def run_locate(k, v, tile, tokens, begin, end, entries, unit, head, offsets):
     """Fill the tables of a turn, of rows without scales."""
     record = record_of((k, k, v, v), ())
     layout = layout_of(record, K, K_SCALE, V, V_SCALE, 0, 0, np.int64(unit))
-    locate(offsets, tile, begin, end, entries, head, layout)
+    locate(offsets, tile, tokens, begin, end, entries, head, layout)
 
 
 def asked_for(extents):
@@ -62,13 +62,16 @@ def lines_of(pool, slots, head):
 
 
 @pytest.mark.parametrize(
-    ("tile", "begin", "end"),
-    [(0, 0, 200), (64, 0, 200), (192, 0, 200), (64, 70, 100), (256, 0, 200)],
-)
+    ("tile", "most", "begin", "end"),
+    [
+        (0, 64, 0, 200), (64, 64, 0, 200), (192, 64, 0, 200), (64, 64, 70, 100), (256, 64, 0, 200),
+        (0, KV_TILE, 0, 200), (0, KV_TILE, 70, 256), (128, 128, 0, 200),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("by_slot", [False, True], ids=["by block", "by slot"])
 @pytest.mark.parametrize("block_size", [16, 256])
 @pytest.mark.parametrize(("dim", "dim_v"), [(128, 128), (64, 128), (48, 80)])
-def test_lines_of_a_tile(rng, dim, dim_v, block_size, by_slot, tile, begin, end):
+def test_lines_of_a_tile(rng, dim, dim_v, block_size, by_slot, tile, most, begin, end):
     num_blocks = 256 // block_size
     k, v = (np.zeros((num_blocks, 2, block_size, d), np.int8) for d in (dim, dim_v))
     blocks = rng.permutation(num_blocks)
@@ -78,9 +81,9 @@ def test_lines_of_a_tile(rng, dim, dim_v, block_size, by_slot, tile, begin, end)
             (blocks[:, None] * block_size + np.arange(block_size)).astype(np.int32).reshape(-1)
         )
     offsets = np.full(TURN, -1, np.int64)
-    run_locate(k, v, tile, begin, end, entries, 1 if by_slot else block_size, 1, offsets)
+    run_locate(k, v, tile, most, begin, end, entries, 1 if by_slot else block_size, 1, offsets)
     # Past the end there is no tile: its last token stands in.
-    tokens = range(max(tile, begin), min(tile + KV_TILE, end)) or [end - 1]
+    tokens = range(max(tile, begin), min(tile + most, end)) or [end - 1]
     slots = [blocks[t // block_size] * block_size + t % block_size for t in tokens]
     for pool, at in ((k, K_EXTENTS), (v, V_EXTENTS)):
         asked = asked_for(offsets[at : at + EXTENTS])
@@ -98,8 +101,8 @@ def run_locate_heads(k, k_scale, v, v_scale, end, entries, offsets):
     record = record_of((k, k_scale, v, v_scale), ())
     layout = layout_of(record, K, K_SCALE, V, V_SCALE, 1, 1, np.int64(k.shape[2]))
     for head, at in ((0, 0), (1, 2 * TURN)):
-        locate(offsets[at:], 64, 0, end, entries, head, layout)
-    locate_next_head(offsets, 0, TURN, layout)
+        locate(offsets[at:], 64, TILE_UNIT, 0, end, entries, head, layout)
+    locate_next_head(offsets, 0, TURN, TILE_UNIT, layout)
 
 
 @pytest.mark.parametrize("end", [128, 93])
@@ -116,7 +119,7 @@ def test_tables_of_the_next_head(rng, dim, dim_v, block_size, end):
     run_locate_heads(k, k_scale, v, v_scale, end, entries, offsets)
     moved, anew = offsets[TURN : 2 * TURN], offsets[2 * TURN :]
     for table in range(4):
-        rows = slice(table * TABLE, table * TABLE + KV_TILE)
+        rows = slice(table * TABLE, table * TABLE + TILE_UNIT)
         assert np.array_equal(moved[rows], anew[rows])
     for pool, at in ((k, K_EXTENTS), (v, V_EXTENTS)):
         asked, wanted = (asked_for(x[at : at + EXTENTS]) for x in (moved, anew))
@@ -130,7 +133,7 @@ def run_spread(k, v, tile, begin, end, entries, head, heads, part, parts, offset
     """Fill a turn's tables and the extents of one part of what a group of heads reads."""
     record = record_of((k, k, v, v), ())
     layout = layout_of(record, K, K_SCALE, V, V_SCALE, 0, 0, np.int64(k.shape[2]))
-    locate(offsets, tile, begin, end, entries, head, layout)
+    locate(offsets, tile, TILE_UNIT, begin, end, entries, head, layout)
     spread(offsets, np.int64(0), heads, part, parts, layout)
 
 
@@ -142,7 +145,7 @@ def test_parts_of_a_group(rng, tile, begin, end, block_size, first, heads, parts
     num_blocks = 256 // block_size
     k, v = (np.zeros((num_blocks, 5, block_size, d), np.int8) for d in (64, 128))
     entries = rng.permutation(num_blocks).astype(np.int32)
-    tokens = range(max(tile, begin), min(tile + KV_TILE, end)) or [end - 1]
+    tokens = range(max(tile, begin), min(tile + TILE_UNIT, end)) or [end - 1]
     blocks = list(dict.fromkeys(t // block_size for t in tokens))
     offsets = np.full(WORKER_INTS, -1, np.int64)
     for pool, at in ((k, AHEAD), (v, AHEAD + EXTENTS)):
@@ -181,7 +184,7 @@ def test_parts_of_many_runs_stay_within_their_extents():
     entries[1::2] = entries[::2] + 128
     k = k[:, ::2]  # the heads of a block do not lie side by side
     run_spread(k, k, 0, 0, 64, entries, 0, 8, 0, 1, offsets)
-    assert len(asked_for(offsets[AHEAD : AHEAD + EXTENTS])) >= KV_TILE
+    assert len(asked_for(offsets[AHEAD : AHEAD + EXTENTS])) >= TILE_UNIT
     assert (offsets[AHEAD + 2 * EXTENTS :] == -1).all()
 
 

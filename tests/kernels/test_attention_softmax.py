@@ -6,7 +6,7 @@ import pytest
 from walked import each
 
 from numkv.kernels.cpu.attention.llvm.softmax import make_online_softmax_step
-from numkv.kernels.cpu.attention.records import KV_TILE, SoftmaxState
+from numkv.kernels.cpu.attention.records import KV_TILE, TILE_UNIT, SoftmaxState
 from numkv.kernels.cpu.vectors.features import row_unroll
 
 pytestmark = pytest.mark.filterwarnings("ignore::numba.core.errors.NumbaPerformanceWarning")
@@ -37,7 +37,7 @@ def softmax(compute, scores, begin, end, count, maxima, sums):
 
 
 @each("compute, bound", [("float32", 2e-6), ("float64", 4e-15)])
-@each("begin, end", [(0, 64), (5, 38), (0, 1), (63, 64), (16, 48)])
+@each("begin, end", [(0, 64), (5, 38), (0, 1), (63, 64), (16, 48), (0, 256), (70, 150)])
 @each("rows", [1, 2, 4, 8])
 def test_softmax_of_rows(rng, compute, bound, rows, begin, end):
     rows = min(rows, row_unroll(compute))
@@ -55,7 +55,9 @@ def test_softmax_of_rows(rng, compute, bound, rows, begin, end):
     wanted_rescale = np.exp2(maxima - wanted_new)
     wanted_total = sums * wanted_rescale + wanted.sum(0)
     assert (p[:begin] == 0).all()
-    assert (p[end:] == 0).all()
+    whole = -(-end // TILE_UNIT) * TILE_UNIT
+    assert (p[end:whole] == 0).all()
+    np.testing.assert_array_equal(p[whole:], scores[whole:])
     np.testing.assert_allclose(p[begin:end], wanted, rtol=bound)
     np.testing.assert_allclose(rescale[:rows], wanted_rescale, rtol=bound)
     np.testing.assert_array_equal(new[:count], wanted_new[:count])

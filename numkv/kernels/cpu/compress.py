@@ -31,7 +31,7 @@ from numba.extending import register_jitable
 
 from numkv.kernels.builder import WORDS, array, build
 from numkv.kernels.cpu.attention.llvm.softmax import make_soft_cap, online_softmax_row
-from numkv.kernels.cpu.attention.records import KV_TILE, LN_2, LOG2_E
+from numkv.kernels.cpu.attention.records import LN_2, LOG2_E, TILE_UNIT
 from numkv.kernels.cpu.compress_codes import (
     CODE_LANES,
     CodeRows,
@@ -237,9 +237,9 @@ def _make_scores(bits):
     @inlined
     def score(q, q_at, q_step, keys, rows, s):
         if rows == 4:
-            score_four(q, q_at, q_step, keys, s, 0, KV_TILE)
+            score_four(q, q_at, q_step, keys, s, 0, TILE_UNIT)
         else:
-            score_one(q, q_at, q_step, keys, s, 0, KV_TILE)
+            score_one(q, q_at, q_step, keys, s, 0, TILE_UNIT)
 
     return score
 
@@ -251,9 +251,9 @@ def _make_accumulate(bits):
     @inlined
     def accumulate(s, values, rows, sums, at, step, rescale):
         if rows == 4:
-            add_four(s, 0, KV_TILE, values, sums, at, step, rescale, 0)
+            add_four(s, 0, TILE_UNIT, values, sums, at, step, rescale, 0)
         else:
-            add_one(s, 0, KV_TILE, values, sums, at, step, rescale, 0)
+            add_one(s, 0, TILE_UNIT, values, sums, at, step, rescale, 0)
 
     return accumulate
 
@@ -285,8 +285,8 @@ def make_attend(BITS, V_BITS):
         sign_bytes = without_refcount(signs)
         code_levels, v_values = without_refcount(levels), without_refcount(v_levels)
         sign_values = without_refcount(sign_levels)
-        s = np.empty(4 * KV_TILE, np.float32)
-        s_sketch = np.empty(4 * KV_TILE, np.float32)
+        s = np.empty(4 * TILE_UNIT, np.float32)
+        s_sketch = np.empty(4 * TILE_UNIT, np.float32)
         sums = np.empty(BLOCK * pad, np.float32)
         maxima = np.empty(BLOCK, np.float32)
         totals = np.empty(BLOCK, np.float32)
@@ -312,12 +312,12 @@ def make_attend(BITS, V_BITS):
             last = min(first + LENGTH, length)
             if attends != 0:  # whole tiles that no row sees are left out
                 last = min(last, highs[rows - 1])
-                first += max(np.int64(0), lows[0] - first) // KV_TILE * KV_TILE
+                first += max(np.int64(0), lows[0] - first) // TILE_UNIT * TILE_UNIT
             sums[:] = np.float32(0)
             maxima[:] = np.float32(-np.inf)
             totals[:] = np.float32(0)
-            for t in range(first, last, KV_TILE):
-                count, token = min(KV_TILE, last - t), slot_at(plan, table, block_size, t)
+            for t in range(first, last, TILE_UNIT):
+                count, token = min(TILE_UNIT, last - t), slot_at(plan, table, block_size, t)
                 keys = CodeRows(
                     k_bytes, (g * k_codes.shape[1] + token) * width, width, count, dim, code_levels
                 )
@@ -339,17 +339,17 @@ def make_attend(BITS, V_BITS):
                         )
                     for i in range(at_once):
                         for j in range(count):
-                            s[i * KV_TILE + j] *= k_scales[g, token + j]
+                            s[i * TILE_UNIT + j] *= k_scales[g, token + j]
                         if projections > 0:
                             for j in range(count):
-                                s[i * KV_TILE + j] += (
-                                    s_sketch[i * KV_TILE + j] * residuals[g, token + j]
+                                s[i * TILE_UNIT + j] += (
+                                    s_sketch[i * TILE_UNIT + j] * residuals[g, token + j]
                                 )
                     if cap > 0:
-                        soft_cap(at_once, s, 0, cap)
+                        soft_cap(at_once, np.int64(TILE_UNIT), s, 0, cap)
                     for i in range(at_once):
-                        at = i * KV_TILE
-                        low = min(max(lows[r + i] - t, np.int64(0)), np.int64(KV_TILE))
+                        at = i * TILE_UNIT
+                        low = min(max(lows[r + i] - t, np.int64(0)), np.int64(TILE_UNIT))
                         high = max(low, min(highs[r + i] - t, count))
                         if attends != 0:
                             maximum, shrink, total = online_softmax_row(

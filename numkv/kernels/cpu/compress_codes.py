@@ -124,7 +124,7 @@ def make_qk_codes(bits, rows):
         """Scores of query rows against rows of codes: ``s[r, t] = sum over d of q[r, d] * levels[codes[t, d]]``.
 
         Query row r starts at ``q_at + r * q_step`` and is padded with zeros to whole vectors of `CODE_LANES`. Up to
-        `KV_TILE` scores are written for each query row, however many rows of codes there are.
+        `TILE_UNIT` scores are written for each query row, however many rows of codes there are.
         """
         _CodeScores(b, (bits, rows), q, q_at, q_step, keys, s, s_at, s_step).emit()
 

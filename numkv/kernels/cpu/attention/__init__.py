@@ -52,7 +52,7 @@ from numkv.kernels.cpu.attention.driver import driver_kernel, entry, plan_kernel
 from numkv.kernels.cpu.attention.engines import compute_for, use_amx
 from numkv.kernels.cpu.attention.offsets import WORKER_INTS
 from numkv.kernels.cpu.attention.plan import LEAST_ROWS, MIN_SPLIT, SERIAL_WORK, plan_size
-from numkv.kernels.cpu.attention.records import BY_SLOT, KV_TILE, float_type
+from numkv.kernels.cpu.attention.records import BY_SLOT, TILE_UNIT, float_type
 from numkv.kernels.cpu.attention.steps import Steps, steps_for
 from numkv.kernels.cpu.attention.store import PART_EXTRA, make_merge_splits
 from numkv.kernels.cpu.channel import groups_kernel
@@ -274,5 +274,5 @@ def _bound(call, q_kind, rows_kind, k_kind, v_kind, compute, by_ranges):
     return BoundKernel(
         call, itemsizes, real, _WORD_OF.get(q_kind) == real, most_threads, steps.sizes, plan,
         functools.cache(lambda: kernel_address(_merge_kernel(real))),
-        KV_TILE, launched, by_ranges,
+        TILE_UNIT, launched, by_ranges,
     )  # fmt: skip

@@ -26,7 +26,7 @@ from numkv.kernels.cpu.attention.llvm.amx import (
     transpose_blocks,
 )
 from numkv.kernels.cpu.attention.records import (
-    KV_TILE,
+    TILE_UNIT,
     AmxScales,
     Outputs,
     SoftmaxState,
@@ -67,7 +67,7 @@ def _blocks(rows):
 @inlined
 def _query_floats(sizes):
     """Return the floats of a block of packed query rows: three parts of half a float for each element."""
-    return (sizes.dim + KV_TILE - 1) // KV_TILE * KV_TILE * KV_TILE // 2 * 3 // 4
+    return (sizes.dim + TILE_UNIT - 1) // TILE_UNIT * TILE_UNIT * TILE_UNIT // 2 * 3 // 4
 
 
 # The layout of output rows: as rows, or as columns.
@@ -100,7 +100,9 @@ def make_amx_attend(K_KIND, V_KIND, WEIGHT_PARTS):
         low, high, alike = np.int64(0), np.int64(0), True
         wanted = _ROWS
         if item.is_large != 0:
-            low, high, alike = visible_to_tokens(item, np.int64(0), item.tokens, seen, tile.start)
+            low, high, alike = visible_to_tokens(
+                item, np.int64(0), item.tokens, seen, tile.start, tile.count
+            )
             # A weight of 0 does not hide a NaN.
             if alike or all_finite(tile.values, low, high):
                 wanted = _COLUMNS
@@ -110,7 +112,7 @@ def make_amx_attend(K_KIND, V_KIND, WEIGHT_PARTS):
         if wanted == _ROWS:
             run_step(state, np.int64(FEW), ())
         elif low < high:
-            partly = not alike or low > 0 or high < KV_TILE
+            partly = not alike or low > 0 or high < TILE_UNIT
             scores(floats, ints, at, sizes, item, tile)
             softmax(floats, at, item, seen, soft_cap, tile, partly, sizes.group)
             accumulate(floats, at, sizes, item, tile, low, high)
@@ -193,7 +195,7 @@ def _make_steps(k_kind, v_kind, weight_parts):
             number = (tile.head - item.first_head) * _blocks(item.rows) + r // AMX_ROWS
             qk(
                 floats, at.amx_queries + number * _query_floats(sizes), ints[_PLACES + number], ints,
-                sizes.dim, at.amx_scores + r * 2 * KV_TILE, tile.values, np.int64(r == 0),
+                sizes.dim, at.amx_scores + r * 2 * TILE_UNIT, tile.values, np.int64(r == 0),
             )  # fmt: skip
 
     @inlined
@@ -206,7 +208,7 @@ def _make_steps(k_kind, v_kind, weight_parts):
                 t = min(r + i, rows - 1) // group
                 low, high = visible_in_tile(
                     seen.ranges, item.first_token + t, item.position + t, seen.window_left, item.begin,
-                    item.end, tile.start,
+                    item.end, tile.start, tile.count,
                 )  # fmt: skip
                 floats[at.amx_bounds + i], floats[at.amx_bounds + AMX_ROWS + i] = low, high
             scales = AmxScales(
@@ -215,7 +217,7 @@ def _make_steps(k_kind, v_kind, weight_parts):
             )  # fmt: skip
             state = SoftmaxState(at.maxima + row, at.sums + row, at.rescale + r)
             amx_softmax(
-                floats, at.amx_scores + r * 2 * KV_TILE, taken, scales, F(soft_cap), np.int64(partly),
+                floats, at.amx_scores + r * 2 * TILE_UNIT, taken, scales, F(soft_cap), np.int64(partly),
                 at.amx_bounds, state,
             )  # fmt: skip
 
@@ -223,7 +225,7 @@ def _make_steps(k_kind, v_kind, weight_parts):
     def accumulate(floats, at, sizes, item, tile, low, high):
         for column in range(0, sizes.dim_v, SEGMENT):
             pack_values(
-                floats, at.amx_values + column * (KV_TILE // 2), tile.values, low, high, column,
+                floats, at.amx_values + column * (TILE_UNIT // 2), tile.values, low, high, column,
                 tile.next_keys,
             )  # fmt: skip
         for r in range(0, item.rows, AMX_ROWS):
@@ -232,7 +234,7 @@ def _make_steps(k_kind, v_kind, weight_parts):
                 at.amx_outputs + number * AMX_ROWS * sizes.pad_v, np.int64(AMX_ROWS), at.rescale + r
             )
             accumulate_block(
-                floats, at.amx_scores + r * 2 * KV_TILE, at.prob_scales + r, at.amx_values, sizes.pad_v,
+                floats, at.amx_scores + r * 2 * TILE_UNIT, at.prob_scales + r, at.amx_values, sizes.pad_v,
                 at.amx_spare, outputs,
             )  # fmt: skip
 

@@ -32,6 +32,7 @@ from numkv.kernels.cpu.attention.offsets import (
     WORKER_INTS,
     layout_of,
     locate,
+    whole_units,
 )
 from numkv.kernels.cpu.attention.plan import (
     LONG_RUN,
@@ -41,7 +42,7 @@ from numkv.kernels.cpu.attention.plan import (
     make_plan,
     plan_of,
 )
-from numkv.kernels.cpu.attention.records import BY_SLOT, KV_TILE, Item, Turn
+from numkv.kernels.cpu.attention.records import BY_SLOT, TILE_UNIT, Item, Turn
 from numkv.kernels.cpu.attention.state import (
     ATTEND,
     ATTEND_MANY,
@@ -56,6 +57,7 @@ from numkv.kernels.cpu.attention.state import (
     LEAVE,
     LOAD,
     LOAD_MANY,
+    LONGEST,
     MANY_FROM,
     MASK,
     MOST_ROWS,
@@ -66,6 +68,7 @@ from numkv.kernels.cpu.attention.state import (
     RANGES,
     SEEN,
     SEQ_LENS,
+    SHORT_IF_LARGE,
     SIZES,
     SIZES_AT,
     SPREAD,
@@ -107,9 +110,13 @@ from numkv.rows.mask import BITS, PLAIN_END
 _GROUP_BYTES = 128 << 10
 # The fewest tokens of an item whose heads make groups. Shorter items prefetch much at once where another item ends:
 # sequences of 65 tokens took longer in groups.
-_GROUP_TOKENS = 4 * KV_TILE
+_GROUP_TOKENS = 4 * TILE_UNIT
 # A turn of at most so many tokens is too short to prefetch a whole tile meanwhile.
-_FEW_TOKENS = KV_TILE // 2
+_FEW_TOKENS = TILE_UNIT // 2
+# The most bytes of K rows, or of V rows, in a tile of more than a unit. A turn has work that does not depend on its
+# tokens, so long tiles are faster: on a Zen 4 INT8 and INT4 by 8 to 28 % with 256 tokens, compared with 64. Rows of a
+# tile and of the next should fit in an L2 cache of 256 KB.
+_TILE_BYTES = 32 << 10
 
 _PLAN, _DRIVER = "numkv_plan_of_attention", "numkv_attention"
 _OF_PLAN = (
@@ -154,7 +161,9 @@ def _attend(call, launch, worker, workers):
         int_at(call, np.int64(K + SHAPE + 1)), sizes_of(state).group, int_at(steps, np.int64(MOST_ROWS)),
     )  # fmt: skip
     items, b = plan.first_item[len(seq_lens)], np.int64(0)
-    most_heads = _heads_of_groups(layout)
+    most_tokens = _tokens_of_turns(layout, int_at(steps, np.int64(LONGEST)))
+    most_heads = _heads_of_groups(layout, most_tokens)
+    short_if_large = int_at(steps, np.int64(SHORT_IF_LARGE)) != 0
     many_from = int_at(steps, np.int64(MANY_FROM))
     has_bits = int_at(call, np.int64(MASK + SHAPE + 1)) > BITS
     attend = np.int64(ATTEND)
@@ -164,6 +173,7 @@ def _attend(call, launch, worker, workers):
     here, ahead, group = np.int64(0), np.int64(TURN), np.int64(2 * TURN)
     item = coming = _NO_ITEM
     tile, head = np.int64(0), np.int64(0)
+    tokens, coming_tokens = np.int64(TILE_UNIT), np.int64(TILE_UNIT)
     first_head, end_head = np.int64(0), np.int64(1)
     next_tile = next_head = next_end = np.int64(0)
     number, ends_item, done = np.int64(-1), False, False
@@ -174,7 +184,7 @@ def _attend(call, launch, worker, workers):
         if head == first_head:
             next_tile, next_head = tile, end_head
             if next_head >= item.end_head:
-                next_tile, next_head = tile + KV_TILE, item.first_head
+                next_tile, next_head = tile + tokens, item.first_head
             ends_item = next_tile >= item.end
             if ends_item:
                 number = next_item(plan.next_item)
@@ -182,11 +192,14 @@ def _attend(call, launch, worker, workers):
                     while plan.first_item[b + 1] <= number:
                         b += 1
                     coming = find_item(problem, plan, b, number)
-                    next_tile, next_head = _beginning(coming)
+                    coming_tokens = most_tokens
+                    if short_if_large and coming.is_large != 0:
+                        coming_tokens = np.int64(TILE_UNIT)
+                    next_tile, next_head = _beginning(coming, coming_tokens)
             next_end = _end_of_group(coming, next_head, most_heads)
             locate(
-                offsets[later:], next_tile, coming.begin, coming.end, block_table[b], next_head,
-                layout,
+                offsets[later:], next_tile, coming_tokens, coming.begin, coming.end, block_table[b],
+                next_head, layout,
             )  # fmt: skip
         next_heads = next_end - next_head
         in_groups = max(heads, next_heads) > 1
@@ -198,9 +211,10 @@ def _attend(call, launch, worker, workers):
             ):
                 break  # without the step there are no tables: no turn may go by them
         ends_group = head + 1 >= end_head
+        count = whole_units(min(item.end - tile, tokens))
         if ends_group:
             ahead, group = later, (ahead if heads > 1 else group)
-        elif not run_step(state, np.int64(NEXT_HEAD), (here, ahead)):
+        elif not run_step(state, np.int64(NEXT_HEAD), (here, ahead, count)):
             break
         if tile < item.end:
             k_extents, v_extents = _extents(here, ahead, in_groups, asking)
@@ -209,7 +223,7 @@ def _attend(call, launch, worker, workers):
                 state,
                 Turn(
                     tile, head, at + 8 * here, at + 8 * (here + layout.v_table), at + 8 * v_extents,
-                    at + 8 * k_extents, at + 8 * ahead, at + 8 * (ahead + layout.v_table), layout.k_token,
+                    at + 8 * k_extents, at + 8 * ahead, at + 8 * (ahead + layout.v_table), layout.k_token, count,
                 ),
             )  # fmt: skip
             run_step(state, np.int64(GATHER), ())
@@ -225,7 +239,7 @@ def _attend(call, launch, worker, workers):
                 prefetch_extents(offsets[ahead + K_EXTENTS :])
             done = number >= items
             if not done:
-                item = coming
+                item, tokens = coming, coming_tokens
                 put_item(state, item)
                 run_step(state, np.int64(LOAD), ())
                 attend = np.int64(ATTEND)
@@ -253,12 +267,22 @@ def _begin(state, call, worker):
 
 
 @inlined
-def _heads_of_groups(layout):
-    """Return the most heads of a group: more than one if blocks are short."""
+def _tokens_of_turns(layout, longest):
+    """Return the most tokens of a turn: as many units as there is room for, doubled up to `longest`."""
+    row = max(layout.k_words * layout.k_size, layout.v_words * layout.v_size)
+    tokens = np.int64(TILE_UNIT)
+    while tokens < longest and 2 * tokens * row <= _TILE_BYTES:
+        tokens *= 2
+    return tokens
+
+
+@inlined
+def _heads_of_groups(layout, tokens):
+    """Return the most heads of a group with so many tokens a turn: more than one if blocks are short."""
     if layout.unit >= LONG_RUN:
         return np.int64(1)
     rows = layout.k_words * layout.k_size + layout.v_words * layout.v_size
-    return max(np.int64(1), np.int64(_GROUP_BYTES) // (KV_TILE * rows))
+    return max(np.int64(1), np.int64(_GROUP_BYTES) // (tokens * rows))
 
 
 @inlined
@@ -269,9 +293,9 @@ def _end_of_group(item, first_head, most_heads):
 
 
 @inlined
-def _beginning(item):
-    """Return an item's first tile and head."""
-    return item.begin - item.begin % KV_TILE, item.first_head
+def _beginning(item, tokens):
+    """Return an item's first tile, of at most so many tokens, and its first head."""
+    return item.begin - item.begin % tokens, item.first_head
 
 
 @inlined

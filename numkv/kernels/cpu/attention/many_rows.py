@@ -53,7 +53,9 @@ _floats_of = floats_reader("float32")
 def attend_many(state):
     """The step `ATTEND_MANY`: a tile for all query rows of a kv head, by panels."""
     item, turn, seen = item_of(state), turn_of(state), seen_of(state)
-    low, high, alike = visible_to_tokens(item, np.int64(0), item.tokens, seen, turn.start)
+    low, high, alike = visible_to_tokens(
+        item, np.int64(0), item.tokens, seen, turn.start, turn.count
+    )
     finite = run_step(state, np.int64(PUT_VALUES), (low, high)) != 0
     # A weight of 0 does not hide a NaN.
     if not (alike or finite):
@@ -68,7 +70,7 @@ def attend_many(state):
     for r in range(0, rows, PANEL):
         count = min(rows - r, np.int64(PANEL))
         low, high, alike = visible_to_tokens(
-            item, r // group, (r + count - 1) // group + 1, seen, turn.start
+            item, r // group, (r + count - 1) // group + 1, seen, turn.start, turn.count
         )
         if low < high:
             end = _whole_blocks(high)
@@ -217,7 +219,7 @@ def make_adjust_many():
         floats, at = _floats_of(state), places_of(state)
         cap = soft_cap_of(state)
         if cap > 0:
-            cap_scores(np.int64(PANEL), floats, at.many_scores, F(cap))
+            cap_scores(np.int64(PANEL), tokens, floats, at.many_scores, F(cap))
         slopes, positions = floats[at.scores : at.scores + PANEL], floats[at.scores + PANEL :]
         for i in range(PANEL):
             slopes[i], positions[i] = slope_of(state, r + min(np.int64(i), count - 1))
@@ -253,6 +255,6 @@ def _put_bounds(floats, at, item, seen, turn, group, first, count):
             before = t
             low, high = visible_in_tile(
                 seen.ranges, item.first_token + t, item.position + t, seen.window_left, item.begin,
-                item.end, turn.start,
+                item.end, turn.start, turn.count,
             )  # fmt: skip
         floats[at.many_bounds + i], floats[at.many_bounds + PANEL + i] = low, high

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from numba.extending import register_jitable
 
-from numkv.kernels.cpu.attention.records import AMX_QUERY_ROWS, KV_TILE
+from numkv.kernels.cpu.attention.records import AMX_QUERY_ROWS, KV_TILE, TILE_UNIT
 from numkv.kernels.cpu.vectors.arrays import (
     ITEMSIZE,
     RAMP,
@@ -93,6 +93,12 @@ class TileLayout(NamedTuple):
 
 
 @inlined
+def whole_units(tokens):
+    """Round a number of tokens up to whole units."""
+    return (tokens + TILE_UNIT - 1) // TILE_UNIT * TILE_UNIT
+
+
+@inlined
 def _step(record, array, axis):
     """Return the step of an axis in elements, for an array of a record."""
     return int_at(record, array + STRIDES + axis) // int_at(record, array + ITEMSIZE)
@@ -124,15 +130,15 @@ def layout_of(record, k, k_scale, v, v_scale, k_scaled, v_scaled, unit):
 
 
 @register_jitable
-def locate(offsets, tile, begin, end, entries, head, layout):
+def locate(offsets, tile, tokens, begin, end, entries, head, layout):
     """Fill the tables of a turn.
 
     Parameters
     ----------
     offsets : int64 array
         The tables.
-    tile : int
-        The first token of the tile.
+    tile, tokens : int
+        The first token of the tile, and how many it has at most: whole units.
     begin, end : int
         Tokens ``[begin, end)`` of the sequence that matter. Others repeat their neighbours; their own blocks are never
         looked up.
@@ -148,7 +154,7 @@ def locate(offsets, tile, begin, end, entries, head, layout):
         offsets[K_EXTENTS + 1] = offsets[V_EXTENTS + 1] = NO_MORE
         return
     unit, block_size, apart = layout.unit, layout.block_size, layout.v_table > 0
-    p, stop, at = max(tile, begin), min(tile + KV_TILE, end), np.int64(0)
+    p, stop, at = max(tile, begin), min(tile + tokens, end), np.int64(0)
     if p >= stop:  # a tile past the end
         p, stop = end - 1, end
     else:
@@ -217,26 +223,26 @@ def locate(offsets, tile, begin, end, entries, head, layout):
     for at_extent, _ in (k_extents, v_extents):
         offsets[at_extent] = offsets[at_extent - 2]
         offsets[at_extent + 1] = NO_MORE
-    if first > 0 or at < KV_TILE:
+    if first > 0 or at < whole_units(at):
         _stand_in(offsets, first, at)
 
 
 @register_jitable
-def locate_next_head(offsets, here, to, layout):
-    """Fill the tables of a turn, at `to`, from those of the same tokens of the kv head before, at `here`.
+def locate_next_head(offsets, here, to, count, layout):
+    """Fill the tables of a turn, at `to`, from those of the same `count` tokens of the kv head before, at `here`.
 
     All places move by one head's width, however many runs there are. This takes a fraction of the time of `locate`.
     """
-    fill_shifted(offsets, to, KV_TILE, here, layout.k_head)
+    fill_shifted(offsets, to, count, here, layout.k_head)
     apart = layout.v_table > 0
     if apart:
-        fill_shifted(offsets, to + TABLE, KV_TILE, here + TABLE, layout.v_head)
+        fill_shifted(offsets, to + TABLE, count, here + TABLE, layout.v_head)
     if layout.k_scaled:
         at = 2 * TABLE
-        fill_shifted(offsets, to + at, KV_TILE, here + at, layout.k_scale_head)
+        fill_shifted(offsets, to + at, count, here + at, layout.k_scale_head)
     if layout.v_scaled and apart:
         at = 3 * TABLE
-        fill_shifted(offsets, to + at, KV_TILE, here + at, layout.v_scale_head)
+        fill_shifted(offsets, to + at, count, here + at, layout.v_scale_head)
     _shift_extents(offsets, here + K_EXTENTS, to + K_EXTENTS, layout.k_head * layout.k_size)
     _shift_extents(offsets, here + V_EXTENTS, to + V_EXTENTS, layout.v_head * layout.v_size)
 
@@ -321,8 +327,12 @@ def _add_extents(offsets, extents, first, count, step, base, words, size):
 
 @register_jitable
 def _stand_in(offsets, first, end):
-    """Repeat the first and the last of tokens ``[first, end)`` of a tile outside of them; apart, as seldom called."""
+    """Repeat the first and the last of tokens ``[first, end)`` of a tile outside of them, up to whole units.
+
+    It is a separate function, as it is seldom called.
+    """
+    more = whole_units(end) - end
     for table in (0, TABLE, 2 * TABLE, 3 * TABLE):
         for j in range(first):
             offsets[table + j] = offsets[table + first]
-        fill_ramp(offsets, table + end, KV_TILE - end, offsets[table + end - 1], 0)
+        fill_ramp(offsets, table + end, more, offsets[table + end - 1], 0)

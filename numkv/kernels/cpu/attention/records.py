@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 from numkv.kernels.cpu.vectors.features import LANES, SCORE_VECTORS
 
-#: Tokens in a KV tile: its scores stay in L1, and V rows are fetched while K rows are used.
-KV_TILE = 64
+#: The most tokens of a KV tile: its scores stay in L1, and V rows are fetched while K rows are used.
+KV_TILE = 256
+#: Tiles are whole units of so many tokens. Those of many query rows, on a matrix unit or by panels, have one.
+TILE_UNIT = 64
 #: Query rows of an item: many enough to use a tile's K rows often after one read, and few enough to stay in L1 and L2.
 QUERY_ROWS = 64
 #: The same on a matrix unit, which needs K and V repacked: more rows share that cost.
@@ -102,6 +104,8 @@ class Turn(NamedTuple):
     next_values_at: int
     #: Elements from one token's K row to the next within a block.
     k_step: int
+    #: Tokens of the tile, in whole units.
+    count: int
 
 
 class Tile(NamedTuple):
@@ -119,6 +123,8 @@ class Tile(NamedTuple):
     next_keys: TileRows
     #: Elements from one token's K row to the next within a block.
     k_step: int
+    #: Tokens of the tile, in whole units.
+    count: int
 
 
 class QueryPlaces(NamedTuple):

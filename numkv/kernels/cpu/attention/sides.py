@@ -55,7 +55,6 @@ from numkv.kernels.cpu.attention.llvm.pairs import make_accumulate_pairs, pair_r
 from numkv.kernels.cpu.attention.llvm.scales import make_gather_groups, make_gather_scales
 from numkv.kernels.cpu.attention.offsets import TABLE
 from numkv.kernels.cpu.attention.records import (
-    KV_TILE,
     PAIRS,
     Outputs,
     QueryPlaces,
@@ -78,34 +77,34 @@ from numkv.kinds import kind as kind_named
 
 @functools.cache
 def make_gather(kind: str, compute: str, by_group: bool = False) -> Callable[..., Any]:
-    """Make ``gather(floats, to_at, scale, offsets, next_offsets, groups)`` for a storage kind.
+    """Make ``gather(floats, to_at, scale, offsets, next_offsets, groups, count)`` for a storage kind.
 
-    It records the scales of a tile's tokens, which start at `offsets`, and prefetches those of the next tile. With
-    `by_group`, INT4 scales are ordered by group.
+    It records the scales of a tile's `count` tokens, which start at `offsets`, and prefetches those of the next tile.
+    With `by_group`, INT4 scales are ordered by group.
     """
     found = kind_named(kind)
     gather_scales = make_gather_scales(compute)
     gather_groups = make_gather_groups(compute, by_group)
 
     @inlined
-    def prefetch_scales(scale, offsets, groups):
+    def prefetch_scales(scale, offsets, groups, count):
         # Tokens whose scales fill a cache line.
         line = max(1, 64 // (groups * scale.itemsize))
-        for i in range(0, KV_TILE, line):
+        for i in range(0, count, line):
             prefetch(scale, offsets[i])
 
     @inlined
-    def of_rows(floats, to_at, scale, offsets, next_offsets, groups):
-        gather_scales(floats, to_at, scale, offsets)
-        prefetch_scales(scale, next_offsets, groups)
+    def of_rows(floats, to_at, scale, offsets, next_offsets, groups, count):
+        gather_scales(floats, to_at, scale, offsets, count)
+        prefetch_scales(scale, next_offsets, groups, count)
 
     @inlined
-    def of_groups(floats, to_at, scale, offsets, next_offsets, groups):
-        gather_groups(floats, to_at, scale, offsets, groups)
-        prefetch_scales(scale, next_offsets, groups)
+    def of_groups(floats, to_at, scale, offsets, next_offsets, groups, count):
+        gather_groups(floats, to_at, scale, offsets, groups, count)
+        prefetch_scales(scale, next_offsets, groups, count)
 
     @inlined
-    def nothing(floats, to_at, scale, offsets, next_offsets, groups):
+    def nothing(floats, to_at, scale, offsets, next_offsets, groups, count):
         pass
 
     if not found.has_scales:
@@ -152,11 +151,11 @@ def make_gather_turn(K_KIND, V_KIND, COMPUTE):
         else:
             gather_k(
                 floats, at.key_scales, k_scale, _scales_by(turn.keys_at), _scales_by(turn.next_keys_at),
-                sizes.k_groups,
+                sizes.k_groups, turn.count,
             )  # fmt: skip
         gather_v(
             floats, at.value_scales, v_scale, _scales_by(turn.values_at), _scales_by(turn.next_values_at),
-            sizes.v_groups,
+            sizes.v_groups, turn.count,
         )  # fmt: skip
         return 0
 

@@ -33,6 +33,7 @@ from numkv.kernels.cpu.attention.records import (
     MANY_QUERY_ROWS,
     PANEL,
     QUERY_ROWS,
+    TILE_UNIT,
     Item,
     Tile,
     TileRows,
@@ -154,8 +155,10 @@ def lay_out(
     k_group, v_group = kind(k_kind).group_size, kind(v_kind).group_size
     k_packed, by_channel = k_in_integers and k_group > 0, kind(k_kind).group_tokens > 0
     k_dim = dim + kind(k_kind).fine_channels
-    pad_k = KV_TILE if use_amx else INT4_SPAN if k_packed else 4 * LANES if k_in_integers else LANES
-    pad_v = KV_TILE if use_amx else LANES
+    pad_k = (
+        TILE_UNIT if use_amx else INT4_SPAN if k_packed else 4 * LANES if k_in_integers else LANES
+    )
+    pad_v = TILE_UNIT if use_amx else LANES
     if in_pairs:  # two elements to a lane
         pad_k, pad_v = max(pad_k, 2 * LANES), max(pad_v, 2 * LANES)
     # Reads cover whole groups of rows, even where writes do not. Every table begins at a cache line.
@@ -177,7 +180,7 @@ def lay_out(
     )
     # Scales are stored in fours. A K tile of bf16 takes the most memory.
     k_scales, v_scales = _up(sizes.k_groups, 4), _up(sizes.v_groups, 4)
-    keys = _up(dim, KV_TILE) * KV_TILE // 2 if use_amx else 0
+    keys = _up(dim, TILE_UNIT) * TILE_UNIT // 2 if use_amx else 0
     blocks = max(1, rows_at_most // group) * ((group + AMX_ROWS - 1) // AMX_ROWS)
     blocks = blocks + rows_at_most // AMX_ROWS if use_amx else 0
     parts = Scratch(
@@ -197,8 +200,8 @@ def lay_out(
         group_probs=_UNROLL * (KV_TILE // 2 * 4) * sizes.v_spans,
         interleaved=2 * rows * sizes.pad_dim,
         unrolls=2 * rows,
-        amx_values=sizes.pad_v * (KV_TILE // 2) if use_amx else 0,
-        amx_scores=2 * rows * KV_TILE if use_amx else 0,
+        amx_values=sizes.pad_v * (TILE_UNIT // 2) if use_amx else 0,
+        amx_scores=2 * rows * TILE_UNIT if use_amx else 0,
         amx_spare=SPARE if use_amx else 0,
         amx_bounds=2 * AMX_ROWS if use_amx else 0,
         amx_scales=AMX_ROWS if use_amx else 0,
@@ -206,9 +209,9 @@ def lay_out(
         amx_queries=blocks * (3 * keys // 4),
         amx_outputs=blocks * AMX_ROWS * sizes.pad_v,
         many_queries=(rows // PANEL + 1) * PANEL * sizes.pad_dim if by_panels else 0,
-        many_keys=KV_TILE * sizes.many_step if by_panels else 0,
-        many_values=KV_TILE * sizes.many_step_v if by_panels else 0,
-        many_scores=KV_TILE * PANEL if by_panels else 0,
+        many_keys=TILE_UNIT * sizes.many_step if by_panels else 0,
+        many_values=TILE_UNIT * sizes.many_step_v if by_panels else 0,
+        many_scores=TILE_UNIT * PANEL if by_panels else 0,
         many_bounds=2 * PANEL if by_panels else 0,
         end=LINE,
     )
@@ -234,16 +237,17 @@ FLOATS_EACH = len(Sizes._fields) + len(Scratch._fields)
 STEPS = FLOATS_EACH + 1
 
 # The table of steps starts with numbers: query rows that vector code computes at once, the most query rows of an item,
-# the fewest rows for `ATTEND_MANY`, and how many tokens of K and of V share scales (0 without scales).
-AT_ONCE, MOST_ROWS, MANY_FROM, K_SCALED, V_SCALED = range(5)
+# the fewest rows for `ATTEND_MANY`, how many tokens of K and of V share scales (0 without scales), the most tokens of a
+# tile, and whether tiles of large sequences have one unit.
+AT_ONCE, MOST_ROWS, MANY_FROM, K_SCALED, V_SCALED, LONGEST, SHORT_IF_LARGE = range(7)
 #: Steps of a thread, of an item, of a turn. Each accepts the state's address; see `steps` for their work.
-LOAD, LOAD_MANY, GATHER, ATTEND, ATTEND_MANY, PICK, LEAVE, STORE, END = range(5, 14)
+LOAD, LOAD_MANY, GATHER, ATTEND, ATTEND_MANY, PICK, LEAVE, STORE, END = range(7, 16)
 #: Steps that these call: vector code for few query rows (1, 2, 4 or 8), and masks and soft caps of scores.
-FEW, OF_1, OF_2, OF_4, OF_8, ADJUST = range(14, 20)
+FEW, OF_1, OF_2, OF_4, OF_8, ADJUST = range(16, 22)
 #: Steps for many query rows.
-PUT_KEYS, PUT_VALUES, MULTIPLY, ADJUST_MANY, WEIGH = range(20, 25)
+PUT_KEYS, PUT_VALUES, MULTIPLY, ADJUST_MANY, WEIGH = range(22, 27)
 #: Steps for groups of several heads.
-NEXT_HEAD, SPREAD, NUM_STEPS = range(25, 28)
+NEXT_HEAD, SPREAD, NUM_STEPS = range(27, 30)
 #: The table's entry for a step without work.
 NOTHING = -1
 
@@ -366,6 +370,7 @@ def make_tile_of(k_kind: str, v_kind: str) -> Callable[..., Any]:
             TileRows(v, ints_from(turn.values_at, FULL), sizes.dim_v, at.value_scales, sizes.v_groups),
             ints_from(turn.v_extents_at, FULL), ints_from(turn.k_extents_at, FULL),
             TileRows(k, ints_from(turn.next_keys_at, FULL), sizes.k_dim, at.key_scales, sizes.k_groups), turn.k_step,
+            turn.count,
         )  # fmt: skip
 
     return tile_of

@@ -29,7 +29,7 @@ from numkv.kernels.cpu.attention.many_rows import (
     make_weigh,
 )
 from numkv.kernels.cpu.attention.offsets import ask_at_once, locate_next_head, spread
-from numkv.kernels.cpu.attention.records import PAIRS, float_type
+from numkv.kernels.cpu.attention.records import KV_TILE, PAIRS, TILE_UNIT, float_type
 from numkv.kernels.cpu.attention.sides import make_gather_turn
 from numkv.kernels.cpu.attention.state import lay_out, layout_in, offsets_of
 from numkv.kernels.cpu.attention.store import make_store
@@ -45,9 +45,9 @@ from numkv.kernels.cpu.vectors.features import row_unroll
 from numkv.kinds import kind as kind_named
 
 
-def find_next_head(state, here, to):
+def find_next_head(state, here, to, count):
     """The step `NEXT_HEAD`: the tables of a turn, at `to`, from those of the head before it. Returns 1."""
-    locate_next_head(offsets_of(state), here, to, layout_in(state))
+    locate_next_head(offsets_of(state), here, to, count, layout_in(state))
     return 1
 
 
@@ -66,7 +66,7 @@ def spread_group(state, table, heads, part, parts, at_once):
 # How many numbers steps accept after the state's address.
 _NUMBERS = {
     state.OF_1: 6, state.OF_2: 6, state.OF_4: 6, state.OF_8: 6, state.ADJUST: 5, state.PUT_KEYS: 1,
-    state.PUT_VALUES: 2, state.MULTIPLY: 4, state.ADJUST_MANY: 3, state.WEIGH: 6, state.NEXT_HEAD: 2, state.SPREAD: 5,
+    state.PUT_VALUES: 2, state.MULTIPLY: 4, state.ADJUST_MANY: 3, state.WEIGH: 6, state.NEXT_HEAD: 3, state.SPREAD: 5,
 }  # fmt: skip
 #: The steps that every call needs: made together, at the first call.
 _ALWAYS = (state.LOAD, state.GATHER, state.STORE)
@@ -102,6 +102,9 @@ class Steps:
         of_k, of_v = kind_named(k_kind), kind_named(v_kind)
         self._table[state.K_SCALED] = of_k.group_tokens or of_k.has_scales
         self._table[state.V_SCALED] = of_v.has_scales
+        # Scales by channel are those of the tokens of a unit.
+        self._table[state.LONGEST] = TILE_UNIT if of_k.group_tokens else KV_TILE
+        self._table[state.SHORT_IF_LARGE] = with_amx or self._panels
         if not (of_k.has_scales or of_v.has_scales):
             self._table[state.GATHER] = state.NOTHING
         if not with_amx:

@@ -24,8 +24,8 @@ from numba.extending import register_jitable
 from numkv.kernels.builder import SCALES
 from numkv.kernels.cpu.attention.engines import in_integers
 from numkv.kernels.cpu.attention.llvm.softmax import make_online_softmax_step, make_soft_cap
-from numkv.kernels.cpu.attention.offsets import TABLE
-from numkv.kernels.cpu.attention.records import KV_TILE, LOG2_E, SoftmaxState, Turn, float_type
+from numkv.kernels.cpu.attention.offsets import TABLE, whole_units
+from numkv.kernels.cpu.attention.records import LOG2_E, SoftmaxState, Turn, float_type
 from numkv.kernels.cpu.attention.sides import make_keys, make_loader, make_of_head, make_values
 from numkv.kernels.cpu.attention.state import (
     ADJUST,
@@ -69,23 +69,26 @@ from numkv.rows.visible import visible_to_any
 
 
 @register_jitable
-def visible_in_tile(ranges, row, position, window_left, begin, end, tile):
-    """Return the tokens in ``[begin, end)`` of a KV tile that a query sees, counted from the tile's start."""
+def visible_in_tile(ranges, row, position, window_left, begin, end, tile, count):
+    """Return the tokens in ``[begin, end)`` of a KV tile that a query sees, counted from the tile's start.
+
+    The tile has `count` tokens.
+    """
     low, high = visible_to_any(ranges, row, np.int64(1), position, window_left, end)
-    low = min(max(max(low, begin) - tile, 0), KV_TILE)
-    return low, min(max(min(high, end) - tile, low), KV_TILE)
+    low = min(max(max(low, begin) - tile, 0), count)
+    return low, min(max(min(high, end) - tile, low), count)
 
 
 @inlined
-def visible_to_tokens(item, first, stop, seen, tile):
+def visible_to_tokens(item, first, stop, seen, tile, count):
     """Return the tokens of a tile that any query token ``[first, stop)`` sees, and whether all see the same."""
-    low, high, alike = np.int64(KV_TILE), np.int64(0), True
+    low, high, alike = count, np.int64(0), True
     # Without ranges, visible tokens only move on with the query, so the first and the last query suffice.
     last = stop - 1
     for t in range(first, last + 1, 1 if len(seen.ranges) > 0 else max(last - first, 1)):
         begin, end = visible_in_tile(
             seen.ranges, item.first_token + t, item.position + t, seen.window_left, item.begin,
-            item.end, tile,
+            item.end, tile, count,
         )  # fmt: skip
         if t > first and (begin != low or end != high):
             alike = False
@@ -216,7 +219,7 @@ def make_adjust(COMPUTE):
         floats, at = floats_of(state), places_of(state)
         cap = soft_cap_of(state)
         if cap > 0:
-            cap_scores(count, floats, at.scores, F(cap))
+            cap_scores(count, high, floats, at.scores, F(cap))
         if has_slopes(state):
             for i in range(taken):
                 slope, position = slope_of(state, r + i)
@@ -269,13 +272,13 @@ def attend_few(state):
         taken = min(rows - r, most)
         low, high = visible_in_tile(
             seen.ranges, item.first_token + t, item.position + t, seen.window_left, item.begin,
-            item.end, turn.start,
+            item.end, turn.start, turn.count,
         )  # fmt: skip
         # Rows that see different tokens are computed separately: a weight of 0 does not hide a NaN.
         for other in range(t + 1, (r + taken - 1) // group + 1):
             others = visible_in_tile(
                 seen.ranges, item.first_token + other, item.position + other, seen.window_left,
-                item.begin, item.end, turn.start,
+                item.begin, item.end, turn.start, turn.count,
             )  # fmt: skip
             if others[0] != low or others[1] != high:
                 taken = min((t + 1) * group - r, most)
@@ -290,14 +293,14 @@ def attend_few(state):
 def _pick(ints, rows, row, begin, end, tile, keys, values):
     """Copy the tables of the tokens ``[begin, end)`` of a tile whose bits are set; return their number.
 
-    Whole groups are read, so the last token is repeated up to the end of the tile.
+    Whole groups are read, so the last token is repeated up to a whole unit.
     """
     number, base = np.int64(0), rows[row, PLAIN_END]
     for token in range(begin, end):
         if has_bit(rows, row, token - base):
             _copy(ints, number, token - tile, keys, values)
             number += 1
-    for i in range(number if number > 0 else KV_TILE, KV_TILE):
+    for i in range(number, whole_units(number)):
         for table in range(4):
             ints[table * TABLE + i] = ints[table * TABLE + number - 1]
     return number
@@ -323,7 +326,7 @@ def attend_picked(state):
         row = item.first_token + t
         base = rows[row, PLAIN_END]
         begin = max(max(item.begin, turn.start), base)
-        end = min(min(item.end, turn.start + KV_TILE), rows[row, END])
+        end = min(min(item.end, turn.start + turn.count), rows[row, END])
         high = np.int64(0)
         if begin < end:
             high = _pick(ints, rows, row, begin, end, turn.start, keys, values)
@@ -333,7 +336,7 @@ def attend_picked(state):
             put_turn(
                 state,
                 Turn(start, turn.head, picked_at, values_at, turn.v_extents_at, turn.k_extents_at, picked_at,
-                     values_at, turn.k_step),
+                     values_at, turn.k_step, whole_units(high)),
             )  # fmt: skip
             run_step(state, np.int64(GATHER), ())
             r, stop = np.int64(t * sizes.group), (t + 1) * sizes.group

@@ -34,7 +34,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from numkv.kernels.cpu.attention.records import KV_TILE
+from numkv.kernels.cpu.attention.records import TILE_UNIT
 from numkv.kernels.cpu.vectors.amx import AMX_TILE, Amx, AmxWords
 from numkv.kernels.cpu.vectors.emit import I8, I32, I64, as_bytes, emits, steps
 from numkv.kernels.cpu.vectors.features import AMX_ROWS
@@ -178,7 +178,7 @@ def make_amx_locate_keys(kind):
             return b.shuffle_vector(first, first, ir.Constant(ir.VectorType(I32, 8), None))
 
         iota = ir.Constant(eight, [ir.Constant(I64, i) for i in range(8)])
-        with steps(b, I64(0), I64(KV_TILE), AMX_ROWS) as (t0, _):
+        with steps(b, I64(0), I64(TILE_UNIT), AMX_ROWS) as (t0, _):
             first = b.load(b.gep(offsets, [t0]))
             uneven = ir.Constant(I8, 0)
             for i in (0, 8):
@@ -287,7 +287,7 @@ class _AmxProducts:
     def prefetch(self, block):
         """Prefetch 64 bytes' worth of columns."""
         b = self.b
-        with b.if_then(self.asked), steps(b, I64(0), I64(KV_TILE), 1) as (t, _):
+        with b.if_then(self.asked), steps(b, I64(0), I64(TILE_UNIT), 1) as (t, _):
             at = b.load(b.gep(self.next_rows.offsets, [t]))
             for i in range(0, ELEMENTS[self.kind], ON_LINE[self.next_kind]):
                 column = b.add(b.mul(block, I64(ELEMENTS[self.kind])), I64(i))
@@ -361,7 +361,7 @@ class _AmxSoftmax:
         self.number = cgutils.alloca_once_value(b, self.zero)
         low, high = (v.load_floats(data, b.add(bounds_at, I64(i))) for i in (0, 16))
         self.low = b.select(self.in_part, low, self.zero)
-        self.high = b.select(self.in_part, high, v.splat(KV_TILE))
+        self.high = b.select(self.in_part, high, v.splat(TILE_UNIT))
 
     def emit(self):
         """Emit the code."""
@@ -417,15 +417,15 @@ class _AmxSoftmax:
             above = b.bitcast(b.fcmp_ordered(">", self.scales, self.zero), ir.IntType(16))
             plain = b.and_(plain, b.icmp_signed("==", above, ir.Constant(above.type, -1)))
         with b.if_else(plain) as (simple, otherwise):
-            with simple, steps(b, I64(0), I64(KV_TILE), _AT_ONCE) as (t, _):
+            with simple, steps(b, I64(0), I64(TILE_UNIT), _AT_ONCE) as (t, _):
                 self.find_peaks(t, self.as_it_is if self.kind == "bf16" else self.converted)
             with otherwise:
                 if self.kind == "int8":
-                    with steps(b, I64(0), I64(KV_TILE), 1) as (t, _):
+                    with steps(b, I64(0), I64(TILE_UNIT), 1) as (t, _):
                         v.store(self.converted(t), self.data, self.at_token(t))
                 with b.if_then(capped):
                     self.cap_scores()
-                with steps(b, I64(0), I64(KV_TILE), _AT_ONCE) as (t, _):
+                with steps(b, I64(0), I64(TILE_UNIT), _AT_ONCE) as (t, _):
                     self.find_peaks(t, self.masked)
                     b.store(b.fadd(b.load(self.number), v.splat(4)), self.number)
                 b.store(v.splat(1.0), self.factor)
@@ -468,7 +468,7 @@ class _AmxSoftmax:
         """Cap scores: ``s = cap * tanh(factor * s / cap) * log2(e)``, after which the factor is 1."""
         b, v = self.b, self.v
         cap = v.splat(self.soft_cap)
-        with steps(b, I64(0), I64(KV_TILE), 1) as (t, _):
+        with steps(b, I64(0), I64(TILE_UNIT), 1) as (t, _):
             score = b.fmul(self.as_it_is(t), b.load(self.factor))
             score = b.fmul(tanh(v, b.fdiv(score, cap)), cap)
             v.store(b.fmul(score, v.splat(math.log2(math.e))), self.data, self.at_token(t))
@@ -487,7 +487,7 @@ class _AmxSoftmax:
     def put_floats(self):
         """Store weights as one or two bf16 numbers, with two tokens in each lane."""
         b, v = self.b, self.v
-        with steps(b, I64(0), I64(KV_TILE), _AT_ONCE) as (t, _):
+        with steps(b, I64(0), I64(TILE_UNIT), _AT_ONCE) as (t, _):
             tokens = [b.add(t, I64(i)) for i in range(_AT_ONCE)]
             weights = [self.weight_of(token, i) for i, token in enumerate(tokens)]
             for part in range(self.parts):
@@ -503,7 +503,7 @@ class _AmxSoftmax:
         """Store weights times the scales of V rows as 16-bit integers: two bytes, with four tokens in each lane."""
         b, v = self.b, self.v
         largest = cgutils.alloca_once_value(b, v.splat_int(0))
-        with steps(b, I64(0), I64(KV_TILE), _AT_ONCE) as (t, _):
+        with steps(b, I64(0), I64(TILE_UNIT), _AT_ONCE) as (t, _):
             for i in range(_AT_ONCE):
                 token = b.add(t, I64(i))
                 weight = self.weight_of(token, i)
@@ -515,7 +515,7 @@ class _AmxSoftmax:
                 b.store(v.larger_size(weight, b.load(largest)), largest)
         multiplier, scale = v.quantiser(b.load(largest))
         v.store(scale, self.data, self.places.weights_at)
-        with steps(b, I64(0), I64(KV_TILE), _AT_ONCE) as (t, _):
+        with steps(b, I64(0), I64(TILE_UNIT), _AT_ONCE) as (t, _):
             tokens = [b.add(t, I64(i)) for i in range(_AT_ONCE)]
             codes = [v.nearest(b.fmul(self.as_it_is(x), multiplier)) for x in tokens]
             # A word is 256 times its upper byte plus the lower one, both signed.
@@ -600,7 +600,7 @@ class _ValuePacking:
         b, v = self.b, self.v
         whole = b.icmp_signed("<=", b.add(self.column, I64(SEGMENT)), self.values.dim)
         full = b.and_(
-            b.icmp_signed("==", self.begin, I64(0)), b.icmp_signed("==", self.end, I64(KV_TILE))
+            b.icmp_signed("==", self.begin, I64(0)), b.icmp_signed("==", self.end, I64(TILE_UNIT))
         )
         with b.if_else(b.and_(full, whole)) as (all_of_it, some):
             with all_of_it:
@@ -617,7 +617,7 @@ class _ValuePacking:
     def pack(self, partly):
         """Interleave the rows of two or four tokens at a time."""
         b, v = self.b, self.v
-        with steps(b, I64(0), I64(KV_TILE // self.each), 1) as (turn, _):
+        with steps(b, I64(0), I64(TILE_UNIT // self.each), 1) as (turn, _):
             tokens = [b.add(b.mul(turn, I64(self.each)), I64(i)) for i in range(self.each)]
             places = [
                 b.mul(b.load(b.gep(self.values.offsets, [t])), I64(self.size)) for t in tokens

@@ -39,6 +39,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import register_jitable
 
+from numkv.kernels.cpu.attention.llvm.softmax import whole_units
 from numkv.kernels.cpu.attention.records import INT4_SPAN, KV_TILE
 from numkv.kernels.cpu.vectors.emit import (
     I8,
@@ -319,8 +320,8 @@ def query_quantisers(v, peaks, head_dim):
 def quantise_probs(b, rows, s, s_at, factors_at, begin, end, scales_at):
     """Replace probabilities of some rows and a tile by 16-bit integers, after multiplying each token's by its factor.
 
-    In NumPy, with probabilities p (KV_TILE, rows) and factors (KV_TILE,), the scales of V rows. Tokens outside
-    ``[begin, end)`` get 0, whatever their factors are::
+    In NumPy, with probabilities p (tokens, rows) and factors (tokens,), the scales of V rows. Tokens outside
+    ``[begin, end)`` get 0, up to whole units, whatever their factors are::
 
         w = p * factors[:, None];  scale = abs(w).max(0) / 32639;  w = rint(w / scale).astype(int16)
 
@@ -333,9 +334,10 @@ def quantise_probs(b, rows, s, s_at, factors_at, begin, end, scales_at):
     def emit(rows):
         v = Words(b)
         each = v.lanes // rows  # tokens in a vector
+        size = b.mul(whole_units(b, end), I64(rows))
         first, last = (b.mul(x, I64(rows)) for x in (begin, end))
         peaks = [cgutils.alloca_once_value(b, v.splat_int(0)) for _ in range(2)]
-        with steps(b, I64(0), I64(KV_TILE * rows), 2 * v.lanes) as (i, _):
+        with steps(b, I64(0), size, 2 * v.lanes) as (i, _):
             for j, slot in enumerate(peaks):
                 here = b.add(i, I64(j * v.lanes))
                 at = b.add(s_at, here)
@@ -351,7 +353,7 @@ def quantise_probs(b, rows, s, s_at, factors_at, begin, end, scales_at):
         v.store(scale, s, scales_at)
         even = [2 * turn * rows + r for turn in range(each) for r in range(rows)]
         odd = [i + rows for i in even]
-        with steps(b, I64(0), I64(KV_TILE * rows // 2), v.lanes) as (i, _):
+        with steps(b, I64(0), b.ashr(size, I64(1)), v.lanes) as (i, _):
             at = b.add(b.add(s_at, i), i)
             codes = []
             for j in range(2):
@@ -493,6 +495,10 @@ SHORT = 64
 _ROWS = 4
 # Tokens that one instruction multiplies: four as bytes, or two as words.
 _PACKED = 4 if HAS_FOURS else 2
+# Vectors of a tile's weights as words, or as low and high bytes, and where high bytes begin. With `KV_TILE` tokens,
+# sums of whole bytes times weights just fit in 32 bits.
+_WEIGHTS, _HIGH = KV_TILE // 2, 4 * KV_TILE
+assert 255 * 32639 * KV_TILE < 2**31
 # Tokens whose scores are computed together.
 _TOKENS = 16
 _BYTES = GROUP // 2
@@ -728,8 +734,8 @@ def shares(rows, short):
 def quantise_group_probs(b, rows, s, s_at, scales_at, head_dim, begin, end, w_at, sums_at):
     """Multiply probabilities of some rows and a tile by the scales of tokens' groups, and round to 16-bit integers.
 
-    In NumPy, with probabilities p (KV_TILE, rows), scales and minima (KV_TILE, groups), and 0 for tokens outside
-    ``[begin, end)``::
+    In NumPy, with probabilities p (tokens, rows), scales and minima (tokens, groups), and 0 for tokens outside
+    ``[begin, end)``, up to whole units::
 
         x = p[:, :, None] * scales[:, None];  sums = (p[:, :, None] * minima[:, None]).sum(0)
         unit = abs(x).max(0) / 32639;  w = rint(x / unit)
@@ -737,9 +743,9 @@ def quantise_group_probs(b, rows, s, s_at, scales_at, head_dim, begin, end, w_at
     All floats are in the array `s`: p[t, r] at ``s_at + t * rows + r``, scales and minima where `gather_groups` put
     them. Results start at `w_at`, by the rows that share a vector (see `shares`), then by span (128 elements).
 
-    Where bytes are multiplied by fours, ``low, high = w.astype(int8), (w - low) / 256``. High bytes are stored 256
-    floats after low bytes. A lane has the bytes of four tokens for a row and a group. For one row and four groups,
-    with 16 lanes and therefore n = 4 tokens in a vector of weights::
+    Where bytes are multiplied by fours, ``low, high = w.astype(int8), (w - low) / 256``. High bytes are stored
+    `_HIGH` floats after low bytes. A lane has the bytes of four tokens for a row and a group. For one row and four
+    groups, with 16 lanes and therefore n = 4 tokens in a vector of weights::
 
         lane      0    1    2    3  | 4    5    6    7  | ...         r0 in all
         group     g0   g1   g2   g3 | g0   g1   g2   g3 | ...
@@ -766,9 +772,8 @@ class _GroupProbs:
         self.spans = b.sdiv(b.add(head_dim, I64(INT4_SPAN - 1)), I64(INT4_SPAN))
         self.minimum_at = b.mul(self.spans, I64(4 * KV_TILE))
         self.scratch = scratch_floats(b, self.v.float, KV_TILE * self.v.lanes)
-        self.partial = b.or_(
-            b.icmp_signed(">", begin, I64(0)), b.icmp_signed("<", end, I64(KV_TILE))
-        )
+        self.whole = whole_units(b, end)
+        self.partial = b.or_(b.icmp_signed(">", begin, I64(0)), b.icmp_signed("<", end, self.whole))
         self.seen_only = scratch_floats(b, self.v.float, 2 * 4 * KV_TILE)
 
     def emit(self, rows, short):
@@ -796,7 +801,7 @@ class _GroupProbs:
         with b.if_then(self.partial, likely=False):
             first, last = (b.mul(x, I64(width)) for x in (self.begin, self.end))
             for i, place in enumerate(places):
-                with steps(b, I64(0), I64(width * KV_TILE), v.lanes) as (j, _):
+                with steps(b, I64(0), b.mul(self.whole, I64(width)), v.lanes) as (j, _):
                     below = v.lanes_below(b.sub(last, j))
                     seen = b.and_(below, b.not_(v.lanes_below(b.sub(first, j))))
                     value = v.load_floats(self.data, b.add(place, j))
@@ -818,8 +823,8 @@ class _GroupProbs:
         first = b.add(self.s_at, b.mul(part, I64(together)))
         totals = [cgutils.alloca_once_value(b, v.splat(0.0)) for _ in range(4)]
         peaks = [cgutils.alloca_once_value(b, v.splat_int(0)) for _ in range(4)]
-        turns = KV_TILE // (4 * tokens)
-        with steps(b, I64(0), I64(turns), 1) as (turn, _):
+        turns = b.sdiv(self.whole, I64(4 * tokens))
+        with steps(b, I64(0), turns, 1) as (turn, _):
             for j in range(4):
                 vector = b.add(b.mul(turn, I64(4)), I64(j))
                 token = b.mul(vector, I64(tokens))
@@ -839,12 +844,12 @@ class _GroupProbs:
         at = b.add(self.sums_at, b.mul(place, I64(2 * v.lanes)))
         v.store(self.merged(totals, b.fadd), self.data, at)
         v.store(scale, self.data, b.add(at, I64(v.lanes)))
-        w_here = b.add(self.w_at, b.mul(place, I64(32 * v.lanes)))
-        with steps(b, I64(0), I64(turns), 1) as (turn, _):
+        w_here = b.add(self.w_at, b.mul(place, I64(_WEIGHTS * v.lanes)))
+        with steps(b, I64(0), turns, 1) as (turn, _):
             at = b.mul(turn, I64(4 * v.lanes))
             weights = [v.load_floats(self.scratch, b.add(at, I64(j * v.lanes))) for j in range(4)]
             at = b.add(w_here, b.mul(turn, I64(4 // _PACKED * v.lanes)))
-            made, step = (v.bytes_of, 256) if _PACKED == 4 else (v.pairs_of, v.lanes)
+            made, step = (v.bytes_of, _HIGH) if _PACKED == 4 else (v.pairs_of, v.lanes)
             for j, x in enumerate(made(weights, factor)):
                 v.store(b.bitcast(x, v.type), self.data, b.add(at, I64(step * j)))
 
@@ -944,7 +949,7 @@ class _SumsOfInt4:
             place = b.add(b.mul(b.sdiv(row, self.most), self.spans), span)
             lane = b.add(b.mul(in_part, self.width), in_span)
             for to, start, step in (
-                (weights, self.weights.at, 32), (places, self.weights.scales_at, 2)
+                (weights, self.weights.at, _WEIGHTS), (places, self.weights.scales_at, 2)
             ):  # fmt: skip
                 to.append(b.add(b.add(start, lane), b.mul(place, I64(step * v.lanes))))
         # Bytes of a token whose sums stay in registers.
@@ -969,7 +974,7 @@ class _SumsOfInt4:
             codes = [*self.codes(turn, group, byte, size)]
             at = b.mul(turn, self.in_turn)
             for r, i in itertools.product(range(rows), range(halves)):
-                here = b.add(b.add(at, weights[r]), I64(256 * i))
+                here = b.add(b.add(at, weights[r]), I64(_HIGH * i))
                 weight = v.splat(v.load_one(self.floats, here))
                 for k, x in enumerate(codes):
                     slot = sums[r, i, k]

@@ -23,7 +23,7 @@ def scale_place(b, t, group, width=4):
 
     Four groups of all tokens come first, token after token, then the next four::
 
-        t0: g0 g1 g2 g3 | t1: g0 g1 g2 g3 | ... | t63 | t0: g4 g5 g6 g7 | ...
+        t0: g0 g1 g2 g3 | t1: g0 g1 g2 g3 | ... | t0: g4 g5 g6 g7 | ...
     """
     four = b.mul(b.ashr(group, I64(2)), I64(KV_TILE))
     return b.add(b.mul(b.add(four, t), I64(width)), b.and_(group, I64(3)))
@@ -55,8 +55,8 @@ def make_gather_scales(compute):
     """`gather_scales` for scratch memory of a float type."""
 
     @emits()
-    def gather_scales(b, to, to_at, scales, offsets):
-        """``to[to_at : to_at + KV_TILE] = scales[offsets]``, from float32."""
+    def gather_scales(b, to, to_at, scales, offsets, count):
+        """``to[to_at : to_at + count] = scales[offsets[:count]]``, from float32; `count` is in whole units."""
         v = Vectors(b, compute)
         some = RAMP  # tokens at once
         pieces = ir.VectorType(FLOAT, some)
@@ -67,7 +67,7 @@ def make_gather_scales(compute):
                 value = b.fpext(value, wide if isinstance(value.type, ir.VectorType) else v.float)
             v.store(value, to, b.add(to_at, t))
 
-        with steps(b, I64(0), I64(KV_TILE), some) as (t, _):
+        with steps(b, I64(0), count, some) as (t, _):
             first = b.gep(offsets, [t])
             rows = b.load(b.bitcast(first, ir.VectorType(I64, some).as_pointer()), align=8)
             row = b.load(first)
@@ -86,8 +86,8 @@ def make_gather_groups(compute, by_group=False):
     """`gather_groups` for scratch memory of a float type; `by_group` for K rows that are multiplied as integers."""
 
     @emits()
-    def gather_groups(b, to, to_at, scales, offsets, groups):
-        """Gather the scales and the minima of a tile's INT4 rows, `groups` of each token.
+    def gather_groups(b, to, to_at, scales, offsets, groups, count):
+        """Gather the scales and the minima of a tile's `count` INT4 rows, `groups` of each token.
 
         In NumPy, of the words ``w = scales[offsets[:, None] + arange(groups)]``::
 
@@ -99,7 +99,7 @@ def make_gather_groups(compute, by_group=False):
 
         With `by_group`, a group's scales are adjacent, at ``to_at + g * KV_TILE + t``.
         """
-        gather = _Gather(b, compute, to, to_at, scales, offsets, groups)
+        gather = _Gather(b, compute, to, to_at, scales, offsets, groups, count)
         if compute == "float64" or not INT4_INTEGERS:
             gather.emit(4)
             return
@@ -117,10 +117,10 @@ def make_gather_groups(compute, by_group=False):
 class _Gather:
     """Emits `gather_groups`, `width` groups of some tokens at a time."""
 
-    def __init__(self, b, compute, data, to_at, source, offsets, groups):
+    def __init__(self, b, compute, data, to_at, source, offsets, groups, count):
         self.b, self.v = b, Vectors(b, compute)
         self.data, self.to_at, self.source, self.offsets = data, to_at, source, offsets
-        self.groups = groups
+        self.groups, self.count = groups, count
         self.fours = b.sdiv(b.add(groups, I64(3)), I64(4))
         self.minimum_at = b.mul(self.fours, I64(4 * KV_TILE))
 
@@ -162,7 +162,7 @@ class _Gather:
         rows_type = ir.VectorType(I64, at_once)
         with (
             steps(b, I64(0), self.fours, 1) as (j, _),
-            steps(b, I64(0), I64(KV_TILE), at_once) as (t, _),
+            steps(b, I64(0), self.count, at_once) as (t, _),
         ):
             mask = v.lanes_below(b.sub(self.groups, b.mul(j, I64(4))), lanes=width)
             first_row = b.gep(self.offsets, [t])

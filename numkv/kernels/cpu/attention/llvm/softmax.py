@@ -9,10 +9,15 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from numkv.kernels.cpu.attention.records import KV_TILE
+from numkv.kernels.cpu.attention.records import TILE_UNIT
 from numkv.kernels.cpu.vectors.emit import I32, I64, emits, for_rows, steps, unpack
 from numkv.kernels.cpu.vectors.features import row_unroll
 from numkv.kernels.cpu.vectors.vectors import Vectors, exp2, tanh
+
+
+def whole_units(b, tokens):
+    """Round a number of tokens up to whole units."""
+    return b.and_(b.add(tokens, I64(TILE_UNIT - 1)), I64(-TILE_UNIT))
 
 
 @functools.cache
@@ -20,12 +25,12 @@ def make_soft_cap(compute):
     """`soft_cap` for a float type."""
 
     @emits(cap=getattr(types, compute))
-    def soft_cap(b, rows, s, s_at, cap):
-        """Bound the scores of some rows and a tile: ``s = cap * tanh(s / cap) * log2(e)``."""
+    def soft_cap(b, rows, tokens, s, s_at, cap):
+        """Bound the scores of some rows and tokens, up to whole units: ``s = cap * tanh(s / cap) * log2(e)``."""
         v = Vectors(b, compute)
         cap = v.splat(cap)
         factor = b.fmul(cap, v.splat(math.log2(math.e)))
-        with steps(b, I64(0), b.mul(rows, I64(KV_TILE)), v.lanes) as (i, _):
+        with steps(b, I64(0), b.mul(rows, whole_units(b, tokens)), v.lanes) as (i, _):
             at = b.add(s_at, i)
             score = b.fdiv(v.load_floats(s, at), cap)
             v.store(b.fmul(tanh(v, score), factor), s, at)
@@ -41,18 +46,19 @@ def make_online_softmax_step(compute):
     def online_softmax_step(b, rows, count, s, s_at, begin, end, state):
         """Turn the scores of some rows and a tile into probabilities relative to the running maxima.
 
-        For scores s (KV_TILE, rows) in base 2, where tokens outside ``[begin, end)`` count as -inf::
+        For scores s (tokens, rows) in base 2, where tokens outside ``[begin, end)`` count as -inf::
 
             new = maximum(maxima, s.max(0));  s = exp2(s - new)
             rescale = exp2(maxima - new);  sums = sums * rescale + s.sum(0);  maxima = new
 
-        Scores are at ``s_at + t * rows + r``. Those outside ``[begin, end)`` may be anything and become 0. Maxima and
-        sums, in the same array, are updated for the first `count` rows. `rescale` goes to ``state.rescale_at``, up to a
-        whole vector. A row that has seen no token keeps its maximum of -inf.
+        Scores are at ``s_at + t * rows + r``. Those outside ``[begin, end)`` may be anything, and become 0 up to
+        whole units. Maxima and sums, in the same array, are updated for the first `count` rows. `rescale` goes to
+        ``state.rescale_at``, up to a whole vector. A row that has seen no token keeps its maximum of -inf.
         """
         v = Vectors(b, compute)
-        size = b.mul(rows, I64(KV_TILE))
-        partial = b.or_(b.icmp_signed(">", begin, I64(0)), b.icmp_signed("<", end, I64(KV_TILE)))
+        tokens = whole_units(b, end)
+        size = b.mul(rows, tokens)
+        partial = b.or_(b.icmp_signed(">", begin, I64(0)), b.icmp_signed("<", end, tokens))
         with b.if_then(partial, likely=False), steps(b, I64(0), size, v.lanes) as (i, _):
             at = b.add(s_at, i)
             below = v.lanes_below(b.sub(b.mul(end, rows), i))
@@ -108,7 +114,7 @@ def make_online_softmax_step(compute):
 def online_softmax_row(typing_context, s, s_at, begin, end, maximum):
     """`online_softmax_step` for one row of float32, whose scores are adjacent.
 
-    Scores outside ``[begin, end)`` of the tile become 0. Returns the new maximum, the factor that rescales earlier
+    Scores outside ``[begin, end)`` of a unit become 0. Returns the new maximum, the factor that rescales earlier
     sums, and the sum of the probabilities.
     """
     signature = types.UniTuple(types.float32, 3)(
@@ -119,7 +125,7 @@ def online_softmax_row(typing_context, s, s_at, begin, end, maximum):
         data, s_at, begin, end, old = unpack(context, b, sig.args, args)
         v = Vectors(b, "float32")
         infinity = v.splat(-math.inf)
-        starts = range(0, KV_TILE, v.lanes)
+        starts = range(0, TILE_UNIT, v.lanes)
         tiles = []
         for i in starts:
             seen = b.and_(v.lanes_below(end, i), b.not_(v.lanes_below(begin, i)))
