@@ -73,7 +73,7 @@ def main(folder, kinds):
     machine = target.create_target_machine(cpu=CPU, opt=3)
     steps = dict(zip(ROWS, (state.OF_1, state.OF_2, state.OF_4), strict=True))
     for kind, rows in itertools.product(kinds, ROWS):
-        kernel = steps_for(kind, kind, "float32", 0).kernel(steps[rows])
+        kernel = steps_for("fp32", kind, kind, "float32", 0).kernel(steps[rows])
         (build,) = kernel.overloads.values()
         module = llvm.parse_assembly(for_arm(str(build.library._get_module_for_linking())))
         module.triple, module.data_layout = machine.triple, str(machine.target_data)

@@ -140,7 +140,7 @@ ROWS = {1: state.OF_1, 2: state.OF_2, 4: state.OF_4, 8: state.OF_8}
 
 def steps_of(kind, compute="float32"):
     """The kernels of a kind's steps for few query rows."""
-    steps = steps_for(kind, kind, compute, 0)
+    steps = steps_for("fp32", kind, kind, compute, 0)
     return {rows: Compiled(steps.kernel(ROWS[rows]), kind) for rows in ROW_UNROLL}
 
 

@@ -85,7 +85,7 @@ def run_score4(
     groups = (dim + 31) // 32
     gather_by_group(f, scales_at, scales, scale_offsets, groups, KV_TILE)
     for r in range(rows):
-        spread_query(f[r * q_step : (r + 1) * q_step], q[r], np.float32(1))
+        spread_query(f[r * q_step : (r + 1) * q_step], q[r])
         f[q_scales_at + r] = quantise_query(f, r * q_step, dim, q_step)
         sum_query_groups(f, r * q_step, dim, sums_at + r * 16 * blocks)
     for r in range(at_once):

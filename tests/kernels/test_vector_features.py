@@ -77,7 +77,7 @@ def test_every_arm_has_neon(monkeypatch):
 COUNT = """
 from numkv.kernels import builder
 from numkv.kernels.cpu.attention import _merge_kernel
-_merge_kernel("float32")
+_merge_kernel("fp32", "float32")
 print(builder.cache_stats())
 """
 

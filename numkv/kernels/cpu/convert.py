@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from numba import types
+from numba.extending import register_jitable
 
 from numkv.kernels.builder import SCALES, WORDS, array, build
 from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
@@ -16,9 +17,32 @@ from numkv.rows.codec import row_codec
 from numkv.rows.convert import codec
 
 
-def make_convert(KIND, COMPUTE, TO_WORDS):
-    """Make the kernel that turns floats into words of a kind, or words into floats."""
-    load, store = codec(KIND, COMPUTE)
+@functools.cache
+def scaled_rows(kind: str, compute: str) -> tuple[Any, Any]:
+    """Return ``take, put`` for a float kind.
+
+    ``take(words, factor, floats)`` writes a row of words times a factor as floats, and ``put(floats, factor, words)``
+    rounds floats times a factor to words. A loop that stands alone, over arrays that begin with rows, is vector code.
+    """
+    load, store = codec(kind, compute)
+
+    @register_jitable
+    def take(words, factor, floats):
+        for i in range(len(words)):
+            floats[i] = factor * load(words[i])
+
+    @register_jitable
+    def put(floats, factor, words):
+        for i in range(len(floats)):
+            words[i] = store(factor * floats[i])
+
+    return take, put
+
+
+def make_convert(KIND, COMPUTE):
+    """Make the kernel that turns words of a kind into floats."""
+    take, _ = scaled_rows(KIND, COMPUTE)
+    F = np.float32 if COMPUTE == "float32" else np.float64
 
     def kernel(source, target, launch, worker, workers):
         if launch != 0:
@@ -27,27 +51,18 @@ def make_convert(KIND, COMPUTE, TO_WORDS):
         tokens = source.shape[0]
         for t in range(tokens * worker // workers, tokens * (worker + 1) // workers):
             for h in range(source.shape[1]):
-                a = row_of(source, (np.int64(t), np.int64(h)))
-                b = row_of(target, (np.int64(t), np.int64(h)))
-                for d in range(len(a)):
-                    if TO_WORDS:
-                        b[d] = store(a[d])
-                    else:
-                        b[d] = load(a[d])
+                row = np.int64(t), np.int64(h)
+                take(row_of(source, row), F(1), row_of(target, row))
 
     return kernel
 
 
 @functools.cache
-def converter(kind: str, compute: str, to_words: bool) -> Any:
-    """Return the kernel ``convert(source, target, launch, worker, workers)`` of a kind: from floats, or to them."""
-    words, floats = WORDS[kind], getattr(types, compute)
-    source, target = (floats, words) if to_words else (words, floats)
-    signature = (array(source, 3), array(target, 3, out=True), *ON_THREADS)
-    label = f"convert, {compute} to {kind}" if to_words else f"convert, {kind} to {compute}"
+def _converter(kind: str, compute: str) -> Any:
+    signature = (array(WORDS[kind], 3), array(getattr(types, compute), 3, out=True), *ON_THREADS)
     return build(
-        make_convert, signature, args=(kind, compute, to_words), label=label, emit=types.none
-    )
+        make_convert, signature, args=(kind, compute), label=f"convert, {kind} to {compute}", emit=types.none
+    )  # fmt: skip
 
 
 def to_floats(words, kind, compute):
@@ -63,25 +78,8 @@ def to_floats(words, kind, compute):
         Dtype of the result.
     """
     floats = np.empty(words.shape, compute)
-    run(converter(kind, compute, False), workers_for(words.size), words, floats)
+    run(_converter(kind, compute), workers_for(words.size), words, floats)
     return floats
-
-
-def from_floats(floats, words, kind):
-    """Round a 3-d array of floats into an array of words.
-
-    Parameters
-    ----------
-    floats : array (num_tokens, num_heads, head_dim)
-        float32 or float64.
-    words : array (num_tokens, num_heads, head_dim)
-        Takes the elements.
-    kind : str
-        Their kind.
-    """
-    # To ask a dtype for its name takes microseconds.
-    kernel = converter(kind, "float32" if floats.itemsize == 4 else "float64", True)
-    run(kernel, workers_for(words.size), floats, words)
 
 
 def make_dequantise(KIND):

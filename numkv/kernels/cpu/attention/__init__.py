@@ -56,32 +56,29 @@ from numkv.kernels.cpu.attention.records import BY_SLOT, TILE_UNIT, float_type
 from numkv.kernels.cpu.attention.steps import Steps, steps_for
 from numkv.kernels.cpu.attention.store import PART_EXTRA, make_merge_splits
 from numkv.kernels.cpu.channel import groups_kernel
-from numkv.kernels.cpu.convert import converter, from_floats, to_floats
 from numkv.kernels.cpu.merge import states_kernel
 from numkv.kernels.cpu.threads import launched, num_threads, run
 from numkv.kernels.cpu.vectors.arrays import kernel_address
 from numkv.kernels.operations import Operations, implements
 from numkv.kernels.scratch import Workspaces, aligned
-from numkv.kinds import kind, kinds
+from numkv.kinds import kind
 
 __all__ = ["append_attend", "attend", "small_decode"]
 
 
-def _steps(k_kind: str, v_kind: str, compute: str, masked: bool = False) -> Steps:
+def _steps(q_kind: str, k_kind: str, v_kind: str, compute: str, masked: bool = False) -> Steps:
     """Return the engine's steps; the matrix unit does not support masks."""
-    return steps_for(k_kind, v_kind, compute, not masked and _use_amx(k_kind, v_kind, compute))
+    with_amx = not masked and _use_amx(k_kind, v_kind, compute)
+    return steps_for(q_kind, k_kind, v_kind, compute, with_amx)
 
 
 @functools.cache
-def _merge_kernel(compute: str) -> Any:
-    signature = signature_of_merge(compute)
-    return build(
-        make_merge_splits,
-        signature,
-        args=(compute,),
-        label=f"merge of splits in {compute}",
-        emit=types.none,
+def _merge_kernel(q_kind: str, compute: str) -> Any:
+    signature, label = (
+        signature_of_merge(q_kind, compute),
+        f"merge of splits, {compute} to {q_kind}",
     )
+    return build(make_merge_splits, signature, args=(q_kind, compute), label=label, emit=types.none)
 
 
 _use_amx = functools.cache(use_amx)
@@ -89,8 +86,6 @@ _compute_for = functools.cache(compute_for)
 
 
 _workspaces = Workspaces(lambda size, dtype: aligned(np.empty, (size,), dtype))
-# The dtype that a kernel computes in, by the dtype of the queries' words.
-_WORD_OF = {x.name: x.word.name for x in kinds() if x.word.kind == "f"}
 
 
 @implements(Operations.attend)
@@ -101,12 +96,9 @@ def attend(
     masked = ranges.shape[1] > 2
     compute = _compute_for(q_kind, k_kind, v_kind, masked)
     real = float_type(compute)
-    result = out
     flags = BY_SLOT if by_slot else 0
-    if _WORD_OF.get(q_kind) != real:
-        q = to_floats(q, q_kind, real)
-        result = np.empty(out.shape, real)
-    kernel, steps = entry(k_kind, v_kind, real), _steps(k_kind, v_kind, compute, masked)
+    kernel = entry(q_kind, k_kind, v_kind, real)
+    steps = _steps(q_kind, k_kind, v_kind, compute, masked)
     group, (dim, dim_v) = q.shape[1] // k.shape[1], (q.shape[2], out.shape[2])
     unit = 1 if by_slot else k.shape[2]
     num_seqs, capacity = len(seq_lens), block_table.shape[1] * unit
@@ -136,19 +128,17 @@ def attend(
             floats = memory.take(real, parts_at + parts * (dim_v + PART_EXTRA))
             missing = run(
                 kernel, workers, q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges,
-                flags, sm_scale, logits_soft_cap, window_left, sinks, result, lse, parts_at,
+                flags, sm_scale, logits_soft_cap, window_left, sinks, out, lse, parts_at,
                 floats, ints, sizes_at, worker=worker,
             )  # fmt: skip
             if not missing:
                 break
             steps.make(missing)
         if parts:
-            merge = _merge_kernel(real)
-            run(merge, workers, q_starts, sinks, result, lse, parts_at, floats, ints)
+            merge = _merge_kernel(q_kind, real)
+            run(merge, workers, q_starts, sinks, out, lse, parts_at, floats, ints)
     finally:
         _workspaces.give_back(memory)
-    if result is not out:
-        from_floats(result, out, q_kind)
 
 
 @implements(Operations.small_decode)
@@ -156,11 +146,10 @@ def attend(
 def small_decode(q_kind, k_kind, v_kind):
     compute = compute_for(q_kind, k_kind, v_kind)
     real = float_type(compute)
-    as_it_is = _WORD_OF.get(q_kind) == real
     no_sinks, no_ranges, starts = np.empty(0, real), np.empty((0, 2), np.int64), np.arange(2)
     ints_size = plan_size(1) + numba.config.NUMBA_NUM_THREADS * WORKER_INTS
     borrow, give_back = _workspaces.borrow, _workspaces.give_back
-    steps = _steps(k_kind, v_kind, compute)
+    steps = _steps(q_kind, k_kind, v_kind, compute)
     sizes = {}
 
     def size_up(q_heads, heads, dim, dim_v):
@@ -189,16 +178,13 @@ def small_decode(q_kind, k_kind, v_kind):
         )
         workers = 1 if length < long_from else num_threads()
         out = np.empty((1, q_heads, dim_v), q.dtype)
-        result, parts_at, memory = out, workers * each, borrow()
+        parts_at, memory = workers * each, borrow()
         try:
-            if not as_it_is:
-                words, q, result = q, np.empty(q.shape, real), np.empty(out.shape, real)
-                converter(q_kind, real, False)(words, q, 0, 0, 1)
             ints = memory.take("int64", ints_size)
             while True:
                 missing = run(
-                    entry(k_kind, v_kind, real), workers, q, k, k_scale, v, v_scale, block_table,
-                    seq_lens, starts, no_ranges, 0, scale, 0.0, -1, no_sinks, result,
+                    entry(q_kind, k_kind, v_kind, real), workers, q, k, k_scale, v, v_scale, block_table,
+                    seq_lens, starts, no_ranges, 0, scale, 0.0, -1, no_sinks, out,
                     np.empty((1, q_heads), np.float32), parts_at, memory.take(real, parts_at), ints,
                     sizes_at, worker=-1,
                 )  # fmt: skip
@@ -207,8 +193,6 @@ def small_decode(q_kind, k_kind, v_kind):
                 steps.make(missing)
         finally:
             give_back(memory)
-        if not as_it_is:
-            converter(q_kind, real, True)(result, out, 0, 0, 1)
         return out
 
     return decode
@@ -255,7 +239,8 @@ def append_attend(q_kind, rows_kind, k_kind, v_kind, by_address=False, in_full=N
 
 def _bound(call, q_kind, rows_kind, k_kind, v_kind, compute, by_ranges):
     """Return the `BoundKernel` for these kinds, which makes records for a compiled function or for one part of it."""
-    real, steps = float_type(compute), _steps(k_kind, v_kind, compute)
+    taken = "fp32" if by_ranges else q_kind  # parts are merged in float32
+    real, steps = float_type(compute), _steps(taken, k_kind, v_kind, compute)
     most_threads = numba.config.NUMBA_NUM_THREADS
 
     def plan(step: StepRecord, window_left: int, block_size: int) -> tuple[int, int]:
@@ -272,7 +257,7 @@ def _bound(call, q_kind, rows_kind, k_kind, v_kind, compute, by_ranges):
 
     itemsizes = (WORDS[q_kind].bitwidth // 8, WORDS[rows_kind].bitwidth // 8)
     return BoundKernel(
-        call, itemsizes, real, _WORD_OF.get(q_kind) == real, most_threads, steps.sizes, plan,
-        functools.cache(lambda: kernel_address(_merge_kernel(real))),
+        call, itemsizes, real, kind(taken).word, most_threads, steps.sizes, plan,
+        functools.cache(lambda: kernel_address(_merge_kernel(taken, real))),
         TILE_UNIT, launched, by_ranges,
     )  # fmt: skip

@@ -74,9 +74,9 @@ def _query_floats(sizes):
 _ROWS, _COLUMNS = np.int64(0), np.int64(1)
 
 
-def make_amx_load(K_KIND):
+def make_amx_load(Q_KIND, K_KIND):
     """The step `LOAD`, which sets the unit up."""
-    load_queries = _make_load_queries(K_KIND)
+    load_queries = _make_load_queries(Q_KIND, K_KIND)
 
     def load(state):
         are_many = item_of(state).is_large != 0
@@ -144,8 +144,8 @@ def _turn(floats, at, sizes, item, to_rows):
     )
 
 
-def _make_load_queries(k_kind):
-    load_rows = make_load_rows(k_kind, "float32")
+def _make_load_queries(q_kind, k_kind):
+    load_rows = make_load_rows(q_kind, k_kind, "float32")
     pack_queries = make_amx_pack_queries(k_kind)
     F = np.float32
     # With bf16, queries stay unscaled, as their lower parts may then be zero. Scores are scaled instead.

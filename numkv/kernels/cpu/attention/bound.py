@@ -51,6 +51,7 @@ from numkv.kernels.cpu.vectors.arrays import (
 )
 from numkv.kernels.scratch import aligned
 from numkv.kinds import kind
+from numkv.rows.codebook import as_it_is
 from numkv.rows.codec import elements_in
 from numkv.rows.convert import codec
 from numkv.rows.quantize import finite_row
@@ -72,11 +73,11 @@ _Q_GIVEN, _K_GIVEN, _V_GIVEN, _OUT_GIVEN = (13 + TABLE_ROW * i for i in range(12
 _STEP_SIZE = 13 + TABLE_ROW * 16
 
 
-def signature_of_merge(compute: str) -> tuple[Any, ...]:
+def signature_of_merge(q_kind: str, compute: str) -> tuple[Any, ...]:
     """Types of the arguments of the kernel that merges splits."""
     real = getattr(types, compute)
     return (
-        array(types.int64, 1), array(real, 1), array(real, 3, out=True),
+        array(types.int64, 1), array(real, 1), array(WORDS[q_kind], 3, out=True),
         array(types.float32, 2, out=True), types.int64, types.Array(real, 1, "C"),
         types.Array(types.int64, 1, "C"), *ON_THREADS,
     )  # fmt: skip
@@ -139,23 +140,24 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE, FULL_K, FULL_
     V.
     """
     all_finite = finite_row(ROWS_KIND)
-    load_query, store_result = codec(Q_KIND, COMPUTE)
     put_k, put_v = token_writer(ROWS_KIND, FULL_K), token_writer(ROWS_KIND, V_KIND)
     put_full_v = token_writer(ROWS_KIND, FULL_V)
     OF_K, OF_V = kind(K_KIND), kind(V_KIND)
     K_CODES, V_CODES = OF_K.has_scales, OF_V.has_scales
     elements_k, elements_v = elements_in(OF_K), elements_in(OF_V)
     BY_CHANNEL = OF_K.group_tokens > 0
-    AS_IT_IS = kind(Q_KIND).word.name == COMPUTE
+    # Parts are merged in float32.
+    TAKEN = "fp32" if BY_CHANNEL else Q_KIND
+    load_query, store_result = codec(Q_KIND, COMPUTE) if BY_CHANNEL else (as_it_is, as_it_is)
     real = getattr(types, COMPUTE)
     k_at, v_at = array_reader(WORDS[K_KIND], 4), array_reader(WORDS[V_KIND], 4)
     k_scale_at, v_scale_at = array_reader(*SCALES[K_KIND]), array_reader(*SCALES[V_KIND])
     reals_at, floats_at = array_reader(real, 1), array_reader(types.float32, 2)
     ints_at, pairs_at = array_reader(types.int64, 1), array_reader(types.int64, 2)
-    table_at, rows_at = array_reader(types.int32, 2), array_reader(real, 3)
+    table_at, rows_at = array_reader(types.int32, 2), array_reader(WORDS[TAKEN], 3)
     full_k_at, full_v_at = array_reader(WORDS[FULL_K], 4), array_reader(WORDS[FULL_V], 4)
     full_k_scale_at, full_v_scale_at = (array_reader(*SCALES[x]) for x in (FULL_K, FULL_V))
-    merge = kernel_caller(signature_of_merge(COMPUTE))
+    merge = kernel_caller(signature_of_merge(TAKEN, COMPUTE))
     quantise = kernel_caller(signature_of_groups(FULL_K, K_KIND)) if BY_CHANNEL else None
     merge_states = kernel_caller(signature_of_states("fp32"))
 
@@ -252,7 +254,7 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE, FULL_K, FULL_
         x = np.empty(heads * max(dim, dim_v), np.float32)
         write(v, v_pool, v_scale, slots, put_v, x)
         # Results that overwrote the queries would leave none for a call that has to start again.
-        apart = BY_CHANNEL or not AS_IT_IS or address_of(out) == address_of(q)
+        apart = BY_CHANNEL or address_of(out) == address_of(q)
         given = np.int64(0)
         if apart:
             take(q, rows_at(step, _QUERIES))
@@ -307,9 +309,9 @@ class BoundKernel(NamedTuple):
     call: Callable[..., int]
     #: Bytes of an element of q and the output, and of new rows.
     itemsizes: tuple[int, int]
-    #: Dtype that attention computes in, and whether queries come in it.
+    #: Dtypes that attention computes in, and in which it takes queries.
     compute: str
-    as_it_is: bool
+    taken: Any
     #: The most threads that can run.
     most_threads: int
     #: ``sizes(dim, dim_v, group)``: see `numkv.kernels.cpu.attention.steps.Steps`.
@@ -452,9 +454,7 @@ class StepRecord:
         ):  # fmt: skip
             describe_dense(record, at, (num_tokens, rows_heads, width), itemsize)
         for at, width in ((_QUERIES, dim), (_RESULTS, dim_v)):
-            rows = self._memory[at] = aligned(
-                np.empty, (num_tokens, q_heads, width), kernel.compute
-            )
+            rows = self._memory[at] = aligned(np.empty, (num_tokens, q_heads, width), kernel.taken)
             describe(record, at, rows)
         record[_SIZES], self._scratch, self._sizes = kernel.sizes(dim, dim_v, q_heads // heads)
         self.address: int = record.ctypes.data

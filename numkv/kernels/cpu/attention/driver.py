@@ -359,24 +359,29 @@ def driver_kernel() -> Any:
 
 
 @functools.cache
-def entry(k_kind: str, v_kind: str, real: str) -> Any:
+def entry(q_kind: str, k_kind: str, v_kind: str, real: str) -> Any:
     """Return the kernel through which Python calls the driver with words of these kinds."""
     return _entry(
-        WORDS[k_kind], SCALES[k_kind], WORDS[v_kind], SCALES[v_kind], getattr(types, real)
+        WORDS[q_kind],
+        WORDS[k_kind],
+        SCALES[k_kind],
+        WORDS[v_kind],
+        SCALES[v_kind],
+        getattr(types, real),
     )
 
 
 @functools.cache
-def _entry(k, k_scale, v, v_scale, real):
+def _entry(q, k, k_scale, v, v_scale, real):
     plan_kernel()
     driver_kernel()
     signature = (
-        array(real, 3), array(k, 4), array(*k_scale), array(v, 4), array(*v_scale), array(types.int32, 2),
+        array(q, 3), array(k, 4), array(*k_scale), array(v, 4), array(*v_scale), array(types.int32, 2),
         array(types.int64, 1), array(types.int64, 1), array(types.int64, 2), types.int64,
         types.float64, types.float64, types.int64,
-        array(real, 1), array(real, 3, out=True), array(types.float32, 2, out=True),
+        array(real, 1), array(q, 3, out=True), array(types.float32, 2, out=True),
         types.int64, types.Array(real, 1, "C"), types.Array(types.int64, 1, "C"), types.int64, *ON_THREADS,
     )  # fmt: skip
     return build(
-        _enter, signature, label=f"calls of attention, words {k} and {v}", emit=types.int64
+        _enter, signature, label=f"calls of attention, words {q}, {k} and {v}", emit=types.int64
     )

@@ -68,7 +68,8 @@ from numkv.kernels.cpu.attention.state import (
     sizes_of,
     turn_of,
 )
-from numkv.kernels.cpu.vectors.arrays import clear, ints_from, multiply
+from numkv.kernels.cpu.convert import scaled_rows
+from numkv.kernels.cpu.vectors.arrays import clear, ints_from
 from numkv.kernels.cpu.vectors.emitted import inlined
 from numkv.kernels.cpu.vectors.features import HAS_FOURS, WHOLE_ROWS
 from numkv.kernels.cpu.vectors.prefetch import prefetch
@@ -169,14 +170,15 @@ def _scales_by(rows_at):
 
 
 @functools.cache
-def make_loader(kind: str, compute: str) -> Callable[..., Any]:
-    """Make ``load_query`` for a storage kind of K and a computing dtype."""
+def make_loader(q_kind: str, kind: str, compute: str) -> Callable[..., Any]:
+    """Make ``load_query`` for a kind of queries, a storage kind of K and a computing dtype."""
+    take, _ = scaled_rows(q_kind, float_type(compute))
     F = np.float32 if float_type(compute) == "float32" else np.float64
 
     @inlined
     def load_floats(floats, at, sizes, row, q_row, scale):
         first, end = at.queries + row * sizes.pad_dim, at.queries + (row + 1) * sizes.pad_dim
-        multiply(q_row, scale, floats[first:end])
+        take(q_row, scale, floats[first:end])
         clear(floats, first + sizes.dim, end)
         floats[at.query_scales + row] = F(1)
 
@@ -197,7 +199,9 @@ def make_loader(kind: str, compute: str) -> Callable[..., Any]:
         start = at.queries + row * sizes.pad_dim
         target = floats[start : start + sizes.pad_dim]
         clear(floats, start, start + sizes.pad_dim)
-        spread_query(target, q_row, scale)
+        loaded = floats[at.interleaved : at.interleaved + sizes.dim]  # memory that is unused so far
+        take(q_row, scale, loaded)
+        spread_query(target, loaded)
         floats[at.query_scales + row] = quantise_query(floats, start, sizes.dim, sizes.pad_dim)
         sum_query_groups(floats, start, sizes.dim, at.query_sums + row * 16 * sizes.k_spans)
 

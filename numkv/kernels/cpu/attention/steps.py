@@ -1,6 +1,6 @@
 """The steps of an engine: kernels of their own, which the driver calls by addresses in a table.
 
-A step is compiled when a call first needs it. Each table belongs to the storage kinds of K and V, the computing dtype,
+A step is compiled when a call first needs it. Each table belongs to the kinds of queries, K and V, the computing dtype,
 and whether a matrix unit is used. Most steps depend on fewer of these, and serve several tables. Addresses are those of
 this process, so they never appear in code, which outlives it on disk.
 """
@@ -74,7 +74,7 @@ _NEVER = 1 << 62
 
 
 class Steps:
-    """The steps for the storage kinds of K and V, a computing dtype, and use of a matrix unit.
+    """The steps for the kinds of queries, K and V, a computing dtype, and use of a matrix unit.
 
     Attributes
     ----------
@@ -82,13 +82,13 @@ class Steps:
         Query rows of an item at most.
     """
 
-    def __init__(self, k_kind: str, v_kind: str, compute: str, with_amx: bool) -> None:
+    def __init__(self, q_kind: str, k_kind: str, v_kind: str, compute: str, with_amx: bool) -> None:
         # Weights of queries in bf16 have one part.
         self._with_amx, self._weight_parts = with_amx, 1 if compute == PAIRS else 2
         # With a matrix unit, vector code computes in floats: on an Intel Xeon decode in pairs took 0.99 to 1.14 of that
         # time.
         compute = float_type(compute) if with_amx else compute
-        self._kinds = k_kind, v_kind, compute
+        self._q_kind, self._kinds = q_kind, (k_kind, v_kind, compute)
         self._panels = not with_amx and by_panels(k_kind, v_kind, compute, True)
         self.max_rows = query_rows(k_kind, v_kind, compute, not with_amx)
         self._making = threading.RLock()
@@ -153,11 +153,14 @@ class Steps:
 
     def kernel(self, step: int) -> Any:
         """Return the kernel of a step, compiled at the first call."""
-        k_kind, v_kind, compute = self._kinds
+        q_kind, (k_kind, v_kind, compute) = self._q_kind, self._kinds
         of_both = f"K {k_kind}, V {v_kind}, computing in {compute}"
         if self._with_amx and step == state.LOAD:
             return _compiled(
-                make_amx_load, step, f"queries for a matrix unit, K {k_kind}", (k_kind,)
+                make_amx_load,
+                step,
+                f"queries in {q_kind} for a matrix unit, K {k_kind}",
+                (q_kind, k_kind),
             )
         if self._with_amx and step in (state.ATTEND, state.ATTEND_MANY):
             label = f"attention on a matrix unit, {of_both}"
@@ -169,11 +172,13 @@ class Steps:
         # All kinds without scales share one kernel that loads queries.
         alike = k_kind if kind_named(k_kind).is_scaled else "fp32"
         maker, args, label = {
-            state.LOAD: (make_load, (alike, compute), f"queries, K {alike}, computing in {compute}"),
+            state.LOAD: (
+                make_load, (q_kind, alike, compute), f"queries in {q_kind}, K {alike}, computing in {compute}",
+            ),
             state.GATHER: (make_gather_turn, (k_kind, v_kind, compute), f"scales, {of_both}"),
             state.STORE: (
-                make_store, (float_type(compute), kind_named(v_kind).scales_per == "head"),
-                f"results in {float_type(compute)}",
+                make_store, (q_kind, float_type(compute), kind_named(v_kind).scales_per == "head"),
+                f"results in {q_kind}, computing in {compute}",
             ),
             state.FEW: (attend_few, None, "few query rows"),
             state.ATTEND: (attend_few, None, "few query rows"),
@@ -208,6 +213,6 @@ def _build(maker: Callable[..., Any], count: int, label: str, args: Any) -> Any:
 
 
 @functools.cache
-def steps_for(k_kind: str, v_kind: str, compute: str, with_amx: bool) -> Steps:
+def steps_for(q_kind: str, k_kind: str, v_kind: str, compute: str, with_amx: bool) -> Steps:
     """Return the steps of an engine: one table in a process."""
-    return Steps(k_kind, v_kind, compute, with_amx)
+    return Steps(q_kind, k_kind, v_kind, compute, with_amx)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
+from numkv.kernels.builder import WORDS
 from numkv.kernels.cpu.attention.plan import plan_of
 from numkv.kernels.cpu.attention.records import LN_2, LOG2_E
 from numkv.kernels.cpu.attention.state import (
@@ -22,6 +23,7 @@ from numkv.kernels.cpu.attention.state import (
     places_of,
     sizes_of,
 )
+from numkv.kernels.cpu.convert import scaled_rows
 from numkv.kernels.cpu.vectors.arrays import array_reader, int_at, multiply, row_of
 from numkv.kernels.cpu.vectors.launch import next_item, on_threads
 from numkv.rows.softmax import finish, power_of_2
@@ -30,8 +32,9 @@ from numkv.rows.softmax import finish, power_of_2
 PART_EXTRA = 2
 
 
-def make_merge_splits(COMPUTE):
+def make_merge_splits(Q_KIND, COMPUTE):
     """Make the kernel that merges the parts of sequences whose KV range was split, in order."""
+    _, put = scaled_rows(Q_KIND, COMPUTE)
     F = np.float32 if COMPUTE == "float32" else np.float64
     TO_BASE_2, TO_BASE_E = LOG2_E, LN_2
 
@@ -72,20 +75,20 @@ def make_merge_splits(COMPUTE):
                             sums[d] += weight * part[d]
                 sink = F(sinks[h]) * F(TO_BASE_2) if len(sinks) > 0 else F(-np.inf)
                 factor, log_sum = finish(maximum, total, sink, F(TO_BASE_E))
-                for d in range(dim_v):
-                    out[q_starts[b] + t, h, d] = F(factor) * sums[d]
+                put(sums, F(factor), row_of(out, (q_starts[b] + t, h)))
                 lse[q_starts[b] + t, h] = log_sum
 
     return kernel
 
 
-def make_store(COMPUTE, BY_HEAD):
+def make_store(Q_KIND, COMPUTE, BY_HEAD):
     """The step `STORE`: write an item's result or part. With `BY_HEAD` a kv head's V rows share a scale."""
+    _, put = scaled_rows(Q_KIND, COMPUTE)
     F = np.float32 if COMPUTE == "float32" else np.float64
     real = getattr(types, COMPUTE)
     TO_BASE_2, TO_BASE_E = LOG2_E, LN_2
     rows_at, sums_at, reals_at = (
-        array_reader(real, 3), array_reader(types.float32, 2), array_reader(real, 1)
+        array_reader(WORDS[Q_KIND], 3), array_reader(types.float32, 2), array_reader(real, 1)
     )  # fmt: skip
     scales_at, floats_of = array_reader(types.float32, 1), floats_reader(COMPUTE)
 
@@ -109,7 +112,7 @@ def make_store(COMPUTE, BY_HEAD):
                     factor, log_sum = finish(
                         floats[at.maxima + r], floats[at.sums + r], sink, F(TO_BASE_E)
                     )
-                    multiply(o_row, F(F(factor) * scale), row_of(out, (item.first_token + t, h)))
+                    put(o_row, F(F(factor) * scale), row_of(out, (item.first_token + t, h)))
                     lse[item.first_token + t, h] = log_sum
                 else:
                     part = (

@@ -21,7 +21,7 @@ import numpy as np
 from numba import types
 from numba.extending import register_jitable
 
-from numkv.kernels.builder import SCALES
+from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cpu.attention.engines import in_integers
 from numkv.kernels.cpu.attention.llvm.softmax import make_online_softmax_step, make_soft_cap
 from numkv.kernels.cpu.attention.offsets import TABLE, whole_units
@@ -113,7 +113,7 @@ def _padded_rows(rows):
     return np.int64(4) if rows > 2 else rows
 
 
-def make_load_rows(k_kind: str, compute: str) -> Callable[..., Any]:
+def make_load_rows(q_kind: str, k_kind: str, compute: str) -> Callable[..., Any]:
     """``load_rows(state, scale, transposed)``: load an item's query rows times a scale.
 
     If a kv head's K rows have a scale, it is multiplied in, too. The memory of results is cleared, except output rows
@@ -121,9 +121,9 @@ def make_load_rows(k_kind: str, compute: str) -> Callable[..., Any]:
     """
     real = float_type(compute)
     of_head, load_query, floats_of = (
-        make_of_head(k_kind, real), make_loader(k_kind, compute), floats_reader(compute)
+        make_of_head(k_kind, real), make_loader(q_kind, k_kind, compute), floats_reader(compute)
     )  # fmt: skip
-    queries_at, scales_at = array_reader(getattr(types, real), 3), array_reader(*SCALES[k_kind])
+    queries_at, scales_at = array_reader(WORDS[q_kind], 3), array_reader(*SCALES[k_kind])
     HAS_SUMS = in_integers(k_kind, compute) and kind_named(k_kind).group_size > 0
     F = np.float32 if real == "float32" else np.float64
 
@@ -160,9 +160,9 @@ def make_load_rows(k_kind: str, compute: str) -> Callable[..., Any]:
     return load_rows
 
 
-def make_load(K_KIND, COMPUTE):
+def make_load(Q_KIND, K_KIND, COMPUTE):
     """The step `LOAD`: put an item's query rows into scratch memory."""
-    load_rows = make_load_rows(K_KIND, COMPUTE)
+    load_rows = make_load_rows(Q_KIND, K_KIND, COMPUTE)
 
     def load(state):
         load_rows(state, scale_of(state), False)

@@ -505,8 +505,8 @@ _BYTES = GROUP // 2
 
 
 @register_jitable
-def spread_query(to, row, scale):
-    """Multiply a query row by a scale, and put its elements into the order of unpacked INT4 codes.
+def spread_query(to, row):
+    """Put the elements of a query row into the order of unpacked INT4 codes.
 
     Each group has first the elements of low nibbles, then those of high nibbles. A short group has zeros after each.
     """
@@ -514,8 +514,8 @@ def spread_query(to, row, scale):
     for first in range(0, dim, GROUP):
         half = min(GROUP, dim - first) >> 1
         for i in range(half):
-            to[first + i] = scale * row[first + i]
-            to[first + _BYTES + i] = scale * row[first + half + i]
+            to[first + i] = row[first + i]
+            to[first + _BYTES + i] = row[first + half + i]
 
 
 @emits()
