@@ -16,7 +16,6 @@ import numpy as np
 from numba import types
 
 from numkv.kernels.builder import SCALES, WORDS, array, build
-from numkv.kernels.cpu.convert import to_floats
 from numkv.kernels.cpu.threads import ON_THREADS, num_threads, run
 from numkv.kernels.cpu.vectors.arrays import by_row, row_of
 from numkv.kernels.cpu.vectors.launch import on_threads
@@ -24,6 +23,7 @@ from numkv.kernels.operations import Operations, implements
 from numkv.kinds import kind
 from numkv.rows.choice import DIGIT_BITS, digit_of, order_of, parts_of, whose_digit
 from numkv.rows.codec import row_codec
+from numkv.rows.convert import codec
 
 # Elements below which one thread does it all.
 SERIAL_WORK = 200_000
@@ -67,8 +67,9 @@ def make_key_bounds(K_KIND):
     return kernel
 
 
-def make_block_scores():
+def make_block_scores(Q_KIND):
     """Make the kernel that bounds scores."""
+    load, _ = codec(Q_KIND)
 
     def kernel(q, low, high, block_table, seq_lens, block_size, sm_scale, scores, launch, worker, workers):  # fmt: skip
         if launch != 0:
@@ -85,7 +86,7 @@ def make_block_scores():
                 known = b
                 for i in range(rows):
                     for d in range(dim):
-                        x[i, 0, d], x[i, 1, d] = parts_of(scale * q[b, i, d])
+                        x[i, 0, d], x[i, 1, d] = parts_of(scale * load(q[b, i, d]))
             used = min((seq_lens[b] + block_size - 1) // block_size, blocks)
             for j in range(first, min(first + CHUNK, blocks)):
                 if j >= used:
@@ -199,12 +200,13 @@ def _key_bounds(k_kind: str) -> Any:
 
 
 @functools.cache
-def _block_scores() -> Any:
+def _block_scores(q_kind: str) -> Any:
     signature = (
-        _F32, _BOUNDS, _BOUNDS, _OF_BLOCKS, _LENS, types.int64, types.float64,
+        array(WORDS[q_kind], 3), _BOUNDS, _BOUNDS, _OF_BLOCKS, _LENS, types.int64, types.float64,
         array(types.float32, 3, out=True), *ON_THREADS,
     )  # fmt: skip
-    return build(make_block_scores, signature, args=(), label="block_scores", fastmath=_SUMS)
+    label = f"block_scores, {q_kind}"
+    return build(make_block_scores, signature, args=(q_kind,), label=label, fastmath=_SUMS)
 
 
 @functools.cache
@@ -234,11 +236,9 @@ def key_bounds(k, k_kind, k_scale, blocks, counts, low, high):
 
 @implements(Operations.block_scores)
 def block_scores(q, q_kind, low, high, block_table, seq_lens, block_size, sm_scale, scores):
-    if q_kind != "fp32":
-        q = to_floats(q, q_kind, "float32")
     work = scores.size * (q.shape[1] // low.shape[1]) * low.shape[2]
     run(
-        _block_scores(), _workers(work), q, low, high, block_table, seq_lens, block_size, sm_scale, scores,
+        _block_scores(q_kind), _workers(work), q, low, high, block_table, seq_lens, block_size, sm_scale, scores,
     )  # fmt: skip
 
 

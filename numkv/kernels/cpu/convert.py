@@ -1,4 +1,4 @@
-"""Rows of words to floats and back, on the CPU, and codes to floats."""
+"""Rows of words to floats and back, in kernels of the CPU, and codes to floats."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from numba import types
 from numba.extending import register_jitable
 
 from numkv.kernels.builder import SCALES, WORDS, array, build
-from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
 from numkv.kernels.cpu.vectors.arrays import by_row, row_of
-from numkv.kernels.cpu.vectors.launch import on_threads
 from numkv.rows.codec import row_codec
 from numkv.rows.convert import codec
 
@@ -37,49 +35,6 @@ def scaled_rows(kind: str, compute: str) -> tuple[Any, Any]:
             words[i] = store(factor * floats[i])
 
     return take, put
-
-
-def make_convert(KIND, COMPUTE):
-    """Make the kernel that turns words of a kind into floats."""
-    take, _ = scaled_rows(KIND, COMPUTE)
-    F = np.float32 if COMPUTE == "float32" else np.float64
-
-    def kernel(source, target, launch, worker, workers):
-        if launch != 0:
-            on_threads(launch, workers)
-            return
-        tokens = source.shape[0]
-        for t in range(tokens * worker // workers, tokens * (worker + 1) // workers):
-            for h in range(source.shape[1]):
-                row = np.int64(t), np.int64(h)
-                take(row_of(source, row), F(1), row_of(target, row))
-
-    return kernel
-
-
-@functools.cache
-def _converter(kind: str, compute: str) -> Any:
-    signature = (array(WORDS[kind], 3), array(getattr(types, compute), 3, out=True), *ON_THREADS)
-    return build(
-        make_convert, signature, args=(kind, compute), label=f"convert, {kind} to {compute}", emit=types.none
-    )  # fmt: skip
-
-
-def to_floats(words, kind, compute):
-    """Floats of a 3-d array of words, as a new array.
-
-    Parameters
-    ----------
-    words : array (num_tokens, num_heads, head_dim)
-        Elements of a float kind.
-    kind : str
-        Its name.
-    compute : {"float32", "float64"}
-        Dtype of the result.
-    """
-    floats = np.empty(words.shape, compute)
-    run(_converter(kind, compute), workers_for(words.size), words, floats)
-    return floats
 
 
 def make_dequantise(KIND):

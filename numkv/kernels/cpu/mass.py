@@ -21,7 +21,7 @@ from numba import types
 from numba.extending import register_jitable
 
 from numkv.kernels.builder import SCALES, WORDS, array, build
-from numkv.kernels.cpu.convert import to_floats
+from numkv.kernels.cpu.convert import scaled_rows
 from numkv.kernels.cpu.threads import ON_THREADS, num_threads, run
 from numkv.kernels.cpu.vectors.arrays import by_row, row_of
 from numkv.kernels.cpu.vectors.launch import on_threads
@@ -58,8 +58,9 @@ def _score(x, tile, scores):
             scores[i] += (x0 * a[i] + x1 * b[i]) + (x2 * c[i] + x3 * e[i])
 
 
-def make_attention_weights(K_KIND):
-    """The kernel for a kind of K."""
+def make_attention_weights(Q_KIND, K_KIND):
+    """The kernel for kinds of queries and of K."""
+    take, _ = scaled_rows(Q_KIND, "float32")
     _, load_row = row_codec(K_KIND)
     SHARING = max(1, kind(K_KIND).group_tokens)  # tokens that share scales
 
@@ -114,8 +115,7 @@ def make_attention_weights(K_KIND):
                         if first >= last:
                             continue
                         for h in range(g * group, (g + 1) * group):
-                            for d in range(dim):
-                                x[d] = np.float32(sm_scale) * q[first_row + t, h, d]
+                            take(row_of(q, (first_row + t, h)), np.float32(sm_scale), x)
                             _score(x, tile, scores)
                             of_row = lse[first_row + t, h]
                             for i in range(first - start, last - start):
@@ -131,15 +131,17 @@ def make_attention_weights(K_KIND):
 
 
 @functools.cache
-def _attention_weights(k_kind: str) -> Any:
+def _attention_weights(q_kind: str, k_kind: str) -> Any:
     f32, index = types.float32, array(types.int64, 1)
     signature = (
-        array(f32, 3), array(WORDS[k_kind], 4), array(*SCALES[k_kind]), array(types.int32, 2), index, index,
+        array(WORDS[q_kind], 3), array(WORDS[k_kind], 4), array(*SCALES[k_kind]), array(types.int32, 2), index, index,
         array(types.int64, 2), types.int64, array(f32, 2), types.float64, types.float64, types.int64,
         array(f32, 3, out=True), *ON_THREADS,
     )  # fmt: skip
-    label = f"attention_weights, {k_kind}"
-    return build(make_attention_weights, signature, args=(k_kind,), label=label, emit=types.none)
+    label = f"attention_weights, q {q_kind}, K {k_kind}"
+    return build(
+        make_attention_weights, signature, args=(q_kind, k_kind), label=label, emit=types.none
+    )
 
 
 @implements(Operations.attention_weights)
@@ -147,11 +149,9 @@ def attention_weights(
     q, q_kind, k, k_kind, k_scale, block_table, seq_lens, q_starts, ranges, by_slot, lse, sm_scale,
     logits_soft_cap, window_left, weights,
 ):  # fmt: skip
-    if q_kind != "fp32":
-        q = to_floats(q, q_kind, "float32")
     work = q.size * weights.shape[2]
     workers = 1 if work < SERIAL_WORK else num_threads()
     run(
-        _attention_weights(k_kind), workers, q, k, k_scale, block_table, seq_lens, q_starts, ranges, by_slot,
+        _attention_weights(q_kind, k_kind), workers, q, k, k_scale, block_table, seq_lens, q_starts, ranges, by_slot,
         lse, sm_scale, logits_soft_cap, window_left, weights,
     )  # fmt: skip

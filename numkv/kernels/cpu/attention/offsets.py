@@ -178,25 +178,11 @@ def locate(offsets, tile, tokens, begin, end, entries, head, layout):
         k_at = block * layout.k_block + head * layout.k_head + offset * layout.k_token
         v_at = block * layout.v_block + head * layout.v_head + offset * layout.v_token
         k_extents = _add_extents(
-            offsets,
-            k_extents,
-            k_at,
-            run,
-            layout.k_token,
-            layout.k_base,
-            layout.k_words,
-            layout.k_size,
-        )
+            offsets, k_extents, k_at, run, layout.k_token, layout.k_base, layout.k_words, layout.k_size
+        )  # fmt: skip
         v_extents = _add_extents(
-            offsets,
-            v_extents,
-            v_at,
-            run,
-            layout.v_token,
-            layout.v_base,
-            layout.v_words,
-            layout.v_size,
-        )
+            offsets, v_extents, v_at, run, layout.v_token, layout.v_base, layout.v_words, layout.v_size
+        )  # fmt: skip
         fill_ramp(offsets, at, run, k_at, layout.k_token)
         if apart:
             fill_ramp(offsets, TABLE + at, run, v_at, layout.v_token)
