@@ -648,7 +648,7 @@ class _ScoresOfInt4:
         four = b.and_(group, I64(3))
         sum_at = b.add(b.mul(b.sub(group, four), I64(4)), four)
         sum_at = b.add(self.queries.sums_at, sum_at)
-        zero, add = (v.splat_int(0), v.add_fours) if DOT_PRODUCTS else (v.splat_word(0), v.add_twos)
+        zero = v.splat_int(0) if DOT_PRODUCTS else v.splat_word(0)
         at_once = _ROWS // len(sets)
         for first in range(0, len(sums), at_once):
             some = range(first, min(len(sums), first + at_once))
@@ -666,11 +666,14 @@ class _ScoresOfInt4:
                     codes = [b.lshr(x, v.splat_int(4)) for x in words] if upper else words
                     codes = [b.and_(x, v.splat_int(0x0F0F0F0F)) for x in codes]
                     for (r, half), slots in totals.items():
-                        at = b.add(b.add(q_at, i), b.mul(self.row_step, I64(r)))
-                        at = b.add(at, I64(half * v.lanes + 4 * upper))
-                        q = v.splat(v.load_one(self.floats, at))
+                        at = b.add(q_at, b.mul(self.row_step, I64(r)))
+                        further = half * v.lanes + 4 * upper
+                        if isinstance(i, int):
+                            further += i
+                        else:
+                            at = b.add(at, i)
                         for slot, x in zip(slots, codes, strict=True):
-                            b.store(add(b.load(slot), x, q), slot)
+                            b.store(self.added(b.load(slot), x, at, further), slot)
 
             self.for_words(vectors, add_words)
             for r in some:
@@ -681,12 +684,20 @@ class _ScoresOfInt4:
                     value = v.fma(q_sum, minima[i], b.load(sums[r][i]))
                     b.store(v.fma(b.sitofp(total, v.type), scales[i], value), sums[r][i])
 
+    def added(self, total, codes, at, further):
+        """Return a sum plus the products of codes with four bytes of a query row, at ``at + further``."""
+        b, v = self.b, self.v
+        if DOT_PRODUCTS:
+            return v.add_repeated_fours(total, codes, self.floats, at, further)
+        q = v.splat(v.load_one(self.floats, b.add(at, I64(further))))
+        return v.add_twos(total, codes, q)
+
     def for_words(self, vectors, emit):
         """Emit ``emit(i, words)`` for vector i of each set; with 32 registers the vectors stay in them."""
         b, v = self.b, self.v
         if REGISTERS > 16:
             for i, words in enumerate(zip(*vectors, strict=True)):
-                emit(I64(i), words)
+                emit(i, words)
             return
         # This loop must not be unrolled: then its values would exceed 16 registers.
         with steps(b, I64(0), self.number, 1) as (i, _):
@@ -961,7 +972,7 @@ class _SumsOfInt4:
     def sums(self, group, byte, size, weights):
         """Yield the sums of some columns of a group for each row, in the order of `codes`."""
         b, v = self.b, self.v
-        add, halves = (v.add_fours, 2) if v.has_fours else (v.add_pairs, 1)
+        halves = 2 if v.has_fours else 1
         # Keys are the row, the half of the weights (low or high bytes), and the vector of codes.
         rows, number = len(weights), 2 * size // v.lanes
         keys = [*itertools.product(range(rows), range(halves), range(number))]
@@ -974,11 +985,15 @@ class _SumsOfInt4:
             codes = [*self.codes(turn, group, byte, size)]
             at = b.mul(turn, self.in_turn)
             for r, i in itertools.product(range(rows), range(halves)):
-                here = b.add(b.add(at, weights[r]), I64(_HIGH * i))
-                weight = v.splat(v.load_one(self.floats, here))
+                here = b.add(at, weights[r])
                 for k, x in enumerate(codes):
                     slot = sums[r, i, k]
-                    b.store(add(b.load(slot), x, weight), slot)
+                    if v.has_fours:
+                        total = v.add_repeated_fours(b.load(slot), x, self.floats, here, _HIGH * i)
+                    else:
+                        weight = v.splat(v.load_one(self.floats, here))
+                        total = v.add_pairs(b.load(slot), x, weight)
+                    b.store(total, slot)
         found = {key: b.load(slot) for key, slot in sums.items()}
         for r in range(rows):
             parts = [[found[r, i, k] for i in range(halves)] for k in range(number)]
