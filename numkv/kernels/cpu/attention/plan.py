@@ -196,13 +196,8 @@ def find_item(problem, plan, b, number):
     if split_len > 0:
         # Splits are of the whole sequence, so a block may see no token of one.
         first, _ = visible_to_any(
-            problem.ranges,
-            q_starts[b],
-            seq_tokens,
-            length - seq_tokens,
-            problem.window_left,
-            length,
-        )
+            problem.ranges, q_starts[b], seq_tokens, length - seq_tokens, problem.window_left, length
+        )  # fmt: skip
         first -= first % KV_TILE
         begin = max(begin, first + split * split_len)
         end = min(end, first + (split + 1) * split_len)

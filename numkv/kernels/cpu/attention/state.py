@@ -164,20 +164,10 @@ def lay_out(
     # Reads cover whole groups of rows, even where writes do not. Every table begins at a cache line.
     rows = (max(rows_at_most, group) + _UNROLL + LINE - 1) // LINE * LINE
     sizes = Sizes(
-        dim,
-        dim_v,
-        k_dim,
-        group,
-        rows,
-        _up(k_dim, pad_k),
-        _up(dim_v, pad_v),
-        -(-dim // INT4_SPAN),
-        -(-dim_v // INT4_SPAN),
-        -(-dim // k_group) if k_group > 0 else 1,
-        -(-dim_v // v_group) if v_group > 0 else 1,
-        _up(dim, LANES) + LINE,
-        _up(dim_v, LANES) + LINE,
-    )
+        dim, dim_v, k_dim, group, rows, _up(k_dim, pad_k), _up(dim_v, pad_v), -(-dim // INT4_SPAN),
+        -(-dim_v // INT4_SPAN), -(-dim // k_group) if k_group > 0 else 1, -(-dim_v // v_group) if v_group > 0 else 1,
+        _up(dim, LANES) + LINE, _up(dim_v, LANES) + LINE,
+    )  # fmt: skip
     # Scales are stored in fours. A K tile of bf16 takes the most memory.
     k_scales, v_scales = _up(sizes.k_groups, 4), _up(sizes.v_groups, 4)
     keys = _up(dim, TILE_UNIT) * TILE_UNIT // 2 if use_amx else 0

@@ -136,18 +136,18 @@ class Words(Vectors):
         """
         return self.add_products("busd", total, codes, weights)
 
-    def add_repeated_fours(self, total, codes, base, at, further=0):
-        """`add_fours` with the same four weights in all lanes: those in the place of a float, `further` floats on."""
-        if not self.has_fours:
-            return self.add_fours(
-                total, codes, self.splat(self.load_one(base, self.b.add(at, I64(further))))
-            )
+    def add_repeated(self, add, total, codes, base, at, further):
+        """`add` with the same weights in all lanes: those in the place of a float, at ``at + further``."""
+        if add != self.add_fours or not self.has_fours:
+            return add(total, codes, self.splat(self.load_one(base, self.b.add(at, I64(further)))))
         # The instruction repeats them itself. It also adds up the address, which LLVM would do beforehand.
-        pointer = self.pointer(base, at, self.float)
+        pointer, text = (
+            self.pointer(base, at, self.float),
+            f"vpdpbusd {4 * further}($2){{1to16}}, $1, $0",
+        )
         signature = ir.FunctionType(total.type, [total.type, pointer.type, total.type])
-        text = f"vpdpbusd {4 * further}($2){{1to16}}, $1, $0"
-        add = ir.InlineAsm(signature, text, "=v,v,r,0,~{memory}", side_effect=True)
-        return self.b.call(add, [self.b.bitcast(codes, total.type), pointer, total])
+        repeated = ir.InlineAsm(signature, text, "=v,v,r,0,~{memory}", side_effect=True)
+        return self.b.call(repeated, [self.b.bitcast(codes, total.type), pointer, total])
 
     def add_twos(self, total, codes, weights):
         """The same in 16 bits, two neighbouring products added: products of nibbles may be added eight times."""

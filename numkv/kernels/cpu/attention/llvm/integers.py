@@ -648,7 +648,7 @@ class _ScoresOfInt4:
         four = b.and_(group, I64(3))
         sum_at = b.add(b.mul(b.sub(group, four), I64(4)), four)
         sum_at = b.add(self.queries.sums_at, sum_at)
-        zero = v.splat_int(0) if DOT_PRODUCTS else v.splat_word(0)
+        zero, add = (v.splat_int(0), v.add_fours) if DOT_PRODUCTS else (v.splat_word(0), v.add_twos)
         at_once = _ROWS // len(sets)
         for first in range(0, len(sums), at_once):
             some = range(first, min(len(sums), first + at_once))
@@ -673,7 +673,8 @@ class _ScoresOfInt4:
                         else:
                             at = b.add(at, i)
                         for slot, x in zip(slots, codes, strict=True):
-                            b.store(self.added(b.load(slot), x, at, further), slot)
+                            total = v.add_repeated(add, b.load(slot), x, self.floats, at, further)
+                            b.store(total, slot)
 
             self.for_words(vectors, add_words)
             for r in some:
@@ -683,14 +684,6 @@ class _ScoresOfInt4:
                     total = self.joined(*(b.load(totals[r, half][i]) for half in range(2)))
                     value = v.fma(q_sum, minima[i], b.load(sums[r][i]))
                     b.store(v.fma(b.sitofp(total, v.type), scales[i], value), sums[r][i])
-
-    def added(self, total, codes, at, further):
-        """Return a sum plus the products of codes with four bytes of a query row, at ``at + further``."""
-        b, v = self.b, self.v
-        if DOT_PRODUCTS:
-            return v.add_repeated_fours(total, codes, self.floats, at, further)
-        q = v.splat(v.load_one(self.floats, b.add(at, I64(further))))
-        return v.add_twos(total, codes, q)
 
     def for_words(self, vectors, emit):
         """Emit ``emit(i, words)`` for vector i of each set; with 32 registers the vectors stay in them."""
@@ -972,7 +965,7 @@ class _SumsOfInt4:
     def sums(self, group, byte, size, weights):
         """Yield the sums of some columns of a group for each row, in the order of `codes`."""
         b, v = self.b, self.v
-        halves = 2 if v.has_fours else 1
+        add, halves = (v.add_fours, 2) if v.has_fours else (v.add_pairs, 1)
         # Keys are the row, the half of the weights (low or high bytes), and the vector of codes.
         rows, number = len(weights), 2 * size // v.lanes
         keys = [*itertools.product(range(rows), range(halves), range(number))]
@@ -988,11 +981,7 @@ class _SumsOfInt4:
                 here = b.add(at, weights[r])
                 for k, x in enumerate(codes):
                     slot = sums[r, i, k]
-                    if v.has_fours:
-                        total = v.add_repeated_fours(b.load(slot), x, self.floats, here, _HIGH * i)
-                    else:
-                        weight = v.splat(v.load_one(self.floats, here))
-                        total = v.add_pairs(b.load(slot), x, weight)
+                    total = v.add_repeated(add, b.load(slot), x, self.floats, here, _HIGH * i)
                     b.store(total, slot)
         found = {key: b.load(slot) for key, slot in sums.items()}
         for r in range(rows):
