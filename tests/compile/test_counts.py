@@ -1,9 +1,18 @@
 """The counts of executed instructions, for a call whose accesses can be told by hand."""
 
+import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+if os.environ.get("NUMBA_ENABLE_CUDASIM") == "1":
+    pytest.skip("the simulator is on: compile in a process without it", allow_module_level=True)
+if importlib.util.find_spec("numba_cuda") is None:
+    pytest.skip("numba-cuda is not installed (extra: cuda)", allow_module_level=True)
 
 
 def test_a_copy_reads_and_writes_each_16_bytes_once(tmp_path):
