@@ -122,3 +122,16 @@ def test_a_soft_cap_is_a_step(rng, fresh):
     capped = attend(*given, logits_soft_cap=5.0)
     assert state.ADJUST in fresh
     assert not np.array_equal(capped, attend(*given))
+
+
+@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16"])
+def test_results_over_the_queries_outlive_a_call_that_starts_again(rng, fresh, kind):
+    """The first sequence's results are there before the second one needs a step that is not compiled."""
+    q, k, v, table, lens, _ = problem(rng, 9, block_size=512)
+    q, starts = q[:10].astype(numkv.kind(kind).dtype), np.array([0, 1, 10])
+    attend(q[:1], k, v, table[:1], lens[:1], starts[:2])
+    before, here = len(fresh), q.copy()
+    with numkv.num_threads(1):
+        attend(here, k, v, table, lens, starts, out=here)
+    assert len(fresh) > before
+    assert np.array_equal(here, attend(q, k, v, table, lens, starts))

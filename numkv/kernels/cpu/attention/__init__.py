@@ -97,6 +97,9 @@ def attend(
     compute = _compute_for(q_kind, k_kind, v_kind, masked)
     real = float_type(compute)
     flags = BY_SLOT if by_slot else 0
+    # Results over the queries would leave none for a call that has to start again.
+    if np.may_share_memory(out, q):
+        q = q.copy()
     kernel = entry(q_kind, k_kind, v_kind, real)
     steps = _steps(q_kind, k_kind, v_kind, compute, masked)
     group, (dim, dim_v) = q.shape[1] // k.shape[1], (q.shape[2], out.shape[2])
