@@ -77,12 +77,16 @@ def make_attention_weights(Q_KIND, K_KIND):
         padded = (dim + 3) // 4 * 4
         columns = weights.shape[2]
         chunks = (columns + CHUNK - 1) // CHUNK
-        row, x = np.empty(dim, np.float32), np.empty(padded, np.float32)
+        longest = np.int64(0)
+        for b in range(len(seq_lens)):
+            longest = max(longest, q_starts[b + 1] - q_starts[b])
+        row, x = np.empty(dim, np.float32), np.empty(longest * group * padded, np.float32)
         tile = np.empty(padded * TILE, np.float32)
         scores, totals = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
         # Elements past the last one are 0, and so are places without a token.
         _clear(x)
         _clear(tile)
+        known = np.int64(-1)  # the sequence and kv head whose query rows are in x
         for item in range(worker, len(seq_lens) * num_kv_heads * chunks, workers):
             chunk, g = item % chunks, item // chunks % num_kv_heads
             b = item // chunks // num_kv_heads
@@ -90,6 +94,11 @@ def make_attention_weights(Q_KIND, K_KIND):
             tokens = q_starts[b + 1] - first_row
             position = length - tokens  # of the first query
             begin, end = visible_to_any(ranges, first_row, tokens, position, window_left, length)
+            if item // chunks != known:
+                known = item // chunks
+                for r in range(tokens * group):
+                    of_q = first_row + r // group, g * group + r % group
+                    take(row_of(q, of_q), np.float32(sm_scale), x[r * padded : (r + 1) * padded])
             for start in range(chunk * CHUNK, min(columns, (chunk + 1) * CHUNK), TILE):
                 low, high = max(begin, start), min(end, start + TILE)
                 _clear(totals)
@@ -114,10 +123,10 @@ def make_attention_weights(Q_KIND, K_KIND):
                         first, last = max(first, low), min(last, high)
                         if first >= last:
                             continue
-                        for h in range(g * group, (g + 1) * group):
-                            take(row_of(q, (first_row + t, h)), np.float32(sm_scale), x)
-                            _score(x, tile, scores)
-                            of_row = lse[first_row + t, h]
+                        for h in range(group):
+                            r = t * group + h
+                            _score(x[r * padded : (r + 1) * padded], tile, scores)
+                            of_row = lse[first_row + t, g * group + h]
                             for i in range(first - start, last - start):
                                 score = scores[i]
                                 if soft_cap > 0:

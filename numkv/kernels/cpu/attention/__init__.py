@@ -74,11 +74,10 @@ def _steps(q_kind: str, k_kind: str, v_kind: str, compute: str, masked: bool = F
 
 @functools.cache
 def _merge_kernel(q_kind: str, compute: str) -> Any:
-    signature, label = (
-        signature_of_merge(q_kind, compute),
-        f"merge of splits, {compute} to {q_kind}",
+    label, args = f"merge of splits, {compute} to {q_kind}", (q_kind, compute)
+    return build(
+        make_merge_splits, signature_of_merge(*args), args=args, label=label, emit=types.none
     )
-    return build(make_merge_splits, signature, args=(q_kind, compute), label=label, emit=types.none)
 
 
 _use_amx = functools.cache(use_amx)

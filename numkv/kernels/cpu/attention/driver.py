@@ -114,8 +114,8 @@ _GROUP_TOKENS = 4 * TILE_UNIT
 # A turn of at most so many tokens is too short to prefetch a whole tile meanwhile.
 _FEW_TOKENS = TILE_UNIT // 2
 # The most bytes of K rows, or of V rows, in a tile of more than a unit. A turn has work that does not depend on its
-# tokens, so long tiles are faster: on a Zen 4 INT8 and INT4 by 8 to 28 % with 256 tokens, compared with 64. Rows of a
-# tile and of the next should fit in an L2 cache of 256 KB.
+# tokens, so long tiles are faster (perf/results/2026-11-28-amd-epyc-2-cores-machines-tiles.md). Rows of a tile and of
+# the next should fit in an L2 cache of 256 KB.
 _TILE_BYTES = 32 << 10
 
 _PLAN, _DRIVER = "numkv_plan_of_attention", "numkv_attention"
@@ -162,7 +162,6 @@ def _attend(call, launch, worker, workers):
     )  # fmt: skip
     items, b = plan.first_item[len(seq_lens)], np.int64(0)
     most_tokens = _tokens_of_turns(layout, int_at(steps, np.int64(LONGEST)))
-    most_heads = _heads_of_groups(layout, most_tokens)
     short_if_large = int_at(steps, np.int64(SHORT_IF_LARGE)) != 0
     many_from = int_at(steps, np.int64(MANY_FROM))
     has_bits = int_at(call, np.int64(MASK + SHAPE + 1)) > BITS
@@ -196,7 +195,7 @@ def _attend(call, launch, worker, workers):
                     if short_if_large and coming.is_large != 0:
                         coming_tokens = np.int64(TILE_UNIT)
                     next_tile, next_head = _beginning(coming, coming_tokens)
-            next_end = _end_of_group(coming, next_head, most_heads)
+            next_end = _end_of_group(layout, coming, next_head, coming_tokens)
             locate(
                 offsets[later:], next_tile, coming_tokens, coming.begin, coming.end, block_table[b],
                 next_head, layout,
@@ -286,9 +285,11 @@ def _heads_of_groups(layout, tokens):
 
 
 @inlined
-def _end_of_group(item, first_head, most_heads):
-    """Return the end of the group of heads that begins with this one."""
-    heads = most_heads if item.end - item.begin >= _GROUP_TOKENS else np.int64(1)
+def _end_of_group(layout, item, first_head, tokens):
+    """Return the end of the group of heads that begins with this one, with so many tokens a turn."""
+    heads = np.int64(1)
+    if item.end - item.begin >= _GROUP_TOKENS:
+        heads = _heads_of_groups(layout, tokens)
     return min(first_head + heads, item.end_head)
 
 
@@ -361,14 +362,8 @@ def driver_kernel() -> Any:
 @functools.cache
 def entry(q_kind: str, k_kind: str, v_kind: str, real: str) -> Any:
     """Return the kernel through which Python calls the driver with words of these kinds."""
-    return _entry(
-        WORDS[q_kind],
-        WORDS[k_kind],
-        SCALES[k_kind],
-        WORDS[v_kind],
-        SCALES[v_kind],
-        getattr(types, real),
-    )
+    words_of = WORDS[q_kind], WORDS[k_kind], SCALES[k_kind], WORDS[v_kind], SCALES[v_kind]
+    return _entry(*words_of, getattr(types, real))
 
 
 @functools.cache

@@ -12,7 +12,8 @@ from numkv.kernels.cpu.vectors.features import LANES, SCORE_VECTORS
 
 #: The most tokens of a KV tile: its scores stay in L1, and V rows are fetched while K rows are used.
 KV_TILE = 256
-#: Tiles are whole units of so many tokens. Those of many query rows, on a matrix unit or by panels, have one.
+#: Tiles are whole units of so many tokens. Tiles of keys by channel have one, as do those of many query rows on a
+#: matrix unit or by panels.
 TILE_UNIT = 64
 #: Query rows of an item: many enough to use a tile's K rows often after one read, and few enough to stay in L1 and L2.
 QUERY_ROWS = 64

@@ -156,12 +156,8 @@ class Steps:
         q_kind, (k_kind, v_kind, compute) = self._q_kind, self._kinds
         of_both = f"K {k_kind}, V {v_kind}, computing in {compute}"
         if self._with_amx and step == state.LOAD:
-            return _compiled(
-                make_amx_load,
-                step,
-                f"queries in {q_kind} for a matrix unit, K {k_kind}",
-                (q_kind, k_kind),
-            )
+            label = f"queries in {q_kind} for a matrix unit, K {k_kind}"
+            return _compiled(make_amx_load, step, label, (q_kind, k_kind))
         if self._with_amx and step in (state.ATTEND, state.ATTEND_MANY):
             label = f"attention on a matrix unit, {of_both}"
             return _compiled(make_amx_attend, step, label, (k_kind, v_kind, self._weight_parts))

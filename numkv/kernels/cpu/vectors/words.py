@@ -141,10 +141,8 @@ class Words(Vectors):
         if add != self.add_fours or not self.has_fours:
             return add(total, codes, self.splat(self.load_one(base, self.b.add(at, I64(further)))))
         # The instruction repeats them itself. It also adds up the address, which LLVM would do beforehand.
-        pointer, text = (
-            self.pointer(base, at, self.float),
-            f"vpdpbusd {4 * further}($2){{1to16}}, $1, $0",
-        )
+        pointer = self.pointer(base, at, self.float)
+        text = f"vpdpbusd {4 * further}($2){{1to16}}, $1, $0"
         signature = ir.FunctionType(total.type, [total.type, pointer.type, total.type])
         repeated = ir.InlineAsm(signature, text, "=v,v,r,0,~{memory}", side_effect=True)
         return self.b.call(repeated, [self.b.bitcast(codes, total.type), pointer, total])
