@@ -88,8 +88,7 @@ def run_score4(
         spread_query(f[r * q_step : (r + 1) * q_step], q[r])
         f[q_scales_at + r] = quantise_query(f, r * q_step, dim, q_step)
         sum_query_groups(f, r * q_step, dim, sums_at + r * 16 * blocks)
-    for r in range(at_once):
-        interleave_bytes(1, f, r * q_step, q_step, q_step, rows_at + r * q_step // 2)
+    interleave_bytes(at_once, f, 0, q_step, q_step, rows_at)
     queries = QueryPlaces(rows_at, q_scales_at, sums_at, 0)
     qk_int4(
         at_once, f, queries, TileRows(codes, offsets, dim, scales_at, groups), count, s_at, NOTHING
@@ -367,8 +366,8 @@ def weigh4(rng, v, rows, begin, end, p=None, spoil=()):
     # For rows that share a vector, and for each block, sums and then scales of rows, in each those of groups.
     width, together, _ = shares(n, v.dim <= SHORT)
     scales = f[sums_at:rescale_at].reshape(-1, 2, LANES)[: n // together * v.blocks, 1]
-    scales = scales[:, : width * together].reshape(-1, v.blocks, together, width)
-    scales = scales.swapaxes(1, 2).reshape(n, -1)[:rows, : v.groups]
+    scales = scales[:, : width * together].reshape(-1, v.blocks, width, together)
+    scales = scales.transpose(0, 3, 1, 2).reshape(n, -1)[:rows, : v.groups]
     return result, out.astype(np.float64), rescale.astype(np.float64), p, scales
 
 

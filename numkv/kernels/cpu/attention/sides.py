@@ -242,14 +242,6 @@ def make_keys(
         )  # fmt: skip
 
     @inlined
-    def put_each(floats, at, sizes, row, place):
-        for r in range(COUNT):
-            put(
-                np.int64(1), floats, at.queries + (row + r) * sizes.pad_dim, sizes.pad_dim, sizes.pad_dim,
-                at.interleaved + place * sizes.pad_dim + r * (sizes.pad_dim // 2),
-            )  # fmt: skip
-
-    @inlined
     def scores(floats, at, sizes, row, place, keys, end, extents):
         queries = QueryPlaces(
             at.interleaved + place * sizes.pad_dim, at.query_scales + row,
@@ -268,7 +260,7 @@ def make_keys(
 
     if by_channel:
         return nothing_to_interleave, scores_of_channels
-    return put_each if of_int4 else interleave, scores
+    return interleave, scores
 
 
 @inlined

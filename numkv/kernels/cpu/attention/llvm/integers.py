@@ -499,6 +499,8 @@ _PACKED = 4 if HAS_FOURS else 2
 # sums of whole bytes times weights just fit in 32 bits.
 _WEIGHTS, _HIGH = KV_TILE // 2, 4 * KV_TILE
 assert 255 * 32639 * KV_TILE < 2**31
+# Rows whose weights share a vector, if there are as many, whatever the number of groups.
+_SHARING = LANES // 4
 # Tokens whose scores are computed together.
 _TOKENS = 16
 _BYTES = GROUP // 2
@@ -577,9 +579,9 @@ def make_qk_int4(next_kind):
 
             products = (q * codes).reshape(-1, 32).sum(1);  s = q_scale * sum(scale * products + minimum * q_sums)
 
-        Query rows have the order of `spread_query`, with zeros up to whole spans. `interleave_bytes` has split each row
-        separately. Their sums are those of `sum_query_groups`. `keys` has the place of the scales and minima that
-        `gather_groups` recorded by group. See `qk_tile` for the rest.
+        Query rows have the order of `spread_query`, with zeros up to whole spans, and are those of `interleave_bytes`.
+        Their sums are those of `sum_query_groups`. `keys` has the place of the scales and minima that `gather_groups`
+        recorded by group. See `qk_tile` for the rest.
         """
         emitter = _ScoresOfInt4(b, next_kind, floats, queries, keys, count, s_at, extents)
         for_rows(b, rows, emitter.emit)
@@ -604,8 +606,7 @@ class _ScoresOfInt4:
         self.row_bytes = b.ashr(keys.dim, I64(1))
         spans = b.sdiv(b.add(keys.dim, I64(INT4_SPAN - 1)), I64(INT4_SPAN))
         self.minimum_at = b.mul(spans, I64(4 * KV_TILE))
-        # Floats of a query row, and of its sums.
-        self.row_step, self.sums_step = (b.mul(spans, I64(n)) for n in (INT4_SPAN // 2, 16))
+        self.sums_step = b.mul(spans, I64(16))  # floats of a query row's sums
 
     def emit(self, rows):
         """The code for a number of query rows."""
@@ -641,12 +642,8 @@ class _ScoresOfInt4:
             [v.load_floats(self.floats, b.add(x, start)) for x in places]
             for start in (I64(0), self.minimum_at)
         )
-        # One or two groups make a unit of `interleave_bytes`.
-        in_unit = b.and_(group, I64(v.lanes // 8 - 1))
-        q_at = b.add(b.mul(b.sub(group, in_unit), I64(16)), b.mul(in_unit, I64(8)))
-        q_at = b.add(self.queries.at, q_at)
-        four = b.and_(group, I64(3))
-        sum_at = b.add(b.mul(b.sub(group, four), I64(4)), four)
+        q_at = self.place_of_bytes(len(sums), group)
+        sum_at = b.add(b.mul(b.ashr(group, I64(2)), I64(16)), b.and_(group, I64(3)))
         sum_at = b.add(self.queries.sums_at, sum_at)
         zero, add = (v.splat_int(0), v.add_fours) if DOT_PRODUCTS else (v.splat_word(0), v.add_twos)
         at_once = _ROWS // len(sets)
@@ -666,12 +663,8 @@ class _ScoresOfInt4:
                     codes = [b.lshr(x, v.splat_int(4)) for x in words] if upper else words
                     codes = [b.and_(x, v.splat_int(0x0F0F0F0F)) for x in codes]
                     for (r, half), slots in totals.items():
-                        at = b.add(q_at, b.mul(self.row_step, I64(r)))
-                        further = half * v.lanes + 4 * upper
-                        if isinstance(i, int):
-                            further += i
-                        else:
-                            at = b.add(at, i)
+                        at, further = self.further(len(sums), q_at, i, upper)
+                        further += half * v.lanes + r * (v.lanes // len(sums))
                         for slot, x in zip(slots, codes, strict=True):
                             total = v.add_repeated(add, b.load(slot), x, self.floats, at, further)
                             b.store(total, slot)
@@ -684,6 +677,26 @@ class _ScoresOfInt4:
                     total = self.joined(*(b.load(totals[r, half][i]) for half in range(2)))
                     value = v.fma(q_sum, minima[i], b.load(sums[r][i]))
                     b.store(v.fma(b.sitofp(total, v.type), scales[i], value), sums[r][i])
+
+    def place_of_bytes(self, rows, group):
+        """Return where a group of `rows` query rows begins in the units of `interleave_bytes`."""
+        b = self.b
+        at = b.mul(group, I64(16 * rows))
+        if 4 * self.v.lanes // rows > GROUP:  # two groups make a unit
+            at = b.sub(at, b.mul(b.and_(group, I64(1)), I64(8)))
+        return b.add(self.queries.at, at)
+
+    def further(self, rows, at, i, upper):
+        """Return where word `i` of the first row's low or high nibbles is: an address, and what to add to it."""
+        b, lanes = self.b, self.v.lanes
+        each = lanes // rows  # words of a row in a unit, of two vectors
+        if not isinstance(i, int):
+            if each < 4:
+                units = b.ashr(i, I64(each.bit_length() - 1))
+                i = b.add(b.mul(units, I64(2 * lanes)), b.and_(i, I64(each - 1)))
+            at, i = b.add(at, i), 0
+        unit, word = divmod(i + 4 * upper, each)
+        return at, 2 * lanes * unit + word
 
     def for_words(self, vectors, emit):
         """Emit ``emit(i, words)`` for vector i of each set; with 32 registers the vectors stay in them."""
@@ -751,7 +764,7 @@ def quantise_group_probs(b, rows, s, s_at, scales_at, head_dim, begin, end, w_at
     `_HIGH` floats after low bytes. A lane has the bytes of four tokens for a row and a group. For one row and four
     groups, with 16 lanes and therefore n = 4 tokens in a vector of weights::
 
-        lane      0    1    2    3  | 4    5    6    7  | ...         r0 in all
+        lane      0    1    2    3  | 4    5    6    7  | ...         with more rows, those of a group follow each other
         group     g0   g1   g2   g3 | g0   g1   g2   g3 | ...
         tokens    0, n, 2n, 3n      | 1, n+1, 2n+1, 3n+1 | ...        in the order 0, 2, 1, 3 of `Words.bytes_of`
 
@@ -823,7 +836,8 @@ class _GroupProbs:
     def quantise(self, span, scales, part):
         """Quantise the weights of some rows."""
         b, v, width, together, tokens = self.b, self.v, self.width, self.together, self.tokens
-        of_scales = [i // (width * together) * width + i % width for i in range(v.lanes)]
+        of_scales = [i // together for i in range(v.lanes)]
+        of_rows = [i // (width * together) * together + i % together for i in range(v.lanes)]
         first = b.add(self.s_at, b.mul(part, I64(together)))
         totals = [cgutils.alloca_once_value(b, v.splat(0.0)) for _ in range(4)]
         peaks = [cgutils.alloca_once_value(b, v.splat_int(0)) for _ in range(4)]
@@ -833,7 +847,8 @@ class _GroupProbs:
                 vector = b.add(b.mul(turn, I64(4)), I64(j))
                 token = b.mul(vector, I64(tokens))
                 at = b.add(first, b.mul(token, I64(self.rows)))
-                p = v.stretched(self.data, at, tokens * together)
+                p = v.load_part(self.data, at, tokens * together)
+                p = v.shuffle(p, p, of_rows)
                 found = []
                 for base in scales:
                     x = v.load_part(base, b.mul(token, I64(width)), tokens * width)
@@ -911,11 +926,11 @@ class _SumsOfInt4:
         self.spans = b.sdiv(b.add(values.dim, I64(INT4_SPAN - 1)), I64(INT4_SPAN))
         # The results of `shares` at run time; the lanes that a turn takes.
         short = b.icmp_signed("<=", values.dim, I64(SHORT))
-        self.width, self.most = (
+        width, self.most = (
             b.select(short, I64(n), I64(m)) for n, m in ((2, 4), (LANES // 2, LANES // 4))
         )
-        few = b.icmp_signed("<", rows, self.most)
-        self.in_turn = b.select(few, b.mul(rows, self.width), I64(LANES))
+        self.together = b.select(b.icmp_signed("<", rows, self.most), rows, self.most)
+        self.in_turn = b.mul(self.together, width)
         self.tokens = b.sdiv(I64(LANES), self.in_turn)
         # The tokens of neighbouring turns interleave, so whole sets of turns are computed.
         in_span = b.mul(self.tokens, I64(_PACKED))
@@ -947,11 +962,12 @@ class _SumsOfInt4:
         b, v = self.b, self.v
         span, in_span = b.ashr(group, I64(2)), b.and_(group, I64(3))
         places, weights = [], []
-        for r in range(rows):
-            row = b.add(first, I64(r))
-            in_part = b.and_(row, b.sub(self.most, I64(1)))
+        # Rows that share a vector in any case, so that only the first one's address is computed.
+        for start_row in range(0, rows, _SHARING):
+            row = b.add(first, I64(start_row))
             place = b.add(b.mul(b.sdiv(row, self.most), self.spans), span)
-            lane = b.add(b.mul(in_part, self.width), in_span)
+            in_part = b.and_(row, b.sub(self.most, I64(1)))
+            lane = b.add(b.mul(in_span, self.together), in_part)
             for to, start, step in (
                 (weights, self.weights.at, _WEIGHTS), (places, self.weights.scales_at, 2)
             ):  # fmt: skip
@@ -959,16 +975,17 @@ class _SumsOfInt4:
         # Bytes of a token whose sums stay in registers.
         size = _BYTES if REGISTERS > 16 or rows <= _ROWS // 2 else _BYTES // 2
         with steps(b, I64(0), I64(_BYTES), size) as (byte, _):
-            for r, totals in enumerate(self.sums(group, byte, size, weights)):
-                self.finish(group, byte, b.add(first, I64(r)), totals, places[r])
+            for r, totals in enumerate(self.sums(group, byte, size, weights, rows)):
+                at = b.add(places[r // _SHARING], I64(r % _SHARING))
+                self.finish(group, byte, b.add(first, I64(r)), totals, at)
 
-    def sums(self, group, byte, size, weights):
+    def sums(self, group, byte, size, weights, rows):
         """Yield the sums of some columns of a group for each row, in the order of `codes`."""
         b, v = self.b, self.v
         add, halves = (v.add_fours, 2) if v.has_fours else (v.add_pairs, 1)
         # Keys are the row, the half of the weights (low or high bytes), and the vector of codes.
-        rows, number = len(weights), 2 * size // v.lanes
-        keys = [*itertools.product(range(rows), range(halves), range(number))]
+        number = 2 * size // v.lanes
+        keys = itertools.product(range(rows), range(halves), range(number))
         sums = {key: cgutils.alloca_once_value(b, v.splat_int(0)) for key in keys}
         in_line = b.mul(self.in_line, I64(_BYTES // size))
         with steps(b, self.first_turn, self.turns, 1) as (turn, _):
@@ -976,16 +993,13 @@ class _SumsOfInt4:
             with b.if_then(first):
                 self.stream.issue(INT4_SPAN)
             codes = [*self.codes(turn, group, byte, size)]
-            at = b.mul(turn, self.in_turn)
-            for r, i in itertools.product(range(rows), range(halves)):
-                here = b.add(at, weights[r])
-                for k, x in enumerate(codes):
-                    slot = sums[r, i, k]
-                    total = v.add_repeated(add, b.load(slot), x, self.floats, here, _HIGH * i)
-                    b.store(total, slot)
-        found = {key: b.load(slot) for key, slot in sums.items()}
+            here = [b.add(start, b.mul(turn, self.in_turn)) for start in weights]
+            for (r, i, k), slot in sums.items():
+                start, further = here[r // _SHARING], _HIGH * i + r % _SHARING
+                total = v.add_repeated(add, b.load(slot), codes[k], self.floats, start, further)
+                b.store(total, slot)
         for r in range(rows):
-            parts = [[found[r, i, k] for i in range(halves)] for k in range(number)]
+            parts = [[b.load(sums[r, i, k]) for i in range(halves)] for k in range(number)]
             if halves == 1:
                 yield [part for (part,) in parts]
             else:
