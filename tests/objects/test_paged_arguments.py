@@ -349,3 +349,22 @@ def test_a_refusal_leaves_everything(cache):
     with pytest.raises(TypeError, match="`shift`"):
         cache.compact(0, [0, 2], shift=7)
     assert state_of(cache) == before
+
+
+@pytest.mark.parametrize("one", [np.array(1), np.int64(1), np.uint8(1)], ids=["array", "i8", "u1"])
+def test_a_step_takes_a_layer_as_any_integer(one):
+    """Arrays of rank 0 among them, which cannot be keys of a dict."""
+    kept = numkv.FullPrecision(4)
+    cache = make(kind="int8", full_precision=kept, key_bounds=True)
+    cache.add([1, 2, 3])
+    step = cache.reserve(cache.sequences, [3])
+    x, q = np.random.default_rng(0).standard_normal((2, 3, 2, 8), np.float32), queries(3)
+    for layer in (0, one):
+        step.append(layer, *x)
+    for attend in (
+        step.attention,
+        step.attention_weights,
+        lambda layer, q: step.sparse_attention(layer, q, most_blocks=4),
+    ):
+        np.testing.assert_array_equal(attend(one, q), attend(1, q))
+    assert step.unwritten_layers == []

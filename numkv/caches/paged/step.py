@@ -205,7 +205,7 @@ class Step:
         IndexError
             If there is no such layer.
         """
-        pool, group = self._layer(layer)
+        layer, pool, group = self._layer(layer)
         self._store.refuse_groups("arrays", "call `attention`, or take int8 or int4")
         copies = self._copies.get(group)
         if copies is None or pool.target.values_on_host:
@@ -232,14 +232,16 @@ class Step:
     def __runs_on__(self) -> tuple[Target, Any]:
         return self._store.target, self._store.pools[0].k
 
-    def _layer(self, layer: int) -> tuple[Pool, int]:
+    def _layer(self, layer: int) -> tuple[int, Pool, int]:
+        """Return a layer's number as an int, its pool and the number of its group."""
         if not self.open:
             raise NumkvError("expected an open step, got one that was committed or rolled back")
-        return self._store.place(check_index("layer", layer, self._store.num_layers))
+        layer = check_index("layer", layer, self._store.num_layers)
+        return layer, *self._store.place(layer)
 
     def __rows__(self, layer: int) -> Rows:
         """A layer's rows for other queries than the step's own."""
-        pool, group = self._layer(layer)
+        _, pool, group = self._layer(layer)
         return Rows(pool, self._tables[group], self._lens)
 
     @writes
@@ -261,9 +263,9 @@ class Step:
         DimensionMismatch, UnsupportedDType, NotSupported, NonFiniteInput, IndexError
             See `numkv.ContiguousLayer.append`; nothing is written.
         """
-        pool, group = self._layer(layer)
+        layer, pool, group = self._layer(layer)
         if self._store.layers.rows[layer] is None:
-            self._store.refuse_sharing("append", int(layer))
+            self._store.refuse_sharing("append", layer)
         again = self._again
         if again is None:
             with self._on(k, v):
@@ -343,9 +345,9 @@ class Step:
         DimensionMismatch, UnsupportedDType, NotSupported, NonFiniteInput, IndexError, ValueError
             See `numkv.ContiguousLayer.write`; nothing is written.
         """
-        pool, group = self._layer(layer)
+        layer, pool, group = self._layer(layer)
         if self._store.layers.rows[layer] is None:
-            self._store.refuse_sharing("write", int(layer))
+            self._store.refuse_sharing("write", layer)
         slots = self._slots[group]
         in_full = self._store.layers.residual is not None
         if self._buffers is None and not in_full:
@@ -452,7 +454,7 @@ class Step:
         DimensionMismatch, UnsupportedDType, NotSupported, IndexError, ValueError
             See `numkv.decode_attention`.
         """
-        pool, group = self._layer(layer)
+        layer, pool, group = self._layer(layer)
         checked = self._asked(group, options, return_lse, out)
         if type(shared_len) is not int:
             shared_len = check_size("shared_len", shared_len, 0)
@@ -588,7 +590,7 @@ class Step:
         DimensionMismatch, UnsupportedDType, NotSupported, IndexError, ValueError
             See `numkv.decode_attention`.
         """
-        pool, group = self._layer(layer)
+        layer, pool, group = self._layer(layer)
         with self._on(q):
             self._captured("attention_weights")
             Tree.refuse(self._tree, "attention_weights")
@@ -628,7 +630,7 @@ class Step:
         self, layer: int, q: Array, k: Any, v: Any, options: CheckedOptions, check_finite: bool
     ) -> Any:
         """Append rows, if the layer has any of its own, and attend, all checked; for bound calls."""
-        store, (pool, group) = self._store, self._layer(layer)
+        store, (layer, pool, group) = self._store, self._layer(layer)
         if k is not None:
             if pool.target.values_on_host:
                 pool.scatter(k, v, self._slots[group])
@@ -810,8 +812,8 @@ class Step:
         DimensionMismatch, UnsupportedDType, NotSupported, NonFiniteInput, IndexError, ValueError
             See `numkv.ContiguousLayer.write_latents`; nothing is written.
         """
-        pool, group = self._layer(layer)
-        self._store.refuse_sharing("write_latents", int(layer))
+        layer, pool, group = self._layer(layer)
+        self._store.refuse_sharing("write_latents", layer)
         with self._on(rows):
             captured = self._captured("write_latents")
             self._refuse_bad()
@@ -940,7 +942,7 @@ class Step:
         UnsupportedDType, IndexError, ValueError
             See `numkv.decode_attention`.
         """
-        pool, group = self._layer(layer)
+        layer, pool, group = self._layer(layer)
         store = self._store
         if store.bounds is None:
             raise NotSupported(
@@ -973,7 +975,7 @@ class Step:
                 kind = "chunks" if of.chunk else "a window"
                 raise NotSupported(
                     f"sparse_attention: expected a layer without a window, or one within `most_blocks`, got layer "
-                    f"{int(layer)} with {kind} of {tokens} tokens, up to {blocks} blocks, and {most}; call `attention`"
+                    f"{layer} with {kind} of {tokens} tokens, up to {blocks} blocks, and {most}; call `attention`"
                 )
             return True
         # The same bits as those of a choice of all blocks, so that nothing depends on the batch.
@@ -985,7 +987,8 @@ class Step:
     ) -> Any:  # fmt: skip
         """Bound, choose and attend, on the stream of the call."""
         self._captured("sparse_attention")
-        store, (pool, group), size = self._store, self._layer(layer), self._store.block_size
+        store, size = self._store, self._store.block_size
+        layer, pool, group = self._layer(layer)
         q = self._check_queries(layer, pool, q)
         read, part = self._read(group, twin), store.places[store.layers.sources[layer]][0]
         assert store.bounds is not None
@@ -1077,7 +1080,7 @@ class Step:
     def _quantise_groups(self, layer: int, pool: Pool) -> None:
         """Quantise the token groups that are complete, where keys are stored by channel."""
         if pool.by_channel and (twin := self._twin_of(layer)) is not None:
-            pool.quantise(twin[0], *self._groups_of[int(layer)])
+            pool.quantise(twin[0], *self._groups_of[layer])
 
     def _append_in_full(self, layer: int, k: Array, v: Array) -> None:
         """Write checked rows in full precision too."""
