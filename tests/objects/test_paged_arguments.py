@@ -352,7 +352,7 @@ def test_a_refusal_leaves_everything(cache):
 
 
 @pytest.mark.parametrize("one", [np.array(1), np.int64(1), np.uint8(1)], ids=["array", "i8", "u1"])
-def test_a_step_takes_a_layer_as_any_integer(one):
+def test_a_layer_is_any_integer(one):
     """Arrays of rank 0 among them, which cannot be keys of a dict."""
     kept = numkv.FullPrecision(4)
     cache = make(kind="int8", full_precision=kept, key_bounds=True)
@@ -368,3 +368,10 @@ def test_a_step_takes_a_layer_as_any_integer(one):
     ):
         np.testing.assert_array_equal(attend(one, q), attend(1, q))
     assert step.unwritten_layers == []
+    cache.commit(step)
+    (seq,) = cache.sequences
+    for read in (
+        lambda layer: cache.decode_attention(layer, [seq], q[:1]),
+        lambda layer: cache.attention_weights(layer, seq, q),
+    ):
+        np.testing.assert_array_equal(read(one), read(1))

@@ -1144,8 +1144,8 @@ class PagedKVCache(StoredSequences):
         NumkvError
             If a sequence was truncated, compacted or removed meanwhile, or its window moved on.
         """
-        pool, group = self._store.place(check_index("layer", layer, self.num_layers))
-        place = self._target
+        layer = check_index("layer", layer, self.num_layers)
+        (pool, group), place = self._store.place(layer), self._target
         q = check_queries(place, q, int(pool.k.shape[1]), pool.head_dim, "num_seqs")
         seqs = sequence_numbers(sequences, int(q.shape[0]))
         generation = self._generation
@@ -1222,7 +1222,8 @@ class PagedKVCache(StoredSequences):
         UnsupportedDType, IndexError, ValueError
             See `numkv.decode_attention`.
         """
-        pool, group = self._store.place(check_index("layer", layer, self.num_layers))
+        layer = check_index("layer", layer, self.num_layers)
+        pool, group = self._store.place(layer)
         self._store.refuse_chunks("attention_weights", layer)
         number, place, generation = sequence_number(seq), self._target, self._generation
         state = self._settled(number)

@@ -988,7 +988,7 @@ class Step:
         """Bound, choose and attend, on the stream of the call."""
         self._captured("sparse_attention")
         store, size = self._store, self._store.block_size
-        layer, pool, group = self._layer(layer)
+        pool, group = store.place(layer)
         q = self._check_queries(layer, pool, q)
         read, part = self._read(group, twin), store.places[store.layers.sources[layer]][0]
         assert store.bounds is not None
