@@ -117,6 +117,14 @@ def test_a_long_sequence(rng):
     )
 
 
+@pytest.mark.parametrize("options", [{}, {"window_left": 50}, {"logits_soft_cap": 3.0}], ids=str)
+def test_more_query_rows_than_are_converted_at_once(rng, options):
+    problem = problems.make(rng, Shape(4, 1, 8, (700, 30), new=(600, 20)), "fp16")
+    tolerances.assert_weights_close(
+        *function(problem, np.asarray, np.asarray, "fp16", **options), "fp16"
+    )
+
+
 def test_large_scores(target, to, host, rng):
     """Exponentials of scores in the hundreds; one token takes it all."""
     problem = problems.make(rng, Shape(2, 1, 8, (9,), new=(2,)))

@@ -35,6 +35,8 @@ from numkv.rows.visible import visible_range, visible_to_any
 TILE = 32
 # Tokens of a unit of work.
 CHUNK = 512
+# Query rows that are converted at once: many enough for the rows of K that they share, and few enough for a cache.
+ROWS = 1024
 # Multiply-adds below which one thread does it all.
 SERIAL_WORK = 1_000_000
 
@@ -77,16 +79,13 @@ def make_attention_weights(Q_KIND, K_KIND):
         padded = (dim + 3) // 4 * 4
         columns = weights.shape[2]
         chunks = (columns + CHUNK - 1) // CHUNK
-        longest = np.int64(0)
-        for b in range(len(seq_lens)):
-            longest = max(longest, q_starts[b + 1] - q_starts[b])
-        row, x = np.empty(dim, np.float32), np.empty(longest * group * padded, np.float32)
+        at_once = max(np.int64(1), ROWS // group)  # query tokens
+        row, x = np.empty(dim, np.float32), np.empty(at_once * group * padded, np.float32)
         tile = np.empty(padded * TILE, np.float32)
-        scores, totals = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+        scores, totals = np.empty(TILE, np.float32), np.empty(CHUNK, np.float32)
         # Elements past the last one are 0, and so are places without a token.
         _clear(x)
         _clear(tile)
-        known = np.int64(-1)  # the sequence and kv head whose query rows are in x
         for item in range(worker, len(seq_lens) * num_kv_heads * chunks, workers):
             chunk, g = item % chunks, item // chunks % num_kv_heads
             b = item // chunks // num_kv_heads
@@ -94,15 +93,19 @@ def make_attention_weights(Q_KIND, K_KIND):
             tokens = q_starts[b + 1] - first_row
             position = length - tokens  # of the first query
             begin, end = visible_to_any(ranges, first_row, tokens, position, window_left, length)
-            if item // chunks != known:
-                known = item // chunks
-                for r in range(tokens * group):
-                    of_q = first_row + r // group, g * group + r % group
+            origin, stop = chunk * CHUNK, min(columns, (chunk + 1) * CHUNK)
+            _clear(totals)
+            for t_begin in range(0, tokens, at_once):
+                t_end = min(tokens, t_begin + at_once)
+                for r in range((t_end - t_begin) * group):
+                    of_q = first_row + t_begin + r // group, g * group + r % group
                     take(row_of(q, of_q), np.float32(sm_scale), x[r * padded : (r + 1) * padded])
-            for start in range(chunk * CHUNK, min(columns, (chunk + 1) * CHUNK), TILE):
-                low, high = max(begin, start), min(end, start + TILE)
-                _clear(totals)
-                if low < high and tokens > 0:
+                for start in range(origin, stop, TILE):
+                    low, high = max(begin, start), min(end, start + TILE)
+                    # Without ranges, earlier ones see no token of the tile.
+                    t0 = t_begin if len(ranges) > 0 else max(t_begin, low - position)
+                    if low >= high or t0 >= t_end:
+                        continue
                     for j in range(low, high):
                         if by_slot:
                             slot = np.int64(block_table[b, j])
@@ -114,9 +117,7 @@ def make_attention_weights(Q_KIND, K_KIND):
                         load_row(row_of(k, at), row_of(k_scales, of), row)
                         for d in range(dim):
                             tile[d * TILE + j - start] = row[d]
-                    # Without ranges, earlier ones see no token of the tile.
-                    t0 = np.int64(0) if len(ranges) > 0 else max(np.int64(0), low - position)
-                    for t in range(t0, tokens):
+                    for t in range(t0, t_end):
                         first, last = visible_range(
                             ranges, first_row + t, position + t, window_left, length
                         )
@@ -124,7 +125,7 @@ def make_attention_weights(Q_KIND, K_KIND):
                         if first >= last:
                             continue
                         for h in range(group):
-                            r = t * group + h
+                            r = (t - t_begin) * group + h
                             _score(x[r * padded : (r + 1) * padded], tile, scores)
                             of_row = lse[first_row + t, g * group + h]
                             for i in range(first - start, last - start):
@@ -132,9 +133,9 @@ def make_attention_weights(Q_KIND, K_KIND):
                                 if soft_cap > 0:
                                     cap = np.float32(soft_cap)
                                     score = cap * np.float32(math.tanh(score / cap))
-                                totals[i] += np.float32(math.exp(score - of_row))
-                for i in range(min(TILE, columns - start)):
-                    weights[b, g, start + i] = totals[i]
+                                totals[start - origin + i] += np.float32(math.exp(score - of_row))
+            for i in range(stop - origin):
+                weights[b, g, origin + i] = totals[i]
 
     return kernel
 
