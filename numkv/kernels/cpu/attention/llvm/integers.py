@@ -499,7 +499,7 @@ _PACKED = 4 if HAS_FOURS else 2
 # sums of whole bytes times weights just fit in 32 bits.
 _WEIGHTS, _HIGH = KV_TILE // 2, 4 * KV_TILE
 assert 255 * 32639 * KV_TILE < 2**31
-# Rows whose weights share a vector, if there are as many, whatever the number of groups.
+# As many rows share a vector of weights at least, if there are so many.
 _SHARING = LANES // 4
 # Tokens whose scores are computed together.
 _TOKENS = 16
@@ -761,10 +761,10 @@ def quantise_group_probs(b, rows, s, s_at, scales_at, head_dim, begin, end, w_at
     them. Results start at `w_at`, by the rows that share a vector (see `shares`), then by span (128 elements).
 
     Where bytes are multiplied by fours, ``low, high = w.astype(int8), (w - low) / 256``. High bytes are stored
-    `_HIGH` floats after low bytes. A lane has the bytes of four tokens for a row and a group. For one row and four
-    groups, with 16 lanes and therefore n = 4 tokens in a vector of weights::
+    `_HIGH` floats after low bytes. A lane has the bytes of four tokens for a group and a row; the rows of a group are
+    neighbours. For one row and four groups, with 16 lanes and therefore n = 4 tokens in a vector of weights::
 
-        lane      0    1    2    3  | 4    5    6    7  | ...         with more rows, those of a group follow each other
+        lane      0    1    2    3  | 4    5    6    7  | ...
         group     g0   g1   g2   g3 | g0   g1   g2   g3 | ...
         tokens    0, n, 2n, 3n      | 1, n+1, 2n+1, 3n+1 | ...        in the order 0, 2, 1, 3 of `Words.bytes_of`
 
@@ -962,7 +962,7 @@ class _SumsOfInt4:
         b, v = self.b, self.v
         span, in_span = b.ashr(group, I64(2)), b.and_(group, I64(3))
         places, weights = [], []
-        # Rows that share a vector in any case, so that only the first one's address is computed.
+        # Rows that share a vector are neighbours in it, so only the first one's address is computed.
         for start_row in range(0, rows, _SHARING):
             row = b.add(first, I64(start_row))
             place = b.add(b.mul(b.sdiv(row, self.most), self.spans), span)
