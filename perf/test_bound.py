@@ -1,35 +1,54 @@
 """Bound calls beside append and attention one after the other: a token of each layer, layers taken in turn.
 
-The two take turns in one run, over layers that come from memory; what is printed is each one's median time for a
-layer, and the median of the differences within a round.
+The two take turns in one run, over layers that come from memory, or over those of a model. What is printed is each
+one's median time for a layer, the median of the differences within a round, and what a whole bound step takes for a
+layer: its beginning and its end are shared by all layers.
 """
 
 import statistics
 import time
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 import numkv
-from perf.shapes import SHAPES, cold_layers
+from perf.shapes import SHAPES, Shape, cold_layers
 
 KINDS = [("fp32", "fp32"), ("bf16", "bf16"), ("int8", "bf16")]
-#: Sequences, and tokens of each: shape F, a batch of it, and what next to nothing is read of.
-SIZES = {"F": (1, 512), "batch of 8": (8, 512), "64 tokens": (1, 64)}
 SECONDS = 3
 
 
-def rows(rng, heads, tokens, kind):
-    return rng.standard_normal((tokens, heads, SHAPES["F"].dim), np.float32).astype(
+class Size(NamedTuple):
+    """A shape, whether blocks have a table, and how many layers; None for as many as come from memory."""
+
+    shape: Shape
+    paged: bool = False
+    layers: int | None = None
+
+
+_F, _SMALL = SHAPES["F"], Shape(1, 14, 2, 64, 64)  # the latter as in models of 0.5 billion weights
+#: Shape F, a batch of it, what next to nothing is read of, and a small model's step.
+SIZES = {
+    "F": Size(_F),
+    "batch of 8": Size(_F._replace(batch=8), paged=True),
+    "64 tokens": Size(_F._replace(length=64)),
+    "0.5B, 64 tokens": Size(_SMALL, layers=24),
+    "0.5B, 64 tokens, paged": Size(_SMALL, paged=True, layers=24),
+}
+
+
+def rows(rng, shape, heads, tokens, kind):
+    return rng.standard_normal((tokens, heads, shape.dim), np.float32).astype(
         numkv.kind(kind).dtype
     )
 
 
-def single(kind, of_rows, layers, length, rng):
-    """A `KVCache` and how a step of it begins and ends, with bound calls and without."""
-    shape = SHAPES["F"]
+def single(kind, of_rows, layers, shape, rng):
+    """How a step of a `KVCache` begins, with two calls or a bound one for each layer, and how it ends."""
+    length = shape.length
     cache = numkv.KVCache(layers, shape.kv_heads, shape.dim, kind=kind, max_seq_len=length)
-    x = rows(rng, shape.kv_heads, length - 1, of_rows)
+    x = rows(rng, shape, shape.kv_heads, length - 1, of_rows)
     for layer in range(layers):
         cache.append(layer, x, x)
     cache.advance(length - 1)
@@ -39,16 +58,16 @@ def single(kind, of_rows, layers, length, rng):
         cache.append(layer, k, v)
         cache.decode_attention(layer, q, out=out)
 
-    return lambda: (two_calls, bound.begin()), lambda: cache.truncate(length - 1)
+    return (lambda: two_calls, bound.begin), lambda: cache.truncate(length - 1)
 
 
-def batch(kind, of_rows, layers, length, rng, sequences):
+def batch(kind, of_rows, layers, shape, rng):
     """The same of a `PagedKVCache`."""
-    shape = SHAPES["F"]
+    sequences, length = shape.batch, shape.length
     blocks = sequences * (length // 128 + 1)
     cache = numkv.PagedKVCache(layers, shape.kv_heads, shape.dim, num_blocks=blocks, kind=kind)
     seqs = [cache.add() for _ in range(sequences)]
-    x = rows(rng, shape.kv_heads, (length - 1) * sequences, of_rows)
+    x = rows(rng, shape, shape.kv_heads, (length - 1) * sequences, of_rows)
     step = cache.reserve(seqs, length - 1)
     for layer in range(layers):
         step.append(layer, x, x)
@@ -56,45 +75,51 @@ def batch(kind, of_rows, layers, length, rng, sequences):
     bound, opened = cache.bind(shape.q_heads, of_rows), []
 
     def begin():
-        step = cache.reserve(seqs, 1)
-        opened.append(step)
+        opened.append(cache.reserve(seqs, 1))
+        return opened[0]
 
-        def two_calls(layer, q, k, v, out):
+    def two_calls():
+        step = begin()
+
+        def call(layer, q, k, v, out):
             step.append(layer, k, v)
             step.attention(layer, q, out=out)
 
-        return two_calls, bound.begin(step)
+        return call
 
-    return begin, lambda: cache.rollback(opened.pop())
+    return (two_calls, lambda: bound.begin(begin())), lambda: cache.rollback(opened.pop())
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("kind", "of_rows"), KINDS)
 def test_bound(rng, kind, of_rows, size, benchmark):
-    shape, (sequences, length) = SHAPES["F"], SIZES[size]
-    of_layer = numkv.kind(kind).bytes_per_element * 2 * shape.kv_heads * shape.dim * length
-    layers = cold_layers(int(of_layer * sequences)) if benchmark.enabled else 2
-    made = (kind, of_rows, layers, length, rng)
-    begin, end = single(*made) if sequences == 1 else batch(*made, sequences)
+    shape, paged, layers = SIZES[size]
+    each = shape.batch * shape.length
+    of_layer = numkv.kind(kind).bytes_per_element * 2 * shape.kv_heads * shape.dim * each
+    if not benchmark.enabled:
+        layers = 2
+    layers = layers or cold_layers(int(of_layer))
+    begins, end = (batch if paged else single)(kind, of_rows, layers, shape, rng)
     q, k, v = (
-        rows(rng, heads, sequences, of_rows)
+        rows(rng, shape, heads, shape.batch, of_rows)
         for heads in (shape.q_heads, shape.kv_heads, shape.kv_heads)
     )
     outs = [np.zeros_like(q) for _ in range(2)]
 
-    def timed(call, out):
-        started = time.perf_counter()
-        for layer in range(layers):
-            call(layer, q, k, v, out)
-        return (time.perf_counter() - started) / layers * 1e6
-
     def a_round():
+        """The times of both kinds of calls, and of the whole bound step, in microseconds a layer."""
         found = []
-        for number, out in enumerate(outs):
-            calls = begin()
-            found.append(timed(calls[number], out))
+        for begin, out in zip(begins, outs, strict=True):
+            times = [time.perf_counter()]
+            call = begin()
+            times.append(time.perf_counter())
+            for layer in range(layers):
+                call(layer, q, k, v, out)
+            times.append(time.perf_counter())
             end()
-        return found
+            times.append(time.perf_counter())
+            found.append((times[2] - times[1]) / layers * 1e6)
+        return [*found, (times[3] - times[0]) / layers * 1e6]
 
     a_round()
     assert np.array_equal(*(out.view(np.uint8) for out in outs))
@@ -104,9 +129,10 @@ def test_bound(rng, kind, of_rows, size, benchmark):
     found, until = [], time.monotonic() + SECONDS
     while time.monotonic() < until:
         found.append(a_round())
-    two, one = (statistics.median(x) for x in zip(*found, strict=True))
-    saved = statistics.median(a - b for a, b in found)
+    two, one, step = (statistics.median(x) for x in zip(*found, strict=True))
+    saved = statistics.median(a - b for a, b, _ in found)
     print(
-        f"\n{kind}, {size}: two calls {two:.1f} us, bound {one:.1f} us, saved {saved:.1f} us a layer"
+        f"\n{kind}, {size}: two calls {two:.1f} us, bound {one:.1f} us, saved {saved:.1f} us a layer; "
+        f"a bound step of {layers} layers {step:.1f} us a layer in all"
     )
     benchmark(lambda: None)
