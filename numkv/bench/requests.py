@@ -29,6 +29,8 @@ from numkv.transformers import ContinuousBatch, restore, use
 BATCH, USE = "numkv {}, ContinuousBatch", "numkv {}, use"
 ALONE, PADDED = "generate, one after another", "generate, padded batch"
 GENERATE_BATCH = "generate_batch"
+#: Tokens of a pass of `generate_batch`: as many as `ContinuousBatch` takes.
+_PASS = 512
 
 
 @dataclass(frozen=True)
@@ -300,17 +302,27 @@ def _generate_batch(
 def _serve_in_child(
     pipe: Any, settings: tuple[dict[str, Any], str, int, int], prompts: Any, new: int
 ) -> None:
-    """Serve by `generate_batch` of transformers; send a message at the beginning, then the seconds and the tokens."""
+    """Serve by `generate_batch` of transformers; send a message at the beginning, then the seconds and the tokens.
+
+    It gets a cache for all requests at once. By default it would take nearly all memory of the machine and fill it,
+    which takes longer than most workloads.
+    """
     config, dtype, seed, threads = settings
     torch.set_num_threads(threads)
     model = build(transformers.AutoConfig.for_model(**config), dtype, seed)
     options = transformers.GenerationConfig(
         max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
+    serving = transformers.ContinuousBatchingConfig(max_batch_tokens=_PASS)
+    size = getattr(serving, "page_size", None) or serving.block_size  # of older versions
+    serving.num_blocks = sum(-(-(len(x) + new) // size) for x in prompts)
     pipe.send("ready")
     begin = time.perf_counter()
     try:
-        found = model.generate_batch(inputs=prompts, generation_config=options, progress_bar=False)
+        found = model.generate_batch(
+            inputs=prompts, generation_config=options, continuous_batching_config=serving,
+            progress_bar=False,
+        )  # fmt: skip
         generated: Any = [x.generated_tokens for x in found.values()]
         if len(generated) < len(prompts):
             generated = f"it answered only {len(generated)} of {len(prompts)} requests"
