@@ -73,7 +73,7 @@ def test_budgets_are_kept_and_follow_what_has_shrunk():
     assert not below, "python tests/test_ratchet.py lowers budgets"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_more_lines_are_repeated():
     assert repeated_lines() == json.loads(LIST.read_text())["repeated lines"]
 

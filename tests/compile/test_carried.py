@@ -186,7 +186,7 @@ def test_a_process_that_has_used_cuda_does_not_pretend(tmp_path, capsys):
     assert not (tmp_path / "a").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nothing_is_compiled_after_a_load(tmp_path):
     """From the command on a machine without a driver to a GPU's driver that is handed its machine code."""
     options = ["--kind", "int8", "--dtype", "bf16", "--head-dim", "64"]

@@ -88,7 +88,7 @@ ATTENTION = [
 
 @pytest.mark.parametrize(
     "name",
-    ["append 64/int8", "write 64/int8", *(pytest.param(x, marks=pytest.mark.slow) for x in ATTENTION)],
+    ["append 64/int8", "write 64/int8", *(pytest.param(x, marks=pytest.mark.nightly) for x in ATTENTION)],
 )  # fmt: skip
 def test_numkvs_calls_run(name):
     """Small ones, on the interpreter: attention's are right, and other results would not be."""
@@ -266,7 +266,7 @@ def call(folder, work, tmp_path, capsys):
     return make
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_probe(call, work):
     printed, found = call("probe", driver="interpreter", patience=150)
     assert found["machine", "pip"]["ok"], found["machine", "pip"]
@@ -279,7 +279,7 @@ def test_the_probe(call, work):
     assert printed.endswith("NEEDS a look\n")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("others", OTHERS)
 def test_right(call, others):
     _, found = call("right", others, "interpreter", patience=150 if others == "answer" else 6)
@@ -293,7 +293,7 @@ def test_right(call, others):
     assert all(said in str(x["what"]) for x in tools)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("others", OTHERS)
 def test_interop(call, others):
     """Flow alone: each step is begun, and its end or silence is written down."""
@@ -302,7 +302,7 @@ def test_interop(call, others):
     assert names[: len(steps.interop(1.0))] == list(steps.interop(1.0))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("others", OTHERS)
 def test_fast(call, work, others):
     kept = set((work / "cache").rglob("*.kernel"))
@@ -323,7 +323,7 @@ def test_fast(call, work, others):
     assert {x["worker"] for x in theirs} == set(day.CONTESTANTS[1:])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("others", OTHERS)
 def test_why(call, others):
     _, found = call("why", others, patience=150 if others == "answer" else 15)
@@ -334,7 +334,6 @@ def test_why(call, others):
         assert "graph" in found[f"numkv, splits of {n}", "decode T1/bf16"]["what"], found
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_a_call_that_is_cut_has_written_what_it_has(call):
     printed, found = call("fast", "hang", limit=40)

@@ -170,7 +170,7 @@ def test_keys_by_channel(kind, rows, seed):
     check_channels(kind, rows, seed=seed)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.kernels
 @pytest.mark.parametrize("kind", BELOW)
 def test_keys_by_channel_on_cuda(kind):
@@ -208,7 +208,7 @@ def check_on_the_bundled_model(make, most, chunk):
                 assert score.kl_divergence == pytest.approx(first, rel=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.kernels
 def test_keys_by_channel_on_the_bundled_model():
     """As they are stored: a token's own group in full."""
@@ -257,7 +257,7 @@ class AllCodes:
         return q
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.kernels
 def test_all_keys_as_codes_on_the_bundled_model():
     """Without tokens in full, and with int8 values: what codes by channel cost alone."""

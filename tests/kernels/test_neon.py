@@ -37,7 +37,7 @@ def compiled(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", PRODUCTS)
 @pytest.mark.parametrize("rows", neon.ROWS)
 def test_hot_loops(compiled, kind, rows):

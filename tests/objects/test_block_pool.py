@@ -431,7 +431,7 @@ def manage(pool, ids, names, tokens, out):
     out[10] = pool.num_blocks
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_own_code():
     """Nopython code and Python methods work on the same books."""
     pool = BlockPool(6, SIZE)

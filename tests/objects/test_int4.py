@@ -189,7 +189,7 @@ def append_and_read(cache, k, v, k_out, v_out):
             cache.load_v(t, h, v_out[t, h])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_own_compiled_code(rng):
     """What it appends is what the layer would have stored, and is read back as float32."""
     k, v = (rng.standard_normal((5, 2, 74), F32) for _ in "kv")

@@ -678,7 +678,7 @@ def rows_of(ids, start):
     return tuple(np.concatenate(x) for x in zip(*made, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_lives_of_prompts(kind, seed, tmp_path):

@@ -38,7 +38,7 @@ def test_what_is_warm_is_not_compiled_again(tmp_path):
     assert "'hits': 0" not in second.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_processes_put_kernels_on_disk_for_this_one(tmp_path):
     code = "import numkv; print(numkv.warmup(['fp16', 'bf16'], dtypes=['fp16'], processes=2))"
     env = {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": ":".join(filter(None, sys.path))}
