@@ -14,8 +14,9 @@ from numkv.cli.output import markdown_table, page_head, save_figure, table, wrap
 _HOW = """\
 All requests arrive at once. The own parts of their prompts have log-uniform lengths. New tokens a second count the time
 from the first request to the last token, prompts included. The first token's time is the median over the requests.
-Cache is its size at the peak. Same tokens counts the requests that get the same tokens as from `generate` alone: linear
-layers in 16 bits round differently at another batch size, so with random weights texts soon diverge.
+Cache is its size at the peak. `generate_batch` has a cache for all requests, and takes 512 tokens a pass, as
+`ContinuousBatch` does. Same tokens counts the requests that get the same tokens as from `generate` alone: linear layers
+in 16 bits round differently at another batch size, so with random weights texts soon diverge.
 """
 
 
