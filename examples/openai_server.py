@@ -95,6 +95,9 @@ async def pieces(request, tokenizer, stop):
                 yield held[:cut], None
                 held = held[cut:]
         yield held, request.finish_reason
+    except Exception as error:  # any other than `HTTPException` would end the connection
+        traceback.print_exc()
+        raise HTTPException(500, f"{type(error).__name__}: {error}") from error
     finally:
         request.cancel()
 
@@ -161,8 +164,7 @@ def make(folder=BUNDLED_MODEL, **options):  # those of `ContinuousBatch`
                     yield f"data: {json.dumps(part(text, reason))}\n\n"
                 if (body.stream_options or {}).get("include_usage"):
                     yield f"data: {json.dumps(part('', None, choices=[], usage=usage()))}\n\n"
-            except Exception as error:  # the status has been sent
-                traceback.print_exc()
+            except HTTPException as error:  # the status has been sent
                 yield f"data: {(await refuse(http, error)).body.decode()}\n\n"
             yield "data: [DONE]\n\n"
 

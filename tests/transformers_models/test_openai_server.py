@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import http.client
+import json
 import runpy
 import shutil
 import threading
@@ -283,6 +285,22 @@ def test_a_model_that_fails(server, client, monkeypatch):
             list(client.completions.create(**GREEDY, stream=True))
     assert len(text_of(client)) == 24
     nothing_runs(server)
+
+
+def test_a_failure_does_not_end_the_connection(server, monkeypatch):
+    """A client may send its next request at once on the same one."""
+    host, port = server[1].removeprefix("http://").split(":")
+    monkeypatch.setattr(type(server[0].state.batch), "_next_parts", lambda *_: 1 / 0)
+    with contextlib.closing(http.client.HTTPConnection(host, int(port), timeout=60)) as connection:
+        connection.connect()
+        connection.auto_open = 0
+        for _ in range(2):
+            head = {"Content-Type": "application/json"}
+            connection.request("POST", "/v1/completions", json.dumps(GREEDY), head)
+            answer = connection.getresponse()
+            assert answer.status == 500
+            assert "ZeroDivisionError" in json.loads(answer.read())["error"]["message"]
+            time.sleep(0.2)  # in which a server would end it
 
 
 def test_an_end_in_the_middle_of_an_answer():
