@@ -59,7 +59,7 @@ def new_words(names):
 
 
 def everyday_and_nightly():
-    """Kernels for one of the targets, in turn: of an operation each kind and each shape once; with ``--nightly`` all."""
+    """Kernels for a target, in turn: of an operation each kind and each shape once; with ``--nightly`` all."""
     new = new_words(name for name, *_ in KERNELS)
     named = zip(ids(KERNELS), KERNELS, new, strict=True)
     for i, (name, (_, kernel, signature), is_new) in enumerate(named):
