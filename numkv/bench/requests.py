@@ -29,8 +29,6 @@ from numkv.transformers import ContinuousBatch, restore, use
 BATCH, USE = "numkv {}, ContinuousBatch", "numkv {}, use"
 ALONE, PADDED = "generate, one after another", "generate, padded batch"
 GENERATE_BATCH = "generate_batch"
-#: Tokens of a pass of `generate_batch`: as many as `ContinuousBatch` takes.
-_PASS = 512
 
 
 @dataclass(frozen=True)
@@ -313,16 +311,16 @@ def _serve_in_child(
     options = transformers.GenerationConfig(
         max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
-    serving = transformers.ContinuousBatchingConfig(max_batch_tokens=_PASS)
+    # As many tokens a pass as `ContinuousBatch` takes.
+    serving = transformers.ContinuousBatchingConfig(max_batch_tokens=512)
     size = getattr(serving, "page_size", None) or serving.block_size  # of older versions
     serving.num_blocks = sum(-(-(len(x) + new) // size) for x in prompts)
     pipe.send("ready")
     begin = time.perf_counter()
     try:
         found = model.generate_batch(
-            inputs=prompts, generation_config=options, continuous_batching_config=serving,
-            progress_bar=False,
-        )  # fmt: skip
+            prompts, options, continuous_batching_config=serving, progress_bar=False
+        )
         generated: Any = [x.generated_tokens for x in found.values()]
         if len(generated) < len(prompts):
             generated = f"it answered only {len(generated)} of {len(prompts)} requests"

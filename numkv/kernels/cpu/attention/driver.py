@@ -192,9 +192,7 @@ def _attend(call, launch, worker, workers):
                     while plan.first_item[b + 1] <= number:
                         b += 1
                     coming = find_item(problem, plan, b, number)
-                    coming_tokens = np.int64(TILE_UNIT)
-                    if not short_if_large or coming.is_large == 0:
-                        coming_tokens = _tokens_of_turns(layout, longest, coming)
+                    coming_tokens = _tokens_of_turns(layout, longest, short_if_large, coming)
                     next_tile = coming.begin - coming.begin % coming_tokens
                     next_head = coming.first_head
             next_end = _end_of_group(layout, coming, next_head, coming_tokens)
@@ -268,10 +266,14 @@ def _begin(state, call, worker):
 
 
 @inlined
-def _tokens_of_turns(layout, longest, item):
-    """Return the most tokens of an item's turns: as many units as there is room for, doubled up to `longest`."""
+def _tokens_of_turns(layout, longest, short_if_large, item):
+    """Return the most tokens of an item's turns: as many units as there is room for, doubled up to `longest`.
+
+    Of large items it is one unit, if so wanted.
+    """
     row = max(layout.k_words * layout.k_size, layout.v_words * layout.v_size)
-    tokens, room = np.int64(TILE_UNIT), np.int64(_TILE_BYTES)
+    tokens = np.int64(TILE_UNIT)
+    room = np.int64(0 if short_if_large and item.is_large != 0 else _TILE_BYTES)
     if item.rows == 1 and layout.unit >= LONG_RUN:
         room *= _TILES_OF_ONE_ROW
     while tokens < longest and 2 * tokens * row <= room:
