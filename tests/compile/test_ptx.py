@@ -49,7 +49,7 @@ def ids(kernels) -> list[str]:
 
 
 def new_words(names):
-    """For each name, as ``attention[q fp16, K int8, 4 rows]``, whether an operation has a word for the first time."""
+    """For each name, as ``attention[q fp16, K int8]``, whether it has a word that its operation had not before."""
     seen = set()
     for name in names:
         operation, _, words = name.partition("[")
@@ -59,7 +59,7 @@ def new_words(names):
 
 
 def everyday_and_nightly():
-    """Kernels for a target, in turn: of an operation each kind and each shape once; with ``--nightly`` all."""
+    """Each kernel that has a new word, for one of the targets in turn; with ``--nightly`` all kernels, for both."""
     new = new_words(name for name, *_ in KERNELS)
     named = zip(ids(KERNELS), KERNELS, new, strict=True)
     for i, (name, (_, kernel, signature), is_new) in enumerate(named):

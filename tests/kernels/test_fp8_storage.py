@@ -191,7 +191,7 @@ def test_public_appends_take_a_number_or_one_for_each_head(target, name, scale):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["fp8_e4m3", pytest.param("fp8_e5m2", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
 def test_compiled_code_of_a_user_stores_and_loads_by_the_same_scales(name):
     pool = pool_of(targets.get("cpu"), name, SCALES)
     x = rows(3)

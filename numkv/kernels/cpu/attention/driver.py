@@ -115,8 +115,9 @@ _GROUP_TOKENS = 4 * TILE_UNIT
 _FEW_TOKENS = TILE_UNIT // 2
 # The most bytes of K rows, or of V rows, in a tile of more than a unit. A turn has work that does not depend on its
 # tokens, so long tiles are faster (perf/results/2026-11-28-amd-epyc-2-cores-machines-tiles.md). Rows of a tile and of
-# the next should fit in an L2 cache of 256 KB. Single query rows take so little time that turns of four times as much
-# are faster still: shape C of `python -m perf` in fp32 by 4 % on a Zen 4, whose L2 cache has 1 MB.
+# the next should fit in an L2 cache of 256 KB. Arithmetic on single query rows is so short that tiles of four times as
+# many bytes are better, though two of them fill such a cache: shape C in fp32 takes 0.95 of the time on a Zen 4, which
+# has 1 MB (`python -m perf against`).
 _TILE_BYTES, _TILES_OF_ONE_ROW = 32 << 10, 4
 
 _PLAN, _DRIVER = "numkv_plan_of_attention", "numkv_attention"
@@ -269,7 +270,7 @@ def _begin(state, call, worker):
 def _tokens_of_turns(layout, longest, short_if_large, item):
     """Return the most tokens of an item's turns: as many units as there is room for, doubled up to `longest`.
 
-    Of large items it is one unit, if so wanted.
+    With `short_if_large`, turns of large items have one unit.
     """
     row = max(layout.k_words * layout.k_size, layout.v_words * layout.v_size)
     tokens = np.int64(TILE_UNIT)
