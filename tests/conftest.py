@@ -96,11 +96,10 @@ def pytest_configure(config) -> None:
 
 # Files whose tests take long, the longest first, so that at the end both workers have something to do.
 LONGEST = [
-    "kernels/test_attention_int4", "kernels/test_attention", "test_cache_on_disk", "kernels/test_attention_sight",
-    "objects/test_jit_views", "kernels/test_compress", "objects/test_mass",
-    "kernels/test_append", "kernels/test_write", "kernels/test_attention_ranges",
-    "test_generated_code", "kernels/test_attention_integers", "objects/test_block_pool_states",
-    "objects/test_multi_sequence_states",
+    "objects/test_paged_channel", "kernels/test_channel", "kernels/test_attention", "kernels/test_coding",
+    "kernels/test_compress", "store/test_network", "kernels/test_attention_int4", "objects/test_channel_caches",
+    "kernels/test_attention_integers", "kernels/test_attention_sight", "demo/test_cli", "files/test_damage",
+    "fuzz/test_table", "kernels/test_mass",
 ]  # fmt: skip
 
 
@@ -209,15 +208,17 @@ def place_of(item) -> str:
 def is_nightly(item) -> bool:
     """Whether a test is for nightly runs only: it is marked so, or asks for a kind that another one stands for.
 
-    Tests of kernels in the simulator are for all runs, as it compiles nothing.
+    Most tests of kernels in the simulator are for all runs, as it compiles nothing.
     """
-    from kinds import is_like_others
+    from kinds import BY_CHANNEL_ON_CUDA, LIKE_OTHERS, is_like_others
 
     params = item.callspec.params if hasattr(item, "callspec") else {}
-    target = params.get("target")
+    target, place = params.get("target"), place_of(item)
+    if target == "cuda" and is_like_others(place, params.values(), BY_CHANNEL_ON_CUDA):
+        return True
     if target == "cuda" and SIMULATED and not is_above_kernels(item):
         return False
-    if target is not None and is_like_others(place_of(item), params.values()):
+    if target is not None and is_like_others(place, params.values(), LIKE_OTHERS):
         return True
     return item.get_closest_marker("nightly") is not None
 

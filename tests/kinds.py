@@ -20,8 +20,9 @@ IN_FLOAT64 = ["fp64"]
 CONVERSIONS = [("fp32", "fp64"), ("fp32", "fp16"), ("fp64", "fp32"), ("bf16", "fp32")]
 #: By folder or file: kinds that differ from another one only in the conversion of elements, which `tests/rows` checks
 #: in every run. Tests of these kinds on the CPU run nightly. So fp8_e4m3 stands for both 8-bit floats. Objects do not
-#: depend on kinds: there, on both targets, fp32 stands for fp64 and int4_channel_fine, which has more words, for
-#: int4_channel. Where operations differ only in conversions, one kind of 16 bits and one of the others stand for all.
+#: depend on kinds: there, on both targets, fp32 stands for fp64, and int4_channel_fine, which has more words, for
+#: int4_channel; in paged caches int8_channel stands for both. Where operations differ only in conversions, one kind of
+#: 16 bits and one of the others stand for all.
 LIKE_OTHERS = {
     "fp8_e5m2": ("kernels", "objects"),
     "fp64": (
@@ -32,7 +33,10 @@ LIKE_OTHERS = {
     "bf16": ("kernels/test_compress", "kernels/test_mass", "test_device"),
     "int8": ("test_device",),
     "int4_channel": ("objects",),
+    "int4_channel_fine": ("objects/test_paged_channel",),
 }  # fmt: skip
+#: The same for CUDA alone. CI interprets PTX of attention with int4_channel.
+BY_CHANNEL_ON_CUDA = {"int4_channel": ("kernels/test_channel",), "int4_channel_fine": ("objects",)}
 #: Kinds that only slow tests compile: they differ from others only in conversions, which `tests/rows` checks daily.
 LEFT_TO_CI = {
     "fp64": ("kernels",), "code6": ("kernels",), "int4_channel": ("kernels/test_channel",),

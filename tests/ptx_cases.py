@@ -482,7 +482,7 @@ def _attention(case):
             q_kind = {"int8": "fp16", "int4": "bf16"}.get(kind, kind)
             case(attention, shape, kind, q_kind, everyday=rows == 4 and kind in ("bf16", "int8"))
         case(attention, shape, "code4", "fp32", everyday=rows == 4)
-        case(attention, shape, "code6", "fp32", everyday=rows == 4)
+        case(attention, shape, "code6", "fp32")
         for kind in FP8:
             case(attention_of_heads, shape, kind, kind, "bf16", mass=True)
     long = Shape(4, 1, 64, (700, 300), spare=0)
@@ -491,7 +491,7 @@ def _attention(case):
     # More splits than a team of threads merges; several queries in some splits.
     case(attention, Shape(2, 1, 64, (8600,), spare=0), "fp32", "fp32")
     several = Shape(4, 2, 64, (1300, 900, 70), new=(9, 1, 30), spare=0)
-    case(attention, several, "fp32", "fp32", everyday=True)
+    case(attention, several, "fp32", "fp32")
     case(attention, several, "fp32", "fp32", window_left=700, sinks=True)
     for kind in (*FLOATS, *naive.EVERYWHERE):  # rows that are no multiples of 16 bytes
         case(attention, Shape(4, 1, 34, (70, 3), head_dim_v=6), kind, "fp32", block_size=3)

@@ -104,6 +104,7 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@pytest.mark.slow  # it reads all of the source
 def test_imports_point_down_the_ladder():
     for path in FILES:
         own = room_of(name_of(path))

@@ -48,23 +48,28 @@ def ids(kernels) -> list[str]:
     return names
 
 
-def new_words(names):
-    """For each name, as ``attention[q fp16, K int8]``, whether it has a word that its operation had not before."""
-    seen = set()
-    for name in names:
-        operation, _, words = name.partition("[")
-        here = {(operation, word.strip(" ]")) for word in words.split(",")}
-        yield not here <= seen
-        seen |= here
+def words_of(name):
+    """The words of a name, as ``attention[q fp16, K int8]``, each with its operation."""
+    operation, _, words = name.partition("[")
+    return {(operation, word.strip(" ]")) for word in words.split(",")}
+
+
+def few_with_all_words(names):
+    """A few of the names that have every word of all: each is the one that adds the most."""
+    found, left = [], set().union(*map(words_of, names))
+    while left:
+        found.append(max(names, key=lambda name: len(words_of(name) & left)))
+        left -= words_of(found[-1])
+    return found
 
 
 def everyday_and_nightly():
-    """Each kernel that has a new word, for one of the targets in turn; with ``--nightly`` all kernels, for both."""
-    new = new_words(name for name, *_ in KERNELS)
-    named = zip(ids(KERNELS), KERNELS, new, strict=True)
-    for i, (name, (_, kernel, signature), is_new) in enumerate(named):
+    """A few kernels with every word, for one of the targets in turn; with ``--nightly`` all kernels, for both."""
+    everyday = few_with_all_words([name for name, *_ in KERNELS])
+    for name, (of, kernel, signature) in zip(ids(KERNELS), KERNELS, strict=True):
+        turn = everyday.index(of) if of == name and of in everyday else None
         for j, cc in enumerate(TARGETS):
-            marks = [] if is_new and (i + j) % 2 == 0 else [pytest.mark.nightly]
+            marks = [] if turn is not None and (turn + j) % 2 == 0 else [pytest.mark.nightly]
             yield pytest.param(
                 name, kernel, signature, cc, marks=marks, id=f"{name}-sm_{cc[0]}{cc[1]}"
             )

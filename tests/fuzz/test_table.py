@@ -118,7 +118,7 @@ def test_families_are_known():
 
 
 #: Of scenes with many rows, how many of all variants are tried in an everyday run; nightly runs try all of them.
-SHARE = {"Cells": 0.15, "Layers": 0.4, "Paged": 0.4, "ByChannel": 0.4, "Attention": 0.3}
+SHARE = {"Cells": 0.15, "Layers": 0.25, "Paged": 0.25, "ByChannel": 0.2, "Attention": 0.3}
 
 
 def scene_for(row, scene_class, rng):

@@ -46,7 +46,7 @@ def defined(kind, x):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("compute", [F32, np.float64])
+@pytest.mark.parametrize("compute", [F32, pytest.param(np.float64, marks=pytest.mark.nightly)])
 def test_rows(kind, compute, rng):
     store = compiled(kind, compute.__name__)
     for dim in DIMS:
@@ -88,7 +88,9 @@ def test_hostile_rows(kind, rng):
                 assert stored(compiled(kind), kind, x) == stored(store, kind, x), x
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["int4", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS[1:])]
+)
 def test_rows_of_a_token(kind, rng):
     """All heads at once: as row by row, in pools of any strides, also where rows are too long for vector code."""
     of, store = numkv.kind(kind), compiled(kind)

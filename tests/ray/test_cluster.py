@@ -65,7 +65,10 @@ def alone(model):
     return decode(model, model.batch([128, 128], CacheChoice("fp32", block_size=16)))
 
 
-@pytest.mark.parametrize(("heads", "context"), [(2, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize(
+    ("heads", "context"),
+    [(2, 2), *(pytest.param(*x, marks=pytest.mark.nightly) for x in ((2, 1), (1, 4)))],
+)
 def test_the_bundled_model_on_several_nodes(cluster, model, alone, heads, context):
     """By heads to the bit, by context to rounding; one message to each shard for each layer of a step."""
     batch = sharded(model, heads=heads, context=context)

@@ -148,7 +148,7 @@ def difference_of_linear_layers(model, rows):
     return float((together - alone).abs().max())
 
 
-@pytest.mark.parametrize("kind", ["bf16", "int8"])
+@pytest.mark.parametrize("kind", [pytest.param("bf16", marks=pytest.mark.nightly), "int8"])
 def test_forty_requests_with_16_bit_weights(kind):
     """The same tokens up to one whose two best logits are closer than what linear layers differ by."""
     model, prompts = make("llama", torch.bfloat16), texts(40)
@@ -312,7 +312,8 @@ def test_as_many_blocks_as_there_are(family):
 @pytest.mark.parametrize(
     ("kind", "blocks", "options"),
     [
-        ("fp32", 20, {}), ("int8", 44, {"full_precision": numkv.FullPrecision(20, 4)}), ("int8_channel", 24, {}),
+        ("fp32", 20, {}), ("int8_channel", 24, {}),
+        pytest.param("int8", 44, {"full_precision": numkv.FullPrecision(20, 4)}, marks=pytest.mark.nightly),
         pytest.param("int4", 20, {"rotate": True}, marks=pytest.mark.nightly),
     ],
 )  # fmt: skip
