@@ -40,7 +40,7 @@ BY_CHANNEL_ON_CUDA = {"int4_channel": ("kernels/test_channel",), "int4_channel_f
 #: Kinds that only slow tests compile: they differ from others only in conversions, which `tests/rows` checks daily.
 LEFT_TO_CI = {
     "fp64": ("kernels",), "code6": ("kernels",), "int4_channel": ("kernels/test_channel",),
-    "bf16": ("kernels/test_append", "kernels/test_choice", "kernels/test_hadamard"),
+    "bf16": ("kernels/test_append", "kernels/test_channel", "kernels/test_choice", "kernels/test_hadamard"),
     "int8": ("kernels/test_choice",),
     "fp16": (
         "kernels/test_append", "kernels/test_append_int8", "kernels/test_attention_paged",

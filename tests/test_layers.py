@@ -112,6 +112,7 @@ def test_imports_point_down_the_ladder():
         assert not {room for room in rooms if HEIGHT[room] >= HEIGHT[own]}, path
 
 
+@pytest.mark.slow
 def test_no_module_imports_itself_by_way_of_others():
     """Within a room too: imports at the top of modules make no circle."""
     names = {name_of(path): path for path in FILES}
