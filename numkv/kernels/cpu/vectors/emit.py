@@ -115,7 +115,7 @@ def scratch_floats(builder, element, size):
 
 
 def keep_in_memory(builder, pointer):
-    """Force stored data to be read from memory, as LLVM would split vectors to keep a part in registers."""
+    """Force data to be read from memory again, where LLVM would keep it, or parts of it, in registers."""
     signature = ir.FunctionType(ir.VoidType(), [pointer.type])
     nothing = ir.InlineAsm(signature, "", "r,~{memory}", side_effect=True)
     builder.call(nothing, [pointer])
