@@ -210,15 +210,16 @@ def is_nightly(item) -> bool:
 
     Most tests of kernels in the simulator are for all runs, as it compiles nothing.
     """
-    from kinds import BY_CHANNEL_ON_CUDA, LIKE_OTHERS, is_like_others
+    from kinds import LIKE_OTHERS_IN_SIMULATOR, is_like_others
 
     params = item.callspec.params if hasattr(item, "callspec") else {}
     target, place = params.get("target"), place_of(item)
-    if target == "cuda" and is_like_others(place, params.values(), BY_CHANNEL_ON_CUDA):
-        return True
-    if target == "cuda" and SIMULATED and not is_above_kernels(item):
-        return False
-    if target is not None and is_like_others(place, params.values(), LIKE_OTHERS):
+    if target == "cuda" and SIMULATED:
+        if is_like_others(place, params.values(), LIKE_OTHERS_IN_SIMULATOR):
+            return True
+        if not is_above_kernels(item):
+            return False
+    if target is not None and is_like_others(place, params.values()):
         return True
     return item.get_closest_marker("nightly") is not None
 

@@ -35,8 +35,11 @@ LIKE_OTHERS = {
     "int4_channel": ("objects",),
     "int4_channel_fine": ("objects/test_paged_channel",),
 }  # fmt: skip
-#: The same for CUDA alone. CI interprets PTX of attention with int4_channel.
-BY_CHANNEL_ON_CUDA = {"int4_channel": ("kernels/test_channel",), "int4_channel_fine": ("objects",)}
+#: The same for the simulator, where kinds by channel take long. So int8_channel stands for all three in objects there.
+#: CI interprets PTX of attention with int4_channel.
+LIKE_OTHERS_IN_SIMULATOR = {
+    "int4_channel": ("kernels/test_channel",), "int4_channel_fine": ("objects",),
+}  # fmt: skip
 #: Kinds that only slow tests compile: they differ from others only in conversions, which `tests/rows` checks daily.
 LEFT_TO_CI = {
     "fp64": ("kernels",), "code6": ("kernels",), "int4_channel": ("kernels/test_channel",),

@@ -465,9 +465,9 @@ class WeightedSums:
         with steps(b, *self.turns(), 1) as (t, _):
             weights = self.weights(t)
             self.stream.issue(self.tokens * elements, t)
-            # With AVX-512, floats that need no conversion are operands of products, loaded anew for each query row.
-            # They come from memory faster then: a CPU runs less far ahead, where its prefetches would delay its loads.
-            # On a Zen 4 shape A in fp32 takes 0.90 of the time (`python -m perf against`); with AVX2 E loses a fifth.
+            # With AVX-512, floats that need no conversion are operands of products, loaded anew for each query row. On
+            # a Zen 4 shape A in fp32 then takes 0.90 of the time (`python -m perf against`). The CPU probably runs less
+            # far ahead, so that fewer prefetches delay its loads.
             as_they_are = LANES == 16 and self.kind == ("fp64" if v.double else "fp32")
             at_once = 1 if as_they_are else self.rows
             for first in range(0, self.rows, at_once):
