@@ -10,6 +10,7 @@ from onnx import TensorProto, helper
 
 from perf.peers import (
     Contestant,
+    apart,
     float_bytes,
     float_layers,
     nbytes,
@@ -133,11 +134,11 @@ def _maker(kind, per_channel=False):
             providers=["CPUExecutionProvider"],
         )
         dtype = np.float16 if kind == "fp16" else np.float32
-        inputs = {n: x.astype(dtype) for n, x in _newest(problem).items()}
-        inputs["seqlens_k"] = np.array(shape.lens, np.int32) - 1
-        given = {n: np.atleast_1d(s).ravel() for n, s in scales.items()}
-        given["total_sequence_length"] = np.array(max(shape.lens), np.int32)
-        out = np.empty_like(inputs["query"])
+        inputs = {n: apart(x.astype(dtype)) for n, x in _newest(problem).items()}
+        inputs["seqlens_k"] = apart(np.array(shape.lens, np.int32) - 1)
+        given = {n: apart(s.ravel()) for n, s in scales.items()}
+        given["total_sequence_length"] = apart(np.array(max(shape.lens), np.int32))
+        out = apart(np.empty_like(inputs["query"]))
         value = onnxruntime.OrtValue.ortvalue_from_numpy  # the array's own memory
 
         def bound(k, v, some):

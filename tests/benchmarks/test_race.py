@@ -16,6 +16,7 @@ from perf.peers import (
     PAGED,
     CannotRun,
     Contestant,
+    apart,
     nbytes,
     numkv_,
     numpy_,
@@ -225,6 +226,22 @@ def test_libraries_of_one_width(rng):
     same_widths(Decode(TINY, rng))
     with pytest.raises(CannotRun, match="one width"):
         same_widths(Decode(UNEQUAL["widths"], rng))
+
+
+@pytest.mark.parametrize("dims", [(), (1,), (3, 5)])
+def test_small_arrays_lie_apart(dims):
+    x = np.full(dims, 7, np.float32)
+    copy = apart(x)
+    np.testing.assert_array_equal(copy, x)
+    assert copy.shape == dims
+    assert copy.dtype == x.dtype
+    room = copy.base
+    while room.base is not None:
+        room = room.base
+    before = copy.ctypes.data - room.ctypes.data
+    assert copy.ctypes.data % 64 == 0
+    assert before >= 128
+    assert room.nbytes - before - copy.nbytes >= 128
 
 
 def test_layers_come_from_memory():
