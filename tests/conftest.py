@@ -37,8 +37,10 @@ def has_gpu() -> bool:
 if "NUMBA_ENABLE_CUDASIM" not in os.environ and not has_gpu():
     os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
 
-# NumPy's own products on one thread: matrices of tests are small, and the threads of two workers wait for each other.
+# Products of NumPy and PyTorch on one thread: matrices of tests are small, and threads of several processes on two cores
+# wait for each other. Numba's threads do not go by these.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Programs that tests run do not report compilations: their times depend on the machine's load.
 os.environ.setdefault("NUMKV_PROGRESS", "0")
