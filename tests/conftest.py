@@ -37,8 +37,8 @@ def has_gpu() -> bool:
 if "NUMBA_ENABLE_CUDASIM" not in os.environ and not has_gpu():
     os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
 
-# Products of NumPy and PyTorch on one thread: matrices of tests are small, and threads of several processes on two cores
-# wait for each other. Numba's threads do not go by these.
+# Products of NumPy and PyTorch on one thread: matrices of tests are small, and the threads of processes that share two
+# cores wait for each other. Numba's threads do not go by these.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -581,13 +581,13 @@ def _prefill_of_codes(case):
     for k_kind, v_kind, q_kind in (
         ("fp8_e4m3", "fp8_e5m2", "bf16"), ("fp8_e5m2", "fp8_e4m3", "fp32"), ("fp8_e4m3", "fp16", "fp16"),
     ):  # fmt: skip
-        case(of_heads, many, k_kind, v_kind, q_kind, everyday=q_kind == "bf16")
+        case(of_heads, many, k_kind, v_kind, q_kind)
     hidden, shape = (
         ptx_prefill.through_prefill(attention_hidden),
         Shape(4, 2, 64, (120, 75), new=(70, 2)),
     )
     for kind in ("int8", "int4"):
-        case(hidden, shape, kind, "bf16", window_left=20, everyday=kind == "int8")
+        case(hidden, shape, kind, "bf16", window_left=20)
 
 
 def _call(function, args, options):
