@@ -581,6 +581,9 @@ def test_compaction_without_room_changes_nothing(play):
         p.cache.compact(a, [300])
     with pytest.raises(IndexError):  # past the shift's tables
         p.cache.compact(a, [0, 299], numkv.rope_shift(np.ones((9, 16)), np.zeros((9, 16))))
+    for keep in ([0, 299], range(64)):  # some tokens move, or none
+        with pytest.raises(TypeError, match="rope_shift"):
+            p.cache.compact(a, keep, ...)
     p.look()
     p.cache.compact(a, range(250, 300))
     p.model[a] = p.model[a].compacted(range(250, 300))

@@ -77,7 +77,7 @@ from numkv.caches.paged.tiers import longest_found
 from numkv.caches.paged.trees import Tree
 from numkv.checks import check_kept
 from numkv.compaction.key_shift import RopeShift
-from numkv.compaction.moves import slots_of
+from numkv.compaction.moves import check_shift, slots_of
 from numkv.drawing.page import drawn
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError
 from numkv.keywords import explained
@@ -418,6 +418,7 @@ class PagedKVCache(StoredSequences):
                 "compact: expected layers without states, as states are of all tokens, got some that keep them"
             )
         kept = check_kept("keep", keep, state.length)
+        check_shift(shift)
         number = sequence_number(seq)
         if any(self._store.layers.groups):
             self._compact_groups(number, state, kept, shift)
