@@ -494,6 +494,11 @@ def test_bytes(rng):
 def test_out_and_errors(rng):
     cache, step, _ = made(rng, np.asarray, [30, 22])
     q = queries(2)
+    odd = np.empty((2, Q_HEADS, 4 * DIM + 1), np.uint8)[..., 1:].view(F32)
+    for bad in ({"out": odd}, {"sinks": np.full(Q_HEADS, np.nan, F32)}):
+        with pytest.raises((numkv.NotSupported, ValueError), match=next(iter(bad))):
+            step.sparse_attention(0, q, most_blocks=3, **bad)
+        assert not cache._store.bounds.covered(0).any()  # nothing was bounded
     want = step.sparse_attention(0, q, most_blocks=3)
     for out in (np.empty_like(q), np.empty((2, 8, DIM), F32)[:, ::2], q.copy()):
         given = out if out.shape == q.shape and np.array_equal(out, q) else q

@@ -990,6 +990,8 @@ class Step:
         store, size = self._store, self._store.block_size
         pool, group = store.place(layer)
         q = self._check_queries(layer, pool, q)
+        pools = [pool] if twin is None else [store.place(twin)[0], pool]
+        options = check_call(q, options, pools, {})  # before anything is bounded
         read, part = self._read(group, twin), store.places[store.layers.sources[layer]][0]
         assert store.bounds is not None
         low, high = store.bounds.update(part, pool, read.blocks, read.counts, read.written)
@@ -1006,7 +1008,6 @@ class Step:
         ranges = pool.target.index(np.stack([read.begins, tokens], 1), np.int64)
         seen = self._seen_in_full[store.place(twin)[1], -1]._replace(codes=None)
         in_full = parts_of(store, layer, twin, self._tables.__getitem__, seen)
-        options = check_call(q, options, [in_full[0].pool, pool], {})
         return run_parts(
             in_full, q, self._lens, self._starts, options,
             lambda wide, asked: attend_by_head(pool, tables, lens, wide, asked, ranges),
