@@ -88,7 +88,7 @@ def attend(
     if options.out is not None or options.sinks is not None:
         tables = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": q_starts}
         options = check_call(q, options, (pool,), tables, validate)
-    if options.sight is not None and num_tokens and num_q_heads:
+    if options.sight is not None:
         capacity = int(block_table.shape[1]) * (1 if by_slot else int(k.words.shape[2]))
         compute = _compute_dtype(pool, q.dtype)
         sinks = _no_sinks(target.key, compute) if options.sinks is None else options.sinks

@@ -110,16 +110,18 @@ def lay_out(
         check_apart(target, written, {"mask": given})
         bits = given if given.dtype == _WORDS[0] else given.view(_WORDS[0])
         columns = COLUMNS + int(bits.shape[1])
-        _check_words(target, q_starts, int(bits.shape[1]), validate)
+        if num_tokens:
+            _check_words(target, q_starts, int(bits.shape[1]), validate)
     if sight.alibi_slopes is not None:
         slopes = _check_slopes(target, sight.alibi_slopes, sinks.dtype, num_q_heads, validate)
         heads = target.empty((2 * num_q_heads,), sinks.dtype)
         columns = max(columns, COLUMNS)
     rows = target.empty((num_tokens, columns), np.int64)
-    target.ops.fill_mask(
-        seq_lens, q_starts, ranges, bits, int(sight.causal), int(window_left), sight.first, capacity, sinks, slopes,
-        rows, heads,
-    )  # fmt: skip
+    if num_tokens and num_q_heads:
+        target.ops.fill_mask(
+            seq_lens, q_starts, ranges, bits, int(sight.causal), int(window_left), sight.first, capacity, sinks, slopes,
+            rows, heads,
+        )  # fmt: skip
     return rows, sinks if sight.alibi_slopes is None else heads
 
 

@@ -280,6 +280,29 @@ def test_what_is_refused(target, to, rng, error, name, options):
         numkv.prefill_attention(*arrays, validate=True, **given)
 
 
+def test_calls_without_queries_are_checked_too(target, to, rng):
+    k, q = (to(rng.standard_normal(x).astype(np.float32)) for x in ((2, 2, 3, 8), (0, 4, 8)))
+    arrays = q, k, k, to(np.array([3, 0])), to(np.zeros(3, np.int64))
+    fine = {
+        "ranges": np.empty((0, 2), np.int64),
+        "mask": np.empty((0, 0), np.uint32),  # of an empty tree
+        "alibi_slopes": np.ones(4, np.float32),
+    }
+    for name, x in fine.items():
+        assert numkv.prefill_attention(*arrays, **{name: to(x)}).shape == (0, 4, 8)
+    for error, name, wrong in (
+        (DimensionMismatch, "ranges", np.empty((0, 3), np.int64)),
+        (UnsupportedDType, "ranges", "x"),
+        (DimensionMismatch, "mask", np.empty((1, 1), np.uint32)),
+        (UnsupportedDType, "mask", np.empty((0, 1), bool)),
+        (DimensionMismatch, "alibi_slopes", np.ones(3, np.float32)),
+        (ValueError, "alibi_slopes", np.full(4, np.nan, np.float32)),
+    ):
+        given = to(wrong) if isinstance(wrong, np.ndarray) else wrong
+        with pytest.raises(error, match=name):
+            numkv.prefill_attention(*arrays, validate=True, **{name: given})
+
+
 def test_a_mask_with_too_few_words_is_refused(target, to, rng):
     problem = Problem(rng, SMALL[1])
     rows, _, _ = problem.stored()
