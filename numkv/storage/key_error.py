@@ -38,6 +38,7 @@ def _variance(kind: str) -> float:
     return float(((places - levels) ** 2 * density).sum() / density.sum())
 
 
+@np.errstate(invalid="ignore", over="ignore")  # of infinite queries the result is not finite
 def key_error(
     buffer: Buffer, slots: NDArray[np.int64], num_tokens: int, q: Any, sm_scale: float
 ) -> Floats:
@@ -82,7 +83,7 @@ def key_error(
     of_groups = np.add.reduceat(squares, starts, axis=2)
     of_groups = of_groups.reshape(len(squares), heads, squares.shape[1] // heads, len(starts))
     found: Floats = np.sqrt(_variance(kind.name) * np.einsum("nhqg,hg->nhq", of_groups, mean))
-    return sm_scale * found.reshape(squares.shape[:2])
+    return abs(sm_scale) * found.reshape(squares.shape[:2])
 
 
 def _steps(kind: Kind, stored: Any, count: int) -> Floats:

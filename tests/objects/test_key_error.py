@@ -153,3 +153,24 @@ def test_odd_arguments():
         layer.key_error(np.ones((1, 3, DIM), np.float32))
     with pytest.raises(ValueError, match="sm_scale"):
         layer.key_error(np.ones((1, Q_HEADS, DIM), np.float32), sm_scale=math.nan)
+
+
+@pytest.mark.parametrize("sm_scale", [None, 0.0])
+def test_infinite_queries_have_errors_that_are_not_finite(sm_scale):
+    layer = numkv.ContiguousLayer(8, HEADS, DIM, kind="int8")
+    rows = np.arange(3 * HEADS * DIM, dtype=np.float32).reshape(3, HEADS, DIM)
+    layer.append(rows, rows)
+    q = np.ones((3, Q_HEADS, DIM), np.float32)
+    q[0, 0, 0], q[1, 0, 1], q[2, 0, 2] = np.inf, -np.inf, np.nan
+    error = layer.key_error(q, sm_scale=sm_scale)
+    assert not np.isfinite(error[:, 0]).any()
+    assert np.isfinite(error[:, 1:]).all()
+
+
+def test_a_negative_scale_moves_scores_as_far(rng):
+    layer = numkv.ContiguousLayer(8, HEADS, DIM, kind="int8")
+    rows, q = (rng.standard_normal((3, n, DIM)).astype(np.float32) for n in (HEADS, Q_HEADS))
+    layer.append(rows, rows)
+    error = layer.key_error(q, sm_scale=-0.5)
+    assert (error > 0).all()
+    np.testing.assert_array_equal(error, layer.key_error(q, sm_scale=0.5))
