@@ -123,10 +123,10 @@ def _room(dims, dtype):
 
 
 def apart(x):
-    """A copy of a small array that shares no cache line with what other threads write.
+    """A copy of a small array that shares no cache line with other data.
 
-    A scale of four bytes beside a counter that the threads of ONNX Runtime write cost half as much time again, or not,
-    as the heap of the process happened to be.
+    Calls of ONNX Runtime in int8 took half as much time again while scales and queries did, presumably with counters
+    that its threads write; whether they did depended on what its process had allocated before.
     """
     copy = _room((2 * _LINES + x.nbytes,), np.uint8)[_LINES : _LINES + x.nbytes]
     copy = copy.view(x.dtype).reshape(x.shape)
