@@ -117,11 +117,10 @@ def lay_out(
         heads = target.empty((2 * num_q_heads,), sinks.dtype)
         columns = max(columns, COLUMNS)
     rows = target.empty((num_tokens, columns), np.int64)
-    if num_tokens and num_q_heads:
-        target.ops.fill_mask(
-            seq_lens, q_starts, ranges, bits, int(sight.causal), int(window_left), sight.first, capacity, sinks, slopes,
-            rows, heads,
-        )  # fmt: skip
+    target.ops.fill_mask(
+        seq_lens, q_starts, ranges, bits, int(sight.causal), int(window_left), sight.first, capacity, sinks, slopes,
+        rows, heads,
+    )  # fmt: skip
     return rows, sinks if sight.alibi_slopes is None else heads
 
 

@@ -9,7 +9,6 @@ levels.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -72,7 +71,7 @@ def key_error(
         q = buffer.rotation.forward(target, q, np.float32)
     squares: Floats = np.asarray(target.to_host(q), np.float64) ** 2
     each = 1 if kind.group_tokens else kind.group_size or squares.shape[2]
-    starts: Sequence[int] = range(0, squares.shape[2], each)
+    starts = np.arange(0, squares.shape[2], each)
     heads, size = (int(n) for n in buffer.words.shape[1:3])
     # These are the whole pool's scales; only the sequence's become float64.
     every = target.to_host(buffer.typed_scales())

@@ -990,8 +990,8 @@ class Step:
         store, size = self._store, self._store.block_size
         pool, group = store.place(layer)
         q = self._check_queries(layer, pool, q)
-        pools = [pool] if twin is None else [store.place(twin)[0], pool]
-        options = check_call(q, options, pools, {})  # before anything is bounded
+        read_first = pool if twin is None else store.place(twin)[0]
+        options = check_call(q, options, (read_first, pool), {})  # before anything is bounded
         read, part = self._read(group, twin), store.places[store.layers.sources[layer]][0]
         assert store.bounds is not None
         low, high = store.bounds.update(part, pool, read.blocks, read.counts, read.written)
