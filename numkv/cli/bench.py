@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-import llvmlite.binding as llvm
-
 import numkv
 from numkv.bench.rounds import DYNAMIC, FLOOR, STATIC, Line, Spread, num_cores
 from numkv.cli import bench_requests
@@ -83,7 +81,7 @@ class About:
 
 
 def _machine() -> str:
-    return f"{cpu_name()} ({llvm.get_host_cpu_name()} to LLVM), {num_cores()} cores, {platform.system()}"
+    return f"{cpu_name()}, {num_cores()} cores, {platform.system()}"
 
 
 def _ratio(found: Spread | None) -> str:

@@ -8,7 +8,6 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
-import llvmlite.binding as llvm
 import numba
 import numpy as np
 
@@ -48,7 +47,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     for name in _PACKAGES:
         yield name, version_of(name) or "not installed"
     yield "blas", _blas()
-    yield "cpu", f"{cpu_name()}, {llvm.get_host_cpu_name()} to LLVM"
+    yield "cpu", cpu_name()
     yield "vector width", _vector_width()
     yield "matrix unit", "AMX" if features.has_amx() else "none"
     yield "threads", f"{num_threads()} of {os.cpu_count()} cores"

@@ -9,6 +9,7 @@ import importlib.util
 import logging
 import os
 import platform
+import re
 import shutil
 import signal
 import sys
@@ -19,6 +20,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
+
+import llvmlite.binding as llvm
 
 from numkv.demo.model import Model
 from numkv.drawing.picture import format_bytes
@@ -285,13 +288,13 @@ def load_model(path: Path) -> Model:
 
 
 def cpu_name() -> str:
-    """Return the system's name of the CPU."""
+    """Return the system's name of the CPU, which virtual machines often shorten, and LLVM's."""
+    name = platform.processor() or platform.machine()
     with suppress(OSError):
         listing = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-        for line in listing.splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+        if found := re.search(r"^model name\s*: *(.+)", listing, re.M):
+            name = found[1].strip()
+    return f"{name} ({llvm.get_host_cpu_name()})"
 
 
 def version_of(package: str) -> str | None:
