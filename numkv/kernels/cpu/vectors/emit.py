@@ -122,9 +122,9 @@ def keep_in_memory(builder, pointer):
 
 
 def opaque_number(builder, value):
-    """An int64 that LLVM does not know: loops of so many turns are not taken apart."""
+    """The same int64, of which LLVM knows nothing: loops of so many turns are not taken apart."""
     signature = ir.FunctionType(I64, [I64])
-    return builder.call(ir.InlineAsm(signature, "", "=r,0"), [I64(value)])
+    return builder.call(ir.InlineAsm(signature, "", "=r,0"), [value])
 
 
 def as_bytes(builder, pointer):

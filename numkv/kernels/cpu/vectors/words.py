@@ -136,16 +136,17 @@ class Words(Vectors):
         """
         return self.add_products("busd", total, codes, weights)
 
-    def add_repeated(self, add, total, codes, base, at, further):
-        """`add` with the same weights in all lanes: those in the place of a float, at ``at + further``."""
-        if add != self.add_fours or not self.has_fours:
-            return add(total, codes, self.splat(self.load_one(base, self.b.add(at, I64(further)))))
-        # The instruction repeats them itself. It also adds up the address, which LLVM would do beforehand.
+    def repeated_weights(self, base, at, further):
+        """The four bytes, or two words, in the place of a float, at ``at + further``, in all lanes."""
+        if not self.has_fours:
+            return self.splat(self.load_one(base, self.b.add(at, I64(further))))
+        # The instruction adds up the address, which LLVM would do beforehand.
         pointer = self.pointer(base, at, self.float)
-        text = f"vpdpbusd {4 * further}($2){{1to16}}, $1, $0"
-        signature = ir.FunctionType(total.type, [total.type, pointer.type, total.type])
-        repeated = ir.InlineAsm(signature, text, "=v,v,r,0,~{memory}", side_effect=True)
-        return self.b.call(repeated, [self.b.bitcast(codes, total.type), pointer, total])
+        text = f"vpbroadcastd {4 * further}($1), $0"
+        signature = ir.FunctionType(self.int_type, [pointer.type])
+        return self.b.call(
+            ir.InlineAsm(signature, text, "=v,r,~{memory}", side_effect=True), [pointer]
+        )
 
     def add_twos(self, total, codes, weights):
         """The same in 16 bits, two neighbouring products added: products of nibbles may be added eight times."""

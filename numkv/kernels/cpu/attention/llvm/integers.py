@@ -501,8 +501,6 @@ _WEIGHTS, _HIGH = KV_TILE // 2, 4 * KV_TILE
 assert 255 * 32639 * KV_TILE < 2**31
 # As many rows share a vector of weights at least, if there are so many.
 _SHARING = LANES // 4
-# Tokens whose scores are computed together.
-_TOKENS = 16
 _BYTES = GROUP // 2
 
 
@@ -599,10 +597,8 @@ class _ScoresOfInt4:
             floats, queries, keys, count, s_at
         )  # fmt: skip
         if REGISTERS == 16:
-            self.scratch = scratch_floats(b, self.v.float, 4 * _TOKENS)
-            self.number = opaque_number(b, 4)
-        # Each lane has one or two of 16 tokens. Operands that are repeated in all lanes are loaded once for both.
-        self.sets = range(_TOKENS // self.v.lanes)
+            self.scratch = scratch_floats(b, self.v.float, 8 * self.v.lanes)
+            self.number = opaque_number(b, I64(4))
         self.row_bytes = b.ashr(keys.dim, I64(1))
         spans = b.sdiv(b.add(keys.dim, I64(INT4_SPAN - 1)), I64(INT4_SPAN))
         self.minimum_at = b.mul(spans, I64(4 * KV_TILE))
@@ -611,9 +607,12 @@ class _ScoresOfInt4:
     def emit(self, rows):
         """The code for a number of query rows."""
         b, v = self.b, self.v
+        # Each lane has one or two tokens. Weights that are repeated in all lanes are loaded once for both.
+        self.sets = range(1 if rows > _ROWS and REGISTERS > 16 else 2)
+        self.tokens = len(self.sets) * v.lanes
         sums = [[cgutils.alloca_once(b, v.type) for _ in self.sets] for _ in range(rows)]
         groups = b.sdiv(b.add(self.keys.dim, I64(GROUP - 1)), I64(GROUP))
-        with steps(b, I64(0), self.count, _TOKENS) as (t0, _):
+        with steps(b, I64(0), self.count, self.tokens) as (t0, _):
             for slot in itertools.chain(*sums):
                 b.store(v.splat(0.0), slot)
             with steps(b, I64(0), groups, 1) as (group, _):
@@ -646,7 +645,7 @@ class _ScoresOfInt4:
         sum_at = b.add(b.mul(b.ashr(group, I64(2)), I64(16)), b.and_(group, I64(3)))
         sum_at = b.add(self.queries.sums_at, sum_at)
         zero, add = (v.splat_int(0), v.add_fours) if DOT_PRODUCTS else (v.splat_word(0), v.add_twos)
-        at_once = _ROWS // len(sets)
+        at_once = min(len(sums), 8) if REGISTERS > 16 else 2
         for first in range(0, len(sums), at_once):
             some = range(first, min(len(sums), first + at_once))
             totals = {
@@ -658,16 +657,16 @@ class _ScoresOfInt4:
             def add_words(i, words, totals=totals, first=first):
                 """Add products of a word of each token, low nibbles then high ones, with bytes of each query row."""
                 if first == 0:
-                    self.stream.issue(_TOKENS * GROUP // 4)
+                    self.stream.issue(self.tokens * GROUP // 4)
                 for upper in range(2):
                     codes = [b.lshr(x, v.splat_int(4)) for x in words] if upper else words
                     codes = [b.and_(x, v.splat_int(0x0F0F0F0F)) for x in codes]
                     for (r, half), slots in totals.items():
                         at, further = self.further(len(sums), q_at, i, upper)
                         further += half * v.lanes + r * (v.lanes // len(sums))
+                        weights = v.repeated_weights(self.floats, at, further)
                         for slot, x in zip(slots, codes, strict=True):
-                            total = v.add_repeated(add, b.load(slot), x, self.floats, at, further)
-                            b.store(total, slot)
+                            b.store(add(b.load(slot), x, weights), slot)
 
             self.for_words(vectors, add_words)
             for r in some:
@@ -994,10 +993,12 @@ class _SumsOfInt4:
                 self.stream.issue(INT4_SPAN)
             codes = [*self.codes(turn, group, byte, size)]
             here = [b.add(start, b.mul(turn, self.in_turn)) for start in weights]
-            for (r, i, k), slot in sums.items():
+            for r, i in itertools.product(range(rows), range(halves)):
                 start, further = here[r // _SHARING], _HIGH * i + r % _SHARING
-                total = v.add_repeated(add, b.load(slot), codes[k], self.floats, start, further)
-                b.store(total, slot)
+                repeated = v.repeated_weights(self.floats, start, further)
+                for k, x in enumerate(codes):
+                    slot = sums[r, i, k]
+                    b.store(add(b.load(slot), x, repeated), slot)
         for r in range(rows):
             parts = [[b.load(sums[r, i, k]) for i in range(halves)] for k in range(number)]
             if halves == 1:
@@ -1012,12 +1013,15 @@ class _SumsOfInt4:
         """
         b, v = self.b, self.v
         at = b.add(b.mul(group, I64(GROUP // 2)), byte)
-        in_vector = b.and_(turn, b.sub(self.tokens, I64(1)))
-        token = b.add(b.mul(b.sub(turn, in_vector), I64(_PACKED)), in_vector)
-        places = []
-        for _ in range(_PACKED):
-            places.append(b.add(b.load(b.gep(self.values.offsets, [token])), at))
-            token = b.add(token, self.tokens)
+        # The first of four tokens (or of two) is ``turn // tokens * 4 * tokens + turn % tokens``.
+        whole_vectors = b.and_(turn, b.sub(I64(0), self.tokens))
+        token = b.add(turn, b.mul(whole_vectors, I64(_PACKED - 1)))
+        # LLVM would count up an address for each of them.
+        first = b.gep(self.values.offsets, [opaque_number(b, token)])
+        places = [
+            b.add(b.load(b.gep(first, [b.mul(self.tokens, I64(i))])), at) for i in range(_PACKED)
+        ]
+
         x = load_groups(v, self.values.words, places, b.sub(self.row_bytes, at), size)
         mixed = [v.mixed_fours(x)] if v.has_fours else v.mixed_pairs(x)
         low = v.splat_int(0x0F0F0F0F)
