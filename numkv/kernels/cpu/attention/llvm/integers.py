@@ -427,9 +427,11 @@ class _SumsOfInt8:
             self.kind == "code4" and rows > _ROWS and self.v.lanes == 16 and "avx512bw" in FEATURES
         )
         # With 16 registers, sums of four rows leave room for two vectors of columns.
-        self.in_bytes = self.kind not in LOOKED_UP and REGISTERS == 16 and rows > 2
+        most = 2 if REGISTERS == 16 else _ROWS
+        self.in_bytes = self.kind not in LOOKED_UP and rows > most
         few = self.narrow or self.in_bytes
-        self.vectors, self.at_once = 2 if few else 4, _MORE_ROWS if self.narrow else _ROWS
+        self.vectors = 2 if few else 4
+        self.at_once = _MORE_ROWS if few and REGISTERS > 16 else _ROWS
         self.columns = self.vectors * self.v.lanes
         num_blocks = b.sdiv(b.add(self.values.dim, I64(self.columns - 1)), I64(self.columns))
         with steps(b, I64(0), num_blocks, 1) as (block, _):
