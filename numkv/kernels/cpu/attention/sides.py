@@ -71,7 +71,7 @@ from numkv.kernels.cpu.attention.state import (
 from numkv.kernels.cpu.convert import scaled_rows
 from numkv.kernels.cpu.vectors.arrays import clear, ints_from
 from numkv.kernels.cpu.vectors.emitted import inlined
-from numkv.kernels.cpu.vectors.features import HAS_FOURS, WHOLE_ROWS
+from numkv.kernels.cpu.vectors.features import HAS_FOURS
 from numkv.kernels.cpu.vectors.prefetch import prefetch
 from numkv.kinds import kind as kind_named
 
@@ -230,7 +230,7 @@ def make_keys(
         put, halves = interleave_bytes, 1
         qk = make_qk_int4(next_kind) if of_int4 else make_qk_int8(next_kind, kind, by_channel)
     else:
-        put = make_interleave_queries(compute, integers and count <= WHOLE_ROWS)
+        put = make_interleave_queries(kind, compute)
         halves = 2 if integers or compute == PAIRS else 1
         qk = make_qk_tile(kind, compute, next_kind, by_channel)
 

@@ -131,23 +131,26 @@ class Vectors:
         typed = self.b.bitcast(base, element.as_pointer())
         return self.b.gep(typed, [at])
 
-    def load(self, kind, base, at, mask=None, column=None):
+    def load(self, kind, base, at, mask=None, column=None, parts=1):
         """Load `lanes` elements of a storage kind, widened; words outside `mask` are zero and not touched.
 
-        Where these may begin within a byte, as two of CODE6, `column` is the number of the first.
+        Where these may begin within a byte, as two of CODE6, `column` is the number of the first. With several `parts`,
+        the elements of one are loaded, and repeated in all of them; not where elements are packed.
         """
         if kind in LOOKED_UP:
             if kind == "code6" and self.lanes == 2:
                 return self._pair_of_code6(base, at, column)
             return widened(self, kind, self.load_packed(kind, base, at, self.lanes, mask))
         element = STORED[kind]
-        type_ = ir.VectorType(element, self.lanes)
+        type_ = ir.VectorType(element, self.lanes // parts)
         pointer = self.pointer(base, at, element)
         size = {I8: 1, I16: 2, FLOAT: 4, DOUBLE: 8}[element]
         if mask is None:
             value = self.b.load(self.b.bitcast(pointer, type_.as_pointer()), align=size)
         else:
             value = self.masked_load(pointer, type_, size, mask)
+        if parts > 1:
+            value = self.shuffle(value, value, [i % type_.count for i in range(self.lanes)])
         return widened(self, kind, value)
 
     def masked_load(self, pointer, type_, size, mask):

@@ -37,27 +37,39 @@ _IN_ORDER = 8
 _PAIRS = GROUP // 2
 
 
+def rows_in_vector(kind, compute, rows):
+    """Return how many of some query rows have elements in a vector, where K rows are of a kind.
+
+    Fewer rows leave more sums of products, with more lanes to add, but K rows are widened in registers for all of them.
+    """
+    if kind == "int4" or compute != "float32":
+        return rows
+    if kind_named(kind).scales_per in ("row", "channel"):  # integers
+        return 1 if rows <= WHOLE_ROWS else rows
+    return max(1, rows // 4)
+
+
 @functools.cache
-def make_interleave_queries(compute, whole=False):
-    """Make `interleave_queries` for a float type; with `whole`, a vector has elements of one row (`WHOLE_ROWS`)."""
+def make_interleave_queries(kind, compute):
+    """Make `interleave_queries` for a storage kind of K and a float type, or `PAIRS`."""
 
     @emits()
     def interleave_queries(b, rows, q, q_at, q_step, size, to_at):
-        """Interleave `rows` query rows: with n = lanes / rows, ``to = q.reshape(rows, -1, n).swapaxes(0, 1)``.
+        """Interleave `rows` query rows: ``to = q.reshape(rows, -1, n).swapaxes(0, 1)``.
 
-        A vector then has a few elements of each row, as `qk_tile` reads them. For four rows and 16 lanes::
+        n is the number of lanes by that of `rows_in_vector`. A vector then has n elements of each of these, as
+        `qk_tile` reads them. For four rows in a vector of 16 lanes::
 
             a0 a1 a2 a3 | b0 b1 b2 b3 | c0 c1 c2 c3 | d0 d1 d2 d3        first vector
             a4 a5 a6 a7 | b4 b5 ...                                      second vector
 
         Row r is at ``q_at + r * q_step`` of the floats `q`. The result starts at ``q[to_at]``. `size` floats of each
-        row are read. `size` is a multiple of the lanes, or of half of them with more than one row. With `whole`, n is
-        the number of lanes.
+        row are read, a multiple of n.
         """
 
         def emit(rows):
             v = Vectors(b, compute)
-            each = v.lanes if whole else v.lanes // rows
+            each = v.lanes // rows_in_vector(kind, compute, rows)
             with steps(b, I64(0), size, each) as (i, _):
                 to = b.add(to_at, b.mul(i, I64(rows)))
                 for r in range(rows):
@@ -97,9 +109,9 @@ def make_qk_tile(kind, compute, next_kind, by_channel=False):
             k[t], repeated    k0 k1 k2 k3 | k0 k1 k2 k3 | k0 k1 k2 k3 | k0 k1 k2 k3
             sum of products   of row a    | of row b    | of row c    | of row d
 
-        K rows that need widening are first put into scratch memory, once for all query rows. Integers of at most
-        `WHOLE_ROWS` rows differ. There a vector has products of one token with one row, and widened elements stay in
-        registers for all rows. Meanwhile the memory in `extents` (the tile's V rows) is prefetched.
+        Where a vector has only some of the rows (see `rows_in_vector`), elements are widened in registers, once for
+        all rows. Other K rows that need widening are first put into scratch memory. Meanwhile the memory in `extents`
+        (the tile's V rows) is prefetched.
         """
         emitter = _Scores(
             b, (kind, compute, next_kind), by_channel, floats, queries, keys, count, s_at, extents
@@ -114,7 +126,7 @@ class _Scores:
 
     def __init__(self, b, kinds, by_channel, floats, queries, keys, count, s_at, extents):
         self.kind, compute, next_kind = kinds
-        self.by_channel = by_channel
+        self.compute, self.by_channel = compute, by_channel
         self.b, self.v = b, Vectors(b, compute)
         self.stream = PrefetchStream(b, next_kind, extents)
         self.floats, self.queries, self.keys, self.count, self.s_at = (
@@ -137,38 +149,32 @@ class _Scores:
     def emit(self, rows):
         """The code for a number of query rows."""
         b, v = self.b, self.v
-        self.whole = self.integers and rows <= WHOLE_ROWS
+        self.in_vector = rows_in_vector(self.kind, self.compute, rows)
+        of_token = rows // self.in_vector  # sums of products
         each = v.lanes // rows  # tokens in a vector of scores
         type_ = v.int_type if self.integers else v.type
-        directly = self.kind != "int4" and (rows == 1 or self.kind == self.own or self.whole)
-        whole = self.whole and rows > 1
-        own_sums = rows if whole else 1  # of a token
-        taken = each if whole else max(8, each) if directly else self.tokens
-        sums = [cgutils.alloca_once(b, type_) for _ in range(taken * own_sums)]
+        directly = self.kind != "int4" and (rows == 1 or self.kind == self.own or of_token > 1)
+        taken = self.tokens // of_token if of_token > 1 or not directly else max(8, each)
+        sums = [cgutils.alloca_once(b, type_) for _ in range(taken * of_token)]
         row_scales = (
             v.repeated(self.floats, self.queries.scales_at, rows) if self.in_unit > 1 else None
         )
 
         def add(unit, values):
             """Add products of some lanes of each row, starting at lane `unit`."""
-            q_at = b.add(self.queries.at, b.mul(unit, I64(rows)))
-            if whole:
-                codes = [values(t) for t in range(taken)]
-                for r in range(rows):
-                    q_lanes = v.load_floats(self.floats, b.add(q_at, I64(r * v.lanes)))
-                    for slot, k_lanes in zip(sums[r::rows], codes, strict=True):
-                        b.store(v.add_pairs(b.load(slot), q_lanes, k_lanes), slot)
-                return
-            q_lanes = v.load_floats(self.floats, q_at)
-            for t, slot in enumerate(sums):
-                total, k_lanes = b.load(slot), values(t)
-                if self.integers:
-                    total = v.add_pairs(total, q_lanes, k_lanes)
-                elif self.pairs:
-                    total = v.add_bf16_pairs(total, b.bitcast(q_lanes, v.int_type), k_lanes)
-                else:
-                    total = v.fma_to(total, q_lanes, k_lanes)
-                b.store(total, slot)
+            values = functools.cache(values)
+            for i in range(of_token):
+                q_at = b.add(b.mul(unit, I64(rows)), I64(i * v.lanes))
+                q_lanes = v.load_floats(self.floats, b.add(self.queries.at, q_at))
+                for t, slot in enumerate(sums[i::of_token]):
+                    total, k_lanes = b.load(slot), values(t)
+                    if self.integers:
+                        total = v.add_pairs(total, q_lanes, k_lanes)
+                    elif self.pairs:
+                        total = v.add_bf16_pairs(total, b.bitcast(q_lanes, v.int_type), k_lanes)
+                    else:
+                        total = v.fma_to(total, q_lanes, k_lanes)
+                    b.store(total, slot)
 
         with steps(b, I64(0), self.count, taken) as (t0, _):
             for slot in sums:
@@ -177,8 +183,8 @@ class _Scores:
                 self.add_directly(t0, rows, taken, sums, add)
             else:
                 self.add_widened(t0, rows, add)
-            of_vector = 1 if whole else rows
-            for i, scores in enumerate(v.sums_by_row([b.load(slot) for slot in sums], of_vector)):
+            scores_of = v.sums_by_row([b.load(slot) for slot in sums], self.in_vector)
+            for i, scores in enumerate(scores_of):
                 token = b.add(t0, I64(i * each))
                 if self.integers:
                     scores = b.sitofp(scores, v.type)
@@ -203,7 +209,7 @@ class _Scores:
     def add_directly(self, t0, rows, tokens, sums, add):
         """Add products of elements that are read from K rows directly, without scratch memory."""
         b, v = self.b, self.v
-        each = v.lanes if self.whole else v.lanes // rows
+        each = v.lanes // self.in_vector
         k_at = [b.load(b.gep(self.keys.offsets, [b.add(t0, I64(t))])) for t in range(tokens)]
         columns = each * self.in_unit
 
@@ -216,10 +222,7 @@ class _Scores:
                     return v.load_codes(self.keys.words, at, mask, self.kind)
                 if self.pairs:
                     return self.load_pairs(at, each, mask)
-                if rows == 1:
-                    return v.load(self.kind, self.keys.words, at, mask, d)
-                part = v.load_part(self.keys.words, at, each, mask)
-                return v.shuffle(part, part, [i % each for i in range(v.lanes)])
+                return v.load(self.kind, self.keys.words, at, mask, d, self.in_vector)
 
             add(b.sdiv(d, I64(self.in_unit)), values)
 
