@@ -108,8 +108,12 @@ def steps(builder, start, stop, step):
 
 
 def scratch_floats(builder, element, size):
-    """Return the address of memory for `size` numbers on the stack, from the beginning of a cache line on."""
-    place = cgutils.alloca_once(builder, ir.ArrayType(element, size))
+    """Return the address of memory for `size` numbers on the stack, from the beginning of a cache line on.
+
+    It has no values yet: Numba's `alloca_once` would fill it with zeros in every call.
+    """
+    with builder.goto_entry_block():
+        place = builder.alloca(ir.ArrayType(element, size))
     place.align = 64
     return builder.bitcast(place, I8.as_pointer())
 

@@ -354,6 +354,9 @@ class _Scores:
             mask = None if columns is None else v.lanes_below(half, first)
             at = b.add(b.add(row_at, b.ashr(d, I64(1))), I64(first))
             pairs.append((first, v.load_nibbles(self.keys.words, at, *scale, mask)))
+        if columns is not None:  # lanes past a short group must be finite
+            for first in range(0, GROUP, v.lanes):
+                v.store(v.splat(0.0), self.scratch, b.add(to, I64(first)))
         # In a short group, high nibbles overwrite the lanes past the low ones.
         for i, start in enumerate((I64(0), half)):
             for first, values in pairs:
