@@ -219,11 +219,11 @@ def make_keys(
     """Make ``interleave, scores`` for a storage kind of K; `next_kind` is V's."""
     integers, COUNT = in_integers(kind, compute), np.int64(count)
     by_channel, real = kind_named(kind).group_tokens > 0, float_type(compute)
-    scale_queries = make_scale_queries(real, integers, kind_named(kind).fine_channels, next_kind)
-    if (
-        by_channel
-    ):  # codes of 8 bits are those of INT8, and second codes are further elements of a row
+    fine = kind_named(kind).fine_channels
+    if by_channel:
+        # Codes of 8 bits are those of INT8, and second codes are further elements of a row.
         kind = "int4_channel" if kind_named(kind).is_packed else "int8"
+    scale_queries = make_scale_queries(kind, real, integers, fine, next_kind)
     of_int4 = integers and kind == "int4"
     # Query rows are now bytes, 16-bit numbers (two in the space of a float), or floats.
     if integers and (of_int4 or HAS_FOURS):

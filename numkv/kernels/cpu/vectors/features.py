@@ -154,10 +154,6 @@ ADD_PAIRS = {
     )
     if feature in FEATURES
 }
-#: The most query rows of 16-bit integers that are multiplied with codes by whole vectors of one row. In 16 registers,
-#: codes of two tokens and sums of four rows stay. Otherwise a vector has parts of all rows, whose sums have fewer lanes
-#: to add.
-WHOLE_ROWS = 4 if REGISTERS == 16 else 0
 #: Products of bytes, one without a sign and one with it, neighbours added to 16 bits: by lanes of 32 bits, likewise.
 ADD_BYTES = {
     lanes: name

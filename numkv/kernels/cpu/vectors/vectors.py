@@ -135,7 +135,7 @@ class Vectors:
         """Load `lanes` elements of a storage kind, widened; words outside `mask` are zero and not touched.
 
         Where these may begin within a byte, as two of CODE6, `column` is the number of the first. With several `parts`,
-        the elements of one are loaded, and repeated in all of them; not where elements are packed.
+        the elements of one are loaded, and repeated in all of them; not those of packed kinds.
         """
         if kind in LOOKED_UP:
             if kind == "code6" and self.lanes == 2:
@@ -149,9 +149,14 @@ class Vectors:
             value = self.b.load(self.b.bitcast(pointer, type_.as_pointer()), align=size)
         else:
             value = self.masked_load(pointer, type_, size, mask)
-        if parts > 1:
-            value = self.shuffle(value, value, [i % type_.count for i in range(self.lanes)])
-        return widened(self, kind, value)
+        return widened(self, kind, self.in_parts(value, self.lanes))
+
+    def in_parts(self, vector, size):
+        """Repeat a vector until there are `size` elements."""
+        count = vector.type.count
+        if count == size:
+            return vector
+        return self.shuffle(vector, vector, [i % count for i in range(size)])
 
     def masked_load(self, pointer, type_, size, mask):
         """Load the lanes of `mask` of a vector of elements of `size` bytes; the others are zero."""
@@ -192,18 +197,20 @@ class Vectors:
         high = self.shuffle(high, high, [i % quarter.count for i in range(half.count)])
         return self.shuffle(low, high, range(size))
 
-    def load_codes(self, base, at, mask=None, kind="int8"):
-        """Load ``2 * lanes`` int8 codes, or levels, as 16-bit integers; outside `mask` no byte is touched."""
+    def load_codes(self, base, at, mask=None, kind="int8", parts=1):
+        """Load int8 codes, or levels, as ``2 * lanes`` 16-bit integers; outside `mask` no byte is touched.
+
+        With several `parts`, the codes of one are loaded, and repeated in all of them; not levels.
+        """
         if kind in LOOKED_UP:
             value = levels_of(self.b, kind, self.load_packed(kind, base, at, 2 * self.lanes, mask))
             return self.b.sext(value, ir.VectorType(I16, 2 * self.lanes))
-        type_ = ir.VectorType(I8, 2 * self.lanes)
-        pointer = self.pointer(base, at, I8)
+        type_, pointer = ir.VectorType(I8, 2 * self.lanes // parts), self.pointer(base, at, I8)
         if mask is None:
             value = self.b.load(self.b.bitcast(pointer, type_.as_pointer()), align=1)
         else:
             value = self.masked_load(pointer, type_, 1, mask)
-        return self.b.sext(value, ir.VectorType(I16, 2 * self.lanes))
+        return self.b.sext(self.in_parts(value, 2 * self.lanes), ir.VectorType(I16, 2 * self.lanes))
 
     def load_words(self, base, at):
         """Load ``2 * lanes`` 16-bit integers from the memory of floats; `at` counts floats."""

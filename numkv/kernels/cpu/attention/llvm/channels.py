@@ -15,9 +15,10 @@ import functools
 from llvmlite import ir
 from numba.core import cgutils
 
+from numkv.kernels.cpu.attention.llvm.floats import rows_in_vector
 from numkv.kernels.cpu.attention.llvm.integers import query_quantisers
 from numkv.kernels.cpu.vectors.emit import I16, I32, I64, emits, for_rows, steps
-from numkv.kernels.cpu.vectors.features import WHOLE_ROWS, row_unroll
+from numkv.kernels.cpu.vectors.features import row_unroll
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.vectors import Vectors
 from numkv.kernels.cpu.vectors.words import Words
@@ -80,8 +81,8 @@ def _floats(v, words):
 
 
 @functools.cache
-def make_scale_queries(compute, integers, fine, next_kind):
-    """`scale_queries` for a float type.
+def make_scale_queries(kind, compute, integers, fine, next_kind):
+    """`scale_queries` for a storage kind of K and a float type.
 
     With `integers`, it makes integers of float32. `fine` is the number of channels with a second code, and `next_kind`
     the storage kind of the prefetched rows.
@@ -109,7 +110,7 @@ def make_scale_queries(compute, integers, fine, next_kind):
             queries = [b.add(q_at, b.mul(I64(r), padded_dim)) for r in range(rows)]
             totals = [cgutils.alloca_once_value(b, v.splat(0.0)) for _ in range(rows)]
             peaks = [cgutils.alloca_once_value(b, v.splat_int(0)) for _ in range(rows)]
-            units = _Units(v, rows, 4 if not integers else 1 if v.has_fours else 2)
+            units = _Units(v, kind, rows, 4 if not integers else 1 if v.has_fours else 2)
             for f in range(fine):
                 place = b.add(factors_at, b.add(b.shl(padded_dim, I64(1)), I64(f)))
                 channel = b.fptosi(b.load(b.gep(data, [place])), I64)
@@ -159,6 +160,8 @@ class _Units:
     ----------
     v : Vectors
         Emits vector instructions.
+    kind : str
+        Storage kind of K.
     rows : int
         Query rows.
     size : int
@@ -166,12 +169,12 @@ class _Units:
         of the low halves.
     """
 
-    def __init__(self, v, rows, size):
+    def __init__(self, v, kind, rows, size):
         self.v, self.rows, self.size = v, rows, size
         itemsize = 8 if v.double else 4
-        self.each = v.lanes if size == 2 and rows <= WHOLE_ROWS else v.lanes // rows
+        self.each = v.lanes // (rows if size == 1 else rows_in_vector(kind, rows))
         # Vectors in each part of a unit.
-        self.vectors = rows if self.each > v.lanes // rows else 1
+        self.vectors = self.each * rows // v.lanes
         self.columns = self.each * min(itemsize, 4) // size if size < 4 else self.each
         self.step = max(self.columns, v.lanes)
 

@@ -22,30 +22,28 @@ from numkv.kernels.cpu.vectors.emit import (
     scratch_floats,
     steps,
 )
-from numkv.kernels.cpu.vectors.features import ACCUMULATORS, LANES, WHOLE_ROWS, row_unroll
+from numkv.kernels.cpu.vectors.features import ACCUMULATORS, LANES, row_unroll
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
-from numkv.kernels.cpu.vectors.stored import ON_LINE, in_words, loaded_words
+from numkv.kernels.cpu.vectors.stored import LOOKED_UP, ON_LINE, in_words, loaded_words
 from numkv.kernels.cpu.vectors.vectors import Vectors
 from numkv.kinds import kind as kind_named
 from numkv.rows.int4 import GROUP
 
-# Lanes of a K row that are widened at a time. Those of 16 tokens fit into L1 with everything else.
-_PART = 128
 # With one query row: vectors of a K row that are multiplied before the next row starts. They stay in registers.
 _IN_ORDER = 8
 # Bytes of a group of INT4 codes. Byte j stores element j in its low nibble, element j + _PAIRS in its high nibble.
 _PAIRS = GROUP // 2
 
 
-def rows_in_vector(kind, compute, rows):
-    """Return how many of some query rows have elements in a vector, where K rows are of a kind.
+def rows_in_vector(kind, rows):
+    """Return how many of some query rows, computed at once, have elements in a vector that K rows are multiplied with.
 
-    Fewer rows leave more sums of products, with more lanes to add, but K rows are widened in registers for all of them.
+    K rows are widened in registers, once for all vectors. The fewer rows a vector has, the more lanes remain to be
+    added, but the fewer vectors are widened. That takes long for codes that are looked up, so those of many rows are
+    widened into scratch memory, as INT4 is. Then a vector has elements of all rows.
     """
-    if kind == "int4" or compute != "float32":
+    if kind == "int4" or (kind in LOOKED_UP and rows > 4):
         return rows
-    if kind_named(kind).scales_per in ("row", "channel"):  # integers
-        return 1 if rows <= WHOLE_ROWS else rows
     return max(1, rows // 4)
 
 
@@ -58,10 +56,10 @@ def make_interleave_queries(kind, compute):
         """Interleave `rows` query rows: ``to = q.reshape(rows, -1, n).swapaxes(0, 1)``.
 
         n is the number of lanes by that of `rows_in_vector`. A vector then has n elements of each of these, as
-        `qk_tile` reads them. For four rows in a vector of 16 lanes::
+        `qk_tile` reads them. For eight rows and 16 lanes::
 
-            a0 a1 a2 a3 | b0 b1 b2 b3 | c0 c1 c2 c3 | d0 d1 d2 d3        first vector
-            a4 a5 a6 a7 | b4 b5 ...                                      second vector
+            a0 ... a7 | b0 ... b7        first vector
+            c0 ... c7 | d0 ... d7        second vector; the fifth begins with a8
 
         Row r is at ``q_at + r * q_step`` of the floats `q`. The result starts at ``q[to_at]``. `size` floats of each
         row are read, a multiple of n.
@@ -69,7 +67,7 @@ def make_interleave_queries(kind, compute):
 
         def emit(rows):
             v = Vectors(b, compute)
-            each = v.lanes // rows_in_vector(kind, compute, rows)
+            each = v.lanes // rows_in_vector(kind, rows)
             with steps(b, I64(0), size, each) as (i, _):
                 to = b.add(to_at, b.mul(i, I64(rows)))
                 for r in range(rows):
@@ -102,16 +100,16 @@ def make_qk_tile(kind, compute, next_kind, by_channel=False):
         - `PAIRS`: query rows are those of `pair_row`. Scores are multiplied by their scales.
         - INT4: K rows are dequantised with the scales and minima that `gather_groups` recorded.
 
-        A vector has one part for each query row. A few elements of a K row are repeated in all parts. The vector then
-        holds products of one token with all rows, and only the lanes of a part remain to be added::
+        A vector has parts of one or more query rows (`rows_in_vector`). A few elements of a K row are repeated in all
+        parts. The vector then holds products of one token with these rows, and the lanes of each part remain to be
+        added. For eight rows, of which two are in a vector::
 
-            q, interleaved    a0 a1 a2 a3 | b0 b1 b2 b3 | c0 c1 c2 c3 | d0 d1 d2 d3
-            k[t], repeated    k0 k1 k2 k3 | k0 k1 k2 k3 | k0 k1 k2 k3 | k0 k1 k2 k3
-            sum of products   of row a    | of row b    | of row c    | of row d
+            q, interleaved    a0 a1 a2 a3 a4 a5 a6 a7 | b0 b1 b2 b3 b4 b5 b6 b7
+            k[t], repeated    k0 k1 k2 k3 k4 k5 k6 k7 | k0 k1 k2 k3 k4 k5 k6 k7
+            sum of products   of row a                | of row b
 
-        Where a vector has only some of the rows (see `rows_in_vector`), elements are widened in registers, once for
-        all rows. Other K rows that need widening are first put into scratch memory. Meanwhile the memory in `extents`
-        (the tile's V rows) is prefetched.
+        Some kinds are first widened into scratch memory; a vector then has parts of all rows. Meanwhile the memory in
+        `extents` (the tile's V rows) is prefetched.
         """
         emitter = _Scores(
             b, (kind, compute, next_kind), by_channel, floats, queries, keys, count, s_at, extents
@@ -126,7 +124,7 @@ class _Scores:
 
     def __init__(self, b, kinds, by_channel, floats, queries, keys, count, s_at, extents):
         self.kind, compute, next_kind = kinds
-        self.compute, self.by_channel = compute, by_channel
+        self.by_channel = by_channel
         self.b, self.v = b, Vectors(b, compute)
         self.stream = PrefetchStream(b, next_kind, extents)
         self.floats, self.queries, self.keys, self.count, self.s_at = (
@@ -135,26 +133,17 @@ class _Scores:
         self.by_row = kind_named(self.kind).scales_per in ("row", "channel")
         self.integers = self.by_row and compute == "float32"
         self.pairs = compute == PAIRS
-        self.own = self.kind if self.pairs else "fp64" if self.v.double else "fp32"
         self.in_unit = 2 if self.integers or self.pairs else 1  # columns in a lane
-        # Columns of a step; columns of a whole cache line, for the main loop.
-        self.width = GROUP if self.kind == "int4" else self.in_unit * self.v.lanes
-        line = max(self.width, ON_LINE[self.kind])
-        self.sizes = sorted({min(2 * line, _PART * self.in_unit), line, self.width}, reverse=True)
-        self.part = max(line, _PART * self.in_unit)
-        self.tokens = ACCUMULATORS
-        self.step = self.part // self.in_unit  # lanes that a token's columns take in scratch memory
-        self.scratch = scratch_floats(b, self.v.float, self.tokens * self.step)
 
     def emit(self, rows):
         """The code for a number of query rows."""
         b, v = self.b, self.v
-        self.in_vector = rows_in_vector(self.kind, self.compute, rows)
+        self.in_vector = rows_in_vector(self.kind, rows)
+        directly = self.kind != "int4" and (rows == 1 or self.in_vector < rows)
         of_token = rows // self.in_vector  # sums of products
         each = v.lanes // rows  # tokens in a vector of scores
         type_ = v.int_type if self.integers else v.type
-        directly = self.kind != "int4" and (rows == 1 or self.kind == self.own or of_token > 1)
-        taken = self.tokens // of_token if of_token > 1 or not directly else max(8, each)
+        taken = max(8, each) if rows == 1 else ACCUMULATORS // of_token
         sums = [cgutils.alloca_once(b, type_) for _ in range(taken * of_token)]
         row_scales = (
             v.repeated(self.floats, self.queries.scales_at, rows) if self.in_unit > 1 else None
@@ -182,7 +171,7 @@ class _Scores:
             if directly:
                 self.add_directly(t0, rows, taken, sums, add)
             else:
-                self.add_widened(t0, rows, add)
+                self.add_widened(t0, taken, add)
             scores_of = v.sums_by_row([b.load(slot) for slot in sums], self.in_vector)
             for i, scores in enumerate(scores_of):
                 token = b.add(t0, I64(i * each))
@@ -219,7 +208,7 @@ class _Scores:
             def values(t):
                 at = b.add(k_at[t], in_words(b, self.kind, d))
                 if self.integers:
-                    return v.load_codes(self.keys.words, at, mask, self.kind)
+                    return v.load_codes(self.keys.words, at, mask, self.kind, self.in_vector)
                 if self.pairs:
                     return self.load_pairs(at, each, mask)
                 return v.load(self.kind, self.keys.words, at, mask, d, self.in_vector)
@@ -286,81 +275,65 @@ class _Scores:
 
     # -- rows that are widened first
 
-    def add_widened(self, t0, rows, add):
-        """Add the products of all columns, through scratch memory."""
+    def add_widened(self, t0, tokens, add):
+        """Add products of some tokens' elements, a few columns at a time, through scratch memory."""
         b, v, dim = self.b, self.v, self.keys.dim
-        each = v.lanes // rows
-        with steps(b, I64(0), dim, self.part) as (start, _):
-            stop = b.add(start, I64(self.part))
-            stop = b.select(b.icmp_signed("<", stop, dim), stop, dim)
-            self.widen_rows(t0, start, stop)
-            units = b.sdiv(b.add(b.sub(stop, start), I64(self.in_unit - 1)), I64(self.in_unit))
-            first = b.sdiv(start, I64(self.in_unit))
-            with steps(b, I64(0), units, each) as (i, _):
-                # Half of the next rows is prefetched here, the other half while rows are widened.
-                self.stream.issue(self.tokens * each * self.in_unit // 2, b.sdiv(i, I64(each)))
+        widen = self.widen_group if self.kind == "int4" else self.widen_levels
+        columns, each = (
+            GROUP if self.kind == "int4" else self.in_unit * v.lanes,
+            v.lanes // self.in_vector,
+        )
+        size = columns // self.in_unit  # lanes of a token
+        scratch = scratch_floats(b, v.float, tokens * size)
+        with steps(b, I64(0), dim, columns) as (d, _):
+            left = b.sub(dim, d)
+            whole = b.icmp_signed(">=", left, I64(columns))
+            with steps(b, I64(0), I64(tokens), 1) as (i, _):
+                to = v.pointer(scratch, b.mul(i, I64(size)), v.float)
+                with b.if_else(whole, likely=True) as (of_whole, of_rest):
+                    with of_whole:
+                        widen(b.add(t0, i), d, to)
+                    with of_rest:
+                        widen(b.add(t0, i), d, to, left)
+            left = b.sdiv(b.add(left, I64(self.in_unit - 1)), I64(self.in_unit))
+            first = b.sdiv(d, I64(self.in_unit))
+            with steps(b, I64(0), b.select(whole, I64(size), left), each) as (i, _):
+                self.stream.issue(tokens * each * self.in_unit, b.sdiv(i, I64(each)))
                 add(
                     b.add(first, i),
-                    lambda t: v.repeated(self.scratch, b.add(i, I64(t * self.step)), each),
+                    lambda t: v.repeated(scratch, b.add(i, I64(t * size)), each),
                 )
 
-    def widen_rows(self, t0, start, stop):
-        """Put columns ``[start, stop)`` of some tokens into scratch memory, with zeros up to whole vectors."""
-        b = self.b
-        with steps(b, I64(0), I64(self.tokens), 1) as (i, _):
-            t = b.add(t0, i)
-            row_at = b.load(b.gep(self.keys.offsets, [t]))
-            to_row = b.mul(i, I64(self.step))
-
-            def add(d, size, columns=None):
-                self.stream.issue(size // 2, i)
-                column = b.ashr(b.sub(d, start), I64(self.in_unit.bit_length() - 1))
-                to = b.add(to_row, column)
-                for j in range(0, size, self.width):
-                    to_here = b.add(to, I64(j // self.in_unit))
-                    self.widen(row_at, t, b.add(d, I64(j)), to_here, columns)
-
-            at = start
-            for size in self.sizes:
-                end = b.add(start, b.and_(b.sub(stop, start), I64(-size)))
-                with steps(b, at, end, size) as (d, _):
-                    add(d, size)
-                at = end
-            with b.if_then(b.icmp_signed("<", at, stop)):
-                add(at, self.width, b.sub(stop, at))
-
-    def widen(self, row_at, t, d, to, columns=None):
-        """Widen `width` columns of token t's row from column d on to `to`; only `columns` of them at a row's end."""
+    def widen_levels(self, t, d, to, columns=None):
+        """Put levels of token t's row, from column d on, at `to`; only `columns` of them at a row's end."""
         b, v = self.b, self.v
-        if self.kind == "int4":
-            self.dequantise(row_at, t, d, to, columns)
-            return
-        mask = self.words_below(columns, self.width)
-        at = b.add(row_at, in_words(b, self.kind, d))
+        at = b.add(b.load(b.gep(self.keys.offsets, [t])), in_words(b, self.kind, d))
+        mask = self.words_below(columns, self.in_unit * v.lanes)
         if self.integers:
-            values = v.load_codes(self.keys.words, at, mask, self.kind)
+            values = b.bitcast(v.load_codes(self.keys.words, at, mask, self.kind), v.type)
         else:
             values = v.load(self.kind, self.keys.words, at, mask, d)
-        v.store(b.bitcast(values, v.type), self.scratch, to)
+        v.store(values, to, I64(0))
 
-    def dequantise(self, row_at, t, d, to, columns):
-        """Dequantise a group of INT4: its low nibbles, then its high ones."""
+    def widen_group(self, t, d, to, columns=None):
+        """Put a group of token t's INT4 row, from column d on, at `to`; only `columns` of it at a row's end."""
         b, v = self.b, self.v
         half = I64(_PAIRS) if columns is None else b.ashr(columns, I64(1))
         group = b.ashr(d, I64(GROUP.bit_length() - 1))
         scale = load_group(v, self.floats, self.keys.scales_at, t, group, self.keys.groups)
+        row_at = b.add(b.load(b.gep(self.keys.offsets, [t])), b.ashr(d, I64(1)))
         pairs = []
         for first in range(0, _PAIRS, v.lanes):
             mask = None if columns is None else v.lanes_below(half, first)
-            at = b.add(b.add(row_at, b.ashr(d, I64(1))), I64(first))
+            at = b.add(row_at, I64(first))
             pairs.append((first, v.load_nibbles(self.keys.words, at, *scale, mask)))
         if columns is not None:  # lanes past a short group must be finite
             for first in range(0, GROUP, v.lanes):
-                v.store(v.splat(0.0), self.scratch, b.add(to, I64(first)))
+                v.store(v.splat(0.0), to, I64(first))
         # In a short group, high nibbles overwrite the lanes past the low ones.
         for i, start in enumerate((I64(0), half)):
             for first, values in pairs:
-                v.store(values[i], self.scratch, b.add(b.add(to, start), I64(first)))
+                v.store(values[i], to, b.add(start, I64(first)))
 
 
 @functools.cache
