@@ -7,6 +7,7 @@ import numkv
 from numkv.kernels.cpu import attention
 from numkv.kernels.cpu.attention import state
 from numkv.kernels.cpu.attention.steps import Steps
+from numkv.kernels.cpu.vectors.features import LANES
 
 LENGTH, DIM = 300, 32
 
@@ -70,7 +71,7 @@ def attend(q, k, v, table, lens, starts, **options):
         (1, 1, {state.OF_1}),
         (1, 2, {state.OF_2}),
         (1, 4, {state.OF_4}),
-        (1, 9, {state.OF_8, state.OF_1}),
+        (1, 9, {state.OF_8 if LANES > 4 else state.OF_4, state.OF_1}),
         (9, 4, {state.ATTEND_MANY, state.WEIGH, state.MULTIPLY}),
     ],
 )
