@@ -34,6 +34,16 @@ def test_nothing_is_found(played, capsys):
     assert not report.defects, capsys.readouterr().out
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("cpu", ["haswell", "x86-64"])
+def test_nothing_is_found_in_code_for_other_cpus(cpu, monkeypatch, capsys):
+    monkeypatch.setenv("NUMBA_CPU_NAME", cpu)
+    monkeypatch.setenv("NUMBA_CPU_FEATURES", "")
+    report = fuzzer.run(78, 100_000, 10.0, 2)
+    fuzzer.tell(report, 78, 600.0)
+    assert not report.defects, capsys.readouterr().out
+
+
 # ---------------------------------------------------------------- it would find …
 
 

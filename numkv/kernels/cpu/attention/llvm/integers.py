@@ -975,7 +975,9 @@ class _SumsOfInt4:
                 to.append(b.add(b.add(start, lane), b.mul(place, I64(step * v.lanes))))
         # Bytes of a token whose sums stay in registers.
         size = _BYTES if REGISTERS > 16 or rows <= _ROWS // 2 else _BYTES // 2
-        with steps(b, I64(0), I64(_BYTES), size) as (byte, _):
+        left = b.sub(self.row_bytes, b.mul(group, I64(_BYTES)))
+        stop = b.select(b.icmp_signed("<", left, I64(_BYTES)), left, I64(_BYTES))
+        with steps(b, I64(0), stop, size) as (byte, _):
             for r, totals in enumerate(self.sums(group, byte, size, weights, rows)):
                 at = b.add(places[r // _SHARING], I64(r % _SHARING))
                 self.finish(group, byte, b.add(first, I64(r)), totals, at)
