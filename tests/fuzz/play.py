@@ -133,7 +133,7 @@ class Draw:
         for n in shape:
             size *= n
         at = self.rng.randrange(max(1, len(_BANK) - size))
-        return _BANK[at : at + size].reshape(shape).astype(dtype)
+        return np.resize(_BANK[at : at + size], shape).astype(dtype)
 
     def arrays(self) -> list[np.ndarray]:
         """Arrays among the other arguments."""
