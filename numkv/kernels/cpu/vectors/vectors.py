@@ -395,7 +395,7 @@ class Vectors:
     def repeated(self, base, at, count):
         """Load `count` floats, at most as many as there are lanes, and repeat them: ``a b | a b | a b | a b``."""
         part = self.load_part(base, at, count)
-        return self.shuffle(part, part, [i % count for i in range(self.lanes)])
+        return self.in_parts(part, self.lanes)
 
     def stretched(self, base, at, count):
         """Load `count` floats and repeat each of them: ``a a a a | b b b b``."""

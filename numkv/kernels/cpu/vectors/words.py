@@ -100,7 +100,7 @@ class Words(Vectors):
         return self.load_bytes(base, at, in_words(self.b, kind, count), size, (needed, all_of_them))
 
     def load_bytes(self, base, at, count, size, whole=None):
-        """Load `count` bytes into a vector of `size`; the others are 0.
+        """Load `count` bytes, a number that is not negative, into a vector of `size`; the others are 0.
 
         From `whole` bytes on, all that matter exist, and are loaded without a mask.
         """

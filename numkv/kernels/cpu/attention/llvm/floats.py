@@ -39,8 +39,8 @@ def rows_in_vector(kind, rows):
     """Return how many of some query rows, computed at once, have elements in a vector that K rows are multiplied with.
 
     K rows are widened in registers, once for all vectors. The fewer rows a vector has, the more lanes remain to be
-    added, but the fewer vectors are widened. That takes long for codes that are looked up, so those of many rows are
-    widened into scratch memory, as INT4 is. Then a vector has elements of all rows.
+    added, but the fewer vectors are widened. Widening takes long for codes that are looked up. For many query rows, and
+    for INT4, it is done into scratch memory instead; then a vector has elements of all rows.
     """
     if kind == "int4" or (kind in LOOKED_UP and rows > 4):
         return rows
@@ -271,19 +271,17 @@ class _Scores:
         else:
             value = v.masked_load(pointer, words, 2, mask)
         pairs = b.bitcast(value, ir.VectorType(v.int, count))
-        return v.shuffle(pairs, pairs, [i % count for i in range(v.lanes)])
+        return v.in_parts(pairs, v.lanes)
 
     # -- rows that are widened first
 
     def add_widened(self, t0, tokens, add):
         """Add products of some tokens' elements, a few columns at a time, through scratch memory."""
         b, v, dim = self.b, self.v, self.keys.dim
-        widen = self.widen_group if self.kind == "int4" else self.widen_levels
-        columns, each = (
-            GROUP if self.kind == "int4" else self.in_unit * v.lanes,
-            v.lanes // self.in_vector,
-        )
-        size = columns // self.in_unit  # lanes of a token
+        widen, columns = self.widen_levels, self.in_unit * v.lanes
+        if self.kind == "int4":
+            widen, columns = self.widen_group, GROUP
+        each, size = v.lanes // self.in_vector, columns // self.in_unit  # size: lanes of a token
         scratch = scratch_floats(b, v.float, tokens * size)
         with steps(b, I64(0), dim, columns) as (d, _):
             left = b.sub(dim, d)

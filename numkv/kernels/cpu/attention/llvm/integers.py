@@ -258,8 +258,7 @@ class _ScoresOfInt8:
         else:
             part = v.load_bytes(self.keys.words, at, left, self.columns)
             part = b.bitcast(part, ir.VectorType(v.int, self.each))
-        x = v.shuffle(part, part, [i % self.each for i in range(v.lanes)])
-        return b.xor(x, self.flip)
+        return b.xor(v.in_parts(part, v.lanes), self.flip)
 
 
 # Rows whose sums fit into registers: with four vectors of columns, and with two.
@@ -394,9 +393,10 @@ def make_accumulate_int8(next_kind, kind="int8"):
             even columns   t0c0 t1c0 | t0c2 t1c2 | ...        weights   t0 t1 | t0 t1 | ...
             odd columns    t0c1 t1c1 | t0c3 t1c3 | ...        sums      c0 | c2 | ...   and   c1 | c3 | ...
 
-        `Words.in_order` restores the order of columns in the sums. With 16 registers and more than two rows, a step has
-        half as many columns. Sums then stay in registers, in order (`Words.load_pairs`). With CODE4 and more than four
-        rows, a step also has half as many columns (`Words.load_level_pairs`): one table lookup serves all rows.
+        `Words.in_order` restores the order of columns in the sums. With more than four rows, or with 16 registers
+        and more than two, a step has half as many columns. Sums then stay in registers, in order (`Words.load_pairs`).
+        With CODE4 and more than four rows, a step also has half as many columns (`Words.load_level_pairs`): one table
+        lookup serves all rows.
 
         Meanwhile the memory in `extents` (the next tile's K rows) is prefetched.
         """
@@ -426,7 +426,7 @@ class _SumsOfInt8:
         self.narrow = (
             self.kind == "code4" and rows > _ROWS and self.v.lanes == 16 and "avx512bw" in FEATURES
         )
-        # With 16 registers, sums of four rows leave room for two vectors of columns.
+        # Registers have room for the sums of two vectors of columns and eight rows; 16 registers for those of four.
         most = 2 if REGISTERS == 16 else _ROWS
         self.in_bytes = self.kind not in LOOKED_UP and rows > most
         few = self.narrow or self.in_bytes
@@ -647,7 +647,7 @@ class _ScoresOfInt4:
         sum_at = b.add(b.mul(b.ashr(group, I64(2)), I64(16)), b.and_(group, I64(3)))
         sum_at = b.add(self.queries.sums_at, sum_at)
         zero, add = (v.splat_int(0), v.add_fours) if DOT_PRODUCTS else (v.splat_word(0), v.add_twos)
-        at_once = min(len(sums), 8) if REGISTERS > 16 else 2
+        at_once = _MORE_ROWS if REGISTERS > 16 else 2
         for first in range(0, len(sums), at_once):
             some = range(first, min(len(sums), first + at_once))
             totals = {
@@ -975,6 +975,7 @@ class _SumsOfInt4:
                 to.append(b.add(b.add(start, lane), b.mul(place, I64(step * v.lanes))))
         # Bytes of a token whose sums stay in registers.
         size = _BYTES if REGISTERS > 16 or rows <= _ROWS // 2 else _BYTES // 2
+        # No further than the row: its last group may be short.
         left = b.sub(self.row_bytes, b.mul(group, I64(_BYTES)))
         stop = b.select(b.icmp_signed("<", left, I64(_BYTES)), left, I64(_BYTES))
         with steps(b, I64(0), stop, size) as (byte, _):
