@@ -3,20 +3,16 @@
 import numba
 import numpy as np
 import pytest
-from walked import each
 
 from numkv.kernels.cpu.attention.offsets import (
-    AHEAD,
     EXTENTS,
     K_EXTENTS,
     TABLE,
     TURN,
     V_EXTENTS,
-    WORKER_INTS,
     layout_of,
     locate,
     locate_next_head,
-    spread,
 )
 from numkv.kernels.cpu.attention.records import KV_TILE, TILE_UNIT
 from numkv.kernels.cpu.vectors.arrays import TABLE_ROW, record_of
@@ -128,69 +124,9 @@ def test_tables_of_the_next_head(rng, dim, dim_v, block_size, end):
         assert len(asked) - len(wanted) <= (pool[0, 0].nbytes % LINE > 0) * num_blocks
 
 
-@numba.njit
-def run_spread(k, v, tile, begin, end, entries, head, heads, part, parts, offsets):
-    """Fill a turn's tables and the extents of one part of what a group of heads reads."""
-    record = record_of((k, k, v, v), ())
-    layout = layout_of(record, K, K_SCALE, V, V_SCALE, 0, 0, np.int64(k.shape[2]))
-    locate(offsets, tile, TILE_UNIT, begin, end, entries, head, layout)
-    spread(offsets, np.int64(0), heads, part, parts, layout)
-
-
-@each("parts", [1, 2, 3, 5])
-@each("first, heads", [(0, 5), (1, 3), (4, 1)])
-@each("block_size", [8, 16])
-@each("tile, begin, end", [(0, 0, 200), (64, 70, 100), (128, 0, 129), (256, 0, 200)])
-def test_parts_of_a_group(rng, tile, begin, end, block_size, first, heads, parts):
-    num_blocks = 256 // block_size
-    k, v = (np.zeros((num_blocks, 5, block_size, d), np.int8) for d in (64, 128))
-    entries = rng.permutation(num_blocks).astype(np.int32)
-    tokens = range(max(tile, begin), min(tile + TILE_UNIT, end)) or [end - 1]
-    blocks = list(dict.fromkeys(t // block_size for t in tokens))
-    offsets = np.full(WORKER_INTS, -1, np.int64)
-    for pool, at in ((k, AHEAD), (v, AHEAD + EXTENTS)):
-        asked = []
-        for part in range(parts):
-            run_spread(k, v, tile, begin, end, entries, first, heads, part, parts, offsets)
-            mine = asked_for(offsets[at : at + EXTENTS])
-            runs = -(-len(blocks) * heads // parts)
-            assert len(mine) <= runs * (2 * block_size + 1)
-            asked += mine
-        # Block after block, of each one head after another.
-        wanted = [
-            line
-            for block in blocks
-            for head in range(first, first + heads)
-            for line in lines_of(
-                pool,
-                [
-                    entries[block] * block_size + t % block_size
-                    for t in tokens
-                    if t // block_size == block
-                ],
-                head,
-            )
-        ]
-        # A run may begin within the line in which another one ends.
-        shift = pool.ctypes.data % LINE > 0
-        assert list(dict.fromkeys(asked)) == list(dict.fromkeys(wanted))
-        assert len(asked) <= len(set(asked)) + shift * len(blocks) * heads
-
-
-def test_parts_of_many_runs_stay_within_their_extents():
-    k = np.zeros((256, 16, 1, 64), np.int8)
-    offsets = np.full(WORKER_INTS, -1, np.int64)
-    entries = np.arange(0, 256, 2, dtype=np.int32)
-    entries[1::2] = entries[::2] + 128
-    k = k[:, ::2]  # the heads of a block do not lie side by side
-    run_spread(k, k, 0, 0, 64, entries, 0, 8, 0, 1, offsets)
-    assert len(asked_for(offsets[AHEAD : AHEAD + EXTENTS])) >= TILE_UNIT
-    assert (offsets[AHEAD + 2 * EXTENTS :] == -1).all()
-
-
 def test_nothing_is_asked_for_without_tokens():
     k = np.zeros((4, 2, 16, 64), np.int8)
-    offsets = np.full(WORKER_INTS, -1, np.int64)
-    run_spread(k, k, 0, 0, 0, np.zeros(4, np.int32), 0, 2, 0, 1, offsets)
-    for at in (K_EXTENTS, V_EXTENTS, AHEAD, AHEAD + EXTENTS):
+    offsets = np.full(TURN, -1, np.int64)
+    run_locate(k, k, 0, TILE_UNIT, 0, 0, np.zeros(4, np.int32), 16, 0, offsets)
+    for at in (K_EXTENTS, V_EXTENTS):
         assert asked_for(offsets[at : at + EXTENTS]) == []

@@ -7,8 +7,8 @@ took it. K and V are read once an item, a KV tile at a time, with the online sof
 A tile's V rows are prefetched while its scores are computed. The next tile's K rows, possibly another item's, are
 prefetched while V rows are added up. A thread prefetches its first K rows all at once.
 
-Where blocks are short, an item has several heads, one after another in every tile, so memory is read a whole block at a
-time. K and V rows of the next few heads are then prefetched instead.
+Where a block has little of a head, an item has several heads, one after another in every tile, so what is near in
+memory is read soon after.
 
 It is one kernel for all kinds, which knows arrays by their addresses. Only the engine's `steps` depend on kinds.
 """
@@ -23,8 +23,6 @@ from numba import types
 
 from numkv.kernels.builder import SCALES, WORDS, array, build
 from numkv.kernels.cpu.attention.offsets import (
-    AHEAD,
-    EXTENTS,
     K_EXTENTS,
     STATE_AT,
     TURN,
@@ -32,10 +30,10 @@ from numkv.kernels.cpu.attention.offsets import (
     WORKER_INTS,
     layout_of,
     locate,
+    locate_next_head,
     whole_units,
 )
 from numkv.kernels.cpu.attention.plan import (
-    LONG_RUN,
     MISSING,
     Problem,
     find_item,
@@ -61,7 +59,6 @@ from numkv.kernels.cpu.attention.state import (
     MANY_FROM,
     MASK,
     MOST_ROWS,
-    NEXT_HEAD,
     PICK,
     PLACES,
     Q_STARTS,
@@ -71,7 +68,6 @@ from numkv.kernels.cpu.attention.state import (
     SHORT_IF_LARGE,
     SIZES,
     SIZES_AT,
-    SPREAD,
     STEPS,
     STORE,
     V_SCALE,
@@ -83,7 +79,6 @@ from numkv.kernels.cpu.attention.state import (
     V,
     begin_state,
     put_item,
-    put_layout,
     put_turn,
     run_step,
     sizes_of,
@@ -105,14 +100,6 @@ from numkv.kernels.cpu.vectors.launch import next_item, on_threads
 from numkv.kernels.cpu.vectors.prefetch import prefetch_extents
 from numkv.rows.mask import BITS, PLAIN_END
 
-# The most bytes of K and V rows in a group of heads. Those of this group and of the next, which is prefetched
-# meanwhile, should stay in the L2 cache. On a Zen 4 with 1 MB, groups of 256 KB were already too large.
-_GROUP_BYTES = 128 << 10
-# The fewest tokens of an item whose heads make groups. Shorter items prefetch much at once where another item ends:
-# sequences of 65 tokens took longer in groups.
-_GROUP_TOKENS = 4 * TILE_UNIT
-# A turn of at most so many tokens is too short to prefetch a whole tile meanwhile.
-_FEW_TOKENS = TILE_UNIT // 2
 # The most bytes of K rows, or of V rows, in a tile of more than a unit. A turn has work that does not depend on its
 # tokens, so long tiles are faster (perf/results/2026-11-28-amd-epyc-2-cores-machines-tiles.md). Rows of a tile and of
 # the next should fit in an L2 cache of 256 KB. Arithmetic on single query rows is so short that tiles of four times as
@@ -157,7 +144,6 @@ def _attend(call, launch, worker, workers):
     offsets = plan.rest[worker * WORKER_INTS :]
     state = address_of(offsets) + np.int64(8 * STATE_AT)
     _begin(state, call, worker)
-    put_layout(state, layout)
     problem = Problem(
         seq_lens, q_starts, ranges, int_at(call, np.int64(WINDOW)), block_table.shape[1] * unit, unit,
         int_at(call, np.int64(K + SHAPE + 1)), sizes_of(state).group, int_at(steps, np.int64(MOST_ROWS)),
@@ -168,24 +154,20 @@ def _attend(call, launch, worker, workers):
     many_from = int_at(steps, np.int64(MANY_FROM))
     has_bits = int_at(call, np.int64(MASK + SHAPE + 1)) > BITS
     attend = np.int64(ATTEND)
-    # A turn is a tile of tokens for one head. An item's heads take a tile in turn, a few in a group. The next turn is
-    # found before this one runs; the next group, possibly another item's, at the first turn of this group. `offsets`
-    # describes the order of prefetches. The start, and items without tokens, have turns that do nothing.
-    here, ahead, group = np.int64(0), np.int64(TURN), np.int64(2 * TURN)
+    # A turn is a tile of tokens for one head. An item's heads take a tile one after another. The next turn is found
+    # before this one runs. The start, and items without tokens, have turns that do nothing.
+    here, ahead = np.int64(0), np.int64(TURN)
     item = coming = _NO_ITEM
     tile, head = np.int64(0), np.int64(0)
     tokens, coming_tokens = np.int64(TILE_UNIT), np.int64(TILE_UNIT)
-    first_head, end_head = np.int64(0), np.int64(1)
-    next_tile = next_head = next_end = np.int64(0)
-    number, ends_item, done = np.int64(-1), False, False
+    number, done = np.int64(-1), False
     while not done:
-        heads = end_head - first_head
-        # A group of one head needs no third table, and two tables leave more of the L1 cache.
-        later = group if heads > 1 else ahead
-        if head == first_head:
-            next_tile, next_head = tile, end_head
-            if next_head >= item.end_head:
-                next_tile, next_head = tile + tokens, item.first_head
+        count = whole_units(min(item.end - tile, tokens))
+        next_tile, next_head, ends_item = tile, head + 1, False
+        if next_head < item.end_head:
+            locate_next_head(offsets, here, ahead, count, layout)
+        else:
+            next_tile, next_head = tile + tokens, item.first_head
             ends_item = next_tile >= item.end
             if ends_item:
                 number = next_item(plan.next_item)
@@ -196,46 +178,30 @@ def _attend(call, launch, worker, workers):
                     coming_tokens = _tokens_of_turns(layout, longest, short_if_large, coming)
                     next_tile = coming.begin - coming.begin % coming_tokens
                     next_head = coming.first_head
-            next_end = _end_of_group(layout, coming, next_head, coming_tokens)
             locate(
-                offsets[later:], next_tile, coming_tokens, coming.begin, coming.end, block_table[b],
+                offsets[ahead:], next_tile, coming_tokens, coming.begin, coming.end, block_table[b],
                 next_head, layout,
             )  # fmt: skip
-        next_heads = next_end - next_head
-        in_groups = max(heads, next_heads) > 1
-        asking = in_groups and (number < items or not ends_item)
-        if asking:
-            at_once = np.int64(item.end - tile <= _FEW_TOKENS or heads < next_heads)
-            if not run_step(
-                state, np.int64(SPREAD), (later, next_heads, head - first_head, heads, at_once)
-            ):
-                break  # without the step there are no tables: no turn may go by them
-        ends_group = head + 1 >= end_head
-        count = whole_units(min(item.end - tile, tokens))
-        if ends_group:
-            ahead, group = later, (ahead if heads > 1 else group)
-        elif not run_step(state, np.int64(NEXT_HEAD), (here, ahead, count)):
-            break
         if tile < item.end:
-            k_extents, v_extents = _extents(here, ahead, in_groups, asking)
             at = address_of(offsets)
             put_turn(
                 state,
                 Turn(
-                    tile, head, at + 8 * here, at + 8 * (here + layout.v_table), at + 8 * v_extents,
-                    at + 8 * k_extents, at + 8 * ahead, at + 8 * (ahead + layout.v_table), layout.k_token, count,
+                    tile, head, at + 8 * here, at + 8 * (here + layout.v_table), at + 8 * (here + V_EXTENTS),
+                    at + 8 * (ahead + K_EXTENTS), at + 8 * ahead, at + 8 * (ahead + layout.v_table), layout.k_token,
+                    count,
                 ),
             )  # fmt: skip
             run_step(state, np.int64(GATHER), ())
             run_step(state, attend, ())
             if has_bits:
                 run_step(state, np.int64(PICK), ())
-        if ends_group and ends_item:
+        if ends_item:
             if item.end_head > 0:
                 run_step(state, np.int64(LEAVE), ())
                 if plan.missing[0] == 0:
                     run_step(state, np.int64(STORE), ())
-            elif not in_groups:
+            else:
                 prefetch_extents(offsets[ahead + K_EXTENTS :])
             done = number >= items
             if not done:
@@ -246,10 +212,7 @@ def _attend(call, launch, worker, workers):
                 if item.rows >= many_from:
                     run_step(state, np.int64(LOAD_MANY), ())
                     attend = np.int64(ATTEND_MANY)
-        head += 1
-        if ends_group:
-            tile, head = next_tile, next_head
-            first_head, end_head = next_head, next_end
+        tile, head = next_tile, next_head
         here, ahead = ahead, here
     run_step(state, np.int64(END), ())
 
@@ -275,37 +238,11 @@ def _tokens_of_turns(layout, longest, short_if_large, item):
     row = max(layout.k_words * layout.k_size, layout.v_words * layout.v_size)
     tokens = np.int64(TILE_UNIT)
     room = np.int64(0 if short_if_large and item.is_large != 0 else _TILE_BYTES)
-    if item.rows == 1 and layout.unit >= LONG_RUN:
+    if item.rows == 1 and layout.unit >= TILE_UNIT:
         room *= _TILES_OF_ONE_ROW
     while tokens < longest and 2 * tokens * row <= room:
         tokens *= 2
     return tokens
-
-
-@inlined
-def _end_of_group(layout, item, first_head, tokens):
-    """Return the end of the group of heads that begins with this one, with so many tokens a turn.
-
-    It has more than one head where blocks are short.
-    """
-    heads = np.int64(1)
-    if item.end - item.begin >= _GROUP_TOKENS and layout.unit < LONG_RUN:
-        rows = layout.k_words * layout.k_size + layout.v_words * layout.v_size
-        heads = max(np.int64(1), np.int64(_GROUP_BYTES) // (tokens * rows))
-    return min(first_head + heads, item.end_head)
-
-
-@inlined
-def _extents(here, ahead, in_groups, asking):
-    """Locate the extents that a turn prefetches while it reads V rows, and those while it reads K rows.
-
-    In groups, `spread` has filled them. Where nothing remains to prefetch, they are this turn's own extents.
-    """
-    if not in_groups:
-        return ahead + K_EXTENTS, here + V_EXTENTS
-    if asking:
-        return np.int64(AHEAD), np.int64(AHEAD + EXTENTS)
-    return here + K_EXTENTS, here + V_EXTENTS
 
 
 def _enter(
@@ -328,8 +265,8 @@ def _enter(
         max_rows = int_at(int_at(sizes, np.int64(STEPS)), np.int64(MOST_ROWS))
         threads, _ = _make_plan(
             None,
-            (seq_lens, q_starts, ranges, window_left, block_table.shape[1] * unit, unit, np.int64(k.shape[1]),
-             q.shape[1] // k.shape[1], max_rows, q.shape[2] + out.shape[2], workers, ints),
+            (seq_lens, q_starts, ranges, window_left, block_table.shape[1] * unit, unit * k.shape[3] * k.itemsize,
+             np.int64(k.shape[1]), q.shape[1] // k.shape[1], max_rows, q.shape[2] + out.shape[2], workers, ints),
         )  # fmt: skip
         if threads == 1:
             launch = np.int64(0)

@@ -10,13 +10,9 @@ A turn is a tile of one kv head. Its tables follow one another in a worker's int
     K_EXTENTS   extents of K rows, as a `PrefetchStream` takes them
     V_EXTENTS   extents of V rows
 
-There are tables for three turns. The first is this turn. The second is the next one, whose K rows are prefetched while
-V rows of this one are read. The third is the first turn of the next group.
-
-A group is a few heads of a tile, one after another; where blocks are long it has one head. All that the next group
-reads is prefetched meanwhile, spread over the turns of this one in memory order (`spread`). Only the tables of a
-group's first head are looked up (`locate`). Those of the other heads are one head's width further on
-(`locate_next_head`).
+There are tables for two turns: this one, and the next, whose K rows are prefetched while V rows of this one are read.
+Only the tables of a tile's first head are looked up (`locate`). Those of an item's other heads are one head's width
+further on (`locate_next_head`).
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ from numkv.kernels.cpu.vectors.arrays import (
     int_at,
 )
 from numkv.kernels.cpu.vectors.emitted import inlined
-from numkv.kernels.cpu.vectors.prefetch import NO_MORE, prefetch_extents
+from numkv.kernels.cpu.vectors.prefetch import NO_MORE
 
 #: Numbers of a table.
 TABLE = KV_TILE + RAMP
@@ -46,10 +42,8 @@ EXTENTS = 2 * (KV_TILE + 1)
 K_EXTENTS, V_EXTENTS = 4 * TABLE, 4 * TABLE + EXTENTS
 #: Numbers of a turn, in whole cache lines.
 TURN = (V_EXTENTS + EXTENTS + RAMP - 1) // RAMP * RAMP
-#: After the tables of three turns: extents of K and V rows for a turn of a group, which `spread` fills.
-AHEAD = 3 * TURN
-#: After these: integers of the engines.
-SPARE = (AHEAD + 2 * EXTENTS + RAMP - 1) // RAMP * RAMP
+#: After the tables of two turns: integers of the engines.
+SPARE = 2 * TURN
 #: A matrix unit stores where K rows are and how many parts queries have. Masks store the tables of the tokens that a
 #: row picks.
 SPARE_INTS = (max(8 + AMX_QUERY_ROWS, 4 * TABLE) + RAMP - 1) // RAMP * RAMP
@@ -231,52 +225,6 @@ def locate_next_head(offsets, here, to, count, layout):
         fill_shifted(offsets, to + at, count, here + at, layout.v_scale_head)
     _shift_extents(offsets, here + K_EXTENTS, to + K_EXTENTS, layout.k_head * layout.k_size)
     _shift_extents(offsets, here + V_EXTENTS, to + V_EXTENTS, layout.v_head * layout.v_size)
-
-
-@register_jitable
-def spread(offsets, table, heads, part, parts, layout):
-    """Fill the extents at `AHEAD` with one of several parts of the memory that a group of turns reads.
-
-    The group has so many `heads`, and its first turn has its tables at `table`. Parts are of equal size and follow the
-    order of blocks, with a block's heads next to each other. So memory is prefetched a whole block at a time.
-    """
-    k_shift, v_shift = layout.k_head * layout.k_size, layout.v_head * layout.v_size
-    _spread(offsets, table + K_EXTENTS, heads, k_shift, AHEAD, part, parts)
-    _spread(offsets, table + V_EXTENTS, heads, v_shift, AHEAD + EXTENTS, part, parts)
-
-
-@register_jitable
-def _spread(offsets, source, heads, shift, to, part, parts):
-    """Write one part of the extents of a head at `source` and of the heads after it, `shift` bytes apart."""
-    count = np.int64(0)
-    while offsets[source + 2 * count + 1] != NO_MORE:
-        count += 1
-    count *= heads
-    first, end = part * count // parts, (part + 1) * count // parts
-    block = first // heads
-    head = first - block * heads
-    at, last = to, np.int64(-1)
-    for _ in range(end - first):
-        if at - to == EXTENTS - 2:  # full: the rest is read without
-            break
-        start = offsets[source + 2 * block] + head * shift
-        if start != last:
-            offsets[at] = start & -64
-            at += 2
-        last = offsets[source + 2 * block + 1] + head * shift
-        offsets[at - 1] = last
-        head += 1
-        if head == heads:
-            head, block = np.int64(0), block + 1
-    offsets[at] = offsets[at - 2] if at > to else offsets[source]
-    offsets[at + 1] = NO_MORE
-
-
-@register_jitable
-def ask_at_once(offsets):
-    """Prefetch all extents at `AHEAD` at once, as no turn is long enough."""
-    prefetch_extents(offsets[AHEAD:])
-    prefetch_extents(offsets[AHEAD + EXTENTS :])
 
 
 @register_jitable

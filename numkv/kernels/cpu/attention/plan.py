@@ -21,11 +21,11 @@ MIN_SPLIT = 1024
 MAX_SPLITS = 64
 # Query rows of a kv head up to which several blocks are split too: the parts to merge have as many rows.
 SPLIT_ROWS = 128
-# A block whose heads are runs of at least so many tokens is read a head at a time. With shorter runs, an item has
-# several heads, as long as each thread keeps `ITEMS_EACH` items to balance, or more of many threads. A block's pages
-# are then read soon after each other, and a cache line of the page table has eight of them. Measured on a Zen 4 (bf16,
-# 8 heads, shuffled blocks of 16 tokens): items of 4 heads are 8 % slower than items of 8 heads, items of one head 30 %.
-LONG_RUN = 64
+# A head with at least so many bytes in a block is read alone. With fewer, an item has several heads, as long as each
+# thread keeps `ITEMS_EACH` items to balance, or more of many threads. A block's pages are then read soon after each
+# other, and a cache line of the page table has eight of them. With items of one head, a straight or a shuffled block
+# table costs the same; it is the step from a head's rows to its rows in the next block that does.
+LONG_RUN = 64 << 10
 ITEMS_EACH = 4
 FEW_THREADS = 4
 MORE_ITEMS_EACH = 16
@@ -107,12 +107,12 @@ def _length(seq_lens, ranges, capacity, b):
 
 
 def make_plan(
-    seq_lens, q_starts, ranges, window_left, capacity, unit, num_kv_heads, group, max_rows, columns, threads, ints
+    seq_lens, q_starts, ranges, window_left, capacity, run, num_kv_heads, group, max_rows, columns, threads, ints
 ):  # fmt: skip
     """Make a plan in `ints`; return how many threads are to work on it, and how many parts there are to merge.
 
-    `Problem` describes the first nine arguments. `columns` is the sum of the elements of a K row and of a V row,
-    `threads` the most threads that may run. Counters are set to 0.
+    `Problem` describes most arguments. `run` is how many bytes of K a head has in a block, `columns` the sum of the
+    elements of a K row and of a V row, `threads` the most threads that may run. Counters are set to 0.
     """
     plan = plan_of(ints, len(seq_lens))
     num_seqs = len(seq_lens)
@@ -149,7 +149,7 @@ def make_plan(
     workers = 1 if work < SERIAL_WORK else threads
 
     most_heads = np.int64(1)
-    if unit < LONG_RUN:
+    if run < LONG_RUN:
         wanted = workers * (ITEMS_EACH if workers <= FEW_THREADS else MORE_ITEMS_EACH)
         if workers == 1:
             wanted = 1

@@ -23,7 +23,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from numkv.kernels.builder import SCALES, WORDS
-from numkv.kernels.cpu.attention.offsets import SPARE_INTS, STATE_AT, STATE_INTS, TABLE, TileLayout
+from numkv.kernels.cpu.attention.offsets import SPARE_INTS, STATE_INTS, TABLE
 from numkv.kernels.cpu.attention.plan import MISSING
 from numkv.kernels.cpu.attention.records import (
     AMX_QUERY_ROWS,
@@ -235,9 +235,7 @@ LOAD, LOAD_MANY, GATHER, ATTEND, ATTEND_MANY, PICK, LEAVE, STORE, END = range(7,
 #: Steps that these call: vector code for few query rows (1, 2, 4 or 8), and masks and soft caps of scores.
 FEW, OF_1, OF_2, OF_4, OF_8, ADJUST = range(16, 22)
 #: Steps for many query rows.
-PUT_KEYS, PUT_VALUES, MULTIPLY, ADJUST_MANY, WEIGH = range(22, 27)
-#: Steps for groups of several heads.
-NEXT_HEAD, SPREAD, NUM_STEPS = range(27, 30)
+PUT_KEYS, PUT_VALUES, MULTIPLY, ADJUST_MANY, WEIGH, NUM_STEPS = range(22, 28)
 #: The table's entry for a step without work.
 NOTHING = -1
 
@@ -247,12 +245,10 @@ SIZES = 3
 PLACES = SIZES + len(Sizes._fields)
 _ITEM = PLACES + len(Scratch._fields)
 _TURN = _ITEM + len(Item._fields)
-_LAYOUT = _TURN + len(Turn._fields)
-assert _LAYOUT + len(TileLayout._fields) <= STATE_INTS
+assert _TURN + len(Turn._fields) <= STATE_INTS
 
 item_of, put_item = tuple_reader(Item, _ITEM), tuple_writer(_ITEM)
 turn_of, put_turn = tuple_reader(Turn, _TURN), tuple_writer(_TURN)
-layout_in, put_layout = tuple_reader(TileLayout, _LAYOUT), tuple_writer(_LAYOUT)
 sizes_of, places_of = tuple_reader(Sizes, SIZES), tuple_reader(Scratch, PLACES)
 _pairs_at = array_reader(types.int64, 2)
 
@@ -326,12 +322,6 @@ def scale_of(state):
 def spare_of(state):
     """Return the engine's own integers, which lie before the state."""
     return ints_from(state - np.int64(8 * SPARE_INTS), np.int64(SPARE_INTS))
-
-
-@inlined
-def offsets_of(state):
-    """Return a thread's tables, which lie before the engine's integers."""
-    return ints_from(state - np.int64(8 * STATE_AT), np.int64(STATE_AT))
 
 
 def floats_reader(compute: str) -> Callable[..., Any]:

@@ -28,10 +28,9 @@ from numkv.kernels.cpu.attention.many_rows import (
     make_put_values,
     make_weigh,
 )
-from numkv.kernels.cpu.attention.offsets import ask_at_once, locate_next_head, spread
 from numkv.kernels.cpu.attention.records import KV_TILE, PAIRS, TILE_UNIT, float_type
 from numkv.kernels.cpu.attention.sides import make_gather_turn
-from numkv.kernels.cpu.attention.state import lay_out, layout_in, offsets_of
+from numkv.kernels.cpu.attention.state import lay_out
 from numkv.kernels.cpu.attention.store import make_store
 from numkv.kernels.cpu.attention.vector import (
     attend_few,
@@ -44,29 +43,10 @@ from numkv.kernels.cpu.vectors.arrays import kernel_address
 from numkv.kernels.cpu.vectors.features import row_unroll
 from numkv.kinds import kind as kind_named
 
-
-def find_next_head(state, here, to, count):
-    """The step `NEXT_HEAD`: the tables of a turn, at `to`, from those of the head before it. Returns 1."""
-    locate_next_head(offsets_of(state), here, to, count, layout_in(state))
-    return 1
-
-
-def spread_group(state, table, heads, part, parts, at_once):
-    """The step `SPREAD`: one turn's prefetches for the group whose first turn has its tables at `table`.
-
-    A nonzero `at_once` prefetches all of it now, as no turn is long enough. Returns 1.
-    """
-    offsets = offsets_of(state)
-    spread(offsets, table, heads, part, parts, layout_in(state))
-    if at_once:
-        ask_at_once(offsets)
-    return 1
-
-
 # How many numbers steps accept after the state's address.
 _NUMBERS = {
     state.OF_1: 6, state.OF_2: 6, state.OF_4: 6, state.OF_8: 6, state.ADJUST: 5, state.PUT_KEYS: 1,
-    state.PUT_VALUES: 2, state.MULTIPLY: 4, state.ADJUST_MANY: 3, state.WEIGH: 6, state.NEXT_HEAD: 3, state.SPREAD: 5,
+    state.PUT_VALUES: 2, state.MULTIPLY: 4, state.ADJUST_MANY: 3, state.WEIGH: 6,
 }  # fmt: skip
 #: The steps that every call needs: made together, at the first call.
 _ALWAYS = (state.LOAD, state.GATHER, state.STORE)
@@ -187,8 +167,6 @@ class Steps:
             state.MULTIPLY: (make_multiply, (k_kind, v_kind, compute), f"many scores, {of_both}"),
             state.ADJUST_MANY: (make_adjust_many, (), "caps and biases of many query rows"),
             state.WEIGH: (make_weigh, (compute,), f"sums of many query rows in {compute}"),
-            state.NEXT_HEAD: (find_next_head, None, "heads of a group"),
-            state.SPREAD: (spread_group, None, "memory of a group of heads"),
             state.LEAVE: (leave_amx, None, "the rows that a matrix unit leaves"),
             state.END: (end_amx, None, "the end of a matrix unit's use"),
         }[step]  # fmt: skip
