@@ -10,29 +10,32 @@ from perf import traffic
 from perf.shapes import COLD, SHAPES
 from perf.test_attention import layers_of_rows
 
-BLOCK_SIZE, LIMIT = 128, 1.05
+DEFAULT, LIMIT = 128, 1.05
+#: Shapes with the default, and two of them with other blocks: the table of docs/concepts.md.
+CASES = [(shape, DEFAULT) for shape in "ABDEF"]
+CASES += [(shape, size) for shape in "AE" for size in (16, 32, 64, 256)]
 
 
 def paged(x, order, batch, blocks):
     """Contiguous ``(layers, batch, heads, tokens, ...)`` as pools whose blocks lie in `order`, in one buffer too."""
-    layers, heads = x.shape[0], x.shape[2]
-    pools = np.empty((layers, batch * blocks, heads, BLOCK_SIZE, *x.shape[4:]), x.dtype)
+    layers, heads, size = x.shape[0], x.shape[2], x.shape[3] // blocks
+    pools = np.empty((layers, batch * blocks, heads, size, *x.shape[4:]), x.dtype)
     for pool, layer in zip(pools, x, strict=True):
-        cut = layer.reshape(batch, heads, blocks, BLOCK_SIZE, *x.shape[4:]).swapaxes(1, 2)
+        cut = layer.reshape(batch, heads, blocks, size, *x.shape[4:]).swapaxes(1, 2)
         pool[order] = cut.reshape(pool.shape)
     return pools
 
 
 @pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "int8"])
-@pytest.mark.parametrize("shape", ["A", "B", "D", "F"])
-def test_paged_decode_attention(measure, side_by_side, rng, shape, kind):
+@pytest.mark.parametrize(("shape", "block_size"), CASES)
+def test_paged_decode_attention(measure, side_by_side, rng, shape, block_size, kind):
     batch, q_heads, kv_heads, dim, length, *_ = SHAPES[shape]
     size = batch * length * numkv.kind(kind).bytes_per_token(kv_heads, dim)
     layers = max(1, min(32, COLD // size))
     (k, v), scales, _ = layers_of_rows(rng, kind, layers, batch, kv_heads, dim, length)
     q = rng.standard_normal((batch, q_heads, dim), np.float32)
     lens = np.full(batch, length)
-    blocks = length // BLOCK_SIZE
+    blocks = length // block_size
     order = rng.permutation(batch * blocks)
     table = order.reshape(batch, blocks).astype(np.int32)
     k_pool, v_pool = (paged(x, order, batch, blocks) for x in (k, v))
@@ -48,7 +51,7 @@ def test_paged_decode_attention(measure, side_by_side, rng, shape, kind):
 
     assert np.array_equal(contiguous_run(0), paged_run(0))
     layer = itertools.cycle(range(layers))
-    moved = traffic.paged_decode_attention(batch, q_heads, kv_heads, dim, length, BLOCK_SIZE, kind)
+    moved = traffic.paged_decode_attention(batch, q_heads, kv_heads, dim, length, block_size, kind)
     measure(lambda: paged_run(next(layer)), moved, "read")
     side_by_side(
         "paged / contiguous",
