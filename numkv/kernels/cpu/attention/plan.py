@@ -111,7 +111,7 @@ def make_plan(
 ):  # fmt: skip
     """Make a plan in `ints`; return how many threads are to work on it, and how many parts there are to merge.
 
-    `Problem` describes most arguments. `run` is how many bytes of K a head has in a block, `columns` the sum of the
+    `Problem` describes most arguments. `run` is how many bytes of K a head has in a block. `columns` is the sum of the
     elements of a K row and of a V row, `threads` the most threads that may run. Counters are set to 0.
     """
     plan = plan_of(ints, len(seq_lens))
