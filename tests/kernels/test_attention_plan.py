@@ -65,8 +65,7 @@ def items_of(shape, workers, block_size=1 << 20, max_rows=64, window=-1):
         np.array(lengths), np.arange(seqs + 1) * tokens, np.zeros((0, 2), np.int64), window,
         max(lengths), block_size, heads, group, max_rows,
     )  # fmt: skip
-    run = block_size * columns // 2  # rows of INT8
-    workers, _ = plan_kernel()(*problem._replace(unit=run), columns, workers, ints)
+    workers, _ = plan_kernel()(*problem, columns // 2, columns, workers, ints)  # rows of INT8
     items, b = [], 0
     for number in range(plan.first_item[seqs]):
         while plan.first_item[b + 1] <= number:

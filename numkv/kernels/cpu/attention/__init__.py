@@ -120,8 +120,8 @@ def attend(
                 workers, parts, worker = 1 if small else num_threads(), 0, -1
             else:
                 workers, parts = plan_kernel()(
-                    seq_lens, q_starts, ranges, window_left, capacity, unit * k.shape[3] * k.itemsize, k.shape[1],
-                    group, steps.max_rows, dim + dim_v, threads, ints,
+                    seq_lens, q_starts, ranges, window_left, capacity, unit, k.shape[1], group, steps.max_rows,
+                    k.shape[3] * k.itemsize, dim + dim_v, threads, ints,
                 )  # fmt: skip
                 worker = 0
                 if workers > 1:
@@ -251,9 +251,9 @@ def _bound(call, q_kind, rows_kind, k_kind, v_kind, compute, by_ranges):
             int(np.diff(step.q_starts).max(initial=0)) * (of.num_q_heads // of.num_kv_heads)
         )
         workers, parts = plan_kernel()(
-            step.seq_lens, step.q_starts, step.ranges, window_left, of.max_blocks * block_size,
-            block_size * of_k.words_per_row(of.dim) * of_k.word.itemsize, of.num_kv_heads,
-            of.num_q_heads // of.num_kv_heads, steps.max_rows, of.dim + of.dim_v, most_threads, step.ints(),
+            step.seq_lens, step.q_starts, step.ranges, window_left, of.max_blocks * block_size, block_size,
+            of.num_kv_heads, of.num_q_heads // of.num_kv_heads, steps.max_rows,
+            of_k.words_per_row(of.dim) * of_k.word.itemsize, of.dim + of.dim_v, most_threads, step.ints(),
         )  # fmt: skip
         return (min(workers, num_threads()) if workers > 1 else 1), parts
 

@@ -109,7 +109,7 @@ _TILE_BYTES, _TILES_OF_ONE_ROW = 32 << 10, 4
 
 _PLAN, _DRIVER = "numkv_plan_of_attention", "numkv_attention"
 _OF_PLAN = (
-    array(types.int64, 1), array(types.int64, 1), array(types.int64, 2), *[types.int64] * 8,
+    array(types.int64, 1), array(types.int64, 1), array(types.int64, 2), *[types.int64] * 9,
     types.Array(types.int64, 1, "C"),
 )  # fmt: skip
 _OF_DRIVER = (types.int64, *ON_THREADS)
@@ -265,8 +265,8 @@ def _enter(
         max_rows = int_at(int_at(sizes, np.int64(STEPS)), np.int64(MOST_ROWS))
         threads, _ = _make_plan(
             None,
-            (seq_lens, q_starts, ranges, window_left, block_table.shape[1] * unit, unit * k.shape[3] * k.itemsize,
-             np.int64(k.shape[1]), q.shape[1] // k.shape[1], max_rows, q.shape[2] + out.shape[2], workers, ints),
+            (seq_lens, q_starts, ranges, window_left, block_table.shape[1] * unit, unit, np.int64(k.shape[1]),
+             q.shape[1] // k.shape[1], max_rows, k.shape[3] * k.itemsize, q.shape[2] + out.shape[2], workers, ints),
         )  # fmt: skip
         if threads == 1:
             launch = np.int64(0)

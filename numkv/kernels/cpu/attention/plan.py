@@ -21,11 +21,11 @@ MIN_SPLIT = 1024
 MAX_SPLITS = 64
 # Query rows of a kv head up to which several blocks are split too: the parts to merge have as many rows.
 SPLIT_ROWS = 128
-# A head with at least so many bytes in a block is read alone. With fewer, an item has several heads, as long as each
-# thread keeps `ITEMS_EACH` items to balance, or more of many threads. A block's pages are then read soon after each
-# other, and a cache line of the page table has eight of them. With items of one head, a straight or a shuffled block
-# table costs the same; it is the step from a head's rows to its rows in the next block that does.
-LONG_RUN = 64 << 10
+# An item has as many heads as runs of K rows make so many bytes: a run is what a head has in a block, or all of a short
+# sequence. Each thread keeps `ITEMS_EACH` items to balance, or more of many threads. An item's own work is then done
+# once for its heads, pages of a block are read soon after each other, and a cache line of the page table has eight of
+# them. The step from a head's rows to its rows in the next block is what costs, whether the table is straight or not.
+RUNS = 128 << 10
 ITEMS_EACH = 4
 FEW_THREADS = 4
 MORE_ITEMS_EACH = 16
@@ -107,12 +107,13 @@ def _length(seq_lens, ranges, capacity, b):
 
 
 def make_plan(
-    seq_lens, q_starts, ranges, window_left, capacity, run, num_kv_heads, group, max_rows, columns, threads, ints
+    seq_lens, q_starts, ranges, window_left, capacity, unit, num_kv_heads, group, max_rows, row_bytes,
+    columns, threads, ints,
 ):  # fmt: skip
     """Make a plan in `ints`; return how many threads are to work on it, and how many parts there are to merge.
 
-    `Problem` describes most arguments. `run` is how many bytes of K a head has in a block. `columns` is the sum of the
-    elements of a K row and of a V row, `threads` the most threads that may run. Counters are set to 0.
+    `Problem` describes the first nine arguments. `row_bytes` are those of a K row, `columns` the sum of the elements of
+    a K row and of a V row, `threads` the most threads that may run. Counters are set to 0.
     """
     plan = plan_of(ints, len(seq_lens))
     num_seqs = len(seq_lens)
@@ -138,8 +139,9 @@ def make_plan(
             # Nothing to do, or enough to share without splitting.
             splits = np.int64(1)
         plan.split_len[b] = split_len if splits > 1 else np.int64(0)
-        plan.heads[b] = max(1, QUERY_ROWS // max(1, min(tokens, block_tokens) * group))
         plan.first_item[b] = blocks * splits
+        most_heads = QUERY_ROWS // max(1, min(tokens, block_tokens) * group)
+        plan.heads[b] = max(1, min(most_heads, RUNS // max(1, min(unit, span) * row_bytes)))
         pieces += blocks * splits
         if splits > 1:
             parts += splits * tokens * num_kv_heads * group
@@ -148,15 +150,14 @@ def make_plan(
     plan.first_part[num_seqs] = parts
     workers = 1 if work < SERIAL_WORK else threads
 
+    wanted = workers * (ITEMS_EACH if workers <= FEW_THREADS else MORE_ITEMS_EACH)
+    if workers == 1:
+        wanted = 1
     most_heads = np.int64(1)
-    if run < LONG_RUN:
-        wanted = workers * (ITEMS_EACH if workers <= FEW_THREADS else MORE_ITEMS_EACH)
-        if workers == 1:
-            wanted = 1
-        while most_heads < num_kv_heads and (
-            pieces * ((num_kv_heads + most_heads) // (most_heads + 1)) >= wanted
-        ):
-            most_heads += 1
+    while most_heads < num_kv_heads and (
+        pieces * ((num_kv_heads + most_heads) // (most_heads + 1)) >= wanted
+    ):
+        most_heads += 1
     items = np.int64(0)
     for b in range(num_seqs):
         heads = min(plan.heads[b], most_heads)
