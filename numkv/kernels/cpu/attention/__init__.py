@@ -57,7 +57,7 @@ from numkv.kernels.cpu.attention.steps import Steps, steps_for
 from numkv.kernels.cpu.attention.store import PART_EXTRA, make_merge_splits
 from numkv.kernels.cpu.channel import groups_kernel
 from numkv.kernels.cpu.merge import states_kernel
-from numkv.kernels.cpu.threads import launched, num_threads, run
+from numkv.kernels.cpu.threads import launched, num_threads, run, workers_for
 from numkv.kernels.cpu.vectors.arrays import kernel_address
 from numkv.kernels.operations import Operations, implements
 from numkv.kernels.scratch import Workspaces, aligned
@@ -138,7 +138,8 @@ def attend(
             steps.make(missing)
         if parts:
             merge = _merge_kernel(q_kind, real)
-            run(merge, workers, q_starts, sinks, out, lse, parts_at, floats, ints)
+            few = min(workers, workers_for(parts * dim_v))
+            run(merge, few, q_starts, sinks, out, lse, parts_at, floats, ints)
     finally:
         _workspaces.give_back(memory)
 

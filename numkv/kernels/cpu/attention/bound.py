@@ -30,7 +30,7 @@ from numkv.kernels.cpu.attention.store import PART_EXTRA
 from numkv.kernels.cpu.channel import signature_of_groups
 from numkv.kernels.cpu.merge import signature_of_states
 from numkv.kernels.cpu.overlap import lie_well
-from numkv.kernels.cpu.threads import ON_THREADS
+from numkv.kernels.cpu.threads import ON_THREADS, SERIAL_ELEMENTS
 from numkv.kernels.cpu.vectors.arrays import (
     TABLE_ROW,
     address_of,
@@ -216,11 +216,13 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE, FULL_K, FULL_
         attend_to(None, (call, launch, np.int64(0), workers))
         if plan.missing[0] != 0:
             return False
-        if int_at(step, _PARTS):
+        parts, out = int_at(step, _PARTS), rows_at(call, OUT)
+        if parts:
+            launch *= parts * out.shape[2] >= SERIAL_ELEMENTS
             merge(
                 int_at(step, _MERGE),
-                (starts, sinks, rows_at(call, OUT), lse, parts_at, floats, ints, launch, np.int64(0), workers),
-            )  # fmt: skip
+                (starts, sinks, out, lse, parts_at, floats, ints, launch, np.int64(0), workers),
+            )
         return True
 
     def kernel(layer, step, q, k, v, out, launch):

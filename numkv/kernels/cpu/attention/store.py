@@ -24,7 +24,7 @@ from numkv.kernels.cpu.attention.state import (
     sizes_of,
 )
 from numkv.kernels.cpu.convert import scaled_rows
-from numkv.kernels.cpu.vectors.arrays import array_reader, int_at, multiply, row_of
+from numkv.kernels.cpu.vectors.arrays import add_multiple, array_reader, int_at, multiply, row_of
 from numkv.kernels.cpu.vectors.launch import next_item, on_threads
 from numkv.rows.softmax import finish, power_of_2
 
@@ -68,11 +68,9 @@ def make_merge_splits(Q_KIND, COMPUTE):
                     total += weight * floats[at + 1]
                     part = floats[at + 2 : at + part_size]
                     if i == 0:
-                        for d in range(dim_v):
-                            sums[d] = weight * part[d]
+                        multiply(part, weight, sums)
                     else:
-                        for d in range(dim_v):
-                            sums[d] += weight * part[d]
+                        add_multiple(part, weight, sums)
                 sink = F(sinks[h]) * F(TO_BASE_2) if len(sinks) > 0 else F(-np.inf)
                 factor, log_sum = finish(maximum, total, sink, F(TO_BASE_E))
                 put(sums, F(factor), row_of(out, (q_starts[b] + t, h)))

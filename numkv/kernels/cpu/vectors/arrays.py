@@ -101,6 +101,13 @@ def multiply(x, factor, target):
         target[i] = factor * x[i]
 
 
+@register_jitable
+def add_multiple(x, factor, target):
+    """``target[: len(x)] += factor * x``, likewise."""
+    for i in range(len(x)):
+        target[i] += factor * x[i]
+
+
 @emits()
 def fill_ramp(b, array, at, count, start, step):
     """Put ``start + i * step`` for i in ``range(count)`` into an int64 array.
