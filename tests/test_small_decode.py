@@ -11,7 +11,7 @@ import pytest
 
 import numkv
 from numkv.attention import small
-from numkv.kernels.cpu.attention.plan import MIN_SPLIT
+from numkv.kernels.cpu.attention.plan import MAX_SPLITS, MIN_SPLIT
 
 HEADS, GROUP, DIM, BLOCK = 2, 3, 32, 16
 KINDS = ("fp32", "bf16", "int8", "int4")
@@ -84,14 +84,24 @@ def test_results_are_those_of_the_general_way(rng, ways, kind, dtype):
     assert ways == [True] * 4
 
 
-@pytest.mark.parametrize("length", [1, 50, MIN_SPLIT])
-def test_several_threads_and_none(rng, ways, length):
+@pytest.mark.parametrize("length", [1, 50, MIN_SPLIT, MIN_SPLIT + 1, 3 * MIN_SPLIT - 5])
+def test_several_threads_and_splits_and_none(rng, ways, length):
     """Around the work from which on there are threads, in caches with room to spare."""
-    given = stored(rng, "fp32", capacity=MIN_SPLIT + 3, length=length, dim=256)
+    given = stored(rng, "fp32", capacity=3 * MIN_SPLIT, length=length, dim=256)
     q = queries(rng, heads=16, dim=256)
     wanted, _ = numkv.decode_attention(q, **given, return_lse=True)
     assert is_same(numkv.decode_attention(q, **given), wanted)
     expected = attend(q[0][:, None], given["k"][0, :, :length], given["v"][0, :, :length])
+    np.testing.assert_allclose(wanted[0], expected, rtol=0, atol=1e-5)
+    assert ways == [True]
+
+
+def test_more_tokens_than_the_most_splits_of_the_least_length(rng, ways):
+    length = (MAX_SPLITS + 2) * MIN_SPLIT + 7
+    given, q = stored(rng, "fp32", length, length, 8), queries(rng, dim=8)
+    wanted, _ = numkv.decode_attention(q, **given, return_lse=True)
+    assert is_same(numkv.decode_attention(q, **given), wanted)
+    expected = attend(q[0][:, None], given["k"][0], given["v"][0])
     np.testing.assert_allclose(wanted[0], expected, rtol=0, atol=1e-5)
     assert ways == [True]
 
@@ -206,8 +216,9 @@ def test_blocks_are_checked(rng, bad):
     numkv.paged_decode_attention(q, **given)
 
 
-def test_threads_at_once(rng):
-    given, some = stored(rng, "fp32", 1024, 700, 128), [queries(rng, dim=128) for _ in range(4)]
+@pytest.mark.parametrize("length", [700, 2000])
+def test_threads_at_once(rng, length):
+    given, some = stored(rng, "fp32", 2048, length, 128), [queries(rng, dim=128) for _ in range(4)]
     wanted = [numkv.decode_attention(q, **given) for q in some]
     wrong = []
 

@@ -1,7 +1,7 @@
-"""The fast path for decode attention of one sequence on the CPU: most time of a small call is overhead.
+"""The fast path for decode attention of one sequence on the CPU: checking everything takes longer than a small call.
 
-It accepts ordinary calls: NumPy arrays, no option but a scale, and a sequence that is not split. For any other call it
-does nothing. The general path then computes it, or raises.
+It accepts ordinary calls: NumPy arrays and no option but a scale. For any other call it does nothing. The general path
+then computes it, or raises.
 """
 
 from __future__ import annotations

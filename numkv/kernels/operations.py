@@ -674,7 +674,7 @@ class Operations:
 
     @staticmethod
     def small_decode(q_kind: str, k_kind: str, v_kind: str) -> Callable[..., Any] | None:
-        """The function that attends with one query token over one sequence which is not split.
+        """The function that attends with one query token over one sequence.
 
         Parameters
         ----------
@@ -687,7 +687,7 @@ class Operations:
         -------
         callable or None
             ``decode(q, k, k_scale, v, v_scale, block_table, seq_lens, length, dim_v, scale) -> array or None``: the
-            output, in words like those of `q`, or None, with nothing done, where the sequence is empty or long.
+            output, in words like those of `q`, or None, with nothing done, where the sequence is empty.
             `length` is what `seq_lens` has. All has been checked; see `Operations.attend`. There is neither a window, a
             cap nor a sink. None where the target has no such way.
         """

@@ -51,7 +51,13 @@ from numkv.kernels.cpu.attention.bound import (
 from numkv.kernels.cpu.attention.driver import driver_kernel, entry, plan_kernel
 from numkv.kernels.cpu.attention.engines import compute_for, use_amx
 from numkv.kernels.cpu.attention.offsets import WORKER_INTS
-from numkv.kernels.cpu.attention.plan import LEAST_ROWS, MIN_SPLIT, SERIAL_WORK, plan_size
+from numkv.kernels.cpu.attention.plan import (
+    LEAST_ROWS,
+    MAX_SPLITS,
+    MIN_SPLIT,
+    SERIAL_WORK,
+    plan_size,
+)
 from numkv.kernels.cpu.attention.records import BY_SLOT, TILE_UNIT, float_type
 from numkv.kernels.cpu.attention.steps import Steps, steps_for
 from numkv.kernels.cpu.attention.store import PART_EXTRA, make_merge_splits
@@ -137,11 +143,15 @@ def attend(
                 break
             steps.make(missing)
         if parts:
-            merge = _merge_kernel(q_kind, real)
-            few = min(workers, workers_for(parts * dim_v))
-            run(merge, few, q_starts, sinks, out, lse, parts_at, floats, ints)
+            _merge(q_kind, real, workers, parts, q_starts, sinks, out, lse, parts_at, floats, ints)
     finally:
         _workspaces.give_back(memory)
+
+
+def _merge(q_kind, real, workers, parts, q_starts, sinks, out, *args):
+    """Merge parts of results; where there is little, one thread does."""
+    workers = min(workers, workers_for(parts * out.shape[2]))
+    run(_merge_kernel(q_kind, real), workers, q_starts, sinks, out, *args)
 
 
 @implements(Operations.small_decode)
@@ -172,7 +182,7 @@ def small_decode(q_kind, k_kind, v_kind):
     # One function with few lookups: between calls the CPU's caches have dropped its code and objects. Loading them
     # again is the cost of a small call.
     def decode(q, k, k_scale, v, v_scale, block_table, seq_lens, length, dim_v, scale):
-        if not 0 < length <= MIN_SPLIT:
+        if length <= 0:
             return None
         _, q_heads, dim = q.shape
         heads = k.shape[1]
@@ -180,20 +190,26 @@ def small_decode(q_kind, k_kind, v_kind):
             q_heads, heads, dim, dim_v
         )
         workers = 1 if length < long_from else num_threads()
-        out = np.empty((1, q_heads, dim_v), q.dtype)
+        splits = min(MAX_SPLITS, -(-length // MIN_SPLIT))  # at most
+        parts = splits * q_heads if splits > 1 else 0
+        out, lse = np.empty((1, q_heads, dim_v), q.dtype), np.empty((1, q_heads), np.float32)
         parts_at, memory = workers * each, borrow()
         try:
             ints = memory.take("int64", ints_size)
+            floats = memory.take(real, parts_at + parts * (dim_v + PART_EXTRA))
             while True:
                 missing = run(
                     entry(q_kind, k_kind, v_kind, real), workers, q, k, k_scale, v, v_scale, block_table,
-                    seq_lens, starts, no_ranges, 0, scale, 0.0, -1, no_sinks, out,
-                    np.empty((1, q_heads), np.float32), parts_at, memory.take(real, parts_at), ints,
+                    seq_lens, starts, no_ranges, 0, scale, 0.0, -1, no_sinks, out, lse, parts_at, floats, ints,
                     sizes_at, worker=-1,
                 )  # fmt: skip
                 if not missing:
                     break
                 steps.make(missing)
+            if parts:
+                _merge(
+                    q_kind, real, workers, parts, starts, no_sinks, out, lse, parts_at, floats, ints
+                )
         finally:
             give_back(memory)
         return out
