@@ -113,31 +113,22 @@ def attend(
     sizes_at, scratch, _ = steps.sizes(dim, dim_v, group)
     # The upper bound: asking for the actual number would start the threads, which small calls do not need.
     threads = numba.config.NUMBA_NUM_THREADS
-    alone = num_seqs == 1 and len(ranges) == 0
-    longest = int(seq_lens[0]) if alone else capacity
-    rows = max(q.shape[0] * group, num_seqs * LEAST_ROWS)
-    small = rows * longest * k.shape[1] * (dim + dim_v) < SERIAL_WORK
     memory = _workspaces.borrow()
     try:
         ints = memory.take("int64", plan_size(num_seqs) + threads * WORKER_INTS)
         while True:
-            if longest <= MIN_SPLIT and (small or alone):
-                # Nothing is split and the number of threads is known, so the kernel plans, which saves a call.
-                workers, parts, worker = 1 if small else num_threads(), 0, -1
-            else:
-                workers, parts = plan_kernel()(
-                    seq_lens, q_starts, ranges, window_left, capacity, unit, k.shape[1], group, steps.max_rows,
-                    k.shape[3] * k.itemsize, dim + dim_v, threads, ints,
-                )  # fmt: skip
-                worker = 0
-                if workers > 1:
-                    workers = min(workers, num_threads())
+            workers, parts = plan_kernel()(
+                seq_lens, q_starts, ranges, window_left, capacity, unit, k.shape[1], group, steps.max_rows,
+                k.shape[3] * k.itemsize, dim + dim_v, threads, ints,
+            )  # fmt: skip
+            if workers > 1:
+                workers = min(workers, num_threads())
             parts_at = workers * scratch
             floats = memory.take(real, parts_at + parts * (dim_v + PART_EXTRA))
             missing = run(
                 kernel, workers, q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges,
                 flags, sm_scale, logits_soft_cap, window_left, sinks, out, lse, parts_at,
-                floats, ints, sizes_at, worker=worker,
+                floats, ints, sizes_at,
             )  # fmt: skip
             if not missing:
                 break
@@ -171,12 +162,8 @@ def small_decode(q_kind, k_kind, v_kind):
         per_token = max(group, LEAST_ROWS) * heads * (dim + dim_v)
         if len(sizes) >= _MOST_SIZES:
             sizes.clear()
-        found = sizes[q_heads, heads, dim, dim_v] = (
-            sizes_at,
-            each,
-            -(-SERIAL_WORK // per_token),
-            kept,
-        )
+        long_from = -(-SERIAL_WORK // per_token)
+        found = sizes[q_heads, heads, dim, dim_v] = sizes_at, each, long_from, kept
         return found
 
     # One function with few lookups: between calls the CPU's caches have dropped its code and objects. Loading them
@@ -190,8 +177,8 @@ def small_decode(q_kind, k_kind, v_kind):
             q_heads, heads, dim, dim_v
         )
         workers = 1 if length < long_from else num_threads()
-        splits = min(MAX_SPLITS, -(-length // MIN_SPLIT))  # at most
-        parts = splits * q_heads if splits > 1 else 0
+        # At most so many splits.
+        parts = 0 if length <= MIN_SPLIT else min(MAX_SPLITS, -(-length // MIN_SPLIT)) * q_heads
         out, lse = np.empty((1, q_heads, dim_v), q.dtype), np.empty((1, q_heads), np.float32)
         parts_at, memory = workers * each, borrow()
         try:

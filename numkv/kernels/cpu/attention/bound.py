@@ -190,15 +190,12 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE, FULL_K, FULL_
 
         Results are those of the part's step; `given` may be the address of a record of other queries and results.
         """
-        ranges, ints, workers = (
-            pairs_at(step, _RANGES),
-            ints_at(step, _INTS),
-            int_at(step, _WORKERS),
-        )
+        ranges, ints = pairs_at(step, _RANGES), ints_at(step, _INTS)
         lens, starts, sinks = ints_at(step, _LENS), ints_at(step, _STARTS), reals_at(layer, _SINKS)
-        floats, lse, parts_at = (
-            reals_at(step, _FLOATS),
-            floats_at(step, _LSE),
+        floats, lse = reals_at(step, _FLOATS), floats_at(step, _LSE)
+        workers, parts, parts_at = (
+            int_at(step, _WORKERS),
+            int_at(step, _PARTS),
             int_at(step, _PARTS_AT),
         )
         plan = plan_of(ints, len(lens))
@@ -216,8 +213,8 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE, FULL_K, FULL_
         attend_to(None, (call, launch, np.int64(0), workers))
         if plan.missing[0] != 0:
             return False
-        parts, out = int_at(step, _PARTS), rows_at(call, OUT)
         if parts:
+            out = rows_at(call, OUT)
             launch *= parts * out.shape[2] >= SERIAL_ELEMENTS
             merge(
                 int_at(step, _MERGE),

@@ -261,7 +261,7 @@ class _ScoresOfInt8:
         return b.xor(v.in_parts(part, v.lanes), self.flip)
 
 
-# Rows whose sums fit into registers: with four vectors of columns, and with two.
+# Rows whose sums fit into registers: with four vectors of columns or the codes of a group, and with two vectors.
 _ROWS, _MORE_ROWS = 4, 8
 
 
@@ -493,8 +493,6 @@ class _SumsOfInt8:
 
 #: Rows of at most this many elements have at most two groups.
 SHORT = 64
-# Query rows whose sums (of low and of high bytes) stay in registers together with the codes of a group.
-_ROWS = 4
 # Tokens that one instruction multiplies: four as bytes, or two as words.
 _PACKED = 4 if HAS_FOURS else 2
 # Vectors of a tile's weights as words, or as low and high bytes, and where high bytes begin. With `KV_TILE` tokens,
