@@ -346,12 +346,15 @@ def test_a_short_sequence_starts_threads_once(launches, rng):
     assert launches == [workers]
 
 
-def test_splits_start_threads_once_more(launches, rng):
+def test_much_to_merge_starts_threads_once_more(launches, rng):
     workers = numba.get_num_threads()
-    long = problem(rng, 5000)
-    compiled_before(launches, long)
-    numkv.decode_attention(*long)
-    assert launches == [workers, workers]
+    little, (_, *rows) = problem(rng, 5000), problem(rng, 1030, heads=16)
+    much = rng.standard_normal((1, 1024, 64), np.float32), *rows
+    compiled_before(launches, little, much)
+    numkv.decode_attention(*little)
+    assert launches == [workers]
+    numkv.decode_attention(*much)
+    assert launches == [workers] * 3
 
 
 def most_bytes(call):

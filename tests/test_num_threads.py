@@ -215,7 +215,7 @@ def test_large_calls_obey(rng, monkeypatch):
         return run(kernel, workers, *args, **more)
 
     q, (k, v) = (
-        rng.standard_normal((1, 8, 64), np.float32),
+        rng.standard_normal((1, 256, 64), np.float32),  # so many that there is much to merge
         rng.standard_normal((2, 1, 4, 5000, 64), np.float32),
     )
     numkv.decode_attention(q, k, v, [5000])  # a launch that lacks a kernel is repeated
