@@ -229,7 +229,7 @@ def _weights(weights: Any) -> tuple[Weights, tuple[int, ...]]:
             expected=shape,
             actual=given.shape,
         )
-    if given.dtype.kind not in "fiu" and (given.size or given.dtype.kind == "c"):
+    if given.dtype.kind not in "fiu" and (given.size or given.dtype.kind in "cV"):
         raise UnsupportedDType(f"`weights`: expected numbers, got {given.dtype}; convert them")
     with np.errstate(over="ignore"):  # what is more than float64 holds counts as infinite
         of_tokens = np.atleast_2d(given.astype(np.float64))

@@ -99,6 +99,7 @@ def test_what_is_no_weight(choose):
         (np.zeros((1, 2, 3)), numkv.DimensionMismatch),
         (np.float64(3), numkv.DimensionMismatch),
         (np.array(["a", "b"]), numkv.UnsupportedDType),
+        (np.zeros((2, 0), [("a", np.float32), ("b", np.int32)]), numkv.UnsupportedDType),
     ):
         with pytest.raises(error, match=about("weights")):
             choose(bad, 1, num_recent=1)
