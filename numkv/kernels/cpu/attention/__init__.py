@@ -63,7 +63,7 @@ from numkv.kernels.cpu.attention.steps import Steps, steps_for
 from numkv.kernels.cpu.attention.store import PART_EXTRA, make_merge_splits
 from numkv.kernels.cpu.channel import groups_kernel
 from numkv.kernels.cpu.merge import states_kernel
-from numkv.kernels.cpu.threads import launched, num_threads, run, workers_for
+from numkv.kernels.cpu.threads import launched, num_threads, run
 from numkv.kernels.cpu.vectors.arrays import kernel_address
 from numkv.kernels.operations import Operations, implements
 from numkv.kernels.scratch import Workspaces, aligned
@@ -134,15 +134,10 @@ def attend(
                 break
             steps.make(missing)
         if parts:
-            _merge(q_kind, real, workers, parts, q_starts, sinks, out, lse, parts_at, floats, ints)
+            merge = _merge_kernel(q_kind, real)
+            run(merge, workers, q_starts, sinks, out, lse, parts_at, floats, ints)
     finally:
         _workspaces.give_back(memory)
-
-
-def _merge(q_kind, real, workers, parts, q_starts, sinks, out, *args):
-    """Merge parts of results; where there is little, one thread does."""
-    workers = min(workers, workers_for(parts * out.shape[2]))
-    run(_merge_kernel(q_kind, real), workers, q_starts, sinks, out, *args)
 
 
 @implements(Operations.small_decode)
@@ -194,9 +189,8 @@ def small_decode(q_kind, k_kind, v_kind):
                     break
                 steps.make(missing)
             if parts:
-                _merge(
-                    q_kind, real, workers, parts, starts, no_sinks, out, lse, parts_at, floats, ints
-                )
+                merge = _merge_kernel(q_kind, real)
+                run(merge, workers, starts, no_sinks, out, lse, parts_at, floats, ints)
         finally:
             give_back(memory)
         return out

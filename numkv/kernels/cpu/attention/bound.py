@@ -30,7 +30,7 @@ from numkv.kernels.cpu.attention.store import PART_EXTRA
 from numkv.kernels.cpu.channel import signature_of_groups
 from numkv.kernels.cpu.merge import signature_of_states
 from numkv.kernels.cpu.overlap import lie_well
-from numkv.kernels.cpu.threads import ON_THREADS, SERIAL_ELEMENTS
+from numkv.kernels.cpu.threads import ON_THREADS
 from numkv.kernels.cpu.vectors.arrays import (
     TABLE_ROW,
     address_of,
@@ -193,11 +193,7 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE, FULL_K, FULL_
         ranges, ints = pairs_at(step, _RANGES), ints_at(step, _INTS)
         lens, starts, sinks = ints_at(step, _LENS), ints_at(step, _STARTS), reals_at(layer, _SINKS)
         floats, lse = reals_at(step, _FLOATS), floats_at(step, _LSE)
-        workers, parts, parts_at = (
-            int_at(step, _WORKERS),
-            int_at(step, _PARTS),
-            int_at(step, _PARTS_AT),
-        )
+        workers, parts_at = int_at(step, _WORKERS), int_at(step, _PARTS_AT)
         plan = plan_of(ints, len(lens))
         plan.next_item[0] = plan.next_row[0] = 0
         plan.missing[0] = 0
@@ -213,13 +209,11 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE, FULL_K, FULL_
         attend_to(None, (call, launch, np.int64(0), workers))
         if plan.missing[0] != 0:
             return False
-        if parts:
-            out = rows_at(call, OUT)
-            launch *= parts * out.shape[2] >= SERIAL_ELEMENTS
+        if int_at(step, _PARTS):
             merge(
                 int_at(step, _MERGE),
-                (starts, sinks, out, lse, parts_at, floats, ints, launch, np.int64(0), workers),
-            )
+                (starts, sinks, rows_at(call, OUT), lse, parts_at, floats, ints, launch, np.int64(0), workers),
+            )  # fmt: skip
         return True
 
     def kernel(layer, step, q, k, v, out, launch):

@@ -24,6 +24,7 @@ from numkv.kernels.cpu.attention.state import (
     sizes_of,
 )
 from numkv.kernels.cpu.convert import scaled_rows
+from numkv.kernels.cpu.threads import SERIAL_ELEMENTS
 from numkv.kernels.cpu.vectors.arrays import add_multiple, array_reader, int_at, multiply, row_of
 from numkv.kernels.cpu.vectors.launch import next_item, on_threads
 from numkv.rows.softmax import finish, power_of_2
@@ -39,11 +40,12 @@ def make_merge_splits(Q_KIND, COMPUTE):
     TO_BASE_2, TO_BASE_E = LOG2_E, LN_2
 
     def kernel(q_starts, sinks, out, lse, parts_at, floats, ints, launch, worker, workers):
-        if launch != 0:
-            on_threads(launch, workers)
-            return
         num_seqs, num_q_heads, dim_v = len(q_starts) - 1, out.shape[1], out.shape[2]
         plan = plan_of(ints, num_seqs)
+        # Where there is little to merge, this thread does it alone.
+        if launch != 0 and plan.first_part[num_seqs] * dim_v >= SERIAL_ELEMENTS:
+            on_threads(launch, workers)
+            return
         part_size = dim_v + PART_EXTRA
         while True:
             seq_head = next_item(plan.next_row)
