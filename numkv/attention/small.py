@@ -77,7 +77,7 @@ def decode(
     q: Any, k: Any, v: Any, seq_lens: Any, k_scale: Any, v_scale: Any, sm_scale: float | None,
     block_table: Any = _ONE_BLOCK,
 ) -> Any:  # fmt: skip
-    """Do a small `numkv.decode_attention` of one sequence, or return None."""
+    """Do an ordinary `numkv.decode_attention` of one sequence, or return None."""
     if not (type(q) is type(k) is type(v) is type(seq_lens) is _Array):
         return None
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape

@@ -8,7 +8,7 @@ A tile's V rows are prefetched while its scores are computed. The next tile's K 
 prefetched while V rows are added up. A thread prefetches its first K rows all at once.
 
 Where a block has little of a head, or a sequence is short, an item has several heads, one after another in every tile.
-What is near in memory is then read soon after each other.
+Rows that lie near each other are then read soon after each other.
 
 It is one kernel for all kinds, which knows arrays by their addresses. Only the engine's `steps` depend on kinds.
 """
