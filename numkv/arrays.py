@@ -7,12 +7,15 @@ converted, as is what `numkv.checks` returns.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 #: An array in host memory.
 HostArray = np.ndarray[Any, Any]
+#: NumPy's function without its dispatch to other libraries' arrays, which takes three times as long.
+may_share_memory = inspect.unwrap(np.may_share_memory)
 
 
 class Array(Protocol):

@@ -1,4 +1,4 @@
-"""The short way of small decode calls: results of the general way bit by bit, and everything else left to it.
+"""The short way of ordinary decode calls: results of the general way bit by bit, and everything else left to it.
 
 That the general way is right is tested in `tests/kernels`; what asks for the lse goes it.
 """
@@ -84,6 +84,59 @@ def test_results_are_those_of_the_general_way(rng, ways, kind, dtype):
     assert ways == [True] * 4
 
 
+def batch(rng, kind, lengths):
+    """What `decode_attention` takes for sequences of these lengths, without queries."""
+    each = [stored(rng, kind, length=n) for n in lengths]
+    return {name: np.concatenate([of[name] for of in each]) for name in each[0]}
+
+
+def pooled(given, order):
+    """The same as a paged pool, whose block `order[b, i]` is the i-th one of sequence b."""
+    apart = [paged({name: x[b : b + 1] for name, x in given.items()}, [*range(order.shape[1])])
+             for b in range(len(order))]  # fmt: skip
+    made = {"block_table": order.astype(np.int32), "seq_lens": given["seq_lens"]}
+    for name in apart[0].keys() - made.keys():
+        pool = np.zeros((order.max() + 1, *apart[0][name].shape[1:]), apart[0][name].dtype)
+        for blocks, of in zip(order, apart, strict=True):
+            pool[blocks] = of[name]
+        made[name] = pool
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_are_those_of_the_general_way(rng, ways, kind):
+    """Sequences of other lengths, an empty one among them, which share no row with their neighbours."""
+    given = batch(rng, kind, [50, 0, 1, 64])
+    in_blocks = pooled(given, rng.permutation(20)[:16].reshape(4, 4))
+    q = np.concatenate([queries(rng) for _ in range(4)])
+    wanted, _ = numkv.decode_attention(q, **given, return_lse=True)
+    assert is_same(numkv.decode_attention(q, **given), wanted)
+    assert is_same(numkv.paged_decode_attention(q, **in_blocks), wanted)
+    for b in range(4):
+        alone = {name: x[b : b + 1] for name, x in given.items()}
+        assert is_same(numkv.decode_attention(q[b : b + 1], **alone), wanted[b : b + 1])
+    assert not wanted[1].any()
+    assert ways == [True] * 6
+
+
+def test_a_batch_in_which_some_sequences_are_split(rng, ways):
+    given = {"k": rng.standard_normal((3, HEADS, 3000, DIM), np.float32)}
+    given |= {"v": given["k"][:, ::-1], "seq_lens": np.array([3000, 5, MIN_SPLIT + 1])}
+    q = np.concatenate([queries(rng) for _ in range(3)])
+    wanted, _ = numkv.decode_attention(q, **given, return_lse=True)
+    assert is_same(numkv.decode_attention(q, **given), wanted)
+    for b, n in enumerate(given["seq_lens"]):
+        expected = attend(q[b][:, None], given["k"][b, :, :n], given["v"][b, :, :n])
+        np.testing.assert_allclose(wanted[b], expected, rtol=0, atol=1e-5)
+    assert ways == [True]
+
+
+def test_an_empty_sequence(rng, ways):
+    given = stored(rng, "fp32") | {"seq_lens": np.array([0])}
+    assert not numkv.decode_attention(queries(rng), **given).any()
+    assert ways == [True]
+
+
 @pytest.mark.parametrize("length", [1, 50, MIN_SPLIT, MIN_SPLIT + 1, 3 * MIN_SPLIT - 5])
 def test_several_threads_and_splits_and_none(rng, ways, length):
     """Around the work from which on there are threads, in caches with room to spare."""
@@ -150,7 +203,6 @@ def odd(x):
 @pytest.mark.parametrize(
     "change",
     [
-        {"seq_lens": np.array([0])},
         {"seq_lens": np.array([50], np.int32)},
         {"seq_lens": [50]},
         {"window_left": 3},
@@ -173,6 +225,14 @@ def test_other_calls_go_the_general_way(rng, ways, change):
         (IndexError, {"seq_lens": np.array([65])}),
         (IndexError, {"seq_lens": np.array([-1])}),
         (numkv.DimensionMismatch, {"seq_lens": np.array([50, 50])}),
+        (
+            numkv.DimensionMismatch,
+            {"q": np.zeros((0, 6, DIM), np.float32), "seq_lens": np.zeros(0, int)},
+        ),
+        (
+            numkv.DimensionMismatch,
+            {"q": np.zeros((2, 6, DIM), np.float32), "seq_lens": np.array([9, 9])},
+        ),
         (numkv.DimensionMismatch, {"q": np.zeros((1, 6, DIM - 1), np.float32)}),
         (numkv.DimensionMismatch, {"q": np.zeros((1, 5, DIM), np.float32)}),
         (numkv.DimensionMismatch, {"q": np.zeros((6, DIM), np.float32)}),

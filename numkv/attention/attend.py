@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from numkv import targets
-from numkv.arrays import Array
-from numkv.attention.options import PLAIN, CheckedOptions
+from numkv.arrays import Array, may_share_memory
+from numkv.attention.options import CheckedOptions
 from numkv.attention.sight import lay_out
 from numkv.checks import check_apart, check_array, check_writable, is_plain
 from numkv.errors import DimensionMismatch, NotSupported
@@ -21,8 +20,6 @@ from numkv.storage.pool import Pool
 from numkv.targets.base import Target
 
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
-# Without what NumPy does first for arrays of other libraries, which takes three times as long as the function itself.
-_meet = inspect.unwrap(np.may_share_memory)
 
 
 def attend(
@@ -65,33 +62,14 @@ def attend(
     array or tuple of array
         The output, and the lse if asked for.
     """
-    k, v = pool.k_buffer, pool.v_buffer
-    target = k.target
-    num_tokens, num_q_heads, head_dim = q.shape
-    out_dtype = q.dtype
-    q_kind = kind_of_dtype(out_dtype)
-    assert q_kind is not None
-    k_kind, v_kind = k.kind, v.kind
-    names = (q_kind.name, k_kind.name, v_kind.name)  # compared faster than dtypes are
-    if (
-        options is PLAIN and ranges is None and not by_slot and num_tokens == len(seq_lens) == 1
-        and target.values_on_host and k.rotation is None and v.rotation is None
-        and num_q_heads and head_dim and v.dim
-    ):  # fmt: skip
-        small = target.ops.small_decode(*names)
-        done = small and small(
-            target.words(q), k.words, k.scales, v.words, v.scales, block_table, seq_lens, int(seq_lens[0]),
-            v.dim, options.scale(head_dim),
-        )  # fmt: skip
-        if done is not None:
-            return done if q_kind.word == out_dtype else target.typed(done, out_dtype)
+    target, (num_tokens, num_q_heads, _) = pool.target, q.shape
     if options.out is not None or options.sinks is not None:
         tables = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": q_starts}
         options = check_call(q, options, (pool,), tables, validate)
     if options.sight is not None:
-        capacity = int(block_table.shape[1]) * (1 if by_slot else int(k.words.shape[2]))
-        compute = _compute_dtype(pool, q.dtype)
-        sinks = _no_sinks(target.key, compute) if options.sinks is None else options.sinks
+        capacity = int(block_table.shape[1]) * (1 if by_slot else int(pool.k.shape[2]))
+        compute = _compute_of(pool, q.dtype)
+        sinks = no_sinks(target.key, compute) if options.sinks is None else options.sinks
         ranges, sinks = lay_out(
             target, options.sight, seq_lens, q_starts, capacity, options.window_left, sinks, num_tokens, num_q_heads,
             options.out, validate=validate,
@@ -113,7 +91,7 @@ def run(
 ) -> Any:
     """Attend as `attend` does, without checks, with options from `check_call`, none of which is a mask."""
     k, v = pool.k_buffer, pool.v_buffer
-    target, out_dtype, compute = k.target, q.dtype, _compute_dtype(pool, q.dtype)
+    target, out_dtype, compute = k.target, q.dtype, _compute_of(pool, q.dtype)
     num_tokens, num_q_heads, head_dim = q.shape
     q_kind = kind_of_dtype(out_dtype)
     assert q_kind is not None
@@ -122,7 +100,7 @@ def run(
     if ranges is None:
         ranges = no_ranges(target.key)
     if sinks is None:
-        sinks = _no_sinks(target.key, compute)
+        sinks = no_sinks(target.key, compute)
     if out is None:
         out = target.empty((num_tokens, num_q_heads, v.dim), out_dtype)
     # With rotated values the result is rotated too; it is rounded only after the inverse rotation.
@@ -139,8 +117,8 @@ def run(
     if num_tokens and num_q_heads:
         target.ops.attend(
             target.words(q), q_kind.name, k.words, k.kind.name, k.scales, v.words,
-            v.kind.name, v.scales, block_table, seq_lens, q_starts, ranges, int(by_slot),
-            scale, float(logits_soft_cap), int(window_left), sinks, target.words(result), lse,
+            v.kind.name, v.scales, block_table, seq_lens, q_starts, ranges, by_slot,
+            scale, logits_soft_cap, window_left, sinks, target.words(result), lse,
         )  # fmt: skip
         if v.rotation is not None:
             v.rotation.backward(target, result, out_dtype, out)
@@ -172,7 +150,7 @@ def check_call(
     target, sinks, out = pools[0].target, options.sinks, options.out
     if sinks is not None:
         sinks = check_sinks(
-            target, sinks, _compute_dtype(pools[0], q.dtype), int(q.shape[1]), validate
+            target, sinks, _compute_of(pools[0], q.dtype), int(q.shape[1]), validate
         )
         tables = {**tables, "sinks": sinks}
     if out is not None:
@@ -189,12 +167,13 @@ def check_out(out: Any, q: Array, pools: Sequence[Pool], tables: dict[str, Array
         type(out) is np.ndarray and out.shape == shape and out.dtype == q.dtype
         and out.flags.carray and target.values_on_host
     ):  # fmt: skip
-        near = out is not q and _meet(out, q)
+        near = out is not q and may_share_memory(out, q)
         for x in tables.values():
-            near = near or _meet(out, x)
+            near = near or may_share_memory(out, x)
         for pool in pools:
             for of in (pool.k_buffer, pool.v_buffer):
-                near = near or _meet(out, of.words) or (of.kind.is_scaled and _meet(out, of.scales))
+                near = near or may_share_memory(out, of.words)
+                near = near or (of.kind.is_scaled and may_share_memory(out, of.scales))
         if not near:
             return out
     checked: Array = check_array(target, "out", out, (q.dtype,), shape)
@@ -213,11 +192,15 @@ def check_out(out: Any, q: Array, pools: Sequence[Pool], tables: dict[str, Array
     return checked
 
 
-def _compute_dtype(pool: Pool, q: np.dtype[Any]) -> np.dtype[Any]:
-    """The float type that attention computes in."""
-    if pool.k_buffer.kind.name == "fp64" or pool.v_buffer.kind.name == "fp64" or q == _FLOAT64:
-        return _FLOAT64
-    return _FLOAT32
+def compute_dtype(*kinds: str) -> np.dtype[Any]:
+    """The float type in which attention over these kinds computes, that of the queries among them."""
+    return _FLOAT64 if "fp64" in kinds else _FLOAT32
+
+
+def _compute_of(pool: Pool, q: np.dtype[Any]) -> np.dtype[Any]:
+    """The same for queries of a dtype over a pool."""
+    wide = pool.k_buffer.kind.name == "fp64" or pool.v_buffer.kind.name == "fp64" or q == _FLOAT64
+    return _FLOAT64 if wide else _FLOAT32
 
 
 def check_sinks(
@@ -247,7 +230,8 @@ def _no_lse(target: str) -> Array:
 
 
 @functools.cache
-def _no_sinks(target: str, dtype: np.dtype[Any]) -> Array:
+def no_sinks(target: str, dtype: np.dtype[Any]) -> Array:
+    """What stands for no sinks in a computing dtype."""
     return targets.by_key(target).empty((0,), dtype)
 
 
@@ -342,7 +326,7 @@ def check_blocks(
     name: str, table: Any, lens: Any, block_size: int, num_blocks: int, where: str = "for sequence"
 ) -> None:
     """Refuse rows of a table, on the host, that name blocks below their lengths which no pool has."""
-    b = values.first_bad_blocks(table, lens, block_size, num_blocks)
+    b = values.first_unfit(table, lens, block_size, num_blocks)
     if b >= 0:
         used = table[b, : -(-int(lens[b]) // block_size)].tolist()
         raise IndexError(

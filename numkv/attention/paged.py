@@ -110,8 +110,8 @@ def paged_decode_attention(
     """
     if (
         validate is False and only_scaled(options, return_lse, out)
-        and (found := small.paged_decode(
-            q, k_pool, v_pool, block_table, seq_lens, k_scale, v_scale, options.get("sm_scale")
+        and (found := small.decode(
+            q, k_pool, v_pool, seq_lens, k_scale, v_scale, options.get("sm_scale"), block_table
         )) is not None
     ):  # fmt: skip
         return found

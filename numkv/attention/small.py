@@ -1,4 +1,4 @@
-"""The fast path for decode attention of one sequence on the CPU: checking everything takes longer than a small call.
+"""The fast path for decode attention on the CPU: checking everything takes longer than a small call.
 
 It accepts ordinary calls: NumPy arrays and no option but a scale. For any other call it does nothing. The general path
 then computes it, or raises.
@@ -13,16 +13,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numkv import targets
-from numkv.kernels.validate import first_bad_blocks
+from numkv.attention.attend import compute_dtype, no_ranges, no_sinks
+from numkv.kernels.validate import first_unfit
 from numkv.kinds import Kind, kind_of_dtype, kinds
 from numkv.numbers import LARGEST_SCALE
+from numkv.storage.tables import one_block_each, one_query_each
 
 _HOST = targets.get("cpu")
 _Array = np.ndarray
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 _NO_SCALE = np.empty((0, 0, 0), np.float32)
-_ONE_BLOCK = np.zeros((1, 1), np.int32)
-_NO_SCALE.flags.writeable = _ONE_BLOCK.flags.writeable = False
+_NO_SCALE.flags.writeable = False
+_NO_RANGES = no_ranges(_HOST.key)
 
 # Kinds by the dtypes of their rows and scales. Scales of heads may be numbers, and some codes have another dtype: these
 # use the general path.
@@ -38,8 +40,8 @@ _STORED = {
 class _Way(NamedTuple):
     """How calls with arrays of some dtypes are done."""
 
-    #: See `numkv.kernels.operations.Operations.small_decode`.
-    decode: Any
+    #: The kinds of queries, K and V.
+    names: tuple[str, str, str]
     #: Words as which queries and rows are seen, where these are other dtypes, and the dtype of the output then.
     q_word: Any
     k_word: Any
@@ -50,6 +52,8 @@ class _Way(NamedTuple):
     v_each: int
     group: int
     scale_word: Any
+    #: What stands for no sinks.
+    sinks: Any
 
 
 @functools.cache
@@ -58,37 +62,40 @@ def _way(q: Any, k: Any, v: Any, scales: Any, scale_ndim: int) -> _Way | None:
     of_q, of_k, of_v = kind_of_dtype(q), *(_STORED.get((x, scales, scale_ndim)) for x in (k, v))
     if of_q is None or of_k is None or of_v is None or of_k.group_size != of_v.group_size:
         return None
-    found = _HOST.ops.small_decode(of_q.name, of_k.name, of_v.name)
-    if found is None:
-        return None
 
     def word(kind: Kind, dtype: Any) -> Any:
         return None if kind.word == dtype else kind.word
 
     scale_word = None if scales is None or of_k.scale_word == scales else of_k.scale_word
     out_dtype = None if of_q.word == q else q
+    names = of_q.name, of_k.name, of_v.name
     return _Way(
-        found, word(of_q, q), word(of_k, k), word(of_v, v), out_dtype, of_k.unit[0] // of_k.unit[1],
-        of_v.unit[0] // of_v.unit[1], of_k.group_size, scale_word,
+        names, word(of_q, q), word(of_k, k), word(of_v, v), out_dtype, of_k.unit[0] // of_k.unit[1],
+        of_v.unit[0] // of_v.unit[1], of_k.group_size, scale_word, no_sinks(_HOST.key, compute_dtype(*names)),
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)
+def _of_batch(num_seqs: int) -> tuple[Any, Any]:
+    """The table of a contiguous cache of so many sequences, and where queries start."""
+    return tuple(of(_HOST.device_key, num_seqs) for of in (one_block_each, one_query_each))
 
 
 def decode(
     q: Any, k: Any, v: Any, seq_lens: Any, k_scale: Any, v_scale: Any, sm_scale: float | None,
-    block_table: Any = _ONE_BLOCK,
+    block_table: Any = None,
 ) -> Any:  # fmt: skip
-    """Do an ordinary `numkv.decode_attention` of one sequence, or return None."""
+    """Do an ordinary `numkv.decode_attention`, or with a table `numkv.paged_decode_attention`; else return None."""
     if not (type(q) is type(k) is type(v) is type(seq_lens) is _Array):
         return None
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
     if not (
         len(q_shape) == 3 and len(k_shape) == len(v_shape) == 4 and k_shape[:3] == v_shape[:3]
-        and q_shape[0] == 1 and seq_lens.shape == (1,) and seq_lens.dtype == _INT64
+        and seq_lens.shape == q_shape[:1] and seq_lens.dtype == _INT64
     ):  # fmt: skip
         return None
     blocks, heads, block_size, columns = k_shape
-    _, q_heads, dim = q_shape
-    length = int(seq_lens[0])
+    num_seqs, q_heads, dim = q_shape
     if k_scale is None and v_scale is None:
         found = _way(q.dtype, k.dtype, v.dtype, None, 0)
         if found is None:
@@ -111,9 +118,9 @@ def decode(
             k_scale, v_scale = k_scale.view(found.scale_word), v_scale.view(found.scale_word)
     else:
         return None
-    attend, q_word, k_word, v_word, out_dtype, k_each, v_each, _, _ = found
+    (q_kind, k_kind, v_kind), q_word, k_word, v_word, out_dtype, k_each, v_each, _, _, sinks = found
     if not (
-        heads and q_heads and q_heads % heads == 0 and columns and columns * k_each == dim and v_shape[3]
+        num_seqs and heads and q_heads and q_heads % heads == 0 and columns and columns * k_each == dim and v_shape[3]
         and q.strides[2] == q.itemsize and k.strides[3] == k.itemsize and v.strides[3] == v.itemsize
         and q.flags.aligned and k.flags.aligned and v.flags.aligned and seq_lens.flags.aligned
     ):  # fmt: skip
@@ -122,13 +129,20 @@ def decode(
         sm_scale = 1.0 / math.sqrt(dim)
     elif not (type(sm_scale) is float and -LARGEST_SCALE <= sm_scale <= LARGEST_SCALE):
         return None
-    if block_table is _ONE_BLOCK:
-        if blocks != 1 or length > block_size:
+    one_block, starts = _of_batch(num_seqs)
+    if block_table is None:
+        block_table = one_block
+        if blocks != num_seqs:
             return None
     elif not (
-        length <= block_table.shape[1] * block_size
-        and first_bad_blocks(block_table, seq_lens, block_size, blocks) < 0
-    ):
+        type(block_table) is _Array and block_table.ndim == 2 and len(block_table) == num_seqs
+        and block_table.dtype == _INT32 and block_table.strides[1] == 4 and block_table.flags.aligned
+    ):  # fmt: skip
+        return None
+    if num_seqs == 1 and block_table is one_block:  # faster than a call of compiled code
+        if not 0 <= int(seq_lens[0]) <= block_size:
+            return None
+    elif first_unfit(block_table, seq_lens, block_size, blocks) >= 0:
         return None
     if q_word is not None:
         q = q.view(q_word)
@@ -136,20 +150,9 @@ def decode(
         k = k.view(k_word)
     if v_word is not None:
         v = v.view(v_word)
-    out = attend(
-        q, k, k_scale, v, v_scale, block_table, seq_lens, length, v_shape[3] * v_each, sm_scale
+    out = np.empty((num_seqs, q_heads, v_shape[3] * v_each), q.dtype)
+    _HOST.ops.attend(
+        q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, block_table, seq_lens, starts, _NO_RANGES, False, sm_scale,
+        0.0, -1, sinks, out, np.empty((num_seqs, q_heads), np.float32),
     )  # fmt: skip
-    return out if out is None or out_dtype is None else out.view(out_dtype)
-
-
-def paged_decode(
-    q: Any, k: Any, v: Any, block_table: Any, seq_lens: Any, k_scale: Any, v_scale: Any,
-    sm_scale: float | None,
-) -> Any:  # fmt: skip
-    """Do a small `numkv.paged_decode_attention` of one sequence, or return None."""
-    if not (
-        type(block_table) is _Array and block_table.ndim == 2 and len(block_table) == 1
-        and block_table.dtype == _INT32 and block_table.strides[1] == 4 and block_table.flags.aligned
-    ):  # fmt: skip
-        return None
-    return decode(q, k, v, seq_lens, k_scale, v_scale, sm_scale, block_table)
+    return out if out_dtype is None else out.view(out_dtype)

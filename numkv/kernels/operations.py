@@ -673,27 +673,6 @@ class Operations:
         raise NotImplementedError
 
     @staticmethod
-    def small_decode(q_kind: str, k_kind: str, v_kind: str) -> Callable[..., Any] | None:
-        """The function that attends with one query token over one sequence.
-
-        Parameters
-        ----------
-        q_kind : str
-            Kind of queries and output.
-        k_kind, v_kind : str
-            Kinds of pools.
-
-        Returns
-        -------
-        callable or None
-            ``decode(q, k, k_scale, v, v_scale, block_table, seq_lens, length, dim_v, scale) -> array or None``: the
-            output, in words like those of `q`, or None, with nothing done, where the sequence is empty.
-            `length` is what `seq_lens` has. All has been checked; see `Operations.attend`. There is neither a window, a
-            cap nor a sink. None where the target has no such way.
-        """
-        raise NotImplementedError
-
-    @staticmethod
     def append_attend(
         q_kind: str, rows_kind: str, k_kind: str, v_kind: str, by_address: bool = False,
         in_full: tuple[str, str] | None = None,

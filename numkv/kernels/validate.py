@@ -67,8 +67,10 @@ def check_lengths(
     return int(found), int(b)
 
 
-def _first_bad_blocks(block_table, seq_lens, block_size, num_blocks):
+def _first_unfit(block_table, seq_lens, block_size, num_blocks):
     for b in range(len(seq_lens)):
+        if seq_lens[b] < 0 or seq_lens[b] > block_table.shape[1] * block_size:
+            return b
         for i in range((seq_lens[b] + block_size - 1) // block_size):
             if block_table[b, i] < 0 or block_table[b, i] >= num_blocks:
                 return b
@@ -78,18 +80,18 @@ def _first_bad_blocks(block_table, seq_lens, block_size, num_blocks):
 @functools.cache
 def _blocks_kernel() -> Any:
     signature = (array(types.int32, 2), array(types.int64, 1), types.int64, types.int64)
-    return build(_first_bad_blocks, signature, label="first_bad_blocks", emit=types.int64)
+    return build(_first_unfit, signature, label="first_unfit", emit=types.int64)
 
 
-def first_bad_blocks(block_table: Any, seq_lens: Any, block_size: int, num_blocks: int) -> int:
-    """Find the first sequence with a block outside the pool, among those that its length needs.
+def first_unfit(block_table: Any, seq_lens: Any, block_size: int, num_blocks: int) -> int:
+    """Find the first sequence whose length does not fit its table, or needs a block outside the pool.
 
     Parameters
     ----------
     block_table : int32 array (num_seqs, max_blocks)
         Physical blocks.
     seq_lens : int64 array (num_seqs,)
-        Lengths, checked against the table.
+        Lengths.
     block_size, num_blocks : int
         Sizes of the pool.
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from typing import Any
 
 import numpy as np
 
-from numkv.arrays import Array, HostArray
+from numkv.arrays import Array, HostArray, may_share_memory
 from numkv.errors import NotSupported, NumkvError, UnsupportedDType
 from numkv.kernels.cpu.threads import SERIAL_ELEMENTS
 from numkv.kernels.operations import Operations, load
@@ -22,8 +21,6 @@ _HOST = 1  # DLPack's device type of host memory
 _NOTHING = contextlib.nullcontext()
 # Steps of NumPy's search for a byte that two arrays share; interleaved views take a few.
 _MOST_WORK = 10_000
-# Without NumPy's dispatch to other libraries' arrays, which takes three times as long as the function itself.
-_may_share_memory = inspect.unwrap(np.may_share_memory)
 
 
 class CpuTarget:
@@ -169,7 +166,7 @@ class CpuTarget:
 
     def share_memory(self, a: Any, b: Any) -> bool:
         """Return whether two arrays have a byte in common: by the ends of their memory, then exactly."""
-        if not _may_share_memory(a, b):
+        if not may_share_memory(a, b):
             return False
         try:
             return np.shares_memory(a, b, max_work=_MOST_WORK)  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ def fresh(monkeypatch):
         return tables.setdefault(key, Noted(*key))
 
     monkeypatch.setattr(attention, "steps_for", steps_for)
+    monkeypatch.setattr(attention, "_engine", attention._engine.__wrapped__)
     return made
 
 

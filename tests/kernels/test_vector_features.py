@@ -76,8 +76,8 @@ def test_every_arm_has_neon(monkeypatch):
 
 COUNT = """
 from numkv.kernels import builder
-from numkv.kernels.cpu.attention import _merge_kernel
-_merge_kernel("fp32", "float32")
+from numkv.kernels.cpu.attention.driver import plan_kernel
+plan_kernel()
 print(builder.cache_stats())
 """
 

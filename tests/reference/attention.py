@@ -238,11 +238,6 @@ def small_write(qkv_kind, k_kind, v_kind, compute, table, by_slot):
     return None
 
 
-@operation(Operations.small_decode)
-def small_decode(q_kind, k_kind, v_kind):
-    return None
-
-
 @operation(Operations.append_attend)
 def append_attend(q_kind, rows_kind, k_kind, v_kind, by_address=False, in_full=None):
     return None

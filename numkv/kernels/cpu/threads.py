@@ -200,18 +200,32 @@ def workers_for(num_elements: int) -> int:
     return 1 if num_elements < SERIAL_ELEMENTS else num_threads()
 
 
-def run(kernel: Callable[..., Any], workers: int, *args: Any, worker: int = 0) -> Any:
-    """Run a kernel with so many workers, at most `num_threads`; return its result.
-
-    `worker` is the number of the launch itself.
-    """
+def run(kernel: Callable[..., Any], workers: int, *args: Any) -> Any:
+    """Run a kernel with so many workers, at most `num_threads`; return its result."""
     if workers == 1:
-        return kernel(*args, 0, worker, 1)
+        return kernel(*args, 0, 0, 1)
     start()
     if _state.turn is None:
-        return kernel(*args, _state.launch, worker, workers)
+        return kernel(*args, _state.launch, 0, workers)
     with _state.turn:
-        return kernel(*args, _state.launch, worker, workers)
+        return kernel(*args, _state.launch, 0, workers)
+
+
+def offered(call: Callable[..., Any], *args: Any) -> Any:
+    """Return what `call` returns, which decides itself whether it uses threads.
+
+    Its last arguments are the most threads that may run, and `launch`: 0 if none have been started, as small calls do
+    not need any.
+    """
+    launch = 0 if _state.alone else _state.launch
+    if launch or _state.alone:
+        most = num_threads()
+    else:
+        most = _mine.choices[-1].number or numba.config.NUMBA_NUM_THREADS
+    if _state.turn is None:
+        return call(*args, most, launch)
+    with _state.turn:
+        return call(*args, most, launch)
 
 
 def launched(call: Callable[..., Any], workers: int, *args: Any) -> Any:

@@ -22,7 +22,7 @@ alone.
 `sides`        its sides of K and of V: in floats, in integers or in pairs of bf16; scales of a tile's tokens
 `many_rows`    many query rows in vector code
 `amx`          Intel's matrix unit
-`store`        results of an item; the kernel that merges splits
+`store`        results of an item; the merge of splits
 `llvm`         arithmetic in LLVM
 `records`      sizes and records that these share
 =============  =============================================================================================
@@ -33,7 +33,6 @@ Every engine has the same steps: load queries, scores, softmax, accumulate. Then
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import numba
 import numpy as np
@@ -46,44 +45,37 @@ from numkv.kernels.cpu.attention.bound import (
     StepRecord,
     make_append_attend,
     make_append_attend_at,
-    signature_of_merge,
 )
-from numkv.kernels.cpu.attention.driver import driver_kernel, entry, plan_kernel
+from numkv.kernels.cpu.attention.driver import (
+    NEEDS_COPY,
+    NEEDS_THREADS,
+    driver_kernel,
+    entry,
+    plan_kernel,
+)
 from numkv.kernels.cpu.attention.engines import compute_for, use_amx
 from numkv.kernels.cpu.attention.offsets import WORKER_INTS
-from numkv.kernels.cpu.attention.plan import (
-    LEAST_ROWS,
-    MAX_SPLITS,
-    MIN_SPLIT,
-    SERIAL_WORK,
-    plan_size,
-)
+from numkv.kernels.cpu.attention.plan import plan_size
 from numkv.kernels.cpu.attention.records import BY_SLOT, TILE_UNIT, float_type
+from numkv.kernels.cpu.attention.state import MERGE
 from numkv.kernels.cpu.attention.steps import Steps, steps_for
-from numkv.kernels.cpu.attention.store import PART_EXTRA, make_merge_splits
 from numkv.kernels.cpu.channel import groups_kernel
 from numkv.kernels.cpu.merge import states_kernel
-from numkv.kernels.cpu.threads import launched, num_threads, run
+from numkv.kernels.cpu.threads import launched, num_threads, offered, start
 from numkv.kernels.cpu.vectors.arrays import kernel_address
 from numkv.kernels.operations import Operations, implements
 from numkv.kernels.scratch import Workspaces, aligned
 from numkv.kinds import kind
 
-__all__ = ["append_attend", "attend", "small_decode"]
+__all__ = ["append_attend", "attend"]
+
+_MOST_THREADS: int = numba.config.NUMBA_NUM_THREADS
 
 
 def _steps(q_kind: str, k_kind: str, v_kind: str, compute: str, masked: bool = False) -> Steps:
     """Return the engine's steps; the matrix unit does not support masks."""
     with_amx = not masked and _use_amx(k_kind, v_kind, compute)
     return steps_for(q_kind, k_kind, v_kind, compute, with_amx)
-
-
-@functools.cache
-def _merge_kernel(q_kind: str, compute: str) -> Any:
-    label, args = f"merge of splits, {compute} to {q_kind}", (q_kind, compute)
-    return build(
-        make_merge_splits, signature_of_merge(*args), args=args, label=label, emit=types.none
-    )
 
 
 _use_amx = functools.cache(use_amx)
@@ -93,113 +85,47 @@ _compute_for = functools.cache(compute_for)
 _workspaces = Workspaces(lambda size, dtype: aligned(np.empty, (size,), dtype))
 
 
+@functools.lru_cache(maxsize=256)
+def _engine(q_kind, k_kind, v_kind, masked, *extents):
+    """Return the kernel that Python calls, the engine's steps, the float type, and `Steps.sizes` of these extents."""
+    compute = _compute_for(q_kind, k_kind, v_kind, masked)
+    real, steps = float_type(compute), _steps(q_kind, k_kind, v_kind, compute, masked)
+    return entry(q_kind, k_kind, v_kind, real), steps, real, *steps.sizes(*extents)
+
+
+# Few lookups: between calls the CPU's caches have dropped code and objects, and to load them again is what a small call
+# costs.
 @implements(Operations.attend)
 def attend(
     q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, block_table, seq_lens, q_starts, ranges,
     by_slot, sm_scale, logits_soft_cap, window_left, sinks, out, lse,
 ):  # fmt: skip
-    masked = ranges.shape[1] > 2
-    compute = _compute_for(q_kind, k_kind, v_kind, masked)
-    real = float_type(compute)
-    flags = BY_SLOT if by_slot else 0
-    # Results over the queries would leave none for a call that has to start again.
-    if np.may_share_memory(out, q):
-        q = q.copy()
-    kernel = entry(q_kind, k_kind, v_kind, real)
-    steps = _steps(q_kind, k_kind, v_kind, compute, masked)
-    group, (dim, dim_v) = q.shape[1] // k.shape[1], (q.shape[2], out.shape[2])
-    unit = 1 if by_slot else k.shape[2]
-    num_seqs, capacity = len(seq_lens), block_table.shape[1] * unit
-    sizes_at, scratch, _ = steps.sizes(dim, dim_v, group)
-    # The upper bound: asking for the actual number would start the threads, which small calls do not need.
-    threads = numba.config.NUMBA_NUM_THREADS
+    _, q_heads, dim = q.shape
+    kernel, steps, real, sizes_at, size, _ = _engine(
+        q_kind, k_kind, v_kind, ranges.shape[1] > 2, dim, out.shape[2], q_heads // k.shape[1]
+    )
     memory = _workspaces.borrow()
     try:
-        ints = memory.take("int64", plan_size(num_seqs) + threads * WORKER_INTS)
+        ints = memory.take("int64", plan_size(len(seq_lens)) + _MOST_THREADS * WORKER_INTS)
         while True:
-            workers, parts = plan_kernel()(
-                seq_lens, q_starts, ranges, window_left, capacity, unit, k.shape[1], group, steps.max_rows,
-                k.shape[3] * k.itemsize, dim + dim_v, threads, ints,
+            floats = memory.take(real, size)
+            needs = offered(
+                kernel, q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges,
+                BY_SLOT if by_slot else 0, sm_scale, logits_soft_cap, window_left, sinks, out, lse, floats, ints,
+                sizes_at,
             )  # fmt: skip
-            if workers > 1:
-                workers = min(workers, num_threads())
-            parts_at = workers * scratch
-            floats = memory.take(real, parts_at + parts * (dim_v + PART_EXTRA))
-            missing = run(
-                kernel, workers, q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges,
-                flags, sm_scale, logits_soft_cap, window_left, sinks, out, lse, parts_at,
-                floats, ints, sizes_at,
-            )  # fmt: skip
-            if not missing:
+            if not needs:
                 break
-            steps.make(missing)
-        if parts:
-            merge = _merge_kernel(q_kind, real)
-            run(merge, workers, q_starts, sinks, out, lse, parts_at, floats, ints)
+            if needs == NEEDS_THREADS:
+                start()
+            elif needs == NEEDS_COPY:
+                q = q.copy()
+            elif needs < 0:
+                size = -needs
+            else:
+                steps.make(needs)
     finally:
         _workspaces.give_back(memory)
-
-
-@implements(Operations.small_decode)
-@functools.cache
-def small_decode(q_kind, k_kind, v_kind):
-    compute = compute_for(q_kind, k_kind, v_kind)
-    real = float_type(compute)
-    no_sinks, no_ranges, starts = np.empty(0, real), np.empty((0, 2), np.int64), np.arange(2)
-    ints_size = plan_size(1) + numba.config.NUMBA_NUM_THREADS * WORKER_INTS
-    borrow, give_back = _workspaces.borrow, _workspaces.give_back
-    steps = _steps(q_kind, k_kind, v_kind, compute)
-    sizes = {}
-
-    def size_up(q_heads, heads, dim, dim_v):
-        group = q_heads // heads
-        sizes_at, each, kept = steps.sizes(dim, dim_v, group)
-        per_token = max(group, LEAST_ROWS) * heads * (dim + dim_v)
-        if len(sizes) >= _MOST_SIZES:
-            sizes.clear()
-        long_from = -(-SERIAL_WORK // per_token)
-        found = sizes[q_heads, heads, dim, dim_v] = sizes_at, each, long_from, kept
-        return found
-
-    # One function with few lookups: between calls the CPU's caches have dropped its code and objects. Loading them
-    # again is the cost of a small call.
-    def decode(q, k, k_scale, v, v_scale, block_table, seq_lens, length, dim_v, scale):
-        if length <= 0:
-            return None
-        _, q_heads, dim = q.shape
-        heads = k.shape[1]
-        sizes_at, each, long_from, _ = sizes.get((q_heads, heads, dim, dim_v)) or size_up(
-            q_heads, heads, dim, dim_v
-        )
-        workers = 1 if length < long_from else num_threads()
-        # At most so many splits.
-        parts = 0 if length <= MIN_SPLIT else min(MAX_SPLITS, -(-length // MIN_SPLIT)) * q_heads
-        out, lse = np.empty((1, q_heads, dim_v), q.dtype), np.empty((1, q_heads), np.float32)
-        parts_at, memory = workers * each, borrow()
-        try:
-            ints = memory.take("int64", ints_size)
-            floats = memory.take(real, parts_at + parts * (dim_v + PART_EXTRA))
-            while True:
-                missing = run(
-                    entry(q_kind, k_kind, v_kind, real), workers, q, k, k_scale, v, v_scale, block_table,
-                    seq_lens, starts, no_ranges, 0, scale, 0.0, -1, no_sinks, out, lse, parts_at, floats, ints,
-                    sizes_at, worker=-1,
-                )  # fmt: skip
-                if not missing:
-                    break
-                steps.make(missing)
-            if parts:
-                merge = _merge_kernel(q_kind, real)
-                run(merge, workers, starts, no_sinks, out, lse, parts_at, floats, ints)
-        finally:
-            give_back(memory)
-        return out
-
-    return decode
-
-
-# Sizes that a function for small calls remembers.
-_MOST_SIZES = 64
 
 
 @implements(Operations.append_attend)
@@ -241,7 +167,7 @@ def _bound(call, q_kind, rows_kind, k_kind, v_kind, compute, by_ranges):
     """Return the `BoundKernel` for these kinds, which makes records for a compiled function or for one part of it."""
     taken = "fp32" if by_ranges else q_kind  # parts are merged in float32
     real, steps = float_type(compute), _steps(taken, k_kind, v_kind, compute)
-    most_threads, of_k = numba.config.NUMBA_NUM_THREADS, kind(k_kind)
+    of_k = kind(k_kind)
 
     def plan(step: StepRecord, window_left: int, block_size: int) -> tuple[int, int]:
         of = step.extents
@@ -251,13 +177,13 @@ def _bound(call, q_kind, rows_kind, k_kind, v_kind, compute, by_ranges):
         workers, parts = plan_kernel()(
             step.seq_lens, step.q_starts, step.ranges, window_left, of.max_blocks * block_size, block_size,
             of.num_kv_heads, of.num_q_heads // of.num_kv_heads, steps.max_rows,
-            of_k.words_per_row(of.dim) * of_k.word.itemsize, of.dim + of.dim_v, most_threads, step.ints(),
+            of_k.words_per_row(of.dim) * of_k.word.itemsize, of.dim + of.dim_v, _MOST_THREADS, step.ints(),
         )  # fmt: skip
+        if parts:
+            steps.make(1 << MERGE)
         return (min(workers, num_threads()) if workers > 1 else 1), parts
 
     itemsizes = (WORDS[q_kind].bitwidth // 8, WORDS[rows_kind].bitwidth // 8)
     return BoundKernel(
-        call, itemsizes, real, kind(taken).word, most_threads, steps.sizes, plan,
-        functools.cache(lambda: kernel_address(_merge_kernel(taken, real))),
-        TILE_UNIT, launched, by_ranges,
+        call, itemsizes, real, kind(taken).word, _MOST_THREADS, steps.sizes, plan, TILE_UNIT, launched, by_ranges,
     )  # fmt: skip

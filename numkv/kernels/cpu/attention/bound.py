@@ -20,9 +20,9 @@ import numpy as np
 from numba import types
 from numba.extending import register_jitable
 
-from numkv.kernels.builder import SCALES, WORDS, array
+from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cpu.append import token_writer
-from numkv.kernels.cpu.attention.driver import attend_to
+from numkv.kernels.cpu.attention.driver import attend_to, merge_parts
 from numkv.kernels.cpu.attention.offsets import WORKER_INTS
 from numkv.kernels.cpu.attention.plan import plan_of, plan_size
 from numkv.kernels.cpu.attention.state import OUT, Q
@@ -30,7 +30,6 @@ from numkv.kernels.cpu.attention.store import PART_EXTRA
 from numkv.kernels.cpu.channel import signature_of_groups
 from numkv.kernels.cpu.merge import signature_of_states
 from numkv.kernels.cpu.overlap import lie_well
-from numkv.kernels.cpu.threads import ON_THREADS
 from numkv.kernels.cpu.vectors.arrays import (
     TABLE_ROW,
     address_of,
@@ -62,25 +61,15 @@ _K, _K_SCALE, _V, _V_SCALE, _SINKS = (8 + TABLE_ROW * i for i in range(5))
 _LAYER_SIZE = 8 + TABLE_ROW * 5
 # The same of a step's.
 (
-    _TOKENS, _Q_HEADS, _WORKERS, _PARTS, _PARTS_AT, _MERGE, _BEFORE, _AFTER, _SIZES, _STEP_IN_FULL, _READS_CODES,
-    _QUANTISE, _MERGE_STATES,
-) = range(13)  # fmt: skip
+    _TOKENS, _Q_HEADS, _WORKERS, _PARTS, _PARTS_AT, _BEFORE, _AFTER, _SIZES, _STEP_IN_FULL, _READS_CODES, _QUANTISE,
+    _MERGE_STATES,
+) = range(12)  # fmt: skip
 (
     _TABLE, _LENS, _STARTS, _SLOTS, _RANGES, _LSE, _FLOATS, _INTS, _QUERIES, _RESULTS, _GROUPS, _TO_GROUPS,
-) = (13 + TABLE_ROW * i for i in range(12))  # fmt: skip
+) = (12 + TABLE_ROW * i for i in range(12))  # fmt: skip
 # The arrays of a call that passes addresses.
-_Q_GIVEN, _K_GIVEN, _V_GIVEN, _OUT_GIVEN = (13 + TABLE_ROW * i for i in range(12, 16))
-_STEP_SIZE = 13 + TABLE_ROW * 16
-
-
-def signature_of_merge(q_kind: str, compute: str) -> tuple[Any, ...]:
-    """Types of the arguments of the kernel that merges splits."""
-    real = getattr(types, compute)
-    return (
-        array(types.int64, 1), array(real, 1), array(WORDS[q_kind], 3, out=True),
-        array(types.float32, 2, out=True), types.int64, types.Array(real, 1, "C"),
-        types.Array(types.int64, 1, "C"), *ON_THREADS,
-    )  # fmt: skip
+_Q_GIVEN, _K_GIVEN, _V_GIVEN, _OUT_GIVEN = (12 + TABLE_ROW * i for i in range(12, 16))
+_STEP_SIZE = 12 + TABLE_ROW * 16
 
 
 @register_jitable
@@ -157,7 +146,6 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE, FULL_K, FULL_
     table_at, rows_at = array_reader(types.int32, 2), array_reader(WORDS[TAKEN], 3)
     full_k_at, full_v_at = array_reader(WORDS[FULL_K], 4), array_reader(WORDS[FULL_V], 4)
     full_k_scale_at, full_v_scale_at = (array_reader(*SCALES[x]) for x in (FULL_K, FULL_V))
-    merge = kernel_caller(signature_of_merge(TAKEN, COMPUTE))
     quantise = kernel_caller(signature_of_groups(FULL_K, K_KIND)) if BY_CHANNEL else None
     merge_states = kernel_caller(signature_of_states("fp32"))
 
@@ -210,10 +198,7 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE, FULL_K, FULL_
         if plan.missing[0] != 0:
             return False
         if int_at(step, _PARTS):
-            merge(
-                int_at(step, _MERGE),
-                (starts, sinks, rows_at(call, OUT), lse, parts_at, floats, ints, launch, np.int64(0), workers),
-            )  # fmt: skip
+            merge_parts(call, launch, workers)
         return True
 
     def kernel(layer, step, q, k, v, out, launch):
@@ -310,10 +295,8 @@ class BoundKernel(NamedTuple):
     #: ``sizes(dim, dim_v, group)``: see `numkv.kernels.cpu.attention.steps.Steps`.
     sizes: Callable[[int, int, int], tuple[int, int, Any]]
     #: ``plan(step, window_left, block_size)``: see `StepRecord.plan`. Returns the numbers of workers and of parts to
-    #: merge.
+    #: merge; the step that merges is there then.
     plan: Callable[[StepRecord, int, int], tuple[int, int]]
-    #: Returns the address of the kernel that merges parts, which is made at the first call.
-    merge_address: Callable[[], int]
     #: Tokens of a KV tile: a plan without a window stays valid while the number of tiles does.
     kv_tile: int
     #: ``launched(call, workers, *args)``: what `call` returns, with its `launch`.
@@ -482,9 +465,7 @@ class StepRecord:
         if _FLOATS not in self._memory or self._memory[_FLOATS].size < size:
             self._memory[_FLOATS] = aligned(np.empty, (size,), kernel.compute)
             describe(record, _FLOATS, self._memory[_FLOATS])
-        record[_WORKERS : _AFTER + 1] = (
-            self.workers, parts, parts_at, kernel.merge_address() if parts else 0, before, after
-        )  # fmt: skip
+        record[_WORKERS : _AFTER + 1] = self.workers, parts, parts_at, before, after
 
     def move(self, before: int, after: int) -> None:
         """Reuse a plan for other lengths with as many KV tiles. See `LayerRecord` for the mark."""

@@ -58,6 +58,7 @@ from numkv.kernels.cpu.attention.state import (
     LONGEST,
     MANY_FROM,
     MASK,
+    MERGE,
     MOST_ROWS,
     PICK,
     PLACES,
@@ -83,6 +84,7 @@ from numkv.kernels.cpu.attention.state import (
     run_step,
     sizes_of,
 )
+from numkv.kernels.cpu.attention.store import PART_EXTRA
 from numkv.kernels.cpu.threads import ON_THREADS
 from numkv.kernels.cpu.vectors.arrays import (
     SHAPE,
@@ -116,6 +118,9 @@ _OF_DRIVER = (types.int64, *ON_THREADS)
 _make_plan = kernel_caller(_OF_PLAN, types.UniTuple(types.int64, 2), _PLAN)
 #: ``attend_to(None, (record of a call, launch, worker, workers))``: the driver, as other kernels call it.
 attend_to = kernel_caller(_OF_DRIVER, types.none, _DRIVER)
+_merge = kernel_caller(_OF_DRIVER, types.int64)
+#: What a call returns that needs threads, or queries apart from its output; see `_enter`.
+NEEDS_THREADS, NEEDS_COPY = -1, -2
 
 _ints_in, _indices_in = array_reader(types.int64, 1, "C"), array_reader(types.int64, 1)
 _pairs_in, _table_in = array_reader(types.int64, 2), array_reader(types.int32, 2)
@@ -245,33 +250,58 @@ def _tokens_of_turns(layout, longest, short_if_large, item):
     return tokens
 
 
+@inlined
+def merge_parts(call, launch, workers):
+    """Merge the parts of split sequences of the call whose record is at an address; the step `MERGE` is there."""
+    steps = int_at(int_at(call, np.int64(SIZES_AT)), np.int64(STEPS))
+    _merge(int_at(steps, np.int64(MERGE)), (call, launch, np.int64(0), workers))
+
+
 def _enter(
     q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, flags, sm_scale, soft_cap, window_left, sinks,
-    out, lse, parts_at, floats, ints, sizes, launch, worker, workers,
+    out, lse, floats, ints, sizes, most, launch,
 ):  # fmt: skip
-    """Call the driver with Python's arrays. If `worker` is -1, the plan is made first; else it exists already.
+    """Plan a call, attend and merge, with Python's arrays: 0 if that is done, or what it needs first.
 
-    `sizes` is the address of a record of `numkv.kernels.cpu.attention.steps.Steps`. Returns the bits of missing steps.
-    If any is set, the caller makes these steps and calls again.
+    - The bits of steps that are not compiled yet.
+    - `NEEDS_THREADS`, if `launch` is 0 and one thread would take too long. `most` threads may run.
+    - `NEEDS_COPY`, if results lie over the queries: they would leave none for a call that has to start again.
+    - Minus the floats of memory, if `floats` has fewer.
+
+    The caller provides it and calls again. `sizes` is the address of a record of
+    `numkv.kernels.cpu.attention.steps.Steps`.
     """
+    if address_of(out) == address_of(q):
+        return np.int64(NEEDS_COPY)
+    unit = np.int64(1) if flags & BY_SLOT else np.int64(k.shape[2])
+    steps = int_at(sizes, np.int64(STEPS))
+    workers, parts = _make_plan(
+        None,
+        (seq_lens, q_starts, ranges, window_left, block_table.shape[1] * unit, unit, np.int64(k.shape[1]),
+         q.shape[1] // k.shape[1], int_at(steps, np.int64(MOST_ROWS)), k.shape[3] * k.itemsize,
+         q.shape[2] + out.shape[2], most, ints),
+    )  # fmt: skip
+    if workers == 1:
+        launch = np.int64(0)
+    elif launch == 0:
+        return np.int64(NEEDS_THREADS)
+    parts_at = workers * int_at(sizes, np.int64(FLOATS_EACH))
+    size = parts_at + parts * (out.shape[2] + PART_EXTRA)
+    if size > len(floats):
+        return -size
+    if parts > 0 and int_at(steps, np.int64(MERGE)) == 0:
+        return np.int64(1 << MERGE)
     call = record_of(
         (q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, ranges, sinks, out, lse, floats, ints),
         (flags, sm_scale, soft_cap, window_left, parts_at, sizes),
     )  # fmt: skip
     if ranges.shape[1] > PLAIN_END:
         put_int(call, np.int64(SEEN + STRIDES + 1), ranges.strides[1] * PLAIN_END)
-    if worker < 0:
-        unit = np.int64(1) if flags & BY_SLOT else np.int64(k.shape[2])
-        max_rows = int_at(int_at(sizes, np.int64(STEPS)), np.int64(MOST_ROWS))
-        threads, _ = _make_plan(
-            None,
-            (seq_lens, q_starts, ranges, window_left, block_table.shape[1] * unit, unit, np.int64(k.shape[1]),
-             q.shape[1] // k.shape[1], max_rows, k.shape[3] * k.itemsize, q.shape[2] + out.shape[2], workers, ints),
-        )  # fmt: skip
-        if threads == 1:
-            launch = np.int64(0)
     attend_to(None, (call, launch, np.int64(0), workers))
-    return ints[MISSING]
+    missing = ints[MISSING]
+    if missing == 0 and parts > 0:
+        merge_parts(call, launch, workers)
+    return missing
 
 
 @functools.cache
@@ -294,7 +324,7 @@ def driver_kernel() -> Any:
 
 @functools.cache
 def entry(q_kind: str, k_kind: str, v_kind: str, real: str) -> Any:
-    """Return the kernel through which Python calls the driver with words of these kinds."""
+    """Return the kernel through which Python attends with words of these kinds: see `_enter`."""
     words_of = WORDS[q_kind], WORDS[k_kind], SCALES[k_kind], WORDS[v_kind], SCALES[v_kind]
     return _entry(*words_of, getattr(types, real))
 
@@ -308,7 +338,7 @@ def _entry(q, k, k_scale, v, v_scale, real):
         array(types.int64, 1), array(types.int64, 1), array(types.int64, 2), types.int64,
         types.float64, types.float64, types.int64,
         array(real, 1), array(q, 3, out=True), array(types.float32, 2, out=True),
-        types.int64, types.Array(real, 1, "C"), types.Array(types.int64, 1, "C"), types.int64, *ON_THREADS,
+        types.Array(real, 1, "C"), types.Array(types.int64, 1, "C"), *[types.int64] * 3,
     )  # fmt: skip
     return build(
         _enter, signature, label=f"calls of attention, words {q}, {k} and {v}", emit=types.int64

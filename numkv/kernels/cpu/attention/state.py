@@ -235,7 +235,9 @@ LOAD, LOAD_MANY, GATHER, ATTEND, ATTEND_MANY, PICK, LEAVE, STORE, END = range(7,
 #: Steps that these call: vector code for few query rows (1, 2, 4 or 8), and masks and soft caps of scores.
 FEW, OF_1, OF_2, OF_4, OF_8, ADJUST = range(16, 22)
 #: Steps for many query rows.
-PUT_KEYS, PUT_VALUES, MULTIPLY, ADJUST_MANY, WEIGH, NUM_STEPS = range(22, 28)
+PUT_KEYS, PUT_VALUES, MULTIPLY, ADJUST_MANY, WEIGH = range(22, 27)
+#: The step of a call whose sequences were split: it accepts the address of the call's record, and threads.
+MERGE, NUM_STEPS = 27, 28
 #: The table's entry for a step without work.
 NOTHING = -1
 

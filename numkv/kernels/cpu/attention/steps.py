@@ -31,7 +31,7 @@ from numkv.kernels.cpu.attention.many_rows import (
 from numkv.kernels.cpu.attention.records import KV_TILE, PAIRS, TILE_UNIT, float_type
 from numkv.kernels.cpu.attention.sides import make_gather_turn
 from numkv.kernels.cpu.attention.state import lay_out
-from numkv.kernels.cpu.attention.store import make_store
+from numkv.kernels.cpu.attention.store import make_merge_splits, make_store
 from numkv.kernels.cpu.attention.vector import (
     attend_few,
     attend_picked,
@@ -43,10 +43,10 @@ from numkv.kernels.cpu.vectors.arrays import kernel_address
 from numkv.kernels.cpu.vectors.features import row_unroll
 from numkv.kinds import kind as kind_named
 
-# How many numbers steps accept after the state's address.
+# How many numbers steps accept after the address of the state, or of the call's record.
 _NUMBERS = {
     state.OF_1: 6, state.OF_2: 6, state.OF_4: 6, state.OF_8: 6, state.ADJUST: 5, state.PUT_KEYS: 1,
-    state.PUT_VALUES: 2, state.MULTIPLY: 4, state.ADJUST_MANY: 3, state.WEIGH: 6,
+    state.PUT_VALUES: 2, state.MULTIPLY: 4, state.ADJUST_MANY: 3, state.WEIGH: 6, state.MERGE: 3,
 }  # fmt: skip
 #: The steps that every call needs: made together, at the first call.
 _ALWAYS = (state.LOAD, state.GATHER, state.STORE)
@@ -167,6 +167,9 @@ class Steps:
             state.MULTIPLY: (make_multiply, (k_kind, v_kind, compute), f"many scores, {of_both}"),
             state.ADJUST_MANY: (make_adjust_many, (), "caps and biases of many query rows"),
             state.WEIGH: (make_weigh, (compute,), f"sums of many query rows in {compute}"),
+            state.MERGE: (
+                make_merge_splits, (q_kind, float_type(compute)), f"merge of splits, {float_type(compute)} to {q_kind}",
+            ),
             state.LEAVE: (leave_amx, None, "the rows that a matrix unit leaves"),
             state.END: (end_amx, None, "the end of a matrix unit's use"),
         }[step]  # fmt: skip

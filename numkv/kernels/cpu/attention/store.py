@@ -1,4 +1,4 @@
-"""Store results: an item's own, or a split's part of its sequence's. A second kernel merges such parts in order.
+"""Store results: an item's own, or a split's part of its sequence's. A last step merges such parts in order.
 
 Parts exist where a KV range was split: Flash-Decoding (Dao et al., 2023).
 """
@@ -12,9 +12,12 @@ from numkv.kernels.builder import WORDS
 from numkv.kernels.cpu.attention.plan import plan_of
 from numkv.kernels.cpu.attention.records import LN_2, LOG2_E
 from numkv.kernels.cpu.attention.state import (
+    FLOATS,
+    INTS,
     LSE,
     OUT,
     PARTS_AT,
+    Q_STARTS,
     SINKS,
     V_SCALE,
     call_of,
@@ -34,18 +37,27 @@ PART_EXTRA = 2
 
 
 def make_merge_splits(Q_KIND, COMPUTE):
-    """Make the kernel that merges the parts of sequences whose KV range was split, in order."""
+    """The step `MERGE`: merge the parts of each sequence whose KV range was split, in order."""
     _, put = scaled_rows(Q_KIND, COMPUTE)
     F = np.float32 if COMPUTE == "float32" else np.float64
+    real = getattr(types, COMPUTE)
     TO_BASE_2, TO_BASE_E = LOG2_E, LN_2
+    rows_at, sums_at, reals_at = (
+        array_reader(WORDS[Q_KIND], 3), array_reader(types.float32, 2), array_reader(real, 1)
+    )  # fmt: skip
+    floats_at, ints_at = array_reader(real, 1, "C"), array_reader(types.int64, 1, "C")
+    starts_at = array_reader(types.int64, 1)
 
-    def kernel(q_starts, sinks, out, lse, parts_at, floats, ints, launch, worker, workers):
+    def merge(call, launch, worker, workers):
+        q_starts, sinks = starts_at(call, np.int64(Q_STARTS)), reals_at(call, np.int64(SINKS))
+        out, lse = rows_at(call, np.int64(OUT)), sums_at(call, np.int64(LSE))
+        floats, parts_at = floats_at(call, np.int64(FLOATS)), int_at(call, np.int64(PARTS_AT))
         num_seqs, num_q_heads, dim_v = len(q_starts) - 1, out.shape[1], out.shape[2]
-        plan = plan_of(ints, num_seqs)
+        plan = plan_of(ints_at(call, np.int64(INTS)), num_seqs)
         # Where there is little to merge, this thread does it alone.
         if launch != 0 and plan.first_part[num_seqs] * dim_v >= SERIAL_ELEMENTS:
             on_threads(launch, workers)
-            return
+            return 0
         part_size = dim_v + PART_EXTRA
         while True:
             seq_head = next_item(plan.next_row)
@@ -77,8 +89,9 @@ def make_merge_splits(Q_KIND, COMPUTE):
                 factor, log_sum = finish(maximum, total, sink, F(TO_BASE_E))
                 put(sums, F(factor), row_of(out, (q_starts[b] + t, h)))
                 lse[q_starts[b] + t, h] = log_sum
+        return 0
 
-    return kernel
+    return merge
 
 
 def make_store(Q_KIND, COMPUTE, BY_HEAD):

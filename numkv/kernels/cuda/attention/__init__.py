@@ -70,7 +70,7 @@ from numkv.kernels.cuda.simd import WIDTH, aligned, ceil_div
 from numkv.kernels.cuda.streams import current, multiprocessors
 from numkv.kernels.operations import Operations, implements
 
-__all__ = ["append_attend", "attend", "small_decode"]
+__all__ = ["append_attend", "attend"]
 
 
 def _signature(q_kind: str, k_kind: str, v_kind: str, real: Any) -> tuple[Any, ...]:
@@ -218,8 +218,3 @@ def attend(
 @implements(Operations.append_attend)
 def append_attend(q_kind, rows_kind, k_kind, v_kind, by_address=False, in_full=None):
     return None  # two launches are cheaper than to look at arrays between them
-
-
-@implements(Operations.small_decode)
-def small_decode(q_kind, k_kind, v_kind):
-    return None  # a launch is what takes time
