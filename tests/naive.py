@@ -53,7 +53,7 @@ def int4_quantise(x):
     """Codes, two to a byte, and bfloat16 scales of rows ``(..., d)``, for each 32 elements of a row.
 
     Levels span a group from end to end, or 0.96 or 0.92 of that, whichever has the least error; the first of equals.
-    Errors are cut to a 512th of a scale and squared as integers, so the order of adding does not matter.
+    Elements are cut to 512ths of a scale. Errors are squared as integers, so the order of adding does not matter.
     """
     x = np.asarray(x).astype(np.float32)
     codes, scales = [], []
@@ -65,7 +65,7 @@ def int4_quantise(x):
         best, least = np.zeros(span.shape, DTYPES["bf16"]), np.full_like(span, np.inf)
         for f in (23, 24, 25):
             step = span * (np.float32(f) / np.float32(25))
-            fits = step >= np.float32(2.0**-123)
+            fits = step >= np.float32(2.0**-117)
             step = np.where(fits, step, np.float32(1))
             middle = np.where(fits, high / step + low / step, np.float32(0))
             offset = np.clip(np.floor(middle + np.float32(4)), 0, 7).astype(np.int64)
@@ -86,11 +86,11 @@ def int4_quantise(x):
 
 def int4_fit(group, scale):
     """Codes of a group under a scale, and their errors in 512ths of it."""
-    lowest = int4_lowest(scale)[..., None]
-    quotient = group / scale.astype(np.float32)[..., None]
-    code = np.clip(np.floor(quotient - lowest + np.float32(0.5)), 0, 15)
-    error = ((quotient - (code + lowest)) * np.float32(512)).astype(np.int32)
-    return code.astype(np.uint8), error
+    lowest = int4_lowest(scale)[..., None].astype(np.float64)
+    in_1 = np.float32(512) / scale.astype(np.float32)[..., None]
+    places = np.trunc(group * in_1).astype(np.float64) / 512 - lowest
+    code = np.clip(np.floor(places + 0.5), 0, 15)
+    return code.astype(np.uint8), np.rint(512 * (places - code)).astype(np.int64)
 
 
 def int4_dequantise(codes, scale):
@@ -153,27 +153,23 @@ def codebook_quantise(x, bits):
     top = size.max(axis=-1, keepdims=True)
     fits = (top >= f32(1e-30)) & np.isfinite(top)
     top, size = np.where(fits, top, f32(1)), np.where(fits, size, f32(1))
-    parts = (size / top * f32(32767)).astype(np.int64)
+    parts = (size * (f32(32767) / top)).astype(np.int64)
     mean = (parts**2).sum(-1, keepdims=True).astype(f32) / (f32(x.shape[-1]) * f32(32767.0**2))
     of_normal = top * np.sqrt(mean) * f32(of_normal / levels[-1])
     of_top = top / f32(levels[-1])
     best, least = np.zeros_like(top), np.full_like(top, np.inf)
     for scale in (of_normal, (of_normal + of_top) * f32(0.5), of_top):
-        place = size / scale
-        off = (
-            ((place - nearest_level(place, levels)) * f32(8)).clip(max=f32(32767)).astype(np.int64)
-        )
+        place = sixteenths(size, scale)
+        off = (place - 16 * nearest_level(place, levels)).clip(max=32767)
         unit = scale / of_top
         error = (off**2).sum(-1, keepdims=True).astype(f32) * unit * unit
         best, least = np.where(error < least, scale, best), np.minimum(error, least)
-    place = size / best
-    level = nearest_level(place, levels).astype(np.int64)
-    along = ((place * f32(16)).clip(max=f32(1 << 20)).astype(np.int64) * level).sum(
-        -1, keepdims=True
-    )
+    place = sixteenths(size, best)
+    level = nearest_level(place, levels)
+    along = (place * level).sum(-1, keepdims=True)
     best = best * (along.astype(f32) / ((level**2).sum(-1, keepdims=True).astype(f32) * f32(16)))
-    codes = np.searchsorted(levels, nearest_level(size / best, levels))
-    codes = codes + 2 ** (bits - 1) * (x < 0)
+    codes = np.searchsorted(levels, nearest_level(sixteenths(size, best), levels))
+    codes = codes + 2 ** (bits - 1) * np.signbit(x)
     codes = np.where(fits, codes, 0).astype(np.uint8)
     scale = np.where(
         fits, best, np.where(np.isfinite(np.abs(x).max(-1, keepdims=True)), f32(0), f32(np.nan))
@@ -181,10 +177,14 @@ def codebook_quantise(x, bits):
     return codes, scale[..., 0]
 
 
-def nearest_level(size, levels):
-    """Return the nearest level to magnitudes in units of the scale; of two equally near, the larger."""
-    middles = ((levels[1:] + levels[:-1]) / 2).astype(np.float32)
-    return levels.astype(np.float32)[np.searchsorted(middles, size, side="right")]
+def sixteenths(size, scale):
+    """Magnitudes in sixteenths of a scale, cut to integers."""
+    return (size * (np.float32(16) / scale)).clip(max=np.float32(1 << 20)).astype(np.int64)
+
+
+def nearest_level(place, levels):
+    """Return the nearest level to magnitudes in sixteenths of the scale; of two equally near, the larger."""
+    return levels[np.searchsorted(8 * (levels[1:] + levels[:-1]), place, side="right")]
 
 
 def code4_dequantise(codes, scale):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numba.extending import register_jitable
 
-from numkv.rows.codebook import as_it_is, place_finder, scale_finder
+from numkv.rows.codebook import as_it_is, in_1, is_below_0, scale_finder, sixteenths_finder
 
 #: Magnitudes of levels, in rising order.
 LEVELS = (5, 15, 25, 36, 48, 62, 79, 104)
@@ -36,8 +36,8 @@ def code4_level(code):
 
 @register_jitable
 def _above(x, edge, step):
-    """`step` where `x` has reached an edge, else 0."""
-    return np.int32(step) if x >= np.float32(edge) else np.int32(0)
+    """`step` where sixteenths have reached an edge, else 0."""
+    return np.int32(step) if x >= np.int32(16 * edge) else np.int32(0)
 
 
 # Sums of choices, not a search or a table: so loops over a row become vector code.
@@ -45,7 +45,7 @@ def _above(x, edge, step):
 
 @register_jitable
 def _number(x):
-    """Return the number of the level nearest to a magnitude, in units of the scale."""
+    """Return the number of the level nearest to a magnitude, in sixteenths of the scale."""
     low = _above(x, EDGES[0], 1) + _above(x, EDGES[1], 1) + _above(x, EDGES[2], 1)
     return np.int32(
         low
@@ -58,7 +58,7 @@ def _number(x):
 
 @register_jitable
 def _nearest(x):
-    """The level nearest to a magnitude, in units of the scale."""
+    """The level nearest to a magnitude, in sixteenths of the scale."""
     low = np.int32(5) + _above(x, EDGES[0], 10) + _above(x, EDGES[1], 10) + _above(x, EDGES[2], 11)
     return np.int32(
         low
@@ -72,22 +72,20 @@ def _nearest(x):
 def code4_store(load):
     """Make the function that stores a row: ``store(x, words) -> scale``; `load` turns elements of `x` into floats."""
     scale_of = scale_finder(load, _nearest, LEVELS[-1], OF_NORMAL)
-    place_of = place_finder(load)
+    sixteenths, below_0 = sixteenths_finder(load), is_below_0(load)
 
     @register_jitable
-    def code(x, scale):
-        place = place_of(x, scale)
-        return np.int32(
-            _number(np.float32(abs(place)))
-            + (np.int32(8) if place < np.float32(0) else np.int32(0))
-        )
+    def code(x, factor):
+        sign = np.int32(8) if below_0(x) else np.int32(0)
+        return np.int32(_number(sixteenths(x, factor)) + sign)
 
     @register_jitable
     def store(x, words):
         scale = scale_of(x)
         if scale > np.float32(0):
+            factor = in_1(scale)
             for j in range(len(x) // 2):
-                low, high = code(x[2 * j], scale), code(x[2 * j + 1], scale)
+                low, high = code(x[2 * j], factor), code(x[2 * j + 1], factor)
                 words[j] = np.uint8(np.int32(low + np.int32(high * np.int32(16))))
         else:  # 0 or NaN: the codes do not matter
             for j in range(len(x) // 2):

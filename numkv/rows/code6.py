@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numba.extending import register_jitable
 
-from numkv.rows.codebook import as_it_is, place_finder, scale_finder
+from numkv.rows.codebook import as_it_is, in_1, is_below_0, scale_finder, sixteenths_finder
 
 #: Magnitudes of levels, in rising order.
 LEVELS = (
@@ -65,9 +65,9 @@ def code6_level(code):
 
 @register_jitable
 def _number(x):
-    """Return the number of the level nearest to a magnitude, in units of the scale."""
+    """Return the number of the level nearest to a magnitude, in sixteenths of the scale."""
     # A search by halves without branches: loops over a row become vector code.
-    twice = np.int32(min(np.float32(x + x), np.float32(255)))
+    twice = min(np.int32(x >> np.int32(3)), np.int32(255))
     found = np.int32(16) if twice >= np.int32(_FIRST) else np.int32(0)
     found += np.int32(8) if twice >= _byte(_SECOND, found >> 4) else np.int32(0)
     found += np.int32(4) if twice >= _byte(_THIRD, found >> 3) else np.int32(0)
@@ -79,28 +79,28 @@ def _number(x):
 
 @register_jitable
 def _nearest(x):
-    """The level nearest to a magnitude, in units of the scale."""
+    """The level nearest to a magnitude, in sixteenths of the scale."""
     return _level(_number(x))
 
 
 def code6_store(load):
     """Make the function that stores a row: ``store(x, words) -> scale``; `load` turns elements of `x` into floats."""
     scale_of = scale_finder(load, _nearest, LEVELS[-1], OF_NORMAL)
-    place_of = place_finder(load)
+    sixteenths, below_0 = sixteenths_finder(load), is_below_0(load)
 
     @register_jitable
-    def code(x, scale):
-        place = place_of(x, scale)
-        sign = np.int32(32) if place < np.float32(0) else np.int32(0)
-        return np.int32(_number(np.float32(abs(place))) + sign)
+    def code(x, factor):
+        sign = np.int32(32) if below_0(x) else np.int32(0)
+        return np.int32(_number(sixteenths(x, factor)) + sign)
 
     @register_jitable
     def store(x, words):
         scale = scale_of(x)
         if scale > np.float32(0):
+            factor = in_1(scale)
             for j in range(len(x) // 4):
-                a, b = code(x[4 * j], scale), code(x[4 * j + 1], scale)
-                c, d = code(x[4 * j + 2], scale), code(x[4 * j + 3], scale)
+                a, b = code(x[4 * j], factor), code(x[4 * j + 1], factor)
+                c, d = code(x[4 * j + 2], factor), code(x[4 * j + 3], factor)
                 words[3 * j] = np.uint8(np.int32(a | np.int32(b << 6)) & 255)
                 words[3 * j + 1] = np.uint8(np.int32(b >> 2 | np.int32(c << 4)) & 255)
                 words[3 * j + 2] = np.uint8(np.int32(c >> 4 | np.int32(d << 2)) & 255)

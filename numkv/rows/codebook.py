@@ -32,14 +32,31 @@ def as_it_is(x):
     return x
 
 
-def place_finder(load):
-    """Make the function ``place(x, scale) -> x / scale``, where `load` turns the word `x` into a float."""
+@register_jitable
+def in_1(scale):
+    """How many sixteenths of a scale make 1."""
+    return np.float32(np.float32(16) / scale)
+
+
+def sixteenths_finder(load):
+    """Make the function ``sixteenths(x, in_1(scale))``: a magnitude in sixteenths of a scale, cut to an integer."""
 
     @register_jitable
-    def place(x, scale):
-        return np.float32(np.float32(load(x)) / scale)
+    def sixteenths(x, in_1):
+        size = np.float32(abs(np.float32(load(x))))
+        return np.int32(min(np.float32(size * in_1), np.float32(1 << 20)))
 
-    return place
+    return sixteenths
+
+
+def is_below_0(load):
+    """Make the function that returns whether a word of a row has a sign, as -0 does, too."""
+
+    @register_jitable
+    def below_0(x):
+        return np.int32(np.float32(load(x)).view(np.int32)) < np.int32(0)
+
+    return below_0
 
 
 def scale_finder(load, nearest, TOP, OF_NORMAL):
@@ -50,24 +67,20 @@ def scale_finder(load, nearest, TOP, OF_NORMAL):
     load : function
         Turns a word of the row into a float.
     nearest : function
-        ``nearest(magnitude) -> int32``: the level nearest to a magnitude in units of the scale.
+        ``nearest(sixteenths) -> int32``: the level nearest to a magnitude in sixteenths of the scale.
     TOP : int
         The largest level.
     OF_NORMAL : float
         The scale that fits normal numbers of mean square 1.
     """
-    place = place_finder(load)
-
-    @register_jitable
-    def magnitude(x, scale):
-        return np.float32(abs(place(x, scale)))
+    sixteenths = sixteenths_finder(load)
 
     @register_jitable
     def mean_square(x, largest):
         """The mean square of a row, in units of the largest magnitude's square."""
-        total = np.int64(0)
+        total, factor = np.int64(0), np.float32(np.float32(32767) / largest)
         for d in range(len(x)):
-            part = np.int32(magnitude(x[d], largest) * np.float32(32767))
+            part = np.int32(np.float32(np.float32(abs(np.float32(load(x[d])))) * factor))
             total += np.int64(np.int32(part * part))
         return np.float32(
             np.float32(total) / np.float32(np.float32(len(x)) * np.float32(32767.0**2))
@@ -75,24 +88,23 @@ def scale_finder(load, nearest, TOP, OF_NORMAL):
 
     @register_jitable
     def squared_error(x, scale):
-        """The squared error of a row under a scale, in units of ``(scale / 8) ** 2``."""
-        total = np.int64(0)
+        """The squared error of a row under a scale, in units of ``(scale / 16) ** 2``."""
+        total, factor = np.int64(0), in_1(scale)
         for d in range(len(x)):
-            size = magnitude(x[d], scale)
-            off = np.float32(np.float32(size - np.float32(nearest(size))) * np.float32(8))
-            error = np.int32(min(off, np.float32(32767)))
+            size = sixteenths(x[d], factor)
+            off = np.int32(size - np.int32(nearest(size) * np.int32(16)))
+            error = min(off, np.int32(32767))
             total += np.int64(np.int32(error * error))
         return np.float32(total)
 
     @register_jitable
     def fitted(x, scale):
         """The best scale for the levels that a scale has chosen, by least squares."""
-        along, squares = np.int64(0), np.int64(0)
+        along, squares, factor = np.int64(0), np.int64(0), in_1(scale)
         for d in range(len(x)):
-            size = magnitude(x[d], scale)
+            size = sixteenths(x[d], factor)
             level = nearest(size)
-            sixteenths = np.int32(min(np.float32(size * np.float32(16)), np.float32(1 << 20)))
-            along += np.int64(np.int32(sixteenths * level))
+            along += np.int64(np.int32(size * level))
             squares += np.int64(np.int32(level * level))
         factor = np.float32(np.float32(along) / np.float32(np.float32(squares) * np.float32(16)))
         return np.float32(scale * factor)

@@ -7,14 +7,16 @@ is a multiple of 32.
 
 A group's levels span the range between its smallest and its largest element, or 0.96 or 0.92 of that range. The choice
 has the least squared error, the smallest of equals. Elements between the outermost levels, and half a scale beyond, are
-off by at most ``scale / 2``; others become the outermost level. A group below 1e-36 is stored as zeros, with scale 0;
-one with NaN or infinity has scale NaN.
+off by at most ``scale / 2`` and a 512th of it; others become the outermost level. A group below 1e-34 is stored as
+zeros, with scale 0; one with NaN or infinity has scale NaN.
+
+Where an element lies among the levels is an integer, in 512ths of a scale: its *place*. Its code and its error follow
+from that. So errors have 11 bits, their squares are summed as integers, and vector code takes twice as many at once.
 
 A group takes 16 bytes: byte j holds element j in its low and element j + 16 in its high nibble. The last group of a row
 may be shorter; of n elements, n even, byte j holds element j and element ``j + n / 2``.
 
-Values are exact in float32, and squared errors are summed as integers, so that their order makes no difference: all
-targets find the same words.
+Values are exact in float32, and the order of integers' sums makes no difference: all targets find the same words.
 """
 
 from __future__ import annotations
@@ -41,11 +43,38 @@ def lowest_level(word):
     return np.float32(np.float32(np.float32(offset) * np.float32(0.5)) + np.float32(LOWEST))
 
 
+#: Places between levels, and the last one of level 15.
+STEPS, STEP_BITS = 512, 9
+LAST_PLACE = 16 * STEPS - 1
+#: The smallest step between levels. The number of places in a scale over it is still a float32.
+LEAST_STEP = 2.0**-117
+
+
 @register_jitable
-def int4_code(x, scale, lowest):
-    """The code of a float32 `x`: the nearest level's, or the outermost one's. The scale is not 0."""
-    place = np.float32(np.float32(np.float32(x / scale) - lowest) + np.float32(0.5))
-    return np.int32(min(max(place, np.float32(0)), np.float32(15)))
+def place_of_0(word):
+    """The place of 0, by the scale's word; places count from half a scale below the level of code 0 on."""
+    offset = np.int32(np.int32(word) & np.int32(OFFSETS - 1))
+    return np.int32(
+        np.int32(-LOWEST * STEPS + STEPS // 2) - np.int32(offset * np.int32(STEPS // 2))
+    )
+
+
+@register_jitable
+def places_in_1(scale):
+    """How many places make 1, under a scale that is not 0."""
+    return np.float32(np.float32(STEPS) / scale)
+
+
+@register_jitable
+def place_in(x, in_1, of_0):
+    """The place of a float32. It is rounded before the sum, which therefore is none of floats that a GPU would fuse."""
+    return np.int32(np.int32(np.float32(x * in_1)) + of_0)
+
+
+@register_jitable
+def code_at(place):
+    """The code of a place: the nearest level's, or the outermost one's."""
+    return np.int32(min(max(place, np.int32(0)), np.int32(LAST_PLACE)) >> np.int32(STEP_BITS))
 
 
 # Loops over a group count from 0 on in a slice that begins with it, and add and compare integers: so they become vector
@@ -53,15 +82,13 @@ def int4_code(x, scale, lowest):
 
 
 @register_jitable
-def _squared_error(group, count, scale, lowest):
-    """The squared error of a group under a scale, in units of ``(scale / 512)**2``."""
+def _squared_error(group, count, in_1, of_0):
+    """The squared error of a group, in squared places."""
     total = np.int32(0)
     for i in range(count):
-        value = np.float32(group[i])
-        level = np.float32(np.float32(int4_code(value, scale, lowest)) + lowest)
-        error = np.int32(
-            np.float32(np.float32(np.float32(value / scale) - level) * np.float32(512))
-        )
+        place = place_in(np.float32(group[i]), in_1, of_0)
+        middle = np.int32(np.int32(code_at(place) * np.int32(STEPS)) + np.int32(STEPS // 2))
+        error = np.int32(place - middle)
         total = np.int32(total + np.int32(error * error))  # at most 32 squares of 1024
     return total
 
@@ -102,7 +129,7 @@ def int4_scale(x, first, count):
     best, least = np.uint16(0), np.float32(np.inf)
     for i in range(3):
         step = np.float32(widest * np.float32(np.float32(23 + i) / np.float32(25)))
-        if step < np.float32(2.0**-123):
+        if step < np.float32(LEAST_STEP):
             continue
         middle = np.float32(np.float32(high / step) + np.float32(low / step))  # twice that
         middle = np.float32(middle + np.float32(OFFSETS // 2))
@@ -111,7 +138,7 @@ def int4_scale(x, first, count):
         scale = bf16_to_float32(word)
         # Relative to the group, so that tiny errors do not vanish when they are squared.
         unit = np.float32(scale / widest)
-        error = np.float32(_squared_error(group, count, scale, lowest_level(word)))
+        error = np.float32(_squared_error(group, count, places_in_1(scale), place_of_0(word)))
         error = np.float32(np.float32(error * unit) * unit)
         if error < least:
             best, least = word, error
@@ -122,12 +149,12 @@ def int4_scale(x, first, count):
 def store_int4_group(x, first, count, words, at):
     """Put the group ``x[first : first + count]`` into ``words[at : at + count // 2]``, and return its scale's word."""
     word = int4_scale(x, first, count)
-    scale, lowest, half = bf16_to_float32(word), lowest_level(word), count // 2
+    scale, of_0, half = bf16_to_float32(word), place_of_0(word), count // 2
     if scale > np.float32(0):
-        lower, upper, target = x[first:], x[first + half :], words[at:]
+        lower, upper, target, in_1 = x[first:], x[first + half :], words[at:], places_in_1(scale)
         for j in range(half):
-            low = int4_code(np.float32(lower[j]), scale, lowest)
-            high = int4_code(np.float32(upper[j]), scale, lowest)
+            low = code_at(place_in(np.float32(lower[j]), in_1, of_0))
+            high = code_at(place_in(np.float32(upper[j]), in_1, of_0))
             target[j] = np.uint8(np.int32(low + np.int32(high * np.int32(16))))
     else:  # 0 or NaN: the codes do not matter; the last ones give +0
         for j in range(half):

@@ -141,10 +141,6 @@ def square_and_more(x):
         ("add.rn.f32 %f2, %f1, 0f3F800000;", lambda x: x + np.float32(1)),
         ("div.rn.f32 %f2, 0f3F800000, %f1;", lambda x: np.float32(1) / x),
         ("fma.rn.f32 %f2, %f1, %f1, 0fBF800000;", lambda x: np.float32(np.float64(x) ** 2 - 1)),
-        (
-            "fma.rn.sat.f32 %f2, %f1, %f1, 0fBF800000;",
-            lambda x: np.float32(np.fmin(np.fmax(np.float64(x) ** 2 - 1, 0), 1)),
-        ),
         ("ex2.approx.ftz.f32 %f2, %f1;", np.exp2),
         ("max.f32 %f2, %f1, 0f00000000;", lambda x: np.fmax(x, np.float32(0))),
         ("neg.f32 %f2, %f1;", lambda x: -x),

@@ -13,8 +13,6 @@ import pytest
 import numkv
 from numkv.kernels.cpu.vectors.arrays import by_row
 from numkv.kernels.cpu.vectors.coding import row_storer, token_storer
-from numkv.kernels.cpu.vectors.emit import I64, emits, steps
-from numkv.kernels.cpu.vectors.words import Words
 from numkv.rows.codec import row_codec
 
 KINDS = ["int4", "code4", "code6"]
@@ -119,42 +117,6 @@ def test_rows_of_a_token(kind, rng):
             put(rows, pool[..., :words], scale, np.empty(heads * dim, F32))
             assert np.array_equal(pool, expected), (heads, dim)
             assert scale.tobytes() == of_rows.tobytes(), (heads, dim)
-
-
-@emits()
-def divide(b, x, divisors, out):
-    """Divide rows of as many elements as a vector has."""
-    v = Words(b)
-    with steps(b, I64(0), I64(COUNT), 1) as (i, _):
-        at = b.mul(i, I64(v.lanes))
-        v.store(v.divider(v.load_one(divisors, i))(v.load_floats(x, at)), out, at)
-
-
-#: Divisors of the next test.
-COUNT = 3000
-
-
-def test_quotients_are_rounded_as_by_division(rng):
-    """Dividends whose quotients lie next to the middle between two floats: an error of 2**-24 units would show."""
-    divisors = rng.integers(1 << 22, 1 << 23, COUNT) * 2 + 1  # odd numbers have an inverse
-    rows = []
-    for s in map(int, divisors):
-        row = []
-        for bits in (24, 25):  # a quotient from 1 on, or below
-            inverse, end = pow(s, -1, 1 << bits), 1 << 25
-            for off in (-3, -2, -1, 1, 2, 3):
-                middle = -off * inverse % (1 << bits)
-                middle += 1 << 24 if bits == 24 else 0
-                x, rest = divmod(middle * s + off, 1 << bits)
-                assert rest == 0
-                if 1 << 24 <= middle < end and 1 << 23 <= x < 1 << 24:
-                    row.append(x)
-        rows.append(np.resize(row or [1 << 23], 16))
-    x, by = np.array(rows, F32)[:, : Words(None).lanes].copy(), divisors.astype(F32)
-    out = np.empty_like(x)
-    numba.njit(lambda x, by, out: divide(x, by, out))(x, by, out)
-    assert np.array_equal(out, x / by[:, None])
-    assert len(np.unique(x)) > COUNT
 
 
 COMPILE = """

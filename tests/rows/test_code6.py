@@ -1,7 +1,7 @@
 """`numkv.rows.code6`: where its codes lie, and which they are. What it shares with code4 is in `test_codebook`."""
 
 import numpy as np
-from codebooks import BOOKS, F32, assert_there_and_back
+from codebooks import BOOKS, assert_there_and_back
 
 from numkv.rows import code6
 
@@ -9,11 +9,9 @@ from numkv.rows import code6
 def test_the_number_of_every_magnitude(run):
     """A search finds the level that is nearest, of two that are as near the larger, below all and above all."""
     number = run(code6._number)
-    sizes = np.concatenate([np.arange(0, 130, 0.125), np.nextafter(code6.EDGES, 0), [1e9]]).astype(
-        F32
-    )
-    want = np.searchsorted(np.array(code6.EDGES, F32), sizes, side="right")
-    assert [number(size) for size in sizes] == want.tolist()
+    sizes = np.append(np.arange(16 * 130), 1 << 20)
+    want = np.searchsorted(16 * np.array(code6.EDGES), sizes, side="right")
+    assert [number(np.int32(size)) for size in sizes] == want.tolist()
 
 
 def test_the_order_of_sixes(run):

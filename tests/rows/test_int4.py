@@ -9,12 +9,15 @@ from quantised_stores import assert_int4_no_worse
 from numkv.rows.int4 import (
     GROUP,
     OFFSETS,
-    int4_code,
+    code_at,
     int4_column,
     int4_scale,
     int4_value,
     load_int4,
     lowest_level,
+    place_in,
+    place_of_0,
+    places_in_1,
     store_int4,
     store_int4_group,
 )  # fmt: skip
@@ -39,17 +42,31 @@ def test_levels_by_the_last_bits_of_a_scale(run):
 
 @pytest.mark.parametrize("scale", [F32(2.0**-100), F32(0.375), F32(1), F32(2.0**60)])
 def test_a_code_is_that_of_the_nearest_level(run, rng, scale):
-    for lowest in F32([-9.25, -7.75, -5.75]):
-        levels = (np.arange(16) + np.float64(lowest)) * scale
+    for k in range(OFFSETS):
+        lowest = -9.25 + k / 2
         x = (rng.uniform(-14, 12, 100) * scale).astype(F32)
-        want = np.argmin(np.abs(x[:, None].astype(np.float64) - levels), axis=1)
-        assert [run(int4_code)(e, scale, lowest) for e in x] == want.tolist()
+        of_0 = run(place_of_0)(np.uint16(0x3F80 + k))
+        in_1 = run(places_in_1)(scale)
+        places = np.array([run(place_in)(e, in_1, of_0) for e in x])
+        exact = 512 * (x / np.float64(scale) - lowest + 0.5)
+        assert np.abs(places - exact).max() <= 1.001
+        off = np.abs(x[:, None] / np.float64(scale) - lowest - np.arange(16))
+        chosen = [run(code_at)(place) for place in places]
+        # A code may be one place further away than the nearest level's: next to the middle of two.
+        assert (off[range(100), chosen] <= off.min(axis=1) + 0.004).all()
+        clear = np.abs(exact % 512 - 512 * (exact % 512 > 256)) > 1.01
+        assert np.array_equal(np.array(chosen)[clear], off.argmin(axis=1)[clear])
 
 
 def test_what_lies_outside_gets_the_outermost_codes(run):
-    huge = F32(3e38)
-    assert run(int4_code)(-huge, F32(1), F32(-7.75)) == 0
-    assert run(int4_code)(huge, F32(1), F32(-7.75)) == 15
+    assert [run(code_at)(np.int32(x)) for x in (-(2**20), -1, 0, 8191, 8192, 2**20)] == [
+        0,
+        0,
+        0,
+        15,
+        15,
+        15,
+    ]
 
 
 @pytest.mark.parametrize("dim", DIMS)

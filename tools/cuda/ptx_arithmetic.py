@@ -61,11 +61,6 @@ def fma32_zero(a: Values, b: Values, c: Values) -> Values:
     return np.where(abs(near) > abs(exact), np.nextafter(near, np.float32(0)), near)
 
 
-def fma32_sat(a: Values, b: Values, c: Values) -> Values:
-    """``fma.rn.sat``: clamped to 0 to 1; NaN becomes 0."""
-    return np.fmin(np.fmax(fma32(a, b, c), np.float32(0)), np.float32(1))
-
-
 def _halves(a: Values) -> tuple[Values, Values]:
     """Veltkamp's split of float64 into two halves that multiply exactly."""
     scaled = 134217729.0 * a

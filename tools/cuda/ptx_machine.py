@@ -178,7 +178,7 @@ class _Batch(TensorInstructions):
             "multiply_matrices": self.multiply_matrices, "transpose_matrix": self.transpose_matrix,
         }  # fmt: skip
         for name in (
-            "fma32", "fma32_down", "fma32_up", "fma32_zero", "fma32_sat", "fma64", "divide", "high", "shift_left",
+            "fma32", "fma32_down", "fma32_up", "fma32_zero", "fma64", "divide", "high", "shift_left",
             "shift_right", "permute", "convert_to_int", "extract", "insert", "logic3", "count_ones", "leading_zeros",
             "reversed_bits", "funnel",
         ):  # fmt: skip

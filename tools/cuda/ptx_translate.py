@@ -355,12 +355,9 @@ class Translator:
         if of in ("bf16x2", "f16x2") and parts[1:-1] == ["rn"]:
             args = ", ".join(self.read(o, "u32") for o in x.operands[1:])
             return self._put(x.operands[0], "u32", f"fma_pair('{of[:-2]}', {args})", masked)
-        saturates = "sat" in parts
-        if of not in ("f32", "f64") or ((of == "f64" or saturates) and mode != "rn"):
+        if of not in ("f32", "f64") or (of == "f64" and mode != "rn") or "sat" in parts:
             raise PtxError(f"unknown instruction: {x.text}")
-        if of == "f64" and saturates:
-            raise PtxError(f"unknown instruction: {x.text}")
-        name = "fma64" if of == "f64" else "fma32_sat" if saturates else names[mode]
+        name = "fma64" if of == "f64" else names[mode]
         args = ", ".join(self.read(o, of) for o in x.operands[1:])
         return self._put(x.operands[0], of, f"{name}({args})", masked)
 

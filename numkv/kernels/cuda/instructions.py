@@ -590,21 +590,6 @@ def other_float(typing_context: Any, x: Any, lanes: Any) -> Any:
     return x(x, types.uint32), codegen
 
 
-@intrinsic
-def fma_between_0_and_1(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
-    """Compute ``clip(fma(a, b, c), 0, 1)``, rounded once, to nearest; 0 for NaN."""
-
-    def codegen(context, b, sig, args):
-        floats = ir.FunctionType(F32, [F32] * 3)
-        asm = ir.InlineAsm(floats, "fma.rn.sat.f32 $0, $1, $2, $3;", "=f,f,f,f")
-        return b.call(asm, args)
-
-    return types.float32(types.float32, types.float32, types.float32), codegen
-
-
-fma_to_zero = _of_floats(
-    "fma_to_zero", "llvm.nvvm.fma.rz.f", 3, "``a * b + c``, rounded once, towards zero."
-)  # fmt: skip
 greater_float = _of_floats(
     "greater_float", "llvm.nvvm.fmax.f", 2,
     "The greater one of two float32; the other one where one is NaN: ``fmax(a, b)``.",

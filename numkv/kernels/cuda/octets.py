@@ -21,8 +21,6 @@ from numba import cuda
 from numba.extending import register_jitable
 
 from numkv.kernels.cuda.instructions import (
-    fma_between_0_and_1,
-    fma_to_zero,
     global_address,
     greater_float,
     load_global_8,
@@ -44,7 +42,18 @@ from numkv.kernels.cuda.instructions import (
 from numkv.kernels.cuda.streams import SIMULATED
 from numkv.kinds import kind as kind_of
 from numkv.rows.convert import bf16_to_float32, codec
-from numkv.rows.int4 import LOWEST, OFFSETS, lowest_level
+from numkv.rows.int4 import (
+    LAST_PLACE,
+    LEAST_STEP,
+    LOWEST,
+    OFFSETS,
+    STEPS,
+    code_at,
+    lowest_level,
+    place_in,
+    place_of_0,
+    places_in_1,
+)
 from numkv.rows.quantize import int8_code, int8_scale, is_finite
 from numkv.rows.rmsnorm import root_mean_square
 from numkv.rows.rope import rotate_pair
@@ -577,43 +586,18 @@ def _put_int8(x, octets, have, lanes, to, largest, look):
 #
 # Two lanes therefore compute each group's scale, and a lane has the low and high nibbles of the 8 bytes that it stores.
 
-# Sixteenths, because an instruction clamps to the range 0 to 1 at no cost.
-_SIXTEENTH = 1 / 16
-
 
 @register_jitable
-def _place(x, minus_scale, inverse, shift):
-    """Return an element in units of the scale, and its code in the last bits of a float, 2**23 above it.
-
-    `shift` is ``(1/2 - lowest) / 16``. Adding the half together with the lowest level, not after it, changes no code.
-    Next to every whole number, both sums are rounded by the same unit.
-    """
-    q = np.float32(x * inverse)
-    q = cuda.fma(cuda.fma(q, minus_scale, x), inverse, q)
-    place = fma_between_0_and_1(q, np.float32(_SIXTEENTH), shift)
-    place = smaller_float(place, np.float32(15 * _SIXTEENTH))
-    return q, fma_to_zero(place, np.float32(16), np.float32(8388608.0))
-
-
-@register_jitable
-def _shift_of(lowest):
-    return np.float32(np.float32(np.float32(0.5) - lowest) * np.float32(_SIXTEENTH))
-
-
-@register_jitable
-def _group_error(x, at, scale, inverse, lowest):
-    """Return the squared error of 8 elements in units of ``(scale / 512)**2``: integers, the same in any order."""
-    total = np.uint32(0)
-    shift, level_of_0 = _shift_of(lowest), np.float32(lowest * np.float32(-512))
+def _group_error(x, at, in_1, of_0):
+    """Return the squared error of 8 elements in squared places: integers, the same in any order."""
+    total = np.int32(0)
     for i in range(8):
-        q, code = _place(x[at + i], np.float32(-scale), inverse, shift)
-        code = np.float32(code - np.float32(8388608.0))
-        minus_level = cuda.fma(code, np.float32(-512), level_of_0)
-        off = np.float32(abs(cuda.fma(q, np.float32(512), minus_level)))
-        error = fma_to_zero(off, np.float32(1), np.float32(8388608.0)).view(np.uint32)
-        # The bits above the error, 75 * 2**24, only change the first byte of its square.
-        total = np.uint32(total + np.uint32(error * error))
-    return np.uint32(total & np.uint32(0x00FFFFFF))  # at most 8 squares of 1024
+        place = place_in(x[at + i], in_1, of_0)
+        inside = min(max(place, np.int32(0)), np.int32(LAST_PLACE))
+        middle = np.int32(np.int32(inside & np.int32(-STEPS)) + np.int32(STEPS // 2))
+        error = np.int32(place - middle)
+        total = np.int32(total + np.int32(error * error))
+    return np.uint32(total)
 
 
 @register_jitable
@@ -626,10 +610,7 @@ def _word_near(x, offset):
 
 @register_jitable
 def _scale_word(x):
-    """Return the scale word and a factor of a finite group, which has 16 elements in this lane and in the next one.
-
-    Elements of tiny groups are multiplied by the factor, which avoids underflow.
-    """
+    """Return the scale word of a finite group, which has 16 elements in this lane and in the next one."""
     low = high = x[0]
     for i in range(1, ELEMENTS):
         low, high = smaller_float(low, x[i]), greater_float(high, x[i])
@@ -638,9 +619,6 @@ def _scale_word(x):
     span = np.float32(np.float32(high / np.float32(15)) - np.float32(low / np.float32(15)))
     reach = np.float32(greater_float(high, np.float32(-low)) / np.float32(-LOWEST))
     widest = greater_float(span, reach)
-    boost = np.float32(2.0**64) if widest < np.float32(2.0**-60) else np.float32(1)
-    for i in range(ELEMENTS):
-        x[i] = np.float32(x[i] * boost)
     best, least = np.uint16(0), np.float32(np.inf)
     for i in range(3):
         step = np.float32(widest * np.float32(np.float32(23 + i) / np.float32(25)))
@@ -650,30 +628,26 @@ def _scale_word(x):
             smaller_float(greater_float(middle, np.float32(0)), np.float32(OFFSETS - 1))
         )
         word = _word_near(step, offset)
-        scale, lowest = bf16_to_float32(word), lowest_level(word)
+        scale, of_0 = bf16_to_float32(word), place_of_0(word)
         unit = np.float32(scale / widest)
-        scaled = np.float32(scale * boost)
-        inverse = np.float32(np.float32(1) / scaled)
-        total = _group_error(x, 0, scaled, inverse, lowest)
-        total = np.uint32(total + _group_error(x, 8, scaled, inverse, lowest))
+        in_1 = places_in_1(scale)
+        total = _group_error(x, 0, in_1, of_0)
+        total = np.uint32(total + _group_error(x, 8, in_1, of_0))
         total = np.uint32(total + shuffle_xor(total, np.uint32(1)))
         error = np.float32(np.float32(np.float32(total) * unit) * unit)
-        if error < least and step >= np.float32(2.0**-123):
+        if error < least and step >= np.float32(LEAST_STEP):
             best, least = word, error
-    return best, boost
+    return best
 
 
 @register_jitable
-def _four_places(x, at, minus_scale, inverse, shift):
+def _four_int4_codes(x, at, in_1, of_0):
     """Return four INT4 codes as the bytes of a word."""
-    _, a = _place(x[at], minus_scale, inverse, shift)
-    _, b = _place(x[at + 1], minus_scale, inverse, shift)
-    _, c = _place(x[at + 2], minus_scale, inverse, shift)
-    _, d = _place(x[at + 3], minus_scale, inverse, shift)
-    which = np.uint32(0x0040)
-    low = permute_bytes(a.view(np.uint32), b.view(np.uint32), which)
-    high = permute_bytes(c.view(np.uint32), d.view(np.uint32), which)
-    return permute_bytes(low, high, np.uint32(0x5410))
+    codes = np.uint32(0)
+    for i in range(4):
+        code = np.uint32(code_at(place_in(x[at + i], in_1, of_0)))
+        codes = np.uint32(codes | np.uint32(code << np.uint32(8 * i)))
+    return codes
 
 
 @register_jitable
@@ -703,16 +677,16 @@ def _put_int4(x, octets, have, lanes, to, largest, look):
         a, b = np.float32(x[i]), np.float32(x[8 + i])
         y[i], given = b if second else a, a if second else b
         y[8 + i] = shuffle_xor_float(given, np.uint32(2))
-    word, boost = _scale_word(y)
+    word = _scale_word(y)
     if bad:
         word = np.uint16(0)
     elif marks & (np.uint32(2) if second else np.uint32(1)):
         word = np.uint16(0x7FC0)
-    scale = np.float32(bf16_to_float32(word) * boost)
-    inverse, shift = np.float32(np.float32(1) / scale), _shift_of(lowest_level(word))
+    scale = bf16_to_float32(word)
+    in_1, of_0 = places_in_1(scale), place_of_0(word)
     # Selections in place of branches. Where the scale is 0 or NaN, the last codes result in +0.
-    a, b = _four_places(y, 0, -scale, inverse, shift), _four_places(y, 4, -scale, inverse, shift)
-    c, d = _four_places(y, 8, -scale, inverse, shift), _four_places(y, 12, -scale, inverse, shift)
+    a, b = _four_int4_codes(y, 0, in_1, of_0), _four_int4_codes(y, 4, in_1, of_0)
+    c, d = _four_int4_codes(y, 8, in_1, of_0), _four_int4_codes(y, 12, in_1, of_0)
     four = np.uint32(4)  # a lane with the second group has its earlier octet last
     first = np.uint32(
         np.uint32(c | np.uint32(a << four)) if second else np.uint32(a | np.uint32(c << four))

@@ -10,14 +10,11 @@ all three scales, and its codes. In between, vectors have a number of each row i
 long, and a CPU cannot look far enough ahead to overlap those of several rows. Levels are found for bytes, four vectors
 of floats at a time::
 
-    y = floor(2 * size), at most 255               twice the edges are integers, too
+    y = sixteenths // 8, at most 255               twice the edges are integers, too
     number = first[y // 16] + sum over j of (y >= edges[j][y // 16])
 
 At most three edges are among 16 neighbours, so lookups in tables of 16 bytes replace a search. With VBMI, which has
 tables of 128 bytes, y is looked up itself.
-
-Divisions are products: see `numkv.kernels.cpu.vectors.words.Words.divider`. So rows and groups are first multiplied by
-powers of two, which bring them far from the ends of float32's range.
 """
 
 from __future__ import annotations
@@ -59,11 +56,20 @@ _CODED = ("int4", *_CODEBOOKS)
 _NOT_FINITE = 0x7F800000
 # Scales that are tried for a group or a row.
 _TRIED = 3
+# Floats that have room for a group's codes as words.
+_CODES = int4.GROUP // 2
 # Of longer rows of codebooks, sums would not fit into 32 bits, nor sizes in sixteenths of a scale into 16.
 _LONGEST = 2048
-# Numbers of rows of codebooks: the bits of the largest magnitude, a power of 2, the scale. Each divisor has two: the
-# largest magnitude times that power, sixteenths of the scales that are tried, and half of the fitted one.
-_MOST, _FACTOR, _SCALE, _LARGEST, _SIXTEENTHS, _HALF, _NUMBERS = 0, 1, 2, 3, 5, 11, 13
+# Numbers of rows of codebooks: the largest magnitude's bits, what turns magnitudes into 32767ths of it, the scales that
+# are tried and what turns magnitudes into sixteenths of each, the scale, and the same of it.
+_MOST, _PARTS, _TRIALS, _SCALE, _SIXTEENTHS, _NUMBERS = (
+    0,
+    1,
+    2,
+    2 + 2 * _TRIED,
+    3 + 2 * _TRIED,
+    4 + 2 * _TRIED,
+)
 
 
 def _coder(kind, compute):
@@ -205,6 +211,12 @@ class _Rows(Words):
         """Lane by lane the smaller."""
         return self.b.select(self.b.fcmp_ordered("<", a, b), a, b)
 
+    def word_between(self, x, low, high):
+        """Words, of those that are out of a range the nearest ones in it."""
+        b, low, high = self.b, self.splat_word(low), self.splat_word(high)
+        x = b.select(b.icmp_signed(">", x, low), x, low)
+        return b.select(b.icmp_signed("<", x, high), x, high)
+
     def squares(self, words):
         """The sum of the squares of words, by lanes."""
         total = self.splat_int(0)
@@ -232,10 +244,6 @@ class _Rows(Words):
         at = [I64((of * self.lanes + i) * self.lanes) for i in range(self.lanes)]
         return self.folds([self.b.bitcast(self.load_floats(memory, x), type_) for x in at], combine)
 
-    def low_byte(self, x):
-        """Clear all but the low byte of integers, which lets LLVM pack them by saturating instructions."""
-        return self.b.and_(x, self.splat_int(255))
-
 
 def _same(value, like, element=None):
     """A constant of the type of a vector, or of another element, whose lanes are all a number."""
@@ -257,8 +265,8 @@ class _Int4Groups:
         # Of each group: where its elements, words and scale are.
         self.places = [cgutils.alloca_once(b, I64, I64(lanes)) for _ in range(3)]
         self.next = [cgutils.alloca_once(b, I64) for _ in range(2)]  # a row, and a group in it
-        self.codes = scratch_floats(b, FLOAT, _TRIED * lanes * int4.GROUP)
-        self.numbers = scratch_floats(b, FLOAT, 4 * _TRIED * lanes)
+        self.codes = scratch_floats(b, FLOAT, _TRIED * lanes * _CODES)
+        self.numbers = scratch_floats(b, FLOAT, 2 * _TRIED * lanes)
         self.vectors = scratch_floats(b, FLOAT, 3 * lanes * lanes)
 
     def store(self, rows):
@@ -322,13 +330,13 @@ class _Int4Groups:
         reach = b.fdiv(v.larger(high, minus_low), v.splat(-int4.LOWEST))
         widest = v.larger(span, reach)
         tried = [self.tried(i, high, minus_low, widest) for i in range(_TRIED)]
-        self.sum_errors(count, widest, tried)
+        self.sum_errors(count, tried)
         best, word, least = v.splat_int(0), v.splat_int(0), v.splat(math.inf)
         for i, (step, this, scale, _) in enumerate(tried):
             unit = b.fdiv(scale, widest)
             error = b.sitofp(v.folded(self.vectors, b.add, i), v.type)
             error = b.fmul(b.fmul(error, unit), unit)
-            tiny = b.fcmp_ordered("<", step, v.splat(2.0**-123))
+            tiny = b.fcmp_ordered("<", step, v.splat(int4.LEAST_STEP))
             error = b.select(tiny, v.splat(math.inf), error)
             less = b.fcmp_ordered("<", error, least)
             best = b.select(less, v.splat_int(i), best)
@@ -336,7 +344,7 @@ class _Int4Groups:
         return best, word
 
     def tried(self, i, high, minus_low, widest):
-        """Return candidate scale `i`: before rounding, its word, its value, and its lowest level."""
+        """Return candidate scale `i`: before rounding, its word, its value, and the place of 0."""
         b, v = self.b, self.v
         step = b.fmul(widest, v.splat(float(np.float32(23 + i) / np.float32(25))))
         middle = b.fsub(b.fdiv(high, step), b.fdiv(minus_low, step))
@@ -345,8 +353,9 @@ class _Int4Groups:
         offset = b.fptosi(v.smaller(middle, v.splat(int4.OFFSETS - 1.0)), v.int_type)
         word = self.word_near(step, offset)
         scale = b.bitcast(b.shl(word, v.splat_int(16)), v.type)
-        lowest = b.fmul(b.sitofp(offset, v.type), v.splat(0.5))
-        return step, word, scale, b.fadd(lowest, v.splat(int4.LOWEST))
+        first = int(int4.STEPS / 2 - int4.LOWEST * int4.STEPS)
+        of_0 = b.sub(v.splat_int(first), b.mul(offset, v.splat_int(int4.STEPS // 2)))
+        return step, word, scale, v.pairs(of_0, of_0)
 
     def word_near(self, step, offset):
         """The nearest words that end with the bits of offsets; see `numkv.rows.int4`."""
@@ -356,41 +365,40 @@ class _Int4Groups:
         near = b.ashr(b.add(bits, v.splat_int(unit // 2)), v.splat_int(unit.bit_length() - 1))
         return b.add(b.mul(near, v.splat_int(int4.OFFSETS)), offset)
 
-    def sum_errors(self, count, widest, tried):
+    def sum_errors(self, count, tried):
         """Sum the squared errors of some groups under the scales that are tried, by lanes."""
         b, v = self.b, self.v
-        small = b.fcmp_ordered("<", widest, v.splat(2.0**-32))
-        factor = b.select(small, v.splat(2.0**64), v.splat(1.0))
-        for i, (_, _, scale, lowest) in enumerate(tried):
-            scale = b.fmul(scale, factor)
-            inverse = b.fdiv(v.splat(1.0), scale)
-            for j, of_groups in enumerate((scale, inverse, lowest, factor)):
-                v.store(of_groups, self.numbers, I64((4 * i + j) * v.lanes))
+        for i, (_, _, scale, of_0) in enumerate(tried):
+            in_1 = b.fdiv(v.splat(float(int4.STEPS)), scale)
+            for j, of_groups in enumerate((in_1, b.bitcast(of_0, v.type))):
+                v.store(of_groups, self.numbers, I64((2 * i + j) * v.lanes))
         with steps(b, I64(0), count, 1) as (group, _):
-            numbers = [
-                v.load_one(self.numbers, b.add(group, I64(i * v.lanes))) for i in range(4 * _TRIED)
-            ]
-            factor = v.splat(numbers[3])
-            xs = [b.fmul(x, factor) for x in self.load(group)]
+            xs = self.load(group)
             for i in range(_TRIED):
-                scale, inverse, lowest, _ = numbers[4 * i : 4 * i + 4]
-                divided = v.divider(scale, inverse)
-                at = b.mul(b.add(group, I64(i * v.lanes)), I64(int4.GROUP))
-                error = self.squared_error([divided(x) for x in xs], at, v.splat(lowest))
+                in_1, of_0 = (
+                    v.splat(v.load_one(self.numbers, b.add(group, I64((2 * i + j) * v.lanes))))
+                    for j in range(2)
+                )
+                at = b.mul(b.add(group, I64(i * v.lanes)), I64(_CODES))
+                error = self.squared_error([b.fmul(x, in_1) for x in xs], at, v.words(of_0))
                 v.keep(self.vectors, error, group, i)
 
-    def squared_error(self, places, at, lowest):
-        """The squared error of a group, by lanes, from places in units of its scale; its codes are kept at `at`."""
+    def squared_error(self, elements, at, of_0):
+        """The squared error of a group, by lanes, from its elements in places; its codes are kept at `at`.
+
+        A vector of places has those of some elements and of elements half a group further on, by turns of 128 bits.
+        """
         b, v = self.b, self.v
-        off = []
-        for i, place in enumerate(places):
-            code = b.fadd(b.fsub(place, lowest), v.splat(0.5))
-            code = v.smaller(v.larger(code, v.splat(0.0)), v.splat(15.0))
-            code = b.fptosi(code, v.int_type)
+        places = [b.fptosi(x, v.int_type) for x in elements]
+        half, off = len(places) // 2, []
+        for i, pair in enumerate(zip(places[:half], places[half:], strict=True)):
+            place = b.add(v.packed(*pair), of_0)
+            inside = v.word_between(place, 0, int4.LAST_PLACE)
+            code = b.lshr(inside, v.splat_word(int4.STEP_BITS))
             v.store(b.bitcast(code, v.type), self.codes, b.add(at, I64(i * v.lanes)))
-            error = b.fsub(place, b.fadd(b.sitofp(code, v.type), lowest))
-            off.append(b.fptosi(b.fmul(error, v.splat(512.0)), v.int_type))  # 16 bits
-        return v.squares([v.packed(*pair) for pair in zip(off[::2], off[1::2], strict=True)])
+            level = b.and_(inside, v.splat_word(-int4.STEPS))
+            off.append(b.sub(b.sub(place, v.splat_word(int4.STEPS // 2)), level))
+        return v.squares(off)
 
     def put_codes(self, count, finite, best, word):
         """Put words and scales down."""
@@ -407,7 +415,7 @@ class _Int4Groups:
                 for i in range(3)
             )
             at = b.add(b.mul(b.zext(best, I64), I64(v.lanes)), group)
-            packed = self.packed_codes(b.mul(at, I64(int4.GROUP)), fill)
+            packed = self.packed_codes(b.mul(at, I64(_CODES)), fill)
             for value, base, place in (
                 (b.trunc(word, I16), self.scales, self.place(2, group)),
                 (packed, self.words, self.place(1, group)),
@@ -418,15 +426,17 @@ class _Int4Groups:
     def packed_codes(self, at, fill):
         """Return the bytes of a group whose codes were kept at `at`, with the bits of `fill` set."""
         b, v = self.b, self.v
-        fill = b.bitcast(v.splat(b.bitcast(fill, FLOAT)), v.int_type)
-        pairs = []
-        for i in range(0, int4.GROUP // 2, v.lanes):
+        words, parts = ir.VectorType(I16, v.lanes), []
+        for i in range(0, _CODES, v.lanes):
+            turns = v.load_floats(self.codes, b.add(at, I64(i)))
+            turns = b.bitcast(turns, ir.VectorType(I64, v.lanes // 2))
             low, high = (
-                b.bitcast(v.load_floats(self.codes, b.add(at, I64(j))), v.int_type)
-                for j in (i, i + int4.GROUP // 2)
+                b.bitcast(v.shuffle(turns, turns, range(j, v.lanes // 2, 2)), words)
+                for j in range(2)
             )
-            pairs.append(v.low_byte(b.or_(fill, b.or_(low, b.shl(high, v.splat_int(4))))))
-        return v.joined(pairs)
+            parts.append(b.or_(low, b.shl(high, _same(4, high))))
+        packed = v.joined(parts)
+        return b.select(b.icmp_signed("==", fill, I32(0)), packed, _same(255, packed))
 
 
 # -- codebooks
@@ -451,8 +461,7 @@ class _CodebookRows:
         self.pads = b.sub(b.mul(self.chunks, I64(self.chunk)), dim)
         self.element = self.rows.type.pointee
         self.lasts = cgutils.alloca_once(b, self.element, I64(self.v.lanes * self.chunk))
-        # Magnitudes of their elements, times the factor; numbers; vectors that are to be folded.
-        self.kept_sizes = cgutils.alloca_once(b, FLOAT, I64(self.v.lanes * _LONGEST))
+        # Numbers, and vectors that are to be folded.
         self.numbers = scratch_floats(b, FLOAT, _NUMBERS * self.v.lanes)
         self.vectors = scratch_floats(b, FLOAT, 3 * _TRIED * self.v.lanes**2)
 
@@ -486,21 +495,12 @@ class _CodebookRows:
         """A number of each row."""
         return self.v.load_floats(self.numbers, I64(number * self.v.lanes))
 
-    def put_divisor(self, number, vector):
-        """Keep a divisor for each row, and its inverse."""
-        self.put(number, vector)
-        self.put(number + 1, self.b.fdiv(self.v.splat(1.0), vector))
-
     def put_factors(self):
-        """Find the factor with which a row's largest magnitude is from 2 up to 4."""
+        """Find the bits of each row's largest magnitude, and what turns magnitudes into 32767ths of it."""
         b, v = self.b, self.v
-        most = v.folded(self.vectors, v.larger_int)
-        power = b.and_(most, v.splat_int(_NOT_FINITE))
-        factor = b.bitcast(b.sub(v.splat_int(_NOT_FINITE), power), v.type)
-        most = b.bitcast(most, v.type)
+        most = b.bitcast(v.folded(self.vectors, v.larger_int), v.type)
         self.put(_MOST, most)
-        self.put(_FACTOR, factor)
-        self.put_divisor(_LARGEST, b.fmul(most, factor))
+        self.put(_PARTS, b.fdiv(v.splat(32767.0), most))
 
     def put_tried(self):
         """Find the scales that are tried; see `numkv.rows.codebook.scale_finder`."""
@@ -512,50 +512,49 @@ class _CodebookRows:
         mean_square = b.fdiv(total, v.splat(square))
         name = f"llvm.sqrt.v{v.lanes}f32"
         root = cgutils.get_or_insert_function(b.module, ir.FunctionType(v.type, [v.type]), name)
-        largest = self.all_of(_LARGEST)
+        largest = self.all_of(_MOST)
         of_normal = b.fmul(b.fmul(largest, b.call(root, [mean_square])), v.splat(self.of_normal))
         of_largest = b.fdiv(largest, v.splat(self.levels[-1]))
         between = b.fmul(b.fadd(of_normal, of_largest), v.splat(0.5))
         for i, scale in enumerate((of_normal, between, of_largest)):
-            self.put_divisor(_SIXTEENTHS + 2 * i, b.fmul(scale, v.splat(1 / 16)))
+            self.put(_TRIALS + 2 * i, scale)
+            self.put(_TRIALS + 2 * i + 1, b.fdiv(v.splat(16.0), scale))
 
     def put_fitted(self):
         """Find the scale: the best of those that are tried, fitted to its levels by least squares."""
         b, v = self.b, self.v
         fitted, least = v.splat(0.0), v.splat(math.inf)
-        # What zeros after the row's end add to sums of squares.
+        # What zeros after the row's end add to squares of levels.
         pads = b.bitcast(v.splat(b.bitcast(b.trunc(self.pads, I32), FLOAT)), v.int_type)
-        of_pads = [b.mul(pads, v.splat_int(x**2)) for x in (8 * self.levels[0], 0, self.levels[0])]
+        of_pads = b.mul(pads, v.splat_int(self.levels[0] ** 2))
         for i in range(_TRIED):
             # By least squares, for the levels that each of them has chosen.
+            own, along, squares = (v.folded(self.vectors, b.add, 3 * i + j) for j in range(3))
+            squares = b.sub(squares, of_pads)
+            # The squared error: it fits into 32 bits, whether the products do or not.
+            error = b.sub(b.mul(squares, v.splat_int(256)), b.mul(along, v.splat_int(32)))
             error, along, squares = (
-                b.sitofp(b.sub(v.folded(self.vectors, b.add, 3 * i + j), of_pads[j]), v.type)
-                for j in range(3)
+                b.sitofp(x, v.type) for x in (b.add(own, error), along, squares)
             )
-            sixteenth = self.all_of(_SIXTEENTHS + 2 * i)
+            scale = self.all_of(_TRIALS + 2 * i)
             # Relative to one of them, so that tiny errors do not vanish when they are squared.
-            unit = b.fdiv(sixteenth, self.all_of(_SIXTEENTHS + 2 * (_TRIED - 1)))
+            unit = b.fdiv(scale, self.all_of(_TRIALS + 2 * (_TRIED - 1)))
             error = b.fmul(b.fmul(error, unit), unit)
-            factor = b.fdiv(along, b.fmul(squares, v.splat(16.0)))
-            of_scale = b.fmul(b.fmul(sixteenth, v.splat(16.0)), factor)
+            of_scale = b.fmul(scale, b.fdiv(along, b.fmul(squares, v.splat(16.0))))
             less = b.fcmp_ordered("<", error, least)
             fitted, least = b.select(less, of_scale, fitted), b.select(less, error, least)
         most = self.all_of(_MOST)
         small = b.fcmp_ordered("<", most, v.splat(float(np.float32(codebook.TINY))))
-        scale = b.select(small, v.splat(0.0), b.fdiv(fitted, self.all_of(_FACTOR)))
+        scale = b.select(small, v.splat(0.0), fitted)
         odd = b.icmp_signed(">=", b.bitcast(most, v.int_type), v.splat_int(_NOT_FINITE))
         self.put(_SCALE, b.select(odd, v.splat(math.nan), scale))
-        self.put_divisor(_HALF, b.fmul(fitted, v.splat(0.5)))
+        self.put(_SIXTEENTHS, b.fdiv(v.splat(16.0), fitted))
 
     # -- one row
 
     def number(self, number):
         """A number of the row."""
         return self.v.load_one(self.numbers, self.b.add(self.i, I64(number * self.v.lanes)))
-
-    def divider(self, number):
-        """The function that divides by a divisor of the row."""
-        return self.v.divider(self.number(number), self.number(number + 1))
 
     def each(self):
         """A loop over chunks: gives the number of one."""
@@ -568,14 +567,15 @@ class _CodebookRows:
         base = b.select(inside, b.gep(self.x, [b.mul(i, I64(self.chunk))]), self.last)
         return [v.load_row(base, I64(j * v.lanes)) for j in range(4)]
 
-    def size_at(self, i, j):
-        """Where vector `j` of chunk `i` of the row's magnitudes is kept."""
-        at = self.b.mul(self.b.add(self.b.mul(self.i, self.chunks), i), I64(self.chunk))
-        return self.b.add(at, I64(j * self.v.lanes))
-
     def sizes(self, i):
-        """The magnitudes of chunk `i`, times the row's factor."""
-        return [self.v.load_floats(self.kept_sizes, self.size_at(i, j)) for j in range(4)]
+        """The magnitudes of chunk `i`."""
+        return [self.v.size_of(x) for x in self.load(i)]
+
+    def parts(self, sizes, number):
+        """Magnitudes of a chunk times a number of the row, as words, rounded towards 0."""
+        b, v, factor = self.b, self.v, self.v.splat(self.number(number))
+        found = [b.fptosi(b.fmul(x, factor), v.int_type) for x in sizes]
+        return [v.packed(*found[:2]), v.packed(*found[2:])]
 
     def sums(self, count):
         """Return places for sums of 32 bits, by lanes."""
@@ -591,11 +591,6 @@ class _CodebookRows:
     def add(self, slot, numbers):
         """Add to a sum."""
         self.b.store(self.b.add(self.b.load(slot), numbers), slot)
-
-    def whole_parts(self, floats):
-        """Floats of a chunk as words, rounded towards 0."""
-        parts = [self.b.fptosi(x, self.v.int_type) for x in floats]
-        return [self.v.packed(*parts[:2]), self.v.packed(*parts[2:])]
 
     def find_largest(self):
         """Find the bits of the largest magnitude, by lanes."""
@@ -614,16 +609,11 @@ class _CodebookRows:
         v.keep(self.vectors, b.load(peak), self.i)
 
     def add_squares(self):
-        """Sum the squares of magnitudes in units of the largest, by lanes; keep the magnitudes."""
+        """Sum the squares of magnitudes in units of the largest, by lanes."""
         b, v = self.b, self.v
-        divided, factor = self.divider(_LARGEST), v.splat(self.number(_FACTOR))
         sums = self.sums(2)
         with self.each() as (i, _):
-            sizes = [b.fmul(v.size_of(x), factor) for x in self.load(i)]
-            for j, size in enumerate(sizes):
-                v.store(size, self.kept_sizes, self.size_at(i, j))
-            parts = [b.fmul(divided(x), v.splat(32767.0)) for x in sizes]
-            squares = v.squares(self.whole_parts(parts))
+            squares = v.squares(self.parts(self.sizes(i), _PARTS))
             # Lower and upper halves apart: the sum of four squares takes all bits.
             self.add(sums[0], b.and_(squares, v.splat_int(0xFFFF)))
             self.add(sums[1], b.lshr(squares, v.splat_int(16)))
@@ -635,27 +625,23 @@ class _CodebookRows:
             self.v.keep(self.vectors, self.b.load(slot), self.i, of)
 
     def add_errors(self):
-        """Add up under each scale, by lanes: squared errors, products with levels, squares of levels."""
-        b, v = self.b, self.v
-        divide = [self.divider(_SIXTEENTHS + 2 * i) for i in range(_TRIED)]
+        """Add up under each scale, by lanes: squares of sixteenths, their products with levels, squares of levels."""
+        v = self.v
         sums = self.sums(3 * _TRIED)
         with self.each() as (i, _):
             sizes = self.sizes(i)
-            for n, divided in enumerate(divide):
-                places = [divided(x) for x in sizes]  # in sixteenths of the scale
-                sixteenths = self.whole_parts(places)
-                halves = [b.lshr(x, v.splat_word(3)) for x in sixteenths]
-                levels = self.levels_at(v.packed(*halves))
-                levels = v.interleave(levels, _same(0, levels))
-                wide = [x for pair in levels for x in v.interleave(pair, _same(0, pair))]
-                off = []
-                for place, level in zip(places, wide, strict=True):
-                    level = b.sitofp(b.bitcast(level, v.int_type), v.type)
-                    off.append(b.fmul(v.fma(level, v.splat(-16.0), place), v.splat(0.5)))
-                off = self.whole_parts(off)
-                for of, (x, y) in enumerate(((off, off), (sixteenths, levels), (levels, levels))):
+            for n in range(_TRIED):
+                sixteenths = self.parts(sizes, _TRIALS + 2 * n + 1)
+                levels = self.levels_at(self.twice(sixteenths))
+                levels = [v.words(x) for x in v.interleave(levels, _same(0, levels))]
+                pairs = (sixteenths, sixteenths), (sixteenths, levels), (levels, levels)
+                for of, (x, y) in enumerate(pairs):
                     self.add_products(sums[3 * n + of], x, y)
         self.keep(sums)
+
+    def twice(self, sixteenths):
+        """Twice the magnitudes of a chunk in units of the scale, as bytes."""
+        return self.v.packed(*(self.b.lshr(x, self.v.splat_word(3)) for x in sixteenths))
 
     def numbers_of(self, twice):
         """The numbers of the levels nearest to magnitudes, from `twice` these in units of the scale, as bytes."""
@@ -694,25 +680,19 @@ class _CodebookRows:
     def put_codes(self):
         """Put the codes down; zeros where the scale is 0 or NaN."""
         b, v = self.b, self.v
-        scale, divided = self.number(_SCALE), self.divider(_HALF)
+        scale = self.number(_SCALE)
         place = b.gep(as_bytes(b, self.scales), [b.mul(self.row, self.steps[2])])
         b.store(scale, b.bitcast(place, FLOAT.as_pointer()), align=4)
         usable = b.fcmp_ordered(">", scale, FLOAT(0.0))
         words = b.gep(self.words, [b.mul(self.row, self.steps[1])])
-        # A quotient of at most 2**-150 would be 0, without a sign.
-        above = v.splat(b.fmul(scale, FLOAT(2.0**-50)))
         each, of = self.bytes_of
         size = self.chunk * each // of
         rest = cgutils.alloca_once(b, I8, I64(size))
         with self.each() as (i, _):
-            numbers = self.numbers_of(
-                v.packed(*self.whole_parts([divided(x) for x in self.sizes(i)]))
-            )
-            below = [
-                b.bitcast(v.fma(x, v.splat(2.0**100), above), v.int_type) for x in self.load(i)
-            ]
-            below = [b.lshr(v.packed(*pair), v.splat_word(15)) for pair in (below[:2], below[2:])]
-            signs = b.shl(v.words(v.packed(*below)), v.splat_word(self.sign.bit_length() - 1))
+            numbers = self.numbers_of(self.twice(self.parts(self.sizes(i), _SIXTEENTHS)))
+            signs = [b.bitcast(x, v.int_type) for x in self.load(i)]
+            signs = [b.lshr(v.packed(*x), v.splat_word(15)) for x in (signs[:2], signs[2:])]
+            signs = b.shl(v.words(v.packed(*signs)), v.splat_word(self.sign.bit_length() - 1))
             codes = b.bitcast(b.or_(numbers, b.bitcast(signs, numbers.type)), v.int_type)
             order = [4 * piece + j for j in range(4) for piece in range(v.lanes // 4)]
             codes = b.bitcast(v.shuffle(codes, codes, order), numbers.type)

@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from numkv.kernels.cpu.vectors.emit import I8, I16, I32, I64
-from numkv.kernels.cpu.vectors.features import ADD_BYTES, ADD_PAIRS, HAS_FMA, HAS_FOURS, LANES
+from numkv.kernels.cpu.vectors.features import ADD_BYTES, ADD_PAIRS, HAS_FOURS, LANES
 from numkv.kernels.cpu.vectors.stored import (
     LOOKED_UP,
     in_words,
@@ -199,25 +199,6 @@ class Words(Vectors):
         return self.shuffle(
             *parts, [start + i for both in places for start in both for i in range(each)]
         )
-
-    def divider(self, divisor, inverse=None):
-        """Return a function that divides vectors by a float, to the bit far from the ends of float32's range.
-
-        Three products take a fraction of the time of a division: a quotient, its exact rest, and what the rest adds.
-        See Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor" (1990). A rest below
-        2**-126 would not be exact. `inverse` is the divisor's, if the caller has it.
-        """
-        by = self.splat(divisor)
-        if not HAS_FMA:
-            return lambda x: self.b.fdiv(x, by)
-        inverse = self.splat(inverse or self.b.fdiv(self.float(1.0), divisor))
-        minus = self.b.fsub(self.splat(-0.0), by)
-
-        def divided(x):
-            near = self.b.fmul(x, inverse)
-            return self.fma(self.fma(near, minus, x), inverse, near)
-
-        return divided
 
     def in_order(self, parts):
         """Four vectors, each with every fourth piece of 128 bits, as four with the pieces in order.
