@@ -259,12 +259,12 @@ def test_threads_share_forms():
 
 def test_pools_are_known_again_and_scales_of_heads_are_not(monkeypatch):
     monkeypatch.setattr(user_buffers, "_pools", {})
-    # One sequence goes a shorter way, without pools.
+    # Calls without options go a shorter way, without pools.
     q, lens = torch.randn(2, 4, 32), torch.tensor([5, 3])
     k = torch.ones(2, 2, 8, 32)
     eight, scale = k.to(torch.float8_e4m3fn), torch.ones(2)
     for _ in range(4):
-        on_tensors.decode_attention(q, k, k, lens)
+        on_tensors.decode_attention(q, k, k, lens, window_left=7)
         on_tensors.decode_attention(q, eight, eight, lens, k_scale=scale, v_scale=scale)
     assert len(user_buffers._pools) == 1
     scale *= 3  # read anew in each call
@@ -274,7 +274,9 @@ def test_pools_are_known_again_and_scales_of_heads_are_not(monkeypatch):
     with pytest.raises(ValueError, match="scale"):
         on_tensors.decode_attention(q, eight, eight, lens, k_scale=scale, v_scale=scale)
     k.fill_(2)
-    assert torch.allclose(on_tensors.decode_attention(q, k, k, lens), torch.full_like(q, 2))
+    for options in ({}, {"window_left": 7}):
+        found = on_tensors.decode_attention(q, k, k, lens, **options)
+        assert torch.allclose(found, torch.full_like(q, 2))
     with pytest.raises(numkv.NotSupported, match="k_scale"):
         on_tensors.decode_attention(q, k, k, lens, k_scale=scale)
     codes, scales = torch.ones(2, 2, 8, 32, dtype=torch.int8), torch.ones(2, 2, 8)
