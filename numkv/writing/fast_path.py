@@ -54,11 +54,11 @@ def _by_slot(
 
 
 @functools.cache
-def _by_table(rows: np.dtype[Any], pool: str) -> Any:
-    """Return the function that stores rows of a dtype in pools of a kind by a block table, or None."""
+def _in_pool(rows: np.dtype[Any], pool: str, by_slot: bool) -> Any:
+    """Return the function that stores rows of a dtype in pools of a kind, by slots or a block table, or None."""
     if rows not in source_dtypes(named(pool)):
         return None
-    return _HOST.ops.small_append(_source_name(rows), pool, False)
+    return _HOST.ops.small_append(_source_name(rows), pool, by_slot)
 
 
 @functools.cache
@@ -154,9 +154,9 @@ def paged_append(
 
 
 def pool_append(
-    pool: Pool, k: Any, v: Any, block_table: np.ndarray[Any, Any], start: int, room: int, look: Any
+    pool: Pool, k: Any, v: Any, places: Array, start: int, room: int, look: Any
 ) -> int:
-    """Append a few rows of one sequence to a pool, or write nothing and return -1.
+    """Append a few rows to a pool, or write nothing and return -1.
 
     Parameters
     ----------
@@ -164,10 +164,10 @@ def pool_append(
         Where they go.
     k, v : object
         What a caller passed as rows ``(num_tokens, num_kv_heads, head_dim)``, not checked.
-    block_table : int32 array (max_blocks,)
-        The sequence's blocks, on the host.
+    places : int64 array (num_tokens,) or int32 array (max_blocks,)
+        Slots, or one sequence's blocks, on the host.
     start, room : int
-        Position of the first new token, and how many there is room for.
+        Position of that sequence's first new token, and how many there is room for.
     look : bool
         Whether rows that are to be quantised are searched for NaN and infinity first.
 
@@ -186,7 +186,7 @@ def pool_append(
     kind, dtype = of_k.kind, k.dtype
     if kind is not of_v.kind or of_k.rotation is not None or v.dtype != dtype:
         return -1
-    store = _by_table(dtype, kind.name)
+    store = _in_pool(dtype, kind.name, places.dtype == _INT64)
     if store is None:
         return -1
     if dtype.itemsize == 2:
@@ -199,7 +199,7 @@ def pool_append(
             of_v.words,
             of_k.scales,
             of_v.scales,
-            block_table,
+            places,
             start,
             room,
             look,

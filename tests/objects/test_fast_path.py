@@ -398,3 +398,45 @@ def test_errors_of_writes_come_before_changes(rng, make):
         layer.write(made["qkv"], pos_offset=0, **options)
     with pytest.raises(CacheFull):
         layer.write(made["qkv"], **options)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "fp16", "int8", "int4", "fp8_e4m3"])
+def test_steps_append_small_calls_at_once(rng, kind, monkeypatch):
+    """Rows of several sequences, in blocks that are not neighbours: the same as in the general way."""
+    k, v = rows(rng, 5), rows(rng, 5)
+    found, short = [], fast_path.pool_append
+    for at_once in (True, False):
+        done = []
+
+        def append(*args, at_once=at_once, done=done):
+            done.append(short(*args) if at_once else -1)
+            return done[-1]
+
+        monkeypatch.setattr(fast_path, "pool_append", append)
+        cache = numkv.PagedKVCache(1, HEADS, DIM, num_blocks=9, block_size=SIZE, kind=kind)
+        seqs = [cache.add() for _ in range(3)]
+        for lens in ([1, 3, 1], [2, 1, 2]):
+            step = cache.reserve(seqs, lens)
+            step.append(0, k, v)
+            cache.commit(step)
+        assert done == ([5, 5] if at_once else [-1, -1])
+        arrays = cache.arrays(0)
+        found.append([x.tobytes() for x in (arrays.k, arrays.v, arrays.k_scale, arrays.v_scale)
+                      if x is not None])  # fmt: skip
+    assert found[0] == found[1]
+
+
+def test_what_steps_refuse_is_said_as_ever(rng):
+    cache = numkv.PagedKVCache(1, HEADS, DIM, num_blocks=4, block_size=SIZE, kind="int8")
+    step = cache.reserve([cache.add()], 2)
+    bad = rows(rng, 2)
+    bad[1, 0, 3] = np.nan
+    for error, k, v in (
+        (NonFiniteInput, bad, rows(rng, 2)),
+        (DimensionMismatch, rows(rng, 3), rows(rng, 3)),
+        (DimensionMismatch, rows(rng, 2), rows(rng, 1)),
+        (NotSupported, every_second(rows(rng, 2)), rows(rng, 2)),
+    ):
+        with pytest.raises(error):
+            step.append(0, k, v)
+    assert step.unwritten_layers == [0]

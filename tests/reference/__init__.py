@@ -33,7 +33,7 @@ def _kept():
     from numkv.attention import small
     from numkv.writing import fast_path
 
-    of_writes = fast_path._by_slot, fast_path._by_table, fast_path._copy, fast_path._writer
+    of_writes = fast_path._by_slot, fast_path._in_pool, fast_path._copy, fast_path._writer
     return (small._way, *of_writes)
 
 

@@ -266,10 +266,14 @@ class Step:
         layer, pool, group = self._layer(layer)
         if self._store.layers.rows[layer] is None:
             self._store.refuse_sharing("append", layer)
-        again = self._again
-        if again is None:
+        slots = self._slots[group]
+        if self._buffers is None and self._store.layers.residual is None:
+            if fast_path.pool_append(pool, k, v, slots, 0, 0, check_finite) >= 0:
+                self._written[layer] = True
+                return
+        if self._again is None:
             with self._on(k, v):
-                self._append_here(layer, pool, self._slots[group], k, v, check_finite)
+                self._append_here(layer, pool, slots, k, v, check_finite)
             return
         self._append_again(layer, pool, group, k, v, check_finite)
 
