@@ -153,9 +153,7 @@ def paged_append(
     return done >= 0
 
 
-def pool_append(
-    pool: Pool, k: Any, v: Any, places: Array, start: int, room: int, look: Any
-) -> int:
+def pool_append(pool: Pool, k: Any, v: Any, places: Array, start: int, room: int, look: Any) -> int:
     """Append a few rows to a pool, or write nothing and return -1.
 
     Parameters
