@@ -40,7 +40,8 @@ _STORED = {
 class _Way(NamedTuple):
     """How calls with arrays of some dtypes are done."""
 
-    #: The kinds of queries, K and V.
+    #: See `numkv.kernels.operations.Operations.attend`; the kinds of queries, K and V.
+    attend: Any
     names: tuple[str, str, str]
     #: Words as which queries and rows are seen, where these are other dtypes, and the dtype of the output then.
     q_word: Any
@@ -70,7 +71,7 @@ def _way(q: Any, k: Any, v: Any, scales: Any, scale_ndim: int) -> _Way | None:
     out_dtype = None if of_q.word == q else q
     names = of_q.name, of_k.name, of_v.name
     return _Way(
-        names, word(of_q, q), word(of_k, k), word(of_v, v), out_dtype, of_k.unit[0] // of_k.unit[1],
+        _HOST.ops.attend, names, word(of_q, q), word(of_k, k), word(of_v, v), out_dtype, of_k.unit[0] // of_k.unit[1],
         of_v.unit[0] // of_v.unit[1], of_k.group_size, scale_word, no_sinks(_HOST.key, compute_dtype(*names)),
     )  # fmt: skip
 
@@ -118,7 +119,8 @@ def decode(
             k_scale, v_scale = k_scale.view(found.scale_word), v_scale.view(found.scale_word)
     else:
         return None
-    (q_kind, k_kind, v_kind), q_word, k_word, v_word, out_dtype, k_each, v_each, _, _, sinks = found
+    attend, names, q_word, k_word, v_word, out_dtype, k_each, v_each, _, _, sinks = found
+    q_kind, k_kind, v_kind = names
     if not (
         num_seqs and heads and q_heads and q_heads % heads == 0 and columns and columns * k_each == dim and v_shape[3]
         and q.strides[2] == q.itemsize and k.strides[3] == k.itemsize and v.strides[3] == v.itemsize
@@ -151,7 +153,7 @@ def decode(
     if v_word is not None:
         v = v.view(v_word)
     out = np.empty((num_seqs, q_heads, v_shape[3] * v_each), q.dtype)
-    _HOST.ops.attend(
+    attend(
         q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, block_table, seq_lens, starts, _NO_RANGES, False, sm_scale,
         0.0, -1, sinks, out, np.empty((num_seqs, q_heads), np.float32),
     )  # fmt: skip

@@ -153,7 +153,9 @@ def paged_append(
     return done >= 0
 
 
-def pool_append(pool: Pool, k: Any, v: Any, places: Array, start: int, room: int, look: Any) -> int:
+def pool_append(
+    pool: Pool, k: Any, v: Any, places: Array, start: int, room: int, look: Any, by_slot: bool = False
+) -> int:  # fmt: skip
     """Append a few rows to a pool, or write nothing and return -1.
 
     Parameters
@@ -168,6 +170,8 @@ def pool_append(pool: Pool, k: Any, v: Any, places: Array, start: int, room: int
         Position of that sequence's first new token, and how many there is room for.
     look : bool
         Whether rows that are to be quantised are searched for NaN and infinity first.
+    by_slot : bool
+        Whether `places` are slots.
 
     Returns
     -------
@@ -184,7 +188,7 @@ def pool_append(pool: Pool, k: Any, v: Any, places: Array, start: int, room: int
     kind, dtype = of_k.kind, k.dtype
     if kind is not of_v.kind or of_k.rotation is not None or v.dtype != dtype:
         return -1
-    store = _in_pool(dtype, kind.name, places.dtype == _INT64)
+    store = _in_pool(dtype, kind.name, by_slot)
     if store is None:
         return -1
     if dtype.itemsize == 2:

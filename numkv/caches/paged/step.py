@@ -268,7 +268,7 @@ class Step:
             self._store.refuse_sharing("append", layer)
         slots = self._slots[group]
         if self._buffers is None and self._store.layers.residual is None:
-            if fast_path.pool_append(pool, k, v, slots, 0, 0, check_finite) >= 0:
+            if fast_path.pool_append(pool, k, v, slots, 0, 0, check_finite, True) >= 0:
                 self._written[layer] = True
                 return
         if self._again is None:

@@ -222,10 +222,11 @@ def offered(call: Callable[..., Any], *args: Any) -> Any:
         most = num_threads()
     else:
         most = _mine.choices[-1].number or numba.config.NUMBA_NUM_THREADS
+    args += most, launch  # faster than to unpack them and more
     if _state.turn is None:
-        return call(*args, most, launch)
+        return call(*args)
     with _state.turn:
-        return call(*args, most, launch)
+        return call(*args)
 
 
 def launched(call: Callable[..., Any], workers: int, *args: Any) -> Any:

@@ -93,6 +93,12 @@ def _engine(q_kind, k_kind, v_kind, masked, *extents):
     return entry(q_kind, k_kind, v_kind, real), steps, real, *steps.sizes(*extents)
 
 
+@functools.lru_cache(maxsize=64)
+def _ints_for(num_seqs):
+    """Return the integers of a plan, those of all workers included."""
+    return plan_size(num_seqs) + _MOST_THREADS * WORKER_INTS
+
+
 # Few lookups: between calls the CPU's caches have dropped code and objects, and to load them again is what a small call
 # costs.
 @implements(Operations.attend)
@@ -106,7 +112,7 @@ def attend(
     )
     memory = _workspaces.borrow()
     try:
-        ints = memory.take("int64", plan_size(len(seq_lens)) + _MOST_THREADS * WORKER_INTS)
+        ints = memory.take("int64", _ints_for(len(seq_lens)))
         while True:
             floats = memory.take(real, size)
             needs = offered(
