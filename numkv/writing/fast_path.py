@@ -195,16 +195,7 @@ def pool_append(
         k, v = k.view(_UINT16), v.view(_UINT16)
     try:
         tokens: int = store(
-            k,
-            v,
-            of_k.words,
-            of_v.words,
-            of_k.scales,
-            of_v.scales,
-            places,
-            start,
-            room,
-            look,
+            k, v, of_k.words, of_v.words, of_k.scales, of_v.scales, places, start, room, look
         )
     except TypeError:  # another rank, or unaligned
         return -1
