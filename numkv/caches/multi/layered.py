@@ -66,16 +66,20 @@ class HeadScales:
             The scales; None leaves them as they are.
         """
         given = {name: x for name, x in (("k", k), ("v", v)) if x is not None}
+        # As they were checked: an array of another library may be NumPy's for checks alone.
         if pool is not None:
             pool.set_scales(k, v)
+            found = {n: pool.target.to_host(pool.buffer(n).scales) for n in given}
         else:
+            found = {}
             for name, scales in given.items():
                 kind = kinds[name == "v"]
                 heads = 1 if is_number(scales) else max(1, host_array(name, scales).size)
-                empty = (0, heads, 1)
-                buffer = Buffer.allocate(targets.get("cpu"), empty, kind.unit[0], kind)
-                buffer.check_scales(name, scales)
-        copies = {name: np.array(x, np.float32) for name, x in given.items()}
+                buffer = Buffer.allocate(targets.get("cpu"), (0, heads, 1), kind.unit[0], kind)
+                found[name] = buffer.check_scales(name, scales)
+        copies = {
+            n: np.array(x if is_number(x) else found[n], np.float32) for n, x in given.items()
+        }
         self._by_layer[layer] = self._by_layer.get(layer, {}) | copies
 
     def apply(self, layer: int, pool: Pool) -> None:
