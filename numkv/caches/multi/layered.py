@@ -77,10 +77,8 @@ class HeadScales:
                 heads = 1 if is_number(scales) else max(1, host_array(name, scales).size)
                 buffer = Buffer.allocate(targets.get("cpu"), (0, heads, 1), kind.unit[0], kind)
                 found[name] = buffer.check_scales(name, scales)
-        copies = {
-            n: np.array(x if is_number(x) else found[n], np.float32) for n, x in given.items()
-        }
-        self._by_layer[layer] = self._by_layer.get(layer, {}) | copies
+        new = {n: np.array(x if is_number(x) else found[n], np.float32) for n, x in given.items()}
+        self._by_layer[layer] = self._by_layer.get(layer, {}) | new
 
     def apply(self, layer: int, pool: Pool) -> None:
         """Give the buffers of a layer that has just been allocated their scales."""
