@@ -4,6 +4,7 @@ import ml_dtypes
 import naive
 import numpy as np
 import pytest
+from capsules import Capsule
 from messages import about
 from walked import each
 
@@ -227,19 +228,6 @@ class Interface:
 
     def __init__(self, x):
         self.kept, self.__array_interface__ = x, x.__array_interface__
-
-
-class Capsule:
-    """An array known only by DLPack."""
-
-    def __init__(self, x):
-        self.kept = x
-
-    def __dlpack__(self, **options):
-        return self.kept.__dlpack__(**options)
-
-    def __dlpack_device__(self):
-        return self.kept.__dlpack_device__()
 
 
 @pytest.mark.parametrize("wrap", [Interface, Capsule])

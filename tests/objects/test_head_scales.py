@@ -4,6 +4,7 @@ import pickle
 
 import numpy as np
 import pytest
+from capsules import Capsule
 from layer_lists import paged_kv_cache
 
 import numkv
@@ -218,24 +219,13 @@ def test_encoder_and_wrapper(rng):
 
 def test_scales_of_another_library_reach_layers_that_have_rows():
     """What exports its memory alone, by DLPack, is a NumPy array before the layer takes it."""
-
-    class Holder:
-        def __init__(self, x):
-            self.x = x
-
-        def __dlpack__(self, **options):
-            return self.x.__dlpack__(**options)
-
-        def __dlpack_device__(self):
-            return self.x.__dlpack_device__()
-
     cache = numkv.CausalCache()
     cache.init("fp8_e4m3", 1, 8, 4)
     row = np.ones((1, 2, 4), np.float32)
     cache.start_forward(numkv.Batch([0], [0]))
     cache.put(0, row, row)
     cache.remove(0, 0, 1)
-    cache.set_scales(0, v=Holder(np.float32([0.5, 2.0])))
+    cache.set_scales(0, v=Capsule(np.float32([0.5, 2.0])))
     other = pickle.loads(pickle.dumps(cache))
     for one in (cache, other):
         one.start_forward(numkv.Batch([0], [0]))
