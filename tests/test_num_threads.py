@@ -207,22 +207,19 @@ def test_every_operation_of_the_cpu_asks(monkeypatch):
 
 def test_large_calls_obey(rng, monkeypatch):
     given = []
-    offered = threads.offered
+    in_turn = threads.in_turn
     module = __import__("numkv.kernels.cpu.attention", fromlist=["attend"])
 
     def noted(call, *args):
-        def with_note(*args):
-            given.append(args[-2])
-            return call(*args)
-
-        return offered(with_note, *args)
+        given.append(args[-2])
+        return in_turn(call, *args)
 
     q, (k, v) = (
         rng.standard_normal((1, 256, 64), np.float32),  # so many that there is much to merge
         rng.standard_normal((2, 1, 4, 5000, 64), np.float32),
     )
     numkv.decode_attention(q, k, v, [5000])  # a launch that lacks a kernel is repeated
-    monkeypatch.setattr(module, "offered", noted)
+    monkeypatch.setattr(module, "in_turn", noted)
     results = []
     for n in NUMBERS:
         with numkv.num_threads(n):

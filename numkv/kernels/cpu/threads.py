@@ -211,18 +211,19 @@ def run(kernel: Callable[..., Any], workers: int, *args: Any) -> Any:
         return kernel(*args, _state.launch, 0, workers)
 
 
-def offered(call: Callable[..., Any], *args: Any) -> Any:
-    """Return what `call` returns, which decides itself whether it uses threads.
+def offer() -> tuple[int, int]:
+    """Return the most threads that may run, and `launch`, for a call that decides itself whether it uses threads.
 
-    Its last arguments are the most threads that may run, and `launch`: 0 if none have been started, as small calls do
-    not need any.
+    `launch` is 0 if none have been started, as small calls do not need any.
     """
     launch = 0 if _state.alone else _state.launch
     if launch or _state.alone:
-        most = num_threads()
-    else:
-        most = _mine.choices[-1].number or numba.config.NUMBA_NUM_THREADS
-    args += most, launch  # faster than to unpack them and more
+        return num_threads(), launch
+    return _mine.choices[-1].number or numba.config.NUMBA_NUM_THREADS, 0
+
+
+def in_turn(call: Callable[..., Any], *args: Any) -> Any:
+    """Return what `call` returns, which may launch kernels, by an `offer` among its arguments."""
     if _state.turn is None:
         return call(*args)
     with _state.turn:

@@ -61,15 +61,13 @@ from numkv.kernels.cpu.attention.state import MERGE
 from numkv.kernels.cpu.attention.steps import Steps, steps_for
 from numkv.kernels.cpu.channel import groups_kernel
 from numkv.kernels.cpu.merge import states_kernel
-from numkv.kernels.cpu.threads import launched, num_threads, offered, start
+from numkv.kernels.cpu.threads import in_turn, launched, num_threads, offer, start
 from numkv.kernels.cpu.vectors.arrays import kernel_address
 from numkv.kernels.operations import Operations, implements
 from numkv.kernels.scratch import Workspaces, aligned
 from numkv.kinds import kind
 
 __all__ = ["append_attend", "attend"]
-
-_MOST_THREADS: int = numba.config.NUMBA_NUM_THREADS
 
 
 def _steps(q_kind: str, k_kind: str, v_kind: str, compute: str, masked: bool = False) -> Steps:
@@ -94,9 +92,9 @@ def _engine(q_kind, k_kind, v_kind, masked, *extents):
 
 
 @functools.lru_cache(maxsize=64)
-def _ints_for(num_seqs):
-    """Return the integers of a plan, those of all workers included."""
-    return plan_size(num_seqs) + _MOST_THREADS * WORKER_INTS
+def _ints_for(num_seqs, most):
+    """Return the integers of a plan, those of so many workers included."""
+    return plan_size(num_seqs) + most * WORKER_INTS
 
 
 # Few lookups: between calls the CPU's caches have dropped code and objects, and to load them again is what a small call
@@ -112,13 +110,14 @@ def attend(
     )
     memory = _workspaces.borrow()
     try:
-        ints = memory.take("int64", _ints_for(len(seq_lens)))
         while True:
+            most, launch = offer()
+            ints = memory.take("int64", _ints_for(len(seq_lens), most))
             floats = memory.take(real, size)
-            needs = offered(
+            needs = in_turn(
                 kernel, q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges,
                 BY_SLOT if by_slot else 0, sm_scale, logits_soft_cap, window_left, sinks, out, lse, floats, ints,
-                sizes_at,
+                sizes_at, most, launch,
             )  # fmt: skip
             if not needs:
                 break
@@ -173,7 +172,7 @@ def _bound(call, q_kind, rows_kind, k_kind, v_kind, compute, by_ranges):
     """Return the `BoundKernel` for these kinds, which makes records for a compiled function or for one part of it."""
     taken = "fp32" if by_ranges else q_kind  # parts are merged in float32
     real, steps = float_type(compute), _steps(taken, k_kind, v_kind, compute)
-    of_k = kind(k_kind)
+    most_threads, of_k = numba.config.NUMBA_NUM_THREADS, kind(k_kind)
 
     def plan(step: StepRecord, window_left: int, block_size: int) -> tuple[int, int]:
         of = step.extents
@@ -183,7 +182,7 @@ def _bound(call, q_kind, rows_kind, k_kind, v_kind, compute, by_ranges):
         workers, parts = plan_kernel()(
             step.seq_lens, step.q_starts, step.ranges, window_left, of.max_blocks * block_size, block_size,
             of.num_kv_heads, of.num_q_heads // of.num_kv_heads, steps.max_rows,
-            of_k.words_per_row(of.dim) * of_k.word.itemsize, of.dim + of.dim_v, _MOST_THREADS, step.ints(),
+            of_k.words_per_row(of.dim) * of_k.word.itemsize, of.dim + of.dim_v, most_threads, step.ints(),
         )  # fmt: skip
         if parts:
             steps.make(1 << MERGE)
@@ -191,5 +190,5 @@ def _bound(call, q_kind, rows_kind, k_kind, v_kind, compute, by_ranges):
 
     itemsizes = (WORDS[q_kind].bitwidth // 8, WORDS[rows_kind].bitwidth // 8)
     return BoundKernel(
-        call, itemsizes, real, kind(taken).word, _MOST_THREADS, steps.sizes, plan, TILE_UNIT, launched, by_ranges,
+        call, itemsizes, real, kind(taken).word, most_threads, steps.sizes, plan, TILE_UNIT, launched, by_ranges,
     )  # fmt: skip
