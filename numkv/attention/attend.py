@@ -199,8 +199,7 @@ def compute_dtype(*kinds: str) -> np.dtype[Any]:
 
 def _compute_of(pool: Pool, q: np.dtype[Any]) -> np.dtype[Any]:
     """The same for queries of a dtype over a pool."""
-    wide = pool.k_buffer.kind.name == "fp64" or pool.v_buffer.kind.name == "fp64" or q == _FLOAT64
-    return _FLOAT64 if wide else _FLOAT32
+    return _FLOAT64 if q == _FLOAT64 else compute_dtype(pool.k_kind.name, pool.v_kind.name)
 
 
 def check_sinks(

@@ -78,7 +78,7 @@ def _first_unfit(block_table, seq_lens, block_size, num_blocks):
 
 
 @functools.cache
-def _blocks_kernel() -> Any:
+def _unfit_kernel() -> Any:
     signature = (array(types.int32, 2), array(types.int64, 1), types.int64, types.int64)
     return build(_first_unfit, signature, label="first_unfit", emit=types.int64)
 
@@ -100,7 +100,7 @@ def first_unfit(block_table: Any, seq_lens: Any, block_size: int, num_blocks: in
     int
         Which sequence, or -1.
     """
-    return int(_blocks_kernel()(block_table, seq_lens, block_size, num_blocks))
+    return int(_unfit_kernel()(block_table, seq_lens, block_size, num_blocks))
 
 
 def _first_outside(numbers, low, high):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numba.extending import register_jitable
 
-from numkv.rows.codebook import as_it_is, in_1, is_below_0, scale_finder, sixteenths_finder
+from numkv.rows.codebook import as_it_is, places_in_1, scale_finder, sign_finder, sixteenths_finder
 
 #: Magnitudes of levels, in rising order.
 LEVELS = (5, 15, 25, 36, 48, 62, 79, 104)
@@ -72,20 +72,20 @@ def _nearest(x):
 def code4_store(load):
     """Make the function that stores a row: ``store(x, words) -> scale``; `load` turns elements of `x` into floats."""
     scale_of = scale_finder(load, _nearest, LEVELS[-1], OF_NORMAL)
-    sixteenths, below_0 = sixteenths_finder(load), is_below_0(load)
+    sixteenths, has_sign = sixteenths_finder(load), sign_finder(load)
 
     @register_jitable
-    def code(x, factor):
-        sign = np.int32(8) if below_0(x) else np.int32(0)
-        return np.int32(_number(sixteenths(x, factor)) + sign)
+    def code(x, in_1):
+        sign = np.int32(8) if has_sign(x) else np.int32(0)
+        return np.int32(_number(sixteenths(x, in_1)) + sign)
 
     @register_jitable
     def store(x, words):
         scale = scale_of(x)
         if scale > np.float32(0):
-            factor = in_1(scale)
+            in_1 = places_in_1(scale)
             for j in range(len(x) // 2):
-                low, high = code(x[2 * j], factor), code(x[2 * j + 1], factor)
+                low, high = code(x[2 * j], in_1), code(x[2 * j + 1], in_1)
                 words[j] = np.uint8(np.int32(low + np.int32(high * np.int32(16))))
         else:  # 0 or NaN: the codes do not matter
             for j in range(len(x) // 2):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numba.extending import register_jitable
 
-from numkv.rows.codebook import as_it_is, in_1, is_below_0, scale_finder, sixteenths_finder
+from numkv.rows.codebook import as_it_is, places_in_1, scale_finder, sign_finder, sixteenths_finder
 
 #: Magnitudes of levels, in rising order.
 LEVELS = (
@@ -86,21 +86,21 @@ def _nearest(x):
 def code6_store(load):
     """Make the function that stores a row: ``store(x, words) -> scale``; `load` turns elements of `x` into floats."""
     scale_of = scale_finder(load, _nearest, LEVELS[-1], OF_NORMAL)
-    sixteenths, below_0 = sixteenths_finder(load), is_below_0(load)
+    sixteenths, has_sign = sixteenths_finder(load), sign_finder(load)
 
     @register_jitable
-    def code(x, factor):
-        sign = np.int32(32) if below_0(x) else np.int32(0)
-        return np.int32(_number(sixteenths(x, factor)) + sign)
+    def code(x, in_1):
+        sign = np.int32(32) if has_sign(x) else np.int32(0)
+        return np.int32(_number(sixteenths(x, in_1)) + sign)
 
     @register_jitable
     def store(x, words):
         scale = scale_of(x)
         if scale > np.float32(0):
-            factor = in_1(scale)
+            in_1 = places_in_1(scale)
             for j in range(len(x) // 4):
-                a, b = code(x[4 * j], factor), code(x[4 * j + 1], factor)
-                c, d = code(x[4 * j + 2], factor), code(x[4 * j + 3], factor)
+                a, b = code(x[4 * j], in_1), code(x[4 * j + 1], in_1)
+                c, d = code(x[4 * j + 2], in_1), code(x[4 * j + 3], in_1)
                 words[3 * j] = np.uint8(np.int32(a | np.int32(b << 6)) & 255)
                 words[3 * j + 1] = np.uint8(np.int32(b >> 2 | np.int32(c << 4)) & 255)
                 words[3 * j + 2] = np.uint8(np.int32(c >> 4 | np.int32(d << 2)) & 255)

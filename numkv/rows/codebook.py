@@ -33,13 +33,13 @@ def as_it_is(x):
 
 
 @register_jitable
-def in_1(scale):
+def places_in_1(scale):
     """How many sixteenths of a scale make 1."""
     return np.float32(np.float32(16) / scale)
 
 
 def sixteenths_finder(load):
-    """Make the function ``sixteenths(x, in_1(scale))``: a magnitude in sixteenths of a scale, cut to an integer."""
+    """Make ``sixteenths(x, places_in_1(scale))``: a magnitude in sixteenths of a scale, cut to an integer."""
 
     @register_jitable
     def sixteenths(x, in_1):
@@ -49,14 +49,14 @@ def sixteenths_finder(load):
     return sixteenths
 
 
-def is_below_0(load):
+def sign_finder(load):
     """Make the function that returns whether a word of a row has a sign, as -0 does, too."""
 
     @register_jitable
-    def below_0(x):
+    def has_sign(x):
         return np.int32(np.float32(load(x)).view(np.int32)) < np.int32(0)
 
-    return below_0
+    return has_sign
 
 
 def scale_finder(load, nearest, TOP, OF_NORMAL):
@@ -89,9 +89,9 @@ def scale_finder(load, nearest, TOP, OF_NORMAL):
     @register_jitable
     def squared_error(x, scale):
         """The squared error of a row under a scale, in units of ``(scale / 16) ** 2``."""
-        total, factor = np.int64(0), in_1(scale)
+        total, in_1 = np.int64(0), places_in_1(scale)
         for d in range(len(x)):
-            size = sixteenths(x[d], factor)
+            size = sixteenths(x[d], in_1)
             off = np.int32(size - np.int32(nearest(size) * np.int32(16)))
             error = min(off, np.int32(32767))
             total += np.int64(np.int32(error * error))
@@ -100,9 +100,9 @@ def scale_finder(load, nearest, TOP, OF_NORMAL):
     @register_jitable
     def fitted(x, scale):
         """The best scale for the levels that a scale has chosen, by least squares."""
-        along, squares, factor = np.int64(0), np.int64(0), in_1(scale)
+        along, squares, in_1 = np.int64(0), np.int64(0), places_in_1(scale)
         for d in range(len(x)):
-            size = sixteenths(x[d], factor)
+            size = sixteenths(x[d], in_1)
             level = nearest(size)
             along += np.int64(np.int32(size * level))
             squares += np.int64(np.int32(level * level))

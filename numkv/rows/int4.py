@@ -77,6 +77,13 @@ def code_at(place):
     return np.int32(min(max(place, np.int32(0)), np.int32(LAST_PLACE)) >> np.int32(STEP_BITS))
 
 
+@register_jitable
+def error_at(place):
+    """How far a place is from that of its code's level."""
+    middle = np.int32(np.int32(code_at(place) * np.int32(STEPS)) + np.int32(STEPS // 2))
+    return np.int32(place - middle)
+
+
 # Loops over a group count from 0 on in a slice that begins with it, and add and compare integers: so they become vector
 # code.
 
@@ -86,9 +93,7 @@ def _squared_error(group, count, in_1, of_0):
     """The squared error of a group, in squared places."""
     total = np.int32(0)
     for i in range(count):
-        place = place_in(np.float32(group[i]), in_1, of_0)
-        middle = np.int32(np.int32(code_at(place) * np.int32(STEPS)) + np.int32(STEPS // 2))
-        error = np.int32(place - middle)
+        error = error_at(place_in(np.float32(group[i]), in_1, of_0))
         total = np.int32(total + np.int32(error * error))  # at most 32 squares of 1024
     return total
 

@@ -218,7 +218,7 @@ def test_encoder_and_wrapper(rng):
 
 
 def test_scales_of_another_library_reach_layers_that_have_rows():
-    """What exports its memory alone, by DLPack, is a NumPy array before the layer takes it."""
+    """An array known only by DLPack sets the scales, and the cache keeps them."""
     cache = numkv.CausalCache()
     cache.init("fp8_e4m3", 1, 8, 4)
     row = np.ones((1, 2, 4), np.float32)

@@ -66,7 +66,7 @@ class HeadScales:
             The scales; None leaves them as they are.
         """
         given = {name: x for name, x in (("k", k), ("v", v)) if x is not None}
-        # As they were checked: an array of another library may be NumPy's for checks alone.
+        # Kept as they were checked: NumPy makes no floats of some arrays of other libraries, which a check takes.
         if pool is not None:
             pool.set_scales(k, v)
             found = {n: pool.target.to_host(pool.buffer(n).scales) for n in given}

@@ -43,12 +43,11 @@ from numkv.kernels.cuda.streams import SIMULATED
 from numkv.kinds import kind as kind_of
 from numkv.rows.convert import bf16_to_float32, codec
 from numkv.rows.int4 import (
-    LAST_PLACE,
     LEAST_STEP,
     LOWEST,
     OFFSETS,
-    STEPS,
     code_at,
+    error_at,
     lowest_level,
     place_in,
     place_of_0,
@@ -592,10 +591,7 @@ def _group_error(x, at, in_1, of_0):
     """Return the squared error of 8 elements in squared places: integers, the same in any order."""
     total = np.int32(0)
     for i in range(8):
-        place = place_in(x[at + i], in_1, of_0)
-        inside = min(max(place, np.int32(0)), np.int32(LAST_PLACE))
-        middle = np.int32(np.int32(inside & np.int32(-STEPS)) + np.int32(STEPS // 2))
-        error = np.int32(place - middle)
+        error = error_at(place_in(x[at + i], in_1, of_0))
         total = np.int32(total + np.int32(error * error))
     return np.uint32(total)
 

@@ -60,16 +60,10 @@ _TRIED = 3
 _CODES = int4.GROUP // 2
 # Of longer rows of codebooks, sums would not fit into 32 bits, nor sizes in sixteenths of a scale into 16.
 _LONGEST = 2048
-# Numbers of rows of codebooks: the largest magnitude's bits, what turns magnitudes into 32767ths of it, the scales that
-# are tried and what turns magnitudes into sixteenths of each, the scale, and the same of it.
-_MOST, _PARTS, _TRIALS, _SCALE, _SIXTEENTHS, _NUMBERS = (
-    0,
-    1,
-    2,
-    2 + 2 * _TRIED,
-    3 + 2 * _TRIED,
-    4 + 2 * _TRIED,
-)
+# Numbers of rows of codebooks: the largest magnitude's bits, what turns magnitudes into 32767ths of it, the scale, what
+# turns magnitudes into sixteenths of it, and the same two of each scale that is tried.
+_MOST, _PARTS, _SCALE, _SIXTEENTHS, _TRIALS = range(5)
+_NUMBERS = _TRIALS + 2 * _TRIED
 
 
 def _coder(kind, compute):
@@ -529,12 +523,12 @@ class _CodebookRows:
         of_pads = b.mul(pads, v.splat_int(self.levels[0] ** 2))
         for i in range(_TRIED):
             # By least squares, for the levels that each of them has chosen.
-            own, along, squares = (v.folded(self.vectors, b.add, 3 * i + j) for j in range(3))
+            places, along, squares = (v.folded(self.vectors, b.add, 3 * i + j) for j in range(3))
             squares = b.sub(squares, of_pads)
             # The squared error: it fits into 32 bits, whether the products do or not.
             error = b.sub(b.mul(squares, v.splat_int(256)), b.mul(along, v.splat_int(32)))
             error, along, squares = (
-                b.sitofp(x, v.type) for x in (b.add(own, error), along, squares)
+                b.sitofp(x, v.type) for x in (b.add(places, error), along, squares)
             )
             scale = self.all_of(_TRIALS + 2 * i)
             # Relative to one of them, so that tiny errors do not vanish when they are squared.
