@@ -10,7 +10,7 @@ import numpy as np
 
 from numkv import targets
 from numkv.checks import check_array
-from numkv.errors import NonFiniteInput, NotSupported
+from numkv.errors import DimensionMismatch, NonFiniteInput, NotSupported
 from numkv.kinds import Kind, kind_of_dtype, kinds
 from numkv.kinds import kind as named
 from numkv.numbers import check_bytes, check_number, is_number
@@ -110,32 +110,8 @@ class Buffer:
     # -- scales
 
     def check_scales(self, name: str, scales: Any) -> np.ndarray[Any, Any]:
-        """Check scales for the heads of this buffer; `numkv.storage.pool.Pool.set_scales` sets them.
-
-        Parameters
-        ----------
-        name : str
-            What errors call them.
-        scales : float or float32 array (num_kv_heads,)
-            Finite numbers above 0, in host memory.
-
-        Returns
-        -------
-        float32 array (num_kv_heads,)
-
-        Raises
-        ------
-        NotSupported
-            If the kind has no scales of heads.
-        DimensionMismatch, UnsupportedDType, ValueError
-            If they are not such numbers.
-        """
-        if self.kind.scales_per != "head":
-            raise NotSupported(
-                f"`{name}`: expected a kind whose heads have scales (fp8_e4m3, fp8_e5m2), got {self.kind}; "
-                "quantised kinds compute scales themselves"
-            )
-        return head_scales(name, scales, int(self.words.shape[1]))
+        """Check scales for the heads of this buffer, see `check_scales`; `Pool.set_scales` sets them."""
+        return check_scales(self.kind, name, scales, int(self.words.shape[1]))
 
     def typed_scales(self) -> Array:
         """Return the scales as a user sees them, in `Kind.scale_dtype`."""
@@ -293,20 +269,55 @@ def _again(
     return Buffer(place, of_words, of_scales, kind, rotation)
 
 
-def head_scales(name: str, scales: Any, heads: int) -> np.ndarray[Any, Any]:
-    """Check scales of heads, a number or one for each, in host memory.
+def check_scales(kind: Kind, name: str, scales: Any, heads: int | str) -> np.ndarray[Any, Any]:
+    """Check scales for the heads of a kind's rows.
+
+    Parameters
+    ----------
+    kind : Kind
+        How the rows are stored.
+    name : str
+        What errors call the scales.
+    scales : float or float32 array (heads,)
+        Finite numbers above 0, in host memory.
+    heads : int or str
+        How many heads there are; a string stands for any number of them, as in `numkv.checks.check_array`.
 
     Returns
     -------
     float32 array (heads,)
+        One for a number where there is any number of heads.
+
+    Raises
+    ------
+    NotSupported
+        If the kind has no scales of heads.
+    DimensionMismatch, UnsupportedDType, ValueError
+        If they are not such numbers.
     """
+    if kind.scales_per != "head":
+        raise NotSupported(
+            f"`{name}`: expected a kind whose heads have scales (fp8_e4m3, fp8_e5m2), got {kind}; "
+            "quantised kinds compute scales themselves"
+        )
+    return head_scales(name, scales, heads)
+
+
+def head_scales(name: str, scales: Any, heads: int | str) -> np.ndarray[Any, Any]:
+    """Check scales of heads as `check_scales` does, of a kind that has them."""
     if is_number(scales):
         number = check_number(name, scales)
         with np.errstate(over="ignore", under="ignore"):  # infinity and 0 are refused below
-            found = np.full(heads, np.float64(number).astype(_FLOAT32))
+            one = np.float64(number).astype(_FLOAT32)
+        found = np.full(1 if isinstance(heads, str) else heads, one)
     else:
         # A copy, as they may be a buffer's own, which are set meanwhile.
         found = np.array(check_array(targets.get("cpu"), name, scales, (_FLOAT32,), (heads,)))
+        if isinstance(heads, str) and not len(found):
+            raise DimensionMismatch(
+                f"`{name}`: expected a scale for each head, got none; pass one for each, or a number",
+                (heads,), (0,),
+            )  # fmt: skip
     if not (np.isfinite(found).all() and (found > 0).all()):
         raise ValueError(
             f"`{name}`: expected finite scales above 0, got {scales}; pass 1.0 for values as they are"

@@ -192,6 +192,9 @@ def test_cells(target, to, host, rng, before_put):
 def test_the_first_put_checks_the_number_of_heads():
     cache = numkv.CausalCache()
     cache.init("fp8_e4m3", 1, 16, 8)
+    for wrong in (f32([]), f32([[1, 2]])):
+        with pytest.raises(numkv.DimensionMismatch, match="`k`"):
+            cache.set_scales(0, k=wrong)
     cache.set_scales(0, k=f32([1, 2, 3]))
     cache.start_forward(numkv.Batch([0], [0]))
     one = np.ones((1, HEADS, DIM), np.float32)
@@ -217,14 +220,16 @@ def test_encoder_and_wrapper(rng):
     assert causal._head_scales is not encoder._head_scales
 
 
-def test_scales_of_another_library_reach_layers_that_have_rows():
-    """An array known only by DLPack sets the scales, and the cache keeps them."""
+@pytest.mark.parametrize("filled", [True, False])
+def test_scales_of_another_library(filled):
+    """An array known only by DLPack sets the scales of layers with rows and without, and the cache keeps them."""
     cache = numkv.CausalCache()
     cache.init("fp8_e4m3", 1, 8, 4)
     row = np.ones((1, 2, 4), np.float32)
-    cache.start_forward(numkv.Batch([0], [0]))
-    cache.put(0, row, row)
-    cache.remove(0, 0, 1)
+    if filled:
+        cache.start_forward(numkv.Batch([0], [0]))
+        cache.put(0, row, row)
+        cache.remove(0, 0, 1)
     cache.set_scales(0, v=Capsule(np.float32([0.5, 2.0])))
     other = pickle.loads(pickle.dumps(cache))
     for one in (cache, other):

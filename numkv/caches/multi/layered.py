@@ -16,13 +16,12 @@ from numkv.arrays import CacheArrays
 from numkv.caches.layer_spec import LayerSpec
 from numkv.caches.multi.base import MultiSequenceCache
 from numkv.caches.multi.saved import SavedLayer, SavedLayers, SavedScales
-from numkv.checks import host_array
 from numkv.errors import NumkvError
 from numkv.kinds import Kind
 from numkv.numbers import is_number
 from numkv.snapshots.fields import claims
 from numkv.snapshots.snapshot import Options, Snapshot, Source, Tensor, fill_all
-from numkv.storage.buffer import Buffer, are_scales
+from numkv.storage.buffer import Buffer, are_scales, check_scales
 from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
 from numkv.storage.saved import row_tensors
@@ -71,12 +70,9 @@ class HeadScales:
             pool.set_scales(k, v)
             found = {n: pool.target.to_host(pool.buffer(n).scales) for n in given}
         else:
-            found = {}
-            for name, scales in given.items():
-                kind = kinds[name == "v"]
-                heads = 1 if is_number(scales) else max(1, host_array(name, scales).size)
-                buffer = Buffer.allocate(targets.get("cpu"), (0, heads, 1), kind.unit[0], kind)
-                found[name] = buffer.check_scales(name, scales)
+            found = {
+                n: check_scales(kinds[n == "v"], n, x, "num_kv_heads") for n, x in given.items()
+            }
         new = {n: np.array(x if is_number(x) else found[n], np.float32) for n, x in given.items()}
         self._by_layer[layer] = self._by_layer.get(layer, {}) | new
 
