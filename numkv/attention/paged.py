@@ -8,7 +8,7 @@ import numpy as np
 
 from numkv import targets
 from numkv.arrays import Array
-from numkv.attention import small
+from numkv.attention import fast_path
 from numkv.attention.attend import attend, check_blocks, check_lengths, check_queries
 from numkv.attention.cascade import Prefix, attend_cascade
 from numkv.attention.options import (
@@ -110,7 +110,7 @@ def paged_decode_attention(
     """
     if (
         validate is False and only_scaled(options, return_lse, out)
-        and (found := small.decode(
+        and (found := fast_path.decode(
             q, k_pool, v_pool, seq_lens, k_scale, v_scale, options.get("sm_scale"), block_table
         )) is not None
     ):  # fmt: skip

@@ -1,1 +1,1 @@
-"""Ways into a cache: append, the fused write, `AppendPlan`, and the short way for small calls."""
+"""Ways into a cache: append, the fused write, `AppendPlan`, and the fast path for small calls."""

@@ -1,8 +1,8 @@
-"""The short way for small appends and writes on the CPU: one compiled function checks and writes K and V.
+"""The fast path for small appends and writes on the CPU: one compiled function checks and writes K and V.
 
-Each function here does a call that is as most calls are: few rows, in NumPy arrays, and K of the same dtypes as V. Of
-anything else it writes nothing and says so, and the general way then does it, or says what is wrong with it. Size comes
-first, so that who appends long prompts only compiles nothing for single tokens.
+Each function accepts ordinary calls: few rows, in NumPy arrays, and K of the same dtypes as V. For any other call it
+writes nothing and says so. The general path then does it, or raises. Sizes are compared first: callers that append long
+prompts only then compile nothing for single tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LOOK, _LOOK_FOR_NAN = int(Checks.LOOK), int(Checks.LOOK_FOR_NAN)
 _HOST = targets.of(_NO_SCALE)  # whose arrays NumPy's are
 SMALL = _HOST.small_call
 
-# Of kinds that have the same words, the first: others go the general way, and so do codes seen as another dtype.
+# Of kinds that have the same words, the first: others take the general path, and so do codes seen as another dtype.
 _STORED = {
     (kind.word if kind.has_scales else kind.dtype): kind
     for kind in reversed(kinds())

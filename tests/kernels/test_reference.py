@@ -202,7 +202,7 @@ def test_what_the_cpu_does(name):
         assert changed or result is not None
 
 
-def test_small_calls_have_no_short_way():
+def test_small_calls_have_no_fast_path():
     for name in SMALL:
         parameters = inspect.signature(getattr(Operations, name)).parameters
         assert reference.operations()[name](*("fp32" for _ in parameters)) is None

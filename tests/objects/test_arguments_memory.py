@@ -104,7 +104,7 @@ def test_elements_of_an_output_have_places_of_their_own(rng, how):
     pool = np.zeros((40,), F32)
     shared = as_strided(pool, (2, HEADS, SIZE, DIM), (0, 48, 16, 4))
     rows = np.ones((1, HEADS, DIM), F32)
-    for n in (1, 3000):  # the short way and the general one
+    for n in (1, 3000):  # the fast path and the general one
         many = np.repeat(rows, n, 0)
         slots = np.zeros(n, I64)
         with pytest.raises(NotSupported, match=r"^`v_pool`: expected .* places of their own"):

@@ -258,7 +258,7 @@ def buffers(pool):
 
 
 def generally(made):
-    """The same write by the general way."""
+    """The same write on the general path."""
     m, pool = made, made["pool"]
     p = Projection.check(
         pool, m["qkv"], m["num_q_heads"], m["cos"], m["sin"], m["qk_mode"], m["q_weight"], m["k_weight"],
@@ -402,7 +402,7 @@ def test_errors_of_writes_come_before_changes(rng, make):
 
 @pytest.mark.parametrize("kind", ["fp32", "fp16", "int8", "int4", "fp8_e4m3"])
 def test_steps_append_small_calls_at_once(rng, kind, monkeypatch):
-    """Rows of several sequences, in blocks that are not neighbours: the same as in the general way."""
+    """Rows of several sequences, in blocks that are not neighbours: the same as on the general path."""
     k, v = rows(rng, 5), rows(rng, 5)
     found, short = [], fast_path.pool_append
     for at_once in (True, False):

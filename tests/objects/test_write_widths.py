@@ -41,7 +41,7 @@ def test_v_may_have_another_width(target, to, host, rng, kind, dim, dim_v, token
     qkv = rng.standard_normal((tokens, (Q_HEADS + HEADS) * dim + HEADS * dim_v), F32)
     slots, positions = rng.permutation(4 * SIZE)[:tokens], rng.permutation(12)[:tokens]
     results = []
-    for times in (1, 60) if target == "cpu" else (1,):  # few tokens by the short way, and many
+    for times in (1, 60) if target == "cpu" else (1,):  # few tokens on the fast path, and many
         pool = pool_of(target, kind, dim, dim_v)
         scales = {}
         if kind != "fp32":

@@ -30,11 +30,11 @@ def operations() -> dict:
 
 def _kept():
     """Caches of what asks a target for functions of small calls once."""
-    from numkv.attention import small
-    from numkv.writing import fast_path
+    from numkv.attention import fast_path as attention
+    from numkv.writing import fast_path as writing
 
-    of_writes = fast_path._by_slot, fast_path._in_pool, fast_path._copy, fast_path._writer
-    return (small._way, *of_writes)
+    of_writes = writing._by_slot, writing._in_pool, writing._copy, writing._writer
+    return (attention._way, *of_writes)
 
 
 _own = {}

@@ -48,7 +48,7 @@ SPARE = 2 * TURN
 #: row picks.
 SPARE_INTS = (max(8 + AMX_QUERY_ROWS, 4 * TABLE) + RAMP - 1) // RAMP * RAMP
 #: After that: the thread's `state`.
-STATE_AT, STATE_INTS = SPARE + SPARE_INTS, 12 * RAMP
+STATE_AT, STATE_INTS = SPARE + SPARE_INTS, 9 * RAMP
 #: Integers of a worker.
 WORKER_INTS = STATE_AT + STATE_INTS
 

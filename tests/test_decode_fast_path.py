@@ -1,6 +1,6 @@
-"""The short way of ordinary decode calls: results of the general way bit by bit, and everything else left to it.
+"""The fast path of decode attention: its results are those of the general path bit by bit; other calls are left to it.
 
-That the general way is right is tested in `tests/kernels`; what asks for the lse goes it.
+That the general path is right is tested in `tests/kernels`; calls that ask for the lse take it.
 """
 
 import threading
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import numkv
-from numkv.attention import small
+from numkv.attention import fast_path
 from numkv.kernels.cpu.attention.plan import MAX_SPLITS, MIN_SPLIT
 
 HEADS, GROUP, DIM, BLOCK = 2, 3, 32, 16
@@ -20,15 +20,15 @@ Q_DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 
 @pytest.fixture
 def ways(monkeypatch):
-    """Whether each call since then went the short way."""
-    found, short = [], small.decode
+    """Whether each call since then took the fast path."""
+    found, decode = [], fast_path.decode
 
     def seen(*args):
-        done = short(*args)
+        done = decode(*args)
         found.append(done is not None)
         return done
 
-    monkeypatch.setattr(small, "decode", seen)
+    monkeypatch.setattr(fast_path, "decode", seen)
     return found
 
 
@@ -74,7 +74,7 @@ def is_same(one, other):
 
 @pytest.mark.parametrize("dtype", Q_DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_results_are_those_of_the_general_way(rng, ways, kind, dtype):
+def test_results_are_those_of_the_general_path(rng, ways, kind, dtype):
     given, q = stored(rng, kind), queries(rng, dtype)
     in_blocks = paged(given, [5, 0, 3, 1])
     for options in ({}, {"sm_scale": 0.3}):
@@ -104,7 +104,7 @@ def pooled(given, order):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_batches_are_those_of_the_general_way(rng, ways, kind):
+def test_batches_are_those_of_the_general_path(rng, ways, kind):
     """Sequences of other lengths, an empty one among them, which share no row with their neighbours."""
     given = batch(rng, kind, [50, 0, 1, 64])
     in_blocks = pooled(given, rng.permutation(20)[:16].reshape(4, 4))
@@ -212,7 +212,7 @@ def odd(x):
     ],
     ids=lambda change: "-".join(change),
 )
-def test_other_calls_go_the_general_way(rng, ways, change):
+def test_other_calls_take_the_general_path(rng, ways, change):
     given, q = stored(rng, "fp32") | change, queries(rng)
     wanted, _ = numkv.decode_attention(q, **given, return_lse=True)
     assert is_same(numkv.decode_attention(q, **given), wanted)
