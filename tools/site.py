@@ -146,13 +146,14 @@ def _figures() -> str:
 def _machines() -> str:
     """Return a table of the newest race of each processor: numkv's share of the bandwidth and its speed."""
     races = dict[str, tuple[str, dict[str, list[str]]]]()
-    for page in sorted((ROOT / "perf/results").glob("*-peers.md")):
+    # A further race of a day has a number in its name, and replaces the earlier ones.
+    for page in sorted((ROOT / "perf/results").glob("*-peers*.md"), key=lambda x: x.stem):
         text = page.read_text(encoding="utf-8")
         rows = re.findall(r"^\| (\w+: [^|]+) \| (\d[^|]*\|.*) \|$", text, re.M)
         cells = {name: [x.strip() for x in rest.split("|")] for name, rest in rows}
         summary = {name: found for name, found in cells.items() if len(found) == 2 * len(_KINDS)}
         if summary:
-            machine = re.sub(r"^\d{4}-\d\d-\d\d-|-peers$", "", page.stem)
+            machine = re.sub(r"^\d{4}-\d\d-\d\d-|-peers(-\d+)?$", "", page.stem)
             races[machine] = f"[{machine}, {page.name[:10]}](../perf/results/{page.name})", summary
     titles = [title for title, _ in races.values()]
     lines = [f"| shape | kind | {' | '.join(titles)} |", f"|---|---|{'---|' * len(titles)}"]

@@ -107,6 +107,25 @@ def test_every_page_is_in_the_navigation():
 LATER = ()
 
 
+def test_the_newest_race_of_a_machine_counts(tmp_path, monkeypatch):
+    results = tmp_path / "perf/results"
+    results.mkdir(parents=True)
+    pages = {
+        "2026-11-01-b-peers-3": 3, "2026-11-02-a-peers": 1, "2026-11-02-a-peers-2": 2, "2026-11-01-a-peers": 4,
+        "2026-11-03-a-transformers-peers": None,
+    }  # fmt: skip
+    for name, share in pages.items():
+        cells = "" if share is None else f"| A: long | {' | '.join([f'0.{share}', '2 (x)'] * 5)} |"
+        (results / f"{name}.md").write_text(f"# A race\n\n{cells}\n")
+    monkeypatch.setattr(site, "ROOT", tmp_path)
+    table = site._machines()
+    assert re.findall(r"results/(\S+)\.md", table) == [
+        "2026-11-02-a-peers-2",
+        "2026-11-01-b-peers-3",
+    ]
+    assert "| A: long | fp32 | 0.2, × 2 (x) | 0.3, × 2 (x) |" in table
+
+
 def test_names_on_the_api_pages_are_public_and_complete():
     import numkv
 
