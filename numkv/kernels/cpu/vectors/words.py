@@ -148,6 +148,15 @@ class Words(Vectors):
             ir.InlineAsm(signature, text, "=v,r,~{memory}", side_effect=True), [pointer]
         )
 
+    def add_fours_of(self, total, codes, base, at, further):
+        """`add_fours` with `repeated_weights`, for weights that are used once: one instruction does both."""
+        pointer = self.pointer(base, at, self.float)
+        codes = self.b.bitcast(codes, total.type)
+        text = f"vpdpbusd {4 * further}($2){{1to16}}, $1, $0"
+        signature = ir.FunctionType(total.type, [total.type, pointer.type, total.type])
+        add = ir.InlineAsm(signature, text, "=v,v,r,0,~{memory}", side_effect=True)
+        return self.b.call(add, [codes, pointer, total])
+
     def add_twos(self, total, codes, weights):
         """The same in 16 bits, two neighbouring products added: products of nibbles may be added eight times."""
         codes, weights = (self.b.bitcast(x, self.bytes_type) for x in (codes, weights))

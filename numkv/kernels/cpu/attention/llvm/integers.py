@@ -33,6 +33,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from typing import NamedTuple
 
 from llvmlite import ir
 from numba import types
@@ -46,9 +47,11 @@ from numkv.kernels.cpu.vectors.emit import (
     I16,
     I32,
     I64,
+    as_bytes,
     emits,
     for_rows,
     keep_in_memory,
+    numbers_taken,
     opaque_number,
     scratch_floats,
     steps,
@@ -544,25 +547,43 @@ def sum_query_groups(b, q, q_at, head_dim, sums_at):
         v.store(b.sitofp(sums, v.type), q, at)
 
 
-def load_groups(v, base, places, count, size=_BYTES):
-    """Load groups of `count` bytes, at most `size`, side by side into a vector of bytes; missing bytes are 0."""
-    b = v.b
-    type_ = ir.VectorType(I8, size)
-    slots = [cgutils.alloca_once(b, type_) for _ in places]
-    whole = b.icmp_signed(">=", count, I64(size))
-    with b.if_else(whole, likely=True) as (of_whole, of_rest):
-        with of_whole:
-            for slot, at in zip(slots, places, strict=True):
-                pointer = b.bitcast(v.pointer(base, at, I8), type_.as_pointer())
-                b.store(b.load(pointer, align=1), slot)
-        with of_rest:
-            for slot, at in zip(slots, places, strict=True):
-                b.store(v.load_bytes(base, at, count, size), slot)
-    parts = [b.load(slot) for slot in slots]
-    while len(parts) > 1:
-        both = [*range(2 * parts[0].type.count)]
-        parts = [v.shuffle(*parts[i : i + 2], both) for i in range(0, len(parts), 2)]
-    return parts[0]
+class _Groups:
+    """Groups of a tile's INT4 rows as 16 bytes each: those of a short last group are copied, with zeros behind."""
+
+    def __init__(self, v, rows, count):
+        b = v.b
+        self.v, self.rows = v, rows
+        row_bytes = b.ashr(rows.dim, I64(1))
+        self.whole, left = b.sdiv(row_bytes, I64(_BYTES)), b.srem(row_bytes, I64(_BYTES))
+        self.copies = scratch_floats(b, I8, _BYTES * KV_TILE)
+        offsets = scratch_floats(b, I64, KV_TILE)
+        self.offsets = b.bitcast(offsets, rows.offsets.type)
+        short = b.icmp_signed(">", left, I64(0))
+        with b.if_then(short, likely=False), steps(b, I64(0), count, 1) as (t, _):
+            at = b.add(b.load(b.gep(rows.offsets, [t])), b.mul(self.whole, I64(_BYTES)))
+            group = v.load_bytes(rows.words, at, left, _BYTES)
+            to = b.mul(t, I64(_BYTES))
+            b.store(to, b.gep(self.offsets, [t]))
+            place = b.bitcast(b.gep(self.copies, [to]), group.type.as_pointer())
+            b.store(group, place, align=_BYTES)
+
+    def place(self, group):
+        """Return what `load` needs for a group: where its bytes are, as an address and offsets by token."""
+        b = self.v.b
+        short = b.icmp_signed("==", group, self.whole)
+        first = b.gep(as_bytes(b, self.rows.words), [b.mul(group, I64(_BYTES))])
+        return b.select(short, self.copies, first), b.select(short, self.offsets, self.rows.offsets)
+
+    def load(self, first, offsets, size=_BYTES):
+        """Load `size` bytes of tokens, side by side in a vector: from `first` on, at offsets of which pointers come."""
+        b = self.v.b
+        type_ = ir.VectorType(I8, size).as_pointer()
+        pointers = [b.bitcast(b.gep(first, [b.load(x)]), type_) for x in offsets]
+        parts = [b.load(x, align=1) for x in pointers]
+        while len(parts) > 1:
+            both = [*range(2 * parts[0].type.count)]
+            parts = [self.v.shuffle(*parts[i : i + 2], both) for i in range(0, len(parts), 2)]
+        return parts[0]
 
 
 @functools.cache
@@ -599,7 +620,7 @@ class _ScoresOfInt4:
         if REGISTERS == 16:
             self.scratch = scratch_floats(b, self.v.float, 8 * self.v.lanes)
             self.number = opaque_number(b, I64(4))
-        self.row_bytes = b.ashr(keys.dim, I64(1))
+        self.groups = _Groups(self.v, keys, whole_units(b, count))
         spans = b.sdiv(b.add(keys.dim, I64(INT4_SPAN - 1)), I64(INT4_SPAN))
         self.minimum_at = b.mul(spans, I64(4 * KV_TILE))
         self.sums_step = b.mul(spans, I64(16))  # floats of a query row's sums
@@ -631,7 +652,8 @@ class _ScoresOfInt4:
     def add_group(self, t0, group, sums):
         """Add the contribution of one group to the scores of some tokens."""
         b, v, sets = self.b, self.v, self.sets
-        vectors = [self.codes(b.add(t0, I64(i * v.lanes)), group) for i in sets]
+        place = self.groups.place(group)
+        vectors = [self.codes(b.add(t0, I64(i * v.lanes)), *place) for i in sets]
         if REGISTERS == 16:
             for i, x in enumerate(itertools.chain(*vectors)):
                 v.store(b.bitcast(x, v.type), self.scratch, I64(i * v.lanes))
@@ -664,6 +686,11 @@ class _ScoresOfInt4:
                     for (r, half), slots in totals.items():
                         at, further = self.further(len(sums), q_at, i, upper)
                         further += half * v.lanes + r * (v.lanes // len(sums))
+                        if v.has_fours and len(slots) == 1:
+                            (slot,), (x,) = slots, codes
+                            total = v.add_fours_of(b.load(slot), x, self.floats, at, further)
+                            b.store(total, slot)
+                            continue
                         weights = v.repeated_weights(self.floats, at, further)
                         for slot, x in zip(slots, codes, strict=True):
                             b.store(add(b.load(slot), x, weights), slot)
@@ -717,16 +744,14 @@ class _ScoresOfInt4:
         total = v.add_pairs(v.splat_int(0), low, v.splat_word(1))
         return v.add_pairs(total, high, v.splat_word(256))
 
-    def codes(self, t0, group):
+    def codes(self, t0, first, offsets):
         """Load one group of each of `lanes` tokens: vectors with four bytes of each token."""
         b, v = self.b, self.v
-        at = b.mul(group, I64(_BYTES))
-        left = b.sub(self.row_bytes, at)
         some = []
         for i in range(4):
             tokens = [b.add(t0, I64(i + j)) for j in range(0, v.lanes, 4)]
-            places = [b.add(b.load(b.gep(self.keys.offsets, [t])), at) for t in tokens]
-            some.append(b.bitcast(load_groups(v, self.keys.words, places, left), v.int_type))
+            group = self.groups.load(first, [b.gep(offsets, [t]) for t in tokens])
+            some.append(b.bitcast(group, v.int_type))
         # Transpose four tokens by four lanes in each 128 bits.
         wide = ir.VectorType(I64, v.lanes // 2)
         halves = [
@@ -736,14 +761,19 @@ class _ScoresOfInt4:
         return [b.bitcast(x, v.int_type) for x in turned]
 
 
-def shares(rows, short):
-    """Return how weights of INT4 groups share a vector: lanes of a token and row, rows, and tokens.
+class Shares(NamedTuple):
+    """How weights of INT4 groups share a vector: lanes of a token and row, rows, and tokens, which are consecutive."""
 
-    A lane is a group: four groups, or two in short rows. The tokens of a vector are consecutive.
-    """
+    width: int
+    together: int
+    tokens: int
+
+
+def shares(rows, short):
+    """Return how weights of so many rows share a vector. A lane is a group: four groups, or two in short rows."""
     width = 2 if short else 4
     together = min(rows, LANES // width)
-    return width, together, LANES // (width * together)
+    return Shares(width, together, LANES // (width * together))
 
 
 @emits()
@@ -904,46 +934,59 @@ def make_accumulate_int4(next_kind):
         All floats are in one array. The first `count` of `rows` rows are written, to columns below the head dim.
         Meanwhile the memory in `extents` (the next tile's K rows) is prefetched.
         """
-        _SumsOfInt4(
-            b, next_kind, rows, count, floats, weights, values, begin, end, outputs, extents
-        ).emit()
+        taken = numbers_taken(rows, row_unroll("float32"))
+        emitter = _SumsOfInt4(
+            b, next_kind, count, taken, floats, weights, values, begin, end, outputs, extents
+        )
+        for_rows(b, rows, emitter.emit, row_unroll("float32"))
 
     return accumulate_int4
 
 
 class _SumsOfInt4:
-    """Emit `accumulate_int4`."""
+    """Emit `accumulate_int4`; `taken` are the numbers of rows that may be written."""
 
     def __init__(
-        self, b, next_kind, rows, count, floats, weights, values, begin, end, outputs, extents
+        self, b, next_kind, count, taken, floats, weights, values, begin, end, outputs, extents
     ):  # fmt: skip
         self.b, self.v = b, Words(b)
-        self.stream = PrefetchStream(b, next_kind, extents)
-        self.count, self.floats, self.weights = count, floats, weights
+        self.next_kind, self.extents = next_kind, extents
+        self.count, self.taken, self.floats, self.weights = count, taken, floats, weights
         self.values, self.outputs = values, outputs
-        self.row_bytes = b.ashr(values.dim, I64(1))
+        self.begin, self.end = begin, end
+        self.groups = _Groups(self.v, values, whole_units(b, end))
         self.spans = b.sdiv(b.add(values.dim, I64(INT4_SPAN - 1)), I64(INT4_SPAN))
-        # The results of `shares` at run time; the lanes that a turn takes.
-        short = b.icmp_signed("<=", values.dim, I64(SHORT))
-        width, self.most = (
-            b.select(short, I64(n), I64(m)) for n, m in ((2, 4), (LANES // 2, LANES // 4))
-        )
-        self.together = b.select(b.icmp_signed("<", rows, self.most), rows, self.most)
-        self.in_turn = b.mul(self.together, width)
-        self.tokens = b.sdiv(I64(LANES), self.in_turn)
-        # The tokens of neighbouring turns interleave, so whole sets of turns are computed.
-        in_span = b.mul(self.tokens, I64(_PACKED))
-        self.first_turn = b.mul(b.sdiv(begin, in_span), self.tokens)
-        turns = b.sdiv(b.add(end, b.sub(in_span, I64(1))), in_span)
-        self.turns = b.mul(turns, self.tokens)
-        # Turns that read a cache line of codes; more than `_ROWS` rows read each line twice.
-        twice = b.icmp_signed(">", count, I64(_ROWS))
-        self.in_line = b.select(twice, I64(8 // _PACKED), I64(4 // _PACKED))
 
-    def emit(self):
-        """The code for all numbers of query rows."""
+    def emit(self, rows):
+        """The code for a number of query rows."""
         b = self.b
+        self.stream = PrefetchStream(b, self.next_kind, self.extents)
+        short = b.icmp_signed("<=", self.values.dim, I64(SHORT))
+        of_short, of_others = shares(rows, True), shares(rows, False)
+        self.together = b.select(short, I64(of_short.together), I64(of_others.together))
+        if of_short.tokens == of_others.tokens:
+            self.add_groups(rows, of_short.tokens)
+            return
+        with b.if_else(short) as places:
+            for place, of_these in zip(places, (of_short, of_others), strict=True):
+                with place:
+                    self.add_groups(rows, of_these.tokens)
+
+    def add_groups(self, rows, tokens):
+        """Compute all groups, with weights of so many tokens in a vector."""
+        b = self.b
+        self.tokens = tokens
+        # The tokens of neighbouring turns interleave, so whole sets of turns are computed.
+        in_set = I64(tokens * _PACKED)
+        self.first_turn = b.mul(b.sdiv(self.begin, in_set), I64(tokens))
+        turns = b.sdiv(b.add(self.end, b.sub(in_set, I64(1))), in_set)
+        self.turns = b.mul(turns, I64(tokens))
+        # Turns that read a cache line of codes; more than `_ROWS` rows read each line twice.
+        self.in_line = (2 if rows > _ROWS else 1) * (4 // _PACKED)
         groups = b.sdiv(b.add(self.values.dim, I64(GROUP - 1)), I64(GROUP))
+        numbers = {
+            min(n - first, _ROWS) for n in self.taken if n <= rows for first in range(0, n, _ROWS)
+        }
         with (
             steps(b, I64(0), groups, 1) as (group, _),
             steps(b, I64(0), self.count, _ROWS) as (first, _),
@@ -954,7 +997,7 @@ class _SumsOfInt4:
             def add(rows, group=group, first=first):
                 self.add_rows(group, first, rows)
 
-            for_rows(b, some, add, _ROWS, range(1, _ROWS + 1))
+            for_rows(b, some, add, _ROWS, sorted(numbers))
 
     def add_rows(self, group, first, rows):
         """Compute a group's columns for some rows."""
@@ -964,8 +1007,8 @@ class _SumsOfInt4:
         # Rows that share a vector are neighbours in it, so only the first one's address is computed.
         for start_row in range(0, rows, _SHARING):
             row = b.add(first, I64(start_row))
-            place = b.add(b.mul(b.sdiv(row, self.most), self.spans), span)
-            in_part = b.and_(row, b.sub(self.most, I64(1)))
+            place = b.add(b.mul(b.sdiv(row, self.together), self.spans), span)
+            in_part = b.and_(row, b.sub(self.together, I64(1)))
             lane = b.add(b.mul(in_span, self.together), in_part)
             for to, start, step in (
                 (weights, self.weights.at, _WEIGHTS), (places, self.weights.scales_at, 2)
@@ -973,15 +1016,14 @@ class _SumsOfInt4:
                 to.append(b.add(b.add(start, lane), b.mul(place, I64(step * v.lanes))))
         # Bytes of a token whose sums stay in registers.
         size = _BYTES if REGISTERS > 16 or rows <= _ROWS // 2 else _BYTES // 2
-        # No further than the row: its last group may be short.
-        left = b.sub(self.row_bytes, b.mul(group, I64(_BYTES)))
-        stop = b.select(b.icmp_signed("<", left, I64(_BYTES)), left, I64(_BYTES))
-        with steps(b, I64(0), stop, size) as (byte, _):
-            for r, totals in enumerate(self.sums(group, byte, size, weights, rows)):
+        base, offsets = self.groups.place(group)
+        with steps(b, I64(0), I64(_BYTES), size) as (byte, _):
+            start = b.gep(base, [byte])
+            for r, totals in enumerate(self.sums(start, offsets, size, weights, rows)):
                 at = b.add(places[r // _SHARING], I64(r % _SHARING))
                 self.finish(group, byte, b.add(first, I64(r)), totals, at)
 
-    def sums(self, group, byte, size, weights, rows):
+    def sums(self, start, offsets, size, weights, rows):
         """Yield the sums of some columns of a group for each row, in the order of `codes`."""
         b, v = self.b, self.v
         add, halves = (v.add_fours, 2) if v.has_fours else (v.add_pairs, 1)
@@ -989,16 +1031,16 @@ class _SumsOfInt4:
         number = 2 * size // v.lanes
         keys = itertools.product(range(rows), range(halves), range(number))
         sums = {key: cgutils.alloca_once_value(b, v.splat_int(0)) for key in keys}
-        in_line = b.mul(self.in_line, I64(_BYTES // size))
+        in_line = self.in_line * _BYTES // size
         with steps(b, self.first_turn, self.turns, 1) as (turn, _):
-            first = b.icmp_signed("==", b.and_(turn, b.sub(in_line, I64(1))), I64(0))
+            first = b.icmp_signed("==", b.and_(turn, I64(in_line - 1)), I64(0))
             with b.if_then(first):
                 self.stream.issue(INT4_SPAN)
-            codes = [*self.codes(turn, group, byte, size)]
-            here = [b.add(start, b.mul(turn, self.in_turn)) for start in weights]
+            codes = [*self.codes(turn, start, offsets, size)]
+            here = [b.add(x, b.mul(turn, I64(v.lanes // self.tokens))) for x in weights]
             for r, i in itertools.product(range(rows), range(halves)):
-                start, further = here[r // _SHARING], _HIGH * i + r % _SHARING
-                repeated = v.repeated_weights(self.floats, start, further)
+                at, further = here[r // _SHARING], _HIGH * i + r % _SHARING
+                repeated = v.repeated_weights(self.floats, at, further)
                 for k, x in enumerate(codes):
                     slot = sums[r, i, k]
                     b.store(add(b.load(slot), x, repeated), slot)
@@ -1009,23 +1051,19 @@ class _SumsOfInt4:
             else:
                 yield [b.add(low, b.shl(high, v.splat_int(8))) for low, high in parts]
 
-    def codes(self, turn, group, byte, size):
-        """Yield a turn's codes of `size` bytes of a group, from a byte on: low nibbles, then whole bytes, per vector.
+    def codes(self, turn, start, offsets, size):
+        """Yield a turn's codes of `size` bytes of a group, from `start` on: low nibbles, then whole bytes, per vector.
 
         Whole bytes stand for high nibbles; `finish` subtracts the low ones.
         """
         b, v = self.b, self.v
-        at = b.add(b.mul(group, I64(GROUP // 2)), byte)
         # The first of four tokens (or of two) is ``turn // tokens * 4 * tokens + turn % tokens``.
-        whole_vectors = b.and_(turn, b.sub(I64(0), self.tokens))
+        whole_vectors = b.and_(turn, I64(-self.tokens))
         token = b.add(turn, b.mul(whole_vectors, I64(_PACKED - 1)))
         # LLVM would count up an address for each of them.
-        first = b.gep(self.values.offsets, [opaque_number(b, token)])
-        places = [
-            b.add(b.load(b.gep(first, [b.mul(self.tokens, I64(i))])), at) for i in range(_PACKED)
-        ]
-
-        x = load_groups(v, self.values.words, places, b.sub(self.row_bytes, at), size)
+        first = b.gep(offsets, [opaque_number(b, token)])
+        places = [b.gep(first, [I64(self.tokens * i)]) for i in range(_PACKED)]
+        x = self.groups.load(start, places, size)
         mixed = [v.mixed_fours(x)] if v.has_fours else v.mixed_pairs(x)
         low = v.splat_int(0x0F0F0F0F)
         for x in mixed:
