@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from numkv.kernels import operations
 from numkv.kernels.operations import FILES, NAMES, Operations, implements, load, operations_in
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,9 +49,10 @@ def test_an_implementation_with_other_parameters_is_refused():
         def merge_states(o_a, o_b): ...
 
 
-def test_what_nobody_implements_says_so():
-    with pytest.raises(NotImplementedError):
-        Operations.first_non_finite(None, "fp32")
+def test_a_target_without_an_operation_is_refused(monkeypatch):
+    monkeypatch.setattr(operations, "FILES", tuple(file for file in FILES if file != "merge"))
+    with pytest.raises(TypeError, match=r"differs in \{'merge_states'\}"):
+        load.__wrapped__("cpu")
 
 
 def test_an_operation_has_a_test_and_a_benchmark_of_its_name():

@@ -11,8 +11,8 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
-from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from numkv.arrays import Array
 Side = tuple[Array, str, Array, str, Array]
 
 
-class Operations:
+class Operations(Protocol):
     """The operations of a target; see `numkv.targets.Target.ops`.
 
     Arrays are the target's own, and hold words: 16-bit floats as ``uint16``, INT4 codes two to a ``uint8``. Arguments
@@ -59,7 +59,6 @@ class Operations:
         start : int
             Position of the first new token.
         """
-        raise NotImplementedError
 
     @staticmethod
     def append_both(k: Side, v: Side, block_table: Array, start: int, look: int = 0) -> None:
@@ -75,7 +74,6 @@ class Operations:
             On CUDA a number of `numkv.kernels.cuda.late`, or 0. Rows to be quantised that have NaN or infinity are
             stored as zeros, and reported under this number. On the CPU the callers check.
         """
-        raise NotImplementedError
 
     @staticmethod
     def scatter_both(k: Side, v: Side, slot_mapping: Array, look: int = 0) -> None:
@@ -88,7 +86,6 @@ class Operations:
         slot_mapping
             See `scatter_rows`.
         """
-        raise NotImplementedError
 
     @staticmethod
     def copy_both(
@@ -105,7 +102,6 @@ class Operations:
         offsets
             See `copy_rows`.
         """
-        raise NotImplementedError
 
     @staticmethod
     def copy_rows(new: Array, cache: Array, offsets: Array) -> None:
@@ -120,7 +116,6 @@ class Operations:
         offsets : int64 array (batch,)
             Row of each sequence that its first new row goes to; any value.
         """
-        raise NotImplementedError
 
     @staticmethod
     def scatter_rows(
@@ -144,7 +139,6 @@ class Operations:
         slot_mapping : int64 array (num_tokens,)
             ``block * block_size + offset`` of each row; -1 skips it, as does, on CUDA, any slot outside the pool.
         """
-        raise NotImplementedError
 
     @staticmethod
     def fill_mask(
@@ -189,7 +183,6 @@ class Operations:
         heads : array (2 * num_q_heads,) or (0,)
             Takes sinks, or -inf where there are none, and slopes.
         """
-        raise NotImplementedError
 
     @staticmethod
     def attend(
@@ -255,7 +248,6 @@ class Operations:
         lse : float32 array (num_tokens, num_q_heads)
             Log of the sum of exponentials; on CUDA ``(0, 0)`` if it is not asked for.
         """
-        raise NotImplementedError
 
     @staticmethod
     def copy_blocks(source: Array, source_ids: Array, to: Array, to_ids: Array) -> None:
@@ -268,7 +260,6 @@ class Operations:
         source_ids, to_ids : int32 array (n,)
             Which blocks, and where they go. No block of `to_ids` is among `source_ids` where the buffers are one.
         """
-        raise NotImplementedError
 
     @staticmethod
     def copy_tokens(source: Array, source_slots: Array, to: Array, to_slots: Array) -> None:
@@ -282,7 +273,6 @@ class Operations:
             ``block * block_size + offset`` of each token, and of where it goes; no slot is written to twice. Where the
             buffers are one, no pair writes to a slot that a later pair reads.
         """
-        raise NotImplementedError
 
     @staticmethod
     def quantise_groups(
@@ -313,7 +303,6 @@ class Operations:
         to_groups : int64 array (n,)
             Where each goes, counted as `groups`; none comes twice. On CUDA groups outside of either are skipped.
         """
-        raise NotImplementedError
 
     @staticmethod
     def first_non_finite(rows: Array, kind: str) -> int:
@@ -331,7 +320,6 @@ class Operations:
         int
             Its flat index, or -1.
         """
-        raise NotImplementedError
 
     @staticmethod
     def rotate_rows(
@@ -355,7 +343,6 @@ class Operations:
         out_kind : str
             Its float kind.
         """
-        raise NotImplementedError
 
     @staticmethod
     def attention_weights(
@@ -410,7 +397,6 @@ class Operations:
         weights : float32 array (num_seqs, num_kv_heads, columns)
             Result, for the first `columns` tokens of each sequence; 0 for those that no query sees.
         """
-        raise NotImplementedError
 
     @staticmethod
     def merge_states(
@@ -431,7 +417,6 @@ class Operations:
         lse : float32 array (num_tokens, num_q_heads)
             Takes the merged log.
         """
-        raise NotImplementedError
 
     @staticmethod
     def shift_rows(
@@ -466,7 +451,6 @@ class Operations:
         interleaved : bool
             Which elements are pairs: 2i and 2i + 1, or i and ``i + rotary_dim / 2``.
         """
-        raise NotImplementedError
 
     @staticmethod
     def scatter_latents(
@@ -507,7 +491,6 @@ class Operations:
         look
             See `append_both`.
         """
-        raise NotImplementedError
 
     @staticmethod
     def scatter_write(
@@ -547,7 +530,6 @@ class Operations:
         look
             See `append_both`.
         """
-        raise NotImplementedError
 
     @staticmethod
     def write_rows(
@@ -605,7 +587,6 @@ class Operations:
         look
             See `append_both`.
         """
-        raise NotImplementedError
 
     # -- small calls
 
@@ -629,7 +610,6 @@ class Operations:
             block table of one sequence. Its first new token has position `start`, and it has room for `room` more. If
             `look`, rows to be quantised are checked for NaN and infinity. None if the target has no such function.
         """
-        raise NotImplementedError
 
     @staticmethod
     def small_copy(rows_kind: str) -> Callable[..., bool] | None:
@@ -646,7 +626,6 @@ class Operations:
             ``copy(k_new, v_new, k_cache, v_cache, offsets) -> bool``: whether all was as it should be, and was done.
             See `small_append`.
         """
-        raise NotImplementedError
 
     @staticmethod
     def small_write(
@@ -670,7 +649,6 @@ class Operations:
             k_pool, k_scale, v_pool, v_scale, places, start, room, checks, 0, 0, 1) -> int``; see `write_rows` and
             `small_append`. `checks` is one of `Checks`; the last three make it run on this thread.
         """
-        raise NotImplementedError
 
     @staticmethod
     def append_attend(
@@ -695,7 +673,6 @@ class Operations:
         object or None
             A `numkv.kernels.cpu.attention.bound.BoundKernel`. None where the target has no such way.
         """
-        raise NotImplementedError
 
     # -- choice of blocks
 
@@ -720,7 +697,6 @@ class Operations:
         low, high : float32 array (num_blocks, num_kv_heads, head_dim)
             Take the bounds of these blocks: infinite ones in a column that has a NaN.
         """
-        raise NotImplementedError
 
     @staticmethod
     def block_scores(
@@ -755,7 +731,6 @@ class Operations:
         scores : float32 array (num_seqs, num_kv_heads, max_blocks)
             Takes the bounds; -inf past a length, inf where there is a NaN.
         """
-        raise NotImplementedError
 
     @staticmethod
     def choose_blocks(
@@ -783,7 +758,6 @@ class Operations:
         lens : int64 array (num_seqs, num_kv_heads)
             Takes the tokens in them.
         """
-        raise NotImplementedError
 
     @staticmethod
     def tables_of_heads(tables: Array, num_kv_heads: int, out: Array) -> None:
@@ -799,7 +773,6 @@ class Operations:
             Receives ``block * num_kv_heads + head``, or for blocks of one head the block; -1 for entries without a
             block.
         """
-        raise NotImplementedError
 
     # -- compressed heads
 
@@ -828,7 +801,6 @@ class Operations:
         lse : float32 array (num_queries, num_q_heads) or (0, 0)
             Takes the natural logs of the sums of exponentials, if it is not empty.
         """
-        raise NotImplementedError
 
     @staticmethod
     def decode_rows(
@@ -851,7 +823,6 @@ class Operations:
         out : float32 array (num_heads, num_tokens, head_dim)
             Takes the rows.
         """
-        raise NotImplementedError
 
     @staticmethod
     def encode_rows(
@@ -895,7 +866,6 @@ class Operations:
         slots : int64 array (num_tokens,), optional
             Where each token goes instead.
         """
-        raise NotImplementedError
 
     @staticmethod
     def score_codes(
@@ -910,7 +880,6 @@ class Operations:
         out : float32 array (num_queries, num_q_heads, end - begin)
             Takes the scores; -inf where a query does not see a token.
         """
-        raise NotImplementedError
 
 
 class Checks(enum.IntEnum):
@@ -1072,13 +1041,12 @@ def load(target: str) -> Operations:
     target : {"cpu", "cuda"}
         Name of the target; ``"cuda"`` imports Numba's CUDA target.
     """
-    found = Operations()
+    found: dict[str, Any] = {}
     for file in FILES:
-        module = importlib.import_module(f"numkv.kernels.{target}.{file}")
-        vars(found).update(operations_in(module))
-    missing = set(NAMES) ^ vars(found).keys()
+        found |= operations_in(importlib.import_module(f"numkv.kernels.{target}.{file}"))
+    missing = set(NAMES) ^ found.keys()
     if missing:
         raise TypeError(
             f"numkv.kernels.{target}: expected all operations and no others, differs in {missing}"
         )
-    return found
+    return cast(Operations, SimpleNamespace(**found))
