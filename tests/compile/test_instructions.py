@@ -77,7 +77,7 @@ def test_products_of_matrices(of):
 
 def test_matrices_from_shared_memory():
     """Matrices whose rows lie 48 bytes apart, so that they are no neighbours."""
-    rng, steps = np.random.default_rng(2), ops.ldmatrix_x4_steps(2, 16, True)
+    rng, steps = np.random.default_rng(2), ops.ldmatrix(4, 0, 16, trans=True)
 
     def kernel(source, out):
         shared, t = cuda.shared.array(32 * 12, np.uint32), cuda.threadIdx.x
@@ -146,7 +146,7 @@ def test_copies_and_wide_accesses():
 def test_floats_of_a_local_array():
     """Pairs that a thread has in a local array, stored some bytes apart; four floats that were pairs of two threads."""
     rng, store = np.random.default_rng(8), ops.store_shared_pairs((0, 512))
-    load, later = ops.load_shared_quad(0), ops.load_shared_quad(512)
+    load, later = (ops.load_shared(16, offset, of="f") for offset in (0, 512))
 
     def kernel(source, out):
         shared, t = cuda.shared.array(256, np.float32, alignment=16), cuda.threadIdx.x
@@ -170,7 +170,7 @@ def test_rows_by_a_table_and_words():
     """Rows of 16 bytes, whose places a table in shared memory has; single words and pairs of them."""
     rng = np.random.default_rng(7)
     plain, sized = (ops.cp_async_16_rows(2, 8 * 32, 16 * 32, some) for some in (False, True))
-    load = ops.ldmatrix_x4_into(2, 512, False, 0)
+    load = ops.ldmatrix(4, 0, 512, into=True)
 
     def kernel(source, out):
         rows, t = cuda.shared.array(32 * 16, np.uint32), cuda.threadIdx.x

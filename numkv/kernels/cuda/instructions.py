@@ -86,6 +86,16 @@ def intrinsic(typed: Callable[..., Any]) -> Any:
     return missing
 
 
+def _named(typed: Callable[..., Any], name: str, doc: str, *parameters: str) -> Any:
+    """Return the `intrinsic` of a function that emits LLVM, with a name, a docstring and parameters of its own."""
+    either = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    names = ("typing_context", *parameters)
+    typed.__signature__ = inspect.Signature([inspect.Parameter(n, either) for n in names])  # type: ignore[attr-defined]
+    typed.__name__ = typed.__qualname__ = name
+    typed.__doc__ = doc
+    return intrinsic(typed)
+
+
 def operation(
     name: str, text: str, results: str, operands: dict[str, str], doc: str, *, together: bool = False,
     memory: bool = False, early: bool = False, into: bool = False, floats: int = 0,
@@ -160,12 +170,7 @@ def operation(
         from_array = into or floats > 0
         return (types.void(*given, args[-1]) if from_array else returned(*given)), codegen
 
-    either = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    names = ["typing_context", *operands, *(["array"] if into or floats else [])]
-    typed.__signature__ = inspect.Signature([inspect.Parameter(n, either) for n in names])  # type: ignore[attr-defined]
-    typed.__name__ = typed.__qualname__ = name
-    typed.__doc__ = doc
-    return intrinsic(typed)
+    return _named(typed, name, doc, *operands, *(["array"] if into or floats else []))
 
 
 @intrinsic
@@ -305,90 +310,53 @@ def cp_async_wait(typing_context: Any, groups: Any) -> Any:
     return types.void(groups), codegen
 
 
-def _shared(words: int) -> tuple[Any, Any]:
-    """Make the functions that load and store some words of shared memory at once."""
-    vector = {1: "", 2: ".v2", 4: ".v4"}[words]
-    size, names = 4 * words, list("abcd"[:words])
-    loaded = ", ".join(f"${i}" for i in range(words))
-    stored = ", ".join(f"${i + 1}" for i in range(words))
-    load = operation(
-        f"load_shared_{size}", f"ld.shared{vector}.b32 {{{loaded}}}, [${words}];", "r" * words, {"address": "r"},
-        f"The {size} bytes of shared memory at an address, a multiple of {size}, as words.", memory=True,
+def _loads(
+    opcode: str, width: int, of: str, offsets: tuple[int, ...], doc: str, *, into: bool, together: bool = False,
+) -> Any:  # fmt: skip
+    """Make an operation that loads `width` results at each of `offsets` from an address of shared memory."""
+    text = ""
+    for i, offset in enumerate(offsets):
+        found = ", ".join(f"${width * i + j}" for j in range(width))
+        text += f"{opcode} {{{found}}}, [${width * len(offsets)}+{offset}];\n"
+    name = "_".join(map(str, (opcode.replace(".", "_"), *offsets)))
+    # Results must not share a register with the address, which later loads still need.
+    return operation(
+        name, text, of * (width * len(offsets)), {"address": "r"}, doc, together=together, memory=True,
+        early=len(offsets) > 1, into=into,
     )  # fmt: skip
-    store = operation(
-        f"store_shared_{size}", f"st.shared{vector}.b32 [$0], {{{stored}}};", "",
+
+
+@functools.cache
+def load_shared(size: int, *offsets: int, of: str = "r", into: bool = False) -> Any:
+    """Make an operation that loads from shared memory: ``shared[address + offset :][:size]`` for each of `offsets`.
+
+    Parameters
+    ----------
+    size : {4, 8, 16}
+        Bytes that each instruction loads; addresses are multiples of it.
+    offsets : int
+        Bytes from the operation's address to those of the loads. They are parts of the instructions.
+    of : {"r", "f"}
+        Whether the results are words, or float32.
+    into : bool
+        Whether results go to a local array: ``load(address, array)``.
+    """
+    vector = {4: "", 8: ".v2", 16: ".v4"}[size]
+    opcode = f"ld.shared{vector}.{'b32' if of == 'r' else 'f32'}"
+    doc = f"The {size} bytes of shared memory at an address, a multiple of {size}."
+    return _loads(opcode, size // 4, of, offsets, doc, into=into)
+
+
+@functools.cache
+def store_shared(size: int, offset: int = 0) -> Any:
+    """Make an operation that stores words to the `size` bytes of shared memory at ``address + offset``."""
+    vector, names = {4: "", 8: ".v2", 16: ".v4"}[size], list("abcd"[: size // 4])
+    stored = ", ".join(f"${i + 1}" for i in range(len(names)))
+    return operation(
+        f"store_shared_{size}_{offset}", f"st.shared{vector}.b32 [$0+{offset}], {{{stored}}};", "",
         {"address": "r"} | dict.fromkeys(names, "r"),
         f"Put words into the {size} bytes of shared memory at an address, a multiple of {size}.", memory=True,
     )  # fmt: skip
-    return load, store
-
-
-@functools.cache
-def load_shared_8_steps(count: int, step: int) -> Any:
-    """Make an operation of `count` times `load_shared_8`, at addresses `step` bytes apart."""
-    text = "".join(
-        f"ld.shared.v2.b32 {{${2 * i}, ${2 * i + 1}}}, [${2 * count}+{i * step}];\n"
-        for i in range(count)
-    )
-    name = f"load_shared_8_{count}_steps_of_{step}"
-    return operation(name, text, "r" * (2 * count), {"address": "r"}, "", memory=True, early=True)
-
-
-@functools.cache
-def load_shared_pairs(count: int, step: int) -> Any:
-    """Make an operation that loads `count` pairs of float32, `step` bytes apart, into a local array.
-
-    ``load(address, floats)``: ``floats[2 * i : 2 * i + 2] = shared[address + i * step :][:8]``.
-    """
-    text = "".join(
-        f"ld.shared.v2.f32 {{${2 * i}, ${2 * i + 1}}}, [${2 * count}+{i * step}];\n"
-        for i in range(count)
-    )
-    name = f"load_shared_{count}_pairs_of_{step}"
-    return operation(
-        name, text, "f" * (2 * count), {"address": "r"}, "", memory=True, early=True, into=True
-    )
-
-
-@functools.cache
-def load_shared_4_from(offset: int) -> Any:
-    """Make `load_shared_4` of ``address + offset``; the offset is a part of the instruction."""
-    text = f"ld.shared.b32 $0, [$1+{offset}];"
-    return operation(f"load_shared_4_from_{offset}", text, "r", {"address": "r"}, "", memory=True)
-
-
-@functools.cache
-def load_shared_16_from(offset: int) -> Any:
-    """Make `load_shared_16` of ``address + offset``; the offset is a part of the instruction."""
-    text = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];"
-    return operation(
-        f"load_shared_16_from_{offset}", text, "rrrr", {"address": "r"}, "", memory=True
-    )
-
-
-@functools.cache
-def store_shared_16_at(offset: int) -> Any:
-    """Make `store_shared_16` at ``address + offset``; the offset is a part of the instruction."""
-    text = f"st.shared.v4.b32 [$0+{offset}], {{$1, $2, $3, $4}};"
-    operands = {"address": "r"} | dict.fromkeys("abcd", "r")
-    return operation(f"store_shared_16_at_{offset}", text, "", operands, "", memory=True)
-
-
-@functools.cache
-def load_shared_4_floats_from(offset: int) -> Any:
-    """Make an operation that loads four float32 of shared memory at ``address + offset``, a multiple of 16."""
-    text = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{offset}];"
-    return operation(
-        f"load_shared_4_floats_from_{offset}", text, "ffff", {"address": "r"}, "", memory=True
-    )
-
-
-@functools.cache
-def load_shared_floats(offsets: tuple[int, ...]) -> Any:
-    """Make an operation that loads float32 of shared memory at constant offsets from an address, multiples of 4."""
-    text = "".join(f"ld.shared.f32 ${i}, [${len(offsets)}+{x}];\n" for i, x in enumerate(offsets))
-    name = "load_shared_floats_" + "_".join(map(str, offsets))
-    return operation(name, text, "f" * len(offsets), {"address": "r"}, "", memory=True, early=True)
 
 
 @functools.cache
@@ -405,58 +373,60 @@ def store_shared_pairs(offsets: tuple[int, ...]) -> Any:
     return operation(name, text, "", {"address": "r"}, "", memory=True, floats=2 * len(offsets))
 
 
-@functools.cache
-def load_shared_quad(offset: int) -> Any:
-    """Make an operation that loads four float32 of shared memory at an address plus `offset`, a multiple of 16."""
-    text = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{offset}];"
-    return operation(f"load_shared_quad_{offset}", text, "ffff", {"address": "r"}, "", memory=True)
+load_shared_4, load_shared_8, load_shared_16 = (load_shared(size, 0) for size in (4, 8, 16))
+store_shared_4, store_shared_8, store_shared_16 = (store_shared(size) for size in (4, 8, 16))
 
 
-load_shared_4, store_shared_4 = _shared(1)
-load_shared_8, store_shared_8 = _shared(2)
-load_shared_16, store_shared_16 = _shared(4)
+def _global(words: int) -> tuple[Any, Any]:
+    """Make the functions that load and store some words of global memory at once."""
+    vector, size = ir.VectorType(I32, words), 4 * words
 
-_VECTOR = ir.VectorType(I32, 4)
+    def at(b: Any, address: Any) -> Any:
+        return b.inttoptr(address, ir.PointerType(vector, addrspace=1))
+
+    def load(typing_context: Any, address: Any) -> Any:
+        def codegen(context, b, sig, args):
+            found = b.load(at(b, args[0]))
+            found.align = size
+            parts = [b.extract_element(found, ir.Constant(I32, i)) for i in range(words)]
+            return context.make_tuple(b, sig.return_type, parts)
+
+        return types.UniTuple(types.uint32, words)(types.int64), codegen
+
+    def store(typing_context: Any, address: Any, *values: Any) -> Any:
+        def codegen(context, b, sig, args):
+            value = ir.Constant(vector, ir.Undefined)
+            for i, word in enumerate(args[1:]):
+                value = b.insert_element(value, word, ir.Constant(I32, i))
+            b.store(value, at(b, args[0]), align=size)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, *[types.uint32] * words), codegen
+
+    return (
+        _named(
+            load, f"load_global_{size}",
+            f"""Load the {size} bytes of global memory at an address, a multiple of {size}, as {words} words.
+
+            ``memory[address : address + {size}].view(uint32)``. The compiler may move the load up, but never past a
+            store.
+            """, "address",
+        ),
+        _named(
+            store, f"store_global_{size}",
+            f"""Store {words} words to the {size} bytes of global memory at an address, a multiple of {size}.
+
+            ``memory[address : address + {size}].view(uint32)[:] = a, b, …``
+            """, "address", *"abcd"[:words],
+        ),
+    )  # fmt: skip
 
 
-def _vector_at(b: Any, address: Any) -> Any:
-    return b.inttoptr(address, ir.PointerType(_VECTOR, addrspace=1))
+load_global_8, store_global_8 = _global(2)
+load_global_16, store_global_16 = _global(4)
 
 
-@intrinsic
-def load_global_16(typing_context: Any, address: Any) -> Any:
-    """Load the 16 bytes of global memory at an address, a multiple of 16, as four words.
-
-    ``memory[address : address + 16].view(uint32)``. The compiler may move the load up, but never past a store.
-    """
-
-    def codegen(context, b, sig, args):
-        found = b.load(_vector_at(b, args[0]))
-        found.align = 16
-        parts = [b.extract_element(found, ir.Constant(I32, i)) for i in range(4)]
-        return context.make_tuple(b, sig.return_type, parts)
-
-    return types.UniTuple(types.uint32, 4)(types.int64), codegen
-
-
-@intrinsic
-def store_global_16(typing_context: Any, address: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """Store four words to the 16 bytes of global memory at an address, a multiple of 16.
-
-    ``memory[address : address + 16].view(uint32)[:] = a, b, c, d``
-    """
-
-    def codegen(context, builder, sig, args):
-        value = ir.Constant(_VECTOR, ir.Undefined)
-        for i, word in enumerate(args[1:]):
-            value = builder.insert_element(value, word, ir.Constant(I32, i))
-        builder.store(value, _vector_at(builder, args[0]), align=16)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, *[types.uint32] * 4), codegen
-
-
-def _global(size: int) -> Any:
+def _global_word(size: int) -> Any:
     """Make the function that loads a word, or half a word, of global memory."""
     of = ir.IntType(8 * size)
 
@@ -468,73 +438,13 @@ def _global(size: int) -> Any:
 
         return types.uint32(types.int64), codegen
 
-    typed.__name__ = typed.__qualname__ = f"load_global_{size}"
-    typed.__doc__ = (
+    doc = (
         f"The {size} bytes of global memory at an address, a multiple of {size}, as a word: uint32."
     )
-    return intrinsic(typed)
+    return _named(typed, f"load_global_{size}", doc, "address")
 
 
-load_global_2, load_global_4 = _global(2), _global(4)
-
-
-_PAIR = ir.VectorType(I32, 2)
-
-
-@intrinsic
-def load_global_8(typing_context: Any, address: Any) -> Any:
-    """Load the 8 bytes of global memory at an address, a multiple of 8, as two words.
-
-    ``memory[address : address + 8].view(uint32)``
-    """
-
-    def codegen(context, b, sig, args):
-        found = b.load(b.inttoptr(args[0], ir.PointerType(_PAIR, addrspace=1)))
-        found.align = 8
-        parts = [b.extract_element(found, ir.Constant(I32, i)) for i in range(2)]
-        return context.make_tuple(b, sig.return_type, parts)
-
-    return types.UniTuple(types.uint32, 2)(types.int64), codegen
-
-
-@intrinsic
-def store_global_8(typing_context: Any, address: Any, a: Any, b: Any) -> Any:
-    """Store two words to the 8 bytes of global memory at an address, a multiple of 8.
-
-    ``memory[address : address + 8].view(uint32)[:] = a, b``
-    """
-
-    def codegen(context, builder, sig, args):
-        value = ir.Constant(_PAIR, ir.Undefined)
-        for i, word in enumerate(args[1:]):
-            value = builder.insert_element(value, word, ir.Constant(I32, i))
-        pointer = builder.inttoptr(args[0], ir.PointerType(_PAIR, addrspace=1))
-        builder.store(value, pointer, align=8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.uint32, types.uint32), codegen
-
-
-def _loader_of(name: str, of: Any, llvm: Any, doc: str) -> Any:
-    def typed(typing_context, address):
-        def codegen(context, b, sig, args):
-            return b.load(b.inttoptr(args[0], ir.PointerType(llvm, addrspace=1)))
-
-        return of(types.int64), codegen
-
-    typed.__name__ = typed.__qualname__ = name
-    typed.__doc__ = doc
-    return intrinsic(typed)
-
-
-load_global_float = _loader_of(
-    "load_global_float", types.float32, F32,
-    "The float32 at an address of global memory: ``memory[address : address + 4].view(float32)[0]``.",
-)  # fmt: skip
-load_global_word16 = _loader_of(
-    "load_global_word16", types.uint16, ir.IntType(16),
-    "The 16 bits at an address of global memory: ``memory[address : address + 2].view(uint16)[0]``.",
-)  # fmt: skip
+load_global_2, load_global_4 = _global_word(2), _global_word(4)
 
 
 @intrinsic
@@ -551,24 +461,23 @@ def store_global(typing_context: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, value), codegen
 
 
-def _of_floats(name: str, called: str, count: int, doc: str) -> Any:
-    """Make an NVVM function over float32; unlike inline PTX, it accepts constants as immediates."""
+def _called(b: Any, name: str, *values: Any) -> Any:
+    """Call a function of NVVM whose result and arguments are of one type."""
+    of = ir.FunctionType(values[0].type, [x.type for x in values])
+    return b.call(cgutils.get_or_insert_function(b.module, of, name), values)
+
+
+def _of_nvvm(name: str, called: str, of: Any, parameters: str, doc: str) -> Any:
+    """Make a function of NVVM over numbers of type `of`; unlike inline PTX, it accepts constants as immediates."""
+    names = parameters.split()
 
     def typed(typing_context, *args):
         def codegen(context, b, sig, values):
-            of = cgutils.get_or_insert_function(
-                b.module, ir.FunctionType(F32, [F32] * count), called
-            )
-            return b.call(of, values)
+            return _called(b, called, *values)
 
-        return types.float32(*[types.float32] * count), codegen
+        return of(*[of] * len(names)), codegen
 
-    either = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    names = ["typing_context", *"abc"[:count]]
-    typed.__signature__ = inspect.Signature([inspect.Parameter(n, either) for n in names])  # type: ignore[attr-defined]
-    typed.__name__ = typed.__qualname__ = name
-    typed.__doc__ = doc
-    return intrinsic(typed)
+    return _named(typed, name, doc, *names)
 
 
 @intrinsic
@@ -590,12 +499,12 @@ def other_float(typing_context: Any, x: Any, lanes: Any) -> Any:
     return x(x, types.uint32), codegen
 
 
-greater_float = _of_floats(
-    "greater_float", "llvm.nvvm.fmax.f", 2,
+greater_float = _of_nvvm(
+    "greater_float", "llvm.nvvm.fmax.f", types.float32, "a b",
     "The greater one of two float32; the other one where one is NaN: ``fmax(a, b)``.",
 )  # fmt: skip
-smaller_float = _of_floats(
-    "smaller_float", "llvm.nvvm.fmin.f", 2,
+smaller_float = _of_nvvm(
+    "smaller_float", "llvm.nvvm.fmin.f", types.float32, "a b",
     "The smaller one of two float32; the other one where one is NaN: ``fmin(a, b)``.",
 )  # fmt: skip
 
@@ -642,20 +551,13 @@ fma_fp16x2 = operation(
 )  # fmt: skip
 
 
-@intrinsic
-def permute_bytes(typing_context: Any, a: Any, b: Any, which: Any) -> Any:
+permute_bytes = _of_nvvm(
+    "permute_bytes", "llvm.nvvm.prmt", types.uint32, "a b which",
     """Pick four bytes of `a` (0 to 3) and `b` (4 to 7): hexadecimal digit ``i`` of `which` selects byte ``i``.
 
     ``concatenate([a.view(uint8), b.view(uint8)])[[which >> 4 * i & 7 for i in range(4)]].view(uint32)``
-    """
-
-    def codegen(context, builder, sig, args):
-        of = ir.FunctionType(I32, [I32, I32, I32])
-        return builder.call(
-            cgutils.get_or_insert_function(builder.module, of, "llvm.nvvm.prmt"), args
-        )
-
-    return types.uint32(*[types.uint32] * 3), codegen
+    """,
+)  # fmt: skip
 
 
 @functools.cache
@@ -709,45 +611,17 @@ def _mma(of: str, called: str) -> Any:
 mma_bf16, mma_fp16 = _mma("bf16", "bf16"), _mma("f16", "fp16")
 
 
-def _ldmatrix(matrices: int, trans: bool) -> Any:
-    found = ", ".join(f"${i}" for i in range(matrices))
-    name = f"ldmatrix_x{matrices}" + "_trans" * trans
-    text = f"ldmatrix.sync.aligned.m8n8.x{matrices}{'.trans' * trans}.shared.b16 {{{found}}}, [${matrices}];"
+@functools.cache
+def ldmatrix(matrices: int, *offsets: int, trans: bool = False, into: bool = False) -> Any:
+    """Make an operation that loads 2 or 4 matrices at each of `offsets` from an address; see `load_shared`."""
     word = "M[[2t, 2t + 1], g]" if trans else "M[g, [2t, 2t + 1]]"
     doc = f"{matrices} matrices ``M`` of 8 x 8 elements of shared memory, of each ``{word}``; drawn above."
-    return operation(name, text, "r" * matrices, {"address": "r"}, doc, together=True, memory=True)
+    opcode = f"ldmatrix.sync.aligned.m8n8.x{matrices}{'.trans' * trans}.shared.b16"
+    return _loads(opcode, matrices, "r", offsets, doc, into=into, together=True)
 
 
-ldmatrix_x4, ldmatrix_x4_trans = _ldmatrix(4, False), _ldmatrix(4, True)
-ldmatrix_x2, ldmatrix_x2_trans = _ldmatrix(2, False), _ldmatrix(2, True)
-
-
-def _ldmatrix_steps(count: int, step: int, trans: bool, into: bool, offset: int = 0) -> Any:
-    text, opcode = "", f"ldmatrix.sync.aligned.m8n8.x4{'.trans' * trans}.shared.b16"
-    for i in range(count):
-        found = ", ".join(f"${4 * i + j}" for j in range(4))
-        text += f"{opcode} {{{found}}}, [${4 * count}+{offset + i * step}];\n"
-    # Results must not share a register with the address, which later loads still need.
-    name = f"ldmatrix_x4{'_trans' * trans}_{count}_steps_of_{step}_from_{offset}"
-    return operation(
-        name, text, "r" * (4 * count), {"address": "r"}, "", together=True, memory=True, early=True, into=into
-    )  # fmt: skip
-
-
-@functools.cache
-def ldmatrix_x4_steps(count: int, step: int, trans: bool) -> Any:
-    """Make an operation of `count` times `ldmatrix_x4`, or `ldmatrix_x4_trans`, at addresses `step` bytes apart.
-
-    ``sum((ldmatrix_x4(address + i * step) for i in range(count)), ())``. The steps are part of the instructions, so
-    only the first address is computed.
-    """
-    return _ldmatrix_steps(count, step, trans, False)
-
-
-@functools.cache
-def ldmatrix_x4_into(count: int, step: int, trans: bool, offset: int = 0) -> Any:
-    """Make `ldmatrix_x4_steps` from `offset` on, with results in a local array: ``load(address, words)``."""
-    return _ldmatrix_steps(count, step, trans, True, offset)
+ldmatrix_x4, ldmatrix_x4_trans = ldmatrix(4, 0), ldmatrix(4, 0, trans=True)
+ldmatrix_x2, ldmatrix_x2_trans = ldmatrix(2, 0), ldmatrix(2, 0, trans=True)
 
 
 def _shuffle(name: str, mode: str, of: str, doc: str) -> Any:
@@ -845,17 +719,17 @@ def _load_chunk(typing_context, KIND, WIDTH, array, a, b, c, d, floats, at):
 
 def _put_floats(context, b, kind, address, size, as_float, to, at):
     """Load `size` bytes of global memory, and store their elements as floats in the array `to`, from `at` on."""
-    real = ir.DoubleType() if as_float == types.float64 else ir.FloatType()
+    real = ir.DoubleType() if as_float == types.float64 else F32
     if kind == "code6":
         values = _code6_floats(b, address, size)
     else:
-        vector = ir.VectorType(ir.IntType(32), size // 4)
+        vector = ir.VectorType(I32, size // 4)
         values = _floats_of(context, b, kind, _load_vector(b, address, vector, size))
     for i, value in enumerate(values):
         if value.type != real:
             convert = b.fpext if as_float == types.float64 else b.fptrunc
             value = convert(value, real)
-        b.store(value, b.gep(to.data, [b.add(at, ir.Constant(ir.IntType(64), i))]))
+        b.store(value, b.gep(to.data, [b.add(at, ir.Constant(I64, i))]))
 
 
 def _load_vector(b, address, type_, size):
@@ -870,38 +744,36 @@ def _load_vector(b, address, type_, size):
 
 def _floats_of(context, b, kind, chunk):
     """Yield a chunk's elements as LLVM floats, like `rows.convert`, but with the GPU's own fp16 conversion."""
-    i32, single = ir.IntType(32), ir.FloatType()
     if kind == "int4":
         for shift in (0, 4):  # the low nibbles, then the high ones
             for i in range(chunk.type.count):
-                yield from _int4_floats(b, b.extract_element(chunk, ir.Constant(i32, i)), shift)
+                yield from _int4_floats(b, b.extract_element(chunk, ir.Constant(I32, i)), shift)
         return
     if kind in ("bf16", "int8", "code4"):
         part = {"bf16": _bf16_floats, "int8": _int8_floats, "code4": _code4_floats}[kind]
         for i in range(chunk.type.count):
-            yield from part(b, b.extract_element(chunk, ir.Constant(i32, i)))
+            yield from part(b, b.extract_element(chunk, ir.Constant(I32, i)))
         return
     if kind in ("fp8_e4m3", "fp8_e5m2"):  # GPUs before sm_89 have no conversion
         load = loader(kind)
         elements = b.bitcast(chunk, ir.VectorType(ir.IntType(8), 4 * chunk.type.count))
         for i in range(4 * chunk.type.count):
-            word = b.extract_element(elements, ir.Constant(i32, i))
+            word = b.extract_element(elements, ir.Constant(I32, i))
             yield context.compile_internal(b, load, types.float32(types.uint8), [word])
         return
     element, count = {
-        "fp16": (ir.HalfType(), 8), "fp32": (single, 4), "fp64": (ir.DoubleType(), 2)
+        "fp16": (ir.HalfType(), 8), "fp32": (F32, 4), "fp64": (ir.DoubleType(), 2)
     }[kind]  # fmt: skip
     elements = b.bitcast(chunk, ir.VectorType(element, count))
     for i in range(count):
-        value = b.extract_element(elements, ir.Constant(i32, i))
-        yield b.fpext(value, single) if kind == "fp16" else value
+        value = b.extract_element(elements, ir.Constant(I32, i))
+        yield b.fpext(value, F32) if kind == "fp16" else value
 
 
 def _bf16_floats(b, pair):
     """Yield the floats of two bfloat16: each is the upper half of a float32."""
-    i32, single = ir.IntType(32), ir.FloatType()
-    yield b.bitcast(b.shl(pair, ir.Constant(i32, 16)), single)
-    yield b.bitcast(b.and_(pair, ir.Constant(i32, 0xFFFF0000)), single)
+    yield b.bitcast(b.shl(pair, ir.Constant(I32, 16)), F32)
+    yield b.bitcast(b.and_(pair, ir.Constant(I32, 0xFFFF0000)), F32)
 
 
 def _int8_floats(b, codes):
@@ -910,76 +782,73 @@ def _int8_floats(b, codes):
     On some devices that instruction is several times slower than arithmetic. ``code + 128`` is a byte. As the last byte
     of the float 2**23, it adds its value to it.
     """
-    bytes_ = b.xor(codes, ir.Constant(ir.IntType(32), 0x80808080))
+    bytes_ = b.xor(codes, ir.Constant(I32, 0x80808080))
     return _byte_floats(b, bytes_, 2.0**23 + 128)
 
 
 def _int4_floats(b, codes, shift):
     """Return the floats of the codes in four bytes' nibbles, from bit `shift` on."""
-    i32 = ir.IntType(32)
-    nibbles = b.and_(b.lshr(codes, ir.Constant(i32, shift)), ir.Constant(i32, 0x0F0F0F0F))
+    nibbles = b.and_(b.lshr(codes, ir.Constant(I32, shift)), ir.Constant(I32, 0x0F0F0F0F))
     return _byte_floats(b, nibbles, 2.0**23)
 
 
 def _code4_floats(b, codes):
     """Yield the levels of eight codes of `numkv.rows.code4`; one permutation of bytes looks up four magnitudes."""
-    i32, single = ir.IntType(32), ir.FloatType()
     low, high = (
-        ir.Constant(i32, sum(x << 8 * i for i, x in enumerate(part)))
+        ir.Constant(I32, sum(x << 8 * i for i, x in enumerate(part)))
         for part in (LEVELS[:4], LEVELS[4:])
     )
     for first in range(0, 8, 4):
-        here = b.lshr(codes, ir.Constant(i32, 4 * first))
-        numbers = b.and_(here, ir.Constant(i32, 0x7777))
+        here = b.lshr(codes, ir.Constant(I32, 4 * first))
+        numbers = b.and_(here, ir.Constant(I32, 0x7777))
         for i, size in enumerate(_byte_floats(b, _permute(b, low, high, numbers), 2.0**23)):
-            sign = b.and_(b.shl(here, ir.Constant(i32, 28 - 4 * i)), ir.Constant(i32, 0x80000000))
-            yield b.bitcast(b.or_(b.bitcast(size, i32), sign), single)
+            sign = b.and_(b.shl(here, ir.Constant(I32, 28 - 4 * i)), ir.Constant(I32, 0x80000000))
+            yield b.bitcast(b.or_(b.bitcast(size, I32), sign), F32)
 
 
 def _code6_floats(b, address, size):
     """Yield the levels of 8 or 16 codes of `numkv.rows.code6`, from three loads of 2 or 4 bytes each."""
-    i32, each = ir.IntType(32), size // 3
+    each = size // 3
     a, c, e = (
-        b.zext(_load_vector(b, b.add(address, ir.Constant(ir.IntType(64), each * i)), ir.IntType(8 * each), each), i32)
+        b.zext(_load_vector(b, b.add(address, ir.Constant(I64, each * i)), ir.IntType(8 * each), each), I32)
         for i in range(3)
     )  # fmt: skip
 
     def shifted(low, right, high, left):
-        return b.or_(b.lshr(low, ir.Constant(i32, right)), b.shl(high, ir.Constant(i32, left)))
+        return b.or_(b.lshr(low, ir.Constant(I32, right)), b.shl(high, ir.Constant(I32, left)))
 
     # Units have three bytes each. The byte above them is ignored.
     if each == 2:
         units = [shifted(a, 0, c, 16), shifted(c, 8, e, 8)]
     else:
-        units = [a, shifted(a, 24, c, 8), shifted(c, 16, e, 16), b.lshr(e, ir.Constant(i32, 8))]
+        units = [a, shifted(a, 24, c, 8), shifted(c, 16, e, 16), b.lshr(e, ir.Constant(I32, 8))]
     for unit in units:
         yield from _unit_floats(b, unit)
 
 
 def _unit_floats(b, unit):
     """Yield the levels of the four codes of CODE6 in the lower three bytes of a word."""
-    i32, single = ir.IntType(32), ir.FloatType()
 
     def masked(word, left, mask):
-        return b.and_(b.shl(word, ir.Constant(i32, left)), ir.Constant(i32, mask))
+        return b.and_(b.shl(word, ir.Constant(I32, left)), ir.Constant(I32, mask))
 
     codes = masked(unit, 0, 63)
     for i in range(1, 4):  # a byte for each
         codes = b.or_(codes, masked(unit, 2 * i, 63 << 8 * i))
     # A permutation of bytes looks up four magnitudes in a table of eight. The code's upper bits select the table.
     numbers = masked(codes, 0, 0x07070707)
-    numbers = b.or_(numbers, b.lshr(numbers, ir.Constant(i32, 4)))
-    numbers = _permute(b, numbers, ir.Constant(i32, 0), ir.Constant(i32, 0x4420))
+    numbers = b.or_(numbers, b.lshr(numbers, ir.Constant(I32, 4)))
+    numbers = _permute(b, numbers, ir.Constant(I32, 0), ir.Constant(I32, 0x4420))
     found = []
     for first in range(0, 32, 8):
         low, high = (
-            ir.Constant(i32, sum(x << 8 * i for i, x in enumerate(code6.LEVELS[at : at + 4])))
+            ir.Constant(I32, sum(x << 8 * i for i, x in enumerate(code6.LEVELS[at : at + 4])))
             for at in (first, first + 4)
         )
         found.append(_permute(b, low, high, numbers))
     for left in (4, 3):  # bits 3 and 4 of codes become sign bits, which then fill their bytes
         upper = _permute(
-            b, b.shl(codes, ir.Constant(i32, left)), ir.Constant(i32, 0), ir.Constant(i32, 0xBA98)
+            b, b.shl(codes, ir.Constant(I32, left)), ir.Constant(I32, 0), ir.Constant(I32, 0xBA98)
         )
         found = [
             b.xor(x, b.and_(upper, b.xor(x, y)))
@@ -987,25 +856,20 @@ def _unit_floats(b, unit):
         ]
     for i, size in enumerate(_byte_floats(b, found[0], 2.0**23)):
         sign = masked(codes, 26 - 8 * i, 0x80000000)
-        yield b.bitcast(b.or_(b.bitcast(size, i32), sign), single)
+        yield b.bitcast(b.or_(b.bitcast(size, I32), sign), F32)
 
 
 def _permute(b, low, high, numbers):
     """Pick four of eight bytes, those of `low` first; nibble i of `numbers` selects byte i of the result."""
-    i32 = ir.IntType(32)
-    permute = cgutils.get_or_insert_function(
-        b.module, ir.FunctionType(i32, [i32, i32, i32]), "llvm.nvvm.prmt"
-    )
-    return b.call(permute, [low, high, numbers])
+    return _called(b, "llvm.nvvm.prmt", low, high, numbers)
 
 
 def _byte_floats(b, bytes_, offset):
     """Yield four bytes as floats: each becomes the last byte of the float 2**23, less `offset`."""
-    i32, single = ir.IntType(32), ir.FloatType()
     for i in range(4):
         # Bytes 0 to 3 are those of `bytes_`, 4 to 7 those of the constant. The top nibble selects the top byte.
-        bits = _permute(b, bytes_, ir.Constant(i32, 0x4B000000), ir.Constant(i32, 0x7440 + i))
-        yield b.fsub(b.bitcast(bits, single), ir.Constant(single, offset))
+        bits = _permute(b, bytes_, ir.Constant(I32, 0x4B000000), ir.Constant(I32, 0x7440 + i))
+        yield b.fsub(b.bitcast(bits, F32), ir.Constant(F32, offset))
 
 
 load_chunk = _simulated_load_chunk if SIMULATED else intrinsic(_load_chunk)
@@ -1026,7 +890,7 @@ def _row_address(typing_context: Any, array: Any, a: Any, b: Any, c: Any) -> Any
 
     def codegen(context, builder, sig, args):
         source = context.make_array(sig.args[0])(context, builder, args[0])
-        address = builder.ptrtoint(source.data, ir.IntType(64))
+        address = builder.ptrtoint(source.data, I64)
         for i in range(3):
             index = context.cast(builder, args[1 + i], sig.args[1 + i], types.int64)
             step = builder.extract_value(source.strides, i)
@@ -1052,7 +916,7 @@ def _load_chunk_at(
         word_bytes = sig.args[2].dtype.bitwidth // 8
         size = kind_of(kind).words_per_row(width) * word_bytes
         first = context.cast(b, args[4], sig.args[4], types.int64)
-        address = b.add(args[3], b.mul(first, ir.Constant(ir.IntType(64), word_bytes)))
+        address = b.add(args[3], b.mul(first, ir.Constant(I64, word_bytes)))
         at_ = context.cast(b, args[6], sig.args[6], types.int64)
         _put_floats(context, b, kind, address, size, to_type, to, at_)
         return context.get_dummy_value()

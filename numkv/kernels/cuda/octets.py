@@ -23,10 +23,10 @@ from numba.extending import register_jitable
 from numkv.kernels.cuda.instructions import (
     global_address,
     greater_float,
+    load_global_2,
+    load_global_4,
     load_global_8,
     load_global_16,
-    load_global_float,
-    load_global_word16,
     other_float,
     pack_bf16,
     pack_fp16,
@@ -417,7 +417,7 @@ def stored_loader(KIND, COMPUTE="float32"):
     def load(at_row, octet, x, at):
         load_words(at_row[0] + octet * SIZE, x, at)
         if SCALED:
-            scale = REAL(load_global_float(at_row[1]))
+            scale = REAL(load_global_4(at_row[1]).view(np.float32))
             for i in range(8):
                 x[at + i] = x[at + i] * scale
 
@@ -427,7 +427,7 @@ def stored_loader(KIND, COMPUTE="float32"):
 @register_jitable
 def _load_int4(at_row, octet, x, at):
     group, quarter = octet >> 2, octet & 3
-    word = load_global_word16(at_row[1] + group * at_row[2])
+    word = np.uint16(load_global_2(at_row[1] + group * at_row[2]))
     scale, lowest = bf16_to_float32(word), lowest_level(word)
     low, high = load_global_8(at_row[0] + group * 16 + (quarter & 1) * 8)
     by = np.uint32((quarter >> 1) * 4)
@@ -536,7 +536,7 @@ def row_putter(KIND, COMPUTE="float32"):
     def put(x, octets, have, lanes, to, largest, look):
         scale = np.float32(1)
         if SCALED and have[0]:
-            scale = load_global_float(to[1])
+            scale = load_global_4(to[1]).view(np.float32)
         if have[0]:
             store(x, 0, to[0] + np.int64(octets[0]) * np.int64(SIZE), scale)
         if have[1]:

@@ -73,11 +73,10 @@ from numkv.kernels.cuda.instructions import (
     keep_address,
     load_global_2,
     load_global_4,
+    load_shared,
     load_shared_4,
     load_shared_8,
     load_shared_16,
-    load_shared_floats,
-    load_shared_quad,
     shared_address,
     shuffle,
     shuffle_float,
@@ -672,9 +671,8 @@ def make_store(Q_KIND, SIZES):
         tuple(ROW_BYTES * (16 * tile + i) for tile in range(TILES) for i in (0, SECOND))
     )
     store_ends = store_shared_pairs((0, 8))
-    load_0, load_1 = load_shared_quad(0), load_shared_quad(WARP_BYTES)
-    load_2, load_3 = load_shared_quad(2 * WARP_BYTES), load_shared_quad(3 * WARP_BYTES)
-    load_ends = load_shared_floats(tuple(8 * (8 * w) + 8 * i for w in range(WARPS) for i in (0, 1)))
+    load_0, load_1, load_2, load_3 = (load_shared(16, w * WARP_BYTES, of="f") for w in range(4))
+    load_ends = load_shared(4, *(8 * (8 * w) + 8 * i for w in range(WARPS) for i in (0, 1)), of="f")
     WORD = np.float32 if Q_KIND == "fp32" else np.uint16
     _, store = codec(Q_KIND, "float32")
 

@@ -12,14 +12,14 @@ from numba.extending import register_jitable
 from numkv.kernels.cuda.attention.sizes import BANKS, DECODE_ROWS, QUERY_BYTES, WARPS
 from numkv.kernels.cuda.instructions import (
     fma_fp16x2,
+    ldmatrix,
     ldmatrix_x2,
     ldmatrix_x2_trans,
     ldmatrix_x4,
-    ldmatrix_x4_steps,
     ldmatrix_x4_trans,
     load_global_4,
+    load_shared,
     load_shared_8,
-    load_shared_8_steps,
     mma_bf16,
     mma_fp16,
     pack_bf16,
@@ -235,8 +235,8 @@ def make_scores(SIZES):
 
     if BITS == 16 and TILES % 4 == 0:
         STEPS = TILES // 4
-        read_steps = ldmatrix_x4_steps(STEPS, BANKS, False)
-        query_steps = load_shared_8_steps(STEPS, 4 * QUERY_BYTES)
+        read_steps = ldmatrix(4, *(BANKS * i for i in range(STEPS)))
+        query_steps = load_shared(8, *(4 * QUERY_BYTES * i for i in range(STEPS)))
 
         @register_jitable
         def scores_in_steps(at, q, c, part, scales, lane):
@@ -411,7 +411,7 @@ def make_sums(SIZES):
     add, turn = make_weighing(SIZES)
     read, read_one = make_reads(ldmatrix_x4_trans, ldmatrix_x2_trans)
     IN_STEPS, STEPS = BITS == 16 and TILES % 4 == 0, max(1, TILES // 4)
-    read_steps = ldmatrix_x4_steps(STEPS, BANKS, True)
+    read_steps = ldmatrix(4, *(BANKS * i for i in range(STEPS)), trans=True)
     widen = make_widen(V.kind) if BITS == 8 else None
 
     @register_jitable

@@ -42,15 +42,12 @@ from numkv.kernels.cuda.instructions import (
     fma_fp16x2,
     global_address,
     keep,
-    ldmatrix_x4_into,
+    ldmatrix,
     load_global_4,
     load_global_8,
+    load_shared,
     load_shared_4,
-    load_shared_4_floats_from,
-    load_shared_4_from,
     load_shared_16,
-    load_shared_16_from,
-    load_shared_pairs,
     log2_approx,
     mma_bf16,
     mma_fp16,
@@ -62,9 +59,9 @@ from numkv.kernels.cuda.instructions import (
     shuffle_xor,
     shuffle_xor_by,
     shuffle_xor_float,
+    store_shared,
     store_shared_4,
     store_shared_16,
-    store_shared_16_at,
     unpack_fp16,
 )
 from numkv.kernels.cuda.widen import fp8_words, halves_bf16, halves_fp16, int8_words, unpack_bf16
@@ -313,7 +310,7 @@ def make_scores(K_KIND, SIZES):
     def make_step(S):
         first_products = make_products(S == 0)
         # Sixteen columns of all tokens: four matrices for each sixteen tokens.
-        load = ldmatrix_x4_into(TILE // 16, 16 * SIZES.k_step, False, 32 * S)
+        load = ldmatrix(4, *(32 * S + SIZES.k_step * t for t in range(0, TILE, 16)), into=True)
 
         @register_jitable
         def step(c, words, q_at, k_words, k_at):
@@ -343,7 +340,8 @@ def make_sums(V_KIND, SIZES):
     AT_ONCE = 4 if SIZES.padded_v % 64 == 0 else 2
 
     def make_step(I, N0):
-        load = ldmatrix_x4_into(AT_ONCE, 32, True, I * (16 * V_STEP) + N0 * 32)
+        offsets = (16 * V_STEP * I + 32 * (N0 + n) for n in range(AT_ONCE))
+        load = ldmatrix(4, *offsets, trans=True, into=True)
 
         @register_jitable
         def step(state, weights, v_words, v_at):
@@ -394,7 +392,7 @@ def make_poison(V_KIND, SIZES):
     CHUNKS, PLACES = SIZES.padded_v // 8, TILE * (SIZES.padded_v // 8)
     STEP = U32((0x8000 - EXPONENT) * 0x10001)
     MAGNITUDES, SIGNS = U32(0x7FFF7FFF), U32(0x80008000)
-    load = ldmatrix_x4_into(TILE // 16, 16 * V_STEP, True)
+    load = ldmatrix(4, *(V_STEP * t for t in range(0, TILE, 16)), trans=True, into=True)
 
     @register_jitable
     def is_finite(v_from, thread):
@@ -592,10 +590,10 @@ def make_group_scale(SIDE, OFFSET, TEAM):
     """
     LEAST, MOST = U32(LEAST_LOG + 127 << 23), U32((MOST_LOG - DOWN + 127 << 23) + (1 << 23) - 1)
     STEPS = [2**i for i in range(8) if 2**i < TEAM]
-    load_own = load_shared_4_from(OFFSET)
+    load_own = load_shared(4, OFFSET)
 
     def make_larger(i):
-        load = load_shared_4_from(OFFSET + 4 * i)
+        load = load_shared(4, OFFSET + 4 * i)
 
         @register_jitable
         def larger(scales_at, largest):
@@ -720,7 +718,7 @@ def make_widen_side(SIZES, SIDE, WIDE, STEP, COLUMNS, LIKE=None):
     elements = make_elements(KIND)
 
     def make_put(m, offset):
-        store = store_shared_16_at(offset + CHUNK * m)
+        store = store_shared(16, offset + CHUNK * m)
 
         @register_jitable
         def put(to, chunks):
@@ -730,7 +728,7 @@ def make_widen_side(SIZES, SIDE, WIDE, STEP, COLUMNS, LIKE=None):
         return put
 
     def make_step(i):
-        load = load_shared_16_from(ROWS_FROM + i * ROWS * ROW_BYTES)
+        load = load_shared(16, ROWS_FROM + i * ROWS * ROW_BYTES)
         put = in_turn([make_put(m, WIDE_FROM + i * ROWS * STEP) for m in range(OUT)])
         _, group_scale = make_group_scale(SIDE, SCALES_FROM + i * ROWS * SCALE_BYTES, TEAM)
 
@@ -832,7 +830,7 @@ def make_terms(CAPPED, SIZES):
     """
     TILE, TO_BASE_2, SCALED = SIZES.tile, F(LOG2_E), SIZES.scaled
     K_SCALED, V_SCALED = SIZES.k.words > 0, SIZES.v.words > 0
-    load = load_shared_pairs(TILE // 8, 32)
+    load = load_shared(8, *range(0, 4 * TILE, 32), of="f", into=True)
 
     @register_jitable
     def capped(score, soft_cap):
@@ -846,7 +844,7 @@ def make_terms(CAPPED, SIZES):
 
     def make_step(J):
         """Return the step for tokens 8J + 2t and 8J + 2t + 1 of both rows."""
-        load_terms = load_shared_4_floats_from(64 * J)
+        load_terms = load_shared(16, 64 * J, of="f")
 
         @register_jitable
         def scaled(c, scales, at, soft_cap):
