@@ -540,14 +540,9 @@ split_bf16 = operation(
     """, early=True,
 )  # fmt: skip
 
-_FMA = "``a * b + c`` of words of two {}, each rounded once."
-fma_bf16x2 = operation(
-    "fma_bf16x2", "fma.rn.bf16x2 $0, $1, $2, $3;", "r", {"a": "r", "b": "r", "c": "r"},
-    _FMA.format("bfloat16"),
-)  # fmt: skip
 fma_fp16x2 = operation(
     "fma_fp16x2", "fma.rn.f16x2 $0, $1, $2, $3;", "r", {"a": "r", "b": "r", "c": "r"},
-    _FMA.format("float16"),
+    "``a * b + c`` of words of two float16, each rounded once.",
 )  # fmt: skip
 
 

@@ -7,14 +7,16 @@ exact. Exponents of 8-bit floats are moved by a product with a power of two, whi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba.extending import register_jitable
 
 from numkv.kernels.cuda.instructions import (
-    fma_bf16x2,
     fma_fp16x2,
+    mma_bf16,
+    mma_fp16,
+    pack_bf16,
     pack_fp16,
     permute_bytes,
     split_bf16,
@@ -22,8 +24,8 @@ from numkv.kernels.cuda.instructions import (
 )
 
 U32 = np.uint32
-#: Bytes of the two words: each has two bytes, with byte 4 above or below each.
-BELOW, ABOVE = (0x4140, 0x4342), (0x1404, 0x3424)
+#: The codes of each of two words, as digits of `permute_bytes`: below a byte 4 each, or above one.
+CODES_BELOW, CODES_ABOVE = (0x4140, 0x4342), (0x1404, 0x3424)
 SIGNS, MAGNITUDES = 0x80008000, 0x7F007F00
 
 
@@ -35,15 +37,6 @@ def unpack_bf16(word):
 
 
 @register_jitable
-def halves_bf16(a, b):
-    """Round two float32 to a word of two bfloat16, and their remainders to another: together they have 16 bits.
-
-    ``high = array([a, b]).astype(bfloat16); low = (array([a, b]) - high).astype(bfloat16)``
-    """
-    return split_bf16(a, b)
-
-
-@register_jitable
 def halves_fp16(a, b):
     """Round two float32 to a word of two float16, and their remainders to another: together they have 22 bits."""
     high = pack_fp16(a, b)
@@ -51,78 +44,83 @@ def halves_fp16(a, b):
     return high, pack_fp16(a - x, b - y)
 
 
-def int8_words(to: str) -> Any:
+class Operand(NamedTuple):
+    """A 16-bit float type of tensor cores, with its constants as words of two equal halves."""
+
+    mma: Any
+    pack: Any
+    halves: Any
+    ones: int
+    exponent: int  #: all bits of an exponent: infinity
+    lift: float  #: powers of two that prefill moves weights up by; they may be its `SLACK` more above 1
+    codes: tuple[int, int, int]  #: 1, 128 and 16,384
+
+
+FLOATS = {
+    "bf16": Operand(
+        mma_bf16, pack_bf16, split_bf16, 0x3F803F80, 0x7F80, 0.0, (0x3F80, 0x4300, 0x4680)
+    ),
+    "fp16": Operand(
+        mma_fp16, pack_fp16, halves_fp16, 0x3C003C00, 0x7C00, 11.0, (0x3C00, 0x5800, 0x7400)
+    ),
+}
+
+
+def int8_words(first: int = CODES_BELOW[0], second: int = CODES_BELOW[1]) -> Any:
     """Make the function that widens a word of four INT8 codes.
 
     Parameters
     ----------
-    to : {"bf16", "fp16"}
-        Float type of the result.
+    first, second : int
+        The codes of each result, in the form of `CODES_BELOW`, which leaves them in their order.
 
     Returns
     -------
     function
-        ``widen(word)`` returns two words: ``word.view(int8).astype(float16).view(uint32)``, or bfloat16.
+        ``widen(word)`` returns two words: ``word.view(int8).astype(float16).view(uint32)``.
     """
-    first, second = BELOW
 
     @register_jitable
-    def as_fp16(word):
+    def widen(word):
         # 1024 + (code + 128), as the last bits of 1024 count single units.
-        codes = U32(word) ^ U32(0x80808080)
+        codes = U32(word ^ U32(0x80808080))
         low, high = permute_bytes(codes, U32(0x64), first), permute_bytes(codes, U32(0x64), second)
         one, offset = U32(0x3C003C00), U32(0xE480E480)  # 1 and -1152
         return fma_fp16x2(low, one, offset), fma_fp16x2(high, one, offset)
 
-    @register_jitable
-    def as_bf16(word):
-        # 128 and the code's seven last bits. Its first bit turns another 128 into 256, which is subtracted.
-        low, high = permute_bytes(word, U32(0x43), first), permute_bytes(word, U32(0x43), second)
-        minus = U32(0xBF80BF80)
-        seven, sign = U32(0xFF7FFF7F), U32(0xFF80FF80)
-        return (
-            fma_bf16x2(low & sign, minus, low & seven),
-            fma_bf16x2(high & sign, minus, high & seven),
-        )
-
-    return as_fp16 if to == "fp16" else as_bf16
+    return widen
 
 
-def fp8_words(kind: str, to: str) -> Any:
+def fp8_words(kind: str) -> Any:
     """Make the function that widens a word of four 8-bit floats.
 
     Parameters
     ----------
     kind : {"fp8_e4m3", "fp8_e5m2"}
         Storage kind of the 8-bit floats.
-    to : {"bf16", "fp16"}
-        Float type of the result.
 
     Returns
     -------
     function
-        ``widen(word)`` returns two words: ``word.view(float8_e4m3fn).astype(float16).view(uint32)``, or other dtypes.
-        A NaN stays NaN.
+        ``widen(word)`` returns two words: ``word.view(float8_e4m3fn).astype(float16).view(uint32)``, or of
+        ``float8_e5m2``. A NaN stays NaN.
     """
-    fp16, e4m3 = to == "fp16", kind == "fp8_e4m3"
-    first, second = ABOVE
-    # The exponent moves down to where the wider one ends; its bias grows by so many powers of two.
-    shift = (1 if e4m3 else 0) if fp16 else (4 if e4m3 else 3)
-    power = (0x5C005C00 if e4m3 else 0x3C003C00) if fp16 else (0x7B807B80 if e4m3 else 0x77807780)
-    # What has to be added for NaN, and for infinity, to reach the sign; then those get all exponent bits.
-    special, below = (0x01000100 if e4m3 else 0x04000400), (5 if fp16 else 8)
-    fma = fma_fp16x2 if fp16 else fma_bf16x2
+    E4M3 = kind == "fp8_e4m3"
+    first, second = CODES_ABOVE
 
     @register_jitable
     def one(word, which):
         bits = permute_bytes(word, U32(0), which)
-        if fp16 and not e4m3:
+        if not E4M3:  # the first half of a float16
             return bits
         magnitude = bits & U32(MAGNITUDES)
-        marks = (magnitude + U32(special)) & U32(SIGNS)
-        # Plus -0.
-        found = fma((bits & U32(SIGNS)) | U32(magnitude >> U32(shift)), U32(power), U32(SIGNS))
-        return found | (marks - (marks >> U32(below)))
+        # NaN plus this reaches the sign; then it gets all exponent bits.
+        marks = (magnitude + U32(0x01000100)) & U32(SIGNS)
+        # The exponent moves down to where the wider one ends; its bias grows by eight powers of two. Plus -0.
+        found = fma_fp16x2(
+            (bits & U32(SIGNS)) | U32(magnitude >> U32(1)), U32(0x5C005C00), U32(SIGNS)
+        )
+        return found | (marks - (marks >> U32(5)))
 
     @register_jitable
     def widen(word):

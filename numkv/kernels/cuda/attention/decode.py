@@ -94,7 +94,7 @@ from numkv.kinds import kind
 from numkv.rows.convert import codec
 from numkv.rows.softmax import finish
 
-I32, U32 = np.int32, np.uint32
+F, I32, U32 = np.float32, np.int32, np.uint32
 EVERYONE = 0xFFFFFFFF
 
 
@@ -523,8 +523,6 @@ def make_tasks():
     return count_items, all_items, put_task, told, task
 
 
-F, I32, U32 = np.float32, np.int32, np.uint32
-EVERYONE = 0xFFFFFFFF
 MINUS_INF = -np.inf
 # Weights may be so many powers of two above 1. For float16 they are also scaled up, as small numbers lose bits there.
 SLACK, LIFT = 4, 8

@@ -20,10 +20,6 @@ from numkv.kernels.cuda.instructions import (
     load_global_4,
     load_shared,
     load_shared_8,
-    mma_bf16,
-    mma_fp16,
-    pack_bf16,
-    pack_fp16,
     permute_bytes,
     select_bits,
     shuffle,
@@ -31,46 +27,24 @@ from numkv.kernels.cuda.instructions import (
     store_shared_8,
     transpose,
 )  # fmt: skip
-from numkv.kernels.cuda.widen import fp8_words, halves_bf16, halves_fp16, unpack_bf16
+from numkv.kernels.cuda.widen import FLOATS, fp8_words, int8_words, unpack_bf16
 from numkv.rows.convert import bf16_to_float32, codec
 
 F, I32, U32 = np.float32, np.int32, np.uint32
 EVERYONE = 0xFFFFFFFF
 
 
-def _pack(operand):
-    return pack_bf16 if operand == "bf16" else pack_fp16
-
-
-def _halves(operand):
-    return halves_bf16 if operand == "bf16" else halves_fp16
-
-
-def _mma(operand):
-    return mma_bf16 if operand == "bf16" else mma_fp16
-
-
 def make_widen(KIND):
     """Make the function that makes two words of float16 pairs of a word of four codes: bytes (0, 2) and (1, 3)."""
     if KIND == "int8":
-
-        @register_jitable
-        def widen(word):
-            # 1024 + (code + 128): the last bits of 1024 count units.
-            codes = U32(word ^ U32(0x80808080))
-            even = permute_bytes(codes, U32(0x64), U32(0x4240))
-            odd = permute_bytes(codes, U32(0x64), U32(0x4341))
-            one, offset = U32(0x3C003C00), U32(0xE480E480)  # 1 and -1152
-            return fma_fp16x2(even, one, offset), fma_fp16x2(odd, one, offset)
-
-        return widen
-    by_halves = fp8_words(KIND, "fp16")
+        return int8_words(0x4240, 0x4341)
+    by_halves = fp8_words(KIND)
 
     @register_jitable
-    def widen_floats(word):
+    def widen(word):
         return by_halves(permute_bytes(word, U32(0), U32(0x3120)))
 
-    return widen_floats
+    return widen
 
 
 @register_jitable
@@ -109,7 +83,7 @@ def make_load_queries(Q_KIND, SIZES):
     SAME, PRECISE = Q_KIND == OPERAND, SIZES.precise_q
     SCALED = OPERAND == "fp16" and Q_KIND != "fp16"
     SHORT, WHOLE = K.dim % 16 == 8, K.dim % 16 == 0
-    halves, pack = _halves(OPERAND), _pack(OPERAND)
+    halves, pack = FLOATS[OPERAND].halves, FLOATS[OPERAND].pack
     SIZE, SECOND = (4 if Q_KIND == "fp32" else 2), (8 if K.bits == 16 else 2)
     DIM, STEP, SWAPPED = K.dim, (2 if K.bits == 16 else 4), K.bits < 16
     to_float, _ = codec("fp16", "float32")
@@ -213,7 +187,7 @@ def make_scores(SIZES):
     K = SIZES.k
     TILES, BITS, PRECISE = K.tiles, K.bits, SIZES.precise_q
     UNITS = K.padded
-    mma = _mma(K.operand)
+    mma = FLOATS[K.operand].mma
     widen = make_widen(K.kind) if BITS == 8 else None
     read, read_one = make_reads(ldmatrix_x4, ldmatrix_x2)
 
@@ -326,7 +300,7 @@ def times(p, scale):
 def make_weighing(SIZES):
     """Make the functions that arrange weights for a product, and add a product to sums."""
     V, PRECISE = SIZES.v, SIZES.precise_p
-    mma, pack, halves = _mma(V.operand), _pack(V.operand), _halves(V.operand)
+    mma, pack, halves, *_ = FLOATS[V.operand]
 
     @register_jitable
     def add(a0, a1, a2, a3, b, sums, tile):
@@ -407,7 +381,7 @@ def make_sums(SIZES):
     INT8 = V.kind == "int8"
     CHECKED = V.kind != "int8"
     INFINITE, CARRY = (0x7F807F80, 0x00800080) if V.operand == "bf16" else (0x7C007C00, 0x04000400)
-    mma = _mma(V.operand)
+    mma = FLOATS[V.operand].mma
     add, turn = make_weighing(SIZES)
     read, read_one = make_reads(ldmatrix_x4_trans, ldmatrix_x2_trans)
     IN_STEPS, STEPS = BITS == 16 and TILES % 4 == 0, max(1, TILES // 4)

@@ -46,7 +46,6 @@ from numkv.kernels.cuda.attention.prefill_items import (
     whole_tiles,
 )  # fmt: skip
 from numkv.kernels.cuda.attention.prefill_products import (
-    FLOATS,
     MINUS_INF,
     PrefillState,
     head_factor,
@@ -74,6 +73,7 @@ from numkv.kernels.cuda.instructions import (
     store_global,
     store_global_8,
 )  # fmt: skip
+from numkv.kernels.cuda.widen import FLOATS
 from numkv.rows.softmax import finish
 
 F, I32, I64, U32 = np.float32, np.int32, np.int64, np.uint32

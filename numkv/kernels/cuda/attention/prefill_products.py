@@ -49,9 +49,6 @@ from numkv.kernels.cuda.instructions import (
     load_shared_4,
     load_shared_16,
     log2_approx,
-    mma_bf16,
-    mma_fp16,
-    pack_bf16,
     pack_fp16,
     permute_bytes,
     permute_bytes_as,
@@ -64,35 +61,13 @@ from numkv.kernels.cuda.instructions import (
     store_shared_16,
     unpack_fp16,
 )
-from numkv.kernels.cuda.widen import fp8_words, halves_bf16, halves_fp16, int8_words, unpack_bf16
+from numkv.kernels.cuda.widen import FLOATS, fp8_words, int8_words, unpack_bf16
 from numkv.rows.convert import codec
 
 F, I32, I64, U32 = np.float32, np.int32, np.int64, np.uint32
 MINUS_INF = F(-np.inf)
 #: Replaces the exponent of a row without a largest element: all zeros, or not finite.
 NOTHING = I32(127)
-
-
-class Operand(NamedTuple):
-    """A 16-bit float type of tensor cores, with its constants as words of two equal halves."""
-
-    mma: Any
-    pack: Any
-    halves: Any
-    ones: int
-    exponent: int  #: all bits of an exponent: infinity
-    lift: float  #: powers of two that weights are moved up by; they may be `SLACK` more above 1
-    codes: tuple[int, int, int]  #: 1, 128 and 16,384
-
-
-FLOATS = {
-    "bf16": Operand(
-        mma_bf16, pack_bf16, halves_bf16, 0x3F803F80, 0x7F80, 0.0, (0x3F80, 0x4300, 0x4680)
-    ),
-    "fp16": Operand(
-        mma_fp16, pack_fp16, halves_fp16, 0x3C003C00, 0x7C00, 11.0, (0x3C00, 0x5800, 0x7400)
-    ),
-}
 
 
 class PrefillState(NamedTuple):
@@ -489,7 +464,6 @@ def make_poison(V_KIND, SIZES):
     return hide
 
 
-F, I32, U32 = np.float32, np.int32, np.uint32
 #: A factor of V below 2**-90 counts as 2**-90 where logarithms are added, so the sum of a million weights stays finite.
 LEAST_LOG, MOST_LOG = -90, 126
 #: Rows of INT4 are scaled down by so many powers of two. Nibbles are subnormal float16 numbers, which makes levels
@@ -505,9 +479,9 @@ def head_factor(name: str) -> float:
 def make_elements(KIND):
     """Make the function that widens four words to 16-bit floats, INT4 by a factor and an offset."""
     if KIND == "int8":
-        widen = int8_words("fp16")
+        widen = int8_words()
     elif KIND == "fp8_e5m2":
-        widen = fp8_words(KIND, "fp16")
+        widen = fp8_words(KIND)
     order, first, second = map(permute_bytes_as, (0x3120, 0x5140, 0x7362))
 
     @register_jitable
