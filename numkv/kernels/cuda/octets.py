@@ -106,18 +106,14 @@ def bytes_of(kind: str) -> int:
     return of.words_per_row(8) * of.word.itemsize
 
 
-def octet_loader(KIND, COMPUTE="float32"):
-    """Make the function that reads an octet: ``load(address, x, at)`` puts its floats at ``x[at:]``; codes for INT8."""
-    REAL = np.float64 if COMPUTE == "float64" else np.float32
-    FP16, FP32, FP64 = KIND == "fp16", KIND == "fp32", KIND == "fp64"
-    INT8, EIGHT = KIND == "int8", kind_of(KIND).word.itemsize == 1
-    of_word, _ = codec("fp32" if kind_of(KIND).has_scales else KIND)
+def _quad_loader(COMPUTE, KIND):
+    """Make the function that reads four numbers of kind fp32 or fp64: ``load(address, x, at)``."""
+    REAL, WIDE = np.float64 if COMPUTE == "float64" else np.float32, KIND == "fp64"
 
-    if FP64:
-
-        @register_jitable
-        def load(address, x, at):
-            for i in range(4):
+    @register_jitable
+    def load(address, x, at):
+        if WIDE:
+            for i in range(2):
                 a, b, c, d = load_global_16(address + np.int64(16 * i))
                 low = np.uint64(np.uint64(a) | np.uint64(np.uint64(b) << np.uint64(32)))
                 high = np.uint64(np.uint64(c) | np.uint64(np.uint64(d) << np.uint64(32)))
@@ -125,23 +121,29 @@ def octet_loader(KIND, COMPUTE="float32"):
                     REAL(low.view(np.float64)),
                     REAL(high.view(np.float64)),
                 )
+        else:
+            a, b, c, d = load_global_16(address)
+            x[at], x[at + 1] = REAL(a.view(np.float32)), REAL(b.view(np.float32))
+            x[at + 2], x[at + 3] = REAL(c.view(np.float32)), REAL(d.view(np.float32))
 
-    elif FP32:
+    return load
+
+
+def octet_loader(KIND, COMPUTE="float32"):
+    """Make the function that reads an octet: ``load(address, x, at)`` puts its floats at ``x[at:]``; codes for INT8."""
+    REAL = np.float64 if COMPUTE == "float64" else np.float32
+    FP16, EIGHT = KIND == "fp16", kind_of(KIND).word.itemsize == 1
+    of_word, _ = codec("fp32" if kind_of(KIND).has_scales else KIND)
+
+    if KIND in ("fp32", "fp64"):
+        load_quad, SIZE = _quad_loader(COMPUTE, KIND), bytes_of(KIND) // 2
 
         @register_jitable
         def load(address, x, at):
-            for i in range(2):
-                a, b, c, d = load_global_16(address + np.int64(16 * i))
-                x[at + 4 * i], x[at + 4 * i + 1] = (
-                    REAL(a.view(np.float32)),
-                    REAL(b.view(np.float32)),
-                )
-                x[at + 4 * i + 2], x[at + 4 * i + 3] = (
-                    REAL(c.view(np.float32)),
-                    REAL(d.view(np.float32)),
-                )
+            load_quad(address, x, at)
+            load_quad(address + np.int64(SIZE), x, at + 4)
 
-    elif INT8:
+    elif KIND == "int8":
 
         @register_jitable
         def four(word, x, at):
@@ -320,36 +322,13 @@ def _sum_of_lanes(x, lanes):
     return x
 
 
-def _quad_loader(COMPUTE, TABLE):
-    """Make the function that reads four numbers of a table of type `TABLE`: ``load(address, x, at)``."""
-    REAL, WIDE = np.float64 if COMPUTE == "float64" else np.float32, TABLE == "float64"
-
-    @register_jitable
-    def load(address, x, at):
-        if WIDE:
-            for i in range(2):
-                a, b, c, d = load_global_16(address + np.int64(16 * i))
-                low = np.uint64(np.uint64(a) | np.uint64(np.uint64(b) << np.uint64(32)))
-                high = np.uint64(np.uint64(c) | np.uint64(np.uint64(d) << np.uint64(32)))
-                x[at + 2 * i], x[at + 2 * i + 1] = (
-                    REAL(low.view(np.float64)),
-                    REAL(high.view(np.float64)),
-                )
-        else:
-            a, b, c, d = load_global_16(address)
-            x[at], x[at + 1] = REAL(a.view(np.float32)), REAL(b.view(np.float32))
-            x[at + 2], x[at + 3] = REAL(c.view(np.float32)), REAL(d.view(np.float32))
-
-    return load
-
-
 def octet_normaliser(COMPUTE):
     """Make the function that divides a lane's octets by their row's root mean square, and multiplies by weights.
 
     All lanes of a warp call ``normalise(x, octets, have, weight, dim, eps, lanes)`` together. `weight` is an address.
     """
-    REAL, WORD_BYTES = (np.float64, 8) if COMPUTE == "float64" else (np.float32, 4)
-    load_weight = _quad_loader(COMPUTE, COMPUTE)
+    REAL, KIND = (np.float64, "fp64") if COMPUTE == "float64" else (np.float32, "fp32")
+    load_weights, SIZE = octet_loader(KIND, COMPUTE), bytes_of(KIND)
 
     @register_jitable
     def normalise(x, octets, have, weight, dim, eps, lanes):
@@ -361,9 +340,7 @@ def octet_normaliser(COMPUTE):
         inverse = REAL(1) / REAL(root_mean_square(total, REAL(dim), REAL(eps)))
         w = cuda.local.array(8, REAL)
         for i in range(2):
-            at = weight + octets[i] * (8 * WORD_BYTES)
-            load_weight(at, w, 0)
-            load_weight(at + 4 * WORD_BYTES, w, 4)
+            load_weights(weight + octets[i] * SIZE, w, 0)
             for j in range(8):
                 x[8 * i + j] = x[8 * i + j] * inverse * w[j]
 
@@ -378,7 +355,7 @@ def octet_turner(COMPUTE, TABLE):
     are multiplied by `sign`.
     """
     REAL, SIZE = np.float64 if COMPUTE == "float64" else np.float32, 8 if TABLE == "float64" else 4
-    load = _quad_loader(COMPUTE, TABLE)
+    load = _quad_loader(COMPUTE, "fp64" if TABLE == "float64" else "fp32")
 
     @register_jitable
     def turn(x, octets, tables, half, interleaved, sign):
