@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from numba import cuda, types
-from numba.extending import register_jitable
 
 from numkv.errors import NotSupported
 from numkv.kernels.builder import SCALES, WORDS
@@ -57,11 +56,11 @@ ROWS = THREADS // LANES  # heads that a block processes at once, if they fit
 ROOM = SHARED_BYTES - 1024  # bytes for rows; the rest serves exchange between lanes
 
 
-def octet_writer(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT, TABLE):
-    """Make the function that writes aligned rows for `make_write_rows`; see `numkv.kernels.cuda.octets`.
+def make_write_octets(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT, TABLE):
+    """Make the kernel of `make_write_rows` for aligned rows; see `numkv.kernels.cuda.octets`.
 
-    A lane has two octets whose elements are the pairs of a rotation, or two of any other row. Items of a thread block
-    are heads of one sort: first q, then k and v. No warp then waits for another sort.
+    `TABLE` is the dtype of the tables. A lane has two octets whose elements are the pairs of a rotation, or two of any
+    other row. Items of a thread block are heads of one sort: first q, then k and v. So no warp waits for another sort.
     """
     FROM, REAL = bytes_of(SRC), np.float64 if COMPUTE == "float64" else np.float32
     SAME, LOOKS = K_KIND == V_KIND, needs_peak(K_KIND) or needs_peak(V_KIND)
@@ -72,10 +71,10 @@ def octet_writer(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT, TABLE):
     k_at, v_at = row_finder(K_KIND), row_finder(V_KIND)
     K_LOOKS, V_LOOKS = needs_peak(K_KIND), needs_peak(V_KIND)
 
-    @register_jitable
-    def write(rows, tables, options, weights, angles, k_side, v_side, places, look, flags):
-        (qkv, q_out), (cos, sin), (q_weight, k_weight) = rows, tables, weights
-        (k_pool, k_scale), (v_pool, v_scale), (found, raised) = k_side, v_side, flags
+    def kernel(
+        qkv, cos, sin, options, q_weight, k_weight, angles, q_out, k_pool, k_scale, v_pool, v_scale, places,
+        look, found, raised,
+    ):  # fmt: skip
         normalise, rotate, interleaved, eps, first_angle, start, log = options
         q_heads, dim = natural(q_out.shape[1]), natural(q_out.shape[2])
         kv_heads = natural(k_pool.shape[1])
@@ -159,29 +158,15 @@ def octet_writer(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT, TABLE):
                     side = np.int64(V_SIDE) if is_v else np.int64(0)
                     report(x, octets, look + side + t * qkv.shape[1] + column, t, found, raised)
 
-    return write
+    return kernel
 
 
-def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT, TABLE):
+def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
     """Make the kernel for qkv of kind `SRC` and pools of kinds `K_KIND` and `V_KIND`, computing in `COMPUTE`.
 
     With `BY_SLOT`, each token has its own slot and row of the tables. Otherwise they follow from a block table and the
-    first token's. A token whose row lies outside the tables is skipped entirely. `TABLE` is the dtype of the tables if
-    rows are aligned, else empty.
+    first token's. A token whose row lies outside the tables is skipped entirely.
     """
-    if TABLE:
-        write = octet_writer(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT, TABLE)
-
-        def kernel(
-            qkv, cos, sin, options, q_weight, k_weight, angles, q_out, k_pool, k_scale, v_pool, v_scale, places,
-            look, found, raised,
-        ):  # fmt: skip
-            write(
-                (qkv, q_out), (cos, sin), options, (q_weight, k_weight), angles, (k_pool, k_scale),
-                (v_pool, v_scale), places, look, (found, raised),
-            )  # fmt: skip
-
-        return kernel
     F = np.float32 if COMPUTE == "float32" else np.float64
     REAL = getattr(types, COMPUTE)  # element type of dynamic shared memory
     load, store_q = codec(SRC, COMPUTE)
@@ -297,9 +282,9 @@ def _write_rows(
         array(*SCALES[k_kind]), array(WORDS[v_kind], 4), array(*SCALES[v_kind]), INDICES, i64, array(i64, 1),
         array(i64, 1),
     )  # fmt: skip
-    key = (src, k_kind, v_kind, compute, by_slot, table if octets else "")
+    key = (src, k_kind, v_kind, compute, by_slot)
     if octets:
-        return jit(make_write_rows, key, signature, 4 if compute == "float32" else 2)
+        return jit(make_write_octets, (*key, table), signature, 4 if compute == "float32" else 2)
     # With fewer registers, groups of INT4 would spill.
     of_groups = 3 if compute == "float32" else 2
     return jit(make_write_rows, key, signature, of_groups if "int4" in (k_kind, v_kind) else 6)
