@@ -19,6 +19,7 @@ from numkv.kernels.cuda import (
     finite,
     hadamard,
     latents,
+    launches,
     mask,
     mass,
     merge,
@@ -74,8 +75,8 @@ def _append() -> Built:
         yield name, append._append(*case)
         # All kinds, and one kernel for both sides.
         if case in (cases[1], cases[5], cases[8], cases[-2]):
-            yield f"{name[:-1]}, octets]", append._append_octets(*case)
-    for bytes_, word in append._UNSIGNED.items():
+            yield f"{name[:-1]}, octets]", append._append(*case, True)
+    for bytes_, word in launches.UNSIGNED.items():
         yield f"copy_rows[{word}]", append._copy_rows(bytes_)
     yield f"copy_rows[{word}, octets]", append._copy_rows(bytes_, True)
 

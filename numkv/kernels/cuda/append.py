@@ -12,17 +12,19 @@ import numpy as np
 from numba import cuda, types
 from numba.extending import register_jitable
 
-from numkv.kernels.builder import SCALES, WORDS
+from numkv.kernels.builder import WORDS
 from numkv.kernels.cuda import late
 from numkv.kernels.cuda.instructions import global_address
 from numkv.kernels.cuda.launches import (
     INDICES,
     MAX_BLOCKS,
     THREADS,
+    UNSIGNED,
+    Kernel,
     array,
-    jit,
     launch,
     number_at,
+    pool_types,
     whole,
 )
 from numkv.kernels.cuda.octets import (
@@ -46,15 +48,13 @@ from numkv.kernels.cuda.rows import (
     slot_finder,
     zero_int4_group,
 )
-from numkv.kernels.cuda.simd import LANES, ceil_div, natural
+from numkv.kernels.cuda.simd import LANES, ROWS, ceil_div, natural
 from numkv.kernels.cuda.streams import SIMULATED
 from numkv.kernels.operations import Operations, implements
 from numkv.kinds import kind
 from numkv.rows.convert import codec
 from numkv.rows.int4 import GROUP, store_int4_group
 from numkv.rows.quantize import is_finite
-
-ROWS = THREADS // LANES  # rows that a block takes at once
 
 
 def make_append_rows(SRC, DST, BY_SLOT):
@@ -194,6 +194,12 @@ def make_append(K_SRC, K_KIND, V_SRC, V_KIND, BY_SLOT):
     return kernel
 
 
+@register_jitable
+def placed(x):
+    """Return the shape, the strides and the address of an array, in a form that K and V have in common."""
+    return x.shape, x.strides, global_address(x)
+
+
 def octet_side(SRC, DST, BY_SLOT):
     """Make the function that puts aligned rows of kind `SRC` into a pool of kind `DST`; see `make_append_octets`."""
     AS_IS, QUANTISED = SRC == DST, needs_peak(DST)
@@ -225,7 +231,7 @@ def octet_side(SRC, DST, BY_SLOT):
             block = natural(slot) // block_size
             offset = natural(slot) - block * block_size
             source = base + t * steps[0] + h * steps[1]
-            to = find_row(pool_base, pool_steps, scale[1], scale[0], (block, h, offset))
+            to = find_row(pool_base, pool_steps, scale[2], scale[1], (block, h, offset))
             if AS_IS:
                 if here:
                     copy_row(source, to[0], octets * PIECES, lane, lanes)
@@ -270,9 +276,7 @@ def make_append_octets(K_SRC, K_KIND, V_SRC, V_KIND, BY_SLOT):
         start, k_blocks, k_lanes, v_lanes, look = numbers
         block, grid = np.int64(cuda.blockIdx.x), np.int64(cuda.gridDim.x)
         is_k = block < k_blocks
-        rows = (k.shape, k.strides, global_address(k))
-        pool = (k_pool.shape, k_pool.strides, global_address(k_pool))
-        scale = (k_scale.strides, global_address(k_scale))
+        rows, pool, scale = placed(k), placed(k_pool), placed(k_scale)
         part = (block, k_blocks, k_lanes, look)
         if not is_k:
             part = (
@@ -280,43 +284,29 @@ def make_append_octets(K_SRC, K_KIND, V_SRC, V_KIND, BY_SLOT):
                 look + V_SIDE if look > 0 else np.int64(0),
             )  # fmt: skip
             if SAME:
-                rows = (v.shape, v.strides, global_address(v))
-                pool = (v_pool.shape, v_pool.strides, global_address(v_pool))
-                scale = (v_scale.strides, global_address(v_scale))
+                rows, pool, scale = placed(v), placed(v_pool), placed(v_scale)
         if SAME or is_k:
             side_k(rows, pool, scale, places, start, part, found, raised)
         else:
-            of_rows = (v.shape, v.strides, global_address(v))
-            of_pool = (v_pool.shape, v_pool.strides, global_address(v_pool))
-            of_scale = (v_scale.strides, global_address(v_scale))
-            side_v(of_rows, of_pool, of_scale, places, start, part, found, raised)
+            side_v(placed(v), placed(v_pool), placed(v_scale), places, start, part, found, raised)
 
     return kernel
 
 
 @functools.cache
-def _append_octets(k_src: str, k_kind: str, v_src: str, v_kind: str, by_slot: bool) -> Any:
-    i64 = types.int64
-    sides = [
-        (array(WORDS[src], 3), array(WORDS[dst], 4), array(*SCALES[dst]))
-        for src, dst in ((k_src, k_kind), (v_src, v_kind))
-    ]
-    signature = (*sides[0], *sides[1], INDICES, types.UniTuple(i64, 5), array(i64, 1), array(i64, 1))  # fmt: skip
-    blocks = 5 if "int4" in (k_kind, v_kind) else 6  # six would spill
-    return jit(make_append_octets, (k_src, k_kind, v_src, v_kind, by_slot), signature, blocks)
-
-
-@functools.cache
-def _append(k_src: str, k_kind: str, v_src: str, v_kind: str, by_slot: bool) -> Any:
-    sides = [
-        (array(WORDS[src], 3), array(WORDS[dst], 4), array(*SCALES[dst]))
-        for src, dst in ((k_src, k_kind), (v_src, v_kind))
-    ]
-    i64 = types.int64
-    signature = (*sides[0], *sides[1], INDICES, i64, i64, i64, array(i64, 1), array(i64, 1))
+def _append(
+    k_src: str, k_kind: str, v_src: str, v_kind: str, by_slot: bool, octets: bool = False
+) -> Any:
+    key, i64 = (k_src, k_kind, v_src, v_kind, by_slot), types.int64
+    numbers = (types.UniTuple(i64, 5),) if octets else (i64, i64, i64)
+    signature = (
+        array(WORDS[k_src], 3), *pool_types(k_kind), array(WORDS[v_src], 3), *pool_types(v_kind), INDICES, *numbers,
+        array(i64, 1), array(i64, 1),
+    )  # fmt: skip
     grouped = any(kind(name).scales_per == "group" for name in (k_kind, v_kind))
-    key = (k_src, k_kind, v_src, v_kind, by_slot)
-    return jit(make_append, key, signature, 4 if grouped else 8)
+    if octets:  # with groups, six would spill
+        return Kernel(make_append_octets, key, signature, 5 if grouped else 6)
+    return Kernel(make_append, key, signature, 4 if grouped else 8)
 
 
 def _by_octets(rows, source, pool, kind):
@@ -347,7 +337,7 @@ def _both(k_side, v_side, places, start, look, by_slot, only_k=False):
         lanes = lanes_for(k.shape[2] // 8), lanes_for(v.shape[2] // 8)
         k_blocks, v_blocks = _octet_blocks(k, lanes[0]), _octet_blocks(v, lanes[1])
         launch(
-            _append_octets(*kinds), k_blocks + v_blocks * (not only_k), THREADS, *arrays,
+            _append(*kinds, True), k_blocks + v_blocks * (not only_k), THREADS, *arrays,
             (whole(start), k_blocks, *lanes, look), *late.flags(look),
         )  # fmt: skip
         return
@@ -450,28 +440,23 @@ def make_copy_octets(WORD):
 
     def kernel(k_new, k_cache, v_new, v_cache, offsets, k_blocks, log):
         block, grid = np.int64(cuda.blockIdx.x), np.int64(cuda.gridDim.x)
-        new = (k_new.shape, k_new.strides, global_address(k_new))
-        cache = (k_cache.shape, k_cache.strides, global_address(k_cache))
+        new, cache = placed(k_new), placed(k_cache)
         part, parts, lanes = block, np.int64(k_blocks), np.int64(log[0])
         if block >= k_blocks:
-            new = (v_new.shape, v_new.strides, global_address(v_new))
-            cache = (v_cache.shape, v_cache.strides, global_address(v_cache))
+            new, cache = placed(v_new), placed(v_cache)
             part, parts, lanes = block - k_blocks, grid - k_blocks, np.int64(log[1])
         copy(new, cache, offsets, part, parts, lanes)
 
     return kernel
 
 
-_UNSIGNED = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}
-
-
 @functools.cache
 def _copy_rows(bytes_: int, octets: bool = False) -> Any:
-    words = array(_UNSIGNED[bytes_], 4)
+    words = array(UNSIGNED[bytes_], 4)
     signature = (words, words, words, words, INDICES, types.int64)
     if octets:
-        return jit(make_copy_octets, (bytes_,), (*signature, types.UniTuple(types.int64, 2)), 8)
-    return jit(make_copy_rows, (bytes_,), signature, 8)
+        return Kernel(make_copy_octets, (bytes_,), (*signature, types.UniTuple(types.int64, 2)), 8)
+    return Kernel(make_copy_rows, (bytes_,), signature, 8)
 
 
 def _bits(x):

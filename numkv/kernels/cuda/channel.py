@@ -8,8 +8,16 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from numkv.kernels.builder import SCALES, WORDS
-from numkv.kernels.cuda.launches import INDICES, THREADS, array, jit, launch, number_at
+from numkv.kernels.builder import WORDS
+from numkv.kernels.cuda.launches import (
+    INDICES,
+    THREADS,
+    Kernel,
+    array,
+    launch,
+    number_at,
+    pool_types,
+)
 from numkv.kernels.operations import Operations, implements
 from numkv.kinds import kind
 from numkv.rows.channel import TOKENS, channel_storer, put_widest
@@ -51,10 +59,8 @@ def make_quantise_groups(SRC, DST):
 
 @functools.cache
 def _quantise_groups(src: str, dst: str) -> Any:
-    signature = (
-        array(WORDS[src], 4), INDICES, array(WORDS[dst], 4), array(*SCALES[dst]), INDICES
-    )  # fmt: skip
-    return jit(make_quantise_groups, (src, dst), signature, 8)
+    signature = (array(WORDS[src], 4), INDICES, *pool_types(dst), INDICES)
+    return Kernel(make_quantise_groups, (src, dst), signature, 8)
 
 
 @implements(Operations.quantise_groups)

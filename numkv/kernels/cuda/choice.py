@@ -9,15 +9,16 @@ import numpy as np
 from numba import cuda, types
 
 from numkv.errors import NotSupported
-from numkv.kernels.builder import SCALES, WORDS
+from numkv.kernels.builder import WORDS
 from numkv.kernels.cuda.launches import (
     INDICES,
     SHARED_BYTES,
     THREADS,
+    Kernel,
     array,
-    jit,
     launch,
     number_at,
+    pool_types,
 )
 from numkv.kernels.cuda.simd import ceil_div, column_of, reader
 from numkv.kernels.operations import Operations, implements
@@ -228,8 +229,8 @@ _F32 = array(types.float32, 3)
 
 @functools.cache
 def _key_bounds(k_kind: str) -> Any:
-    signature = (array(WORDS[k_kind], 4), array(*SCALES[k_kind]), INDICES, INDICES, _F32, _F32)
-    return jit(make_key_bounds, (k_kind,), signature, 8)
+    signature = (*pool_types(k_kind), INDICES, INDICES, _F32, _F32)
+    return Kernel(make_key_bounds, (k_kind,), signature, 8)
 
 
 @functools.cache
@@ -237,7 +238,7 @@ def _block_scores(q_kind: str) -> Any:
     signature = (
         array(WORDS[q_kind], 3), _F32, _F32, array(types.int32, 2), INDICES, types.int64, types.float64, _F32,
     )  # fmt: skip
-    return jit(make_block_scores, (q_kind,), signature, 8)
+    return Kernel(make_block_scores, (q_kind,), signature, 8)
 
 
 @functools.cache
@@ -247,13 +248,13 @@ def _choose_blocks() -> Any:
         _F32, array(types.int32, 2), INDICES, number, number, number, array(types.int32, 3),
         array(types.int64, 2),
     )  # fmt: skip
-    return jit(make_choose_blocks, (), signature, 8)
+    return Kernel(make_choose_blocks, (), signature, 8)
 
 
 @functools.cache
 def _tables_of_heads() -> Any:
     signature = (array(types.int32, 3), types.int64, array(types.int32, 2))
-    return jit(make_tables_of_heads, (), signature, 8)
+    return Kernel(make_tables_of_heads, (), signature, 8)
 
 
 @implements(Operations.key_bounds)

@@ -29,8 +29,8 @@ from numba.extending import register_jitable
 from numkv.errors import NotSupported
 from numkv.kernels.builder import WORDS
 from numkv.kernels.cuda import memory, streams, uploads
-from numkv.kernels.cuda.launches import SHARED_BYTES, THREADS, array, jit, launch
-from numkv.kernels.cuda.simd import LANES, ceil_div, natural
+from numkv.kernels.cuda.launches import SHARED_BYTES, THREADS, Kernel, array, launch
+from numkv.kernels.cuda.simd import LANES, ROWS, ceil_div, natural
 from numkv.kernels.cuda.streams import SIMULATED
 from numkv.kernels.operations import Codebook, Operations, StoredCodes, implements
 from numkv.kernels.plan_of_codes import Limits, rounds
@@ -39,9 +39,6 @@ from numkv.rows.codes import code_at, packed_byte, refined
 from numkv.rows.convert import codec
 from numkv.rows.softmax import finish
 from numkv.rows.visible import oldest_visible
-
-# Rows that a block processes at once: one for each warp.
-ROWS = THREADS // LANES
 
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -671,25 +668,27 @@ def _encode(kind: str) -> Any:
         array(WORDS[kind], 3), _MATRIX, _FLOATS, _FLOATS, types.UniTuple(_I64, 2), _MATRIX,
         array(types.uint8, 3), _BY_TOKEN, array(types.uint8, 3), _BY_TOKEN, _NUMBERS,
     )  # fmt: skip
-    return jit(make_encode, (kind,), signature)
+    return Kernel(make_encode, (kind,), signature)
 
 
 @functools.cache
 def _decode(bits: int) -> Any:
     i64 = types.int64
     signature = (_PACKED, i64, i64, _BY_TOKEN, i64, _FLOATS, _MATRIX, _MATRIX)
-    return jit(make_decode, (bits,), signature)
+    return Kernel(make_decode, (bits,), signature)
 
 
 @functools.cache
 def _multiply(kind: str) -> Any:
-    return jit(make_multiply, (kind,), (array(WORDS[kind], 3), _MATRIX, types.float32, _BY_TOKEN))
+    return Kernel(
+        make_multiply, (kind,), (array(WORDS[kind], 3), _MATRIX, types.float32, _BY_TOKEN)
+    )
 
 
 @functools.cache
 def _score(bits: int, num_rows: int) -> Any:
     signature = (_BY_TOKEN, _BY_TOKEN, _FLOATS, *_KEYS, _SPAN, _MATRIX)
-    return jit(make_score, (bits, num_rows), signature)
+    return Kernel(make_score, (bits, num_rows), signature)
 
 
 @functools.cache
@@ -698,13 +697,13 @@ def _attend(bits: int, v_bits: int, num_rows: int, columns: int) -> Any:
         _BY_TOKEN, _BY_TOKEN, _FLOATS, _FLOATS, *_KEYS, _PACKED, _BY_TOKEN, _SPANS, _NUMBERS,
         _MATRIX,
     )  # fmt: skip
-    return jit(make_attend, (bits, v_bits, num_rows, columns), signature)
+    return Kernel(make_attend, (bits, v_bits, num_rows, columns), signature)
 
 
 @functools.cache
 def _finish() -> Any:
     span = types.UniTuple(_I64, 1 + WIDTH)
-    return jit(make_finish, (), (_MATRIX, span, _NUMBERS, _MATRIX, _MATRIX, _BY_TOKEN))
+    return Kernel(make_finish, (), (_MATRIX, span, _NUMBERS, _MATRIX, _MATRIX, _BY_TOKEN))
 
 
 def _bits(levels: Any) -> int:

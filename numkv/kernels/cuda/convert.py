@@ -9,12 +9,10 @@ import numpy as np
 from numba import cuda, types
 
 from numkv.kernels.builder import SCALES, WORDS
-from numkv.kernels.cuda.launches import THREADS, array, jit, launch
-from numkv.kernels.cuda.simd import LANES, ceil_div
+from numkv.kernels.cuda.launches import Kernel, array, launch
+from numkv.kernels.cuda.simd import LANES, ROWS, ceil_div
 from numkv.kinds import kind
 from numkv.rows.codec import element_codec
-
-ROWS = THREADS // LANES  # rows that a block takes at once
 
 
 def make_dequantise(KIND):
@@ -45,7 +43,7 @@ def make_dequantise(KIND):
 def _dequantise(name: str) -> Any:
     dtype, ndim = SCALES[name]
     signature = (array(WORDS[name], 3), array(dtype, max(2, ndim - 1)), array(types.float32, 3))
-    return jit(make_dequantise, (name,), signature, 8)
+    return Kernel(make_dequantise, (name,), signature, 8)
 
 
 def dequantise(codes, kind, scale, out):

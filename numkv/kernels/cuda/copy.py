@@ -15,17 +15,14 @@ from numba import cuda, types
 
 from numkv.kernels.cuda import memory
 from numkv.kernels.cuda.instructions import global_address
-from numkv.kernels.cuda.launches import INDICES, THREADS, array, jit, launch, number_at
+from numkv.kernels.cuda.launches import INDICES, THREADS, UNSIGNED, Kernel, array, launch, number_at
 from numkv.kernels.cuda.octets import copy_row, lanes_for, rows_aligned
-from numkv.kernels.cuda.simd import LANES, ceil_div, natural
+from numkv.kernels.cuda.simd import LANES, ROWS, ceil_div, natural
 from numkv.kernels.cuda.streams import SIMULATED
 from numkv.kernels.operations import Operations, implements
 
 PIECE = 8 * THREADS  # words of a cache's block that a block of threads copies at once
-ROWS = THREADS // LANES  # rows of tokens that a block of threads copies at once
 ASIDE = 3 if SIMULATED else 4096  # tokens in scratch memory at once while they move in a buffer
-
-_UNSIGNED = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}
 
 
 def make_copy_blocks(WORD):
@@ -73,9 +70,9 @@ def make_copy_blocks_16():
 def _copy_blocks(bytes_: int) -> Any:
     if bytes_ == 16:
         words = array(types.uint64, 2)
-        return jit(make_copy_blocks_16, (), (words, INDICES, words, INDICES), 8)
-    words = array(_UNSIGNED[bytes_], 2)
-    return jit(make_copy_blocks, (bytes_,), (words, INDICES, words, INDICES), 8)
+        return Kernel(make_copy_blocks_16, (), (words, INDICES, words, INDICES), 8)
+    words = array(UNSIGNED[bytes_], 2)
+    return Kernel(make_copy_blocks, (bytes_,), (words, INDICES, words, INDICES), 8)
 
 
 def _in_words(x: Any, axes: tuple[int, ...], word: int) -> Any:
@@ -159,9 +156,9 @@ def make_copy_tokens_16():
 def _copy_tokens(bytes_: int) -> Any:
     if bytes_ == 16:
         words = array(types.uint64, 4)
-        return jit(make_copy_tokens_16, (), (words, INDICES, words, INDICES, types.int64), 8)
-    words = array(_UNSIGNED[bytes_], 4)
-    return jit(make_copy_tokens, (bytes_,), (words, INDICES, words, INDICES), 8)
+        return Kernel(make_copy_tokens_16, (), (words, INDICES, words, INDICES, types.int64), 8)
+    words = array(UNSIGNED[bytes_], 4)
+    return Kernel(make_copy_tokens, (bytes_,), (words, INDICES, words, INDICES), 8)
 
 
 @implements(Operations.copy_tokens)
@@ -202,4 +199,4 @@ def _slots(x: Any) -> int:
 
 
 def _name(bytes_: int) -> str:
-    return str(_UNSIGNED.get(bytes_, "16 bytes"))
+    return str(UNSIGNED.get(bytes_, "16 bytes"))

@@ -16,15 +16,22 @@ from numba.extending import register_jitable
 from numkv.kernels.builder import WORDS
 from numkv.kernels.cuda import late, uploads
 from numkv.kernels.cuda.instructions import global_address
-from numkv.kernels.cuda.launches import INDICES, MAX_BLOCKS, THREADS, array, jit, launch, number_at
+from numkv.kernels.cuda.launches import (
+    INDICES,
+    MAX_BLOCKS,
+    THREADS,
+    Kernel,
+    array,
+    launch,
+    number_at,
+)
 from numkv.kernels.cuda.octets import bytes_of, lanes_for, octet_loader, octets_fit
 from numkv.kernels.cuda.rows import V_SIDE, as_it_is, first_bad_of
-from numkv.kernels.cuda.simd import LANES, ceil_div, natural
+from numkv.kernels.cuda.simd import LANES, ROWS, ceil_div, natural
 from numkv.kernels.operations import Operations, implements
 from numkv.rows.convert import codec
 from numkv.rows.quantize import is_finite
 
-ROWS = THREADS // LANES  # rows that a block takes at once
 NOWHERE = (1 << 63) - 1  # greater than any index
 HIGH = 0x7F  # a byte: eight of them are greater than any index too
 
@@ -81,8 +88,8 @@ def make_first_non_finite_octets(KIND):
 def _first_non_finite(kind: str, octets: bool = False) -> Any:
     signature = (array(WORDS[kind], 3), array(types.int64, 1))
     if octets:
-        return jit(make_first_non_finite_octets, (kind,), (*signature, types.int64), 8)
-    return jit(make_first_non_finite, (kind,), signature, 8)
+        return Kernel(make_first_non_finite_octets, (kind,), (*signature, types.int64), 8)
+    return Kernel(make_first_non_finite, (kind,), signature, 8)
 
 
 @implements(Operations.first_non_finite)
@@ -99,9 +106,6 @@ def first_non_finite(rows, kind):
         launch(_first_non_finite(kind), blocks, (LANES, ROWS), rows, found)
     index = uploads.word_of(found)
     return index if index < NOWHERE >> 8 else -1
-
-
-ROWS = THREADS // LANES  # rows that a block takes at once
 
 
 def make_mend_rows():
@@ -156,7 +160,9 @@ def make_mend_rows():
 @functools.cache
 def _mend_rows() -> Any:
     pool, words = array(types.float32, 4), array(types.int64, 1)
-    return jit(make_mend_rows, (), (pool, pool, INDICES, types.int64, types.int64, words, words), 8)
+    return Kernel(
+        make_mend_rows, (), (pool, pool, INDICES, types.int64, types.int64, words, words), 8
+    )
 
 
 def mend_rows(k, v, slots, look):

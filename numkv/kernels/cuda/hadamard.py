@@ -14,13 +14,11 @@ from numba import cuda, types
 
 from numkv.errors import NotSupported
 from numkv.kernels.builder import WORDS
-from numkv.kernels.cuda.launches import SHARED_BYTES, THREADS, array, jit, launch
-from numkv.kernels.cuda.simd import LANES, ceil_div
+from numkv.kernels.cuda.launches import SHARED_BYTES, Kernel, array, launch
+from numkv.kernels.cuda.simd import LANES, ROWS, ceil_div
 from numkv.kernels.operations import Operations, implements
 from numkv.rows.convert import codec
 from numkv.rows.hadamard import block_length, butterfly, lower_of
-
-ROWS = THREADS // LANES  # rows that a block rotates at once, if they fit
 
 
 def make_rotate_rows(SRC, DST):
@@ -74,7 +72,7 @@ def _rotate_rows(src: str, dst: str) -> Any:
     signature = (
         array(WORDS[src], 3), array(types.float32, 1), types.boolean, array(WORDS[dst], 3)
     )  # fmt: skip
-    return jit(make_rotate_rows, (src, dst), signature, 8)
+    return Kernel(make_rotate_rows, (src, dst), signature, 8)
 
 
 @implements(Operations.rotate_rows)

@@ -13,26 +13,25 @@ import numpy as np
 from numba import cuda, types
 
 from numkv.errors import NotSupported
-from numkv.kernels.builder import SCALES, WORDS
+from numkv.kernels.builder import WORDS
 from numkv.kernels.cuda import late
 from numkv.kernels.cuda.launches import (
     INDICES,
     SHARED_BYTES,
-    THREADS,
+    Kernel,
     array,
-    jit,
     launch,
     number_at,
+    pool_types,
 )
 from numkv.kernels.cuda.rows import as_it_is, needs_peak, row_store
-from numkv.kernels.cuda.simd import LANES, ceil_div
+from numkv.kernels.cuda.simd import LANES, ROWS, ceil_div
 from numkv.kernels.operations import Operations, implements
 from numkv.rows.convert import codec
 from numkv.rows.quantize import is_finite
 from numkv.rows.rmsnorm import root_mean_square
 from numkv.rows.rope import pair_of, rotate_pair
 
-ROWS = THREADS // LANES  # rows that a block processes at once, if they fit
 ROOM = SHARED_BYTES - 1024  # bytes for rows; the rest serves exchange between lanes
 
 
@@ -120,9 +119,9 @@ def _scatter(src: str, kind: str, compute: str, table: str) -> Any:
     angles = array(getattr(types, table), 2)
     signature = (
         array(WORDS[src], 3), angles, angles, types.Tuple((flag, flag, flag, types.float64, i64)), array(real, 1),
-        INDICES, array(WORDS[kind], 4), array(*SCALES[kind]), INDICES, i64, array(i64, 1), array(i64, 1),
+        INDICES, *pool_types(kind), INDICES, i64, array(i64, 1), array(i64, 1),
     )  # fmt: skip
-    return jit(make_scatter_latents, (src, kind, compute), signature, 3 if kind == "int4" else 6)
+    return Kernel(make_scatter_latents, (src, kind, compute), signature, 3 if kind == "int4" else 6)
 
 
 @implements(Operations.scatter_latents)

@@ -28,7 +28,7 @@ from numba.extending import register_jitable
 from numba.np.numpy_support import as_dtype
 
 from numkv.kernels import disk_cache
-from numkv.kernels.builder import compiled, note
+from numkv.kernels.builder import SCALES, WORDS, compiled, note
 from numkv.kernels.cuda import streams
 from numkv.kernels.cuda.streams import SIMULATED
 
@@ -44,12 +44,23 @@ ANYWHERE_BYTES = 40 * 1024
 #: The type of an array of indices, lengths or slots: int32 or int64 ``(n,)``, to be read by `number_at`.
 INDICES = types.Array(types.int32, 1, "C", readonly=True)
 
+#: Numba types of words by their bytes.
+UNSIGNED = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}
+
+#: Threads of a block. In the simulator a thread of the GPU is a thread of the system.
+THREADS = 8 if SIMULATED else 128
+
 _simulator_lock = threading.Lock()
 
 
 def array(dtype: Any, ndim: int) -> Any:
     """Return the Numba type of a kernel's array argument."""
     return types.Array(dtype, ndim, "C" if ndim == 1 else "A")
+
+
+def pool_types(kind: str) -> tuple[Any, Any]:
+    """Return the Numba types of a pool of a kind, and of its scales."""
+    return array(WORDS[kind], 4), array(*SCALES[kind])
 
 
 if SIMULATED:
@@ -138,7 +149,7 @@ class Kernel:
 
     def __init__(
         self, factory: Callable[..., Any], args: tuple[Any, ...], signature: tuple[Any, ...],
-        blocks_per_multiprocessor: int, threads: int,
+        blocks_per_multiprocessor: int = 0, threads: int = THREADS,
     ) -> None:  # fmt: skip
         self.py_func = factory(*args)
         self.signature = signature
@@ -352,18 +363,6 @@ class _Type:
             )
 
 
-def jit(
-    factory: Callable[..., Any], args: tuple[Any, ...], signature: tuple[Any, ...],
-    blocks_per_multiprocessor: int = 0,
-) -> Kernel:  # fmt: skip
-    """Make a kernel; see `Kernel`."""
-    return Kernel(factory, args, signature, blocks_per_multiprocessor, THREADS)
-
-
-#: Threads of a block. In the simulator a thread of the GPU is a thread of the system.
-THREADS = 8 if SIMULATED else 128
-
-
 #: The record of `noted`.
 _noted: list[dict[Kernel, None]] = []
 
@@ -385,7 +384,7 @@ def launch(kernel: Kernel, blocks: int, threads: Any, *args: Any, shared_bytes: 
     Parameters
     ----------
     kernel : Kernel
-        The result of `jit`.
+        The kernel.
     blocks : int
         Blocks wanted.
     threads : int or tuple of int

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numba import cuda, types
 
-from numkv.kernels.cuda.launches import INDICES, THREADS, array, jit, launch, number_at
+from numkv.kernels.cuda.launches import INDICES, THREADS, Kernel, array, launch, number_at
 from numkv.kernels.cuda.simd import ceil_div
 from numkv.kernels.operations import Operations, implements
 from numkv.rows.mask import fill_row
@@ -57,7 +57,7 @@ def _fill_mask(compute: str, of_ranges: str) -> Any:
         INDICES, INDICES, ranges, array(types.uint32, 2), types.UniTuple(types.int64, 4), reals, reals, table,
         reals,
     )  # fmt: skip
-    return jit(make_fill_mask, (compute,), signature, 8)
+    return Kernel(make_fill_mask, (compute,), signature, 8)
 
 
 @implements(Operations.fill_mask)

@@ -14,16 +14,17 @@ import numpy as np
 from numba import cuda, types
 from numba.extending import register_jitable
 
-from numkv.kernels.builder import SCALES, WORDS
+from numkv.kernels.builder import WORDS
 from numkv.kernels.cuda.instructions import load_shared_16, shared_address
 from numkv.kernels.cuda.launches import (
     INDICES,
     SHARED_BYTES,
     THREADS,
+    Kernel,
     array,
-    jit,
     launch,
     number_at,
+    pool_types,
 )
 from numkv.kernels.cuda.simd import WIDTH, aligned, ceil_div, column_of, natural, reader
 from numkv.kernels.cuda.streams import SIMULATED
@@ -229,14 +230,13 @@ def make_staged_weights(Q_KIND, K_KIND):
 @functools.cache
 def _attention_weights(q_kind: str, k_kind: str, wide: bool, staged: bool = False) -> Any:
     signature = (
-        array(WORDS[q_kind], 3), array(WORDS[k_kind], 4), array(*SCALES[k_kind]),
-        array(types.int32, 2), INDICES, INDICES, array(types.int64, 2),
+        array(WORDS[q_kind], 3), *pool_types(k_kind), array(types.int32, 2), INDICES, INDICES, array(types.int64, 2),
         types.Tuple((types.int64, types.float64, types.float64, types.int64)),
         array(types.float32, 2), array(types.float32, 3),
     )  # fmt: skip
     if staged:
-        return jit(make_staged_weights, (q_kind, k_kind), signature, 4)
-    return jit(make_attention_weights, (q_kind, k_kind, wide), signature, 4)
+        return Kernel(make_staged_weights, (q_kind, k_kind), signature, 4)
+    return Kernel(make_attention_weights, (q_kind, k_kind, wide), signature, 4)
 
 
 @implements(Operations.attention_weights)

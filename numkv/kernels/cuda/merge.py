@@ -10,14 +10,12 @@ from numba import cuda, types
 
 from numkv.kernels.builder import WORDS
 from numkv.kernels.cuda.instructions import global_address
-from numkv.kernels.cuda.launches import THREADS, array, jit, launch
+from numkv.kernels.cuda.launches import THREADS, Kernel, array, launch
 from numkv.kernels.cuda.octets import bytes_of, lanes_for, octet_loader, octet_storer, octets_fit
-from numkv.kernels.cuda.simd import LANES, ceil_div, compute_of, natural
+from numkv.kernels.cuda.simd import LANES, ROWS, ceil_div, compute_of, natural
 from numkv.kernels.operations import Operations, implements
 from numkv.rows.convert import codec
 from numkv.rows.softmax import merge_weights
-
-ROWS = THREADS // LANES  # rows that a block merges at once
 
 
 def make_merge(KIND, COMPUTE):
@@ -85,8 +83,8 @@ def _merge(kind: str, octets: bool = False) -> Any:
     o, lse = array(WORDS[kind], 3), array(types.float32, 2)
     if octets:
         signature = (o, lse, o, lse, o, lse, types.int64)
-        return jit(make_merge_octets, (kind, compute_of(kind)), signature, 8)
-    return jit(make_merge, (kind, compute_of(kind)), (o, lse, o, lse, o, lse), 8)
+        return Kernel(make_merge_octets, (kind, compute_of(kind)), signature, 8)
+    return Kernel(make_merge, (kind, compute_of(kind)), (o, lse, o, lse, o, lse), 8)
 
 
 @implements(Operations.merge_states)

@@ -14,16 +14,16 @@ from numba import cuda, types
 
 from numkv import kinds
 from numkv.errors import NotSupported
-from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda.instructions import global_address
 from numkv.kernels.cuda.launches import (
     INDICES,
     SHARED_BYTES,
     THREADS,
+    Kernel,
     array,
-    jit,
     launch,
     number_at,
+    pool_types,
 )
 from numkv.kernels.cuda.octets import (
     ELEMENTS,
@@ -38,12 +38,10 @@ from numkv.kernels.cuda.octets import (
     stored_loader,
 )  # fmt: skip
 from numkv.kernels.cuda.rows import as_it_is, row_store
-from numkv.kernels.cuda.simd import LANES, ceil_div, natural
+from numkv.kernels.cuda.simd import LANES, ROWS, ceil_div, natural
 from numkv.kernels.operations import Operations, implements
 from numkv.rows.codec import element_codec, elements_in
 from numkv.rows.rope import pair_of, rotate_pair
-
-ROWS = THREADS // LANES  # rows that a block rotates at once
 
 
 def make_shift_rows(KIND):
@@ -169,10 +167,8 @@ def make_shift_octets(KIND):
 @functools.cache
 def _shift_octets(kind: str) -> Any:
     table, i64 = array(types.float32, 2), types.int64
-    signature = (
-        array(WORDS[kind], 4), array(*SCALES[kind]), INDICES, i64, table, table, types.boolean, i64, i64
-    )  # fmt: skip
-    return jit(make_shift_octets, (kind,), signature, 4)
+    signature = (*pool_types(kind), INDICES, i64, table, table, types.boolean, i64, i64)
+    return Kernel(make_shift_octets, (kind,), signature, 4)
 
 
 def _octet_width(pool, kind, cos, sin, interleaved, tokens) -> int:
@@ -194,10 +190,8 @@ def _octet_width(pool, kind, cos, sin, interleaved, tokens) -> int:
 @functools.cache
 def _shift_rows(kind: str) -> Any:
     table = array(types.float32, 2)
-    signature = (
-        array(WORDS[kind], 4), array(*SCALES[kind]), INDICES, types.int64, table, table, types.boolean,
-    )  # fmt: skip
-    return jit(make_shift_rows, (kind,), signature, 3)  # with fewer registers, it would spill
+    signature = (*pool_types(kind), INDICES, types.int64, table, table, types.boolean)
+    return Kernel(make_shift_rows, (kind,), signature, 3)  # with fewer registers, it would spill
 
 
 def _shared_bytes(name: str, words: int) -> int:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numba.extending import register_jitable
 
-from numkv.kernels.cuda.instructions import load_chunk, loader
+from numkv.kernels.cuda.instructions import load_chunk, loader, row_address
+from numkv.kernels.cuda.launches import THREADS
 from numkv.kernels.cuda.streams import SIMULATED
 from numkv.kinds import kind as kind_of
 from numkv.kinds import kinds
@@ -24,6 +25,8 @@ from numkv.rows.int4 import GROUP, int4_column, lowest_level
 
 #: Threads that share a row if a block has several rows: a warp, so that they read adjacent elements.
 LANES = 4 if SIMULATED else 32
+#: Rows that a block then takes at once, if they fit into its memory.
+ROWS = THREADS // LANES
 #: Elements of a kind in 16 bytes, the most that `load_chunk` reads at once; but no more than 16 elements (of INT4 and
 #: CODE4, 8 bytes, of CODE6 12), as more make too many floats.
 WIDTH = {k.name: 16 if k.is_packed else 16 // k.word.itemsize for k in kinds(by_channel=True)}

@@ -13,17 +13,18 @@ import numpy as np
 from numba import cuda, types
 
 from numkv.errors import NotSupported
-from numkv.kernels.builder import SCALES, WORDS
+from numkv.kernels.builder import WORDS
 from numkv.kernels.cuda import late
 from numkv.kernels.cuda.instructions import global_address
 from numkv.kernels.cuda.launches import (
     INDICES,
     SHARED_BYTES,
     THREADS,
+    Kernel,
     array,
-    jit,
     launch,
     number_at,
+    pool_types,
     whole,
 )
 from numkv.kernels.cuda.octets import (
@@ -43,7 +44,7 @@ from numkv.kernels.cuda.octets import (
     rows_aligned,
 )  # fmt: skip
 from numkv.kernels.cuda.rows import V_SIDE, as_it_is, needs_peak, row_store, slot_finder
-from numkv.kernels.cuda.simd import LANES, ceil_div, natural
+from numkv.kernels.cuda.simd import LANES, ROWS, ceil_div, natural
 from numkv.kernels.operations import Operations, implements
 from numkv.kinds import kind
 from numkv.rows.codec import elements_in
@@ -52,7 +53,6 @@ from numkv.rows.quantize import is_finite
 from numkv.rows.rmsnorm import root_mean_square
 from numkv.rows.rope import pair_of, rotate_pair
 
-ROWS = THREADS // LANES  # heads that a block processes at once, if they fit
 ROOM = SHARED_BYTES - 1024  # bytes for rows; the rest serves exchange between lanes
 
 
@@ -278,16 +278,15 @@ def _write_rows(
     angles = array(getattr(types, table), 2)
     signature = (
         array(WORDS[src], 2), angles, angles, types.Tuple((flag, flag, flag, types.float64, i64, i64, i64)),
-        array(real, 1), array(real, 1), INDICES, array(WORDS[src], 3), array(WORDS[k_kind], 4),
-        array(*SCALES[k_kind]), array(WORDS[v_kind], 4), array(*SCALES[v_kind]), INDICES, i64, array(i64, 1),
-        array(i64, 1),
+        array(real, 1), array(real, 1), INDICES, array(WORDS[src], 3), *pool_types(k_kind),
+        *pool_types(v_kind), INDICES, i64, array(i64, 1), array(i64, 1),
     )  # fmt: skip
     key = (src, k_kind, v_kind, compute, by_slot)
     if octets:
-        return jit(make_write_octets, (*key, table), signature, 4 if compute == "float32" else 2)
+        return Kernel(make_write_octets, (*key, table), signature, 4 if compute == "float32" else 2)
     # With fewer registers, groups of INT4 would spill.
     of_groups = 3 if compute == "float32" else 2
-    return jit(make_write_rows, key, signature, of_groups if "int4" in (k_kind, v_kind) else 6)
+    return Kernel(make_write_rows, key, signature, of_groups if "int4" in (k_kind, v_kind) else 6)
 
 
 def _by_octets(qkv, qkv_kind, cos, sin, mode, weights, q_out, pools) -> bool:

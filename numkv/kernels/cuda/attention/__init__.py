@@ -45,7 +45,7 @@ from typing import Any
 from numba import types
 
 from numkv.errors import NotSupported
-from numkv.kernels.builder import SCALES, WORDS
+from numkv.kernels.builder import WORDS
 from numkv.kernels.cuda.attention.decode import make_decode
 from numkv.kernels.cuda.attention.items import MAX_CAPACITY, shift_of, splitting
 from numkv.kernels.cuda.attention.kernel import (
@@ -65,7 +65,7 @@ from numkv.kernels.cuda.attention.sizes import (
     sizes_of_prefill,
 )
 from numkv.kernels.cuda.attention.splits import LOG2_E, merge_splits, parts_of, room_for
-from numkv.kernels.cuda.launches import INDICES, THREADS, Kernel, array, jit, launch
+from numkv.kernels.cuda.launches import INDICES, THREADS, Kernel, array, launch, pool_types
 from numkv.kernels.cuda.simd import WIDTH, aligned, ceil_div
 from numkv.kernels.cuda.streams import current, multiprocessors
 from numkv.kernels.operations import Operations, implements
@@ -73,13 +73,14 @@ from numkv.kernels.operations import Operations, implements
 __all__ = ["append_attend", "attend"]
 
 
-def _signature(q_kind: str, k_kind: str, v_kind: str, real: Any) -> tuple[Any, ...]:
-    """Return the signature of a kernel that computes in this type."""
+def _signature(
+    q_kind: str, k_kind: str, v_kind: str, real: Any, integers: int, *parts: Any
+) -> tuple[Any, ...]:
+    """Return the signature of a kernel that computes in this type, with so many integers among its options."""
     return (
-        array(WORDS[q_kind], 3), array(WORDS[k_kind], 4), array(*SCALES[k_kind]), array(WORDS[v_kind], 4),
-        array(*SCALES[v_kind]), array(types.int32, 2), INDICES, INDICES, array(types.int64, 2),
-        types.Tuple((*[types.int64] * 8, real, real)), array(real, 1), array(WORDS[q_kind], 3),
-        array(types.float32, 2), array(real, 4),
+        array(WORDS[q_kind], 3), *pool_types(k_kind), *pool_types(v_kind), array(types.int32, 2), INDICES, INDICES,
+        array(types.int64, 2), types.Tuple((*[types.int64] * integers, real, real)), array(real, 1),
+        array(WORDS[q_kind], 3), array(types.float32, 2), *parts,
     )  # fmt: skip
 
 
@@ -87,21 +88,17 @@ def _signature(q_kind: str, k_kind: str, v_kind: str, real: Any) -> tuple[Any, .
 def _attention(
     q_kind: str, k_kind: str, v_kind: str, compute: str, rows: int, columns: int, wide: bool, masked: bool = False,
 ) -> Any:  # fmt: skip
-    key: tuple[Any, ...] = (q_kind, k_kind, v_kind, compute, rows, columns, wide)
-    if masked:
-        key += (True,)
-    signature = _signature(q_kind, k_kind, v_kind, getattr(types, compute))
-    return jit(make_attention, key, signature, row_choices(k_kind, v_kind, compute)[rows])
+    key, real = (
+        (q_kind, k_kind, v_kind, compute, rows, columns, wide, masked),
+        getattr(types, compute),
+    )
+    signature = _signature(q_kind, k_kind, v_kind, real, 8, array(real, 4))
+    return Kernel(make_attention, key, signature, row_choices(k_kind, v_kind, compute)[rows])
 
 
 @functools.cache
 def _prefill(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int, capped: bool) -> Any:
-    signature = (
-        array(WORDS[q_kind], 3), array(WORDS[k_kind], 4), array(*SCALES[k_kind]), array(WORDS[v_kind], 4),
-        array(*SCALES[v_kind]), array(types.int32, 2), INDICES, INDICES, array(types.int64, 2),
-        types.Tuple((*[types.int64] * 4, *[types.float32] * 2)), array(types.float32, 1),
-        array(WORDS[q_kind], 3), array(types.float32, 2),
-    )  # fmt: skip
+    signature = _signature(q_kind, k_kind, v_kind, types.float32, 4)
     key = q_kind, k_kind, v_kind, dim, dim_v
     sizes = sizes_of_prefill(*key)
     return Kernel(make_prefill, (*key, capped), signature, sizes.blocks, sizes.threads)
@@ -126,9 +123,9 @@ def _launch_prefill(kinds, q, pools, batch, options, sm_scale, soft_cap, sinks, 
 
 @functools.cache
 def _decode(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int) -> Any:
+    signature = _signature(q_kind, k_kind, v_kind, types.float32, 8, array(types.float32, 4))
     key = (q_kind, k_kind, v_kind, dim, dim_v)
-    blocks = sizes_for(*key).blocks
-    return jit(make_decode, key, _signature(q_kind, k_kind, v_kind, types.float32), blocks)
+    return Kernel(make_decode, key, signature, sizes_for(*key).blocks)
 
 
 def _choose(

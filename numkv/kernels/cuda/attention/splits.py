@@ -40,7 +40,7 @@ from numkv.kernels.cuda.instructions import (
     shuffle_xor_float,
     store_global,
 )  # fmt: skip
-from numkv.kernels.cuda.launches import INDICES, MAX_BLOCKS, THREADS, array, jit, launch
+from numkv.kernels.cuda.launches import INDICES, MAX_BLOCKS, THREADS, Kernel, array, launch
 from numkv.kernels.cuda.simd import ceil_div, natural
 from numkv.kernels.cuda.streams import SIMULATED
 from numkv.rows.convert import codec
@@ -413,8 +413,8 @@ def _merge_splits(q_kind: str, compute: str, few: bool) -> Any:
         array(WORDS[q_kind], 3), array(types.float32, 2),
     )  # fmt: skip
     if few:
-        return jit(make_merge_few, (q_kind,), signature)
-    return jit(make_merge_splits, (q_kind, compute), signature)
+        return Kernel(make_merge_few, (q_kind,), signature)
+    return Kernel(make_merge_splits, (q_kind, compute), signature)
 
 
 def merge_splits(
