@@ -187,28 +187,22 @@ class Kernel:
             found += x.strides
         return found
 
-    def places(self, args: tuple[Any, ...]) -> list[tuple[int, Any]]:
-        """Return the indices of array pointers in `flat`, with the arrays."""
-        found, at = [], 0
-        for x, of in zip(args, self._types, strict=True):
-            if of.ndim < 0:
-                at += len(of.scalars(x))
-            else:
-                found.append((at + 4, x))
-                at += 5 + 2 * of.ndim
-        return found
+    def places(self, args: tuple[Any, ...]) -> tuple[list[tuple[int, Any]], list[tuple[int, int]]]:
+        """Return the places in `flat` of what differs between equal calls.
 
-    def numbers(self, args: tuple[Any, ...]) -> list[tuple[int, int]]:
-        """Return the index of each `Number` in `flat`, with its index among the call's numbers."""
-        found, at = [], 0
+        They are the index of each array's pointer, with the array, and that of each `Number`, with its index among the
+        call's numbers.
+        """
+        pointers, numbers, at = [], [], 0
         for x, of in zip(args, self._types, strict=True):
             if of.ndim >= 0:
+                pointers.append((at + 4, x))
                 at += 5 + 2 * of.ndim
                 continue
             parts = x if isinstance(x, tuple) else (x,)
-            found += [(at + i, n.which) for i, n in enumerate(parts) if type(n) is Number]
+            numbers += [(at + i, n.which) for i, n in enumerate(parts) if type(n) is Number]
             at += len(parts)
-        return found
+        return pointers, numbers
 
     def config(self, blocks: int, threads: tuple[int, ...], shared_bytes: int) -> Any:
         """Return the sizes of a launch, as `cuda.core` expects them."""

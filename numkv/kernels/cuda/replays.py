@@ -137,7 +137,8 @@ def replay_of(
     launches = []
     for kernel, blocks, threads, shared_bytes, args in recording.launches:
         pointers, own = [], []
-        for at, x in kernel.places(args):
+        arrays, numbers = kernel.places(args)
+        for at, x in arrays:
             pointer = memory.pointer_of(x)
             if pointer in where:
                 pointers.append((at, where[pointer]))
@@ -149,9 +150,7 @@ def replay_of(
                 held.append(x)  # equal in every call
         config = kernel.config(blocks, threads, shared_bytes)
         code = kernel.loaded(place.device)
-        launches.append(
-            _Again(code, config, kernel.flat(args), pointers, own, kernel.numbers(args))
-        )
+        launches.append(_Again(code, config, kernel.flat(args), pointers, own, numbers))
     apart = []
     for i, x in enumerate(given):
         for j, y in enumerate(given):
