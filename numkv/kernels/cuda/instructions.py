@@ -12,7 +12,7 @@ rewrites this file alone. In order:
 Addresses are plain integers, in bytes: 64 bits for global memory, 32 bits for shared memory. Constants that are added
 to them become part of instructions.
 
-The simulator runs `load_chunk` and `load_chunk_at` alone, with a row's number as its address. Other operations raise
+The simulator runs `row_address` and `load_chunk` alone, with a row's number as its address. Other operations raise
 there. The PTX interpreter runs all of them (`tests/compile/test_instructions.py`).
 
 Thread ``l`` of a warp belongs to group ``g = l // 4``, at place ``t = l % 4``. The drawing shows the matrices of
@@ -55,6 +55,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -661,57 +662,6 @@ def loader(KIND, COMPUTE="float32"):
     return codec("fp32" if kind_of(KIND).has_scales else KIND, COMPUTE)[0]
 
 
-def _simulated_load_chunk(KIND, WIDTH, array, a, b, c, d, floats, at):
-    load = loader(KIND, floats.dtype.name)
-    row = array[a, b, c]
-    if KIND == "code4":
-        for i in range(WIDTH):
-            floats[at + i] = code4_level(int(row[d + i // 2]) >> 4 * (i % 2))
-        return
-    if KIND == "code6":
-        for i in range(WIDTH):
-            first = d + i // 4 * 3
-            unit = sum(int(row[first + j]) << 8 * j for j in range(3))
-            floats[at + i] = code6.code6_level(unit >> 6 * (i % 4) & 63)
-        return
-    if KIND in PACKED:
-        for i in range(WIDTH // 2):
-            floats[at + i] = int(row[d + i]) & 15
-            floats[at + WIDTH // 2 + i] = int(row[d + i]) >> 4
-        return
-    for i in range(WIDTH):
-        floats[at + i] = load(row[d + i])
-
-
-def _load_chunk(typing_context, KIND, WIDTH, array, a, b, c, d, floats, at):
-    """Load ``array[a, b, c, d : d + WIDTH]`` as floats to ``floats[at:]``.
-
-    The elements take 4, 8 or 16 aligned bytes; CODE6 takes 6 or 12. Packed kinds start at word `d`. INT4 has
-    ``WIDTH / 2`` words, and yields codes, first those of all low nibbles. CODE4 and CODE6 yield levels in their order.
-    `floats` is a local array. It stays in registers if `at` is constant after loops are unrolled.
-    """
-    if not (isinstance(KIND, types.StringLiteral) and isinstance(WIDTH, types.IntegerLiteral)):
-        return None
-    kind, width = KIND.literal_value, WIDTH.literal_value
-    as_float = floats.dtype
-
-    def codegen(context, b, sig, args):
-        source = context.make_array(sig.args[2])(context, b, args[2])
-        to = context.make_array(sig.args[7])(context, b, args[7])
-        address = b.ptrtoint(source.data, ir.IntType(64))
-        steps = cgutils.unpack_tuple(b, source.strides)
-        for index, index_type, step in zip(args[3:7], sig.args[3:7], steps, strict=True):
-            wide = context.cast(b, index, index_type, types.int64)
-            address = b.add(address, b.mul(wide, step))
-        words = kind_of(kind).words_per_row(width)
-        size = words * sig.args[2].dtype.bitwidth // 8
-        at_ = context.cast(b, args[8], sig.args[8], types.int64)
-        _put_floats(context, b, kind, address, size, as_float, to, at_)
-        return context.get_dummy_value()
-
-    return types.void(KIND, WIDTH, array, a, b, c, d, floats, at), codegen
-
-
 def _put_floats(context, b, kind, address, size, as_float, to, at):
     """Load `size` bytes of global memory, and store their elements as floats in the array `to`, from `at` on."""
     real = ir.DoubleType() if as_float == types.float64 else F32
@@ -867,17 +817,30 @@ def _byte_floats(b, bytes_, offset):
         yield b.fsub(b.bitcast(bits, F32), ir.Constant(F32, offset))
 
 
-load_chunk = _simulated_load_chunk if SIMULATED else intrinsic(_load_chunk)
-
-
 def _simulated_row_address(array, a, b, c):
     return (int(a) * array.shape[1] + int(b)) * array.shape[2] + int(c)
 
 
-def _simulated_load_chunk_at(KIND, WIDTH, array, row, d, floats, at):
-    a, rest = divmod(int(row), array.shape[1] * array.shape[2])
-    b, c = divmod(rest, array.shape[2])
-    _simulated_load_chunk(KIND, WIDTH, array, a, b, c, d, floats, at)
+def _simulated_load_chunk(KIND, WIDTH, array, row, d, floats, at):
+    load = loader(KIND, floats.dtype.name)
+    row = array[np.unravel_index(int(row), array.shape[:3])]
+    if KIND == "code4":
+        for i in range(WIDTH):
+            floats[at + i] = code4_level(int(row[d + i // 2]) >> 4 * (i % 2))
+        return
+    if KIND == "code6":
+        for i in range(WIDTH):
+            first = d + i // 4 * 3
+            unit = sum(int(row[first + j]) << 8 * j for j in range(3))
+            floats[at + i] = code6.code6_level(unit >> 6 * (i % 4) & 63)
+        return
+    if KIND in PACKED:
+        for i in range(WIDTH // 2):
+            floats[at + i] = int(row[d + i]) & 15
+            floats[at + WIDTH // 2 + i] = int(row[d + i]) >> 4
+        return
+    for i in range(WIDTH):
+        floats[at + i] = load(row[d + i])
 
 
 def _row_address(typing_context: Any, array: Any, a: Any, b: Any, c: Any) -> Any:
@@ -895,12 +858,15 @@ def _row_address(typing_context: Any, array: Any, a: Any, b: Any, c: Any) -> Any
     return types.int64(array, a, b, c), codegen
 
 
-def _load_chunk_at(
+def _load_chunk(
     typing_context: Any, KIND: Any, WIDTH: Any, array: Any, row: Any, d: Any, floats: Any, at: Any
 ) -> Any:
     """Load `WIDTH` elements, from word `d` of the row at address `row` on, as floats to ``floats[at:]``.
 
-    See `numkv.kernels.cuda.instructions.load_chunk`. `array` only provides the type of a word.
+    The elements take 4, 8 or 16 aligned bytes; CODE6 takes 6 or 12. Packed kinds start at word `d`. INT4 has
+    ``WIDTH / 2`` words, and yields codes, first those of all low nibbles. CODE4 and CODE6 yield levels in their order.
+    `floats` is a local array. It stays in registers if `at` is constant after loops are unrolled. `array` only provides
+    the type of a word.
     """
     if not (isinstance(KIND, types.StringLiteral) and isinstance(WIDTH, types.IntegerLiteral)):
         return None
@@ -920,6 +886,6 @@ def _load_chunk_at(
 
 
 if SIMULATED:
-    row_address, load_chunk_at = _simulated_row_address, _simulated_load_chunk_at
+    row_address, load_chunk = _simulated_row_address, _simulated_load_chunk
 else:
-    row_address, load_chunk_at = intrinsic(_row_address), intrinsic(_load_chunk_at)
+    row_address, load_chunk = intrinsic(_row_address), intrinsic(_load_chunk)

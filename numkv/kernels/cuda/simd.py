@@ -96,6 +96,8 @@ def reader(KIND, COMPUTE, STEP, WIDE):
     F = np.float32 if COMPUTE == "float32" else np.float64
     CODE4, CODE6, BY_GROUP = KIND == "code4", KIND == "code6", kind_of(KIND).scales_per == "group"
     BYTES, GROUP_BYTES = STEP // 2, GROUP // 2
+    each, of_unit = kind_of(KIND).unit
+    WORDS = STEP * of_unit // each
     BY_CHANNEL, elements = kind_of(KIND).scales_per == "channel", elements_in(kind_of(KIND))
     value, _ = element_codec(KIND)
 
@@ -108,51 +110,43 @@ def reader(KIND, COMPUTE, STEP, WIDE):
                 if d < dim:
                     x = value(array[a, b, c], scale[a, b, c // TOKENS], d, dim)
                 floats[at + i] = F(x)
-        elif BY_GROUP:
-            first = chunk * BYTES
+            return
+        first, factor, lowest = chunk * WORDS, F(1), F(0)
+        if BY_GROUP:
             word = scale[a, b, c, first // GROUP_BYTES]
             factor = F(bf16_to_float32(word))
             lowest = F(lowest_level(word)) * factor
-            if WIDE:
-                load_chunk(KIND, STEP, array, a, b, c, first, floats, at)
+        if WIDE:
+            load_chunk(KIND, STEP, array, row_address(array, a, b, c), first, floats, at)
+            if BY_GROUP:
                 for i in range(STEP):
                     floats[at + i] = floats[at + i] * factor + lowest  # exact
-            else:
-                for i in range(BYTES):
-                    low, high = F(0), F(0)
-                    if first + i < array.shape[3]:
-                        byte = np.int32(array[a, b, c, first + i])
-                        low = F(byte & np.int32(15)) * factor + lowest
-                        high = F(byte >> np.int32(4)) * factor + lowest
-                    floats[at + i], floats[at + BYTES + i] = low, high
+        elif BY_GROUP:
+            for i in range(BYTES):
+                low, high = F(0), F(0)
+                if first + i < array.shape[3]:
+                    byte = np.int32(array[a, b, c, first + i])
+                    low = F(byte & np.int32(15)) * factor + lowest
+                    high = F(byte >> np.int32(4)) * factor + lowest
+                floats[at + i], floats[at + BYTES + i] = low, high
         elif CODE4:
-            first = chunk * BYTES
-            if WIDE:
-                load_chunk(KIND, STEP, array, a, b, c, first, floats, at)
-            else:
-                for i in range(BYTES):
-                    low, high = F(0), F(0)
-                    if first + i < array.shape[3]:
-                        byte = np.int32(array[a, b, c, first + i])
-                        low = F(code4_level(byte))
-                        high = F(code4_level(np.int32(byte >> np.int32(4))))
-                    floats[at + 2 * i], floats[at + 2 * i + 1] = low, high
+            for i in range(BYTES):
+                low, high = F(0), F(0)
+                if first + i < array.shape[3]:
+                    byte = np.int32(array[a, b, c, first + i])
+                    low = F(code4_level(byte))
+                    high = F(code4_level(np.int32(byte >> np.int32(4))))
+                floats[at + 2 * i], floats[at + 2 * i + 1] = low, high
         elif CODE6:
-            first = chunk * (STEP // 4 * 3)
-            if WIDE:
-                load_chunk(KIND, STEP, array, a, b, c, first, floats, at)
-            else:
-                for i in range(STEP // 4):
-                    unit, byte = np.int32(0), first + 3 * i
-                    if byte < array.shape[3]:
-                        for j in range(3):
-                            word = np.int32(array[a, b, c, byte + j])
-                            unit = np.int32(unit | np.int32(word << np.int32(8 * j)))
-                    for j in range(4):
-                        level = code6_level(np.int32(unit >> np.int32(6 * j)))
-                        floats[at + 4 * i + j] = F(level) if byte < array.shape[3] else F(0)
-        elif WIDE:
-            load_chunk(KIND, STEP, array, a, b, c, chunk * STEP, floats, at)
+            for i in range(STEP // 4):
+                unit, byte = np.int32(0), first + 3 * i
+                if byte < array.shape[3]:
+                    for j in range(3):
+                        word = np.int32(array[a, b, c, byte + j])
+                        unit = np.int32(unit | np.int32(word << np.int32(8 * j)))
+                for j in range(4):
+                    level = code6_level(np.int32(unit >> np.int32(6 * j)))
+                    floats[at + 4 * i + j] = F(level) if byte < array.shape[3] else F(0)
         else:
             for i in range(STEP):
                 d = chunk * STEP + i

@@ -22,7 +22,7 @@ from numkv.kernels.cuda.attention.items import (
     make_locate,
 )
 from numkv.kernels.cuda.attention.splits import LN_2, LOG2_E, PART_EXTRA
-from numkv.kernels.cuda.instructions import load_chunk_at, row_address
+from numkv.kernels.cuda.instructions import load_chunk, row_address
 from numkv.kernels.cuda.launches import THREADS
 from numkv.kernels.cuda.simd import WIDTH, ceil_div, column_of, natural, reader
 from numkv.kernels.cuda.streams import SIMULATED
@@ -285,7 +285,7 @@ def make_scores(K_KIND, COMPUTE, SIZES, WIDE):
         while c < chunks:
             for i in range(TOKENS):
                 if ADDRESSED:
-                    load_chunk_at(K_KIND, K_WIDTH, k, own[i], c * K_WIDTH, floats, i * K_WIDTH)
+                    load_chunk(K_KIND, K_WIDTH, k, own[i], c * K_WIDTH, floats, i * K_WIDTH)
                 else:
                     # Tokens that do not count read slot 0: whatever it stores, the score is masked.
                     block = max(places.blocks[at + team + i * TEAMS], 0)
@@ -428,7 +428,7 @@ def make_accumulate(V_KIND, V_SCALED, COMPUTE, SIZES, WIDE):
                     for i in range(V_TOKENS):
                         if ADDRESSED:
                             row = places.v_rows[at + j + i]
-                            load_chunk_at(V_KIND, V_WIDTH, v, row, c * V_WIDTH, floats, i * V_WIDTH)
+                            load_chunk(V_KIND, V_WIDTH, v, row, c * V_WIDTH, floats, i * V_WIDTH)
                         else:
                             block, offset = places.blocks[at + j + i], places.offsets[at + j + i]
                             read(v, v_scale, block, g, offset, c, floats, i * V_WIDTH)

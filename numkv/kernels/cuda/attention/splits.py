@@ -35,6 +35,7 @@ from numkv.kernels.cuda.instructions import (
     load_chunk,
     load_global_8,
     load_global_16,
+    row_address,
     shuffle,
     shuffle_float,
     shuffle_xor_float,
@@ -178,7 +179,8 @@ def make_add_parts(KIND, WIDTH, F):
         while i < splits:
             for m in range(AT_ONCE):
                 n = natural(min(i + m * step, splits - 1))
-                load_chunk(KIND, WIDTH, parts, 0, 0, first + n, c * WIDTH, floats, m * WIDTH)
+                row = row_address(parts, 0, 0, first + n)
+                load_chunk(KIND, WIDTH, parts, row, c * WIDTH, floats, m * WIDTH)
             for m in range(AT_ONCE):
                 n = i + m * step
                 if n < splits:
