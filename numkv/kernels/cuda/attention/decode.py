@@ -415,112 +415,118 @@ class Task(NamedTuple):
     splits: Any  #: of the sequence
 
 
-def make_tasks():
-    """Make the functions that count a call's items, and write one of them."""
-    count_of, walk, item_of = make_item_of(DECODE_ROWS)
+count_of, walk, item_of = make_item_of(DECODE_ROWS)
 
-    @register_jitable
-    def has_sequences(batch, lane):
-        """Return whether a warp's threads may have sequences; if threads have several, some warps have none."""
-        return 32 * lane.warp < batch.seq_lens.shape[0]
 
-    @register_jitable
-    def count_own(batch, counted, thread):
-        """Return the items of a thread's sequences."""
-        each, count = sequences_each(batch), np.int64(0)
-        b = natural(thread * each)
-        end = min(b + each, batch.seq_lens.shape[0])
-        at = U32(counted.extents + 4 * EXTENT_WORDS * thread)
-        while b < end:
-            own = extent(batch, b)
-            count += count_of(batch, own)
-            store_shared_16(at, U32(own.start), U32(own.tokens), U32(own.length), U32(own.first))
-            store_shared_8(U32(at + U32(16)), U32(own.split_len), U32(own.splits))
-            b = natural(b + 1)
-        return count
+@register_jitable
+def has_sequences(batch, lane):
+    """Return whether a warp's threads may have sequences; if threads have several, some warps have none."""
+    return 32 * lane.warp < batch.seq_lens.shape[0]
 
-    @register_jitable
-    def extent_of(batch, counted, inner, first):
-        """Return the sequence of a thread's item `inner`, its work, and the item's number within it."""
-        if sequences_each(batch) > 1:
-            return walk(batch, inner, first)
-        at = U32(counted.extents + 4 * EXTENT_WORDS * first)
-        start, tokens, length, begin = load_shared_16(at)
-        split_len, splits = load_shared_8(U32(at + U32(16)))
-        own = Extent(
-            natural(start), natural(tokens), natural(length), natural(begin), natural(split_len), natural(splits)
-        )  # fmt: skip
-        return first, own, inner
 
-    @register_jitable
-    def count_items(batch, counted, record, lane, thread):
-        """Count items of each thread and of those before it in its warp; share the warp's total."""
-        upto = U32(0)
-        if has_sequences(batch, lane):
-            count = U32(count_own(batch, counted, thread))
-            upto = count
-            for step in (1, 2, 4, 8, 16):
-                other = shuffle(upto, U32(U32(lane.number - step) & U32(31)))
-                if lane.number >= step:
-                    upto = U32(upto + other)
-            counted.counts[thread], counted.befores[thread] = count, U32(upto - count)
-        if lane.number == 31:
-            store_shared_4(U32(record + 32 + 4 * lane.warp), upto)
+@register_jitable
+def count_own(batch, counted, thread):
+    """Return the items of a thread's sequences."""
+    each, count = sequences_each(batch), np.int64(0)
+    b = natural(thread * each)
+    end = min(b + each, batch.seq_lens.shape[0])
+    at = U32(counted.extents + 4 * EXTENT_WORDS * thread)
+    while b < end:
+        own = extent(batch, b)
+        count += count_of(batch, own)
+        store_shared_16(at, U32(own.start), U32(own.tokens), U32(own.length), U32(own.first))
+        store_shared_8(U32(at + U32(16)), U32(own.split_len), U32(own.splits))
+        b = natural(b + 1)
+    return count
 
-    @register_jitable
-    def all_items(record):
-        """Return the number of all items, after a barrier."""
-        a, b, c, d = load_shared_16(U32(record + 32))
-        return uniform(U32(U32(a + b) + U32(c + d)))
 
-    @register_jitable
-    def put_task(batch, number, counted, record, rows, q, out, parts, lane, thread):
-        """Write the item of a number; the warp that has its sequence does so."""
-        if not has_sequences(batch, lane):
-            return
-        a, b, c, _ = load_shared_16(U32(record + 32))
-        before = U32(counted.befores[thread])
-        before = U32(before + (a if lane.warp > 0 else U32(0)))
-        before = U32(before + (b if lane.warp > 1 else U32(0)))
-        before = U32(before + (c if lane.warp > 2 else U32(0)))
-        inner, count = U32(U32(number) - before), U32(counted.counts[thread])
-        owners = U32(cuda.ballot_sync(EVERYONE, inner < count))
-        if owners == 0:
-            return
-        # All threads of the warp read the item of the one that has it.
-        owner = U32(31 - cuda.clz(owners))
-        first = natural(thread - lane.number + I32(owner))
-        b, own, inner_one = extent_of(batch, counted, natural(shuffle(inner, owner)), first)
-        item = item_of(batch, b, own, inner_one)
-        low = item.all_begin if item.begin < item.all_begin else np.int64(0)
-        high = item.all_end - SLICE if item.all_end < item.end else item.end
-        if lane.number == 0:
-            store_shared_16(record, U32(item.begin), U32(item.end), U32(low), U32(high))
-            store_shared_16(
-                U32(record + 16), U32(item.seq), U32(item.head), U32(item.rows), U32(item.splits)
-            )
-        if lane.number < DECODE_ROWS:
-            i = natural(lane.number)
-            token, head, begin, end, part = row_of(batch, item, i)
-            rows.query[i] = global_address(q) + token * q.strides[0] + head * q.strides[1]
-            to = global_address(out) + token * out.strides[0] + head * out.strides[1]
-            if item.splits > 1:
-                to = global_address(parts) + (part + item.split) * parts.strides[2]
-            rows.to[i] = to
-            rows.token[i], rows.head[i], rows.begin[i], rows.end[i] = token, head, begin, end
+@register_jitable
+def extent_of(batch, counted, inner, first):
+    """Return the sequence of a thread's item `inner`, its work, and the item's number within it."""
+    if sequences_each(batch) > 1:
+        return walk(batch, inner, first)
+    at = U32(counted.extents + 4 * EXTENT_WORDS * first)
+    start, tokens, length, begin = load_shared_16(at)
+    split_len, splits = load_shared_8(U32(at + U32(16)))
+    own = Extent(
+        natural(start), natural(tokens), natural(length), natural(begin), natural(split_len), natural(splits)
+    )  # fmt: skip
+    return first, own, inner
 
-    @register_jitable
-    def told(record):
-        a, b, c, d = load_shared_16(record)
-        e, f, g, _ = load_shared_16(U32(record + 16))
-        return ToldItem(I32(a), I32(b), I32(c), I32(d), natural(e), natural(f), I32(g))
 
-    @register_jitable
-    def task(record):
-        _, head, rows, splits = load_shared_16(U32(record + 16))
-        return Task(I32(rows), natural(head), I32(splits))
+@register_jitable
+def count_items(batch, counted, record, lane, thread):
+    """Count items of each thread and of those before it in its warp; share the warp's total."""
+    upto = U32(0)
+    if has_sequences(batch, lane):
+        count = U32(count_own(batch, counted, thread))
+        upto = count
+        for step in (1, 2, 4, 8, 16):
+            other = shuffle(upto, U32(U32(lane.number - step) & U32(31)))
+            if lane.number >= step:
+                upto = U32(upto + other)
+        counted.counts[thread], counted.befores[thread] = count, U32(upto - count)
+    if lane.number == 31:
+        store_shared_4(U32(record + 32 + 4 * lane.warp), upto)
 
-    return count_items, all_items, put_task, told, task
+
+@register_jitable
+def all_items(record):
+    """Return the number of all items, after a barrier."""
+    a, b, c, d = load_shared_16(U32(record + 32))
+    return uniform(U32(U32(a + b) + U32(c + d)))
+
+
+@register_jitable
+def put_task(batch, number, counted, record, rows, q, out, parts, lane, thread):
+    """Write the item of a number; the warp that has its sequence does so."""
+    if not has_sequences(batch, lane):
+        return
+    a, b, c, _ = load_shared_16(U32(record + 32))
+    before = U32(counted.befores[thread])
+    before = U32(before + (a if lane.warp > 0 else U32(0)))
+    before = U32(before + (b if lane.warp > 1 else U32(0)))
+    before = U32(before + (c if lane.warp > 2 else U32(0)))
+    inner, count = U32(U32(number) - before), U32(counted.counts[thread])
+    owners = U32(cuda.ballot_sync(EVERYONE, inner < count))
+    if owners == 0:
+        return
+    # All threads of the warp read the item of the one that has it.
+    owner = U32(31 - cuda.clz(owners))
+    first = natural(thread - lane.number + I32(owner))
+    b, own, inner_one = extent_of(batch, counted, natural(shuffle(inner, owner)), first)
+    item = item_of(batch, b, own, inner_one)
+    low = item.all_begin if item.begin < item.all_begin else np.int64(0)
+    high = item.all_end - SLICE if item.all_end < item.end else item.end
+    if lane.number == 0:
+        store_shared_16(record, U32(item.begin), U32(item.end), U32(low), U32(high))
+        store_shared_16(
+            U32(record + 16), U32(item.seq), U32(item.head), U32(item.rows), U32(item.splits)
+        )
+    if lane.number < DECODE_ROWS:
+        i = natural(lane.number)
+        token, head, begin, end, part = row_of(batch, item, i)
+        rows.query[i] = global_address(q) + token * q.strides[0] + head * q.strides[1]
+        to = global_address(out) + token * out.strides[0] + head * out.strides[1]
+        if item.splits > 1:
+            to = global_address(parts) + (part + item.split) * parts.strides[2]
+        rows.to[i] = to
+        rows.token[i], rows.head[i], rows.begin[i], rows.end[i] = token, head, begin, end
+
+
+@register_jitable
+def told(record):
+    """Return the item of a block's record, as far as a warp needs it to begin."""
+    a, b, c, d = load_shared_16(record)
+    e, f, g, _ = load_shared_16(U32(record + 16))
+    return ToldItem(I32(a), I32(b), I32(c), I32(d), natural(e), natural(f), I32(g))
+
+
+@register_jitable
+def task_of(record):
+    """Return the item of a block's record, as far as a block needs it to store results."""
+    _, head, rows, splits = load_shared_16(U32(record + 16))
+    return Task(I32(rows), natural(head), I32(splits))
 
 
 MINUS_INF = -np.inf
@@ -560,17 +566,12 @@ def make_softmax(SIZES):
     @register_jitable
     def scale_scores(c, s0, s1, scales, lane):
         """Multiply scores by the scales of their rows and tokens."""
+        low = high = F(1)
         if K_INT8:
             low = shuffle(scales[0], U32(lane.group)).view(np.float32)
             high = shuffle(scales[0], U32(lane.group + 8)).view(np.float32)
-            c[0], c[1], c[2], c[3] = (
-                c[0] * low * s0,
-                c[1] * low * s1,
-                c[2] * high * s0,
-                c[3] * high * s1,
-            )
-        else:
-            c[0], c[1], c[2], c[3] = c[0] * s0, c[1] * s1, c[2] * s0, c[3] * s1
+        c[0], c[1] = c[0] * low * s0, c[1] * low * s1
+        c[2], c[3] = c[2] * high * s0, c[3] * high * s1
 
     @register_jitable
     def cap_scores(c, soft_cap):
@@ -790,7 +791,6 @@ def make_attend_item(Q_KIND, SIZES):
     load_queries, Q_SCALED = make_load_queries(Q_KIND, SIZES)
     attend_slice = make_attend_slice(SIZES)
     source_of, places_of = make_places(SIZES)
-    _, _, _, told, _ = make_tasks()
 
     @register_jitable
     def attend_item(pools, scale, soft_cap, record, rows, start, state, lane):
@@ -876,7 +876,6 @@ def make_decode(Q_KIND, K_KIND, V_KIND, DIM, DIM_V):
     SUMS = 4 * SIZES.v.tiles
     MERGED, RECORD_WORDS = WARPS * DECODE_ROWS, RECORD_BYTES // 4
     ENDS, EXTENTS = 2 * MERGED, EXTENT_WORDS * THREADS
-    count_items, all_items, put_task, _, task_of = make_tasks()
     attend_item = make_attend_item(Q_KIND, SIZES)
     leave_sums, weigh_warps, store_rows = make_store(Q_KIND, SIZES)
 

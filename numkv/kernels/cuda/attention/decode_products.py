@@ -378,8 +378,7 @@ def make_sums(SIZES):
     if V.bits == 4:
         return make_sums_of_nibbles(SIZES)
     TILES, BITS, PRECISE = V.tiles, V.bits, SIZES.precise_p
-    INT8 = V.kind == "int8"
-    CHECKED = V.kind != "int8"
+    INT8 = V.kind == "int8"  # whose rows are finite
     INFINITE, CARRY = (0x7F807F80, 0x00800080) if V.operand == "bf16" else (0x7C007C00, 0x04000400)
     mma = FLOATS[V.operand].mma
     add, turn = make_weighing(SIZES)
@@ -440,10 +439,9 @@ def make_sums(SIZES):
             turn(times(p[0], low), times(p[1], low), times(p[2], high), times(p[3], high), b)
         else:
             turn(p[0], p[1], p[2], p[3], b)
-        if CHECKED and ragged:
-            if not is_finite(at):
-                add_visible(at, b, sums, rows, first, lane)
-                return
+        if not INT8 and ragged and not is_finite(at):
+            add_visible(at, b, sums, rows, first, lane)
+            return
         if IN_STEPS:
             for j in range(4):
                 a = read_steps(U32(at ^ U32(j << 5)))

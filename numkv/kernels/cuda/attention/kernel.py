@@ -47,14 +47,18 @@ def make_sight(MASKED, COMPUTE):
     returns a score with its bias, and -inf for a token in a gap of row `r` of the item.
     """
     F = np.float32 if COMPUTE == "float32" else np.float64
-    TO_BASE_2 = LOG2_E
+    TO_BASE_2, UNMASKED = LOG2_E, not MASKED
 
     @register_jitable
     def has_gaps(mask, rows, end):
-        return mask.rows.shape[1] > COLUMNS and end > mask.rows[rows.token[0], PLAIN_END]
+        if MASKED:
+            return mask.rows.shape[1] > COLUMNS and end > mask.rows[rows.token[0], PLAIN_END]
+        return False
 
     @register_jitable
     def mask_score(mask, rows, r, token, score):
+        if UNMASKED:
+            return score
         query = rows.token[r]
         if token < rows.begin[r] or token >= rows.end[r]:
             return F(-np.inf)
@@ -68,15 +72,7 @@ def make_sight(MASKED, COMPUTE):
             score -= slope * F(abs(mask.rows[query, POSITION] - position))
         return score
 
-    @register_jitable
-    def has_none(mask, rows, end):
-        return False
-
-    @register_jitable
-    def leave(mask, rows, r, token, score):
-        return score
-
-    return (has_gaps, mask_score) if MASKED else (has_none, leave)
+    return has_gaps, mask_score
 
 
 # Threads that score a token together: with 16 bytes each, a team reads 128 bytes of a row at once.

@@ -564,7 +564,7 @@ def make_group_scale(SIDE, OFFSET, TEAM):
     """
     LEAST, MOST = U32(LEAST_LOG + 127 << 23), U32((MOST_LOG - DOWN + 127 << 23) + (1 << 23) - 1)
     STEPS = [2**i for i in range(8) if 2**i < TEAM]
-    load_own = load_shared(4, OFFSET)
+    load_own, UNSCALED = load_shared(4, OFFSET), SIDE.kind != "int4"
 
     def make_larger(i):
         load = load_shared(4, OFFSET + 4 * i)
@@ -603,6 +603,8 @@ def make_group_scale(SIDE, OFFSET, TEAM):
     @register_jitable
     def group_scale(scales_at, own_at, chosen):
         """Return a group's factor and offset as two float16 each; its scale is bytes `chosen` at `own_at`."""
+        if UNSCALED:
+            return U32(0), U32(0)
         words = load_own(own_at)
         word = permute_bytes(words, words, chosen)
         own = U32(word & U32(0xFFFF0000))
@@ -612,11 +614,7 @@ def make_group_scale(SIDE, OFFSET, TEAM):
         offset = fma_fp16x2(level_offsets(word), U32(0x18001800), U32(0x28002800))
         return pack_fp16(scale, scale), offset
 
-    @register_jitable
-    def no_scale(scales_at, own_at, chosen):
-        return U32(0), U32(0)
-
-    return power_of, group_scale if SIDE.kind == "int4" else no_scale
+    return power_of, group_scale
 
 
 def make_keep_scales(SIZES):
@@ -639,11 +637,13 @@ def make_keep_scales(SIZES):
 
         return of_row if SIDE.kind == "int8" else of_groups
 
-    k_factor, v_factor = make_factor(K), make_factor(V)
+    k_factor, v_factor, UNSCALED = make_factor(K), make_factor(V), not SIZES.scaled
 
     @register_jitable
     def begin_scales(base, thread):
         """Return the addresses of a token's scales, of its terms and of its back."""
+        if UNSCALED:
+            return U32(0), U32(0), U32(0)
         token, scales = thread, base + K.scales + thread * (4 * K.words)
         if thread >= LAST:
             token = I32(thread - LAST)
@@ -666,11 +666,7 @@ def make_keep_scales(SIZES):
             store_shared_4(U32(terms + U32(8)), U32(log.view(np.uint32)))
             store_shared_4(backs, U32(back.view(np.uint32)))
 
-    @register_jitable
-    def begin_nothing(base, thread):
-        return U32(0), U32(0), U32(0)
-
-    return begin_scales if SIZES.scaled else begin_nothing, keep_scales
+    return begin_scales, keep_scales
 
 
 def make_widen_side(SIZES, SIDE, WIDE, STEP, COLUMNS, LIKE=None):
@@ -740,15 +736,12 @@ def make_widen_side(SIZES, SIDE, WIDE, STEP, COLUMNS, LIKE=None):
     @register_jitable
     def clear(base, thread):
         """Zero the columns past the end of rows, which are written nowhere else."""
-        for i in range(thread, TILE * LOST, THREADS):
-            at = base + WIDE + i // LOST * STEP + (i % LOST + OUT * CHUNKS) * CHUNK
-            store_shared_16(U32(at), U32(0), U32(0), U32(0), U32(0))
+        if LOST:
+            for i in range(thread, TILE * LOST, THREADS):
+                at = base + WIDE + i // LOST * STEP + (i % LOST + OUT * CHUNKS) * CHUNK
+                store_shared_16(U32(at), U32(0), U32(0), U32(0), U32(0))
 
-    @register_jitable
-    def clear_nothing(base, thread):
-        pass
-
-    return begin_side, widen_side, clear if LOST else clear_nothing
+    return begin_side, widen_side, clear
 
 
 def make_widen(SIZES):

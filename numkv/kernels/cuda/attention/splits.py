@@ -167,8 +167,12 @@ def find_splits(batch, at, found):
         found[0] = 1
 
 
-def make_add_parts(KIND, WIDTH, F):
-    """Make the function that adds up a chunk of the parts of a row."""
+def make_merge_splits(Q_KIND, COMPUTE):
+    """Make the kernel that merges the parts of split sequences in order, some q heads of a token at a time."""
+    F = np.float32 if COMPUTE == "float32" else np.float64
+    KIND, WIDTH = ("fp32", 4) if COMPUTE == "float32" else ("fp64", 2)
+    SUMS, FLOATS, FOUND = THREADS * WIDTH, AT_ONCE * WIDTH, THREADS
+    _, store_q = codec(Q_KIND, COMPUTE)
 
     @register_jitable
     def add_parts(parts, first, c, splits, start, step, weights, floats, x):
@@ -188,17 +192,6 @@ def make_add_parts(KIND, WIDTH, F):
                     for e in range(WIDTH):
                         x[e] = cuda.fma(weight, floats[m * WIDTH + e], x[e])
             i += AT_ONCE * step
-
-    return add_parts
-
-
-def make_merge_splits(Q_KIND, COMPUTE):
-    """Make the kernel that merges the parts of split sequences in order, some q heads of a token at a time."""
-    F = np.float32 if COMPUTE == "float32" else np.float64
-    KIND, WIDTH = ("fp32", 4) if COMPUTE == "float32" else ("fp64", 2)
-    SUMS, FLOATS, FOUND = THREADS * WIDTH, AT_ONCE * WIDTH, THREADS
-    _, store_q = codec(Q_KIND, COMPUTE)
-    add_parts = make_add_parts(KIND, WIDTH, F)
 
     def kernel(parts, options, seq_lens, q_starts, ranges, sinks, out, lse):
         _, _, _, slots, by_token, _, _, each = options
