@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba import cuda
 
 from numkv.arrays import Array, HostArray
 from numkv.errors import NotSupported, NumkvError, UnsupportedDType
-from numkv.kernels.cuda import graphs, memory, streams, uploads
-from numkv.kernels.cuda.late import Watch
+from numkv.kernels.cuda import graphs, late, memory, streams, uploads
 from numkv.kernels.cuda.launches import Number
 from numkv.kernels.cuda.uploads import DeviceFixed
 from numkv.kernels.operations import Operations, load
@@ -20,7 +20,6 @@ from numkv.kinds import Kind
 from numkv.targets import cuda_calls as calls
 from numkv.targets.base import TORCH_DTYPES, WORD_OF, check_real, masked, no_array
 from numkv.targets.cpu import CpuTarget
-from numkv.targets.cuda_loading import load_cuda
 from numkv.targets.cuda_repeats import Repeats
 from numkv.targets.fixed import Fixed, Layout
 from numkv.targets.memory import Memory, column_of, column_strides, may_overlap
@@ -47,7 +46,6 @@ class CudaTarget:
     small_call = 0
 
     def __init__(self) -> None:
-        self._cuda = load_cuda()
         self._simulated = streams.SIMULATED
         self._calls = calls.Calls(self.accept)
         has_streams.append(self.name)
@@ -150,7 +148,7 @@ class CudaTarget:
     def _from_interface(self, x: Any, interface: dict[str, Any], dtype: Any) -> Array:
         """Return the array of a ``__cuda_array_interface__``; the device, not the host, waits for its stream."""
         if self._simulated:
-            array = self._cuda.as_cuda_array(x)
+            array = cuda.as_cuda_array(x)
             return array if dtype is None else array.view(dtype)
         there = interface.get("stream")
         if there is not None and (handle := calls.handle_of(there)) != streams.current().handle:
@@ -208,7 +206,11 @@ class CudaTarget:
 
     def watch(self, k: Any, v: Any, marker: Any = None) -> int:
         """Return the number under which a kernel reports NaN and infinity in rows to quantise."""
-        return calls.watch(k, v, marker)
+        lasting = streams.current().capturing()
+        if marker is None:
+            return late.of_functions().look((k, v, None), lasting)
+        watch: late.Watch = marker.watch
+        return watch.look((k, v, marker._replace(watch=None)), lasting)
 
     def mend_rows(self, k: Any, v: Any, slots: Array, look: int) -> None:
         """Replace rows with NaN or infinity by zeros, in pools of floats."""
@@ -218,7 +220,7 @@ class CudaTarget:
 
     def new_watch(self) -> Any:
         """Return a new receiver of kernels' reports for an object that writes."""
-        return Watch()
+        return late.Watch()
 
     def collect_late(self, watch: Any, wait: bool = False) -> None:
         """Call `Marker.mark` for kernels' reports; with `wait`, after all launched kernels have ended."""
@@ -256,7 +258,7 @@ class CudaTarget:
 
     def constant(self, x: HostArray) -> Array:
         """Return a copy on the device; the host waits for it. It may be made during a capture."""
-        return self._cuda.to_device(x) if self._simulated else uploads.constant(x)
+        return cuda.to_device(x) if self._simulated else uploads.constant(x)
 
     def mark_queries(self, starts: Any, queries: str) -> None:
         """Mark the array, for attention to read."""
@@ -383,7 +385,7 @@ class CudaTarget:
         streams.spoil()
         self.refuse_capture("a copy to the device")
         if self._simulated:
-            return self._cuda.to_device(x)
+            return cuda.to_device(x)
         return uploads.upload(x)
 
     def reals(self, name: str, x: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:

@@ -16,7 +16,6 @@ from numkv.errors import NonFiniteInput, NotSupported
 from numkv.kernels.cuda import late, memory, streams
 from numkv.kernels.cuda.launches import Number
 from numkv.kernels.cuda.replays import Given, Made, Replay, replay_of
-from numkv.kinds import Kind
 from numkv.targets.call import Call, Marker
 
 SIMULATED = streams.SIMULATED
@@ -417,18 +416,6 @@ def collect_late(watch: Any, wait: bool = False) -> None:
             error = _late_error(report)
             marker: Marker = report.what[2]
             marker.mark(marker.first + error.index[0], error, report.call)  # type: ignore[index]
-
-
-def watch(
-    k: tuple[str, tuple[int, ...], Kind, int], v: tuple[str, tuple[int, ...], Kind, int],
-    marker: Marker | None,
-) -> int:  # fmt: skip
-    """See `numkv.targets.base.Target.watch`."""
-    lasting = streams.current().capturing()
-    if marker is None:
-        return late.of_functions().look((k, v, None), lasting)
-    watch: late.Watch = marker.watch
-    return watch.look((k, v, marker._replace(watch=None)), lasting)
 
 
 def _late_error(report: late.Report) -> NonFiniteInput:

@@ -20,14 +20,8 @@ from numkv.targets.cuda_calls import find, given_of, keep, returned
 MOST_REPLAYS = 1024
 
 
-class _Missed:
-    """The result of a call that was not replayed."""
-
-    def __repr__(self) -> str:
-        return "no call"
-
-
-MISSED = _Missed()
+#: The result of a call that was not replayed.
+MISSED = object()
 
 
 class Call:

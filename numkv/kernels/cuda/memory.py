@@ -230,9 +230,10 @@ else:
         if isinstance(owner, Piece):
             owner.exported = True
 
-    def _made(
-        shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, gpu_data: Any, stream: Any = 0
+    def over(
+        gpu_data: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, stream: Any = 0
     ) -> Any:
+        """Return an array over memory, such as that from `take`."""
         x = DeviceArray.__new__(DeviceArray)
         x.ndim, x.shape, x.strides, x.dtype = len(shape), shape, strides, dtype
         size, extent = 1, dtype.itemsize
@@ -296,7 +297,7 @@ else:
         recording = streams.recording()
         if recording is not None and nbytes:
             recording.scratch[int(memory.device_pointer)] = nbytes
-        return _made(tuple(shape), _packed(shape, dtype.itemsize), dtype, memory)
+        return over(memory, tuple(shape), _packed(shape, dtype.itemsize), dtype)
 
     def buffer(shape: tuple[int, ...], dtype: Any) -> Any:
         """Return a new long-lived array: its memory is freed at the end, not kept for other arrays."""
@@ -311,28 +312,20 @@ else:
 
     def viewed(x: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:
         """Return another view of an array's memory, from its first element on."""
-        return _made(shape, strides, dtype, x.gpu_data, x.stream)
+        return over(x.gpu_data, shape, strides, dtype, x.stream)
 
     def part(x: Any, start: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """Return a contiguous array in a byte array's memory, from byte `start` on."""
         pointer = int(x.gpu_data.device_pointer) + start
         return foreign(pointer, shape, None, dtype, x)
 
-    def over(
-        piece: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]
-    ) -> Any:
-        """Return an array over memory from `take`."""
-        return _made(shape, strides, dtype, piece)
-
     def reinterpret(x: Any, dtype: Any) -> Any:
         """The same memory as elements of another dtype, of other sizes along the last axis, which is contiguous."""
         to, size = np.dtype(dtype), x.dtype.itemsize
         if to.itemsize == size:
-            return _made(x.shape, x.strides, to, x.gpu_data, x.stream)
+            return viewed(x, x.shape, x.strides, to)
         last = x.shape[-1] * size // to.itemsize
-        return _made(
-            (*x.shape[:-1], last), (*x.strides[:-1], to.itemsize), to, x.gpu_data, x.stream
-        )
+        return viewed(x, (*x.shape[:-1], last), (*x.strides[:-1], to.itemsize), to)
 
     def foreign(
         pointer: int,
@@ -358,4 +351,4 @@ else:
             strides = _packed(shape, dtype.itemsize)
         nbytes = math.prod(shape) * dtype.itemsize
         memory = MemoryPointer(current().context, driver.CUdeviceptr(pointer), nbytes, owner=owner)
-        return _made(shape, strides, dtype, memory)
+        return over(memory, shape, strides, dtype)

@@ -53,6 +53,13 @@ def ask(name: str, *args: Any) -> Any:
     return found[0] if found else None
 
 
+def new_event() -> Any:
+    """Return a new event that takes no times."""
+    from cuda.bindings import driver
+
+    return ask("cuEventCreate", driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+
+
 #: Errors after which a device is unusable for this process. The next call reports them, whatever it is.
 _ASTRAY = re.compile(
     "CUDA_ERROR_(ILLEGAL_ADDRESS|LAUNCH_FAILED|LAUNCH_TIMEOUT|MISALIGNED_ADDRESS|ILLEGAL_INSTRUCTION|INVALID_PC|"
@@ -333,10 +340,7 @@ def follow(handle: int) -> None:
     if here.capturing() and not there.capturing():
         return
     if there.mark is None:
-        from cuda.bindings import driver
-
-        flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
-        there.mark = ask("cuEventCreate", flags)
+        there.mark = new_event()
     ask("cuEventRecord", there.mark, there.handle)
     ask("cuStreamWaitEvent", here.handle, there.mark, 0)
 

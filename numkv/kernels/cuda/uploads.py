@@ -27,12 +27,9 @@ class _Ring:
     """Pinned memory of a stream."""
 
     def __init__(self) -> None:
-        from cuda.bindings import driver
-
         self.memory = cuda.pinned_array(RING, np.uint8)
         self.address = int(self.memory.__array_interface__["data"][0])
-        flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
-        self.events = [streams.ask("cuEventCreate", flags) for _ in range(PARTS)]
+        self.events = [streams.new_event() for _ in range(PARTS)]
         self.used = [False] * PARTS
         self.part, self.at = 0, 0
 
@@ -191,16 +188,13 @@ class DeviceFixed:
         if SIMULATED:
             self.arrays = [memory.buffer(shape, np.dtype(dtype)) for shape, dtype in layout]
             return
-        from cuda.bindings import driver
-
         self._memory = memory.buffer((max(1, self._nbytes),), np.dtype(np.uint8))
         self.arrays = [
             memory.part(self._memory, start, tuple(shape), np.dtype(dtype))
             for start, (shape, dtype) in zip(self._starts, layout, strict=True)
         ]
         self._stages = [cuda.pinned_array(max(1, self._nbytes), np.uint8) for _ in range(_STAGES)]
-        flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
-        self._events = [streams.ask("cuEventCreate", flags) for _ in range(_STAGES)]
+        self._events = [streams.new_event() for _ in range(_STAGES)]
 
     def update(self, host: list[np.ndarray[Any, Any]]) -> None:
         """Fill all arrays by one copy on the current stream."""
