@@ -193,13 +193,6 @@ class Places(NamedTuple):
     lost: Any  #: whether a block of the item lies outside the pool
 
 
-class Paging(NamedTuple):
-    """How the block table gives tokens' places."""
-
-    by_slot: Any  #: whether by slots
-    shift: Any  #: see `numkv.kernels.cuda.attention.items.shift_of`
-
-
 class VTeam(NamedTuple):
     """A thread's place in the teams that read V rows, which have a lane for each chunk, unlike K's."""
 
@@ -550,8 +543,8 @@ def make_locate_rows(K_KIND, V_KIND, SIZES, WIDE):
     locate = make_locate(TILE)
 
     @register_jitable
-    def locate_rows(places, block_table, paging, k, v, item, tile, thread):
-        locate(places, block_table, paging.by_slot, paging.shift, k, item, tile, thread)
+    def locate_rows(places, block_table, by_slot, shift, k, v, item, tile, thread):
+        locate(places, block_table, by_slot, shift, k, item, tile, thread)
         for n in range(ROUNDS):
             if thread + n * THREADS < TILE:
                 at = (tile & TILE) + thread + n * THREADS
@@ -614,7 +607,6 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE, MASKED=
         parts,
     ):  # fmt: skip
         by_slot, shift, _, _, _, _, _, _, scale, soft_cap = options
-        paging = Paging(by_slot, shift)
         batch = batch_of(q, k, block_table, seq_lens, q_starts, ranges, options)
         thread = natural(cuda.threadIdx.x)
         own = v_team(thread, out.shape[2], V_WIDTH, TILE)
@@ -670,7 +662,7 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE, MASKED=
             item = find_item(found)
             g, tile = item.head, item.begin - item.begin % TILE
             describe_rows(batch, item, rows, thread)
-            locate_rows(places, block_table, paging, k, v, item, tile, thread)
+            locate_rows(places, block_table, by_slot, shift, k, v, item, tile, thread)
             cuda.syncthreads()
             load_queries(q, rows, item, scale, k_scale, q_rows, thread)
             for r in range(ROWS):
@@ -692,7 +684,7 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE, MASKED=
                 cuda.syncthreads()
                 mask_scores(partial, k_factors, soft_cap, ragged, rows, places, at, tile, p, mask, thread)  # fmt: skip
                 # The places of the next tile's tokens; all threads are done with the tile before this one.
-                locate_rows(places, block_table, paging, k, v, item, tile + TILE, thread)
+                locate_rows(places, block_table, by_slot, shift, k, v, item, tile + TILE, thread)
                 cuda.syncthreads()
                 softmax(p, peaks, state, v_factors, v_scales, thread)
                 cuda.syncthreads()

@@ -87,10 +87,12 @@ def make_side(SIZES, CHUNKS, STORED, STEP, TABLE=0, TO=0):
 
 def make_scales(TILE, WORDS, FIRST):
     """Make the functions that copy the scales of a tile's tokens, one token a thread from `FIRST` on."""
-    copy_words = cp_async_4_words(max(WORDS, 1))
+    copy_words, NONE = cp_async_4_words(max(WORDS, 1)), WORDS == 0
 
     @register_jitable
     def begin_scales(thread, scale, base, table, sizes):
+        if NONE:
+            return I32(0)
         token = I32(thread - FIRST)
         there = token >= I32(0) and token < I32(TILE)
         return CopySide(
@@ -100,19 +102,13 @@ def make_scales(TILE, WORDS, FIRST):
 
     @register_jitable
     def copy_scales(side, number):
+        if NONE:
+            return
         if side.there:
             table = side.table + U32(number & 1) * U32(8 * TILE)
             copy_words(side.to, table, side.source, side.sizes + U32(number & 3) * U32(4 * TILE))
 
-    @register_jitable
-    def begin_nothing(thread, scale, base, table, sizes):
-        return I32(0)
-
-    @register_jitable
-    def copy_nothing(side, number):
-        pass
-
-    return (begin_scales, copy_scales) if WORDS else (begin_nothing, copy_nothing)
+    return begin_scales, copy_scales
 
 
 def make_copy(SIZES):

@@ -753,6 +753,7 @@ def make_widen(SIZES):
         SIZES, SIZES.v, V_FROM, SIZES.v_step, SIZES.padded_v, SIZES.k if ALIKE else None
     )  # fmt: skip
     begin_scales, keep_scales = make_keep_scales(SIZES)
+    AS_STORED = not SIZES.widened
 
     @register_jitable
     def begin_tables(base, place):
@@ -771,6 +772,8 @@ def make_widen(SIZES):
     @register_jitable
     def prepare(base, thread):
         """Return the addresses that a thread needs to widen tiles, and to attend to them."""
+        if AS_STORED:
+            return I32(0), I32(0), I32(0), (U32(0), U32(0))
         clear_k(base, thread)
         clear_v(base, thread)
         if SCALED and thread < TERMS:  # where K or V has no scales
@@ -779,15 +782,7 @@ def make_widen(SIZES):
         of_v = of_k if ALIKE else begin_v(base, thread)
         return of_k, of_v, begin_scales(base, thread), begin_tables(base, thread & I32(3))
 
-    @register_jitable
-    def nothing(base, thread):
-        return I32(0), I32(0), I32(0), begin_tables(base, thread)
-
-    @register_jitable
-    def widen_nothing(ways, thread, scale):
-        pass
-
-    return (widen, prepare) if SIZES.widened else (widen_nothing, nothing)
+    return widen, prepare
 
 
 def make_terms(CAPPED, SIZES):
