@@ -32,12 +32,10 @@ def _check_lengths(seq_lens, q_starts, num_tokens, capacity, one_may_see_nothing
 
 
 @functools.cache
-def _kernel() -> Any:
-    index = array(types.int64, 1)
-    signature = (index, index, types.int64, types.int64, types.boolean)
-    return build(
-        _check_lengths, signature, label="check_lengths", emit=types.UniTuple(types.int64, 2)
-    )
+def _kernel(function: Any) -> Any:
+    """Return the compiled form of a check."""
+    signature, emit = _TYPES[function]
+    return build(function, signature, label=function.__name__.removeprefix("_"), emit=emit)
 
 
 def check_lengths(
@@ -63,7 +61,9 @@ def check_lengths(
     finding, sequence : int
         One of `FINE`, `BAD_LENGTH`, `TOO_MANY_QUERIES`, `BAD_STARTS`, and which sequence (-1: none in particular).
     """
-    found, b = _kernel()(seq_lens, q_starts, num_tokens, capacity, one_may_see_nothing)
+    found, b = _kernel(_check_lengths)(
+        seq_lens, q_starts, num_tokens, capacity, one_may_see_nothing
+    )
     return int(found), int(b)
 
 
@@ -75,12 +75,6 @@ def _first_unfit(block_table, seq_lens, block_size, num_blocks):
             if block_table[b, i] < 0 or block_table[b, i] >= num_blocks:
                 return b
     return -1
-
-
-@functools.cache
-def _unfit_kernel() -> Any:
-    signature = (array(types.int32, 2), array(types.int64, 1), types.int64, types.int64)
-    return build(_first_unfit, signature, label="first_unfit", emit=types.int64)
 
 
 def first_unfit(block_table: Any, seq_lens: Any, block_size: int, num_blocks: int) -> int:
@@ -100,7 +94,7 @@ def first_unfit(block_table: Any, seq_lens: Any, block_size: int, num_blocks: in
     int
         Which sequence, or -1.
     """
-    return int(_unfit_kernel()(block_table, seq_lens, block_size, num_blocks))
+    return int(_kernel(_first_unfit)(block_table, seq_lens, block_size, num_blocks))
 
 
 def _first_outside(numbers, low, high):
@@ -108,12 +102,6 @@ def _first_outside(numbers, low, high):
         if numbers[i] < low or numbers[i] >= high:
             return i
     return -1
-
-
-@functools.cache
-def _outside_kernel() -> Any:
-    signature = (array(types.int64, 1), types.int64, types.int64)
-    return build(_first_outside, signature, label="first_outside", emit=types.int64)
 
 
 def first_outside(numbers: Any, low: int, high: int) -> int:
@@ -131,7 +119,7 @@ def first_outside(numbers: Any, low: int, high: int) -> int:
     int
         Its index, or -1.
     """
-    return int(_outside_kernel()(numbers, low, high))
+    return int(_kernel(_first_outside)(numbers, low, high))
 
 
 def _rises(numbers):
@@ -142,11 +130,6 @@ def _rises(numbers):
                 return False
             last = numbers[i]
     return True
-
-
-@functools.cache
-def _rises_kernel() -> Any:
-    return build(_rises, (array(types.int64, 1),), label="rises", emit=types.boolean)
 
 
 def _last_of_each(numbers, seen, out):
@@ -166,12 +149,6 @@ def _last_of_each(numbers, seen, out):
         seen[at] = number
 
 
-@functools.cache
-def _last_kernel() -> Any:
-    numbers, out = array(types.int64, 1), array(types.int64, 1, out=True)
-    return build(_last_of_each, (numbers, out, out), label="last_of_each", emit=types.none)
-
-
 def last_of_each(numbers: Any) -> Any:
     """Put -1 in the place of each number that comes again later.
 
@@ -185,9 +162,20 @@ def last_of_each(numbers: Any) -> Any:
     int64 array (n,)
         `numbers` itself where none comes twice.
     """
-    if _rises_kernel()(numbers):
+    if _kernel(_rises)(numbers):
         return numbers
     seen = np.full(1 << (2 * len(numbers)).bit_length(), -1, np.int64)
     out = np.empty(len(numbers), np.int64)
-    _last_kernel()(numbers, seen, out)
+    _kernel(_last_of_each)(numbers, seen, out)
     return out
+
+
+_I64, _NUMBERS, _OUT = types.int64, array(types.int64, 1), array(types.int64, 1, out=True)
+#: Types of arguments and of the result of each check.
+_TYPES = {
+    _check_lengths: ((_NUMBERS, _NUMBERS, _I64, _I64, types.boolean), types.UniTuple(_I64, 2)),
+    _first_unfit: ((array(types.int32, 2), _NUMBERS, _I64, _I64), _I64),
+    _first_outside: ((_NUMBERS, _I64, _I64), _I64),
+    _rises: ((_NUMBERS,), types.boolean),
+    _last_of_each: ((_NUMBERS, _OUT, _OUT), types.none),
+}
