@@ -43,10 +43,9 @@ class _Managed(ctypes.Structure):
     _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
 
 
-_Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_Destructor = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_Ending = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _new = ctypes.pythonapi.PyCapsule_New
-_new.restype, _new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, _Destructor)
+_new.restype, _new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, _Ending)
 _is_valid = ctypes.pythonapi.PyCapsule_IsValid
 _is_valid.restype, _is_valid.argtypes = ctypes.c_int, (ctypes.c_void_p, ctypes.c_char_p)
 _pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -56,12 +55,12 @@ _pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.
 _held: dict[int, tuple[Any, ...]] = {}
 
 
-@_Deleter
+@_Ending
 def _give_back(address: int) -> None:
     _held.pop(address, None)
 
 
-@_Destructor
+@_Ending
 def _drop(capsule: int) -> None:
     """Release the array of a capsule that was never consumed."""
     if _is_valid(capsule, _NAME):

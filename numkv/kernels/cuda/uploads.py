@@ -9,6 +9,7 @@ with an event after its copy. So an update waits only if the device is two updat
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from typing import Any
@@ -101,12 +102,15 @@ def constant(x: np.ndarray[Any, Any]) -> Any:
     return memory.foreign(int(kept.pointer), x.shape, None, x.dtype, kept)
 
 
+def _places(sizes: list[int]) -> tuple[list[int], int]:
+    """Return where arrays of these bytes start side by side, at multiples of 64, and where the last one ends."""
+    *starts, end = itertools.accumulate((-(-size // 64) * 64 for size in sizes), initial=0)
+    return starts, end
+
+
 def upload_all(arrays: list[np.ndarray[Any, Any]]) -> list[Any]:
     """Return copies of contiguous arrays on the current place, side by side, made by one transfer."""
-    starts, end = [], 0
-    for x in arrays:
-        starts.append(end)
-        end += -(-x.nbytes // 64) * 64
+    starts, end = _places([x.nbytes for x in arrays])
     together = np.empty(end, np.uint8)
     for x, start in zip(arrays, starts, strict=True):
         together[start : start + x.nbytes].view(x.dtype)[:] = x.reshape(-1)
@@ -181,10 +185,9 @@ class DeviceFixed:
 
     def __init__(self, layout: list[tuple[tuple[int, ...], Any]]) -> None:
         self._updates = 0
-        self._starts, self._nbytes = [], 0
-        for shape, dtype in layout:
-            self._starts.append(self._nbytes)
-            self._nbytes += -(-int(np.prod(shape)) * np.dtype(dtype).itemsize // 64) * 64
+        self._starts, self._nbytes = _places(
+            [math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in layout]
+        )
         if SIMULATED:
             self.arrays = [memory.buffer(shape, np.dtype(dtype)) for shape, dtype in layout]
             return
