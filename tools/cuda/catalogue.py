@@ -58,7 +58,7 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         _convert,
     ):
         for name, built in of_file():
-            yield name, *built.described
+            yield name, built, built.signature
 
 
 def _append() -> Built:
@@ -155,8 +155,9 @@ def _compress() -> Built:
 
 def _copy() -> Built:
     for bytes_ in (1, 8, 16):
-        yield f"copy_blocks[{copy._name(bytes_)}]", copy._copy_blocks(bytes_)
-        yield f"copy_tokens[{copy._name(bytes_)}]", copy._copy_tokens(bytes_)
+        words = launches.UNSIGNED.get(bytes_, "16 bytes")
+        yield f"copy_blocks[{words}]", copy._copy_blocks(bytes_)
+        yield f"copy_tokens[{words}]", copy._copy_tokens(bytes_)
 
 
 def _finite() -> Built:

@@ -95,10 +95,10 @@ def variants() -> Iterator[tuple[str, Any]]:
     for kind in ("bf16", "fp16", "int8", "int4", "fp8_e4m3", "fp8_e5m2"):
         for q_kind in ("fp16" if kind == "fp16" else "bf16", "fp32"):
             names = f"q {q_kind}, K {kind}, V {kind}, 128 columns"
-            kernel, *_ = attention._decode(q_kind, kind, kind, 128, 128).described
+            kernel = attention._decode(q_kind, kind, kind, 128, 128)
             yield f"attention[{names}, decode]", kernel
             if (q_kind, kind) != ("fp32", "int4"):
-                kernel, *_ = attention._prefill(q_kind, kind, kind, 128, 128, False).described
+                kernel = attention._prefill(q_kind, kind, kind, 128, 128, False)
                 yield f"prefill[{names}]", kernel
 
 

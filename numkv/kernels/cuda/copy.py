@@ -196,7 +196,3 @@ def copy_tokens(source, source_slots, to, to_slots):
 
 def _slots(x: Any) -> int:
     return x.shape[0] * x.shape[2]
-
-
-def _name(bytes_: int) -> str:
-    return str(UNSIGNED.get(bytes_, "16 bytes"))

@@ -165,11 +165,6 @@ class Kernel:
         self._simulated = cuda.jit(self.py_func) if SIMULATED else None
 
     @property
-    def described(self) -> tuple[Any, tuple[Any, ...]]:
-        """Return the kernel and its signature, which catalogues yield after its name."""
-        return self, self.signature
-
-    @property
     def label(self) -> str:
         """Return the kernel's label for progress messages."""
         return f"{self._factory.__qualname__.removeprefix('make_')} for CUDA"
