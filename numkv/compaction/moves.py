@@ -21,7 +21,7 @@ Ints = NDArray[np.int64]
 
 
 def plan_moves(
-    pool: Pool, shift: Any, source_slots: Ints, to_slots: Ints, offsets: Ints
+    pool: Pool, shift: RopeShift | None, source_slots: Ints, to_slots: Ints, offsets: Ints
 ) -> list[Callable[[], object]]:
     """Check that tokens can move within a pool, and return the moves.
 
@@ -41,11 +41,10 @@ def plan_moves(
     list of callable
         To be called in this order; none of them fails.
     """
-    check_shift(shift)
     moved = np.flatnonzero(source_slots != to_slots)
     moves: list[Callable[[], object]] = []
     if len(moved):
-        moves.append(lambda: pool.move_tokens(source_slots[moved], to_slots[moved]))
+        moves.append(lambda: pool.copy_tokens(source_slots[moved], pool, to_slots[moved]))
     if shift is not None:
         for part in groups_of(offsets):
             offset = int(offsets[part[0]])
@@ -90,7 +89,7 @@ class Relocation(NamedTuple):
 
 
 def relocate(
-    table: NDArray[np.int32], kept: Ints, start: int, window: int, block_size: int
+    table: NDArray[np.int32], kept: Ints, start: int, window: int, block_size: int, keeps: int
 ) -> Relocation:
     """Plan the block table of a sequence of which some tokens are kept and move to the front.
 
@@ -108,6 +107,8 @@ def relocate(
         Earlier tokens that a query attends to, -1 for all: blocks behind the newest kept token's window are dropped.
     block_size : int
         Tokens in a block.
+    keeps : int
+        First tokens of the sequence whose blocks stay behind the window, too.
 
     Returns
     -------
@@ -116,7 +117,7 @@ def relocate(
     Raises
     ------
     NotSupported
-        If the newest kept token attends to one whose rows are not stored any more.
+        If the newest kept token attends to one whose rows are not stored any more, or first tokens are not kept.
     """
     n = len(kept)
     blocks = -(-n // block_size)
@@ -128,14 +129,24 @@ def relocate(
             f"with a sliding window of {window} hold no others, got {kept[first_visible:][:4].tolist()}, …; "
             f"keep the newest {window + 1} tokens"
         )
+    sinks = min(keeps, n)
+    if not np.array_equal(kept[:sinks], np.arange(sinks)):
+        raise NotSupported(
+            f"`keep`: expected the first {keeps} tokens among those to keep, as no others can be in full precision in "
+            f"their place, got {kept[:4].tolist()}, …; keep tokens 0 to {keeps - 1}"
+        )
     first = first_visible // block_size
     elsewhere = np.flatnonzero(kept != np.arange(n))
     stay = int(elsewhere[0]) // block_size if len(elsewhere) else blocks
+    index = np.arange(blocks)
+    needed = index[(index < -(-sinks // block_size)) | (index >= first)]
     new = np.full(blocks, -1, np.int32)
-    new[first:] = table[first:blocks]
-    dropped = np.concatenate([table[:first], table[blocks:]])
-    changed = np.arange(max(first, stay), blocks)
-    moved = np.arange(max(first_stored, max(first, stay) * block_size), n)
+    new[needed] = table[needed]
+    dropped = np.delete(table, needed)
+    changed = needed[needed >= stay]
+    tokens = np.arange(n)
+    there = (tokens < sinks) | (tokens >= max(first_stored, first * block_size))
+    moved = tokens[there & np.isin(tokens // block_size, changed)]
     source = slots_of(table, kept[moved], block_size)
     return Relocation(new, changed, dropped[dropped >= 0], first_stored, moved, source)
 

@@ -89,6 +89,13 @@ class Buffer:
         made = Buffer.allocate(self.target, shape, self.dim, self.kind, self.rotation is not None)
         return replace(made, scales=self.scales) if self.kind.scales_per == "head" else made
 
+    def with_own_scales(self) -> Buffer:
+        """Return a buffer on the same words, with a copy of the scales of heads."""
+        if self.kind.scales_per != "head":
+            return self
+        scales = np.array(self.target.to_host(self.scales))
+        return replace(self, scales=self.target.asarray(scales))
+
     def __reduce__(self) -> Any:
         if not self.target.values_on_host:
             raise NotSupported(

@@ -114,14 +114,9 @@ class LatentPool(Pool):
     def __reduce__(self) -> Any:
         return LatentPool.over, (self.k_buffer, self.head_dim_v)
 
-    def with_own_scales(self, like: Pool | None = None) -> Pool:
+    def with_own_scales(self) -> LatentPool:
         """The same words, with scales of heads of its own; see `Pool.with_own_scales`."""
-        own = Pool(self.k_buffer, self.k_buffer).with_own_scales(
-            None if like is None else Pool(like.k_buffer, like.k_buffer)
-        )
-        if own.k_buffer is self.k_buffer:
-            return self
-        return LatentPool.over(own.k_buffer, self.head_dim_v)
+        return LatentPool.over(self.k_buffer.with_own_scales(), self.head_dim_v)
 
     def append(self, k: Array, v: Array, block_table: Array, start: int, look: int = 0) -> None:
         """Write checked rows of one sequence; `v`, which is a part of them, is ignored."""

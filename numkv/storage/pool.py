@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -182,27 +181,18 @@ class Pool:
         for (_, source), (_, target) in zip(self.stored, to.stored, strict=True):
             source.copy_blocks(source_ids, target, to_ids)
 
-    def move_tokens(self, source_slots: NDArray[np.int64], to_slots: NDArray[np.int64]) -> None:
-        """Move the rows of tokens as they are stored, scales included.
-
-        Parameters
-        ----------
-        source_slots, to_slots : int64 array (n,)
-            Where each token is, and where it goes, on the host; no pair writes to a slot that a later pair reads.
-        """
-        self.copy_tokens(source_slots, self, to_slots)
-
     def copy_tokens(
         self, source_slots: NDArray[np.int64], to: Pool, to_slots: NDArray[np.int64]
     ) -> None:
-        """Copy the rows of tokens as they are stored, scales included, to another pool of the same kinds and heads.
+        """Copy the rows of tokens as they are stored, scales included, to a pool of the same kinds and heads.
 
         Parameters
         ----------
         source_slots, to_slots : int64 array (n,)
-            Where each token is, and where it goes, on the host.
+            Where each token is, and where it goes, on the host. Within one pool, no pair may write to a slot that a
+            later pair reads.
         to : Pool
-            The other pool, on the same target.
+            The other pool, on the same target, or this one.
         """
         here, there = (self.target.index(slots, np.int64) for slots in (source_slots, to_slots))
         self.copy_slots(here, there, to)
@@ -229,38 +219,17 @@ class Pool:
         """A pool of as many blocks, of this one's kinds and shapes, elsewhere on the target."""
         return Pool(self.k_buffer.like(num_blocks), self.v_buffer.like(num_blocks))
 
-    def copy(self, ids: Array | None = None) -> Pool:
-        """A pool of this one's kinds and shapes with the same content, in memory of its own.
-
-        Parameters
-        ----------
-        ids : int32 array (n,), optional
-            Blocks whose content is copied, on the target; without it all.
-        """
+    def copy(self) -> Pool:
+        """A pool of this one's kinds and shapes with the same content, in memory of its own."""
         num_blocks = int(self.k.shape[0])
-        if ids is None:
-            ids = self.target.index(np.arange(num_blocks), np.int32)
+        ids = self.target.index(np.arange(num_blocks), np.int32)
         made = self.like(num_blocks).with_own_scales()
         self.copy_blocks(ids, made, ids)
         return made
 
-    def with_own_scales(self, like: Pool | None = None) -> Pool:
-        """Return a pool on the same words, with scales of heads of its own.
-
-        Parameters
-        ----------
-        like : Pool, optional
-            Whose scales are copied; without it those of this pool.
-
-        Returns
-        -------
-        Pool
-            This pool itself where heads have no scales.
-        """
-        sides = (self.k_buffer, self.v_buffer)
-        sources = sides if like is None else (like.k_buffer, like.v_buffer)
-        own = [_with_copied_scales(*both) for both in zip(sides, sources, strict=True)]
-        return self if all(map(operator.is_, own, sides)) else Pool(*own)
+    def with_own_scales(self) -> Pool:
+        """Return a pool on the same words, with copies of the scales of heads."""
+        return Pool(self.k_buffer.with_own_scales(), self.v_buffer.with_own_scales())
 
     def values(self, which: str) -> Array:
         """The K or V buffer as it is stored; see `Buffer.elements`."""
@@ -354,10 +323,3 @@ class Pool:
             self.k_buffer.check_finite("k", k)
             self.v_buffer.check_finite("v", v)
         return k, v
-
-
-def _with_copied_scales(side: Buffer, source: Buffer) -> Buffer:
-    if side.kind.scales_per != "head":
-        return side
-    scales = np.array(source.target.to_host(source.scales))
-    return replace(side, scales=side.target.asarray(scales))

@@ -28,7 +28,9 @@ def one_query_each(target: str, num_seqs: int) -> Array:
 @functools.lru_cache(maxsize=64)
 def one_sequence(target: str, num_tokens: int) -> Array:
     """Return where queries start, and end, when all are of one sequence."""
-    return _shared(target, np.array([0, num_tokens], np.int64))
+    host = np.array([0, num_tokens], np.int64)
+    host.flags.writeable = False
+    return targets.by_key(target).index(host, host.dtype)
 
 
 @functools.lru_cache(maxsize=64)
@@ -44,9 +46,3 @@ def _constant(device: str, host: NDArray[np.int32] | NDArray[np.int64]) -> Array
     """Return a read-only array of a device, for all of its streams, captured ones too."""
     host.flags.writeable = False
     return targets.by_key(device).constant(host)
-
-
-def _shared(target: str, host: NDArray[np.int32] | NDArray[np.int64]) -> Array:
-    """Return a read-only array of the target."""
-    host.flags.writeable = False
-    return targets.by_key(target).index(host, host.dtype)

@@ -9,10 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.caches.paged.residual import relocate_beside
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState
 from numkv.compaction.key_shift import RopeShift
-from numkv.compaction.moves import Relocation, fresh_blocks, plan_moves, slots_of
+from numkv.compaction.moves import Relocation, fresh_blocks, plan_moves, relocate, slots_of
 from numkv.errors import NotSupported
 from numkv.storage.buffer import Buffer
 from numkv.storage.pool import Pool
@@ -64,7 +63,7 @@ def plan_compaction(
         What moves their keys to their new positions.
     """
     plans = [
-        relocate_beside(
+        relocate(
             table,
             kept,
             store.first_stored(state, number),

@@ -24,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.caches.layer_spec import FullPrecision
-from numkv.compaction.moves import Relocation, relocate, slots_of
 from numkv.errors import NotSupported
 from numkv.kinds import Kind, kind
 
@@ -114,41 +113,3 @@ def split(
         np.where((a < b)[:, None], np.stack([a, b], 1), 0).astype(np.int64) for a, b in parts
     )
     return newest, sinks, codes
-
-
-def relocate_beside(
-    table: NDArray[np.int32], kept: Ints, start: int, window: int, block_size: int, keeps: int
-) -> Relocation:
-    """Plan the block table of a compacted sequence in a group that keeps first tokens; see `relocate`.
-
-    Raises
-    ------
-    NotSupported
-        If the newest kept tokens have no full-precision vectors, or the first tokens are not kept.
-    """
-    plan = relocate(table, kept, start, window, block_size)
-    n, sinks = len(kept), min(keeps, len(kept))
-    if not sinks:
-        return plan
-    if not np.array_equal(kept[:sinks], np.arange(sinks)):
-        raise NotSupported(
-            f"`keep`: expected the first {keeps} tokens among those to keep, as no others can be in full precision in "
-            f"their place, got {kept[:4].tolist()}, …; keep tokens 0 to {keeps - 1}"
-        )
-    blocks = -(-n // block_size)
-    stays = np.arange(blocks)
-    first = max(0, n - 1 - window) // block_size
-    stays = stays[(stays < -(-sinks // block_size)) | (stays >= first)]
-    elsewhere = np.flatnonzero(kept != np.arange(n))
-    same = int(elsewhere[0]) // block_size if len(elsewhere) else blocks
-    new = np.full(blocks, -1, np.int32)
-    new[stays] = table[stays]
-    gone = np.ones(len(table), np.bool_)
-    gone[stays] = False
-    changed = stays[stays >= same]
-    tokens = np.arange(n)
-    there = (tokens < sinks) | (tokens >= max(plan.start, first * block_size))
-    moved = tokens[there & np.isin(tokens // block_size, changed)]
-    dropped = table[gone]
-    source = slots_of(table, kept[moved], block_size)
-    return Relocation(new, changed, dropped[dropped >= 0], plan.start, moved, source)
