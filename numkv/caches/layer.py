@@ -414,15 +414,6 @@ class Layer(SingleSequence):
         DimensionMismatch, UnsupportedDType, NotSupported, ValueError
             If an argument is missing, or has another shape, dtype, layout, value or target.
         """
-        return self._write(
-            qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, pos_offset, q_out,
-            check_finite,
-        )  # fmt: skip
-
-    def _write(
-        self, qkv: Any, num_q_heads: int, cos: Any, sin: Any, qk_mode: QKMode | int, q_norm_weight: Any,
-        k_norm_weight: Any, eps: float, pos_offset: int | None, q_out: Any, check_finite: bool,
-    ) -> Array:  # fmt: skip
         pool = self._pool
         if pos_offset is not None:
             pos_offset = check_index("pos_offset", pos_offset, _MOST_POSITIONS)

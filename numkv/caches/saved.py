@@ -55,6 +55,8 @@ class SavedSequence(Saved):
 
     def check(self) -> None:
         """Check that rows fit the capacity, and that quantised and full-precision tokens fit the window."""
+        if "num_layers" not in self.sizes:
+            expect(self.num_layers == 1, f"a layer has {self.num_layers} layers")
         latent = self.v_kind == LATENT
         expect(not latent or self.rotation is None, "latents that are rotated")
         expect(self.may_be_latent or not latent, "latents in a cache that has none")
@@ -191,11 +193,6 @@ class SavedContiguous(SavedSequence):
         """Tokens that it can have."""
         return self.capacity
 
-    def check(self) -> None:
-        """See `SavedSequence.check`."""
-        expect(self.num_layers == 1, f"a layer has {self.num_layers} layers")
-        super().check()
-
 
 @dataclass(kw_only=True)
 class SavedPaged(SavedSequence):
@@ -211,8 +208,3 @@ class SavedPaged(SavedSequence):
     def most(self) -> int | None:
         """Tokens that it can have."""
         return self.block_size * self.max_blocks_per_seq
-
-    def check(self) -> None:
-        """See `SavedSequence.check`."""
-        expect(self.num_layers == 1, f"a layer has {self.num_layers} layers")
-        super().check()

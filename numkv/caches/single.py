@@ -660,11 +660,7 @@ class SingleSequence:
         return attend(pool, table, q, lens, starts, options)
 
     def _mass(self, layer: int, q: Any, options: CheckedOptions, lse: Any) -> Array:
-        """The attention mass ``(num_kv_heads, length)`` of a layer's tokens."""
-        with self._target.on(q, self._pool.k):
-            return self._mass_here(layer, q, options, lse)
-
-    def _mass_here(self, layer: int, q: Any, options: CheckedOptions, lse: Any) -> Array:
+        """The attention mass ``(num_kv_heads, length)`` of a layer's tokens, on the stream of the call."""
         q, length = self._check_queries(layer, q)
         pool, table, target = self._pools[layer], self._block_table(layer), self._target.key
         if self._full_precision is not None:
