@@ -18,7 +18,6 @@ from numkv.compression.heads import Heads, Side, Stored
 from numkv.compression.saved import SavedCodes, SavedHead
 from numkv.drawing.page import drawn
 from numkv.errors import DimensionMismatch, NumkvError
-from numkv.kernels.operations import CodesOptions
 from numkv.numbers import check_flag, check_index, check_size
 from numkv.targets.base import Array
 from numkv.targets.streamed import streamed
@@ -191,7 +190,7 @@ class Compressor(Heads):
         copied = Encoded.allocate(self._target, *sizes, kind)
         if stored.tokens:
             encoded.move(self._target, copied, stored.begin)
-        return Codes(*map(self._without_heads, copied.arrays()))
+        return Codes(*map(self._without_heads, copied))
 
     @property
     @reads
@@ -245,21 +244,20 @@ class Compressor(Heads):
 
     # -- reading
 
-    def _scores(
-        self, name: str, queries: Array, options: CodesOptions, check_finite: bool
-    ) -> Array:
-        """Scores ``(num_queries, num_q_heads, len)`` of queries ``(num_queries, num_q_heads, …)``."""
-        return self._scores_of(name, queries, options, check_finite, self._stored)
-
     def _attend(
-        self, name: str, queries: Array, options: CodesOptions, return_lse: bool | None, check_finite: bool
-    ) -> tuple[Array, Array]:  # fmt: skip
-        """Outputs of queries ``(num_queries, num_q_heads, head_dim)``, and lse, which is empty where nobody asks."""
+        self, name: str, queries: Any, options: AttentionOptions, return_lse: bool | None, check_finite: bool
+    ) -> Any:  # fmt: skip
+        """Outputs of a caller's queries, with their axes, and lse where it is asked for."""
+        asked = self._options(options)
+        queries, axes = self._by_query(name, queries)
         return_lse = check_flag("return_lse", return_lse)
         q, q_kind = self._query(name, queries, check_finite)
         self._check_length(name, queries)
-        codes, tokens = self._read(name, queries, self._stored)
-        return self._attended(q, q_kind, codes if tokens else None, options, return_lse)
+        stored = self._stored
+        codes = self._read(name, queries, stored)
+        out, lse = self._attended(q, q_kind, codes if stored.tokens else None, asked, return_lse)
+        out = out.reshape((*axes, self._config.head_dim))
+        return (out, lse.reshape(axes or (1,))) if return_lse else out
 
 
 @drawn
@@ -293,6 +291,7 @@ class HeadCompressor(Compressor):
 
     def __init__(self, config: CompressorConfig, *, target: str = "cpu") -> None:
         super().__init__(config, 1, 1, target)
+        self._q_axes = ()
 
     def __repr__(self) -> str:
         return self._describe("")
@@ -382,11 +381,7 @@ class HeadCompressor(Compressor):
         ValueError, TypeError
             If an option has another value or type.
         """
-        asked = self._options(options)
-        query, several = self._by_query("query", query, ("head_dim",))
-        found = self._scores("query", query, asked, check_finite)
-        count, _, tokens = (int(n) for n in found.shape)
-        return found.reshape((count, tokens) if several else (tokens,))
+        return self._scores("query", query, options, check_finite, self._stored)
 
     @streamed
     @reads
@@ -419,12 +414,7 @@ class HeadCompressor(Compressor):
         NonFiniteInput, DimensionMismatch, UnsupportedDType, NotSupported, ValueError, TypeError
             See `attention_scores`; a query of another length is refused here when there are no tokens too.
         """
-        asked = self._options(options)
-        query, several = self._by_query("query", query, ("head_dim",))
-        out, lse = self._attend("query", query, asked, return_lse, check_finite)
-        count, dim = int(out.shape[0]), self._config.head_dim
-        out = out.reshape((count, dim) if several else (dim,))
-        return (out, lse.reshape((count,))) if return_lse else out
+        return self._attend("query", query, options, return_lse, check_finite)
 
 
 @drawn
@@ -463,13 +453,12 @@ class MultiHeadCompressor(Compressor):
         target: str = "cpu",
     ) -> None:
         num_heads, queries = check_heads(num_heads, num_q_heads)
-        self._num_heads = num_heads
         super().__init__(config, num_heads, queries, target)
 
     @property
     def num_heads(self) -> int:
         """Kv heads."""
-        return self._num_heads
+        return self.num_kv_heads
 
     @property
     def num_q_heads(self) -> int:
@@ -477,7 +466,7 @@ class MultiHeadCompressor(Compressor):
         return self._num_q_heads
 
     def __repr__(self) -> str:
-        return self._describe(f"num_heads={self._num_heads}, num_q_heads={self._num_q_heads}, ")
+        return self._describe(f"num_heads={self.num_heads}, num_q_heads={self._num_q_heads}, ")
 
     @streamed
     @writes
@@ -500,7 +489,7 @@ class MultiHeadCompressor(Compressor):
         UnsupportedDType, NotSupported
             If an array has another dtype, layout or target.
         """
-        target, shape = self._target, (self._num_heads, "head_dim")
+        target, shape = self._target, (self.num_heads, "head_dim")
         keys, values = self._vectors("keys", keys, shape), self._vectors("values", values, shape)
         keys, values = (target.token_major(target.one_head(x)) for x in (keys, values))
         self._append(("keys", "values"), keys, values, check_finite)
@@ -522,8 +511,8 @@ class MultiHeadCompressor(Compressor):
         DimensionMismatch, NonFiniteInput, UnsupportedDType, NotSupported
             See `push_token`.
         """
-        keys = self._vectors("keys", keys, ("num_tokens", self._num_heads, "head_dim"))
-        shape = (int(keys.shape[0]), self._num_heads, "head_dim")
+        keys = self._vectors("keys", keys, ("num_tokens", self.num_heads, "head_dim"))
+        shape = (int(keys.shape[0]), self.num_heads, "head_dim")
         values = self._vectors("values", values, shape)
         self._append(("keys", "values"), keys, values, check_finite)
 
@@ -555,10 +544,7 @@ class MultiHeadCompressor(Compressor):
         NonFiniteInput, UnsupportedDType, NotSupported, ValueError, TypeError
             See `HeadCompressor.attention_scores`.
         """
-        asked = self._options(options)
-        queries, several = self._by_query("queries", queries, (self._num_q_heads, "head_dim"))
-        found = self._scores("queries", queries, asked, check_finite)
-        return found if several else found.reshape(tuple(int(n) for n in found.shape[1:]))
+        return self._scores("queries", queries, options, check_finite, self._stored)
 
     @streamed
     @reads
@@ -589,11 +575,4 @@ class MultiHeadCompressor(Compressor):
         DimensionMismatch, NonFiniteInput, UnsupportedDType, NotSupported, ValueError, TypeError
             See `attention_scores`; queries of another length are refused here when there are no tokens too.
         """
-        asked = self._options(options)
-        queries, several = self._by_query("queries", queries, (self._num_q_heads, "head_dim"))
-        out, lse = self._attend("queries", queries, asked, return_lse, check_finite)
-        if not several:
-            out = out.reshape((self._num_q_heads, self._config.head_dim))
-        if not return_lse:
-            return out
-        return out, lse if several else lse.reshape((self._num_q_heads,))
+        return self._attend("queries", queries, options, return_lse, check_finite)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -26,8 +25,7 @@ _PARTS: tuple[tuple[str, np.dtype[Any]], ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
+class Encoded(NamedTuple):
     """Buffers of encoded vectors; see `numkv.kernels.cpu.compress.encode_rows`."""
 
     codes: Array
@@ -81,7 +79,7 @@ class Encoded:
     def tensors(self, target: Target, specs: dict[str, Spec], slots: Numbers) -> list[Tensor]:
         """The vectors in some slots, zeros for slot -1, as tensors of these specs."""
         found = []
-        for (name, spec), x in zip(specs.items(), self.arrays(), strict=False):
+        for (name, spec), x in zip(specs.items(), self, strict=False):
             rows = Rows(target, x.reshape((1, *x.shape)), slots)
             tensor, part = Tensor(name, spec, rows.pieces, rows.fill), name[2:]
             if part in ("scales", "residuals"):
@@ -92,13 +90,10 @@ class Encoded:
             found.append(tensor)
         return found
 
-    def arrays(self) -> tuple[Array, Array, Array, Array]:
-        return self.codes, self.scales, self.signs, self.residuals
-
     def move(self, target: Target, to: Encoded, begin: int) -> None:
         """Copy the tokens from `begin` on to the start of other buffers."""
         offset = target.index(np.array([-begin]), np.int64)
-        for source, destination in zip(self.arrays(), to.arrays(), strict=True):
+        for source, destination in zip(self, to, strict=True):
             if source.size:
                 width = source.shape[2] if len(source.shape) == 3 else 1
                 shapes = [(1, *x.shape[:2], width) for x in (source, destination)]

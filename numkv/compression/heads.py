@@ -74,6 +74,7 @@ class Heads:
         self._config = config
         self._plain_options = CodesOptions(1 / math.sqrt(config.head_dim))
         self._num_q_heads = num_q_heads
+        self._q_axes: tuple[int, ...] = (num_q_heads,)  # those of a query before its elements
         self._target = targets.get(target)
         self._quantiser = quantiser_of(config, num_heads, self._target)
         self._access = Access()
@@ -141,8 +142,7 @@ class Heads:
     def nbytes(self) -> int:
         """Bytes of the buffers, room for further tokens included."""
         stored = self._stored
-        buffers = (*stored.keys.arrays(), *stored.values.arrays())
-        return sum(int(x.nbytes) for x in buffers)
+        return sum(int(x.nbytes) for x in (*stored.keys, *stored.values))
 
     @property
     def quantiser_nbytes(self) -> int:
@@ -252,7 +252,7 @@ class Heads:
         capacity = int(self._stored.capacity)
         for name, encoded, kind in (("keys", keys, self.kind), ("values", values, self.v_kind)):
             wanted = Encoded.shapes(self.num_kv_heads, capacity, self.head_dim, kind)
-            for array, shape in zip(encoded.arrays(), wanted, strict=True):
+            for array, shape in zip(encoded, wanted, strict=True):
                 if tuple(array.shape) != shape:
                     raise NumkvError(
                         f"check: buffers of {name} have shape {tuple(array.shape)}, expected {shape}"
@@ -343,7 +343,7 @@ class Heads:
             assert kind is not None
             self._target.ops.encode_rows(
                 self._target.words(x), kind.name, quantiser.rotation, edges, levels, sketch,
-                *to.arrays(), start, slots,
+                *to, start, slots,
             )  # fmt: skip
 
     # -- reading; what is stored is an argument, as a copy of a part of it may be
@@ -361,18 +361,22 @@ class Heads:
             )
         return out
 
-    def _by_query(self, name: str, x: Any, shape: Shape) -> tuple[Array, bool]:
-        """Queries ``(num_queries, num_q_heads, …)`` of an array with that axis, or without; whether it has it."""
-        several = len(getattr(x, "shape", ())) > len(shape)
+    def _by_query(self, name: str, x: Any) -> tuple[Array, tuple[int, ...]]:
+        """A caller's queries as ``(num_queries, num_q_heads, …)``, and the axes that they came with."""
+        axes = self._q_axes
+        several = len(getattr(x, "shape", ())) > len(axes) + 1
+        shape: Shape = (*axes, "head_dim")
         x = self._vectors(name, x, ("num_queries", *shape) if several else shape)
-        if len(shape) == 1:  # of one head
+        if several:
+            axes = int(x.shape[0]), *axes
+        if not self._q_axes:  # of one head
             x = self._target.one_head(x) if several else x.reshape((1, 1, int(x.shape[0])))
         elif not several:
             x = self._target.token_major(self._target.one_head(x))
-        return x, several
+        return x, axes
 
-    def _read(self, name: str, queries: Array, stored: Stored) -> tuple[StoredCodes, int]:
-        """What these queries read, and how many tokens that is."""
+    def _read(self, name: str, queries: Array, stored: Stored) -> StoredCodes:
+        """What these queries read."""
         count = int(queries.shape[0])
         if count > max(stored.tokens, 1):
             raise DimensionMismatch(
@@ -382,22 +386,24 @@ class Heads:
                 actual=count,
             )
         values = stored.values
-        codes = (*stored.keys.arrays(), values.codes, values.scales)
-        return StoredCodes(*codes, stored.begin, stored.end), stored.tokens
+        codes = (*stored.keys, values.codes, values.scales)
+        return StoredCodes(*codes, stored.begin, stored.end)
 
-    def _scores_of(
-        self, name: str, queries: Array, options: CodesOptions, check_finite: bool, stored: Stored
+    def _scores(
+        self, name: str, queries: Any, options: AttentionOptions, check_finite: bool, stored: Stored
     ) -> Array:
-        """Scores ``(num_queries, num_q_heads, len)`` of queries ``(num_queries, num_q_heads, …)``."""
+        """Scores of a caller's queries, with their axes and then one of tokens."""
+        asked = self._options(options)
+        queries, axes = self._by_query(name, queries)
         q, q_kind = self._query(name, queries, check_finite)
-        if not stored.tokens and int(q.shape[0]) == 1:  # whatever the length of the query
-            return self._target.empty((1, self._num_q_heads, 0), np.float32)
-        self._check_length(name, queries)
-        codes, tokens = self._read(name, queries, stored)
-        out = self._target.empty((int(q.shape[0]), self._num_q_heads, tokens), np.float32)
-        if tokens and int(q.shape[0]):
-            self._target.ops.score_codes(q, q_kind, self._quantiser.book, codes, options, out)
-        return out
+        count, tokens = int(q.shape[0]), stored.tokens
+        if tokens or count != 1:  # without tokens a query may have any length
+            self._check_length(name, queries)
+        out = self._target.empty((count, self._num_q_heads, tokens), np.float32)
+        codes = self._read(name, queries, stored)
+        if tokens and count:
+            self._target.ops.score_codes(q, q_kind, self._quantiser.book, codes, asked, out)
+        return out.reshape((*axes, tokens))
 
     def _attended(
         self, q: Array, q_kind: str, stored: StoredCodes | None, options: CodesOptions, return_lse: bool

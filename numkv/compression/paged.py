@@ -205,7 +205,8 @@ class PagedCompressor(Heads):
         """
         number, found = self._find(seq)
         kept = check_index("length", length, found.length, inclusive=True)
-        self._replace({number: Sequence(found.blocks[: -(-kept // BLOCK_SIZE)], kept)})
+        shorter = {number: Sequence(found.blocks[: -(-kept // BLOCK_SIZE)], kept)}
+        self._stored = self._stored._replace(sequences=self._stored.sequences | shorter)
 
     @drops
     def clear(self) -> None:
@@ -328,7 +329,7 @@ class PagedCompressor(Heads):
                 np.array([0, *itertools.accumulate(sizes[:-1])]), BLOCK_SIZE,
             )  # fmt: skip
             values = stored.values
-            codes = StoredCodes(*stored.keys.arrays(), values.codes, values.scales, 0, 0, batch)
+            codes = StoredCodes(*stored.keys, values.codes, values.scales, 0, 0, batch)
         out, lse = self._attended(q, q_kind, codes, asked, return_lse)
         return (out, lse) if return_lse else out
 
@@ -362,12 +363,8 @@ class PagedCompressor(Heads):
         DimensionMismatch, NonFiniteInput, IndexError, UnsupportedDType, NotSupported, ValueError, TypeError
             See `extend` and `attend`.
         """
-        asked = self._options(options)
-        found = self._find(seq)[1]
-        queries, several = self._by_query("queries", queries, (self._num_q_heads, "head_dim"))
-        rows = self._gathered(found)
-        scores = self._scores_of("queries", queries, asked, check_finite, rows)
-        return scores if several else scores.reshape(tuple(int(n) for n in scores.shape[1:]))
+        rows = self._gathered(self._find(seq)[1])
+        return self._scores("queries", queries, options, check_finite, rows)
 
     @streamed
     @reads
@@ -525,9 +522,6 @@ class PagedCompressor(Heads):
         )
         return number
 
-    def _replace(self, made: dict[int, Sequence]) -> None:
-        self._stored = self._stored._replace(sequences=self._stored.sequences | made)
-
     def _grown(self, stored: StoredBlocks, missing: int) -> StoredBlocks:
         """With room for so many more blocks, and at least for twice as many tokens."""
         capacity = stored.capacity
@@ -566,7 +560,7 @@ class PagedCompressor(Heads):
         """Copy what is stored of tokens, of all heads."""
         places = [self._target.index(x, np.int64) for x in (slots, to_slots)]
         for one, other in ((source.keys, to.keys), (source.values, to.values)):
-            for x, y in zip(one.arrays(), other.arrays(), strict=True):
+            for x, y in zip(one, other, strict=True):
                 if x.size and y.size:
                     x, y = (a.reshape((1, *a.shape)) for a in (x, y))
                     self._target.ops.copy_tokens(x, places[0], y, places[1])
@@ -581,4 +575,4 @@ class PagedCompressor(Heads):
 
     def _codes(self, seq: Any, which: Side) -> Codes:
         encoded: Encoded = getattr(self._gathered(self._find(seq)[1]), which)
-        return Codes(*encoded.arrays())
+        return Codes(*encoded)

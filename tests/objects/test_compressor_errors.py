@@ -13,7 +13,7 @@ CONFIG = CompressorConfig(8, 4, 16, 42)
 def stored(compressor, host):
     """All that is stored, as bytes."""
     live = slice(compressor._stored.begin, compressor._stored.end)
-    buffers = (*compressor._stored.keys.arrays(), *compressor._stored.values.arrays())
+    buffers = (*compressor._stored.keys, *compressor._stored.values)
     return [host(x)[:, live].tobytes() for x in buffers]
 
 
