@@ -29,8 +29,8 @@ from numkv.errors import NotSupported, NumkvError
 from numkv.files.container import Container, opened, write
 from numkv.numbers import memory_of_machine
 from numkv.snapshots.fields import Damaged, Foreign, expect
+from numkv.snapshots.saved import Saved
 from numkv.snapshots.snapshot import Options, Snapshot
-from numkv.snapshots.snapshot import plan as plan_of
 
 _ONE, _MANY = "SwappedSequence", "sequences"
 _WITH_SHIFT: tuple[Any, ...] = (CausalCache, WrapperCache)
@@ -209,7 +209,7 @@ def _load(
             raise NotSupported(
                 f"`path`: expected sequences, got a {name} in {path}; use numkv.load"
             )
-        cls = _CLASSES.get(name)
+        cls: Any = _CLASSES.get(name)
         if cls is None and name in _ELSEWHERE:
             raise NotSupported(
                 f"`path`: expected a class that is imported, got a {name} in {path}; import {_ELSEWHERE[name]} before"
@@ -218,19 +218,22 @@ def _load(
             raise Damaged(f"it stores a {name}, which is no cache")
         _check_marked(cls, checked)
         if cls is not PagedLayer:
-            _refuse(name, pool=pool)
+            _refuse(name, "pool", pool)
         if cls not in _WITH_SHIFT:
-            _refuse(name, shift=shift)
+            _refuse(name, "shift", shift)
         if cls is Sequences:
-            _refuse(name, target=target)
-        plan = plan_of(cls, file.fields, file, options)
+            _refuse(name, "target", target)
+        saved: Saved = cls.__saved__.read(file.fields)
+        for tensor, spec in saved.specs().items():
+            file.take(tensor, spec)
         file.all_taken()
-        if plan.nbytes > most:
+        nbytes = saved.nbytes if pool is None else 0  # the memory of a given pool exists already
+        if nbytes > most:
             raise NotSupported(
-                f"`path`: expected a cache of at most {most} bytes, got one of {plan.nbytes} in {path}; "
+                f"`path`: expected a cache of at most {most} bytes, got one of {nbytes} in {path}; "
                 "pass a larger max_nbytes"
             )
-        made = plan.build()
+        made = cls.__restore__(saved, file, options)
         file.verify()
         if name == _ONE:
             expect(len(made.sequences) == 1, f"{len(made.sequences)} sequences, and not one")
@@ -360,10 +363,7 @@ def _check_bytes(max_nbytes: Any) -> int:
     return max_nbytes
 
 
-def _refuse(name: str, **given: Any) -> None:
-    """Reject options that a class does not use."""
-    for option, value in given.items():
-        if value is not None:
-            raise NotSupported(
-                f"`{option}`: expected none for a {name}, got {value!r}; leave it out"
-            )
+def _refuse(name: str, option: str, value: Any) -> None:
+    """Reject an option that a class does not use."""
+    if value is not None:
+        raise NotSupported(f"`{option}`: expected none for a {name}, got {value!r}; leave it out")

@@ -286,21 +286,13 @@ class Container:
                 f"expected a file of numkv's format {FORMAT_VERSION}, got format {version}"
             )
         self._expected: dict[str, int] = {}
-        self._read_checksums()
-        self._taken: set[str] = set()
-        self._position = dict.fromkeys(self._entries, 0)
-
-    def _read_checksums(self) -> None:
         crc32 = self.fields.part("crc32")
         for name in self._entries:
             found = crc32.text(name)
             expect(re.fullmatch("[0-9a-f]{8}", found) is not None, f"{found!r} is no checksum")
             self._expected[name] = int(found, 16)
-
-    @property
-    def names(self) -> set[str]:
-        """Return the names of all tensors."""
-        return set(self._entries)
+        self._taken: set[str] = set()
+        self._position = dict.fromkeys(self._entries, 0)
 
     def spec(self, name: str) -> Spec:
         """Return the dtype and shape of a tensor."""
@@ -319,7 +311,7 @@ class Container:
 
     def all_taken(self) -> None:
         """Require that every tensor was taken."""
-        rest = sorted(self.names - self._taken)
+        rest = sorted(self._entries.keys() - self._taken)
         expect(not rest, f"there are {len(rest)} unexpected tensors, {rest[:1]} first")
 
     def fill(self, name: str, pieces: Iterable[NDArray[Any]]) -> None:

@@ -1,10 +1,11 @@
-"""`Snapshot`: an object as small values, small arrays and tensors, and `plan`, which rebuilds the object.
+"""`Snapshot`: an object as small values, small arrays and tensors.
 
 The class of a savable object has a `Saved` and two methods::
 
     __saved__                                       its small values, the list of its tensors, and bytes in all
     __snapshot__(self)                              its present contents
-    __restore__(cls, saved, source, options)        an object rebuilt from checked values
+    __restore__(cls, saved, source, options)        an object rebuilt from checked values; after an error it releases
+                                                    blocks of a shared pool
 
 A `Tensor` knows where its elements lie, so one list of tensors serves for saving an object and for filling an empty
 one. Nothing is copied before it is written.
@@ -22,7 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv import targets
-from numkv.snapshots.fields import Fields
 from numkv.snapshots.saved import Saved, Spec
 from numkv.targets.base import Target
 
@@ -123,31 +123,6 @@ class Options(NamedTuple):
     def place(self) -> Target:
         """Return the target of the cache."""
         return targets.get("cpu" if self.target is None else self.target)
-
-
-class Plan(NamedTuple):
-    """The steps that make an object from checked values.
-
-    Attributes
-    ----------
-    nbytes : int
-        Its bytes.
-    build : callable
-        Allocates it and reads its content; after an error it releases blocks of a shared pool.
-    """
-
-    nbytes: int
-    build: Callable[[], Any]
-
-
-def plan(cls: Any, fields: Fields, source: Source, options: Options) -> Plan:
-    """Check the values of an object in a file, and return the plan to make it."""
-    saved: Saved = cls.__saved__.read(fields)
-    for name, spec in saved.specs().items():
-        source.take(name, spec)
-    # The memory of a given pool exists already.
-    nbytes = saved.nbytes if options.pool is None else 0
-    return Plan(nbytes, functools.partial(cls.__restore__, saved, source, options))
 
 
 class Under:
