@@ -86,13 +86,6 @@ class Compaction(NamedTuple):
     """Kept cells whose position changes, and what is added to it."""
 
 
-class Copy(NamedTuple):
-    """A sequence that is to consist of cells of another; made by `Cells.plan_copy`."""
-
-    to: int
-    prefix: CellList
-
-
 class CellsOfSequence:
     """The cells of one sequence: ``cells[begin:end]``, by position."""
 
@@ -212,7 +205,7 @@ class Cells:
         self.memory, self.num_sinks = memory, num_sinks
         self.positions = np.zeros(num_cells, np.int32)
         self.num_sequences = np.zeros(num_cells, np.int32)
-        self._vacant = np.empty(kernels.num_spans(num_cells), np.int32)
+        self._vacant = np.empty(-(-num_cells // kernels.SPAN), np.int32)
         self._all_vacant()
         self._sequences: dict[int, CellsOfSequence] = {}
         # Sequences that got tokens since they were last searched for some to evict.
@@ -484,29 +477,17 @@ class Cells:
             del self._sequences[plan.sequence]
             self._fresh.discard(plan.sequence)
 
-    def plan_copy(self, source: int, to: int, length: int) -> Copy:
-        """Plan to make a sequence consist of the positions below `length` of another, and nothing else.
-
-        Parameters
-        ----------
-        source, to : int
-            The sequences. If both are the same, the rest of it is dropped.
-        length : int
-            First position that is not copied.
-
-        Returns
-        -------
-        Copy
-        """
+    def plan_copy(self, source: int, length: int) -> CellList:
+        """Return a copy of the list of a sequence's cells of positions below `length`."""
         owned = self.owned(source)
-        return Copy(to, owned[: self.before(owned, length)].copy())
+        return owned[: self.before(owned, length)].copy()
 
-    def commit_copy(self, plan: Copy) -> None:
-        """Carry out a `Copy`."""
-        kernels.compiled("join")(self.num_sequences, self._vacant, plan.prefix)
-        kernels.compiled("leave")(self.num_sequences, self._vacant, self.owned(plan.to))
-        self._sequences[plan.to] = CellsOfSequence(plan.prefix)
-        self._fresh.add(plan.to)
+    def commit_copy(self, to: int, prefix: CellList) -> None:
+        """Make a sequence consist of what `plan_copy` returned, and nothing else; it may be of the same sequence."""
+        kernels.compiled("join")(self.num_sequences, self._vacant, prefix)
+        kernels.compiled("leave")(self.num_sequences, self._vacant, self.owned(to))
+        self._sequences[to] = CellsOfSequence(prefix)
+        self._fresh.add(to)
 
     # -- all of it
 

@@ -35,11 +35,6 @@ FINE, BAD_SEQUENCE, BAD_POSITION = range(3)
 LAST_POSITION = 2**31 - 1
 
 
-def num_spans(num_cells: int) -> int:
-    """Elements of ``vacant``."""
-    return -(-num_cells // SPAN)
-
-
 # -- batches
 
 
@@ -71,7 +66,7 @@ def scan(positions, sequences, starts):
 
 
 @register_jitable
-def _join(owners, vacant, cells):
+def join(owners, vacant, cells):
     """Add an owner to each cell."""
     for i in range(len(cells)):
         c = cells[i]
@@ -81,23 +76,13 @@ def _join(owners, vacant, cells):
 
 
 @register_jitable
-def _leave(owners, vacant, cells):
+def leave(owners, vacant, cells):
     """Take an owner from each cell."""
     for i in range(len(cells)):
         c = cells[i]
         owners[c] -= 1
         if owners[c] == 0:
             vacant[c // SPAN] += 1
-
-
-def join(owners, vacant, cells):
-    """Add an owner to each cell."""
-    _join(owners, vacant, cells)
-
-
-def leave(owners, vacant, cells):
-    """Take an owner from each cell."""
-    _leave(owners, vacant, cells)
 
 
 def find_free(owners, vacant, evicted, out):
@@ -108,7 +93,7 @@ def find_free(owners, vacant, evicted, out):
     int
         How many were found, at most the length of `out`.
     """
-    _leave(owners, vacant, evicted)
+    leave(owners, vacant, evicted)
     found = 0
     for span in range(len(vacant)):
         if found == len(out):
@@ -121,14 +106,14 @@ def find_free(owners, vacant, evicted, out):
                 found += 1
                 left -= 1
             c += 1
-    _join(owners, vacant, evicted)
+    join(owners, vacant, evicted)
     return found
 
 
 def assign(positions, owners, vacant, evicted, cells, new_positions):
     """Take an owner from evicted cells, and give new cells an owner and their positions."""
-    _leave(owners, vacant, evicted)
-    _join(owners, vacant, cells)
+    leave(owners, vacant, evicted)
+    join(owners, vacant, cells)
     for i in range(len(cells)):
         positions[cells[i]] = new_positions[i]
 
@@ -143,9 +128,9 @@ def move(positions, cells, offset):
 
 
 @register_jitable
-def _bisect(positions, owned, length, position):
-    """Return how many of the first `length` cells come before a position."""
-    low, high = 0, length
+def bisect(positions, owned, position):
+    """Return how many cells come before a position."""
+    low, high = 0, len(owned)
     while low < high:
         middle = (low + high) // 2
         if positions[owned[middle]] < position:
@@ -153,11 +138,6 @@ def _bisect(positions, owned, length, position):
         else:
             high = middle
     return low
-
-
-def bisect(positions, owned, position):
-    """Return how many cells come before a position."""
-    return _bisect(positions, owned, len(owned), position)
 
 
 def merge(positions, owned, length, new):
@@ -187,7 +167,7 @@ def visible_cells(positions, table, lens, starts, row_positions, reach):
             oldest = row_positions[starts[r]]
             for i in range(starts[r], starts[r + 1]):
                 oldest = min(oldest, row_positions[i])
-            first = _bisect(positions, table[r], lens[r], oldest - reach)
+            first = bisect(positions, table[r, : lens[r]], oldest - reach)
         owned = table[r, first : lens[r]]
         least, most = np.int32(len(positions)), np.int32(-1)
         for i in range(len(owned)):
@@ -204,6 +184,7 @@ def visible_ranges(positions, table, lens, starts, row_positions, window, chunk,
     none. `lifted` is true for each token that also sees later positions, or is empty if none does.
     """
     for r in range(len(lens)):
+        owned = table[r, : lens[r]]
         for i in range(starts[r], starts[r + 1]):
             position = row_positions[i]
             oldest = np.int64(0)
@@ -211,11 +192,11 @@ def visible_ranges(positions, table, lens, starts, row_positions, window, chunk,
                 oldest = max(oldest, position - window)
             if chunk > 0:
                 oldest = max(oldest, position - position % chunk)
-            ranges[i, 0] = _bisect(positions, table[r], lens[r], oldest) if oldest > 0 else 0
+            ranges[i, 0] = bisect(positions, owned, oldest) if oldest > 0 else 0
             if len(lifted) > 0 and lifted[i]:
                 ranges[i, 1] = lens[r]
             else:
-                ranges[i, 1] = _bisect(positions, table[r], lens[r], position + 1)
+                ranges[i, 1] = bisect(positions, owned, position + 1)
 
 
 def fill_mask(table, starts, ranges, first, hidden, mask):

@@ -40,7 +40,7 @@ from numkv.caches.multi.base import Commit
 from numkv.caches.multi.forward_pass import UNLIMITED, ForwardPass, View, as_table
 from numkv.caches.multi.layered import LayeredCache, check_picklable
 from numkv.caches.multi.saved import SavedCells, saved_config
-from numkv.cells.cells import Cells, Compaction, Copy, Removal, Rows
+from numkv.cells.cells import Cells, Rows
 from numkv.checks import check_array
 from numkv.compaction.key_shift import Shift, plan_shift, turns_of
 from numkv.drawing.page import drawn
@@ -386,7 +386,7 @@ class CausalCache(LayeredCache):
 
     def _plan_change(self, cells: Callable[[], None], moves: list[Callable[[], object]]) -> Commit:
         """Plan a change of cells, then moves of rows; the pass continues with its remaining tokens."""
-        after = None if self._pass is None else self._pass.before_change()
+        after = None if self._pass is None else self._pass.over(self._view)
 
         def commit() -> None:
             cells()
@@ -401,25 +401,19 @@ class CausalCache(LayeredCache):
     def _plan_remove(self, seq: int, begin: int, end: int | None) -> Commit:
         removal = self._cells.plan_removal(seq, begin, end)
         moves: list[Callable[[], object]] = []
-        if len(removal.moved):
-            moves = self._plan_shift(removal, seq, end)
+        if moved := len(removal.moved):
+            if self._shift is None:
+                raise NotSupported(
+                    f"`end`: the {moved} tokens of sequence {seq} from position {end} on would have "
+                    "to move, and this cache has no shift to turn their keys; remove to the end, or make "
+                    "the cache with shift=numkv.rope_shift(cos, sin)"
+                )
+            cells, step = removal.moved, max(1, self._max_batch)
+            moves = plan_shift(self._shift, self._layers, cells, removal.offset, step)
         return self._plan_change(lambda: self._cells.commit_removal(removal), moves)
 
-    def _plan_shift(
-        self, removal: Removal, seq: int, end: int | None
-    ) -> list[Callable[[], object]]:
-        if self._shift is None:
-            raise NotSupported(
-                f"`end`: the {len(removal.moved)} tokens of sequence {seq} from position {end} on would have "
-                "to move, and this cache has no shift to turn their keys; remove to the end, or make "
-                "the cache with shift=numkv.rope_shift(cos, sin)"
-            )
-        return plan_shift(
-            self._shift, self._layers, removal.moved, removal.offset, max(1, self._max_batch)
-        )
-
     def _plan_compact(self, seq: int, keep: NDArray[np.int64]) -> Commit:
-        compaction: Compaction = self._cells.plan_compaction(seq, keep)
+        compaction = self._cells.plan_compaction(seq, keep)
         moves: list[Callable[[], object]] = []
         for moved, offset in compaction.moves:
             if self._shift is None:
@@ -432,8 +426,8 @@ class CausalCache(LayeredCache):
         return self._plan_change(lambda: self._cells.commit_compaction(compaction), moves)
 
     def _plan_copy(self, src: int, dst: int, length: int) -> Commit:
-        copy: Copy = self._cells.plan_copy(src, dst, length)
-        return self._plan_change(lambda: self._cells.commit_copy(copy), [])
+        prefix = self._cells.plan_copy(src, length)
+        return self._plan_change(lambda: self._cells.commit_copy(dst, prefix), [])
 
     def _can_resume(self, seq: int, pos: int) -> bool:
         return self._cells.can_resume(seq, pos, self._window)

@@ -103,10 +103,6 @@ class ForwardPass:
         made.excepted, made._shown = self.excepted, self.shown_cells()
         return made
 
-    def before_change(self) -> ForwardPass:
-        """The pass for after a change of cells: `get` goes on to show those that it shows now."""
-        return self.over(self._view)
-
     def with_causality_lifted(self, excepted: tuple[int, ...]) -> ForwardPass:
         """A pass in which these tokens, and no others, attend to later positions too."""
         if excepted == self.excepted:
