@@ -164,7 +164,7 @@ class Keys:
         """
         found = self.get(name, default)
         if isinstance(found, bool) or not isinstance(found, int) or not 0 < found <= _MOST:
-            raise ConfigError(f"{self._where}: {name}: expected a positive integer, got {found!r}")
+            raise self.error(f"{name}: expected a positive integer, got {found!r}")
         return found
 
     def num_layers(self) -> int:
@@ -194,9 +194,7 @@ class Keys:
         if found is None:
             return None
         if not isinstance(found, (list, tuple)) or len(found) < length:
-            raise ConfigError(
-                f"{self._where}: {name}: expected a list of {length}, got {found!r:.80}"
-            )
+            raise self.error(f"{name}: expected a list of {length}, got {found!r:.80}")
         return list(found[:length])
 
     def error(self, what: str) -> ConfigError:

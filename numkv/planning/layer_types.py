@@ -71,18 +71,20 @@ def _all_slide(keys: Keys, n: int) -> list[str]:
     return [SLIDING if _slides(keys) else FULL] * n
 
 
-def _llama4(keys: Keys, n: int) -> list[str]:
-    rope = keys.list_of("no_rope_layers", n) if keys.get("no_rope_layers") else None
+def _with_rope(keys: Keys, n: int) -> list[bool]:
+    """Return which layers apply RoPE, in families where some do not."""
+    if keys.get("no_rope_layers") and (listed := keys.list_of("no_rope_layers", n)):  # 1: it does
+        return list(map(bool, listed))
     step = int(keys.get("no_rope_layer_interval", 4))
-    rope = rope or [int((i + 1) % step != 0) for i in range(n)]
-    return [CHUNKED if one else FULL for one in rope]
+    return [(i + 1) % step != 0 for i in range(n)]
+
+
+def _llama4(keys: Keys, n: int) -> list[str]:
+    return [CHUNKED if one else FULL for one in _with_rope(keys, n)]
 
 
 def _smollm3(keys: Keys, n: int) -> list[str]:
-    rope = keys.list_of("no_rope_layers", n) if keys.get("no_rope_layers") else None
-    step = int(keys.get("no_rope_layer_interval", 4))
-    rope = rope or [int((i + 1) % step != 0) for i in range(n)]
-    return [FULL if one or not _slides(keys) else SLIDING for one in rope]
+    return [FULL if one or not _slides(keys) else SLIDING for one in _with_rope(keys, n)]
 
 
 def _cohere2_moe(keys: Keys, n: int) -> list[str]:
@@ -330,7 +332,7 @@ def _by_keys(keys: Keys, n: int) -> list[str]:
 
 
 _FP32 = "float32"
-_MAMBA_1 = ("mamba", "falcon_mamba", "jamba", "phi4flash")
+_MAMBA_1 = ("mamba", "falcon_mamba", "jamba", "phi4flash", "zamba")
 _DELTA_HEADS = ("kimi_linear", "bailing_hybrid", "glm5_next_text")
 
 
@@ -367,12 +369,12 @@ def states_of(keys: Keys, layer_type: str) -> tuple[State, ...]:
         width = int(keys.get("lru_width") or keys.size("hidden_size"))
         return (
             _convolution(keys.size("hidden_size"), int(keys.get("conv1d_width", 4)) - 1),
-            State("recurrent", width, _FP32),
+            _recurrence(width),
         )
     if family == "rwkv":
         hidden = keys.size("hidden_size")
         inner = int(keys.get("attention_hidden_size") or hidden)
-        return (State("shift", 2 * hidden), State("recurrent", 3 * inner, _FP32))
+        return (State("shift", 2 * hidden), _recurrence(3 * inner))
     if family == "xlstm":
         return _xlstm(keys)
     if family in ("minimax", "minimax_text_01"):
@@ -389,12 +391,6 @@ def states_of(keys: Keys, layer_type: str) -> tuple[State, ...]:
         return _delta(keys)
     if family in _MAMBA_1 or (keys.get("mamba_n_heads") is None and keys.get("num_heads") is None):
         return _mamba(keys)
-    if family == "zamba":
-        inner = keys.size("mamba_expand", 2) * keys.size("hidden_size")
-        return (
-            _convolution(inner, keys.size("mamba_d_conv", 4)),
-            _recurrence(inner * keys.size("mamba_d_state", 16)),
-        )
     return _mamba_2(keys)
 
 
