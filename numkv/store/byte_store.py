@@ -7,10 +7,10 @@ import collections
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self
 
 from numkv.checks import Mark, check_mark
 from numkv.errors import NotSupported, NumkvError
@@ -30,7 +30,6 @@ from numkv.store.records import ByteStats
 from numkv.store.requests import begins
 
 log = logging.getLogger("numkv.store")
-_T = TypeVar("_T")
 
 
 @explains
@@ -148,11 +147,8 @@ class BlockStore:
         -------
         list of bool
         """
-        names = self._names(keys)
-        return [
-            size is not None
-            for size in self._place.sizes([self._empty.key(name) for name in names])
-        ]
+        sizes = self._place.sizes([self._empty.key(name) for name in self._names(keys)])
+        return [size is not None for size in sizes]
 
     def get_into(self, keys: Sequence[str | bytes], buffers: Sequence[Any]) -> list[bool]:
         """Read objects into buffers.
@@ -174,7 +170,7 @@ class BlockStore:
         ValueError, TypeError
             If there are not as many buffers as keys, or a buffer is not writable.
         """
-        names, views = self._names(keys), [_view("buffers", x, True) for x in buffers]
+        names, views = self._names(keys), [_view(x, True) for x in buffers]
         _check_count(names, views)
         found = [False] * len(names)
         by_size: dict[int, list[int]] = collections.defaultdict(list)
@@ -236,7 +232,7 @@ class BlockStore:
         ValueError, TypeError
             If there are not as many buffers as keys, or one is not a contiguous buffer.
         """
-        names, views = self._names(keys), [_view("buffers", x, False) for x in buffers]
+        names, views = self._names(keys), [_view(x, False) for x in buffers]
         _check_count(names, views)
         if self._closed:
             raise NumkvError("put: expected an open store, got a closed one; make another")
@@ -265,11 +261,8 @@ class BlockStore:
     def clear(self) -> None:
         """Delete all objects of this mark."""
         try:
-            mine = [
-                entry
-                for entry in self._place.entries()
-                if entry.key.startswith(f"{self._empty.folder}/")
-            ]
+            own = f"{self._empty.folder}/"
+            mine = [entry for entry in self._place.entries() if entry.key.startswith(own)]
         except Exception as error:
             self._note_error("list", error)
         else:
@@ -279,20 +272,17 @@ class BlockStore:
 
     async def exists_async(self, keys: Sequence[str | bytes]) -> list[bool]:
         """Call `exists` in a thread that the event loop waits for."""
-        return await self._await(self.exists, keys)
+        return await asyncio.to_thread(self.exists, keys)
 
     async def get_into_async(
         self, keys: Sequence[str | bytes], buffers: Sequence[Any]
     ) -> list[bool]:
         """Call `get_into` in a thread that the event loop waits for."""
-        return await self._await(self.get_into, keys, buffers)
+        return await asyncio.to_thread(self.get_into, keys, buffers)
 
     async def put_async(self, keys: Sequence[str | bytes], buffers: Sequence[Any]) -> list[bool]:
         """Call `put` in a thread that the event loop waits for."""
-        return await self._await(self.put, keys, buffers)
-
-    async def _await(self, call: Callable[..., _T], *args: Any) -> _T:
-        return await asyncio.to_thread(call, *args)
+        return await asyncio.to_thread(self.put, keys, buffers)
 
     # -- insides
 
@@ -358,16 +348,16 @@ def _key_bytes(key: Any) -> bytes:
     raise TypeError(f"`keys`: expected texts or bytes, got {type(key).__name__}")
 
 
-def _view(name: str, x: Any, writable: bool) -> memoryview:
+def _view(x: Any, writable: bool) -> memoryview:
     try:
         view = memoryview(x).cast("B")
     except TypeError as error:
         raise TypeError(
-            f"`{name}`: expected contiguous buffers of bytes, got {type(x).__name__} ({error}); pass numpy arrays"
+            f"`buffers`: expected contiguous buffers of bytes, got {type(x).__name__} ({error}); pass numpy arrays"
         ) from None
     if writable and view.readonly:
         raise TypeError(
-            f"`{name}`: expected buffers that can be written to, got a read-only {type(x).__name__}"
+            f"`buffers`: expected buffers that can be written to, got a read-only {type(x).__name__}"
         )
     return view
 

@@ -115,8 +115,7 @@ class Engine:
         place.report, place.changed = self._note_error, self._note_change
         self._bound = Bound(place, max_nbytes)
         self._host_most, self._writers, self._on_event = host_nbytes, place.writers, on_event
-        self._counts = dict.fromkeys(StoreStats.__dataclass_fields__, 0)
-        del self._counts["last_error"], self._counts["errors"], self._counts["answers"]
+        self._counts: collections.Counter[str] = collections.Counter()
         self._errors: collections.Counter[str] = collections.Counter()
         self._last_error = ""
         self._given_up = self._said = (
@@ -385,13 +384,11 @@ class Engine:
     def stats(self) -> StoreStats:
         """Return the current counts."""
         with self._changed:
-            counts = self._counts | {
-                "waiting": len(self._queue) + len(self._writing),
-                "host_blocks": len(self._clean) + len(self._dirty),
-                "host_nbytes": self._host_bytes,
-            }
             return StoreStats(
-                **counts,
+                **self._counts,
+                waiting=len(self._queue) + len(self._writing),
+                host_blocks=len(self._clean) + len(self._dirty),
+                host_nbytes=self._host_bytes,
                 errors=dict(self._errors),
                 answers=self.place.answers,
                 last_error=self._last_error,

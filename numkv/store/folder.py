@@ -109,13 +109,6 @@ class Folder:
 
     def read(self, jobs: Jobs) -> list[Exception | None]:
         """Read objects, and return the error of each; a missing object is a `FileNotFoundError`."""
-        errors = self._read(jobs)
-        for error in errors:
-            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-                self.report("read", error)
-        return errors
-
-    def _read(self, jobs: Jobs) -> list[Exception | None]:
 
         def work(mine: Sequence[int], errors: list[Exception | None]) -> None:
             ahead: collections.deque[int | OSError] = collections.deque()
@@ -133,12 +126,20 @@ class Folder:
                     if isinstance(each, int):
                         os.close(each)
 
-        return in_threads(len(jobs.keys), _READERS, work)
+        errors = in_threads(len(jobs.keys), _READERS, work)
+        for error in errors:
+            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+                self.report("read", error)
+        return errors
+
+    def _opened(self, key: str) -> int:
+        """Open a file to read it."""
+        return os.open(self._path(key), os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
 
     def _announced(self, key: str) -> int | OSError:
         """Open a file, and announce to the system that it will be read."""
         try:
-            descriptor = os.open(self._path(key), os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+            descriptor = self._opened(key)
         except OSError as error:
             return error
         if hasattr(os, "posix_fadvise"):
@@ -151,7 +152,7 @@ class Folder:
     def holds(self, key: str, header: bytes, nbytes: int) -> bool:
         """Return whether an object of this size begins with a header, which zeros after a power cut do not."""
         try:
-            descriptor = os.open(self._path(key), os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+            descriptor = self._opened(key)
         except OSError:
             return False
         try:
