@@ -15,16 +15,6 @@ from numkv.numbers import check_bytes, check_size
 from numkv.targets.call import Marker
 
 
-class Filled(NamedTuple):
-    """The contents of a step's buffers: host arrays, of its own sizes."""
-
-    positions: Ints
-    lens: Ints
-    starts: Ints
-    slots: list[NDArray[np.int64]]  #: of each layer group
-    tables: list[NDArray[np.int32]]
-
-
 class _Before(NamedTuple):
     """A step whose rows a graph may have written, before it is known whether they were finite."""
 
@@ -157,15 +147,17 @@ class StepTables:
                     actual=got,
                 )
 
-    def fill(self, filled: Filled) -> None:
-        """Put a step's tables in place, in the order of the current stream."""
-        seqs, tokens = len(filled.lens), len(filled.positions)
+    def fill(
+        self, positions: Ints, lens: Ints, starts: Ints, slots: list[NDArray[np.int64]], tables: list[NDArray[np.int32]]
+    ) -> None:  # fmt: skip
+        """Put a step's tables in place, in the order of the current stream: host arrays, of the step's own sizes."""
+        seqs, tokens = len(lens), len(positions)
         host = [np.zeros(shape, dtype) for shape, dtype in self._layout]
-        host[0][:tokens], host[1][:seqs] = filled.positions, filled.lens
-        host[2][: seqs + 1], host[2][seqs + 1 :] = filled.starts, self.num_tokens
-        for x, slots in zip(host[3 : 3 + self._groups], filled.slots, strict=True):
-            x[:tokens], x[tokens:] = slots, -1
-        for x, table in zip(host[3 + self._groups :], filled.tables, strict=True):
+        host[0][:tokens], host[1][:seqs] = positions, lens
+        host[2][: seqs + 1], host[2][seqs + 1 :] = starts, self.num_tokens
+        for x, of_group in zip(host[3 : 3 + self._groups], slots, strict=True):
+            x[:tokens], x[tokens:] = of_group, -1
+        for x, table in zip(host[3 + self._groups :], tables, strict=True):
             x[:] = -1
             x[:seqs, : table.shape[1]] = table[:, : x.shape[1]]
         self._fixed.update(host)

@@ -128,8 +128,7 @@ def copied(store: BlockStore) -> BlockStore:
         old.copy_blocks(ids, new, ids)  # blocks of other groups too, as pages are bytes
     for old, new in zip(_head_scales(store), _head_scales(made), strict=True):
         new[:] = target.asarray(np.array(target.to_host(old)))
-    made.__dict__["continuations"] = store.continuations.copy(blocks)
-    made.__dict__["reports"] = store.reports.copy()
+    made.continuations, made.reports = store.continuations.copy(blocks), store.reports.copy()
     return made
 
 
@@ -161,7 +160,7 @@ def store_of(state: dict[str, Any]) -> BlockStore:
     made = new_store(target, layers, *args)
     for x, content in zip(_arrays(made), state["arrays"], strict=True):
         x[...] = content
-    made.__dict__["continuations"] = state["continuations"]
+    made.continuations = state["continuations"]
     return made
 
 

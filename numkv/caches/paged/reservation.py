@@ -31,12 +31,10 @@ class Reservation(NamedTuple):
     metadata: StepMetadata
     states: dict[int, SequenceState]
     """The sequences with room for it."""
-    taken: NDArray[np.int32]
-    """Blocks that were allocated."""
     released: NDArray[np.int32]
     """Blocks that the sequences have copies of now."""
     undo: Callable[[], None]
-    """Gives them back as if they had never been in use."""
+    """Gives the allocated blocks back as if they had never been in use."""
     slots: NDArray[np.int32] | None = None
     """Slots for states that were allocated."""
 
@@ -103,9 +101,7 @@ def reserve_room(
         new_states = _with_whole_groups(store, new_states)
         metadata = StepMetadata(store.reading_only.copy(), [], tree, slots)
         step = Step(store, new_states, new_lens, metadata, into)
-        return Reservation(
-            step, metadata, new_states, taken, np.array(copy_from, np.int32), undo, slots
-        )
+        return Reservation(step, metadata, new_states, np.array(copy_from, np.int32), undo, slots)
     except BaseException:  # memory, say
         undo()
         if store.states is not None and slots is not None:

@@ -56,6 +56,8 @@ class StateMemory:
     ----------
     block_pool : BlockPool
         References to slots, and the checkpoints in them.
+    pages : list of array
+        The bytes of each array in all slots, uint8 ``(num_slots, n)``.
     arrays : dict of int to tuple of array
         Of each layer the states in all slots, ``(num_slots, *shape)``.
     """
@@ -67,12 +69,11 @@ class StateMemory:
         self.target, self.shapes, self.every = target, dict(shapes), every
         self.block_pool = BlockPool(num_slots, 1) if block_pool is None else block_pool
         check_bytes({"num_slots": num_slots, "states": self.slot_nbytes(shapes)}, 1)
-        self._bytes = [
-            target.zeros((num_slots, shape.nbytes), np.uint8) for _, shape in self._each()
-        ]
+        flat = [shape for of_layer in self.shapes.values() for shape in of_layer]
+        self.pages = [target.zeros((num_slots, shape.nbytes), np.uint8) for shape in flat]
         views = iter(
             target.column(pages, 0, shape.shape, np.dtype(shape.dtype))
-            for pages, (_, shape) in zip(self._bytes, self._each(), strict=True)
+            for pages, shape in zip(self.pages, flat, strict=True)
         )
         self.arrays: dict[int, tuple[Array, ...]] = {
             layer: tuple(itertools.islice(views, len(of_layer)))
@@ -86,14 +87,6 @@ class StateMemory:
         return sum(shape.nbytes for of_layer in shapes.values() for shape in of_layer)
 
     @property
-    def pages(self) -> list[Array]:
-        """The bytes of each array in all slots, uint8 ``(num_slots, n)``."""
-        return self._bytes
-
-    def _each(self) -> list[tuple[int, StateShape]]:
-        return [(layer, shape) for layer, of in self.shapes.items() for shape in of]
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all slots."""
         return self.block_pool.num_blocks * self.slot_nbytes(self.shapes)
@@ -105,17 +98,17 @@ class StateMemory:
         if not len(slots):
             return
         if self.target.values_on_host:
-            for x in self._bytes:
+            for x in self.pages:
                 x[slots] = 0
             return
         to, source = (self.target.index(x, np.int32) for x in (slots, np.zeros(len(slots))))
-        for x, (_, shape) in zip(self._bytes, self._each(), strict=True):
-            nothing = self.target.zeros((1, shape.nbytes), np.uint8)
+        for x in self.pages:
+            nothing = self.target.zeros((1, int(x.shape[1])), np.uint8)
             self.target.ops.copy_blocks(nothing, source, x, to)
 
     def out(self, slot: int) -> tuple[tuple[np.ndarray[Any, Any], ...], ...]:
         """Copies of the states in a slot in host memory, layer after layer."""
-        found = iter(self.gathered(self._bytes, np.array([slot], np.int32)))
+        found = iter(self.gathered(self.pages, np.array([slot], np.int32)))
         return tuple(
             tuple(
                 np.array(self.target.to_host(next(found)))[0].view(shape.dtype).reshape(shape.shape)
@@ -127,7 +120,7 @@ class StateMemory:
     def put(self, slot: int, states: Sequence[Sequence[np.ndarray[Any, Any]]]) -> None:
         """Fill a slot with what `out` gave."""
         flat = [x for of_layer in states for x in of_layer]
-        for pages, x in zip(self._bytes, flat, strict=True):
+        for pages, x in zip(self.pages, flat, strict=True):
             row = np.ascontiguousarray(x).reshape(-1).view(np.uint8)[None]
             self.scatter([self.target.asarray(row)], [pages], np.array([slot], np.int32))
 
@@ -164,7 +157,7 @@ class StateMemory:
         )
         every = np.arange(self.block_pool.num_blocks, dtype=np.int32)
         if len(every):
-            made.scatter(self._bytes, made._bytes, every)
+            made.scatter(self.pages, made.pages, every)
         return made
 
     # -- checkpoints

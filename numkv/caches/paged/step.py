@@ -24,7 +24,7 @@ from numkv.attention.options import (
 )
 from numkv.attention.parts import Part, attend_to_parts, run_parts
 from numkv.caches.bound import BoundStep, NewTokens
-from numkv.caches.paged.buffers import Filled, StepTables
+from numkv.caches.paged.buffers import StepTables
 from numkv.caches.paged.column import Rows
 from numkv.caches.paged.key_bounds import BlockBounds
 from numkv.caches.paged.residual_attention import Queries, Ranges, parts_of, ranges_of
@@ -155,7 +155,7 @@ class Step:
                 store.target.mark_queries(self._starts, "one each")
         else:
             self._one_each = False
-            into.fill(Filled(self.positions, lens, starts, slots, tables))
+            into.fill(self.positions, lens, starts, slots, tables)
             self._positions, self._lens, self._starts, self._slots, self._tables = into.arrays()
             store.target.mark_queries(self._starts, "fewer")
             self._rows, self._longest = into.num_tokens, into.max_length
@@ -1035,7 +1035,7 @@ class Step:
             twin = store.layers.twin(layer) if layer < store.num_layers else None
             if twin is None:
                 continue
-            group, window = store.place(twin)[1], store.window_of(layer)
+            group, window = store.place(twin)[1], store.layers.windows[layer]
             # Most groups differ in their blocks alone.
             alike = window, store.layers.keeps(twin), self._first_in_full[group].tobytes()
             if alike not in made:

@@ -19,6 +19,7 @@ from numkv.caches.paged.layers import Layers
 from numkv.caches.paged.states import StateMemory
 from numkv.errors import NotSupported
 from numkv.storage.pool import Pool
+from numkv.storage.saved import seed_of
 from numkv.targets.base import Target
 
 Ints = NDArray[np.int64]
@@ -130,7 +131,7 @@ class Part(NamedTuple):
     groups: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class BlockStore:
     """Buffers, the bookkeeping of their blocks, and the layers that use them.
 
@@ -192,7 +193,7 @@ class BlockStore:
         return self.target.repeats()
 
     def __post_init__(self) -> None:
-        self.__dict__["reports"] = SequenceReports(self.target)
+        self.reports = SequenceReports(self.target)
 
     @property
     def num_layers(self) -> int:
@@ -224,8 +225,7 @@ class BlockStore:
         If layers differ, sizes and kinds are those of the first one with rows, and those of all come last.
         """
         heads, dim, dim_v, k_kind, v_kind = self.layers.first.plain()
-        rotation = self.parts[0].pool.k_rotation
-        seed = None if rotation is None else rotation.seed
+        seed = seed_of(self.parts[0].pool)
         windows = self.layers.windows[: self.num_layers]
         found = ((heads, self.block_size, dim, dim_v), k_kind, v_kind, windows, seed)
         return found if self.layers.plain else (*found, self.layers.more())
@@ -238,10 +238,6 @@ class BlockStore:
                 f"`layer`: expected one with rows, got layer {layer}, which has none: see `Step.state`"
             )
         return pool, self.places[layer][1]
-
-    def window_of(self, layer: int) -> int:
-        """Earlier tokens that a query of a layer attends to, -1 for all."""
-        return self.layers.windows[layer]
 
     @functools.cached_property
     def reading_only(self) -> NDArray[np.bool_]:

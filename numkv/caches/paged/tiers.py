@@ -9,7 +9,6 @@ states, it does the same with checkpoints: a prefix from the store ends at one.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -49,17 +48,12 @@ Where = NDArray[np.int8]
 def with_tiers(
     store: BlockStore, prefixes: PrefixStore | None, like: Tiers | None = None
 ) -> BlockStore:
-    """The same buffers and metadata, with a place for prefixes beyond them; `like` is that of which they are a copy."""
-    if prefixes is None:
-        return store
-    made = Tiers(store, prefixes)
-    if like is not None:
-        made.take(like)
-    full = dataclasses.replace(store, tiers=made)
-    # What is cached on the first is not on the second.
-    full.__dict__["continuations"] = store.continuations
-    made.belongs_to(full)
-    return full
+    """Give buffers a place for prefixes beyond them, and return them; `like` is that of which they are a copy."""
+    if prefixes is not None:
+        store.tiers = Tiers(store, prefixes)
+        if like is not None:
+            store.tiers.take(like)
+    return store
 
 
 @contextlib.contextmanager
@@ -165,10 +159,6 @@ class Tiers:
             self._named = np.zeros(of.states.block_pool.num_blocks, np.bool_)
             of.states.block_pool._watcher = _OfStates(self.of_states, self._named)
         blocks._watcher = self
-
-    def belongs_to(self, of: BlockStore) -> None:
-        """Look at these buffers and metadata from now on: the same, which know of this object."""
-        self._of = of
 
     def take(self, like: Tiers) -> None:
         """Know of blocks and slots what another one does, of whose block pool these are a copy."""
