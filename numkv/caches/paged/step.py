@@ -307,7 +307,10 @@ class Step:
         self._check_tokens("k", int(k.shape[0]))
         self._store.reports.look_for_nothing()
         look = pool.watch(k, v, self._marker(captured)) if check_finite and not first else 0
-        self._append_in_full(layer, k, v)
+        if (twin := self._twin_of(layer)) is not None:
+            in_full, its_slots = twin
+            check_apart(pool.target, in_full.written("k_full", "v_full"), {"k": k, "v": v})
+            in_full.scatter(k, v, its_slots)
         pool.scatter(k, v, slots, look)
         self._quantise_groups(layer, pool)
         self._written[layer] |= not captured
@@ -412,7 +415,8 @@ class Step:
             of_call = {"qkv": p.qkv, "q_out": p.q_out}
             check_apart(pool.target, twin[0].written("k_full", "v_full"), of_call)
         self._put("qkv", pool, slots, p, check_finite, captured)
-        self._write_in_full(layer, p)
+        if twin is not None:
+            p.scatter(*twin, self._positions)
         self._quantise_groups(layer, pool)
         self._written[layer] |= not captured
         return p
@@ -518,7 +522,8 @@ class Step:
         if self._store.layers.twin(layer) is not None:
             if shared_len:
                 self._store.refuse_residual("`shared_len`", "pass 0, or use one without")
-            return self._attend_in_full(layer, q, options)
+            parts = self._parts_in_full(layer, options)
+            return attend_to_parts(parts, q, self._lens, self._starts, options)
         args = pool, self._tables[group], q, self._lens, self._starts, options
         if shared_len:
             return attend_cascade(*args, *self._shared(group, shared_len, options.window_left))
@@ -1086,26 +1091,6 @@ class Step:
         """Quantise the token groups that are complete, where keys are stored by channel."""
         if pool.by_channel and (twin := self._twin_of(layer)) is not None:
             pool.quantise(twin[0], *self._groups_of[layer])
-
-    def _append_in_full(self, layer: int, k: Array, v: Array) -> None:
-        """Write checked rows in full precision too."""
-        twin = self._twin_of(layer)
-        if twin is not None:
-            pool, slots = twin
-            check_apart(pool.target, pool.written("k_full", "v_full"), {"k": k, "v": v})
-            pool.scatter(k, v, slots)
-
-    def _write_in_full(self, layer: int, p: Projection) -> None:
-        """Write what checked projections give in full precision too; q comes out as it did."""
-        twin = self._twin_of(layer)
-        if twin is not None:
-            pool, slots = twin
-            p.scatter(pool, slots, self._positions)
-
-    def _attend_in_full(self, layer: int, q: Array, options: CheckedOptions) -> Any:
-        """Attend in a layer that has a twin."""
-        parts = self._parts_in_full(layer, options)
-        return attend_to_parts(parts, q, self._lens, self._starts, options)
 
     def _parts_in_full(self, layer: int, options: CheckedOptions) -> list[Part]:
         """Return the parts that the step's queries see in a layer with a full-precision copy."""
