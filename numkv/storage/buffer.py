@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from numkv import targets
 from numkv.checks import check_array
@@ -123,6 +124,13 @@ class Buffer:
     def typed_scales(self) -> Array:
         """Return the scales as a user sees them, in `Kind.scale_dtype`."""
         return self.target.typed(self.scales, self.kind.scale_dtype)
+
+    def has_sound_scales(self, blocks: NDArray[np.int64], offsets: NDArray[np.int64]) -> bool:
+        """Return whether scales of tokens, by block and offset, or those of heads can be such; see `are_scales`."""
+        scales = self.target.to_host(self.typed_scales())
+        if self.kind.scales_per != "head":
+            scales = scales[blocks, :, offsets // max(1, self.kind.group_tokens)]
+        return are_scales(self.kind, scales)
 
     # -- reads
 

@@ -21,7 +21,7 @@ from numkv.kinds import Kind
 from numkv.numbers import is_number
 from numkv.snapshots.fields import claims
 from numkv.snapshots.snapshot import Options, Snapshot, Source, Tensor, fill_all
-from numkv.storage.buffer import Buffer, are_scales, check_scales
+from numkv.storage.buffer import Buffer, check_scales
 from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
 from numkv.storage.saved import row_tensors
@@ -304,18 +304,10 @@ class LayeredCache(MultiSequenceCache):
                         f"check: {where} has shape {shapes[0]}, and scales of shape {shapes[1]}, where there are "
                         f"{num_tokens} tokens"
                     )
-                _check_scales(where, buffer, stored)
-
-
-def _check_scales(where: str, buffer: Buffer, stored: NDArray[np.int64]) -> None:
-    if not buffer.kind.is_scaled:
-        return
-    scales = buffer.target.to_host(buffer.typed_scales())
-    held = scales if buffer.kind.scales_per == "head" else scales[0][:, stored]
-    if not are_scales(buffer.kind, held):
-        raise NumkvError(
-            f"check: scales of {where} are not finite; rows with NaN or infinity were put unchecked"
-        )
+                if kind.is_scaled and not buffer.has_sound_scales(np.zeros_like(stored), stored):
+                    raise NumkvError(
+                        f"check: scales of {where} are not finite; rows with NaN or infinity were put unchecked"
+                    )
 
 
 def _by_token(buffer: Buffer) -> Buffer:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState, blocks_in
-from numkv.storage.buffer import Buffer, are_scales
 
 
 def check_books(store: BlockStore, states: Mapping[int, SequenceState]) -> str:
@@ -136,7 +135,7 @@ def check_scales(store: BlockStore, states: Iterable[SequenceState]) -> str:
     for layer in store.layers.storing:
         pool, group = store.place(layer)
         for name, side in pool.stored:
-            if side.kind.scales_per != "none" and not _finite(side, *tokens[group]):
+            if side.kind.scales_per != "none" and not side.has_sound_scales(*tokens[group]):
                 return f"layer {layer}: expected finite scales of committed tokens, got others in `{name}`"
     return ""
 
@@ -150,10 +149,3 @@ def _places(store: BlockStore, states: Iterable[SequenceState], group: int) -> t
         blocks.append(state.tables[group][tokens // store.block_size].astype(np.int64))
         offsets.append(tokens % store.block_size)
     return np.concatenate(blocks), np.concatenate(offsets)
-
-
-def _finite(side: Buffer, blocks: Ints, offsets: Ints) -> bool:
-    scales = side.target.to_host(side.typed_scales())
-    if side.kind.scales_per != "head":
-        scales = scales[blocks, :, offsets // max(1, side.kind.group_tokens)]
-    return are_scales(side.kind, scales)
