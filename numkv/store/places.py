@@ -7,11 +7,10 @@ is read from the network.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from numkv.numbers import check_flag, check_number, check_size
@@ -39,6 +38,8 @@ class Fronted:
     def __init__(self, near: Folder, far: RemoteFolder | Folder, most: int | None) -> None:
         self._near, self._far, self._bound = near, far, Bound(near, most)
         self.few, self.attempts, self.writers = far.few, far.attempts, far.writers
+        # Of all but copies the network decides alone.
+        self.holds, self.entries, self.alone, self.end = far.holds, far.entries, far.alone, far.end
         #: Called with errors, and when the place stops or begins to answer; see `RemoteFolder`.
         self.report: Callable[[str, Exception], None] = lambda asked, error: None
         self.changed: Callable[[Exception | None], None] = lambda error: None
@@ -54,10 +55,6 @@ class Fronted:
 
     def _begin(self) -> None:
         self._lock, self._waiting = threading.Lock(), 0  # bytes that are to be copied
-
-    def end(self) -> None:
-        """Stop probing whether the network answers again."""
-        self._far.end()
 
     @property
     def answers(self) -> bool:
@@ -92,10 +89,6 @@ class Fronted:
 
     # -- writing
 
-    def holds(self, key: str, header: bytes, nbytes: int) -> bool:
-        """Return whether the network has an object, as its own `holds` reports."""
-        return self._far.holds(key, header, nbytes)
-
     def write(self, key: str, pieces: Sequence[Any], age: float) -> None:
         """Write an object to the network, and queue a local copy."""
         self._far.write(key, pieces, age)
@@ -127,10 +120,6 @@ class Fronted:
 
     # -- contents of the network
 
-    def entries(self) -> Iterator[Entry]:
-        """Yield all objects that processes share."""
-        return self._far.entries()
-
     def delete(self, entries: Sequence[Entry]) -> list[bool]:
         """Delete objects that processes share, and copies of them."""
         for entry in entries:
@@ -141,10 +130,6 @@ class Fronted:
         """Delete an invalid object and its copy."""
         self._near.delete_bad(key)
         return self._far.delete_bad(key)
-
-    def alone(self) -> contextlib.AbstractContextManager[None]:
-        """See `Folder.alone`."""
-        return self._far.alone()
 
 
 class _Some:
