@@ -399,8 +399,7 @@ class BlockPool:
         made.__setstate__(self.__getstate__())
         return made
 
-    def __copy__(self) -> Self:
-        return self.copy()
+    __copy__ = copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.copy()

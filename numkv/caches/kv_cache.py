@@ -784,8 +784,11 @@ class KVCache(SingleSequence):
         if kind.scales_per == "head":
             return self._pools[check_index("layer", layer, len(self._lengths))].scales(which)
         layer = self._check_quantised(which, layer)
-        if which == "k":
-            self._refuse_groups("k_scales")
+        if which == "k" and self._pool.by_channel:
+            raise NotSupported(
+                f"k_scales: expected rows that are stored one by one, got keys in {kind}, whose scales are those of "
+                "groups of tokens; keep keys in int8 or int4"
+            )
         length = self._stored(layer)  # before the pool
         scale = self._pool.scales(which)
         rows = self._target.token_major(by_row(scale)[layer, :, :length])

@@ -227,14 +227,6 @@ class SingleSequence:
                 "outside of the buffers that compiled code would see"
             )
 
-    def _refuse_groups(self, name: str) -> None:
-        """Refuse operations on rows if scales belong to token groups."""
-        if self._pool.by_channel:
-            raise NotSupported(
-                f"{name}: expected rows that are stored one by one, got keys in {self._pool.k_kind}, whose scales are "
-                "those of groups of tokens; keep keys in int8 or int4"
-            )
-
     def _view(self, make: Callable[[], Any]) -> Any:
         """The jitclass instance over this memory, made when it is first asked for."""
         self._check_all_in_buffers("jit")

@@ -185,8 +185,7 @@ class Heads:
         """What is stored, in buffers of its own."""
         raise NotImplementedError
 
-    def __copy__(self) -> Self:
-        return self.copy()
+    __copy__ = copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.copy()

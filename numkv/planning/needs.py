@@ -31,38 +31,6 @@ _FAMILIES = {
 }
 
 
-def parameters_of(keys: Keys, layers: int, head_dim: int, kv_heads: int) -> int | None:
-    """Return the number of weights of a decoder with equal layers.
-
-    Parameters
-    ----------
-    keys : Keys
-        Its entries.
-    layers, head_dim, kv_heads : int
-        Number of layers, elements of a head's row, and kv heads.
-
-    Returns
-    -------
-    int or None
-        None for other families, such as those with experts, and if entries are missing.
-    """
-    family = _FAMILIES.get(keys.model_type)
-    hidden, inner = keys.get("hidden_size"), keys.get("intermediate_size")
-    heads, vocab = keys.get("num_attention_heads"), keys.get("vocab_size")
-    if family is None or keys.get("attention_bias") or keys.get("mlp_bias"):
-        return None
-    sizes: tuple[Any, ...] = hidden, inner, heads, family.vocab if vocab is None else vocab
-    if not all(type(n) is int and n > 0 for n in sizes):
-        return None
-    vocab = sizes[-1]
-    rows = (heads + 2 * kv_heads) * head_dim  # of queries, keys and values
-    layer = hidden * (rows + heads * head_dim) + 3 * hidden * inner + family.norms * hidden
-    layer += rows * family.bias + 2 * head_dim * family.head_norms
-    ends = 1 if keys.get("tie_word_embeddings", family.tied) else 2
-    total: int = layers * layer + ends * vocab * hidden + hidden
-    return total
-
-
 # Families that store other things than rows and states.
 _REFUSED = {
     "blt": "three decoders over bytes and patches, each with a cache of its own",
@@ -168,12 +136,29 @@ def _q_heads(keys: Keys) -> int | None:
 
 
 def _parameters(keys: Keys, outer: Mapping[str, Any], layers: list[LayerNeeds]) -> int | None:
-    """Return the number of weights if all layers are equal; else None."""
-    alike = {(rows.heads, rows.dim, rows.dim_v) for layer in layers for rows in layer.rows}
+    """Return the number of weights of a decoder with equal layers.
+
+    None for other families, such as those with experts, and if entries are missing.
+    """
+    alike = {(rows.heads, rows.dim, rows.dim_v) for x in layers for rows in x.rows}
     if len(alike) != 1 or outer.get("quantization_config") or keys.get("quantization_config"):
         return None
-    ((heads, dim, _),) = alike
-    return parameters_of(keys, len(layers), dim, heads)
+    ((kv_heads, head_dim, _),) = alike
+    family = _FAMILIES.get(keys.model_type)
+    hidden, inner = keys.get("hidden_size"), keys.get("intermediate_size")
+    heads, vocab = keys.get("num_attention_heads"), keys.get("vocab_size")
+    if family is None or keys.get("attention_bias") or keys.get("mlp_bias"):
+        return None
+    sizes: tuple[Any, ...] = hidden, inner, heads, family.vocab if vocab is None else vocab
+    if not all(type(n) is int and n > 0 for n in sizes):
+        return None
+    vocab = sizes[-1]
+    rows = (heads + 2 * kv_heads) * head_dim  # of queries, keys and values
+    layer = hidden * (rows + heads * head_dim) + 3 * hidden * inner + family.norms * hidden
+    layer += rows * family.bias + 2 * head_dim * family.head_norms
+    ends = 1 if keys.get("tie_word_embeddings", family.tied) else 2
+    total: int = len(layers) * layer + ends * vocab * hidden + hidden
+    return total
 
 
 def _layers(keys: Keys, expanded: bool, remarks: list[str]) -> list[LayerNeeds]:

@@ -667,8 +667,7 @@ class MultiSequenceCache(ABC):
         self._check_ready()
         return self._copied(Access())
 
-    def __copy__(self) -> Self:
-        return self.copy()
+    __copy__ = copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.copy()

@@ -986,8 +986,7 @@ class PagedKVCache(StoredSequences):
         self._refuse_open_steps("copy")
         return self._copied()
 
-    def __copy__(self) -> Self:
-        return self.copy()
+    __copy__ = copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.copy()
