@@ -89,44 +89,29 @@ class LateReports:
         return found
 
 
-class _History:
-    """The changes of a sequence's tokens since calls that may still be reported."""
+#: The changes of a sequence's tokens since calls that may still be reported: the calls so far, and the tokens that were
+#: kept then, those below a length, or these, in each layer.
+_History = tuple[tuple[int, int | NDArray[np.int64]], ...]
 
-    def __init__(self) -> None:
-        # Calls so far, and the tokens that were kept then: those below a length, or these, in each layer.
-        self._changes: list[tuple[int, int | NDArray[np.int64]]] = []
 
-    def add(self, calls: int, kept: int | NDArray[np.int64]) -> None:
-        """Note that tokens were dropped after so many calls.
+def _after(history: _History, calls: int, kept: int | NDArray[np.int64]) -> _History:
+    """Note that tokens were dropped after so many calls of the watch: how many were kept, or which."""
+    changes = [(n, of) for n, of in history if calls - n < _LONG_AGO]
+    if isinstance(kept, int):
+        while changes and isinstance(changes[-1][1], int) and changes[-1][1] >= kept:
+            changes.pop()
+    return *changes, (calls, kept)
 
-        Parameters
-        ----------
-        calls : int
-            Calls of the watch so far.
-        kept : int or int64 array (num_layers, n)
-            How many were kept, or which.
-        """
-        changes = [(n, of) for n, of in self._changes if calls - n < _LONG_AGO]
-        if isinstance(kept, int):
-            while changes and isinstance(changes[-1][1], int) and changes[-1][1] >= kept:
-                changes.pop()
-        self._changes = [*changes, (calls, kept)]
 
-    def copy(self) -> _History:
-        """The same so far."""
-        made = _History()
-        made._changes = self._changes  # which is replaced, not changed
-        return made
-
-    def now(self, position: int, call: int) -> int | None:
-        """Return the position of the first remaining token at or after a reported one; None if none remains."""
-        for calls, kept in self._changes:
-            if call <= calls:
-                found = _first_kept(position, kept)
-                if found is None:
-                    return None
-                position = found
-        return position
+def _now(history: _History, position: int, call: int) -> int | None:
+    """Return the position of the first remaining token at or after a reported one; None if none remains."""
+    for calls, kept in history:
+        if call <= calls:
+            found = _first_kept(position, kept)
+            if found is None:
+                return None
+            position = found
+    return position
 
 
 def _first_kept(position: int, kept: int | NDArray[np.int64]) -> int | None:
@@ -160,19 +145,14 @@ class SequenceReports(LateReports):
         """Return whether any sequence has such rows, as far as has been reported."""
         return bool(self._first)
 
-    def __contains__(self, seq: int) -> bool:
-        """Return whether a sequence has such rows, as far as has been reported."""
-        return seq in self._first
-
     def tell(self, seq: int, position: int, error: NonFiniteInput, call: int) -> None:
         """Record a kernel's report about the token that had this position at call number `call`."""
         for fork in self._forks.get(seq, ()):
             if call <= fork.calls:
-                there = fork.history.now(position, call)
+                there = _now(fork.history, position, call)
                 if there is not None and there < fork.length:
                     self.tell(fork.child, there, error, call)
-        history = self._histories.get(seq)
-        now = position if history is None else history.now(position, call)
+        now = _now(self._histories.get(seq, ()), position, call)
         if now is not None:
             self._note(seq, now, error)
 
@@ -213,7 +193,7 @@ class SequenceReports(LateReports):
         if known is not None and (now := _first_kept(known[0], kept)) is not None:
             self._first[seq] = now, known[1]
         if self.calls:
-            self._histories.setdefault(seq, _History()).add(self.calls, kept)
+            self._histories[seq] = _after(self._histories.get(seq, ()), self.calls, kept)
 
     def fork(self, seq: int, child: int, length: int) -> None:
         """Let a sequence begin with the first tokens of another one."""
@@ -227,8 +207,7 @@ class SequenceReports(LateReports):
                 for parent, forks in self._forks.items()
                 if (recent := tuple(of for of in forks if calls - of.calls < _LONG_AGO))
             }
-            so_far = self._histories.get(seq, _History()).copy()
-            mine = _Fork(calls, child, length, so_far)
+            mine = _Fork(calls, child, length, self._histories.get(seq, ()))
             self._forks[seq] = (*self._forks.get(seq, ()), mine)
 
     def remove(self, seq: int) -> None:

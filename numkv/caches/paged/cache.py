@@ -205,7 +205,8 @@ class PagedKVCache(StoredSequences):
             )  # fmt: skip
             before = last_name(self._store, digests, extra)
             self._spread_bad(wait=True)  # no later report would reach a row that is copied
-            others = (x for seq, x in self._sequences.items() if seq not in self._store.reports)
+            bad = self._store.reports.first
+            others = (x for seq, x in self._sequences.items() if bad(seq) is None)
             part = None
             if self._store.states is None:  # between checkpoints there are none to begin with
                 part = find_part(self._store, ids[length : len(ids) - 1], before, others)
@@ -517,18 +518,14 @@ class PagedKVCache(StoredSequences):
         DimensionMismatch
             If the step does not fit `into`.
         """
-        with self._on(into):
-            return self._reserve(sequences, new_lens, into, parents)
-
-    def _on(self, into: StepBuffers | None) -> Any:
-        """Return a context for the beginning of a step, which no graph can replay."""
         after = None if into is None else tables_of(into).place
-        return self._target.on(self._pools[0].k, after=after, default=after)
+        with self._target.on(self._pools[0].k, after=after, default=after):
+            return self._reserve(sequences, new_lens, into, parents)
 
     def _reserve(
         self, sequences: Iterable[int], new_lens: Any, into: StepBuffers | None, parents: Any
     ) -> Step:
-        self._target.refuse_capture("reserve")
+        self._target.refuse_capture("reserve")  # no graph can replay the beginning of a step
         seqs = sequence_numbers(sequences, len(self), once=True)
         self._spread_bad()
         states = {seq: self._idle(seq) for seq in seqs}
