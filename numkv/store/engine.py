@@ -143,35 +143,24 @@ class Engine:
 
     # -- blocks to write
 
-    def add(self, section: Section, owner: Owner, blocks: Iterable[FullBlock]) -> None:
-        """Queue blocks of a pool whose memory the host can read for writing."""
-        with self._changed:
-            if self.closed:
-                return
-            for of in blocks:
-                waiting = self._wait(section, of, owner)
-                if waiting is not None:
-                    self._in_pool[id(owner), of.block] = waiting
-            self._start()
-
-    def add_data(self, section: Section, blocks: Iterable[tuple[FullBlock, Bytes]]) -> None:
-        """Queue copies of blocks for writing."""
+    def add(
+        self, section: Section, blocks: Iterable[tuple[FullBlock, Bytes | None]], owner: Owner | None = None
+    ) -> None:  # fmt: skip
+        """Queue copies of blocks for writing, or with an owner blocks of its pool, whose memory the host can read."""
         with self._changed:
             if self.closed:
                 return
             for of, data in blocks:
-                waiting = self._wait(section, of, None)
-                if waiting is not None:
+                key = section.folder, of.name
+                if key in self._queue or key in self._writing:
+                    continue
+                self._number += 1
+                waiting = self._queue[key] = _Waiting(section, of, owner, self._number)
+                if owner is None:
                     self._fill(waiting, data)
+                else:
+                    self._in_pool[id(owner), of.block] = waiting
             self._start()
-
-    def _wait(self, section: Section, of: FullBlock, owner: Owner | None) -> _Waiting | None:
-        key = section.folder, of.name
-        if key in self._queue or key in self._writing:
-            return None
-        self._number += 1
-        waiting = self._queue[key] = _Waiting(section, of, owner, self._number)
-        return waiting
 
     def _fill(self, waiting: _Waiting, data: Bytes | None) -> None:
         """Move a waiting block to the host tier, or drop it."""

@@ -338,7 +338,7 @@ def test_nothing_is_added_while_a_store_is_closed(tmp_path, monkeypatch):
     of = cache(store_in(tmp_path))
     engine, section = of.store._engine, of._store.tiers.parts[0].section
     flush, late = engine.flush, threading.Thread(
-        target=lambda: engine.add_data(section, [(FullBlock(0, bytes(32), b"", 0), np.zeros(8, np.uint8))])
+        target=lambda: engine.add(section, [(FullBlock(0, bytes(32), b"", 0), np.zeros(8, np.uint8))])
     )  # fmt: skip
 
     def waited(timeout):

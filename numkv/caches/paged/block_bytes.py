@@ -94,13 +94,9 @@ class BlockBytes:
         """Return where blocks with these numbers go."""
         if self.seen_by_host:
             return Room(self, ids, self._columns, ids.tolist(), [])
-        return self._staged(ids)
+        return self.staged(ids)
 
-    def room_on_host(self, count: int) -> Room:
-        """Room for so many blocks that are not in the pool yet."""
-        return self._staged(np.empty(count, np.int32))
-
-    def _staged(self, ids: NDArray[np.int32]) -> Room:
+    def staged(self, ids: NDArray[np.int32]) -> Room:
         """Room in host memory, from where blocks go to the device."""
         staged = [np.zeros((len(ids), *map(int, x.shape[1:])), x.dtype) for x in self._arrays]
         return Room(self, ids, list(map(_as_bytes, staged)), list(range(len(ids))), staged)

@@ -93,13 +93,12 @@ class StoredBlocks:
             )
         ]
 
-    def queue(self, blocks: Sequence[FullBlock]) -> None:
-        """Have blocks written that lie in host memory."""
-        self._engine.add(self.section, self, blocks)
-
-    def queue_copies(self, blocks: Sequence[FullBlock], copies: Sequence[Any]) -> None:
-        """Have copies of blocks written."""
-        self._engine.add_data(self.section, zip(blocks, copies, strict=True))
+    def queue(self, blocks: Sequence[FullBlock], copies: Sequence[Any] | None = None) -> None:
+        """Have blocks written that lie in host memory, or copies of blocks."""
+        if copies is None:
+            self._engine.add(self.section, ((of, None) for of in blocks), self)
+        else:
+            self._engine.add(self.section, zip(blocks, copies, strict=True))
 
     def rescue(self, ids: NDArray[np.int32], names: NDArray[np.uint64]) -> None:
         """Copy evicted blocks into the host tier."""
@@ -113,17 +112,14 @@ class StoredBlocks:
 
     # -- in
 
-    def where(self, names: NDArray[np.uint8], source: Source) -> NDArray[np.int8]:
-        """In which tier each is, by its name in the metadata."""
+    def where(
+        self, names: NDArray[np.uint8], source: Source, chain: bool = False
+    ) -> NDArray[np.int8]:
+        """In which tier each is, by its name in the metadata; of a `chain` up to the first that is nowhere."""
         each = [name.tobytes() for name in self._masked(names)]
+        look = source.leading if chain else source.where
         with opened():  # it may be on the other side of a network
-            return np.array(source.where(self.section, each), np.int8)
-
-    def leading(self, names: NDArray[np.uint8], source: Source) -> NDArray[np.int8]:
-        """In which tier each block of a chain is, up to the first that is nowhere."""
-        each = [name.tobytes() for name in self._masked(names)]
-        with opened():
-            return np.array(source.leading(self.section, each), np.int8)
+            return np.array(look(self.section, each), np.int8)
 
     def bring(self, missing: Sequence[Missing], contents: Contents) -> NDArray[np.bool_]:
         """Read content into host memory, as far as there is some; which of it there is now."""
@@ -132,7 +128,8 @@ class StoredBlocks:
             chosen = missing[first : first + _AT_ONCE]
             if not contents.take_room(len(chosen) * self.content.content):
                 break
-            room, names = self.content.room_on_host(len(chosen)), self._names(chosen)
+            names = self._names(chosen)
+            room = self.content.staged(np.empty(len(chosen), np.int32))  # not in the pool yet
             reading = _Reading(self.content, room, range(len(chosen)), chosen, names)
             found = good[first : first + _AT_ONCE] = self._engine.read(self.section, reading)
             for i in np.flatnonzero(found):

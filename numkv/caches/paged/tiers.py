@@ -223,7 +223,7 @@ class Tiers:
             copies = part.content.copies([of.block for of in blocks])
             self._of.reports.collect()  # by now all that was written before the copies has been told of
             if not self._of.reports:
-                part.queue_copies(blocks, copies)
+                part.queue(blocks, copies)
 
     def evicted(
         self, ids: NDArray[np.int32], names: NDArray[np.uint64], tokens: NDArray[np.int32]
@@ -334,7 +334,7 @@ class Tiers:
         ]
         for group in full:
             missing = np.flatnonzero(where[group][:limit] == NOWHERE)
-            found = self._part(group).leading(names[group][missing], source)
+            found = self._part(group).where(names[group][missing], source, chain=True)
             where[group][missing] = found
             if not found.all():
                 limit = int(missing[np.argmin(found)])
