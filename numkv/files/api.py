@@ -192,9 +192,10 @@ def load(
         raise NotSupported(
             f"`target`: expected the pool's, {pool.target}, got {target}; leave it out"
         )
-    options = Options(pool.target if pool is not None else target, shift, pool)
-    with (place if pool is None else targets.get(pool.target)).on():
-        return _load(path, checked, most, options, target)
+    if pool is not None:
+        place = targets.get(pool.target)
+    with place.on():
+        return _load(path, checked, most, Options(place, shift, pool), target)
 
 
 def _load(
@@ -297,7 +298,8 @@ def load_sequences(
         The system's error, if the file cannot be read.
     """
     path, checked = _check_path(path), check_mark("mark", mark)
-    found = _load(path, checked, sys.maxsize, Options(None, None, None), only=(_ONE, _MANY))
+    options = Options(targets.get("cpu"), None, None)
+    found = _load(path, checked, sys.maxsize, options, only=(_ONE, _MANY))
     return [found] if isinstance(found, SwappedSequence) else found
 
 

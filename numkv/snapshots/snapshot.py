@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv import targets
 from numkv.snapshots.saved import Saved, Spec
 from numkv.targets.base import Target
 
@@ -107,22 +106,17 @@ class Options(NamedTuple):
 
     Attributes
     ----------
-    target : str or None
-        Name of the target.
+    place : Target
+        The target of the cache.
     shift : object
         The shift, or a sequence with one for each child.
     pool : PagedPool or None
         The pool of a layer.
     """
 
-    target: str | None
+    place: Target
     shift: Any
     pool: Any
-
-    @property
-    def place(self) -> Target:
-        """Return the target of the cache."""
-        return targets.get("cpu" if self.target is None else self.target)
 
 
 class Under:
