@@ -131,9 +131,9 @@ class ForwardPass:
             low, last = kernels.compiled("visible_cells")(
                 cells.positions, table, lens, rows.starts, rows.positions, reach
             )
-            sinks = self._sinks()
-            if len(sinks):
-                low, last = min(low, int(sinks.min())), max(last, int(sinks.max()))
+            for sinks in self._sinks() if self._view.num_sinks else ():
+                low = int(sinks.min(initial=low))
+                last = int(sinks.max(initial=last))
             padding = self._view.padding
             shown = (0, 0)
             if last >= 0:
@@ -189,24 +189,16 @@ class ForwardPass:
             return None, self._ranges()
         found = self._sight
         if found is None:
-            table, lens = self._table()
-            counts = [
-                view.cells.before(row[:n], view.num_sinks)
-                for row, n in zip(table, lens, strict=True)
-            ]
+            counts = [len(sinks) for sinks in self._sinks()]
             found = self._sight = _sinks_and_windows(counts, self.rows.starts, self._ranges())
         return (found[0] if found[0].any() else None), found[1]
 
-    def _sinks(self) -> NDArray[np.int32]:
-        """Cells of first positions that stay visible."""
+    def _sinks(self) -> list[CellList]:
+        """Cells of first positions that stay visible, of each run's sequence."""
         view, (table, lens) = self._view, self._table()
-        if not view.num_sinks:
-            return np.empty(0, np.int32)
-        every = [
-            row[: view.cells.before(row[:n], view.num_sinks)]
-            for row, n in zip(table, lens, strict=True)
-        ]
-        return np.concatenate([np.empty(0, np.int32), *every])
+        before = view.cells.before
+        owned = (row[:n] for row, n in zip(table, lens, strict=True))
+        return [row[: before(row, view.num_sinks)] for row in owned]
 
     def _table(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         found = self._found
