@@ -217,16 +217,12 @@ class BlockPool:
 
     def _take(self, state: tuple[Any, ...]) -> None:
         """Begin with these arrays."""
+        self._arrays = state
         self._state, self._digests, self._tokens, self._table, self._evicted, self._counters = state
         self._struct: Any = None
         self._guard = Guard()
         #: Receives content before it can be overwritten; see `Watcher`.
         self._watcher: Watcher | None = None
-
-    def _arrays(self) -> tuple[Any, ...]:
-        return (
-            self._state, self._digests, self._tokens, self._table, self._evicted, self._counters,
-        )  # fmt: skip
 
     # -- what it is
 
@@ -250,7 +246,7 @@ class BlockPool:
     @property
     def nbytes(self) -> int:
         """Bytes of the pool: references, lists, names and token ids, no K and V."""
-        return sum(int(x.nbytes) for x in self._arrays())
+        return sum(int(x.nbytes) for x in self._arrays)
 
     @property
     def jit(self) -> Any:
@@ -261,7 +257,7 @@ class BlockPool:
         meanwhile.
         """
         if self._struct is None:
-            self._struct = compiled.pool_struct()(*self._arrays())
+            self._struct = compiled.pool_struct()(*self._arrays)
         return self._struct
 
     def __len__(self) -> int:
@@ -339,22 +335,10 @@ class BlockPool:
     @looks
     def stats(self) -> PoolStats:
         """Counts of this moment, and of all that has happened."""
-        counters = self._counters.tolist()
-        return PoolStats(
-            num_blocks=self._num_blocks,
-            free=counters[arrays.FREE] + counters[arrays.EVICTABLE],
-            used=counters[arrays.USED],
-            cached=counters[arrays.HOLDING],
-            evictable=counters[arrays.EVICTABLE],
-            pinned=counters[arrays.PINNED],
-            peak_used=counters[arrays.PEAK_USED],
-            allocations=counters[arrays.ALLOCATIONS],
-            evictions=counters[arrays.EVICTIONS],
-            stores=counters[arrays.STORES],
-            lookups=counters[arrays.LOOKUPS],
-            hits=counters[arrays.HITS],
-            misses=counters[arrays.MISSES],
-        )
+        # In the order of the counters, in which `PoolStats` has past events, too.
+        free, evictable, used, cached, pinned, *events, _ = self._counters.tolist()
+        of_now = self._num_blocks, free + evictable, used, cached, evictable, pinned
+        return PoolStats(*of_now, *events)
 
     @looks
     def check(self) -> None:
@@ -388,7 +372,7 @@ class BlockPool:
         history = slice(arrays.PEAK_USED, arrays.NUM_COUNTERS)
         fresh[-1][history] = self._counters[history]
         event = self._removal(cached) if len(cached) else None
-        for own, new in zip(self._arrays(), fresh, strict=True):
+        for own, new in zip(self._arrays, fresh, strict=True):
             own[:] = new  # in place, as `jit` is over the same arrays
         self._report(event)
 
@@ -409,7 +393,7 @@ class BlockPool:
         """Return the state of a pickle: sizes and copies of the arrays, but neither `on_event` nor the pool's users."""
         return {
             "sizes": (self._num_blocks, self._block_size),
-            "arrays": tuple(x.copy() for x in self._arrays()),
+            "arrays": tuple(x.copy() for x in self._arrays),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -623,18 +607,7 @@ class BlockPool:
         names, tokens = block_names(digests, tokens, self._block_size, len(ids))
         was = self._state[arrays.CACHED].take(ids, mode="clip") if self.on_event else None
         holders = np.empty(len(ids), np.int32)
-        wrong = compiled.compiled("register")(
-            self._state,
-            self._digests,
-            self._tokens,
-            self._table,
-            self._evicted,
-            self._counters,
-            ids,
-            names,
-            tokens,
-            holders,
-        )
+        wrong = compiled.compiled("register")(*self._arrays, ids, names, tokens, holders)
         if wrong >= 0:
             block = id_in_range(ids, wrong, self._num_blocks)
             if self._state[arrays.REF, block] == 0:
@@ -673,16 +646,7 @@ class BlockPool:
         """
         names, tokens = block_names(digests, tokens, self._block_size)
         ids = np.empty(len(names), np.int32)
-        found = compiled.compiled("lookup")(
-            self._digests,
-            self._tokens,
-            self._table,
-            self._evicted,
-            self._counters,
-            names,
-            tokens,
-            ids,
-        )
+        found = compiled.compiled("lookup")(*self._arrays[1:], names, tokens, ids)
         return ids[:found]
 
     def find(self, digests: Any, tokens: Any) -> Ids:
@@ -831,5 +795,5 @@ def name_of(pool: BlockPool, block: int) -> bytes:
 
 def restore(pool: BlockPool, before: BlockPool) -> None:
     """Restore a pool to the state of a copy, in the same memory, without an event."""
-    for own, old in zip(pool._arrays(), before._arrays(), strict=True):
+    for own, old in zip(pool._arrays, before._arrays, strict=True):
         own[:] = old
