@@ -563,17 +563,10 @@ class CausalCache(LayeredCache):
         now, again = self._current(), self._again
         if again is None or layer not in self._layers or self._num_sinks:
             return self._attend_here(now, layer, q, options)
-        arrays, own = (q, options.sinks, options.out), now.on_target()
-        shapes = own[0].shape, own[3].shape
-        what = (
-            "attend",
-            layer,
-            options.sm_scale,
-            options.logits_soft_cap,
-            options.return_lse,
-            shapes,
-        )
-        call = again.find(what, arrays, self._layers[layer].k)
+        sm_scale, cap, _, sinks, return_lse, out, _ = options
+        own = now.on_target()
+        what = "attend", layer, sm_scale, cap, return_lse, own[0].shape, own[3].shape
+        call = again.find(what, (q, sinks, out), self._layers[layer].k)
         if call.replay is not None:
             begun = self._begin_reading(layer)
             found = call.run([*map(again.pointer, own)])
@@ -581,11 +574,8 @@ class CausalCache(LayeredCache):
             if found is not again.missed:
                 return found
         return call.long(
-            lambda: self._attend_here(now, layer, q, options),
-            lambda: own,
-            lambda: None,
-            frozenset({2}),
-        )
+            lambda: self._attend_here(now, layer, q, options), lambda: own, lambda: None, frozenset({2})
+        )  # fmt: skip
 
     def _attend_here(
         self, now: ForwardPass, layer: int, q: Any, options: CheckedOptions

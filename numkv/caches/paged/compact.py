@@ -33,19 +33,6 @@ class Compaction(NamedTuple):
     """Blocks that the sequence does not need afterwards."""
 
 
-class _Blocks(NamedTuple):
-    """Blocks that a compaction concerns, of all groups."""
-
-    old: NDArray[np.int32]
-    """Blocks whose content changes, in the order of the relocations; -1 where the new table has none yet."""
-    fresh: NDArray[np.bool_]
-    """Whether another block replaces each of them; the others change in place."""
-    given_up: NDArray[np.int32]
-    """Blocks that the sequence gives up; some may come back as fresh ones."""
-    reusable: NDArray[np.int32]
-    """Blocks among `given_up` that no other sequence uses."""
-
-
 def plan_compaction(
     store: BlockStore, state: SequenceState, kept: Ints, shift: RopeShift | None
 ) -> Compaction:
@@ -62,17 +49,10 @@ def plan_compaction(
     shift : RopeShift or None
         What moves their keys to their new positions.
     """
-    plans = [
-        relocate(
-            table,
-            kept,
-            store.first_stored(state, number),
-            group.reach(len(kept)),
-            store.block_size,
-            group.keeps,
-        )
-        for number, (group, table) in enumerate(zip(store.groups, state.tables, strict=True))
-    ]
+    plans = []
+    for number, (group, table) in enumerate(zip(store.groups, state.tables, strict=True)):
+        start, window = store.first_stored(state, number), group.reach(len(kept))
+        plans.append(relocate(table, kept, start, window, store.block_size, group.keeps))
     source = np.concatenate([plan.source for plan in plans])
     moved = np.concatenate([plan.moved for plan in plans])
     offsets = moved - kept[moved]
@@ -196,8 +176,22 @@ def _with_scales_of(pool: Pool, layer: Pool) -> Pool:
     return Pool(side(pool.k_buffer, layer.k_buffer), side(pool.v_buffer, layer.v_buffer))
 
 
-def _choose_blocks(store: BlockStore, plans: list[Relocation]) -> _Blocks:
-    """Choose which blocks change in place and which are replaced, or raise `CacheFull`."""
+def _choose_blocks(
+    store: BlockStore, plans: list[Relocation]
+) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int32], NDArray[np.int32]]:
+    """Choose which blocks of all groups change in place and which are replaced, or raise `CacheFull`.
+
+    Returns
+    -------
+    old : int32 array (n,)
+        Blocks whose content changes, in the order of the relocations; -1 where the new table has none yet.
+    fresh : bool array (n,)
+        Whether another block replaces each of them; the others change in place.
+    given_up : int32 array (m,)
+        Blocks that the sequence gives up; some may come back as fresh ones.
+    reusable : int32 array
+        Blocks among `given_up` that no other sequence uses.
+    """
     changed = np.concatenate([plan.changed for plan in plans])
     old = np.concatenate([plan.table[plan.changed] for plan in plans])
     dropped = np.concatenate([plan.dropped for plan in plans])
@@ -206,7 +200,7 @@ def _choose_blocks(store: BlockStore, plans: list[Relocation]) -> _Blocks:
     replaced = old[fresh]
     given_up = np.concatenate([replaced[replaced >= 0], dropped])
     alone = (store.blocks.ref_count(given_up) == 1) & (store.blocks.pin_count(given_up) == 0)
-    return _Blocks(old, fresh, given_up, given_up[alone])
+    return old, fresh, given_up, given_up[alone]
 
 
 def _unmoved(kept: Ints) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -62,9 +63,7 @@ class LayerRows(NamedTuple):
         """Return where each of `parts` begins in a block, and where the last one ends."""
         ends = [0]
         for shape, dtype in self.parts(block_size):
-            nbytes = dtype.itemsize
-            for n in shape:
-                nbytes *= n
+            nbytes = math.prod(shape) * dtype.itemsize
             ends.append(ends[-1] + -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
         return ends[:-1], ends[-1]
 
@@ -153,21 +152,19 @@ class Layers(NamedTuple):
         twins: list[LayerRows | None] = []
         windows = [*map(residual.twin_window, self.windows)]
         for layer, (rows, window) in enumerate(zip(self.rows, self.windows, strict=True)):
-            if rows is not None and groups[layer]:
-                _check_groups(groups[layer], window, residual.window, rows.k_kind)
-                twins.append(rows._replace(k_kind=residual.kind, v_kind=residual.kind))
-                windows[layer] = -1
+            if rows is None or not (rows.k_kind.has_scales or rows.v_kind.has_scales):
+                twins.append(None)
                 continue
-            quantised = rows is not None and (rows.k_kind.has_scales or rows.v_kind.has_scales)
-            if rows is not None and quantised and rows.is_latent:
+            twin = rows._replace(k_kind=residual.kind, v_kind=residual.kind)
+            if groups[layer]:
+                _check_groups(groups[layer], window, residual.window, rows.k_kind)
+                windows[layer] = -1
+            elif rows.is_latent:
                 raise NotSupported(
                     "`full_precision`: expected None for latents, got some tokens; leave it out"
                 )
             alone = kept is None or (window >= 0 and not residual.window)
-            if rows is None or not quantised or alone:
-                twins.append(None)
-            else:
-                twins.append(rows._replace(k_kind=residual.kind, v_kind=residual.kind))
+            twins.append(None if alone and not groups[layer] else twin)
         if not any(twins):
             raise NotSupported(
                 f"`full_precision`: expected None for storage in {self.first.k_kind}, which quantises nothing, or a "

@@ -19,7 +19,7 @@ from numkv.drawing.page import drawn
 from numkv.errors import DimensionMismatch, NumkvError
 from numkv.kinds import Kind
 from numkv.snapshots.regions import blocks_of, put_blocks
-from numkv.storage.buffer import Buffer, are_scales
+from numkv.storage.buffer import are_scales
 
 
 @dataclass(frozen=True)
@@ -89,31 +89,19 @@ def copy_out(store: BlockStore, state: SequenceState) -> SwappedSequence:
     )  # fmt: skip
 
 
-_NO_HEAD_SCALES = np.empty(0, np.float32)
-
-
-def _by_head(side: Buffer) -> bool:
-    return side.kind.scales_per == "head"
-
-
 def head_scales_of(store: BlockStore) -> tuple[tuple[NDArray[Any], NDArray[Any]], ...]:
     """Scales of heads of K and of V, by layer; empty if neither kind has any."""
-    pools = [store.layer_pools.get(layer) for layer in range(len(store.layers.rows))]
-    if not any(_by_head(s) for x in pools if x is not None for s in (x.k_buffer, x.v_buffer)):
-        return ()
-
-    def on_host(side: Buffer) -> NDArray[Any]:
-        found: NDArray[Any] = np.array(store.target.to_host(side.scales))
-        return found if _by_head(side) else _NO_HEAD_SCALES
-
-    none = _NO_HEAD_SCALES, _NO_HEAD_SCALES
-    found = []
-    for pool in pools:
-        of_k, of_v = none if pool is None else (on_host(pool.k_buffer), on_host(pool.v_buffer))
-        if pool is not None and pool.is_latent:  # V has those of K
-            of_v = _NO_HEAD_SCALES
-        found.append((of_k, of_v))
-    return tuple(found)
+    found, none = [], np.empty(0, np.float32)
+    for layer in range(len(store.layers.rows)):
+        pool = store.layer_pools.get(layer)
+        sides = () if pool is None else pool.stored
+        scales = {
+            name: np.array(store.target.to_host(side.scales))
+            for name, side in sides
+            if side.kind.scales_per == "head"
+        }
+        found.append((scales.get("k", none), scales.get("v", none)))
+    return tuple(found) if any(x.size for of_layer in found for x in of_layer) else ()
 
 
 def copy_in(store: BlockStore, swapped: SwappedSequence, ids: NDArray[np.int32]) -> SequenceState:
