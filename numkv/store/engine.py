@@ -174,7 +174,7 @@ class Engine:
     def _give_up(self, count: str, reason: str, name: bytes, error: str) -> None:
         self._counts[count] += 1
         self._given_up += 1
-        self._tell(BlocksDropped(_names([name]), reason, error))
+        self._tell(BlocksDropped(_hashes(name), reason, error))
 
     def _tell(self, event: Any) -> None:
         """Queue an event for a thread of the store to report."""
@@ -327,7 +327,7 @@ class Engine:
         with self._changed:
             self._bad.add(key)
             self._counts[reason] += 1
-            self._tell(BlocksDropped(_names([name]), reason, str(error)))
+            self._tell(BlocksDropped(_hashes(name), reason, str(error)))
             self._start()
 
     def _note_error(self, asked: str, error: Exception) -> None:
@@ -473,7 +473,7 @@ class Engine:
             else:
                 self._counts[outcome] += 1
                 self._counts["bytes_written"] += layout.nbytes * (outcome == "written")
-                self._tell(BlocksWritten(_names([waiting.of.name])))
+                self._tell(BlocksWritten(_hashes(waiting.of.name)))
             self._changed.notify_all()
 
     def _delete_bad(self) -> None:
@@ -621,9 +621,9 @@ class Engine:
         return lost
 
 
-def _names(names: Sequence[bytes]) -> NDArray[np.uint8]:
-    found: NDArray[np.uint8] = np.frombuffer(b"".join(names), np.uint8).reshape(len(names), -1)
-    return found
+def _hashes(name: bytes) -> NDArray[np.uint8]:
+    """Return the name of one block as events have it."""
+    return np.frombuffer(name, np.uint8)[None]
 
 
 _all: weakref.WeakSet[Engine] = weakref.WeakSet()
