@@ -37,7 +37,14 @@ from numkv.attention.mass import attention_mass, mass_of_parts
 from numkv.attention.options import OF_A_LAYER, SCORES, AttentionOptions, check_options
 from numkv.blocks.pool import restore, taken_for_now
 from numkv.blocks.prefix import plain_extra
-from numkv.caches.bound import BoundAttention
+from numkv.caches.bound import (
+    BoundAttention,
+    Rows,
+    ToBind,
+    is_number,
+    of_each,
+    options_of_layers,
+)
 from numkv.caches.paged.arguments import (
     ids_of_step,
     numbers_of_new_tokens,
@@ -45,7 +52,6 @@ from numkv.caches.paged.arguments import (
     sequence_number,
     sequence_numbers,
 )
-from numkv.caches.paged.bound import bind_paged
 from numkv.caches.paged.buffers import StepBuffers, tables_of
 from numkv.caches.paged.column import Column
 from numkv.caches.paged.compact import kept_rows, plan_compaction, whole_groups_before
@@ -69,7 +75,7 @@ from numkv.caches.paged.saved import (
     put_states,
     store_tensors,
 )
-from numkv.caches.paged.step import Step, StepMetadata
+from numkv.caches.paged.step import Step, StepMetadata, begin_bound
 from numkv.caches.paged.store import Extra, Ints, SequenceState, blocks_in
 from numkv.caches.paged.stored import StoredSequences
 from numkv.caches.paged.swap import SwappedSequence, check_swapped, copy_in, copy_out
@@ -884,10 +890,24 @@ class PagedKVCache(StoredSequences):
         DimensionMismatch, UnsupportedDType, NotSupported, ValueError, TypeError
             If an argument does not fit the cache.
         """
-        self._store.refuse_residual("bind", "call `append` and `attention` of the step")
-        return bind_paged(
-            self._store, num_q_heads, kind, sm_scale, logits_soft_cap, sinks, check_finite
-        )
+        store, layers = self._store, self.num_layers
+        store.refuse_residual("bind", "call `append` and `attention` of the step")
+        heads = of_each("num_q_heads", num_q_heads, layers, is_number)
+        of_sinks = of_each("sinks", sinks, layers, _is_row)
+        bound: list[Any] = [None] * layers  # of layers that have nothing to call
+        first, options = None, bound.copy()
+        for layer in sorted(store.layer_pools):
+            pool, group = store.place(layer)
+            of, source = store.groups[group], store.layers.sources[layer]
+            rows = Rows.check(pool, heads[layer], kind, check_finite)
+            args = sm_scale, logits_soft_cap, [of.window], of_sinks[layer]
+            (options[layer],) = options_of_layers([pool], rows, *args)
+            arrays = pool.k, pool.k_scale, pool.v, pool.v_scale
+            own = None if source == layer else source
+            bound[layer] = ToBind(pool, rows.num_q_heads, arrays, group, not of.chunk, own)
+            first = first or rows
+        assert first is not None
+        return BoundAttention(lambda: bound, functools.partial(begin_bound, store), first, options)
 
     def step_buffers(
         self, num_seqs: int, num_tokens: int | None = None, max_length: int | None = None
@@ -1382,3 +1402,12 @@ class PagedKVCache(StoredSequences):
                 found = (generation, place(found[1], np.int32), place(found[2], np.int32))
                 self._tables_given[group] = found
         return cache_arrays(pool, found[1], found[2])
+
+
+def _is_row(x: Any) -> bool:
+    """Return whether sinks are those of all layers: one for each head."""
+    if x is None or getattr(x, "ndim", 2) == 1:
+        return True
+    return isinstance(x, (list, tuple)) and not any(
+        y is None or isinstance(y, (list, tuple)) or getattr(y, "ndim", 0) for y in x
+    )

@@ -14,7 +14,6 @@ from numkv.caches.layer_spec import (
     check_states,
     refuse_longer_than_group,
 )
-from numkv.caches.paged.residual import Residual
 from numkv.errors import NotSupported
 from numkv.kinds import Kind, kind
 from numkv.numbers import check_size
@@ -88,6 +87,48 @@ class LayerRows(NamedTuple):
         return found
 
 
+class Residual(NamedTuple):
+    """Which tokens of a `PagedKVCache` are kept in full precision.
+
+    Attributes
+    ----------
+    kept : FullPrecision or None
+        Number of newest tokens (a query's own included), number of first tokens, and their storage kind. With None and
+        keys by channel, the newest token groups are stored in fp32.
+    layers : int
+        Layers of the model. The twin of layer i is layer ``layers + i``.
+    """
+
+    kept: FullPrecision | None
+    layers: int
+
+    @property
+    def window(self) -> int:
+        """Return the number of newest tokens, a query's own included."""
+        return 0 if self.kept is None else self.kept.window
+
+    @property
+    def sinks(self) -> int:
+        """Return the number of first tokens."""
+        return 0 if self.kept is None else self.kept.num_sink_tokens
+
+    @property
+    def kind(self) -> Kind:
+        """Return the storage kind of full-precision tokens."""
+        return kind("fp32" if self.kept is None or self.kept.kind is None else self.kept.kind)
+
+    def plain(self) -> tuple[int, int, str]:
+        """Return window, first tokens and kind as plain values, for geometries and file headers."""
+        return self.window, self.sinks, self.kind.name
+
+    def refuse(self, name: str, remedy: str) -> None:
+        """Raise for an operation that supports one kind of vectors per layer."""
+        what = "keys by channel, whose newest ones are" if self.kept is None else self.kept
+        raise NotSupported(
+            f"{name}: expected a cache without tokens in full precision, got one with {what}; {remedy}"
+        )
+
+
 class Layers(NamedTuple):
     """The rows of each layer.
 
@@ -150,7 +191,9 @@ class Layers(NamedTuple):
                 "in full precision; leave it out, or choose a kind whose rows are stored one by one"
             )
         twins: list[LayerRows | None] = []
-        windows = [*map(residual.twin_window, self.windows)]
+        # How many tokens before a query's own the twins keep.
+        own = max(0, residual.window - 1)
+        windows = [own if window < 0 else min(own, window) for window in self.windows]
         for layer, (rows, window) in enumerate(zip(self.rows, self.windows, strict=True)):
             if rows is None or not (rows.k_kind.has_scales or rows.v_kind.has_scales):
                 twins.append(None)

@@ -1,7 +1,23 @@
-"""Attention of a `PagedKVCache` over tokens in full precision and codes: parts that are merged exactly.
+"""Full-precision tokens of a quantised `PagedKVCache`, the newest ones of each sequence and the first ones: attention.
 
-Each part is attention over ranges of one block table; see `numkv.attention.parts`. Which token a query reads where
-follows from positions alone (`residual.split`), so that no result depends on the batch.
+Every quantised layer has a *twin*: a float layer behind the model's own layers, whose group has a window. Blocks of
+full-precision vectors therefore come from the same pool. Forks, prefixes, rollback, host memory and files treat them
+like any other block.
+
+All tokens are quantised at once. A query at position p reads two ranges in full precision: the tokens newer than
+``p - window``, and the first ``num_sink_tokens``. It reads the other tokens as codes. A result therefore does not
+depend on how a prompt was split into steps, or on prefix-cache hits.
+
+Keys by channel have no scales until their token group is complete. The newest token's group is therefore stored in full
+precision: its twin is a layer whose queries attend within chunks of one group. A query reads its own group in full
+precision and earlier groups as codes, in prompts and in decode. Keys are quantised from the twin's vectors when a group
+is complete. A group that is truncated and filled again is quantised from them again.
+
+Attention over tokens in full precision and codes has parts that are merged exactly. Each part is attention over ranges
+of one block table; see `numkv.attention.parts`. Which token a query reads where follows from positions alone (`split`),
+so that no result depends on the batch.
+
+Sources: see `numkv.caches.full_precision`.
 """
 
 from __future__ import annotations
@@ -15,10 +31,47 @@ from numkv.arrays import Array
 from numkv.attention.options import CheckedOptions
 from numkv.attention.parts import Part, attend_to_parts
 from numkv.attention.sight import Sight
-from numkv.caches.paged.residual import split
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState
 from numkv.checks import check_integers
 from numkv.errors import NotSupported
+
+
+def split(
+    window: int, group: int, keeps: int, seen: Ints, positions: Ints, first: Ints
+) -> tuple[Ints, Ints, Ints]:
+    """Split what queries see: newest tokens in full precision, first tokens in full precision, codes between.
+
+    Parameters
+    ----------
+    window, group : int
+        The newest full-precision tokens, a query's own included. The tokens of a group if keys are by channel, or 0
+        for a window.
+    keeps : int
+        The layer's first tokens in full precision.
+    seen : int64 array (n, 2)
+        Range of tokens that each query sees.
+    positions : int64 array (n,)
+        Position of each query.
+    first : int64 array (n,)
+        First token that each query's sequence still has in full precision, apart from the first ones.
+
+    Returns
+    -------
+    newest, sinks, codes : int64 array (n, 2)
+        Ranges; an empty one is ``[0, 0)``.
+    """
+    low, high = seen[:, 0], seen[:, 1]
+    newest_from = positions // group * group if group else positions + 1 - window
+    begin = np.maximum(np.maximum(newest_from, first), keeps)
+    parts = (
+        (np.maximum(low, begin), high),
+        (low, np.minimum(high, keeps)),
+        (np.maximum(low, keeps), np.minimum(high, begin)),
+    )
+    newest, sinks, codes = (
+        np.where((a < b)[:, None], np.stack([a, b], 1), 0).astype(np.int64) for a, b in parts
+    )
+    return newest, sinks, codes
 
 
 class Queries(NamedTuple):
@@ -29,7 +82,7 @@ class Queries(NamedTuple):
     lens: Ints
     """The tokens of each query's sequence."""
     first: Ints
-    """The first token that each query's sequence still has in full; see `residual.split`."""
+    """The first token that each query's sequence still has in full; see `split`."""
 
     def seen(self, sight: Sight | None, window: int, target: Any) -> Ints:
         """Tokens ``[low, high)`` that each sees."""
