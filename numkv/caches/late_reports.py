@@ -36,6 +36,16 @@ class LateReports:
         self._target = target
         #: Receives kernels' reports; None on the CPU.
         self.watch = target.new_watch()
+        #: What has been reported, by sequence, cell or layer.
+        self._bad: dict[int, Any] = {}
+
+    def copy(self, *cells: Any) -> Self:
+        """Copy the reports for a copy of the cache, with its own cells if they are by cell; waits for kernels."""
+        self.collect(wait=True)
+        make: Any = type(self)
+        made: Self = make(self._target, *cells)
+        made._bad = dict(self._bad)
+        return made
 
     @property
     def calls(self) -> int:
@@ -137,13 +147,12 @@ class SequenceReports(LateReports):
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
-        self._first: dict[int, tuple[int, NonFiniteInput]] = {}
         self._histories: dict[int, _History] = {}
         self._forks: dict[int, tuple[_Fork, ...]] = {}
 
     def __bool__(self) -> bool:
         """Return whether any sequence has such rows, as far as has been reported."""
-        return bool(self._first)
+        return bool(self._bad)
 
     def tell(self, seq: int, position: int, error: NonFiniteInput, call: int) -> None:
         """Record a kernel's report about the token that had this position at call number `call`."""
@@ -158,24 +167,24 @@ class SequenceReports(LateReports):
 
     def first(self, seq: int) -> tuple[int, NonFiniteInput] | None:
         """Return the first position of a sequence with such a row, as far as has been reported, and the error."""
-        return self._first.get(seq)
+        return self._bad.get(seq)
 
     def _note(self, seq: int, position: int, error: NonFiniteInput) -> None:
-        known = self._first.get(seq)
+        known = self._bad.get(seq)
         if known is None or position < known[0]:
-            self._first[seq] = position, error
+            self._bad[seq] = position, error
 
     def refuse(self, seq: int, length: int) -> None:
         """Refuse to go on with a sequence of so many tokens if one of them was reported."""
-        if not self._first:
+        if not self._bad:
             return
-        position, error = self._first.get(seq, (length, None))
+        position, error = self._bad.get(seq, (length, None))
         if error is not None and position < length:
             raise NonFiniteInput(
                 f"{error}; truncate sequence {seq} to {position} tokens, or roll its step back",
                 error.index,
             )
-        self._first.pop(seq, None)
+        self._bad.pop(seq, None)
 
     # -- what becomes of sequences
 
@@ -189,18 +198,18 @@ class SequenceReports(LateReports):
         kept : int or int64 array (num_layers, n)
             How many tokens it keeps, or which.
         """
-        known = self._first.pop(seq, None)
+        known = self._bad.pop(seq, None)
         if known is not None and (now := _first_kept(known[0], kept)) is not None:
-            self._first[seq] = now, known[1]
+            self._bad[seq] = now, known[1]
         if self.calls:
             self._histories[seq] = _after(self._histories.get(seq, ()), self.calls, kept)
 
     def fork(self, seq: int, child: int, length: int) -> None:
         """Let a sequence begin with the first tokens of another one."""
         calls = self.calls
-        known = self._first.get(seq)
+        known = self._bad.get(seq)
         if known is not None and known[0] < length:
-            self._first[child] = known
+            self._bad[child] = known
         if calls:
             self._forks = {
                 parent: recent
@@ -212,19 +221,12 @@ class SequenceReports(LateReports):
 
     def remove(self, seq: int) -> None:
         """Forget a sequence; its forks may still have reports."""
-        self._first.pop(seq, None)
+        self._bad.pop(seq, None)
         self._histories.pop(seq, None)
 
     def clear(self) -> None:
         """Forget all sequences."""
-        self._first, self._histories, self._forks = {}, {}, {}
-
-    def copy(self) -> Self:
-        """Copy the reports for a copy of the cache; waits for launched kernels."""
-        self.collect(wait=True)
-        made = type(self)(self._target)
-        made._first = dict(self._first)
-        return made
+        self._bad, self._histories, self._forks = {}, {}, {}
 
     def spread(self, states: Mapping[int, Any], blocks: BlockPool) -> None:
         """Report a bad row to all sequences that share its block, and remove the block from the prefix cache.
@@ -236,7 +238,7 @@ class SequenceReports(LateReports):
         blocks : BlockPool
             The books of their blocks.
         """
-        for seq, (position, error) in list(self._first.items()):
+        for seq, (position, error) in list(self._bad.items()):
             state = states.get(seq)
             if state is None or position >= state.length:
                 continue
@@ -258,16 +260,8 @@ class CellReports(LateReports):
     def __init__(self, target: Target, cells: Cells) -> None:
         super().__init__(target)
         self._cells = cells
-        self._bad: dict[int, NonFiniteInput] = {}
         # How many calls there had been when each cell was given to its token.
         self._given = np.zeros(0 if self.watch is None else cells.num_cells, np.int64)
-
-    def over(self, cells: Cells) -> CellReports:
-        """Copy the reports for a copy with these cells; waits for launched kernels."""
-        self.collect(wait=True)
-        made = CellReports(self._target, cells)
-        made._bad = dict(self._bad)
-        return made
 
     def give(self, cells: NDArray[np.int64]) -> None:
         """Forget past and pending reports about cells that get other tokens."""
@@ -323,17 +317,9 @@ class LayerReports(LateReports):
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
-        self._bad: dict[int, NonFiniteInput] = {}
         # How many calls there had been when each layer, and all of them, were dropped.
         self._put: dict[int, int] = {}
         self._dropped = 0
-
-    def copy(self) -> Self:
-        """Copy the reports for a copy; waits for launched kernels."""
-        self.collect(wait=True)
-        made = type(self)(self._target)
-        made._bad = dict(self._bad)
-        return made
 
     def put(self, layer: int) -> None:
         """Forget past and pending reports about a layer."""

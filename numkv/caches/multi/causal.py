@@ -341,7 +341,7 @@ class CausalCache(LayeredCache):
         new = super()._copied(access)
         new._forget()
         new._cells = self._cells.copy()
-        new._reports = self._reports.over(new._cells)
+        new._reports = self._reports.copy(new._cells)
         new._view = self._view._replace(cells=new._cells)
         new._pass = None if self._pass is None else self._pass.over(new._view)
         return new
