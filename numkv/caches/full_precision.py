@@ -31,11 +31,11 @@ from numkv.caches.layer_spec import FullPrecision, in_full
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import groups_of
 from numkv.errors import NotSupported, NumkvError
-from numkv.kinds import Kind, kind_of_dtype
 from numkv.snapshots.snapshot import Tensor
-from numkv.storage.buffer import Buffer
+from numkv.storage.buffer import Buffer, float_kind
 from numkv.storage.pool import Pool
 from numkv.storage.saved import row_tensors
+from numkv.storage.tables import one_length, one_sequence
 from numkv.targets.base import Array
 
 Ints = NDArray[np.int64]
@@ -369,8 +369,7 @@ class FullPrecisionWindow:
         """
         target = pool.target
         tokens = int(q.shape[0])
-        lens = target.index(np.array([length]), np.int64)
-        starts = target.index(np.array([0, tokens]), np.int64)
+        lens, starts = one_length(target.key, length), one_sequence(target.key, tokens)
         tables = {"block_table": block_table, "seq_lens": lens, "cu_seqlens_q": starts}
         options = check_call(q, options, (self._pool, pool), tables)
         window_left = options.window_left
@@ -455,12 +454,5 @@ def staged(block: Pool, tokens: int) -> tuple[Array, Array]:
 def float_pool(pool: Pool, num_blocks: int, block_size: int) -> Pool:
     """Blocks for the rows of a pool before they are quantised."""
     shape = (num_blocks, int(pool.k.shape[1]), block_size)
-    k_kind, v_kind = _float_kind(pool.k_kind), _float_kind(pool.v_kind)
+    k_kind, v_kind = float_kind(pool.k_kind), float_kind(pool.v_kind)
     return Pool.allocate(pool.target, shape, pool.head_dim, pool.head_dim_v, k_kind, v_kind)
-
-
-def _float_kind(of: Kind) -> Kind:
-    """The float kind that holds rows before they are stored in a kind: that of its arithmetic."""
-    found = kind_of_dtype(of.compute)
-    assert found is not None
-    return found

@@ -40,7 +40,7 @@ from numkv.errors import NumkvError
 from numkv.snapshots.snapshot import Tensor
 from numkv.storage.pool import Pool
 from numkv.storage.saved import row_tensors
-from numkv.storage.tables import one_block_each
+from numkv.storage.tables import one_block_each, one_length, one_sequence
 from numkv.targets.base import Array
 
 Ints = NDArray[np.int64]
@@ -401,8 +401,7 @@ class NewestGroups:
         Each query reads its own group in full precision, and earlier groups as codes.
         """
         target, tokens = pool.target, int(q.shape[0])
-        lens = target.index(np.array([length]), np.int64)
-        starts = target.index(np.array([0, tokens]), np.int64)
+        lens, starts = one_length(target.key, length), one_sequence(target.key, tokens)
         tables = {"block_table": block_table, "seq_lens": lens, "cu_seqlens_q": starts}
         options = check_call(q, options, (self._layers[layer].block, pool), tables)
         seen = seen_by_queries(target, options.sight, tokens, length, options.window_left)
@@ -443,9 +442,7 @@ class NewestGroups:
         """
         target, of, tokens = pool.target, self._layers[layer], int(q.shape[0])
         seen = seen_by_queries(target, options.sight, tokens, length, options.window_left)
-        lens, starts = (
-            target.index(x, np.int64) for x in (np.array([length]), np.array([0, tokens]))
-        )
+        lens, starts = one_length(target.key, length), one_sequence(target.key, tokens)
         parts, begins = [], []
         ends = length, length, of.sinks
         for (part, begin), end in zip(

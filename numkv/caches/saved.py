@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from numkv.caches.layer_spec import FullPrecision
-from numkv.kinds import Kind, kind, kind_of_dtype
+from numkv.kinds import Kind, kind
 from numkv.snapshots.fields import MOST, expect
 from numkv.snapshots.saved import Saved, Spec, integer, integers, optional, storage_kind
+from numkv.storage.buffer import float_kind
 from numkv.storage.latents import LATENT
 from numkv.storage.saved import Side, rotation, row_bytes, row_specs, v_storage
 
@@ -111,12 +112,7 @@ class SavedSequence(Saved):
 
     @property
     def _full_sides(self) -> list[Side]:
-        found = []
-        for side, of, dim in self.sides:
-            full = kind_of_dtype(of.compute)
-            assert full is not None
-            found.append((side, full, dim))
-        return found
+        return [(side, float_kind(of), dim) for side, of, dim in self.sides]
 
     def specs(self) -> dict[str, Spec]:
         """The tensors of all layers."""

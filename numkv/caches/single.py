@@ -265,7 +265,7 @@ class SingleSequence:
         """
         reports = self._reports.copy()
         new = object.__new__(type(self))
-        new.__dict__.update(self._state())
+        new.__dict__.update(self.__getstate__())
         new._access = Access()
         if self._full_precision is not None:
             new._full_precision = self._full_precision.copy()
@@ -283,12 +283,9 @@ class SingleSequence:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.copy()
 
-    def _state(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, Any]:
         """All attributes but those that are derived."""
         return {name: x for name, x in vars(self).items() if name not in self._derived}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self._state()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

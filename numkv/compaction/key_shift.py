@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from numkv import targets
 from numkv.checks import check_array, check_integers
 from numkv.errors import DimensionMismatch, NotSupported
-from numkv.kinds import QUERY_DTYPES, kind_of_dtype
+from numkv.kinds import QUERY_DTYPES
 from numkv.numbers import check_flag
 from numkv.snapshots.snapshot import crc32_of
-from numkv.storage.buffer import source_dtypes
+from numkv.storage.buffer import source_dtypes, source_kind
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
 
@@ -136,20 +136,17 @@ class RopeShift:
         by = [int(o) for o in np.unique(offsets)]
         for offset in by:
             self._check(offset, dim)
-        found = kind_of_dtype(keys.dtype)
-        assert found is not None
+        kind = source_kind(keys)
         turned = target.empty((n, heads, dim), keys.dtype)
         rows = target.words(turned).reshape((n, heads, 1, dim))  # blocks of one token
         no_scale = target.empty((0, 0, 0), np.float32)
         if n:
             slots = target.index(np.arange(n), np.int64)
-            target.ops.scatter_rows(
-                target.words(keys), found.name, rows, found.name, no_scale, slots
-            )
+            target.ops.scatter_rows(target.words(keys), kind, rows, kind, no_scale, slots)
         for offset in by:
             if offset:
                 slots = target.index(np.flatnonzero(offsets == offset), np.int64)
-                self._turn(target, rows, found.name, no_scale, slots, offset)
+                self._turn(target, rows, kind, no_scale, slots, offset)
         return turned
 
     def plan(self, pool: Pool, slots: Array, offset: int) -> Callable[[], object]:
@@ -204,8 +201,7 @@ class RopeShift:
 
     def _turn_rotated(self, pool: Pool, slots: Array, offset: int) -> None:
         """Turn keys that are stored in another basis, which are brought back from it, some at a time."""
-        target, kind = pool.target, kind_of_dtype(pool.k_kind.compute)
-        assert kind is not None
+        target = pool.target
         no_scale = target.empty((0, 0, 0), np.float32)
         for first in range(0, int(slots.shape[0]), _AT_ONCE):
             part = slots[first : min(int(slots.shape[0]), first + _AT_ONCE)]
@@ -213,7 +209,7 @@ class RopeShift:
             n, heads, dim = (int(size) for size in keys.shape)
             numbers = target.index(np.arange(n), np.int64)
             rows = keys.reshape((n, heads, 1, dim))  # blocks of one token
-            self._turn(target, rows, kind.name, no_scale, numbers, offset)
+            self._turn(target, rows, source_kind(keys), no_scale, numbers, offset)
             pool.k_buffer.scatter(keys, part)
 
 

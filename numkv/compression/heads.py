@@ -20,10 +20,11 @@ from numkv.compression.quantiser import quantiser_of
 from numkv.compression.saved import SavedCodes
 from numkv.errors import DimensionMismatch, NonFiniteInput, NumkvError
 from numkv.kernels.operations import CodesOptions, StoredCodes
-from numkv.kinds import QUERY_DTYPES, kind_of_dtype
+from numkv.kinds import QUERY_DTYPES
 from numkv.numbers import check_bytes, check_flag
 from numkv.snapshots.fields import expect
 from numkv.snapshots.snapshot import Options, Snapshot, Source, Tensor, fill_all
+from numkv.storage.buffer import source_kind
 from numkv.targets.base import Array, Target
 from numkv.targets.streamed import streamed
 
@@ -280,9 +281,7 @@ class Heads:
 
     def _check_finite(self, name: str, x: Array) -> None:
         """Refuse NaN and infinity in vectors ``(num_tokens, num_heads, …)``."""
-        kind = kind_of_dtype(x.dtype)
-        assert kind is not None
-        flat = self._target.ops.first_non_finite(self._target.words(x), kind.name)
+        flat = self._target.ops.first_non_finite(self._target.words(x), source_kind(x))
         if flat >= 0:
             token, head, i = (int(n) for n in np.unravel_index(flat, tuple(x.shape)))
             raise NonFiniteInput(
@@ -322,9 +321,7 @@ class Heads:
     def _query(self, name: str, x: Array, check_finite: bool) -> tuple[Array, str]:
         if check_flag("check_finite", check_finite, True):
             self._check_finite(name, x)
-        kind = kind_of_dtype(x.dtype)
-        assert kind is not None
-        return self._target.words(x), kind.name
+        return self._target.words(x), source_kind(x)
 
     # -- writing
 
@@ -338,10 +335,8 @@ class Heads:
             (keys, quantiser.levels, quantiser.edges, quantiser.sketch, to_keys),
             (values, quantiser.v_levels, quantiser.v_edges, quantiser.no_sketch, to_values),
         ):
-            kind = kind_of_dtype(x.dtype)
-            assert kind is not None
             self._target.ops.encode_rows(
-                self._target.words(x), kind.name, quantiser.rotation, edges, levels, sketch,
+                self._target.words(x), source_kind(x), quantiser.rotation, edges, levels, sketch,
                 *to, start, slots,
             )  # fmt: skip
 

@@ -407,6 +407,13 @@ def source_kind(x: Array) -> str:
     return kind.name
 
 
+def float_kind(kind: Kind) -> Kind:
+    """Return the float kind that holds rows before they are stored in a kind: that of its arithmetic."""
+    found = kind_of_dtype(kind.compute)
+    assert found is not None
+    return found
+
+
 def source_dtypes(kind: Kind) -> tuple[np.dtype[Any], ...]:
     """Dtypes that new rows may have: the kind's own and float32; where values have scales fp32, fp16 and bf16."""
     return _SOURCE_DTYPES[kind.name]
