@@ -126,7 +126,10 @@ class PrefixStore:
             )
         self._mark, self._rope = check_mark("mark", mark), check_mark("rope", rope)
         for name, given in (("mark", self._mark), ("rope", self._rope)):
-            _check_unicode(name, given)
+            try:
+                json.dumps(given, ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"`{name}`: expected Unicode text, got {given!r}") from None
         most, host = check_bound(max_nbytes), check_size("host_nbytes", host_nbytes, 0, 2**62)
         if on_event is not None and not callable(on_event):
             raise TypeError(
@@ -243,10 +246,3 @@ class PrefixStore:
     def __tier__(self) -> tuple[Engine, Callable[[dict[str, Any], int, int], Section]]:
         """Return the engine, and the function that makes the section of a cache's blocks."""
         return self._engine, functools.partial(Section.of, self._mark, self._rope)
-
-
-def _check_unicode(name: str, mark: Any) -> None:
-    try:
-        json.dumps(mark, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"`{name}`: expected Unicode text, got {mark!r}") from None

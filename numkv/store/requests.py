@@ -224,12 +224,8 @@ class Breaker:
             self.is_open, self._closed = True, threading.Event()
             closed = self._closed
         self._changed(error)
-        ask = threading.Thread(
-            target=_ask_again,
-            args=(weakref.ref(self), closed),
-            name="numkv store probe",
-            daemon=True,
-        )
+        args = weakref.ref(self), closed
+        ask = threading.Thread(target=_ask_again, args=args, name="numkv store probe", daemon=True)
         with contextlib.suppress(RuntimeError):  # the interpreter is about to end
             ask.start()
 

@@ -84,10 +84,8 @@ class PrefixLookup:
         self._contents = contents
         self.future: Future[int] = Future()
         self.future.set_running_or_notify_cancel()
-        run = threading.Thread(
-            target=_run, args=(bring, contents, self.future), name="numkv lookup", daemon=True
-        )
-        run.start()
+        args = bring, contents, self.future
+        threading.Thread(target=_run, args=args, name="numkv lookup", daemon=True).start()
 
     def __repr__(self) -> str:
         if not self.future.done():
