@@ -126,11 +126,10 @@ class KVCache(SingleSequence):
         self._bound = None if max_seq_len is None else check_size("max_seq_len", max_seq_len)
         # Layer i has block i, with the tokens of the whole capacity.
         shape = (layers, heads, of_k.whole_groups(self._bound or 0))
-        pool = _with_scales_of_layers(
-            Pool.allocate(
-                targets.get(target), shape, dim, dim_v, of_k, of_v, check_flag("rotate", rotate)
-            )
+        made = Pool.allocate(
+            targets.get(target), shape, dim, dim_v, of_k, of_v, check_flag("rotate", rotate)
         )
+        pool = Pool(_with_scales(made.k_buffer), _with_scales(made.v_buffer))
         rows = np.zeros(layers, np.int64)  # appended to each layer; shared with compiled code
         self._length = np.zeros(1, np.int64)  # advanced past; shared with compiled code
         self._room = shape[2]
@@ -967,7 +966,7 @@ def _moved(old: Pool, capacity: int, has_rows: bool) -> Pool:
     layers, heads = (int(n) for n in old.k.shape[:2])
     kinds, shape = (old.k_kind, old.v_kind), (layers, heads, capacity)
     made = Pool.allocate(old.target, shape, old.head_dim, old.head_dim_v, *kinds, old.rotate)
-    new = _with_scales_of_layers(made, old)
+    new = Pool(_with_scales(made.k_buffer, old.k_buffer), _with_scales(made.v_buffer, old.v_buffer))
     copy_rows = old.target.ops.copy_rows
     if has_rows:
         start = old.target.index(np.zeros(layers), np.int64)
@@ -987,27 +986,21 @@ def by_row(scale: Array) -> Array:
 # Scales of fp8 storage: each layer has its own for every kv head.
 
 
-def _with_scales_of_layers(pool: Pool, source: Pool | None = None) -> Pool:
-    """Return a pool over the same buffers in which each block, a layer, has scales for its own kv heads.
+def _with_scales(buffer: Buffer, source: Buffer | None = None) -> Buffer:
+    """Return a buffer on the same words in which each block, a layer, has scales for its own kv heads.
 
     Parameters
     ----------
-    pool : Pool
-        Buffers with a block for each layer.
-    source : Pool, optional
+    buffer : Buffer
+        A block for each layer.
+    source : Buffer, optional
         An earlier result for as many layers, whose scales are copied. Without it all are 1.
 
     Returns
     -------
-    Pool
-        Its scales of heads are ``(num_layers * num_kv_heads,)``; kinds without such scales stay as they are.
+    Buffer
+        Its scales of heads are ``(num_layers * num_kv_heads,)``; of a kind without such scales it is `buffer`.
     """
-    given = (None, None) if source is None else (source.k_buffer, source.v_buffer)
-    buffers = (pool.k_buffer, pool.v_buffer)
-    return Pool(*(_with_scales(buffer, old) for buffer, old in zip(buffers, given, strict=True)))
-
-
-def _with_scales(buffer: Buffer, source: Buffer | None) -> Buffer:
     if buffer.kind.scales_per != "head":
         return buffer
     layers, heads = (int(n) for n in buffer.words.shape[:2])
@@ -1019,12 +1012,11 @@ def _with_scales(buffer: Buffer, source: Buffer | None) -> Buffer:
 
 def _pools_of_layers(pool: Pool) -> list[Pool]:
     """Return the pool as each layer sees it: with its own scales of heads, where there are such."""
+    layers = int(pool.k.shape[0])
     if "head" not in (pool.k_kind.scales_per, pool.v_kind.scales_per):
-        return [pool] * int(pool.k.shape[0])
-    return [
-        Pool(_of_layer(pool.k_buffer, layer), _of_layer(pool.v_buffer, layer))
-        for layer in range(int(pool.k.shape[0]))
-    ]
+        return [pool] * layers
+    k, v = pool.k_buffer, pool.v_buffer
+    return [Pool(_of_layer(k, layer), _of_layer(v, layer)) for layer in range(layers)]
 
 
 def _of_layer(buffer: Buffer, layer: int) -> Buffer:
