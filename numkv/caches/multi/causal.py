@@ -15,6 +15,7 @@ A layer's K and V are one block of as many tokens as there are cells, so a cell 
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Self
@@ -38,7 +39,7 @@ from numkv.caches.multi.arguments import (
 )
 from numkv.caches.multi.base import Commit
 from numkv.caches.multi.forward_pass import UNLIMITED, ForwardPass, View, as_table
-from numkv.caches.multi.layered import LayeredCache, check_picklable
+from numkv.caches.multi.layered import LayeredCache
 from numkv.caches.multi.saved import SavedCells, saved_config
 from numkv.cells.cells import Cells, Rows
 from numkv.checks import check_array
@@ -347,7 +348,13 @@ class CausalCache(LayeredCache):
         return new
 
     def _pickled(self) -> dict[str, Any]:
-        check_picklable("shift", self._shift)
+        try:
+            pickle.dumps(self._shift)
+        except Exception as error:
+            raise NumkvError(
+                f"`shift`: expected what can be pickled with the cache, got {self._shift!r} ({error}); take a function "
+                "of a module, or numkv.rope_shift"
+            ) from error
         return super()._pickled()
 
     def _refuse_reported(self) -> None:

@@ -297,11 +297,9 @@ class EncoderCache(LayeredCache):
     def _room_for(self, layer: int, shape: tuple[int, int, int], dims: tuple[int, int]) -> Pool:
         """Return the layer's buffers if they have this shape, else new ones, which are not the layer's yet."""
         pool = self._layers.get(layer)
-        if pool is not None and (*pool.k.shape[:3], pool.head_dim, pool.head_dim_v) == (
-            *shape,
-            *dims,
-        ):
-            return pool
+        if pool is not None and pool.k.shape[:3] == shape:
+            if (pool.head_dim, pool.head_dim_v) == dims:
+                return pool
         kinds = (self._k_kind, self._v_kind)
         made = Pool.allocate(self._target, shape, *dims, *kinds, self._rotate)
         self._head_scales.apply(layer, made)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from abc import abstractmethod
 from dataclasses import replace
 from typing import Any, ClassVar, Self
@@ -316,14 +315,3 @@ def _by_token(buffer: Buffer) -> Buffer:
     if not buffer.kind.has_scales:
         return replace(buffer, words=by_token(buffer.words))
     return replace(buffer, words=by_token(buffer.words), scales=by_token(buffer.scales))
-
-
-def check_picklable(what: str, x: object) -> None:
-    """Refuse an argument of the user's that cannot be pickled, by its name."""
-    try:
-        pickle.dumps(x)
-    except Exception as error:
-        raise NumkvError(
-            f"`{what}`: expected what can be pickled with the cache, got {x!r} ({error}); take a function of "
-            "a module, or numkv.rope_shift"
-        ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -103,12 +104,12 @@ def _moves_in_place(
         for slots_of_part, pool in _moved_in(store, plans):
             own = slots_of_part[changed[slots_of_part]]
             here, there = (store.target.index(x[own], np.int64) for x in (source, to))
-            moves.append(_copy(pool, here, pool, there))
+            moves.append(functools.partial(pool.copy_slots, here, there, pool))
     if shift is not None:
         for layer, part in _parts(store, plans):
             pool = store.place(layer)[0]
-            if offsets[part].any():
-                _load_tables(pool, shift)
+            if offsets[part].any():  # a shift brings its tables to the target, by keys of no tokens
+                shift.plan(pool, pool.target.index(np.empty(0, np.int64), np.int64), 0)()
             moves += plan_moves(pool, shift, to[part], to[part], offsets[part])
     return moves
 
@@ -133,7 +134,9 @@ def _staged_moves(
             for move in plan_moves(aside, shift, staged[part], staged[part], offsets[part]):
                 move()
     return [
-        _copy(aside, index(staged[own], np.int64), pool, index(to[own], np.int64))
+        functools.partial(
+            aside.copy_slots, index(staged[own], np.int64), index(to[own], np.int64), pool
+        )
         for (own, pool), aside in zip(parts, staging, strict=True)
     ]
 
@@ -147,11 +150,6 @@ def _moved_in(store: BlockStore, plans: list[Relocation]) -> list[tuple[Ints, Po
     ]
 
 
-def _copy(source: Pool, here: Array, to: Pool, there: Array) -> Callable[[], object]:
-    """Return a function that copies the rows of some slots, on the target, to others."""
-    return lambda: source.copy_slots(here, there, to)
-
-
 def _parts(store: BlockStore, plans: list[Relocation]) -> list[tuple[int, slice]]:
     """Return the slice of the moved tokens of each layer, as each layer may have scales of its own."""
     ends = [0, *np.cumsum([len(plan.moved) for plan in plans]).tolist()]
@@ -160,11 +158,6 @@ def _parts(store: BlockStore, plans: list[Relocation]) -> list[tuple[int, slice]
         for number, group in enumerate(store.groups)
         for layer in group.layers
     ]
-
-
-def _load_tables(pool: Pool, shift: RopeShift) -> None:
-    """Have a shift bring its tables to the target, by keys of no tokens."""
-    shift.plan(pool, pool.target.index(np.empty(0, np.int64), np.int64), 0)()
 
 
 def _with_scales_of(pool: Pool, layer: Pool) -> Pool:

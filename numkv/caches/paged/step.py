@@ -129,7 +129,11 @@ class Step:
         self.positions = places if tree is None else (lens - new_lens)[of_token] + tree.depths
         self._ends = lens.tolist()
         self._longest = max(self._ends, default=0)
-        self._begin_states([state.slot for state in sequences.values()], state_slots)
+        self._slots_written = store.without_states.copy()
+        if state_slots is not None:
+            before = np.array([state.slot for state in sequences.values()], np.int32)
+            read = np.where(before < 0, state_slots, before).astype(np.int32)
+            self._state_slots = read, state_slots
         self._copies: dict[int, tuple[Any, ...]] = {}
         self._prefixes: dict[Any, list[Prefix]] = {}  # by group and length
         self._bound: list[dict[int, Any]] = []  # layers that bound calls may still write to
@@ -664,12 +668,6 @@ class Step:
         if layer not in self._store.layer_pools:
             return f"`layer`: expected one with rows, got layer {layer}, which has none: see `Step.state`"
         return f"`layer`: expected one that has not been called in this step, got {layer}; call each layer once"
-
-    def _begin_states(self, read: list[int], write: NDArray[np.int32] | None) -> None:
-        self._slots_written = self._store.without_states.copy()
-        if write is not None:
-            before = np.array(read, np.int32)
-            self._state_slots = np.where(before < 0, write, before).astype(np.int32), write
 
     def _states(self, layer: int) -> tuple[StateMemory, int]:
         if not self.open:
