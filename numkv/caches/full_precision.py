@@ -27,10 +27,10 @@ from numkv.attention.mass import mass_of_parts
 from numkv.attention.options import CheckedOptions
 from numkv.attention.parts import Part, converted, run_seen
 from numkv.attention.sight import seen_by_queries
-from numkv.caches.layer_spec import FullPrecision, in_full
+from numkv.caches.layer_spec import FullPrecision
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import groups_of
-from numkv.errors import NotSupported, NumkvError
+from numkv.errors import NumkvError
 from numkv.snapshots.snapshot import Tensor
 from numkv.storage.buffer import Buffer, float_kind
 from numkv.storage.pool import Pool
@@ -49,8 +49,6 @@ class FullPrecisionWindow:
     A layer's positions ``[0, sinks)`` and ``[end, length)`` are here, and ``[sinks, end)`` in the quantised pool, where
     every position has a slot, used or not. Rows are float32, or float64 if the other kind is fp64. If K or V is a
     16-bit kind, its rows are rounded when they leave.
-
-    Make one with `make`, which checks arguments.
 
     Parameters
     ----------
@@ -77,22 +75,6 @@ class FullPrecisionWindow:
         self._pool = float_pool(pool, num_layers, self._size)
         self._sinks = np.zeros(num_layers, np.int64)
         self._end = np.zeros(num_layers, np.int64)
-
-    @classmethod
-    def make(
-        cls, pool: Pool, num_layers: int, kept: Any, capacity: int | None
-    ) -> FullPrecisionWindow | None:
-        """Check a cache's argument; None if it asks for no full-precision tokens."""
-        both = pool.k_kind, pool.v_kind
-        said = "latents" if pool.is_latent else "/".join(dict.fromkeys(map(str, both)))
-        kept = in_full(kept, said, any(of.has_scales for of in both))
-        if kept is None:
-            return None
-        if pool.is_latent:
-            raise NotSupported(
-                f"`full_precision`: expected None for latents, got {kept}; leave it out"
-            )
-        return cls(pool, num_layers, kept, capacity)
 
     # -- what it is
 

@@ -36,7 +36,7 @@ from numkv.caches.full_precision import FullPrecisionWindow, Watching, float_poo
 from numkv.caches.layer_spec import FullPrecision, in_full, refuse_longer_than_group
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import slots_of
-from numkv.errors import NumkvError
+from numkv.errors import NotSupported, NumkvError
 from numkv.snapshots.snapshot import Tensor
 from numkv.storage.pool import Pool
 from numkv.storage.saved import row_tensors
@@ -458,9 +458,16 @@ class NewestGroups:
 
 def kept_in_full(pool: Pool, num_layers: int, full_precision: Any, capacity: int | None) -> Any:
     """Check `full_precision`; return the store of full-precision tokens that it or the kind of keys needs, or None."""
-    if not pool.by_channel:
-        return FullPrecisionWindow.make(pool, num_layers, full_precision, capacity)
-    kept = in_full(full_precision, str(pool.k_kind), True)
-    if kept is not None:
-        refuse_longer_than_group(kept.window, pool.k_kind)
-    return NewestGroups(pool, num_layers, kept, capacity)
+    if pool.by_channel:
+        kept = in_full(full_precision, str(pool.k_kind), True)
+        if kept is not None:
+            refuse_longer_than_group(kept.window, pool.k_kind)
+        return NewestGroups(pool, num_layers, kept, capacity)
+    both = pool.k_kind, pool.v_kind
+    said = "latents" if pool.is_latent else "/".join(dict.fromkeys(map(str, both)))
+    kept = in_full(full_precision, said, any(of.has_scales for of in both))
+    if kept is None:
+        return None
+    if pool.is_latent:
+        raise NotSupported(f"`full_precision`: expected None for latents, got {kept}; leave it out")
+    return FullPrecisionWindow(pool, num_layers, kept, capacity)
