@@ -75,7 +75,7 @@ def _inner(picture: Picture) -> str:
         rows += f"<tr><td></td><td>and {more:,} more</td></tr>" if more > 0 else ""
         parts.append(f'<table style="text-align:left">{rows}</table>')
     if states := picture.states():
-        legend = " &nbsp; ".join(f"{_mark(s, '')} {html.escape(s.value)}" for s in states)
+        legend = " &nbsp; ".join(f"{_mark(s, '')} {html.escape(s.legend)}" for s in states)
         parts.append(f'<div style="font-size:85%">{legend}</div>')
     parts += [f'<div style="margin:.4em 0 0 1.2em">{_inner(part)}</div>' for part in picture.parts]
     return "".join(parts)
@@ -84,7 +84,5 @@ def _inner(picture: Picture) -> str:
 def _mark(state: State, label: str) -> str:
     """A small square; the state is its title too, for those who cannot tell patterns apart."""
     if label:
-        return (
-            f'<span title="{html.escape(state.value)}" style="{_LABEL}">{html.escape(label)}</span>'
-        )
-    return f'<span title="{html.escape(state.value)}" style="{_MARK};{_STYLES[state]}"></span>'
+        return f'<span title="{html.escape(state.legend)}" style="{_LABEL}">{html.escape(label)}</span>'
+    return f'<span title="{html.escape(state.legend)}" style="{_MARK};{_STYLES[state]}"></span>'

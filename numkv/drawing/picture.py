@@ -14,36 +14,18 @@ _DECIMAL_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 class State(Enum):
-    """The state of a block, a cell or a token; the value is its name in a legend."""
+    """The state of a block, a cell or a token: its name in a legend, as a character of block graphics, and in ASCII."""
 
-    SHARED = "shared"
-    FULL = "in use"
-    PART = "filled in part"
-    EXACT = "full precision"
-    OTHER = "another's"
-    CACHED = "released prefix"
-    FREE = "free"
+    SHARED = "shared", "▓", "S"
+    FULL = "in use", "█", "#"
+    PART = "filled in part", "▄", "+"
+    EXACT = "full precision", "◆", "f"
+    OTHER = "another's", "▒", "o"
+    CACHED = "released prefix", "░", "c"
+    FREE = "free", "·", "."
 
-    @property
-    def glyph(self) -> str:
-        """The state as a character of block graphics."""
-        return _GLYPHS[self][0]
-
-    @property
-    def letter(self) -> str:
-        """The state in ASCII."""
-        return _GLYPHS[self][1]
-
-
-_GLYPHS = {
-    State.SHARED: "▓S",
-    State.FULL: "█#",
-    State.PART: "▄+",
-    State.EXACT: "◆f",
-    State.OTHER: "▒o",
-    State.CACHED: "░c",
-    State.FREE: "·.",
-}
+    def __init__(self, legend: str, glyph: str, letter: str) -> None:
+        self.legend, self.glyph, self.letter = legend, glyph, letter
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ def _lines(picture: Picture, width: int, graphics: bool) -> Iterator[str]:
     if len(picture.lines) > _MOST_SEQUENCES:
         yield f"{'':<{_MARGIN}}and {len(picture.lines) - _MOST_SEQUENCES:,} more"
     if states := picture.states():
-        legend = [f"{s.glyph if graphics else s.letter} {s.value}" for s in states]
+        legend = [f"{s.glyph if graphics else s.letter} {s.legend}" for s in states]
         yield _cut(f"{'':<{_MARGIN}}{'  '.join(legend)}", width)
     for part in picture.parts:
         yield from (f"  {line}" for line in _lines(part, width - 2, graphics))
