@@ -20,6 +20,8 @@ from numkv.numbers import check_size
 
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 _BF16 = np.dtype(ml_dtypes.bfloat16)
+_BYTE = np.dtype(np.uint8)
+_BF16_SCALES: dict[str, Any] = {"scale_dtype": _BF16, "scale_word": np.dtype(np.uint16)}
 
 
 @dataclass(frozen=True)
@@ -308,14 +310,13 @@ def _float(name: str, dtype: Any, word: Any = None, **more: Any) -> Kind:
 
 
 def _fp8(name: str, dtype: Any) -> Kind:
-    return Kind(name, np.dtype(dtype), np.dtype(np.uint8), scales_per="head")
+    return Kind(name, np.dtype(dtype), _BYTE, scales_per="head")
 
 
 def _by_channel(name: str, word: Any, unit: tuple[int, int], fine_channels: int = 0) -> Kind:
-    of_scales: dict[str, Any] = {"scale_dtype": _BF16, "scale_word": np.dtype(np.uint16)}
     return Kind(
         name, _FLOAT32, np.dtype(word), scales_per="channel", group_tokens=64, fine_channels=fine_channels, unit=unit,
-        **of_scales,
+        **_BF16_SCALES,
     )  # fmt: skip
 
 
@@ -330,24 +331,12 @@ _KINDS = {
         _fp8("fp8_e5m2", ml_dtypes.float8_e5m2),
         Kind("int8", _FLOAT32, np.dtype(np.int8), scales_per="row"),
         Kind(
-            "code6",
-            _FLOAT32,
-            np.dtype(np.uint8),
-            scales_per="row",
-            unit=(8, 6),
-            codes_dtype=np.dtype(np.int16),
+            "code6", _FLOAT32, _BYTE, scales_per="row", unit=(8, 6), codes_dtype=np.dtype(np.int16)
         ),
         Kind(
-            "int4",
-            _FLOAT32,
-            np.dtype(np.uint8),
-            scales_per="group",
-            scale_dtype=_BF16,
-            scale_word=np.dtype(np.uint16),
-            group_size=32,
-            unit=(2, 1),
+            "int4", _FLOAT32, _BYTE, scales_per="group", group_size=32, unit=(2, 1), **_BF16_SCALES
         ),
-        Kind("code4", _FLOAT32, np.dtype(np.uint8), scales_per="row", unit=(2, 1)),
+        Kind("code4", _FLOAT32, _BYTE, scales_per="row", unit=(2, 1)),
         _by_channel("int8_channel", np.int8, (1, 1)),
         _by_channel("int4_channel_fine", np.uint8, (2, 1), fine_channels=8),
         _by_channel("int4_channel", np.uint8, (2, 1)),
