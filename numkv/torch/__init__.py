@@ -17,6 +17,8 @@ It needs PyTorch 2.8 or newer: ``pip install "numkv[torch]"``.
 
 from __future__ import annotations
 
+from typing import Any as _Any
+
 try:
     import torch as _torch  # noqa: F401
 except ImportError as error:
@@ -24,19 +26,7 @@ except ImportError as error:
         'numkv.torch needs PyTorch, which is not installed; try pip install "numkv[torch]"'
     ) from error
 
-from numkv.torch.functions import (
-    append,
-    attention_weights,
-    cascade_attention,
-    decode_attention,
-    merge_states,
-    paged_append,
-    paged_decode_attention,
-    paged_prefill_attention,
-    paged_write,
-    prefill_attention,
-    rope_shift,
-)
+import numkv as _numkv
 from numkv.torch.objects import (
     AttentionTally,
     CausalCache,
@@ -52,6 +42,8 @@ from numkv.torch.objects import (
     Step,
     WrapperCache,
 )
+from numkv.torch.operators import calls as _operators
+from numkv.torch.tensors import on_tensors as _on_tensors
 
 __all__ = [
     "AttentionTally",
@@ -79,3 +71,22 @@ __all__ = [
     "prefill_attention",
     "rope_shift",
 ]
+
+
+def _function(name: str) -> _Any:
+    """A function of numkv on tensors; its operator where calls are traced, if it has one."""
+    operator = _operators.get(name)
+    return _on_tensors(getattr(_numkv, name), operator, keeps=operator is None)
+
+
+append = _function("append")
+attention_weights = _function("attention_weights")
+cascade_attention = _function("cascade_attention")
+decode_attention = _function("decode_attention")
+merge_states = _function("merge_states")
+paged_append = _function("paged_append")
+paged_decode_attention = _function("paged_decode_attention")
+paged_prefill_attention = _function("paged_prefill_attention")
+paged_write = _function("paged_write")
+prefill_attention = _function("prefill_attention")
+rope_shift = _function("rope_shift")
