@@ -317,10 +317,9 @@ class CacheChoice:
         return [numkv.LayerSpec(*sizes, kind=kind, v_kind=v_kind)] * config.num_layers
 
     def _layer(self, config: ModelConfig, capacity: int) -> Layer:
-        kind, v_kind = self.kinds
-        sizes = (capacity, config.num_kv_heads, config.head_dim)
+        sizes = capacity, config.num_kv_heads, config.head_dim
         return numkv.ContiguousLayer(
-            *sizes, kind=kind, v_kind=v_kind, target=self.target, **self.options
+            *sizes, kind=self.kind, v_kind=self.v_kind, target=self.target, **self.options
         )
 
 

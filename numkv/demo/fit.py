@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -345,12 +346,8 @@ class DemoJudge:
         windows: int | None = None, name: str = "bundled",
     ) -> None:  # fmt: skip
         self.name = name
-        self._model, self._texts, self._context, self._windows = (
-            model,
-            (texts, held_out),
-            context,
-            windows,
-        )
+        self._model, self._texts = model, (texts, held_out)
+        self._context, self._windows = context, windows
         config = model.config
         self.layers: Layers = [
             LayerSpec(config.num_kv_heads, config.head_dim, kind="fp32")
@@ -358,7 +355,7 @@ class DemoJudge:
 
     def divergences(self, candidates: Sequence[Layers], held_out: bool) -> list[float]:
         """See `Judge.divergences`."""
-        caches = {str(i): self._factory(layers) for i, layers in enumerate(candidates)}
+        caches = {str(i): partial(_cache_of, layers) for i, layers in enumerate(candidates)}
         scores = evaluate(
             self._model, self._texts[held_out], caches, context=self._context, windows=self._windows
         )  # fmt: skip
@@ -375,21 +372,13 @@ class DemoJudge:
             for layer in of_layers.layers
         ]
 
-    @staticmethod
-    def _factory(layers: Layers) -> Any:
-        def make(config: ModelConfig, capacities: Sequence[int]) -> LayerCache:
-            return LayerCache(
-                [
-                    numkv.ContiguousLayer(
-                        capacities[0],
-                        config.num_kv_heads,
-                        config.head_dim,
-                        kind=x.kind,
-                        v_kind=x.v_kind,
-                        rotate=x.rotate,
-                    )
-                    for x in layers
-                ]
-            )
 
-        return make
+def _cache_of(layers: Layers, config: ModelConfig, capacities: Sequence[int]) -> LayerCache:
+    """Make the cache of one text whose layers have these kinds."""
+    sizes = capacities[0], config.num_kv_heads, config.head_dim
+    return LayerCache(
+        [
+            numkv.ContiguousLayer(*sizes, kind=x.kind, v_kind=x.v_kind, rotate=x.rotate)
+            for x in layers
+        ]
+    )

@@ -126,10 +126,8 @@ class ShardedBatch(Batch):
                 losses += 1
                 if again.hopeless or losses > _LOSSES:
                     raise
-                for (
-                    seq,
-                    ids,
-                ) in again.tokens.items():  # they precede the tokens that were missing already
+                # They precede the tokens that were missing already.
+                for seq, ids in again.tokens.items():
                     missing[seq] = np.concatenate([ids, missing.get(seq, ids[:0])])
                 continue
             self.recomputed += len(chunk)
