@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from numkv.arrays import AnyArray
 from numkv.attention.contiguous import merge_states
 from numkv.attention.paged import paged_decode_attention, paged_prefill_attention
 from numkv.caches.contiguous_layer import ContiguousLayer
@@ -241,14 +242,17 @@ def _run(
     """Call every operation once, on one token; on two where one of them leaves the window."""
     place = get(target)
     kinds: dict[str, Any] = {"kind": k_kind, "v_kind": v_kind, "target": target, **options}
-    table, weight = (place.asarray(np.ones(shape, np.float32)) for shape in ((4, dim // 2), dim))
+
+    def ones(dtype: Any, *shape: int) -> AnyArray:
+        return place.asarray(np.ones(shape, dtype))
+
+    table, weight = ones(np.float32, 4, dim // 2), ones(np.float32, dim)
     accepted = set(source_dtypes(k_kind)) & set(source_dtypes(v_kind))
     own = [k_kind] if k_kind is v_kind and k_kind.is_query else []
     for source in dict.fromkeys([*own, *sources]):
         if source.dtype not in accepted:
             continue
-        rows = place.asarray(np.ones((1, 1, dim), source.dtype))
-        qkv = place.asarray(np.ones((1, 3 * dim), source.dtype))
+        rows, qkv = ones(source.dtype, 1, 1, dim), ones(source.dtype, 1, 3 * dim)
         paged = PagedLayer(2, 2, 1, dim, **kinds)
         for layer in (ContiguousLayer(4, 1, dim, **kinds), paged):
             layer.append(rows, rows)
@@ -261,10 +265,10 @@ def _run(
                 )  # fmt: skip
             layer.decode_attention(q)
             if layer.spec.full_precision:
-                two = place.asarray(np.ones((2, 1, dim), source.dtype))
+                two = ones(source.dtype, 2, 1, dim)
                 layer.append(two, two)  # the first of which is quantised at once
                 for heads in _Q_HEADS[place.values_on_host]:  # of tokens in full precision, too
-                    layer.decode_attention(place.asarray(np.ones((1, heads, dim), source.dtype)))
+                    layer.decode_attention(ones(source.dtype, 1, heads, dim))
         scales = {"k_scale": paged.k_scale} if k_kind.has_scales else {}
         if v_kind.has_scales:
             scales["v_scale"] = paged.v_scale
@@ -276,29 +280,23 @@ def _run(
         pool.append(*checked, place.index(paged.block_table, np.int32), 0)
         pool.scatter(*checked, slots)
         # On the CPU, several sequences with long tables are planned by a kernel of its own, and splits are merged.
-        two, blocks = (
-            place.asarray(np.ones((2, 1, dim), source.dtype)),
-            np.zeros((2, 1024), np.int32),
-        )
+        two, blocks = ones(source.dtype, 2, 1, dim), np.zeros((2, 1024), np.int32)
         lens = np.array([1, 2048 if target == "cpu" else 1])
         paged_decode_attention(
             two, paged.k, paged.v, place.asarray(blocks), place.asarray(lens), **scales
         )
-        lse = place.asarray(np.zeros((1, 1), np.float32))
+        lse = ones(np.float32, 1, 1)
         merge_states(rows, lse, rows, lse)
         cap = 9.0 if place.values_on_host else 0.0
         for heads in _Q_HEADS[place.values_on_host]:
-            q = place.asarray(np.ones((2, heads, dim), source.dtype))
+            q = ones(source.dtype, 2, heads, dim)
             paged_decode_attention(
                 q, paged.k, paged.v, place.asarray(blocks), place.asarray(lens), logits_soft_cap=cap, **scales
             )  # fmt: skip
         # On the CPU one kernel does all, in the simulator too.
         if place.values_on_host or not place.repeats():
             continue
-        prompt, starts = (
-            place.asarray(np.ones((_PROMPT, 1, dim), source.dtype)),
-            np.array([0, _PROMPT]),
-        )
+        prompt, starts = ones(source.dtype, _PROMPT, 1, dim), np.array([0, _PROMPT])
         paged_prefill_attention(
             prompt, paged.k, paged.v, place.asarray(blocks[:1]), place.asarray(starts[1:]), place.asarray(starts),
             **scales,
