@@ -11,7 +11,7 @@ from typing import Any
 
 from numkv.cli.accuracy_report import Measured, Report, RowErrors, write
 from numkv.cli.evaluate import check_context, documents_of
-from numkv.cli.output import Progress, SoFar, UsageError, kernel_progress, load_model, stoppable
+from numkv.cli.output import Progress, SoFar, UsageError, load_model, stoppable, warm_up
 from numkv.demo import BUNDLED_MODEL, accuracy
 from numkv.demo.cache import AnyChoice, CacheChoice
 from numkv.demo.evaluate import (
@@ -86,9 +86,7 @@ def run(arguments: argparse.Namespace) -> None:
     caches = {choice.label: choice for choice in choices}
     if arguments.out is not None:  # before minutes of work
         arguments.out.mkdir(parents=True, exist_ok=True)
-    with kernel_progress():
-        for cache in (None, *caches.values()):
-            model.warm_up(cache, arguments.target)
+    warm_up(model, (None, *caches.values()), arguments.target)
     with SoFar("cache", *accuracy.ROWS, _KL, _COPIED, *map(_wide, OUTLIER_FACTORS)) as so_far:
         with Progress("random rows") as progress:
             rows, baselines = _row_errors(

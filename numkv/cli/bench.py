@@ -229,7 +229,6 @@ def draw(lines: Sequence[Line], model: str, path: Path) -> None:
     ModuleNotFoundError
         If matplotlib is missing.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     shown = [line for line in lines if line.names]
@@ -237,7 +236,6 @@ def draw(lines: Sequence[Line], model: str, path: Path) -> None:
         return
     height = sum(0.32 * len(line.names) + 1.1 for line in shown)
     figure = Figure(figsize=(9, height), layout="constrained")
-    FigureCanvasAgg(figure)
     heights = [len(line.names) + 1 for line in shown]
     axes = figure.subplots(len(shown), 1, squeeze=False, height_ratios=heights)[:, 0]
     for line, ax in zip(shown, axes, strict=True):

@@ -8,11 +8,11 @@ from dataclasses import replace
 from numkv.cli.output import (
     Progress,
     UsageError,
-    kernel_progress,
     load_model,
     read_text,
     stoppable,
     table,
+    warm_up,
 )
 from numkv.demo.evaluate import Document, evaluate, held_out
 from numkv.demo.model import Model
@@ -32,21 +32,18 @@ def run(arguments: argparse.Namespace) -> None:
     context = check_context(arguments, model)
     choices = [replace(choice, target=arguments.target) for choice in arguments.kind]
     caches = {choice.label: choice for choice in choices if choice.label != "fp32"}
-    options = {"context": context, "target": arguments.target}
-    with kernel_progress():
-        for cache in (None, *caches.values()):
-            model.warm_up(cache, arguments.target)
-    stopping = "stopping after this window"
+    warm_up(model, (None, *caches.values()), arguments.target)
     with (
         blas_threads_for(model.weights),
         Progress("evaluating") as progress,
-        stoppable(stopping) as asked,
+        stoppable("stopping after this window") as asked,
     ):
         scores = evaluate(
             model,
             documents,
             caches,
-            **options,
+            context=context,
+            target=arguments.target,
             progress=progress.update,
             enough=lambda: bool(asked),
         )

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv import PagedKVCache, targets
-from numkv.cli.output import Progress, UsageError, kernel_progress, load_model, read_text, table
+from numkv.cli.output import Progress, UsageError, load_model, read_text, table, warm_up
 from numkv.cli.screen import Live, Screen, panel
 from numkv.demo.cache import CacheChoice, Sharing
 from numkv.demo.checkpoint import ModelConfig
@@ -202,7 +202,7 @@ def run(arguments: argparse.Namespace) -> None:
     reference = replace(CacheChoice("fp32"), **place)
     print(_headline(model, choices[0]), file=sys.stderr)
     with blas_threads_for(model.weights):
-        _warm_up(model, choices[0])
+        warm_up(model, choices[:1], arguments.target)
         samplers = [Sampler(arguments.temperature, arguments.top_k, arguments.seed) for _ in texts]
         work = prompts, limits, samplers, Screen(model.tokenizer, texts)
         capacities = [len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)]
@@ -217,7 +217,7 @@ def run(arguments: argparse.Namespace) -> None:
             raise UsageError("the model ended the text at once; try another prompt or seed")
         for choice in dict.fromkeys([*choices, reference]):
             if choice != choices[0]:
-                _warm_up(model, choice)
+                warm_up(model, [choice], arguments.target)
                 replays, lengths = [Replay(t) for t in tokens], [len(t) for t in tokens]
                 capacities = [len(p) + n for p, n in zip(prompts, lengths, strict=True)]
                 batch = model.batch(capacities, choice, arguments.target)
@@ -260,12 +260,6 @@ def _headline(model: Model, choice: CacheChoice) -> str:
         f"{config.num_layers} layers, {config.num_q_heads} query and {config.num_kv_heads} "
         f"key/value heads of {config.head_dim}; {choice.label} cache{blocks} on {choice.target}\n"
     )
-
-
-def _warm_up(model: Model, choice: CacheChoice) -> None:
-    """Load or compile kernels first, so that their time is not counted."""
-    with kernel_progress():
-        model.warm_up(choice, choice.target)
 
 
 def _continue_sharded(

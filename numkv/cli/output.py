@@ -16,13 +16,14 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 import llvmlite.binding as llvm
 
+from numkv.demo.cache import CacheFactory
 from numkv.demo.model import Model
 from numkv.drawing.picture import format_bytes
 from numkv.errors import NumkvError
@@ -271,6 +272,13 @@ def kernel_progress() -> Iterator[Progress]:
     progress = Progress("compiling kernels (first run only)")
     with listening_to_kernels(tell), progress:
         yield progress
+
+
+def warm_up(model: Model, caches: Iterable[CacheFactory | None], target: str) -> None:
+    """Load or compile kernels first, so that their time is not counted."""
+    with kernel_progress():
+        for cache in caches:
+            model.warm_up(cache, target)
 
 
 def read_text(path: Path, name: str) -> str:
