@@ -168,8 +168,7 @@ def _compiled(source: str) -> CodeType:
 
 def writes(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
     """Mark a method that adds to an object: it runs alone among writers."""
-    alone: Callable[Concatenate[_Self, _P], _R] = _woven(method, _WRITES)
-    return alone
+    return _woven(method, _WRITES)
 
 
 def whole(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
@@ -196,14 +195,12 @@ class dropping:  # noqa: N801 - as `contextlib.suppress` and its like
 
 def drops(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
     """Mark a method that moves or drops rows: `whole`, and concurrent readers get an error."""
-    moving: Callable[Concatenate[_Self, _P], _R] = _woven(method, _DROPS)
-    return uninterrupted(moving)
+    return uninterrupted(_woven(method, _DROPS))
 
 
 def reads(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
     """Mark a method that computes from rows: it raises if they are moved or dropped meanwhile."""
-    checked: Callable[Concatenate[_Self, _P], _R] = _woven(method, _READS)
-    return checked
+    return _woven(method, _READS)
 
 
 @writes

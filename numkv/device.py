@@ -185,7 +185,7 @@ def _load_row(name: str) -> Callable[..., bool]:
         load_at(words, scales, slot // size, head, slot % size, out)
         return True
 
-    return load_row_of_kind  # type: ignore[no-any-return]
+    return load_row_of_kind
 
 
 @functools.cache
@@ -207,7 +207,7 @@ def _load_element(name: str) -> Callable[..., Any]:
         slot, size = np.int64(slot), np.int64(words.shape[2])
         return REAL(value_at(words, scales, slot // size, head, slot % size, d))
 
-    return load_element_of_kind  # type: ignore[no-any-return]
+    return load_element_of_kind
 
 
 @functools.cache
@@ -232,7 +232,7 @@ def _store_row(name: str) -> Callable[..., bool]:
         store_at(words, scales, slot // size, head, slot % size, x)
         return True
 
-    return store_row_of_kind  # type: ignore[no-any-return]
+    return store_row_of_kind
 
 
 @register_jitable
@@ -271,4 +271,4 @@ def _at(of: Kind, function: Callable[..., Any]) -> Callable[..., Any]:
             row = scales[block, head, offset // SHARING]
             return function(words[block, head, offset], row, more)
 
-    return at  # type: ignore[no-any-return]
+    return at

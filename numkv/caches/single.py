@@ -458,7 +458,7 @@ class SingleSequence:
 
     def _ready_table(self, layer: int) -> int | None:
         """The pointer of a layer's table on the target; None where it has to be uploaded first."""
-        return self._again.pointer(self._block_table(layer))  # type: ignore[no-any-return]
+        return self._again.pointer(self._block_table(layer))
 
     def _append_here(self, layer: int, k: Any, v: Any, check_finite: bool) -> None:
         """Append rows on the stream of the call."""

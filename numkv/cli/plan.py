@@ -517,8 +517,7 @@ def _notes(
 def _choices(arguments: argparse.Namespace, needs: ModelNeeds) -> list[CacheChoice]:
     """Return the kinds to list: those of the option, else all that can store such rows."""
     if arguments.kind is not None:
-        asked: list[CacheChoice] = arguments.kind
-        return asked
+        return arguments.kind
     dims = {dim for rows in needs.rows for dim in (rows.dim, rows.dim_v)}
     fitting = [k for k in kinds() if not any(dim % k.unit[0] for dim in dims)]
     return [CacheChoice.parse(k.name) for k in fitting]

@@ -216,14 +216,12 @@ def per_row_attention(rows: Rows, rotate: bool) -> Array:
         return exact_attention(_per_row(k), _per_row(v), q)
     rotation, cpu = Rotation(k.shape[2]), targets.get("cpu")
     k, v, q = (rotation.forward(cpu, x) for x in (k, v, q))
-    out: Array = rotation.backward(cpu, exact_attention(_per_row(k), _per_row(v), q), np.float64)
-    return out
+    return rotation.backward(cpu, exact_attention(_per_row(k), _per_row(v), q), np.float64)
 
 
 def _per_row(x: Array) -> Array:
     scale = np.abs(x).max(axis=-1, keepdims=True) / 7
-    rounded: Array = np.rint(x / scale) * scale
-    return rounded
+    return np.rint(x / scale) * scale
 
 
 def relative_error(actual: Array, expected: Array) -> float:

@@ -312,8 +312,7 @@ def log_softmax(logits: Array) -> Array:
     float64 array (..., vocab_size)
     """
     shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
-    result: Array = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    return result
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
 #: Factors of `with_outliers` in reports.

@@ -238,8 +238,7 @@ class Session:
         ndarray
             ``(vocab_size,)``.
         """
-        logits: Array = self.forward([token])[0]
-        return logits
+        return self.forward([token])[0]
 
     def _hidden(self, tokens: NDArray[np.integer[Any]]) -> Array:
         return self.batch.hidden([self.seq], tokens, [len(tokens)])

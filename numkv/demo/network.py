@@ -141,22 +141,19 @@ class Network:
         ndarray
             ``(..., vocab_size)``.
         """
-        scores: Array = hidden @ self._weights.output.T
-        return scores
+        return hidden @ self._weights.output.T
 
     def _attention(self, index: int, x: Array, step: Step) -> Array:
         weights = self._weights.layers[index]
         qkv = self._to_target(x @ weights.qkv.T)
         q = step.write(index, qkv, **self._write_options[index])
         mixed = self._to_host(step.attention(index, q))
-        projected: Array = mixed.reshape(len(x), -1) @ weights.o.T
-        return projected
+        return mixed.reshape(len(x), -1) @ weights.o.T
 
 
 def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
     scale = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps))
-    normed: Array = x * scale * weight
-    return normed
+    return x * scale * weight
 
 
 def _feed_forward(layer: LayerWeights, x: Array) -> Array:
@@ -165,8 +162,7 @@ def _feed_forward(layer: LayerWeights, x: Array) -> Array:
     gate, up = both[:, :half], both[:, half:]
     with np.errstate(over="ignore"):  # exp of a very negative gate is inf, and the gate then 0
         inner = gate / (1 + np.exp(-gate)) * up
-    down: Array = inner @ layer.down.T
-    return down
+    return inner @ layer.down.T
 
 
 #: Models below this number of parameters have matrices too small to share among threads.

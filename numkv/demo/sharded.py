@@ -96,8 +96,7 @@ class ShardedBatch(Batch):
 
     def start(self, prompt: Sequence[int] = ()) -> Session:
         """Start a text; see `Batch.start`."""
-        session: Session = self._again_after_losses(lambda: Batch.start(self, prompt))
-        return session
+        return self._again_after_losses(lambda: Batch.start(self, prompt))
 
     def hidden(self, seqs: Sequence[int], tokens: Tokens, counts: Sequence[int]) -> Any:
         """Run new tokens through all layers, again after each loss of shards; see `Batch.hidden`."""

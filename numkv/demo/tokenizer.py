@@ -136,8 +136,7 @@ class JsonStream:
         return self._decode(self._tokens)[len(shown) :]
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        text: str = self._backend.decode(tokens, skip_special_tokens=True)
-        return text
+        return self._backend.decode(tokens, skip_special_tokens=True)
 
     def push(self, token: int) -> str:
         """Return the text that `token` completes."""

@@ -67,8 +67,7 @@ def number_before(runs: Iterable[Run], column: int, positions: Ints) -> Ints:
     for of, n in runs:
         ends.append(ends[-1] + n)
         own.append(own[-1] + (n if of == column else 0))
-    found: Ints = np.interp(positions, ends, own).astype(np.int64)
-    return found
+    return np.interp(positions, ends, own).astype(np.int64)
 
 
 def visible(runs: Iterable[Run], column: int, positions: Ints, window: int) -> Ints:

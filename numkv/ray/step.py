@@ -264,8 +264,7 @@ class ShardedStep:
     @property
     def unwritten_layers(self) -> list[int]:
         """Return the layers that still lack rows of the new tokens; none if there are no new tokens."""
-        missing: list[int] = np.flatnonzero(~self._written).tolist() if self.num_tokens else []
-        return missing
+        return np.flatnonzero(~self._written).tolist() if self.num_tokens else []
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise NotSupported("a ShardedStep cannot be copied or pickled: commit it or roll it back")

@@ -107,12 +107,11 @@ def _check_of(tensors: list[Any]) -> Callable[..., bool]:
 
 
 def _one_check(tensors: list[Any]) -> Callable[..., bool]:
-    check: Callable[..., bool] = _guards(
+    return _guards(
         *tensors,
         dynamic_dims_sizes=[list(x.shape) for x in tensors],
         dynamic_dims_strides=[list(x.stride()) for x in tensors],
     ).check
-    return check
 
 
 def _find_guards() -> None:

@@ -469,7 +469,7 @@ def _fits(query: Any, keys: Any, values: Any, batch: int, pool: Pool) -> bool:
     heads, columns, dim = int(pool.k.shape[1]), query.shape[2], pool.head_dim
     num_q_heads = query.shape[1]
     of_token = max(num_q_heads, heads) * max(dim, pool.head_dim_v)
-    fits: bool = (
+    return (
         query.dtype == keys.dtype == values.dtype
         and query.shape == (batch, num_q_heads, columns, dim)
         and keys.shape == (batch, heads, columns, dim)
@@ -477,7 +477,6 @@ def _fits(query: Any, keys: Any, values: Any, batch: int, pool: Pool) -> bool:
         and 0 < batch * columns * of_token < pool.target.small_call
         and num_q_heads % heads == 0
     )
-    return fits
 
 
 def _can_be_stored(dtype: Any, pool: Pool) -> bool:

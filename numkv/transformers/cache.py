@@ -214,10 +214,7 @@ class NumkvCache(Cache):  # type: ignore[misc]
         self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
         """Take new rows of a layer; what comes back is for the attention function ``numkv`` alone."""
-        found: tuple[Any, Any] = self.layers[layer_idx].update(
-            key_states, value_states, *args, **kwargs
-        )
-        return found
+        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
 
     @property
     def is_linear(self) -> list[bool]:

@@ -114,8 +114,7 @@ class FullPrecisionRing(InFull):
         """Return the slots of positions ``(batch, n)`` that have full-precision rows."""
         ring = self.first + position % max(1, self.window)
         base = np.arange(len(position))[:, None] * (self.first + self.window)
-        slots: Ints = base + np.where(position < self.first, position, ring)
-        return slots
+        return base + np.where(position < self.first, position, ring)
 
     def attend(self, pool: Pool, step: Step, columns: int, q: Any, options: CheckedOptions) -> Any:
         """Attend over both parts with the queries of a pass that has been written.
@@ -252,8 +251,7 @@ class NewestTokenGroups(InFull):
         if blocks > self.BLOCKS or (begin < np.minimum(self.end, start)).any():
             return None
         last = np.maximum(-(-stop // some) - self.BLOCKS, 0) * some
-        found: Ints = np.minimum(np.maximum(self.end, last), begin)
-        return found
+        return np.minimum(np.maximum(self.end, last), begin)
 
     def of_step(self, step: Step, columns: int) -> GroupsOfStep:
         """Return the slots of a pass's rows, and the ranges that the queries of its last columns read."""
@@ -283,8 +281,7 @@ class NewestTokenGroups(InFull):
         blocks, kept = int(self.pool.k.shape[0]) // len(self.end), self._kept
         group, offset = np.divmod(position, self._group)
         block = np.where(group < kept, group, kept + group % (blocks - kept))
-        slots: Ints = (of * blocks + block) * self._group + offset
-        return slots
+        return (of * blocks + block) * self._group + offset
 
     def attend(self, pool: Pool, step: Step, columns: int, q: Any, options: CheckedOptions) -> Any:
         """Attend with the queries of a pass: each reads its own group in full precision, others as codes.
@@ -325,8 +322,7 @@ def _slots_of(step: Step, of: Ints, position: Ints) -> Ints:
     """Return the slots of positions of sequences `of` in a layer's pool."""
     size = step.before.block_size
     block, offset = np.divmod(position - step.before.first[of] * size, size)
-    slots: Ints = step.table[of, block].astype(np.int64) * size + offset
-    return slots
+    return step.table[of, block].astype(np.int64) * size + offset
 
 
 def _ranges(low: Ints, high: Ints) -> Ints:

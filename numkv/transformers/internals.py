@@ -62,8 +62,7 @@ def inner_model(model: Any) -> Any:
 
 def attention_of(model: Any) -> str:
     """Return the name of a model's attention implementation."""
-    name: str = model.config._attn_implementation
-    return name
+    return model.config._attn_implementation
 
 
 def own_attention(module: Any) -> Any:

@@ -452,8 +452,7 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         ):  # fmt: skip
             pending: Pending = made[3]
             pending.keys, pending.values, pending.done = key_states, value_states, None
-            rows: tuple[Any, Any] = made[4]
-            return rows
+            return made[4]
         key, value = key_states.as_subclass(Rows), value_states.as_subclass(Rows)
         key.pending = value.pending = pending = Pending(weakref.ref(self), key_states, value_states)
         self._rows = None
