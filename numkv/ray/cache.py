@@ -33,7 +33,17 @@ from numkv.checks import check_integers, host_array
 from numkv.errors import CacheFull, DimensionMismatch, NotSupported, NumkvError
 from numkv.keywords import explains
 from numkv.numbers import check_index, check_size
-from numkv.ray.sequences import Run, Sequence, after_step, counts, joined, place, shortened, visible
+from numkv.ray.sequences import (
+    Run,
+    Sequence,
+    after_step,
+    counts,
+    cut,
+    joined,
+    place,
+    shortened,
+    visible,
+)
 from numkv.ray.shards import Shards
 from numkv.ray.step import Attending, Queries, ShardedStep
 from numkv.ray.transport import Transport
@@ -518,10 +528,7 @@ class ShardedKVCache:
         took: dict[int, dict[int, int]] = {part.column: {} for part in step.parts}
         for i, seq in enumerate(step.sequences):
             n, begin = int(keep[i]), int(ends[i] - step.new_lens[i])
-            pieces, left = [], n
-            for column, size in step.pieces[seq]:
-                pieces.append((column, min(size, left)))
-                left -= pieces[-1][1]
+            pieces = list(cut(step.pieces[seq], n))
             for column, size in counts(pieces).items():
                 took[column][seq] = size
             own = None if ids is None else ids[begin : begin + n]

@@ -25,7 +25,7 @@ from numkv.ray.sequences import (
 )
 from numkv.ray.shard import ShardSpec
 from numkv.ray.step import ShardedStep
-from numkv.ray.transport import Channel, Limits, RayShards, Ticket, Transport, first_error
+from numkv.ray.transport import Channel, Limits, RayShards, Ticket, Transport
 
 #: The most shards of a cache.
 _MOST_SHARDS = 2**16
@@ -145,7 +145,6 @@ class Shards:
         self.open_steps: dict[int, ShardedStep] = {}
         self.scales: dict[int, tuple[Any, Any]] = {}
         self.gone: set[int] = set()
-        self.dead: set[int] = set()
         blocks = arguments["num_blocks"]
         self.directory = Directory(2 * blocks * layout.columns)
         transport.start([self._spec(shard) for shard in range(layout.num_shards)])
@@ -170,11 +169,16 @@ class Shards:
             store = {**store, "mark": {**mark, "kv_heads": own}}
         return ShardSpec(arguments, store)
 
+    @property
+    def dead(self) -> set[int]:
+        """Return the columns of which a shard has no place."""
+        return {self.layout.column_of(shard) for shard in self.gone}
+
     def free_blocks(self) -> list[int]:
         """Return the blocks of each column that are certainly free."""
-        layout = self.layout
+        layout, dead = self.layout, self.dead
         return [
-            0 if c in self.dead else min(self.channels[s].free for s in layout.shards_of(c))
+            0 if c in dead else min(self.channels[s].free for s in layout.shards_of(c))
             for c in range(layout.columns)
         ]
 
@@ -229,7 +233,7 @@ class Shards:
             raise
         if any(ticket.down is not None for ticket in tickets):
             raise self._recovered()
-        error = first_error(tickets)
+        error = next((ticket.error for ticket in tickets if ticket.error is not None), None)
         if error is None:
             return
         if step is not None and step.open:
@@ -363,7 +367,6 @@ class Shards:
             self.transport.replace(shard)
         except ShardDown:
             self.gone.add(shard)
-            self.dead.add(self.layout.column_of(shard))
             return False
         self.channels[shard].begin()
         self.tell_scales(shard, self.scales)
@@ -437,7 +440,6 @@ class Shards:
             self.channels[shard].begin()
             self.tell_scales(shard, self.scales)
             self.gone.discard(shard)
-        self.dead = {self.layout.column_of(shard) for shard in self.gone}
         if len(self.dead) == self.layout.columns:
             gone = tuple(sorted(self.gone))
             raise ShardLost(f"no shards to work with: {reason}", {}, {}, gone, hopeless=True)

@@ -471,8 +471,3 @@ class Channel:
             ticket = self._in_flight.popleft()
             ticket.delivery, ticket.down = None, down
         self._waiting, self._cost = [], 0
-
-
-def first_error(tickets: list[Ticket]) -> BaseException | None:
-    """Return the error of the first shard that had one, in the order of tickets."""
-    return next((ticket.error for ticket in tickets if ticket.error is not None), None)
