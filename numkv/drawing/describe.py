@@ -52,14 +52,16 @@ def _storage(of: Any) -> str:
     return f"{text}, rotated" if of.rotate else text
 
 
+def _heads(number: int, dim: int, dim_v: int) -> str:
+    dims = f"{dim}" if dim == dim_v else f"{dim} and {dim_v}"
+    return f"{plural(number, 'kv head')} of {dims}"
+
+
 def _facts(cache: Any, of: Any, layers: int | None = None) -> list[str]:
-    dims = f"{of.head_dim}"
-    if of.head_dim_v != of.head_dim:
-        dims += f" and {of.head_dim_v}"
     facts = [_storage(of)]
     if layers is not None:
         facts.append(plural(layers, "layer"))
-    facts.append(f"{plural(of.num_kv_heads, 'kv head')} of {dims}")
+    facts.append(_heads(of.num_kv_heads, of.head_dim, of.head_dim_v))
     return [*facts, str(cache.target), format_bytes(cache.nbytes)]
 
 
@@ -122,6 +124,13 @@ def _states_of(pool: Any) -> NDArray[np.int64]:
     return states
 
 
+def _mark_last(states: NDArray[np.int64], table: Any, length: int, block_size: int) -> None:
+    """Mark the block of a sequence's last tokens, unless it is full or shared."""
+    place, filled = divmod(length, block_size)
+    if filled and place < len(table) and table[place] >= 0 and states[table[place]] == 1:
+        states[table[place]] = 3
+
+
 def _block_strip(states: NDArray[np.int64], block_size: int) -> Strip:
     used = int(((states > 0) & (states < 4)).sum())
     text = f"blocks: {used:,} of {len(states):,} in use, {plural(block_size, 'token')} each"
@@ -145,23 +154,17 @@ def _paged_cache(cache: Any) -> Picture:
         windows: dict[int, list[tuple[list[int], list[int]]]] = {}  # layers and blocks of groups
         for of_group in layers:
             table = cache.block_table(seq, of_group[0])
-            own = table[table >= 0]
-            last = table[length // cache.block_size :][:1]  # nothing where all blocks are full
-            if length % cache.block_size and len(last) and states[last[0]] == 1:
-                states[last[0]] = 3
+            _mark_last(states, table, length, cache.block_size)
             windows.setdefault(cache.layers[of_group[0]].window_left, []).append(
-                (of_group, own.tolist())
+                (of_group, table[table >= 0].tolist())
             )
         many = any(len(groups) > 1 for groups in windows.values())
         for window, groups in windows.items():
             what = "blocks" if window < 0 else f"window {window} blocks"
             parts += [] if many else [f"{what} {in_short(groups[0][1]) or 'none'}"]
         for table in in_full[seq]:
-            own = table[table >= 0]
-            last = table[length // cache.block_size :][:1]
-            if length % cache.block_size and len(last) and last[0] >= 0 and states[last[0]] == 1:
-                states[last[0]] = 3
-            parts.append(f"in full {in_short(own.tolist()) or 'none'}")
+            _mark_last(states, table, length, cache.block_size)
+            parts.append(f"in full {in_short(table[table >= 0].tolist()) or 'none'}")
         cached = cache.cached_len(seq)
         found = f" ({cached:,} found)" if cached else ""
         lines.append((str(seq), ", ".join([f"{plural(length, 'token')}{found}", *parts])))
@@ -185,11 +188,10 @@ def _blocks_each(window: int, groups: list[tuple[list[int], list[int]]]) -> str:
 
 def _swapped(swapped: Any) -> Picture:
     (heads, block_size, dim, dim_v), kind, v_kind, windows, seed, *_ = swapped.geometry
-    dims = str(dim) if dim == dim_v else f"{dim} and {dim_v}"
     facts = [
         str(kind) if kind == v_kind else f"{kind}/{v_kind}",
         plural(len(windows), "layer"),
-        f"{plural(heads, 'kv head')} of {dims}",
+        _heads(heads, dim, dim_v),
         format_bytes(swapped.nbytes),
     ]
     if seed is not None:
@@ -264,8 +266,7 @@ def _for_transformers(cache: Any) -> Picture:
     strips, lengths = [], np.zeros(0, np.int64)
     if ready:
         pool, metadata = ready[0].pool, ready[0].metadata
-        dims = {pool.head_dim: None, pool.head_dim_v: None}
-        facts.append(f"{plural(int(pool.k.shape[1]), 'kv head')} of {' and '.join(map(str, dims))}")
+        facts.append(_heads(int(pool.k.shape[1]), pool.head_dim, pool.head_dim_v))
         lengths = metadata.lengths
         layers = [[layer for layer in ready if layer.metadata is of] for of in _each(ready)]
         strips = [_strip_of_blocks(alike) for alike in layers]
@@ -323,8 +324,7 @@ def _paged_compressor(compressor: Any) -> Picture:
     states = np.minimum(stored.references(), 2).astype(np.int64)
     lines = []
     for seq, (blocks, length) in stored.sequences.items():
-        if length % size and states[blocks[-1]] == 1:
-            states[blocks[-1]] = 3
+        _mark_last(states, blocks, length, size)
         text = f"{plural(length, 'token')}, blocks {in_short(blocks.tolist()) or 'none'}"
         lines.append((str(seq), text))
     strip = _block_strip(states, size)
