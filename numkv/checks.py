@@ -112,13 +112,12 @@ def check_array(
     x = target.accept(x, name)
     dtype, actual = x.dtype, tuple(x.shape)
     if dtype not in dtypes:
-        remedy = (
-            f"make one of {dtypes[0]}"
-            if name in _WRITTEN
-            else f"convert it to {dtypes[0] if len(dtypes) == 1 else 'one of these'}"
-        )
         if not dtype.isnative:
             remedy = f"its bytes are in the other order: pass {name}.astype({name}.dtype.newbyteorder('='))"
+        elif name in _WRITTEN:
+            remedy = f"make one of {dtypes[0]}"
+        else:
+            remedy = f"convert it to {dtypes[0] if len(dtypes) == 1 else 'one of these'}"
         raise UnsupportedDType(
             _message(name, f"{' or '.join(map(str, dtypes))} {_describe(shape)}", x, remedy)
         )
@@ -129,14 +128,12 @@ def check_array(
             actual=actual,
         )
     if x.strides[-1] != dtype.itemsize and actual[-1] > 1 and x.size:
+        remedy = f"pass a contiguous copy of {name}"
+        if name in _WRITTEN:
+            remedy = "make a contiguous one, and transpose the result"
         raise NotSupported(
             f"`{name}`: expected {x.dtype} {_describe(shape)} with a contiguous last axis, got a "
-            f"step of {x.strides[-1]} bytes along it; "
-            + (
-                "make a contiguous one, and transpose the result"
-                if name in _WRITTEN
-                else f"pass a contiguous copy of {name}"
-            )
+            f"step of {x.strides[-1]} bytes along it; {remedy}"
         )
     if not _is_aligned(x, dtype.itemsize):
         raise NotSupported(
@@ -252,12 +249,10 @@ def check_integers(
                 actual=x.shape,
             )
     elif isinstance(x, (bool, int, float)) and not isinstance(x, np.generic):
-        remedy = (
-            "pass a list of integers"
-            if len(shape) == 1
-            else "pass a list of integers for each sequence"
-        )
-        if type(x) is int and len(shape) == 1:
+        remedy = "pass a list of integers"
+        if len(shape) > 1:
+            remedy += " for each sequence"
+        elif type(x) is int:
             remedy = f"pass [{x}]"
         raise UnsupportedDType(
             f"`{name}`: expected {' or '.join(map(str, dtypes))} {_describe(shape)}, got the one number {x}; {remedy}"
