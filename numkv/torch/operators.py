@@ -211,9 +211,8 @@ for _name, (_inputs_of, _result) in _OTHERS.items():
 # -- calls of operators that look like those of functions
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # so the error comes from here, not out of a trace
-def _refuse_gradient(x: Any, name: str) -> None:
-    refuse_gradient(x, name)
+# So that the error comes from here, not out of a trace.
+_refuse_gradient = torch.compiler.disable(refuse_gradient)
 
 
 def _tensors(names: tuple[str, ...], inputs: tuple[Any, ...]) -> list[Any]:

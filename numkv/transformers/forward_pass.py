@@ -143,28 +143,20 @@ def layers_of_model(
     for number, (of, arguments) in enumerate(types):
         rows = probe.found[number]
         if profile is None:
-            spec = _spec(rows, given)
+            own = {"kind": kind_of_dtype(rows.dtype), **given}
+            spec = LayerSpec(rows.heads, rows.dim, head_dim_v=rows.dim_v, **own)
         else:
             spec = profile[number]
             check_profiled(rows[:3], (spec.num_kv_heads, spec.head_dim, spec.head_dim_v))
         reach = arguments.get("sliding_window")
-        if reach is not None:
-            sees = (
-                {"chunk_size": int(reach)}
-                if of == "chunked_attention"
-                else {"window_left": int(reach) - 1}
-            )
-            spec = replace(spec, **sees)  # type: ignore[arg-type]
+        if reach is not None and of == "chunked_attention":
+            spec = replace(spec, chunk_size=int(reach))
+        elif reach is not None:
+            spec = replace(spec, window_left=int(reach) - 1)
         specs.append(spec)
         stored = (kind(x) for x in (spec.kind, spec.v_kind) if x is not None)
         widen.append(any(rows.dtype not in source_dtypes(x) for x in stored))
     return specs, widen
-
-
-def _spec(rows: Rows, given: dict[str, Any]) -> LayerSpec:
-    own = kind_of_dtype(rows.dtype)
-    assert own is not None
-    return LayerSpec(rows.heads, rows.dim, head_dim_v=rows.dim_v, **{"kind": own, **given})
 
 
 def _refuse_what_batches_change(config: Any, name: str) -> None:

@@ -25,12 +25,9 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from numkv.transformers.metadata import Seen
 
-__all__ = [
-    "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "LinearAttentionLayer", "attention_of", "can_choose_attention",
-    "causal_mask_function", "forget_cache_maker", "generation_settings", "has_own_cache", "inner_model",
-    "layer_of_transformers", "layers_of", "logits_processors", "makes_caches", "own_attention",
-    "sdpa_attention_forward", "sdpa_mask", "seen_by", "set_cache_maker", "stopping_criteria",
-    "transformers_makes_cache",
+__all__ = [  # of transformers itself
+    "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "LinearAttentionLayer", "causal_mask_function",
+    "sdpa_attention_forward", "sdpa_mask",
 ]  # fmt: skip
 
 # The method by which `generate` makes a cache if none is passed.
