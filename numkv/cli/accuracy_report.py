@@ -16,7 +16,6 @@ import numpy as np
 import numkv
 from numkv.cli.output import is_installed, markdown_table, save_figure, table, wrapped
 from numkv.demo import accuracy
-from numkv.demo.accuracy import better_caches
 from numkv.demo.evaluate import Score
 from numkv.demo.recall import DISTANCES, Recall
 from numkv.kinds import kinds
@@ -100,7 +99,7 @@ def _style(label: str) -> tuple[str, str]:
 
 def _plot(panel: Panel, ax: Any) -> None:
     points = _shown(panel)
-    better = better_caches({label: (x, y) for label, x, y in points})
+    better = accuracy.better_caches({label: (x, y) for label, x, y in points})
     envelope = sorted((x, y) for label, x, y in points if better[label] is None)
     if len(envelope) > 1:
         ax.step(
@@ -189,9 +188,6 @@ def _cost(
 _WORSE = "What is not worth its bytes"
 # A header, and rows.
 _Cells = tuple[Sequence[str], list[Sequence[str]]]
-_NO_PICTURE = (
-    "no picture: matplotlib is missing; pip install matplotlib, or numkv with its extra perf"
-)
 #: Bits of an element, scales included, between which the report looks at the lower envelope: codes of 3 to 8 bits.
 _FEWEST, _MOST = 3.0, 9.0
 
@@ -585,7 +581,10 @@ def write(report: Report, folder: Path) -> None:
     """
     picture = "accuracy.svg" if is_installed("matplotlib") else None
     if picture is None:
-        print(f"numkv: {_NO_PICTURE}", file=sys.stderr)
+        print(
+            "numkv: no picture: matplotlib is missing; pip install matplotlib, or numkv with its extra perf",
+            file=sys.stderr,
+        )
     else:
         draw(report.panels(), folder / picture)
     (folder / "accuracy.md").write_text(report.markdown(picture), encoding="utf-8")

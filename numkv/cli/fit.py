@@ -46,20 +46,19 @@ def run(arguments: argparse.Namespace) -> None:
     check_picture(arguments.picture)
     texts, notes = _texts(arguments)
     judge: Judge
-    of_k: tuple[str, ...] = (*K_KINDS, *CHANNEL_KINDS)
     if arguments.model in (None, BUNDLED_MODEL):
         model = load_model(BUNDLED_MODEL)
         context = min(arguments.context, model.config.max_context)
         judge = DemoJudge(model, texts[:1], texts[1:], context, arguments.windows)
         threads: contextlib.AbstractContextManager[Any] = blas_threads_for(model.weights)
     else:
-        judge, takes_channels, more = _of_transformers(arguments, texts)
-        if not takes_channels:
-            of_k = K_KINDS
-            more.append(
-                "a layer sees 64 tokens or fewer, which keys by channel keep in full: they were not tried"
-            )
+        judge, more = _of_transformers(arguments, texts)
         notes, threads = notes + more, contextlib.nullcontext()
+    of_k = (*K_KINDS, *CHANNEL_KINDS) if judge.takes_channels else K_KINDS
+    if not judge.takes_channels:
+        notes.append(
+            "a layer sees 64 tokens or fewer, which keys by channel keep in full: they were not tried"
+        )
     budget = _budget(arguments.budget, judge)
     tried = pairs(arguments.k_kind or of_k, arguments.v_kind or V_KINDS)
     shown = [pair for pair in tried if pair.is_even]
@@ -204,8 +203,8 @@ def _budget(text: str, judge: Judge) -> int:
 
 def _of_transformers(
     arguments: argparse.Namespace, texts: Sequence[Document]
-) -> tuple[Judge, bool, list[str]]:
-    """Load a model with transformers; return its judge, and whether its layers support keys by channel."""
+) -> tuple[Judge, list[str]]:
+    """Load a model with transformers; return its judge, and remarks on it."""
     try:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -248,4 +247,4 @@ def _of_transformers(
         return [torch.tensor(ids[x : x + size]) for x in begin]
 
     judge = ModelJudge(model, windows(texts[0]), windows(texts[1]), arguments.model.name)
-    return judge, judge.takes_channels, notes
+    return judge, notes

@@ -45,6 +45,10 @@ class Judge(Protocol):
     def layers(self) -> Layers:
         """Return the layers with rows, in the model's own dtype."""
 
+    @property
+    def takes_channels(self) -> bool:
+        """Return whether all layers see more tokens than keys by channel store in full."""
+
     def divergences(self, candidates: Sequence[Layers], held_out: bool) -> list[float]:
         """Return the mean KL of predictions over each cache from those over `layers`, in nats a token."""
 
@@ -340,6 +344,8 @@ class DemoJudge:
     name : str
         Name of the model.
     """
+
+    takes_channels = True
 
     def __init__(
         self, model: Model, texts: Sequence[Document], held_out: Sequence[Document], context: int,

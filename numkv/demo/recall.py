@@ -9,8 +9,9 @@ Source: Olsson et al., "In-context Learning and Induction Heads" (arXiv:2209.118
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,7 +178,7 @@ def _haystack(
         pieces.append((place - DISTANCES[group] * context, -1, f"    def {there}(self):\n", name))
         pieces.append((place, group, f"        self.{name[:_GIVEN]}", name))
     tokens, needles, places = list(start), [], {}
-    more = _endless(lines)
+    more = itertools.cycle(lines)
     for place, group, text, name in sorted(pieces):
         while len(tokens) < place:
             tokens += encode(next(more))
@@ -194,11 +195,6 @@ def _haystack(
     kept = [needle for needle in needles if needle.end <= context]
     last = kept[-1].end if kept else 0
     return Haystack(np.array(tokens[:last], np.int64), tuple(kept))
-
-
-def _endless(lines: list[str]) -> Iterator[str]:
-    while True:
-        yield from lines
 
 
 def recall(
