@@ -235,16 +235,6 @@ class _Floor(Contestant):
     def store(self, layer: int, k: Any, v: Any) -> None:
         self.cache.columns = int(k.shape[2])
 
-    def keep(self) -> None:
-        """Do nothing: there is no state."""
-
-    def restore(self, *, exactly: bool = False) -> None:
-        """Do nothing: there are no tokens."""
-
-    @property
-    def nbytes(self) -> int:
-        return 0
-
 
 class _TurboQuantCpu(Contestant):
     """turboquantcpu: the package stores compressed copies in addition to the model's own cache.

@@ -222,16 +222,6 @@ def _read(path: Path, settings: dict[str, Any]) -> tuple[list[Measured], dict[st
 
 
 def _measured(x: dict[str, Any]) -> Measured:
-    one, rows = x["recall"], x["rows"]
-    score, *outliers = (
-        Score(**{**score, "by_document": tuple(score["by_document"])})
-        for score in (x["score"], *x["outliers"])
-    )
-    return Measured(
-        x["label"],
-        x["num_bytes"],
-        score,
-        Recall(**{**one, "by_distance": tuple(one["by_distance"])}),
-        None if rows is None else RowErrors(**rows),
-        tuple(outliers),
-    )
+    score, *outliers = (Score(**of) for of in (x["score"], *x["outliers"]))
+    rows = None if x["rows"] is None else RowErrors(**x["rows"])
+    return Measured(x["label"], x["num_bytes"], score, Recall(**x["recall"]), rows, tuple(outliers))

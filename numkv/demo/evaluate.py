@@ -127,7 +127,7 @@ class Score:
         nats.
     agreement : float
         Share of tokens for which the most probable next token is the reference's.
-    by_document : tuple of float
+    by_document : sequence of float
         `bits_per_byte` of each text that has any.
     """
 
@@ -137,7 +137,7 @@ class Score:
     bits_per_byte: float
     kl_divergence: float
     agreement: float
-    by_document: tuple[float, ...] = ()
+    by_document: Sequence[float] = ()
 
 
 @dataclass

@@ -84,7 +84,7 @@ class Recall:
         Cross entropy of the names in bits per byte.
     copied : float
         Share of the names' tokens that are the most probable ones.
-    by_distance : tuple of float
+    by_distance : sequence of float
         This share for each distance, from the nearest.
     """
 
@@ -92,7 +92,7 @@ class Recall:
     num_needles: int
     bits_per_byte: float
     copied: float
-    by_distance: tuple[float, ...]
+    by_distance: Sequence[float]
 
 
 def haystacks(

@@ -11,7 +11,7 @@ from numkv.demo.cache import CacheChoice
 from numkv.demo.checkpoint import ModelConfig
 from numkv.demo.model import PREFILL_CHUNK, Batch, Model, Session, Tokens
 from numkv.demo.network import Network
-from numkv.ray import RayShards, ShardedKVCache, ShardLost, Transport
+from numkv.ray import ShardedKVCache, ShardLost, Transport
 
 #: Axes that can divide a cache.
 AXES = ("heads", "context")
@@ -54,7 +54,7 @@ class ShardedChoice(NamedTuple):
             heads=1 if by_context else self.shards,
             context=self.shards if by_context else 1,
             stripe=-(-_STRIPE // size) * size,
-            transport=RayShards() if self.transport is None else self.transport,
+            transport=self.transport,
             block_size=size,
             target=self.kinds.target,
         )

@@ -55,7 +55,7 @@ def test_what_is_lost_is_computed_again(tiny, by, operation):
 
 
 def test_the_command_generates_the_same_text(tiny, capsys, monkeypatch):
-    monkeypatch.setattr("numkv.demo.sharded.RayShards", LocalShards)
+    monkeypatch.setattr("numkv.ray.shards.RayShards", LocalShards)
     options = ("--model", tiny, "--prompt", "def f(", "--tokens", 8, "--temperature", 0)
     alone = run(capsys, *options, "--kind", "fp32")
     for by in ("heads", "context"):
