@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> None:
             measured, without = _measure(
                 model, documents, texts, caches, rows, arguments, context, so_far
             )
-    by_label = {x.label: x for part in (*(x for x, _ in earlier), measured) for x in part}
+    by_label = {x.label: x for part in (*earlier, measured) for x in part}
     report = Report(
         sorted(by_label.values(), key=lambda x: (x.label != "fp32", -x.num_bytes)),
         baselines,
@@ -203,7 +203,7 @@ def _row_errors(
     return found, [found.pop(label) for label in accuracy.PER_ROW.values()]
 
 
-def _read(path: Path, settings: dict[str, Any]) -> tuple[list[Measured], dict[str, Any]]:
+def _read(path: Path, settings: dict[str, Any]) -> list[Measured]:
     """Return the caches of an earlier report, which must have the same settings."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -218,7 +218,7 @@ def _read(path: Path, settings: dict[str, Any]) -> tuple[list[Measured], dict[st
             raise UsageError(
                 f"--add {path}: expected {name} {value!r} as in this report, got {before.get(name)!r}"
             )
-    return caches, before
+    return caches
 
 
 def _measured(x: dict[str, Any]) -> Measured:
