@@ -252,6 +252,11 @@ def _rope_scaling(rope: dict[str, Any]) -> Llama3Scaling | None:
 Array = NDArray[np.float32]
 Progress = Callable[[int, int], None]
 
+
+def no_progress(done: int, total: int) -> None:
+    """Report nothing: what functions call that are given no function to report their progress."""
+
+
 _FLOATS = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("<f2")} | {
     name: DTYPES[name] for name in ("F32", "F64")
 }
@@ -326,7 +331,7 @@ class Weights:
 class _TensorFiles:
     """The tensors of a folder by name; each is taken once, and `finish` rejects unused ones."""
 
-    def __init__(self, directory: Path, progress: Progress | None) -> None:
+    def __init__(self, directory: Path, progress: Progress) -> None:
         index = directory / "model.safetensors.index.json"
         single = directory / "model.safetensors"
         if single.is_file():
@@ -370,8 +375,7 @@ class _TensorFiles:
             out = np.empty(shape, np.float32)
         content = np.fromfile(path, np.uint8, stored.end - stored.begin, offset=begin)
         out[...] = content.view(stored.dtype).reshape(shape)
-        if self._progress is not None:
-            self._progress(self._total - len(self._owner), self._total)
+        self._progress(self._total - len(self._owner), self._total)
         return out
 
     def take_stacked(self, names: list[str], rows: list[int], columns: int) -> Array:
@@ -397,7 +401,7 @@ class _TensorFiles:
             )
 
 
-def load_weights(directory: Path, config: ModelConfig, progress: Progress | None = None) -> Weights:
+def load_weights(directory: Path, config: ModelConfig, progress: Progress = no_progress) -> Weights:
     """Read the weights of a checkpoint.
 
     Parameters

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from numkv.demo import BUNDLED_MODEL
 from numkv.demo.cache import CacheChoice, CacheFactory
-from numkv.demo.checkpoint import LayerWeights, ModelConfig, read_json
+from numkv.demo.checkpoint import LayerWeights, ModelConfig, Progress, no_progress, read_json
 from numkv.demo.model import PREFILL_CHUNK, Model, Session
 
 Array = NDArray[np.floating[Any]]
@@ -157,7 +157,7 @@ def evaluate(
     reference: CacheFactory | None = None,
     target: str = "cpu",
     chunk: int = PREFILL_CHUNK,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = no_progress,
     enough: Callable[[], bool] = lambda: False,
 ) -> list[Score]:
     """Measure caches on texts.
@@ -224,8 +224,7 @@ def evaluate(
                 _score(sessions, sums, tokens[start : stop + 1], skip)
                 num_scored += max(stop - start - skip, 0)
                 num_done += stop - start
-                if progress is not None:
-                    progress(num_done, total)
+                progress(num_done, total)
         scored = [tokens[first + 1 : end + 1] for first, end in seen]
         whole = windows is None and len(seen) == len(of_text)
         sizes.append(_num_bytes(model, document, scored, whole))

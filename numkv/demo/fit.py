@@ -20,13 +20,12 @@ from numpy.typing import NDArray
 import numkv
 from numkv.caches import LayerSpec, Profile
 from numkv.demo.cache import CacheChoice, LayerCache
-from numkv.demo.checkpoint import ModelConfig
+from numkv.demo.checkpoint import ModelConfig, Progress, no_progress
 from numkv.demo.evaluate import Document, evaluate
 from numkv.demo.model import Model
 from numkv.kinds import kind
 
 Layers = Sequence[LayerSpec]
-Progress = Callable[[int, int], None]
 #: Kinds that are tried by default, and those of keys by channel, for caches that support them.
 K_KINDS, V_KINDS = ("bf16", "int8", "int4"), ("int8", "int4")
 CHANNEL_KINDS = ("int8_channel", "int4_channel_fine", "int4_channel")
@@ -156,7 +155,7 @@ def fit(
     budget: int,
     *,
     tried: Sequence[Pair] | None = None,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
     report: Callable[[int, Mapping[Pair, float]], None] = lambda layer, costs: None,
 ) -> Fit:
     """Choose the storage kinds of each layer of a model.
@@ -220,8 +219,7 @@ def fit(
             found += judge.divergences(candidates[begin : begin + _TOGETHER], held_out)
             done += len(candidates[begin : begin + _TOGETHER])
             seen(found)
-            if progress is not None:
-                progress(done, total)
+            progress(done, total)
         return found
 
     measure(alone, False, add_layers)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from numkv.demo import BUNDLED_MODEL
 from numkv.demo.cache import Cache, CacheChoice, CacheFactory
-from numkv.demo.checkpoint import ModelConfig, Progress, Weights, load_weights
+from numkv.demo.checkpoint import ModelConfig, Progress, Weights, load_weights, no_progress
 from numkv.demo.network import Network
 from numkv.demo.tokenizer import Tokenizer, load_tokenizer
 
@@ -53,7 +53,7 @@ class Batch:
         return Session(self, self.cache.add(prompt))
 
     def prefill(
-        self, prompts: Sequence[Sequence[int]], progress: Progress | None = None
+        self, prompts: Sequence[Sequence[int]], progress: Progress = no_progress
     ) -> tuple[list[Session], Array]:
         """Start texts and compute their prompts, one after another so that later ones can share.
 
@@ -76,8 +76,7 @@ class Batch:
         logits = []
 
         def report(num_new: int, _: int) -> None:
-            if progress is not None:
-                progress(done + sessions[-1].num_reused + num_new, total)
+            progress(done + sessions[-1].num_reused + num_new, total)
 
         for prompt in prompts:
             sessions.append(self.start(prompt))
@@ -198,7 +197,7 @@ class Session:
         return self.batch.network.logits(self._hidden(np.asarray(tokens)))
 
     def prefill(
-        self, tokens: Tokens, progress: Progress | None = None, chunk: int = PREFILL_CHUNK
+        self, tokens: Tokens, progress: Progress = no_progress, chunk: int = PREFILL_CHUNK
     ) -> Array:
         """Compute a prompt in chunks, and the logits of the token after it.
 
@@ -221,8 +220,7 @@ class Session:
             raise ValueError("tokens: expected at least one, got none")
         for begin in range(0, len(ids), chunk):
             hidden = self._hidden(ids[begin : begin + chunk])
-            if progress is not None:
-                progress(min(begin + chunk, len(ids)), len(ids))
+            progress(min(begin + chunk, len(ids)), len(ids))
         return self.batch.network.logits(hidden[-1])
 
     def step(self, token: int) -> Array:
@@ -263,7 +261,7 @@ class Model:
         self.tokenizer = tokenizer
 
     @classmethod
-    def load(cls, directory: Path = BUNDLED_MODEL, progress: Progress | None = None) -> Model:
+    def load(cls, directory: Path = BUNDLED_MODEL, progress: Progress = no_progress) -> Model:
         """Load a checkpoint.
 
         Parameters

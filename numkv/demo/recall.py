@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.demo.cache import CacheFactory
+from numkv.demo.checkpoint import Progress, no_progress
 from numkv.demo.evaluate import Document, log_softmax
 from numkv.demo.model import PREFILL_CHUNK, Model, Session
 from numkv.demo.tokenizer import Tokenizer
@@ -204,7 +205,7 @@ def recall(
     *,
     target: str = "cpu",
     chunk: int = PREFILL_CHUNK,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = no_progress,
 ) -> list[Recall]:
     """Measure how well names are copied from caches.
 
@@ -239,8 +240,7 @@ def recall(
         for text in texts:
             scored += _scored(session, text, chunk)
             done += len(text.tokens)
-            if progress is not None:
-                progress(done, total)
+            progress(done, total)
         found.append(_summed(label, scored))
     return found
 
