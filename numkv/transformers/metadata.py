@@ -272,7 +272,7 @@ class BatchMetadata:
         if new is not None:
             slots[~new] = -1
         blocks = None if seen.blocks is None else self._block_ends(seen.blocks, valid, new_columns)
-        self._check_seen(seen, counts, blocks)
+        self._check_seen(ordinal, counts, seen, blocks)
         queries, lengths, starts, ranges = self._queries(new, ordinal, end, seen, blocks)
         after = replace(
             self, columns=self.columns + new_columns, lengths=self.lengths + counts, table=table,
@@ -348,19 +348,20 @@ class BatchMetadata:
 
     def held(self) -> Flags:
         """Return which entries of the table are blocks."""
-        return self._in_block(np.arange(self.table.shape[1])) > 0
+        return self._in_blocks() > 0
 
     def fills(self) -> Ints:
         """Return the tokens in each block of the pool, for the owner with most of them."""
-        found, held = np.zeros(self.num_blocks, np.int64), self.held()
-        np.maximum.at(found, self.table[held], self._in_block(np.arange(self.table.shape[1]))[held])
+        found, inside = np.zeros(self.num_blocks, np.int64), self._in_blocks()
+        held = inside > 0
+        np.maximum.at(found, self.table[held], inside[held])
         return found
 
-    def _in_block(self, places: Ints) -> Ints:
-        """Return the tokens of each sequence in its blocks at these columns of the table, (batch, n)."""
+    def _in_blocks(self) -> Ints:
+        """Return the tokens in each entry of the table."""
         size = self.block_size
-        left: Ints = (self.lengths - self.first * size)[:, None] - places[None] * size
-        return np.clip(left, 0, size)
+        begins = size * np.arange(self.table.shape[1])
+        return np.clip((self.lengths - self.first * size)[:, None] - begins, 0, size)
 
     def _joined(self, new: Flags | None, new_columns: int) -> Flags | None:
         """Return which columns are tokens, with the new ones."""
@@ -400,20 +401,15 @@ class BatchMetadata:
         return begin, end
 
     def _check_seen(
-        self, seen: Seen, counts: Ints, blocks: tuple[Ints, Ints] | None = None
+        self, ordinal: Ints, counts: Ints, seen: Seen, blocks: tuple[Ints, Ints] | None
     ) -> None:
         """Raise for queries that see removed tokens."""
         if not self.first.any():
             return
-        if seen.chunk:
-            lowest = self.lengths // seen.chunk * seen.chunk
-        elif seen.window:
-            lowest = np.maximum(self.lengths - seen.window + 1, 0)
-        else:
-            lowest = np.zeros_like(self.lengths)
-        if blocks is not None and not seen.cuts:
-            lowest = np.minimum(lowest, blocks[0].min(1))
-        if ((lowest < self.first * self.block_size) & (counts > 0)).any():
+        # Padding before the first new token sees nothing that this token does not see.
+        low, _ = self._limits(np.maximum(ordinal, 1), seen, blocks)
+        removed = (self.first * self.block_size)[:, None]
+        if ((low < removed) & (counts > 0)[:, None]).any():
             raise NotSupported(
                 f"NumkvCache: expected a mask by which no token sees more than {self.reach} earlier ones in this "
                 "layer, which has dropped the others, got one that shows more"
