@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import numkv
 from numkv.cli import accuracy, bench, cache, evaluate, fit, generate, info, plan, show, stream
-from numkv.cli.output import Size, UsageError, at_least, checked, flag, option
+from numkv.cli.output import Size, UsageError, at_least, checked, flag, option, positive
 from numkv.demo import BUNDLED_MODEL
 from numkv.demo.cache import CacheChoice, parse_cache
 from numkv.demo.fit import CHANNEL_KINDS, K_KINDS, V_KINDS
@@ -135,15 +135,7 @@ def _print_anywhere() -> None:
             reconfigure(errors="replace")
 
 
-def _temperature(text: str) -> float:
-    number = float(text)
-    if not 0 <= number < float("inf"):
-        raise ValueError(text)
-    return number
-
-
 _count, _some = at_least(1), at_least(0)
-_temperature_of = checked(_temperature, "0 or more")
 _size = checked(Size.parse, "a size such as 8GiB or 500MB")
 _seconds = checked(plan.parse_seconds, "a time such as 300us")
 
@@ -192,7 +184,7 @@ def _add_kind_option(
 
 
 def _add_sampling_options(parser: Any) -> None:
-    option(parser, "--temperature", "0 takes the most probable token, more is more varied", _temperature_of, "T",
+    option(parser, "--temperature", "0 takes the most probable token, more is more varied", positive(or_zero=True), "T",
             default=0.7)
     option(parser, "--top-k", "choose among the K most probable tokens, 0 among all", _some, "K",
             default=40)

@@ -26,6 +26,7 @@ from numkv.cli.output import (
     markdown_table,
     option,
     page_head,
+    positive,
     save_figure,
     stoppable,
     table,
@@ -376,20 +377,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--threads", "of PyTorch and numkv (default: theirs)", count, "N")
     option(parser, "--rounds", f"rounds that count, for each context; three times as many up to {_SHORT:,} tokens, a "
            "quarter for prompts", count, "N", default=30)
-    option(parser, "--minutes", "time limit, with requests that of each method (default: 10)", _minutes,
+    option(parser, "--minutes", "time limit, with requests that of each method (default: 10)", positive(),
            "M", default=10.0)
     option(parser, "--seed", "of all random numbers (default: 0)", int, "N", default=0)
     option(parser, "--picture", "draw it: .png or .svg; needs matplotlib", Path, "FILE")
     option(parser, "--markdown", "write a page", Path, "FILE")
     # fmt: on
     parser.set_defaults(run=run)
-
-
-def _minutes(text: str) -> float:
-    number = float(text)
-    if not 0 < number < float("inf"):
-        raise ValueError(text)
-    return number
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ import datetime
 import importlib.metadata
 import importlib.util
 import logging
+import math
 import os
 import platform
 import re
@@ -373,6 +374,18 @@ def at_least(smallest: int) -> Callable[[str], int]:
         return number
 
     return checked(convert, f"an integer of {smallest} or more")
+
+
+def positive(*, or_zero: bool = False) -> Callable[[str], float]:
+    """Return an argparse type of finite numbers above 0, or of 0 too."""
+
+    def convert(text: str) -> float:
+        number = float(text)
+        if not (0 < number < math.inf or (or_zero and number == 0)):
+            raise ValueError(text)
+        return number
+
+    return checked(convert, "0 or more" if or_zero else "more than 0")
 
 
 def option(

@@ -224,7 +224,7 @@ def test_errors_are_one_line(tmp_path, capsys):
         (["8b", "--picture", "a.gif"], ".png or .svg"),
         (["8b", "--context"], "nothing to measure"),
         (["8b", "--contestants", "vllm"], "invalid choice"),
-        (["8b", "--minutes", "0"], "--minutes"),
+        (["8b", "--minutes", "0"], "--minutes: expected more than 0, got '0'"),
     ):
         assert main([*options, *more]) == 2
         error = capsys.readouterr().err
