@@ -493,7 +493,6 @@ LEFT_OUT = fault_states.LEFT_OUT | {
     "v": "as k is",
     "decode_values": "tried with decode_keys",
     "quantised_tokens": "a range",
-    "window_of": "a number",
     "length": "a number",
     "cached_len": "a number",
     "count_lookup": "numbers",

@@ -314,8 +314,6 @@ Paged.rows = [
     _row("unpin", {"seq": SEQ}, 0.4),
     _row("length", {"seq": SEQ}, 0.4),
     _row("cached_len", {"seq": SEQ}, 0.4),
-    _row("window_of", {"layer": LAYER}, 0.3),
-    _row("layer_rows", {"layer": LAYER}, 0.3),
     _row("bind", BIND, 0.3)._replace(call=constructed),
     _row("swap_out", {"seq": SEQ}, 0.5, _swapped_out),
     _row("swap_in", {"swapped": Arg("object", _swapped)}, 0.5),

@@ -65,3 +65,40 @@ def test_equal_weights_of_a_whole_tile_stay_within_32_bits(kind, error):
     scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
     out = numkv.decode_attention(q, layer.k, layer.v, np.array([256]), **scales)
     np.testing.assert_allclose(out, np.broadcast_to(rows[:1], out.shape), atol=error)
+
+
+@each("size", [16, 64, 96, 128, 160, 192, 256])
+@pytest.mark.parametrize("kind", LARGEST_ERROR)
+def test_results_do_not_depend_on_the_width_of_a_table(rng, kind, size):
+    """A sequence of one block, in tables with room for one block and for three, and beside a longer sequence."""
+    layer, scales, *_ = stored(rng, kind, 64, 3 * size)
+    pools = {  # three blocks of the layer's rows
+        name: np.ascontiguousarray(
+            x.reshape(1, 2, 3, size, *x.shape[3:]).swapaxes(1, 2).reshape(3, 2, size, *x.shape[3:])
+        )
+        for name, x in {"k_pool": layer.k, "v_pool": layer.v, **scales}.items()
+    }
+    table = np.array([[2, 0, 1]], np.int32)
+    for group in (1, 4):
+        q = rng.standard_normal((1, 2 * group, 64), np.float32)
+        options = {"q": q, **pools, "seq_lens": np.array([size - 3])}
+        narrow = numkv.paged_decode_attention(block_table=table[:, :1].copy(), **options)
+        wide = numkv.paged_decode_attention(block_table=table, **options)
+        options |= {"q": q.repeat(2, 0), "seq_lens": np.array([size - 3, 2 * size])}
+        both = numkv.paged_decode_attention(block_table=table.repeat(2, 0), **options)
+        assert np.array_equal(narrow, wide)
+        assert np.array_equal(narrow[0], both[0])
+
+
+@each("capacity", [96, 100, 128, 160, 192, 200, 256, 300])
+@pytest.mark.parametrize("kind", LARGEST_ERROR)
+def test_results_do_not_depend_on_the_capacity(rng, kind, capacity):
+    length = capacity - 3
+    for dim in (64, 128):
+        layer, scales, k, v = stored(rng, kind, dim, capacity)
+        larger = numkv.ContiguousLayer(1024, 2, dim, kind=kind)
+        larger.append(k[:length], v[:length])
+        for group in (1, 4):
+            q = rng.standard_normal((1, 2 * group, dim), np.float32)
+            out = numkv.decode_attention(q, layer.k, layer.v, np.array([length]), **scales)
+            assert np.array_equal(out, larger.decode_attention(q))
