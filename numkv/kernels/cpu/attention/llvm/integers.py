@@ -556,16 +556,15 @@ class _Groups:
         row_bytes = b.ashr(rows.dim, I64(1))
         self.whole, left = b.sdiv(row_bytes, I64(_BYTES)), b.srem(row_bytes, I64(_BYTES))
         self.copies = scratch_floats(b, I8, _BYTES * KV_TILE)
-        offsets = scratch_floats(b, I64, KV_TILE)
-        self.offsets = b.bitcast(offsets, rows.offsets.type)
+        self.offsets = b.bitcast(scratch_floats(b, I64, KV_TILE), rows.offsets.type)
         short = b.icmp_signed(">", left, I64(0))
         with b.if_then(short, likely=False), steps(b, I64(0), count, 1) as (t, _):
             at = b.add(b.load(b.gep(rows.offsets, [t])), b.mul(self.whole, I64(_BYTES)))
             group = v.load_bytes(rows.words, at, left, _BYTES)
             to = b.mul(t, I64(_BYTES))
             b.store(to, b.gep(self.offsets, [t]))
-            place = b.bitcast(b.gep(self.copies, [to]), group.type.as_pointer())
-            b.store(group, place, align=_BYTES)
+            place = b.gep(self.copies, [to])
+            b.store(group, b.bitcast(place, group.type.as_pointer()), align=_BYTES)
 
     def place(self, group):
         """Return what `load` needs for a group: where its bytes are, as an address and offsets by token."""
@@ -687,9 +686,8 @@ class _ScoresOfInt4:
                         at, further = self.further(len(sums), q_at, i, upper)
                         further += half * v.lanes + r * (v.lanes // len(sums))
                         if v.has_fours and len(slots) == 1:
-                            (slot,), (x,) = slots, codes
-                            total = v.add_fours_of(b.load(slot), x, self.floats, at, further)
-                            b.store(total, slot)
+                            total, x = b.load(slots[0]), codes[0]
+                            b.store(v.add_fours_of(total, x, self.floats, at, further), slots[0])
                             continue
                         weights = v.repeated_weights(self.floats, at, further)
                         for slot, x in zip(slots, codes, strict=True):
@@ -952,8 +950,7 @@ class _SumsOfInt4:
         self.b, self.v = b, Words(b)
         self.next_kind, self.extents = next_kind, extents
         self.count, self.taken, self.floats, self.weights = count, taken, floats, weights
-        self.values, self.outputs = values, outputs
-        self.begin, self.end = begin, end
+        self.values, self.outputs, self.begin, self.end = values, outputs, begin, end
         self.groups = _Groups(self.v, values, whole_units(b, end))
         self.spans = b.sdiv(b.add(values.dim, I64(INT4_SPAN - 1)), I64(INT4_SPAN))
 
