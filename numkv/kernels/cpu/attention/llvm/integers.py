@@ -47,7 +47,6 @@ from numkv.kernels.cpu.vectors.emit import (
     I16,
     I32,
     I64,
-    as_bytes,
     emits,
     for_rows,
     keep_in_memory,
@@ -570,7 +569,7 @@ class _Groups:
         """Return what `load` needs for a group: where its bytes are, as an address and offsets by token."""
         b = self.v.b
         short = b.icmp_signed("==", group, self.whole)
-        first = b.gep(as_bytes(b, self.rows.words), [b.mul(group, I64(_BYTES))])
+        first = self.v.pointer(self.rows.words, b.mul(group, I64(_BYTES)), I8)
         return b.select(short, self.copies, first), b.select(short, self.offsets, self.rows.offsets)
 
     def load(self, first, offsets, size=_BYTES):
