@@ -53,7 +53,6 @@ def budget_for(name: str, number: int) -> int:
     return -(-number // STEP) * STEP if name.startswith("code lines") else number
 
 
-@pytest.mark.slow  # it reads all of the source
 def test_budgets_are_kept_and_follow_what_has_shrunk():
     budgets, now = json.loads(LIST.read_text()), weights()
     del budgets["repeated lines"]

@@ -119,7 +119,6 @@ def test_sentences_are_short(page):
     assert long_sentences(page.read_text()) == [], page
 
 
-@pytest.mark.slow  # it reads all of the source
 @each("source", SOURCES)
 def test_sentences_of_docstrings_are_short(source):
     assert [x for d in docstrings_of(source.read_text()) for x in long_sentences(prose(d))] == [], (

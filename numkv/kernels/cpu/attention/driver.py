@@ -239,8 +239,8 @@ def _tokens_of_turns(layout, longest, short_if_large, item):
     """Return the most tokens of an item's turns: as many units as there is room for, doubled up to `longest`.
 
     With `short_if_large`, turns of large items have one unit. Turns do not cross blocks of 128 tokens, the default, as
-    the next block is elsewhere: paged C takes 0.81 of the time in int8 and 0.93 in fp16 on a Zen 5 (`python -m perf
-    against`). Turns of 64 tokens, for shorter blocks, cost more than that. No block may be divided by this rule: a
+    the next block is elsewhere. By that paged C takes 0.81 of the time in int8 and 0.93 in fp16 on a Zen 5 (`python -m
+    perf against`). Turns of 64 tokens, for shorter blocks, cost more than that. No block may be divided by this rule: a
     contiguous cache of 200 tokens is one block here, and its results would depend on its capacity.
     """
     if layout.unit == KV_TILE // 2:
