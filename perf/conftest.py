@@ -10,6 +10,7 @@ import numkv
 
 _lines: list[tuple[str, float, float, str, float, float]] = []
 _ratios: list[tuple[str, str, float, float]] = []
+_notes: list[str] = []
 
 
 def pytest_addoption(parser):
@@ -114,8 +115,14 @@ def measure(benchmark, request, finished, rounds):
 
 
 @pytest.fixture
-def host_time(benchmark, capsys, request, rounds):
-    """``host_time(run, setup)``: time `run` 105 times and print what a call costs."""
+def note():
+    """``note(text)``: print a line at the end, after pytest-benchmark's own table, which has rounds only."""
+    return _notes.append
+
+
+@pytest.fixture
+def host_time(benchmark, note, request, rounds):
+    """``host_time(run, setup)``: time `run` 105 times and note what a call costs."""
 
     def timed(run, setup=None):
         if not benchmark.enabled:
@@ -125,11 +132,8 @@ def host_time(benchmark, capsys, request, rounds):
             return
         benchmark.pedantic(run, setup=setup, rounds=rounds(100), iterations=1, warmup_rounds=5)
         stats = benchmark.stats.stats
-        with capsys.disabled():
-            print(
-                f"\n{request.node.name:48} {stats.median * 1e6:9.1f} us a call "
-                f"(best {stats.min * 1e6:.1f})"
-            )
+        cost = f"{stats.median * 1e6:9.1f} us a call (best {stats.min * 1e6:.1f})"
+        note(f"{request.node.name:48} {cost}")
 
     return timed
 
@@ -168,6 +172,10 @@ def pytest_terminal_summary(terminalreporter):
         for name, what, ratio, limit in _ratios:
             mark = "" if ratio <= limit else f"   above {limit:.2f}"
             write(f"{name.split('/')[-1]:60} {what} {ratio:.3f}{mark}")
+    if _notes:
+        terminalreporter.section("notes")
+        for text in _notes:
+            write(text)
     if not _lines:
         return
     terminalreporter.section("share of the machine's bandwidth")

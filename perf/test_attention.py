@@ -66,7 +66,7 @@ def test_decode_attention(measure, target, to, rng, shape, kind):
 
 @pytest.mark.parametrize(("tokens", "length"), [(1024, 1024), (256, 8192)])
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
-def test_prefill_attention(benchmark, finished, capsys, target, to, rng, kind, tokens, length):
+def test_prefill_attention(benchmark, finished, note, target, to, rng, kind, tokens, length):
     """A causal prompt of one sequence, or the last chunk of a long one, by arithmetic."""
     shape = Shape(1, 8, 2, 64, length)
     dtype = numkv.kind(kind).dtype
@@ -85,5 +85,4 @@ def test_prefill_attention(benchmark, finished, capsys, target, to, rng, kind, t
     if benchmark.enabled:
         flops = causal_flops(shape) - causal_flops(shape._replace(length=length - tokens))
         rate = flops / benchmark.stats.stats.median / 1e9
-        with capsys.disabled():
-            print(f"\nprefill of {tokens} of {length} tokens, {kind}: {rate:.0f} GFLOP/s")
+        note(f"prefill of {tokens} of {length} tokens, {kind}: {rate:.0f} GFLOP/s")

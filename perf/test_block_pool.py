@@ -16,8 +16,8 @@ SIZE = 16
 
 
 @pytest.fixture
-def per_block(benchmark, capsys, request):
-    """``per_block(run, n, setup)``: time `run` over `n` blocks and print what one costs."""
+def per_block(benchmark, note, request):
+    """``per_block(run, n, setup)``: time `run` over `n` blocks and note what one costs."""
 
     def timed(run, n, setup=None):
         if not benchmark.enabled:
@@ -28,11 +28,10 @@ def per_block(benchmark, capsys, request):
         benchmark.pedantic(run, setup=setup, rounds=200, iterations=1, warmup_rounds=5)
         stats = benchmark.stats.stats
         benchmark.extra_info.update({"blocks": n, "ns per block": stats.median / n * 1e9})
-        with capsys.disabled():
-            print(
-                f"\n{request.node.name:36} {stats.median / n * 1e9:9.1f} ns per block "
-                f"(best {stats.min / n * 1e9:.1f}), {stats.median * 1e6:.1f} us a call"
-            )
+        note(
+            f"{request.node.name:36} {stats.median / n * 1e9:9.1f} ns per block "
+            f"(best {stats.min / n * 1e9:.1f}), {stats.median * 1e6:.1f} us a call"
+        )
 
     return timed
 

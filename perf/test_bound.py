@@ -1,6 +1,6 @@
 """Bound calls beside append and attention one after the other: a token of each layer, layers taken in turn.
 
-The two take turns in one run, over layers that come from memory, or over those of a model. What is printed is each
+The two take turns in one run, over layers that come from memory, or over those of a model. Notes have each
 one's median time for a layer, the median of the differences within a round, and what a whole bound step takes for a
 layer: its beginning and its end are shared by all layers.
 """
@@ -92,7 +92,7 @@ def batch(kind, of_rows, layers, shape, rng):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("kind", "of_rows"), KINDS)
-def test_bound(rng, kind, of_rows, size, benchmark):
+def test_bound(rng, kind, of_rows, size, benchmark, rounds, note):
     shape, paged, layers = SIZES[size]
     each = shape.batch * shape.length
     of_layer = numkv.kind(kind).bytes_per_element * 2 * shape.kv_heads * shape.dim * each
@@ -123,16 +123,15 @@ def test_bound(rng, kind, of_rows, size, benchmark):
 
     a_round()
     assert np.array_equal(*(out.view(np.uint8) for out in outs))
+    start = time.perf_counter()
+    a_round()
+    found, in_time = [], int(SECONDS / (time.perf_counter() - start))
+    benchmark.pedantic(lambda: found.append(a_round()), rounds=rounds(max(5, in_time)))
     if not benchmark.enabled:
-        benchmark(a_round)
         return
-    found, until = [], time.monotonic() + SECONDS
-    while time.monotonic() < until:
-        found.append(a_round())
     two, one, step = (statistics.median(x) for x in zip(*found, strict=True))
     saved = statistics.median(a - b for a, b, _ in found)
-    print(
-        f"\n{kind}, {size}: two calls {two:.1f} us, bound {one:.1f} us, saved {saved:.1f} us a layer; "
+    note(
+        f"{kind}, {size}: two calls {two:.1f} us, bound {one:.1f} us, saved {saved:.1f} us a layer; "
         f"a bound step of {layers} layers {step:.1f} us a layer in all"
     )
-    benchmark(lambda: None)

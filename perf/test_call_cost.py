@@ -9,7 +9,7 @@ HEADS, Q_HEADS, DIM, LENGTH = 8, 32, 128, 256
 
 
 @pytest.fixture
-def call(benchmark):
+def call(benchmark, note):
     """``call(run, reset)``: time `run`; a second is shared out among rounds of 20 calls, of which the least counts."""
 
     def timed(run, reset=None):
@@ -20,7 +20,7 @@ def call(benchmark):
             run, setup=None if reset is None else lambda: (reset(), None)[1], rounds=500,
             iterations=20 if reset is None else 1, warmup_rounds=20,
         )  # fmt: skip
-        print(f"\n{benchmark.name}: {benchmark.stats.stats.min * 1e6:.2f} us")
+        note(f"{benchmark.name}: {benchmark.stats.stats.min * 1e6:.2f} us a call at least")
 
     return timed
 

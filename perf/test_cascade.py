@@ -3,7 +3,7 @@
 Contestants take turns, as the machine's speed drifts; the ratio of their medians is what counts.
 """
 
-import time
+import math
 
 import numpy as np
 import pytest
@@ -38,38 +38,18 @@ def problem(rng, num_seqs, heads, kv_heads, kind):
     return (q, *rows, order[table], np.full(num_seqs, SHARED + OWN)), scales
 
 
-def ratio(arrays, scales, seconds=3.0):
-    """Median time of the plain way over that of the cascade."""
-    calls = (
-        lambda: numkv.paged_decode_attention(*arrays, **scales),
-        lambda: numkv.cascade_attention(*arrays, SHARED, **scales),
-    )
-    plain, shared = (call() for call in calls)
-    np.testing.assert_allclose(plain, shared, atol=2e-3)
-    times = [[], []]
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        for call, taken in zip(calls, times, strict=True):
-            start = time.perf_counter()
-            call()
-            taken.append(time.perf_counter() - start)
-    return np.median(times[0]) / np.median(times[1]), np.median(times, axis=1)
-
-
 @pytest.mark.parametrize("num_seqs", [4, 16])
 @pytest.mark.parametrize("heads", [(8, 8), (32, 8)])
-@pytest.mark.parametrize("kind", ["bf16", "int8"])
-def test_cascade(rng, num_seqs, heads, kind):
-    found, (plain, shared) = ratio(*problem(rng, num_seqs, *heads, kind))
-    print(
-        f"{kind}, {num_seqs} sequences, heads {heads[0]}/{heads[1]}, shared {SHARED}: plain {plain * 1e3:.1f} ms, "
-        f"cascade {shared * 1e3:.1f} ms, {found:.2f} x"
-    )
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
+def test_cascade(benchmark, side_by_side, rng, num_seqs, heads, kind):
+    arrays, scales = problem(rng, num_seqs, *heads, kind)
 
+    def plain():
+        return numkv.paged_decode_attention(*arrays, **scales)
 
-if __name__ == "__main__":
-    rng = np.random.default_rng(0)
-    for kind in ("bf16", "fp32", "int8"):
-        for heads in ((8, 8), (32, 8)):
-            for num_seqs in (4, 16):
-                test_cascade(rng, num_seqs, heads, kind)
+    def shared():
+        return numkv.cascade_attention(*arrays, SHARED, **scales)
+
+    np.testing.assert_allclose(plain(), shared(), atol=2e-3)
+    benchmark(shared)
+    side_by_side("plain / cascade", plain, shared, math.inf)
