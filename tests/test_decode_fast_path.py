@@ -200,6 +200,70 @@ def odd(x):
     return made
 
 
+@pytest.mark.parametrize("dtype", Q_DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_are_written_in_place(rng, ways, kind, dtype):
+    given, q = stored(rng, kind), queries(rng, dtype)
+    in_blocks = paged(given, [5, 0, 3, 1])
+    wanted = numkv.decode_attention(q, **given)
+    out = np.full_like(q, np.nan)
+    assert numkv.decode_attention(q, **given, out=out) is out
+    assert is_same(out, wanted)
+    memory = np.full((3, *q.shape), np.nan, dtype)
+    numkv.paged_decode_attention(q, **in_blocks, out=memory[1])
+    assert is_same(memory[1], wanted)
+    assert np.isnan(memory[::2].astype(np.float32)).all()
+    assert numkv.decode_attention(q, **given, out=q) is q
+    assert is_same(q, wanted)
+    assert ways == [True] * 4
+
+
+def _read_only(x):
+    x.flags.writeable = False
+    return x
+
+
+@pytest.mark.parametrize(
+    "out_of",
+    [
+        lambda q, given: given["k"].reshape(-1)[: q.size].reshape(q.shape),
+        lambda q, given: given["v"].reshape(-1)[-q.size :].reshape(q.shape),
+        lambda q, given: np.zeros(q.shape, np.float64),
+        lambda q, given: np.zeros(q.shape[1:], q.dtype),
+        lambda q, given: np.zeros((*q.shape[:2], 2 * DIM), q.dtype)[..., ::2],
+        lambda q, given: _read_only(np.zeros_like(q)),
+        lambda q, given: q[:, ::-1],
+        lambda q, given: odd(q),
+        lambda q, given: q.tolist(),
+    ],
+)
+def test_outputs_that_are_wrong_are_refused_as_ever(rng, ways, out_of):
+    q, given = queries(rng), stored(rng, "fp32")
+    wanted, before = numkv.decode_attention(q, **given), {n: x.copy() for n, x in given.items()}
+    out, said = out_of(q, given), []
+    for more in ({}, {"return_lse": True}):
+        with pytest.raises((numkv.NumkvError, TypeError, ValueError)) as caught:
+            numkv.decode_attention(q, **given, out=out, **more)
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+    assert all(is_same(given[name], x) for name, x in before.items())
+    assert is_same(numkv.decode_attention(q, **given), wanted)
+    assert ways == [True, False, True]
+
+
+def test_an_output_in_the_memory_of_scales_or_lengths_is_refused(rng):
+    given, q = stored(rng, "int8", capacity=4096), queries(rng)
+    for name in ("k_scale", "v_scale"):
+        with pytest.raises(numkv.NotSupported, match=name):
+            out = given[name].reshape(-1)[: q.size].reshape(q.shape)
+            numkv.decode_attention(q, **given, out=out)
+    memory = np.zeros(q.shape, np.float32)
+    lens = memory.reshape(-1)[:2].view(np.int64)
+    lens[:] = 50
+    with pytest.raises(numkv.NotSupported, match="seq_lens"):
+        numkv.decode_attention(q, **given | {"seq_lens": lens}, out=memory)
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -110,9 +110,9 @@ def decode_attention(
     np.float32(1.0)
     """
     if (
-        validate is False and only_scaled(options, return_lse, out)
+        validate is False and only_scaled(options, return_lse)
         and (found := fast_path.decode(
-            q, k, v, seq_lens, k_scale, v_scale, options.get("sm_scale")
+            q, k, v, seq_lens, k_scale, v_scale, options.get("sm_scale"), out
         )) is not None
     ):  # fmt: skip
         return found

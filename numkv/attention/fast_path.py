@@ -1,7 +1,7 @@
 """The fast path for decode attention on the CPU: checking everything takes longer than a small call.
 
-It accepts ordinary calls: NumPy arrays and no option but a scale. For any other call it does nothing. The general path
-then computes it, or raises.
+It accepts ordinary calls: NumPy arrays and no option but a scale and `out`. For any other call it does nothing. The
+general path then computes it, or raises.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numkv import targets
+from numkv.arrays import may_share_memory
 from numkv.attention.attend import compute_dtype, no_ranges, no_sinks
 from numkv.kernels.validate import first_unfit
 from numkv.kinds import Kind, kind_of_dtype, kinds
@@ -43,11 +44,10 @@ class _Way(NamedTuple):
     #: See `numkv.kernels.operations.Operations.attend`; the kinds of queries, K and V.
     attend: Any
     names: tuple[str, str, str]
-    #: Words as which queries and rows are seen, where these are other dtypes, and the dtype of the output then.
+    #: Words as which queries, the output and rows are seen, where these are other dtypes.
     q_word: Any
     k_word: Any
     v_word: Any
-    out_dtype: Any
     #: Elements of a word of K and of V, and of a scale where groups have one; and words of scales.
     k_each: int
     v_each: int
@@ -68,10 +68,9 @@ def _way(q: Any, k: Any, v: Any, scales: Any, scale_ndim: int) -> _Way | None:
         return None if kind.word == dtype else kind.word
 
     scale_word = None if scales is None or of_k.scale_word == scales else of_k.scale_word
-    out_dtype = None if of_q.word == q else q
     names = of_q.name, of_k.name, of_v.name
     return _Way(
-        _HOST.ops.attend, names, word(of_q, q), word(of_k, k), word(of_v, v), out_dtype, of_k.unit[0] // of_k.unit[1],
+        _HOST.ops.attend, names, word(of_q, q), word(of_k, k), word(of_v, v), of_k.unit[0] // of_k.unit[1],
         of_v.unit[0] // of_v.unit[1], of_k.group_size, scale_word, no_sinks(_HOST.key, compute_dtype(*names)),
     )  # fmt: skip
 
@@ -84,7 +83,7 @@ def _of_batch(num_seqs: int) -> tuple[Any, Any]:
 
 def decode(
     q: Any, k: Any, v: Any, seq_lens: Any, k_scale: Any, v_scale: Any, sm_scale: float | None,
-    block_table: Any = None,
+    out: Any, block_table: Any = None,
 ) -> Any:  # fmt: skip
     """Do an ordinary `numkv.decode_attention`, or with a table `numkv.paged_decode_attention`; else return None."""
     if not (type(q) is type(k) is type(v) is type(seq_lens) is _Array):
@@ -119,7 +118,7 @@ def decode(
             k_scale, v_scale = k_scale.view(found.scale_word), v_scale.view(found.scale_word)
     else:
         return None
-    attend, names, q_word, k_word, v_word, out_dtype, k_each, v_each, _, _, sinks = found
+    attend, names, q_word, k_word, v_word, k_each, v_each, _, _, sinks = found
     q_kind, k_kind, v_kind = names
     if not (
         num_seqs and heads and q_heads and q_heads % heads == 0 and columns and columns * k_each == dim and v_shape[3]
@@ -146,15 +145,24 @@ def decode(
             return None
     elif first_unfit(block_table, seq_lens, block_size, blocks) >= 0:
         return None
+    shape = num_seqs, q_heads, v_shape[3] * v_each
+    if out is None:
+        out = np.empty(shape, q.dtype)
+    elif not (
+        type(out) is _Array and out.shape == shape and out.dtype == q.dtype and out.flags.carray
+        and (out is q or not may_share_memory(out, q))
+        and not any(may_share_memory(out, x) for x in (k, v, seq_lens, block_table, k_scale, v_scale))
+    ):  # fmt: skip
+        return None
+    result = out
     if q_word is not None:
-        q = q.view(q_word)
+        q, result = q.view(q_word), out.view(q_word)
     if k_word is not None:
         k = k.view(k_word)
     if v_word is not None:
         v = v.view(v_word)
-    out = np.empty((num_seqs, q_heads, v_shape[3] * v_each), q.dtype)
     attend(
         q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, block_table, seq_lens, starts, _NO_RANGES, False, sm_scale,
-        0.0, -1, sinks, out, np.empty((num_seqs, q_heads), np.float32),
+        0.0, -1, sinks, result, np.empty((num_seqs, q_heads), np.float32),
     )  # fmt: skip
-    return out if out_dtype is None else out.view(out_dtype)
+    return out

@@ -103,9 +103,9 @@ class CheckedOptions(NamedTuple):  # made in a third of the time of a frozen dat
 PLAIN = CheckedOptions()
 
 
-def only_scaled(given: Mapping[str, Any], return_lse: Any, out: Any) -> bool:
+def only_scaled(given: Mapping[str, Any], return_lse: Any) -> bool:
     """Return whether a call has no option but a scale, which is not checked, and defaults."""
-    if out is not None or return_lse is not False:
+    if return_lse is not False:
         return False
     for name, x in given.items():
         if not (
@@ -130,7 +130,8 @@ def check_options(
     if not takes.issuperset(given):
         raise _unknown(next(name for name in given if name not in takes), takes)
     if (
-        window_left == -1 and only_scaled(given, return_lse, out) and given.get("sm_scale") is None
+        window_left == -1 and out is None and only_scaled(given, return_lse)
+        and given.get("sm_scale") is None
     ):  # fmt: skip
         return PLAIN  # what most calls of one token ask for
     sm_scale, cap = given.get("sm_scale"), given.get("logits_soft_cap", 0.0)

@@ -109,9 +109,9 @@ def paged_decode_attention(
         See `numkv.decode_attention`.
     """
     if (
-        validate is False and only_scaled(options, return_lse, out)
+        validate is False and only_scaled(options, return_lse)
         and (found := fast_path.decode(
-            q, k_pool, v_pool, seq_lens, k_scale, v_scale, options.get("sm_scale"), block_table
+            q, k_pool, v_pool, seq_lens, k_scale, v_scale, options.get("sm_scale"), out, block_table
         )) is not None
     ):  # fmt: skip
         return found
