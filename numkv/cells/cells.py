@@ -60,30 +60,18 @@ class Forward(NamedTuple):
     """Lists of new sequences, and longer ones of sequences whose list has no room for the batch."""
 
 
-class Removal(NamedTuple):
-    """Which cells a sequence loses, and which change their position; made by `Cells.plan_removal`."""
+class Change(NamedTuple):
+    """Which cells a sequence loses, and which change their position; see `Cells.plan_removal`, `plan_compaction`."""
 
     sequence: int
     first: int
-    last: int
-    """The cells ``[first, last)`` of the sequence's list are dropped."""
+    """The cells of the sequence's list before this one stay as they are."""
     after: CellList
-    """The cells from `last` on, which come next to those before `first`."""
-    moved: CellList
-    """Cells whose position changes, by position."""
-    offset: int
-    """The number added to their positions."""
-
-
-class Compaction(NamedTuple):
-    """Which cells a sequence keeps; made by `Cells.plan_compaction`."""
-
-    sequence: int
-    kept: CellList
-    """Cells, by position."""
+    """The cells that then come next to them."""
     dropped: CellList
+    """The cells that the sequence loses."""
     moves: list[tuple[CellList, int]]
-    """Kept cells whose position changes, and what is added to it."""
+    """Cells whose position changes, by position, and what is added to it."""
 
 
 class CellsOfSequence:
@@ -365,7 +353,7 @@ class Cells:
 
     # -- other changes
 
-    def plan_removal(self, sequence: int, begin: int, end: int | None) -> Removal:
+    def plan_removal(self, sequence: int, begin: int, end: int | None) -> Change:
         """Plan to remove the positions ``[begin, end)``.
 
         Parameters
@@ -379,7 +367,7 @@ class Cells:
 
         Returns
         -------
-        Removal
+        Change
 
         Raises
         ------
@@ -389,7 +377,7 @@ class Cells:
         owned = self.owned(sequence)
         first = self.before(owned, begin)
         if end is None:
-            return Removal(sequence, first, len(owned), _NO_CELLS, _NO_CELLS, 0)
+            return Change(sequence, first, _NO_CELLS, owned[first:], [])
         last = self.before(owned, end)
         after = owned[last:].copy()
         moved = after if end > begin else _NO_CELLS
@@ -400,24 +388,10 @@ class Cells:
                 f"{self.positions[cell] + begin - end}, and {self.num_sequences[cell] - 1} other "
                 "sequences share it; remove to the end, or remove them first"
             )
-        return Removal(sequence, first, last, after, moved, begin - end)
+        moves = [(moved, begin - end)] if len(moved) else []
+        return Change(sequence, first, after, owned[first:last], moves)
 
-    def commit_removal(self, plan: Removal) -> None:
-        """Carry out a `Removal`; a sequence without cells is forgotten."""
-        found = self._sequences.get(plan.sequence)
-        if found is None:
-            return
-        if len(plan.moved):
-            kernels.compiled("move")(self.positions, plan.moved, plan.offset)
-        owned = found.owned
-        kernels.compiled("leave")(self.num_sequences, self._vacant, owned[plan.first : plan.last])
-        found.end -= plan.last - plan.first
-        found.owned[plan.first :] = plan.after
-        if found.begin == found.end:
-            del self._sequences[plan.sequence]
-            self._fresh.discard(plan.sequence)
-
-    def plan_compaction(self, sequence: int, keep: Ints) -> Compaction:
+    def plan_compaction(self, sequence: int, keep: Ints) -> Change:
         """Plan to keep only some positions of a sequence, which become 0, 1, 2, …
 
         Parameters
@@ -429,7 +403,7 @@ class Cells:
 
         Returns
         -------
-        Compaction
+        Change
 
         Raises
         ------
@@ -461,19 +435,19 @@ class Cells:
                 "it, or remove them first"
             )
         moves = [(kept[offsets == by], int(by)) for by in np.unique(offsets) if by]
-        return Compaction(sequence, kept, owned[~stays], moves)
+        return Change(sequence, 0, kept, owned[~stays], moves)
 
-    def commit_compaction(self, plan: Compaction) -> None:
-        """Carry out a `Compaction`; a sequence without cells is forgotten."""
+    def commit_change(self, plan: Change) -> None:
+        """Carry out a `Change`; a sequence without cells is forgotten."""
         found = self._sequences.get(plan.sequence)
         if found is None:
             return
         for moved, offset in plan.moves:
             kernels.compiled("move")(self.positions, moved, offset)
         kernels.compiled("leave")(self.num_sequences, self._vacant, plan.dropped)
-        found.end = found.begin + len(plan.kept)
-        found.owned[:] = plan.kept
-        if not len(plan.kept):
+        found.end = found.begin + plan.first + len(plan.after)
+        found.owned[plan.first :] = plan.after
+        if found.begin == found.end:
             del self._sequences[plan.sequence]
             self._fresh.discard(plan.sequence)
 

@@ -26,7 +26,6 @@ from numkv.attention.options import (
     SCORES,
     WITH_SINKS,
     AttentionOptions,
-    CheckedOptions,
     check_options,
 )
 from numkv.caches.multi.arguments import (
@@ -43,7 +42,7 @@ from numkv.caches.multi.arguments import (
 from numkv.cells.cells import Rows, read_rows
 from numkv.cells.compiled import LAST_POSITION
 from numkv.checks import check_kept
-from numkv.errors import NotSupported, NumkvError
+from numkv.errors import NumkvError
 from numkv.kinds import Kind, kinds_of
 from numkv.numbers import check_flag, check_size
 from numkv.targets.base import Array, Target
@@ -256,8 +255,8 @@ class MultiSequenceCache(ABC):
         -----
         Nothing has changed after an error.
         """
-        self._check_ready()
-        self._set_scales(check_layer("layer", layer), k, v)
+        of, layer = self._at(layer)
+        of._set_scales(layer, k, v)
 
     # -- a pass
 
@@ -294,8 +293,8 @@ class MultiSequenceCache(ABC):
         NumkvError
             Before `start_forward`.
         """
-        self._check_ready()
-        self._put(check_layer("layer", layer), k, v, check_flag("check_finite", check_finite, True))
+        of, layer = self._at(layer)
+        of._put(layer, k, v, check_flag("check_finite", check_finite, True))
 
     @streamed
     @reads
@@ -324,8 +323,9 @@ class MultiSequenceCache(ABC):
         NumkvError
             Before `start_forward`.
         """
-        self._check_ready()
-        return self._get(check_layer("layer", layer))
+        of, layer = self._at(layer)
+        found: tuple[Array, Array, Array] = of._get(layer)
+        return found
 
     @streamed
     @reads
@@ -369,9 +369,8 @@ class MultiSequenceCache(ABC):
         UnsupportedDType, NotSupported, ValueError
             See `numkv.decode_attention`.
         """
-        self._check_ready()
-        layer = check_layer("layer", layer)
-        return self._attend(layer, q, check_options(options, return_lse, out, takes=WITH_SINKS))
+        of, layer = self._at(layer)
+        return of._attend(layer, q, check_options(options, return_lse, out, takes=WITH_SINKS))
 
     @streamed
     @reads
@@ -417,9 +416,9 @@ class MultiSequenceCache(ABC):
         UnsupportedDType, NotSupported, ValueError
             See `numkv.decode_attention`.
         """
-        self._check_ready()
-        layer = check_layer("layer", layer)
-        return self._weights(layer, q, check_options(options, takes=SCORES), lse)
+        of, layer = self._at(layer)
+        found: dict[int, Array] = of._weights(layer, q, check_options(options, takes=SCORES), lse)
+        return found
 
     # -- for your own kernels
 
@@ -453,35 +452,25 @@ class MultiSequenceCache(ABC):
         NumkvError
             Before `init` and after `close`.
         """
+        of, layer = self._at(layer)
+        found: CacheArrays = of._cache_arrays(layer)
+        return found
+
+    def _at(self, layer: Any) -> tuple[Any, int]:
+        """Return the cache that has a layer's rows, and the layer's number; refused unless the cache is ready."""
         self._check_ready()
-        return self._cache_arrays(check_layer("layer", layer))
+        number = check_layer("layer", layer)
+        return self._holder(number), number
+
+    def _holder(self, layer: int) -> Any:
+        """Return the `LayeredCache` that has a layer's rows: this cache, or a child of a `numkv.WrapperCache`."""
+        return self
 
     @abstractmethod
     def __runs_on__(self) -> tuple[Target, Any]: ...
 
     @abstractmethod
-    def _cache_arrays(self, layer: int) -> CacheArrays: ...
-
-    @abstractmethod
     def _can_resume(self, seq: int, pos: int) -> bool: ...
-
-    @abstractmethod
-    def _put(self, layer: int, k: Any, v: Any, check_finite: bool) -> None: ...
-
-    @abstractmethod
-    def _get(self, layer: int) -> tuple[Array, Array, Array]: ...
-
-    def _weights(self, layer: int, q: Any, options: CheckedOptions, lse: Any) -> dict[int, Array]:
-        raise NotSupported(
-            f"{type(self).__name__}: expected a cache of tokens, whose weights say which of them to keep; "
-            "this one holds rows that stay or go together"
-        )
-
-    @abstractmethod
-    def _set_scales(self, layer: int, k: Any, v: Any) -> None: ...
-
-    @abstractmethod
-    def _attend(self, layer: int, q: Any, options: CheckedOptions) -> Any: ...
 
     @abstractmethod
     def _plan_forward(self, rows: Rows, items: tuple[int, ...], reserve: bool) -> Commit: ...

@@ -41,7 +41,7 @@ from numkv.caches.multi.base import Commit
 from numkv.caches.multi.forward_pass import UNLIMITED, ForwardPass, View, as_table
 from numkv.caches.multi.layered import LayeredCache
 from numkv.caches.multi.saved import SavedCells, saved_config
-from numkv.cells.cells import Cells, Rows
+from numkv.cells.cells import Cells, Change, Rows
 from numkv.checks import check_array
 from numkv.compaction.key_shift import Shift, plan_shift, turns_of
 from numkv.drawing.page import drawn
@@ -405,32 +405,28 @@ class CausalCache(LayeredCache):
 
         return commit
 
-    def _plan_remove(self, seq: int, begin: int, end: int | None) -> Commit:
-        removal = self._cells.plan_removal(seq, begin, end)
+    def _plan_shift(self, change: Change, begin: str, remedy: str) -> Commit:
+        """Plan a change of cells, some of whose keys have to turn; the rest is for the error if they cannot."""
         moves: list[Callable[[], object]] = []
-        if moved := len(removal.moved):
+        for cells, offset in change.moves:
             if self._shift is None:
                 raise NotSupported(
-                    f"`end`: the {moved} tokens of sequence {seq} from position {end} on would have "
-                    "to move, and this cache has no shift to turn their keys; remove to the end, or make "
-                    "the cache with shift=numkv.rope_shift(cos, sin)"
+                    f"{begin} would have to move, and this cache has no shift to turn their keys; {remedy} the cache "
+                    "with shift=numkv.rope_shift(cos, sin)"
                 )
-            cells, step = removal.moved, max(1, self._max_batch)
-            moves = plan_shift(self._shift, self._layers, cells, removal.offset, step)
-        return self._plan_change(lambda: self._cells.commit_removal(removal), moves)
+            moves += plan_shift(self._shift, self._layers, cells, offset, max(1, self._max_batch))
+        return self._plan_change(lambda: self._cells.commit_change(change), moves)
+
+    def _plan_remove(self, seq: int, begin: int, end: int | None) -> Commit:
+        removal = self._cells.plan_removal(seq, begin, end)
+        moved = sum(len(cells) for cells, _ in removal.moves)
+        what = f"`end`: the {moved} tokens of sequence {seq} from position {end} on"
+        return self._plan_shift(removal, what, "remove to the end, or make")
 
     def _plan_compact(self, seq: int, keep: NDArray[np.int64]) -> Commit:
         compaction = self._cells.plan_compaction(seq, keep)
-        moves: list[Callable[[], object]] = []
-        for moved, offset in compaction.moves:
-            if self._shift is None:
-                raise NotSupported(
-                    f"`keep`: {sum(len(cells) for cells, _ in compaction.moves)} tokens of sequence {seq} "
-                    "would have to move, and this cache has no shift to turn their keys; make the cache "
-                    "with shift=numkv.rope_shift(cos, sin)"
-                )
-            moves += plan_shift(self._shift, self._layers, moved, offset, max(1, self._max_batch))
-        return self._plan_change(lambda: self._cells.commit_compaction(compaction), moves)
+        moved = sum(len(cells) for cells, _ in compaction.moves)
+        return self._plan_shift(compaction, f"`keep`: {moved} tokens of sequence {seq}", "make")
 
     def _plan_copy(self, src: int, dst: int, length: int) -> Commit:
         prefix = self._cells.plan_copy(src, length)

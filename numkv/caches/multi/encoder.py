@@ -363,6 +363,12 @@ class EncoderCache(LayeredCache):
         self._end_reading(layer, begun)
         return found
 
+    def _weights(self, layer: int, q: Any, options: CheckedOptions, lse: Any) -> dict[int, Array]:
+        raise NotSupported(
+            f"{type(self).__name__}: expected a cache of tokens, whose weights say which of them to keep; "
+            "this one holds rows that stay or go together"
+        )
+
     def _tables(self, layer: int) -> tuple[Array | None, Array | None, Array | None]:
         rows, index = int(self._layer(layer).k.shape[2]), self._target.index
         table = np.arange(max(1, rows))[None, :]

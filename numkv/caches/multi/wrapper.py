@@ -15,8 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.access import Access, whole
-from numkv.arrays import CacheArrays
-from numkv.attention.options import CheckedOptions
 from numkv.caches.layer_spec import LayerSpec
 from numkv.caches.multi.arguments import CacheConfig, Setup
 from numkv.caches.multi.base import Commit, MultiSequenceCache
@@ -29,7 +27,7 @@ from numkv.numbers import check_index
 from numkv.snapshots.fields import Fields, expect
 from numkv.snapshots.saved import Saved, Spec, entry
 from numkv.snapshots.snapshot import Options, Snapshot, Source, Under
-from numkv.targets.base import Array, Target
+from numkv.targets.base import Target
 
 #: More layers than any model has; an iterable that names more may go on for ever.
 _MOST_LAYERS = 2**20
@@ -183,13 +181,11 @@ class WrapperCache(MultiSequenceCache):
     def __runs_on__(self) -> tuple[Target, Any]:
         return self._children[0].__runs_on__()
 
-    def _child(self, layer: int) -> MultiSequenceCache:
-        """The child of a layer."""
-        if self._layer_types is None:
-            return self._children[self._type]
-        return self._children[
-            self._layer_types[check_index("layer", layer, len(self._layer_types))]
-        ]
+    def _holder(self, layer: int) -> Any:
+        number = self._type
+        if self._layer_types is not None:
+            number = self._layer_types[check_index("layer", layer, len(self._layer_types))]
+        return self._children[number]._holder(layer)
 
     def __repr__(self) -> str:
         parts = [repr(child) for child in self._children]
@@ -380,23 +376,3 @@ class WrapperCache(MultiSequenceCache):
 
     def _can_resume(self, seq: int, pos: int) -> bool:
         return all(child._can_resume(seq, pos) for child in self._children)
-
-    # -- a pass
-
-    def _put(self, layer: int, k: Any, v: Any, check_finite: bool) -> None:
-        self._child(layer)._put(layer, k, v, check_finite)
-
-    def _get(self, layer: int) -> tuple[Array, Array, Array]:
-        return self._child(layer)._get(layer)
-
-    def _set_scales(self, layer: int, k: Any, v: Any) -> None:
-        self._child(layer)._set_scales(layer, k, v)
-
-    def _attend(self, layer: int, q: Any, options: CheckedOptions) -> Any:
-        return self._child(layer)._attend(layer, q, options)
-
-    def _weights(self, layer: int, q: Any, options: CheckedOptions, lse: Any) -> dict[int, Array]:
-        return self._child(layer)._weights(layer, q, options, lse)
-
-    def _cache_arrays(self, layer: int) -> CacheArrays:
-        return self._child(layer)._cache_arrays(layer)
