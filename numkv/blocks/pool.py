@@ -532,14 +532,18 @@ class BlockPool:
         NumkvError
             A block is free already, or is listed more often than it has references.
         """
+        self._count(
+            "release", ids, "is released more often than it was taken: it has {0} references"
+        )
+
+    def _count(self, operation: str, ids: Any, problem: str) -> None:
+        """Change references or pins of blocks; `problem` says what is wrong with a block of {0} and {1} of them."""
         ids = block_ids(ids, self._num_blocks)
-        wrong = compiled.compiled("release")(self._state, self._counters, ids)
+        wrong = compiled.compiled(operation)(self._state, self._counters, ids)
         if wrong >= 0:
             block = id_in_range(ids, wrong, self._num_blocks)
-            raise NumkvError(
-                f"`ids`: block {block} is released more often than it was taken: it has "
-                f"{self._state[arrays.REF, block]} references"
-            )
+            found = problem.format(*self._state[: arrays.CACHED, block])
+            raise NumkvError(f"`ids`: block {block} {found}")
 
     @changes
     def _undo_allocation(self, ids: Ids, peak: int) -> None:
@@ -567,11 +571,7 @@ class BlockPool:
         NumkvError
             A block is free and holds nothing.
         """
-        ids = block_ids(ids, self._num_blocks)
-        wrong = compiled.compiled("acquire")(self._state, self._counters, ids)
-        if wrong >= 0:
-            block = id_in_range(ids, wrong, self._num_blocks)
-            raise NumkvError(f"`ids`: block {block} is free and holds nothing; allocate blocks")
+        self._count("acquire", ids, "is free and holds nothing; allocate blocks")
 
     # -- the prefix cache
 
@@ -748,11 +748,7 @@ class BlockPool:
         NumkvError
             A block holds no cached content.
         """
-        ids = block_ids(ids, self._num_blocks)
-        wrong = compiled.compiled("pin")(self._state, self._counters, ids)
-        if wrong >= 0:
-            block = id_in_range(ids, wrong, self._num_blocks)
-            raise NumkvError(f"`ids`: block {block} holds no cached content; register it first")
+        self._count("pin", ids, "holds no cached content; register it first")
 
     @changes
     def unpin(self, ids: Any) -> None:
@@ -770,14 +766,7 @@ class BlockPool:
         NumkvError
             A block is not pinned, or is listed more often than it is pinned.
         """
-        ids = block_ids(ids, self._num_blocks)
-        wrong = compiled.compiled("unpin")(self._state, self._counters, ids)
-        if wrong >= 0:
-            block = id_in_range(ids, wrong, self._num_blocks)
-            raise NumkvError(
-                f"`ids`: block {block} is unpinned more often than it was pinned: it has "
-                f"{self._state[arrays.PINS, block]} pins"
-            )
+        self._count("unpin", ids, "is unpinned more often than it was pinned: it has {1} pins")
 
 
 def taken_for_now(pool: BlockPool, n: int) -> tuple[Ids, Callable[[], None]]:

@@ -56,12 +56,9 @@ class Encoded(NamedTuple):
         kind: CodesKind,
     ) -> Self:
         """Buffers of zeros."""
-        codes, scales, signs, residuals = cls.shapes(num_heads, capacity, head_dim, kind)
-        return cls(
-            target.zeros(codes, np.uint8),
-            target.zeros(scales, np.float32),
-            target.zeros(signs, np.uint8),
-            target.zeros(residuals, np.float32),
+        shapes = cls.shapes(num_heads, capacity, head_dim, kind)
+        return cls._make(
+            target.zeros(shape, dtype) for shape, (_, dtype) in zip(shapes, _PARTS, strict=True)
         )
 
     @classmethod

@@ -156,9 +156,10 @@ class Tiers:
             self.of_states = StoredBlocks(
                 self.engine, of.states.block_pool, content, make(content.content), group_mask(len(of.groups))
             )  # fmt: skip
-            self._named = np.zeros(of.states.block_pool.num_blocks, np.bool_)
-            of.states.block_pool._watcher = _OfStates(self.of_states, self._named)
-        blocks._watcher = self
+            #: 0 for slots with names that others know, else -1.
+            self._named = np.full(of.states.block_pool.num_blocks, -1, np.int32)
+            of.states.block_pool._watcher = _Watcher([self.of_states], self._named, -1)
+        blocks._watcher = _Watcher(self.parts, self._part_of, self._nobody)
 
     def take(self, like: Tiers) -> None:
         """Know of blocks and slots what another one does, of whose block pool these are a copy."""
@@ -208,7 +209,7 @@ class Tiers:
         assert part is not None
         for slot, name, length, tokens in checkpoints:
             if tokens is not None and name_of(slots.block_pool, slot) == name:
-                self._named[slot] = True
+                self._named[slot] = 0
                 of_name = np.frombuffer(bytearray(name), np.uint8)[None]
                 depth = np.array([length // self._of.block_size - 1])
                 blocks += part.full_blocks(np.array([slot], np.int32), of_name, tokens[None], depth)
@@ -224,24 +225,6 @@ class Tiers:
             self._of.reports.collect()  # by now all that was written before the copies has been told of
             if not self._of.reports:
                 part.queue(blocks, copies)
-
-    def evicted(
-        self, ids: NDArray[np.int32], names: NDArray[np.uint64], tokens: NDArray[np.int32]
-    ) -> None:
-        """Copy blocks that the pool evicts into the host tier."""
-        of_each = self._part_of[ids]
-        for number, part in enumerate(self.parts):
-            mine = of_each == number
-            if mine.any():
-                part.rescue(ids[mine], names[mine])
-        self._part_of[ids] = self._nobody
-
-    def dropped(self, ids: NDArray[np.int32]) -> None:
-        """Copy blocks that the pool drops before they were written into the host tier."""
-        of_each = self._part_of[ids]
-        for number, part in enumerate(self.parts):
-            part.rescue_waiting(ids[of_each == number].tolist())
-        self._part_of[ids] = self._nobody
 
     # -- in
 
@@ -448,7 +431,7 @@ class Tiers:
             good, tiers = part.fill([missing], taken, source)
             if good[0]:
                 slots.register([Checkpoint(int(taken[0]), name.tobytes(), length, None)])
-                self._named[taken] = True
+                self._named[taken] = 0
         except BaseException:
             slots.block_pool.release(taken)
             raise
@@ -478,28 +461,36 @@ class Tiers:
         )
 
 
-class _OfStates:
-    """Receives events of the states' block pool; see `numkv.blocks.pool`.
+class _Watcher:
+    """Receives events of a block pool; see `numkv.blocks.records.Watcher`.
 
     Parameters
     ----------
-    part : StoredBlocks
-        The states.
-    named : bool array (num_slots,)
-        Which slots have names that others know.
+    parts : list of StoredBlocks
+        What its blocks may be a part of.
+    part_of : int32 array (num_blocks,)
+        The number of each block's part, which is set where blocks are registered.
+    nobody : int
+        That of blocks that have lost their content.
     """
 
-    def __init__(self, part: StoredBlocks, named: NDArray[np.bool_]) -> None:
-        self._part, self._named = part, named
+    def __init__(self, parts: list[StoredBlocks], part_of: NDArray[np.int32], nobody: int) -> None:
+        self._parts, self._part_of, self._nobody = parts, part_of, nobody
 
     def evicted(
         self, ids: NDArray[np.int32], names: NDArray[np.uint64], tokens: NDArray[np.int32]
     ) -> None:
-        mine = self._named[ids]
-        if mine.any():
-            self._part.rescue(ids[mine], names[mine])
-        self._named[ids] = False
+        """Copy blocks that the pool evicts into the host tier."""
+        of_each = self._part_of[ids]
+        for number, part in enumerate(self._parts):
+            mine = of_each == number
+            if mine.any():
+                part.rescue(ids[mine], names[mine])
+        self._part_of[ids] = self._nobody
 
     def dropped(self, ids: NDArray[np.int32]) -> None:
-        self._part.rescue_waiting(ids.tolist())
-        self._named[ids] = False
+        """Copy blocks that the pool drops before they were written into the host tier."""
+        of_each = self._part_of[ids]
+        for number, part in enumerate(self._parts):
+            part.rescue_waiting(ids[of_each == number].tolist())
+        self._part_of[ids] = self._nobody
