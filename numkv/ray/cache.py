@@ -11,7 +11,7 @@ shards first.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +28,8 @@ from numkv.caches.paged.arguments import (
     sequence_numbers,
     unknown_sequence,
 )
+from numkv.caches.paged.reservation import kept_tokens
 from numkv.caches.paged.store import Extra
-from numkv.checks import check_integers, host_array
 from numkv.errors import CacheFull, DimensionMismatch, NotSupported, NumkvError
 from numkv.keywords import explains
 from numkv.numbers import check_index, check_size
@@ -46,7 +46,7 @@ from numkv.ray.sequences import (
 )
 from numkv.ray.shards import Shards
 from numkv.ray.step import Attending, Queries, ShardedStep
-from numkv.ray.transport import Transport
+from numkv.ray.transport import Channel, Transport
 
 
 class ShardedStats(NamedTuple):
@@ -499,15 +499,7 @@ class ShardedKVCache:
         Shards are notified with their next message. Losses until then are also noticed then.
         """
         self._check_open(step)
-        keep = step.new_lens
-        if accepted is not None:
-            given = host_array("accepted", accepted)
-            checked = check_integers(targets.get("cpu"), "accepted", given, (len(keep),))
-            keep = np.asarray(checked, np.int64)
-        if ((keep < 0) | (keep > step.new_lens)).any():
-            raise IndexError(
-                f"`accepted`: expected numbers up to {step.new_lens.tolist()}, got {keep.tolist()}"
-            )
+        keep, _ = kept_tokens(cast(Any, step), None, accepted, None)
         ids = None if token_ids is None else ids_of_step(token_ids, step)
         if step.unwritten_layers and keep.any():
             raise NumkvError(
@@ -584,13 +576,13 @@ class ShardedKVCache:
             tuple(channel.sent_nbytes for channel in self._shards.channels),
         )
 
+    def _working(self) -> list[Channel]:
+        """Return the channels to shards that have a place."""
+        return [x for x in self._shards.channels if x.shard not in self._shards.gone]
+
     def _ask(self, name: str, *arguments: Any) -> list[Any]:
         """Send an operation to all working shards, and return their replies."""
-        tickets = [
-            channel.send(name, *arguments)
-            for channel in self._shards.channels
-            if channel.shard not in self._shards.gone
-        ]
+        tickets = [channel.send(name, *arguments) for channel in self._working()]
         self._shards.gather(tickets)
         return tickets
 
@@ -662,9 +654,8 @@ class ShardedKVCache:
             before if x is None else np.asarray(x, np.float32)
             for x, before in zip(given, old, strict=True)
         )
-        for channel in self._shards.channels:
-            if channel.shard not in self._shards.gone:
-                self._shards.tell_scales(channel.shard, [layer])
+        for channel in self._working():
+            self._shards.tell_scales(channel.shard, [layer])
         self._shards.directory.clear()
 
     @whole

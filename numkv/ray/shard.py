@@ -165,10 +165,7 @@ class Shard:
             return None
         if starts is None:
             return self._on_host(step.attention(layer, place.asarray(q), **options))
-        asked = check_options(options, return_lse=True)
-        pool, table, lens = step.__rows__(layer)
-        q = place.asarray(q)
-        return self._on_host(attend(pool, table, q, lens, starts, asked, ranges=ranges[window]))
+        return self._attended(step.__rows__(layer), q, starts, ranges[window], options)
 
     def _do_look(self, layer: int, seqs: list[int], q: Any, ranges: Any, options: Any) -> Any:
         """Attend to committed tokens."""
@@ -176,11 +173,16 @@ class Shard:
         local = [self._seqs[seq] for seq in seqs]
         if ranges is None:
             return self._on_host(cache.decode_attention(layer, local, place.asarray(q), **options))
-        asked = check_options(options, return_lse=True)
-        pool, table, lens = self._column.rows(layer, local)
         starts, ranges = (place.index(x, np.int64) for x in (np.arange(len(local) + 1), ranges))
-        q = place.asarray(q)
-        return self._on_host(attend(pool, table, q, lens, starts, asked, ranges=ranges))
+        return self._attended(self._column.rows(layer, local), q, starts, ranges, options)
+
+    def _attended(
+        self, rows: Any, q: Any, starts: Any, ranges: Any, options: dict[str, Any]
+    ) -> Any:
+        """Attend to a part of the tokens, with lse, as results of columns are merged."""
+        asked, (pool, table, lens) = check_options(options, return_lse=True), rows
+        found = attend(pool, table, self._target.asarray(q), lens, starts, asked, ranges=ranges)
+        return self._on_host(found)
 
     def _on_host(self, found: Any) -> Any:
         if isinstance(found, tuple):

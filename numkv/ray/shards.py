@@ -338,7 +338,8 @@ class Shards:
                 self.abandon(step)
                 steps.append(step)
             self.directory.forget(columns)
-            fresh = {shard for shard in down if self._replaced(shard, attempt < _ATTEMPTS)}
+            fresh = {x for x in down if attempt < _ATTEMPTS and self._replace(x) is None}
+            self.gone |= down.keys() - fresh
             for seq, state in self.sequences.items():
                 if state.columns & columns:
                     before.setdefault(seq, state)
@@ -359,18 +360,15 @@ class Shards:
             len(self.dead) == self.layout.columns,
         )  # fmt: skip
 
-    def _replaced(self, shard: int, may: bool) -> bool:
-        """Replace a shard by an empty one; return whether that succeeded."""
+    def _replace(self, shard: int) -> str | None:
+        """Replace a shard by an empty one; return why that failed, or None."""
         try:
-            if not may:
-                raise ShardDown(shard, "its replacements were lost too")
             self.transport.replace(shard)
-        except ShardDown:
-            self.gone.add(shard)
-            return False
+        except ShardDown as down:
+            return down.reason
         self.channels[shard].begin()
         self.tell_scales(shard, self.scales)
-        return True
+        return None
 
     def tell_scales(self, shard: int, layers: Iterable[int]) -> None:
         """Send a shard the scales that were set in some layers."""
@@ -432,14 +430,11 @@ class Shards:
         """
         reason = "there is no place for it"
         for shard in sorted(self.gone):
-            try:
-                self.transport.replace(shard)
-            except ShardDown as error:
-                reason = error.reason
-                continue
-            self.channels[shard].begin()
-            self.tell_scales(shard, self.scales)
-            self.gone.discard(shard)
+            refusal = self._replace(shard)
+            if refusal is None:
+                self.gone.discard(shard)
+            else:
+                reason = refusal
         if len(self.dead) == self.layout.columns:
             gone = tuple(sorted(self.gone))
             raise ShardLost(f"no shards to work with: {reason}", {}, {}, gone, hopeless=True)
