@@ -349,25 +349,17 @@ class FullPrecisionWindow:
         array or tuple of array
             The output, and the lse if asked for.
         """
-        target = pool.target
-        tokens = int(q.shape[0])
-        lens, starts = one_length(target.key, length), one_sequence(target.key, tokens)
-        tables = {"block_table": block_table, "seq_lens": lens, "cu_seqlens_q": starts}
-        options = check_call(q, options, (self._pool, pool), tables)
-        window_left = options.window_left
-        sight = options.sight
-        options = options._replace(window_left=-1, sight=None)
-        if not tokens or not length:
-            return run(pool, block_table, q, lens, starts, options)
-        # The visible range of each query, and its parts in the two pools. Full-precision tokens are counted in order.
-        seen = seen_by_queries(target, sight, tokens, length, window_left)
-        begin, end = self.quantised(layer, length)
-        coded = seen.clip(begin, end)
-        plain = np.minimum(seen, begin) + np.maximum(seen - end, 0)
-        slots = self._slots(layer, self._kept(begin, end, length), begin)
-        floats = Part(self._pool, target.index(slots[None, :], np.int32), plain, by_slot=True)
-        codes = Part(pool, block_table, coded)
-        return run_seen((floats, codes), q, lens, starts, options)
+
+        def parts(seen: Ints) -> list[Part]:
+            """Return what queries see in the two pools. Full-precision tokens are counted in order."""
+            begin, end = self.quantised(layer, length)
+            plain = np.minimum(seen, begin) + np.maximum(seen - end, 0)
+            slots = self._slots(layer, self._kept(begin, end, length), begin)
+            table = pool.target.index(slots[None, :], np.int32)
+            floats = Part(self._pool, table, plain, by_slot=True)
+            return [floats, Part(pool, block_table, seen.clip(begin, end))]
+
+        return attend_in_full(self._pool, pool, block_table, q, length, options, parts)
 
     def attention_mass(
         self,
@@ -414,6 +406,25 @@ class FullPrecisionWindow:
                 begins.append(first)
         lens, starts = index([length]), index([0, tokens])
         return mass_of_parts(parts, q, lens, starts, length, options, lse, begins)
+
+
+def attend_in_full(
+    floats: Pool, codes: Pool, block_table: Array, q: Array, length: int, options: CheckedOptions,
+    parts: Callable[[Ints], list[Part]],
+) -> Any:  # fmt: skip
+    """Attend over two pools; `parts` gives what queries see of both, by the ranges of tokens that each sees.
+
+    For `codes` and the other arguments see `FullPrecisionWindow.attend`.
+    """
+    target, tokens = codes.target, int(q.shape[0])
+    lens, starts = one_length(target.key, length), one_sequence(target.key, tokens)
+    tables = {"block_table": block_table, "seq_lens": lens, "cu_seqlens_q": starts}
+    options = check_call(q, options, (floats, codes), tables)
+    seen = seen_by_queries(target, options.sight, tokens, length, options.window_left)
+    options = options._replace(window_left=-1, sight=None)
+    if not tokens or not length:
+        return run(codes, block_table, q, lens, starts, options)
+    return run_seen(parts(seen), q, lens, starts, options)
 
 
 def staging(like: Pool, tokens: int) -> Pool:

@@ -343,6 +343,13 @@ def _reach(name: str, x: Any, least: int) -> int:
     return reach
 
 
+def storage_of(k_kind: Kind, v_storage: Kind | str, rotate: bool, kept: Any = None) -> str:
+    """Return the part of a cache's ``repr`` about storage: kinds, rotation, and tokens in full precision."""
+    kinds = str(k_kind) if str(v_storage) == str(k_kind) else f"{k_kind}/{v_storage}"
+    more = ", rotate=True" if rotate else ""
+    return kinds + more + ("" if kept is None else f", full_precision={kept}")
+
+
 def _set(spec: Any, **values: Any) -> None:
     """Fill in attributes of an object that is being made, and is frozen."""
     for name, value in values.items():

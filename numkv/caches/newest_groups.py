@@ -27,12 +27,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.attention.attend import check_call, run
 from numkv.attention.mass import mass_of_parts
 from numkv.attention.options import CheckedOptions
-from numkv.attention.parts import Part, converted, run_seen
+from numkv.attention.parts import Part, converted
 from numkv.attention.sight import seen_by_queries
-from numkv.caches.full_precision import FullPrecisionWindow, Watching, float_pool, staging
+from numkv.caches.full_precision import (
+    FullPrecisionWindow,
+    Watching,
+    attend_in_full,
+    float_pool,
+    staging,
+)
 from numkv.caches.layer_spec import FullPrecision, in_full, refuse_longer_than_group
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import slots_of
@@ -400,16 +405,12 @@ class NewestGroups:
 
         Each query reads its own group in full precision, and earlier groups as codes.
         """
-        target, tokens = pool.target, int(q.shape[0])
-        lens, starts = one_length(target.key, length), one_sequence(target.key, tokens)
-        tables = {"block_table": block_table, "seq_lens": lens, "cu_seqlens_q": starts}
-        options = check_call(q, options, (self._layers[layer].block, pool), tables)
-        seen = seen_by_queries(target, options.sight, tokens, length, options.window_left)
-        options = options._replace(window_left=-1, sight=None)
-        if not tokens or not length:
-            return run(pool, block_table, q, lens, starts, options)
-        parts = [part for part, _ in self._parts(pool, block_table, layer, seen, length)]
-        return run_seen(parts, q, lens, starts, options)
+
+        def parts(seen: Ints) -> list[Part]:
+            return [part for part, _ in self._parts(pool, block_table, layer, seen, length)]
+
+        block = self._layers[layer].block
+        return attend_in_full(block, pool, block_table, q, length, options, parts)
 
     def _parts(
         self, pool: Pool, block_table: Array, layer: int, seen: Ints, length: int

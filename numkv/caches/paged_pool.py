@@ -10,7 +10,7 @@ from numkv import targets
 from numkv.access import Access, drops
 from numkv.arrays import CacheArrays
 from numkv.blocks.pool import BlockPool
-from numkv.caches.layer_spec import LayerSpec
+from numkv.caches.layer_spec import LayerSpec, storage_of
 from numkv.drawing.page import drawn
 from numkv.errors import NumkvError
 from numkv.kinds import Kind
@@ -238,7 +238,6 @@ class PagedPool:
         return (
             f"PagedPool(num_blocks={blocks.num_blocks}, free={blocks.num_free}, block_size={blocks.block_size}, "
             f"num_kv_heads={of.num_kv_heads}, head_dim={of.head_dim}"
-            f"{'' if of.head_dim_v == of.head_dim else f', head_dim_v={of.head_dim_v}'}, kind={of.kind}"
-            f"{'' if of.kind == of.v_kind else f'/{of.v_kind}'}"
-            f"{', rotate=True' if of.rotate else ''}, target={self.target})"
+            f"{'' if of.head_dim_v == of.head_dim else f', head_dim_v={of.head_dim_v}'}, "
+            f"kind={storage_of(self._pool.k_kind, self._pool.v_storage, of.rotate)}, target={self.target})"
         )

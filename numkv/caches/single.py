@@ -20,7 +20,7 @@ from numkv.attention.mass import attention_mass
 from numkv.attention.options import CheckedOptions, check_options, is_free
 from numkv.caches.full_precision import Watching
 from numkv.caches.late_reports import SequenceReports
-from numkv.caches.layer_spec import FullPrecision, LayerSpec
+from numkv.caches.layer_spec import FullPrecision, LayerSpec, storage_of
 from numkv.caches.newest_groups import NewestGroups, kept_in_full
 from numkv.caches.saved import SavedSequence, coded_rows
 from numkv.compaction.key_shift import RopeShift
@@ -174,13 +174,8 @@ class SingleSequence:
 
     def _storage(self) -> str:
         """The part of a ``repr`` about storage."""
-        k_kind, v_storage = self._pool.k_kind, self._pool.v_storage
-        described = str(k_kind) + ("" if k_kind.name == v_storage else f"/{v_storage}")
-        if self._pool.rotate:
-            described += ", rotate=True"
-        if self._full_precision is not None and self._full_precision.kept is not None:
-            described += f", full_precision={self._full_precision.kept}"
-        return described
+        kept = None if self._full_precision is None else self._full_precision.kept
+        return storage_of(self._pool.k_kind, self._pool.v_storage, self._pool.rotate, kept)
 
     def _stored(self, layer: int) -> int:
         """The tokens of a layer; compiled code may have written the number, so it is checked against the memory."""

@@ -6,7 +6,7 @@ pieces are views of the array; on a device one copy of the saved part comes betw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,11 +142,28 @@ def _steps(x: NDArray[Any], slots: Ints) -> Iterator[tuple[Ints, Ints]]:
 
 def blocks_of(target: Target, x: Array, ids: NDArray[Any]) -> NDArray[Any]:
     """Copy blocks of an array to host memory."""
+    return np.asarray(target.to_host(gathered_blocks(target, [x], ids)[0]))
+
+
+def gathered_blocks(target: Target, arrays: Sequence[Array], ids: NDArray[Any]) -> list[Array]:
+    """Copy blocks of some arrays to others on the target."""
     if target.values_on_host:
-        return np.asarray(x[ids])
-    made = target.empty((len(ids), *map(int, x.shape[1:])), x.dtype)
-    _copy_blocks(target, x, ids, made, np.arange(len(ids)))
-    return np.asarray(target.to_host(made))
+        return [x[ids] for x in arrays]
+    made = [target.empty((len(ids), *map(int, x.shape[1:])), x.dtype) for x in arrays]
+    copy_blocks(target, arrays, ids, made, np.arange(len(ids)))
+    return made
+
+
+def clear_blocks(
+    target: Target, arrays: Sequence[Array], ids: NDArray[Any], zeros: Sequence[Array] = ()
+) -> None:
+    """Fill blocks of some arrays with zeros; on a device by copies of blocks of `zeros`, which are made if missing."""
+    if target.values_on_host:
+        for x in arrays:
+            x[ids] = 0
+    elif len(ids):
+        nothing = zeros or [target.zeros((1, *map(int, x.shape[1:])), x.dtype) for x in arrays]
+        copy_blocks(target, nothing, np.zeros(len(ids)), arrays, ids)
 
 
 def put_blocks(
@@ -154,15 +171,17 @@ def put_blocks(
 ) -> None:  # fmt: skip
     """Copy blocks from host memory into an array: all, or the chosen ones."""
     source = np.arange(len(ids)) if chosen is None else chosen
-    _copy_blocks(target, target.asarray(content), source, x, ids)
+    copy_blocks(target, [target.asarray(content)], source, [x], ids)
 
 
-def _copy_blocks(
-    target: Target, source: Array, ids: NDArray[Any], to: Array, to_ids: NDArray[Any]
-) -> None:
+def copy_blocks(
+    target: Target, sources: Sequence[Array], ids: NDArray[Any], to: Sequence[Array], to_ids: NDArray[Any]
+) -> None:  # fmt: skip
+    """Copy blocks of some arrays to blocks of others, on the target."""
     here, there = (target.index(x, np.int32) for x in (ids, to_ids))
-    if len(ids) and source.size:
-        target.ops.copy_blocks(source, here, to, there)
+    for x, y in zip(sources, to, strict=True):
+        if len(ids) and x.size:
+            target.ops.copy_blocks(x, here, y, there)
 
 
 @dataclass

@@ -497,15 +497,9 @@ class CausalCache(LayeredCache):
         self, now: ForwardPass, layer: int, k: Any, v: Any, check_finite: bool
     ) -> None:  # fmt: skip
         """Put rows of a pass on the stream of the call."""
-        size = now.num_tokens
         k = self._target.accept(k, "k")
-        if len(k.shape) == 3 and k.shape[0] != size:
-            raise DimensionMismatch(
-                f"`k`: expected a row for each of the {size} tokens of the batch, got {k.shape[0]}; "
-                "pass all tokens of start_forward",
-                expected=size,
-                actual=int(k.shape[0]),
-            )
+        if len(k.shape) == 3:
+            _check_batch(now, "k", "a row", k, "; pass all tokens of start_forward")
         pool = self._layers.get(layer)
         if pool is None:
             pool = self._make_layer(layer, k, v)
@@ -624,11 +618,16 @@ class CausalCache(LayeredCache):
         """Check that there is a query for each token of the batch; the layer's pool, and the queries."""
         pool = self._layer(layer)
         q = check_queries(self._target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
-        size = now.num_tokens
-        if q.shape[0] != size:
-            raise DimensionMismatch(
-                f"`q`: expected a query for each of the {size} tokens of the batch, got {q.shape[0]}",
-                expected=size,
-                actual=int(q.shape[0]),
-            )
+        _check_batch(now, "q", "a query", q)
         return pool, q
+
+
+def _check_batch(now: ForwardPass, name: str, what: str, x: Array, remedy: str = "") -> None:
+    """Refuse an array with other than a row for each token of the batch."""
+    size, got = now.num_tokens, int(x.shape[0])
+    if got != size:
+        raise DimensionMismatch(
+            f"`{name}`: expected {what} for each of the {size} tokens of the batch, got {got}{remedy}",
+            expected=size,
+            actual=got,
+        )

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from numkv import targets
 from numkv.access import Access
 from numkv.arrays import CacheArrays
-from numkv.caches.layer_spec import LayerSpec
+from numkv.caches.layer_spec import LayerSpec, storage_of
 from numkv.caches.multi.base import MultiSequenceCache
 from numkv.caches.multi.saved import SavedLayer, SavedLayers, SavedScales
 from numkv.errors import NumkvError
@@ -138,11 +138,7 @@ class LayeredCache(MultiSequenceCache):
         name = type(self).__name__
         if self._state != "ready":
             return f"{name}({'closed' if self._state == 'closed' else 'before init'})"
-        kinds = str(self._k_kind)
-        if self._v_kind != self._k_kind:
-            kinds += f"/{self._v_kind}"
-        if self._rotate:
-            kinds += ", rotate=True"
+        kinds = storage_of(self._k_kind, self._v_kind, self._rotate)
         return (
             f"{name}({self._describe()}, layers={len(self._layers)}, kind={kinds}, "
             f"target={self._target.name}, nbytes={self.nbytes})"

@@ -60,6 +60,14 @@ def sequence_numbers(sequences: Any, most: int, once: bool = False) -> tuple[int
     return seqs
 
 
+def check_count(name: str, what: str, expected: int, got: int) -> None:
+    """Refuse an argument that has more or fewer entries than expected; `what` says how many of what."""
+    if got != expected:
+        raise DimensionMismatch(
+            f"`{name}`: expected {what}, got {got}", expected=expected, actual=got
+        )
+
+
 def unknown_sequence(seq: int) -> IndexError:
     """Return the error of a sequence that a cache does not have."""
     shown = seq if abs(int(seq)) < 2**63 else "a number beyond int64"

@@ -46,6 +46,7 @@ from numkv.caches.bound import (
     options_of_layers,
 )
 from numkv.caches.paged.arguments import (
+    check_count,
     ids_of_step,
     numbers_of_new_tokens,
     prompt_ids,
@@ -85,7 +86,7 @@ from numkv.checks import check_kept
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import check_shift, slots_of
 from numkv.drawing.page import drawn
-from numkv.errors import DimensionMismatch, NotSupported, NumkvError
+from numkv.errors import NotSupported, NumkvError
 from numkv.keywords import explained
 from numkv.kinds import Kind
 from numkv.numbers import check_index
@@ -1167,12 +1168,7 @@ class PagedKVCache(StoredSequences):
         seqs = sequence_numbers(sequences, int(q.shape[0]))
         generation = self._generation
         states = [self._settled(seq) for seq in seqs]
-        if q.shape[0] != len(states):
-            raise DimensionMismatch(
-                f"`q`: expected a query for each of {len(states)} sequences, got {q.shape[0]}",
-                expected=len(states),
-                actual=int(q.shape[0]),
-            )
+        check_count("q", f"a query for each of {len(seqs)} sequences", len(seqs), int(q.shape[0]))
         lens = np.array([state.length for state in states], np.int64)
         checked = check_options(
             options, return_lse, out, takes=OF_A_LAYER, window_left=self._groups[group].window

@@ -21,6 +21,7 @@ from numkv.blocks.pool import BlockPool
 from numkv.caches.layer_spec import StateShape
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError
 from numkv.numbers import check_bytes
+from numkv.snapshots.regions import clear_blocks, copy_blocks, gathered_blocks
 from numkv.targets.base import Array, Target
 
 Ints = NDArray[np.int64]
@@ -95,16 +96,7 @@ class StateMemory:
 
     def clear(self, slots: NDArray[np.int32]) -> None:
         """Make the states in some slots zeros: those of sequences without tokens."""
-        if not len(slots):
-            return
-        if self.target.values_on_host:
-            for x in self.pages:
-                x[slots] = 0
-            return
-        to, source = (self.target.index(x, np.int32) for x in (slots, np.zeros(len(slots))))
-        for x in self.pages:
-            nothing = self.target.zeros((1, int(x.shape[1])), np.uint8)
-            self.target.ops.copy_blocks(nothing, source, x, to)
+        clear_blocks(self.target, self.pages, slots)
 
     def out(self, slot: int) -> tuple[tuple[np.ndarray[Any, Any], ...], ...]:
         """Copies of the states in a slot in host memory, layer after layer."""
@@ -126,16 +118,7 @@ class StateMemory:
 
     def gathered(self, arrays: Sequence[Any], slots: NDArray[np.int32]) -> list[Any]:
         """Copies of what slots have in some of the arrays, elsewhere on the target."""
-        if self.target.values_on_host:
-            return [x[slots] for x in arrays]
-        source = self.target.index(slots, np.int32)
-        to = self.target.index(np.arange(len(slots)), np.int32)
-        found = []
-        for x in arrays:
-            made = self.target.empty((len(slots), *x.shape[1:]), x.dtype)
-            self.target.ops.copy_blocks(x, source, made, to)
-            found.append(made)
-        return found
+        return gathered_blocks(self.target, arrays, slots)
 
     def scatter(
         self, values: Sequence[Any], arrays: Sequence[Any], slots: NDArray[np.int32]
@@ -144,11 +127,8 @@ class StateMemory:
         if self.target.values_on_host:
             for x, new in zip(arrays, values, strict=True):
                 x[slots] = new
-            return
-        source = self.target.index(np.arange(len(slots)), np.int32)
-        to = self.target.index(slots, np.int32)
-        for x, new in zip(arrays, values, strict=True):
-            self.target.ops.copy_blocks(new, source, x, to)
+        else:
+            copy_blocks(self.target, values, np.arange(len(slots)), arrays, slots)
 
     def copy(self) -> StateMemory:
         """The same slots and block pool once more, in memory of their own."""

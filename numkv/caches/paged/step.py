@@ -24,6 +24,7 @@ from numkv.attention.options import (
 )
 from numkv.attention.parts import Part, attend_to_parts, run_parts
 from numkv.caches.bound import BoundStep, NewTokens
+from numkv.caches.paged.arguments import check_count
 from numkv.caches.paged.buffers import StepTables
 from numkv.caches.paged.column import Rows
 from numkv.caches.paged.key_bounds import BlockBounds
@@ -33,7 +34,7 @@ from numkv.caches.paged.store import BlockStore, Ints, SequenceState, widened
 from numkv.caches.paged.trees import Tree
 from numkv.checks import check_apart, check_array
 from numkv.compaction.moves import slots_of
-from numkv.errors import DimensionMismatch, NonFiniteInput, NotSupported, NumkvError
+from numkv.errors import NonFiniteInput, NotSupported, NumkvError
 from numkv.numbers import check_flag, check_index, check_size
 from numkv.sparse.attention import are_numbered, attend_by_head, attend_to_choice
 from numkv.sparse.bounds import scores_of
@@ -46,6 +47,9 @@ from numkv.targets.streamed import streamed
 from numkv.writing import fast_path
 from numkv.writing.fused_write import Projection, QKMode
 from numkv.writing.latents import LatentRows
+
+#: What calls of an ended step raise.
+_ENDED = "expected an open step, got one that was committed or rolled back"
 
 
 class _Read(NamedTuple):
@@ -236,10 +240,13 @@ class Step:
     def __runs_on__(self) -> tuple[Target, Any]:
         return self._store.target, self._store.pools[0].k
 
+    def _check_open(self, name: str = "") -> None:
+        if not self.open:
+            raise NumkvError(f"{name}{_ENDED}")
+
     def _layer(self, layer: int) -> tuple[int, Pool, int]:
         """Return a layer's number as an int, its pool and the number of its group."""
-        if not self.open:
-            raise NumkvError("expected an open step, got one that was committed or rolled back")
+        self._check_open()
         layer = check_index("layer", layer, self._store.num_layers)
         return layer, *self._store.place(layer)
 
@@ -625,10 +632,7 @@ class Step:
     def _begin_bound(self, make: Callable[[NewTokens], BoundStep]) -> BoundStep:
         """Begin to write and attend by bound calls."""
         store = self._store
-        if not self.open:
-            raise NumkvError(
-                "`new`: expected an open step, got one that was committed or rolled back"
-            )
+        self._check_open("`new`: ")
         if self._buffers is not None:
             raise NotSupported(
                 "`new`: expected a step in memory of its own, got one that lies in StepBuffers; call its methods"
@@ -664,14 +668,13 @@ class Step:
     def _ended(self, layer: int) -> str:
         """Return the error for a layer that bound calls cannot call."""
         if not self.open:
-            return "expected an open step, got one that was committed or rolled back"
+            return _ENDED
         if layer not in self._store.layer_pools:
             return f"`layer`: expected one with rows, got layer {layer}, which has none: see `Step.state`"
         return f"`layer`: expected one that has not been called in this step, got {layer}; call each layer once"
 
     def _states(self, layer: int) -> tuple[StateMemory, int]:
-        if not self.open:
-            raise NumkvError("expected an open step, got one that was committed or rolled back")
+        self._check_open()
         number, slots = check_index("layer", layer, self._store.num_layers), self._store.states
         if slots is None or number not in slots.shapes:
             raise NotSupported(f"`layer`: expected one that keeps states, got layer {number}")
@@ -750,12 +753,8 @@ class Step:
     def _write_state(self, layer: int, states: tuple[Any, ...]) -> None:
         slots, number = self._states(layer)
         shapes = slots.shapes[number]
-        if len(states) != len(shapes):
-            raise DimensionMismatch(
-                f"`states`: expected {len(shapes)} arrays, which layer {number} keeps, got {len(states)}",
-                expected=len(shapes),
-                actual=len(states),
-            )
+        what = f"{len(shapes)} arrays, which layer {number} keeps"
+        check_count("states", what, len(shapes), len(states))
         checked = [
             check_array(
                 slots.target, "states", x, (np.dtype(of.dtype),), (len(self.sequences), *of.shape)
@@ -786,8 +785,7 @@ class Step:
         self._store.refuse_residual("mark_written", "write by `append` or `write`")
         every = slice(None)
         number = every if layer is None else check_index("layer", layer, self._store.num_layers)
-        if not self.open:
-            raise NumkvError("expected an open step, got one that was committed or rolled back")
+        self._check_open()
         self._written[number] = self._slots_written[number] = True
 
     @writes
@@ -1180,11 +1178,7 @@ class Step:
     def _check_tokens(self, name: str, tokens: int) -> None:
         if tokens != self._rows:
             whose = "step's" if self._buffers is None else "buffers'"
-            raise DimensionMismatch(
-                f"`{name}`: expected rows of the {whose} {self._rows} tokens, got {tokens}",
-                expected=self._rows,
-                actual=tokens,
-            )
+            check_count(name, f"rows of the {whose} {self._rows} tokens", self._rows, tokens)
 
 
 def begin_bound(store: BlockStore, new: Any, make: Callable[[NewTokens], BoundStep]) -> BoundStep:

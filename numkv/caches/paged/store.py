@@ -18,6 +18,7 @@ from numkv.caches.paged.key_bounds import BlockBounds
 from numkv.caches.paged.layers import Layers
 from numkv.caches.paged.states import StateMemory
 from numkv.errors import NotSupported
+from numkv.snapshots.regions import clear_blocks
 from numkv.storage.pool import Pool
 from numkv.storage.saved import seed_of
 from numkv.targets.base import Target
@@ -332,14 +333,8 @@ class BlockStore:
 
     def clear(self, ids: NDArray[np.int32]) -> None:
         """Clear blocks that have just been allocated, where bytes of other layers' rows might be no scales."""
-        if self._clear_page is None or not len(ids):
-            return
-        if self.target.values_on_host:
-            self.pages[ids] = 0
-            return
-        source = self.target.index(np.zeros(len(ids)), np.int32)
-        to = self.target.index(ids, np.int32)
-        self.target.ops.copy_blocks(self._clear_page, source, self.pages, to)
+        if self._clear_page is not None:
+            clear_blocks(self.target, [self.pages], ids, [self._clear_page])
 
     def forget_bounds(self, ids: Any) -> None:
         """Mark the key bounds of blocks as outdated, as their rows have changed."""

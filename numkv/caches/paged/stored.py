@@ -15,7 +15,7 @@ from numkv import targets
 from numkv.access import Access
 from numkv.blocks.pool import BlockPool
 from numkv.blocks.records import PoolStats
-from numkv.caches.layer_spec import LayerSpec, StateSlots
+from numkv.caches.layer_spec import LayerSpec, StateSlots, storage_of
 from numkv.caches.paged.arguments import sequence_number, unknown_sequence
 from numkv.caches.paged.audit import check_books, check_scales
 from numkv.caches.paged.groups import groups_of
@@ -235,13 +235,9 @@ class StoredSequences:
         return len(self._sequences)
 
     def __repr__(self) -> str:
-        rows = self._store.layers.first
-        kinds = str(rows.k_kind)
-        kinds += "" if rows.v_storage == rows.k_kind.name else f"/{rows.v_storage}"
-        kinds += ", rotate=True" if self._pools[0].rotate else ""
-        residual = self._store.layers.residual
+        rows, residual = self._store.layers.first, self._store.layers.residual
         kept = None if residual is None else residual.kept
-        kinds += "" if kept is None else f", full_precision={kept}"
+        kinds = storage_of(rows.k_kind, rows.v_storage, self._pools[0].rotate, kept)
         return (
             f"PagedKVCache(sequences={len(self)}, num_layers={self.num_layers}, "
             f"blocks={self.num_blocks - self.num_free}/{self.num_blocks}, block_size={self.block_size}, "

@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from numkv import targets
 from numkv.attention.tree import depths_of, tree_mask
+from numkv.caches.paged.arguments import check_count
 from numkv.caches.paged.store import BlockStore, Ints
 from numkv.checks import check_integers, host_array
-from numkv.errors import DimensionMismatch, NotSupported
+from numkv.errors import NotSupported
 from numkv.targets.base import Array, Target
 
 
@@ -76,12 +77,8 @@ class Tree:
             raise TypeError(
                 f"`paths`: expected a path for each sequence, got {type(paths).__name__}"
             ) from None
-        if len(numbers) != len(new_lens):
-            raise DimensionMismatch(
-                f"`paths`: expected a path for each of {len(new_lens)} sequences, got {len(numbers)}",
-                expected=len(new_lens),
-                actual=len(numbers),
-            )
+        count = len(new_lens)
+        check_count("paths", f"a path for each of {count} sequences", count, len(numbers))
         order: Ints = np.arange(self._starts[-1])
         keep: Ints = np.zeros(len(new_lens), np.int64)
         for i, (first, n) in enumerate(zip(self._starts, new_lens.tolist(), strict=False)):
