@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 import numkv
+from numkv.cli.evaluate import SCORES, score_cells
 from numkv.cli.output import is_installed, markdown_table, save_figure, table, wrapped
 from numkv.demo import accuracy
 from numkv.demo.evaluate import Score
@@ -131,11 +132,13 @@ def _plot(panel: Panel, ax: Any) -> None:
 
 def _label(panel: Panel, ax: Any, renderer: Any) -> None:
     """Name points, each where its label is nearest and covers no other label, no point and no edge."""
+    from matplotlib.transforms import Bbox
+
     points = _shown(panel)
     places = ax.transData.transform([(x, y) for _, x, y in points])
-    taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in places]
-    inside = ax.get_window_extent(renderer).extents
-    for (label, x, y), (px, py) in sorted(
+    taken = [Bbox.from_bounds(x - 6, y - 5, 12, 10) for x, y in places]
+    inside = ax.get_window_extent(renderer)
+    for (label, x, y), place in sorted(
         zip(points, places, strict=True), key=lambda point: -point[1][1]
     ):
         text = ax.annotate(
@@ -143,14 +146,11 @@ def _label(panel: Panel, ax: Any, renderer: Any) -> None:
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.2, "alpha": 0.8},
             arrowprops={"arrowstyle": "-", "color": "#999999", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3},
         )  # fmt: skip
-        left, bottom, right, top = text.get_window_extent(renderer).extents
-        width, height = right - left, top - bottom
-        best = min(
-            _offsets(width, height),
-            key=lambda offset: _cost(offset, (px, py), (width, height), taken, inside),
-        )
+        box = Bbox.from_bounds(*place, *text.get_window_extent(renderer).size)
+        offsets = _offsets(box.width, box.height)
+        best = min(offsets, key=lambda offset: _cost(box, offset, taken, inside))
         text.set_position(best)
-        taken.append((px + best[0], py + best[1], px + best[0] + width, py + best[1] + height))
+        taken.append(box.translated(*best))
 
 
 def _offsets(width: float, height: float) -> list[tuple[float, float]]:
@@ -167,22 +167,12 @@ def _offsets(width: float, height: float) -> list[tuple[float, float]]:
     ]
 
 
-def _cost(
-    offset: tuple[float, float],
-    point: tuple[float, float],
-    size: tuple[float, float],
-    taken: Sequence[tuple[float, float, float, float]],
-    inside: Sequence[float],
-) -> float:
+def _cost(box: Any, offset: tuple[float, float], taken: Sequence[Any], inside: Any) -> float:
     """Return the distance of a label from its point, plus a penalty for everything that it covers."""
-    left, bottom = point[0] + offset[0], point[1] + offset[1]
-    right, top = left + size[0], bottom + size[1]
-    covered = sum(
-        left < t[2] + 1 and t[0] - 1 < right and bottom < t[3] and t[1] < top for t in taken
-    )
-    beyond = left < inside[0] or right > inside[2] or bottom < inside[1] or top > inside[3]
-    gap = max(offset[0], -offset[0] - size[0], 0.0) + abs(offset[1] + size[1] / 2)
-    return float(gap + 10_000 * covered + 10_000 * beyond)
+    moved = box.translated(*offset)
+    beyond = len(moved.corners()) - inside.count_contains(moved.corners())
+    gap = max(offset[0], -offset[0] - box.width, 0.0) + abs(offset[1] + box.height / 2)
+    return float(gap + 10_000 * (moved.count_overlaps(taken) + beyond))
 
 
 _WORSE = "What is not worth its bytes"
@@ -276,53 +266,35 @@ class Report:
 
     def model_cells(self) -> _Cells:
         """Return the table of the model's predictions and recall, by cache."""
-        reference = self.caches[0]
+        reference = self.caches[0].score
         cells: list[Sequence[str]] = []
         for x in self.caches:
-            score, same = x.score, x is reference
-            more, error = _difference(score, reference.score)
+            bits, more, *others = score_cells(x.score, reference)
+            error = "reference" if x.score is reference else _standard_error(x.score, reference)
             cells.append(
                 (
                     x.label,
                     f"{x.num_bytes:,.0f}",
                     f"{self.bits(x):.2f}",
-                    f"{score.bits_per_byte:.4f}",
-                    f"{more:+.5f}",
-                    "reference" if same else error,
-                    "reference" if same else f"{score.kl_divergence:.2e}",
-                    "reference" if same else f"{100 * score.agreement:.2f} %",
-                    f"{100 * x.recall.copied:.1f} %",
+                    bits,
+                    more,
+                    error,
+                    *others,
+                    _share(x.recall.copied),
                     "no" if self.better[x.label] else "yes",
                 )
             )
-        header = (
-            "cache",
-            "bytes/token",
-            "bits/element",
-            "bits/byte",
-            "more than fp32",
-            "std. error",
-            "KL, nats/token",
-            "same top token",
-            "names copied",
-            "on envelope",
-        )
+        bits, more, *others = SCORES
+        sizes = ("bytes/token", "bits/element")
+        header = ("cache", *sizes, bits, more, "std. error", *others, "names copied", "on envelope")
         return header, cells
 
     def recall_cells(self) -> _Cells:
         """Return the table of copied names, by cache and distance."""
+        rows = [(f"{x.num_bytes:,.0f}", x.recall) for x in self.caches]
         cells: list[Sequence[str]] = [
-            (
-                label,
-                "" if size is None else f"{size:,.0f}",
-                f"{x.bits_per_byte:.3f}",
-                f"{100 * x.copied:.1f} %",
-                *(f"{100 * share:.1f} %" for share in x.by_distance),
-            )
-            for label, size, x in (
-                *((x.label, x.num_bytes, x.recall) for x in self.caches),
-                (self.without.label, None, self.without),
-            )
+            (x.label, size, f"{x.bits_per_byte:.3f}", *map(_share, (x.copied, *x.by_distance)))
+            for size, x in (*rows, ("", self.without))
         ]
         context = self.settings["context"]
         distances = (f"{share * context:,.0f} back" for share in DISTANCES)
@@ -330,18 +302,15 @@ class Report:
 
     def outlier_cells(self) -> _Cells:
         """Return the table of the cost of outlier channels in keys, by cache."""
-        reference = self.caches[0]
-        more = [
-            x.outliers[-1].bits_per_byte - reference.outliers[-1].bits_per_byte for x in self.caches
-        ]
+        bits = self.caches[0].outliers[-1].bits_per_byte
         cells: list[Sequence[str]] = [
             (
                 x.label,
                 f"{x.num_bytes:,.0f}",
                 *(f"{score.kl_divergence:.2e}" for score in x.outliers),
-                f"{worse:+.4f}",
+                f"{x.outliers[-1].bits_per_byte - bits:+.4f}",
             )
-            for x, worse in zip(self.caches[1:], more[1:], strict=True)
+            for x in self.caches[1:]
         ]
         factors = self.settings["outliers"]["factors"]
         columns = ("as it is", *(f"× {factor}" for factor in factors[1:]))
@@ -546,13 +515,14 @@ class Report:
         return {"settings": self.settings, "caches": [asdict(x) for x in self.caches]}
 
 
-def _difference(score: Score, reference: Score) -> tuple[float, str]:
-    """Return the excess bits per byte over the reference, and its standard error."""
-    more = score.bits_per_byte - reference.bits_per_byte
+def _standard_error(score: Score, reference: Score) -> str:
+    """Return the standard error of the excess bits per byte over the reference."""
     each = np.subtract(score.by_document, reference.by_document)
-    if len(each) < 2:
-        return more, "-"
-    return more, f"{each.std(ddof=1) / np.sqrt(len(each)):.5f}"
+    return "-" if len(each) < 2 else f"{each.std(ddof=1) / np.sqrt(len(each)):.5f}"
+
+
+def _share(x: float) -> str:
+    return f"{100 * x:.1f} %"
 
 
 def _facts(x: Measured) -> tuple[str, str, str, str]:
@@ -560,7 +530,7 @@ def _facts(x: Measured) -> tuple[str, str, str, str]:
         x.label,
         f"{x.num_bytes:,.0f}",
         f"{x.score.kl_divergence:.2e}",
-        f"{100 * x.recall.copied:.1f} %",
+        _share(x.recall.copied),
     )
 
 

@@ -14,9 +14,12 @@ from numkv.cli.output import (
     table,
     warm_up,
 )
-from numkv.demo.evaluate import Document, evaluate, held_out
+from numkv.demo.evaluate import Document, Score, evaluate, held_out
 from numkv.demo.model import Model
 from numkv.demo.network import blas_threads_for
+
+#: Columns of tables that compare caches with one in fp32.
+SCORES = ("bits/byte", "more than fp32", "KL, nats/token", "same top token")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -48,21 +51,23 @@ def run(arguments: argparse.Namespace) -> None:
             enough=lambda: bool(asked),
         )
     reference = scores[0]
-    rows = [
-        (
-            "fp32" if score is reference else score.label,
-            f"{score.bits_per_byte:.4f}",
-            f"{score.bits_per_byte - reference.bits_per_byte:+.5f}",
-            "reference" if score is reference else f"{score.kl_divergence:.2e}",
-            "reference" if score is reference else f"{100 * score.agreement:.2f} %",
-        )
-        for score in scores
-    ]
-    header = ("cache", "bits/byte", "more than fp32", "KL, nats/token", "same top token")
-    print(table(header, rows))
+    labels = ("fp32", *caches)
+    rows = [(label, *score_cells(x, reference)) for label, x in zip(labels, scores, strict=True)]
+    print(table(("cache", *SCORES), rows))
     if asked:
         source = f"stopped early; of {source}"
     print(f"{source}: {reference.num_bytes:,} bytes in windows of {context:,} tokens")
+
+
+def score_cells(score: Score, reference: Score) -> tuple[str, ...]:
+    """Return a score's cells of the columns `SCORES`."""
+    cells = (
+        f"{score.bits_per_byte:.4f}",
+        f"{score.bits_per_byte - reference.bits_per_byte:+.5f}",
+    )
+    if score is reference:
+        return (*cells, "reference", "reference")
+    return (*cells, f"{score.kl_divergence:.2e}", f"{100 * score.agreement:.2f} %")
 
 
 def check_context(arguments: argparse.Namespace, model: Model) -> int:

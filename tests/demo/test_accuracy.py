@@ -453,9 +453,9 @@ def test_picture(tmp_path, monkeypatch):
     ]
     boxes = []
 
-    def noted(offset, point, size, taken, inside):
-        boxes.append((point, offset, size, list(taken), inside))
-        return cost(offset, point, size, taken, inside)
+    def noted(box, offset, taken, inside):
+        boxes.append([x.extents for x in taken])
+        return cost(box, offset, taken, inside)
 
     cost = accuracy_report._cost
     monkeypatch.setattr(accuracy_report, "_cost", noted)
@@ -463,7 +463,7 @@ def test_picture(tmp_path, monkeypatch):
     text = (tmp_path / "a.svg").read_text()
     assert all(label in text for label, _, _ in crowd)
     assert "fp32" not in text  # no error to be shown
-    found = boxes[-1][3][len(crowd) :]  # labels placed before the last
+    found = boxes[-1][len(crowd) :]  # labels placed before the last
     assert len(found) == len(crowd) - 1
     for i, a in enumerate(found):
         for b in found[:i]:
@@ -474,8 +474,14 @@ def test_picture(tmp_path, monkeypatch):
     ("offset", "free"), [((9, -5), True), ((-3, -5), False), ((95, -5), False), ((30, 20), False)]
 )
 def test_labels_keep_off(offset, free):
-    taken = [(45, 45, 55, 55), (75, 70, 100, 80)]
-    price = accuracy_report._cost(offset, (50, 50), (20, 10), taken, (0, 0, 150, 150))
+    transforms = pytest.importorskip(
+        "matplotlib.transforms", reason="matplotlib is of the extra perf"
+    )
+    inside, label, *taken = (
+        transforms.Bbox.from_extents(*x)
+        for x in ((0, 0, 150, 150), (50, 50, 70, 60), (45, 45, 55, 55), (75, 70, 100, 80))
+    )
+    price = accuracy_report._cost(label, offset, taken, inside)
     assert (price < 10_000) == free
 
 
