@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -86,25 +87,19 @@ class Strip:
         marks : list of (State, str)
             The signs.
         """
-        each = max(-(-len(self) // most), 1)
-        marks: list[tuple[State, str]] = []
-        counts: dict[tuple[State, str], int] = {}
-        filled = 0
-        for n, state, label in self.runs:
-            left = n
-            while left:
-                if not filled and left >= each:
-                    marks += [(state, label)] * (left // each)
-                    left %= each
-                    continue
-                part = min(left, each - filled)
-                counts[state, label] = counts.get((state, label), 0) + part
-                filled, left = filled + part, left - part
-                if filled == each:
-                    marks.append(max(counts, key=counts.__getitem__))
-                    counts, filled = {}, 0
-        if filled:
-            marks.append(max(counts, key=counts.__getitem__))
+        whole = len(self)
+        each = max(-(-whole // most), 1)
+        ends = np.cumsum([n for n, _, _ in self.runs])
+        marks = []
+        for begin in range(0, whole, each):
+            end = min(begin + each, whole)
+            first, last = np.searchsorted(ends, (begin, end - 1), "right")
+            counts: Counter[tuple[State, str]] = Counter()
+            for (n, state, label), stop in zip(
+                self.runs[first : last + 1], ends[first : last + 1].tolist(), strict=True
+            ):
+                counts[state, label] += min(end, stop) - max(begin, stop - n)
+            marks += [mark for mark, _ in counts.most_common(1)]
         return each, marks
 
 
