@@ -7,7 +7,6 @@ float64.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from numkv.errors import NotSupported, NumkvError
 from numkv.files.container import DTYPES, Entry, read_header
+from numkv.planning.keys import read_json
 from numkv.snapshots.fields import Damaged
 
 
@@ -116,10 +116,10 @@ class ModelConfig:
         NotSupported
             If this forward pass does not support the model.
         """
-        content = read_json(directory / "config.json")
+        content = read_json(directory / "config.json", CheckpointError)
         generation = directory / "generation_config.json"
         if generation.is_file():
-            ends = read_json(generation).get("eos_token_id")
+            ends = read_json(generation, CheckpointError).get("eos_token_id")
             content = {
                 **content,
                 "eos_token_id": content.get("eos_token_id") if ends is None else ends,
@@ -179,32 +179,6 @@ class ModelConfig:
                 f"config.json: head_dim {config.head_dim} is odd; rotation needs pairs"
             )
         return config
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file that must contain an object.
-
-    Parameters
-    ----------
-    path : pathlib.Path
-        The file.
-
-    Returns
-    -------
-    dict
-
-    Raises
-    ------
-    CheckpointError
-        If the file is not a JSON object.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: expected an object, got {type(content).__name__}")
-    return content
 
 
 def _positive_int(content: dict[str, Any], key: str, default: int | None = None) -> int:
@@ -337,7 +311,7 @@ class _TensorFiles:
         if single.is_file():
             names = [single.name]
         elif index.is_file():
-            weight_map = read_json(index).get("weight_map")
+            weight_map = read_json(index, CheckpointError).get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
                 raise CheckpointError(f"{index}: weight_map is missing")
             names = sorted(set(weight_map.values()))

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from numkv.demo import BUNDLED_MODEL
 from numkv.demo.cache import CacheChoice, CacheFactory
-from numkv.demo.checkpoint import LayerWeights, ModelConfig, Progress, no_progress, read_json
+from numkv.demo.checkpoint import LayerWeights, ModelConfig, Progress, no_progress
 from numkv.demo.model import PREFILL_CHUNK, Model, Session
+from numkv.planning.keys import read_json
 
 Array = NDArray[np.floating[Any]]
 

@@ -241,7 +241,7 @@ def open_config(config: str | Path | Mapping[str, Any]) -> tuple[Keys, Mapping[s
     else:
         path = Path(config)
         path = path / "config.json" if path.is_dir() else path
-        where, outer = str(path), _read(path)
+        where, outer = str(path), read_json(path)
     content: Mapping[str, Any] = outer
     filled: dict[str, Any] = {}
     while inside := next(
@@ -266,11 +266,24 @@ def _inside(content: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
     return kind, more
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def read_json(path: Path, refusal: type[NumkvError] = ConfigError) -> dict[str, Any]:
+    """Read a JSON file that must contain an object.
+
+    Parameters
+    ----------
+    path : pathlib.Path
+        The file.
+    refusal : type of NumkvError
+        Class of the error for a file that is not a JSON object.
+
+    Returns
+    -------
+    dict
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not JSON ({error})") from None
+        raise refusal(f"{path}: not valid JSON ({error})") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{path}: expected an object, got {type(found).__name__}")
+        raise refusal(f"{path}: expected an object, got {type(found).__name__}")
     return found

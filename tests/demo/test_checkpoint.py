@@ -157,9 +157,10 @@ def test_broken_files(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"no tensors")
     with pytest.raises(CheckpointError, match="not a safetensors file"):
         Model.load(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match="not valid JSON"):
-        Model.load(tmp_path)
+    for damaged in ("{", "[" * 100_000):
+        (tmp_path / "config.json").write_text(damaged)
+        with pytest.raises(CheckpointError, match="not valid JSON"):
+            Model.load(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="expected an object"):
         Model.load(tmp_path)
