@@ -181,7 +181,11 @@ def block_tensors(
     for side, x in pool.stored:
         found.append(block_tensor(pool.target, f"{prefix}{side}.{number}", x.words, ids, fills))
         if x.kind.has_scales:
-            name, of_scales = f"{prefix}{side}_scale.{number}", fills // max(1, x.kind.group_tokens)
+            # A truncation may end in a group of tokens whose codes are all that there is: its scales count.
+            name, of_scales = (
+                f"{prefix}{side}_scale.{number}",
+                -(-fills // max(1, x.kind.group_tokens)),
+            )
             found.append(block_tensor(pool.target, name, x.scales, ids, of_scales, x.kind))
     return found
 

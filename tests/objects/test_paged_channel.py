@@ -444,6 +444,27 @@ def test_copies_swaps_files_and_pickles(play, kind, tmp_path, target):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize("length", [110, 64, 30])
+def test_files_of_a_truncated_sequence(play, kind, block_size, length, tmp_path, target):
+    """A file has codes and scales of the group that a truncation has cut; so has that of a swapped sequence."""
+    p = play(kind, block_size=block_size)
+    a = p.add()
+    p.step([a], [270])
+    p.truncate(a, length)
+    p.look()
+    numkv.save(tmp_path / "cache.numkv", p.cache)
+    other = Played(numkv.load(tmp_path / "cache.numkv", target=target), p.rng, p.to, p.host, kind)
+    other.model = dict(p.model)
+    numkv.save(tmp_path / "one.numkv", p.cache.swap_out(a))
+    again = other.cache.swap_in(numkv.load(tmp_path / "one.numkv"))
+    other.model[again] = p.model[a]
+    other.look()
+    other.step([a, again], [70, 1])
+    other.look()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_windows_mixed_layers_and_sinks(target, rng, to, host, kind):
     """Keys by channel beside others; a sliding layer; first tokens in full."""
     spec = numkv.LayerSpec(
