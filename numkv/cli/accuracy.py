@@ -209,7 +209,7 @@ def _read(path: Path, settings: dict[str, Any]) -> list[Measured]:
         content = json.loads(path.read_text(encoding="utf-8"))
         before = content["settings"]
         caches = [_measured(x) for x in content["caches"]]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(
             f"--add {path}: expected an accuracy.json of this command ({error!r})"
         ) from None
