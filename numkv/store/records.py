@@ -10,7 +10,29 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
-class StoreStats:
+class _PlaceStats:
+    """Counts of what a store wrote to its place and read from it."""
+
+    failed: int = 0
+    """Objects that could not be written, as on a full disk; see `last_error`."""
+    damaged: int = 0
+    """Objects that failed their checksum, and were deleted."""
+    evicted: int = 0
+    """Objects deleted to keep to `max_nbytes`."""
+    bytes_written: int = 0
+    """Bytes of the objects written."""
+    bytes_read: int = 0
+    """Bytes of the objects read."""
+    errors: Mapping[str, int] = field(default_factory=dict)
+    """Requests that failed or had no answer, by request and error, such as ``"read: TimeoutError"``."""
+    answers: bool = True
+    """Whether the place answers, as far as is known; if not, no request is made."""
+    last_error: str = ""
+    """Message of the last failed read or write."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats(_PlaceStats):
     """Counts of one `PrefixStore` since it was made; all but `lookups` and bytes count blocks.
 
     Checkpoints of states also count as blocks, but not in `wanted`, `missed` and the counts of found blocks.
@@ -34,30 +56,14 @@ class StoreStats:
     """Blocks that were not written because another process, or an earlier run, had written them."""
     dropped: int = 0
     """Blocks given up: evicted by the pool while the host tier was full of blocks that wait to be written."""
-    failed: int = 0
-    """Blocks that could not be written, as on a full disk; see `last_error`."""
-    damaged: int = 0
-    """Objects that failed their checksum, and were deleted."""
     refused: int = 0
     """Objects of another mark, RoPE, kind, size or version, found in this one's place; they have been deleted."""
-    evicted: int = 0
-    """Objects deleted to keep to `max_nbytes`."""
     waiting: int = 0
     """Blocks that wait to be written now."""
     host_blocks: int = 0
     """Blocks in the host tier now."""
     host_nbytes: int = 0
     """Bytes of them."""
-    bytes_written: int = 0
-    """Bytes of the objects written."""
-    bytes_read: int = 0
-    """Bytes of the objects read."""
-    errors: Mapping[str, int] = field(default_factory=dict)
-    """Requests that failed or had no answer, by request and error, such as ``"read: TimeoutError"``."""
-    answers: bool = True
-    """Whether the place answers, as far as is known; if not, no request is made."""
-    last_error: str = ""
-    """Message of the last failed read or write."""
 
     @property
     def hit_rate(self) -> float:
@@ -66,8 +72,11 @@ class StoreStats:
 
 
 @dataclass(frozen=True, slots=True)
-class ByteStats:
-    """Counts of one `BlockStore` since it was made; all but bytes and errors count objects."""
+class ByteStats(_PlaceStats):
+    """Counts of one `BlockStore` since it was made; all but bytes and errors count objects.
+
+    Objects of another mark count as `damaged`, too.
+    """
 
     found: int = 0
     """Objects read."""
@@ -75,22 +84,6 @@ class ByteStats:
     """Objects that were missing or invalid."""
     written: int = 0
     """Objects that were written, or existed before with the same bytes."""
-    failed: int = 0
-    """Objects that could not be written; see `last_error`."""
-    damaged: int = 0
-    """Objects that were damaged or of another mark, and were deleted."""
-    evicted: int = 0
-    """Objects deleted to keep to `max_nbytes`."""
-    bytes_written: int = 0
-    """Bytes of the objects written."""
-    bytes_read: int = 0
-    """Bytes of the objects read."""
-    errors: Mapping[str, int] = field(default_factory=dict)
-    """See `StoreStats`."""
-    answers: bool = True
-    """See `StoreStats`."""
-    last_error: str = ""
-    """See `StoreStats`."""
 
 
 @dataclass(frozen=True, slots=True)
