@@ -81,6 +81,18 @@ def token_ids(tokens: Any, name: str = "tokens") -> NDArray[np.int32]:
     return np.require(x, np.int32, ["C", "A"])
 
 
+def prompt_ids(tokens: Any) -> NDArray[np.int32]:
+    """Token ids of one prompt, checked; see `token_ids`."""
+    ids = token_ids(tokens)
+    if ids.ndim != 1:
+        raise DimensionMismatch(
+            f"`tokens`: expected int32 (num_tokens,), got {ids.dtype} {ids.shape}; pass one prompt",
+            expected=("num_tokens",),
+            actual=ids.shape,
+        )
+    return ids
+
+
 def plain_extra(
     extra: Mapping[str, int | str | bytes] | None,
 ) -> dict[str, int | str | bytes] | None:
@@ -263,13 +275,7 @@ def block_digests(
     (2, 32)
     """
     block_size = check_size("block_size", block_size, 1, _MOST_TOKENS)
-    ids, extra = token_ids(tokens), plain_extra(extra)
-    if ids.ndim != 1:
-        raise DimensionMismatch(
-            f"`tokens`: expected int32 (num_tokens,), got {ids.dtype} {ids.shape}; pass one prompt",
-            expected=("num_tokens",),
-            actual=ids.shape,
-        )
+    ids, extra = prompt_ids(tokens), plain_extra(extra)
     if parent is None or extra:
         link = root_digest(block_size, extra, parent=parent)
     else:

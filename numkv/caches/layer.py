@@ -433,7 +433,9 @@ class Layer(SingleSequence):
         if self._again is not None:
             return self._write_again(given, pos_offset, check_finite)
         with self._target.on(qkv, pool.k):
-            return self._write_here(Projection.check(pool, *given), pos_offset, check_finite)
+            p = Projection.check(pool, *given)
+            self._write_here("write", p, pos_offset, check_finite)
+            return p.q_out
 
     def _write_again(
         self, given: tuple[Any, ...], pos_offset: int | None, check_finite: bool
@@ -458,7 +460,8 @@ class Layer(SingleSequence):
 
         def write() -> Array:
             made.append(Projection.check(self._pool, *given))
-            return self._write_here(made[0], pos_offset, check_finite)
+            self._write_here("write", made[0], pos_offset, check_finite)
+            return made[0].q_out
 
         def note() -> tuple[int, int, Any]:
             p = made[0]
@@ -468,10 +471,12 @@ class Layer(SingleSequence):
         found: Array = call.long(write, lambda: (self._block_table(0),), note, q_written)
         return found
 
-    def _write_here(self, p: Projection, pos_offset: int | None, check_finite: bool) -> Array:
+    def _write_here(
+        self, name: str, p: Projection | LatentRows, pos_offset: int | None, check_finite: bool
+    ) -> None:
         """Write projections, checked but for their number and positions, on the stream of the call."""
         pool = self._pool
-        self._target.refuse_capture(f"{type(self).__name__}.write")
+        self._target.refuse_capture(f"{type(self).__name__}.{name}")
         self._refuse_bad()
         tokens, start = p.num_tokens, self._stored(0)
         self._check_room(start, tokens)
@@ -485,14 +490,21 @@ class Layer(SingleSequence):
         marker = self._marker(start) if check_finite and not first_look else None
         with signals_deferred:
             self._write_checked(p, start, first, marker)
-        return p.q_out
 
-    def _write_checked(self, p: Projection, start: int, first: int, marker: Any) -> None:
+    def _write_checked(
+        self, p: Projection | LatentRows, start: int, first: int, marker: Any
+    ) -> None:
         """Write projections for which nothing but the memory may be missing."""
         pool, number, tokens, room = self._pool, self._target.number, p.num_tokens, self._room
         self._take_room(start + tokens)
         try:
-            if self._full_precision is None:
+            if isinstance(p, LatentRows):
+                look, new = 0 if marker is None else p.watch(pool, marker), np.arange(tokens)
+                of_each = self._slots(start + new), first + new
+                slots, positions = (self._target.index(x, np.int64) for x in of_each)
+                p.scatter(pool, slots, positions, look)
+                self._lengths[0] = start + tokens
+            elif self._full_precision is None:
                 table = self._ids if pool.target.values_on_host else self._block_table(0)[0]
                 look = 0 if marker is None else p.watch(pool, marker)
                 p.write(pool, table, number(start, 0), number(first, 2), look)
@@ -562,30 +574,9 @@ class Layer(SingleSequence):
         """
         if pos_offset is not None:
             pos_offset = check_index("pos_offset", pos_offset, _MOST_POSITIONS)
-        check_finite = check_flag("check_finite", check_finite, True)
-        pool, target = self._pool, self._target
-        with target.on(rows, pool.k):
-            target.refuse_capture(f"{type(self).__name__}.write_latents")
-            self._refuse_bad()
-            p = LatentRows.check(pool, rows, qk_mode, cos, sin, norm_weight, eps)
-            start, tokens, room = self._stored(0), p.num_tokens, self._room
-            first = start if pos_offset is None else pos_offset
-            p.check_positions(first)
-            if check_finite and pool.looks_first:
-                p.check_finite(pool)
-            self._make_room(0, start, tokens)
-            self._reports.look_for_nothing()
-            look = p.watch(pool, self._marker(start)) if check_finite else 0
-            numbers = np.arange(tokens)
-            slots, positions = (
-                target.index(x, np.int64) for x in (self._slots(start + numbers), first + numbers)
-            )
-            try:
-                p.scatter(pool, slots, positions, look)
-            except BaseException:
-                self._unmake_room(0, start, room)
-                raise
-            self._lengths[0] = start + tokens
+        with self._target.on(rows, self._pool.k):
+            p = LatentRows.check(self._pool, rows, qk_mode, cos, sin, norm_weight, eps)
+            self._write_here("write_latents", p, pos_offset, check_finite)
 
     @drops
     def truncate(self, length: int) -> None:

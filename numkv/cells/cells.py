@@ -381,11 +381,11 @@ class Cells:
         last = self.before(owned, end)
         after = owned[last:].copy()
         moved = after if end > begin else _NO_CELLS
-        if len(moved) and self.num_sequences[moved].max() > 1:
-            cell = moved[self.num_sequences[moved] > 1][0]
+        shared = moved[self.num_sequences[moved] > 1]
+        if len(shared):
+            at, others = self.positions[shared[0]], self.num_sequences[shared[0]] - 1
             raise NotSupported(
-                f"`end`: the token at position {self.positions[cell]} would have to move to "
-                f"{self.positions[cell] + begin - end}, and {self.num_sequences[cell] - 1} other "
+                f"`end`: the token at position {at} would have to move to {at + begin - end}, and {others} other "
                 "sequences share it; remove to the end, or remove them first"
             )
         moves = [(moved, begin - end)] if len(moved) else []
@@ -427,12 +427,12 @@ class Cells:
         stays = np.isin(positions, keep)
         kept, offsets = owned[stays], (new - positions)[stays]
         moved = kept[offsets != 0]
-        if len(moved) and self.num_sequences[moved].max() > 1:
-            cell = moved[self.num_sequences[moved] > 1][0]
+        shared = moved[self.num_sequences[moved] > 1]
+        if len(shared):
+            at, others = self.positions[shared[0]], self.num_sequences[shared[0]] - 1
             raise NotSupported(
-                f"`keep`: the token at position {self.positions[cell]} would have to move, and "
-                f"{self.num_sequences[cell] - 1} other sequences share it; keep all that comes before "
-                "it, or remove them first"
+                f"`keep`: the token at position {at} would have to move, and {others} other sequences share it; keep "
+                "all that comes before it, or remove them first"
             )
         moves = [(kept[offsets == by], int(by)) for by in np.unique(offsets) if by]
         return Change(sequence, 0, kept, owned[~stays], moves)

@@ -6,8 +6,8 @@ committed, so that a `numkv.WrapperCache` can plan for all its children before i
 
     public method: check arguments -> _plan_...: raise, or return a commit -> the commit changes the cache, without fail
 
-Public methods are marked for `numkv.access` here, and in no subclass. They call methods with an underscore, which a
-`numkv.WrapperCache` calls on its children.
+Public methods are marked for `numkv.access` here, and in no subclass. They call methods with an underscore, which each
+cache that has rows has, a `LayeredCache`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Self, Unpack
-
-import numpy as np
-from numpy.typing import NDArray
 
 from numkv import targets
 from numkv.access import Access, drops, reads, whole
@@ -39,7 +36,7 @@ from numkv.caches.multi.arguments import (
     check_position,
     check_sequence,
 )
-from numkv.cells.cells import Rows, read_rows
+from numkv.cells.cells import read_rows
 from numkv.cells.compiled import LAST_POSITION
 from numkv.checks import check_kept
 from numkv.errors import NumkvError
@@ -55,8 +52,8 @@ Commit = Callable[[], None]
 class MultiSequenceCache(ABC):
     """The common part of all multi-sequence caches: changes that are planned and then committed, and passes.
 
-    A subclass plans with ``_plan_…``, which changes nothing and raises, or returns a function that makes the change and
-    cannot fail. `numkv.WrapperCache` plans for all its children before it commits any.
+    A `LayeredCache` plans with ``_plan_…``, which changes nothing and raises, or returns a function that makes the
+    change and cannot fail. A `numkv.WrapperCache` has all its children plan before any of them changes.
 
     Notes
     -----
@@ -103,7 +100,8 @@ class MultiSequenceCache(ABC):
         rows = read_rows(batch.positions, batch.sequences)
         items = check_indices("multimodal", batch.multimodal, len(rows.positions))
         reserve = check_flag("reserve", reserve)
-        self._plan_forward(rows, items, reserve)()
+        self._change(lambda of: of._plan_forward(rows, items, reserve))
+        self._started()
 
     @streamed
     @drops
@@ -137,7 +135,7 @@ class MultiSequenceCache(ABC):
             end = check_integer("end", end)
             if end < begin:
                 raise ValueError(f"`end`: expected a position from {begin} up, got {end}")
-        self._plan_remove(seq, begin, end)()
+        self._change(lambda of: of._plan_remove(seq, begin, end))
 
     @streamed
     @drops
@@ -174,7 +172,7 @@ class MultiSequenceCache(ABC):
         """
         self._check_ready()
         seq, keep = check_sequence("seq", seq), check_kept("keep", keep, LAST_POSITION + 1)
-        self._plan_compact(seq, keep)()
+        self._change(lambda of: of._plan_compact(seq, keep))
 
     @drops
     def copy_prefix(self, src: int, dst: int, length: int) -> None:
@@ -202,7 +200,8 @@ class MultiSequenceCache(ABC):
         """
         self._check_ready()
         src, dst = check_sequence("src", src), check_sequence("dst", dst)
-        self._plan_copy(src, dst, check_size("length", length))()
+        length = check_size("length", length)
+        self._change(lambda of: of._plan_copy(src, dst, length))
 
     @reads
     def can_resume(self, seq: int, pos: int) -> bool:
@@ -226,7 +225,8 @@ class MultiSequenceCache(ABC):
             If `seq` is outside ``[0, 2**63)``, or `pos` is negative.
         """
         self._check_ready()
-        return self._can_resume(check_sequence("seq", seq), check_position("pos", pos))
+        seq, pos = check_sequence("seq", seq), check_position("pos", pos)
+        return all(of._can_resume(seq, pos) for of in self._holders())
 
     @streamed
     @whole
@@ -466,23 +466,24 @@ class MultiSequenceCache(ABC):
         """Return the `LayeredCache` that has a layer's rows: this cache, or a child of a `numkv.WrapperCache`."""
         return self
 
+    def _holders(self) -> tuple[Any, ...]:
+        """Return all caches that have rows: this one, or the children of a `numkv.WrapperCache`, and theirs."""
+        return (self,)
+
+    def _change(self, plan: Callable[[Any], Commit]) -> None:
+        """Plan a change of all caches that have rows, which may raise, and then make it."""
+        for commit in [plan(of) for of in self._holders()]:
+            commit()
+
+    def _enter(self, state: str) -> None:
+        """Take a state, ``"ready"`` or ``"closed"``."""
+        self._state = state
+
+    def _started(self) -> None:  # noqa: B027 - a cache with rows has nothing of the kind
+        """Forget what holds for one pass."""
+
     @abstractmethod
     def __runs_on__(self) -> tuple[Target, Any]: ...
-
-    @abstractmethod
-    def _can_resume(self, seq: int, pos: int) -> bool: ...
-
-    @abstractmethod
-    def _plan_forward(self, rows: Rows, items: tuple[int, ...], reserve: bool) -> Commit: ...
-
-    @abstractmethod
-    def _plan_remove(self, seq: int, begin: int, end: int | None) -> Commit: ...
-
-    @abstractmethod
-    def _plan_compact(self, seq: int, keep: NDArray[np.int64]) -> Commit: ...
-
-    @abstractmethod
-    def _plan_copy(self, src: int, dst: int, length: int) -> Commit: ...
 
     # -- from `set_config` and `init` to `close`, and copies
 
@@ -575,7 +576,8 @@ class MultiSequenceCache(ABC):
             *kinds, _size("max_sequences", max_sequences, 1), _size("capacity", capacity, 1),
             _size("max_batch", max_batch), targets.get(target), check_flag("rotate", rotate),
         )  # fmt: skip
-        self._plan_init(setup)()
+        self._change(lambda of: of._plan_init(setup))
+        self._enter("ready")
 
     def _check_new(self) -> None:
         if self._state != "new":
@@ -583,16 +585,12 @@ class MultiSequenceCache(ABC):
                 f"init: expected a new cache, got one after {self._after()}; make a new one"
             )
 
-    @abstractmethod
-    def _plan_init(self, setup: Setup) -> Commit: ...
-
     @drops
     def close(self) -> None:
         """Release all memory; the cache cannot be used afterwards."""
-        self._close()
-
-    @abstractmethod
-    def _close(self) -> None: ...
+        for of in self._holders():
+            of._close()
+        self._enter("closed")
 
     @drops
     def clear(self) -> None:
@@ -604,10 +602,9 @@ class MultiSequenceCache(ABC):
             Before `init` and after `close`.
         """
         self._check_ready()
-        self._clear()
-
-    @abstractmethod
-    def _clear(self) -> None: ...
+        for of in self._holders():
+            of._clear()
+        self._started()
 
     def __enter__(self) -> Self:
         if self._state == "closed":
@@ -691,15 +688,10 @@ class MultiSequenceCache(ABC):
             On CUDA, if rows that were quantised held NaN or infinity, and are still stored.
         """
         self._check_ready()
-        self._refuse_reported()
-        self._check()
-
-    @abstractmethod
-    def _refuse_reported(self) -> None:
-        """Wait for launched kernels, and raise if rows were NaN or infinite."""
-
-    @abstractmethod
-    def _check(self) -> None: ...
+        for of in self._holders():
+            of._refuse_reported()
+        for of in self._holders():
+            of._check()
 
 
 def _size(name: str, n: Any, least: int = 0) -> int:

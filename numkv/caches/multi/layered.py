@@ -214,6 +214,10 @@ class LayeredCache(MultiSequenceCache):
     # -- saved and loaded
 
     @abstractmethod
+    def _refuse_reported(self) -> None:
+        """Wait for launched kernels, and raise if rows were NaN or infinite."""
+
+    @abstractmethod
     def _values(self) -> dict[str, Any]:
         """Return the values of a snapshot besides layers."""
 

@@ -11,16 +11,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
-import numpy as np
-from numpy.typing import NDArray
-
 from numkv.access import Access, whole
 from numkv.caches.layer_spec import LayerSpec
-from numkv.caches.multi.arguments import CacheConfig, Setup
-from numkv.caches.multi.base import Commit, MultiSequenceCache
+from numkv.caches.multi.arguments import CacheConfig
+from numkv.caches.multi.base import MultiSequenceCache
 from numkv.caches.multi.causal import CausalCache
 from numkv.caches.multi.encoder import EncoderCache
-from numkv.cells.cells import Rows
 from numkv.drawing.page import drawn
 from numkv.errors import NotSupported
 from numkv.numbers import check_index
@@ -187,6 +183,9 @@ class WrapperCache(MultiSequenceCache):
             number = self._layer_types[check_index("layer", layer, len(self._layer_types))]
         return self._children[number]._holder(layer)
 
+    def _holders(self) -> tuple[Any, ...]:
+        return tuple(of for child in self._children for of in child._holders())
+
     def __repr__(self) -> str:
         parts = [repr(child) for child in self._children]
         if self._layer_types is not None:
@@ -260,34 +259,15 @@ class WrapperCache(MultiSequenceCache):
         for child in self._children:
             child._check_new()
 
-    def _plan_all(self, plan: Callable[[MultiSequenceCache], Commit]) -> Commit:
-        """Plan a change of all children."""
-        commits = [plan(child) for child in self._children]
-
-        def commit() -> None:
-            for each in commits:
-                each()
-
-        return commit
-
-    def _plan_init(self, setup: Setup) -> Commit:
-        commit = self._plan_all(lambda child: child._plan_init(setup))
-
-        def ready() -> None:
-            commit()
-            self._state = "ready"
-
-        return ready
-
-    def _close(self) -> None:
-        self._state = "closed"
+    def _enter(self, state: str) -> None:
+        super()._enter(state)
         for child in self._children:
-            child._close()
+            child._enter(state)
 
-    def _clear(self) -> None:
-        for child in self._children:
-            child._clear()
+    def _started(self) -> None:
         self._type = 0
+        for child in self._children:
+            child._started()
 
     def _copied(self, access: Access) -> Self:
         new = object.__new__(type(self))
@@ -345,34 +325,3 @@ class WrapperCache(MultiSequenceCache):
             made.append(child)
         self._children = tuple(made)
         self._share(self._access)
-
-    def _refuse_reported(self) -> None:
-        for child in self._children:
-            child._refuse_reported()
-
-    def _check(self) -> None:
-        for child in self._children:
-            child._check()
-
-    # -- changes
-
-    def _plan_forward(self, rows: Rows, items: tuple[int, ...], reserve: bool) -> Commit:
-        commit = self._plan_all(lambda child: child._plan_forward(rows, items, reserve))
-
-        def begin() -> None:
-            commit()
-            self._type = 0
-
-        return begin
-
-    def _plan_remove(self, seq: int, begin: int, end: int | None) -> Commit:
-        return self._plan_all(lambda child: child._plan_remove(seq, begin, end))
-
-    def _plan_compact(self, seq: int, keep: NDArray[np.int64]) -> Commit:
-        return self._plan_all(lambda child: child._plan_compact(seq, keep))
-
-    def _plan_copy(self, src: int, dst: int, length: int) -> Commit:
-        return self._plan_all(lambda child: child._plan_copy(src, dst, length))
-
-    def _can_resume(self, seq: int, pos: int) -> bool:
-        return all(child._can_resume(seq, pos) for child in self._children)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv import targets
-from numkv.blocks.prefix import token_ids
+from numkv.blocks import prefix
 from numkv.caches.paged.store import SequenceState
 from numkv.checks import check_integers, host_array
 from numkv.errors import DimensionMismatch
@@ -19,13 +19,7 @@ from numkv.errors import DimensionMismatch
 
 def prompt_ids(tokens: Any) -> NDArray[np.int32]:
     """Return the token ids of a prompt, in memory of their own."""
-    ids = token_ids([] if tokens is None else tokens)
-    if ids.ndim != 1:
-        raise DimensionMismatch(
-            f"`tokens`: expected int32 (num_tokens,), got {ids.dtype} {ids.shape}; pass one prompt",
-            expected=("num_tokens",),
-            actual=ids.shape,
-        )
+    ids = prefix.prompt_ids([] if tokens is None else tokens)
     return ids.copy() if isinstance(tokens, np.ndarray) else ids
 
 
@@ -104,7 +98,7 @@ def ids_of_step(
     states : mapping of int to SequenceState, optional
         Sequences that may have been added with a prompt of which a part was found.
     """
-    ids, num_tokens = token_ids(tokens, "token_ids"), step.num_tokens
+    ids, num_tokens = prefix.token_ids(tokens, "token_ids"), step.num_tokens
     found = (
         {seq: states[seq] for seq in step.sequences if _has_found(states[seq])} if states else {}
     )

@@ -20,6 +20,8 @@ from numkv.numbers import check_size
 from numkv.storage.latents import LATENT, LatentPool
 from numkv.storage.pool import Pool
 
+#: The shape of scales that blocks do not have.
+NO_SCALES = (0,)
 #: Parts of a block begin at multiples of so many bytes, as vector loads and CUDA's copies like it.
 _ALIGNMENT = 64
 
@@ -47,14 +49,14 @@ class LayerRows(NamedTuple):
     def parts(self, block_size: int) -> list[tuple[tuple[int, ...], Any]]:
         """Shape within a block and dtype of words of K, their scales, words of V, and theirs; of latents K's alone.
 
-        Scales of heads are not in blocks: they have no bytes here.
+        Scales of heads are not in blocks: they are `NO_SCALES`, as those of kinds that have none.
         """
         shape = self.num_kv_heads, block_size
         found: list[tuple[tuple[int, ...], Any]] = []
         sides = (self.k_kind, self.head_dim), (self.v_kind, self.head_dim_v)
         for of, dim in sides[: 1 if self.is_latent else 2]:
             found.append(((*shape, of.words_per_row(dim)), of.word))
-            scales = of.scale_shape((1, *shape), dim)[1:] if of.has_scales else (0,)
+            scales = of.scale_shape((1, *shape), dim)[1:] if of.has_scales else NO_SCALES
             found.append((scales, of.scale_word))
         return found
 

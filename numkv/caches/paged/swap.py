@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from numkv.blocks.prefix import block_digests, token_ids
 from numkv.caches.paged.groups import LayerGroup, groups_of
-from numkv.caches.paged.layers import LayerRows, Layers
+from numkv.caches.paged.layers import NO_SCALES, LayerRows, Layers
 from numkv.caches.paged.states import check_content
 from numkv.caches.paged.store import BlockStore, Extra, SequenceState, blocks_in
 from numkv.drawing.page import drawn
@@ -178,11 +178,6 @@ class Geometry(NamedTuple):
         return cls(block_size, layers, groups_of(layers, block_size))
 
     @property
-    def num_layers(self) -> int:
-        """Layers."""
-        return len(self.layers.rows)
-
-    @property
     def parts(self) -> list[tuple[LayerRows, list[int]]]:
         """Rows in each buffer, and the groups that have some there; see `numkv.caches.paged.store.Part`."""
         if self.layers.alike:
@@ -199,16 +194,13 @@ class Geometry(NamedTuple):
         self, rows: LayerRows, count: int
     ) -> list[tuple[np.dtype[Any], tuple[int, ...] | None]]:
         """Dtypes and shapes of K, V and their scales in `count` blocks; None for scales that blocks do not have."""
-        sides = (rows.k_kind, rows.head_dim), (rows.v_kind, rows.head_dim_v)
-        shape = (count, rows.num_kv_heads, self.block_size)
         found: list[tuple[np.dtype[Any], tuple[int, ...] | None]] = [
-            (of.word, (*shape, of.words_per_row(dim))) for of, dim in sides
+            (dtype, None if shape == NO_SCALES else (count, *shape))
+            for shape, dtype in rows.parts(self.block_size)
         ]
-        for of, dim in sides:
-            found.append((of.scale_word, of.scale_shape(shape, dim) if of.has_scales else None))
         if rows.is_latent:  # V is in the rows of K
-            found[1::2] = [(dtype, None) for dtype, _ in found[1::2]]
-        return found
+            found += [(dtype, None) for dtype, _ in found]
+        return [*found[::2], *found[1::2]]
 
     def head_scale_shapes(self) -> list[list[int]]:
         """Return how many scales of heads K and V have in each layer; an empty list if no kind has any."""

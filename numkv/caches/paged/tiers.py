@@ -133,14 +133,10 @@ class Tiers:
     def __init__(self, of: BlockStore, store: PrefixStore) -> None:
         self.store, self._of = store, of
         self.engine, self._section = store.__tier__()
-        if of.layers.alike:
-            contents = [BlockBytes.of_pools(of.target, of.pools)]
-        else:
-            each = range(len(of.groups))
-            contents = [
-                BlockBytes.of_pools(of.target, [x.pool for x in of.parts if n in x.groups])
-                for n in each
-            ]
+        contents = [
+            BlockBytes.of_pools(of.target, [x.pool for x in of.parts if n in x.groups])
+            for n in range(1 if of.layers.alike else len(of.groups))
+        ]
         make, blocks = self._section_maker(), of.blocks
         #: The parts of blocks, group after group; one for all of them if layers have one shape.
         self.parts = [
@@ -309,21 +305,15 @@ class Tiers:
     def _look(self, names: list[NDArray[np.uint8]], where: list[Where], source: Source) -> None:
         """Search for blocks in the other tiers, and record the found ones in `where`."""
         limit = len(where[0])
-        full = [g for g, group in enumerate(self._of.groups) if group.is_full]
-        others = [
-            g
-            for g, group in enumerate(self._of.groups)
-            if not group.is_full and not group.begins_anew
-        ]
-        for group in full:
-            missing = np.flatnonzero(where[group][:limit] == NOWHERE)
-            found = self._part(group).where(names[group][missing], source, chain=True)
-            where[group][missing] = found
-            if not found.all():
+        # Where a group is full its first hole ends the prefix, so that no other group needs more.
+        each = [x for x in enumerate(self._of.groups) if not x[1].begins_anew]
+        for number, group in sorted(each, key=lambda x: not x[1].is_full):
+            missing = np.flatnonzero(where[number][:limit] == NOWHERE)
+            wanted = names[number][missing]
+            found = self._part(number).where(wanted, source, chain=group.is_full)
+            where[number][missing] = found
+            if group.is_full and not found.all():
                 limit = int(missing[np.argmin(found)])
-        for group in others:
-            missing = np.flatnonzero(where[group][:limit] == NOWHERE)
-            where[group][missing] = self._part(group).where(names[group][missing], source)
         for in_group in where:
             in_group[limit:] = np.minimum(in_group[limit:], IN_POOL)
 
