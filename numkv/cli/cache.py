@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import stat
 import time
@@ -106,12 +107,12 @@ def _show(folders: dict[Path, list[Path]]) -> None:
     every = [path for files in folders.values() for path in files]
     for folder, files in (*folders.items(), ("all", every)):
         stale = [path for path in files if is_stale(path)]
-        rows.append([str(folder), str(len(files)), format_bytes(_size(files)), str(len(stale))])
+        rows.append([str(folder), str(len(files)), format_bytes(size_of(files)), str(len(stale))])
     print(table(["folder", "kernels", "size", "of other sources"], rows))
     if stale:  # of all of them, which come last
         print(
-            f"\nFiles of other sources ({format_bytes(_size(stale))}) belong to other versions of numkv, or to an edit "
-            "of this one; `numkv cache --clear --stale` removes them."
+            f"\nFiles of other sources ({format_bytes(size_of(stale))}) belong to other versions of numkv, or to an "
+            "edit of this one; `numkv cache --clear --stale` removes them."
         )
     for line in warnings_of(folders):
         print(f"warning: {line}")
@@ -143,13 +144,12 @@ def _clear(folders: dict[Path, list[Path]], *, only_stale: bool) -> None:
         raise UsageError(f"{len(errors)} kernels cannot be removed; the first: {errors[0]}")
 
 
-def _size(files: Iterable[Path]) -> int:
+def size_of(files: Iterable[Path]) -> int:
+    """Return the bytes of files that there are."""
     total = 0
     for path in files:
-        try:
+        with contextlib.suppress(FileNotFoundError):  # just replaced or removed
             total += path.lstat().st_size
-        except FileNotFoundError:  # just replaced or removed
-            continue
     return total
 
 

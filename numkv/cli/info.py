@@ -13,7 +13,7 @@ import numpy as np
 
 import numkv
 from numkv import targets
-from numkv.cli.cache import warnings_of
+from numkv.cli.cache import size_of, warnings_of
 from numkv.cli.output import cpu_name, version_of
 from numkv.drawing.picture import format_bytes
 from numkv.errors import NotSupported
@@ -108,7 +108,5 @@ def _kernel_cache() -> str:
     except RuntimeError as error:
         return f"none ({error})"
     kernels = [path for place in places() for path in kernel_files(place)]
-    size = sum(path.stat().st_size for path in kernels)
-    return (
-        f"{folder} and beside it ({len(kernels)} kernels, {format_bytes(size)}; see `numkv cache`)"
-    )
+    size = format_bytes(size_of(kernels))
+    return f"{folder} and beside it ({len(kernels)} kernels, {size}; see `numkv cache`)"

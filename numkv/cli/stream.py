@@ -16,6 +16,7 @@ from numkv.demo.generate import Sampler, generate
 from numkv.demo.model import Batch, Model
 from numkv.demo.network import Network, blas_threads_for
 from numkv.demo.stream import Shift, ShiftingCache
+from numkv.demo.tokenizer import decoded
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -69,18 +70,13 @@ def _show_first_shift(model: Model, tokens: Sequence[int], shift: Shift) -> None
     start = len(model.tokenizer.encode(""))  # start tokens, which are no text
     before = tokens[: shift.num_tokens]
     show(f"==> in the cache before the first shift: {len(before):,} tokens <==\n")
-    show(_text(model, before[start:]) + "\n")
+    show(decoded(model.tokenizer, before[start:]) + "\n")
     left = shift.num_tokens - shift.end + shift.begin
     show(f"==> and after it: {left:,} tokens, the last {left - shift.begin:,} shifted <==\n")
-    gap = f"[… {shift.end - shift.begin:,} tokens dropped …]"
-    show(
-        _text(model, before[start : shift.begin]) + gap + _text(model, before[shift.end :]) + "\n\n"
+    parts = (
+        decoded(model.tokenizer, x) for x in (before[start : shift.begin], before[shift.end :])
     )
-
-
-def _text(model: Model, tokens: Sequence[int]) -> str:
-    stream = model.tokenizer.stream()
-    return "".join(stream.push(token) for token in tokens) + stream.finish()
+    show(f"[… {shift.end - shift.begin:,} tokens dropped …]".join(parts) + "\n\n")
 
 
 def _summary(

@@ -62,17 +62,11 @@ def _gaussian(num_tokens: int) -> Rows:
     return Rows(k, v, rng.standard_normal((min(NUM_QUERIES, num_tokens), NUM_Q_HEADS, HEAD_DIM)))
 
 
-def _outlier(num_tokens: int) -> Rows:
+def _one_channel(num_tokens: int, change: np.ufunc) -> Rows:
+    """Rows of which one channel is changed by `OUTLIER`."""
     rows = _gaussian(num_tokens)
     for x in (rows.k, rows.v):
-        x[..., _OUTLYING] *= OUTLIER
-    return rows
-
-
-def _offset(num_tokens: int) -> Rows:
-    rows = _gaussian(num_tokens)
-    for x in (rows.k, rows.v):
-        x[..., _OUTLYING] += OUTLIER
+        x[..., _OUTLYING] = change(x[..., _OUTLYING], OUTLIER)
     return rows
 
 
@@ -113,8 +107,8 @@ def _heavy_tails(num_tokens: int) -> Rows:
 #: Sets of rows by name: a function that draws the rows of a number of tokens, reproducibly.
 ROWS: dict[str, Callable[[int], Rows]] = {
     "Gaussian": _gaussian,
-    "outlier": _outlier,
-    "offset": _offset,
+    "outlier": lambda num_tokens: _one_channel(num_tokens, np.multiply),
+    "offset": lambda num_tokens: _one_channel(num_tokens, np.add),
     "sharp": _sharp,
     "slow bias": lambda num_tokens: _biased(num_tokens, 40, 64),
     "fast bias": lambda num_tokens: _biased(num_tokens, 0, 16),

@@ -195,7 +195,7 @@ class CacheChoice:
     sinks: int = 0
 
     @classmethod
-    def parse(cls, text: str, target: str = "cpu") -> CacheChoice:
+    def parse(cls, text: str) -> CacheChoice:
         """Read ``"fp16"``, ``"int8/fp16"`` for K and V apart, or ``"int4+rotate+window128+sinks4"``.
 
         Parameters
@@ -203,8 +203,6 @@ class CacheChoice:
         text : str
             One kind, or those of K and V separated by a slash. Options follow, each after a plus sign: ``rotate``, and
             ``window`` and ``sinks`` with the number of full-precision tokens.
-        target : str
-            Target of the cache.
 
         Returns
         -------
@@ -231,7 +229,7 @@ class CacheChoice:
                 )
             flag, name, size = found.groups()
             options[flag or name] = True if flag else int(size)
-        return cls(kind, None if v_kind == kind else v_kind, target, **options)
+        return cls(kind, None if v_kind == kind else v_kind, **options)
 
     @property
     def kinds(self) -> tuple[str, str]:

@@ -22,6 +22,7 @@ from numkv.demo import BUNDLED_MODEL
 from numkv.demo.cache import CacheChoice, CacheFactory
 from numkv.demo.checkpoint import LayerWeights, ModelConfig, Progress, no_progress
 from numkv.demo.model import PREFILL_CHUNK, Model, Session
+from numkv.demo.tokenizer import decoded
 from numkv.planning.keys import read_json
 
 Array = NDArray[np.floating[Any]]
@@ -262,12 +263,7 @@ def _num_bytes(
     """Return the predicted bytes of a text."""
     if whole:
         return len(document.text.encode())
-    size = 0
-    for tokens in scored:
-        stream = model.tokenizer.stream()
-        size += sum(len(stream.push(int(token)).encode()) for token in tokens)
-        size += len(stream.finish().encode())
-    return size
+    return sum(len(decoded(model.tokenizer, tokens).encode()) for tokens in scored)
 
 
 def _windows(num_tokens: int, size: int) -> Iterator[tuple[int, int, int]]:

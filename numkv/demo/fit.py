@@ -339,17 +339,15 @@ class DemoJudge:
         Tokens in a window.
     windows : int, optional
         Most windows of each text.
-    name : str
-        Name of the model.
     """
 
+    name = "bundled"
     takes_channels = True
 
     def __init__(
         self, model: Model, texts: Sequence[Document], held_out: Sequence[Document], context: int,
-        windows: int | None = None, name: str = "bundled",
+        windows: int | None = None,
     ) -> None:  # fmt: skip
-        self.name = name
         self._model, self._texts = model, (texts, held_out)
         self._context, self._windows = context, windows
         config = model.config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +156,12 @@ class JsonStream:
 
 
 Tokenizer = ByteTokenizer | JsonTokenizer
+
+
+def decoded(tokenizer: Tokenizer, tokens: Iterable[int]) -> str:
+    """Return the text of tokens."""
+    stream = tokenizer.stream()
+    return "".join(stream.push(int(token)) for token in tokens) + stream.finish()
 
 
 def load_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:

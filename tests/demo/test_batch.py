@@ -21,7 +21,7 @@ def test_blocks_do_not_matter(tmp_path, target, kinds, block_size):
     write_checkpoint(tmp_path)
     model = Model.load(tmp_path)
     tokens = TOKENS if target == "cpu" else TOKENS[:4]
-    contiguous = CacheChoice.parse(kinds, target)
+    contiguous = replace(CacheChoice.parse(kinds), target=target)
     logits = []
     for choice in (contiguous, replace(contiguous, block_size=block_size)):
         session = model.start(16, choice, target)
