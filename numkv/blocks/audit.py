@@ -82,12 +82,9 @@ def audit(state, digests, table, counters):
     for block in range(num_blocks):
         if state[CACHED, block] != 0 and block_named(digests, table, digests, block) != block:
             return UNFINDABLE, block
-    if used != counters[USED]:
-        return BAD_COUNTER, USED
-    if holding != counters[HOLDING]:
-        return BAD_COUNTER, HOLDING
-    if pinned != counters[PINNED]:
-        return BAD_COUNTER, PINNED
+    for counter, counted in ((USED, used), (HOLDING, holding), (PINNED, pinned)):
+        if counted != counters[counter]:
+            return BAD_COUNTER, counter
     return SOUND, -1
 
 

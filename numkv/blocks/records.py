@@ -9,8 +9,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.blocks.arrays import ABSENT, EVICTED, NO_MISS, TOKENS_DIFFER
-
 Ids = NDArray[np.int32]
 
 
@@ -26,13 +24,8 @@ class MissReason(enum.StrEnum):
     """A block of this name is registered with other tokens: the name was not made from these tokens."""
 
 
-#: By the numbers that compiled functions give.
-MISS_REASONS = {
-    NO_MISS: None,
-    ABSENT: MissReason.ABSENT,
-    EVICTED: MissReason.EVICTED,
-    TOKENS_DIFFER: MissReason.TOKENS_DIFFER,
-}
+#: By the numbers that compiled functions give: `NO_MISS` and so on of `numkv.blocks.arrays`, in this order.
+MISS_REASONS = (None, MissReason.ABSENT, MissReason.EVICTED, MissReason.TOKENS_DIFFER)
 
 
 @dataclass(frozen=True, slots=True)

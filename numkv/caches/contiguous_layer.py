@@ -103,13 +103,13 @@ class ContiguousLayer(Layer):
         )
         super().__init__(pool, np.zeros(1, np.int32), size, full_precision)
 
-    def _copy_to(self, new: Self) -> Self:
+    def _copy_to(self, new: Self) -> None:
         length = self._stored(0)
         new._lengths, new._ids = np.array([length], np.int32), self._ids.copy()
         new._pool = self._pool.like(1).with_own_scales()
         slots = np.arange(length)
         self._pool.copy_tokens(slots, new._pool, slots)
-        return self._begun(new)
+        new._begin()
 
     def _values(self) -> dict[str, Any]:
         return super()._values() | {"capacity": self._capacity}

@@ -610,14 +610,14 @@ class KVCache(SingleSequence):
 
     # -- as a whole
 
-    def _copy_to(self, new: Self) -> Self:
+    def _copy_to(self, new: Self) -> None:
         length = len(self)  # first, as all others may be more by now
         rows = self._rows()
         old = self._pool
         new._length, new._lengths = np.array([length], np.int64), rows
         new._pool = _moved(old, int(old.k.shape[2]), bool(rows.any()))
         new._room = int(old.k.shape[2])
-        return self._begun(new)
+        new._begin()
 
     def _values(self) -> dict[str, Any]:
         length = len(self)  # before the rows, which may be more by then
@@ -852,34 +852,24 @@ class KVCache(SingleSequence):
         """
         layer = check_index("layer", layer, len(self._lengths))
         checked = check_options(options, return_lse, out)
-        target = self._target
-        if target.chooses_stream:
-            return self._attend_on(layer, q, checked, options)
-        q = target.accept(q, "q")
-        single = len(q.shape) == 2
-        if single:
-            q = q.reshape((1, *q.shape))
-            if out is not None:
-                out = target.accept(out, "out")
-                checked = checked._replace(out=out.reshape((1, *out.shape)))
-        result = self._attend(layer, q, checked)
-        if not single:
-            return result
-        return (result[0][0], result[1][0]) if return_lse else result[0]
-
-    def _attend_on(
-        self, layer: int, q: Any, checked: CheckedOptions, options: AttentionOptions
-    ) -> Any:
-        """Choose the stream and attend, as an earlier call did where there is one like it."""
-
-        def attend() -> Any:
-            out, return_lse = checked.out, checked.return_lse
-            return self.decode_attention(layer, q, out=out, return_lse=return_lse, **options)
-
+        if not self._target.chooses_stream:
+            return self._attend_here(layer, q, checked)
         if self._again is not None and checked.sight is None:
-            return self._attend_again(layer, q, checked, attend)
+            here = functools.partial(self._attend_here, layer, q, checked)
+            return self._attend_again(layer, q, checked, here)
         with self._target.on(q, self._pool.k):
-            return attend()
+            return self._attend_here(layer, q, checked)
+
+    def _attend_here(self, layer: int, q: Any, options: CheckedOptions) -> Any:
+        """Attend on the stream of the call, with the queries of several tokens or with those of one, by head."""
+        q = self._target.accept(q, "q")
+        if len(q.shape) != 2:
+            return self._attend(layer, q, options)
+        if options.out is not None:
+            out = self._target.accept(options.out, "out")
+            options = options._replace(out=out.reshape((1, *out.shape)))
+        result = self._attend(layer, q.reshape((1, *q.shape)), options)
+        return (result[0][0], result[1][0]) if options.return_lse else result[0]
 
     @streamed
     @reads

@@ -243,7 +243,7 @@ class PagedLayer(Layer):
         owned = self._owned  # before the tables: a writer beside this call adds to them first
         return bool((self._table[:owned] == self._ids[:owned]).all())
 
-    def _copy_to(self, new: Self) -> Self:
+    def _copy_to(self, new: Self) -> None:
         taken = np.empty(0, np.int32)
         try:
             with signals_deferred:
@@ -258,10 +258,9 @@ class PagedLayer(Layer):
                 new._pool, new._owned, new._room = new.pool.pool, need, need * size
                 source, to = (slots_of(ids, tokens, size) for ids in (table, new._ids))
                 self._pool.copy_tokens(source, new._pool, to)
-                self._begun(new)
+                new._begin()
                 if self._access.dropped != dropped:
                     raise overtaken(self, "copy")
-                return new
         except BaseException:  # an interrupt, too: nobody has the copy
             new.pool.blocks.release(taken)
             raise

@@ -131,8 +131,8 @@ class SingleSequence:
     def _give_back(self, length: int, shorter: Any) -> None:
         """Give back what `_shorter` has prepared; it needs no memory, and an error changes nothing."""
 
-    def _copy_to(self, new: Self) -> Self:
-        """Give a copy, which has all other attributes, lengths and memory of its own, and what follows; return it."""
+    def _copy_to(self, new: Self) -> None:
+        """Give a copy, which has all other attributes, lengths and memory of its own, and `_begin` with them."""
         raise NotImplementedError
 
     def _check_books(self) -> None:
@@ -264,13 +264,8 @@ class SingleSequence:
         new._access = Access()
         if self._full_precision is not None:
             new._full_precision = self._full_precision.copy()
-        made = self._copy_to(new)
-        made._reports = reports
-        return made
-
-    def _begun(self, new: Self) -> Self:
-        """A copy, with what follows from its other attributes."""
-        new._begin()
+        self._copy_to(new)
+        new._reports = reports
         return new
 
     __copy__ = copy

@@ -294,17 +294,12 @@ class Container:
         self._taken: set[str] = set()
         self._position = dict.fromkeys(self._entries, 0)
 
-    def spec(self, name: str) -> Spec:
-        """Return the dtype and shape of a tensor."""
-        expect(name in self._entries, f"there is no tensor {name!r}")
-        entry = self._entries[name]
-        return Spec(entry.dtype, entry.shape)
-
     def take(self, name: str, spec: Spec) -> None:
         """Require a tensor of this dtype and shape."""
-        found = self.spec(name)
+        expect(name in self._entries, f"there is no tensor {name!r}")
+        found = self._entries[name]
         expect(
-            found == spec,
+            (found.dtype, found.shape) == spec,
             f"expected {spec.dtype} {spec.shape} as tensor {name!r}, got {found.dtype} {found.shape}",
         )
         self._taken.add(name)

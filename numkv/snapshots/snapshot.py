@@ -59,12 +59,6 @@ class Tensor(NamedTuple):
 class Source(Protocol):
     """Where tensors are read from: an open file, or a part of one."""
 
-    def spec(self, name: str) -> Spec:
-        """Return the dtype and shape of a tensor."""
-
-    def take(self, name: str, spec: Spec) -> None:
-        """Require a tensor of this dtype and shape."""
-
     def array(self, name: str) -> NDArray[Any]:
         """Read a small tensor, and compare its checksum at once."""
 
@@ -125,12 +119,6 @@ class Under:
     def __init__(self, source: Source, prefix: str) -> None:
         self._source, self._prefix = source, prefix
         self.verify = source.verify
-
-    def spec(self, name: str) -> Spec:
-        return self._source.spec(self._prefix + name)
-
-    def take(self, name: str, spec: Spec) -> None:
-        self._source.take(self._prefix + name, spec)
 
     def array(self, name: str) -> NDArray[Any]:
         return self._source.array(self._prefix + name)

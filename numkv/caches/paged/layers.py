@@ -183,6 +183,11 @@ class Layers(NamedTuple):
     def _with_twins(self, kept: FullPrecision | None) -> Layers:
         """These layers and those that have their tokens in full precision, if there are any."""
         groups, n = self.groups, len(self.rows)
+        if not self.alike and any(rows is not None and rows.is_latent for rows in self.rows):
+            raise NotSupported(  # pages have room for a separate V
+                "`v_kind`: expected rows of one shape and kind in all layers that have some, where V is a part of K, "
+                "got latents and other rows; make a PagedKVCache for each"
+            )
         if kept is None and not any(groups):
             return self
         residual = Residual(kept, n)
@@ -291,17 +296,8 @@ class Layers(NamedTuple):
                 "`layers`: expected a layer with rows or more, got none; a model that keeps states alone needs no "
                 "blocks"
             )
-        found._refuse_mixed_latents()
         full: FullPrecision | None = same_in_all("full_precision", specs)
         return found._with_twins(full and replace(full, kind=kind(full.kind or "fp32")))
-
-    def _refuse_mixed_latents(self) -> None:
-        """Refuse latents together with other rows: pages have room for a separate V."""
-        if not self.alike and any(rows is not None and rows.is_latent for rows in self.rows):
-            raise NotSupported(
-                "`v_kind`: expected rows of one shape and kind in all layers that have some, where V is a part of K, "
-                "got latents and other rows; make a PagedKVCache for each"
-            )
 
     @classmethod
     def read(cls, first: Any, windows: tuple[int, ...], more: Any) -> Layers:
@@ -327,7 +323,6 @@ class Layers(NamedTuple):
         for layer, source in enumerate(found.sources):
             if source != layer and (found.rows[layer] is not None or found.rows[source] is None):
                 raise ValueError(f"`geometry`: expected rows to read for layer {layer}, got none")
-        found._refuse_mixed_latents()
         return found._with_twins(FullPrecision(*in_full[0]) if in_full else None)
 
 

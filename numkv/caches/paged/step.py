@@ -275,8 +275,7 @@ class Step:
             See `numkv.ContiguousLayer.append`; nothing is written.
         """
         layer, pool, group = self._layer(layer)
-        if self._store.layers.rows[layer] is None:
-            self._store.refuse_sharing("append", layer)
+        self._store.refuse_sharing("append", layer)
         slots = self._slots[group]
         if self._buffers is None and self._store.layers.residual is None:
             if fast_path.pool_append(pool, k, v, slots, 0, 0, check_finite, True) >= 0:
@@ -364,8 +363,7 @@ class Step:
             See `numkv.ContiguousLayer.write`; nothing is written.
         """
         layer, pool, group = self._layer(layer)
-        if self._store.layers.rows[layer] is None:
-            self._store.refuse_sharing("write", layer)
+        self._store.refuse_sharing("write", layer)
         slots = self._slots[group]
         in_full = self._store.layers.residual is not None
         if self._buffers is None and not in_full:

@@ -301,21 +301,15 @@ def _check_buffers(geometry: Geometry, rows: LayerRows, count: int, buffers: Any
 
 
 def _check_geometry(own: tuple[Any, ...], given: Any) -> None:
-    if isinstance(given, tuple) and len(given) == len(own):
-        theirs, ours = given[4], own[4]
-        if given[:4] == own[:4] and given[5:] == own[5:] and theirs != ours:
-            raise DimensionMismatch(
-                f"`swapped`: expected a sequence of {_describe_rotation(ours)} rows, got one of "
-                f"{_describe_rotation(theirs)} rows; bring it into a cache with rotate={theirs is not None}",
-                expected=own,
-                actual=given,
-            )
-    if given != own:
-        raise DimensionMismatch(
-            f"`swapped`: expected a sequence of geometry {own}, got {given}",
-            expected=own,
-            actual=given,
+    if given == own:
+        return
+    what, (ours, theirs) = f"geometry {own}, got {given}", (own[4], given[4])
+    if (*given[:4], ours, *given[5:]) == own:  # only that differs
+        what = (
+            f"{_describe_rotation(ours)} rows, got one of {_describe_rotation(theirs)} rows; bring it into a cache "
+            f"with rotate={theirs is not None}"
         )
+    raise DimensionMismatch(f"`swapped`: expected a sequence of {what}", expected=own, actual=given)
 
 
 def _check_head_scales(own: Any, given: Any) -> None:
