@@ -45,7 +45,7 @@ def _is_plain(own: property) -> bool:
     return inspect.get_annotations(own.fget).get("return") in _PLAIN
 
 
-def _on_tensors(cls: type) -> type:
+def _on_tensors(cls: type) -> None:
     """Wrap what a class of this module inherits, and have it stand in for its base."""
     counterparts[cls.__mro__[1]] = cls
     for name in dir(cls):
@@ -56,70 +56,56 @@ def _on_tensors(cls: type) -> type:
             setattr(cls, name, _wrapped_property(found))
         elif inspect.isfunction(found):
             setattr(cls, name, on_tensors(found, keeps=name not in _MOMENTARY))
-    return cls
 
 
-@_on_tensors
 class AttentionTally(numkv.AttentionTally):
     """`numkv.AttentionTally` on tensors."""
 
 
-@_on_tensors
 class CausalCache(numkv.CausalCache):
     """`numkv.CausalCache` on tensors."""
 
 
-@_on_tensors
 class ContiguousLayer(numkv.ContiguousLayer):
     """`numkv.ContiguousLayer` on tensors."""
 
 
-@_on_tensors
 class EncoderCache(numkv.EncoderCache):
     """`numkv.EncoderCache` on tensors."""
 
 
-@_on_tensors
 class HeadCompressor(numkv.HeadCompressor):
     """`numkv.HeadCompressor` on tensors."""
 
 
-@_on_tensors
 class KVCache(numkv.KVCache):
     """`numkv.KVCache` on tensors."""
 
 
-@_on_tensors
 class MultiHeadCompressor(numkv.MultiHeadCompressor):
     """`numkv.MultiHeadCompressor` on tensors."""
 
 
-@_on_tensors
 class PagedCompressor(numkv.PagedCompressor):
     """`numkv.PagedCompressor` on tensors."""
 
 
-@_on_tensors
 class PagedLayer(numkv.PagedLayer):
     """`numkv.PagedLayer` on tensors."""
 
 
-@_on_tensors
 class PagedPool(numkv.PagedPool):
     """`numkv.PagedPool` on tensors."""
 
 
-@_on_tensors
 class Step(numkv.Step):
     """`numkv.Step` on tensors."""
 
 
-@_on_tensors
 class WrapperCache(numkv.WrapperCache):
     """`numkv.WrapperCache` on tensors."""
 
 
-@_on_tensors
 class PagedKVCache(numkv.PagedKVCache):
     """`numkv.PagedKVCache` on tensors; its steps take and give tensors too."""
 
@@ -127,16 +113,18 @@ class PagedKVCache(numkv.PagedKVCache):
 # Results of `bind`.
 
 
-@_on_tensors
 class BoundAttention(numkv.BoundAttention):
     """`numkv.BoundAttention` on tensors."""
 
 
-@_on_tensors
 class BoundLayer(numkv.BoundLayer):
     """`numkv.BoundLayer` on tensors."""
 
 
-@_on_tensors
 class BoundStep(numkv.BoundStep):
     """`numkv.BoundStep` on tensors."""
+
+
+for _cls in list(vars().values()):
+    if isinstance(_cls, type) and _cls.__module__ == __name__:
+        _on_tensors(_cls)
