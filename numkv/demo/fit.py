@@ -29,8 +29,8 @@ Layers = Sequence[LayerSpec]
 #: Kinds that are tried by default, and those of keys by channel, for caches that support them.
 K_KINDS, V_KINDS = ("bf16", "int8", "int4"), ("int8", "int4")
 CHANNEL_KINDS = ("int8_channel", "int4_channel_fine", "int4_channel")
-#: Number of caches that are measured together, because they share the reference.
-_TOGETHER = 8
+#: Number of caches that are measured together, because they share the reference: the sides of a layer.
+_TOGETHER = 12
 
 
 class Judge(Protocol):
@@ -188,41 +188,28 @@ def fit(
     sides = sorted(
         {(side, pair.rotate) for pair in tried for side in ((pair.kind, ""), ("", pair.v_kind))}
     )
-    alone = [
-        _with_side(layers, i, k, v, rotate)
-        for i in range(len(layers)) for (k, v), rotate in sides
-    ]  # fmt: skip
-    total = len(alone) + 3 + 2 * sum(pair.is_even for pair in tried)
+    total = len(layers) * len(sides) + 3 + 2 * sum(pair.is_even for pair in tried)
     done = 0
 
-    costs: list[dict[Pair, float]] = []
-
-    def add_layers(found: list[float]) -> None:
-        while len(found) >= (len(costs) + 1) * len(sides):
-            each = found[len(costs) * len(sides) :]
-            cost = dict(zip(sides, each, strict=False))
-            summed = {
-                pair: cost[(pair.kind, ""), pair.rotate] + cost[("", pair.v_kind), pair.rotate]
-                for pair in tried
-            }
-            report(len(costs), summed)
-            costs.append(summed)
-
-    def measure(
-        candidates: Sequence[Layers],
-        held_out: bool,
-        seen: Callable[[list[float]], None] = lambda found: None,
-    ) -> list[float]:
+    def measure(candidates: Sequence[Layers], held_out: bool) -> list[float]:
         nonlocal done
         found: list[float] = []
         for begin in range(0, len(candidates), _TOGETHER):
             found += judge.divergences(candidates[begin : begin + _TOGETHER], held_out)
             done += len(candidates[begin : begin + _TOGETHER])
-            seen(found)
             progress(done, total)
         return found
 
-    measure(alone, False, add_layers)
+    costs: list[dict[Pair, float]] = []
+    for i in range(len(layers)):
+        alone = [_with_side(layers, i, k, v, rotate) for (k, v), rotate in sides]
+        cost = dict(zip(sides, measure(alone, False), strict=True))
+        summed = {
+            pair: cost[(pair.kind, ""), pair.rotate] + cost[("", pair.v_kind), pair.rotate]
+            for pair in tried
+        }
+        costs.append(summed)
+        report(i, summed)
     fitting: list[list[Pair]] = []
     for rotate in (False, True):  # equal in all layers, as in a `PagedKVCache`
         of_layers = [{pair: x for pair, x in of.items() if pair.rotate == rotate} for of in costs]
