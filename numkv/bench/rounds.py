@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import numba
@@ -124,10 +124,8 @@ class Spread:
         """Return the spread of numbers; None if there are none."""
         if not numbers:
             return None
-        if len(numbers) == 1:
-            return cls(numbers[0], numbers[0], numbers[0], 1)
-        low, _, high = quantiles(numbers, n=4, method="inclusive")
-        return cls(median(numbers), low, high, len(numbers))
+        low, middle, high = np.quantile(numbers, (0.25, 0.5, 0.75)).tolist()
+        return cls(middle, low, high, len(numbers))
 
 
 @dataclass
