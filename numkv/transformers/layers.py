@@ -639,16 +639,13 @@ class HybridLayer(LinearAttentionLayer, NumkvLayer):  # type: ignore[misc]
         """Make the buffers of attention, or the states."""
         (NumkvLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
 
-    def get_max_length(self) -> int:
-        """See `NumkvLayer.get_max_length`."""
-        return NumkvLayer.get_max_length(self)
-
     def activate_past_recording(self) -> None:
         """Keep what a crop may need, in both."""
         LinearAttentionLayer.activate_past_recording(self)
         NumkvLayer.activate_past_recording(self)
 
     offload = prefetch = NumkvLayer.offload
+    get_max_length = NumkvLayer.get_max_length
     reset = crop = reorder_cache = NumkvLayer.reset
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from numkv.caches import ContiguousLayer
 from numkv.errors import NotSupported
+from numkv.numbers import check_number
 from numkv.storage.key_error import key_error
 from numkv.storage.pool import Pool
 from numkv.transformers.layers import NumkvLayer
@@ -37,11 +37,9 @@ class Tolerance:
     """
 
     def __init__(self, most: float) -> None:
-        if isinstance(most, bool) or not isinstance(most, (int, float)):
-            raise TypeError(f"`tolerance`: expected a number or None, got {type(most).__name__}")
-        if not 0 < most < math.inf:
+        self.most = check_number("tolerance", most)
+        if not self.most > 0:
             raise ValueError(f"`tolerance`: expected a number above 0, got {most}")
-        self.most = float(most)
         self.has_looked = False
         self._layers: list[NumkvLayer] = []
         #: Error of each measured layer, with those of the alternatives if it exceeds the tolerance.
