@@ -145,7 +145,8 @@ def relocate(
     dropped = np.delete(table, needed)
     changed = needed[needed >= stay]
     tokens = np.arange(n)
-    there = (tokens < sinks) | (tokens >= max(first_stored, first * block_size))
+    # The other tokens of a block of first ones move too: if the next block is there, rows count from `start` on.
+    there = (tokens < sinks) | (tokens >= first_stored)
     moved = tokens[there & np.isin(tokens // block_size, changed)]
     source = slots_of(table, kept[moved], block_size)
     return Relocation(new, changed, dropped[dropped >= 0], first_stored, moved, source)

@@ -425,6 +425,29 @@ def test_compaction_keeps_first_and_newest_tokens():
         check(cache, plain)
 
 
+@pytest.mark.parametrize("length", [8, 5, 4, 2])
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_cut_after_a_compaction_finds_rows_in_full_beside_first_tokens(length, forked):
+    """The first block has tokens 0 to 2 for good; that of token 3 moved into it."""
+    cache, plain = make(windows=[-1] * 4), Plain(windows=[-1] * 4)
+    seq = cache.add()
+    plain.add(seq)
+    grow(cache, plain, [seq], [list(range(11))])
+    if forked:
+        plain.fork(seq, cache.fork(seq))
+    kept = [0, 1, 2, *range(4, 11)]
+    cache.compact(seq, kept)
+    plain.rows[seq] = [plain.rows[seq][i] for i in kept]
+    plain.texts[seq] = [plain.texts[seq][i] for i in kept]
+    plain.released[seq] = max(0, len(kept) - NEWEST) // SIZE
+    check(cache, plain)
+    cache.truncate(seq, length)
+    plain.truncate(seq, length)
+    check(cache, plain)
+    grow(cache, plain, [seq], [[1, 2, 3]])
+    check(cache, plain)
+
+
 def test_a_prefix_whose_rows_in_full_are_gone_is_taken_over_no_further():
     cache, plain = make(num_blocks=34, windows=[-1], shares=None), Plain(windows=[-1])
     text = list(range(33))
