@@ -349,6 +349,9 @@ def pool_struct() -> Any:
             self.evicted = evicted
             self.counters = counters
 
+        def _arrays(self):
+            return self.state, self.digests, self.tokens, self.table, self.evicted, self.counters
+
         @property
         def num_blocks(self):
             """Blocks in the pool."""
@@ -393,18 +396,7 @@ def pool_struct() -> Any:
 
         def register(self, ids, names, tokens, out):
             """Register blocks; -1, or the position of the first wrong id, with nothing changed."""
-            return register(
-                self.state,
-                self.digests,
-                self.tokens,
-                self.table,
-                self.evicted,
-                self.counters,
-                ids,
-                names,
-                tokens,
-                out,
-            )
+            return register(*self._arrays(), ids, names, tokens, out)
 
         def forget(self, ids):
             """Drop cached content; -1, or the position of the first wrong id, with nothing changed."""
@@ -412,16 +404,7 @@ def pool_struct() -> Any:
 
         def lookup(self, names, tokens, out):
             """Write the longest cached prefix to `out`, and return how many blocks it has."""
-            return lookup(
-                self.digests,
-                self.tokens,
-                self.table,
-                self.evicted,
-                self.counters,
-                names,
-                tokens,
-                out,
-            )
+            return lookup(*self._arrays()[1:], names, tokens, out)
 
         def find(self, names, tokens, out):
             """Write the block of each name, or a negative number, to `out`."""

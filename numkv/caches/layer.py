@@ -674,10 +674,7 @@ class Layer(SingleSequence):
         UnsupportedDType, NotSupported, ValueError
             See `numkv.decode_attention`.
         """
-        checked = check_options(options, return_lse, out)
-        if self._again is not None:
-            return self._attend_with(0, q, checked)
-        return self._attend(0, q, checked)
+        return self._attend_with(0, q, check_options(options, return_lse, out))
 
     @streamed
     @reads

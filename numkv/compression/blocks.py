@@ -31,9 +31,9 @@ class Sequence(NamedTuple):
     blocks: Numbers
     length: int
 
-    def slots(self) -> Numbers:
-        """Return where its tokens lie."""
-        tokens = np.arange(self.length)
+    def slots(self, first: int = 0) -> Numbers:
+        """Return where its tokens from `first` on lie."""
+        tokens = np.arange(first, self.length)
         slots: Numbers = self.blocks[tokens // BLOCK_SIZE] * BLOCK_SIZE + tokens % BLOCK_SIZE
         return slots
 

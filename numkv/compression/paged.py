@@ -257,11 +257,8 @@ class PagedCompressor(Heads):
         stored, made, moves = with_room(self._stored, seqs, lens, self._grown)
         for source, to in moves:
             self._copy_tokens(stored, source, stored, to)
-        slots = []
-        for seq, n in zip(seqs, lens, strict=True):
-            blocks, end = made[seq]
-            tokens = np.arange(end - n, end)
-            slots.append(blocks[tokens // BLOCK_SIZE] * BLOCK_SIZE + tokens % BLOCK_SIZE)
+        each = zip((made[seq] for seq in seqs), lens, strict=True)
+        slots = [longer.slots(longer.length - n) for longer, n in each]
         places = self._target.index(np.concatenate(slots), np.int64)
         self._encode(keys, values, stored.keys, stored.values, 0, places)
         self._stored = stored._replace(sequences=stored.sequences | made)

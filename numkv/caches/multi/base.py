@@ -475,12 +475,19 @@ class MultiSequenceCache(ABC):
         for commit in [plan(of) for of in self._holders()]:
             commit()
 
+    def _every(self) -> tuple[MultiSequenceCache, ...]:
+        """Return this cache, and of a `numkv.WrapperCache` the children, and theirs."""
+        return (self,)
+
     def _enter(self, state: str) -> None:
         """Take a state, ``"ready"`` or ``"closed"``."""
-        self._state = state
+        for cache in self._every():
+            cache._state = state
 
-    def _started(self) -> None:  # noqa: B027 - a cache with rows has nothing of the kind
+    def _started(self) -> None:
         """Forget what holds for one pass."""
+        for cache in self._every():
+            cache._type = 0
 
     @abstractmethod
     def __runs_on__(self) -> tuple[Target, Any]: ...
@@ -490,6 +497,7 @@ class MultiSequenceCache(ABC):
     def __init__(self) -> None:
         self._config: CacheConfig | None = None
         self._state = "new"
+        self._type = 0  # the child that calls go to, of a `numkv.WrapperCache`
         # The current writer; a `numkv.WrapperCache` shares it with its children.
         self._access = Access()
 
@@ -509,10 +517,12 @@ class MultiSequenceCache(ABC):
         TypeError
             If it is no `CacheConfig`.
         """
-        self._check_configurable()
+        for cache in self._every():
+            cache._check_configurable()
         if not isinstance(config, CacheConfig):
             raise TypeError(f"`config`: expected a CacheConfig, got {type(config).__name__}")
-        self._take_config(config)
+        for cache in self._every():
+            cache._config = config
 
     def _check_configurable(self) -> None:
         if self._state != "new":
@@ -522,9 +532,6 @@ class MultiSequenceCache(ABC):
             )
         if self._config is not None:
             raise NumkvError(f"set_config: this cache has {self._config} already; make a new one")
-
-    def _take_config(self, config: CacheConfig) -> None:
-        self._config = config
 
     @whole
     def init(
@@ -570,7 +577,8 @@ class MultiSequenceCache(ABC):
         UnsupportedDType, NotSupported
             If there is no such kind, or the target cannot be had here.
         """
-        self._check_new()
+        for cache in self._every():
+            cache._check_new()
         kinds = kinds_of(kind, k_kind, v_kind)
         setup = Setup(
             *kinds, _size("max_sequences", max_sequences, 1), _size("capacity", capacity, 1),

@@ -113,7 +113,6 @@ class EncoderCache(LayeredCache):
             self._k_kind, self._v_kind, self._target = setup.k_kind, setup.v_kind, setup.target
             self._rotate, self._permuted_v = setup.rotate, config is not None and config.permuted_v
             self._reports = LayerReports(setup.target)
-            self._state = "ready"
 
         return commit
 

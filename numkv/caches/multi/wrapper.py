@@ -13,7 +13,6 @@ from typing import Any, Self
 
 from numkv.access import Access, whole
 from numkv.caches.layer_spec import LayerSpec
-from numkv.caches.multi.arguments import CacheConfig
 from numkv.caches.multi.base import MultiSequenceCache
 from numkv.caches.multi.causal import CausalCache
 from numkv.caches.multi.encoder import EncoderCache
@@ -131,17 +130,12 @@ class WrapperCache(MultiSequenceCache):
                     raise ValueError(
                         f"`layer_types`: expected at most {_MOST_LAYERS} layers, got more"
                     )
-        self._type = 0
-        self._share(self._access)
+        self._share()
 
-    def _share(self, access: Access) -> None:
+    def _share(self) -> None:
         """Let one writer at a time change this cache or its children, and theirs."""
-        self._access = access
-        for child in self._children:
-            if isinstance(child, WrapperCache):
-                child._share(access)
-            else:
-                child._access = access
+        for cache in self._every():
+            cache._access = self._access
 
     # -- children
 
@@ -182,6 +176,9 @@ class WrapperCache(MultiSequenceCache):
         if self._layer_types is not None:
             number = self._layer_types[check_index("layer", layer, len(self._layer_types))]
         return self._children[number]._holder(layer)
+
+    def _every(self) -> tuple[MultiSequenceCache, ...]:
+        return (self, *(cache for child in self._children for cache in child._every()))
 
     def _holders(self) -> tuple[Any, ...]:
         return tuple(of for child in self._children for of in child._holders())
@@ -244,31 +241,6 @@ class WrapperCache(MultiSequenceCache):
 
     # -- its life
 
-    def _check_configurable(self) -> None:
-        super()._check_configurable()
-        for child in self._children:
-            child._check_configurable()
-
-    def _take_config(self, config: CacheConfig) -> None:
-        super()._take_config(config)
-        for child in self._children:
-            child._take_config(config)
-
-    def _check_new(self) -> None:
-        super()._check_new()
-        for child in self._children:
-            child._check_new()
-
-    def _enter(self, state: str) -> None:
-        super()._enter(state)
-        for child in self._children:
-            child._enter(state)
-
-    def _started(self) -> None:
-        self._type = 0
-        for child in self._children:
-            child._started()
-
     def _copied(self, access: Access) -> Self:
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
@@ -324,4 +296,4 @@ class WrapperCache(MultiSequenceCache):
                 child.__dict__.update(of_child)
             made.append(child)
         self._children = tuple(made)
-        self._share(self._access)
+        self._share()

@@ -193,12 +193,8 @@ class PagedKVCache(StoredSequences):
         UnsupportedDType, DimensionMismatch, ValueError, TypeError
             If `tokens` are no row of token ids, `extra` are no extra keys, or `lookup` is something else.
         """
-        ids = prompt_ids(tokens)
-        extra = plain_extra(extra)  # no reference to the caller's object is kept
-        size = self.block_size
-        full = ids[: max(0, len(ids) - 1) // size * size]
-        names = block_names(self._store, full, extra)
-        contents = contents_of(lookup)
+        ids, extra, full, names = self._named(tokens, extra)
+        size, contents = self.block_size, contents_of(lookup)
         with longest_found(self._store, full, names, extra, contents) as match:
             blocks, length = match.blocks, match.blocks * size
             digests = [of_group[:blocks] for of_group in names]
@@ -250,16 +246,22 @@ class PagedKVCache(StoredSequences):
         UnsupportedDType, DimensionMismatch, ValueError, TypeError
             See `add`.
         """
-        tiers, size = self._store.tiers, self.block_size
+        tiers = self._store.tiers
         if tiers is None:
             raise NotSupported(
                 "lookup: expected a cache with a store, got one without; make it with store=PrefixStore(…), or call "
                 "`add`"
             )
-        ids, extra = prompt_ids(tokens), plain_extra(extra)
-        full = ids[: max(0, len(ids) - 1) // size * size]
-        names = block_names(self._store, full, extra)
+        _, _, full, names = self._named(tokens, extra)
         return PrefixLookup(Contents(tiers.engine), functools.partial(tiers.look_up, full, names))
+
+    def _named(
+        self, tokens: Any, extra: Extra | None
+    ) -> tuple[NDArray[np.int32], Extra | None, NDArray[np.int32], list[NDArray[np.uint8]]]:
+        """Check a prompt; return its ids and extra keys, and the full blocks before its last token with their names."""
+        ids, extra = prompt_ids(tokens), plain_extra(extra)  # no reference to the caller's is kept
+        full = ids[: max(0, len(ids) - 1) // self.block_size * self.block_size]
+        return ids, extra, full, block_names(self._store, full, extra)
 
     @whole
     def fork(self, seq: int) -> int:
@@ -1173,10 +1175,6 @@ class PagedKVCache(StoredSequences):
         checked = check_options(
             options, return_lse, out, takes=OF_A_LAYER, window_left=self._groups[group].window
         )
-        if self._store.layers.twin(int(layer)) is not None:
-            result = attend_to_newest(self._store, int(layer), states, q, lens, checked)
-            self._refuse_overtaken("decode_attention", generation, seqs, states)
-            return result
         ranges = None
         if self._groups[group].chunk:
             if checked.sight is not None:
@@ -1185,11 +1183,14 @@ class PagedKVCache(StoredSequences):
             ranges = place.index(
                 np.minimum(self._groups[group].ranges(last), lens[:, None]), np.int64
             )
-        result = attend(
-            pool, place.index(self._store.block_table(states, group), np.int32), q,
-            place.index(lens, np.int64), place.index(np.arange(len(states) + 1), np.int64), checked,
-            ranges=ranges,
-        )  # fmt: skip
+        if self._store.layers.twin(layer) is not None:
+            result = attend_to_newest(self._store, layer, states, q, lens, checked)
+        else:
+            result = attend(
+                pool, place.index(self._store.block_table(states, group), np.int32), q,
+                place.index(lens, np.int64), place.index(np.arange(len(states) + 1), np.int64), checked,
+                ranges=ranges,
+            )  # fmt: skip
         self._refuse_overtaken("decode_attention", generation, seqs, states)
         return result
 

@@ -63,14 +63,9 @@ class Continuations:
 
     def _drop_evicted(self) -> None:
         """Drop blocks that are no longer cached. Afterwards the rest may double, so that this is rare."""
-        kept: dict[bytes, dict[bytes, NDArray[np.int32]]] = {}
-        self._count = 0
-        for parent, after in self._after.items():
-            still = dict(self._still(after.items()))
-            if still:
-                kept[parent] = still
-                self._count += len(still)
-        self._after = kept
+        each = ((parent, dict(self._still(x.items()))) for parent, x in self._after.items())
+        self._after = {parent: still for parent, still in each if still}
+        self._count = sum(map(len, self._after.values()))
 
     def _still(
         self, after: Iterable[tuple[bytes, NDArray[np.int32]]]

@@ -6,6 +6,7 @@ Layers of one shape share buffers: block b is entry b of each. Otherwise blocks 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,9 @@ def block_nbytes(layers: Layers, groups: list[LayerGroup], block_size: int) -> i
     """Bytes of a block in all buffers, scales of rows included."""
     if not layers.alike:
         return page_bytes(layers, groups, block_size)
-    rows, found = layers.first, 0
-    for shape, dtype in rows.parts(block_size):
-        found += int(np.prod(shape)) * dtype.itemsize
-    return found * len(groups[0].layers)
+    parts = layers.first.parts(block_size)
+    of_row = sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts)
+    return of_row * len(groups[0].layers)
 
 
 def new_store(

@@ -185,7 +185,8 @@ def kept_tokens(
 
     See `numkv.PagedKVCache.commit` for the arguments.
     """
-    if tree is not None and not _is_zero(accepted):
+    is_rollback = isinstance(accepted, np.ndarray) and not accepted.any()
+    if tree is not None and not is_rollback:
         if accepted is not None or paths is None:
             raise NotSupported(
                 "`paths`: expected the accepted path of each sequence, for a step of trees, and no `accepted`; or roll "
@@ -204,11 +205,6 @@ def kept_tokens(
             f"`accepted`: expected numbers up to {step.new_lens.tolist()}, got {keep.tolist()}"
         )
     return keep, None
-
-
-def _is_zero(accepted: Any) -> bool:
-    """Return whether no token is kept, as in a rollback."""
-    return isinstance(accepted, np.ndarray) and not accepted.any()
 
 
 class Ending(NamedTuple):

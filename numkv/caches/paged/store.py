@@ -108,10 +108,7 @@ class SequenceState(NamedTuple):
 
 def blocks_in(tables: Iterable[NDArray[np.int32]]) -> NDArray[np.int32]:
     """Return the blocks in some tables, or parts of tables: entries other than -1."""
-    parts = list(tables)
-    if not parts:
-        return _NONE
-    entries: NDArray[np.int32] = np.concatenate(parts)
+    entries: NDArray[np.int32] = np.concatenate([_NONE, *tables])
     return entries[entries >= 0]
 
 
