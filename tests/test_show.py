@@ -149,6 +149,11 @@ def test_letters_where_a_stream_has_no_graphics():
     assert "S shared" in text
 
 
+def test_a_cache_without_blocks_is_shown(capsys):
+    numkv.show(numkv.PagedKVCache(1, 2, 8, num_blocks=0))
+    assert "0 of 0 in use" in capsys.readouterr().out
+
+
 def test_a_sign_for_several():
     strip = Strip("blocks: x", [(5, State.FULL, ""), (4, State.SHARED, ""), (1, State.FREE, "")])
     assert len(strip) == 10

@@ -61,13 +61,10 @@ class Strip:
         -------
         Strip
         """
-        last = np.append(states[1:] != states[:-1], len(states) > 0)
-        ends = (np.flatnonzero(last) + 1).tolist() if len(states) else []
-        runs = [
-            (end - begin, *names[int(states[end - 1])])
-            for begin, end in zip([0, *ends[:-1]], ends, strict=True)
-        ]
-        return cls(title, runs)
+        ends = np.flatnonzero(np.diff(states, append=-1)) + 1
+        counts = np.diff(ends, prepend=0).tolist()
+        runs = zip(counts, states[ends - 1].tolist(), strict=True)
+        return cls(title, [(n, *names[state]) for n, state in runs])
 
     def __len__(self) -> int:
         return sum(n for n, _, _ in self.runs)
