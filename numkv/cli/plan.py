@@ -282,12 +282,7 @@ def plan_profile(arguments: argparse.Namespace) -> str:
     -------
     str
     """
-    if (
-        arguments.path is not None
-        or arguments.config is not None
-        or arguments.kind
-        or arguments.nodes
-    ):
+    if arguments.path or arguments.config or arguments.kind or arguments.nodes:
         raise UsageError(
             "--profile has shapes and kinds already: leave the config, --kind and --nodes out"
         )

@@ -185,12 +185,9 @@ def blas_threads_for(weights: Weights) -> Iterator[None]:
     weights : Weights
         The model's weights.
     """
-    functions = _openblas()
-    if (
-        functions is None
-        or weights.num_parameters >= _SMALL
-        or "OPENBLAS_NUM_THREADS" in os.environ
-    ):
+    wanted = weights.num_parameters < _SMALL and "OPENBLAS_NUM_THREADS" not in os.environ
+    functions = _openblas() if wanted else None
+    if functions is None:
         yield
         return
     get_threads, set_threads = functions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -334,18 +335,12 @@ class ModelNeeds:
             )  # fmt: skip
 
         high = max(1, self.windows_full_at + (block_size or 0))
-        if (
-            not any(rows.limit is None and not rows.of_source for rows in self.rows)
-            and cost(high) <= memory
-        ):
+        grows = any(rows.limit is None and not rows.of_source for rows in self.rows)
+        if not grows and cost(high) <= memory:
             return None
-        low = 0
         while cost(high) <= memory:
-            low, high = high, high * 2
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if cost(middle) <= memory else (low, middle)
-        return low
+            high *= 2
+        return bisect.bisect_right(range(high), memory, lo=1, key=cost) - 1
 
     def _sum(
         self,

@@ -212,7 +212,8 @@ def _all(name: str) -> _Pattern:
 
 _QWEN2 = ("qwen2", "qwen2_5_vl_text", "qwen2_vl_text", "qwen2_5_omni_text", "qwen3", "dots1")
 _EVERY_OTHER = ("gemma2", "t5_gemma_module", "vaultgemma", "gpt_oss")
-_GEMMA4 = ("gemma4_text", "gemma4_unified_text", "diffusion_gemma_text")
+#: Families with other sizes in full layers.
+GEMMA4 = ("gemma4_text", "gemma4_unified_text", "diffusion_gemma_text")
 _LINEAR_MOSTLY = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _ONLY_LINEAR = ("mamba", "falcon_mamba", "mamba2", "xlstm", "rwkv")
 _INDEXED = ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4", "mistral_large4_text")
@@ -225,7 +226,7 @@ _FULL_IN_FRONT = ("cwm", "granite_swa", "granitemoe_swa")
 _PATTERNS: dict[str, _Pattern] = {
     **dict.fromkeys(_QWEN2, _from_max_window),
     **dict.fromkeys(_EVERY_OTHER, _every(2, SLIDING, FULL)),
-    **dict.fromkeys(_GEMMA4, _last_full(_every(6, SLIDING, FULL))),
+    **dict.fromkeys(GEMMA4, _last_full(_every(6, SLIDING, FULL))),
     **dict.fromkeys(_LINEAR_MOSTLY, _every(4, LINEAR, FULL, "full_attention_interval")),
     **dict.fromkeys(_ONLY_LINEAR, _all(LINEAR)),
     **dict.fromkeys(_INDEXED, _all(INDEXED)),
@@ -304,7 +305,7 @@ def layer_types_of(keys: Keys) -> list[str]:
     types = [_SAME.get(name.lower(), name) for name in types]
     if keys.model_type in _INDEXED or keys.model_type in ("qwen4_exp_text", "glm5_next_text"):
         types = [INDEXED if name == FULL else name for name in types]
-    if keys.model_type in _GEMMA4:
+    if keys.model_type in GEMMA4:
         types[-1:] = [FULL]
     return types
 

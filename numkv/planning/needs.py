@@ -9,7 +9,15 @@ from typing import Any, NamedTuple
 from numkv.errors import NotSupported, NumkvError
 from numkv.planning.description import LayerNeeds, ModelNeeds, Rows
 from numkv.planning.keys import Keys, open_config
-from numkv.planning.layer_types import FULL, HYBRID, LINEAR, SLIDING, layer_types_of, states_of
+from numkv.planning.layer_types import (
+    FULL,
+    GEMMA4,
+    HYBRID,
+    LINEAR,
+    SLIDING,
+    layer_types_of,
+    states_of,
+)
 
 
 class _Family(NamedTuple):
@@ -47,6 +55,7 @@ _WITH_ROWS = {
     "reference_sliding_attention",
 }  # fmt: skip
 _COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")
+_KNOWN = _WITH_ROWS.union(_COMPRESSED, (LINEAR, "conv", "none"))
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -177,11 +186,7 @@ def _layers(keys: Keys, expanded: bool, remarks: list[str]) -> list[LayerNeeds]:
             continue
         shares = sources.get(i)
         rows = () if shares is not None else _rows(own, i, name, expanded)
-        if (
-            name not in _WITH_ROWS
-            and name not in _COMPRESSED
-            and name not in (LINEAR, "conv", "none")
-        ):
+        if name not in _KNOWN:
             unknown.add(name)
             rows = _attention(own, None, expanded)
         layers.append(LayerNeeds(name, rows, states_of(own, name), shares))
@@ -231,10 +236,7 @@ def _changes(keys: Keys, i: int, n: int, name: str) -> dict[str, Any]:
     """Return the entries that differ for one layer."""
     changes: dict[str, Any] = {}
     sliding = name in (SLIDING, "hybrid_sliding")
-    if (
-        keys.model_type in ("gemma4_text", "gemma4_unified_text", "diffusion_gemma_text")
-        and name == FULL
-    ):
+    if keys.model_type in GEMMA4 and name == FULL:
         changes["head_dim"] = keys.get("global_head_dim", 512)
         if keys.get("attention_k_eq_v", True) and keys.get("num_global_key_value_heads"):
             changes["num_key_value_heads"] = keys.get("num_global_key_value_heads")
