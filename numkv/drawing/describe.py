@@ -268,30 +268,20 @@ def _for_transformers(cache: Any) -> Picture:
         pool, metadata = ready[0].pool, ready[0].metadata
         facts.append(_heads(int(pool.k.shape[1]), pool.head_dim, pool.head_dim_v))
         lengths = metadata.lengths
-        layers = [[layer for layer in ready if layer.metadata is of] for of in _each(ready)]
-        strips = [_strip_of_blocks(alike) for alike in layers]
+        alike: dict[int, list[Any]] = {}
+        for layer in ready:
+            alike.setdefault(id(layer.metadata), []).append(layer)
+        strips = [_strip_of_blocks(layers) for layers in alike.values()]
     picture_lines = [(str(i), plural(n, "token")) for i, n in enumerate(lengths.tolist())]
     return Picture("NumkvCache", [*facts, "cpu", format_bytes(cache.nbytes)], strips, picture_lines)
-
-
-def _each(layers: list[Any]) -> list[Any]:
-    """The metadata of layers, each once."""
-    return list({id(layer.metadata): layer.metadata for layer in layers}.values())
 
 
 def _strip_of_blocks(layers: list[Any]) -> Strip:
     """Return the blocks of layers that have the same ones."""
     metadata, reach = layers[0].metadata, layers[0].reach
-    states = np.zeros(metadata.num_blocks, np.int64)
-    size = metadata.block_size
-    for table, stored in zip(
-        metadata.table, (metadata.lengths - metadata.first * size).tolist(), strict=True
-    ):
-        own = table[: -(-stored // size)]
-        last = own[stored // size :]  # nothing where all blocks are full
-        states[last] = np.where(states[last] == 0, 3, 2)
-        full = own[: stored // size]
-        states[full] = np.where(states[full] == 0, 1, 2)
+    size, held = metadata.block_size, metadata.table[metadata.held()]
+    states = np.minimum(np.bincount(held, minlength=metadata.num_blocks), 2)  # by owners
+    states[(states == 1) & (metadata.fills() < size)] = 3
     used = int((states > 0).sum())
     text = f"blocks: {used:,} of {metadata.num_blocks:,}, {plural(size, 'token')} each"
     if reach >= 0:

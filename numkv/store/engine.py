@@ -615,9 +615,8 @@ class Engine:
             self._queue.clear()
             self._in_pool.clear()
             self.place.end()
-            kept = sum(x.nbytes for x in (*self._clean.values(), *self._dirty.values()))
+            self._host_bytes -= sum(data.nbytes for data in self._clean.values())
             self._clean.clear()
-            self._host_bytes -= kept - sum(x.nbytes for x in self._dirty.values())
         return lost
 
 
