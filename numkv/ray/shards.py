@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from numkv import targets
 from numkv.attention import options
+from numkv.attention.attend import check_sinks
 from numkv.caches import PagedKVCache
 from numkv.caches.paged.layers import LayerRows
 from numkv.errors import DimensionMismatch
@@ -194,15 +196,8 @@ class Shards:
         options.check_options(asked)
         if sinks is None:
             return None
-        wide = np.float64 if self.widest == np.float64 else np.float32
-        given = np.asarray(sinks, wide)
-        if given.shape != (num_q_heads,):
-            raise DimensionMismatch(
-                f"`sinks`: expected ({num_q_heads},), got {given.shape}", num_q_heads, given.shape
-            )
-        if given.size and not given.max() < np.inf:
-            raise ValueError("`sinks`: expected finite numbers, or -inf for no sink")
-        return given
+        given = np.asarray(sinks)
+        return check_sinks(targets.get("cpu"), given, self.widest, num_q_heads, True)
 
     @property
     def widest(self) -> Any:
