@@ -97,13 +97,7 @@ _FINDINGS = {
     UNFINDABLE: "the table of names does not lead to",
     BAD_COUNTER: "a counter disagrees with the blocks:",
 }
-_COUNTER_NAMES = {
-    FREE: "free",
-    EVICTABLE: "evictable",
-    USED: "used",
-    HOLDING: "cached",
-    PINNED: "pinned",
-}
+_COUNTER_NAMES = ("free", "evictable", "used", "cached", "pinned")  # of the first counters
 
 
 def describe(finding: int, where: int, state: Any, counters: Any) -> str:

@@ -88,7 +88,7 @@ class FullPrecision:
             raise UnsupportedDType(
                 f"`kind`: expected the model's own, one of {', '.join(_FULL_KINDS)}, got {found}"
             )
-        _set(
+        fill_in(
             self, window=check_size("window", self.window),
             num_sink_tokens=check_size("num_sink_tokens", self.num_sink_tokens), kind=found,
         )  # fmt: skip
@@ -149,7 +149,7 @@ class StateSlots:
 
     def __post_init__(self) -> None:
         every = self.checkpoint_every
-        _set(
+        fill_in(
             self, num_slots=check_size("num_slots", self.num_slots),
             checkpoint_every=None if every is None else check_size("checkpoint_every", every, 1),
         )  # fmt: skip
@@ -230,19 +230,19 @@ class LayerSpec:
                     f"no rows, got {', '.join(said)} alone"
                 )
         make, of_k, of_v = pool_and_kinds(self.kind, None, self.v_kind, by_channel=True)
-        _set(self, kind=of_k)
+        fill_in(self, kind=of_k)
         refuse_rotated_channels(of_k, check_flag("rotate", self.rotate))
         dim_v = None if self.head_dim_v is None else check_size("head_dim_v", self.head_dim_v, 1)
         if heads is not None:
             dim = check_size("head_dim", dim, 1)
             dim_v = dim if dim_v is None else dim_v
-            _set(
+            fill_in(
                 self, num_kv_heads=check_size("num_kv_heads", heads, 1), head_dim=dim, head_dim_v=dim_v,
                 v_kind=LATENT if make is LatentPool else of_v,
             )  # fmt: skip
         _check_in_full(self.full_precision)
         chunk = self.chunk_size
-        _set(
+        fill_in(
             self, window_left=_reach("window_left", self.window_left, -1),
             chunk_size=None if chunk is None else _reach("chunk_size", chunk, 1),
             rotate=check_flag("rotate", self.rotate), key_bounds=check_flag("key_bounds", self.key_bounds),
@@ -350,7 +350,7 @@ def storage_of(k_kind: Kind, v_storage: Kind | str, rotate: bool, kept: Any = No
     return kinds + more + ("" if kept is None else f", full_precision={kept}")
 
 
-def _set(spec: Any, **values: Any) -> None:
+def fill_in(spec: Any, **values: Any) -> None:
     """Fill in attributes of an object that is being made, and is frozen."""
     for name, value in values.items():
         object.__setattr__(spec, name, value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from numkv.caches.layer_spec import fill_in
 from numkv.errors import DimensionMismatch, UnsupportedDType
 from numkv.kinds import Kind, kind
 from numkv.numbers import as_int, check_flag, check_index, check_size
@@ -58,13 +59,10 @@ class CacheConfig:
                 f"`mask_dtype`: expected fp64, fp32, fp16 or bf16, got {mask_dtype!r}"
             )
         # As plain numbers: sums of small integers of NumPy overflow.
-        checked = {
-            "padding": check_size("padding", padding, 0, MOST_POSITIONS - 1),
-            "permuted_v": check_flag("permuted_v", self.permuted_v),
-            "mask_dtype": mask_dtype,
-        }
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
+        fill_in(
+            self, padding=check_size("padding", padding, 0, MOST_POSITIONS - 1),
+            permuted_v=check_flag("permuted_v", self.permuted_v), mask_dtype=mask_dtype,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.access import Access, reads, whole
+from numkv.access import Access
 from numkv.attention.attend import attend, check_queries
 from numkv.attention.options import CheckedOptions
 from numkv.caches.late_reports import LayerReports
-from numkv.caches.multi.arguments import Setup, check_layer, check_sequence
+from numkv.caches.multi.arguments import Setup, check_sequence
 from numkv.caches.multi.base import Commit
 from numkv.caches.multi.layered import LayeredCache
 from numkv.caches.multi.saved import SavedEncoder, SavedLayer, saved_config
@@ -25,11 +25,9 @@ from numkv.checks import check_array
 from numkv.drawing.page import drawn
 from numkv.errors import NotSupported, NumkvError
 from numkv.kinds import QUERY_DTYPES
-from numkv.numbers import check_flag
 from numkv.snapshots.snapshot import Options, Source
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array
-from numkv.targets.streamed import streamed
 
 
 @drawn
@@ -218,8 +216,6 @@ class EncoderCache(LayeredCache):
         kinds = (self._k_kind, self._v_kind)
         self._head_scales.set(layer, self._layers.get(layer), kinds, k, v)
 
-    @streamed
-    @whole
     def put(self, layer: int, k: Any, v: Any, *, check_finite: bool = True) -> None:
         """Store a layer's rows in place of its former ones.
 
@@ -251,8 +247,7 @@ class EncoderCache(LayeredCache):
         NumkvError
             Before `start_forward`.
         """
-        self._check_ready()
-        self._put(check_layer("layer", layer), k, v, check_flag("check_finite", check_finite, True))
+        super().put(layer, k, v, check_finite=check_finite)
 
     def _put(self, layer: int, k: Any, v: Any, check_finite: bool) -> None:
         reserve, target = self._begun(), self._target
@@ -304,8 +299,6 @@ class EncoderCache(LayeredCache):
         self._head_scales.apply(layer, made)
         return made
 
-    @streamed
-    @reads
     def get(self, layer: int) -> tuple[Array, Array, None]:
         """K and V of a layer, and no mask.
 
@@ -330,8 +323,7 @@ class EncoderCache(LayeredCache):
         NumkvError
             Before `start_forward`.
         """
-        self._check_ready()
-        return self._get(check_layer("layer", layer))
+        return super().get(layer)
 
     def _get(self, layer: int) -> tuple[Array, Array, None]:
         self._begun()

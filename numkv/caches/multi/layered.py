@@ -312,6 +312,5 @@ class LayeredCache(MultiSequenceCache):
 def _by_token(buffer: Buffer) -> Buffer:
     """A buffer of one block, seen as one of blocks of one token."""
     by_token = buffer.target.by_token
-    if not buffer.kind.has_scales:
-        return replace(buffer, words=by_token(buffer.words))
-    return replace(buffer, words=by_token(buffer.words), scales=by_token(buffer.scales))
+    scales = by_token(buffer.scales) if buffer.kind.has_scales else buffer.scales
+    return replace(buffer, words=by_token(buffer.words), scales=scales)
