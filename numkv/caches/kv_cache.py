@@ -635,11 +635,12 @@ class KVCache(SingleSequence):
         length, rows = len(self), self._rows()
         blocks, _, size = (int(n) for n in self._pool.k.shape[:3])
         least = int(rows.min(initial=_MOST_TOKENS))
+        bound = size if self._bound is None else self._pool.k_kind.whole_groups(self._bound)
         for wrong, what in (
             (not 0 <= length <= least, f"a length of at most {least} rows, got {length}"),
             (blocks != len(rows), f"a block for each of {len(rows)} layers, got {blocks}"),
             (size != self._room, f"buffers for {self._room} tokens, got {size}"),
-            (self._bound not in (None, size), f"buffers for {self._bound} tokens, got {size}"),
+            (size != bound, f"buffers for {bound} tokens, got {size}"),
         ):
             if wrong:
                 raise NumkvError(f"check: expected {what}")

@@ -366,6 +366,19 @@ def test_compaction(target, to, host, rng, kind, shifts):
                 p.append(70)
 
 
+@pytest.mark.parametrize("bound", [20, 64, 130])
+def test_the_audit_of_a_bounded_cache_counts_whole_groups(bound, rng, tmp_path):
+    cache = numkv.KVCache(1, HEADS, DIM, kind="int8_channel", max_seq_len=bound)
+    cache.check()
+    cache.append(0, *rows(rng, bound))
+    cache.advance(bound)
+    numkv.save(tmp_path / "x.numkv", cache)
+    for one in (cache, cache.copy(), numkv.load(tmp_path / "x.numkv")):
+        one.check()
+        with pytest.raises(numkv.CacheFull):
+            one.append(0, *rows(rng, 1))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_compaction_moves_codes_of_v_bit_for_bit(rng, kind):
     cache = numkv.KVCache(2, HEADS, DIM, k_kind=kind, v_kind="fp8_e4m3")
