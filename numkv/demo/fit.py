@@ -8,7 +8,7 @@ measured as a whole, and compared with uniform kinds, on other text than that of
 
 from __future__ import annotations
 
-import heapq
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -266,7 +266,7 @@ def choose(layers: Layers, costs: Sequence[dict[Pair, float]], budget: int) -> l
     list of Pair
         One for each layer.
     """
-    steps = []
+    hulls = []
     for layer, of_layer in zip(layers, costs, strict=True):
         points = sorted(
             (Profile([pair.spec(layer)]).bytes_per_token, cost, str(pair), pair)
@@ -280,21 +280,19 @@ def choose(layers: Layers, costs: Sequence[dict[Pair, float]], budget: int) -> l
             while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], (size, cost)):
                 hull.pop()
             hull.append((size, cost, pair))
-        steps.append(hull)
-    at = [0] * len(steps)
-    used = sum(hull[0][0] for hull in steps)
-    heap = [(-_slope(*hull[:2]), i) for i, hull in enumerate(steps) if len(hull) > 1]
-    heapq.heapify(heap)
-    while heap:
-        _, i = heapq.heappop(heap)
-        hull = steps[i]
-        more = hull[at[i] + 1][0] - hull[at[i]][0]
-        if used + more > budget:
-            continue
-        used, at[i] = used + more, at[i] + 1
-        if at[i] + 1 < len(hull):
-            heapq.heappush(heap, (-_slope(*hull[at[i] : at[i] + 2]), i))
-    return [hull[n][2] for hull, n in zip(steps, at, strict=True)]
+        hulls.append(hull)
+    at = [0] * len(hulls)
+    used = sum(hull[0][0] for hull in hulls)
+    # From the step that saves most for a byte; of a layer they come in order, as its hull is convex.
+    steps = sorted(
+        (-_slope(*pair), i, n, pair[1][0] - pair[0][0])
+        for i, hull in enumerate(hulls)
+        for n, pair in enumerate(itertools.pairwise(hull))
+    )
+    for _, i, n, more in steps:
+        if at[i] == n and used + more <= budget:
+            used, at[i] = used + more, n + 1
+    return [hull[n][2] for hull, n in zip(hulls, at, strict=True)]
 
 
 def _slope(a: Sequence[Any], b: Sequence[Any]) -> float:
