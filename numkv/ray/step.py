@@ -60,14 +60,9 @@ def merged(
     if not shape[0]:
         return out.astype(dtype), lse
     for part in parts:
-        assert part.lse is not None
+        rows = slice(None) if part.rows is None else part.rows
         own = np.asarray(part.out, wide)
-        if part.rows is None or len(part.rows) == shape[0]:
-            out, lse = merge_states(out, lse, own, part.lse)
-        else:
-            out[part.rows], lse[part.rows] = merge_states(
-                out[part.rows], lse[part.rows], own, part.lse
-            )
+        out[rows], lse[rows] = merge_states(out[rows], lse[rows], own, part.lse)
     if sinks is not None:
         of_sinks = np.broadcast_to(np.asarray(sinks, np.float32), shape[:2])
         out, lse = merge_states(out, lse, np.zeros_like(out), np.ascontiguousarray(of_sinks))
