@@ -173,14 +173,10 @@ def _row(
 def _remarks(load: Load, network: Network) -> list[str]:
     """Return sentences on the largest useful number of head parts, and the least length for context columns."""
     found = []
-    last = cost_of(load, network, 1, 1, load.batch)[0].total
-    stops = load.kv_heads
-    for heads in [2**i for i in range(1, 20) if 2**i <= load.kv_heads]:
-        now = cost_of(load, network, heads, 1, load.batch)[0].total
-        if now > 0.9 * last:
-            stops = heads // 2
-            break
-        last = now
+    parts = [2**i for i in range(20) if 2**i <= load.kv_heads]
+    totals = [cost_of(load, network, n, 1, load.batch)[0].total for n in parts]
+    pays = [now <= 0.9 * last for last, now in itertools.pairwise(totals)]
+    stops = load.kv_heads if all(pays) else parts[pays.index(False)]
     if stops == load.kv_heads:
         found.append(f"In one group all {stops} head parts pay.")
     else:
