@@ -111,6 +111,22 @@ def test_steps_forks_rollbacks_and_prefixes(target, to, host):
     assert cache.cached_len(cache.add([1, 2, 3, 4, 6, 6, 0])) == 6
 
 
+def test_a_fork_that_fails_keeps_no_slot(target, to, host, monkeypatch):
+    cache = make(target=target)
+    seq = cache.add()
+    run(cache, [seq], [[1, 2, 3]], [[]], to=to, host=host)
+    before = cache.states.ref_count(range(40)).tolist()
+
+    def fail(states):
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(cache, "_publish", fail)
+        cache.fork(seq)
+    assert cache.states.ref_count(range(40)).tolist() == before
+    cache.check()
+
+
 def test_truncation_goes_to_checkpoints_only():
     cache = make(slots=(40, 4))
     seq = cache.add()

@@ -737,14 +737,16 @@ class PagedKVCache(StoredSequences):
 
     def _insert(self, state: SequenceState, shared: NDArray[np.int32]) -> int:
         """Give a sequence its number, and references to blocks that others have or have had."""
-        seq, of_states = self._next, self.states
+        seq, of_states, taken = self._next, self.states, np.empty(0, np.int32)
         self.blocks.acquire(shared)
         try:
             if of_states is not None:
                 of_states.acquire(state.slots())
+                taken = state.slots()
             self._publish({seq: state})
         except BaseException:
             self.blocks.release(shared)
+            self._release_slots(taken)
             raise
         self._next = seq + 1
         return seq
