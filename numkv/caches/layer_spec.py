@@ -16,6 +16,7 @@ from numkv.planning import LayerNeeds, ModelNeeds
 from numkv.planning.layer_types import CHUNKED
 from numkv.storage.buffer import refuse_rotated_channels
 from numkv.storage.latents import LATENT, LatentPool, pool_and_kinds
+from numkv.storage.pool import Pool
 
 #: Kinds that rows in full precision may have: those of models.
 _FULL_KINDS = ("fp32", "bf16", "fp16")
@@ -341,6 +342,14 @@ def _reach(name: str, x: Any, least: int) -> int:
             actual=reach,
         )
     return reach
+
+
+def spec_of(pool: Pool, kept: FullPrecision | None = None) -> LayerSpec:
+    """Return the description of a layer with these buffers, and with tokens in full precision."""
+    return LayerSpec(
+        int(pool.k.shape[1]), pool.head_dim, head_dim_v=pool.head_dim_v, kind=pool.k_kind, v_kind=pool.v_storage,
+        rotate=pool.rotate, full_precision=kept,
+    )  # fmt: skip
 
 
 def storage_of(k_kind: Kind, v_storage: Kind | str, rotate: bool, kept: Any = None) -> str:

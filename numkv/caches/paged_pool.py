@@ -10,7 +10,7 @@ from numkv import targets
 from numkv.access import Access, drops
 from numkv.arrays import CacheArrays
 from numkv.blocks.pool import BlockPool
-from numkv.caches.layer_spec import LayerSpec, storage_of
+from numkv.caches.layer_spec import LayerSpec, spec_of, storage_of
 from numkv.drawing.page import drawn
 from numkv.errors import NumkvError
 from numkv.kinds import Kind
@@ -107,11 +107,7 @@ class PagedPool:
     @property
     def spec(self) -> LayerSpec:
         """The description of layers over the pool: sizes and kinds of rows, and rotation."""
-        pool = self._pool
-        return LayerSpec(
-            int(pool.k.shape[1]), pool.head_dim, head_dim_v=pool.head_dim_v, kind=pool.k_kind, v_kind=pool.v_storage,
-            rotate=pool.rotate,
-        )  # fmt: skip
+        return spec_of(self._pool)
 
     @property
     def target(self) -> str:

@@ -20,7 +20,7 @@ from numkv.attention.mass import attention_mass
 from numkv.attention.options import CheckedOptions, check_options, is_free
 from numkv.caches.full_precision import Watching
 from numkv.caches.late_reports import SequenceReports
-from numkv.caches.layer_spec import FullPrecision, LayerSpec, storage_of
+from numkv.caches.layer_spec import FullPrecision, LayerSpec, spec_of, storage_of
 from numkv.caches.newest_groups import NewestGroups, kept_in_full
 from numkv.caches.saved import SavedSequence, coded_rows
 from numkv.compaction.key_shift import RopeShift
@@ -158,11 +158,8 @@ class SingleSequence:
 
     def _spec(self) -> LayerSpec:
         """The description of each layer."""
-        pool, full = self._pool, self._full_precision
-        return LayerSpec(
-            self._heads, self._head_dim, head_dim_v=pool.head_dim_v, kind=pool.k_kind, v_kind=pool.v_storage,
-            rotate=pool.rotate, full_precision=None if full is None else full.kept,
-        )  # fmt: skip
+        full = self._full_precision
+        return spec_of(self._pool, None if full is None else full.kept)
 
     def __runs_on__(self) -> tuple[Target, Any]:
         return self._target, self._pool.k

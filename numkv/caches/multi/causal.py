@@ -39,7 +39,7 @@ from numkv.caches.multi.arguments import (
 )
 from numkv.caches.multi.base import Commit
 from numkv.caches.multi.forward_pass import UNLIMITED, ForwardPass, View, as_table
-from numkv.caches.multi.layered import LayeredCache
+from numkv.caches.multi.layered import LayeredCache, Tables
 from numkv.caches.multi.saved import SavedCells, saved_config
 from numkv.cells.cells import Cells, Change, Rows
 from numkv.checks import check_array
@@ -134,10 +134,8 @@ class CausalCache(LayeredCache):
         self._cells = Cells(0)
         self._pass: ForwardPass | None = None
         self._jit: Any = None
-        # Table, lengths and slots of `arrays`, and the generation that they are of.
-        self._tables_given: tuple[int, tuple[Array | None, Array | None, Array | None]] | None = (
-            None
-        )
+        # Those of `arrays`, and the generation that they are of.
+        self._tables_given: tuple[int, Tables] | None = None
 
     # -- what it is
 
@@ -228,7 +226,7 @@ class CausalCache(LayeredCache):
             )
         return self._jit
 
-    def _tables(self, layer: int) -> tuple[Array | None, Array | None, Array | None]:
+    def _tables(self, layer: int) -> Tables:
         generation, found = self._generation, self._tables_given
         if found is None or found[0] != generation:
             cells, now, index = self._cells, self._pass, self._target.index
@@ -237,14 +235,12 @@ class CausalCache(LayeredCache):
             if not table.size:
                 table = np.zeros((len(lens), 1), np.int32)
             # Copies, as cells change in place, and yours to write to. None is of length 0.
-            found = self._tables_given = (
-                generation,
-                (
-                    index(table.copy(), np.int32) if len(lens) else None,
-                    index(lens, np.int64) if len(lens) else None,
-                    None if slots is None else index(slots.copy(), np.int64),
-                ),
+            made = (
+                index(table.copy(), np.int32) if len(lens) else None,
+                index(lens, np.int64) if len(lens) else None,
+                None if slots is None else index(slots.copy(), np.int64),
             )
+            found = self._tables_given = generation, made
         return found[1]
 
     # -- its life

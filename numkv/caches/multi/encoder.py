@@ -18,7 +18,7 @@ from numkv.attention.options import CheckedOptions
 from numkv.caches.late_reports import LayerReports
 from numkv.caches.multi.arguments import Setup, check_sequence
 from numkv.caches.multi.base import Commit
-from numkv.caches.multi.layered import LayeredCache
+from numkv.caches.multi.layered import LayeredCache, Tables
 from numkv.caches.multi.saved import SavedEncoder, SavedLayer, saved_config
 from numkv.cells.cells import Rows
 from numkv.checks import check_array
@@ -360,7 +360,7 @@ class EncoderCache(LayeredCache):
             "this one holds rows that stay or go together"
         )
 
-    def _tables(self, layer: int) -> tuple[Array | None, Array | None, Array | None]:
+    def _tables(self, layer: int) -> Tables:
         rows, index = int(self._layer(layer).k.shape[2]), self._target.index
         table = np.arange(max(1, rows))[None, :]
         return index(table, np.int32), index(np.array([rows]), np.int64), None

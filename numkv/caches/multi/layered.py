@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from numkv import targets
 from numkv.access import Access
 from numkv.arrays import CacheArrays
-from numkv.caches.layer_spec import LayerSpec, storage_of
+from numkv.caches.layer_spec import LayerSpec, spec_of, storage_of
 from numkv.caches.multi.base import MultiSequenceCache
 from numkv.caches.multi.saved import SavedLayer, SavedLayers, SavedScales
 from numkv.errors import NumkvError
@@ -25,6 +25,9 @@ from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
 from numkv.storage.saved import row_tensors
 from numkv.targets.base import Array, Target
+
+#: Table, lengths and slots of `arrays`, on the target; None for those of length 0.
+Tables = tuple[Array | None, Array | None, Array | None]
 
 
 class HeadScales:
@@ -123,10 +126,7 @@ class LayeredCache(MultiSequenceCache):
 
     def _spec(self, pool: Pool) -> LayerSpec:
         """Return the description of a layer with these buffers."""
-        return LayerSpec(
-            int(pool.k.shape[1]), pool.head_dim, head_dim_v=pool.head_dim_v, kind=self._k_kind, v_kind=self._v_kind,
-            rotate=self._rotate,
-        )  # fmt: skip
+        return spec_of(pool)
 
     @property
     def nbytes(self) -> int:
@@ -180,8 +180,8 @@ class LayeredCache(MultiSequenceCache):
         return found[1]
 
     @abstractmethod
-    def _tables(self, layer: int) -> tuple[Array | None, Array | None, Array | None]:
-        """Table, lengths and slots of `arrays`, on the target; None for those of length 0."""
+    def _tables(self, layer: int) -> Tables:
+        """Return what `arrays` has beside buffers."""
 
     def _changed(self) -> None:
         """Say that what `arrays` gave so far is out of date."""
