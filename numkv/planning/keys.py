@@ -188,15 +188,6 @@ class Keys:
         """Return an entry of the file under exactly this name, without marking it as read."""
         return self._content.get(name)
 
-    def list_of(self, name: str, length: int) -> list[Any] | None:
-        """Return an entry that is a list with an item for each layer, without further items; None if it is missing."""
-        found = self.get(name)
-        if found is None:
-            return None
-        if not isinstance(found, (list, tuple)) or len(found) < length:
-            raise self.error(f"{name}: expected a list of {length}, got {found!r:.80}")
-        return list(found[:length])
-
     def error(self, what: str) -> ConfigError:
         """Return an error that names the file."""
         return ConfigError(f"{self._where}: {what}")

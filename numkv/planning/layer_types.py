@@ -73,8 +73,10 @@ def _all_slide(keys: Keys, n: int) -> list[str]:
 
 def _with_rope(keys: Keys, n: int) -> list[bool]:
     """Return which layers apply RoPE, in families where some do not."""
-    if keys.get("no_rope_layers") and (listed := keys.list_of("no_rope_layers", n)):  # 1: it does
-        return list(map(bool, listed))
+    if listed := keys.get("no_rope_layers"):  # 1: it does
+        if not isinstance(listed, (list, tuple)) or len(listed) < n:
+            raise keys.error(f"no_rope_layers: expected a list of {n}, got {listed!r:.80}")
+        return list(map(bool, listed[:n]))
     step = int(keys.get("no_rope_layer_interval", 4))
     return [(i + 1) % step != 0 for i in range(n)]
 
