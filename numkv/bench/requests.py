@@ -86,10 +86,6 @@ class LeftOut(Exception):
     """A method was not measured; the message is the reason."""
 
 
-class _Late(Exception):
-    """The time limit was exceeded."""
-
-
 def serve(
     model: Any,
     workload: Workload,
@@ -203,13 +199,11 @@ def _within(seconds: float) -> Iterator[None]:
 
     def check(*_: Any) -> None:
         if time.perf_counter() > end:
-            raise _Late
+            raise LeftOut(f"not done in {seconds:.0f} s")
 
     hook = torch.nn.modules.module.register_module_forward_pre_hook(check)
     try:
         yield
-    except _Late:
-        raise LeftOut(f"not done in {seconds:.0f} s") from None
     finally:
         hook.remove()
 

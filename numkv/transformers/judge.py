@@ -47,7 +47,7 @@ class ModelJudge:
         of_layers = [layer for layer in rows.layers if getattr(layer, "keys", None) is not None]
         self._rows = [(_rows(layer.keys), _rows(layer.values)) for layer in of_layers]
         self._model, self._texts = numkv.transformers.use(model), (texts, held_out)
-        self._expected: list[list[Any] | None] = [None, None]
+        self._expected: dict[bool, list[Any]] = {}
         cache = NumkvCache(model.config)
         self._logits(texts[0][:2], cache)
         own = [layer for layer in cache.layers if isinstance(layer, NumkvLayer)]
@@ -68,13 +68,10 @@ class ModelJudge:
     def divergences(self, candidates: Sequence[Sequence[LayerSpec]], held_out: bool) -> list[float]:
         """See `numkv.demo.fit.Judge.divergences`."""
         texts, found = self._texts[held_out], []
-        expected = self._expected[held_out]
+        expected = self._expected.get(held_out)
         if expected is None:
-            expected = [
-                self._logits(ids, NumkvCache(self._model.config)).float().log_softmax(-1)
-                for ids in texts
-            ]
-            self._expected[held_out] = expected
+            own = (self._logits(ids, NumkvCache(self._model.config)) for ids in texts)
+            expected = self._expected[held_out] = [x.float().log_softmax(-1) for x in own]
         for layers in candidates:
             total = 0.0
             for ids, known in zip(texts, expected, strict=True):
