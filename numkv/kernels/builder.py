@@ -28,6 +28,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.np.numpy_support import from_dtype
 
 from numkv.errors import NotSupported
+from numkv.interrupts import signals_deferred
 from numkv.kernels.cpu.vectors.emitted import as_kernel
 from numkv.kernels.disk_cache import KernelCache, sources_changed, warn_no_cache
 from numkv.kinds import kinds
@@ -253,7 +254,9 @@ def build(
         except RuntimeError as error:  # no folder to cache in
             warn_no_cache(str(error))
             begin()
-        with _no_collections(), _optimised_as_modules():
+        # Numba registers its own functions while it compiles or loads. An exception in the midst of it, such as
+        # KeyboardInterrupt, would leave some of them out for good: no kernel could be compiled in this process.
+        with signals_deferred, _no_collections(), _optimised_as_modules():
             dispatcher.compile(signature)
     dispatcher.disable_compile()
     note(sum(dispatcher.stats.cache_hits.values()) > 0)

@@ -4,6 +4,7 @@ A trace function sends a real signal, whose handler raises, before a line of Pyt
 `fault_subjects.py`: every class that holds tokens, and each of its methods.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,9 +16,12 @@ import processes
 import pytest
 from fault_subjects import SUBJECTS
 from interrupts import Interrupt, raising_signals, walk
+from numba import types
+from numba.core.registry import CPUDispatcher
 
 import numkv
 from numkv.interrupts import opened, signals_deferred
+from numkv.kernels import builder
 
 #: Functions over a caller's arrays, which own nothing that could be left half done, and files, which are replaced.
 STATEFUL = [name for name, subject in SUBJECTS.items() if subject.of is not None]
@@ -256,6 +260,29 @@ print(result)
         [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
     )
     assert found.stdout == "['sound']\n"
+
+
+def plus_one(x):
+    return x + 1
+
+
+def test_a_kernel_is_compiled_before_a_handler_runs(raising, monkeypatch):
+    """Numba loads its registries meanwhile; interrupted there, it compiles nothing for the rest of the process."""
+    compiled, real = [], CPUDispatcher.compile
+
+    def compile_with_a_signal(self, signature):
+        signal.raise_signal(signal.SIGUSR1)
+        made = real(self, signature)
+        compiled.append(signature)
+        return made
+
+    monkeypatch.setattr(CPUDispatcher, "compile", compile_with_a_signal)
+    with pytest.raises(Interrupt):
+        builder.build(plus_one, (types.int64,), label="plus one")
+    assert compiled == [(types.int64,)]
+    with contextlib.suppress(Interrupt):
+        builder.build(plus_one, (types.int64,), label="plus one")
+    assert signals_deferred.depth == 0
 
 
 def test_steps_that_nobody_holds_can_be_rolled_back():
