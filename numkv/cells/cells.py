@@ -272,9 +272,7 @@ class Cells:
                 behind_sinks[found] = np.delete(found.owned, gap)
             if first < begin:
                 gone.append(found.cells[first:begin])
-        evicted = _NO_CELLS
-        if gone:
-            evicted = gone[0] if len(gone) == 1 else np.concatenate(gone)
+        evicted = gone[0] if len(gone) == 1 else np.concatenate([_NO_CELLS, *gone])
         n = len(rows.positions)
         cells = np.empty(n, np.int64)
         found = kernels.compiled("find_free")(self.num_sequences, self._vacant, evicted, cells)

@@ -188,8 +188,7 @@ def fresh_blocks(
     """
     fresh = old < 0
     ids = np.maximum(old, 0)
-    if len(ids):
-        fresh |= (pool.ref_count(ids) > 1) | (pool.pin_count(ids) > 0)
+    fresh |= (pool.ref_count(ids) > 1) | (pool.pin_count(ids) > 0)
     needed, free = int(fresh.sum()), pool.num_free
     if needed > free + num_released:
         raise CacheFull(
@@ -197,6 +196,6 @@ def fresh_blocks(
             f"{free} and {num_released} that are given back; remove or compact a sequence first"
         )
     if needed < free:
-        named = np.flatnonzero(~fresh & pool.is_cached(ids)) if len(ids) else np.empty(0, np.int64)
+        named = np.flatnonzero(~fresh & pool.is_cached(ids))
         fresh[named[np.argsort(order[named], kind="stable")][: free - needed]] = True
     return fresh

@@ -360,8 +360,7 @@ class PagedCompressor(Heads):
         DimensionMismatch, NonFiniteInput, IndexError, UnsupportedDType, NotSupported, ValueError, TypeError
             See `extend` and `attend`.
         """
-        rows = self._gathered(self._find(seq)[1])
-        return self._scores("queries", queries, options, check_finite, rows)
+        return self._scores("queries", queries, options, check_finite, self._gathered(seq))
 
     @streamed
     @reads
@@ -382,7 +381,7 @@ class PagedCompressor(Heads):
         IndexError, TypeError
             See `length`.
         """
-        return self._decode_rows("keys", self._gathered(self._find(seq)[1]))
+        return self._decode_rows("keys", self._gathered(seq))
 
     @streamed
     @reads
@@ -403,7 +402,7 @@ class PagedCompressor(Heads):
         IndexError, TypeError
             See `length`.
         """
-        return self._decode_rows("values", self._gathered(self._find(seq)[1]))
+        return self._decode_rows("values", self._gathered(seq))
 
     @streamed
     @reads
@@ -562,14 +561,14 @@ class PagedCompressor(Heads):
                     x, y = (a.reshape((1, *a.shape)) for a in (x, y))
                     self._target.ops.copy_tokens(x, places[0], y, places[1])
 
-    def _gathered(self, found: Sequence) -> Stored:
+    def _gathered(self, seq: Any) -> Stored:
         """Copies of what is stored of a sequence, one token after the other."""
-        stored = self._stored  # blocks keep their numbers when it grows
+        found, stored = self._find(seq)[1], self._stored  # blocks keep their numbers when it grows
         rows = Stored(*self._allocate(found.length), 0, found.length)
         if found.length:
             self._copy_tokens(stored, found.slots(), rows, np.arange(found.length))
         return rows
 
     def _codes(self, seq: Any, which: Side) -> Codes:
-        encoded: Encoded = getattr(self._gathered(self._find(seq)[1]), which)
+        encoded: Encoded = getattr(self._gathered(seq), which)
         return Codes(*encoded)

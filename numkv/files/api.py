@@ -188,12 +188,12 @@ def load(
     if pool is not None and not isinstance(pool, PagedPool):
         raise TypeError(f"`pool`: expected a PagedPool, got {type(pool).__name__}")
     place = targets.get("cpu" if target is None else target)
-    if pool is not None and target not in (None, pool.target):
-        raise NotSupported(
-            f"`target`: expected the pool's, {pool.target}, got {target}; leave it out"
-        )
     if pool is not None:
         place = targets.get(pool.target)
+        if target not in (None, pool.target):
+            raise NotSupported(
+                f"`target`: expected the pool's, {pool.target}, got {target}; leave it out"
+            )
     with place.on():
         return _load(path, checked, most, Options(place, shift, pool), target)
 

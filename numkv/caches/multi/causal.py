@@ -523,11 +523,8 @@ class CausalCache(LayeredCache):
         v = check_array(
             target, "v", v, source_dtypes(kinds[1]), ("num_tokens", heads, "head_dim_v")
         )
-        shape_of = (1, heads, self._cells.num_cells)
-        dims = (int(k.shape[2]), int(v.shape[2]))
-        pool = Pool.allocate(target, shape_of, *dims, *kinds, self._rotate)
-        self._head_scales.apply(layer, pool)
-        return pool
+        room = (1, heads, self._cells.num_cells)
+        return self._new_pool(layer, room, (int(k.shape[2]), int(v.shape[2])))
 
     def _set_scales(self, layer: int, k: Any, v: Any) -> None:
         owned = self._cells.num_cells - self._cells.num_free
@@ -543,11 +540,7 @@ class CausalCache(LayeredCache):
         now = self._current()
         pool = self._layer(layer)
         begun = self._begin_reading(layer)
-        part = slice(*now.shown_cells())
-        target = self._target
-        k = target.token_major(pool.rows("k", 0, part))
-        v = pool.rows("v", 0, part)
-        v = target.dim_major(v) if self._permuted_v else target.token_major(v)
+        k, v = self._rows_of(pool, slice(*now.shown_cells()))
         mask = now.mask()
         self._end_reading(layer, begun)
         return k, v, mask

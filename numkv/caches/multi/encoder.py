@@ -294,10 +294,7 @@ class EncoderCache(LayeredCache):
         if pool is not None and pool.k.shape[:3] == shape:
             if (pool.head_dim, pool.head_dim_v) == dims:
                 return pool
-        kinds = (self._k_kind, self._v_kind)
-        made = Pool.allocate(self._target, shape, *dims, *kinds, self._rotate)
-        self._head_scales.apply(layer, made)
-        return made
+        return self._new_pool(layer, shape, dims)
 
     def get(self, layer: int) -> tuple[Array, Array, None]:
         """K and V of a layer, and no mask.
@@ -331,10 +328,7 @@ class EncoderCache(LayeredCache):
         pool = self._layers.get(layer)
         if pool is None:
             return None, None, None
-        target, everything = self._target, slice(None)
-        k = target.token_major(pool.rows("k", 0, everything))
-        v = pool.rows("v", 0, everything)
-        v = target.dim_major(v) if self._permuted_v else target.token_major(v)
+        k, v = self._rows_of(pool, slice(None))
         self._end_reading(layer, begun)
         return k, v, None
 

@@ -211,11 +211,10 @@ class ForwardPass:
         ranges = self._visible_ranges
         if ranges is None:
             view, rows, (table, lens) = self._view, self.rows, self._table()
+            lifted = _NOT_LIFTED
             if self.excepted:
                 lifted = np.zeros(len(rows.positions), np.bool_)
                 lifted[list(self.excepted)] = True
-            else:
-                lifted = _NOT_LIFTED
             ranges = np.empty((len(rows.positions), 2), np.int64)
             kernels.compiled("visible_ranges")(
                 view.cells.positions, table, lens, rows.starts, rows.positions, view.window, view.chunk,

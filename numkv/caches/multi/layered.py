@@ -95,6 +95,7 @@ class LayeredCache(MultiSequenceCache):
     _v_kind: Kind
     _target: Target
     _rotate: bool
+    _permuted_v: bool
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,6 +197,21 @@ class LayeredCache(MultiSequenceCache):
             )
         return pool
 
+    # -- rows
+
+    def _new_pool(self, layer: int, shape: tuple[int, int, int], dims: tuple[int, int]) -> Pool:
+        """Return buffers for a layer, which are not its own yet; with the scales of heads that were set."""
+        kinds = self._k_kind, self._v_kind
+        made = Pool.allocate(self._target, shape, *dims, *kinds, self._rotate)
+        self._head_scales.apply(layer, made)
+        return made
+
+    def _rows_of(self, pool: Pool, part: slice) -> tuple[Array, Array]:
+        """Return a part of K and V as `get` shows them."""
+        target, v = self._target, pool.rows("v", 0, part)
+        v = target.dim_major(v) if self._permuted_v else target.token_major(v)
+        return target.token_major(pool.rows("k", 0, part)), v
+
     # -- its life
 
     def _close(self) -> None:
@@ -262,8 +278,7 @@ class LayeredCache(MultiSequenceCache):
         made, kinds = cls._empty(saved, source, options), (saved.k_kind, saved.v_kind)
         for x in saved.layers:
             shape, dims = (1, x.num_kv_heads, saved.room(x)), (x.head_dim, x.head_dim_v)
-            pool = Pool.allocate(made._target, shape, *dims, *kinds, made._rotate)
-            made._layers[x.layer] = pool
+            made._layers[x.layer] = made._new_pool(x.layer, shape, dims)
         fill_all(source, made._tensors())
         for of in saved.set_scales:
             scales: Any = source.array(of.tensor)

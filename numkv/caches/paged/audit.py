@@ -39,12 +39,10 @@ def check_books(store: BlockStore, states: Mapping[int, SequenceState]) -> str:
             f"block {wrong[0]}: expected {wanted[wrong[0]]} references, one for each table entry, got "
             f"{counts[wrong[0]]}"
         )
-    problem = _check_states(store, states)
-    if problem:
+    if problem := _check_states(store, states):
         return problem
     for seq, state in states.items():
-        problem = _check_sequence(store, state) or _check_names(store, state)
-        if problem:
+        if problem := _check_sequence(store, state) or _check_names(store, state):
             return f"sequence {seq}: {problem}"
     return ""
 

@@ -178,9 +178,7 @@ def _on_pages(
     for i, (kind, dim) in enumerate(((rows.k_kind, rows.head_dim), (rows.v_kind, rows.head_dim_v))):
         scales = views[2 * i + 1]
         if not kind.has_scales:
-            none = (0, 0, 0)
-            by_head = kind.scales_per == "head"
-            shape = (rows.num_kv_heads,) if by_head else none
+            shape = (rows.num_kv_heads,) if kind.scales_per == "head" else (0, 0, 0)
             scales = target.asarray(np.ones(shape, kind.scale_word))
         rotation = Rotation(dim) if rotate else None
         sides.append(Buffer(target, views[2 * i], scales, kind, rotation))

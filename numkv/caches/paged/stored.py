@@ -320,11 +320,11 @@ class StoredSequences:
 
     def _publish(self, states: Mapping[int, SequenceState | None]) -> None:
         """Replace states of sequences, None for removed ones; readers see all of them at once."""
-        before, drops = self._sequences, False
-        for seq, state in states.items():
-            if state is None or (seq in before and before[seq].dropped != state.dropped):
-                drops = True
-                break
+        before = self._sequences
+        drops = any(
+            state is None or (seq in before and before[seq].dropped != state.dropped)
+            for seq, state in states.items()
+        )
         if None not in states.values():
             self._sequences.update(states)  # type: ignore[arg-type]
         else:
