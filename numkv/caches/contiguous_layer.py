@@ -109,7 +109,7 @@ class ContiguousLayer(Layer):
         new._pool = self._pool.like(1).with_own_scales()
         slots = np.arange(length)
         self._pool.copy_tokens(slots, new._pool, slots)
-        new._begin()
+        self._begin_copy(new)
 
     def _values(self) -> dict[str, Any]:
         return super()._values() | {"capacity": self._capacity}

@@ -617,7 +617,7 @@ class KVCache(SingleSequence):
         new._length, new._lengths = np.array([length], np.int64), rows
         new._pool = _moved(old, int(old.k.shape[2]), bool(rows.any()))
         new._room = int(old.k.shape[2])
-        new._begin()
+        self._begin_copy(new)
 
     def _values(self) -> dict[str, Any]:
         length = len(self)  # before the rows, which may be more by then

@@ -258,7 +258,7 @@ class PagedLayer(Layer):
                 new._pool, new._owned, new._room = new.pool.pool, need, need * size
                 source, to = (slots_of(ids, tokens, size) for ids in (table, new._ids))
                 self._pool.copy_tokens(source, new._pool, to)
-                new._begin()
+                self._begin_copy(new)
                 if self._access.dropped != dropped:
                     raise overtaken(self, "copy")
         except BaseException:  # an interrupt, too: nobody has the copy

@@ -265,6 +265,10 @@ class SingleSequence:
         new._reports = reports
         return new
 
+    def _begin_copy(self, new: Self) -> None:
+        """Make what follows from a copy's other attributes."""
+        new._begin()
+
     __copy__ = copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

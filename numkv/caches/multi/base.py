@@ -13,8 +13,11 @@ cache that has rows has, a `LayeredCache`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, Self, Unpack
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, Self, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
 
 from numkv import targets
 from numkv.access import Access, drops, reads, whole
@@ -23,6 +26,7 @@ from numkv.attention.options import (
     SCORES,
     WITH_SINKS,
     AttentionOptions,
+    CheckedOptions,
     check_options,
 )
 from numkv.caches.multi.arguments import (
@@ -36,7 +40,7 @@ from numkv.caches.multi.arguments import (
     check_position,
     check_sequence,
 )
-from numkv.cells.cells import read_rows
+from numkv.cells.cells import Rows, read_rows
 from numkv.cells.compiled import LAST_POSITION
 from numkv.checks import check_kept
 from numkv.errors import NumkvError
@@ -47,6 +51,29 @@ from numkv.targets.streamed import streamed
 
 #: A planned change, which cannot fail.
 Commit = Callable[[], None]
+
+
+class WithRows(Protocol):
+    """What public methods call of a cache with rows, a `LayeredCache`, once arguments are checked."""
+
+    def _plan_init(self, setup: Setup) -> Commit: ...
+    def _plan_forward(self, rows: Rows, items: tuple[int, ...], reserve: bool) -> Commit: ...
+    def _plan_remove(self, seq: int, begin: int, end: int | None) -> Commit: ...
+    def _plan_compact(self, seq: int, keep: NDArray[np.int64]) -> Commit: ...
+    def _plan_copy(self, src: int, dst: int, length: int) -> Commit: ...
+    def _can_resume(self, seq: int, pos: int) -> bool: ...
+    def _set_scales(self, layer: int, k: Any, v: Any) -> None: ...
+    def _put(self, layer: int, k: Any, v: Any, check_finite: bool) -> None: ...
+    def _get(self, layer: int) -> tuple[Array, Array, Array]: ...
+    def _attend(self, layer: int, q: Any, options: CheckedOptions) -> Any: ...
+    def _weights(
+        self, layer: int, q: Any, options: CheckedOptions, lse: Any
+    ) -> dict[int, Array]: ...
+    def _cache_arrays(self, layer: int) -> CacheArrays: ...
+    def _clear(self) -> None: ...
+    def _close(self) -> None: ...
+    def _refuse_reported(self) -> None: ...
+    def _check(self) -> None: ...
 
 
 class MultiSequenceCache(ABC):
@@ -324,8 +351,7 @@ class MultiSequenceCache(ABC):
             Before `start_forward`.
         """
         of, layer = self._at(layer)
-        found: tuple[Array, Array, Array] = of._get(layer)
-        return found
+        return of._get(layer)
 
     @streamed
     @reads
@@ -417,8 +443,7 @@ class MultiSequenceCache(ABC):
             See `numkv.decode_attention`.
         """
         of, layer = self._at(layer)
-        found: dict[int, Array] = of._weights(layer, q, check_options(options, takes=SCORES), lse)
-        return found
+        return of._weights(layer, q, check_options(options, takes=SCORES), lse)
 
     # -- for your own kernels
 
@@ -453,10 +478,9 @@ class MultiSequenceCache(ABC):
             Before `init` and after `close`.
         """
         of, layer = self._at(layer)
-        found: CacheArrays = of._cache_arrays(layer)
-        return found
+        return of._cache_arrays(layer)
 
-    def _at(self, layer: Any) -> tuple[Any, int]:
+    def _at(self, layer: Any) -> tuple[WithRows, int]:
         """Return the cache that has a layer's rows, and the layer's number; refused unless the cache is ready."""
         self._check_ready()
         number = check_layer("layer", layer)
@@ -466,11 +490,12 @@ class MultiSequenceCache(ABC):
         """Return the `LayeredCache` that has a layer's rows: this cache, or a child of a `numkv.WrapperCache`."""
         return self
 
-    def _holders(self) -> tuple[Any, ...]:
+    def _holders(self) -> Sequence[WithRows]:
         """Return all caches that have rows: this one, or the children of a `numkv.WrapperCache`, and theirs."""
-        return (self,)
+        own: Any = self
+        return (own,)
 
-    def _change(self, plan: Callable[[Any], Commit]) -> None:
+    def _change(self, plan: Callable[[WithRows], Commit]) -> None:
         """Plan a change of all caches that have rows, which may raise, and then make it."""
         for commit in [plan(of) for of in self._holders()]:
             commit()

@@ -7,13 +7,13 @@ the first is changed, so that it happens to all of them or to none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 from numkv.access import Access, whole
 from numkv.caches.layer_spec import LayerSpec
-from numkv.caches.multi.base import MultiSequenceCache
+from numkv.caches.multi.base import MultiSequenceCache, WithRows
 from numkv.caches.multi.causal import CausalCache
 from numkv.caches.multi.encoder import EncoderCache
 from numkv.drawing.page import drawn
@@ -180,7 +180,7 @@ class WrapperCache(MultiSequenceCache):
     def _every(self) -> tuple[MultiSequenceCache, ...]:
         return (self, *(cache for child in self._children for cache in child._every()))
 
-    def _holders(self) -> tuple[Any, ...]:
+    def _holders(self) -> Sequence[WithRows]:
         return tuple(of for child in self._children for of in child._holders())
 
     def __repr__(self) -> str:
