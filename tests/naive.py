@@ -129,7 +129,9 @@ def code6_quantise(x):
     """Codes, eight to three int16, and float32 scales of rows ``(..., d)``."""
     codes, scale = codebook_quantise(x, 6)
     bits = np.unpackbits(codes[..., None], axis=-1, bitorder="little")[..., :6]
-    packed = np.packbits(bits.reshape(*codes.shape[:-1], -1), axis=-1, bitorder="little")
+    packed = np.packbits(
+        bits.reshape(*codes.shape[:-1], 6 * codes.shape[-1]), axis=-1, bitorder="little"
+    )
     return packed.view(np.int16), scale
 
 

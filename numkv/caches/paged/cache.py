@@ -55,7 +55,12 @@ from numkv.caches.paged.arguments import (
 )
 from numkv.caches.paged.buffers import StepBuffers, tables_of
 from numkv.caches.paged.column import Column
-from numkv.caches.paged.compact import kept_rows, plan_compaction, whole_groups_before
+from numkv.caches.paged.compact import (
+    kept_rows,
+    move_codes,
+    plan_compaction,
+    whole_groups_before,
+)
 from numkv.caches.paged.lookup import Contents, PrefixLookup, contents_of
 from numkv.caches.paged.memory import state_of, store_of
 from numkv.caches.paged.prefix_match import (
@@ -383,7 +388,7 @@ class PagedKVCache(StoredSequences):
 
         Rows move as they are stored, bit for bit. With `shift`, the keys of tokens that move are shifted to their new
         positions; quantised ones are quantised once more. Blocks that are no longer needed are released. If keys are
-        stored by channel, token groups before the first token that moves stay. Rows of other groups are decoded, and
+        stored by channel, token groups before the first token that moves stay. Keys of other groups are decoded, and
         quantised once more in their new groups. That needs blocks for the new tokens while it runs.
 
         Shared and pinned blocks stay as they are: the sequence gets copies of those whose tokens move. From the first
@@ -456,7 +461,7 @@ class PagedKVCache(StoredSequences):
         """Compact if keys are stored by channel.
 
         Groups before the first token that moves stay. Rows of other groups are appended anew to a sequence that
-        replaces this one.
+        replaces this one. Rows that are stored one by one are moved bit for bit after that.
         """
         begin = whole_groups_before(self._store, kept)
         moved, n = kept[begin:], len(kept)
@@ -475,6 +480,8 @@ class PagedKVCache(StoredSequences):
                 try:
                     for layer, (k, v) in rows.items():
                         step.append(layer, k, v, check_finite=False)
+                        after, turned = self._sequences[made], shift is not None
+                        move_codes(self._store, state, after, layer, moved, turned)
                 except BaseException:
                     self._end(step, self._metadata_of(step), [0], None)
                     raise

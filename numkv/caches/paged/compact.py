@@ -233,13 +233,8 @@ def kept_rows(
 
     With a shift, keys are moved by offsets. It waits for the device.
     """
-    (pool, group), twin, target = store.place(layer), store.layers.twin(layer), store.target
-    size, some = store.block_size, store.layers.groups[layer]
-    edge = state.length
-    if twin is not None and some:
-        in_full = store.place(twin)
-        newest = (state.length - 1) // some * some
-        edge = max(newest, store.first_stored(state, in_full[1]))
+    (pool, group), target, size = store.place(layer), store.target, store.block_size
+    edge, in_full = _read_in_full(store, state, layer)
     older, newer = positions[positions < edge], positions[positions >= edge]
     first = store.first_stored(state, group)
     if len(older) and older[0] < first:
@@ -249,6 +244,7 @@ def kept_rows(
         )
     parts = [(pool, slots_of(state.tables[group], older, size))]
     if len(newer):
+        assert in_full is not None
         parts.append((in_full[0], slots_of(state.tables[in_full[1]], newer, size)))
     k, v = (
         np.concatenate(
@@ -263,3 +259,47 @@ def kept_rows(
     if shift is not None and offsets.any():
         keys = shift(layer, keys, target.index(offsets, np.int64))
     return keys, target.asarray(v)
+
+
+def _read_in_full(
+    store: BlockStore, state: SequenceState, layer: int
+) -> tuple[int, tuple[Pool, int] | None]:
+    """From which token on a layer's rows are read in full, and where."""
+    twin, some = store.layers.twin(layer), store.layers.groups[layer]
+    if twin is None or not some:
+        return state.length, None
+    newest = (state.length - 1) // some * some
+    in_full = store.place(twin)
+    return max(newest, store.first_stored(state, in_full[1])), in_full
+
+
+def move_codes(
+    store: BlockStore, state: SequenceState, after: SequenceState, layer: int, kept: Ints, turned: bool
+) -> None:  # fmt: skip
+    """Copy rows that were decoded for `kept_rows`, as far as they are stored row by row: bit for bit.
+
+    Decoded and quantised again, rows of code4 and code6 would change.
+
+    Parameters
+    ----------
+    store : BlockStore
+        The buffers.
+    state, after : SequenceState
+        The sequence, and the one that replaces it, to which these rows have been appended.
+    layer : int
+        The layer.
+    kept : int64 array (n,)
+        Tokens of the sequence that are the last ones of the other.
+    turned : bool
+        Whether keys were shifted.
+    """
+    (pool, group), size = store.place(layer), store.block_size
+    old = kept < _read_in_full(store, state, layer)[0]
+    new = np.arange(after.length, after.length + len(kept))
+    here, there = (
+        store.target.index(slots_of(of.tables[group], tokens[old], size), np.int64)
+        for of, tokens in ((state, kept), (after, new))
+    )
+    for side, buffer in pool.stored:
+        if not buffer.kind.group_tokens and not (turned and side == "k"):
+            buffer.copy_tokens(here, buffer, there)
