@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -127,6 +128,16 @@ def _check_bounded(name: str, i: Any, what: str, most: int) -> int:
     return number
 
 
+def elements(name: str, x: Any) -> Iterator[Any]:
+    """Return the elements of an iterable of integers, which are not checked and may have no end."""
+    try:
+        return iter(x)
+    except TypeError:
+        raise TypeError(
+            f"`{name}`: expected an iterable of integers, got {type(x).__name__}"
+        ) from None
+
+
 def check_indices(name: str, x: Any, size: int) -> tuple[int, ...]:
     """Take an iterable of indices in ``[0, size)``; None has none of them.
 
@@ -134,14 +145,8 @@ def check_indices(name: str, x: Any, size: int) -> tuple[int, ...]:
     """
     if x is None or (type(x) is tuple and not x):
         return ()
-    try:
-        given = iter(x)
-    except TypeError:
-        raise TypeError(
-            f"`{name}`: expected an iterable of integers, got {type(x).__name__}"
-        ) from None
     found: list[int] = []
-    for i in given:
+    for i in elements(name, x):
         found.append(check_index(name, i, size))
         if len(found) > size + _MORE:
             raise DimensionMismatch(

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from numkv.access import Access, whole
 from numkv.caches.layer_spec import LayerSpec
+from numkv.caches.multi.arguments import elements
 from numkv.caches.multi.base import MultiSequenceCache, WithRows
 from numkv.caches.multi.causal import CausalCache
 from numkv.caches.multi.encoder import EncoderCache
@@ -117,14 +118,8 @@ class WrapperCache(MultiSequenceCache):
         self._children = caches
         self._layer_types: list[int] | None = None
         if layer_types is not None:
-            try:
-                given = iter(layer_types)
-            except TypeError:
-                raise TypeError(
-                    f"`layer_types`: expected an iterable of integers, got {type(layer_types).__name__}"
-                ) from None
             self._layer_types = []
-            for i in given:
+            for i in elements("layer_types", layer_types):
                 self._layer_types.append(check_index("layer_types", i, len(caches)))
                 if len(self._layer_types) > _MOST_LAYERS:
                     raise ValueError(
