@@ -615,6 +615,28 @@ def test_compaction_moves_other_layers_bit_for_bit(kind, rng, target, to, host):
         assert np.array_equal(host(out), host(wanted))
 
 
+def test_a_compaction_behind_a_window_is_refused_by_its_argument(rng, target, to):
+    """A group begins before the tokens that another layer's window still covers."""
+    specs = [
+        numkv.LayerSpec(HEADS, DIM, kind="int8_channel"),
+        numkv.LayerSpec(HEADS, DIM, window_left=40),
+    ]
+    cache = numkv.PagedKVCache(layers=specs, num_blocks=40, block_size=64, target=target)
+    k, v = rows(rng, 150)
+    step = cache.reserve([cache.add()], [150])
+    for layer in range(2):
+        step.append(layer, to(k), to(v))
+    cache.commit(step)
+    free = cache.num_free
+    with pytest.raises(
+        numkv.NotSupported, match=r"`keep`: .* group that begins at 64, .* newer tokens"
+    ):
+        cache.compact(0, np.delete(np.arange(150), 101))
+    assert (cache.length(0), cache.num_free) == (150, free)
+    cache.check()
+    cache.compact(0, np.delete(np.arange(150), 140))
+
+
 def test_compaction_without_room_changes_nothing(play):
     p = play("int8_channel", num_blocks=16)
     a = p.add()

@@ -470,9 +470,14 @@ class PagedKVCache(StoredSequences):
             for layer in self._store.layers.storing
             if layer < self.num_layers
         }
-        after, _ = self._cut(
-            state._replace(cached=min(state.cached, begin), pins=(), prompt=None), begin
-        )
+        alone = state._replace(cached=min(state.cached, begin), pins=(), prompt=None)
+        try:
+            after, _ = self._cut(alone, begin)
+        except NotSupported:
+            raise NotSupported(
+                f"`keep`: the first token that moves is in a token group that begins at {begin}, and a layer with a "
+                "sliding window has freed rows before it; drop newer tokens, or take kinds that store keys row by row"
+            ) from None
         made = self._insert(after, shared=after.blocks())
         try:
             if len(moved):
