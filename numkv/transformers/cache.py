@@ -234,7 +234,8 @@ class NumkvCache(Cache):  # type: ignore[misc]
         """Remove the last ``-tokens_to_remove`` columns; see `transformers.Cache.crop`."""
         if tokens_to_remove > 0:
             raise ValueError(
-                f"`crop`: expected minus the number of tokens to remove, got {tokens_to_remove}"
+                f"`crop`: expected minus the number of tokens to remove, got {tokens_to_remove}; pass "
+                f"-{tokens_to_remove} to remove the last ones"
             )
         self._change("crop", lambda x: x.cropped(-int(tokens_to_remove)), tokens_to_remove)
 
