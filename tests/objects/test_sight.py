@@ -10,7 +10,7 @@ import tolerances
 from layer_lists import paged_kv_cache
 
 import numkv
-from numkv.errors import DimensionMismatch, NotSupported, NumkvError
+from numkv.errors import DimensionMismatch, NotSupported, NumkvError, UnsupportedDType
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 BOUND = tolerances.attention("fp32", "fp32")
@@ -256,7 +256,17 @@ def test_what_trees_refuse(target, to, rng):
     step = cache.reserve([seq], 1)
     with pytest.raises(NotSupported, match="paths"):
         cache.commit(step, paths=[[0]])
+    # An array of records, which NumPy cannot compare with 0, is no rollback with or without trees.
+    records = np.zeros(1, [("a", np.float32), ("b", np.int32)])
+    with pytest.raises(UnsupportedDType, match="accepted"):
+        cache.commit(step, accepted=records)
     cache.rollback(step)
+    step = cache.reserve([seq], 2, parents=[-1, 0])
+    trees.write(step)
+    with pytest.raises(NotSupported, match="paths"):
+        cache.commit(step, accepted=records)
+    cache.rollback(step)
+    assert cache.length(seq) == 7
 
 
 def test_the_page_is_true():
