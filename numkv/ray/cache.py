@@ -11,7 +11,7 @@ shards first.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple, NoReturn, Self, cast
+from typing import Any, NamedTuple, NoReturn, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -499,7 +499,7 @@ class ShardedKVCache:
         Shards are notified with their next message. Losses until then are also noticed then.
         """
         self._check_open(step)
-        keep, _ = kept_tokens(cast(Any, step), None, accepted, None)
+        keep, _ = kept_tokens(step.new_lens, None, accepted, None)
         ids = None if token_ids is None else ids_of_step(token_ids, step)
         if step.unwritten_layers and keep.any():
             raise NumkvError(

@@ -617,7 +617,7 @@ class PagedKVCache(StoredSequences):
     ) -> None:
         """End a step, of which this is the only user."""
         self._check_open(step)
-        keep, order = kept_tokens(step, metadata.tree, accepted, paths)
+        keep, order = kept_tokens(step.new_lens, metadata.tree, accepted, paths)
         ids = None if given_ids is None else ids_of_step(given_ids, step, self._sequences)
         missing = step.unwritten_layers
         if missing and keep.any():

@@ -179,7 +179,7 @@ def refuse_without_slots(slots: StateMemory, wanted: int) -> None:
 
 
 def kept_tokens(
-    step: Step, tree: Tree | None, accepted: Any, paths: Any
+    new_lens: Ints, tree: Tree | None, accepted: Any, paths: Any
 ) -> tuple[Ints, Ints | None]:
     """Return how many of its tokens each sequence of a step keeps; of trees also all tokens, those that are kept first.
 
@@ -194,17 +194,17 @@ def kept_tokens(
                 "`paths`: expected the accepted path of each sequence, for a step of trees, and no `accepted`; or roll "
                 "the step back"
             )
-        return tree.order_of(paths, step.new_lens)
+        return tree.order_of(paths, new_lens)
     if paths is not None:
         raise NotSupported("`paths`: expected None for a step that `reserve` made without parents")
     if accepted is None:
-        return step.new_lens, None
+        return new_lens, None
     given = host_array("accepted", accepted)
-    checked = check_integers(targets.get("cpu"), "accepted", given, (len(step.sequences),))
+    checked = check_integers(targets.get("cpu"), "accepted", given, (len(new_lens),))
     keep: Ints = checked.astype(np.int64)
-    if ((keep < 0) | (keep > step.new_lens)).any():
+    if ((keep < 0) | (keep > new_lens)).any():
         raise IndexError(
-            f"`accepted`: expected numbers up to {step.new_lens.tolist()}, got {keep.tolist()}"
+            f"`accepted`: expected numbers up to {new_lens.tolist()}, got {keep.tolist()}"
         )
     return keep, None
 
