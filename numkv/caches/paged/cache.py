@@ -675,7 +675,8 @@ class PagedKVCache(StoredSequences):
         NumkvError
             If the step has ended already.
         """
-        metadata, none = self._metadata_of(step), np.zeros(len(step.sequences), np.int64)
+        # Of trees, too, no token is accepted, and none is moved.
+        metadata, none = self._metadata_of(step)._replace(tree=None), step.new_lens * 0
         alone(step, lambda: self._end(step, metadata, none, None))
 
     # -- from the host

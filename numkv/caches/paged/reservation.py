@@ -185,10 +185,7 @@ def kept_tokens(
 
     See `numkv.PagedKVCache.commit` for the arguments.
     """
-    is_zero = (
-        isinstance(accepted, np.ndarray) and accepted.dtype.kind in "iu" and not accepted.any()
-    )
-    if tree is not None and not is_zero:  # zeros: a rollback
+    if tree is not None:
         if accepted is not None or paths is None:
             raise NotSupported(
                 "`paths`: expected the accepted path of each sequence, for a step of trees, and no `accepted`; or roll "
