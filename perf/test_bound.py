@@ -1,8 +1,8 @@
 """Bound calls beside append and attention one after the other: a token of each layer, layers taken in turn.
 
-The two take turns in one run, over layers that come from memory, or over those of a model. Notes have each
-one's median time for a layer, the median of the differences within a round, and what a whole bound step takes for a
-layer: its beginning and its end are shared by all layers.
+The two take turns in one run, over layers that come from memory, or over those of a model. The notes have each one's
+median time for a layer, the median of the differences within a round, and the time of a whole bound step for a layer:
+all layers share its beginning and its end.
 """
 
 import statistics

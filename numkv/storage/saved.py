@@ -182,10 +182,8 @@ def block_tensors(
         found.append(block_tensor(pool.target, f"{prefix}{side}.{number}", x.words, ids, fills))
         if x.kind.has_scales:
             # A truncation may end in a group of tokens whose codes are all that there is: its scales count.
-            name, of_scales = (
-                f"{prefix}{side}_scale.{number}",
-                -(-fills // max(1, x.kind.group_tokens)),
-            )
+            of_scales = -(-fills // max(1, x.kind.group_tokens))
+            name = f"{prefix}{side}_scale.{number}"
             found.append(block_tensor(pool.target, name, x.scales, ids, of_scales, x.kind))
     return found
 
