@@ -510,9 +510,8 @@ class MultiSequenceCache(ABC):
             cache._state = state
 
     def _started(self) -> None:
-        """Forget what holds for one pass."""
-        for cache in self._every():
-            cache._type = 0
+        """Forget what holds for one pass; here that is nothing."""
+        return
 
     @abstractmethod
     def __runs_on__(self) -> tuple[Target, Any]: ...
@@ -522,7 +521,6 @@ class MultiSequenceCache(ABC):
     def __init__(self) -> None:
         self._config: CacheConfig | None = None
         self._state = "new"
-        self._type = 0  # the child that calls go to, of a `numkv.WrapperCache`
         # The current writer; a `numkv.WrapperCache` shares it with its children.
         self._access = Access()
 

@@ -115,7 +115,7 @@ class WrapperCache(MultiSequenceCache):
                     f"`caches`: expected caches, each as an argument, got {type(child).__name__}; "
                     "pass a list as WrapperCache(*caches)"
                 )
-        self._children = caches
+        self._children, self._type = caches, 0
         self._layer_types: list[int] | None = None
         if layer_types is not None:
             self._layer_types = []
@@ -174,6 +174,11 @@ class WrapperCache(MultiSequenceCache):
 
     def _every(self) -> tuple[MultiSequenceCache, ...]:
         return (self, *(cache for child in self._children for cache in child._every()))
+
+    def _started(self) -> None:
+        self._type = 0
+        for child in self._children:
+            child._started()
 
     def _holders(self) -> Sequence[WithRows]:
         return tuple(of for child in self._children for of in child._holders())

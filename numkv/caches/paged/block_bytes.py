@@ -104,6 +104,11 @@ class BlockBytes:
             for row, x, kind in zip(rows, self._arrays, self._kinds, strict=False)
         )
 
+    def send(self, ids: NDArray[np.int32], staged: list[Any], chosen: NDArray[Any]) -> None:
+        """Copy chosen blocks from host memory to the device."""
+        for x, content in zip(self._arrays, staged, strict=True):
+            put_blocks(self._target, content, x, ids[chosen], chosen)
+
 
 class Room:
     """Blocks of a pool that wait for their content; made by `BlockBytes.room`."""
@@ -129,9 +134,7 @@ class Room:
     def done(self, good: NDArray[np.bool_]) -> None:
         """Have blocks in the pool, those that are good."""
         if self._staged and good.any():
-            chosen, of = np.flatnonzero(good), self._of
-            for x, content in zip(of._arrays, self._staged, strict=True):
-                put_blocks(of._target, content, x, self._ids[chosen], chosen)
+            self._of.send(self._ids, self._staged, np.flatnonzero(good))
 
 
 def _as_bytes(x: Any) -> Bytes:
