@@ -234,7 +234,7 @@ def guard_numpy() -> None:
 def poison_scratch() -> None:
     """Have every call of numkv's kernels find scratch that nobody has used: new, full of NaN, and no larger than asked.
 
-    Buffers that begin at a cache line would keep up to 63 bytes from the end of their page; here they do not.
+    Buffers that begin at a cache line would end some bytes before their page does; here they do not.
     """
     import numkv  # noqa: F401
     from numkv.kernels import scratch

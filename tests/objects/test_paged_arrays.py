@@ -2,6 +2,9 @@
 
 import functools
 import pickle
+import resource
+import sys
+from pathlib import Path
 
 import naive
 import numpy as np
@@ -213,3 +216,18 @@ def test_a_tables_copy_is_the_callers(to):
     cache.check()
     assert cache.arrays(0).block_table.max() < 32
     assert pickle.loads(pickle.dumps(cache)).arrays(0).block_table.shape == (1, 4)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_large_arrays_begin_at_a_huge_page_and_take_memory_when_they_are_written():
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    before = resident()
+    cache = numkv.PagedKVCache(16, 2, 64, kind="int8", num_blocks=128)
+    for layer in range(16):
+        k, v, k_scale, v_scale = cache.arrays(layer)[:4]
+        assert k.nbytes == 2 << 20
+        assert k.ctypes.data % (2 << 20) == v.ctypes.data % (2 << 20) == 0
+        assert k_scale.ctypes.data % 64 == v_scale.ctypes.data % 64 == 0
+    assert resident() - before < cache.nbytes / 4
