@@ -174,8 +174,8 @@ def measure(libraries, letter, kind, how, flops=0):
 
     def probe():
         rate = how.probe.ask("probe")
-        for size, beside in line.pieces.items():
-            beside.append(how.probe.ask("probe_pieces", size=size) / rate)
+        for size, costs in line.pieces.items():
+            costs.append(how.probe.ask("probe_pieces", size=size))
         return rate
 
     pids = [how.probe.pid, *(library.pid for library in libraries)]

@@ -43,7 +43,7 @@ class Line:
     others: float | None = None  # the share of the cores that other processes used
     left_out: int = 0  # rounds in which that was too much
     noisy: bool = False  # whether such rounds count, as there were hardly others
-    #: By bytes of a piece: the bandwidth of reading such pieces in shuffled order / that straight through, by probe.
+    #: By bytes of a piece: the time that such pieces take in shuffled order / in order, by probe.
     pieces: dict[int, list[float]] = field(default_factory=dict)
 
     @property
@@ -222,35 +222,26 @@ def probe_table(lines):
 
 def pieces_table(lines):
     """What shuffled blocks cost memory alone, by line and by what is read of a block at once, and what they cost."""
-    rows = []
-    for line in lines:
-        if not (line.ours and line.paged and line.probes):
-            continue
-        for what, (size, probed) in zip(("a head", "all heads"), line.pieces.items(), strict=False):
-            beside = median(probed)
-            rows.append(
-                [
-                    labelled(line.shape),
-                    line.kind,
-                    f"{what}, {size / 1024:g} KB",
-                    f"{median(line.probes) * beside / 1e9:.1f}",
-                    number(beside),
-                    number(line.paged.share / beside),
-                    number(max(1.0, line.ours.share / beside)),
-                    number(line.paged.ratio),
-                ]
-            )
+    rows = [
+        [
+            labelled(line.shape),
+            line.kind,
+            f"{what}, {size / 1024:g} KB",
+            number(median(costs)),
+            number(line.paged.ratio),
+        ]
+        for line in lines
+        if line.ours and line.paged and line.probes
+        for what, (size, costs) in zip(("a head", "all heads"), line.pieces.items(), strict=False)
+    ]
     header = [
         "shape",
         "kind",
         "piece of a block",
-        "GB/s of pieces",
-        "beside straight through",
-        "paged: share of it",
-        "memory alone: × contiguous",
+        "memory alone: × in order",
         "paged: × contiguous",
     ]
-    return table(header, rows, range(3, 8)) if rows else ""
+    return table(header, rows, range(3, 5)) if rows else ""
 
 
 def bars_table(found):
@@ -338,10 +329,8 @@ def document(title, paragraphs, shapes, decode, prefill, compared=(), pictures=(
             "## What shuffled blocks cost memory alone",
             wrap(
                 "Beside each probe of the read bandwidth, pieces as long as a block's K rows of one head, and of all "
-                "heads, were read in shuffled order out of 256 MB, each line asked for 8 KB ahead. Had numkv's paged "
-                "form read at that bandwidth, it would have taken so many times as long as the contiguous form took: "
-                "an indicator, not a bound, as a kernel that asks for several pieces at a time can be faster than "
-                "these pieces one after another."
+                "heads, were read out of 256 MB in order and in shuffled order, 8 KB ahead. The table says how many "
+                "times as long the shuffled order took."
             ),
             pieces,
         ]

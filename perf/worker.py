@@ -138,10 +138,10 @@ class Commands:
         return rate
 
     def probe_pieces(self, size):
-        """The same of pieces of so many bytes, in shuffled order."""
-        rate = self._library.read_pieces(size) * 1e9
+        """How many times as long pieces of so many bytes take in shuffled order as in order."""
+        cost = self._library.shuffled_pieces(size)
         fall_asleep()
-        return rate
+        return cost
 
     def _checked(self, kind, form):
         """A contestant and its error; one of `CALLS` checks itself."""

@@ -95,8 +95,8 @@ def test_summary_and_probes():
 def test_what_pieces_cost():
     of = "| A: 1 sequence, 32k tokens | fp32 |"
     assert report.pieces_table(lines()).splitlines()[2:] == [
-        f"{of} a head, 4 KB | 30.0 | 0.60 | 1.35 | 1.33 | 0.90 |",
-        f"{of} all heads, 32 KB | 45.0 | 0.90 | 0.90 | 1.00 | 0.90 |",
+        f"{of} a head, 4 KB | 1.20 | 0.90 |",
+        f"{of} all heads, 32 KB | 1.05 | 0.90 |",
     ]
     assert report.pieces_table(lines()[1:]) == ""
     titles = ["## What shuffled blocks cost memory alone"]
@@ -108,7 +108,7 @@ def test_what_pieces_cost():
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("pieces", [1, 7])
-@pytest.mark.parametrize("size", [512, 1024, 16384])
+@pytest.mark.parametrize("size", [4096, 8192, 16384])
 def test_pieces_are_read_once(size, pieces, threads):
     floats = np.zeros(2 * pieces * size // 4 + 1, np.float32)
     starts = np.random.default_rng(0).permutation(pieces) * (2 * size // 4)

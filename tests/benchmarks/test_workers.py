@@ -238,7 +238,7 @@ class FakeLibrary:
 def fakes(monkeypatch, tmp_path):
     monkeypatch.setattr(envs, "ENVS", tmp_path)
     monkeypatch.setattr(FakeLibrary, "there", 0)
-    rates = {"probe": 5e9, "probe_pieces": 4e9}
+    rates = {"probe": 5e9, "probe_pieces": 1.1}
     ask = lambda what, **given: rates[what]  # noqa: E731
     probe = SimpleNamespace(ask=ask, close=lambda: None, versions="2 threads", pid=0)
     monkeypatch.setattr(program, "Library", FakeLibrary)
