@@ -423,6 +423,16 @@ def kind_of_dtype(dtype: Any) -> Kind | None:
     return _BY_DTYPE.get(dtype)
 
 
+def float_kind(dtype: Any) -> Kind:
+    """Return the float kind of a dtype that has been checked to be one of `QUERY_DTYPES`."""
+    return _BY_DTYPE[dtype]
+
+
+def compute_dtype(*names: str) -> np.dtype[Any]:
+    """Return the float type in which operations on kinds of these names compute."""
+    return _FLOAT64 if "fp64" in names else _FLOAT32
+
+
 def kind_of_stored_dtype(dtype: Any) -> Kind | None:
     """The float kind of buffers of a dtype, or None: those of `kind_of_dtype` and those that are stored only.
 

@@ -15,7 +15,7 @@ from numkv.attention.sight import lay_out
 from numkv.checks import check_apart, check_array, check_writable, is_plain
 from numkv.errors import DimensionMismatch, NotSupported
 from numkv.kernels import validate as values
-from numkv.kinds import QUERY_DTYPES, kind_of_dtype
+from numkv.kinds import QUERY_DTYPES, compute_dtype, float_kind, kind_of_dtype
 from numkv.storage.pool import Pool
 from numkv.targets.base import Target
 
@@ -93,8 +93,7 @@ def run(
     k, v = pool.k_buffer, pool.v_buffer
     target, out_dtype, compute = k.target, q.dtype, _compute_of(pool, q.dtype)
     num_tokens, num_q_heads, head_dim = q.shape
-    q_kind = kind_of_dtype(out_dtype)
-    assert q_kind is not None
+    q_kind = float_kind(out_dtype)
     scale = options.scale(head_dim)
     _, logits_soft_cap, window_left, sinks, return_lse, out, _ = options
     if ranges is None:
@@ -108,8 +107,7 @@ def run(
     if v.rotation is not None and out_dtype != compute:
         result = target.empty(out.shape, compute)
     if k.rotation is not None:
-        q, q_kind = k.rotation.forward(target, q, compute), kind_of_dtype(compute)
-        assert q_kind is not None
+        q, q_kind = k.rotation.forward(target, q, compute), float_kind(compute)
     if return_lse or target.values_on_host:
         lse = target.empty((num_tokens, num_q_heads), _FLOAT32)
     else:
@@ -192,13 +190,8 @@ def check_out(out: Any, q: Array, pools: Sequence[Pool], tables: dict[str, Array
     return checked
 
 
-def compute_dtype(*kinds: str) -> np.dtype[Any]:
-    """The float type in which attention over these kinds computes, that of the queries among them."""
-    return _FLOAT64 if "fp64" in kinds else _FLOAT32
-
-
 def _compute_of(pool: Pool, q: np.dtype[Any]) -> np.dtype[Any]:
-    """The same for queries of a dtype over a pool."""
+    """Return the float type in which attention computes, for queries of a dtype over a pool."""
     return _FLOAT64 if q == _FLOAT64 else compute_dtype(pool.k_kind.name, pool.v_kind.name)
 
 

@@ -19,7 +19,7 @@ from numkv.attention.options import (
 )
 from numkv.checks import check_array, check_integers
 from numkv.errors import DimensionMismatch
-from numkv.kinds import QUERY_DTYPES, kind_of_dtype
+from numkv.kinds import QUERY_DTYPES, float_kind
 from numkv.numbers import check_flag
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_block_each, one_query_each
@@ -254,10 +254,8 @@ def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Array, Arr
     lse_a = check_array(target, "lse_a", lse_a, (_FLOAT32,), tuple(o_a.shape[:2]))
     lse_b = check_array(target, "lse_b", lse_b, (_FLOAT32,), tuple(o_a.shape[:2]))
     out = target.empty(tuple(o_a.shape), o_a.dtype)
-    lse = target.empty(tuple(o_a.shape[:2]), _FLOAT32)
-    o_kind = kind_of_dtype(o_a.dtype)
-    assert o_kind is not None
+    lse, o_kind = target.empty(tuple(o_a.shape[:2]), _FLOAT32), float_kind(o_a.dtype).name
     target.ops.merge_states(
-        target.words(o_a), lse_a, target.words(o_b), lse_b, o_kind.name, target.words(out), lse
+        target.words(o_a), lse_a, target.words(o_b), lse_b, o_kind, target.words(out), lse
     )
     return out, lse

@@ -14,9 +14,9 @@ import numpy as np
 
 from numkv import targets
 from numkv.arrays import may_share_memory
-from numkv.attention.attend import compute_dtype, no_ranges, no_sinks
+from numkv.attention.attend import no_ranges, no_sinks
 from numkv.kernels.validate import first_unfit
-from numkv.kinds import Kind, kind_of_dtype, kinds
+from numkv.kinds import Kind, compute_dtype, kind_of_dtype, kinds
 from numkv.numbers import LARGEST_SCALE
 from numkv.storage.tables import one_block_each, one_query_each
 

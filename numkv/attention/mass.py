@@ -20,7 +20,7 @@ from numkv.attention.options import (
 from numkv.attention.parts import Part, attend_to_parts
 from numkv.checks import check_array, check_integers
 from numkv.errors import DimensionMismatch
-from numkv.kinds import kind_of_dtype
+from numkv.kinds import float_kind
 from numkv.numbers import check_flag
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_block_each, one_query_each
@@ -85,12 +85,10 @@ def attention_mass(
     weights = target.empty(shape, _FLOAT32)
     if pool.k_rotation is not None:
         q = pool.k_rotation.forward(target, q)
-    q_kind = kind_of_dtype(q.dtype)
-    assert q_kind is not None
     if ranges is None:
         ranges = no_ranges(target.key)
     target.ops.attention_weights(
-        target.words(q), q_kind.name, pool.k, pool.k_kind.name, pool.k_scale, block_table, seq_lens,
+        target.words(q), float_kind(q.dtype).name, pool.k, pool.k_kind.name, pool.k_scale, block_table, seq_lens,
         q_starts, ranges, int(by_slot), lse, scale, float(options.logits_soft_cap),
         int(options.window_left), weights,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from numkv.arrays import Array
 from numkv.attention.attend import check_call, run
 from numkv.attention.options import CheckedOptions
-from numkv.kinds import kind, kind_of_dtype
+from numkv.kinds import float_kind, kind
 from numkv.storage.pool import Pool
 from numkv.targets.base import Target
 
@@ -105,9 +105,8 @@ def merged(
     pool: Pool, q: Array, options: CheckedOptions, parts: Sequence[Callable[[Array], Any]]
 ) -> Any:
     """Merge the functions' outputs by their lse, for queries of 32 bits or more; rounded at the end."""
-    target, own = pool.target, kind_of_dtype(q.dtype)
+    target, own = pool.target, float_kind(q.dtype)
     shape = int(q.shape[0]), int(q.shape[1]), pool.head_dim_v
-    assert own is not None
     exact = own if own.dtype.itemsize >= 4 else kind("fp32")
     wide = q if exact is own else converted(target, q, target.empty(q.shape, exact.dtype))
     words, out = target.words, options.out
@@ -140,9 +139,7 @@ def gathered(target: Target, x: Array, numbers: NDArray[np.int64]) -> Array:
 
 def converted(target: Target, x: Array, to: Array) -> Array:
     """Convert floats ``(num_tokens, num_heads, head_dim)`` into an array of another dtype."""
-    source, dest = kind_of_dtype(x.dtype), kind_of_dtype(to.dtype)
-    assert source is not None
-    assert dest is not None
+    source, dest = float_kind(x.dtype), float_kind(to.dtype)
     tokens, heads, dim = (int(n) for n in to.shape)
     rows = target.words(to).reshape((tokens, heads, 1, dim))  # blocks of one token
     table = target.index(np.arange(tokens), np.int32)

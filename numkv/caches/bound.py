@@ -27,7 +27,7 @@ from numkv.attention.options import CheckedOptions, check_options
 from numkv.checks import check_array
 from numkv.compaction.moves import slots_of
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError, UnsupportedDType
-from numkv.kinds import QUERY_DTYPES, Kind
+from numkv.kinds import QUERY_DTYPES, Kind, compute_dtype
 from numkv.kinds import kind as named
 from numkv.numbers import check_flag, check_index, check_size
 from numkv.storage.buffer import source_dtypes
@@ -213,8 +213,7 @@ def options_of_layers(
             {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "window_left": window}
         )
         if of_layer is not None:
-            wide = "fp64" in (rows.kind.name, pool.k_kind.name, pool.v_kind.name)
-            compute = np.dtype(np.float64 if wide else np.float32)
+            compute = compute_dtype(rows.kind.name, pool.k_kind.name, pool.v_kind.name)
             checked = check_sinks(pool.target, of_layer, compute, num_q_heads, True)
             if pool.target.values_on_host:
                 checked = np.array(checked)  # which the caller may change

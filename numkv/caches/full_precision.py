@@ -31,8 +31,9 @@ from numkv.caches.layer_spec import FullPrecision
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import groups_of
 from numkv.errors import NumkvError
+from numkv.kinds import float_kind
 from numkv.snapshots.snapshot import Tensor
-from numkv.storage.buffer import Buffer, float_kind
+from numkv.storage.buffer import Buffer
 from numkv.storage.pool import Pool
 from numkv.storage.saved import row_tensors
 from numkv.storage.tables import one_length, one_sequence
@@ -447,5 +448,5 @@ def staged(block: Pool, tokens: int) -> tuple[Array, Array]:
 def float_pool(pool: Pool, num_blocks: int, block_size: int) -> Pool:
     """Blocks for the rows of a pool before they are quantised."""
     shape = (num_blocks, int(pool.k.shape[1]), block_size)
-    k_kind, v_kind = float_kind(pool.k_kind), float_kind(pool.v_kind)
+    k_kind, v_kind = float_kind(pool.k_kind.compute), float_kind(pool.v_kind.compute)
     return Pool.allocate(pool.target, shape, pool.head_dim, pool.head_dim_v, k_kind, v_kind)

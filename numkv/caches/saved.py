@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from numkv.caches.layer_spec import FullPrecision
-from numkv.kinds import Kind, kind
+from numkv.kinds import Kind, float_kind, kind
 from numkv.snapshots.fields import MOST, expect
 from numkv.snapshots.saved import Saved, Spec, integer, integers, optional, storage_kind
-from numkv.storage.buffer import float_kind
 from numkv.storage.latents import LATENT
 from numkv.storage.saved import Side, rotation, row_bytes, row_specs, v_storage
 
@@ -112,7 +111,7 @@ class SavedSequence(Saved):
 
     @property
     def _full_sides(self) -> list[Side]:
-        return [(side, float_kind(of), dim) for side, of, dim in self.sides]
+        return [(side, float_kind(of.compute), dim) for side, of, dim in self.sides]
 
     def specs(self) -> dict[str, Spec]:
         """The tensors of all layers."""

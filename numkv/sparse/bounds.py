@@ -13,7 +13,7 @@ from numkv.attention.attend import check_queries
 from numkv.attention.options import CheckedOptions
 from numkv.checks import check_array, check_integers
 from numkv.errors import DimensionMismatch
-from numkv.kinds import kind_of_dtype
+from numkv.kinds import float_kind
 from numkv.numbers import check_bytes, check_flag, check_number, check_size
 from numkv.sparse.choice import check_numbers, check_table
 from numkv.storage.pool import Pool
@@ -228,9 +228,7 @@ def _bounded(
 ) -> Array:  # fmt: skip
     """Compute `KeyBounds.scores` of checked arguments."""
     out = target.empty((int(q.shape[0]), int(low.shape[1]), int(table.shape[1])), _FLOAT32)
-    of_q = kind_of_dtype(q.dtype)
-    assert of_q is not None
     if 0 not in out.shape and q.shape[1]:
-        words = target.words(q)
-        target.ops.block_scores(words, of_q.name, low, high, table, lens, size, scale, out)
+        words, of_q = target.words(q), float_kind(q.dtype).name
+        target.ops.block_scores(words, of_q, low, high, table, lens, size, scale, out)
     return out

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from numkv import targets
 from numkv.checks import check_array
 from numkv.errors import DimensionMismatch, NonFiniteInput, NotSupported
-from numkv.kinds import Kind, kind_of_dtype, kinds
+from numkv.kinds import Kind, float_kind, kinds
 from numkv.kinds import kind as named
 from numkv.numbers import check_bytes, check_number, is_number
 from numkv.storage.hadamard import Rotation
@@ -402,16 +402,7 @@ def refuse_non_finite(
 
 def source_kind(x: Array) -> str:
     """Name of the kind of checked rows."""
-    kind = kind_of_dtype(x.dtype)
-    assert kind is not None
-    return kind.name
-
-
-def float_kind(kind: Kind) -> Kind:
-    """Return the float kind that holds rows before they are stored in a kind: that of its arithmetic."""
-    found = kind_of_dtype(kind.compute)
-    assert found is not None
-    return found
+    return float_kind(x.dtype).name
 
 
 def source_dtypes(kind: Kind) -> tuple[np.dtype[Any], ...]:

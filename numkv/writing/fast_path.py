@@ -15,8 +15,8 @@ import numpy as np
 from numkv import targets
 from numkv.arrays import Array
 from numkv.kernels.operations import Checks
+from numkv.kinds import compute_dtype, float_kind, kind_of_dtype, kinds
 from numkv.kinds import kind as named
-from numkv.kinds import kind_of_dtype, kinds
 from numkv.storage.buffer import source_dtypes
 from numkv.storage.pool import Pool
 from numkv.writing.fused_write import QKMode
@@ -49,7 +49,7 @@ def _by_slot(
     if kind is None or rows not in source_dtypes(kind):
         return None
     scales = kind.scale_dtype if kind.has_scales else None
-    store = _HOST.ops.small_append(_source_name(rows), kind.name, True)
+    store = _HOST.ops.small_append(float_kind(rows).name, kind.name, True)
     return store, scales, rows.itemsize == 2, pool.itemsize == 2
 
 
@@ -58,20 +58,13 @@ def _in_pool(rows: np.dtype[Any], pool: str, by_slot: bool) -> Any:
     """Return the function that stores rows of a dtype in pools of a kind, by slots or a block table, or None."""
     if rows not in source_dtypes(named(pool)):
         return None
-    return _HOST.ops.small_append(_source_name(rows), pool, by_slot)
+    return _HOST.ops.small_append(float_kind(rows).name, pool, by_slot)
 
 
 @functools.cache
 def _copy(kind: str) -> Any:
     """Return the function that copies rows of a kind into contiguous caches."""
     return _HOST.ops.small_copy(kind)
-
-
-def _source_name(dtype: np.dtype[Any]) -> str:
-    """Name of the kind of new rows whose dtype a pool takes."""
-    name = _float_name(dtype)
-    assert name is not None
-    return name
 
 
 @functools.cache
@@ -223,7 +216,7 @@ def _writer(
     kind = kind_of_dtype(qkv)
     if kind is None or table not in (_FLOAT32, _FLOAT64):
         return None
-    compute = _FLOAT64 if "fp64" in (kind.name, k_kind, v_kind) else _FLOAT32
+    compute = compute_dtype(kind.name, k_kind, v_kind)
     kernel = _HOST.ops.small_write(kind.name, k_kind, v_kind, compute, table, by_slot)
     return kernel, qkv.itemsize == 2, _NO_WEIGHT[compute]
 

@@ -12,7 +12,7 @@ import numpy as np
 from numkv import targets
 from numkv.checks import check_apart, check_array, check_writable
 from numkv.errors import DimensionMismatch, NotSupported
-from numkv.kinds import QUERY_DTYPES, Kind, kind_of_dtype
+from numkv.kinds import QUERY_DTYPES, Kind, compute_dtype, float_kind
 from numkv.numbers import check_number, check_size
 from numkv.storage.buffer import Buffer, refuse_non_finite
 from numkv.storage.pool import Pool
@@ -146,10 +146,8 @@ class Projection(Rotating):
         eps = check_number("eps", eps, 0.0, default=DEFAULT_EPS)
         width = (heads + kv_heads) * dim + kv_heads * pool.head_dim_v
         qkv = check_array(target, "qkv", qkv, QUERY_DTYPES, ("num_tokens", width))
-        kind = kind_of_dtype(qkv.dtype)
-        assert kind is not None
-        names = (kind.name, pool.k_kind.name, pool.v_kind.name)
-        compute: np.dtype[Any] = _FLOAT64 if "fp64" in names else _FLOAT32
+        kind = float_kind(qkv.dtype)
+        compute = compute_dtype(kind.name, pool.k_kind.name, pool.v_kind.name)
         if mode is QKMode.COPY:
             cos = sin = empty(target.key, (0, 0), _FLOAT32)
         else:
@@ -278,8 +276,7 @@ class Projection(Rotating):
 
     def _aside(self, pool: Pool) -> Pool:
         """One block for the new tokens, in which nothing is rounded before it is rotated."""
-        kind = kind_of_dtype(self.q_weight.dtype)
-        assert kind is not None
+        kind = float_kind(self.q_weight.dtype)
         target, shape = pool.target, (1, int(pool.k.shape[1]), self.num_tokens)
         sides = []
         # Not zeros, for which CUDA waits: each row is written.

@@ -9,7 +9,7 @@ import numpy as np
 
 from numkv.checks import check_apart, check_array
 from numkv.errors import DimensionMismatch, NotSupported
-from numkv.kinds import QUERY_DTYPES, Kind, kind_of_dtype
+from numkv.kinds import QUERY_DTYPES, Kind, compute_dtype, float_kind
 from numkv.numbers import check_number
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array
@@ -23,7 +23,7 @@ from numkv.writing.fused_write import (
     empty,
 )
 
-_FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+_FLOAT32 = np.dtype(np.float32)
 
 
 @dataclass(slots=True)
@@ -67,9 +67,8 @@ class LatentRows(Rotating):
         heads, dim, width = int(pool.k.shape[1]), pool.head_dim, pool.head_dim_v
         eps = check_number("eps", eps, 0.0, default=DEFAULT_EPS)
         rows = check_array(target, "rows", rows, QUERY_DTYPES, ("num_tokens", heads, dim))
-        kind = kind_of_dtype(rows.dtype)
-        assert kind is not None
-        compute = _FLOAT64 if "fp64" in (kind.name, pool.k_kind.name) else _FLOAT32
+        kind = float_kind(rows.dtype)
+        compute = compute_dtype(kind.name, pool.k_kind.name)
         if mode is QKMode.COPY:
             cos = sin = empty(target.key, (0, 0), _FLOAT32)
         else:
