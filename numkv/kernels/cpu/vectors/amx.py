@@ -151,12 +151,6 @@ class AmxWords(Words):
         bits = self.b.and_(self.b.bitcast(x, self.int_type), self.splat_int(-65536))
         return self.b.bitcast(bits, self.type)
 
-    def bf16_pairs(self, low, high):
-        """Round two vectors to bf16: 32 words, the first 16 those of `low`."""
-        signature = ir.FunctionType(self.int_type, [self.type] * 2)
-        convert = ir.InlineAsm(signature, "vcvtne2ps2bf16 $2, $1, $0", "=v,v,v")
-        return self.b.call(convert, [high, low])
-
 
 @emits()
 def amx_shape(b):

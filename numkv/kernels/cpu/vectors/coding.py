@@ -196,11 +196,6 @@ class _Rows(Words):
         bits = self.b.and_(self.b.bitcast(x, self.int_type), self.splat_int(0x7FFFFFFF))
         return self.b.bitcast(bits, self.type)
 
-    def size_of_words(self, x):
-        """Absolute values of words."""
-        negative = self.b.icmp_signed("<", x, self.splat_word(0))
-        return self.b.select(negative, self.b.sub(self.splat_word(0), x), x)
-
     def smaller(self, a, b):
         """Lane by lane the smaller."""
         return self.b.select(self.b.fcmp_ordered("<", a, b), a, b)
