@@ -21,22 +21,14 @@ from numkv.checks import check_array, check_integers
 from numkv.errors import DimensionMismatch
 from numkv.kinds import QUERY_DTYPES, float_kind
 from numkv.numbers import check_flag
-from numkv.storage.pool import Pool
 from numkv.storage.tables import one_block_each, one_query_each
-from numkv.storage.user_buffers import stored_pool
-from numkv.targets.base import Target
+from numkv.storage.user_buffers import CONTIGUOUS, stored_pool
 from numkv.targets.call import Call
 
 _FLOAT32 = np.dtype(np.float32)
 _DECODE = Call("q k v seq_lens out k_scale v_scale", "return_lse validate", "out")
 _PREFILL = Call("q k v seq_lens cu_seqlens_q out k_scale v_scale", "return_lse validate", "out")
 _MERGE = Call("o_a lse_a o_b lse_b", "")
-
-
-def _contiguous_pool(target: Target, k: Any, v: Any, scales: tuple[Any, Any]) -> Pool:
-    """Check the buffers of a contiguous cache."""
-    shape = ("num_seqs", "num_kv_heads", "capacity", "head_dim")
-    return stored_pool(target, ("k", "v"), k, v, scales, shape)
 
 
 def decode_attention(
@@ -122,7 +114,7 @@ def decode_attention(
         arrays, asked = (q, k, v, seq_lens, out, k_scale, v_scale), (return_lse, validate)
         return target.run(decode_attention, *with_options(_DECODE, arrays, asked, options))
     validate = check_flag("validate", validate)
-    pool = _contiguous_pool(target, k, v, (k_scale, v_scale))
+    pool = stored_pool(target, CONTIGUOUS, k, v, (k_scale, v_scale))
     num_seqs, num_kv_heads, capacity, _ = pool.k_buffer.words.shape
     head_dim = pool.k_buffer.dim
     q = check_queries(target, q, num_kv_heads, head_dim, "num_seqs", "`k` and `v`")
@@ -194,7 +186,7 @@ def prefill_attention(
         asked = (return_lse, validate)
         return target.run(prefill_attention, *with_options(_PREFILL, arrays, asked, options))
     validate = check_flag("validate", validate)
-    pool = _contiguous_pool(target, k, v, (k_scale, v_scale))
+    pool = stored_pool(target, CONTIGUOUS, k, v, (k_scale, v_scale))
     num_seqs, num_kv_heads, capacity, _ = pool.k_buffer.words.shape
     head_dim = pool.k_buffer.dim
     q = check_queries(target, q, num_kv_heads, head_dim, "num_tokens", "`k` and `v`")

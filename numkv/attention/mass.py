@@ -24,7 +24,7 @@ from numkv.kinds import float_kind
 from numkv.numbers import check_flag
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_block_each, one_query_each
-from numkv.storage.user_buffers import stored_pool
+from numkv.storage.user_buffers import CONTIGUOUS, stored_pool
 from numkv.targets.call import Call
 
 _FLOAT32 = np.dtype(np.float32)
@@ -192,8 +192,7 @@ def attention_weights(
         found: Array = target.run(attention_weights, *call)
         return found
     validate = check_flag("validate", validate)
-    shape = ("num_seqs", "num_kv_heads", "capacity", "head_dim")
-    pool = stored_pool(target, ("k", "k"), k, k, (k_scale, k_scale), shape)
+    pool = stored_pool(target, CONTIGUOUS, k, k, (k_scale, k_scale))
     num_seqs, num_kv_heads, capacity, _ = (int(n) for n in pool.k.shape)
     head_dim = pool.k_buffer.dim
     q = check_queries(target, q, num_kv_heads, head_dim, "num_tokens", "the keys in `k`")

@@ -23,12 +23,10 @@ from numkv.checks import check_integers
 from numkv.numbers import check_flag, check_size
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_query_each
-from numkv.storage.user_buffers import stored_pool
+from numkv.storage.user_buffers import PAGED, stored_pool
 from numkv.targets.base import Target
 from numkv.targets.call import Call
 
-_POOL = ("num_blocks", "num_kv_heads", "block_size", "head_dim")
-_NAMES = ("k_pool", "v_pool")
 _INT32 = (np.dtype(np.int32),)
 _OPTIONS = "return_lse validate"
 _DECODE = Call("q k_pool v_pool block_table seq_lens out k_scale v_scale", _OPTIONS, "out")
@@ -122,7 +120,7 @@ def paged_decode_attention(
         asked = (return_lse, validate)
         return target.run(paged_decode_attention, *with_options(_DECODE, arrays, asked, options))
     validate = check_flag("validate", validate)
-    pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
+    pool = stored_pool(target, PAGED, k_pool, v_pool, (k_scale, v_scale))
     q = check_queries(target, q, int(pool.k.shape[1]), pool.head_dim, "num_seqs", "the pools")
     num_seqs = int(q.shape[0])
     starts = one_query_each(target.device_key, num_seqs)
@@ -185,7 +183,7 @@ def paged_prefill_attention(
         asked = (return_lse, validate)
         return target.run(paged_prefill_attention, *with_options(_PREFILL, arrays, asked, options))
     validate = check_flag("validate", validate)
-    pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
+    pool = stored_pool(target, PAGED, k_pool, v_pool, (k_scale, v_scale))
     q = check_queries(target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens", "the pools")
     table = check_integers(target, "block_table", block_table, ("num_seqs", "max_blocks"), _INT32)
     starts = check_integers(target, "cu_seqlens_q", cu_seqlens_q, (int(table.shape[0]) + 1,))
@@ -258,7 +256,7 @@ def cascade_attention(
         asked = (shared_len, return_lse)
         return target.run(cascade_attention, *with_options(_CASCADE, arrays, asked, options))
     shared = check_size("shared_len", shared_len, 0)
-    pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
+    pool = stored_pool(target, PAGED, k_pool, v_pool, (k_scale, v_scale))
     q = check_queries(target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens", "the pools")
     table = check_integers(target, "block_table", block_table, ("num_seqs", "max_blocks"), _INT32)
     num_seqs, num_tokens = int(table.shape[0]), int(q.shape[0])

@@ -33,12 +33,10 @@ from numkv.sparse.choice import check_numbers, look_at_table, too_many_parts
 from numkv.storage.buffer import Buffer
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_query_each
-from numkv.storage.user_buffers import stored_pool
+from numkv.storage.user_buffers import PAGED, stored_pool
 from numkv.targets.base import Target
 from numkv.targets.call import Call
 
-_POOL = ("num_blocks", "num_kv_heads", "block_size", "head_dim")
-_NAMES = ("k_pool", "v_pool")
 _INT32 = (np.dtype(np.int32),)
 _OPTIONS = "return_lse validate"
 _BLOCKS = Call("q k_pool v_pool tables seq_lens out k_scale v_scale", _OPTIONS, "out")
@@ -111,7 +109,7 @@ def sparse_decode_attention(
             raise NotSupported(
                 f"`{name}`: expected scales of rows or None, got scales of heads, which parts of blocks cannot have"
             )
-    pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
+    pool = stored_pool(target, PAGED, k_pool, v_pool, (k_scale, v_scale))
     num_blocks, pool_heads, size = (int(n) for n in pool.k.shape[:3])
     tables = check_array(
         target, "tables", tables, _INT32, ("num_seqs", "num_kv_heads", "max_blocks")
@@ -199,7 +197,7 @@ def token_decode_attention(
         call = with_options(_TOKENS, arrays, (return_lse, validate), options)
         return target.run(token_decode_attention, *call)
     validate = check_flag("validate", validate)
-    pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
+    pool = stored_pool(target, PAGED, k_pool, v_pool, (k_scale, v_scale))
     q = check_queries(target, q, int(pool.k.shape[1]), pool.head_dim, "num_seqs", "the pools")
     num_seqs = int(q.shape[0])
     starts = one_query_each(target.device_key, num_seqs)

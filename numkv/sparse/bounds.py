@@ -17,12 +17,11 @@ from numkv.kinds import float_kind
 from numkv.numbers import check_bytes, check_flag, check_number, check_size
 from numkv.sparse.choice import check_numbers, check_table
 from numkv.storage.pool import Pool
-from numkv.storage.user_buffers import stored_pool
+from numkv.storage.user_buffers import PAGED, stored_pool
 from numkv.targets.base import Target
 from numkv.targets.call import Call
 
 _FLOAT32 = np.dtype(np.float32)
-_POOL = ("num_blocks", "num_kv_heads", "block_size", "head_dim")
 _UPDATE = Call("k_pool blocks counts low high k_scale", "validate", "low high")
 _SCORES = Call("q low high block_table seq_lens", "block_size sm_scale validate")
 
@@ -165,7 +164,7 @@ def _update(
         target.run(_update, _UPDATE, arrays, (validate,))
         return
     validate = check_flag("validate", validate)
-    pool = stored_pool(target, ("k_pool", "k_pool"), k_pool, k_pool, (k_scale, k_scale), _POOL)
+    pool = stored_pool(target, PAGED, k_pool, k_pool, (k_scale, k_scale))
     shape = (int(pool.k.shape[0]), int(pool.k.shape[1]), pool.head_dim)
     if tuple(low.shape) != shape:
         raise DimensionMismatch(

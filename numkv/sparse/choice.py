@@ -124,26 +124,7 @@ def choose_blocks(
     target = targets.of(scores)
     if target.chooses_stream:
         arrays, asked = (scores, block_table, seq_lens), (block_size, top, first, newest, validate)
-        return BlockChoice(*target.run(_choose_here, _CALL, arrays, asked))
-    return BlockChoice(
-        *_choose_here(
-            scores,
-            block_table,
-            seq_lens,
-            block_size=block_size,
-            top=top,
-            first=first,
-            newest=newest,
-            validate=validate,
-        )
-    )
-
-
-def _choose_here(
-    scores: Any, block_table: Any, seq_lens: Any, *, block_size: Any, top: Any, first: Any, newest: Any,
-    validate: bool | None = False,
-) -> tuple[Array, Array]:  # fmt: skip
-    target = targets.of(scores)
+        return BlockChoice(*target.run(choose_blocks, _CALL, arrays, asked))
     scores = check_array(
         target, "scores", scores, (_FLOAT32,), ("num_seqs", "num_kv_heads", "max_blocks")
     )
@@ -159,7 +140,7 @@ def _choose_here(
             expected=int(table.shape[1]),
             actual=columns,
         )
-    return chosen(target, scores, table, lens, size, counts)
+    return BlockChoice(*chosen(target, scores, table, lens, size, counts))
 
 
 def check_counts(

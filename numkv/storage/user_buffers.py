@@ -57,23 +57,22 @@ _STORED_EACH = {dtype: (dtype,) for dtype in _STORED}
 # checked here is constant, unlike the values of scales of heads.
 _pools: dict[tuple[int, int, int, int], tuple[Pool, tuple[Any, ...]]] = {}
 _MOST_POOLS = 512
+#: The names of a caller's K and V, and the shape of K, whose names are sizes that the caller is free to choose.
+Layout = tuple[tuple[str, str], Shape]
+PAGED: Layout = ("k_pool", "v_pool"), ("num_blocks", "num_kv_heads", "block_size", "head_dim")
+CONTIGUOUS: Layout = ("k", "v"), ("num_seqs", "num_kv_heads", "capacity", "head_dim")
 
 
-def stored_pool(
-    target: Target, names: tuple[str, str], k: Any, v: Any, scales: tuple[Any, Any], shape: Shape
-) -> Pool:
-    """Check K and V buffers that a caller passes, with their scales where they hold codes.
-
-    `shape` names sizes of K that the caller is free to choose.
-    """
+def stored_pool(target: Target, layout: Layout, k: Any, v: Any, scales: tuple[Any, Any]) -> Pool:
+    """Check K and V buffers that a caller passes, with their scales where they hold codes."""
     if type(k) is not np.ndarray or k.base is not MEMORY:
-        return _checked(target, names, k, v, scales, shape)
+        return _checked(target, layout, k, v, scales)
     of_k, of_v = scales
     key = id(k), id(v), id(of_k), id(of_v)
     known = _pools.get(key)
     if known is not None and target.values_on_host:
         return known[0]
-    pool = _checked(target, names, k, v, scales, shape)
+    pool = _checked(target, layout, k, v, scales)
     sides = ((k, pool.k_buffer, of_k), (v, pool.v_buffer, of_v))
     if all(
         x.base is MEMORY and (scale is None or (buffer.kind.has_scales and scale.base is MEMORY))
@@ -85,9 +84,7 @@ def stored_pool(
     return pool
 
 
-def _checked(
-    target: Target, names: tuple[str, str], k: Any, v: Any, scales: tuple[Any, Any], shape: Shape
-) -> Pool:
+def _checked(target: Target, layout: Layout, k: Any, v: Any, scales: tuple[Any, Any]) -> Pool:
     if (
         target.values_on_host and is_plain(k, 4) and is_plain(v, 4) and k.shape[:3] == v.shape[:3]
         and scales[0] is None and scales[1] is None
@@ -99,6 +96,7 @@ def _checked(
                 Buffer(target, target.words(k), none, of_k),
                 Buffer(target, target.words(v), none, of_v),
             )
+    names, shape = layout
     k = check_array(target, names[0], k, _dtypes_for(k), shape)
     v = check_array(target, names[1], v, _dtypes_for(v), (*k.shape[:3], "head_dim_v"))
     return Pool(
@@ -180,9 +178,9 @@ def _no_scale(target: str) -> Array:
     return targets.by_key(target).empty((0, 0, 0), _FLOAT32)
 
 
-def check_written(pool: Pool, names: tuple[str, str]) -> None:
-    """Check that a caller's buffers can be written to, and that each has memory of its own."""
-    written = pool.written(*names)
+def check_written(pool: Pool) -> None:
+    """Check that a caller's pools can be written to, and that each has memory of its own."""
+    written = pool.written()
     for name, x in written.items():
         check_writable(name, x)
     check_apart(pool.target, written, {})

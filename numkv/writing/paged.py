@@ -12,14 +12,12 @@ from numkv.errors import DimensionMismatch
 from numkv.kernels import validate as values
 from numkv.numbers import check_flag
 from numkv.storage.pool import Pool
-from numkv.storage.user_buffers import check_written, stored_pool
+from numkv.storage.user_buffers import PAGED, check_written, stored_pool
 from numkv.targets.base import Array, Target
 from numkv.targets.call import Call
 from numkv.writing import fast_path
 from numkv.writing.fused_write import Projection, QKMode
 
-_POOL = ("num_blocks", "num_kv_heads", "block_size", "head_dim")
-_NAMES = ("k_pool", "v_pool")
 _POOLS = "k_pool v_pool k_scale v_scale"
 _APPEND = Call(
     "k v k_pool v_pool slot_mapping k_scale v_scale", "check_finite validate", _POOLS, late=True
@@ -35,7 +33,7 @@ def _check_slots(
 ) -> Array:
     """Slots as the kernels take them, in range or -1; where rows share one, the last row's alone."""
     given = check_integers(target, "slot_mapping", slot_mapping, (num_tokens,))
-    check_apart(target, pool.written(*_NAMES), {"slot_mapping": given})
+    check_apart(target, pool.written(), {"slot_mapping": given})
     slots = target.index(given, np.int64)
     num_slots = int(pool.k.shape[0]) * int(pool.k.shape[2])
     if target.values_on_host or validate:
@@ -110,8 +108,8 @@ def paged_append(
         arrays = (k, v, k_pool, v_pool, slot_mapping, k_scale, v_scale)
         target.run(paged_append, _APPEND, arrays, (check_finite, validate))
         return
-    pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
-    check_written(pool, _NAMES)
+    pool = stored_pool(target, PAGED, k_pool, v_pool, (k_scale, v_scale))
+    check_written(pool)
     check_finite = check_flag("check_finite", check_finite, True)
     first = check_finite and (target.values_on_host or bool(validate))
     k, v = pool.check_rows(k, v, check_finite=first)
@@ -196,7 +194,7 @@ def paged_write(
             paged_write, _WRITE, arrays, (num_q_heads, qk_mode, eps, check_finite, validate)
         )
         return q
-    pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
+    pool = stored_pool(target, PAGED, k_pool, v_pool, (k_scale, v_scale))
     if type(slot_mapping) is np.ndarray and (positions is None) == _copies(qk_mode):
         slots = fast_path.as_int64(slot_mapping)
         rows = slots if positions is None else fast_path.as_int64(positions)
@@ -208,7 +206,7 @@ def paged_write(
             if tokens >= 0:
                 return q
     check_finite = check_flag("check_finite", check_finite, True)
-    check_written(pool, _NAMES)
+    check_written(pool)
     p = Projection.check(
         pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
     )
@@ -220,7 +218,7 @@ def paged_write(
                 expected=(p.num_tokens,),
             )
         positions = check_integers(target, "positions", positions, (p.num_tokens,))
-        check_apart(target, pool.written(*_NAMES) | {"q_out": p.q_out}, {"positions": positions})
+        check_apart(target, pool.written() | {"q_out": p.q_out}, {"positions": positions})
         positions = target.index(positions, np.int64)
         if target.values_on_host or validate:
             on_host = target.to_host(positions).astype(np.int64, copy=False)
