@@ -9,7 +9,7 @@ import numpy as np
 
 from numkv import arrays
 from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
-from numkv.kernels.operations import Operations
+from numkv.kernels.operations import Operations, load
 from numkv.kinds import Kind, kinds
 from numkv.targets.call import Marker
 from numkv.targets.fixed import Fixed, Layout
@@ -51,7 +51,11 @@ def check_real(name: str, x: arrays.Array, dtype: np.dtype[Any], shape: tuple[in
 
 
 class Target(Protocol):
-    """The operations of a place to compute."""
+    """The operations of a place to compute.
+
+    What only a device with streams does has a body here, which is that of the CPU: its calls are complete when they
+    return, and check values before they write.
+    """
 
     name: str
     #: Whether the host sees the values of arrays without waiting for a device.
@@ -76,6 +80,7 @@ class Target(Protocol):
     @property
     def ops(self) -> Operations:
         """Return the target's operations: see `numkv.kernels`."""
+        return load(self.name)
 
     def asarray(self, x: Any, name: str = "array") -> arrays.Array:
         """Return `x` as an array of this target, without a copy if it is already here.
@@ -109,6 +114,7 @@ class Target(Protocol):
 
     def place(self) -> Any:
         """Return this thread's device and stream; None on the CPU."""
+        return None
 
     def run(
         self, function: Any, call: Any, arrays: tuple[Any, ...], options: tuple[Any, ...]
@@ -124,6 +130,7 @@ class Target(Protocol):
         arrays, options : tuple
             Its arguments, in that order.
         """
+        return function(**call.named(arrays, options))
 
     def watch(
         self, k: tuple[str, tuple[int, ...], Kind, int], v: tuple[str, tuple[int, ...], Kind, int],
@@ -139,6 +146,7 @@ class Target(Protocol):
         marker : Marker, optional
             Receives the report; without it a later function raises the error.
         """
+        return 0
 
     def mend_rows(
         self, k: arrays.Array | None, v: arrays.Array | None, slots: arrays.Array, look: int
@@ -156,18 +164,23 @@ class Target(Protocol):
         look : int
             A number returned by `watch`.
         """
+        return
 
     def new_watch(self) -> Any:
         """Return a new receiver of kernels' reports for an object that writes; None on the CPU."""
+        return None
 
     def collect_late(self, watch: Any, wait: bool = False) -> None:
         """Call `Marker.mark` for kernels' reports; with `wait`, after all launched kernels have ended."""
+        return
 
     def repeats(self) -> Any:
         """Return a recorder that replays an object's repeated calls; None if there is none."""
+        return None
 
     def number(self, value: int, which: int) -> int:
         """Mark a number that differs between an object's otherwise equal calls; on the CPU return the value."""
+        return value
 
     def length(self, length: int) -> arrays.Array:
         """Return an array of one element, an int32 or int64."""
@@ -182,15 +195,18 @@ class Target(Protocol):
         instead : str
             The remedy; by default functions, and steps with buffers.
         """
+        return
 
     def hold(self, *objects: Any) -> bool:
         """Keep objects alive as long as the CUDA graph being captured; return False if there is none."""
+        return False
 
     def fixed(self, layout: Layout) -> Fixed:
         """Return new integer arrays at fixed addresses, which can be filled again."""
 
     def constant(self, x: np.ndarray[Any, Any]) -> arrays.Array:
         """Return a constant copy, for calls on all streams of this thread's device."""
+        return x
 
     def mark_queries(self, starts: arrays.Array, queries: str) -> None:
         """Record what the host knows of the starts of queries, so that kernels need not read them.
@@ -202,6 +218,7 @@ class Target(Protocol):
         queries : {"one each", "fewer"}
             Each sequence has one query; or there may be fewer queries than `q` has rows.
         """
+        return
 
     def share_memory(self, a: arrays.Array, b: arrays.Array) -> bool:
         """Return whether two arrays of this target have a byte in common; True if that is too expensive to decide."""
@@ -249,6 +266,7 @@ class Target(Protocol):
 
     def index_all(self, given: list[tuple[Any, Any]]) -> list[arrays.Array]:
         """Return the `index` of many NumPy arrays, each with its dtype; on CUDA by one asynchronous copy."""
+        return [self.index(x, dtype) for x, dtype in given]
 
     def reals(
         self, name: str, x: Any, dtype: np.dtype[Any], shape: tuple[int, ...]

@@ -52,3 +52,7 @@ class Call:
         self.late = late
         #: Index of the option that checks values first, which waits for the device; None if there is none.
         self.validate = self.options.index("validate") if "validate" in self.options else None
+
+    def named(self, arrays: tuple[Any, ...], options: tuple[Any, ...]) -> dict[str, Any]:
+        """Return arguments by name."""
+        return dict(zip((*self.arrays, *self.options), (*arrays, *options), strict=True))

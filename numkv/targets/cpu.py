@@ -10,10 +10,9 @@ import numpy as np
 from numkv.arrays import Array, HostArray, may_share_memory
 from numkv.errors import NotSupported, NumkvError, UnsupportedDType
 from numkv.kernels.cpu.threads import SERIAL_ELEMENTS
-from numkv.kernels.operations import Operations, load
 from numkv.kernels.scratch import aligned
 from numkv.kinds import Kind
-from numkv.targets.base import TORCH_DTYPES, WORD_OF, check_real, masked, no_array
+from numkv.targets.base import TORCH_DTYPES, WORD_OF, Target, check_real, masked, no_array
 from numkv.targets.fixed import HostFixed, Layout
 from numkv.targets.memory import column_of
 
@@ -23,7 +22,7 @@ _NOTHING = contextlib.nullcontext()
 _MOST_WORK = 10_000
 
 
-class CpuTarget:
+class CpuTarget(Target):
     """Arrays in host memory: NumPy arrays."""
 
     name = "cpu"
@@ -32,11 +31,6 @@ class CpuTarget:
     has_jit_views = True
     chooses_stream = False
     small_call = SERIAL_ELEMENTS
-
-    @property
-    def ops(self) -> Operations:
-        """Return the CPU's operations."""
-        return load("cpu")
 
     def asarray(self, x: Any, name: str = "array") -> Array:
         """Return `x` as a NumPy array; only a list or a scalar is copied."""
@@ -112,57 +106,13 @@ class CpuTarget:
         """Return an empty context: operations are complete when they return."""
         return _NOTHING
 
-    def run(
-        self, function: Any, call: Any, arrays: tuple[Any, ...], options: tuple[Any, ...]
-    ) -> Any:
-        """Never called: the CPU has no streams."""
-
-    def place(self) -> None:
-        """Return None: the CPU has one place."""
-
-    def watch(self, k: Any, v: Any, marker: Any = None) -> int:
-        """Return 0: values are checked before they are written."""
-        return 0
-
-    def mend_rows(self, k: Any, v: Any, slots: Any, look: int) -> None:
-        """Do nothing: values are checked before they are written."""
-
-    def new_watch(self) -> Any:
-        """Return None: nothing is reported late."""
-        return None
-
-    def collect_late(self, watch: Any, wait: bool = False) -> None:
-        """Do nothing: nothing is reported late."""
-
-    def repeats(self) -> Any:
-        """Return None: calls on the CPU need no replay."""
-        return None
-
-    def number(self, value: int, which: int) -> int:
-        """Return the value: no call is recorded."""
-        return value
-
     def length(self, length: int) -> HostArray:
         """Return an array of one element."""
         return np.array([length], np.int64)
 
-    def refuse_capture(self, what: str, instead: str = "") -> None:
-        """Do nothing: there are no graphs."""
-
-    def hold(self, *objects: Any) -> bool:
-        """Return False: there are no graphs."""
-        return False
-
     def fixed(self, layout: Layout) -> HostFixed:
         """Return new integer arrays at fixed addresses, which can be filled again."""
         return HostFixed(layout)
-
-    def constant(self, x: HostArray) -> Array:
-        """Return `x` itself."""
-        return x
-
-    def mark_queries(self, starts: Array, queries: str) -> None:
-        """Do nothing: kernels read the values."""
 
     def share_memory(self, a: Any, b: Any) -> bool:
         """Return whether two arrays have a byte in common: by the ends of their memory, then exactly."""
@@ -231,10 +181,6 @@ class CpuTarget:
     def index(self, x: Any, dtype: Any) -> Array:
         """Return a host integer array as a NumPy array of `dtype`; a copy only if the dtype differs."""
         return np.asarray(x, dtype)
-
-    def index_all(self, given: list[tuple[Any, Any]]) -> list[Array]:
-        """Return the `index` of many integer arrays."""
-        return [self.index(x, dtype) for x, dtype in given]
 
     def reals(self, name: str, x: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
         """Return a small float argument as a NumPy array of `dtype` and `shape`, converted if necessary."""

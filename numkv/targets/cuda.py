@@ -15,10 +15,9 @@ from numkv.errors import NotSupported, NumkvError, UnsupportedDType
 from numkv.kernels.cuda import graphs, late, memory, streams, uploads
 from numkv.kernels.cuda.launches import Number
 from numkv.kernels.cuda.uploads import DeviceFixed
-from numkv.kernels.operations import Operations, load
 from numkv.kinds import Kind
 from numkv.targets import cuda_calls as calls
-from numkv.targets.base import TORCH_DTYPES, WORD_OF, check_real, masked, no_array
+from numkv.targets.base import TORCH_DTYPES, WORD_OF, Target, check_real, masked, no_array
 from numkv.targets.cpu import CpuTarget
 from numkv.targets.cuda_repeats import Repeats
 from numkv.targets.fixed import Fixed, Layout
@@ -31,7 +30,7 @@ def _names_a_dtype(typestr: str) -> bool:
     return typestr[1] != "V" and typestr[1:] != "f1"
 
 
-class CudaTarget:
+class CudaTarget(Target):
     """Arrays in device memory: Numba's device arrays, which carry ``__cuda_array_interface__``.
 
     Raises
@@ -65,11 +64,6 @@ class CudaTarget:
     def device_key(self) -> str:
         """Return the device of this thread."""
         return f"cuda:{streams.current().device}"
-
-    @property
-    def ops(self) -> Operations:
-        """Return CUDA's operations."""
-        return load("cuda")
 
     # -- arrays of callers
 

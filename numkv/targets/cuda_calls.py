@@ -331,7 +331,7 @@ class Calls:
             if call.late:
                 raise_late(place)
             with streams.on(place):
-                return function(**_named(call, arrays, options))
+                return function(**call.named(arrays, options))
         what = function, call, options, tuple(map(type, options))
         key, replay, place, pointers = find(self._replays, what, arrays)
         if call.late:
@@ -350,9 +350,9 @@ class Calls:
             )
         with streams.on(place):
             if key is None:
-                return function(**_named(call, arrays, options))
+                return function(**call.named(arrays, options))
             with streams.recorded() as recording:
-                result = function(**_named(call, arrays, options))
+                result = function(**call.named(arrays, options))
             if not recording.spoiled:
                 number = _number_of_look(recording)
                 looked_at = None if number is None else number.watch.looked_at(number)
@@ -371,11 +371,6 @@ def _number_of_look(recording: streams.Recording) -> Number | None:
                 if type(n) is Number and n.watch is not None:
                     return n
     return None
-
-
-def _named(call: Call, arrays: tuple[Any, ...], options: tuple[Any, ...]) -> dict[str, Any]:
-    """Return arguments by name."""
-    return dict(zip((*call.arrays, *call.options), (*arrays, *options), strict=True))
 
 
 _pending: list[NonFiniteInput] = []
