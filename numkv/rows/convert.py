@@ -68,76 +68,62 @@ def float32_to_fp16(x):
     return np.uint16(sign | np.uint32(np.uint32(rounded - np.uint32(0x38000000)) >> np.uint32(13)))
 
 
-@register_jitable
-def e4m3_to_float32(word):
-    """Return the value of an 8-bit float with 4 exponent and 3 mantissa bits (bias 7, no infinity, NaN is all ones)."""
-    w = np.uint32(word)
-    sign = np.uint32(np.uint32(w & np.uint32(0x80)) << np.uint32(24))
-    magnitude = np.uint32(np.uint32(w & np.uint32(0x7F)) << np.uint32(20))
-    if magnitude == np.uint32(0x07F00000):
-        return np.uint32(sign | np.uint32(0x7FC00000)).view(np.float32)
-    # The exponent is short by 120. A subnormal number gets a leading one, which a subtraction takes away again.
-    if magnitude < np.uint32(0x00800000):
-        raised = np.uint32(magnitude + np.uint32(0x3C800000)).view(np.float32)
-        value = np.float32(raised - np.float32(0.015625))
-        return np.uint32(sign | value.view(np.uint32)).view(np.float32)
-    return np.uint32(sign | np.uint32(magnitude + np.uint32(0x3C000000))).view(np.float32)
+def _float8(MANTISSA, BIAS, LARGEST, INFINITE, NAN):
+    """Make the functions that load and store 8-bit floats of so many mantissa bits, whose exponents have this bias.
+
+    `LARGEST` is the word of the largest finite number. The next one is infinity if `INFINITE`; those behind are NaN,
+    and `NAN` is the one to store.
+    """
+    LOST = 23 - MANTISSA  # bits of a float32 mantissa that do not fit
+    RAISE = (127 - BIAS) << 23  # between exponents
+    NORMAL = RAISE + (1 << 23)  # the least normal number as a float32, as are those below
+    MOST = (LARGEST << LOST) + RAISE
+    LEAST = np.uint32(NORMAL).view(np.float32)
+    # A number whose last bit is worth as much as that of subnormal words.
+    ALIGNED = np.float32(2.0 ** (24 - BIAS - MANTISSA))
+    OF_ALIGNED = int(ALIGNED.view(np.uint32))
+    BELOW_HALF = (1 << (LOST - 1)) - 1
+
+    @register_jitable
+    def to_float32(word):
+        """Return the value of a word."""
+        w = np.uint32(word)
+        sign = np.uint32(np.uint32(w & np.uint32(0x80)) << np.uint32(24))
+        magnitude = np.uint32(np.uint32(w & np.uint32(0x7F)) << np.uint32(LOST))
+        if magnitude > np.uint32((LARGEST + INFINITE) << LOST):
+            return np.uint32(sign | np.uint32(0x7FC00000)).view(np.float32)
+        if INFINITE and magnitude > np.uint32(LARGEST << LOST):
+            return np.uint32(sign | np.uint32(0x7F800000)).view(np.float32)
+        # The exponent is short. A subnormal number gets a leading one, which a subtraction takes away again.
+        if magnitude < np.uint32(0x00800000):
+            raised = np.uint32(magnitude + np.uint32(NORMAL)).view(np.float32)
+            value = np.float32(raised - LEAST)
+            return np.uint32(sign | value.view(np.uint32)).view(np.float32)
+        return np.uint32(sign | np.uint32(magnitude + np.uint32(RAISE))).view(np.float32)
+
+    @register_jitable
+    def from_float32(x):
+        """Return the word nearest to `x`; infinities become the largest finite number, NaN stays NaN."""
+        bits = np.float32(x).view(np.uint32)
+        sign = np.uint32(np.uint32(bits >> np.uint32(24)) & np.uint32(0x80))
+        magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
+        if magnitude > np.uint32(0x7F800000):
+            return np.uint8(sign | np.uint32(NAN))
+        if magnitude >= np.uint32(MOST):
+            return np.uint8(sign | np.uint32(LARGEST))
+        if magnitude < np.uint32(NORMAL):  # the result is subnormal
+            shifted = np.float32(magnitude.view(np.float32) + ALIGNED)  # the addition itself rounds
+            return np.uint8(sign | np.uint32(shifted.view(np.uint32) - np.uint32(OF_ALIGNED)))
+        odd = np.uint32(np.uint32(magnitude >> np.uint32(LOST)) & np.uint32(1))
+        rounded = np.uint32(np.uint32(magnitude + np.uint32(BELOW_HALF)) + odd)
+        return np.uint8(sign | np.uint32(np.uint32(rounded - np.uint32(RAISE)) >> np.uint32(LOST)))
+
+    return to_float32, from_float32
 
 
-@register_jitable
-def float32_to_e4m3(x):
-    """Return the e4m3 word nearest to `x`; infinities and magnitudes above 448 become ±448, NaN stays NaN."""
-    bits = np.float32(x).view(np.uint32)
-    sign = np.uint32(np.uint32(bits >> np.uint32(24)) & np.uint32(0x80))
-    magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
-    if magnitude > np.uint32(0x7F800000):
-        return np.uint8(sign | np.uint32(0x7F))
-    if magnitude >= np.uint32(0x43E00000):  # 448
-        return np.uint8(sign | np.uint32(0x7E))
-    if magnitude < np.uint32(0x3C800000):  # 2**-6: the result is subnormal
-        # Adding 2**14 moves the result's last bit to float32's last bit, so the addition itself rounds.
-        shifted = np.float32(magnitude.view(np.float32) + np.float32(16384))
-        return np.uint8(sign | np.uint32(shifted.view(np.uint32) - np.uint32(0x46800000)))
-    odd = np.uint32(np.uint32(magnitude >> np.uint32(20)) & np.uint32(1))
-    rounded = np.uint32(np.uint32(magnitude + np.uint32(0x0007FFFF)) + odd)
-    return np.uint8(sign | np.uint32(np.uint32(rounded - np.uint32(0x3C000000)) >> np.uint32(20)))
-
-
-@register_jitable
-def e5m2_to_float32(word):
-    """Return the value of an 8-bit float with 5 exponent and 2 mantissa bits: the upper half of an IEEE half."""
-    w = np.uint32(word)
-    sign = np.uint32(np.uint32(w & np.uint32(0x80)) << np.uint32(24))
-    magnitude = np.uint32(np.uint32(w & np.uint32(0x7F)) << np.uint32(21))
-    if magnitude > np.uint32(0x0F800000):
-        return np.uint32(sign | np.uint32(0x7FC00000)).view(np.float32)
-    if magnitude == np.uint32(0x0F800000):
-        return np.uint32(sign | np.uint32(0x7F800000)).view(np.float32)
-    # As for e4m3; the exponent is short by 112.
-    if magnitude < np.uint32(0x00800000):
-        raised = np.uint32(magnitude + np.uint32(0x38800000)).view(np.float32)
-        value = np.float32(raised - np.float32(6.103515625e-05))
-        return np.uint32(sign | value.view(np.uint32)).view(np.float32)
-    return np.uint32(sign | np.uint32(magnitude + np.uint32(0x38000000))).view(np.float32)
-
-
-@register_jitable
-def float32_to_e5m2(x):
-    """Return the e5m2 word nearest to `x`; infinities and magnitudes above 57344 become ±57344, NaN stays NaN."""
-    bits = np.float32(x).view(np.uint32)
-    sign = np.uint32(np.uint32(bits >> np.uint32(24)) & np.uint32(0x80))
-    magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
-    if magnitude > np.uint32(0x7F800000):
-        return np.uint8(sign | np.uint32(0x7E))
-    if magnitude >= np.uint32(0x47600000):  # 57344
-        return np.uint8(sign | np.uint32(0x7B))
-    if magnitude < np.uint32(0x38800000):  # 2**-14: the result is subnormal
-        # Adding 2**7 moves the result's last bit to float32's last bit, so the addition itself rounds.
-        shifted = np.float32(magnitude.view(np.float32) + np.float32(128))
-        return np.uint8(sign | np.uint32(shifted.view(np.uint32) - np.uint32(0x43000000)))
-    odd = np.uint32(np.uint32(magnitude >> np.uint32(21)) & np.uint32(1))
-    rounded = np.uint32(np.uint32(magnitude + np.uint32(0x000FFFFF)) + odd)
-    return np.uint8(sign | np.uint32(np.uint32(rounded - np.uint32(0x38000000)) >> np.uint32(21)))
+# 4 exponent and 3 mantissa bits, up to 448; 5 and 2, the upper half of an IEEE half, up to 57344.
+e4m3_to_float32, float32_to_e4m3 = _float8(3, 7, 0x7E, False, 0x7F)
+e5m2_to_float32, float32_to_e5m2 = _float8(2, 15, 0x7B, True, 0x7E)
 
 
 @register_jitable

@@ -105,10 +105,8 @@ def fill_row(rows, row, query, tokens, length, causal, window_left, first, range
         plain_end = base
         begin, cut = np.int64(0), np.int64(0)
         if window_left >= 0:
-            begin, cut = (
-                max(np.int64(base + depth - window_left), np.int64(0)),
-                max(np.int64(depth - window_left), np.int64(0)),
-            )
+            begin = max(np.int64(base + depth - window_left), np.int64(0))
+            cut = max(np.int64(depth - window_left), np.int64(0))
         lowest, last, left = np.int64(-1), np.int64(-1), cut
         for w in range(words):
             kept = np.int64(0)

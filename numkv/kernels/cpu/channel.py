@@ -56,11 +56,8 @@ def make_quantise_groups(SRC, DST):
             return
         heads, dim = np.int64(rows.shape[1]), np.int64(rows.shape[3])
         each, to_each = rows.shape[2] // TOKENS, pool.shape[2] // TOKENS
-        low, high, odd = (
-            np.empty(dim, np.float32),
-            np.empty(dim, np.float32),
-            np.empty(dim, np.int32),
-        )
+        low, high = np.empty(dim, np.float32), np.empty(dim, np.float32)
+        odd = np.empty(dim, np.int32)
         codes = np.empty(dim + FINE, np.int8)
         items = len(groups) * heads
         for item in range(items * worker // workers, items * (worker + 1) // workers):

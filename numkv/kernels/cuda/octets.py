@@ -117,10 +117,8 @@ def _quad_loader(COMPUTE, KIND):
                 a, b, c, d = load_global_16(address + np.int64(16 * i))
                 low = np.uint64(np.uint64(a) | np.uint64(np.uint64(b) << np.uint64(32)))
                 high = np.uint64(np.uint64(c) | np.uint64(np.uint64(d) << np.uint64(32)))
-                x[at + 2 * i], x[at + 2 * i + 1] = (
-                    REAL(low.view(np.float64)),
-                    REAL(high.view(np.float64)),
-                )
+                x[at + 2 * i] = REAL(low.view(np.float64))
+                x[at + 2 * i + 1] = REAL(high.view(np.float64))
         else:
             a, b, c, d = load_global_16(address)
             x[at], x[at + 1] = REAL(a.view(np.float32)), REAL(b.view(np.float32))

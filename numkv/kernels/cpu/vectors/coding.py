@@ -271,11 +271,9 @@ class _Int4Groups:
                 self.find(i)
                 self.find_ends(i)
             # Of lanes past `count`, nothing is stored.
-            high, minus_low, peak = (
-                v.folded(self.vectors, v.larger),
-                v.folded(self.vectors, v.larger, 1),
-                v.folded(self.vectors, v.larger_int, 2),
-            )
+            high = v.folded(self.vectors, v.larger)
+            minus_low = v.folded(self.vectors, v.larger, 1)
+            peak = v.folded(self.vectors, v.larger_int, 2)
             finite = b.icmp_signed("<", peak, v.splat_int(_NOT_FINITE))
             self.put_codes(count, finite, *self.best(count, high, minus_low))
 

@@ -88,10 +88,8 @@ def _signature(
 def _attention(
     q_kind: str, k_kind: str, v_kind: str, compute: str, rows: int, columns: int, wide: bool, masked: bool = False,
 ) -> Any:  # fmt: skip
-    key, real = (
-        (q_kind, k_kind, v_kind, compute, rows, columns, wide, masked),
-        getattr(types, compute),
-    )
+    key = q_kind, k_kind, v_kind, compute, rows, columns, wide, masked
+    real = getattr(types, compute)
     signature = _signature(q_kind, k_kind, v_kind, real, 8, array(real, 4))
     return Kernel(make_attention, key, signature, row_choices(k_kind, v_kind, compute)[rows])
 

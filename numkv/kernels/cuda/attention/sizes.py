@@ -63,9 +63,7 @@ class DecodeSizes(NamedTuple):
     precise_q: bool  #: whether queries have a second half, of what the first one leaves
     precise_p: bool  #: whether weights have one
     words: int  #: words of scales that a thread holds
-    queries: (
-        int  #: where queries start in shared memory: behind slices, and what these make room for
-    )
+    queries: int  #: where queries start in shared memory: behind slices and the merge's sums
     places: int  #: where threads leave places of tokens
     shared_bytes: int
     blocks: int  #: that shall fit on a multiprocessor

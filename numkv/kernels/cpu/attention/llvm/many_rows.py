@@ -353,13 +353,8 @@ class _PanelSums:
     """Emits `many_pv`."""
 
     def __init__(self, b, in_pairs, data, count, p_at, values_at, step, begin, end, outputs):
-        self.b, self.v, self.data, self.count, self.p_at = (
-            b,
-            Vectors(b, "float32"),
-            data,
-            count,
-            p_at,
-        )
+        self.b, self.v = b, Vectors(b, "float32")
+        self.data, self.count, self.p_at = data, count, p_at
         self.in_pairs = in_pairs
         self.values_at, self.step, self.begin, self.end = values_at, step, begin, end
         self.outputs = outputs
