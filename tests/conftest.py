@@ -10,6 +10,7 @@ import ctypes
 import gc
 import importlib.util
 import os
+import subprocess
 import sys
 import zlib
 from collections import Counter
@@ -288,3 +289,21 @@ def order_of_threads(request) -> None:
 def rng(request) -> np.random.Generator:
     """Random numbers that are the same in every run of a test."""
     return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Mount a file system with little room, such as "64k", and return its folder: ``small_disk(room)``."""
+    place = tmp_path / "disk"
+
+    def mount(room: str) -> Path:
+        place.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={room}", "tmpfs", place]
+        mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+        if mounted.returncode:
+            pytest.skip(f"mounting is forbidden here: {mounted.stderr.strip()}")
+        return place
+
+    yield mount
+    if place.is_mount():
+        subprocess.run(["umount", place], check=True)

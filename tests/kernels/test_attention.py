@@ -334,13 +334,10 @@ def test_a_result_does_not_depend_on_the_number_of_threads(rng, which):
     if numba.config.NUMBA_NUM_THREADS < 2:
         pytest.skip("this machine has one thread")
     problem = problems.make(rng, ALONE["cpu"][which], "fp32")
-    before, results = numba.get_num_threads(), []
-    try:
-        for threads in (1, 2):
-            numba.set_num_threads(threads)
+    results = []
+    for threads in (1, 2):
+        with numkv.num_threads(threads):
             results.append(problem.run(lambda x: x, return_lse=True))
-    finally:
-        numba.set_num_threads(before)
     for one, two in zip(*results, strict=True):
         assert np.array_equal(one, two)
 

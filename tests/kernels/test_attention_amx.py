@@ -4,7 +4,6 @@ Everything else that attends in bf16 and INT8 runs through the unit too, where t
 """
 
 import naive
-import numba
 import numpy as np
 import problems
 import pytest
@@ -124,9 +123,5 @@ def test_results_do_not_depend_on_the_batch_or_on_threads(rng, kind):
     for b in range(4):
         mine, alone = run(b)
         np.testing.assert_array_equal(alone, together[mine])
-    before = numba.get_num_threads()
-    numba.set_num_threads(1)
-    try:
+    with numkv.num_threads(1):
         np.testing.assert_array_equal(run(0, 1, 2, 3)[1], together)
-    finally:
-        numba.set_num_threads(before)

@@ -1,7 +1,6 @@
 """Attention over codes of codebooks, and how rows get there."""
 
 import naive
-import numba
 import numpy as np
 import operands
 import paged_problems
@@ -66,12 +65,8 @@ def test_batch_threads_and_layout_do_not_matter(rng, kind):
     want = attend()
     out, lse = attend(3, (31, 2500, 7))
     results = [(out[1:2], lse[1:2])]
-    before = numba.get_num_threads()
-    try:
-        numba.set_num_threads(1)
+    with numkv.num_threads(1):
         results.append(attend())
-    finally:
-        numba.set_num_threads(before)
     for size in (1, 7, 16):
         layer = numkv.PagedLayer(2500, size, 2, 96, kind=kind)
         layer.seq_len = 2500  # takes the blocks

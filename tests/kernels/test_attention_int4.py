@@ -1,7 +1,6 @@
 """Attention over INT4 rows."""
 
 import naive
-import numba
 import numpy as np
 import paged_problems
 import pytest
@@ -41,12 +40,8 @@ def test_batch_threads_and_layout_do_not_matter(rng):
     kinds = {"k_kind": "int4", "v_kind": "int4"}
     want = attend(numkv.ContiguousLayer(2500, 2, 96, **kinds))
     results = [attend(numkv.PagedLayer(2500, size, 2, 96, **kinds)) for size in (1, 7, 16, 4096)]
-    before = numba.get_num_threads()
-    try:
-        numba.set_num_threads(1)
+    with numkv.num_threads(1):
         results.append(attend(numkv.ContiguousLayer(2600, 2, 96, **kinds)))
-    finally:
-        numba.set_num_threads(before)
     layer = numkv.ContiguousLayer(2500, 2, 96, **kinds)
     layer.append(k, v)
     batch = [np.repeat(np.asarray(x), 3, axis=0) for x in (q, layer.k, layer.v)]

@@ -3,7 +3,6 @@
 import dataclasses
 
 import naive
-import numba
 import numpy as np
 import problems
 import pytest
@@ -133,9 +132,5 @@ def test_results_do_not_depend_on_the_batch_or_on_threads(rng, q_kind):
     for b in range(4):
         mine, alone = run(b)
         np.testing.assert_array_equal(alone, together[mine])
-    before = numba.get_num_threads()
-    numba.set_num_threads(1)
-    try:
+    with numkv.num_threads(1):
         np.testing.assert_array_equal(run(0, 1, 2, 3)[1], together)
-    finally:
-        numba.set_num_threads(before)

@@ -4,7 +4,6 @@ from dataclasses import replace
 from itertools import product
 
 import naive
-import numba
 import numpy as np
 import paged_problems
 import pytest
@@ -177,17 +176,14 @@ def test_a_result_does_not_depend_on_the_batch(target, to, host, rng, which, kin
 def test_nor_on_threads_or_layout(rng, which, kind):
     """Any block size, any table, one block per sequence or contiguous: the same bits, on the CPU."""
     seed, shape = int(rng.integers(2**32)), ALONE["cpu"][which]
-    results, before = [], numba.get_num_threads()
+    results = []
     for block_size in (1, 3, 16, 4096):
         # The same seed draws the same rows; what it draws after them, the table, differs.
         drawn = np.random.default_rng(seed)
         problem = paged_problems.make(drawn, shape, kind, block_size=block_size)
         results.append(problem.run(same, return_lse=True))
-    try:
-        numba.set_num_threads(1)
+    with numkv.num_threads(1):
         results.append(problem.run(same, return_lse=True))
-    finally:
-        numba.set_num_threads(before)
     # Blocks of 4096 tokens, in order, are a contiguous cache.
     own = problem.block_table[:, 0].clip(0)
     k, v = problem.k_pool[own], problem.v_pool[own]

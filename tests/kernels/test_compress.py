@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import naive
 import naive_codes
-import numba
 import numpy as np
 import pytest
 import tolerances
 
+import numkv
 from numkv.kernels.operations import Codebook, CodesOptions, StoredCodes, load
 
 NEAR = 2e-6  # what float32 may get wrong of a coordinate of a unit vector
@@ -306,14 +306,10 @@ def test_one_by_one_is_the_same_as_all_at_once(target, to, host, rng, shape):
     problem = Problem(rng, shape, target, to, host)
     problem.encode(problem.rows[0], problem.k, shape.projections)
     single = problem.buffers(shape.projections)
-    threads = numba.get_num_threads()
-    numba.set_num_threads(1)
-    try:
+    with numkv.num_threads(1):
         for t in range(min(shape.tokens, 50)):
             rows = problem.rows[0, t : t + 1]
             problem.encode(rows, single, shape.projections, shape.begin + t)
-    finally:
-        numba.set_num_threads(threads)
     upto = slice(shape.begin, shape.begin + min(shape.tokens, 50))
     for a, b in zip(problem.k, single, strict=True):
         assert host(a)[:, upto].tobytes() == host(b)[:, upto].tobytes()
@@ -381,13 +377,9 @@ def test_scores_far_apart(target, to, host, rng):
 def test_results_do_not_depend_on_the_threads_or_the_heads(target, to, host, rng, shape):
     problem = Problem(rng, shape, target, to, host).encoded()
     first = problem.attend(0.01), problem.scores(0.01)
-    threads = numba.get_num_threads()
-    numba.set_num_threads(1)
-    try:
+    with numkv.num_threads(1):
         assert np.array_equal(problem.attend(0.01), first[0])
         assert np.array_equal(problem.scores(0.01), first[1])
-    finally:
-        numba.set_num_threads(threads)
     if shape.heads > 1:
         problem.q[:, : shape.group] = 0
         assert np.array_equal(problem.attend(0.01)[:, shape.group :], first[0][:, shape.group :])

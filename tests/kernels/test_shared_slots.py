@@ -9,14 +9,6 @@ import numkv
 HEADS, DIM, BLOCKS, SIZE = 2, 32, 8, 16
 
 
-@pytest.fixture
-def threads():
-    """Set the number of threads for a test."""
-    before = numba.get_num_threads()
-    yield numba.set_num_threads
-    numba.set_num_threads(before)
-
-
 def pools(kind, to):
     layer = numkv.PagedLayer(BLOCKS, SIZE, HEADS, DIM, kind=kind)
     found = {"k_pool": layer.k, "v_pool": layer.v}
@@ -50,28 +42,28 @@ SLOTS = {
 @pytest.mark.parametrize("slots", SLOTS)
 @pytest.mark.parametrize("tokens", [40, 4096])
 @pytest.mark.parametrize("kind", ["fp32", "int8", "int4"])
-def test_the_last_row_wins(threads, rng, kind, tokens, slots):
+def test_the_last_row_wins(rng, kind, tokens, slots):
     slots = SLOTS[slots](rng, tokens)
     k, v = rng.standard_normal((2, tokens, HEADS, DIM), dtype=np.float32)
     expected = one_by_one(kind, k, v, slots)
     for count in (1, numba.config.NUMBA_NUM_THREADS):
-        threads(count)
         for _ in range(5):
             got = pools(kind, lambda x: x)
-            numkv.paged_append(k, v, slot_mapping=slots, **got)
+            with numkv.num_threads(count):
+                numkv.paged_append(k, v, slot_mapping=slots, **got)
             for name, x in expected.items():
                 np.testing.assert_array_equal(got[name].view(np.uint8), x.view(np.uint8), name)
 
 
 @pytest.mark.parametrize("tokens", [40, 2048])
-def test_of_a_fused_write_too(threads, rng, tokens):
+def test_of_a_fused_write_too(rng, tokens):
     slots = rng.integers(-1, BLOCKS * SIZE, tokens)
     qkv = rng.standard_normal((tokens, 4 * HEADS * DIM), dtype=np.float32)
     results = []
     for count in (1, numba.config.NUMBA_NUM_THREADS):
-        threads(count)
         got = pools("fp32", lambda x: x)
-        q = numkv.paged_write(qkv, slot_mapping=slots, num_q_heads=2 * HEADS, qk_mode=0, **got)
+        with numkv.num_threads(count):
+            q = numkv.paged_write(qkv, slot_mapping=slots, num_q_heads=2 * HEADS, qk_mode=0, **got)
         assert np.array_equal(q, qkv[:, : 2 * HEADS * DIM].reshape(q.shape))
         results.append(got)
     k, v = qkv[:, 2 * HEADS * DIM :].reshape(tokens, 2, HEADS, DIM).swapaxes(0, 1)

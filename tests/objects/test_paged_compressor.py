@@ -5,7 +5,6 @@ import importlib
 import pickle
 
 import naive_codes
-import numba
 import numpy as np
 import pytest
 import tolerances
@@ -175,12 +174,8 @@ def test_threads_change_nothing(rng):
     batch = Batch("cpu", np.asarray, np.asarray, rng, [300, 2500, 40])
     q = batch.queries([40, 60, 30])
     before = batch.attend([0, 1, 2], q, [40, 60, 30])
-    threads = numba.get_num_threads()
-    numba.set_num_threads(1)
-    try:
+    with numkv.num_threads(1):
         after = batch.attend([0, 1, 2], q, [40, 60, 30])
-    finally:
-        numba.set_num_threads(threads)
     assert [x.tobytes() for x in after] == [x.tobytes() for x in before]
 
 

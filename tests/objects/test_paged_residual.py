@@ -68,6 +68,12 @@ class Plain:
         self.released[seq] = 0  # the last block comes again, with other tokens
         del self.texts[seq][length:], self.rows[seq][length:]
 
+    def keep(self, seq, kept):
+        """Drop all tokens but these."""
+        for of in (self.rows, self.texts):
+            of[seq] = [of[seq][i] for i in kept]
+        self.released[seq] = max(0, len(kept) - NEWEST) // SIZE
+
     def fork(self, old, new):
         for of in (self.texts, self.rows, self.begins, self.released):
             of[new] = copy.copy(of[old])
@@ -417,9 +423,7 @@ def test_compaction_keeps_first_and_newest_tokens():
         with pytest.raises(numkv.NotSupported, match="keep tokens 0 to 2"):
             cache.compact(seq, range(5, 25))
         cache.compact(seq, kept)
-        plain.rows[seq] = [plain.rows[seq][i] for i in kept]
-        plain.texts[seq] = [plain.texts[seq][i] for i in kept]
-        plain.released[seq] = max(0, len(kept) - NEWEST) // SIZE
+        plain.keep(seq, kept)
         check(cache, plain)
         grow(cache, plain, [seq, other], [[1, 2, 3], [4]])
         check(cache, plain)
@@ -437,9 +441,7 @@ def test_a_cut_after_a_compaction_finds_rows_in_full_beside_first_tokens(length,
         plain.fork(seq, cache.fork(seq))
     kept = [0, 1, 2, *range(4, 11)]
     cache.compact(seq, kept)
-    plain.rows[seq] = [plain.rows[seq][i] for i in kept]
-    plain.texts[seq] = [plain.texts[seq][i] for i in kept]
-    plain.released[seq] = max(0, len(kept) - NEWEST) // SIZE
+    plain.keep(seq, kept)
     check(cache, plain)
     cache.truncate(seq, length)
     plain.truncate(seq, length)

@@ -72,42 +72,33 @@ def test_writers_wait_while_another_one_evicts(tmp_path, monkeypatch):
     of.store.close()
 
 
-def test_a_full_disk(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True, text=True, check=False
-    )  # fmt: skip
-    if mounted.returncode:
-        pytest.skip(f"mounting is forbidden here: {mounted.stderr.strip()}")
-    try:
-        of = cache(store_in(disk))
-        for number in range(6):
-            seq, _ = started(of, prompt(number))
-            of.remove(seq)
-        lost = of.store.flush()
-        now = of.store.stats()
-        assert 0 < lost == now.failed < 30
-        assert now.written == 30 - lost
-        assert "No space left" in now.last_error
-        assert not list(disk.rglob("*.partial"))
-        other, found = cache(store_in(disk)), 0
-        for number in range(6):
-            seq, cached = started(other, prompt(number))
-            check_rows(other, seq, prompt(number))
-            found += cached
-            other.remove(seq)
-        assert found > 0
-        other.store.flush()  # what it has tried to write is gone from the disk, too
-        assert other.store.stats().damaged == 0
-        for path in disk.rglob("*"):
-            if path.is_file():
-                path.unlink()
-        seq, _ = started(of, prompt(50))
-        assert of.store.flush() == 0
-        of.store.close(), other.store.close()
-    finally:
-        subprocess.run(["umount", disk], check=True)
+def test_a_full_disk(small_disk):
+    disk = small_disk("64k")
+    of = cache(store_in(disk))
+    for number in range(6):
+        seq, _ = started(of, prompt(number))
+        of.remove(seq)
+    lost = of.store.flush()
+    now = of.store.stats()
+    assert 0 < lost == now.failed < 30
+    assert now.written == 30 - lost
+    assert "No space left" in now.last_error
+    assert not list(disk.rglob("*.partial"))
+    other, found = cache(store_in(disk)), 0
+    for number in range(6):
+        seq, cached = started(other, prompt(number))
+        check_rows(other, seq, prompt(number))
+        found += cached
+        other.remove(seq)
+    assert found > 0
+    other.store.flush()  # what it has tried to write is gone from the disk, too
+    assert other.store.stats().damaged == 0
+    for path in disk.rglob("*"):
+        if path.is_file():
+            path.unlink()
+    seq, _ = started(of, prompt(50))
+    assert of.store.flush() == 0
+    of.store.close(), other.store.close()
 
 
 def test_a_process_that_ends_writes_what_waits(tmp_path):

@@ -13,16 +13,21 @@ from numkv.store.remote import RemoteFolder
 fsspec = pytest.importorskip("fsspec")
 
 
-@pytest.fixture(scope="module")
-def s3():
-    """A server that does as S3 does."""
+def s3_server():
+    """Start a server that does as S3 does; return it, and the options of its file system."""
     server = pytest.importorskip("moto.server")
     pytest.importorskip("s3fs")
     thread = server.ThreadedMotoServer(port=0)
     thread.start()
     host, port = thread.get_host_and_port()
-    options = {"key": "a", "secret": "b", "endpoint_url": f"http://{host}:{port}"}
-    yield fsspec.filesystem("s3", use_listings_cache=False, **options)
+    url = f"http://{host}:{port}"
+    return thread, {"key": "a", "secret": "b", "endpoint_url": url, "use_listings_cache": False}
+
+
+@pytest.fixture(scope="module")
+def s3():
+    thread, options = s3_server()
+    yield fsspec.filesystem("s3", **options)
     thread.stop()
 
 
@@ -156,13 +161,8 @@ def test_a_file_system_that_fails_costs_nothing_but_time():
 
 def test_an_s3_that_goes_away():
     """Protocol and errors are those of S3 over HTTP, as moto's server has them."""
-    server = pytest.importorskip("moto.server")
-    pytest.importorskip("s3fs")
-    thread = server.ThreadedMotoServer(port=0)
-    thread.start()
-    host, port = thread.get_host_and_port()
-    options = {"key": "a", "secret": "b", "endpoint_url": f"http://{host}:{port}"}
-    files = fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True, **options)
+    thread, options = s3_server()
+    files = fsspec.filesystem("s3", skip_instance_cache=True, **options)
     files.mkdir("gone")
     of = cache(PrefixStore("gone/x", mark="a model", file_system=files, timeout=5.0))
     started(of, prompt(1))
