@@ -86,7 +86,6 @@ def _multiply(x, count, matrix, head, out):
 def make_encode(SRC):
     """Make the kernel that encodes rows of kind `SRC`."""
     load, _ = codec(SRC)
-    BLOCK, TOP = ROWS, LARGEST
 
     def kernel(
         rows, rotation, edges, levels, span, sketch, codes, scales, signs, residuals, slots,
@@ -98,18 +97,18 @@ def make_encode(SRC):
         bits, start = span
         num_tokens, num_heads, dim = rows.shape
         projections = sketch.shape[2]
-        blocks = (num_tokens + BLOCK - 1) // BLOCK
-        x = np.empty((BLOCK, dim), np.float32)
-        z = np.empty((BLOCK, dim), np.float32)
-        products = np.empty((BLOCK, projections), np.float32)
-        norms = np.empty(BLOCK, np.float64)
+        blocks = (num_tokens + ROWS - 1) // ROWS
+        x = np.empty((ROWS, dim), np.float32)
+        z = np.empty((ROWS, dim), np.float32)
+        products = np.empty((ROWS, projections), np.float32)
+        norms = np.empty(ROWS, np.float64)
         chosen = np.empty(max(dim, projections), np.int64)
         while True:
             item = next_item(counter)
             if item >= blocks * num_heads:
                 break
-            h, t0 = item % num_heads, item // num_heads * BLOCK
-            count = min(BLOCK, num_tokens - t0)
+            h, t0 = item % num_heads, item // num_heads * ROWS
+            count = min(ROWS, num_tokens - t0)
             for r in range(count):
                 source = row_of(rows, (np.int64(t0 + r), h))
                 total = np.float64(0)
@@ -134,7 +133,7 @@ def make_encode(SRC):
                     dot += np.float64(z[r, d]) * level
                     square += level * level
                 factor = dot / square
-                scales[h, t] = np.float32(min(norms[r] * factor, TOP))
+                scales[h, t] = np.float32(min(norms[r] * factor, LARGEST))
                 for i in range(codes.shape[2]):
                     codes[h, t, i] = packed_byte(chosen, 0, dim, bits, i)
                 if projections > 0:
@@ -143,7 +142,7 @@ def make_encode(SRC):
                         rest = np.float64(z[r, d]) - factor * np.float64(levels[chosen[d]])
                         total += rest * rest
                         x[r, d] = np.float32(rest)
-                    residuals[h, t] = np.float32(min(norms[r] * math.sqrt(total), TOP))
+                    residuals[h, t] = np.float32(min(norms[r] * math.sqrt(total), LARGEST))
             if projections > 0:
                 _multiply(x, count, sketch, h, products)
                 for r in range(count):
@@ -158,19 +157,18 @@ def make_encode(SRC):
 
 def _on_rows(fill):
     """The loop of a kernel that multiplies rows with the matrix of their head; `fill` puts a row down."""
-    BLOCK = ROWS
 
     @register_jitable
     def loop(source, matrix, of_head, out, counter):
         num_heads, dim, columns = matrix.shape
-        blocks = (of_head + BLOCK - 1) // BLOCK
-        x = np.empty((BLOCK, dim), np.float32)
+        blocks = (of_head + ROWS - 1) // ROWS
+        x = np.empty((ROWS, dim), np.float32)
         while True:
             item = next_item(counter)
             if item >= blocks * num_heads:
                 break
-            h, first = item % num_heads, item // num_heads * BLOCK
-            count = min(BLOCK, of_head - first)
+            h, first = item % num_heads, item // num_heads * ROWS
+            count = min(ROWS, of_head - first)
             for r in range(count):
                 fill(source, h, first + r, row_of(x, (np.int64(r),)))
             at = h * of_head + first
@@ -264,7 +262,6 @@ def make_attend(BITS, V_BITS):
     If it ``attends``, `out` gets a part for each kv head, query row and split, to be merged. Otherwise `out` gets the
     scores of one sequence.
     """
-    LENGTH, LANES, BLOCK, BASE_E = SPLIT, CODE_LANES, QUERY_ROWS, np.float32(LN_2)
     score, score_signs, accumulate = _make_scores(BITS), _make_scores(1), _make_accumulate(V_BITS)
     soft_cap = make_soft_cap("float32")
 
@@ -280,19 +277,19 @@ def make_attend(BITS, V_BITS):
         of_head = len(q) // num_heads
         step, sketch_step = q.shape[1], q_sketch.shape[1]
         width, v_width, sign_width = k_codes.shape[2], v_codes.shape[2], signs.shape[2]
-        pad = (dim + LANES - 1) // LANES * LANES
+        pad = (dim + CODE_LANES - 1) // CODE_LANES * CODE_LANES
         k_bytes, v_bytes = without_refcount(k_codes), without_refcount(v_codes)
         sign_bytes = without_refcount(signs)
         code_levels, v_values = without_refcount(levels), without_refcount(v_levels)
         sign_values = without_refcount(sign_levels)
         s = np.empty(4 * TILE_UNIT, np.float32)
         s_sketch = np.empty(4 * TILE_UNIT, np.float32)
-        sums = np.empty(BLOCK * pad, np.float32)
-        maxima = np.empty(BLOCK, np.float32)
-        totals = np.empty(BLOCK, np.float32)
+        sums = np.empty(QUERY_ROWS * pad, np.float32)
+        maxima = np.empty(QUERY_ROWS, np.float32)
+        totals = np.empty(QUERY_ROWS, np.float32)
         rescale = np.empty(4, np.float32)
-        lows = np.empty(BLOCK, np.int64)  # what each row sees
-        highs = np.empty(BLOCK, np.int64)
+        lows = np.empty(QUERY_ROWS, np.int64)  # what each row sees
+        highs = np.empty(QUERY_ROWS, np.int64)
         while True:
             item = next_item(counter)
             if item >= items * num_heads:
@@ -301,15 +298,15 @@ def make_attend(BITS, V_BITS):
             item0, query0, part0, table, start, length, num_queries = sequence_at(
                 plan, num_seqs, span[SPAN:], BY_ITEM, inner
             )
-            splits, inner = (length - start + LENGTH - 1) // LENGTH, inner - item0
-            split, row0 = inner % splits, inner // splits * BLOCK
-            rows = min(BLOCK, num_queries * group - row0)
+            splits, inner = (length - start + SPLIT - 1) // SPLIT, inner - item0
+            split, row0 = inner % splits, inner // splits * QUERY_ROWS
+            rows = min(QUERY_ROWS, num_queries * group - row0)
             q_row0 = g * of_head + query0 * group + row0
             for r in range(rows):
                 position = length - num_queries + (row0 + r) // group
                 lows[r], highs[r] = oldest_visible(position, window_left), position + 1
-            first = start + split * LENGTH
-            last = min(first + LENGTH, length)
+            first = start + split * SPLIT
+            last = min(first + SPLIT, length)
             if attends != 0:  # whole tiles that no row sees are left out
                 last = min(last, highs[rows - 1])
                 first += max(np.int64(0), lows[0] - first) // TILE_UNIT * TILE_UNIT
@@ -367,7 +364,7 @@ def make_attend(BITS, V_BITS):
                         else:
                             query, of_group = (row0 + r + i) // group, (row0 + r + i) % group
                             line = row_of(out, (np.int64(query), np.int64(g * group + of_group)))
-                            factor = BASE_E if cap > 0 else np.float32(1)
+                            factor = np.float32(LN_2) if cap > 0 else np.float32(1)
                             line[t : t + count] = np.float32(-np.inf)
                             for j in range(low, high):
                                 line[t + j] = s[at + j] * factor
@@ -387,7 +384,6 @@ def make_attend(BITS, V_BITS):
 
 def make_finish():
     """Make the kernel that merges splits in order, and rotates the result back."""
-    LENGTH, BLOCK, BASE_2 = SPLIT, ROWS, np.float32(LN_2)
 
     def kernel(parts, span, plan, back, out, lse, counter, launch, worker, workers):
         if launch != 0:
@@ -396,22 +392,22 @@ def make_finish():
         num_heads, dim, num_seqs = len(back), out.shape[2], span[0]
         group = out.shape[1] // num_heads
         of_head = len(out) * group
-        blocks = (of_head + BLOCK - 1) // BLOCK
-        z = np.empty((BLOCK, dim), np.float32)
-        turned = np.empty((BLOCK, dim), np.float32)
+        blocks = (of_head + ROWS - 1) // ROWS
+        z = np.empty((ROWS, dim), np.float32)
+        turned = np.empty((ROWS, dim), np.float32)
         while True:
             item = next_item(counter)
             if item >= blocks * num_heads:
                 break
-            h, first = item % num_heads, item // num_heads * BLOCK
-            count = min(BLOCK, of_head - first)
+            h, first = item % num_heads, item // num_heads * ROWS
+            count = min(ROWS, of_head - first)
             z[:] = np.float32(0)
             for r in range(count):
                 line, query = row_of(z, (np.int64(r),)), (first + r) // group
                 _, query0, part0, _, start, length, _ = sequence_at(
                     plan, num_seqs, span[1:], BY_QUERY, query
                 )
-                splits = (length - start + LENGTH - 1) // LENGTH
+                splits = (length - start + SPLIT - 1) // SPLIT
                 at = part0 + (first + r - query0 * group) * splits
                 top, total = np.float32(-np.inf), np.float32(0)
                 for i in range(at, at + splits):
@@ -422,7 +418,7 @@ def make_finish():
                     total += weight * part[dim + 1]
                     for d in range(dim):
                         line[d] += weight * part[d]
-                factor, found = finish(top, total, np.float32(-np.inf), BASE_2)
+                factor, found = finish(top, total, np.float32(-np.inf), np.float32(LN_2))
                 for d in range(dim):
                     line[d] *= np.float32(factor)
                 if len(lse) > 0:

@@ -71,7 +71,7 @@ def _total(partial, mine, lane, value):
 def make_encode(SRC):
     """Make the kernel that encodes rows of kind `SRC`."""
     load, _ = codec(SRC)
-    SHAPE, TOP = (ROWS, LANES), LARGEST
+    SHAPE = (ROWS, LANES)
 
     def kernel(
         rows, rotation, edges, levels, span, sketch, codes, scales, signs, residuals, slots
@@ -135,7 +135,7 @@ def make_encode(SRC):
             factor = dot / _total(partial, mine, lane, square32)
             if here:
                 if lane == 0:
-                    scales[h, to] = np.float32(min(norm * np.float64(factor), TOP))
+                    scales[h, to] = np.float32(min(norm * np.float64(factor), LARGEST))
                 for i in range(lane, codes.shape[2], LANES):
                     codes[h, to, i] = packed_byte(chosen, own_codes, dim, bits, i)
             if projections > 0:
@@ -148,7 +148,7 @@ def make_encode(SRC):
                 rest = _total(partial, mine, lane, rest)
                 if here and lane == 0:
                     left = norm * math.sqrt(np.float64(rest))
-                    residuals[h, to] = np.float32(min(left, TOP))
+                    residuals[h, to] = np.float32(min(left, LARGEST))
                 for i in range(thread, projections, THREADS):
                     _multiply_rows(z, dim, sketch, h, i, sums)
                     for r in range(ROWS):
@@ -512,7 +512,6 @@ def make_attend(BITS, V_BITS, NUM_ROWS, COLUMNS):
     score = _scorer(BITS, NUM_ROWS)
     softmax, MAXIMA = _softmax(NUM_ROWS, COLUMNS)
     accumulate, store = _accumulate(V_BITS, NUM_ROWS, COLUMNS)
-    LENGTH = SPLIT
     STAGED = THREADS * (CHUNK * BITS // 8 + PAD)
     TABLE, IN_SHARED = _table_size(BITS), BITS <= SHARED_BITS
     # With equal bits, values have the keys' levels.
@@ -561,13 +560,13 @@ def make_attend(BITS, V_BITS, NUM_ROWS, COLUMNS):
             inner -= item0
             row_blocks = (num_queries * group + NUM_ROWS - 1) // NUM_ROWS
             r0, split = inner % row_blocks * NUM_ROWS, inner // row_blocks
-            splits = (length - start + LENGTH - 1) // LENGTH
+            splits = (length - start + SPLIT - 1) // SPLIT
             row0, rows = h * of_head + query0 * group + r0, min(NUM_ROWS, num_queries * group - r0)
             _sees(r0, NUM_ROWS, group, length, num_queries, window_left, lows, highs)
-            first = start + split * LENGTH
+            first = start + split * SPLIT
             # Tiles that no row sees are skipped.
             newest = length - num_queries + (r0 + rows - 1) // group
-            last = min(first + LENGTH, newest + 1)
+            last = min(first + SPLIT, newest + 1)
             first += max(np.int64(0), np.int64(lows[0]) - first) // THREADS * THREADS
             cuda.syncthreads()  # `store` has read what this item may store next, if it has no tiles
             _load_queries(rotated, sketched, row0, rows, NUM_ROWS, q_rows, thread)
@@ -598,7 +597,6 @@ def make_attend(BITS, V_BITS, NUM_ROWS, COLUMNS):
 
 def make_finish():
     """Make the kernel that merges splits in order, and multiplies the result with a matrix of its head."""
-    LENGTH = SPLIT
 
     def kernel(parts, span, plan, back, out, lse):
         num_seqs, one = span[0], span[1:]
@@ -614,7 +612,7 @@ def make_finish():
             _, query0, part0, _, start, length, _ = sequence_at(
                 plan, num_seqs, one, BY_QUERY, query
             )
-            splits = (length - start + LENGTH - 1) // LENGTH
+            splits = (length - start + SPLIT - 1) // SPLIT
             at = part0 + (of_rows - query0 * group) * splits
             top = np.float32(-np.inf)
             for i in range(at, at + splits):

@@ -41,7 +41,6 @@ def make_merge_splits(Q_KIND, COMPUTE):
     _, put = scaled_rows(Q_KIND, COMPUTE)
     F = np.float32 if COMPUTE == "float32" else np.float64
     real = getattr(types, COMPUTE)
-    TO_BASE_2, TO_BASE_E = LOG2_E, LN_2
     rows_at, sums_at, reals_at = (
         array_reader(WORDS[Q_KIND], 3), array_reader(types.float32, 2), array_reader(real, 1)
     )  # fmt: skip
@@ -85,8 +84,8 @@ def make_merge_splits(Q_KIND, COMPUTE):
                         multiply(part, weight, sums)
                     else:
                         add_multiple(part, weight, sums)
-                sink = F(sinks[h]) * F(TO_BASE_2) if len(sinks) > 0 else F(-np.inf)
-                factor, log_sum = finish(maximum, total, sink, F(TO_BASE_E))
+                sink = F(sinks[h]) * F(LOG2_E) if len(sinks) > 0 else F(-np.inf)
+                factor, log_sum = finish(maximum, total, sink, F(LN_2))
                 put(sums, F(factor), row_of(out, (q_starts[b] + t, h)))
                 lse[q_starts[b] + t, h] = log_sum
         return 0
@@ -99,7 +98,6 @@ def make_store(Q_KIND, COMPUTE, BY_HEAD):
     _, put = scaled_rows(Q_KIND, COMPUTE)
     F = np.float32 if COMPUTE == "float32" else np.float64
     real = getattr(types, COMPUTE)
-    TO_BASE_2, TO_BASE_E = LOG2_E, LN_2
     rows_at, sums_at, reals_at = (
         array_reader(WORDS[Q_KIND], 3), array_reader(types.float32, 2), array_reader(real, 1)
     )  # fmt: skip
@@ -121,9 +119,9 @@ def make_store(Q_KIND, COMPUTE, BY_HEAD):
                 first = at.outputs + r * sizes.pad_v
                 o_row = floats[first : first + sizes.dim_v]
                 if item.part < 0:
-                    sink = F(sinks[h]) * F(TO_BASE_2) if len(sinks) > 0 else F(-np.inf)
+                    sink = F(sinks[h]) * F(LOG2_E) if len(sinks) > 0 else F(-np.inf)
                     factor, log_sum = finish(
-                        floats[at.maxima + r], floats[at.sums + r], sink, F(TO_BASE_E)
+                        floats[at.maxima + r], floats[at.sums + r], sink, F(LN_2)
                     )
                     put(o_row, F(F(factor) * scale), row_of(out, (item.first_token + t, h)))
                     lse[item.first_token + t, h] = log_sum

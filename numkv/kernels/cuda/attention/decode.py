@@ -661,7 +661,7 @@ def make_store(Q_KIND, SIZES):
     column at once. Maxima and totals are stored by warps and pairs of rows, two of each; weights of warps by rows.
     """
     V, TILES, DIM = SIZES.v, SIZES.v.tiles, SIZES.v.dim
-    BY_HEAD, TO_BASE_2, TO_BASE_E = kind(V.kind).scales_per == "head", LOG2_E, LN_2
+    BY_HEAD = kind(V.kind).scales_per == "head"
     # Factor of a group's number for its column of a tile, and the distance of its second column.
     FACTOR, SECOND = (1, 8) if V.bits == 16 else (2, 1)
     ROW_BYTES, COLUMNS, PADDED = 4 * DECODE_ROWS, ceil_div(DIM, THREADS), ceil_div(DIM, 4) * 4
@@ -709,8 +709,8 @@ def make_store(Q_KIND, SIZES):
                     store_global_8(to, top.view(np.uint32), total.view(np.uint32))
             elif thread < task.rows:
                 h = natural(rows.head[thread])
-                sink = F(sinks[h]) * F(TO_BASE_2) if sinks.shape[0] > 0 else F(MINUS_INF)
-                factor, log_sum = finish(top, total, sink, F(TO_BASE_E))
+                sink = F(sinks[h]) * F(LOG2_E) if sinks.shape[0] > 0 else F(MINUS_INF)
+                factor, log_sum = finish(top, total, sink, F(LN_2))
                 if lse.shape[0] > 0:
                     lse[natural(rows.token[thread]), h] = log_sum
             if BY_HEAD:

@@ -47,7 +47,7 @@ def make_sight(MASKED, COMPUTE):
     returns a score with its bias, and -inf for a token in a gap of row `r` of the item.
     """
     F = np.float32 if COMPUTE == "float32" else np.float64
-    TO_BASE_2, UNMASKED = LOG2_E, not MASKED
+    UNMASKED = not MASKED
 
     @register_jitable
     def has_gaps(mask, rows, end):
@@ -65,7 +65,7 @@ def make_sight(MASKED, COMPUTE):
         if mask.rows.shape[1] > COLUMNS and not is_seen(mask.rows, query, token):
             return F(-np.inf)
         if mask.heads.shape[0] > mask.num_q_heads:
-            slope = F(mask.heads[mask.num_q_heads + rows.head[r]]) * F(TO_BASE_2)
+            slope = F(mask.heads[mask.num_q_heads + rows.head[r]]) * F(LOG2_E)
             position = token
             if mask.rows.shape[1] > COLUMNS:
                 position = position_of(mask.rows, query, token)
@@ -293,7 +293,7 @@ def make_scores(K_KIND, COMPUTE, SIZES, WIDE):
 
 def make_mask(K_SCALED, COMPUTE, SIZES, MASKED):
     """Make the function that adds the parts of scores up, caps and masks them."""
-    F, ROWS, TILE, TO_BASE_2 = _float(COMPUTE), SIZES.rows, SIZES.tile, LOG2_E
+    F, ROWS, TILE = _float(COMPUTE), SIZES.rows, SIZES.tile
     PART_STEP, ROW_STEP, TOKENS_EACH = SIZES.part_step, SIZES.row_step, SIZES.tokens_each
     ROWS_EACH = ceil_div(ROWS, ROW_STEP)
 
@@ -313,7 +313,7 @@ def make_mask(K_SCALED, COMPUTE, SIZES, MASKED):
                         score *= k_factors[m]
                     if soft_cap > F(0):
                         score = soft_cap * F(math.tanh(score / soft_cap))
-                        score *= F(TO_BASE_2)
+                        score *= F(LOG2_E)
                     score = mask_score(mask, rows, r, tile + j, score)
                     if ragged:
                         seen = rows.begin[r] <= tile + j and tile + j < rows.end[r]
@@ -431,7 +431,7 @@ def make_accumulate(V_KIND, V_SCALED, COMPUTE, SIZES, WIDE):
 
 def make_store(Q_KIND, V_KIND, COMPUTE, SIZES):
     """Make the functions that add up over the teams, normalise, and store rows or a split's parts of them."""
-    F, TO_BASE_2, TO_BASE_E = _float(COMPUTE), LOG2_E, LN_2
+    F = _float(COMPUTE)
     ROWS, COLUMNS, V_WIDTH = SIZES.rows, SIZES.columns, SIZES.v_width
     ROWS_AT_ONCE, BY_HEAD = SIZES.rows_at_once, kind(V_KIND).scales_per == "head"
     TILE, ROW_STEP, ROWS_EACH = SIZES.tile, SIZES.row_step, ceil_div(SIZES.rows, SIZES.row_step)
@@ -471,8 +471,8 @@ def make_store(Q_KIND, V_KIND, COMPUTE, SIZES):
                 parts[0, 0, rows.part[thread] + item.split, dim] = tops[thread]
                 parts[0, 0, rows.part[thread] + item.split, dim + 1] = total
             else:
-                sink = F(sinks[h]) * F(TO_BASE_2) if sinks.shape[0] > 0 else F(-np.inf)
-                factor, log_sum = finish(tops[thread], total, sink, F(TO_BASE_E))
+                sink = F(sinks[h]) * F(LOG2_E) if sinks.shape[0] > 0 else F(-np.inf)
+                factor, log_sum = finish(tops[thread], total, sink, F(LN_2))
                 factors[thread] = F(factor)
                 if lse.shape[0] > 0:
                     lse[rows.token[thread], h] = log_sum
