@@ -15,6 +15,7 @@ from numkv.caches import PagedKVCache
 from numkv.caches.paged.layers import LayerRows
 from numkv.errors import DimensionMismatch
 from numkv.interrupts import opened
+from numkv.kinds import compute_dtype
 from numkv.numbers import check_size
 from numkv.ray.messages import ShardDown, ShardLost
 from numkv.ray.sequences import (
@@ -202,8 +203,7 @@ class Shards:
     @property
     def widest(self) -> Any:
         """Return float64 if K or V has it, else float32."""
-        wide = any(kind.name == "fp64" for kind in (self.rows.k_kind, self.rows.v_kind))
-        return np.dtype(np.float64 if wide else np.float32)
+        return compute_dtype(self.rows.k_kind.name, self.rows.v_kind.name)
 
     # -- replies
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 import numpy as np
 from numba.extending import register_jitable
 
+#: The most that a code's scale, or the norm of its remainder, can be: the largest float32.
+LARGEST = float(np.finfo(np.float32).max)
+
 
 @register_jitable
 def packed_bytes(count, bits):

@@ -12,6 +12,9 @@ import math
 import numpy as np
 from numba.extending import register_jitable
 
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+
 
 @register_jitable
 def power_of_2(x, maximum):

@@ -31,7 +31,7 @@ from numba.extending import register_jitable
 
 from numkv.kernels.builder import WORDS, array, build
 from numkv.kernels.cpu.attention.llvm.softmax import make_soft_cap, online_softmax_row
-from numkv.kernels.cpu.attention.records import LN_2, LOG2_E, TILE_UNIT
+from numkv.kernels.cpu.attention.records import TILE_UNIT
 from numkv.kernels.cpu.compress_codes import (
     CODE_LANES,
     CodeRows,
@@ -45,9 +45,9 @@ from numkv.kernels.cpu.vectors.launch import next_item, on_threads
 from numkv.kernels.operations import Codebook, Operations, implements
 from numkv.kernels.plan_of_codes import NOTHING, Limits, rounds
 from numkv.rows.address import BY_ITEM, BY_QUERY, WIDTH, sequence_at, slot_at
-from numkv.rows.codes import code_at, packed_byte, refined
+from numkv.rows.codes import LARGEST, code_at, packed_byte, refined
 from numkv.rows.convert import codec
-from numkv.rows.softmax import finish, power_of_2
+from numkv.rows.softmax import LN_2, LOG2_E, finish, power_of_2
 from numkv.rows.visible import oldest_visible
 
 # Rows that are rotated together, so that the matrix is read once for all of them.
@@ -61,7 +61,6 @@ MOST_PARTS = 1 << 22
 # Multiply-adds below which one thread does it all.
 SERIAL_WORK = 2_000_000
 
-LARGEST = float(np.finfo(np.float32).max)
 # The levels of a code of one bit: a sign.
 SIGNS = np.array([-1.0, 1.0], np.float32)
 # Placeholders for a sketch of queries, and for an lse, that are not asked for.

@@ -35,12 +35,10 @@ from numkv.kernels.cuda.streams import SIMULATED
 from numkv.kernels.operations import Codebook, Operations, StoredCodes, implements
 from numkv.kernels.plan_of_codes import Limits, rounds
 from numkv.rows.address import BY_ITEM, BY_QUERY, WIDTH, sequence_at, slot_at
-from numkv.rows.codes import code_at, packed_byte, refined
+from numkv.rows.codes import LARGEST, code_at, packed_byte, refined
 from numkv.rows.convert import codec
-from numkv.rows.softmax import finish
+from numkv.rows.softmax import LN_2, LOG2_E, finish
 from numkv.rows.visible import oldest_visible
-
-LARGEST = float(np.finfo(np.float32).max)
 
 
 @register_jitable
@@ -234,8 +232,6 @@ SPLIT = 16 if SIMULATED else 256
 # Codes of at most this many bits are looked up in shared memory.
 SHARED_BITS = 8
 
-LOG2_E, LN_2 = np.float32(math.log2(math.e)), np.float32(math.log(2))
-
 
 class CodedKeys(NamedTuple):
     """Encoded keys of all heads; codes and signs in one dimension."""
@@ -428,7 +424,7 @@ def _softmax(NUM_ROWS, COLUMNS):
         for r in range(NUM_ROWS):
             if here and state.lows[r] <= t + thread < state.highs[r]:
                 if cap > 0:
-                    scores[r] = _capped(scores[r], cap) * LOG2_E
+                    scores[r] = _capped(scores[r], cap) * np.float32(LOG2_E)
             else:
                 scores[r] = np.float32(-np.inf)
             p[r * THREADS + thread] = scores[r]
@@ -622,7 +618,7 @@ def make_finish():
             for i in range(at, at + splits):
                 weight = np.float32(math.exp2(parts[h, i, dim] - base))
                 total = cuda.fma(weight, parts[h, i, dim + 1], total)
-            factor, found = finish(top, total, np.float32(-np.inf), LN_2)
+            factor, found = finish(top, total, np.float32(-np.inf), np.float32(LN_2))
             for d in range(thread, dim, THREADS):
                 x = np.float32(0)
                 for i in range(at, at + splits):

@@ -26,14 +26,13 @@ from numkv.kernels.cuda.launches import (
     number_at,
 )
 from numkv.kernels.cuda.octets import bytes_of, lanes_for, octet_loader, octets_fit
-from numkv.kernels.cuda.rows import V_SIDE, as_it_is, first_bad_of
+from numkv.kernels.cuda.rows import NOWHERE, V_SIDE, as_it_is, first_bad_of
 from numkv.kernels.cuda.simd import LANES, ROWS, ceil_div, natural
 from numkv.kernels.operations import Operations, implements
 from numkv.rows.convert import codec
 from numkv.rows.quantize import is_finite
 
-NOWHERE = (1 << 63) - 1  # greater than any index
-HIGH = 0x7F  # a byte: eight of them are greater than any index too
+HIGH = 0x7F  # a byte: eight of them are greater than any index, as `NOWHERE` is
 
 
 def make_first_non_finite(KIND):

@@ -73,6 +73,9 @@ I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 NUMBA = {"r": types.uint32, "l": types.int64, "f": types.float32}
 LLVM = {"r": I32, "l": I64, "f": F32}
 
+#: A bit for each lane of a warp.
+EVERYONE = 0xFFFFFFFF
+
 
 def intrinsic(typed: Callable[..., Any]) -> Any:
     """Decorate a function that emits LLVM, as Numba does; in the simulator, return a function that raises."""

@@ -17,7 +17,7 @@ from numkv.kernels.builder import WORDS
 from numkv.kernels.cuda import late
 from numkv.kernels.cuda.launches import (
     INDICES,
-    SHARED_BYTES,
+    ROW_BYTES,
     Kernel,
     array,
     launch,
@@ -31,8 +31,6 @@ from numkv.rows.convert import codec
 from numkv.rows.quantize import is_finite
 from numkv.rows.rmsnorm import root_mean_square
 from numkv.rows.rope import pair_of, rotate_pair
-
-ROOM = SHARED_BYTES - 1024  # bytes for rows; the rest serves exchange between lanes
 
 
 def make_scatter_latents(SRC, KIND, COMPUTE):
@@ -130,12 +128,12 @@ def scatter_latents(
 ):  # fmt: skip
     compute, dim = weight.dtype, rows.shape[2]
     row_bytes = dim * compute.itemsize
-    if row_bytes > ROOM:
+    if row_bytes > ROW_BYTES:
         raise NotSupported(
-            f"`rows`: expected rows of at most {ROOM // compute.itemsize} elements on CUDA, which lie in shared memory "
-            f"while they are rotated, got {dim}; rotate them before, and append them"
+            f"`rows`: expected rows of at most {ROW_BYTES // compute.itemsize} elements on CUDA, which lie in shared "
+            f"memory while they are rotated, got {dim}; rotate them before, and append them"
         )
-    at_once = max(1, min(ROWS, ROOM // row_bytes))
+    at_once = max(1, min(ROWS, ROW_BYTES // row_bytes))
     normalise, rotate, interleaved, eps, width = how
     launch(
         _scatter(rows_kind, pool_kind, compute.name, cos.dtype.name),

@@ -37,6 +37,8 @@ from numkv.kernels.cuda.streams import SIMULATED
 MAX_BLOCKS = 3 if SIMULATED else 2048
 #: Shared memory that a block of any kernel has without asking, static and dynamic.
 SHARED_BYTES = 48 * 1024
+#: What kernels use of it for rows; the rest serves exchange between lanes.
+ROW_BYTES = SHARED_BYTES - 1024
 #: Dynamic shared memory that a block of any kernel has without asking; more is asked for, see `shared_bytes`. Static
 #: memory comes out of the same 48 KB.
 ANYWHERE_BYTES = 40 * 1024

@@ -152,7 +152,7 @@ _pinned_words: dict[streams.Place, Any] = {}
 
 def filled_word(byte: int) -> Any:
     """Return an array of one int64 on the current place, with all bytes equal to `byte`."""
-    if streams.SIMULATED:
+    if SIMULATED:
         return cuda.to_device(np.full(8, byte, np.uint8).view(np.int64))
     streams.spoil()
     made = memory.empty((1,), np.int64)
@@ -163,7 +163,7 @@ def filled_word(byte: int) -> Any:
 
 def word_of(x: Any) -> int:
     """Return the element of an array of one int64, after all launches on the current place."""
-    if streams.SIMULATED:
+    if SIMULATED:
         return int(x.copy_to_host()[0])
     here = streams.current()
     streams.spoil()

@@ -18,7 +18,7 @@ from numkv.kernels.cuda import late
 from numkv.kernels.cuda.instructions import global_address
 from numkv.kernels.cuda.launches import (
     INDICES,
-    SHARED_BYTES,
+    ROW_BYTES,
     THREADS,
     Kernel,
     array,
@@ -52,8 +52,6 @@ from numkv.rows.convert import codec
 from numkv.rows.quantize import is_finite
 from numkv.rows.rmsnorm import root_mean_square
 from numkv.rows.rope import pair_of, rotate_pair
-
-ROOM = SHARED_BYTES - 1024  # bytes for rows; the rest serves exchange between lanes
 
 
 def make_write_octets(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT, TABLE):
@@ -339,12 +337,12 @@ def _write(
         launch(_write_rows(*kinds, True), items, THREADS, qkv, cos, sin, (*options, lanes), *rest)
         return
     row_bytes = widest * compute.itemsize
-    if row_bytes > ROOM:
+    if row_bytes > ROW_BYTES:
         raise NotSupported(
-            f"`qkv`: expected heads of at most {ROOM // compute.itemsize} elements on CUDA, whose rows lie in "
+            f"`qkv`: expected heads of at most {ROW_BYTES // compute.itemsize} elements on CUDA, whose rows lie in "
             f"shared memory while they are rotated, got {widest}; rotate the rows before, and append them"
         )
-    at_once = max(1, min(ROWS, ROOM // row_bytes))
+    at_once = max(1, min(ROWS, ROW_BYTES // row_bytes))
     launch(
         _write_rows(*kinds), ceil_div(tokens * (heads + 2 * kv_heads), at_once), (LANES, at_once), qkv, cos, sin,
         (*options, 0), *rest, shared_bytes=at_once * row_bytes,

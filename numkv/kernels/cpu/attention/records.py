@@ -5,7 +5,6 @@ A record is a named tuple of numbers and of arrays without reference counts. It 
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 from numkv.kernels.cpu.vectors.features import LANES, SCORE_VECTORS
@@ -33,9 +32,6 @@ BY_SLOT = 1
 PAIRS = "pairs of bf16"
 #: Elements of INT4 that are processed at once: four quantisation groups.
 INT4_SPAN = 128
-
-LOG2_E = math.log2(math.e)
-LN_2 = math.log(2.0)
 
 
 def float_type(compute: str) -> str:

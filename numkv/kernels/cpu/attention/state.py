@@ -29,7 +29,6 @@ from numkv.kernels.cpu.attention.records import (
     AMX_QUERY_ROWS,
     INT4_SPAN,
     KV_TILE,
-    LOG2_E,
     MANY_QUERY_ROWS,
     PANEL,
     QUERY_ROWS,
@@ -56,6 +55,7 @@ from numkv.kernels.cpu.vectors.emit import I64
 from numkv.kernels.cpu.vectors.emitted import inlined
 from numkv.kernels.cpu.vectors.features import AMX_ROWS, LANES, ROW_UNROLL
 from numkv.kinds import kind
+from numkv.rows.softmax import LOG2_E
 
 #: Floats in a cache line.
 LINE = 16

@@ -10,7 +10,6 @@ from numba import types
 
 from numkv.kernels.builder import WORDS
 from numkv.kernels.cpu.attention.plan import plan_of
-from numkv.kernels.cpu.attention.records import LN_2, LOG2_E
 from numkv.kernels.cpu.attention.state import (
     FLOATS,
     INTS,
@@ -30,7 +29,7 @@ from numkv.kernels.cpu.convert import scaled_rows
 from numkv.kernels.cpu.threads import SERIAL_ELEMENTS
 from numkv.kernels.cpu.vectors.arrays import add_multiple, array_reader, int_at, multiply, row_of
 from numkv.kernels.cpu.vectors.launch import next_item, on_threads
-from numkv.rows.softmax import finish, power_of_2
+from numkv.rows.softmax import LN_2, LOG2_E, finish, power_of_2
 
 #: Numbers of a part before its sums: a maximum in base 2, and a sum of probabilities.
 PART_EXTRA = 2

@@ -25,7 +25,7 @@ from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cpu.attention.engines import in_integers
 from numkv.kernels.cpu.attention.llvm.softmax import make_online_softmax_step, make_soft_cap
 from numkv.kernels.cpu.attention.offsets import TABLE, whole_units
-from numkv.kernels.cpu.attention.records import LOG2_E, SoftmaxState, Turn, float_type
+from numkv.kernels.cpu.attention.records import SoftmaxState, Turn, float_type
 from numkv.kernels.cpu.attention.sides import make_keys, make_loader, make_of_head, make_values
 from numkv.kernels.cpu.attention.state import (
     ADJUST,
@@ -65,6 +65,7 @@ from numkv.kernels.cpu.vectors.emitted import inlined
 from numkv.kernels.cpu.vectors.features import ROW_UNROLL
 from numkv.kinds import kind as kind_named
 from numkv.rows.mask import BITS, END, PLAIN_END, POSITION, bits_below, has_bit
+from numkv.rows.softmax import LOG2_E
 from numkv.rows.visible import visible_to_any
 
 
@@ -235,7 +236,6 @@ def make_slope_of(compute: str) -> Callable[..., Any]:
     real = float_type(compute)
     sinks_at = array_reader(getattr(types, real), 1)
     F = np.float32 if real == "float32" else np.float64
-    TO_BASE_2 = F(LOG2_E)
 
     @inlined
     def slope_of(state, r):
@@ -244,7 +244,7 @@ def make_slope_of(compute: str) -> Callable[..., Any]:
         head = turn.head * sizes.group + r - t * sizes.group
         slope = sinks_at(call, np.int64(SINKS))[int_at(call, np.int64(Q + SHAPE + 1)) + head]
         position = mask_of(state)[item_of(state).first_token + t, POSITION]
-        return slope * TO_BASE_2, F(position - turn.start)
+        return slope * F(LOG2_E), F(position - turn.start)
 
     return slope_of
 

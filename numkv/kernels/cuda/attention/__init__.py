@@ -64,11 +64,12 @@ from numkv.kernels.cuda.attention.sizes import (
     sizes_for,
     sizes_of_prefill,
 )
-from numkv.kernels.cuda.attention.splits import LOG2_E, merge_splits, parts_of, room_for
+from numkv.kernels.cuda.attention.splits import merge_splits, parts_of, room_for
 from numkv.kernels.cuda.launches import INDICES, THREADS, Kernel, array, launch, pool_types
 from numkv.kernels.cuda.simd import WIDTH, aligned, ceil_div
 from numkv.kernels.cuda.streams import current, multiprocessors
 from numkv.kernels.operations import Operations, implements
+from numkv.rows.softmax import LOG2_E
 
 __all__ = ["append_attend", "attend"]
 

@@ -61,8 +61,8 @@ from numkv.kernels.cuda.attention.sizes import (
     WARPS,
     sizes_for,
 )
-from numkv.kernels.cuda.attention.splits import LN_2, LOG2_E
 from numkv.kernels.cuda.instructions import (
+    EVERYONE,
     cp_async_16_or_zeros,
     cp_async_16_steps,
     cp_async_commit,
@@ -92,10 +92,9 @@ from numkv.kernels.cuda.launches import THREADS
 from numkv.kernels.cuda.simd import ceil_div, natural
 from numkv.kinds import kind
 from numkv.rows.convert import codec
-from numkv.rows.softmax import finish
+from numkv.rows.softmax import LN_2, LOG2_E, finish
 
 F, I32, U32 = np.float32, np.int32, np.uint32
-EVERYONE = 0xFFFFFFFF
 
 
 class Lane(NamedTuple):

@@ -11,6 +11,7 @@ from numba.extending import register_jitable
 
 from numkv.kernels.cuda.attention.sizes import BANKS, DECODE_ROWS, QUERY_BYTES, WARPS
 from numkv.kernels.cuda.instructions import (
+    EVERYONE,
     fma_fp16x2,
     ldmatrix,
     ldmatrix_x2,
@@ -31,7 +32,6 @@ from numkv.kernels.cuda.widen import FLOATS, fp8_words, int8_words, unpack_bf16
 from numkv.rows.convert import bf16_to_float32, codec
 
 F, I32, U32 = np.float32, np.int32, np.uint32
-EVERYONE = 0xFFFFFFFF
 
 
 def make_widen(KIND):

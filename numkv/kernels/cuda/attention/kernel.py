@@ -21,7 +21,7 @@ from numkv.kernels.cuda.attention.items import (
     make_items,
     make_locate,
 )
-from numkv.kernels.cuda.attention.splits import LN_2, LOG2_E, PART_EXTRA
+from numkv.kernels.cuda.attention.splits import PART_EXTRA
 from numkv.kernels.cuda.instructions import load_chunk, row_address
 from numkv.kernels.cuda.launches import THREADS
 from numkv.kernels.cuda.simd import WIDTH, ceil_div, column_of, natural, reader
@@ -29,7 +29,7 @@ from numkv.kernels.cuda.streams import SIMULATED
 from numkv.kinds import kind
 from numkv.rows.convert import codec
 from numkv.rows.mask import COLUMNS, PLAIN_END, POSITION, is_seen, position_of
-from numkv.rows.softmax import finish
+from numkv.rows.softmax import LN_2, LOG2_E, finish
 
 
 class Mask(NamedTuple):

@@ -58,7 +58,6 @@ from numkv.kernels.cuda.attention.prefill_products import (
     make_widen,
 )
 from numkv.kernels.cuda.attention.sizes import OPERANDS, sizes_of_prefill
-from numkv.kernels.cuda.attention.splits import LN_2, LOG2_E
 from numkv.kernels.cuda.instructions import (
     cp_async_wait,
     exp2_approx,
@@ -74,7 +73,7 @@ from numkv.kernels.cuda.instructions import (
     store_global_8,
 )  # fmt: skip
 from numkv.kernels.cuda.widen import FLOATS
-from numkv.rows.softmax import finish
+from numkv.rows.softmax import LN_2, LOG2_E, finish
 
 F, I32, I64, U32 = np.float32, np.int32, np.int64, np.uint32
 

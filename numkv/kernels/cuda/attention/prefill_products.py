@@ -36,7 +36,6 @@ from numba.extending import register_jitable
 from numkv.kernels.cuda.attention.decode_products import level_offsets
 from numkv.kernels.cuda.attention.prefill_items import rows_at_once
 from numkv.kernels.cuda.attention.sizes import CHUNK, OPERANDS
-from numkv.kernels.cuda.attention.splits import LOG2_E
 from numkv.kernels.cuda.instructions import (
     exp2_approx,
     fma_fp16x2,
@@ -63,6 +62,7 @@ from numkv.kernels.cuda.instructions import (
 )
 from numkv.kernels.cuda.widen import FLOATS, fp8_words, int8_words, unpack_bf16
 from numkv.rows.convert import codec
+from numkv.rows.softmax import LOG2_E
 
 F, I32, I64, U32 = np.float32, np.int32, np.int64, np.uint32
 MINUS_INF = F(-np.inf)

@@ -30,6 +30,7 @@ from numkv.kernels.cuda.attention.items import (
     index_at,
     split_length,
 )  # fmt: skip
+from numkv.kernels.cuda.attention.sizes import WARPS
 from numkv.kernels.cuda.instructions import (
     global_address,
     load_chunk,
@@ -45,16 +46,12 @@ from numkv.kernels.cuda.launches import INDICES, MAX_BLOCKS, THREADS, Kernel, ar
 from numkv.kernels.cuda.simd import ceil_div, natural
 from numkv.kernels.cuda.streams import SIMULATED
 from numkv.rows.convert import codec
-from numkv.rows.softmax import finish
-
-LOG2_E = math.log2(math.e)
-LN_2 = math.log(2.0)
+from numkv.rows.softmax import LN_2, LOG2_E, finish
 
 # The most splits that one team of threads merges alone for a head; splits that a thread reads ahead. A block merges at
 # most `MAX_SPLITS` at once, over all its heads.
 FEW = 2 if SIMULATED else 32
 AT_ONCE = 4
-WARPS = max(1, THREADS // 32)
 MOST_HEADS = min(8, THREADS)
 
 #: Numbers of a part after its padded sum. Its maximum and its total come first.
