@@ -16,7 +16,7 @@ import numpy as np
 from numba import types
 
 from numkv.kernels.builder import SCALES, WORDS, array, build
-from numkv.kernels.cpu.threads import ON_THREADS, num_threads, run
+from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
 from numkv.kernels.cpu.vectors.arrays import by_row, row_of
 from numkv.kernels.cpu.vectors.launch import on_threads
 from numkv.kernels.operations import Operations, implements
@@ -224,29 +224,26 @@ def _of_heads() -> Any:
     return build(make_tables_of_heads, signature, args=(), label="tables_of_heads")
 
 
-def _workers(work: int) -> int:
-    return 1 if work < SERIAL_WORK else num_threads()
-
-
 @implements(Operations.key_bounds)
 def key_bounds(k, k_kind, k_scale, blocks, counts, low, high):
     work = len(blocks) * k.shape[1] * k.shape[2] * low.shape[2]
-    run(_key_bounds(k_kind), _workers(work), k, k_scale, blocks, counts, low, high)
+    run(_key_bounds(k_kind), workers_for(work, SERIAL_WORK), k, k_scale, blocks, counts, low, high)
 
 
 @implements(Operations.block_scores)
 def block_scores(q, q_kind, low, high, block_table, seq_lens, block_size, sm_scale, scores):
     work = scores.size * (q.shape[1] // low.shape[1]) * low.shape[2]
     run(
-        _block_scores(q_kind), _workers(work), q, low, high, block_table, seq_lens, block_size, sm_scale, scores,
+        _block_scores(q_kind), workers_for(work, SERIAL_WORK), q, low, high, block_table, seq_lens, block_size,
+        sm_scale, scores,
     )  # fmt: skip
 
 
 @implements(Operations.choose_blocks)
 def choose_blocks(scores, block_table, seq_lens, block_size, first, newest, tables, lens):
     run(
-        _choose_blocks(), _workers(scores.size * 4), scores, block_table, seq_lens, block_size, first, newest,
-        tables, lens,
+        _choose_blocks(), workers_for(scores.size * 4, SERIAL_WORK), scores, block_table, seq_lens, block_size,
+        first, newest, tables, lens,
     )  # fmt: skip
 
 

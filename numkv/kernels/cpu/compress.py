@@ -38,7 +38,7 @@ from numkv.kernels.cpu.compress_codes import (
     make_accumulate_codes,
     make_qk_codes,
 )
-from numkv.kernels.cpu.threads import ON_THREADS, num_threads, run
+from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
 from numkv.kernels.cpu.vectors.arrays import row_of, without_refcount
 from numkv.kernels.cpu.vectors.emitted import inlined
 from numkv.kernels.cpu.vectors.launch import next_item, on_threads
@@ -500,8 +500,7 @@ def _finish() -> Any:
 
 def _run(kernel: Any, work: int, *args: Any) -> None:
     """Run a kernel with as many threads as its multiply-adds are worth."""
-    workers = 1 if work < SERIAL_WORK else num_threads()
-    run(kernel, workers, *args, np.zeros(1, np.int64))
+    run(kernel, workers_for(work, SERIAL_WORK), *args, np.zeros(1, np.int64))
 
 
 def _bits(levels: Any) -> int:

@@ -22,7 +22,7 @@ from numba.extending import register_jitable
 
 from numkv.kernels.builder import SCALES, WORDS, array, build
 from numkv.kernels.cpu.convert import scaled_rows
-from numkv.kernels.cpu.threads import ON_THREADS, num_threads, run
+from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
 from numkv.kernels.cpu.vectors.arrays import by_row, row_of
 from numkv.kernels.cpu.vectors.launch import on_threads
 from numkv.kernels.operations import Operations, implements
@@ -159,8 +159,7 @@ def attention_weights(
     q, q_kind, k, k_kind, k_scale, block_table, seq_lens, q_starts, ranges, by_slot, lse, sm_scale,
     logits_soft_cap, window_left, weights,
 ):  # fmt: skip
-    work = q.size * weights.shape[2]
-    workers = 1 if work < SERIAL_WORK else num_threads()
+    workers = workers_for(q.size * weights.shape[2], SERIAL_WORK)
     run(
         _attention_weights(q_kind, k_kind), workers, q, k, k_scale, block_table, seq_lens, q_starts, ranges, by_slot,
         lse, sm_scale, logits_soft_cap, window_left, weights,

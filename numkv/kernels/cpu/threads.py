@@ -195,9 +195,9 @@ def num_threads() -> int:
     return _state.count()
 
 
-def workers_for(num_elements: int) -> int:
-    """Return how many threads are to move so many elements."""
-    return 1 if num_elements < SERIAL_ELEMENTS else num_threads()
+def workers_for(work: int, least: int = SERIAL_ELEMENTS) -> int:
+    """Return how many threads are to do so much work, such as elements to move: one if it is less than the `least`."""
+    return 1 if work < least else num_threads()
 
 
 def run(kernel: Callable[..., Any], workers: int, *args: Any) -> Any:
