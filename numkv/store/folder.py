@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from numkv.replace import SUFFIX, replacing, write_all
-from numkv.store.objects import OtherSize
+from numkv.store.objects import OBJECT, OtherSize
 
 #: The most buffers of one system call: 1,024 on POSIX systems.
 _MOST_VIEWS = 1000
@@ -195,7 +195,7 @@ class Folder:
     # -- contents
 
     def entries(self) -> Iterator[Entry]:
-        """Yield all objects, and delete partial files of killed processes."""
+        """Yield all objects, and delete partial files of killed processes; other files are not the store's."""
         now = self._now()
         for identity in _scan(self.root):
             if not identity.is_dir(follow_symlinks=False):
@@ -228,7 +228,7 @@ class Folder:
         return took, os.stat(self.root).st_mtime - before - took / 2
 
     def _entries_in(self, folder: str, now: float) -> Iterator[Entry]:
-        for file in _scan(self._path(folder)):
+        for file in (x for x in _scan(self._path(folder)) if OBJECT.match(f"{folder}/{x.name}")):
             try:
                 found = file.stat(follow_symlinks=False)
             except OSError:  # deleted meanwhile

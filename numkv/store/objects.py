@@ -27,6 +27,7 @@ CRC-32 detects damage: flipped bits and missing parts. It does not detect malice
 from __future__ import annotations
 
 import json
+import re
 import struct
 import sys
 import zlib
@@ -40,6 +41,8 @@ FORMAT_VERSION = 1
 _MAGIC = b"numkvblk"
 _FIXED = struct.Struct("<8sIIQII32sII")
 _ALIGNMENT = 64
+#: The end of a path at which an object lies (`Section.key`), or a file that is being written to become one.
+OBJECT = re.compile(r"(?:^|(?<=/))[0-9a-f]{32}/[0-9a-f]{2}/(?:[0-9a-f]{62}|\..*\.partial)$")
 
 
 class DamagedObject(Exception):

@@ -11,7 +11,7 @@ from typing import Any, cast
 from numkv.errors import NotSupported
 from numkv.replace import SUFFIX
 from numkv.store.folder import Entry, Jobs
-from numkv.store.objects import DamagedObject, ForeignObject, OtherSize
+from numkv.store.objects import OBJECT, DamagedObject, ForeignObject, OtherSize
 from numkv.store.requests import Breaker, Requests, Unanswered
 
 #: Requests at once.
@@ -205,7 +205,7 @@ class RemoteFolder:
     # -- contents
 
     def entries(self) -> Iterator[Entry]:
-        """Yield all objects."""
+        """Yield all objects; other files are not the store's."""
         listed: dict[str, Any] = {}
         error = self._make(
             "list", 1, lambda i: self._fs.find(self.root, detail=True), lambda i, found: listed.update(found), _PATIENCE
@@ -216,8 +216,9 @@ class RemoteFolder:
         # By the store's own clock, as far as it is known.
         now = max(map(_seconds, listed.values()), default=0.0)
         for path, info in listed.items():
-            stamp = _seconds(info)
-            key = str(path)[str(path).rindex(self.root) + len(self.root) + 1 :]
+            if not (its := OBJECT.search(str(path))):
+                continue
+            key, stamp = its[0], _seconds(info)
             # Without a time, an object that is being written cannot be recognised.
             if key.endswith(SUFFIX) and stamp and now - stamp > _ABANDONED:
                 self.delete_bad(key)

@@ -101,6 +101,32 @@ def test_a_bound(tmp_path):
     assert "larger than the store may be" in store.stats().last_error
 
 
+@pytest.mark.parametrize("is_network", [False, True])
+def test_files_of_others_are_neither_counted_nor_deleted(tmp_path, is_network):
+    theirs = [tmp_path / x for x in ("weights", "llama/weights", "llama/1/weights", "a/b/c/d")]
+    for path in theirs:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(20_000))
+        os.utime(path, (1, 1))
+    system = pytest.importorskip("fsspec").filesystem("file") if is_network else None
+    store = over(tmp_path, max_nbytes=20_000, file_system=system, timeout=60.0)
+    for i in range(40):
+        assert store.put([str(i)], [bytes(1000)]) == [True]
+    assert all(path.exists() for path in theirs)
+    assert 10 < sum(store.exists([str(i) for i in range(40)])) < 20
+    store.clear()
+    assert [p for p in files(tmp_path) if p.name != ".evicting"] == theirs
+
+
+@pytest.mark.parametrize("root", ["a", "/a", "0/"])
+def test_a_bound_in_a_place_whose_name_is_a_digit(root):
+    system = Network()
+    store = over(root, max_nbytes=20_000, file_system=system, timeout=60.0)
+    for i in range(40):
+        assert store.put([str(i)], [bytes(1000)]) == [True]
+    assert len(system.store) < 20
+
+
 def test_many_keys_are_asked_for_at_once():
     network = Network(0.1)
     store = over("x", file_system=network, timeout=60.0)

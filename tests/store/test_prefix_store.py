@@ -322,8 +322,9 @@ def test_what_a_killed_process_left_is_deleted(tmp_path):
 def test_how_old_a_file_is_says_the_clock_that_it_has_its_time_from(tmp_path, monkeypatch):
     """With that of this machine, which is an hour ahead, a file that is being written would be gone."""
     place = Folder(str(tmp_path), False)
-    place.write("a/b/c", [b"whole"], 1.0)
-    new = tmp_path / "a" / "b" / ".new.partial"
+    folder = f"{'a' * 32}/bb"
+    place.write(f"{folder}/{'c' * 62}", [b"whole"], 1.0)
+    new = tmp_path / folder / ".new.partial"
     new.write_bytes(b"half")
     ahead = SimpleNamespace(
         time=lambda: time.time() + 3600, monotonic=time.monotonic, sleep=time.sleep

@@ -137,11 +137,12 @@ def test_without_times_nothing_that_is_being_written_is_deleted():
             }
 
     files = Timeless()
-    files.pipe_file("/x/a/b/.new.partial", b"half")
-    files.pipe_file("/x/a/b/old", b"whole")
+    folder = f"{'a' * 32}/bb"
+    files.pipe_file(f"/x/{folder}/.new.partial", b"half")
+    files.pipe_file(f"/x/{folder}/{'c' * 62}", b"whole")
     place = RemoteFolder(files, "/x", None)
     assert Bound(place, 10).make_room(10) == 1
-    assert [entry.key for entry in place.entries()] == ["a/b/.new.partial"]
+    assert [entry.key for entry in place.entries()] == [f"{folder}/.new.partial"]
 
 
 def test_a_file_system_that_fails_costs_nothing_but_time():
