@@ -242,7 +242,7 @@ class BlockStore:
                 try:
                     self._put(names[i], views[i])
                 except Exception as error:
-                    errors[i] = error
+                    errors[i] = error.with_traceback(None)
 
         errors = in_threads(len(names), self._place.writers, work, self._place.few)
         for error in errors:

@@ -120,7 +120,7 @@ class Folder:
                     try:
                         _read(ahead.popleft(), jobs, i)
                     except Exception as error:
-                        errors[i] = error
+                        errors[i] = error.with_traceback(None)  # whose frames refer to it
             finally:
                 for each in ahead:
                     if isinstance(each, int):

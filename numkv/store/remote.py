@@ -180,9 +180,9 @@ class RemoteFolder:
     def write(self, key: str, pieces: Sequence[Any], age: float) -> None:
         """Create or replace an object atomically."""
         path, whole = self._path(key), b"".join(pieces)
-        error = self._make("write", 1, lambda i: self._put(path, whole), _nothing, _PATIENCE)[0]
-        if error is not None:
-            raise error
+        errors = self._make("write", 1, lambda i: self._put(path, whole), _nothing, _PATIENCE)
+        if errors[0] is not None:
+            raise cast(Exception, errors.pop())  # under no name, as its traceback has this frame
 
     def _put(self, path: str, whole: bytes) -> None:
         if self._whole:

@@ -82,7 +82,7 @@ class _Batch:
             except Exception as problem:
                 error = problem
         with self.changed:
-            self.errors[i] = error
+            self.errors[i] = error and error.with_traceback(None)
             self.left, self.taking = self.left - 1, self.taking - 1
             self.changed.notify_all()
 
