@@ -330,7 +330,7 @@ def too_many_queries(queries: int, length: int, where: str = "") -> DimensionMis
     """Return the error for more queries than tokens: each query is one of the cached tokens."""
     return DimensionMismatch(
         f"`q`: expected at most as many queries as cached tokens{where}, {length}, got {queries}; "
-        "append the queries' own tokens first",
+        "append the queries' own tokens first; those without tokens take `ranges`, or `causal=False` without a mask",
         expected=length,
         actual=queries,
     )

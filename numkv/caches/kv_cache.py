@@ -845,7 +845,7 @@ class KVCache(SingleSequence):
         Raises
         ------
         DimensionMismatch
-            If there are more queries than rows, or a shape does not fit.
+            If there are several queries, more than rows, or a shape does not fit.
         IndexError
             If there is no such layer.
         UnsupportedDType, NotSupported, ValueError
@@ -905,7 +905,7 @@ class KVCache(SingleSequence):
         Raises
         ------
         DimensionMismatch
-            If there are more queries than rows, or a shape does not fit.
+            If there are several queries, more than rows, or a shape does not fit.
         IndexError
             If there is no such layer.
         UnsupportedDType, NotSupported, ValueError

@@ -670,7 +670,7 @@ class Layer(SingleSequence):
         Raises
         ------
         DimensionMismatch
-            If there are more queries than cached tokens, or a shape does not fit.
+            If there are several queries, more than cached tokens, or a shape does not fit.
         UnsupportedDType, NotSupported, ValueError
             See `numkv.decode_attention`.
         """
@@ -701,7 +701,7 @@ class Layer(SingleSequence):
         Raises
         ------
         DimensionMismatch
-            If there are more queries than cached tokens, or a shape does not fit.
+            If there are several queries, more than cached tokens, or a shape does not fit.
         UnsupportedDType, NotSupported, ValueError
             See `numkv.decode_attention`.
         """

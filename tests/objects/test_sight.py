@@ -70,6 +70,8 @@ def test_cross_attention_over_a_layer_of_few_tokens(target, to, host, rng):
     tolerances.assert_rows_close(found, expect(q, k, v, 3, causal=False), BOUND)
     with pytest.raises(DimensionMismatch, match="at most as many queries"):
         layer.decode_attention(to(q))
+    with pytest.raises(DimensionMismatch, match=r"or `causal=False` without a mask$"):
+        layer.decode_attention(to(q), causal=False, mask=to(np.full((6, 1), 63, np.uint32)))
 
 
 def test_full_precision_tokens_take_ranges_and_refuse_the_rest(target, to, host, rng, slopes):

@@ -1247,7 +1247,7 @@ class PagedKVCache(StoredSequences):
         NotSupported
             If a query attends to tokens whose blocks were released behind the layer's window: ask the step instead.
         DimensionMismatch
-            If there are more queries than tokens, or a shape does not fit.
+            If there are several queries, more than tokens, or a shape does not fit.
         UnsupportedDType, IndexError, ValueError
             See `numkv.decode_attention`.
         """
