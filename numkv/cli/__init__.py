@@ -23,6 +23,7 @@ from numkv.demo.sharded import AXES
 from numkv.errors import NotSupported, NumkvError
 from numkv.keywords import meant
 from numkv.kinds import kinds
+from numkv.planning.keys import MOST_LAYERS
 from numkv.planning.scale import Network
 
 __all__ = ["main"]
@@ -229,8 +230,8 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", nargs="?", type=Path, metavar="CONFIG", help="a config.json, or the folder it is in")
     option(parser, "--config", "the same", Path, "PATH")
     option(parser, "--profile", "a profile of `numkv fit` instead, which has shapes and kinds", Path, "FILE")
+    option(parser, "--layers", "layers that have a KV cache", at_least(1, MOST_LAYERS), "N")
     for name, meaning in (
-        ("--layers", "layers that have a KV cache"),
         ("--kv-heads", "key/value heads of a layer"),
         ("--head-dim", "elements of a key (and of a value)"),
         ("--head-dim-v", "elements of a value, where they differ"),

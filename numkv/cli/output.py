@@ -366,14 +366,16 @@ def checked(convert: Callable[[str], T], what: str) -> Callable[[str], T]:
     return check
 
 
-def at_least(smallest: int) -> Callable[[str], int]:
+def at_least(smallest: int, most: float = math.inf) -> Callable[[str], int]:
     def convert(text: str) -> int:
         number = int(text.replace(",", "").replace("_", ""))
-        if number < smallest:
+        if not smallest <= number <= most:
             raise ValueError(text)
         return number
 
-    return checked(convert, f"an integer of {smallest} or more")
+    return checked(
+        convert, f"an integer of {smallest} {'or more' if most == math.inf else f'to {most:,}'}"
+    )
 
 
 def positive(*, or_zero: bool = False) -> Callable[[str], float]:

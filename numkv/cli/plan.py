@@ -69,6 +69,8 @@ def plan_nodes(arguments: argparse.Namespace, needs: ModelNeeds, choice: CacheCh
         arguments.latency, arguments.message, arguments.bandwidth, arguments.memory_bandwidth,
         arguments.memory,
     )  # fmt: skip
+    if not min(arguments.bandwidth, arguments.memory_bandwidth):
+        raise UsageError("plan --nodes: expected bandwidths of a byte or more a second, got 0")
     context = max(arguments.context or [needs.context or _CONTEXT])
     load = _load(needs, choice, arguments, context)
     found = [(n, best_sharding(load, network, n), best_sharding(load, network, n, heads_only=True))
@@ -109,12 +111,9 @@ def _load(
             f"numkv.ray.ShardedKVCache keeps them, got {found}; without --nodes each is counted"
         )
     heads = arguments.q_heads or needs.q_heads
-    if heads is None:
-        if needs.model_type:
-            raise UsageError(
-                "plan --nodes: the config has no number of query heads; give --q-heads"
-            )
-        heads = _Q_HEADS_PER_KV_HEAD * first.heads
+    if heads is None and needs.model_type:
+        raise UsageError("plan --nodes: the config has no number of query heads; give --q-heads")
+    heads = heads or _Q_HEADS_PER_KV_HEAD * first.heads
     if heads % first.heads:
         raise UsageError(
             f"plan --nodes: expected a multiple of the {first.heads} key/value heads as query heads, got {heads}"

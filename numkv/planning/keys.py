@@ -69,7 +69,7 @@ _HARMLESS = re.compile(
 
 
 _MOST = 2**40  # of anything: what is more is no size
-_MOST_LAYERS = 100_000
+MOST_LAYERS = 100_000
 # Families without a class in transformers; their files have all entries.
 _OTHERS = ("deci", "nemotron_nas", "openelm", "phi4flash")
 
@@ -180,8 +180,8 @@ class Keys:
             If it is no positive integer.
         """
         n = self.size("num_hidden_layers")
-        if n > _MOST_LAYERS:
-            raise self.error(f"num_hidden_layers: expected at most {_MOST_LAYERS}, got {n}")
+        if n > MOST_LAYERS:
+            raise self.error(f"num_hidden_layers: expected at most {MOST_LAYERS}, got {n}")
         return n
 
     def peek(self, name: str) -> Any:

@@ -129,7 +129,7 @@ def _needs_of(keys: Keys, outer: Mapping[str, Any], expanded: bool) -> ModelNeed
         keys.model_type,
         tuple(layers),
         str(dtype) if dtype in _DTYPES else "bfloat16",
-        context if isinstance(context, int) and context > 0 else None,
+        context if type(context) is int and context > 0 else None,
         tuple(remarks),
         _q_heads(keys),
         _parameters(keys, outer, layers),
@@ -345,11 +345,10 @@ def _crossing(keys: Keys) -> list[int]:
 
 def _attention(keys: Keys, limit: int | None, expanded: bool) -> tuple[Rows, ...]:
     """Return the rows of K and V, or of the latents that produce them."""
-    rank = keys.get("kv_lora_rank")
-    if rank:
-        rope = int(keys.get("qk_rope_head_dim", 64))
+    if keys.get("kv_lora_rank"):
+        rank, rope = keys.size("kv_lora_rank"), int(keys.get("qk_rope_head_dim", 64))
         if not expanded:
-            return (Rows("latents", 1, int(rank) + rope, 0, limit, latent_dim=int(rank)),)
+            return (Rows("latents", 1, rank + rope, 0, limit, latent_dim=rank),)
         heads, plain = keys.size("num_attention_heads"), int(keys.get("qk_nope_head_dim", 128))
         return (Rows(_K_AND_V, heads, plain + rope, keys.size("v_head_dim", 128), limit),)
     heads, dim = _kv_heads(keys), _head_dim(keys)

@@ -444,6 +444,10 @@ def test_closed_streams(arguments, closed, status, printed):
         (["plan", "--memory", "lots"], "expected a size such as 8GiB or 500MB, got 'lots'"),
         (["plan", "--config", "/nowhere"], "/nowhere: no such file or directory"),
         (["plan", "--layers", "2"], "plan needs --config, or"),
+        (
+            ["plan", "--layers", str(10**10)],
+            "expected an integer of 1 to 100,000, got '10000000000'",
+        ),
         (["eval", "--file", "/nowhere"], "/nowhere: no such file or directory"),
         (["eval", "--context", "1"], "expected an integer of 2 or more"),
         (["eval", "--context", "4096"], "--context 4,096: the model has 2,048"),

@@ -216,6 +216,13 @@ def test_nonsense_is_an_error_that_names_the_entry(key, wrong):
         needs_of({**SIZES, key: wrong})
 
 
+def test_ranks_and_contexts_that_are_none():
+    for wrong in ("many", -1, 2.5, True, [1], {"a": 1}):
+        with pytest.raises(ConfigError, match="kv_lora_rank: expected a positive integer, got"):
+            needs_of({**SIZES, "kv_lora_rank": wrong})
+        assert needs_of({**SIZES, "max_position_embeddings": wrong}).context is None
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -190,6 +190,13 @@ def test_deepseek_on_nodes_is_refused_by_name(capsys, tmp_path):
     assert row["memory/node"] == Size(128 * 320 * 2 * 61 * 1000 // heads // context, True).text()
 
 
+@pytest.mark.parametrize("name", ["--bandwidth", "--memory-bandwidth"])
+def test_bandwidths_are_not_0(capsys, name):
+    sizes = ["--layers", "2", "--kv-heads", "2", "--head-dim", "8", "--nodes", "2"]
+    assert main(["plan", *sizes, name, "0"]) == 2
+    assert "expected bandwidths of a byte or more a second, got 0" in capsys.readouterr().err
+
+
 def test_the_command_prints_table_and_picture(capsys, tmp_path):
     sizes = ("--layers", 4, "--kv-heads", 2, "--head-dim", 64, "--context", 65536)
     output = run(capsys, "plan", *sizes, "--nodes", 8, 1024, "--latency", "1ms", "--batch", 8)
