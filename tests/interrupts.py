@@ -8,6 +8,7 @@ import pathlib
 import random
 import signal
 import sys
+import threading
 
 import numkv
 
@@ -79,6 +80,29 @@ def interrupted(do, it, at=-1):
         sys.settrace(None)
     assert where is None, f"nothing was raised for the signal at {where}"
     return lines, None
+
+
+def interrupted_in_a_condition(do, at):
+    """Call `do`, with a signal as soon as it has taken its n-th lock of a condition; return whether one came."""
+    taken, of = 0, threading.Condition.__enter__.__code__
+
+    def at_return(frame, event, arg):
+        nonlocal taken
+        if event == "return":
+            taken += 1
+            if taken == at:
+                signal.raise_signal(signal.SIGUSR1)
+        return at_return
+
+    sys.settrace(lambda frame, event, arg: at_return if frame.f_code is of else None)
+    try:
+        do()
+    except Interrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    assert taken < at, "nothing was raised for the signal"
+    return False
 
 
 def walk(make, do, see, allowed=(), samples=None, name=""):

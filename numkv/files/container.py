@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from numkv.interrupts import uninterrupted
 from numkv.replace import after, replacing, write_all
 from numkv.snapshots.fields import Damaged, Fields, Foreign, expect
 from numkv.snapshots.saved import Spec
@@ -52,28 +53,29 @@ class Checksums:
     def __init__(self) -> None:
         self.found: dict[str, int] = {}
         self._jobs: queue.Queue[_Job | None] = queue.Queue(_WAITING)
-        self._worker: threading.Thread | None = threading.Thread(target=self._run, daemon=True)
+        self._worker = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Self:
-        try:
-            assert self._worker is not None
-            self._worker.start()
-        except RuntimeError:  # no more threads, or the interpreter is about to end
-            self._worker = None
         return self
 
+    @uninterrupted
     def __exit__(self, *exception: object) -> None:
-        if self._worker is not None:
+        if self._worker.is_alive():
             self._jobs.put(None)
             self._worker.join()
-            self._worker = None
 
+    @uninterrupted  # an error within the queue may leave it locked
     def add(self, name: str, views: Sequence[memoryview]) -> None:
         """Continue the checksum of a name; the memory must not change before the context ends."""
-        if self._worker is None:
-            self._update(name, views)
-        else:
+        with contextlib.suppress(
+            RuntimeError
+        ):  # no more threads, or the interpreter is about to end
+            if not self._worker.is_alive():
+                self._worker.start()  # here, where it is certain that `__exit__` follows
+        if self._worker.is_alive():
             self._jobs.put((name, views))
+        else:
+            self._update(name, views)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -12,6 +12,7 @@ import time
 import numpy as np
 import processes
 import pytest
+from interrupts import interrupted_in_a_condition, raising_signals
 from saved_caches import kv_cache
 
 import numkv
@@ -268,6 +269,16 @@ def test_a_folder_that_cannot_be_written_to(tmp_path):
             numkv.save(tmp_path / "new", cache)
         tmp_path.chmod(0o700)
     assert sorted(os.listdir(tmp_path)) == ["file", "pipe"]
+
+
+def test_interrupts_leave_neither_locks_nor_threads(tmp_path):
+    cache, path, before = kv_cache("cpu"), tmp_path / "a", threading.active_count()
+    with raising_signals():
+        at = 1
+        while interrupted_in_a_condition(lambda: numkv.save(path, cache), at):
+            assert threading.active_count() <= before
+            at += 1
+    assert at > 3
 
 
 def test_a_link_keeps_pointing_to_the_file(tmp_path):
