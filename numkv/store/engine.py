@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.errors import NumkvError
+from numkv.interrupts import opened, uninterrupted
 from numkv.store.folder import Bound
 from numkv.store.objects import (
     DamagedObject,
@@ -238,6 +239,7 @@ class Engine:
             self._host_bytes -= data.nbytes
         return self._host_bytes + size <= self._host_most
 
+    @uninterrupted
     def lend(self, nbytes: int) -> bool:
         """Lend memory of the host tier if it is free; a negative number returns memory."""
         with self._changed:
@@ -370,6 +372,7 @@ class Engine:
             except Exception:
                 log.exception("on_event raised an exception, which is ignored")
 
+    @uninterrupted
     def stats(self) -> StoreStats:
         """Return the current counts."""
         with self._changed:
@@ -555,6 +558,7 @@ class Engine:
 
     # -- the end
 
+    @uninterrupted
     def flush(self, timeout: float | None) -> int:
         """Wait for the current queue, and return how many blocks were given up since the last call."""
         if getattr(_own, "inside", False):
@@ -571,7 +575,8 @@ class Engine:
                     break  # the duration is unknown
                 # Also wait for the events of these blocks.
                 made = self._made if waiting else made
-                rest = 1.0 if until is None else min(1.0, until - time.monotonic())
+                with opened():  # signals are handled here alone: no lock may stay taken
+                    rest = 0.1 if until is None else min(0.1, until - time.monotonic())
                 if rest <= 0:
                     raise TimeoutError(
                         f"`timeout`: {len(self._queue) + len(self._writing)} blocks are not written after {timeout} s"
@@ -601,6 +606,7 @@ class Engine:
             numbers.append(next(iter(self._queue.values())).number)
         return min(numbers, default=float("inf"))
 
+    @uninterrupted
     def close(self, timeout: float | None) -> int:
         """Write all waiting blocks, then accept and return none."""
         # `flush` releases it while it waits, and nothing is added after its last check.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 from numkv.errors import NotSupported
+from numkv.interrupts import uninterrupted
 from numkv.replace import SUFFIX
 from numkv.store.folder import Entry, Jobs
 from numkv.store.objects import OBJECT, DamagedObject, ForeignObject, OtherSize
@@ -101,6 +102,7 @@ class RemoteFolder:
         error = self._requests.make(1, lambda i: self._fs.info(self.root), _nothing, _PATIENCE)[0]
         return error is None or isinstance(error, FileNotFoundError)
 
+    @uninterrupted
     def _make(
         self, asked: str, count: int, ask: Callable[[int], Any], take: Callable[[int, Any], None],
         patience: float | None,

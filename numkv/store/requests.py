@@ -17,10 +17,15 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from numkv.interrupts import opened, uninterrupted
+
 #: Seconds that a thread waits for another request before it ends.
 _IDLE = 2.0
 #: Seconds until a store that did not answer is probed again, at first and at most. The delay doubles each time.
 _FIRST, _LONGEST = 1.0, 60.0
+
+#: Seconds after which a thread that waits handles signals, which are deferred otherwise.
+_SIGNALS = 0.1
 
 # Objects to reset in a forked child: it has none of the threads, and locks that these held stay locked.
 _methods: set[weakref.WeakMethod[Callable[[], None]]] = set()
@@ -94,7 +99,11 @@ class _Batch:
                     rest = None if patience is None else self.answered + patience - time.monotonic()
                     if rest is not None and rest <= 0 and not self.taking:
                         break
-                    self.changed.wait(rest if rest is None or rest > 0 else 0.1)
+                    self.changed.wait(
+                        _SIGNALS if rest is None or rest <= 0 else min(rest, _SIGNALS)
+                    )
+                    with opened():  # here alone, as an error within a condition may leave it locked
+                        pass
             finally:
                 self.closed = True
                 while self.taking:  # only copies of memory remain
@@ -155,6 +164,7 @@ class Requests:
         batch.wait(patience)
         return batch.errors
 
+    @uninterrupted
     def add(self, calls: Sequence[Callable[[], None]]) -> bool:
         """Run calls that raise nothing in threads, without waiting; return whether there are any threads."""
         with self._lock:

@@ -2,14 +2,16 @@
 
 import asyncio
 import gc
+import threading
 import time
 
 import numpy as np
 import pytest
+from interrupts import interrupted_in_a_condition, raising_signals
 from stored_prefixes import cache, check_rows, grow, prompt, started, store_in
 
 import numkv
-from numkv.store import PrefixStore, StoreAnswers, StoreSilent
+from numkv.store import BlockStore, PrefixStore, StoreAnswers, StoreSilent
 from numkv.store import requests as module
 
 pytest.importorskip("fsspec")
@@ -202,6 +204,37 @@ def test_failures_now_and_then(made, quick):
     last = cache(made(network), num_blocks=400)
     found = [last.cached_len(last.add(text)) for text in texts]
     assert np.mean(found) > 30
+
+
+@pytest.mark.parametrize("name", ["add", "lookup", "flush", "stats", "close", "put", "get"])
+def test_interrupts_leave_no_lock_taken(made, name):
+    """An error in the middle of a condition's own code would: threads of the store then waited for ever."""
+    text = LONG[:33]
+    network = filled(made, text)
+    with raising_signals():
+        for at in range(1, 1000):
+            of = cache(made(network), num_blocks=40)
+            other = BlockStore("y", mark="m", file_system=network, timeout=60.0)
+            calls = {
+                "add": lambda of=of: of.add(text),
+                "lookup": lambda of=of: of.lookup(text),
+                "put": lambda other=other: other.put(["a"], [b"b"]),
+                "get": lambda other=other: other.get(["a"]),
+                **{x: getattr(of.store, x) for x in ("flush", "stats", "close")},
+            }
+            is_last = not interrupted_in_a_condition(calls[name], at)
+
+            def then(of=of, other=other):
+                of.add(text)
+                of.store.close()
+                other.put(["b"], [b"c"])
+
+            after = threading.Thread(target=then, daemon=True)
+            after.start()
+            after.join(30)
+            assert not after.is_alive(), f"{name}: interrupt {at} has left a lock taken"
+            if is_last:
+                break
 
 
 def test_many_are_written_at_once(made):

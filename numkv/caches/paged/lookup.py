@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from numkv.interrupts import uninterrupted
 from numkv.store.engine import IN_HOST, IN_STORE, NOWHERE, Engine
 from numkv.store.objects import Section
 
@@ -80,6 +81,7 @@ class PrefixLookup:
         ``asyncio.wrap_future`` makes it awaitable.
     """
 
+    @uninterrupted
     def __init__(self, contents: Contents, bring: Any) -> None:
         self._contents = contents
         self.future: Future[int] = Future()

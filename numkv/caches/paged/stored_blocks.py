@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from numkv.blocks.pool import BlockPool, name_of
 from numkv.caches.paged.block_bytes import BlockBytes, Room
 from numkv.caches.paged.lookup import Contents
-from numkv.interrupts import opened
 from numkv.store.engine import IN_STORE, Engine, FullBlock
 from numkv.store.objects import Section
 
@@ -118,8 +117,7 @@ class StoredBlocks:
         """In which tier each is, by its name in the metadata; of a `chain` up to the first that is nowhere."""
         each = [name.tobytes() for name in self._masked(names)]
         look = source.leading if chain else source.where
-        with opened():  # it may be on the other side of a network
-            return np.array(look(self.section, each), np.int8)
+        return np.array(look(self.section, each), np.int8)
 
     def bring(self, missing: Sequence[Missing], contents: Contents) -> NDArray[np.bool_]:
         """Read content into host memory, as far as there is some; which of it there is now."""
@@ -159,8 +157,7 @@ class StoredBlocks:
         if others:
             chosen = [missing[at] for at in others]
             reading = _Reading(self.content, room, others, chosen, [names[at] for at in others])
-            with opened():
-                good[others] = source.read(self.section, reading)
+            good[others] = source.read(self.section, reading)
         room.done(good)
         return good, tiers
 
