@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from numkv.errors import NotSupported
+from numkv.interrupts import signals_deferred
 
 #: Ending of the names of files that are being written.
 SUFFIX = ".partial"
@@ -65,9 +66,11 @@ def replacing(
     if tidy:
         _remove_abandoned(folder, start)  # first, because their room may be needed
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    descriptor = -1
     try:
-        descriptor = os.open(partial, flags, mode)
         try:
+            with signals_deferred:  # until the descriptor has its name
+                descriptor = os.open(partial, flags, mode)
             _locked(descriptor, wait=True)
             yield descriptor
             if durable:
@@ -75,7 +78,8 @@ def replacing(
             if not _CLOSED_FIRST:
                 os.replace(partial, place)  # while the lock shows that its writer lives
         finally:
-            os.close(descriptor)
+            if descriptor >= 0:
+                os.close(descriptor)
         if _CLOSED_FIRST:
             os.replace(partial, place)
     except BaseException:

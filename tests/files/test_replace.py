@@ -12,7 +12,7 @@ import time
 import numpy as np
 import processes
 import pytest
-from interrupts import interrupted_in_a_condition, raising_signals
+from interrupts import Interrupt, interrupted_in_a_condition, raising_signals
 from saved_caches import kv_cache
 
 import numkv
@@ -269,6 +269,22 @@ def test_a_folder_that_cannot_be_written_to(tmp_path):
             numkv.save(tmp_path / "new", cache)
         tmp_path.chmod(0o700)
     assert sorted(os.listdir(tmp_path)) == ["file", "pipe"]
+
+
+def test_an_interrupt_leaves_no_open_file(tmp_path, monkeypatch):
+    made, opened = [], os.open
+
+    def interrupted(*given):
+        made.append(opened(*given))
+        signal.raise_signal(signal.SIGUSR1)
+        return made[-1]
+
+    monkeypatch.setattr(os, "open", interrupted)
+    with raising_signals(), pytest.raises(Interrupt), replacing(tmp_path / "a"):
+        pass
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(made[0])
+    assert not list(tmp_path.iterdir())
 
 
 def test_interrupts_leave_neither_locks_nor_threads(tmp_path):
