@@ -67,9 +67,13 @@ class HasAccess(Protocol):
 _Self = TypeVar("_Self", bound=HasAccess)
 
 
-def busy(obj: object, name: str) -> NumkvError:
+class Busy(NumkvError):
+    """Another call is changing the object; a later one may succeed."""
+
+
+def busy(obj: object, name: str) -> Busy:
     """Return the error of a second writer."""
-    return NumkvError(
+    return Busy(
         f"{name}: this {type(obj).__name__} is being changed by another call, of another thread or of one that "
         "this call is inside of (a finaliser, a signal handler, a shift function); let one writer at a time use it"
     )

@@ -10,6 +10,7 @@ The life of a request: *waiting* until there is room, *running* while it has a s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import threading
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 
-from numkv.access import Access, busy, writes
+from numkv.access import Access, Busy, busy, writes
 from numkv.caches import FullPrecision, Profile
 from numkv.caches.paged.stored import BLOCK_SIZE
 from numkv.errors import CacheFull, DimensionMismatch, NonFiniteInput, NotSupported, NumkvError
@@ -352,11 +353,8 @@ class ContinuousBatch:
     def _advance(self) -> list[BatchEvent]:
         """Run one pass, or wait a moment for that of another thread."""
         if not self._access.writer:
-            try:
+            with contextlib.suppress(Busy):  # another thread was first
                 return self.step()
-            except NumkvError as error:
-                if type(error) is not NumkvError or not self._access.writer:
-                    raise
         elif self._driver == threading.get_ident():
             raise busy(self, "step")  # it would wait for itself
         else:
@@ -405,7 +403,15 @@ class ContinuousBatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        while True:
+            try:
+                return self.close()
+            except Busy:  # a pass of another thread
+                if self._driver == threading.get_ident():
+                    raise
+                for request in self._unfinished():
+                    request.cancel()
+                time.sleep(_LOOK)
 
     async def __aenter__(self) -> Self:
         return self

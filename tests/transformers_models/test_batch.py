@@ -922,6 +922,26 @@ def test_a_model_in_use_stays_so():
     assert model.config._attn_implementation == "numkv"
 
 
+def test_the_end_of_a_block_while_another_thread_drives():
+    """It cancels the rest and waits for the pass, so an error of the block is the one that is seen."""
+    batch = batch_of(make("llama"))
+
+    def drive():
+        for _ in request:
+            began.set()
+
+    began, thread = threading.Event(), threading.Thread(target=drive)
+    with pytest.raises(ZeroDivisionError), batch:
+        request = batch.submit(texts(1)[0], 300)
+        thread.start()
+        assert began.wait(60)
+        raise ZeroDivisionError
+    thread.join(60)
+    assert request.finish_reason == "cancelled"
+    assert not thread.is_alive()
+    assert len(batch.cache) == 0
+
+
 def test_closing_cancels():
     model = make("llama")
     with batch_of(model) as batch:
