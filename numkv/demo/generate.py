@@ -74,7 +74,9 @@ class Sampler:
         """
         if self.temperature == 0 or self.top_k == 1:
             return int(np.argmax(logits))
-        scaled = logits.astype(np.float64) / self.temperature
+        # Without their largest, which changes no probability, a tiny temperature overflows to -inf alone.
+        with np.errstate(over="ignore"):
+            scaled = (logits - logits.max()).astype(np.float64) / self.temperature
         if 0 < self.top_k < len(scaled):
             smallest = np.partition(scaled, -self.top_k)[-self.top_k]
             scaled[scaled < smallest] = -np.inf

@@ -12,6 +12,8 @@ def test_sampler():
     logits = np.log(np.array([0.1, 0.6, 0.3], np.float32))
     assert Sampler().choose(logits) == 1
     assert Sampler(temperature=5.0, top_k=1).choose(logits) == 1
+    assert Sampler(temperature=1e-320, top_k=2).choose(-100 * logits) == 0
+    assert Sampler(temperature=1e-320, top_k=2).choose(100 - logits) == 0
     draws = {seed: [Sampler(1.0, seed=seed).choose(logits)] for seed in (1, 2)}
     for seed, drawn in draws.items():
         again = Sampler(1.0, seed=seed)
