@@ -15,6 +15,7 @@ from numkv.cli.output import (
     SoFar,
     UsageError,
     check_picture,
+    check_place,
     kernel_progress,
     load_model,
     read_text,
@@ -44,6 +45,7 @@ def run(arguments: argparse.Namespace) -> None:
         The options.
     """
     check_picture(arguments.picture)
+    check_place("--out", arguments.out)
     texts, notes = _texts(arguments)
     judge: Judge
     if arguments.model in (None, BUNDLED_MODEL):

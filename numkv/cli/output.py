@@ -318,6 +318,12 @@ def is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
+def check_place(name: str, path: Path | None) -> None:
+    """Raise `UsageError`, before any work, if a result is to be written where no file can be."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise UsageError(f"{name}: expected a file in a folder that exists, got {path}")
+
+
 def check_picture(path: Path | None) -> None:
     """Raise `UsageError`, before any work, if a picture is wanted that cannot be drawn."""
     if path is None:
@@ -328,6 +334,7 @@ def check_picture(path: Path | None) -> None:
         raise UsageError(
             "--picture needs matplotlib, which is not installed; try pip install matplotlib"
         )
+    check_place("--picture", path)
 
 
 def page_head(

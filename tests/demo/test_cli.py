@@ -448,6 +448,8 @@ def test_closed_streams(arguments, closed, status, printed):
             ["plan", "--layers", str(10**10)],
             "expected an integer of 1 to 100,000, got '10000000000'",
         ),
+        (["fit", "--out", "/nowhere/x"], "--out: expected a file in a folder that exists"),
+        (["fit", "--out", "/"], "--out: expected a file in a folder that exists, got /"),
         (["eval", "--file", "/nowhere"], "/nowhere: no such file or directory"),
         (["eval", "--context", "1"], "expected an integer of 2 or more"),
         (["eval", "--context", "4096"], "--context 4,096: the model has 2,048"),
