@@ -8,11 +8,10 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterable
-from importlib.util import find_spec
 from pathlib import Path
 
 import numkv
-from numkv.cli.output import UsageError, kernel_progress, table
+from numkv.cli.output import UsageError, is_installed, kernel_progress, table
 from numkv.drawing.picture import format_bytes
 from numkv.errors import NotSupported
 from numkv.kernels.disk_cache import is_stale, kernel_files, places
@@ -60,6 +59,10 @@ def warm_up(arguments: argparse.Namespace) -> None:
         raise UsageError(
             "--export FILE and --arch NAME go together, as in --export kernels.zip --arch sm_90"
         )
+    if (arguments.load or arguments.export) and not is_installed("numba_cuda"):
+        raise UsageError(
+            "--export and --load need numba-cuda, which is not installed; try pip install 'numkv[cuda]'"
+        )
     if arguments.load is not None:
         return _load(arguments.load)
     storage = [choice.kinds for choice in arguments.kind]
@@ -86,11 +89,8 @@ def warm_up(arguments: argparse.Namespace) -> None:
 
 def _load(files: list[Path]) -> None:
     """Install exported kernels on this machine; reject kernels for another GPU if it has one."""
-    try:
+    with contextlib.suppress(NotSupported):  # installing needs no GPU
         numkv.targets.get("cuda")
-    except NotSupported:  # installing needs no GPU, but Numba's package for CUDA
-        if find_spec("numba_cuda") is None:
-            raise
     from numkv.kernels.cuda.carried import device, take
 
     for file in files:

@@ -465,6 +465,13 @@ def test_errors_are_one_line(arguments, message, capsys):
     assert message in captured.err
 
 
+@pytest.mark.parametrize("options", [["--export", "x", "--arch", "sm_90"], ["--load", "x"]])
+def test_kernels_for_another_machine_need_a_package(options, capsys, monkeypatch):
+    monkeypatch.setattr("numkv.cli.cache.is_installed", lambda package: False)
+    assert main(["warmup", *options]) == 2
+    assert "need numba-cuda, which is not installed" in capsys.readouterr().err
+
+
 def test_no_cuda_is_one_line(capsys, monkeypatch):
     def refuse(name):
         raise numkv.NotSupported(f"no {name}; install a driver")
