@@ -67,9 +67,8 @@ class Checksums:
     @uninterrupted  # an error within the queue may leave it locked
     def add(self, name: str, views: Sequence[memoryview]) -> None:
         """Continue the checksum of a name; the memory must not change before the context ends."""
-        with contextlib.suppress(
-            RuntimeError
-        ):  # no more threads, or the interpreter is about to end
+        # An error: there are no more threads, or the interpreter is about to end.
+        with contextlib.suppress(RuntimeError):
             if not self._worker.is_alive():
                 self._worker.start()  # here, where it is certain that `__exit__` follows
         if self._worker.is_alive():
