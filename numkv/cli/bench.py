@@ -19,7 +19,6 @@ from numkv.cli.output import (
     UsageError,
     at_least,
     check_picture,
-    check_place,
     cpu_name,
     flag,
     is_installed,
@@ -402,7 +401,6 @@ def run(arguments: argparse.Namespace) -> None:
     """
     started = time.monotonic()
     check_picture(arguments.picture)
-    check_place("--markdown", arguments.markdown)
     for name in ("torch", "transformers"):
         if not is_installed(name):
             raise UsageError(

@@ -46,6 +46,7 @@ def run(arguments: argparse.Namespace) -> None:
     """
     check_picture(arguments.picture)
     check_place("--out", arguments.out)
+    check_place("--picture", arguments.picture)
     texts, notes = _texts(arguments)
     judge: Judge
     if arguments.model in (None, BUNDLED_MODEL):

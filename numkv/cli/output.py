@@ -334,7 +334,6 @@ def check_picture(path: Path | None) -> None:
         raise UsageError(
             "--picture needs matplotlib, which is not installed; try pip install matplotlib"
         )
-    check_place("--picture", path)
 
 
 def page_head(
