@@ -107,9 +107,9 @@ def _buffers():
     return rows, to
 
 
-def _best_rate(run, size, rounds=7):
+def _best_rate(run, size):
     times = []
-    for _ in range(rounds):
+    for _ in range(7):
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)

@@ -73,9 +73,9 @@ class Workspaces:
             self._free.append(workspace)
 
 
-# Memory of x86-64 is mapped in pages of 4 KB, or of 2 MB where all 2 MB are of one array. NumPy asks for the latter in
-# allocations of 4 MB and more. Arrays of a pool for 0.5B models have 2 to 4 MB a layer: paged decode attention of
-# 32,768 tokens in int4 takes 0.92 of the time if they begin with such a page, in int8 0.97 (Zen 5, 2026-11-29).
+# Linux on x86-64 maps memory in pages of 4 KB, or of 2 MB if it is asked to and all 2 MB are of one allocation. NumPy
+# asks in allocations of 4 MB and more. An array of 2 to 4 MB, as a pool has for a layer of a small model, would often
+# have no such page if it did not begin with one.
 _LINE, _HUGE_PAGE = 64, 2 << 20
 
 
