@@ -7,12 +7,10 @@ its result become tensors. Steps and bound calls are those of this module. What 
 
 from __future__ import annotations
 
-import functools
 import inspect
-from typing import Any
 
 import numkv
-from numkv.torch.tensors import counterparts, on_tensors, tensors_of
+from numkv.torch.tensors import counterparts, on_tensors
 
 # For kernels, and for numkv's own books.
 _AS_THEY_ARE = {"arrays", "jit", "pool", "caches", "underlying_cache"}
@@ -32,11 +30,7 @@ def _wrapped_property(own: property) -> property:
     get = own.fget
     assert get is not None
 
-    @functools.wraps(get)
-    def found(self: Any) -> Any:
-        return tensors_of(get(self))
-
-    return property(found, own.fset, own.fdel, own.__doc__)
+    return property(on_tensors(get), own.fset, own.fdel, own.__doc__)
 
 
 def _is_plain(own: property) -> bool:

@@ -153,7 +153,7 @@ def on_tensors(
     function : callable
         What takes arrays.
     operator : callable, optional
-        What to call instead where calls are traced.
+        What to call instead where calls are traced. Without one, a trace ends before the call and begins after it.
     keeps : bool
         Whether the function may keep an array that it is given, or return it; an `out` aside.
     """
@@ -180,7 +180,8 @@ def on_tensors(
             return (given, tensors_of(found[1])) if isinstance(found, tuple) else given
         return tensors_of(found)
 
-    return call  # type: ignore[return-value]
+    # Without an operator a graph breaks here: PyTorch would trace numkv's own code, and its NumPy, as the model's.
+    return torch.compiler.disable(call) if operator is None else call  # type: ignore[return-value]
 
 
 def converter(names: tuple[str, ...], *, keeps: bool) -> Callable[..., Any]:

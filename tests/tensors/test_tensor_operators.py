@@ -113,6 +113,34 @@ def test_a_compiled_call_refuses_gradients_as_a_plain_one_does():
         compiled(q.clone().requires_grad_())
 
 
+def test_graphs_break_at_methods_of_caches():
+    def token(cache, step, paged, q, k):
+        cache.append(0, k * 1, k * 2)
+        out = cache.decode_attention(0, q + 1)
+        cache.advance()
+        new = paged.reserve([0], [1])
+        new.append(0, k, k)
+        other = new.attention(0, q) + 1
+        paged.commit(new)
+        return out + step(0, q, k, k), other, cache.k(0) * 2
+
+    results = []
+    torch._dynamo.reset()
+    for run in (token, torch.compile(token, backend="eager")):
+        cache, bound = (on_tensors.KVCache(1, 4, 64, kind="bf16") for _ in range(2))
+        paged = on_tensors.PagedKVCache(1, 4, 64, num_blocks=4, block_size=4, kind="bf16")
+        assert paged.add() == 0
+        found = []
+        for seed in range(3):
+            q, k, *_ = operands(seed)
+            step = bound.bind(num_q_heads=8, kind="bf16").begin()
+            with torch.inference_mode(seed == 2):
+                found += run(cache, step, paged, q[:1], k[:1, :, 0])
+            bound.advance()
+        results.append(found)
+    assert all(map(torch.equal, *results))
+
+
 @pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:torch", "ignore:`torch.jit.trace` is deprecated:FutureWarning"
 )
