@@ -52,8 +52,12 @@ class NumkvStorage(HiCacheStorage):  # type: ignore[misc]
         targets = list(target_locations or [])
         if len(targets) != len(keys) or any(target is None for target in targets):
             raise ValueError("`target_locations`: expected a tensor for each key")
-        found = self._store.get_into(keys, [_bytes_of(x) for x in targets])
-        return [x if is_there else None for x, is_there in zip(targets, found, strict=True)]
+        pages = [x.contiguous() for x in targets]
+        found = self._store.get_into(keys, [_bytes_of(page) for page in pages])
+        into = zip(targets, pages, found, strict=True)
+        return [
+            (x if page is x else x.copy_(page)) if is_there else None for x, page, is_there in into
+        ]
 
     def set(
         self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
@@ -126,4 +130,4 @@ class NumkvStorage(HiCacheStorage):  # type: ignore[misc]
 
 def _bytes_of(x: Any) -> Any:
     """Return the bytes of a contiguous tensor in host memory, without a copy."""
-    return x.view(torch.uint8).numpy().reshape(-1)
+    return x.view(-1).view(torch.uint8).numpy()

@@ -82,6 +82,11 @@ def test_pages_one_by_one(storage):
     )
     assert [x is None for x in found] == [False, True, False]
     assert torch.equal(found[2].reshape(5, 3), page.T)
+    wide = torch.zeros((3, 9), dtype=torch.bfloat16)
+    assert second.get("a", into := wide[:, 2:7]) is into  # not contiguous
+    assert torch.equal(into, page)
+    assert not wide[:, :2].any()
+    assert not wide[:, 7:].any()
     with pytest.raises(ValueError, match="target_locations"):
         second.batch_get(["a"], None)
     second.clear()
