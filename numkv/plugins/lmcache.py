@@ -75,12 +75,19 @@ class NumkvBackend(StoragePluginInterface):  # type: ignore[misc]
     ) -> list[Future[bool]] | None:  # fmt: skip
         """Write chunks in a thread, which keeps a reference to each meanwhile."""
         with self._lock:
-            new = [i for i, key in enumerate(keys) if key.to_string() not in self._putting]
-            self._putting.update(keys[i].to_string() for i in new)
-        for i in new:
-            objs[i].ref_count_up()
-        chosen = [(keys[i], objs[i]) for i in new]
-        return [self._writers.submit(self._put, chosen, on_complete_callback)] if chosen else None
+            chosen = [
+                (k, x)
+                for k, x in zip(keys, objs, strict=True)
+                if k.to_string() not in self._putting
+            ]
+            if not chosen:
+                return None
+            future = self._writers.submit(self._put, chosen, on_complete_callback)
+            # `_put` takes the lock before it gives these back; a closed back end takes none.
+            self._putting.update(key.to_string() for key, _ in chosen)
+            for _, obj in chosen:
+                obj.ref_count_up()
+        return [future]
 
     async def async_batched_submit_put_task(
         self, keys: Sequence[Any], objs: list[Any], transfer_spec: Any = None,
@@ -90,7 +97,8 @@ class NumkvBackend(StoragePluginInterface):  # type: ignore[misc]
         for future in (
             self.batched_submit_put_task(keys, objs, transfer_spec, on_complete_callback) or ()
         ):
-            await asyncio.wrap_future(future)
+            # A cancelled request ends only the wait: its chunks are written, and their references given back.
+            await asyncio.shield(asyncio.wrap_future(future))
 
     def _put(self, chosen: Sequence[tuple[Any, Any]], done: Callable[[Any], None] | None) -> bool:
         names = [key.to_string() for key, _ in chosen]
@@ -99,8 +107,7 @@ class NumkvBackend(StoragePluginInterface):  # type: ignore[misc]
         finally:
             with self._lock:
                 self._putting.difference_update(names)
-            for _, obj in chosen:
-                obj.ref_count_down()
+            _give_back([obj for _, obj in chosen])
         for (key, _), is_good in zip(chosen, good, strict=True):
             if done is not None and is_good:
                 done(key)
@@ -123,11 +130,15 @@ class NumkvBackend(StoragePluginInterface):  # type: ignore[misc]
         self, lookup_id: str, keys: list[Any], transfer_spec: Any = None
     ) -> list[Any]:
         """Read chunks up to the first missing one, without blocking the event loop."""
-        found = await asyncio.to_thread(self.batched_get_blocking, keys)
+        read: Future[list[Any]] = Future()
+        try:
+            await asyncio.to_thread(lambda: read.set_result(self.batched_get_blocking(keys)))
+        except asyncio.CancelledError:  # the thread goes on, and nobody will take its chunks
+            read.add_done_callback(lambda late: _give_back(late.result()))
+            raise
+        found = read.result()
         end = found.index(None) if None in found else len(found)
-        for obj in found[end:]:
-            if obj is not None:
-                obj.ref_count_down()
+        _give_back(found[end:])
         return found[:end]
 
     def _unpacked(self, data: memoryview) -> Any:
@@ -167,6 +178,13 @@ class NumkvBackend(StoragePluginInterface):  # type: ignore[misc]
         """Finish pending writes, and stop all requests."""
         self._writers.shutdown()
         self._store.close()
+
+
+def _give_back(objs: Sequence[Any]) -> None:
+    """Release a reference to each object; None is ignored."""
+    for obj in objs:
+        if obj is not None:
+            obj.ref_count_down()
 
 
 def _packed(obj: Any) -> bytes:

@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import inspect
+import threading
 import types
 
 import pytest
@@ -184,6 +185,46 @@ def test_the_same_for_who_awaits(backend):
     assert torch.equal(found[1].tensor, chunk(1).tensor)
     given = made.local_cpu_backend.given
     assert [obj.references for obj in given] == [1, 1, 0]
+
+
+def test_a_cancelled_request_leaves_no_reference(backend, monkeypatch):
+    made, keys = backend(), [Key(str(i)) for i in range(3)]
+    made.batched_submit_put_task(keys, objs := [chunk(i) for i in range(3)])[0].result(60)
+    store, go, begun = made._store, threading.Event(), threading.Semaphore(0)
+
+    def late(call):
+        return lambda *args: (begun.release(), go.wait(60), call(*args))[2]
+
+    async def run():
+        busy = [made.async_batched_submit_put_task([Key(f"b{i}")], [objs[i]]) for i in range(2)]
+        busy = [asyncio.ensure_future(x) for x in busy]  # both writers
+        for _ in range(2):
+            await asyncio.to_thread(begun.acquire, timeout=60)
+        last = asyncio.ensure_future(made.async_batched_submit_put_task([Key("c")], [objs[2]]))
+        read = asyncio.ensure_future(made.batched_get_non_blocking("id", keys))
+        await asyncio.to_thread(begun.acquire, timeout=60)
+        for task in (last, read):
+            task.cancel()
+        assert all(
+            isinstance(x, asyncio.CancelledError)
+            for x in await asyncio.gather(last, read, return_exceptions=True)
+        )
+        go.set()
+        await asyncio.gather(*busy)
+
+    monkeypatch.setattr(store, "put", late(store.put))
+    monkeypatch.setattr(store, "get", late(store.get))
+    asyncio.run(run())
+    given = made.local_cpu_backend.given
+    made.close()  # waits for writers
+    assert [obj.references for obj in objs] == [1, 1, 1]
+    assert not made.exists_in_put_tasks(Key("c"))
+    assert [obj.references for obj in given] == [0, 0, 0]
+    with pytest.raises(RuntimeError, match="shutdown"):
+        made.batched_submit_put_task(keys, objs)
+    assert [obj.references for obj in objs] == [1, 1, 1]
+    assert not made.exists_in_put_tasks(keys[0])
+    assert backend().contains(Key("c"))
 
 
 def test_without_memory_there_is_no_chunk(backend):
