@@ -107,7 +107,8 @@ async def refuse(http, error):
     if isinstance(error, RequestValidationError):
         each = (f"{'.'.join(map(str, x['loc']))}: {x['msg']}" for x in error.errors())
         status, message = 422, "; ".join(each)
-    return JSONResponse({"error": {"message": getattr(error, "detail", message)}}, status)
+    message = str(getattr(error, "detail", message)).encode(errors="backslashreplace").decode()
+    return JSONResponse({"error": {"message": message}}, status)
 
 
 class Server(FastAPI):  # which counts bodies, as it refuses an announced length in plain text

@@ -183,7 +183,7 @@ def test_bodies_that_are_too_large(server):
 
 @pytest.mark.parametrize(
     ("template", "reason"),
-    [(None, "chat_template is not set"), ("{{ raise_exception('tools only') }}", "tools only")],
+    [(None, "chat_template is not set"), ("{{ raise_exception(messages[0].role) }}", "user")],
 )
 def test_a_folder_with_a_tokenizer(client, tmp_path, template, reason):
     """Its text is that of the bundled model; a chat that its template does not take is refused."""
@@ -200,6 +200,11 @@ def test_a_folder_with_a_tokenizer(client, tmp_path, template, reason):
         for stream in (False, True):
             with pytest.raises(openai.BadRequestError, match=reason):
                 other.chat.completions.create(**asked, stream=stream)
+        half = b'{"messages": [{"role": "\\ud800", "content": "hello"}]}'  # of a character
+        headers = {"content-type": "application/json"}
+        found = httpx.post(address + "/v1/chat/completions", content=half, headers=headers)
+        assert found.status_code == 400
+        assert len(found.json()["error"]["message"]) > 5
 
 
 class Made:
