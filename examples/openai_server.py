@@ -170,10 +170,10 @@ def make(folder=BUNDLED_MODEL, **options):  # those of `ContinuousBatch`
             yield "data: [DONE]\n\n"
 
         found = pieces(request, tokenizer, body.stop)
-        if body.stream:
-            return StreamingResponse(events(), media_type="text/event-stream")
         gone = asyncio.create_task(http.receive())  # after the body only the connection's end comes
         gone.add_done_callback(lambda _: request.cancel())
+        if body.stream:
+            return StreamingResponse(events(), media_type="text/event-stream")
         texts, reasons = zip(*[x async for x in found], strict=True)
         return part("".join(texts), reasons[-1], usage=usage())
 

@@ -143,6 +143,40 @@ def test_a_client_that_hangs_up(server, stream):
     nothing_runs(server)
 
 
+def test_a_client_that_hangs_up_before_the_first_line():
+    """While its connection takes no more bytes, as it reads none of earlier answers."""
+    app = EXAMPLE["make"](max_nbytes="32MiB")
+    body = {"prompt": "a", "max_tokens": 1500, "temperature": 0, "stream": True}
+    scope = {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1",
+        "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions", "root_path": "",
+        "query_string": b"", "headers": [(b"content-type", b"application/json")],
+    }  # fmt: skip
+
+    async def main():
+        whole = [{"type": "http.request", "body": json.dumps(body).encode()}]
+        is_full = asyncio.Event()
+
+        async def receive():
+            if whole:
+                return whole.pop()
+            await is_full.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            is_full.set()
+            await asyncio.Event().wait()
+
+        async with app.router.lifespan_context(app):
+            await app(scope, receive, send)
+            for _ in range(9):  # callbacks of the event loop
+                await asyncio.sleep(0)
+            return app.state.batch.stats()
+
+    stats = asyncio.run(main())
+    assert (stats.waiting, stats.running) == (0, 0)
+
+
 @pytest.mark.parametrize(
     ("status", "body"),
     [
