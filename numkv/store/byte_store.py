@@ -58,6 +58,9 @@ class BlockStore:
     Any number of threads and processes use one place. Errors of the place are counted (`stats`) and logged. Their keys
     count as missing, or as not written. Only wrong arguments raise.
 
+    With `local`, an object that another process replaces or removes may still be found here, as this machine's copy
+    stays. What this store itself has replaced or removed is not found again.
+
     Examples
     --------
     >>> import tempfile

@@ -153,17 +153,15 @@ class Folder:
         """Return whether an object of this size begins with a header, which zeros after a power cut do not."""
         try:
             descriptor = self._opened(key)
+            try:
+                return (
+                    os.fstat(descriptor).st_size == nbytes
+                    and os.pread(descriptor, len(header), 0) == header
+                )
+            finally:
+                os.close(descriptor)
         except OSError:
             return False
-        try:
-            return (
-                os.fstat(descriptor).st_size == nbytes
-                and os.pread(descriptor, len(header), 0) == header
-            )
-        except OSError:
-            return False
-        finally:
-            os.close(descriptor)
 
     def write(self, key: str, pieces: Sequence[Any], age: float) -> None:
         """Create or replace an object atomically; it counts as used `age` seconds ago.

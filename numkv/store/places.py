@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,8 +23,15 @@ from numkv.store.requests import Requests, begins
 _MOST_WAITING = 64 << 20
 
 
+class _Source:
+    """A read or a write of objects from whose bytes copies are made."""
+
+
 class Fronted:
     """A place behind a folder.
+
+    A copy that this process makes is never older than its newest write of the key. A copy that another process makes
+    may be, as processes do not tell each other what they replace.
 
     Parameters
     ----------
@@ -39,7 +47,7 @@ class Fronted:
         self._near, self._far, self._bound = near, far, Bound(near, most)
         self.few, self.attempts, self.writers = far.few, far.attempts, far.writers
         # Of all but copies the network decides alone.
-        self.holds, self.entries, self.alone, self.end = far.holds, far.entries, far.alone, far.end
+        self.entries, self.alone, self.end = far.entries, far.alone, far.end
         #: Called with errors, and when the place stops or begins to answer; see `RemoteFolder`.
         self.report: Callable[[str, Exception], None] = lambda asked, error: None
         self.changed: Callable[[Exception | None], None] = lambda error: None
@@ -55,6 +63,9 @@ class Fronted:
 
     def _begin(self) -> None:
         self._lock, self._waiting = threading.Lock(), 0  # bytes that are to be copied
+        # For each key what its copy may be made from, while that runs or its copy waits.
+        self._sources: weakref.WeakValueDictionary[str, _Source] = weakref.WeakValueDictionary()
+        self._changing = threading.Lock()  # held while copies are made and deleted
 
     @property
     def answers(self) -> bool:
@@ -73,7 +84,6 @@ class Fronted:
 
     def read(self, jobs: Jobs) -> list[Exception | None]:
         """Read objects, and return the error of each."""
-        errors: list[Exception | None] = [None] * len(jobs.keys)
         sizes = self._near.sizes(jobs.keys)
         here = [i for i, size in enumerate(sizes) if size == jobs.nbytes]
         others = [i for i, size in enumerate(sizes) if size != jobs.nbytes]
@@ -83,35 +93,50 @@ class Fronted:
             else:
                 self._near.delete_bad(jobs.keys[i])
                 others.append(i)
-        for i, error in zip(others, self._far.read(_Some(jobs, others, self._keep)), strict=True):
-            errors[i] = error
-        return errors
+        source = _Source()
+        for i in others:
+            self._sources.setdefault(jobs.keys[i], source)
+        far = _Some(jobs, others, functools.partial(self._keep, source))
+        errors = dict(zip(others, self._far.read(far), strict=True))
+        return [errors.get(i) for i in range(len(jobs.keys))]
 
     # -- writing
 
+    def holds(self, key: str, header: bytes, nbytes: int) -> bool:
+        """Return whether the network holds an object; another copy is deleted then."""
+        found = self._far.holds(key, header, nbytes)
+        if found and not self._near.holds(key, header, nbytes):
+            self._forget(key)
+        return found
+
     def write(self, key: str, pieces: Sequence[Any], age: float) -> None:
         """Write an object to the network, and queue a local copy."""
+        source = self._sources[key] = _Source()
         self._far.write(key, pieces, age)
-        self._keep(key, pieces)
+        if self._forget(key) is source:  # else another write has begun, and either may be the last
+            self._sources[key] = source
+            self._keep(source, key, pieces)
 
     def touch(self, key: str, age: float) -> None:
         """Record that an object was used `age` seconds ago."""
         self._near.touch(key, age)
         self._far.touch(key, age)
 
-    def _keep(self, key: str, pieces: Sequence[Any]) -> None:
+    def _keep(self, source: _Source, key: str, pieces: Sequence[Any]) -> None:
         """Queue a local copy, unless too many bytes wait."""
         data = b"".join(pieces)
         with self._lock:
             if self._waiting + len(data) > _MOST_WAITING:
                 return
             self._waiting += len(data)
-        self._copies.add([functools.partial(self._copy, key, data)])
+        self._copies.add([functools.partial(self._copy, source, key, data)])
 
-    def _copy(self, key: str, data: bytes) -> None:
+    def _copy(self, source: _Source, key: str, data: bytes) -> None:
         try:
             self._bound.make_room(len(data))
-            self._near.write(key, [data], 0.0)
+            with self._changing:
+                if self._sources.get(key) is source:
+                    self._near.write(key, [data], 0.0)
         except Exception as error:  # such as a full disk: no copy is made
             self.report("local write", error)
         finally:
@@ -121,15 +146,21 @@ class Fronted:
     # -- contents of the network
 
     def delete(self, entries: Sequence[Entry]) -> list[bool]:
-        """Delete objects that processes share, and copies of them."""
+        """Delete objects that processes share, then copies of them."""
+        gone = self._far.delete(entries)
         for entry in entries:
-            self._near.delete_bad(entry.key)
-        return self._far.delete(entries)
+            self._forget(entry.key)
+        return gone
 
     def delete_bad(self, key: str) -> bool:
-        """Delete an invalid object and its copy."""
-        self._near.delete_bad(key)
-        return self._far.delete_bad(key)
+        """Delete an invalid object, then its copy."""
+        return self.delete([Entry(key, 0, float("inf"))])[0]
+
+    def _forget(self, key: str) -> _Source | None:
+        """Delete a copy, and make none from what runs; return what the next copy would have been made from."""
+        with self._changing:
+            self._near.delete_bad(key)
+            return self._sources.pop(key, None)
 
 
 class _Some:
@@ -155,12 +186,7 @@ Place = Folder | RemoteFolder | Fronted
 
 
 def place_of(
-    place: Any,
-    durable: Any,
-    file_system: Any,
-    timeout: Any,
-    local: Any = None,
-    local_nbytes: Any = None,
+    place: Any, durable: Any, file_system: Any, timeout: Any, local: Any, local_nbytes: Any
 ) -> Place:
     """Return the place of a path, a URL, or a path within a file system of fsspec; see `numkv.store.PrefixStore`."""
     found = _shared(_path("place", place), durable, file_system, check_timeout(timeout))

@@ -256,3 +256,107 @@ def test_a_forked_child_asks_by_threads_of_its_own():
         os._exit(0 if good else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert all(store.exists(keys))
+
+
+@pytest.fixture(params=["folder", "network"])
+def fronted(request, tmp_path):
+    """Makes stores over one place, with local copies or without."""
+    network = None if request.param == "folder" else Network()
+    place = "x" if network else tmp_path / "far"
+    return lambda local=None: over(
+        place, file_system=network, timeout=60.0, local=local and tmp_path / local
+    )
+
+
+def copied(store):
+    """Wait until no copy is to be made."""
+    until = time.monotonic() + 20
+    while store._place._waiting:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def holding(monkeypatch, owner, name):
+    """Let a method wait; returns two events: that it waits, and that it may go on."""
+    waits, goes_on, method = threading.Event(), threading.Event(), getattr(owner, name)
+
+    def slow(*args):
+        waits.set()
+        assert goes_on.wait(20)
+        return method(*args)
+
+    monkeypatch.setattr(owner, name, slow)
+    return waits, goes_on
+
+
+@pytest.mark.parametrize("why", ["too many bytes wait", "a full disk", "another process"])
+def test_a_replaced_object_leaves_no_old_copy(fronted, monkeypatch, why):
+    store, other = fronted("near"), fronted()
+    assert store.put(["a"], [b"old"]) == [True]
+    copied(store)
+    if why == "too many bytes wait":
+        monkeypatch.setattr("numkv.store.places._MOST_WAITING", 0)
+    elif why == "a full disk":
+        monkeypatch.setattr(store._place._near, "write", lambda *_: 1 / 0)
+    else:
+        assert other.put(["a"], [b"new"]) == [True]
+    assert store.put(["a"], [b"new"]) == [True]
+    copied(store)
+    assert store.get(["a"]) == other.get(["a"]) == [b"new"]
+
+
+@pytest.mark.parametrize("change", ["replaced", "removed", "cleared"])
+def test_a_copy_that_waits_is_not_made_from_old_bytes(fronted, monkeypatch, change):
+    store = fronted("near")
+    waits, goes_on = holding(monkeypatch, store._place._bound, "make_room")
+    assert store.put(["a"], [b"old"]) == [True]
+    assert waits.wait(20)
+    if change == "replaced":
+        monkeypatch.setattr("numkv.store.places._MOST_WAITING", 0)
+        assert store.put(["a"], [b"new"]) == [True]
+    elif change == "removed":
+        assert store.remove(["a"]) == [True]
+    else:
+        store.clear()
+    goes_on.set()
+    copied(store)
+    assert store.get(["a"]) == [b"new" if change == "replaced" else None]
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_read_that_began_before_a_change_leaves_no_copy(fronted, monkeypatch, is_removed):
+    store = fronted("near")
+    assert fronted().put(["a"], [b"old"]) == [True]
+    waits, goes_on = holding(monkeypatch, store._place, "_keep")
+    reader = threading.Thread(target=store.get, args=(["a"],))
+    reader.start()
+    assert waits.wait(20)
+    monkeypatch.undo()
+    with monkeypatch.context() as patch:  # its own copy would replace the old one
+        patch.setattr("numkv.store.places._MOST_WAITING", 0)
+        assert store.remove(["a"]) if is_removed else store.put(["a"], [b"new"])
+    goes_on.set()
+    reader.join()
+    copied(store)
+    assert store.get(["a"]) == [None if is_removed else b"new"]
+
+
+def test_writes_at_the_same_time_leave_the_copy_that_others_have(fronted, monkeypatch):
+    """The place may have another order of them than this process."""
+    store, done = fronted("near"), threading.Barrier(2)
+    write = store._place._far.write
+
+    def at_once(*args):
+        write(*args)
+        done.wait(20)
+
+    monkeypatch.setattr(store._place._far, "write", at_once)
+    for i in range(20):
+        values = [b"%d" % i, b"-%d" % i]
+        threads = [threading.Thread(target=store.put, args=(["a"], [x])) for x in values]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        copied(store)
+        assert store.get(["a"]) == fronted().get(["a"])
