@@ -265,7 +265,8 @@ class BlockStore:
         """Delete all objects of this mark."""
         try:
             own = f"{self._empty.folder}/"
-            mine = [entry for entry in self._place.entries() if entry.key.startswith(own)]
+            found = [x for place in (self._place, *self._place.copies) for x in place.entries()]
+            mine = {entry.key: entry for entry in found if entry.key.startswith(own)}.values()
         except Exception as error:
             self._note_error("list", error)
         else:

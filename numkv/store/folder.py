@@ -78,6 +78,8 @@ class Folder:
     attempts = 1
     #: Objects that one thread handles as fast as several.
     few = _FEW
+    #: Folders of copies.
+    copies: Sequence[Any] = ()
 
     def __init__(self, root: str, durable: bool) -> None:
         self.root, self._durable = root, durable

@@ -48,6 +48,7 @@ class Fronted:
         self.few, self.attempts, self.writers = far.few, far.attempts, far.writers
         # Of all but copies the network decides alone.
         self.entries, self.alone, self.end = far.entries, far.alone, far.end
+        self.copies = [near]
         #: Called with errors, and when the place stops or begins to answer; see `RemoteFolder`.
         self.report: Callable[[str, Exception], None] = lambda asked, error: None
         self.changed: Callable[[Exception | None], None] = lambda error: None

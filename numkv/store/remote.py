@@ -71,6 +71,8 @@ class RemoteFolder:
     #: Retries on a network may succeed a moment later.
     attempts = 4
     few = 1
+    #: Folders of copies.
+    copies: Sequence[Any] = ()
 
     def __init__(self, file_system: Any, root: str, patience: float | None) -> None:
         self._fs, self.root, self._patience = file_system, root.rstrip("/"), patience

@@ -341,6 +341,15 @@ def test_a_read_that_began_before_a_change_leaves_no_copy(fronted, monkeypatch, 
     assert store.get(["a"]) == [None if is_removed else b"new"]
 
 
+def test_clear_deletes_copies_of_objects_that_are_gone(fronted):
+    store = fronted("near")
+    assert store.put(["a"], [b"1"]) == [True]
+    copied(store)
+    assert fronted().remove(["a"]) == [True]
+    store.clear()
+    assert store.exists(["a"]) == [False]
+
+
 def test_writes_at_the_same_time_leave_the_copy_that_others_have(fronted, monkeypatch):
     """The place may have another order of them than this process."""
     store, done = fronted("near"), threading.Barrier(2)
