@@ -210,9 +210,14 @@ class BlockStore:
         header = self._empty.layout.header
         sizes = self._place.sizes([self._empty.key(name) for name in self._names(keys)])
         chosen = [i for i, size in enumerate(sizes) if size is not None and size >= header]
-        made = {i: bytearray((sizes[i] or 0) - header) for i in chosen}
-        good = self.get_into([keys[i] for i in chosen], list(made.values()))
-        there = dict(zip(chosen, good, strict=True))
+        made: dict[int, bytearray] = {}
+        for i in chosen:
+            try:
+                made[i] = bytearray((sizes[i] or 0) - header)
+            except (MemoryError, OverflowError) as error:  # perhaps of a damaged file
+                self._note_error("read", error)
+        good = self.get_into([keys[i] for i in made], list(made.values()))
+        there = dict(zip(made, good, strict=True))
         return [made[i] if there.get(i) else None for i in range(len(keys))]
 
     def put(self, keys: Sequence[str | bytes], buffers: Sequence[Any]) -> list[bool]:

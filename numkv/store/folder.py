@@ -101,12 +101,10 @@ class Folder:
 
     def sizes(self, keys: Sequence[str]) -> list[int | None]:
         """Return the bytes of objects; None for a missing one."""
-        found: list[int | None] = []
-        for key in keys:
-            try:
-                found.append(os.stat(self._path(key)).st_size)
-            except OSError:
-                found.append(None)
+        found: list[int | None] = [None] * len(keys)
+        for i, key in enumerate(keys):
+            with contextlib.suppress(OSError):
+                found[i] = os.stat(self._path(key)).st_size
         return found
 
     def read(self, jobs: Jobs) -> list[Exception | None]:

@@ -64,9 +64,9 @@ class Fronted:
 
     def _begin(self) -> None:
         self._lock, self._waiting = threading.Lock(), 0  # bytes that are to be copied
+        self._changing = threading.Lock()  # held while copies are made and deleted
         # For each key what its copy may be made from, while that runs or its copy waits.
         self._sources: weakref.WeakValueDictionary[str, _Source] = weakref.WeakValueDictionary()
-        self._changing = threading.Lock()  # held while copies are made and deleted
 
     @property
     def answers(self) -> bool:

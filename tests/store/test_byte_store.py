@@ -108,6 +108,16 @@ def test_every_flipped_bit_is_a_miss(tmp_path):
     assert store.stats().damaged == len(whole)
 
 
+def test_a_file_that_is_longer_than_memory_is_a_miss(tmp_path):
+    store = over(tmp_path)
+    store.put(["a", "b"], [b"content", b"other"])
+    os.truncate(tmp_path / store._empty.key(store._names(["a"])[0]), 1 << 43)  # without blocks
+    assert store.get(["a", "b"]) == [None, b"other"]
+    assert store.stats().errors == {"read: MemoryError": 1}
+    assert store.put(["a"], [b"content"]) == [True]
+    assert store.get(["a"]) == [b"content"]
+
+
 def test_objects_of_one_key_in_the_place_of_another(tmp_path):
     store = over(tmp_path)
     store.put(["a"], [b"of a"])
