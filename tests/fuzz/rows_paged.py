@@ -271,6 +271,8 @@ SPEC = {
 }
 
 
+Q_HEADS_OF_EACH = BIND["num_q_heads"]._replace(family="int or ints")
+
 Paged.rows = [
     _row("add", {"tokens": TOKENS, "extra": EXTRA}, 2),
     _row(
@@ -314,7 +316,7 @@ Paged.rows = [
     _row("unpin", {"seq": SEQ}, 0.4),
     _row("length", {"seq": SEQ}, 0.4),
     _row("cached_len", {"seq": SEQ}, 0.4),
-    _row("bind", BIND, 0.3)._replace(call=constructed),
+    _row("bind", {**BIND, "num_q_heads": Q_HEADS_OF_EACH}, 0.3)._replace(call=constructed),
     _row("swap_out", {"seq": SEQ}, 0.5, _swapped_out),
     _row("swap_in", {"swapped": Arg("object", _swapped)}, 0.5),
     _row("set_scales", {"layer": LAYER, "k": SCALE, "v": SCALE}, 0.5),
