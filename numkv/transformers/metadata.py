@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -182,6 +182,10 @@ class BatchMetadata:
 
     def __deepcopy__(self, memo: Any) -> BatchMetadata:
         return self
+
+    def __reduce__(self) -> Any:
+        # Results of methods are computed again.
+        return BatchMetadata, tuple(getattr(self, x.name) for x in fields(self) if x.init)
 
     @property
     def batch(self) -> int:

@@ -159,6 +159,22 @@ def test_copies_go_their_own_way():
     assert torch.equal(*found)
 
 
+def test_a_copy_can_be_pickled_after_the_original_has_changed():
+    """Copies share metadata, which have results of the original's crops and orders by then."""
+    model, given = on_numkv("llama"), prompts([20, 9])
+    cache = NumkvCache(model.config, "int8")
+    logits_of(model, cache, given)
+    copies = [copy.deepcopy(cache) for _ in range(2)]
+    cache.crop(-2)
+    copies[0].reorder_cache(torch.tensor([1, 0]))
+    again = pickle.loads(pickle.dumps(copies[1]))
+    again.reorder_cache(torch.tensor([1, 0]))
+    mask = torch.cat([given["attention_mask"].flip(0), torch.ones(2, 1, dtype=torch.long)], 1)
+    token = {"input_ids": torch.full((2, 1), 5), "attention_mask": mask}
+    found = [logits_of(model, x, token) for x in (copies[0], again)]
+    assert torch.equal(*found)
+
+
 def test_what_is_in_it_is_said_and_drawn():
     """By `repr`, `numkv.show` and notebooks; blocks that sequences share are drawn so."""
     model, given = on_numkv("gemma3"), prompts([20, 9, 14])
