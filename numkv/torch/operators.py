@@ -6,12 +6,13 @@ Each function is an operator of the same name; what varies its results has a nam
 ``decode_attention``               returns the output
 ``decode_attention.lse``           returns the output and the lse
 ``decode_attention.out``           writes the output to `out`, returns nothing
+``decode_attention.lse_out``       writes the output to `out`, returns the lse
 =================================  =====================================================================
 
 and likewise ``prefill_attention``, ``paged_decode_attention`` and ``paged_prefill_attention``. ``append``,
-``paged_append`` and ``paged_write`` say in their schemas what they write. Each has a kernel for the CPU, one for CUDA
-and a fake one, which returns shapes and dtypes. None has a formula for gradients, and inputs that require them are
-refused.
+``paged_append`` and ``paged_write`` say in their schemas what they write; ``paged_write.out`` has a `q_out`. Each has
+a kernel for the CPU, one for CUDA and a fake one, which returns shapes and dtypes. None has a formula for gradients,
+and inputs that require them are refused.
 
 On CUDA all tensors are on one device, and kernels run on the stream that PyTorch has current there, whatever
 `numkv.on_stream` says: choose it by ``torch.cuda.stream``. Outputs are memory of PyTorch's, but for the lse, and for
@@ -97,6 +98,15 @@ def _define(
     torch.library.register_fake(f"numkv::{name}", fake, lib=_library)
 
 
+def _dropped(run: Callable[..., Any]) -> Callable[..., None]:
+    """A kernel without a result, which is in an argument."""
+
+    def call(*args: Any, **options: Any) -> None:
+        run(*args, **options)
+
+    return call
+
+
 def _no_gradients(**tensors: Any) -> None:
     """Refuse inputs whose gradients are being recorded, as the kernels do."""
     for name, x in tensors.items():
@@ -115,17 +125,18 @@ def _define_attention(name: str, inputs: tuple[str, ...]) -> None:
 
     convert = converter(inputs, keeps=False)
 
-    def run(*args: Any, **options: Any) -> Any:
+    def called(*args: Any, **options: Any) -> Any:
         arrays, named = convert(args, options)
-        return tensors_of(function(*arrays, **named))
+        return function(*arrays, **named)
+
+    def run(*args: Any, **options: Any) -> Any:
+        return tensors_of(called(*args, **options))
 
     def run_lse(*args: Any, **options: Any) -> Any:
-        arrays, named = convert(args, options)
-        return tensors_of(function(*arrays, return_lse=True, **named))
+        return run(*args, return_lse=True, **options)
 
-    def run_out(*args: Any, **options: Any) -> None:
-        arrays, named = convert(args, options)
-        function(*arrays, **named)
+    def run_lse_out(*args: Any, **options: Any) -> Any:
+        return tensors_of(called(*args, return_lse=True, **options)[1])
 
     def fake(*args: Any, v_scale: Any = None, **options: Any) -> Any:
         _no_gradients(**dict(zip(inputs, args, strict=True)))
@@ -134,19 +145,20 @@ def _define_attention(name: str, inputs: tuple[str, ...]) -> None:
 
     def run_cuda(*args: Any, **options: Any) -> Any:
         out = fake(*args, **options)  # a tensor like the real one: of these there is one
-        run_out(*args, out=out, **options)
+        called(*args, out=out, **options)
         return out
 
     def fake_lse(*args: Any, **options: Any) -> Any:
-        q = args[0]
-        return fake(*args, **options), q.new_empty(q.shape[:2], dtype=torch.float32)
+        return fake(*args, **options), args[0].new_empty(args[0].shape[:2], dtype=torch.float32)
 
-    def fake_out(*args: Any, **options: Any) -> None:
-        _no_gradients(**dict(zip(inputs, args, strict=True)))
+    def fake_lse_out(*args: Any, **options: Any) -> Any:
+        return fake_lse(*args, **options)[1]
 
+    with_out = f"({tensors}, *, {_OPTIONS}, Tensor(a!) out)"
     _define(name, f"({tensors}, *, {_OPTIONS}) -> Tensor", run, fake, run_cuda)
     _define(f"{name}.lse", f"({tensors}, *, {_OPTIONS}) -> (Tensor, Tensor)", run_lse, fake_lse)
-    _define(f"{name}.out", f"({tensors}, *, {_OPTIONS}, Tensor(a!) out) -> ()", run_out, fake_out)
+    _define(f"{name}.out", f"{with_out} -> ()", _dropped(called), _dropped(fake))
+    _define(f"{name}.lse_out", f"{with_out} -> Tensor", run_lse_out, fake_lse_out)
 
 
 def _fake_write(qkv: Any, k_pool: Any, *args: Any, num_q_heads: int, **options: Any) -> Any:
@@ -198,8 +210,11 @@ def _define_other(name: str, inputs: str, result: str) -> None:
         run(*args, q_out=out, **options)
         return out
 
-    on_cuda = write_cuda if name == "paged_write" else None
-    _define(name, f"({inputs}) -> {result}", run, _FAKES[name], on_cuda)
+    writes = name == "paged_write"
+    _define(name, f"({inputs}) -> {result}", run, _FAKES[name], write_cuda if writes else None)
+    if writes:
+        with_out = f"({inputs}, Tensor(e!) q_out) -> ()"
+        _define(f"{name}.out", with_out, _dropped(run), _dropped(_fake_write))
 
 
 for _name, _inputs in _ATTENTION.items():
@@ -243,12 +258,9 @@ def _attention_call(name: str, names: tuple[str, ...]) -> Callable[..., Any]:
         options["window_left"] = -1 if window_left is None else window_left
         inputs = tuple(_tensors(names, inputs))
         if out is None:
-            if return_lse:
-                return operator.lse(*inputs, **options)
-            return operator.default(*inputs, **options)
+            return (operator.lse if return_lse else operator.default)(*inputs, **options)
         if return_lse:
-            found, lse = operator.lse(*inputs, **options)
-            return out.copy_(found), lse
+            return out, operator.lse_out(*inputs, **options, out=out)
         operator.out(*inputs, **options, out=out)
         return out
 
@@ -257,17 +269,17 @@ def _attention_call(name: str, names: tuple[str, ...]) -> Callable[..., Any]:
 
 def _other_call(name: str, inputs_of: str) -> Callable[..., Any]:
     names = _positional(inputs_of)
-    operator = getattr(torch.ops.numkv, name).default
+    operator = getattr(torch.ops.numkv, name)
     defaults = {"logits_soft_cap": 0.0, "window_left": -1, "eps": 1e-6, "check_finite": True}
 
     def call(*inputs: Any, q_out: Any = None, validate: bool = False, **options: Any) -> Any:
-        for option, value in defaults.items():
-            if option in options and options[option] is None:
-                options[option] = value
+        options |= {x: value for x, value in defaults.items() if options.get(x, value) is None}
         if "qk_mode" in options:
             options["qk_mode"] = int(options["qk_mode"])
-        found = operator(*_tensors(names, inputs), **options)
-        return found if q_out is None else q_out.copy_(found)
+        if q_out is None:
+            return operator.default(*_tensors(names, inputs), **options)
+        operator.out(*_tensors(names, inputs), **options, q_out=q_out)
+        return q_out
 
     return call
 

@@ -34,10 +34,13 @@ def cases():
         yield getattr(OPS, name).default, args, {}
         yield getattr(OPS, name).lse, args, options
         yield getattr(OPS, name).out, args, {"out": torch.empty_like(q)}
+        yield getattr(OPS, name).lse_out, args, {**options, "out": torch.empty_like(q)}
     yield OPS.append.default, (new[:, :, None], new[:, :, None], k, v, torch.tensor([1, 2])), {}
     yield OPS.paged_append.default, (new, new, k, v, slots), {}
     qkv = torch.randn(2, 16 * 64, dtype=torch.bfloat16)
-    yield OPS.paged_write.default, (qkv, k, v, slots), {"num_q_heads": 8, "qk_mode": 0}
+    heads = {"num_q_heads": 8, "qk_mode": 0}
+    yield OPS.paged_write.default, (qkv, k, v, slots), heads
+    yield OPS.paged_write.out, (qkv, k, v, slots), {**heads, "q_out": torch.empty_like(q)}
     yield OPS.merge_states.default, (q, torch.zeros(2, 8), q * 2, torch.ones(2, 8)), {}
     yield OPS.attention_weights.default, (q, k, lens), {}
     codes, scale = torch.ones(2, 4, 32, 64, dtype=torch.int8), torch.ones(2, 4, 32)
@@ -78,7 +81,11 @@ def steps(q, k, v, new, slots, lens):
     merged, _ = on_tensors.merge_states(out, lse, other, lse)
     taken = torch.empty_like(q)
     on_tensors.decode_attention(q, k, v, lens, out=taken)
-    return out + 1, merged, taken
+    both = torch.empty_like(q)
+    found, lse = on_tensors.decode_attention(q, k, v, lens, out=both, return_lse=True)
+    qkv, split = torch.cat([q, new, new], 1).flatten(1), torch.empty_like(q)
+    on_tensors.paged_write(qkv, k, v, slots, num_q_heads=8, qk_mode=0, q_out=split)
+    return out + 1, merged, taken, found + both, lse, split
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # PyTorch's own, of its own
@@ -95,6 +102,29 @@ def test_compiled_in_one_graph(backend):
     assert all(map(torch.equal, found, wanted))
     assert all(map(torch.equal, *caches))
     assert not torch.equal(caches[0][0], k)  # rows were appended
+
+
+def test_a_compiled_call_refuses_outputs_as_a_plain_one_does():
+    q, k, v, lens = operands()
+    qkv, slots = torch.randn(2, 16 * 64, dtype=torch.bfloat16), torch.tensor([4, 63])
+
+    def attend(out):
+        return on_tensors.decode_attention(q, k, v, lens, out=out, return_lse=True)
+
+    def write(out):
+        return on_tensors.paged_write(qkv, k, v, slots, num_q_heads=8, qk_mode=0, q_out=out)
+
+    for call in (attend, write):
+        torch._dynamo.reset()
+        for run in (call, torch.compile(call, backend="eager")):
+            for out, error in (
+                (torch.zeros(2, 8, 64), numkv.UnsupportedDType),
+                (torch.zeros(3, 2, 8, 64).to(q), numkv.DimensionMismatch),
+                (torch.zeros(1, 8, 64).to(q), numkv.DimensionMismatch),
+            ):
+                with pytest.raises(error, match="out`: expected bfloat16"):
+                    run(out)
+                assert not out.any()
 
 
 def test_operators_refuse_gradients():
