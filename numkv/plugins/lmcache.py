@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,8 @@ from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
 from numkv.plugins.settings import store_of
+
+log = logging.getLogger("numkv.plugins")
 
 
 class NumkvBackend(StoragePluginInterface):  # type: ignore[misc]
@@ -110,7 +113,10 @@ class NumkvBackend(StoragePluginInterface):  # type: ignore[misc]
             _give_back([obj for _, obj in chosen])
         for (key, _), is_good in zip(chosen, good, strict=True):
             if done is not None and is_good:
-                done(key)
+                try:
+                    done(key)
+                except Exception:  # as in LMCache's own back ends: the chunk is there
+                    log.exception("the callback for chunk %s failed", key.to_string())
         return all(good)
 
     # -- in
@@ -149,8 +155,7 @@ class NumkvBackend(StoragePluginInterface):  # type: ignore[misc]
         dtypes = [getattr(torch, name) for name in facts["dtypes"]]
         obj = self.local_cpu_backend.allocate(shapes, dtypes, MemoryFormat(facts["format"]))
         if obj is not None:
-            into = memoryview(obj.byte_array).cast("B")
-            into[:] = data[end:]
+            memoryview(obj.byte_array).cast("B")[:] = data[end:]
         return obj
 
     # -- the rest

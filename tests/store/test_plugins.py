@@ -171,6 +171,24 @@ def test_chunks_go_out_and_come_back(backend):
     first.close(), second.close()
 
 
+def test_a_callback_that_fails_is_logged_and_others_follow(backend, caplog):
+    made, keys, told = backend(), [Key("a"), Key("b")], []
+
+    def done(key):
+        told.append(key)
+        raise ValueError("no")
+
+    objs = [chunk(0), chunk(1)]
+    (future,) = made.batched_submit_put_task(keys, objs, on_complete_callback=done)
+    assert future.result(60)
+    assert told == keys
+    assert "model@1@0@a@bfloat16" in caplog.text
+    assert "ValueError: no" in caplog.text
+    asyncio.run(made.async_batched_submit_put_task(keys, objs, None, done))
+    assert told == keys * 2
+    made.close()
+
+
 def test_the_same_for_who_awaits(backend):
     made, keys = backend(), [Key(str(i)) for i in range(4)]
 
