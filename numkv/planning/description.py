@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import bisect
+import functools
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -192,10 +194,15 @@ class ModelNeeds:
         """Return the rows of all layers."""
         return tuple(rows for layer in self.layers for rows in layer.rows)
 
+    @functools.cached_property
+    def _times(self) -> Counter[Rows]:
+        """How often each of the rows occurs: models of many layers have few different ones."""
+        return Counter(self.rows)
+
     @property
     def windows_full_at(self) -> int:
         """Return the sequence length at which the last window is full; 0 without windows."""
-        return max((rows.limit or 0 for rows in self.rows), default=0)
+        return max((rows.limit or 0 for rows in self._times), default=0)
 
     def state_bytes(self) -> int:
         """Return the bytes of the states of one sequence.
@@ -226,7 +233,7 @@ class ModelNeeds:
         tokens = check_size("tokens", tokens)
         growing = (
             rows
-            for rows in self.rows
+            for rows in self._times
             if not rows.of_source and (rows.limit is None or tokens < rows.limit)
         )
         return self._sum(growing, k_kind, v_kind, lambda rows: 1)
@@ -243,7 +250,7 @@ class ModelNeeds:
         -------
         int
         """
-        return self._sum((r for r in self.rows if r.of_source), k_kind, v_kind, lambda rows: 1)
+        return self._sum((r for r in self._times if r.of_source), k_kind, v_kind, lambda rows: 1)
 
     def sequence_bytes(
         self,
@@ -298,10 +305,11 @@ class ModelNeeds:
             if block_size is None:
                 raise ValueError("`key_bounds`: expected False without `block_size`, got True")
             kept = (
-                r.bounds_bytes() * (r.kept(tokens, block_size) // block_size) for r in self.rows
+                r.bounds_bytes() * (r.kept(tokens, block_size) // block_size) * times
+                for r, times in self._times.items()
             )
             bounds = sum(kept)
-        return self.state_bytes() + self._sum(self.rows, k_kind, v_kind, count) + bounds
+        return self.state_bytes() + self._sum(self._times, k_kind, v_kind, count) + bounds
 
     def tokens_in(
         self,
@@ -335,7 +343,7 @@ class ModelNeeds:
             )  # fmt: skip
 
         high = max(1, self.windows_full_at + (block_size or 0))
-        grows = any(rows.limit is None and not rows.of_source for rows in self.rows)
+        grows = any(rows.limit is None and not rows.of_source for rows in self._times)
         if not grows and cost(high) <= memory:
             return None
         while cost(high) <= memory:
@@ -349,10 +357,10 @@ class ModelNeeds:
         v_kind: str | Kind | None,
         count: Callable[[Rows], int],
     ) -> int:
-        """Return the bytes of rows, each multiplied by its `count`."""
+        """Return the bytes of different rows, each multiplied by its `count` and by how often it occurs."""
         k, v = kinds_of(k_kind, None, v_kind, by_channel=True)
         shared: dict[int, int] = {}  # by the number of tokens that share a row
         for one in rows:
-            cost = one.row_bytes(k, v) * count(one)
+            cost = one.row_bytes(k, v) * count(one) * self._times[one]
             shared[one.tokens_per_row] = shared.get(one.tokens_per_row, 0) + cost
         return sum(-(-cost // tokens) for tokens, cost in shared.items())

@@ -113,6 +113,24 @@ def test_tokens_in_is_the_most_that_fit():
             assert needs.sequence_bytes(n + 1, "bf16", block_size=size) > memory
 
 
+def test_equal_layers_are_counted_together(monkeypatch):
+    """A plan of many layers computes the bytes of a row as often as one of a single layer."""
+    calls, row_bytes = [], Rows.row_bytes
+    monkeypatch.setattr(Rows, "row_bytes", lambda *args: (calls.append(0), row_bytes(*args))[1])
+    one, limited = (Rows("keys and values", 2, 8, 8, limit) for limit in (None, 16))
+    few, many = (
+        ModelNeeds("", (LayerNeeds("a", (one,)), LayerNeeds("b", (limited, limited))) * n)
+        for n in (1, 500)
+    )
+    counted = [few.sequence_bytes(20, "int8"), few.bytes_per_token("int8", tokens=16)]
+    once = len(calls)
+    assert [many.sequence_bytes(20, "int8"), many.bytes_per_token("int8", tokens=16)] == [
+        500 * n for n in counted
+    ]
+    assert len(calls) == 2 * once
+    assert many.tokens_in(500 * counted[0], "int8") == few.tokens_in(counted[0], "int8") == 20
+
+
 def test_models_that_never_grow():
     needs = needs_of({"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 64})
     assert needs.bytes_per_token("bf16") == 0
