@@ -350,6 +350,19 @@ def test_lookups_of_layers_that_are_not_alike(tmp_path):
     assert looked.cached_len(looked.add(text, lookup=found)) == want
 
 
+def test_a_lookup_that_fails_says_so(tmp_path, monkeypatch):
+    of = cache(store_in(tmp_path))
+
+    def fail(*args):
+        raise MemoryError
+
+    monkeypatch.setattr(of._store.tiers, "look_up", fail)
+    found = of.lookup(LONG)
+    assert isinstance(found.future.exception(60), MemoryError)
+    assert repr(found) == "<PrefixLookup: failed with MemoryError>"
+    assert of.cached_len(of.add(LONG, lookup=found)) == 0
+
+
 def test_lookups_that_are_refused(tmp_path):
     with pytest.raises(numkv.NotSupported, match="lookup: expected a cache with a store"):
         cache(None).lookup(LONG)

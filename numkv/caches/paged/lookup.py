@@ -92,6 +92,9 @@ class PrefixLookup:
     def __repr__(self) -> str:
         if not self.future.done():
             return "<PrefixLookup: under way>"
+        error = self.future.exception()
+        if error is not None:
+            return f"<PrefixLookup: failed with {type(error).__name__}>"
         return f"<PrefixLookup: {self.future.result()} tokens>"
 
     @property
