@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import os
 import threading
 import time
 
@@ -361,6 +362,50 @@ def test_a_lookup_that_fails_says_so(tmp_path, monkeypatch):
     assert isinstance(found.future.exception(60), MemoryError)
     assert repr(found) == "<PrefixLookup: failed with MemoryError>"
     assert of.cached_len(of.add(LONG, lookup=found)) == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("is_done", [False, True])
+def test_a_lookup_in_a_forked_child_owes_nothing_and_ends(made, is_done):
+    """The child's host tier begins empty, and the thread that reads is the parent's."""
+    network = filled(made)
+    of = cache(made(network, timeout=None), num_blocks=400)
+    cat, begun = network.cat_file, threading.Event()
+
+    def slow(*args, **options):
+        begun.set()
+        network._speak.wait(60)
+        return cat(*args, **options)
+
+    if is_done:
+        network.speak()
+    network.cat_file = slow
+    found = of.lookup(LONG)
+    assert begun.wait(60)
+    if is_done:
+        assert found.future.result(60) == 512
+    lent = of.store.stats().host_nbytes
+    assert lent > 0
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            assert found.future.result(60) == 512 * is_done
+            assert found.ready
+            assert of.cached_len(of.add(LONG, lookup=found)) == 512 * is_done
+            before = of.store.stats().host_nbytes
+            found.close()
+            assert of.store.stats().host_nbytes == before == 0
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert of.store.stats().host_nbytes == lent
+    network.speak()
+    assert found.future.result(60) == 512
+    found.close()
+    assert of.store.stats().host_nbytes == 0
 
 
 def test_lookups_that_are_refused(tmp_path):

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from numkv.interrupts import uninterrupted
 from numkv.store.engine import IN_HOST, IN_STORE, NOWHERE, Engine
 from numkv.store.objects import Section
+from numkv.store.requests import begins
 
 Bytes = NDArray[np.uint8]
 
@@ -29,12 +30,19 @@ class Contents:
 
     #: Where blocks count as found that come from here.
     tier = IN_STORE
+    #: Tokens of the prefix, once its search has ended.
+    num_tokens = 0
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._of: dict[tuple[str, bytes], Bytes] = {}
         self._lent = [0]
+        begins(self._begin)
         self.give_back = weakref.finalize(self, _give_back, engine, self._lent)
+
+    def _begin(self) -> None:
+        """Owe a forked child's host tier nothing, which begins empty."""
+        self._lent[0] = 0
 
     def take_room(self, nbytes: int) -> bool:
         """Have room in the host tier, if it has so much."""
@@ -84,10 +92,16 @@ class PrefixLookup:
     @uninterrupted
     def __init__(self, contents: Contents, bring: Any) -> None:
         self._contents = contents
+        begins(self._begin)
         self.future: Future[int] = Future()
         self.future.set_running_or_notify_cancel()
         args = bring, contents, self.future
         threading.Thread(target=_run, args=args, name="numkv lookup", daemon=True).start()
+
+    def _begin(self) -> None:
+        """In a forked child, which lacks the thread, end with what was read; the old future's lock may be taken."""
+        self.future = Future()
+        self.future.set_result(self._contents.num_tokens)
 
     def __repr__(self) -> str:
         if not self.future.done():
@@ -126,6 +140,7 @@ def contents_of(lookup: Any) -> Contents | None:
 def _run(bring: Any, contents: Contents, future: Future[int]) -> None:
     """Read a prefix; errors make the prefix shorter, and have been counted."""
     try:
-        future.set_result(bring(contents))
+        contents.num_tokens = bring(contents)
+        future.set_result(contents.num_tokens)
     except BaseException as error:
         future.set_exception(error)
