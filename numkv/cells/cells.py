@@ -412,10 +412,12 @@ class Cells:
         """
         owned = self.owned(sequence)
         positions = self.positions[owned]
-        evicted = 0
-        if self.memory is not None:
-            evicted = int(np.searchsorted(keep, positions[0])) if len(positions) else len(keep)
-        missing = keep[evicted:][~np.isin(keep[evicted:], positions)]
+        missing = keep[~np.isin(keep, positions)]
+        if (
+            self.memory is not None
+        ):  # what a window has evicted lies before its tokens, which follow the sinks
+            behind = positions[self.before(owned, self.num_sinks) :]
+            missing = missing[missing >= (behind[0] if len(behind) else np.inf)]
         if len(missing):
             raise IndexError(
                 f"`keep`: expected positions that sequence {sequence} holds, got {missing[0]}; see "

@@ -168,6 +168,27 @@ def test_positions_within_the_cache_by_a_shift():
     assert found == {tuple(np.round(np.asarray(x, F32).reshape(-1), 4)) for x in want}
 
 
+def test_compaction_counts_what_the_window_has_evicted():
+    """Positions agree with those of a cache beside it without a window; what was never there is an error."""
+    angles = np.arange(32)[:, None] * np.array([1.0, 0.3, 0.1, 0.01])
+    cos, sin = (f(angles).astype(F32) for f in (np.cos, np.sin))
+    cache, plain = make(shift=numkv.rope_shift(cos, sin)), Plain()
+    for positions in (range(6), range(6, 12), [12]):
+        step(cache, plain, list(positions), [0] * len(positions))
+    assert cache.positions(0).tolist() == [0, 1, 2, *range(7, 13)]
+    for keep in ([0, 13], [0, 2, 5, 20]):
+        with pytest.raises(IndexError, match=f"got {keep[-1]}"):
+            cache.compact(0, keep)
+    cache.compact(0, [0, 2, 5, 6, 8, 12])
+    assert cache.positions(0).tolist() == [0, 1, 4, 5]
+    cache.copy_prefix(0, 1, 3)
+    cache.compact(1, [0, 1, 2])
+    assert cache.positions(1).tolist() == [0, 1]
+    cache.compact(0, [0, 1, 2, 4, 5])  # position 2 has been 5, which is no sink
+    assert cache.positions(0).tolist() == [0, 1, 3, 4]
+    cache.check()
+
+
 def test_copies_pickles_and_files(tmp_path):
     cache, plain = make("cpu", "int8"), Plain(kind="int8")
     step(cache, plain, list(range(8)), [0] * 8)
