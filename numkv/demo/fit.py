@@ -185,6 +185,14 @@ def fit(
     """
     layers = judge.layers
     tried = pairs() if tried is None else tried
+    # Equal rotation in all layers, as in a `PagedKVCache`.
+    alternatives = [[pair for pair in tried if pair.rotate == rotate] for rotate in (False, True)]
+    alternatives = [of for of in alternatives if least_bytes(layers, of) <= budget]
+    if not alternatives:
+        raise ValueError(
+            f"budget: expected at least {least_bytes(layers, tried)} bytes a token, which the smallest kinds take, got "
+            f"{budget}"
+        )
     sides = sorted(
         {(side, pair.rotate) for pair in tried for side in ((pair.kind, ""), ("", pair.v_kind))}
     )
@@ -210,16 +218,10 @@ def fit(
         }
         costs.append(summed)
         report(i, summed)
-    fitting: list[list[Pair]] = []
-    for rotate in (False, True):  # equal in all layers, as in a `PagedKVCache`
-        of_layers = [{pair: x for pair, x in of.items() if pair.rotate == rotate} for of in costs]
-        if least_bytes(layers, of_layers) <= budget:
-            fitting.append(choose(layers, of_layers, budget))
-    if not fitting:
-        least = least_bytes(layers, costs)
-        raise ValueError(
-            f"budget: expected at least {least} bytes a token, which the smallest kinds take, got {budget}"
-        )
+    fitting = [
+        choose(layers, [{pair: cost[pair] for pair in of} for cost in costs], budget)
+        for of in alternatives
+    ]
     alike = [pair for pair in tried if pair.is_even]
     everywhere = [[pair.spec(layer) for layer in layers] for pair in alike]
     of_uniform = measure(everywhere, False)
@@ -241,11 +243,11 @@ def fit(
     return Fit(chosen, best, tuple(costs), spreads, uniform, budget)
 
 
-def least_bytes(layers: Layers, costs: Sequence[dict[Pair, float]]) -> int:
-    """Return the bytes of a token with the smallest kinds of each layer."""
+def least_bytes(layers: Layers, tried: Sequence[Pair]) -> int:
+    """Return the bytes of a token with the smallest of some kinds in each layer."""
     return sum(
-        min((Profile([pair.spec(layer)]).bytes_per_token for pair in of), default=2**62)
-        for layer, of in zip(layers, costs, strict=True)
+        min((Profile([pair.spec(layer)]).bytes_per_token for pair in tried), default=2**62)
+        for layer in layers
     )
 
 
