@@ -413,9 +413,8 @@ class Cells:
         owned = self.owned(sequence)
         positions = self.positions[owned]
         missing = keep[~np.isin(keep, positions)]
-        if (
-            self.memory is not None
-        ):  # what a window has evicted lies before its tokens, which follow the sinks
+        if self.memory is not None:
+            # What a window has evicted lies before its tokens, which follow the sinks.
             behind = positions[self.before(owned, self.num_sinks) :]
             missing = missing[missing >= (behind[0] if len(behind) else np.inf)]
         if len(missing):
