@@ -106,15 +106,9 @@ class PrefixLookup:
     def __repr__(self) -> str:
         if not self.future.done():
             return "<PrefixLookup: under way>"
-        error = self.future.exception()
-        if error is not None:
+        if error := self.future.exception():
             return f"<PrefixLookup: failed with {type(error).__name__}>"
         return f"<PrefixLookup: {self.future.result()} tokens>"
-
-    @property
-    def contents(self) -> Contents:
-        """Return the blocks so far, for `PagedKVCache.add`."""
-        return self._contents
 
     @property
     def ready(self) -> bool:
@@ -134,7 +128,7 @@ def contents_of(lookup: Any) -> Contents | None:
         raise TypeError(
             f"`lookup`: expected what PagedKVCache.lookup returned or None, got {type(lookup).__name__}"
         )
-    return lookup.contents
+    return lookup._contents
 
 
 def _run(bring: Any, contents: Contents, future: Future[int]) -> None:
