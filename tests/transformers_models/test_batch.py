@@ -638,6 +638,16 @@ def test_a_text_may_fill_the_models_positions(family):
         assert len(batch.submit([3] * 512, 1).result()) == 1
 
 
+@pytest.mark.parametrize(("blocks", "length"), [(6, 120), (6, 150)])
+def test_a_text_alone_is_read_in_smaller_pieces_where_windows_need_it(blocks, length):
+    """Layers with windows store all of a piece of a prompt until its pass ends, and little of it then."""
+    model = make("gemma3")
+    prompt = texts(1, longest=130)[0] + [7] * 100
+    with batch_of(model, blocks=blocks, tokens_per_pass=64) as batch:
+        assert batch.submit(prompt[:length], NEW).result() == generated(model, prompt[:length])
+        nothing_is_left(batch)
+
+
 def test_what_is_refused_at_submit():
     model = make("llama")
     with batch_of(model, blocks=6) as batch:
