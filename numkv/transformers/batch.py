@@ -563,10 +563,11 @@ class ContinuousBatch:
             except CacheFull as error:
                 self._roll_back()
                 newest = list(self._running)[-1]
-                if len(self._running) == 1 and parts[0].tokens > 1:  # windows keep less of a part
+                is_alone = len(self._running) == 1
+                if is_alone and parts[0].tokens > 1:  # windows keep less of a part
                     parts = [parts[0]._replace(tokens=parts[0].tokens // 2)]
                     continue
-                if len(self._running) == 1:
+                if is_alone:
                     self._end(newest, "error", events, error)
                 else:
                     with signals_deferred:
