@@ -3,11 +3,11 @@
 NumPy lets a process choose where the memory of its arrays comes from (NEP 49). `install` gives it an allocator that
 puts every array into pages of its own, alternately against the page after it and against the one before it; both of
 them can be neither read nor written. So it is with the arrays that a caller passes, with the buffers of caches, with
-outputs and with scratch: all of them are NumPy arrays. New memory, and what has been given back, is filled with bytes
-of 255: NaN in every float kind, -1 or the largest code in integers.
+outputs and with scratch: all of them are NumPy arrays. Arrays that compiled code makes for itself end with a page, too:
+Numba's runtime finds its allocator by a symbol, which is given to another one. New memory, and what NumPy has given
+back, is filled with bytes of 255: NaN in every float kind, -1 or the largest code in integers.
 
-Not seen: arrays that compiled code makes for itself, whose memory is Numba's own; and a read within the 15 bytes that
-an array of 1-byte elements may keep from the end of its page, where its length is odd.
+Not seen: what lies on the stack of compiled code.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import resource
 import sys
 from pathlib import Path
 
+import llvmlite.binding as llvm
 import numpy as np
-from numba import carray, cfunc, types
+from numba import carray, cfunc, njit, types
 
 __all__ = ["install", "limit"]
 
@@ -51,7 +52,57 @@ _memset = _function("memset", _word, _word, _int, _word)
 _memcpy = _function("memcpy", _word, _word, _word, _word)
 
 NOTHING, READ_WRITE = 0, 3
+#: Bytes of Numba's ``MemInfo``.
+MEM_INFO = 48
 PRIVATE_ANONYMOUS_NORESERVE = 0x4022
+
+
+def _address_to_pointer():
+    """An intrinsic that makes a pointer to 64-bit integers of an address."""
+    from numba.core import types as t
+    from numba.extending import intrinsic
+
+    @intrinsic
+    def as_pointer(typing_context, address):
+        result = t.CPointer(t.int64)
+
+        def generate(context, builder, signature, arguments):
+            return builder.inttoptr(arguments[0], context.get_value_type(result))
+
+        return result(address), generate
+
+    return as_pointer
+
+
+address_to_pointer = _address_to_pointer()
+
+
+@njit
+def open_pages(size):
+    """Map pages for so many bytes between closed ones; returns the first's address and how many there are, or zeros."""
+    # Before them are a page that says how many there are, and a closed one.
+    pages = (size + PAGE - 1) // PAGE
+    memory = _mmap(0, (pages + 3) * PAGE, NOTHING, PRIVATE_ANONYMOUS_NORESERVE, -1, 0)
+    if memory == -1:
+        return 0, 0
+    first = memory + 2 * PAGE
+    if _mprotect(memory, PAGE, READ_WRITE) or _mprotect(first, pages * PAGE, READ_WRITE):
+        _munmap(memory, (pages + 3) * PAGE)
+        return 0, 0
+    carray(address_to_pointer(memory), (1,))[0] = pages
+    return first, pages
+
+
+@njit
+def pages_from(first):
+    """How many pages were opened."""
+    return carray(address_to_pointer(first - 2 * PAGE), (1,))[0]
+
+
+@njit
+def close_pages(first):
+    """Give pages back."""
+    _munmap(first - 2 * PAGE, (pages_from(first) + 3) * PAGE)
 
 
 def _state(ctx):
@@ -60,8 +111,6 @@ def _state(ctx):
 
 def _make_allocator():
     """The four functions of NumPy's allocator, compiled."""
-    from numba import njit
-
     state_of = njit(_state)
     pointer = types.CPointer(types.int64)
 
@@ -85,17 +134,9 @@ def _make_allocator():
             cell = s[LARGE_STACK + s[LARGE_FREE]]
             first = s[LARGE_BASE] + (cell * (LARGE + 1) + 1) * PAGE
         else:
-            # A page that says how many there are, a closed one, the array's, a closed one.
-            pages = (size + PAGE - 1) // PAGE
-            memory = _mmap(0, (pages + 3) * PAGE, NOTHING, PRIVATE_ANONYMOUS_NORESERVE, -1, 0)
-            if memory == -1:
+            first, pages = open_pages(size)
+            if not first:
                 return 0
-            first = memory + 2 * PAGE
-            if _mprotect(memory, PAGE, READ_WRITE) or _mprotect(first, pages * PAGE, READ_WRITE):
-                _munmap(memory, (pages + 3) * PAGE)
-                return 0
-            count = carray(address_to_pointer(memory), (1,))
-            count[0] = pages
             fresh = True
         at = place(first, pages, size, s[TURN])
         if fill != 0 or not fresh:
@@ -115,7 +156,7 @@ def _make_allocator():
             cell = (offset - PAGE) // ((LARGE + 1) * PAGE)
             return s[LARGE_BASE] + (cell * (LARGE + 1) + 1) * PAGE, LARGE, -1 - cell
         first = at // PAGE * PAGE
-        return first, carray(address_to_pointer(first - 2 * PAGE), (1,))[0], 1_000_000
+        return first, pages_from(first), 1_000_000
 
     @njit
     def give(ctx, at, size):
@@ -124,7 +165,7 @@ def _make_allocator():
         s = state_of(ctx)
         first, pages, cell = room(ctx, at)
         if cell == 1_000_000:
-            _munmap(first - 2 * PAGE, (pages + 3) * PAGE)
+            close_pages(first)
             return
         _memset(at, 255, min(size, first + pages * PAGE - at))
         if cell >= 0:
@@ -158,26 +199,6 @@ def _make_allocator():
     return malloc, calloc, realloc, free
 
 
-def _address_to_pointer():
-    """An intrinsic that makes a pointer to 64-bit integers of an address."""
-    from numba.core import types as t
-    from numba.extending import intrinsic
-
-    @intrinsic
-    def as_pointer(typing_context, address):
-        result = t.CPointer(t.int64)
-
-        def generate(context, builder, signature, arguments):
-            return builder.inttoptr(arguments[0], context.get_value_type(result))
-
-        return result(address), generate
-
-    return as_pointer
-
-
-address_to_pointer = _address_to_pointer()
-
-
 class _Allocator(ctypes.Structure):
     _fields_ = [(n, ctypes.c_void_p) for n in ("ctx", "malloc", "calloc", "realloc", "free")]
 
@@ -199,7 +220,8 @@ _kept: list[object] = []  # what must live as long as arrays do
 
 def guard_numpy() -> None:
     """Have all NumPy arrays that this thread makes from now on lie between closed pages."""
-    state = (ctypes.c_int64 * SIZE)()
+    # Between closed pages as well: nothing else may write there.
+    state = (ctypes.c_int64 * SIZE).from_address(open_pages(8 * SIZE)[0])
 
     def arena(pages, cells):
         size = ((pages + 1) * cells + 1) * PAGE
@@ -229,6 +251,37 @@ def guard_numpy() -> None:
     address = ctypes.cast(table, ctypes.POINTER(ctypes.c_void_p))[_SET_HANDLER]
     before = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)(address)(capsule)
     _kept.extend([state, handler, functions, name, capsule, before])
+
+
+def guard_compiled_code() -> None:
+    """Have all arrays that compiled code makes, if it is loaded from now on, end with a page before a closed one."""
+    handler = (
+        ctypes.c_int64 * 4
+    )()  # Numba's ``ExternalMemAllocator``: of its functions, only `free` is called
+    handlers = ctypes.addressof(handler)
+
+    @cfunc(types.intp(types.intp, types.uint32))
+    def take(size, alignment):
+        # Numba's ``MemInfo`` before the array: references, destructor, what that takes, data, size, allocator.
+        room = MEM_INFO + (size + 7) // 8 * 8
+        first, pages = open_pages(room)
+        if not first:
+            return 0
+        end = first + pages * PAGE
+        at, data = end - room, end - size
+        _memset(data, 255, size)
+        of_array = carray(address_to_pointer(at), (MEM_INFO // 8,))
+        of_array[:] = 0
+        of_array[0], of_array[3], of_array[4], of_array[5] = 1, data, size, handlers
+        return at
+
+    @cfunc(types.void(types.intp, types.intp))
+    def give(at, _):
+        close_pages(at // PAGE * PAGE)
+
+    handler[2] = give.address
+    llvm.add_symbol("NRT_MemInfo_alloc_aligned", take.address)
+    _kept.extend([handler, take, give])
 
 
 def poison_scratch() -> None:
@@ -268,6 +321,7 @@ def limit(room: int = 4 << 30) -> tuple[int, int]:
 
 def install() -> None:
     """Guard, poison and limit all memory that this process computes with."""
+    guard_compiled_code()
     poison_scratch()
     guard_numpy()
     limit()

@@ -64,6 +64,12 @@ def fill(x, n):
     for i in range(n):
         x[i] = 1
 fill(np.empty(1, np.float32), 1)
+@numba.njit
+def fill_own(size, n, kind):
+    x = np.empty(size, kind)
+    fresh = x[size - 1]
+    fill(x, n)
+    return fresh, x.sum()
 
 def dies(function):
     child = os.fork()
@@ -88,6 +94,11 @@ for dtype in ("float32", "uint8", "float64"):
 x = [np.empty(8, np.float32) for _ in range(2)]
 assert [dies(lambda: fill(y, 9)) for y in x].count(True) == 1
 assert not any(dies(lambda: fill(y, 8)) for y in x)
+for kind in (np.float32, np.int8):
+    for size in (1, 35, 1024, 4036, 4041, 70_000, 300_000):
+        fresh, total = fill_own(size, size, kind)
+        assert total == size and not fresh >= 0, (fresh, total)
+        assert dies(lambda: fill_own(size, size + 1, kind)), size
 """
 
 
