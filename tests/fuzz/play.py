@@ -323,6 +323,7 @@ def play(
         ``function(side)`` is what is called: for the object with 0, for its twin with 1.
     """
     target = function(0)
+    tell(row.name, ["its arguments are drawn"])
     ours, theirs, words, must_refuse, finite, d = arguments(row, scene, rng, target, hostile)
     tell(row.name, words)
     arrays = [x for x in ours.values() if isinstance(x, np.ndarray)]
