@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = """
 import sys
-import concurrent.futures, logging, multiprocessing, random, subprocess, tempfile  # know their system
+import asyncio, concurrent.futures, logging, multiprocessing, random, subprocess, tempfile  # know their system
 for name in ("fcntl", "pwd", "grp", "resource", "termios"):
     sys.modules[name] = None  # an import of it fails
 import os

@@ -11,6 +11,7 @@ library's. `tests/ratchet.json` bounds these numbers: `tests/test_ratchet.py`.
 import argparse
 import ast
 import dataclasses
+import enum
 import functools
 import importlib
 import inspect
@@ -173,7 +174,7 @@ def public_surface():
     for name in numkv.__all__:
         thing = getattr(numkv, name)
         if inspect.isclass(thing):
-            most[name] = _parameters(thing)
+            most[name] = 0 if issubclass(thing, enum.Enum) else _parameters(thing)
             parameters += most[name]
             for member, value in inspect.getmembers(thing):
                 if member.startswith("_") or not _is_ours(thing, member):
