@@ -18,7 +18,7 @@ from numkv.errors import DimensionMismatch, NotSupported
 from numkv.files.api import savable
 from numkv.interrupts import uninterrupted
 from numkv.snapshots.snapshot import Snapshot, Source
-from numkv.transformers.families import check_config, has_latents, types_of_layers
+from numkv.transformers.families import OF_TRANSFORMERS, check_config, has_latents, types_of_layers
 from numkv.transformers.internals import (
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
@@ -32,7 +32,7 @@ from numkv.transformers.internals import (
     set_cache_maker,
     transformers_makes_cache,
 )
-from numkv.transformers.layers import HybridLayer, LatentLayer, NumkvLayer, Options
+from numkv.transformers.layers import HybridLayer, LatentLayer, NumkvLayer, Options, check_depth
 from numkv.transformers.saved import SavedCache, snapshot
 from numkv.transformers.tolerance import Tolerance
 
@@ -41,7 +41,6 @@ _BEFORE = "_numkv_before"  # on a model: the attention implementation that it ha
 #: Layers whose rows are numkv's.
 OF_NUMKV = {"full_attention", "sliding_attention", "chunked_attention"}
 _HYBRID = {"hybrid", "hybrid_sliding"}
-_OF_TRANSFORMERS = {"linear_attention", "conv", "dummy"}
 
 
 @drawn
@@ -214,6 +213,7 @@ class NumkvCache(Cache):  # type: ignore[misc]
         self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
         """Take new rows of a layer; what comes back is for the attention function ``numkv`` alone."""
+        check_depth(len(self.layers), layer_idx + 1)
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
 
     @property
@@ -308,7 +308,7 @@ def _layer(number: int, name: str, options: Options, given: dict[str, Any], late
     """The cache of one layer."""
     given = dict(given)
     window = given.pop("sliding_window", None)
-    if name in _OF_TRANSFORMERS:
+    if name in OF_TRANSFORMERS:
         return layer_of_transformers(name, given)
     if name not in OF_NUMKV and name not in _HYBRID:
         raise NotSupported(

@@ -24,6 +24,8 @@ _OWN_WAYS = {
     "moshi": "windows that its masks do not show",
     "mllama_text_model": "cross attention to images, and reads its K and V from the cache itself",
 }
+#: Layers that transformers itself stores.
+OF_TRANSFORMERS = {"linear_attention", "conv", "dummy"}
 
 
 def check_config(config: Any, name: str) -> None:
@@ -77,3 +79,8 @@ def types_of_layers(config: Any, name: str) -> list[tuple[str, dict[str, Any]]]:
             f"{name}: expected a config that describes its layers, got one of {config.model_type!r} "
             f"({error}); use another cache"
         ) from error
+
+
+def layers_with_rows(config: Any) -> int:
+    """Return how many layers have rows in a `NumkvCache`."""
+    return sum(name not in OF_TRANSFORMERS for name, _ in types_of_layers(config, "NumkvCache"))

@@ -27,6 +27,7 @@ from numkv.storage.buffer import refuse_rotated_channels
 from numkv.storage.latents import LatentPool
 from numkv.storage.pool import Pool
 from numkv.torch.tensors import array_of
+from numkv.transformers.families import layers_with_rows
 from numkv.transformers.full_precision import FullPrecisionRing, NewestTokenGroups
 from numkv.transformers.internals import CacheLayerMixin, LinearAttentionLayer
 from numkv.transformers.metadata import BatchMetadata, Move, Step
@@ -68,9 +69,16 @@ class Shared:
         self.groups: dict[tuple[Any, ...], Any] = {}
         #: What asks about the keys of a first prompt: a `numkv.transformers.tolerance.Tolerance`, or None.
         self.tolerance: Any = None
+        self._config: Any = None  # of the model that came last
 
     def __reduce__(self) -> Any:
         return Shared, (self.max_nbytes,)  # groups hold addresses, and layers come by themselves
+
+    def check_model(self, config: Any) -> None:
+        """Refuse a model with more layers of attention before the first of them is written."""
+        if config is not self._config:
+            check_depth(len(self.layers), layers_with_rows(config.get_text_config(decoder=True)))
+            self._config = config
 
     def make_room(self, own: NumkvLayer, offset: int, mask: Any, columns: int) -> None:
         """Give layers room for a pass before the first of them is written; without tokens each in its turn.
@@ -657,6 +665,17 @@ def check_profiled(wanted: tuple[int, int, int], got: tuple[int, ...]) -> None:
             f"this model has, got one of {got[0]}, {got[1]} and {got[2]}; make another with `numkv fit`",
             expected=wanted,
             actual=got,
+        )
+
+
+def check_depth(held: int, wanted: int) -> None:
+    """Refuse a model with more layers than a cache has."""
+    if wanted > held:
+        raise DimensionMismatch(
+            f"NumkvCache: expected a model of at most {held} layers, as the cache has, got one of {wanted}; make the "
+            "cache by NumkvCache(model.config)",
+            expected=held,
+            actual=wanted,
         )
 
 

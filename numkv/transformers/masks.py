@@ -67,6 +67,8 @@ class Plan:
         keep = layer.record_past
         if (id(layer.metadata), keep) not in self._steps:
             seen = self._checked(layer.metadata)
+            if (config := self._arguments.get("config")) is not None:
+                layer.options.shared.check_model(config)
             layer.options.shared.make_room(layer, self.offset, self._padding, self.columns)
             of = layer.metadata
             if (id(of), keep) not in self._steps:

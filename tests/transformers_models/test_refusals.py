@@ -1,5 +1,7 @@
 """What would not be right is refused, and by whom, and nothing has changed afterwards."""
 
+import copy
+import pickle
 import sys
 import threading
 import tomllib
@@ -165,6 +167,32 @@ def test_a_pass_that_failed_half_way(model):
             model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
         cache.reset()
         model(**prompts([5]), past_key_values=cache)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral_sliding", "deepseek_v3"])
+def test_a_model_with_more_layers_than_the_cache(family):
+    """Before any layer stores a token, in an empty cache and in one that a smaller model has filled."""
+    deep, small = make(family), make(family, num_hidden_layers=2)
+    for each in (deep, small):
+        each.set_attn_implementation("numkv")
+    cache, token = NumkvCache(small.config), torch.ones(1, 1, dtype=torch.long)
+    with torch.no_grad():
+        for empty in (True, False):
+            before = cache.get_seq_length()
+            for each in (cache, copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+                with pytest.raises(
+                    DimensionMismatch, match=r"at most 2 layers, .* got one of [34]"
+                ):
+                    deep(token, past_key_values=each)
+                assert [x.get_seq_length() for x in each.layers] == [before] * 2
+            found = small(token, past_key_values=cache).logits
+            if empty:
+                assert torch.equal(
+                    found, small(token, past_key_values=NumkvCache(small.config)).logits
+                )
+    rows = torch.zeros(1, 2, 1, 16)
+    with pytest.raises(DimensionMismatch, match=r"at most 2 layers, .* got one of 3"):
+        cache.update(rows, rows, 2)
 
 
 def test_two_threads(model, monkeypatch):
