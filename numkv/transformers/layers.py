@@ -105,7 +105,8 @@ class Shared:
                 held.setdefault(layer.metadata, []).append(layer)
         more = {at: at.more(mask, columns) for at in held}
         least = {at: at.used + n if n else 0 for at, n in more.items()}
-        if all(n <= at.num_blocks for at, n in least.items()):
+        # The first pass has made what is in full, which `_blocks` counts.
+        if (offset or self.max_nbytes is None) and all(n <= x.num_blocks for x, n in least.items()):
             return
         needed, beside = least[own.metadata], 0
         for at, layers in held.items():

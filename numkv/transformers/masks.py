@@ -65,7 +65,8 @@ class Plan:
             If the cache's budget is too small; see `numkv.transformers.layers.Shared.make_room`.
         """
         keep = layer.record_past
-        if (id(layer.metadata), keep) not in self._steps:
+        # In the first pass each layer makes its buffers in its turn, also where padding alone needs no blocks.
+        if not self.offset or (id(layer.metadata), keep) not in self._steps:
             seen = self._checked(layer.metadata)
             if (config := self._arguments.get("config")) is not None:
                 layer.options.shared.check_model(config)

@@ -160,6 +160,23 @@ def test_padding_needs_no_room(llama):
     assert text.cache.nbytes == 5 * BLOCK
 
 
+@pytest.mark.parametrize(
+    "options", [{"kind": "int8_channel"}, {"kind": "int8", "full_precision": FULL(64)}], ids=str
+)
+def test_a_pass_of_padding_alone(llama, options):
+    """What its layers keep in full is counted, too."""
+    ids, nothing = torch.full((1, 3), 5), torch.zeros(1, 3, dtype=torch.long)
+    free = Text(llama, NumkvCache(llama.config, **options))
+    free.add(ids, nothing)
+    needed = sum(x.ring.pool.nbytes for x in free.cache.layers)
+    for limit in (needed, needed - 1):
+        text = Text(llama, NumkvCache(llama.config, max_nbytes=limit, **options))
+        with pytest.raises(numkv.CacheFull) if limit < needed else contextlib.nullcontext():
+            text.add(ids, nothing)
+        assert text.cache.get_seq_length() == (0 if limit < needed else 3)
+        assert text.cache.nbytes == (0 if limit < needed else needed)
+
+
 def test_room_is_given_to_layers_that_lack_it():
     """A budget of what passes need is enough, whatever some layers have taken for later by then."""
     model = on_numkv("gemma3", sliding_window=300)
