@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 import numkv
-from numkv.torch.tensors import converter, refuse_gradient, tensors_of
+from numkv.torch.tensors import converter, on_tensors, refuse_gradient, tensors_of
 
 _OPTIONS = (
     "float? sm_scale=None, float logits_soft_cap=0.0, int window_left=-1, Tensor? sinks=None, "
@@ -230,8 +230,11 @@ for _name, (_inputs_of, _result) in _OTHERS.items():
 _refuse_gradient = torch.compiler.disable(refuse_gradient)
 
 
-def _tensors(names: tuple[str, ...], inputs: tuple[Any, ...]) -> list[Any]:
-    """Tensors of tensors, lists, arrays and numbers."""
+def _tensors(names: tuple[str, ...], inputs: tuple[Any, ...], options: dict[str, Any]) -> list[Any]:
+    """Tensors of tensors, lists, arrays and numbers; `options` are changed."""
+    for name, x in options.items():
+        if isinstance(x, list | tuple | np.ndarray):
+            options[name] = torch.as_tensor(np.asarray(x))
     found = [
         x if x is None or isinstance(x, torch.Tensor) else torch.as_tensor(np.asarray(x))
         for x in inputs
@@ -244,6 +247,8 @@ def _tensors(names: tuple[str, ...], inputs: tuple[Any, ...]) -> list[Any]:
 
 def _attention_call(name: str, names: tuple[str, ...]) -> Callable[..., Any]:
     operator = getattr(torch.ops.numkv, name)
+    known = {*names, *_positional(_OPTIONS)}
+    outside = on_tensors(getattr(numkv, name))
 
     def call(
         *inputs: Any,
@@ -256,7 +261,9 @@ def _attention_call(name: str, names: tuple[str, ...]) -> Callable[..., Any]:
     ) -> Any:
         options["logits_soft_cap"] = 0.0 if logits_soft_cap is None else logits_soft_cap
         options["window_left"] = -1 if window_left is None else window_left
-        inputs = tuple(_tensors(names, inputs))
+        if not known.issuperset(options):  # masks and the like: the graph ends here
+            return outside(*inputs, return_lse=return_lse, out=out, **options)
+        inputs = tuple(_tensors(names, inputs, options))
         if out is None:
             return (operator.lse if return_lse else operator.default)(*inputs, **options)
         if return_lse:
@@ -277,8 +284,8 @@ def _other_call(name: str, inputs_of: str) -> Callable[..., Any]:
         if "qk_mode" in options:
             options["qk_mode"] = int(options["qk_mode"])
         if q_out is None:
-            return operator.default(*_tensors(names, inputs), **options)
-        operator.out(*_tensors(names, inputs), **options, q_out=q_out)
+            return operator.default(*_tensors(names, inputs, options), **options)
+        operator.out(*_tensors(names, inputs, options), **options, q_out=q_out)
         return q_out
 
     return call

@@ -127,6 +127,29 @@ def test_a_compiled_call_refuses_outputs_as_a_plain_one_does():
                 assert not out.any()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": False}, {"alibi_slopes": torch.arange(8) / 8}, {"ranges": torch.tensor([[0, 3], [2, 20]])},
+        {"mask": torch.full((2, 1), 7, dtype=torch.int32), "return_lse": True}, {"sinks": [0.5] * 8},
+        {"sinks": (0.5,) * 8, "return_lse": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_compiled_call_takes_what_a_plain_one_does(options):
+    """Options without an operator, where the graph ends, and lists by name."""
+    q, k, v, _ = operands()
+
+    def call(q, k, v):
+        return on_tensors.prefill_attention(
+            q, k, v, seq_lens=[5, 32], cu_seqlens_q=[0, 1, 2], **options
+        )
+
+    torch._dynamo.reset()
+    found, wanted = torch.compile(call, backend="eager")(q, k, v), call(q, k, v)
+    assert all(map(torch.equal, found, wanted))
+
+
 def test_operators_refuse_gradients():
     q, k, v, lens = operands()
     with pytest.raises(numkv.NotSupported, match="`q`"):
