@@ -538,8 +538,18 @@ class BatchMetadata:
 
     @_once
     def selected(self, order: tuple[int, ...]) -> BatchMetadata:
-        """Return the sequences of these numbers, in this order; repeated ones share their blocks."""
+        """Return the sequences of these numbers, in this order; repeated ones share their blocks.
+
+        Raises
+        ------
+        IndexError
+            If there is no such sequence.
+        """
         rows = list(order)
+        if rows and not 0 <= min(rows) <= max(rows) < self.batch:
+            raise IndexError(
+                f"`beam_idx`: expected numbers of sequences in [0, {self.batch}), got {rows}"
+            )
         valid = None if self.valid is None else self.valid[rows]
         shared = self.shared or len(set(rows)) < len(rows)
         return replace(

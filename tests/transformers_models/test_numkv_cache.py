@@ -230,6 +230,21 @@ def test_sequences_selected_and_repeated():
     assert part.layers[0].metadata.batch == 3
 
 
+@pytest.mark.parametrize("order", [[-1, 1], [2], [0, 1, 5], [0, -3]], ids=str)
+@pytest.mark.parametrize("kind", ["int8", "int8_channel"])
+def test_sequences_that_are_not_there(kind, order):
+    """A negative number counts from no end: two sequences would write to one block."""
+    model, given = on_numkv("llama"), prompts([20, 9])
+    cache, other = (NumkvCache(model.config, kind) for _ in range(2))
+    for each in (cache, other):
+        logits_of(model, each, given)
+    with pytest.raises(IndexError, match=r"`beam_idx`: expected numbers .* in \[0, 2\), got"):
+        cache.reorder_cache(torch.tensor(order))
+    mask = torch.cat([given["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
+    again = {"input_ids": torch.tensor([[5], [6]]), "attention_mask": mask}
+    assert torch.equal(logits_of(model, cache, again), logits_of(model, other, again))
+
+
 def test_crop_and_reset():
     model = on_numkv("gemma3")
     cache, given = NumkvCache(model.config, "fp32"), prompts([30])
