@@ -123,7 +123,7 @@ class Shared:
         """Refuse more sequences whose tokens in full precision `max_nbytes` is too small for."""
         nbytes = sum(x.nbytes for x in self.layers)
         for ring, at in ((x.ring, x.metadata) for x in self.layers if x.ring is not None):
-            nbytes += (batch - at.batch) * (ring.pool.nbytes // at.batch)
+            nbytes += (batch - at.batch) * (ring.pool.nbytes // max(1, at.batch))
         if self.max_nbytes is not None and nbytes > self.max_nbytes:
             raise self._full(f"{batch} sequences", nbytes)
 
@@ -599,7 +599,9 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
     def selected(self, order: tuple[int, ...]) -> Held:
         """What it holds with sequences in another order; those that are taken twice share their blocks."""
         chosen = self.metadata.selected(order)
-        return self.changed(chosen, None, self.ring and self.ring.selected(np.array(order)))
+        return self.changed(
+            chosen, None, self.ring and self.ring.selected(np.array(order, np.int64))
+        )
 
     def offload(self) -> None:
         """Not on the CPU."""

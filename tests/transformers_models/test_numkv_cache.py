@@ -230,6 +230,26 @@ def test_sequences_selected_and_repeated():
     assert part.layers[0].metadata.batch == 3
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"kind": "int8_channel"}, {"kind": "int8", "full_precision": numkv.FullPrecision(5, 3)}],
+    ids=str,
+)
+def test_no_sequence_is_selected(options):
+    """As in transformers; what is left can be copied, and reset for another batch."""
+    model, given = on_numkv("llama"), prompts([20, 9])
+    cache = NumkvCache(model.config, max_nbytes="16MiB", **options)
+    expected = logits_of(model, cache, given)
+    cache.batch_select_indices(torch.tensor([False, False]))
+    cache.reorder_cache(torch.tensor([], dtype=torch.long))
+    cache.batch_repeat_interleave(3)
+    assert cache.layers[0].metadata.batch == 0
+    for each in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache):
+        each.crop(-1)
+        each.reset()
+        assert torch.equal(logits_of(model, each, given), expected)
+
+
 @pytest.mark.parametrize("order", [[-1, 1], [2], [0, 1, 5], [0, -3]], ids=str)
 @pytest.mark.parametrize("kind", ["int8", "int8_channel"])
 def test_sequences_that_are_not_there(kind, order):
