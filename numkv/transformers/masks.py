@@ -67,7 +67,7 @@ class Plan:
         keep = layer.record_past
         # In the first pass each layer makes its buffers in its turn, also where padding alone needs no blocks.
         if not self.offset or (id(layer.metadata), keep) not in self._steps:
-            seen = self._checked(layer.metadata)
+            seen = self._checked(layer)
             if (config := self._arguments.get("config")) is not None:
                 layer.options.shared.check_model(config)
             layer.options.shared.make_room(layer, self.offset, self._padding, self.columns)
@@ -77,18 +77,20 @@ class Plan:
                 self._steps[id(of), keep] = of, step
         return self._steps[id(layer.metadata), keep][1]
 
-    def _checked(self, metadata: BatchMetadata) -> Seen:
-        """Return the visibility of tokens, after a check that the mask fits the layer's metadata."""
+    def _checked(self, layer: Any) -> Seen:
+        """Return the visibility of tokens, after a check that the mask fits the layer, and no layer is ahead of it."""
         if self.seen is None:
             raise NotSupported(
                 "NumkvCache: expected a causal mask, with a window, chunks, padding or blocks that see both ways, got "
                 "one with a pattern of its own (packed sequences, or functions that a model adds); run this model "
                 "or input with another cache and attention implementation"
             )
-        if self.offset != metadata.columns:
+        most = max(x.get_seq_length() for x in layer.options.shared.layers)
+        found = most if most > self.offset + self.columns else layer.get_seq_length()
+        if found != self.offset:
             raise NotSupported(
                 f"NumkvCache: expected a layer with {self.offset} tokens, as the mask is made for, got one with "
-                f"{metadata.columns}: another thread uses this cache, which only one thread at a time may, or a pass "
+                f"{found}: another thread uses this cache, which only one thread at a time may, or a pass "
                 "failed or skipped layers; then call reset() and start again"
             )
         padding = self._arguments["attention_mask"]

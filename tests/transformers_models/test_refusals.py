@@ -169,6 +169,31 @@ def test_a_pass_that_failed_half_way(model):
         model(**prompts([5]), past_key_values=cache)
 
 
+@pytest.mark.parametrize("first", [0, 5])
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_a_pass_that_failed_where_windows_begin(failing, first):
+    """Full layers and sliding ones have masks of their own, each of which fits what its layers have."""
+    model = make("qwen2_sliding")
+    model.set_attn_implementation("numkv")
+    cache, token = NumkvCache(model.config), torch.ones(1, 1, dtype=torch.long)
+    assert [x.is_sliding for x in cache.layers] == [False, False, True, True]
+    with torch.no_grad():
+        if first:
+            model(**prompts([first]), past_key_values=cache)
+        broken = model.model.layers[failing].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(token, past_key_values=cache)
+        broken.remove()
+        for _ in range(2):
+            with pytest.raises(NotSupported, match=r"reset\(\)"):
+                model(token, past_key_values=cache)
+        cache.reset()
+        found = model(**prompts([5]), past_key_values=cache).logits
+        assert torch.equal(
+            found, model(**prompts([5]), past_key_values=NumkvCache(model.config)).logits
+        )
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral_sliding", "deepseek_v3"])
 def test_a_model_with_more_layers_than_the_cache(family):
     """Before any layer stores a token, in an empty cache and in one that a smaller model has filled."""
