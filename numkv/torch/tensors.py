@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import peek_interpreter_stack
 
 from numkv.errors import NotSupported, UnsupportedDType
 from numkv.targets.base import TORCH_DTYPES, WORD_OF
@@ -97,10 +97,11 @@ def _refusal(x: Any, name: str, error: Exception) -> Exception:
             f"`{name}`: expected a tensor whose memory has its values, got one that is negated or conjugated lazily; "
             f"pass {name}.resolve_neg()"
         )
-    if is_functorch_wrapped_tensor(x):
+    if peek_interpreter_stack() is not None or type(x) not in (_Tensor, torch.nn.Parameter):
         return NotSupported(
-            f"`{name}`: expected a tensor with memory of its own, got one within torch.func.vmap, grad or another "
-            "transform; call numkv outside of it, with the batch as it is: its functions take many sequences at once"
+            f"`{name}`: expected a tensor with memory of its own, got a {type(x).__name__} within torch.func.vmap, "
+            "grad, torch.export or another transform; call numkv outside of it, with the batch as it is: its functions "
+            "take many sequences at once"
         )
     said = str(error).split("\n")[0]
     return UnsupportedDType(

@@ -11,6 +11,8 @@ import numkv
 
 torch = pytest.importorskip("torch")
 
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
 import numkv.torch as on_tensors  # noqa: E402
 
 DTYPES = {
@@ -169,6 +171,9 @@ def test_gradients_are_refused_rather_than_lost(rng):
     assert torch.equal(on_tensors.decode_attention(torch.nn.Parameter(q, False), k, v, lens), same)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated:FutureWarning"
+)  # of torch.func
 def test_tensors_that_cannot_be_taken_are_named(rng):
     q, k, v, lens = problem(rng)
     meta = q.to("meta")
@@ -182,6 +187,14 @@ def test_tensors_that_cannot_be_taken_are_named(rng):
         on_tensors.decode_attention(negated, k, v, lens)
     with pytest.raises(numkv.NotSupported, match=r"`q`.*within torch\.func\.vmap"):
         torch.vmap(lambda x: on_tensors.decode_attention(x, k, v, lens))(q[None])
+    with pytest.raises(
+        numkv.NotSupported, match=r"`q`.*within torch\.func\.vmap"
+    ):  # plain, beside v
+        torch.func.jvp(lambda x: on_tensors.decode_attention(q, k, x, lens), (v,), (v,))
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(q)
+    with pytest.raises(numkv.NotSupported, match=r"`q`.*got a FakeTensor within"):
+        on_tensors.decode_attention(fake, k, v, lens)
     with pytest.raises(
         numkv.NotSupported, match=r"a step of \d+ bytes along it; pass a contiguous copy of q$"
     ):
