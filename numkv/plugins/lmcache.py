@@ -180,7 +180,7 @@ class NumkvBackend(StoragePluginInterface):  # type: ignore[misc]
         return self.local_cpu_backend
 
     def close(self) -> None:
-        """Finish pending writes, and stop all requests."""
+        """Finish pending writes, then close the store; lookups that still run find nothing from then on."""
         self._writers.shutdown()
         self._store.close()
 

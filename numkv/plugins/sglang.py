@@ -124,7 +124,7 @@ class NumkvStorage(HiCacheStorage):  # type: ignore[misc]
         self._store.clear()
 
     def close(self) -> None:
-        """Stop all requests."""
+        """Close the store: later reads find nothing."""
         self._store.close()
 
 

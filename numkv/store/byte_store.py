@@ -56,7 +56,8 @@ class BlockStore:
     Notes
     -----
     Any number of threads and processes use one place. Errors of the place are counted (`stats`) and logged. Their keys
-    count as missing, or as not written. Only wrong arguments raise.
+    count as missing, or as not written. Only wrong arguments raise, and changes of a closed store, whose reads find
+    nothing.
 
     With `local`, an object that another process replaces or removes may still be found here, as this machine's copy
     stays. What this store itself has replaced or removed is not found again.
@@ -117,7 +118,7 @@ class BlockStore:
         self.close()
 
     def close(self) -> None:
-        """Stop all requests."""
+        """End the use of the place: later reads find nothing, and later changes raise an error."""
         self._closed = True
         self._place.end()
 
@@ -150,8 +151,7 @@ class BlockStore:
         -------
         list of bool
         """
-        sizes = self._place.sizes([self._empty.key(name) for name in self._names(keys)])
-        return [size is not None for size in sizes]
+        return [size is not None for size in self._sizes(keys)]
 
     def get_into(self, keys: Sequence[str | bytes], buffers: Sequence[Any]) -> list[bool]:
         """Read objects into buffers.
@@ -177,7 +177,7 @@ class BlockStore:
         _check_count(names, views)
         found = [False] * len(names)
         by_size: dict[int, list[int]] = collections.defaultdict(list)
-        for i, view in enumerate(views):
+        for i, view in enumerate(views if not self._closed else ()):
             by_size[view.nbytes].append(i)
         for size, chosen in by_size.items():
             objects = Objects(
@@ -208,14 +208,13 @@ class BlockStore:
             The bytes of each object; None for a missing one.
         """
         header = self._empty.layout.header
-        sizes = self._place.sizes([self._empty.key(name) for name in self._names(keys)])
-        chosen = [i for i, size in enumerate(sizes) if size is not None and size >= header]
         made: dict[int, bytearray] = {}
-        for i in chosen:
-            try:
-                made[i] = bytearray((sizes[i] or 0) - header)
-            except (MemoryError, OverflowError) as error:  # perhaps of a damaged file
-                self._note_error("read", error)
+        for i, size in enumerate(self._sizes(keys)):
+            if size is not None and size >= header:
+                try:
+                    made[i] = bytearray(size - header)
+                except (MemoryError, OverflowError) as error:  # perhaps of a damaged file
+                    self._note_error("read", error)
         good = self.get_into([keys[i] for i in made], list(made.values()))
         there = dict(zip(made, good, strict=True))
         return [made[i] if there.get(i) else None for i in range(len(keys))]
@@ -239,11 +238,12 @@ class BlockStore:
         ------
         ValueError, TypeError
             If there are not as many buffers as keys, or one is not a contiguous buffer.
+        NumkvError
+            If the store is closed.
         """
         names, views = self._names(keys), [_view(x, False) for x in buffers]
         _check_count(names, views)
-        if self._closed:
-            raise NumkvError("put: expected an open store, got a closed one; make another")
+        self._refuse_closed("put")
 
         def work(mine: Sequence[int], errors: list[Exception | None]) -> None:
             for i in mine:
@@ -253,9 +253,8 @@ class BlockStore:
                     errors[i] = error.with_traceback(None)
 
         errors = in_threads(len(names), self._place.writers, work, self._place.few)
-        for error in errors:
-            if error is not None:
-                self._note_error("write", error)
+        for error in filter(None, errors):
+            self._note_error("write", error)
         good = [error is None for error in errors]
         self._count(written=sum(good), failed=len(good) - sum(good),
                     bytes_written=sum(v.nbytes for v, ok in zip(views, good, strict=True) if ok))  # fmt: skip
@@ -264,10 +263,12 @@ class BlockStore:
     def remove(self, keys: Sequence[str | bytes]) -> list[bool]:
         """Delete objects; return for each key whether no object exists now."""
         names = self._names(keys)
+        self._refuse_closed("remove")
         return [self._place.delete_bad(self._empty.key(name)) for name in names]
 
     def clear(self) -> None:
         """Delete all objects of this mark."""
+        self._refuse_closed("clear")
         try:
             own = f"{self._empty.folder}/"
             found = [x for place in (self._place, *self._place.copies) for x in place.entries()]
@@ -297,6 +298,14 @@ class BlockStore:
 
     def _begin(self) -> None:
         self._lock, self._bound_lock = threading.Lock(), threading.Lock()
+
+    def _refuse_closed(self, name: str) -> None:
+        if self._closed:
+            raise NumkvError(f"{name}: expected an open store, got a closed one; make another")
+
+    def _sizes(self, keys: Sequence[str | bytes]) -> list[int | None]:
+        wanted = [self._empty.key(name) for name in self._names(keys)]
+        return [None] * len(wanted) if self._closed else self._place.sizes(wanted)
 
     def _names(self, keys: Sequence[str | bytes]) -> list[bytes]:
         if isinstance(keys, str | bytes):

@@ -245,10 +245,22 @@ def test_what_is_refused(tmp_path):
         BlockStore(tmp_path, mark=None)
     with pytest.raises(numkv.NotSupported, match="cannot be copied or pickled"):
         pickle.dumps(store)
-    with store:
-        assert repr(store) == f"<BlockStore: {tmp_path}>"
-    with pytest.raises(numkv.NumkvError, match="put: expected an open store"):
-        store.put(["a"], [b"1"])
+    assert repr(store) == f"<BlockStore: {tmp_path}>"
+
+
+def test_a_closed_store_finds_nothing_and_changes_nothing(make):
+    """Reads raise nothing: an engine's lookup may still run when the engine closes its store."""
+    with make() as store:
+        assert store.put(["a"], [b"1"]) == [True]
+    assert repr(store).endswith(", closed>")
+    into = bytearray(b"-")
+    assert store.exists(["a"]) == store.get_into(["a"], [into]) == [False]
+    assert store.get(["a"]) == [None]
+    assert into == b"-"
+    for name, arguments in (("put", (["a"], [b"2"])), ("remove", (["a"],)), ("clear", ())):
+        with pytest.raises(numkv.NumkvError, match=f"{name}: expected an open store"):
+            getattr(store, name)(*arguments)
+    assert make().get(["a"]) == [b"1"]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
