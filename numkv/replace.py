@@ -25,8 +25,8 @@ _CLOSED_FIRST = os.name == "nt"
 
 @contextlib.contextmanager
 def replacing(
-    path: str | os.PathLike[str], *, durable: bool = True, tidy: bool = True, mode: int = 0o666
-) -> Iterator[int]:
+    path: str | os.PathLike[str], *, durable: bool = True, tidy: bool = True, follow: bool = True, mode: int = 0o666
+) -> Iterator[int]:  # fmt: skip
     """Write a temporary file, which replaces a path once all of it is on the disk.
 
     The temporary file has a unique name, so any number of writers may replace one path at the same time; the last one
@@ -37,11 +37,13 @@ def replacing(
     Parameters
     ----------
     path : path-like
-        The file to replace or create. A symbolic link is followed.
+        The file to replace or create.
     durable : bool
         Whether the file is fsynced before the rename, and its folder after it.
     tidy : bool
         Whether to remove files of killed writers of this path.
+    follow : bool
+        Whether a symbolic link is followed. If not, a link, a pipe or a socket is replaced as a file is.
     mode : int
         Permissions of a new file, without those that the process masks.
 
@@ -57,8 +59,10 @@ def replacing(
     OSError
         The system's error.
     """
-    place = os.path.realpath(os.fsdecode(path))
-    _check_kind(place)
+    place = os.fsdecode(path)
+    if follow:
+        place = os.path.realpath(place)
+        _check_kind(place)
     folder, name = os.path.split(place)
     # Names have at most 255 bytes; the end identifies a long one.
     start = f".{name[-60:]}."

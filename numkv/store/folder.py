@@ -7,6 +7,7 @@ import contextlib
 import errno
 import itertools
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -104,7 +105,8 @@ class Folder:
         found: list[int | None] = [None] * len(keys)
         for i, key in enumerate(keys):
             with contextlib.suppress(OSError):
-                found[i] = os.stat(self._path(key)).st_size
+                file = os.stat(self._path(key))
+                found[i] = file.st_size if stat.S_ISREG(file.st_mode) else None
         return found
 
     def read(self, jobs: Jobs) -> list[Exception | None]:
@@ -181,7 +183,7 @@ class Folder:
         self.touch(key, age)
 
     def _write(self, path: str, views: list[memoryview]) -> None:
-        with replacing(path, durable=self._durable, tidy=False) as descriptor:
+        with replacing(path, durable=self._durable, tidy=False, follow=False) as descriptor:
             write_all(descriptor, views)
 
     def touch(self, key: str, age: float) -> None:
@@ -230,6 +232,8 @@ class Folder:
             try:
                 found = file.stat(follow_symlinks=False)
             except OSError:  # deleted meanwhile
+                continue
+            if stat.S_ISDIR(found.st_mode):
                 continue
             if file.name.endswith(SUFFIX) and now - found.st_mtime > _ABANDONED:
                 with contextlib.suppress(OSError):

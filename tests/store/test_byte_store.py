@@ -118,6 +118,28 @@ def test_a_file_that_is_longer_than_memory_is_a_miss(tmp_path):
     assert store.get(["a"]) == [b"content"]
 
 
+@pytest.mark.parametrize("what", ["a folder", "a pipe", "a device", "a loop", "a link"])
+def test_what_is_no_file_in_the_place_of_an_object_is_a_miss(tmp_path, what):
+    """It is replaced, but for a folder; a link is not followed, as its target need not be the store's."""
+    store, outside = over(tmp_path / "store"), tmp_path / "outside"
+    outside.write_text("precious")
+    place = tmp_path / "store" / store._empty.key(store._names(["a"])[0])
+    place.parent.mkdir(parents=True)
+    make = {
+        "a folder": place.mkdir, "a pipe": lambda: os.mkfifo(place), "a device": lambda: place.symlink_to("/dev/zero"),
+        "a loop": lambda: place.symlink_to(place), "a link": lambda: place.symlink_to(outside),
+    }  # fmt: skip
+    make[what]()
+    assert store.exists(["a"]) == [what == "a link"]
+    assert store.get(["a"]) == [None]
+    is_folder = what == "a folder"
+    assert store.put(["a"], [b"1"]) == [not is_folder]
+    assert store.stats().errors == ({"write: IsADirectoryError": 1} if is_folder else {})
+    assert store.get(["a"]) == [None if is_folder else b"1"]
+    assert outside.read_text() == "precious"
+    assert len(list(store._place.entries())) == (not is_folder)
+
+
 def test_objects_of_one_key_in_the_place_of_another(tmp_path):
     store = over(tmp_path)
     store.put(["a"], [b"of a"])
