@@ -23,15 +23,18 @@ from numkv.store.requests import Requests, begins
 _MOST_WAITING = 64 << 20
 
 
-class _Source:
-    """A read or a write of objects from whose bytes copies are made."""
+class _Source(str):
+    """A read or a change from whose bytes copies are made. Changes have it as their key, so it exists until they end.
+
+    They may end later than their caller waits.
+    """
 
 
 class Fronted:
     """A place behind a folder.
 
-    A copy that this process makes is never older than its newest write of the key. A copy that another process makes
-    may be, as processes do not tell each other what they replace.
+    A copy that this process makes is never older than its newest change of the key, even one without an answer. A copy
+    that another process makes may be, as processes do not tell each other what they replace.
 
     Parameters
     ----------
@@ -112,8 +115,13 @@ class Fronted:
 
     def write(self, key: str, pieces: Sequence[Any], age: float) -> None:
         """Write an object to the network, and queue a local copy."""
-        source = self._sources[key] = _Source()
-        self._far.write(key, pieces, age)
+        source = self._sources[key] = _Source(key)
+        try:
+            self._far.write(source, pieces, age)
+        except BaseException:  # it may have arrived, or arrive yet
+            if not self._near.holds(key, pieces[0], sum(map(len, pieces))):
+                self._forget(key, False)
+            raise
         if self._forget(key) is source:  # else another write has begun, and either may be the last
             self._sources[key] = source
             self._keep(source, key, pieces)
@@ -148,20 +156,25 @@ class Fronted:
 
     def delete(self, entries: Sequence[Entry]) -> list[bool]:
         """Delete objects that processes share, then copies of them."""
-        gone = self._far.delete(entries)
-        for entry in entries:
-            self._forget(entry.key)
+        sources = {entry.key: _Source(entry.key) for entry in entries}
+        self._sources.update(sources)
+        gone = self._far.delete([entry._replace(key=sources[entry.key]) for entry in entries])
+        for entry, is_gone in zip(entries, gone, strict=True):
+            self._forget(entry.key, is_gone)
         return gone
 
     def delete_bad(self, key: str) -> bool:
         """Delete an invalid object, then its copy."""
         return self.delete([Entry(key, 0, float("inf"))])[0]
 
-    def _forget(self, key: str) -> _Source | None:
-        """Delete a copy, and make none from what runs; return what the next copy would have been made from."""
+    def _forget(self, key: str, is_over: bool = True) -> _Source | None:
+        """Delete a copy, and make none from what runs; return what the next copy would have been made from.
+
+        While a change without an answer may still arrive, no copies are made at all.
+        """
         with self._changing:
             self._near.delete_bad(key)
-            return self._sources.pop(key, None)
+            return self._sources.pop(key, None) if is_over else None
 
 
 class _Some:

@@ -183,8 +183,10 @@ class RemoteFolder:
 
     def write(self, key: str, pieces: Sequence[Any], age: float) -> None:
         """Create or replace an object atomically."""
-        path, whole = self._path(key), b"".join(pieces)
-        errors = self._make("write", 1, lambda i: self._put(path, whole), _nothing, _PATIENCE)
+        whole = b"".join(pieces)
+        errors = self._make(
+            "write", 1, lambda i: self._put(self._path(key), whole), _nothing, _PATIENCE
+        )
         if errors[0] is not None:
             raise cast(Exception, errors.pop())  # under no name, as its traceback has this frame
 

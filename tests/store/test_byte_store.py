@@ -413,3 +413,37 @@ def test_writes_at_the_same_time_leave_the_copy_that_others_have(fronted, monkey
             thread.join()
         copied(store)
         assert store.get(["a"]) == fronted().get(["a"])
+
+
+@pytest.mark.parametrize("name", ["pipe_file", "rm_file"])
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_change_that_arrives_after_its_timeout_leaves_no_old_copy(
+    tmp_path, monkeypatch, name, reads
+):
+    """Not even of bytes that are read while it is on its way."""
+    monkeypatch.setattr("numkv.store.remote._PATIENCE", 0.2)
+    monkeypatch.setattr("numkv.store.requests._FIRST", 0.01)
+    network, is_removed = Network(), name == "rm_file"
+    store, other = (
+        over("x", file_system=network, timeout=60.0, local=local)
+        for local in (tmp_path / "near", None)
+    )
+    assert store.put(["a", "b"], [b"old"] * 2) == [True, True]
+    copied(store)
+    _, goes_on = holding(monkeypatch, network, name)
+    change = store.remove if is_removed else lambda keys: store.put(keys, [b"new"])
+    assert change(["a"]) == [False]
+    until = time.monotonic() + 20
+    while reads and store.get(["a"]) != [b"old"]:  # the place has to answer again
+        assert time.monotonic() < until
+    copied(store)
+    goes_on.set()
+    want = [None if is_removed else b"new"]
+    while not (other.get(["a"]) == want and store.stats().answers):
+        assert time.monotonic() < until
+    assert store.get(["a"]) == want
+    network.be_silent()
+    assert store.put(["b"], [b"old"]) == [False]  # the copy has the same bytes
+    assert store.get(["b"]) == [b"old"]
+    store.close(), other.close()
+    network.speak()
