@@ -15,6 +15,7 @@ import itertools
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, Self
@@ -284,7 +285,7 @@ class ContinuousBatch:
                 expected=self._positions,
                 actual=placed,
             )
-        needed = self._blocks_for(made.most_tokens)
+        needed = self._blocks_for(placed, with_windows=True)
         if needed > self.cache.num_blocks:
             raise CacheFull(
                 f"submit: expected a text that fits into the pool's {self.cache.num_blocks} blocks, got one of up to "
@@ -446,10 +447,23 @@ class ContinuousBatch:
 
     # -- what is next
 
-    def _blocks_for(self, tokens: int) -> int:
-        """Blocks that so many tokens of a text take at least: those of layers that see everything."""
-        groups = -(-sum(self._sees_all) // self.cache.layers_per_block)
-        return groups * -(-tokens // self.cache.block_size)
+    def _blocks_for(self, tokens: int, with_windows: bool = False) -> int:
+        """Blocks that so many tokens of a text take at least, even if they are stored one by one.
+
+        Without windows and chunks: those of layers that see everything.
+        """
+        size, needed = self.cache.block_size, 0
+        at = np.arange(
+            max(0, tokens - size), tokens
+        )  # in one of the last block's places windows need most
+        newest = np.maximum(at - 1, 0)
+        layers = zip(self.cache.layers, self._sees_all, strict=True)
+        alike = Counter((x.window_left, x.chunk_size) for x, all_ in layers if all_ or with_windows)
+        for (window, chunk), count in alike.items():
+            reach = newest % chunk if chunk else window if window >= 0 else tokens
+            blocks = at // size - np.maximum(newest - reach, 0) // size + 1
+            needed += -(-count // self.cache.layers_per_block) * blocks
+        return int(np.max(needed))
 
     def _drop_ended(self) -> None:
         """Give back what requests keep that were cancelled."""

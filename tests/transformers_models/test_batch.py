@@ -648,6 +648,28 @@ def test_a_text_alone_is_read_in_smaller_pieces_where_windows_need_it(blocks, le
         nothing_is_left(batch)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_submit_takes_what_fits_and_refuses_what_cannot(family, blocks, monkeypatch):
+    """The last token is not stored; windows need blocks, too, more of them where they reach into another block."""
+    model, found = make(family), set()
+    for length in (15, 16, 17, 32, 47, 48, 49, 64, 65, 80, 97):
+        for new in (1, 2):
+            with batch_of(model, blocks=blocks) as batch:
+                try:
+                    request, is_taken = batch.submit([7] * length, new), True
+                except CacheFull:
+                    monkeypatch.setattr(batch, "_blocks_for", lambda *_, **__: 0)
+                    request, is_taken = batch.submit([7] * length, new), False
+                if is_taken:
+                    assert len(request.result()) == new
+                else:
+                    with pytest.raises(CacheFull):
+                        request.result()
+            found.add(is_taken)
+    assert found == {True, False}
+
+
 def test_what_is_refused_at_submit():
     model = make("llama")
     with batch_of(model, blocks=6) as batch:
