@@ -117,7 +117,7 @@ class ShardLost(NumkvError):
     shards : tuple of int
         Numbers of the lost shards.
     steps : tuple of ShardedStep
-        Steps that were rolled back.
+        Steps that were rolled back; none in another process, to which Ray takes the error of a task.
     hopeless : bool
         Whether no column has all of its shards; call `ShardedKVCache.revive` to place them again.
     """
@@ -135,3 +135,6 @@ class ShardLost(NumkvError):
         self.sequences = tuple(lengths)
         self.lengths, self.tokens = dict(lengths), dict(tokens)
         self.shards, self.steps, self.hopeless = shards, steps, hopeless
+
+    def __reduce__(self) -> Any:
+        return ShardLost, (str(self), self.lengths, self.tokens, self.shards, (), self.hopeless)

@@ -1,5 +1,7 @@
 """Shards that die: before and after a message, in commits, while others are made anew; sequences that come back."""
 
+import pickle
+
 import numpy as np
 import pytest
 from paged_caches import check_attention
@@ -49,6 +51,24 @@ def test_a_shard_that_is_lost_in_a_step(layout, what, n):
         np.testing.assert_array_equal(lost.value.tokens[seq], TEXTS[seq][kept:length])
     cache.check()
     finish(cache, lost.value)
+
+
+def test_the_error_of_a_loss_survives_a_process_boundary():
+    """Ray ends an actor whose error cannot be pickled."""
+    cache = started((2, 1, None))
+    cache._shards.transport.at(1, "layer", "before")
+    with pytest.raises(ShardLost) as lost:
+        grow(cache, {0: TEXTS[0][:12]})
+    want, found = lost.value, pickle.loads(pickle.dumps(lost.value))
+    assert str(found) == str(want)
+    assert (found.sequences, found.lengths, found.shards, found.hopeless) == (
+        (0, 1),
+        want.lengths,
+        (1,),
+        False,
+    )
+    np.testing.assert_equal(found.tokens, want.tokens)
+    assert (len(want.steps), found.steps) == (1, ())
 
 
 @pytest.mark.parametrize("what", ["before", "after"])
