@@ -165,8 +165,7 @@ class Shards:
         layers = [replace(of, **part) for of in self.model.layers]
         arguments = {**self.arguments, "layers": layers}
         store = self.store
-        if store is not None and layout.parts > 1:
-            mark = store["mark"]
+        if store is not None and layout.parts > 1 and (mark := store.get("mark")) is not None:
             mark = dict(mark) if isinstance(mark, Mapping) else {"mark": mark}
             own = f"{heads.start}:{heads.stop} of {layout.bounds[-1]}"
             store = {**store, "mark": {**mark, "kv_heads": own}}

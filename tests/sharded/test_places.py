@@ -210,3 +210,11 @@ def test_blocks_that_were_evicted_are_found_where_they_are_computed_again():
     assert new != old
     assert cache.cached_len(cache.add(prompt)) == 8
     cache.check()
+
+
+@pytest.mark.parametrize("layout", [(1, 1, None), (2, 1, None)], ids=str)
+@pytest.mark.parametrize("store", [{}, {"mark": None}], ids=str)
+def test_a_store_without_a_mark_is_refused(layout, store, tmp_path):
+    """By heads, too, where marks of shards have their heads in addition: other models would share blocks."""
+    with pytest.raises(TypeError, match="mark"):
+        make(layout, store={"place": tmp_path, **store})
