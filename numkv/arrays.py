@@ -94,3 +94,15 @@ class CacheArrays(NamedTuple):
     block_table: Any
     context_lens: Any
     slots: Any
+
+
+def owned(x: Any) -> Any:
+    """Copy the read-only arrays of an unpickled state: in Ray, for one, they lie in memory that processes share."""
+    if isinstance(x, np.ndarray):
+        return x if x.flags.writeable else x.copy()
+    if type(x) is dict:
+        return {name: owned(part) for name, part in x.items()}
+    if isinstance(x, tuple | list):
+        parts = map(owned, x)
+        return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
+    return x

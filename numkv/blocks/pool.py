@@ -14,6 +14,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from numkv.arrays import owned
 from numkv.blocks import arrays, audit, compiled
 from numkv.blocks.guard import Guard, changes, looks
 from numkv.blocks.prefix import DIGEST_SIZE, token_ids
@@ -399,7 +400,7 @@ class BlockPool:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._num_blocks, self._block_size = state["sizes"]
         self.on_event = None
-        self._take(state["arrays"])
+        self._take(owned(state["arrays"]))
 
     # -- events
 

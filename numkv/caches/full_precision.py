@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from numkv.arrays import owned
 from numkv.attention.attend import check_call, run
 from numkv.attention.mass import mass_of_parts
 from numkv.attention.options import CheckedOptions
@@ -96,6 +97,9 @@ class FullPrecisionWindow:
         new._pool = self._pool.copy()
         new._sinks, new._end = self._sinks.copy(), self._end.copy()
         return new
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(owned(state))
 
     def resume(self, sinks: list[int], ends: list[int]) -> None:
         """Take the positions that are quantised in each layer of an empty cache."""

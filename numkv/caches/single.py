@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.access import Access, dropping, drops, reads
+from numkv.arrays import owned
 from numkv.attention.attend import attend, check_queries, too_many_queries
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import CheckedOptions, check_options, is_free
@@ -279,7 +280,7 @@ class SingleSequence:
         return {name: x for name, x in vars(self).items() if name not in self._derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update(owned(state))
         self._begin()
 
     # -- saved and loaded

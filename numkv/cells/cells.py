@@ -532,6 +532,10 @@ class Cells:
         }
         return new
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        vars(self).update(vars(self.copy()))  # as arrays of a pickle may be read-only
+
     def check(self) -> None:
         """Look for a contradiction in the books.
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from numkv import targets
 from numkv.access import Access, reads
+from numkv.arrays import owned
 from numkv.attention.options import IN_A_WINDOW, AttentionOptions, check_options
 from numkv.checks import Shape, check_array
 from numkv.compression.config import CodesKind, CompressorConfig
@@ -202,7 +203,7 @@ class Heads:
         return {n: x for n, x in self._copied().__dict__.items() if n != "_quantiser"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update(owned(state))
         heads = int(self._stored.keys.scales.shape[0])
         self._quantiser = quantiser_of(self._config, heads, self._target)
 

@@ -9,6 +9,7 @@ import pytest
 import tolerances
 from layer_lists import described
 from own_code import as_stored
+from pickles import sent
 
 import numkv
 
@@ -128,7 +129,7 @@ def test_a_pickle_is_equal_and_apart(name, to, host, target):
             pickle.dumps(one)
         return
     before = seen(one, host, to)
-    other = pickle.loads(pickle.dumps(one))
+    other = sent(one)
     one.clear()
     assert seen(other, host, to) == before
     other.check()

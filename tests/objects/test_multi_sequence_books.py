@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from cell_numbers import CACHES, make, numbers
+from pickles import sent
 
 import numkv
 
@@ -158,8 +159,6 @@ def test_check_finds_scales_of_rows_that_nobody_looked_at(target, to, kind):
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_pickles_in_the_middle_of_a_pass(wrapped):
     """A wrapper's children are one cache with it again."""
-    import pickle
-
     pair = make("cpu", "sliding", sizes=(2, 16, 8))
     cache = pair.cache
     if wrapped:
@@ -169,7 +168,7 @@ def test_pickles_in_the_middle_of_a_pass(wrapped):
         cache.init("fp32", 2, 16, 8)
     cache.start_forward(numkv.Batch([0, 1, 2], [0] * 3))
     cache.put(0, *numbers([1, 2, 3]))
-    other = pickle.loads(pickle.dumps(cache))
+    other = sent(cache)
     assert bits(pair, other) == bits(pair, cache)
     if wrapped:
         assert all(child._access is other._access for child in other.caches)
@@ -178,6 +177,6 @@ def test_pickles_in_the_middle_of_a_pass(wrapped):
         each.put(0, *numbers([4]))
         each.check()
     assert bits(pair, other) == bits(pair, cache)
-    new = pickle.loads(pickle.dumps(numkv.CausalCache()))
+    new = sent(numkv.CausalCache())
     new.init("fp32", 1, 4, 4)
     assert new.num_cells == 4

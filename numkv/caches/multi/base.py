@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from numkv import targets
 from numkv.access import Access, drops, reads, whole
-from numkv.arrays import CacheArrays
+from numkv.arrays import CacheArrays, owned
 from numkv.attention.options import (
     SCORES,
     WITH_SINKS,
@@ -699,6 +699,9 @@ class MultiSequenceCache(ABC):
     @abstractmethod
     def _pickled(self) -> dict[str, Any]:
         """Return the state of a pickle, a copy that later changes of the cache do not reach."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(owned(state))
 
     # -- its proof
 

@@ -290,10 +290,7 @@ class WrapperCache(MultiSequenceCache):
         made = []
         for cls, of_child in state["_children"]:
             child = object.__new__(cls)
-            if isinstance(child, WrapperCache):
-                child.__setstate__(of_child)
-            else:
-                child.__dict__.update(of_child)
+            child.__setstate__(of_child)
             made.append(child)
         self._children = tuple(made)
         self._share()

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.access import alone, whole, writes
-from numkv.arrays import CacheArrays
+from numkv.arrays import CacheArrays, owned
 from numkv.attention.attend import attend, check_queries, too_many_queries
 from numkv.attention.mass import attention_mass, mass_of_parts
 from numkv.attention.options import OF_A_LAYER, SCORES, AttentionOptions, check_options
@@ -1039,7 +1039,7 @@ class PagedKVCache(StoredSequences):
         return {"store": store, "sequences": dict(self._sequences), "next": self._next}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._adopt(store_of(state["store"]), state["sequences"], state["next"])
+        self._adopt(store_of(state["store"]), owned(state["sequences"]), state["next"])
 
     __saved__ = SavedPagedCache
 
