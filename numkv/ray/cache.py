@@ -674,6 +674,8 @@ class ShardedKVCache:
         for step in list(self._shards.open_steps.values()):
             step.end()
         self._shards.open_steps.clear()
+        for channel in self._shards.channels:
+            channel.closed = True
         self._shards.transport.close()
 
     # -- from column to column

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from numkv.errors import NotSupported
+from numkv.errors import NotSupported, NumkvError
 from numkv.ray.messages import (
     Answer,
     Message,
@@ -246,7 +247,7 @@ class RayShards:
     def send(self, shard: int, message: Message) -> Delivery:
         """Send a message; see `Transport.send`."""
         actor = self._actors[shard]
-        if actor is None:
+        if actor is None or not self._ray.is_initialized():
             raise ShardDown(shard, "it has ended")
         try:
             return _Coming(self._ray, shard, actor.handle.remote(message))
@@ -255,6 +256,8 @@ class RayShards:
 
     def replace(self, shard: int) -> None:
         """Replace a shard by a new one; see `Transport.replace`."""
+        if not self._ray.is_initialized():  # Ray would start another cluster by itself
+            raise ShardDown(shard, "Ray was shut down in this process")
         for left in range(_PLACES - 1, -1, -1):
             self._kill(shard)
             self._actors[shard] = self._made(self._specs[shard])
@@ -269,7 +272,8 @@ class RayShards:
     def _kill(self, shard: int) -> None:
         actor, self._actors[shard] = self._actors[shard], None
         if actor is not None:
-            self._ray.kill(actor)
+            with contextlib.suppress(self._ray.exceptions.RayError):  # it is another session's
+                self._ray.kill(actor)
 
     def close(self) -> None:
         """End the actors, and also Ray if this object has started it; see `Transport.close`."""
@@ -294,8 +298,10 @@ class _Coming:
         except self._ray.exceptions.GetTimeoutError:
             raise ShardDown(self._shard, f"{_LATE} {timeout} s") from None
         except self._ray.exceptions.RayError as error:
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ShardDown(self._shard, first) from None
+            lines = (str(error).strip() or type(error).__name__).splitlines()
+            # The last line of a traceback is the shard's own error.
+            is_own = getattr(error, "actor_init_failed", False)
+            raise ShardDown(self._shard, lines[-1 if is_own else 0]) from None
         return found
 
 
@@ -381,7 +387,11 @@ class Channel:
         Free blocks, as last reported by the shard.
     down : ShardDown or None
         Why the shard does not answer, if it does not.
+    closed : bool
+        Whether the cache is closed, so that it may send no message.
     """
+
+    closed = False
 
     def __init__(self, transport: Transport, shard: int, num_blocks: int, limits: Limits) -> None:
         self._transport, self.shard, self._limits = transport, shard, limits
@@ -425,6 +435,8 @@ class Channel:
         -------
         Ticket
         """
+        if self.closed:
+            raise NumkvError("expected an open cache, got a closed one; make another")
         operations = [*self._waiting, (name, packed(arguments))]
         ticket = Ticket(self, self._number + 1, self._cost, nbytes(operations))
         while (

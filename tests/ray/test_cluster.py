@@ -233,3 +233,44 @@ def alive(pid) -> bool:
             return stat.read().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+ENDS = """
+import numpy as np, ray
+from numkv.ray import RayShards, ShardDown, ShardedKVCache, ShardLost
+ray.init(address={address!r}, log_to_driver=False, logging_level="ERROR")
+store = {{"place": "nowhere", "mark": "m", "other": 1}}
+try:
+    ShardedKVCache(1, 2, 8, num_blocks=8, store=store, transport=RayShards(num_cpus=0))
+except ShardDown as down:
+    print("SAID", down)
+cache = ShardedKVCache(1, 2, 8, num_blocks=8, heads=2, transport=RayShards(num_cpus=0))
+seq = cache.add()
+ray.shutdown()
+for again in (False, True):
+    try:
+        if again:
+            ray.init(address={address!r}, log_to_driver=False, logging_level="ERROR")
+        cache.stats()
+    except ShardLost as lost:
+        print("LOST", lost.hopeless, ray.is_initialized())
+one = np.ones((3, 2, 8), np.float32)
+step = cache.reserve([seq], 3)
+print("GOES ON", step.append_attend(0, one, one, np.ones((3, 4, 8), np.float32)).mean())
+cache.close()
+"""
+
+
+def test_ends_that_are_none_of_the_shards(cluster):
+    """An error of a shard's arguments is told by its own words; after ray.shutdown no other Ray is started."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS.format(address=cluster.address)], capture_output=True, text=True, check=False,
+        timeout=PATIENCE, env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (
+        "SAID shard 0: TypeError: PrefixStore() got an unexpected keyword argument 'other'"
+        in done.stdout
+    )
+    assert "LOST True False" in done.stdout
+    assert "GOES ON 1.0" in done.stdout

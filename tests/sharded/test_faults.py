@@ -162,6 +162,23 @@ def test_a_column_that_finds_no_place_is_left_out():
     cache.check()
 
 
+def test_a_closed_cache_says_so_and_makes_no_shards():
+    cache = started((2, 1, None))
+    step = cache.reserve([0], 1)
+    cache.close()
+    cache.close()
+    for call in (
+        cache.stats, cache.check, lambda: cache.add([1] * 9), lambda: grow(cache, {1: TEXTS[1][:12]}),
+        lambda: cache.decode_attention(0, [0], np.ones((1, 4, 8), np.float32)),
+    ):  # fmt: skip
+        with pytest.raises(numkv.NumkvError, match="expected an open cache, got a closed one"):
+            call()
+    with pytest.raises(numkv.NumkvError, match="open step"):
+        cache.commit(step)
+    assert cache._shards.transport.shards == [None, None]
+    assert cache._shards.transport.places == 99
+
+
 def test_without_any_shard_the_error_says_so_until_there_are_some():
     shards = FaultyShards(places=0)
     cache = started((2, 1, None), shards=shards)
