@@ -13,11 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv import targets
+from numkv._version import __version__
 from numkv.attention.attend import attend
 from numkv.attention.options import check_options
 from numkv.caches import PagedKVCache, SwappedSequence
 from numkv.caches.paged.step import Step
-from numkv.errors import NumkvError
+from numkv.errors import NotSupported, NumkvError
 from numkv.ray.messages import Answer, Message, Operation, packed, unpacked
 from numkv.store.prefix_store import PrefixStore
 from numkv.threads import num_threads
@@ -33,6 +34,8 @@ class ShardSpec(NamedTuple):
     """Arguments of `PagedKVCache`."""
     store: dict[str, Any] | None
     """Arguments of `PrefixStore`."""
+    version: str = __version__
+    """The caller's version of numkv."""
 
 
 class _Open(NamedTuple):
@@ -57,6 +60,11 @@ class Shard:
     """
 
     def __init__(self, spec: ShardSpec, threads: int | None = None) -> None:
+        if spec.version != __version__:
+            raise NotSupported(
+                f"expected numkv {spec.version} on all nodes, as in the caller's process, got {__version__}; install "
+                "one version"
+            )
         self._threads = threads
         store = None if spec.store is None else PrefixStore(**spec.store)
         self.cache = PagedKVCache(**spec.cache, store=store)

@@ -20,6 +20,7 @@ from numkv.ray.sequences import (
     place,
     visible,
 )
+from numkv.ray.shard import Shard
 
 runs = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=8)
 
@@ -210,6 +211,15 @@ def test_blocks_that_were_evicted_are_found_where_they_are_computed_again():
     assert new != old
     assert cache.cached_len(cache.add(prompt)) == 8
     cache.check()
+
+
+def test_shards_of_another_version_are_refused():
+    """They may understand messages in another way."""
+    shard = make()._shards._spec(0)
+    with pytest.raises(
+        numkv.NotSupported, match=rf"expected numkv 9\.9 .* got {numkv.__version__}"
+    ):
+        Shard(shard._replace(version="9.9"))
 
 
 @pytest.mark.parametrize("layout", [(1, 1, None), (2, 1, None)], ids=str)
