@@ -27,21 +27,19 @@ _FIRST, _LONGEST = 1.0, 60.0
 #: Seconds after which a thread that waits handles signals, which are deferred otherwise.
 _SIGNALS = 0.1
 
-# Objects to reset in a forked child: it has none of the threads, and locks that these held stay locked.
-_methods: set[weakref.WeakMethod[Callable[[], None]]] = set()
+# How to reset objects in a forked child: it has none of the threads, and locks that these held stay locked.
+_resets: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
 
 
-def begins(begin: Callable[[], None]) -> None:
+def begins(begin: Any) -> None:
     """Call a method that resets an object's locks and threads: now, and in each forked child."""
     begin()
-    _methods.add(weakref.WeakMethod(begin, _methods.discard))
+    _resets[begin.__self__] = begin.__func__
 
 
 def _after_fork_in_child() -> None:
-    for method in list(_methods):
-        begin = method()
-        if begin is not None:
-            begin()
+    for owner, reset in list(_resets.items()):
+        reset(owner)
 
 
 if hasattr(os, "register_at_fork"):

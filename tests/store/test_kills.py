@@ -101,6 +101,16 @@ def test_a_full_disk(small_disk):
     of.store.close(), other.store.close()
 
 
+def test_a_process_that_ends_with_open_stores_says_nothing(tmp_path):
+    script = f"""
+    from numkv.store import BlockStore, PrefixStore
+    other = PrefixStore("nowhere", mark="a")
+    store = BlockStore({str(tmp_path / "far")!r}, mark="a", local={str(tmp_path / "near")!r})
+    print(json.dumps(store.put(["a"], [b"1"])))
+    """
+    assert processes.run(script, common="import json\n") == [True]
+
+
 def test_a_process_that_ends_writes_what_waits(tmp_path):
     """Without `flush` or `close`, and though the disk is slow."""
     script = f"""
