@@ -45,7 +45,8 @@ class PrefixStore:
         The base and scaling of RoPE, if `mark` does not include them.
     max_nbytes : int, optional
         Most bytes of all objects in `place`, those of other marks too. The least recently used objects are deleted
-        first. Each writing process may exceed the bound by a sixteenth. By default there is no bound.
+        first. Each writing process may exceed the bound by a sixteenth. A disk that is full earlier evicts nothing, and
+        writes fail. By default there is no bound.
     host_nbytes : int
         Bytes of the host tier: blocks that pools have evicted, and blocks that wait to be written.
     durable : bool
