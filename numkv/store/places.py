@@ -16,6 +16,7 @@ from typing import Any
 
 from numkv.numbers import check_flag, check_number, check_size
 from numkv.store.folder import Bound, Entry, Folder, Jobs
+from numkv.store.objects import DamagedObject, ForeignObject
 from numkv.store.remote import RemoteFolder, opened
 from numkv.store.requests import Requests, begins
 
@@ -95,7 +96,8 @@ class Fronted:
             if error is None:
                 self._near.touch(jobs.keys[i], 0.0)
             else:
-                self._near.delete_bad(jobs.keys[i])
+                if isinstance(error, DamagedObject | ForeignObject):
+                    self._near.delete_bad(jobs.keys[i])
                 others.append(i)
         source = _Source()
         for i in others:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import gc
 import os
 import pickle
@@ -383,6 +384,25 @@ def test_a_read_that_began_before_a_change_leaves_no_copy(fronted, monkeypatch, 
     reader.join()
     copied(store)
     assert store.get(["a"]) == [None if is_removed else b"new"]
+
+
+def test_a_copy_that_cannot_be_read_now_stays(fronted, monkeypatch):
+    """Such as where a process has too many open files; a damaged one is deleted."""
+    store = fronted("near")
+    assert store.put(["a"], [b"1"]) == [True]
+    copied(store)
+    near = store._place._near
+    with monkeypatch.context() as patch:
+        patch.setattr(near, "_announced", lambda key: OSError(errno.EMFILE, "too many open files"))
+        patch.setattr("numkv.store.places._MOST_WAITING", 0)
+        assert store.get(["a"]) == [b"1"]  # from the place
+    key = store._empty.key(store._names(["a"])[0])
+    assert near.sizes([key]) != [None]
+    os.truncate(near._path(key), 0)
+    os.truncate(near._path(key), store._section(1).layout.nbytes)
+    monkeypatch.setattr("numkv.store.places._MOST_WAITING", 0)
+    assert store.get(["a"]) == [b"1"]
+    assert near.sizes([key]) == [None]
 
 
 def test_clear_deletes_copies_of_objects_that_are_gone(fronted):
