@@ -301,7 +301,7 @@ class _Coming:
             lines = (str(error).strip() or type(error).__name__).splitlines()
             # The last line of a traceback is the shard's own error.
             is_own = getattr(error, "actor_init_failed", False)
-            raise ShardDown(self._shard, lines[-1 if is_own else 0]) from None
+            raise ShardDown(self._shard, lines[-1 if is_own else 0].rstrip(".")) from None
         return found
 
 
