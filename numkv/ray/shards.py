@@ -137,6 +137,18 @@ class Shards:
         transport: Transport | None,
         store: Mapping[str, Any] | None, limits: Limits | None,
     ) -> None:  # fmt: skip
+        for name, given, fits, wanted in (
+            ("store", store, isinstance(store, Mapping), "the arguments of a PrefixStore by name"),
+            ("limits", limits, isinstance(limits, Limits), "a numkv.ray.Limits"),
+            (
+                "transport",
+                transport,
+                hasattr(transport, "send"),
+                "one such as numkv.ray.RayShards()",
+            ),
+        ):
+            if given is not None and not fits:
+                raise TypeError(f"`{name}`: expected {wanted}, got {type(given).__name__}")
         self.model, self.rows = model, rows
         self.windows = [of.window_left for of in model.layers]
         self.layout = layout = Layout.of(rows.num_kv_heads, *divided)

@@ -21,6 +21,7 @@ from numkv.ray.sequences import (
     visible,
 )
 from numkv.ray.shard import Shard
+from numkv.store import PrefixStore
 
 runs = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=8)
 
@@ -228,3 +229,22 @@ def test_a_store_without_a_mark_is_refused(layout, store, tmp_path):
     """By heads, too, where marks of shards have their heads in addition: other models would share blocks."""
     with pytest.raises(TypeError, match="mark"):
         make(layout, store={"place": tmp_path, **store})
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("store", "a folder"),
+        ("store", PrefixStore),
+        ("limits", 8),
+        ("limits", {"messages": 8}),
+        ("transport", "auto"),
+    ],
+    ids=str,
+)
+def test_arguments_of_other_types_are_refused_by_name(name, given, tmp_path):
+    if given is PrefixStore:  # what a PagedKVCache takes
+        given = PrefixStore(tmp_path, mark="a")
+    options = {"shards" if name == "transport" else name: given}
+    with pytest.raises(TypeError, match=f"`{name}`: expected .* got {type(given).__name__}"):
+        make((2, 1, None), **options)
