@@ -96,13 +96,21 @@ class CacheArrays(NamedTuple):
     slots: Any
 
 
-def owned(x: Any) -> Any:
-    """Copy the read-only arrays of an unpickled state: in Ray, for one, they lie in memory that processes share."""
+def owned(x: Any, known: dict[int, Any] | None = None) -> Any:
+    """Copy the read-only arrays of an unpickled state: in Ray, for one, they lie in memory that processes share.
+
+    What `known` has by its id is copied already: one array, list or dictionary at several places stays one.
+    """
+    known = {} if known is None else known
+    if id(x) in known:
+        return known[id(x)]
+    made = x
     if isinstance(x, np.ndarray):
-        return x if x.flags.writeable else x.copy()
-    if type(x) is dict:
-        return {name: owned(part) for name, part in x.items()}
-    if isinstance(x, tuple | list):
-        parts = map(owned, x)
-        return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
-    return x
+        made = x if x.flags.writeable else x.copy()
+    elif type(x) is dict:
+        made = {name: owned(part, known) for name, part in x.items()}
+    elif isinstance(x, tuple | list):
+        parts = [owned(part, known) for part in x]
+        made = type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
+    known[id(x)] = made
+    return made

@@ -12,6 +12,7 @@ from own_code import as_stored
 from pickles import sent
 
 import numkv
+from numkv.arrays import owned
 
 F32 = np.float32
 HEADS, DIM, DIM_V = 2, 8, 6
@@ -393,3 +394,17 @@ def test_a_layer_must_have_the_v_rows_of_its_pool():
         assert cls(*args, HEADS, DIM).spec.head_dim_v == DIM
         with pytest.raises(numkv.DimensionMismatch, match="`head_dim_v`"):
             cls(*args, HEADS, DIM, head_dim_v=0)
+
+
+def test_what_is_one_in_a_pickle_stays_one():
+    """Read-only arrays of a state are copied once, lists and dictionaries once, too."""
+    x, y = np.arange(3), np.arange(4)
+    x.flags.writeable = False
+    state = {"a": [x, y], "b": (x, y), "c": {"d": x}}
+    state["e"] = state["a"]
+    found = owned(state)
+    assert found["e"] is found["a"]
+    assert found["a"][0] is found["b"][0] is found["c"]["d"] is not x
+    assert found["a"][1] is found["b"][1] is y
+    assert found["a"][0].flags.writeable
+    np.testing.assert_array_equal(found["a"][0], x)
