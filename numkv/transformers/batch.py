@@ -453,9 +453,8 @@ class ContinuousBatch:
         Without windows and chunks: those of layers that see everything.
         """
         size, needed = self.cache.block_size, 0
-        at = np.arange(
-            max(0, tokens - size), tokens
-        )  # in one of the last block's places windows need most
+        # In one of the last block's places windows need most.
+        at = np.arange(max(0, tokens - size), tokens)
         newest = np.maximum(at - 1, 0)
         layers = zip(self.cache.layers, self._sees_all, strict=True)
         alike = Counter((x.window_left, x.chunk_size) for x, all_ in layers if all_ or with_windows)

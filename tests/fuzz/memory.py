@@ -20,6 +20,7 @@ from pathlib import Path
 import llvmlite.binding as llvm
 import numpy as np
 from numba import carray, cfunc, njit, types
+from numba.extending import intrinsic
 
 __all__ = ["install", "limit"]
 
@@ -57,24 +58,15 @@ MEM_INFO = 48
 PRIVATE_ANONYMOUS_NORESERVE = 0x4022
 
 
-def _address_to_pointer():
-    """An intrinsic that makes a pointer to 64-bit integers of an address."""
-    from numba.core import types as t
-    from numba.extending import intrinsic
+@intrinsic
+def address_to_pointer(typing_context, address):
+    """Return a pointer to 64-bit integers at an address."""
+    result = types.CPointer(types.int64)
 
-    @intrinsic
-    def as_pointer(typing_context, address):
-        result = t.CPointer(t.int64)
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(result))
 
-        def generate(context, builder, signature, arguments):
-            return builder.inttoptr(arguments[0], context.get_value_type(result))
-
-        return result(address), generate
-
-    return as_pointer
-
-
-address_to_pointer = _address_to_pointer()
+    return result(address), generate
 
 
 @njit
@@ -255,9 +247,8 @@ def guard_numpy() -> None:
 
 def guard_compiled_code() -> None:
     """Have all arrays that compiled code makes, if it is loaded from now on, end with a page before a closed one."""
-    handler = (
-        ctypes.c_int64 * 4
-    )()  # Numba's ``ExternalMemAllocator``: of its functions, only `free` is called
+    # Numba's ``ExternalMemAllocator``: of its functions, only `free` is called.
+    handler = (ctypes.c_int64 * 4)()
     handlers = ctypes.addressof(handler)
 
     @cfunc(types.intp(types.intp, types.uint32))
