@@ -65,12 +65,15 @@ class Plan:
             If the cache's budget is too small; see `numkv.transformers.layers.Shared.make_room`.
         """
         keep = layer.record_past
-        # In the first pass each layer makes its buffers in its turn, also where padding alone needs no blocks.
-        if not self.offset or (id(layer.metadata), keep) not in self._steps:
+        shared = layer.options.shared
+        # In the first pass each layer makes its buffers in its turn, also where padding alone needs no blocks: a bound
+        # on their bytes asks for each.
+        in_turn = not self.offset and shared.max_nbytes is not None
+        if in_turn or (id(layer.metadata), keep) not in self._steps:
             seen = self._checked(layer)
             if (config := self._arguments.get("config")) is not None:
-                layer.options.shared.check_model(config)
-            layer.options.shared.make_room(layer, self.offset, self._padding, self.columns)
+                shared.check_model(config)
+            shared.make_room(layer, self.offset, self._padding, self.columns)
             of = layer.metadata
             if (id(of), keep) not in self._steps:
                 step = of.advance(self._padding, self.columns, seen, keep=keep)
