@@ -360,24 +360,33 @@ class Vectors:
         """Vectors of scores out of vectors of products: ``out[t, r] = sum(vectors[t].reshape(rows, -1)[r])``.
 
         Tokens are merged pairwise, half of a row's lanes each time, so that each sum adds its lanes in the same order
-        wherever it stands. With two rows r, s and eight lanes, tokens 0 and 1::
+        wherever it stands. Lanes within 128 bits come first: shuffles across them are slow on AVX2. With two rows r, s
+        and eight lanes, tokens 0 and 1::
 
-            r0a r0b r0c r0d s0a s0b s0c s0d     a + c of each, then b + d
-            r1a r1b r1c r1d s1a s1b s1c s1d
-                  ->   r0(a+c) r0(b+d) s0(a+c) s0(b+d) r1(a+c) r1(b+d) s1(a+c) s1(b+d)
-                  ->   r0 s0 r1 s1 ...              (with tokens 2 and 3)
+            r0a r0b r0c r0d | s0a s0b s0c s0d     a + c of each, then b + d
+            r1a r1b r1c r1d | s1a s1b s1c s1d
+                  ->   r0(a+c) r0(b+d) r1(a+c) r1(b+d) | s0(a+c) s0(b+d) s1(a+c) s1(b+d)
+                  ->   r0 r1 r2 r3 | s0 s1 s2 s3        (with tokens 2 and 3)
+                  ->   r0 s0 r1 s1 | r2 s2 r3 s3
         """
         add = self.b.add if isinstance(vectors[0].type.element, ir.IntType) else self.b.fadd
-        each = self.lanes // rows
-        while each > 1:
-            each //= 2
-            low = [start + i for start in range(0, 2 * self.lanes, 2 * each) for i in range(each)]
-            high = [i + each for i in low]
-            vectors = [
-                add(self.shuffle(*pair, low), self.shuffle(*pair, high))
-                for pair in zip(vectors[::2], vectors[1::2], strict=True)
-            ]
-        return vectors
+        each, piece = self.lanes // rows, 2 if self.double else 4
+        held = [[(t, lane // each) for lane in range(self.lanes)] for t in range(len(vectors))]
+        for span, longest, shortest in ((piece, min(each, piece), 1), (self.lanes, each, piece)):
+            run = longest
+            while run > shortest:
+                run //= 2
+                low = [x + i for start in range(0, self.lanes, span)
+                       for first in (start, self.lanes + start)
+                       for x in range(first, first + span, 2 * run) for i in range(run)]  # fmt: skip
+                high = [i + run for i in low]
+                pairs = [*zip(vectors[::2], vectors[1::2], strict=True)]
+                vectors = [add(self.shuffle(*x, low), self.shuffle(*x, high)) for x in pairs]
+                held = [
+                    [(x + y)[i] for i in low] for x, y in zip(held[::2], held[1::2], strict=True)
+                ]
+        order = sorted(range(self.lanes), key=held[0].__getitem__)
+        return vectors if order == sorted(order) else [self.shuffle(x, x, order) for x in vectors]
 
     def by_turns(self, vectors):
         """Vectors, 1, 2, 4 … of them, with their lanes by turns: ``out = stack(vectors, -1)``, in as many vectors.

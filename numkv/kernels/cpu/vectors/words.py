@@ -62,18 +62,27 @@ class Words(Vectors):
     def load_pairs(self, base, places, count):
         """Load `count` codes of INT8 of two tokens, at most ``2 * lanes``: a lane has a column of both, as words.
 
-        Two vectors, in order; past `count` codes are 0, and memory is not touched::
+        Past `count` codes are 0, and memory is not touched. `columns_of_pairs` brings sums by lanes into the order of
+        columns. With 256 bits::
 
-            t0c0 t1c0 | t0c1 t1c1 | ...
+            t0c0 t1c0 | t0c1 t1c1 | ...     columns  0 1 2 3 | 8 9 10 11   and   4 5 6 7 | 12 13 14 15
         """
-        size = 2 * self.lanes
-        first, second = (self.load_bytes(base, at, count, size) for at in places)
-        found = []
-        for start in range(0, size, self.lanes):
-            lanes = [x for i in range(start, start + self.lanes) for x in (i, size + i)]
-            pairs = self.b.sext(self.shuffle(first, second, lanes), self.word_type)
-            found.append(self.b.bitcast(pairs, self.int_type))
-        return found
+        words = [
+            # Else LLVM puts bytes side by side first, and needs one shuffle more for each token.
+            self.opaque(
+                self.b.sext(self.load_bytes(base, at, count, 2 * self.lanes), self.word_type)
+            )
+            for at in places
+        ]
+        return [self.b.bitcast(x, self.int_type) for x in self.interleave(*words)]
+
+    def columns_of_pairs(self, low, high):
+        """Two vectors in the order of `load_pairs` in that of columns."""
+        lanes = range(2 * self.lanes)
+        order = [i % 4 + i // 8 * 4 + i // 4 % 2 * self.lanes for i in lanes]
+        return [
+            self.shuffle(low, high, order[start : start + self.lanes]) for start in (0, self.lanes)
+        ]
 
     def load_level_pairs(self, base, places, count):
         """Load `count` levels of CODE4 of two tokens, at most ``2 * lanes``: those of even columns, and of odd ones.
