@@ -11,7 +11,6 @@ from numba.core import cgutils
 from numkv.kernels.cpu.vectors.emit import I8, I16, I32, I64
 from numkv.kernels.cpu.vectors.features import ADD_BYTES, ADD_PAIRS, HAS_FOURS, LANES
 from numkv.kernels.cpu.vectors.stored import (
-    LOOKED_UP,
     in_words,
     level_pairs,
     level_words,
@@ -45,39 +44,36 @@ class Words(Vectors):
         """The same bits as 16-bit integers."""
         return self.b.bitcast(vector, self.word_type)
 
-    def load_int8(self, base, at, count, kind="int8"):
-        """Load `count` codes of INT8 or levels, at most ``4 * lanes``, as words: ``codes[0::2], codes[1::2]``.
+    def even_odd(self, codes):
+        """Widen a vector of INT8, of which a word has two: ``codes[0::2], codes[1::2]``.
 
-        Past `count` codes are 0, levels any, and memory is not touched. `at` counts bytes. A word has two codes::
+        ::
 
             bytes   c0 c1 | c2 c3 | ...    ->   even  c0 | c2 | ...     odd  c1 | c3 | ...
         """
-        if kind in LOOKED_UP:
-            return level_words(self.b, kind, self.load_some(kind, base, at, count, 4 * self.lanes))
-        codes = self.load_bytes(base, at, count, 4 * self.lanes)
-        words = self.words(codes)
-        eight = self.splat_word(8)
+        words, eight = self.words(codes), self.splat_word(8)
         return [self.b.ashr(self.b.shl(words, eight), eight), self.b.ashr(words, eight)]
 
-    def load_pairs(self, base, places, count):
-        """Load `count` codes of INT8 of two tokens, at most ``2 * lanes``: a lane has a column of both, as words.
+    def load_levels(self, base, at, count, kind):
+        """Load `count` levels, at most ``4 * lanes``, in the order of `even_odd`; past these they are any.
 
-        Past `count` codes are 0, and memory is not touched. `columns_of_pairs` brings sums by lanes into the order of
-        columns. With 256 bits::
+        No memory past `count` is touched. `at` counts bytes.
+        """
+        return level_words(self.b, kind, self.load_some(kind, base, at, count, 4 * self.lanes))
+
+    def byte_pairs(self, *codes):
+        """Widen ``2 * lanes`` codes of INT8 of two tokens: a lane has a column of both, as words.
+
+        `columns_of_pairs` brings sums by lanes into the order of columns. With 256 bits::
 
             t0c0 t1c0 | t0c1 t1c1 | ...     columns  0 1 2 3 | 8 9 10 11   and   4 5 6 7 | 12 13 14 15
         """
-        words = [
-            # Else LLVM puts bytes side by side first, and needs one shuffle more for each token.
-            self.opaque(
-                self.b.sext(self.load_bytes(base, at, count, 2 * self.lanes), self.word_type)
-            )
-            for at in places
-        ]
+        # Else LLVM puts bytes side by side first, and needs one shuffle more for each token.
+        words = [self.opaque(self.b.sext(x, self.word_type)) for x in codes]
         return [self.b.bitcast(x, self.int_type) for x in self.interleave(*words)]
 
     def columns_of_pairs(self, low, high):
-        """Two vectors in the order of `load_pairs` in that of columns."""
+        """Two vectors in the order of `byte_pairs` in that of columns."""
         lanes = range(2 * self.lanes)
         order = [i % 4 + i // 8 * 4 + i // 4 % 2 * self.lanes for i in lanes]
         return [

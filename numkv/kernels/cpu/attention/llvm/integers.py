@@ -396,7 +396,7 @@ def make_accumulate_int8(next_kind, kind="int8"):
             odd columns    t0c1 t1c1 | t0c3 t1c3 | ...        sums      c0 | c2 | ...   and   c1 | c3 | ...
 
         `Words.in_order` restores the order of columns in the sums. With more than four rows, or with 16 registers
-        and more than two, a step has half as many columns, and four tokens (`Words.load_pairs`). Sums then stay in
+        and more than two, a step has half as many columns, and four tokens (`Words.byte_pairs`). Sums then stay in
         registers.
         With CODE4 and more than four rows, a step also has half as many columns (`Words.load_level_pairs`): one table
         lookup serves all rows.
@@ -436,6 +436,9 @@ class _SumsOfInt8:
         self.vectors = 2 if few else 4
         self.at_once = _MORE_ROWS if few and REGISTERS > 16 else _ROWS
         self.columns = self.vectors * self.v.lanes
+        if self.kind not in LOOKED_UP:
+            units = whole_units(b, self.end)
+            self.groups = _Groups(self.v, self.values, self.values.dim, units, self.columns)
         num_blocks = b.sdiv(b.add(self.values.dim, I64(self.columns - 1)), I64(self.columns))
         with steps(b, I64(0), num_blocks, 1) as (block, _):
             for first in range(0, rows, self.at_once):
@@ -450,8 +453,7 @@ class _SumsOfInt8:
         }
         for slot in (slot for slots in sums.values() for slot in slots):
             b.store(v.splat_int(0), slot)
-        at = b.mul(block, I64(self.columns))
-        left = b.sub(self.values.dim, at)
+        load_pair = self.levels(block) if self.kind in LOOKED_UP else self.codes(block)
         # Pairs of tokens in a turn: two cost fewer instructions for each.
         pairs = 2 if self.in_bytes else 1
         shift = I64(pairs)
@@ -459,31 +461,45 @@ class _SumsOfInt8:
         with steps(b, b.ashr(self.begin, shift), turns, 1) as (turn, _):
             self.stream.issue(2 * pairs * self.columns // passes, turn)
             for i in range(pairs):
-                self.add_pair(b.add(b.mul(turn, I64(pairs)), I64(i)), at, left, sums)
+                pair = b.add(b.mul(turn, I64(pairs)), I64(i))
+                mixed = load_pair([b.add(b.mul(pair, I64(2)), I64(j)) for j in range(2)])
+                for row, slots in sums.items():
+                    place = b.add(self.weights.at, b.add(b.mul(pair, I64(self.rows)), I64(row)))
+                    weights = v.splat(v.load_one(self.floats, place))
+                    for slot, x in zip(slots, mixed, strict=True):
+                        b.store(v.add_pairs(b.load(slot), x, weights), slot)
         for row in taken:
             with b.if_then(b.icmp_signed("<", I64(row), self.count)):
                 self.finish(block, row, [b.load(slot) for slot in sums[row]])
 
-    def add_pair(self, pair, column, left, sums):
-        """Add two tokens' weighted codes, from a column on, of which `left` are left."""
+    def codes(self, block):
+        """Return a function that loads a block of INT8 of two tokens as words, for `add_pairs`."""
         b, v = self.b, self.v
-        places = []
-        for i in range(2):
-            token = b.add(b.mul(pair, I64(2)), I64(i))
-            row_at = b.load(b.gep(self.values.offsets, [token]))
-            places.append(b.add(row_at, in_words(b, self.kind, column)))
-        if self.narrow:
-            mixed = v.load_level_pairs(self.values.words, places, left)
-        elif self.in_bytes:
-            mixed = v.load_pairs(self.values.words, places, left)
-        else:
-            codes = [v.load_int8(self.values.words, x, left, self.kind) for x in places]
-            mixed = [x for both in zip(*codes, strict=True) for x in v.interleave(*both)]
-        for row, slots in sums.items():
-            at = b.add(self.weights.at, b.add(b.mul(pair, I64(self.rows)), I64(row)))
-            weights = v.splat(v.load_one(self.floats, at))
-            for slot, x in zip(slots, mixed, strict=True):
-                b.store(v.add_pairs(b.load(slot), x, weights), slot)
+        first, offsets = self.groups.place(block)
+
+        def load(tokens):
+            both = self.groups.load_each(first, [b.gep(offsets, [t]) for t in tokens])
+            if self.in_bytes:
+                return v.byte_pairs(*both)
+            return [x for y in zip(*map(v.even_odd, both), strict=True) for x in v.interleave(*y)]
+
+        return load
+
+    def levels(self, block):
+        """Return the same function for levels of CODE4 or CODE6."""
+        b, v, words = self.b, self.v, self.values.words
+        column = b.mul(block, I64(self.columns))
+        left = b.sub(self.values.dim, column)
+
+        def load(tokens):
+            starts = [b.load(b.gep(self.values.offsets, [t])) for t in tokens]
+            places = [b.add(x, in_words(b, self.kind, column)) for x in starts]
+            if self.narrow:
+                return v.load_level_pairs(words, places, left)
+            levels = [v.load_levels(words, x, left, self.kind) for x in places]
+            return [x for y in zip(*levels, strict=True) for x in v.interleave(*y)]
+
+        return load
 
     def finish(self, block, row, totals):
         """Add a block of a row's sums to the output."""
@@ -557,37 +573,40 @@ def sum_query_groups(b, q, q_at, head_dim, sums_at):
 
 
 class _Groups:
-    """Groups of a tile's INT4 rows as 16 bytes each: those of a short last group are copied, with zeros behind."""
+    """Groups of `size` bytes of a tile's rows: those of a short last group are copied, with zeros behind."""
 
-    def __init__(self, v, rows, count):
+    def __init__(self, v, rows, row_bytes, count, size=_BYTES):
         b = v.b
-        self.v, self.rows = v, rows
-        row_bytes = b.ashr(rows.dim, I64(1))
-        self.whole, left = b.sdiv(row_bytes, I64(_BYTES)), b.srem(row_bytes, I64(_BYTES))
-        self.copies = scratch_floats(b, I8, _BYTES * KV_TILE)
+        self.v, self.rows, self.size = v, rows, size
+        self.whole, left = b.sdiv(row_bytes, I64(size)), b.srem(row_bytes, I64(size))
+        self.copies = scratch_floats(b, I8, size * KV_TILE)
         self.offsets = b.bitcast(scratch_floats(b, I64, KV_TILE), rows.offsets.type)
         short = b.icmp_signed(">", left, I64(0))
         with b.if_then(short, likely=False), steps(b, I64(0), count, 1) as (t, _):
-            at = b.add(b.load(b.gep(rows.offsets, [t])), b.mul(self.whole, I64(_BYTES)))
-            group = v.load_bytes(rows.words, at, left, _BYTES)
-            to = b.mul(t, I64(_BYTES))
+            at = b.add(b.load(b.gep(rows.offsets, [t])), b.mul(self.whole, I64(size)))
+            group = v.load_bytes(rows.words, at, left, size)
+            to = b.mul(t, I64(size))
             b.store(to, b.gep(self.offsets, [t]))
             place = b.gep(self.copies, [to])
-            b.store(group, b.bitcast(place, group.type.as_pointer()), align=_BYTES)
+            b.store(group, b.bitcast(place, group.type.as_pointer()), align=size)
 
     def place(self, group):
         """Return what `load` needs for a group: where its bytes are, as an address and offsets by token."""
         b = self.v.b
         short = b.icmp_signed("==", group, self.whole)
-        first = self.v.pointer(self.rows.words, b.mul(group, I64(_BYTES)), I8)
+        first = self.v.pointer(self.rows.words, b.mul(group, I64(self.size)), I8)
         return b.select(short, self.copies, first), b.select(short, self.offsets, self.rows.offsets)
 
-    def load(self, first, offsets, size=_BYTES):
-        """Load `size` bytes of tokens, side by side in a vector: from `first` on, at offsets of which pointers come."""
+    def load_each(self, first, offsets, size=None):
+        """Load `size` bytes of tokens, all by default: from `first` on, at offsets of which pointers come."""
         b = self.v.b
-        type_ = ir.VectorType(I8, size).as_pointer()
+        type_ = ir.VectorType(I8, size or self.size).as_pointer()
         pointers = [b.bitcast(b.gep(first, [b.load(x)]), type_) for x in offsets]
-        parts = [b.load(x, align=1) for x in pointers]
+        return [b.load(x, align=1) for x in pointers]
+
+    def load(self, first, offsets, size=None):
+        """Load the same bytes, side by side in a vector."""
+        parts = self.load_each(first, offsets, size)
         while len(parts) > 1:
             both = [*range(2 * parts[0].type.count)]
             parts = [self.v.shuffle(*parts[i : i + 2], both) for i in range(0, len(parts), 2)]
@@ -628,7 +647,7 @@ class _ScoresOfInt4:
         if REGISTERS == 16:
             self.scratch = scratch_floats(b, self.v.float, 8 * self.v.lanes)
             self.number = opaque_number(b, I64(4))
-        self.groups = _Groups(self.v, keys, whole_units(b, count))
+        self.groups = _Groups(self.v, keys, b.ashr(keys.dim, I64(1)), whole_units(b, count))
         spans = b.sdiv(b.add(keys.dim, I64(INT4_SPAN - 1)), I64(INT4_SPAN))
         self.minimum_at = b.mul(spans, I64(4 * KV_TILE))
         self.sums_step = b.mul(spans, I64(16))  # floats of a query row's sums
@@ -960,7 +979,7 @@ class _SumsOfInt4:
         self.next_kind, self.extents = next_kind, extents
         self.count, self.taken, self.floats, self.weights = count, taken, floats, weights
         self.values, self.outputs, self.begin, self.end = values, outputs, begin, end
-        self.groups = _Groups(self.v, values, whole_units(b, end))
+        self.groups = _Groups(self.v, values, b.ashr(values.dim, I64(1)), whole_units(b, end))
         self.spans = b.sdiv(b.add(values.dim, I64(INT4_SPAN - 1)), I64(INT4_SPAN))
 
     def emit(self, rows):
