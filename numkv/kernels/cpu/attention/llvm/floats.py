@@ -22,7 +22,7 @@ from numkv.kernels.cpu.vectors.emit import (
     scratch_floats,
     steps,
 )
-from numkv.kernels.cpu.vectors.features import ACCUMULATORS, LANES, row_unroll
+from numkv.kernels.cpu.vectors.features import ACCUMULATORS, LANES, REGISTERS, row_unroll
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.stored import LOOKED_UP, ON_LINE, in_words, loaded_words
 from numkv.kernels.cpu.vectors.vectors import Vectors
@@ -378,13 +378,22 @@ class WeightedSums:
 
     def emit(self, rows):
         """The code for a number of query rows."""
+        self.stream = PrefetchStream(self.b, self.next_kind, self.extents)
+        # With 16 registers, more rows than four leave no room for the sums of two vectors of columns each.
+        self.passes = -(-rows // 4) if REGISTERS == 16 else 1
+        at_once = -(-rows // self.passes)
+        for first in range(0, rows, at_once):
+            self.taken = range(first, min(rows, first + at_once))
+            self.one_pass()
+
+    def one_pass(self):
+        """The code for the rows of `taken`."""
         b, v, dim = self.b, self.v, self.values.dim
-        self.rows, self.stream = rows, PrefetchStream(b, self.next_kind, self.extents)
         self.factors = [
-            v.load_one(self.floats, b.add(self.outputs.rescale_at, I64(r))) for r in range(rows)
+            v.load_one(self.floats, b.add(self.outputs.rescale_at, I64(r))) for r in self.taken
         ]
         # A power of 2, because head dims are multiples of large powers of 2.
-        vectors = min(8, 1 << max(1, ACCUMULATORS * 3 // 2 // rows).bit_length() - 1)
+        vectors = min(8, 1 << max(1, ACCUMULATORS * 3 // 2 // len(self.taken)).bit_length() - 1)
         wide, add, unit = self.units(vectors)
         in_wide = b.mul(b.sdiv(dim, I64(wide * unit)), I64(wide * unit))
         whole = b.and_(dim, I64(-unit))
@@ -412,7 +421,7 @@ class WeightedSums:
         """Return the weights of a turn's V rows: a vector for each query row."""
         b, v = self.b, self.v
         at = b.add(self.p_at, b.mul(t, self.row_step))
-        weights = [v.load_one(self.floats, b.add(at, I64(r))) for r in range(self.rows)]
+        weights = [v.load_one(self.floats, b.add(at, I64(r))) for r in self.taken]
         if kind_named(self.kind).scales_per == "row":
             scale = v.load_one(self.floats, b.add(self.values.scales_at, t))
             weights = [b.fmul(weight, scale) for weight in weights]
@@ -429,31 +438,31 @@ class WeightedSums:
         those of each token. With a mask, only its lanes of the output are read and written.
         """
         b, v, outputs = self.b, self.v, self.outputs
-        sums = [[cgutils.alloca_once(b, v.type) for _ in columns] for _ in range(self.rows)]
+        sums = [[cgutils.alloca_once(b, v.type) for _ in columns] for _ in self.taken]
         places = [
             [b.add(b.add(outputs.at, b.mul(I64(r), outputs.step)), column) for column in columns]
-            for r in range(self.rows)
+            for r in self.taken
         ]
-        for r in range(self.rows):
+        for r in range(len(self.taken)):
             factor = v.splat(self.factors[r])
             for place, slot in zip(places[r], sums[r], strict=True):
                 before = v.load_floats(self.floats, place, mask)
                 b.store(b.fmul(before, factor), slot)
         with steps(b, *self.turns(), 1) as (t, _):
             weights = self.weights(t)
-            self.stream.issue(self.tokens * elements, t)
+            self.stream.issue(self.tokens * elements // self.passes, t)
             # With AVX-512, floats that need no conversion are operands of products, loaded anew for each query row. On
             # a Zen 4 shape A in fp32 then takes 0.90 of the time (`python -m perf against`). The CPU probably runs less
             # far ahead, so that fewer prefetches delay its loads.
             as_they_are = LANES == 16 and self.kind == ("fp64" if v.double else "fp32")
-            at_once = 1 if as_they_are else self.rows
-            for first in range(0, self.rows, at_once):
+            at_once = 1 if as_they_are else len(self.taken)
+            for first in range(0, len(self.taken), at_once):
                 if first > 0:
                     keep_in_memory(b, self.values.words)
                 for i, v_row in enumerate(load(t)):
                     for r in range(first, first + at_once):
                         b.store(self.add(b.load(sums[r][i]), weights[r], v_row), sums[r][i])
-        for r in range(self.rows):
+        for r in range(len(self.taken)):
             for place, slot in zip(places[r], sums[r], strict=True):
                 if mask is None:
                     v.store(b.load(slot), self.floats, place)

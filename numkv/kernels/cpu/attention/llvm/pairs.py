@@ -217,7 +217,7 @@ class _PairedSums(WeightedSums):
     def weights(self, t):
         b, v = self.b, self.v
         at = b.add(self.p_at, b.mul(t, self.row_step))
-        weights = (v.load_one(self.floats, b.add(at, I64(r))) for r in range(self.rows))
+        weights = (v.load_one(self.floats, b.add(at, I64(r))) for r in self.taken)
         return [b.bitcast(v.splat(weight), v.int_type) for weight in weights]
 
     def add(self, total, weight, values):
