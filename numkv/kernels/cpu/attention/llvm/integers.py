@@ -436,7 +436,8 @@ class _SumsOfInt8:
         self.vectors = 2 if few else 4
         self.at_once = _MORE_ROWS if few and REGISTERS > 16 else _ROWS
         self.columns = self.vectors * self.v.lanes
-        if self.kind not in LOOKED_UP:
+        self.groups = None
+        if self.kind not in LOOKED_UP and LANES < 16:  # else masks cost nothing
             units = whole_units(b, self.end)
             self.groups = _Groups(self.v, self.values, self.values.dim, units, self.columns)
         num_blocks = b.sdiv(b.add(self.values.dim, I64(self.columns - 1)), I64(self.columns))
@@ -453,7 +454,7 @@ class _SumsOfInt8:
         }
         for slot in (slot for slots in sums.values() for slot in slots):
             b.store(v.splat_int(0), slot)
-        load_pair = self.levels(block) if self.kind in LOOKED_UP else self.codes(block)
+        load_pair = self.pair_loader(block)
         # Pairs of tokens in a turn: two cost fewer instructions for each.
         pairs = 2 if self.in_bytes else 1
         shift = I64(pairs)
@@ -472,32 +473,30 @@ class _SumsOfInt8:
             with b.if_then(b.icmp_signed("<", I64(row), self.count)):
                 self.finish(block, row, [b.load(slot) for slot in sums[row]])
 
-    def codes(self, block):
-        """Return a function that loads a block of INT8 of two tokens as words, for `add_pairs`."""
-        b, v = self.b, self.v
-        first, offsets = self.groups.place(block)
-
-        def load(tokens):
-            both = self.groups.load_each(first, [b.gep(offsets, [t]) for t in tokens])
-            if self.in_bytes:
-                return v.byte_pairs(*both)
-            return [x for y in zip(*map(v.even_odd, both), strict=True) for x in v.interleave(*y)]
-
-        return load
-
-    def levels(self, block):
-        """Return the same function for levels of CODE4 or CODE6."""
+    def pair_loader(self, block):
+        """Return a function that loads a block of two tokens as words, for `add_pairs`."""
         b, v, words = self.b, self.v, self.values.words
         column = b.mul(block, I64(self.columns))
         left = b.sub(self.values.dim, column)
+        first, offsets = self.groups.place(block) if self.groups else (None, None)
 
         def load(tokens):
-            starts = [b.load(b.gep(self.values.offsets, [t])) for t in tokens]
-            places = [b.add(x, in_words(b, self.kind, column)) for x in starts]
-            if self.narrow:
-                return v.load_level_pairs(words, places, left)
-            levels = [v.load_levels(words, x, left, self.kind) for x in places]
-            return [x for y in zip(*levels, strict=True) for x in v.interleave(*y)]
+            if self.groups:
+                codes = self.groups.load_each(first, [b.gep(offsets, [t]) for t in tokens])
+            else:
+                starts = [b.load(b.gep(self.values.offsets, [t])) for t in tokens]
+                places = [b.add(x, in_words(b, self.kind, column)) for x in starts]
+                if self.narrow:
+                    return v.load_level_pairs(words, places, left)
+                if self.kind not in LOOKED_UP:
+                    codes = [v.load_bytes(words, x, left, self.columns) for x in places]
+            if self.in_bytes:
+                return v.byte_pairs(*codes)
+            if self.kind in LOOKED_UP:
+                both = [v.load_levels(words, x, left, self.kind) for x in places]
+            else:
+                both = [v.even_odd(x) for x in codes]
+            return [x for pair in zip(*both, strict=True) for x in v.interleave(*pair)]
 
         return load
 
