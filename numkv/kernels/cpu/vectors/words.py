@@ -11,6 +11,7 @@ from numba.core import cgutils
 from numkv.kernels.cpu.vectors.emit import I8, I16, I32, I64
 from numkv.kernels.cpu.vectors.features import ADD_BYTES, ADD_PAIRS, HAS_FOURS, LANES
 from numkv.kernels.cpu.vectors.stored import (
+    LOOKED_UP,
     in_words,
     level_pairs,
     level_words,
@@ -44,22 +45,17 @@ class Words(Vectors):
         """The same bits as 16-bit integers."""
         return self.b.bitcast(vector, self.word_type)
 
-    def even_odd(self, codes):
-        """Widen a vector of INT8, of which a word has two: ``codes[0::2], codes[1::2]``.
+    def even_odd(self, codes, kind):
+        """Widen a vector of INT8, or levels that `load_some` loaded: ``codes[0::2], codes[1::2]``, as words.
 
-        ::
+        A word has two codes::
 
             bytes   c0 c1 | c2 c3 | ...    ->   even  c0 | c2 | ...     odd  c1 | c3 | ...
         """
+        if kind in LOOKED_UP:
+            return level_words(self.b, kind, codes)
         words, eight = self.words(codes), self.splat_word(8)
         return [self.b.ashr(self.b.shl(words, eight), eight), self.b.ashr(words, eight)]
-
-    def load_levels(self, base, at, count, kind):
-        """Load `count` levels, at most ``4 * lanes``, in the order of `even_odd`; past these they are any.
-
-        No memory past `count` is touched. `at` counts bytes.
-        """
-        return level_words(self.b, kind, self.load_some(kind, base, at, count, 4 * self.lanes))
 
     def byte_pairs(self, *codes):
         """Widen ``2 * lanes`` codes of INT8 of two tokens: a lane has a column of both, as words.
@@ -98,7 +94,7 @@ class Words(Vectors):
         return level_pairs(self.b, both)
 
     def load_some(self, kind, base, at, count, most):
-        """Load `count` elements of a kind that are packed, at most `most`, for `levels_of`; none beyond is touched."""
+        """Load `count` elements of INT8, or packed ones for `levels_of`, at most `most`; none beyond is touched."""
         size = loaded_words(kind, most)
         all_of_them = lambda: self.load_packed(kind, base, at, most)  # noqa: E731
         needed = size * 3 // 4 if kind == "code6" else size

@@ -488,14 +488,10 @@ class _SumsOfInt8:
                 places = [b.add(x, in_words(b, self.kind, column)) for x in starts]
                 if self.narrow:
                     return v.load_level_pairs(words, places, left)
-                if self.kind not in LOOKED_UP:
-                    codes = [v.load_bytes(words, x, left, self.columns) for x in places]
+                codes = [v.load_some(self.kind, words, x, left, self.columns) for x in places]
             if self.in_bytes:
                 return v.byte_pairs(*codes)
-            if self.kind in LOOKED_UP:
-                both = [v.load_levels(words, x, left, self.kind) for x in places]
-            else:
-                both = [v.even_odd(x) for x in codes]
+            both = [v.even_odd(x, self.kind) for x in codes]
             return [x for pair in zip(*both, strict=True) for x in v.interleave(*pair)]
 
         return load
