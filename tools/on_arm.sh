@@ -2,7 +2,8 @@
 # Run numkv's kernel tests as a 64-bit ARM would, emulated by QEMU: slow (a kernel takes a minute or more to compile), so
 # name what to run: `tools/on_arm.sh tests/kernels/test_attention_int8.py -k "cpu and h2"`. As root, on Debian on x86-64.
 # Python comes from Debian's packages for arm64, unpacked into a folder; wheels come from PyPI. Nothing else is changed,
-# but for the package qemu-user-static, and the list of packages for arm64, which is dropped again.
+# but for the package qemu-user-static, and the list of packages for arm64, which is dropped again. Tests that start a
+# process of their own fail ("Exec format error"), unless the system runs such files by itself (binfmt_misc).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 place=${NUMKV_ARM:-${TMPDIR:-/tmp}/numkv-arm}
