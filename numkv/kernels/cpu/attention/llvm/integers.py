@@ -397,9 +397,8 @@ def make_accumulate_int8(next_kind, kind="int8"):
 
         `Words.in_order` restores the order of columns in the sums. With more than four rows, or with 16 registers
         and more than two, a step has half as many columns, and four tokens (`Words.byte_pairs`). Sums then stay in
-        registers.
-        With CODE4 and more than four rows, a step also has half as many columns (`Words.load_level_pairs`): one table
-        lookup serves all rows.
+        registers. With CODE4 and more than four rows, a step also has half as many columns
+        (`Words.load_level_pairs`): one table lookup serves all rows.
 
         Meanwhile the memory in `extents` (the next tile's K rows) is prefetched.
         """
@@ -455,14 +454,13 @@ class _SumsOfInt8:
         for slot in (slot for slots in sums.values() for slot in slots):
             b.store(v.splat_int(0), slot)
         load_pair = self.pair_loader(block)
-        # Pairs of tokens in a turn: two cost fewer instructions for each.
-        pairs = 2 if self.in_bytes else 1
-        shift = I64(pairs)
-        turns = b.ashr(b.add(self.end, I64(2 * pairs - 1)), shift)
-        with steps(b, b.ashr(self.begin, shift), turns, 1) as (turn, _):
-            self.stream.issue(2 * pairs * self.columns // passes, turn)
-            for i in range(pairs):
-                pair = b.add(b.mul(turn, I64(pairs)), I64(i))
+        # In turns of four, each token takes fewer instructions.
+        tokens = 4 if self.in_bytes else 2
+        turns = b.sdiv(b.add(self.end, I64(tokens - 1)), I64(tokens))
+        with steps(b, b.sdiv(self.begin, I64(tokens)), turns, 1) as (turn, _):
+            self.stream.issue(tokens * self.columns // passes, turn)
+            for i in range(tokens // 2):
+                pair = b.add(b.mul(turn, I64(tokens // 2)), I64(i))
                 mixed = load_pair([b.add(b.mul(pair, I64(2)), I64(j)) for j in range(2)])
                 for row, slots in sums.items():
                     place = b.add(self.weights.at, b.add(b.mul(pair, I64(self.rows)), I64(row)))
