@@ -28,9 +28,9 @@ EACH_LAYER = [LAYERS[0], *(pytest.param(layer, marks=pytest.mark.slow) for layer
 # Numba prints this at a fork while threads of TBB are busy.
 _TBB_SAYS = "Unable to join threads to shut down before fork(). This can break multithreading in child processes.\n"
 
-# Every script can call `problem(tokens, kv_heads, dim)` and `decode(problem)`.
+# Every script can call `problem(tokens, kv_heads, dim)` and `decode(problem)`, and do so from a signal handler.
 COMMON = """
-import json, os, signal, sys, threading, time
+import contextlib, json, os, signal, sys, threading, time
 import numpy as np
 import numkv
 
@@ -42,6 +42,26 @@ def problem(tokens, kv_heads, dim, seed=0):
 
 def decode(problem):
     return numkv.decode_attention(*problem)
+
+@contextlib.contextmanager
+def signals(seconds, call):
+    # Call from a handler of SIGALRM, time and again, so many seconds after the last call: handlers would pile up where
+    # calls take longer than an interval. A signal that arrives as the block ends may be handled after the timer is
+    # stopped: if it started the timer again, that would end the process, which has no handler any more as it exits.
+    over = False
+
+    def handler(*_):
+        call()
+        if not over:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        over = True
+        signal.setitimer(signal.ITIMER_REAL, 0)
 """
 
 

@@ -42,15 +42,9 @@ def test_finalisers_and_signal_handlers_attend_in_the_middle_of_a_call(rounds):
         gc.collect()
         finalised, nested = nested, 0
 
-        def handler(*_):
-            attend_inside()
-            signal.setitimer(signal.ITIMER_REAL, 0.01)  # or handlers would pile up where calls take longer than this
-
-        signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.01)
-        while nested < 50:
-            wrong += not np.array_equal(decode(outer), expected[0])
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        with signals(0.01, attend_inside):
+            while nested < 50:
+                wrong += not np.array_equal(decode(outer), expected[0])
         print(json.dumps([wrong, finalised]))
         """
     )
@@ -102,19 +96,13 @@ def test_threads_and_signals_on_every_layer(layer):
                 if not np.array_equal(decode(problems[i]), expected[i]):
                     wrong.append(i)
 
-        def handler(*_):
-            work(3, 1)
-            signal.setitimer(signal.ITIMER_REAL, 0.05)
-
-        signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
-        threads = [threading.Thread(target=work, args=(i, 30)) for i in (1, 2)]
-        for thread in threads:
-            thread.start()
-        work(0, 30)
-        for thread in threads:
-            thread.join()
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        with signals(0.05, lambda: work(3, 1)):
+            threads = [threading.Thread(target=work, args=(i, 30)) for i in (1, 2)]
+            for thread in threads:
+                thread.start()
+            work(0, 30)
+            for thread in threads:
+                thread.join()
         print(json.dumps(wrong))
         """,
         NUMBA_THREADING_LAYER=layer,

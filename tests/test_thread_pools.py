@@ -140,19 +140,13 @@ def test_every_worker_runs_once_whoever_launches(layer):
                 check(1 + i % 4, 10_000 * (i % 3) + i)
 
         check(4, 100)  # starts Numba's threads, which imports modules
-        def handler(*_):
-            check(3, 100)
-            signal.setitimer(signal.ITIMER_REAL, 0.002)  # or handlers would pile up where it takes longer than this
-
-        signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.002)
-        threads = [threading.Thread(target=work) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        work()
-        for thread in threads:
-            thread.join()
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        with signals(0.002, lambda: check(3, 100)):
+            threads = [threading.Thread(target=work) for _ in range(8)]
+            for thread in threads:
+                thread.start()
+            work()
+            for thread in threads:
+                thread.join()
         print(json.dumps([wrong, len(calls) >= 9 * 150]))
         """,
         NUMBA_THREADING_LAYER=layer,
