@@ -17,6 +17,7 @@ from numkv.drawing.page import drawn
 from numkv.errors import DimensionMismatch, NotSupported
 from numkv.files.api import savable
 from numkv.interrupts import uninterrupted
+from numkv.numbers import as_int
 from numkv.snapshots.snapshot import Snapshot, Source
 from numkv.transformers.families import OF_TRANSFORMERS, check_config, has_latents, types_of_layers
 from numkv.transformers.internals import (
@@ -232,12 +233,13 @@ class NumkvCache(Cache):  # type: ignore[misc]
     @uninterrupted
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` columns; see `transformers.Cache.crop`."""
+        tokens_to_remove = as_int("tokens_to_remove", tokens_to_remove)
         if tokens_to_remove > 0:
             raise ValueError(
                 f"`crop`: expected minus the number of tokens to remove, got {tokens_to_remove}; pass "
                 f"-{tokens_to_remove} to remove the last ones"
             )
-        self._change("crop", lambda x: x.cropped(-int(tokens_to_remove)), tokens_to_remove)
+        self._change("crop", lambda x: x.cropped(-tokens_to_remove), tokens_to_remove)
 
     @uninterrupted
     def reorder_cache(self, beam_idx: Any) -> None:

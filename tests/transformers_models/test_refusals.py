@@ -270,6 +270,8 @@ def test_crops_that_cannot_be_right():
         cache.crop(-2)
     with pytest.raises(ValueError, match="minus the number"):
         cache.crop(2)
+    with pytest.raises(TypeError, match="expected an integer"):
+        cache.crop(-2.5)
     assert cache.get_seq_length() == 15
 
 
