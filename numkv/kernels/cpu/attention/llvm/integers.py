@@ -435,10 +435,10 @@ class _SumsOfInt8:
         self.vectors = 2 if few else 4
         self.at_once = _MORE_ROWS if few and REGISTERS > 16 else _ROWS
         self.columns = self.vectors * self.v.lanes
-        self.groups = None
+        self.pieces = None
         if self.kind not in LOOKED_UP and LANES < 16:  # else masks cost nothing
             units = whole_units(b, self.end)
-            self.groups = _Groups(self.v, self.values, self.values.dim, units, self.columns)
+            self.pieces = _Pieces(self.v, self.values, self.values.dim, units, self.columns)
         num_blocks = b.sdiv(b.add(self.values.dim, I64(self.columns - 1)), I64(self.columns))
         with steps(b, I64(0), num_blocks, 1) as (block, _):
             for first in range(0, rows, self.at_once):
@@ -476,11 +476,11 @@ class _SumsOfInt8:
         b, v, words = self.b, self.v, self.values.words
         column = b.mul(block, I64(self.columns))
         left = b.sub(self.values.dim, column)
-        first, offsets = self.groups.place(block) if self.groups else (None, None)
+        first, offsets = self.pieces.place(block) if self.pieces else (None, None)
 
         def load(tokens):
-            if self.groups:
-                codes = self.groups.load_each(first, [b.gep(offsets, [t]) for t in tokens])
+            if self.pieces:
+                codes = self.pieces.load_each(first, [b.gep(offsets, [t]) for t in tokens])
             else:
                 starts = [b.load(b.gep(self.values.offsets, [t])) for t in tokens]
                 places = [b.add(x, in_words(b, self.kind, column)) for x in starts]
@@ -565,8 +565,11 @@ def sum_query_groups(b, q, q_at, head_dim, sums_at):
         v.store(b.sitofp(sums, v.type), q, at)
 
 
-class _Groups:
-    """Groups of `size` bytes of a tile's rows: those of a short last group are copied, with zeros behind."""
+class _Pieces:
+    """Pieces of `size` bytes of a tile's rows: those of a short last one are copied, with zeros behind.
+
+    A group of INT4, or a block of columns of INT8.
+    """
 
     def __init__(self, v, rows, row_bytes, count, size=_BYTES):
         b = v.b
@@ -577,17 +580,17 @@ class _Groups:
         short = b.icmp_signed(">", left, I64(0))
         with b.if_then(short, likely=False), steps(b, I64(0), count, 1) as (t, _):
             at = b.add(b.load(b.gep(rows.offsets, [t])), b.mul(self.whole, I64(size)))
-            group = v.load_bytes(rows.words, at, left, size)
+            piece = v.load_bytes(rows.words, at, left, size)
             to = b.mul(t, I64(size))
             b.store(to, b.gep(self.offsets, [t]))
             place = b.gep(self.copies, [to])
-            b.store(group, b.bitcast(place, group.type.as_pointer()), align=size)
+            b.store(piece, b.bitcast(place, piece.type.as_pointer()), align=size)
 
-    def place(self, group):
-        """Return what `load` needs for a group: where its bytes are, as an address and offsets by token."""
+    def place(self, piece):
+        """Return what `load` needs for a piece: where its bytes are, as an address and offsets by token."""
         b = self.v.b
-        short = b.icmp_signed("==", group, self.whole)
-        first = self.v.pointer(self.rows.words, b.mul(group, I64(self.size)), I8)
+        short = b.icmp_signed("==", piece, self.whole)
+        first = self.v.pointer(self.rows.words, b.mul(piece, I64(self.size)), I8)
         return b.select(short, self.copies, first), b.select(short, self.offsets, self.rows.offsets)
 
     def load_each(self, first, offsets, size=None):
@@ -640,7 +643,7 @@ class _ScoresOfInt4:
         if REGISTERS == 16:
             self.scratch = scratch_floats(b, self.v.float, 8 * self.v.lanes)
             self.number = opaque_number(b, I64(4))
-        self.groups = _Groups(self.v, keys, b.ashr(keys.dim, I64(1)), whole_units(b, count))
+        self.pieces = _Pieces(self.v, keys, b.ashr(keys.dim, I64(1)), whole_units(b, count))
         spans = b.sdiv(b.add(keys.dim, I64(INT4_SPAN - 1)), I64(INT4_SPAN))
         self.minimum_at = b.mul(spans, I64(4 * KV_TILE))
         self.sums_step = b.mul(spans, I64(16))  # floats of a query row's sums
@@ -672,7 +675,7 @@ class _ScoresOfInt4:
     def add_group(self, t0, group, sums):
         """Add the contribution of one group to the scores of some tokens."""
         b, v, sets = self.b, self.v, self.sets
-        place = self.groups.place(group)
+        place = self.pieces.place(group)
         vectors = [self.codes(b.add(t0, I64(i * v.lanes)), *place) for i in sets]
         if REGISTERS == 16:
             for i, x in enumerate(itertools.chain(*vectors)):
@@ -769,7 +772,7 @@ class _ScoresOfInt4:
         some = []
         for i in range(4):
             tokens = [b.add(t0, I64(i + j)) for j in range(0, v.lanes, 4)]
-            group = self.groups.load(first, [b.gep(offsets, [t]) for t in tokens])
+            group = self.pieces.load(first, [b.gep(offsets, [t]) for t in tokens])
             some.append(b.bitcast(group, v.int_type))
         # Transpose four tokens by four lanes in each 128 bits.
         wide = ir.VectorType(I64, v.lanes // 2)
@@ -972,7 +975,7 @@ class _SumsOfInt4:
         self.next_kind, self.extents = next_kind, extents
         self.count, self.taken, self.floats, self.weights = count, taken, floats, weights
         self.values, self.outputs, self.begin, self.end = values, outputs, begin, end
-        self.groups = _Groups(self.v, values, b.ashr(values.dim, I64(1)), whole_units(b, end))
+        self.pieces = _Pieces(self.v, values, b.ashr(values.dim, I64(1)), whole_units(b, end))
         self.spans = b.sdiv(b.add(values.dim, I64(INT4_SPAN - 1)), I64(INT4_SPAN))
 
     def emit(self, rows):
@@ -1034,7 +1037,7 @@ class _SumsOfInt4:
                 to.append(b.add(b.add(start, lane), b.mul(place, I64(step * v.lanes))))
         # Bytes of a token whose sums stay in registers.
         size = _BYTES if REGISTERS > 16 or rows <= _ROWS // 2 else _BYTES // 2
-        base, offsets = self.groups.place(group)
+        base, offsets = self.pieces.place(group)
         with steps(b, I64(0), I64(_BYTES), size) as (byte, _):
             start = b.gep(base, [byte])
             for r, totals in enumerate(self.sums(start, offsets, size, weights, rows)):
@@ -1081,7 +1084,7 @@ class _SumsOfInt4:
         # LLVM would count up an address for each of them.
         first = b.gep(offsets, [opaque_number(b, token)])
         places = [b.gep(first, [I64(self.tokens * i)]) for i in range(_PACKED)]
-        x = self.groups.load(start, places, size)
+        x = self.pieces.load(start, places, size)
         mixed = [v.mixed_fours(x)] if v.has_fours else v.mixed_pairs(x)
         low = v.splat_int(0x0F0F0F0F)
         for x in mixed:
