@@ -597,8 +597,7 @@ class _Pieces:
         """Load `size` bytes of tokens, all by default: from `first` on, at offsets of which pointers come."""
         b = self.v.b
         type_ = ir.VectorType(I8, size or self.size).as_pointer()
-        pointers = [b.bitcast(b.gep(first, [b.load(x)]), type_) for x in offsets]
-        return [b.load(x, align=1) for x in pointers]
+        return [b.load(b.bitcast(b.gep(first, [b.load(x)]), type_), align=1) for x in offsets]
 
     def load(self, first, offsets, size=None):
         """Load the same bytes, side by side in a vector."""
