@@ -494,6 +494,24 @@ def test_windows_mixed_layers_and_sinks(target, rng, to, host, kind):
     cache.check()
 
 
+@pytest.mark.parametrize("kinds", [("int8", "int8_channel"), ("int8_channel", "int8")])
+def test_what_is_read_in_full_depends_on_no_other_layer(target, rng, to, host, kinds):
+    """Keys by channel are in full in their newest group, others in the window."""
+    (k, v), q, found = rows(rng, 30, outlier=False), 4 * queries(rng, 30), []
+    for of in (kinds[:1], kinds[1:], kinds):
+        layers = [
+            numkv.LayerSpec(HEADS, DIM, kind=kind, full_precision=numkv.FullPrecision(5, 3))
+            for kind in of
+        ]
+        cache = numkv.PagedKVCache(layers=layers, num_blocks=16, block_size=64, target=target)
+        step = cache.reserve([cache.add()], 30)
+        for layer in range(len(of)):
+            step.append(layer, to(k), to(v))
+            found.append(host(step.attention(layer, to(q))))
+    assert np.array_equal(found[0], found[2])
+    assert np.array_equal(found[1], found[3])
+
+
 def test_rows_of_16_bits(rng):
     """In a twin of 16 bits codes are made of its rows."""
     kept = numkv.FullPrecision(window=64, kind="bf16")

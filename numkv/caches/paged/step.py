@@ -1022,11 +1022,9 @@ class Step:
         store = self._store
         if store.layers.residual is None:
             return
-        first = [
-            [store.first_stored(state, group) for state in states]
-            for group in range(len(store.groups))
-        ]
-        self._first_in_full = np.array(first, np.int64).reshape(len(store.groups), len(states))
+        groups = range(len(store.groups))
+        first = [[store.first_stored(state, group) for state in states] for group in groups]
+        self._first_in_full = np.array(first, np.int64).reshape(len(groups), len(states))
         self._find_groups(states)
         # Now, as the step's tables: calls on any stream come after them.
         made: dict[Any, Ranges] = {}
@@ -1035,8 +1033,9 @@ class Step:
             if twin is None:
                 continue
             group, window = store.place(twin)[1], store.layers.windows[layer]
-            # Most groups differ in their blocks alone.
-            alike = window, store.layers.keeps(twin), self._first_in_full[group].tobytes()
+            # Most groups differ in their blocks alone. Keys by channel are read in full by chunks of a group.
+            chunk = store.groups[group].chunk
+            alike = window, chunk, store.layers.keeps(twin), self._first_in_full[group].tobytes()
             if alike not in made:
                 queries = self._queries_in_full(twin)
                 seen = queries.seen(None, window, store.target)
