@@ -65,9 +65,10 @@ def is_finite(x):
 def finite_row(kind):
     """The function that returns whether a row, in the words of a float kind of 16 bits or more, has finite floats only.
 
-    As in `largest_of`, it takes the largest integer, so that the loop becomes vector code.
+    Rows are quantised in float32: numbers that it rounds to infinity count as infinite. As in `largest_of`, it takes
+    the largest integer, so that the loop becomes vector code.
     """
-    infinity = codec(kind)[1](np.float32(np.inf))
+    infinity = codec(kind)[1](np.float64(2**128 - 2**103) if kind == "fp64" else np.float32(np.inf))
     WORD, INT = type(infinity), np.dtype(f"i{infinity.itemsize}").type
     INFINITY, MAGNITUDE = infinity.view(INT), INT(np.iinfo(INT).max)
 

@@ -24,7 +24,7 @@ def test_where_it_is(target, rng, kind, bad):
         assert first(target, rows, kind) == flat
 
 
-@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16"])  # fp64 rows are never quantised
+@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16"])
 def test_the_largest_and_the_smallest_numbers_are_finite(target, kind):
     dtype = naive.DTYPES[kind]
     words = {2: np.uint16, 4: np.uint32, 8: np.uint64}[dtype.itemsize]
@@ -33,6 +33,17 @@ def test_the_largest_and_the_smallest_numbers_are_finite(target, kind):
     rows = np.concatenate([ends, -ends]).reshape(1, 2, 3)
     assert np.all(np.isfinite(rows.astype(np.float64)))
     assert first(target, rows, kind) == -1
+
+
+@pytest.mark.boundscheck
+@pytest.mark.parametrize("dim", [5, 8])
+def test_what_float32_does_not_hold_is_infinite(target, dim):
+    """Compressors take float64, and quantise it in float32."""
+    rows = np.full((2, 1, dim), np.nextafter(2.0**128 - 2.0**103, 0))
+    assert first(target, rows, "fp64") == -1
+    for number in (2.0**128 - 2.0**103, -1e39, 1e300):
+        rows[1, 0, 3] = number
+        assert first(target, rows, "fp64") == dim + 3
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 4), (3, 0, 4), (3, 2, 0)])

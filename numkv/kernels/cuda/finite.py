@@ -75,7 +75,7 @@ def make_first_non_finite_octets(KIND):
             for octet in range(lane, dim >> 3, lanes):
                 load(source + octet * SIZE, x, 0)
                 for i in range(8):
-                    if not is_finite(x[i]):
+                    if not is_finite(np.float32(x[i])):
                         mine = min(mine, row * dim + octet * 8 + i)
         if mine < NOWHERE:
             cuda.atomic.min(found, 0, mine)
