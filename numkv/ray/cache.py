@@ -500,7 +500,8 @@ class ShardedKVCache:
         """
         self._check_open(step)
         keep, _ = kept_tokens(step.new_lens, None, accepted, None)
-        ids = None if token_ids is None else ids_of_step(token_ids, step)
+        # A copy, as shards receive it later.
+        ids = None if token_ids is None else ids_of_step(token_ids, step).copy()
         if step.unwritten_layers and keep.any():
             raise NumkvError(
                 f"`step`: expected rows of the new tokens in all layers, got none in layer {step.unwritten_layers[0]}; "
@@ -651,7 +652,7 @@ class ShardedKVCache:
         old = self._shards.scales.get(layer, (None, None))
         given = (k, v)
         self._shards.scales[layer] = tuple(  # type: ignore[assignment]
-            before if x is None else np.asarray(x, np.float32)
+            before if x is None else np.array(x, np.float32)  # a copy, for later shards, too
             for x, before in zip(given, old, strict=True)
         )
         for channel in self._working():

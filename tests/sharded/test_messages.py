@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from paged_caches import DIM, HEADS, Q_HEADS
-from sharded_caches import FaultyShards, grow, make
+from sharded_caches import FaultyShards, grow, make, one, through
 
 import numkv
 from numkv.ray import Limits
@@ -154,6 +154,26 @@ def test_arguments_are_checked_before_anything_is_sent():
     done = cache.reserve([cache.add()], 0)
     cache.commit(done)
     cache.check()
+
+
+def test_arguments_that_change_after_a_call_do_not_change_what_shards_get():
+    """Ids and scales are sent with a later message, and scales to later shards, too."""
+    for layout in ((2, 1, None), (1, 2, 2)):
+        cache, alone = make(layout, kind="fp8_e4m3"), one(kind="fp8_e4m3")
+        scales, outs = np.array([0.5, 0.25], np.float32), []
+        alone.set_scales(0, k=scales)
+        cache.set_scales(0, k=scales)
+        scales[:] = 100
+        for each in (cache, alone):
+            outs.append(grow(each, {each.add(): np.arange(6)})[0])
+        np.testing.assert_allclose(*outs, rtol=1e-5, atol=1e-5)
+        seq, ids = cache.add(), np.arange(20, 26, dtype=np.int32)
+        step = cache.reserve([seq], [len(ids)])
+        through(step, cache.num_layers, [ids], [0])
+        cache.commit(step, token_ids=ids)
+        ids[:] = 77
+        assert cache.cached_len(cache.add(np.arange(20, 27))) == 6
+        assert cache.cached_len(cache.add(np.full(7, 77))) == 0
 
 
 def test_a_step_that_fails_on_one_shard_is_rolled_back_on_all():
