@@ -704,15 +704,15 @@ class ShardedKVCache:
             If a shard was lost; if there is no such sequence or column; if the sequence has an open step.
         """
         layout = self._shards.layout
-        state = self._idle(seq)
-        to = check_index("to", to, layout.columns)
-        held = counts(state.runs)
+        state, seq = self._idle(seq), sequence_number(seq)
+        to, held = check_index("to", to, layout.columns), counts(state.runs)
         if source is None:
             if len(held) != 1:
                 raise NotSupported(
                     f"`source`: expected a column, as sequence {seq} is in {sorted(held)}"
                 )
             source = next(iter(held))
+        source = check_index("source", source, layout.columns)
         if source not in held or to in held or to in self._shards.dead:
             raise NotSupported(
                 f"`to`: expected a working column without tokens of sequence {seq}, which is in {sorted(held)}, "
@@ -756,7 +756,7 @@ class ShardedKVCache:
         ShardLost, CacheFull
             See `move`.
         """
-        for moved in range(most):
+        for moved in range(most := check_size("most", most)):
             self.stats()  # so that free blocks are known
             free = self._shards.free_blocks()
             alive = [c for c in range(len(free)) if c not in self._shards.dead]

@@ -102,6 +102,24 @@ def test_a_sequence_moves_to_another_column():
         cache.move(a, 2)
 
 
+def test_moves_take_numbers_as_other_calls_do():
+    cache = make((1, 2, 64))
+    seq = cache.add()
+    grow(cache, {seq: np.arange(5)})
+    ((column, _),) = cache.runs(seq)
+    for source, error in (("x", TypeError), (True, TypeError), (-1, IndexError), (2, IndexError)):
+        with pytest.raises(error, match="`source`"):
+            cache.move(seq, 1 - column, source)
+    with pytest.raises(TypeError, match="`most`"):
+        cache.balance(1.5)
+    with pytest.raises(numkv.DimensionMismatch, match="`most`"):
+        cache.balance(-1)
+    cache.move(np.array(seq), np.array(1 - column), np.array(column))
+    assert cache.runs(seq) == ((1 - column, 5),)
+    check_attention(cache, same, np.asarray, seq, np.arange(5))
+    cache.check()
+
+
 def test_a_column_that_is_full_takes_nothing():
     cache = make((1, 2, 64), num_blocks=8)
     a, b = cache.add(), cache.add()
