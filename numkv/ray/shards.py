@@ -13,6 +13,7 @@ from numkv.attention import options
 from numkv.attention.attend import check_sinks
 from numkv.caches import PagedKVCache
 from numkv.caches.paged.layers import LayerRows
+from numkv.checks import host_array
 from numkv.errors import DimensionMismatch
 from numkv.interrupts import opened
 from numkv.kinds import compute_dtype
@@ -208,7 +209,7 @@ class Shards:
         options.check_options(asked)
         if sinks is None:
             return None
-        given = np.asarray(sinks)
+        given = host_array("sinks", sinks)
         return check_sinks(targets.get("cpu"), given, self.widest, num_q_heads, True)
 
     @property

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from numkv.access import Access, writes
 from numkv.attention import merge_states
 from numkv.attention.attend import check_group
+from numkv.checks import host_array
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError, UnsupportedDType
 from numkv.kinds import QUERY_DTYPES
-from numkv.numbers import check_index
+from numkv.numbers import check_flag, check_index
 from numkv.ray.sequences import Run, columns_of_tokens, counts, joined, visible
 from numkv.ray.transport import Ticket
 from numkv.writing.fused_write import QKMode
@@ -98,7 +99,7 @@ def host_rows(name: str, x: Any, shape: tuple[int | str, ...]) -> NDArray[Any]:
     DimensionMismatch, UnsupportedDType
         If the dtype or the shape differs; a text in `shape` stands for any number.
     """
-    rows = np.asarray(x)
+    rows = host_array(name, x)
     if rows.dtype not in QUERY_DTYPES:
         raise UnsupportedDType(f"`{name}`: expected a float dtype, got {rows.dtype}")
     fits = rows.ndim == len(shape) and all(
@@ -131,7 +132,7 @@ class Queries:
         sm_scale, cap, sinks, return_lse = options
         self.q = q = host_rows("q", q, (num_tokens, "num_q_heads", shards.rows.head_dim))
         check_group(q.shape[1], shards.rows.num_kv_heads)
-        self.return_lse, self._shards = bool(return_lse), shards
+        self.return_lse, self._shards = check_flag("return_lse", return_lse), shards
         self._options: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": cap}
         self.sinks = shards.check_options(self._options, sinks, q.shape[1])
         # Partial results are not rounded to 16 bits.
@@ -312,7 +313,7 @@ class ShardedStep:
             See `numkv.Step.write`; nothing is recorded.
         """
         number, of, n = self._check_layer(layer), self.shards.rows, self.num_tokens
-        qkv = np.asarray(qkv)
+        qkv, check_finite = host_array("qkv", qkv), check_flag("check_finite", check_finite, True)
         if qkv.ndim != 2 or len(qkv) != n:
             raise DimensionMismatch(
                 f"`qkv`: expected rows of the step's {n} tokens, got {qkv.shape}", n, qkv.shape
@@ -327,7 +328,7 @@ class ShardedStep:
             qk_mode=qk_mode, q_norm_weight=q_norm_weight, k_norm_weight=k_norm_weight, eps=eps,
         )  # fmt: skip
         k, v = (np.ascontiguousarray(x[0, :, :n].swapaxes(0, 1)) for x in (k, v))
-        self._held[number] = k, v, bool(check_finite)
+        self._held[number] = k, v, check_finite
         self._written[number] = True
         return q
 
@@ -484,7 +485,7 @@ class ShardedStep:
         return (
             host_rows("k", k, (n, of.num_kv_heads, of.head_dim)),
             host_rows("v", v, (n, of.num_kv_heads, of.head_dim_v)),
-            bool(check_finite),
+            check_flag("check_finite", check_finite, True),
         )
 
 

@@ -123,6 +123,22 @@ def test_arguments_are_checked_before_anything_is_sent():
         step.append_attend(0, k, v, q, sinks=np.ones(3))
     with pytest.raises(IndexError, match="layer"):
         step.append_attend(7, k, v, q)
+    masked, sinks = np.ma.array(q, mask=True), np.ma.array(np.ones(Q_HEADS), mask=True)
+    for refused in (
+        lambda: step.append(0, np.ma.array(k, mask=True), v),
+        lambda: step.write(0, np.ma.array(k[:, 0]), num_q_heads=1, qk_mode=0),
+        lambda: step.append_attend(0, k, v, masked),
+        lambda: step.append_attend(0, k, v, q, sinks=sinks),
+    ):
+        with pytest.raises(numkv.NotSupported, match="without a mask"):
+            refused()
+    for refused in (
+        lambda: step.append(0, k, v, check_finite="no"),
+        lambda: step.write(0, k[:, 0], num_q_heads=1, qk_mode=0, check_finite="no"),
+        lambda: step.append_attend(0, k, v, q, return_lse=3),
+    ):
+        with pytest.raises(TypeError, match="expected True or False"):
+            refused()
     assert cache.messages == (0, 0)
     assert step.open
     step.append_attend(0, k, v, q)
