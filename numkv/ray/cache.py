@@ -650,10 +650,9 @@ class ShardedKVCache:
             )
         self._shards.model.set_scales(layer, k, v)  # checks
         old = self._shards.scales.get(layer, (None, None))
-        given = (k, v)
         self._shards.scales[layer] = tuple(  # type: ignore[assignment]
             before if x is None else np.array(x, np.float32)  # a copy, for later shards, too
-            for x, before in zip(given, old, strict=True)
+            for x, before in zip((k, v), old, strict=True)
         )
         for channel in self._working():
             self._shards.tell_scales(channel.shard, [layer])

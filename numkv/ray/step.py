@@ -106,10 +106,8 @@ def host_rows(name: str, x: Any, shape: tuple[int | str, ...]) -> NDArray[Any]:
         isinstance(n, str) or n == m for n, m in zip(shape, rows.shape, strict=True)
     )
     if not fits:
-        wanted = ", ".join(map(str, shape))
-        raise DimensionMismatch(
-            f"`{name}`: expected ({wanted}), got {rows.shape}", expected=shape, actual=rows.shape
-        )
+        wanted, got = ", ".join(map(str, shape)), rows.shape
+        raise DimensionMismatch(f"`{name}`: expected ({wanted}), got {got}", shape, got)
     return rows
 
 
