@@ -758,7 +758,8 @@ class ShardedKVCache:
         for moved in range(most := check_size("most", most)):
             self.stats()  # so that free blocks are known
             free = self._shards.free_blocks()
-            alive = [c for c in range(len(free)) if c not in self._shards.dead]
+            # Without any column, the first one is as full as itself: nothing moves.
+            alive = [c for c in range(len(free)) if c not in self._shards.dead] or [0]
             source, to = min(alive, key=lambda c: free[c]), max(alive, key=lambda c: free[c])
             gap, best = free[to] - free[source], None
             for seq, state in self._shards.sequences.items():

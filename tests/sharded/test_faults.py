@@ -187,6 +187,7 @@ def test_without_any_shard_the_error_says_so_until_there_are_some():
         grow(cache, {0: TEXTS[0][:12]})
     with pytest.raises(ShardLost, match="no place"):
         cache.reserve([0], 1)
+    assert cache.balance() == 0
     shards.places = 9
     finish(cache)
 
