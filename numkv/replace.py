@@ -64,8 +64,8 @@ def replacing(
         place = os.path.realpath(place)
         _check_kind(place)
     folder, name = os.path.split(place)
-    # Names have at most 255 bytes; the end identifies a long one.
-    start = f".{name[-60:]}."
+    # Names have at most 255 bytes, and characters up to four; the end identifies a long one.
+    start = f".{name[-50:]}."
     partial = os.path.join(folder, f"{start}{_boot()}{secrets.token_hex(8)}{SUFFIX}")
     if tidy:
         _remove_abandoned(folder, start)  # first, because their room may be needed

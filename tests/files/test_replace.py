@@ -310,8 +310,9 @@ def test_a_link_keeps_pointing_to_the_file(tmp_path):
 
 
 def test_long_names_and_names_of_bytes(tmp_path):
-    name = "x" * 250
+    name, of_four_bytes = "x" * 250, "\U0001d54f" * 63
     numkv.save(tmp_path / name, cache_of(1, tokens=3))
+    numkv.save(tmp_path / of_four_bytes, cache_of(1, tokens=3))
     numkv.save(os.fsencode(tmp_path / "y"), cache_of(2, tokens=3))
-    assert sorted(os.listdir(tmp_path)) == [name, "y"]
+    assert sorted(os.listdir(tmp_path)) == [name, "y", of_four_bytes]
     assert whole(os.fsencode(tmp_path / "y")) == 2
