@@ -369,9 +369,10 @@ def _key_bytes(key: Any) -> bytes:
 def _view(x: Any, writable: bool) -> memoryview:
     try:
         view = memoryview(x).cast("B")
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # the latter of dtypes that are not NumPy's own
         raise TypeError(
-            f"`buffers`: expected contiguous buffers of bytes, got {type(x).__name__} ({error}); pass numpy arrays"
+            f"`buffers`: expected contiguous buffers of bytes, got {type(x).__name__} ({error}); pass numpy arrays of "
+            "uint8, such as x.view(numpy.uint8)"
         ) from None
     if writable and view.readonly:
         raise TypeError(

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 
+import ml_dtypes
 import numpy as np
 import pytest
 from networks import Network
@@ -260,6 +261,10 @@ def test_what_is_refused(tmp_path):
         store.put(["a", "b"], [b"1"])
     with pytest.raises(TypeError, match="`buffers`: expected contiguous buffers"):
         store.put(["a"], [np.zeros((4, 4))[:, 1]])
+    with pytest.raises(
+        TypeError, match=r"`buffers`: expected contiguous .* x\.view\(numpy\.uint8\)"
+    ):
+        store.put(["a"], [np.zeros(4, ml_dtypes.bfloat16)])
     with pytest.raises(TypeError, match="`buffers`: expected contiguous buffers of bytes, got int"):
         store.put(["a"], [3])
     with pytest.raises(TypeError, match="`buffers`: expected buffers that can be written to"):
