@@ -207,14 +207,14 @@ class BlockStore:
         list of bytearray or None
             The bytes of each object; None for a missing one.
         """
-        header = self._empty.layout.header
         made: dict[int, bytearray] = {}
         for i, size in enumerate(self._sizes(keys)):
-            if size is not None and size >= header:
+            if size is not None and size >= (header := self._empty.layout.header):
                 try:
                     made[i] = bytearray(size - header)
                 except (MemoryError, OverflowError) as error:  # perhaps of a damaged file
                     self._note_error("read", error)
+        self._count(missed=len(keys) - len(made))  # `get_into` counts the others
         good = self.get_into([keys[i] for i in made], list(made.values()))
         there = dict(zip(made, good, strict=True))
         return [made[i] if there.get(i) else None for i in range(len(keys))]

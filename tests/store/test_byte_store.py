@@ -57,6 +57,8 @@ def test_what_is_not_there(make):
     into = bytearray(b"old")
     assert store.get_into(["a"], [into]) == [False]
     assert into == b"old"
+    assert store.get(["a", "b"]) == [None, None]
+    assert store.stats().missed == 3
     assert store.exists([]) == store.get_into([], []) == store.put([], []) == []
     store.put(["a"], [b"four"])
     assert store.get_into(["a", "a"], [bytearray(3), bytearray(4)]) == [False, True]
