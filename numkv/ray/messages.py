@@ -30,7 +30,7 @@ class Answer(NamedTuple):
     """Value of the last operation."""
     error: BaseException | None = None
     failed: str = ""
-    """Name of the operation that raised the error; later ones were not executed."""
+    """Name of the operation that raised the error; of later ones only bookkeeping was executed."""
 
 
 class _Words(NamedTuple):

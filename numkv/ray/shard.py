@@ -6,7 +6,6 @@ again, gets the same reply without a second execution. Any other is rejected, be
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,21 +93,21 @@ class Shard:
             return self._handled(*message)
 
     def _handled(self, number: int, operations: list[Operation]) -> Answer:
-        """Execute a message, in the order of numbers."""
+        """Execute a message, in the order of numbers; after an error only bookkeeping, which others rely on."""
         if number == self._last.number:
             return self._last
         if number != self._last.number + 1:
             error = NumkvError(f"expected message {self._last.number + 1}, got {number}")
             return Answer(number, 0, None, error, "lost")
-        name, value = "", None
-        try:
-            for name, arguments in operations:
-                done: Callable[..., Any] = getattr(self, f"_do_{name}")
-                value = done(*unpacked(arguments))
-            self._last = Answer(number, self.cache.num_free, packed(value))
-        except Exception as error:
-            error.__traceback__ = None
-            self._last = Answer(number, self.cache.num_free, None, error, name)
+        value, failed = None, tuple[Any, ...]()
+        for name, arguments in operations:
+            if failed and name not in BOOKKEEPING:
+                continue
+            try:
+                value = packed(getattr(self, f"_do_{name}")(*unpacked(arguments)))
+            except Exception as error:
+                failed = error.with_traceback(None), name
+        self._last = Answer(number, self.cache.num_free, value, *failed)
         return self._last
 
     # -- sequences

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from paged_caches import DIM, HEADS, Q_HEADS
-from sharded_caches import FaultyShards, grow, make, one, through
+from paged_caches import DIM, HEADS, Q_HEADS, check_attention
+from sharded_caches import FaultyShards, grow, make, one, same, through
 
 import numkv
 from numkv.ray import Limits
@@ -205,6 +205,31 @@ def test_a_step_that_fails_on_one_shard_is_rolled_back_on_all():
     cache.check()
     grow(cache, {seq: np.arange(9)})
     cache.check()
+
+
+def test_a_reservation_that_fails_on_a_shard_leaves_the_commit_of_another_step(monkeypatch):
+    """Which is sent in the same message, after it."""
+    cache = make((2, 1, None))
+    a, b = cache.add(), cache.add()
+    grow(cache, {a: np.arange(5), b: np.arange(4)})
+    done = cache.reserve([b], [2])
+    through(done, cache.num_layers, [np.arange(6)], [4])
+    step = cache.reserve([a], [3])
+    cache.commit(done, token_ids=[4, 5])
+    shard = cache._shards.transport.shards[1].cache
+    with monkeypatch.context() as patch:
+        patch.setattr(shard, "reserve", failing_reserve)
+        with pytest.raises(MemoryError):
+            through(step, cache.num_layers, [np.arange(8)], [5])
+    assert not step.open
+    cache.check()
+    grow(cache, {a: np.arange(9), b: np.arange(8)})
+    check_attention(cache, same, np.asarray, b, np.arange(8))
+    cache.check()
+
+
+def failing_reserve(*_):
+    raise MemoryError
 
 
 @pytest.mark.parametrize("layout", [(2, 1, None), (1, 2, 2), (2, 2, 4)], ids=str)
