@@ -176,6 +176,9 @@ def _layers(keys: Keys, expanded: bool, remarks: list[str]) -> list[LayerNeeds]:
     n = len(types)
     _check_count(keys, n, remarks)
     sources = _sources(keys, types)
+    for i, source in sources.items():
+        if type(source) is not int or not 0 <= source < i or source in sources:
+            raise keys.error(f"expected layer {i} to read an earlier one's rows, got {source!r}")
     blocks = keys.get("block_configs")  # DeciLM: each layer as the search left it
     layers = []
     unknown: set[str] = set()
@@ -304,13 +307,8 @@ def _sources(keys: Keys, types: list[str]) -> dict[int, int]:
     shared = keys.get("num_kv_shared_layers")
     if not isinstance(shared, int) or not 0 < shared < n:
         return {}
-    first = n - shared
-    found = {}
-    for i in range(first, n):
-        before = [j for j in range(first) if types[j] == types[i]]
-        if before:
-            found[i] = before[-1]
-    return found
+    last = {types[j]: j for j in range(n - shared)}  # of each type
+    return {i: last[types[i]] for i in range(n - shared, n) if types[i] in last}
 
 
 def _rows(keys: Keys, i: int, name: str, expanded: bool) -> tuple[Rows, ...]:

@@ -253,6 +253,19 @@ def test_what_cannot_be_planned_is_an_error(wrong):
         needs_of(wrong)
 
 
+@pytest.mark.parametrize("sources", [[-1, -1, -1], [0, 0, 1], [0, 2, 2], ["a", 1, 2], [0, 0, 9]])
+def test_layers_can_share_rows_of_earlier_layers_only(sources):
+    """As in transformers, where others are an error: rows that no layer stores would count as none."""
+    config = {**SIZES, "num_hidden_layers": 3, "kv_source_layers": sources}
+    with pytest.raises(ConfigError, match="to read an earlier one's rows, got"):
+        needs_of(config)
+    assert [x.shares for x in needs_of({**config, "kv_source_layers": [0, 0, 0]}).layers] == [
+        None,
+        0,
+        0,
+    ]
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{", "3", '"a"', "nul", "[" * 100_000, "\x00"])
 def test_files_that_are_no_configs(tmp_path, text):
     path = tmp_path / "config.json"
