@@ -187,12 +187,11 @@ def _layers(keys: Keys, expanded: bool, remarks: list[str]) -> list[LayerNeeds]:
         if isinstance(blocks, list) and i < len(blocks):
             layers.append(_of_block(own, blocks[i]))
             continue
+        counted = name if name in _KNOWN else FULL
+        unknown |= {name} - {counted}
         shares = sources.get(i)
-        rows = () if shares is not None else _rows(own, i, name, expanded)
-        if name not in _KNOWN:
-            unknown.add(name)
-            rows = _attention(own, None, expanded)
-        layers.append(LayerNeeds(name, rows, states_of(own, name), shares))
+        rows = () if shares is not None else _rows(own, i, counted, expanded)
+        layers.append(LayerNeeds(counted, rows, states_of(own, counted), shares))
     remarks += [
         f"`layer_types` {name!r}: not a type known here, so these layers are counted as full attention"
         for name in sorted(unknown)

@@ -112,6 +112,19 @@ def test_plan_names_what_it_does_not_know(tmp_path, capsys):
     assert cells(output, "bf16")[2] == "128"  # as if all were plain
 
 
+@pytest.mark.parametrize("name", ["my-own", "class", "numkv"])
+def test_the_lines_of_unknown_types_are_python(name, tmp_path, capsys):
+    """Whatever a file calls its layers: the name of a type is no name of a variable."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**SIZES, "model_type": "odd", "layer_types": [name, "full"]}))
+    code = textwrap.dedent(
+        run(capsys, "plan", path, "--kind", "bf16", "--memory", "1MiB").partition("As a cache:")[2]
+    )
+    made = {"numkv": numkv}
+    exec(code, made)
+    assert len(made["cache"].layers) == 2
+
+
 def test_plan_of_latents_blocks_and_cross_attention(tmp_path, capsys):
     path = tmp_path / "config.json"
     latent = {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
