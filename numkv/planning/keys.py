@@ -167,8 +167,13 @@ class Keys:
             raise self.error(f"{name}: expected a positive integer, got {found!r}")
         return found
 
-    def num_layers(self) -> int:
+    def num_layers(self, n: int | None = None) -> int:
         """Return the number of layers.
+
+        Parameters
+        ----------
+        n : int, optional
+            The number, where other entries have it.
 
         Returns
         -------
@@ -177,9 +182,9 @@ class Keys:
         Raises
         ------
         ConfigError
-            If it is no positive integer.
+            If it is no positive integer, or more than `MOST_LAYERS`.
         """
-        n = self.size("num_hidden_layers")
+        n = self.size("num_hidden_layers") if n is None else n
         if n > MOST_LAYERS:
             raise self.error(f"num_hidden_layers: expected at most {MOST_LAYERS}, got {n}")
         return n

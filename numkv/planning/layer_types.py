@@ -90,7 +90,7 @@ def _smollm3(keys: Keys, n: int) -> list[str]:
 
 
 def _cohere2_moe(keys: Keys, n: int) -> list[str]:
-    dense = int(keys.get("first_k_dense_replace", 0))
+    dense = min(max(int(keys.get("first_k_dense_replace", 0)), 0), n)
     before = _every(1, SLIDING, FULL, "prefix_dense_sliding_window_pattern")(keys, dense)
     return before + _every(4, SLIDING, FULL, "sliding_window_pattern")(keys, n - dense)
 
@@ -153,7 +153,7 @@ def _gpt_neo(keys: Keys, n: int) -> list[str]:
     listed = keys.get("attention_layers")
     if listed is None:
         types = keys.get("attention_types", [[["global", "local"], n // 2]])
-        listed = [name for names, times in types for name in list(names) * int(times)]
+        listed = [x for names, times in types for x in list(names) * keys.num_layers(int(times))]
     return [SLIDING if name == "local" else FULL for name in listed]
 
 
@@ -290,20 +290,18 @@ def layer_types_of(keys: Keys) -> list[str]:
     list of str
     """
     listed = keys.get("layer_types")
-    pattern = _PATTERNS.get(keys.model_type)
     if isinstance(listed, (list, tuple)) and listed:
         types = [str(name) for name in listed]
     elif keys.model_type == "nemotron_h":
         types = _nemotron_h(keys, 0)
     elif keys.model_type == "hrm_text":  # a stack runs in cycles, each with rows of its own
         stack = int(keys.get("num_layers_per_stack") or keys.num_layers())
-        types = [FULL] * (stack * keys.size("H_cycles") * (keys.size("L_cycles") + 1))
-    elif pattern is not None:
-        types = pattern(keys, keys.num_layers())
-    elif keys.known:
-        types = [FULL] * keys.num_layers()
+        cycles = keys.size("H_cycles") * (keys.size("L_cycles") + 1)
+        types = [FULL] * keys.num_layers(stack * cycles)
     else:
-        types = _by_keys(keys, keys.num_layers())
+        pattern = _PATTERNS.get(keys.model_type, _all(FULL) if keys.known else _by_keys)
+        types = pattern(keys, keys.num_layers())
+    keys.num_layers(len(types))  # a list may be longer than the count says
     types = [_SAME.get(name.lower(), name) for name in types]
     if keys.model_type in _INDEXED or keys.model_type in ("qwen4_exp_text", "glm5_next_text"):
         types = [INDEXED if name == FULL else name for name in types]

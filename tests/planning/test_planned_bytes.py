@@ -253,6 +253,28 @@ def test_what_cannot_be_planned_is_an_error(wrong):
         needs_of(wrong)
 
 
+@pytest.mark.parametrize(
+    "many",
+    [
+        {"model_type": "gpt_neo", "attention_types": [[["global"], 10**11]]},
+        {"model_type": "hrm_text", "H_cycles": 10**11},
+        {"model_type": "llama", "layer_types": ["full_attention"] * 100_001},
+    ],
+)
+def test_more_layers_than_any_model_has_are_an_error(many):
+    """From whatever entry: before they fill the memory."""
+    with pytest.raises(ConfigError, match="num_hidden_layers: expected at most 100000, got"):
+        needs_of(many)
+
+
+@pytest.mark.parametrize("dense", [-5, 40, 10**11])
+def test_no_pattern_makes_more_layers_than_there_are(dense):
+    needs = needs_of(
+        {"model_type": "cohere2_moe", "num_hidden_layers": 8, "first_k_dense_replace": dense}
+    )
+    assert len(needs.layers) == 8
+
+
 @pytest.mark.parametrize("sources", [[-1, -1, -1], [0, 0, 1], [0, 2, 2], ["a", 1, 2], [0, 0, 9]])
 def test_layers_can_share_rows_of_earlier_layers_only(sources):
     """As in transformers, where others are an error: rows that no layer stores would count as none."""
