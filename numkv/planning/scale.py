@@ -105,7 +105,7 @@ class Sharding(NamedTuple):
     @property
     def bandwidth_needed(self) -> float:
         """Return the bytes a second at which the network adds a tenth to the rest of the step."""
-        rest = self.cost.total - self.cost.network
+        rest = self.cost._replace(network=0.0).total  # exact beside any network
         return self.bytes_per_step / (0.1 * rest) if rest else math.inf
 
 

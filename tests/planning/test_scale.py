@@ -197,6 +197,13 @@ def test_bandwidths_are_not_0(capsys, name):
     assert "expected bandwidths of a byte or more a second, got 0" in capsys.readouterr().err
 
 
+def test_a_network_beside_which_the_rest_is_tiny(capsys):
+    """The rest of a step is no difference of two long times, which would be 0 here."""
+    sizes = ["--layers", "2", "--kv-heads", "2", "--head-dim", "8", "--nodes", "1"]
+    fast = ["--memory-bandwidth", "1000PB", "--latency", "0us", "--message", "0us"]
+    assert "inf" not in run(capsys, "plan", *sizes, "--context", "8", *fast, "--bandwidth", "1")
+
+
 def test_the_command_prints_table_and_picture(capsys, tmp_path):
     sizes = ("--layers", 4, "--kv-heads", 2, "--head-dim", 64, "--context", 65536)
     output = run(capsys, "plan", *sizes, "--nodes", 8, 1024, "--latency", "1ms", "--batch", 8)
