@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run: Callable[[argparse.Namespace], None] = arguments.run
         run(arguments)
         sys.stdout.flush()
-    except (UsageError, NumkvError, OSError) as error:
+    except (UsageError, NumkvError, OSError, MemoryError) as error:
         if isinstance(error, BrokenPipeError):  # the reader, such as `head`, has ended
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror.lower()}"
-    return " ".join(str(error).split())
+    return " ".join(str(error).split()) or "not enough memory"
 
 
 def _print_anywhere() -> None:
@@ -131,8 +131,7 @@ def _print_anywhere() -> None:
     if sys.stderr is None:
         sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     for output in (sys.stdout, sys.stderr):
-        reconfigure = getattr(output, "reconfigure", None)
-        if reconfigure is not None:
+        if reconfigure := getattr(output, "reconfigure", None):
             reconfigure(errors="replace")
 
 

@@ -52,7 +52,10 @@ class Size(int):
     @classmethod
     def parse(cls, text: str) -> Size:
         """Read a size; see `numkv.numbers.parse_size`. It is written in the same units again."""
-        return cls(*parse_size(text))
+        size = cls(*parse_size(text))
+        if size > sys.maxsize:
+            raise ValueError(f"{text} is not a size of any memory")
+        return size
 
     def text(self, size: int | None = None) -> str:
         """Write a size, this one if none is given.
@@ -372,7 +375,7 @@ def checked(convert: Callable[[str], T], what: str) -> Callable[[str], T]:
     return check
 
 
-def at_least(smallest: int, most: float = math.inf) -> Callable[[str], int]:
+def at_least(smallest: int, most: int = sys.maxsize) -> Callable[[str], int]:
     def convert(text: str) -> int:
         number = int(text.replace(",", "").replace("_", ""))
         if not smallest <= number <= most:
@@ -380,7 +383,7 @@ def at_least(smallest: int, most: float = math.inf) -> Callable[[str], int]:
         return number
 
     return checked(
-        convert, f"an integer of {smallest} {'or more' if most == math.inf else f'to {most:,}'}"
+        convert, f"an integer of {smallest} {'or more' if most == sys.maxsize else f'to {most:,}'}"
     )
 
 

@@ -22,7 +22,7 @@ from numkv.planning.scale import Load, Network, Sharding, best_sharding, cost_of
 DEFAULT_BATCH = 64
 _Q_HEADS_PER_KV_HEAD = 4
 _CONTEXT = 131_072
-_SECONDS = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(us|µs|ms|s)", re.IGNORECASE)
+_SECONDS = re.compile(r"([0-9]{1,15}(?:\.[0-9]+)?)\s*(us|µs|ms|s)", re.IGNORECASE)
 
 
 def parse_seconds(text: str) -> float:
@@ -243,8 +243,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.nodes:
         if arguments.key_bounds:
             raise UsageError("--key-bounds is for a cache in one place: sharded ones keep none")
-        choice = choices[0] if arguments.kind else CacheChoice("fp16")
-        print(plan_nodes(arguments, needs, choice))
+        print(plan_nodes(arguments, needs, choices[0] if arguments.kind else CacheChoice("fp16")))
         return
     print(_per_token(arguments, needs, choices))
     if arguments.path is not None or arguments.config is not None or arguments.context:
@@ -509,8 +508,7 @@ def _choices(arguments: argparse.Namespace, needs: ModelNeeds) -> list[CacheChoi
     if arguments.kind is not None:
         return arguments.kind
     dims = {dim for rows in needs.rows for dim in (rows.dim, rows.dim_v)}
-    fitting = [k for k in kinds() if not any(dim % k.unit[0] for dim in dims)]
-    return [CacheChoice.parse(k.name) for k in fitting]
+    return [CacheChoice(k.name) for k in kinds() if not any(dim % k.unit[0] for dim in dims)]
 
 
 def _needs(arguments: argparse.Namespace) -> ModelNeeds:

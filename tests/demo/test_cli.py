@@ -441,6 +441,8 @@ def test_closed_streams(arguments, closed, status, printed):
         (["--model", "/nowhere"], "/nowhere/config.json: no such file or directory"),
         (["--prompt", "x" * 3000], "leave no room to go on in the model's context of 2,048"),
         (["--prompt", "\udce4"], "--prompt: not UTF-8 text"),
+        (["plan", "--context", "9" * 400, "--nodes", "2"], "expected an integer of 1 or more"),
+        (["plan", "--latency", "9" * 400 + "s"], "expected a time such as 300us"),
         (["plan", "--memory", "lots"], "expected a size such as 8GiB or 500MB, got 'lots'"),
         (["plan", "--config", "/nowhere"], "/nowhere: no such file or directory"),
         (["plan", "--layers", "2"], "plan needs --config, or"),
@@ -506,6 +508,16 @@ def test_bad_files_are_errors(tiny, tmp_path, capsys):
     assert "num_hidden_layers: expected a positive integer, got 'many'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("said", ["", "Unable to allocate 373. GiB"])
+def test_too_little_memory_is_one_line(said, capsys, monkeypatch):
+    def refuse(*_):
+        raise MemoryError(*filter(None, [said]))
+
+    monkeypatch.setattr(generate.Model, "load", refuse)
+    assert main([]) == 2
+    assert capsys.readouterr().err == f"numkv: {said or 'not enough memory'}\n"
+
+
 def test_interrupt(capsys, monkeypatch):
     def interrupted(text):
         raise KeyboardInterrupt
@@ -529,7 +541,7 @@ def test_parse_bytes(text, size):
     assert Size.parse(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "8 XB", "1e9"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "8 XB", "1e9", "9" * 400])
 def test_what_is_no_size(text):
     with pytest.raises(ValueError, match="not a size"):
         Size.parse(text)
