@@ -189,13 +189,12 @@ def _texts(arguments: argparse.Namespace) -> tuple[list[Document], list[str]]:
         return [found["calendar.py"], found["csv.py"]], [_WEAK]
     text = read_text(arguments.text, "--text")
     middle = len(text) // 2
-    name = str(arguments.text)
-    return [Document(name, text[:middle]), Document(name, text[middle:])], []
+    return [Document(str(arguments.text), x) for x in (text[:middle], text[middle:])], []
 
 
 def _budget(text: str, judge: Judge) -> int:
     """Return the bytes of a token: a number, or those of a kind in all layers."""
-    if text.replace(",", "").isdigit():
+    if text.replace(",", "").isdecimal():
         return int(text.replace(",", ""))
     try:
         k, v = kinds_of(text, None, None, by_channel=True)
@@ -223,7 +222,10 @@ def _of_transformers(
         )
     notes = []
     with Progress(f"loading {arguments.model}"):
-        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto").eval()
+        try:
+            model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto").eval()
+        except Exception as error:  # of whichever of its libraries met the damage
+            raise UsageError(f"{arguments.model}: transformers cannot load it: {error}") from error
         try:
             tokenizer = AutoTokenizer.from_pretrained(arguments.model)
         except (OSError, ValueError, KeyError):
@@ -249,5 +251,4 @@ def _of_transformers(
         begin = [math.floor(i * (len(ids) - size) / max(1, count - 1)) for i in range(count)]
         return [torch.tensor(ids[x : x + size]) for x in begin]
 
-    judge = ModelJudge(model, windows(texts[0]), windows(texts[1]), arguments.model.name)
-    return judge, notes
+    return ModelJudge(model, windows(texts[0]), windows(texts[1]), arguments.model.name), notes

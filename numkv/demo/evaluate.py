@@ -23,6 +23,7 @@ from numkv.demo.cache import CacheChoice, CacheFactory
 from numkv.demo.checkpoint import LayerWeights, ModelConfig, Progress, no_progress
 from numkv.demo.model import PREFILL_CHUNK, Model, Session
 from numkv.demo.tokenizer import decoded
+from numkv.errors import NotSupported
 from numkv.planning.keys import read_json
 
 Array = NDArray[np.floating[Any]]
@@ -231,7 +232,7 @@ def evaluate(
         whole = windows is None and len(seen) == len(of_text)
         sizes.append(_num_bytes(model, document, scored, whole))
     if num_scored == 0:
-        raise ValueError("documents: expected texts of two tokens or more")
+        raise NotSupported("expected a text of two tokens or more, got none")
     return [
         Score(
             label=label,

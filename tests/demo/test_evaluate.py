@@ -12,6 +12,7 @@ from numkv.demo import BUNDLED_MODEL
 from numkv.demo.cache import CacheChoice
 from numkv.demo.evaluate import Document, evaluate, held_out
 from numkv.demo.model import Model
+from numkv.errors import NotSupported
 
 
 def expected_bits(config, weights, texts, context, scored=None):
@@ -84,7 +85,7 @@ def test_evaluate_refuses(tmp_path):
             evaluate(model, [Document("", "text")], {}, context=context)
     with pytest.raises(ValueError, match="windows: expected 1 or more"):
         evaluate(model, [Document("", "text")], {}, windows=0)
-    with pytest.raises(ValueError, match="documents"):
+    with pytest.raises(NotSupported, match="two tokens or more"):
         evaluate(model, [Document("", "")], {})
 
 

@@ -163,6 +163,7 @@ def test_the_command(tmp_path, capsys):
     [
         (["--budget", "10"], "at least 720 bytes a token"),
         (["--budget", "int3"], "--budget"),
+        (["--budget", "²"], "--budget"),
         (["no_such_folder", "--context", "16"], "no_such_folder"),
         (["--text", "no_such_file"], "no_such_file"),
     ],
@@ -174,6 +175,24 @@ def test_what_is_refused(capsys, monkeypatch, options, said):
     )
     assert main(["fit", *options]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_text_that_is_too_short(tmp_path, capsys):
+    (tmp_path / "text").write_text("")
+    assert main(["fit", "--text", str(tmp_path / "text"), "--budget", "int8"]) == 2
+    assert capsys.readouterr().err.endswith(
+        "numkv: expected a text of two tokens or more, got none\n"
+    )
+
+
+@pytest.mark.parametrize("config", ["{}", '{"model_type": "no such", "num_hidden_layers": "x"}'])
+def test_a_model_that_transformers_cannot_load_is_one_line(config, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(config)
+    assert main(["fit", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert f"numkv: {tmp_path}: transformers cannot load it: " in error
+    assert error.count("\n") == 1
 
 
 def test_a_plan_takes_no_kind_beside_a_profile(tmp_path, capsys):
