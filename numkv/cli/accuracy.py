@@ -207,7 +207,7 @@ def _read(path: Path, settings: dict[str, Any]) -> list[Measured]:
     """Return the caches of an earlier report, which must have the same settings."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        before = content["settings"]
+        before = dict(content["settings"])
         caches = [_measured(x) for x in content["caches"]]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(

@@ -368,7 +368,7 @@ def test_earlier_results_are_added(options, tmp_path, capsys):
     assert main([*(str(x) for x in options), *wrong]) == 2
     expected = f"--add {file}: expected needle_texts 2 as in this report, got 1"
     assert expected in capsys.readouterr().err
-    for damaged in ('{"settings": {}}', "[" * 100_000):
+    for damaged in ('{"settings": {}}', '{"settings": ["x"], "caches": []}', "[" * 100_000):
         file.write_text(damaged)
         assert main([*(str(x) for x in options), *wrong]) == 2
         assert "expected an accuracy.json of this command" in capsys.readouterr().err
