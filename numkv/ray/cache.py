@@ -132,7 +132,7 @@ class ShardedKVCache:
         if not column.takes_parts:
             raise NotSupported(
                 "ShardedKVCache: expected rows of K and V of one shape and kind in all layers, without chunks, shares "
-                "and states, got latents or different layers; make such a cache in one process"
+                "and states, got latents, keys by channel or different layers; make such a cache in one process"
             )
         self._access = Access()
         blocks = check_size("num_blocks", num_blocks)

@@ -192,6 +192,12 @@ def test_arguments_that_change_after_a_call_do_not_change_what_shards_get():
         assert cache.cached_len(cache.add(np.full(7, 77))) == 0
 
 
+def test_layers_that_cannot_be_divided_are_refused_by_what_they_are():
+    for kind in ("int8_channel", "int4_channel"):
+        with pytest.raises(numkv.NotSupported, match="got latents, keys by channel or different"):
+            make((2, 1, None), kind=kind, block_size=64)
+
+
 def test_a_step_that_fails_on_one_shard_is_rolled_back_on_all():
     cache = make((2, 1, None), kind="int8")
     seq = cache.add()
