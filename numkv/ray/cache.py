@@ -444,8 +444,9 @@ class ShardedKVCache:
             else:
                 pieces = [(0, n)] * (n > 0)
             found[seq] = state.runs, pieces
-        short = certain and any(cost > free[c] for c, cost in self._costs(found).items())
-        return None if short else found
+        if not certain:  # no shard can have more; costs may count a copied block of each sequence
+            free = [self.num_blocks + len(found) * self._shards.model.num_groups] * len(free)
+        return None if any(cost > free[c] for c, cost in self._costs(found).items()) else found
 
     def _costs(self, placed: dict[int, tuple[tuple[Run, ...], list[Run]]]) -> dict[int, int]:
         """Return the most blocks that new tokens can need in each column, copies of shared last blocks included."""

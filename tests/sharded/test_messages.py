@@ -246,8 +246,9 @@ def test_a_full_cache_is_left_as_it_was(layout):
     grow(cache, {a: np.arange(most - 8), b: np.arange(3)})
     third = cache.fork(b)
     before = [s.pool.used for s in cache.stats().shards]
-    with pytest.raises(numkv.CacheFull):
-        cache.reserve([a, b, third], [4, 2, 2])
+    for lens in ([4, 2, 2], [2**40, 0, 0], [2**61, 2**61, 2**61]):
+        with pytest.raises(numkv.CacheFull):
+            cache.reserve([a, b, third], lens)
     assert [s.pool.used for s in cache.stats().shards] == before
     cache.check()
     grow(cache, {a: np.arange(most - 4)})  # to the last block
