@@ -631,6 +631,9 @@ def test_compaction_moves_other_layers_bit_for_bit(kind, rng, target, to, host):
         q = to(queries(rng, 1) * (shift is None))
         out, wanted = mixed.decode_attention(1, [0], q), alone.decode_attention(0, [0], q)
         assert np.array_equal(host(out), host(wanted))
+    q, stay = to(queries(rng, 1)), to(np.array([[0, 110]]))
+    out = mixed.decode_attention(1, [0], q, ranges=stay)
+    assert np.array_equal(host(out), host(alone.decode_attention(0, [0], q, ranges=stay)))
 
 
 def test_a_compaction_behind_a_window_is_refused_by_its_argument(rng, target, to):
@@ -653,6 +656,36 @@ def test_a_compaction_behind_a_window_is_refused_by_its_argument(rng, target, to
     assert (cache.length(0), cache.num_free) == (150, free)
     cache.check()
     cache.compact(0, np.delete(np.arange(150), 140))
+
+
+@pytest.mark.parametrize("full", ["fp32", "bf16"])
+def test_compaction_keeps_what_is_in_full(rng, target, to, host, full):
+    """The first tokens of all layers, and the newest ones of one whose keys are stored row by row."""
+    kept = numkv.FullPrecision(8, 4, kind=full)
+    layers = [
+        numkv.LayerSpec(HEADS, DIM, kind=kind, v_kind="int4", full_precision=kept)
+        for kind in ("int4", "int4_channel")
+    ]
+    cache = numkv.PagedKVCache(layers=layers, num_blocks=64, block_size=64, target=target)
+    (k, v), seq = rows(rng, 100, outlier=False), cache.add()
+    step = cache.reserve([seq], 100)
+    for layer in range(2):
+        step.append(layer, to(k), to(v))
+    cache.commit(step)
+    with pytest.raises(numkv.NotSupported, match="keep tokens 0 to 3"):
+        cache.compact(seq, range(2, 100))
+    assert cache.length(seq) == 100
+    for gone in (50, 70, 90):
+        keep = np.delete(np.arange(len(k)), gone)
+        cache.compact(seq, keep)
+        k, v = k[keep], v[keep]
+    for layer in range(2):
+        for token in (0, 3, -8, -1):
+            q = np.repeat(k[token], 2, 0)[None] * 9
+            found = host(cache.decode_attention(layer, [seq], to(q)))
+            np.testing.assert_allclose(
+                found[0, ::2], v[token], atol=2e-2 if full == "bf16" else 1e-3
+            )
 
 
 def test_compaction_without_room_changes_nothing(play):

@@ -388,8 +388,8 @@ class PagedKVCache(StoredSequences):
 
         Rows move as they are stored, bit for bit. With `shift`, the keys of tokens that move are shifted to their new
         positions; quantised ones are quantised once more. Blocks that are no longer needed are released. If keys are
-        stored by channel, token groups before the first token that moves stay. Keys of other groups are decoded, and
-        quantised once more in their new groups. That needs blocks for the new tokens while it runs.
+        stored by channel, token groups before the first token that moves stay. Keys of other groups, decoded where they
+        are not in full, are quantised once more in their new groups. That needs blocks for new tokens while it runs.
 
         Shared and pinned blocks stay as they are: the sequence gets copies of those whose tokens move. From the first
         changed block on, the sequence is no longer in the prefix cache, as its rows are not those that the model
@@ -463,7 +463,7 @@ class PagedKVCache(StoredSequences):
         Groups before the first token that moves stay. Rows of other groups are appended anew to a sequence that
         replaces this one. Rows that are stored one by one are moved bit for bit after that.
         """
-        begin = whole_groups_before(self._store, kept)
+        begin = whole_groups_before(self._store, state, kept)
         moved, n = kept[begin:], len(kept)
         rows = {
             layer: kept_rows(self._store, state, layer, moved, shift, np.arange(begin, n) - moved)

@@ -90,13 +90,8 @@ def plan_compaction(
 
 
 def _moves_in_place(
-    store: BlockStore,
-    plans: list[Relocation],
-    shift: RopeShift | None,
-    source: Ints,
-    to: Ints,
-    offsets: Ints,
-) -> list[Callable[[], object]]:
+    store: BlockStore, plans: list[Relocation], shift: RopeShift | None, source: Ints, to: Ints, offsets: Ints
+) -> list[Callable[[], object]]:  # fmt: skip
     """Moves within the pools; then keys are shifted where they are."""
     moves: list[Callable[[], object]] = []
     changed = source != to
@@ -220,8 +215,14 @@ def _known_prefix(store: BlockStore, state: SequenceState, kept: Ints) -> Sequen
 # -- keys by channel
 
 
-def whole_groups_before(store: BlockStore, kept: Ints) -> int:
-    """Tokens in the token groups before the first token that moves."""
+def whole_groups_before(store: BlockStore, state: SequenceState, kept: Ints) -> int:
+    """Refuse to lose tokens in full, and return the tokens in the token groups before the first that moves."""
+    for number, group in enumerate(store.groups):
+        if group.beside and not group.begins_anew:
+            # The newest token group may have codes alone, which are decoded.
+            start = 0 if group.chunk else store.first_stored(state, number)
+            table, reach = state.tables[number], group.reach(len(kept))
+            relocate(table, kept, start, reach, store.block_size, group.keeps)
     some = max(store.layers.groups)
     return _unmoved(kept) // some * some
 
@@ -229,31 +230,27 @@ def whole_groups_before(store: BlockStore, kept: Ints) -> int:
 def kept_rows(
     store: BlockStore, state: SequenceState, layer: int, positions: Ints, shift: RopeShift | None, offsets: Ints
 ) -> tuple[Array, Array]:  # fmt: skip
-    """K and V of some tokens of a layer as floats: those of the newest token group in full, others decoded.
+    """K and V of some tokens of a layer as floats: those in full as they are, others decoded.
 
     With a shift, keys are moved by offsets. It waits for the device.
     """
-    (pool, group), target, size = store.place(layer), store.target, store.block_size
-    edge, in_full = _read_in_full(store, state, layer)
-    older, newer = positions[positions < edge], positions[positions >= edge]
-    first = store.first_stored(state, group)
-    if len(older) and older[0] < first:
+    (pool, group), target = store.place(layer), store.target
+    first, edge, (floats, in_full) = _read_in_full(store, state, layer)
+    sinks, older, newest = np.split(positions, np.searchsorted(positions, (first, edge)))
+    stored = store.first_stored(state, group)
+    if len(older) and older[0] < stored:
         raise NotSupported(
             f"compact: expected tokens whose rows are all there, got token {older[0]}, and layer {layer} holds those "
-            f"from {first} on; keep fewer tokens, or take kinds that store keys row by row in layers with a window"
+            f"from {stored} on; keep fewer tokens, or take kinds that store keys row by row in layers with a window"
         )
-    parts = [(pool, slots_of(state.tables[group], older, size))]
-    if len(newer):
-        assert in_full is not None
-        parts.append((in_full[0], slots_of(state.tables[in_full[1]], newer, size)))
+    parts = [
+        (of, target.index(slots_of(state.tables[table], tokens, store.block_size), np.int64))
+        for of, table, tokens in ((floats, in_full, sinks), (pool, group, older), (floats, in_full, newest))
+        if len(tokens) or tokens is older
+    ]  # fmt: skip
     k, v = (
-        np.concatenate(
-            [
-                np.asarray(target.to_host(of.buffer(which).gather(target.index(slots, np.int64))), np.float32)
-                for of, slots in parts
-            ]
-        )
-        for which in "kv"
+        np.concatenate([np.asarray(target.to_host(of.buffer(x).gather(at)), np.float32) for of, at in parts])
+        for x in "kv"
     )  # fmt: skip
     keys = target.asarray(k)
     if shift is not None and offsets.any():
@@ -263,22 +260,22 @@ def kept_rows(
 
 def _read_in_full(
     store: BlockStore, state: SequenceState, layer: int
-) -> tuple[int, tuple[Pool, int] | None]:
-    """From which token on a layer's rows are read in full, and where."""
+) -> tuple[int, int, tuple[Pool, int]]:
+    """Up to which and from which token a layer's rows are read in full, and where."""
     twin, some = store.layers.twin(layer), store.layers.groups[layer]
-    if twin is None or not some:
-        return state.length, None
-    newest = (state.length - 1) // some * some
-    in_full = store.place(twin)
-    return max(newest, store.first_stored(state, in_full[1])), in_full
+    if twin is None:
+        return 0, state.length, store.place(layer)
+    in_full, first = store.place(twin), store.layers.keeps(twin)
+    newest = (state.length - 1) // some * some if some else 0
+    return first, max(first, newest, store.first_stored(state, in_full[1])), in_full
 
 
 def move_codes(
     store: BlockStore, state: SequenceState, after: SequenceState, layer: int, kept: Ints, turned: bool
 ) -> None:  # fmt: skip
-    """Copy rows that were decoded for `kept_rows`, as far as they are stored row by row: bit for bit.
+    """Copy codes of the rows of `kept_rows`, as far as they are stored row by row: bit for bit.
 
-    Decoded and quantised again, rows of code4 and code6 would change.
+    Decoded and quantised again, rows of code4 and code6 would change, and so would those of 16 bits in full.
 
     Parameters
     ----------
@@ -291,15 +288,16 @@ def move_codes(
     kept : int64 array (n,)
         Tokens of the sequence that are the last ones of the other.
     turned : bool
-        Whether keys were shifted.
+        Whether keys of tokens that move were shifted.
     """
     (pool, group), size = store.place(layer), store.block_size
-    old = kept < _read_in_full(store, state, layer)[0]
+    stored = kept >= store.first_stored(state, group)
     new = np.arange(after.length, after.length + len(kept))
-    here, there = (
-        store.target.index(slots_of(of.tables[group], tokens[old], size), np.int64)
-        for of, tokens in ((state, kept), (after, new))
-    )
     for side, buffer in pool.stored:
-        if not buffer.kind.group_tokens and not (turned and side == "k"):
+        if not buffer.kind.group_tokens:
+            old = stored & (kept == new) if turned and side == "k" else stored
+            here, there = (
+                store.target.index(slots_of(of.tables[group], tokens[old], size), np.int64)
+                for of, tokens in ((state, kept), (after, new))
+            )
             buffer.copy_tokens(here, buffer, there)
