@@ -215,9 +215,12 @@ def test_presets():
 
 def test_errors_are_one_line(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "nothing"}))
+    damaged = tmp_path / "damaged.json"
+    damaged.write_text(json.dumps({"model_type": "llama", "num_hidden_layers": "many"}))
     options = ["bench", "transformers", "--model"]
     for more, said in (
         ([str(tmp_path)], "no config that transformers can read"),
+        ([str(damaged)], "no config that transformers can read"),
         ([str(tmp_path / "x.json")], "no such file"),
         (["8b", "--kind", "int9"], "int9"),
         (["8b", "--kind", "int8+window8"], "no tokens in full precision"),
