@@ -167,13 +167,8 @@ class Keys:
             raise self.error(f"{name}: expected a positive integer, got {found!r}")
         return found
 
-    def num_layers(self, n: int | None = None) -> int:
+    def num_layers(self) -> int:
         """Return the number of layers.
-
-        Parameters
-        ----------
-        n : int, optional
-            The number, where other entries have it.
 
         Returns
         -------
@@ -184,10 +179,14 @@ class Keys:
         ConfigError
             If it is no positive integer, or more than `MOST_LAYERS`.
         """
-        n = self.size("num_hidden_layers") if n is None else n
+        n = self.size("num_hidden_layers")
+        self.check_layers(n)
+        return n
+
+    def check_layers(self, n: int) -> None:
+        """Refuse more than `MOST_LAYERS` layers, whichever entries they come from."""
         if n > MOST_LAYERS:
             raise self.error(f"num_hidden_layers: expected at most {MOST_LAYERS}, got {n}")
-        return n
 
     def peek(self, name: str) -> Any:
         """Return an entry of the file under exactly this name, without marking it as read."""

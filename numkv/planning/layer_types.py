@@ -153,7 +153,8 @@ def _gpt_neo(keys: Keys, n: int) -> list[str]:
     listed = keys.get("attention_layers")
     if listed is None:
         types = keys.get("attention_types", [[["global", "local"], n // 2]])
-        listed = [x for names, times in types for x in list(names) * keys.num_layers(int(times))]
+        keys.check_layers(sum(len(names) * max(0, int(times)) for names, times in types))
+        listed = [name for names, times in types for name in list(names) * int(times)]
     return [SLIDING if name == "local" else FULL for name in listed]
 
 
@@ -296,12 +297,13 @@ def layer_types_of(keys: Keys) -> list[str]:
         types = _nemotron_h(keys, 0)
     elif keys.model_type == "hrm_text":  # a stack runs in cycles, each with rows of its own
         stack = int(keys.get("num_layers_per_stack") or keys.num_layers())
-        cycles = keys.size("H_cycles") * (keys.size("L_cycles") + 1)
-        types = [FULL] * keys.num_layers(stack * cycles)
+        n = stack * keys.size("H_cycles") * (keys.size("L_cycles") + 1)
+        keys.check_layers(n)
+        types = [FULL] * n
     else:
         pattern = _PATTERNS.get(keys.model_type, _all(FULL) if keys.known else _by_keys)
         types = pattern(keys, keys.num_layers())
-    keys.num_layers(len(types))  # a list may be longer than the count says
+    keys.check_layers(len(types))  # a list may be longer than the count says
     types = [_SAME.get(name.lower(), name) for name in types]
     if keys.model_type in _INDEXED or keys.model_type in ("qwen4_exp_text", "glm5_next_text"):
         types = [INDEXED if name == FULL else name for name in types]

@@ -188,7 +188,8 @@ def _layers(keys: Keys, expanded: bool, remarks: list[str]) -> list[LayerNeeds]:
             layers.append(_of_block(own, blocks[i]))
             continue
         counted = name if name in _KNOWN else FULL
-        unknown |= {name} - {counted}
+        if counted != name:
+            unknown.add(name)
         shares = sources.get(i)
         rows = () if shares is not None else _rows(own, i, counted, expanded)
         layers.append(LayerNeeds(counted, rows, states_of(own, counted), shares))

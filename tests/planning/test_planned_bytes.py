@@ -257,6 +257,7 @@ def test_what_cannot_be_planned_is_an_error(wrong):
     "many",
     [
         {"model_type": "gpt_neo", "attention_types": [[["global"], 10**11]]},
+        {"model_type": "gpt_neo", "attention_types": [[["global"] * 10**5, 10**5]]},
         {"model_type": "hrm_text", "H_cycles": 10**11},
         {"model_type": "llama", "layer_types": ["full_attention"] * 100_001},
     ],
