@@ -121,7 +121,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror.lower()}"
-    return " ".join(str(error).split()) or "not enough memory"
+    if isinstance(error, MemoryError) and not str(error):
+        return "not enough memory"
+    return " ".join(str(error).split())
 
 
 def _print_anywhere() -> None:

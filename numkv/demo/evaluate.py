@@ -197,6 +197,13 @@ def evaluate(
     -------
     list of Score
         One for the reference, named ``"reference"``, then one for each cache in order.
+
+    Raises
+    ------
+    ValueError
+        If `context` or `windows` is out of range.
+    NotSupported
+        If no text has two tokens or more.
     """
     size = model.config.max_context if context is None else context
     if not 2 <= size <= model.config.max_context:

@@ -756,11 +756,13 @@ class ShardedKVCache:
         ShardLost, CacheFull
             See `move`.
         """
-        for moved in range(most := check_size("most", most)):
+        most = check_size("most", most)
+        for moved in range(most):
             self.stats()  # so that free blocks are known
             free = self._shards.free_blocks()
-            # Without any column, the first one is as full as itself: nothing moves.
-            alive = [c for c in range(len(free)) if c not in self._shards.dead] or [0]
+            alive = [c for c in range(len(free)) if c not in self._shards.dead]
+            if not alive:
+                return moved
             source, to = min(alive, key=lambda c: free[c]), max(alive, key=lambda c: free[c])
             gap, best = free[to] - free[source], None
             for seq, state in self._shards.sequences.items():

@@ -99,15 +99,15 @@ class Shard:
         if number != self._last.number + 1:
             error = NumkvError(f"expected message {self._last.number + 1}, got {number}")
             return Answer(number, 0, None, error, "lost")
-        value, failed = None, tuple[Any, ...]()
+        value, reason, failed = None, None, ""
         for name, arguments in operations:
             if failed and name not in BOOKKEEPING:
                 continue
             try:
-                value = packed(getattr(self, f"_do_{name}")(*unpacked(arguments)))
+                value = getattr(self, f"_do_{name}")(*unpacked(arguments))
             except Exception as error:
-                failed = error.with_traceback(None), name
-        self._last = Answer(number, self.cache.num_free, value, *failed)
+                reason, failed = error.with_traceback(None), name
+        self._last = Answer(number, self.cache.num_free, packed(value), reason, failed)
         return self._last
 
     # -- sequences

@@ -207,9 +207,10 @@ class BlockStore:
         list of bytearray or None
             The bytes of each object; None for a missing one.
         """
+        header = self._empty.layout.header
         made: dict[int, bytearray] = {}
         for i, size in enumerate(self._sizes(keys)):
-            if size is not None and size >= (header := self._empty.layout.header):
+            if size is not None and size >= header:
                 try:
                     made[i] = bytearray(size - header)
                 except (MemoryError, OverflowError) as error:  # perhaps of a damaged file

@@ -216,13 +216,13 @@ def _known_prefix(store: BlockStore, state: SequenceState, kept: Ints) -> Sequen
 
 
 def whole_groups_before(store: BlockStore, state: SequenceState, kept: Ints) -> int:
-    """Refuse to lose tokens in full, and return the tokens in the token groups before the first that moves."""
+    """Return the tokens in the token groups before the first that moves; refuse to lose tokens in full."""
     for number, group in enumerate(store.groups):
         if group.beside and not group.begins_anew:
             # The newest token group may have codes alone, which are decoded.
             start = 0 if group.chunk else store.first_stored(state, number)
             table, reach = state.tables[number], group.reach(len(kept))
-            relocate(table, kept, start, reach, store.block_size, group.keeps)
+            relocate(table, kept, start, reach, store.block_size, group.keeps)  # this only checks
     some = max(store.layers.groups)
     return _unmoved(kept) // some * some
 
@@ -243,6 +243,7 @@ def kept_rows(
             f"compact: expected tokens whose rows are all there, got token {older[0]}, and layer {layer} holds those "
             f"from {stored} on; keep fewer tokens, or take kinds that store keys row by row in layers with a window"
         )
+    # Empty parts are left out, but for one, so that there is always some.
     parts = [
         (of, target.index(slots_of(state.tables[table], tokens, store.block_size), np.int64))
         for of, table, tokens in ((floats, in_full, sinks), (pool, group, older), (floats, in_full, newest))
